@@ -77,9 +77,9 @@ class AdaptedTensor(FakeQuantizedTensor):
 
     is_described: ClassVar[bool] = False  # read from a file, it would be without its layer
 
-    def _wire(self) -> LowbitTensor:
+    def _on_the_wire(self) -> None:
         """The adapters are added before the rounding, so W travels unrounded."""
-        return self
+        return None
 
     def frozen_with(self, adapters: Adapters, learned: Learned = NONE) -> LowbitTensor:
         """The merged weight for inference."""

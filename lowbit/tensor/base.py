@@ -40,6 +40,11 @@ aten = torch.ops.aten
 InnerShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SPECIAL = {
+    *(_SET_DATA, Tensor.share_memory_, Tensor.data_ptr, Tensor.is_shared, Tensor.__setitem__),
+    *READS,
+}
+"""The functions that need more than torch's own implementation."""
 
 
 def stored_shape(tensor: Any, shape: Sequence[int]) -> tuple[int, ...]:
@@ -115,8 +120,8 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
 
     def inner_tensors(self) -> dict[str, Tensor]:
         """The inner tensors that are not None, by name."""
-        found = ((name, getattr(self, name)) for name in self.tensor_attrs)
-        return {name: t for name, t in found if t is not None}
+        names = self.tensor_attrs
+        return {name: t for name in names if (t := getattr(self, name)) is not None}
 
     def meta(self) -> dict[str, Any]:
         """The metadata by name."""
@@ -324,7 +329,11 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={dtype}, device='{self.device}'{meta}{grad})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        return list(self.inner_tensors()), (tuple(self.meta().values()), self.dtype, self.flat_from)
+        """torch.compile calls this for each weight at each call of a graph."""
+        names = [name for name in self.tensor_attrs if getattr(self, name) is not None]
+        meta = tuple([getattr(self, name) for name in self.meta_attrs])
+        with torch._C.DisableTorchFunctionSubclass():  # for `dtype`, which passes through it
+            return names, (meta, self.dtype, self.flat_from)
 
     @classmethod
     def __tensor_unflatten__(
@@ -363,6 +372,14 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _SPECIAL:
+            return cls._special(func, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def _special(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """One of the functions in `_SPECIAL`."""
         # torch's setter would change only the wrapper, not the inner tensors.
         if func == _SET_DATA and isinstance(args[0], LowbitTensor):
             return args[0]._assign_data(args[1])
@@ -380,10 +397,10 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         if func is Tensor.__setitem__ and isinstance(args[0], LowbitTensor) and write(*args):
             return None
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
         if func not in READS:
             return result
-        source = args[0] if args else (kwargs or {})["input"]
+        source = args[0] if args else kwargs["input"]
         return as_copies(source, result) if isinstance(source, LowbitTensor) else result
 
     @classmethod

@@ -17,7 +17,7 @@ import lowbit_kernels as kernels
 from lowbit.scheme import crop
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.float8_tensor import Float8Tensor
-from lowbit.tensor.fsdp import as_bytes
+from lowbit.tensor.fsdp import Wire, as_bytes
 from lowbit.tensor.low_bit_linear import Codes
 from lowbit.tensor.mixed_precision import MixedPrecisionTensor
 from lowbit.tensor.trainable import GatheredForm
@@ -70,15 +70,14 @@ class BlockMixedPrecisionTensor(MixedPrecisionTensor):
             padded, scale, None, BLOCK_WEIGHT, self.shape, self.dtype, BLOCK_ACTIVATION
         )
 
-    def _wire(self) -> LowbitTensor:
+    def _on_the_wire(self) -> Wire | None:
         """Under FSDP2 one byte an element travels, and a scale a block, unless a product needs the weight itself."""
         scheme = self.scheme
         quantizes = scheme.output and scheme.grad_input
         if not quantizes or not (scheme.always or self.device.type == "cuda") or not self.numel():
-            return self
+            return None
         codes, scale = self._stacked_codes()
-        tensors = {"codes": codes, "scale": scale}
-        return GatheredBlocks.from_inner(tensors, self.meta(), self.shape, self.dtype)
+        return Wire(GatheredBlocks, {"codes": codes, "scale": scale})
 
     def _wire_fits(self, shape: torch.Size, ranks: int) -> bool:
         """Whether shards hold whole blocks. Otherwise the high-precision weight travels."""

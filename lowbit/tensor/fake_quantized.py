@@ -31,6 +31,7 @@ from lowbit.tensor.coded_linear import (
     codes_again,
     product_of,
 )
+from lowbit.tensor.fsdp import Wire
 from lowbit.tensor.fused_rounding import Inside, fake_quantize
 from lowbit.tensor.rounded_linear import Rounding, rounded_linear
 from lowbit.tensor.trainable import (
@@ -399,22 +400,24 @@ class FakeQuantizedTensor(MasterWeightTensor):
                     "under RowwiseParallel, or PerRow() under ColwiseParallel"
                 )
 
-    def _wire(self) -> LowbitTensor:
+    def _on_the_wire(self) -> Wire | None:
         """Under FSDP2 codes and scales of float32 weights travel, 1 byte an element.
 
         A weight that products see in high precision travels itself. So does a weight of two bytes an element: finding
         its codes takes many operations before the gather, and takes longer than the byte that they would save.
         """
-        spec = self.scheme.weight
-        is_table = isinstance(spec.format, LookupTable)  # codes before the clamp are float32
-        is_short = self.weight.dtype.itemsize <= 2
-        if not self.rounds_weight or spec.shares_rows or is_short or is_table:
-            return self
-        weight = self.weight.detach()
+        weight, spec = self.weight, self.scheme.weight
+        if weight.dtype.itemsize <= 2 or not self.rounds_weight or spec.shares_rows:
+            return None
+        if isinstance(spec.format, LookupTable):  # whose codes before the clamp are float32
+            return None
+        weight = weight.detach()
         dtype = representation_of(spec).scale_dtype(spec, weight.dtype)
         codes, scale, zero_point = spec.unclamped_codes(weight, dtype)
-        tensors = {"codes": codes, "scale": scale, "zero_point": zero_point}
-        return GatheredWeight.from_inner(tensors, self.meta(), self.shape, self.dtype)
+        tensors = {"codes": codes, "scale": scale}
+        if zero_point is not None:
+            tensors["zero_point"] = zero_point
+        return Wire(GatheredWeight, tensors)
 
 
 def rounding_of(weight: FakeQuantizedTensor, dtype: torch.dtype) -> Rounding:

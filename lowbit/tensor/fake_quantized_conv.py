@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.conv_tensor import ConvTensor, check_convolution
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.learned_scales import ConstantCodesTensor, LearnedScalesTensor
@@ -28,8 +27,8 @@ class OfConv(FakeQuantizedTensor):
     def rows(self, values: Tensor) -> Tensor:
         return values.flatten(1)
 
-    def _wire(self) -> LowbitTensor:
-        return self
+    def _on_the_wire(self) -> None:
+        return None
 
     def _transposed(self) -> Any:
         raise self._unsupported("transposition")

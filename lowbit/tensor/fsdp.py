@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ from torch import Tensor
 
 def as_bytes(t: Tensor) -> Tensor:
     """A float8 tensor viewed as uint8, which every collective backend moves; other tensors unchanged."""
-    return t.view(torch.uint8) if t.dtype.itemsize == 1 and t.dtype.is_floating_point else t
+    dtype = t.dtype
+    return t.view(torch.uint8) if dtype.itemsize == 1 and dtype.is_floating_point else t
 
 
 def _to_planes(tensor: Any, rows: int) -> tuple[Tensor, ...]:
@@ -67,17 +69,17 @@ def _keep_until_read(tensors: Iterable[Tensor]) -> None:
             t.record_stream(torch.cuda.current_stream(t.device))
 
 
-class _BoundHook:
+class _BoundHook(partial[Any]):
     """A hook and its tensor. FSDP2 calls `inspect.signature` of it at each gather; for a bound method that takes longer
     than the hook itself."""
 
-    __slots__ = ("__signature__", "hook", "tensor")
-
-    def __init__(self, hook: Callable[..., Any], tensor: Any, signature: inspect.Signature) -> None:
-        self.hook, self.tensor, self.__signature__ = hook, tensor, signature
-
-    def __call__(self, *args: Any) -> Any:
-        return self.hook(self.tensor, *args)
+    __slots__ = ()
+    __signature__ = inspect.Signature(
+        [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for name in ("mesh", "outer_size", "outer_stride", "module", "mp_policy")
+        ]
+    )
 
 
 class pre_all_gather:
@@ -86,23 +88,39 @@ class pre_all_gather:
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook
-        found = inspect.signature(hook)
-        self.signature = found.replace(parameters=list(found.parameters.values())[1:])
 
     def __get__(self, tensor: Any, owner: Any = None) -> Any:
-        return self if tensor is None else _BoundHook(self, tensor, self.signature)
+        return self if tensor is None else _BoundHook(self, tensor)
 
     def __call__(self, tensor: Any, *args: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return self.hook(tensor, *args)
 
 
+class Wire(NamedTuple):
+    """The form in which a shard travels: a tensor of class `kind` over these inner tensors, whose rows are the shard's,
+    with the metadata that the shard has. FSDP2 asks for it in each gather, but makes a tensor only in the first one."""
+
+    kind: type[Any]
+    tensors: dict[str, Tensor]
+
+    def over(self, shard: Any, tensors: dict[str, Tensor], shape: Any, dtype: torch.dtype) -> Any:
+        """The tensor of this form over `tensors`."""
+        meta = {name: getattr(shard, name) for name in self.kind.meta_attrs}
+        return self.kind.from_inner(tensors, meta, shape, dtype)
+
+
 class FSDPHooks:
     """Mixin of LowbitTensor: `fsdp_pre_all_gather` and `fsdp_post_all_gather`."""
 
+    def _on_the_wire(self: Any) -> Wire | None:
+        """The form in which this shard travels and which the next product reads; None: as it is."""
+        return None
+
     def _wire(self: Any) -> Any:
-        """This shard in the form that travels and that the next product reads; by default, unchanged."""
-        return self
+        """`_on_the_wire` as a tensor."""
+        wire = self._on_the_wire()
+        return self if wire is None else wire.over(self, wire.tensors, self.shape, self.dtype)
 
     def _wire_fits(self, shape: torch.Size, ranks: int) -> bool:
         """Whether each of `ranks` shards of a weight of `shape` has this form. All ranks decide alike."""
@@ -112,17 +130,23 @@ class FSDPHooks:
     def fsdp_pre_all_gather(
         self: Any, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-        """The tensors to gather, and (the shard, the full size, the names of the tensors, or None for planes)."""
-        shard = self._wire() if self._wire_fits(outer_size, mesh.size()) else self
-        if outer_size[0] % mesh.size():
-            rows = -(-outer_size[0] // mesh.size())
-            return _to_planes(shard, rows), (shard, outer_size, None)
-        names = shard._row_attrs()
+        """The tensors to gather, and (the shard, its form, the full size, the names of the tensors, or None for
+        planes)."""
+        ranks = mesh.size()
+        wire = self._on_the_wire() if self._wire_fits(outer_size, ranks) else None
+        if outer_size[0] % ranks:
+            sent = self if wire is None else wire.over(self, wire.tensors, self.shape, self.dtype)
+            planes = _to_planes(sent, -(-outer_size[0] // ranks))
+            return planes, (sent, Wire(type(sent), sent.inner_tensors()), outer_size, None)
+        if wire is None:
+            wire, names = Wire(type(self), self.inner_tensors()), self._row_attrs()
+        else:
+            names = tuple(wire.tensors)
         # torch 2.13 gathers only the first tensor on a mesh of one rank; the shard already holds the others.
-        if mesh.size() == 1:
+        if ranks == 1:
             names = names[:1]
-        inputs = tuple(as_bytes(getattr(shard, name)) for name in names)
-        return inputs, (shard, outer_size, names)
+        inputs = tuple([as_bytes(wire.tensors[name]) for name in names])
+        return inputs, (self, wire, outer_size, names)
 
     def fsdp_post_all_gather(
         self: Any,
@@ -133,17 +157,17 @@ class FSDPHooks:
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The whole parameter in low bits, with `param_dtype` as its logical dtype."""
-        shard, outer_size, names = metadata
+        shard, wire, outer_size, names = metadata
+        own: dict[str, Tensor] = wire.tensors
         planes = {} if names else _from_planes(shard, outputs, outer_size[0])
-        own = shard.inner_tensors().items()
-        computed = {name: t for name, t in own if name not in (names or planes)}
+        computed = {name: t for name, t in own.items() if name not in (names or planes)}
         _keep_until_read(computed.values())
         if out is None:
-            dtypes = (getattr(shard, name).dtype for name in names or ())
+            dtypes = (own[name].dtype for name in names or ())
             viewed = [t.view(dtype) for t, dtype in zip(outputs, dtypes, strict=False)]
             gathered = planes or dict(zip(names, viewed, strict=True))
             owned = tuple(planes.values()) or outputs
-            return shard._with({**computed, **gathered}, outer_size, param_dtype), owned
+            return wire.over(shard, {**computed, **gathered}, outer_size, param_dtype), owned
         target: Any = getattr(out, "_local_tensor", out)  # a DTensor under tensor parallelism
         for name, t in {**computed, **planes}.items():  # FSDP2 gathers the others in place
             held = getattr(target, name)

@@ -40,6 +40,7 @@ from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_weight, stored_shape
 from lowbit.tensor.base_ops import copy_, product_below_autograd
 from lowbit.tensor.cpu_values import ReadOnCpu
+from lowbit.tensor.fsdp import Wire
 from lowbit.tensor.low_bit_grouped import low_bit_grouped_mm
 from lowbit.tensor.low_bit_linear import Codes, low_bit_linear, transposed
 from lowbit.tensor.trainable import (
@@ -382,9 +383,9 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
             made.place.copy_(self.place)
         return made
 
-    def _wire(self) -> LowbitTensor:
+    def _on_the_wire(self) -> Wire:
         """A gathered weight is not updated, so its offsets do not travel."""
-        return self._with({"codes": self.codes, "scale": self.scale})
+        return Wire(type(self), {"codes": self.codes, "scale": self.scale})
 
     def check_meta(self) -> None:
         super().check_meta()

@@ -169,9 +169,9 @@ class LearnedScalesTensor(FakeQuantizedTensor):
             sent, mesh, outer_size, outer_stride, module, mp_policy
         )
 
-    def _wire(self) -> LowbitTensor:
+    def _on_the_wire(self) -> None:
         """Itself: what `FakeQuantizedTensor` sends is rounded by scales of its own."""
-        return self
+        return None
 
     def check_exact(self, module: nn.Module, mp_policy: Any) -> None:
         """Raise NotImplementedError where FSDP2 would round the scales before the product sees them."""

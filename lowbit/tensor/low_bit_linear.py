@@ -87,8 +87,11 @@ class _Linear(torch.autograd.Function):
         codes, scale, codes_t, scale_t = quantized
         ctx.note, ctx.dtype = note, x.dtype
         # an alias: a weight that a graph holds could not be moved or cast, which swaps the tensors of a subclass
+        alias = (
+            weight.detach() if torch.compiler.is_compiling() else weight._with()
+        )  # in half the time
         kept = (codes_t, scale_t) if scheme.grad_weight else (x,)
-        ctx.save_for_backward(weight.detach(), *(kept if ctx.needs_input_grad[1] else ()))
+        ctx.save_for_backward(alias, *(kept if ctx.needs_input_grad[1] else ()))
         if scheme.output:
             rows = weight.row_codes()
             return low_bit_product(
@@ -149,9 +152,9 @@ def quantized_gradient(
 
 
 def seed_of(grad: Tensor, seed: int) -> Tensor:
-    """int64, one element: a function of `seed` and the bits of 64 rows or more of `grad`. So no counter of steps is
-    needed, and replicas with equal gradients round them alike."""
-    some = grad[:: max(1, grad.shape[0] // 64)]
+    """int64, one element: a function of `seed` and the bits of 64 rows or more of `grad`, or of every second row where
+    it has fewer than 128. So no counter of steps is needed, and replicas with equal gradients round them alike."""
+    some = grad[:: max(2, grad.shape[0] // 64)]  # torch.compile would compile anew for a step of 1
     found = some.view(torch.int32 if grad.dtype == torch.float32 else torch.int16).sum()
     return found + seed * 0x9E3779B1 if seed else found  # each operation takes time of the host
 
@@ -239,8 +242,9 @@ def quantized_input(
     grouped = None if offsets is None or torch.compiler.is_compiling() else _Same(offsets)
 
     def found() -> Quantized:
-        flat = x.detach().reshape(-1, x.shape[-1])
-        fmt = scheme.forward_format
+        flat, fmt = x.detach(), scheme.forward_format
+        if flat.ndim != 2:
+            flat = flat.reshape(-1, x.shape[-1])
         if offsets is None:
             return _quantize(flat, scheme, fmt, rows=rows, columns=columns)
         if columns:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import lowbit_kernels as kernels
-from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat, stored_shape
-from lowbit.tensor.fsdp import as_bytes
+from lowbit.tensor.base import InnerShapes, aten, check_not_flat, stored_shape
+from lowbit.tensor.fsdp import Wire, as_bytes
 from lowbit.tensor.low_bit_grouped import low_bit_grouped_mm
 from lowbit.tensor.low_bit_linear import Codes, low_bit_linear, transposed
 from lowbit.tensor.trainable import GatheredForm, MasterWeightTensor, TrainableTensor
@@ -64,7 +64,7 @@ class MixedPrecisionTensor(MasterWeightTensor):
         """
         scheme = self.scheme
         _, _, codes, scale = kernels.quantize_rowcol.quantize_rowcol(
-            self.weight.detach(),
+            self.weight,
             scheme.forward_format,
             rows=False,
             tensorwise=scheme.one_scale,
@@ -87,12 +87,12 @@ class MixedPrecisionTensor(MasterWeightTensor):
         """Some rows of `values()`."""
         return self.weight[indices].to(self.dtype)
 
-    def _wire(self) -> LowbitTensor:
+    def _on_the_wire(self) -> Wire | None:
         """Under FSDP2 one byte an element travels, and a scale a row, unless a product needs the weight itself."""
         scheme, weight = self.scheme, self.weight  # other attributes of `self` take Python longer
         quantizes = scheme.output and scheme.grad_input
         if not quantizes or not (scheme.always or weight.device.type == "cuda"):
-            return self
+            return None
         shape = weight.shape
         rows = weight if weight.ndim == 2 else weight.reshape(shape[:-1].numel(), shape[-1])
         codes, scale, _, _ = kernels.quantize_rowcol.quantize_rowcol(
@@ -102,8 +102,7 @@ class MixedPrecisionTensor(MasterWeightTensor):
         if rows is not weight:
             codes = codes.view(*shape[:-1], codes.shape[1])
         tensors = {"codes": codes, "scale": scale.view(*shape[:-1], 1)}
-        meta = {**self.meta(), "transposed": False}
-        return GatheredMixedPrecision.from_inner(tensors, meta, shape, self.dtype)
+        return Wire(GatheredMixedPrecision, tensors)
 
 
 class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):

@@ -587,8 +587,8 @@ class GatheredForm:
     def _encode(self: Any, values: Tensor) -> dict[str, Tensor | None]:
         raise self._unsupported("copying values into it: write to the sharded parameter")
 
-    def _wire(self: Any) -> LowbitTensor:
-        return self
+    def _on_the_wire(self) -> None:
+        return None
 
     # along rows only, since the columns of codes may be padded
     _slice, _cat, _row, _all_rows = (

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -32,9 +32,11 @@ class Model(nn.Module):
         return self.second(nn.functional.silu(self.first(x)))
 
 
-def shard(model: Any, dtype: torch.dtype | None = None) -> Any:
-    """`fully_shard` of both layers and the model over all processes. `dtype`: in which the parameters are gathered."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def shard(model: Any, dtype: torch.dtype | None = None, mesh: DeviceMesh | None = None) -> Any:
+    """`fully_shard` of both layers and the model over `mesh`; None: over all processes. `dtype`: in which the
+    parameters are gathered."""
+    if mesh is None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype)
     for module in (model.first, model.second, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)

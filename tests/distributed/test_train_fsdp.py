@@ -108,6 +108,39 @@ def check_as_one_process(rank, world_size):
     return True
 
 
+def check_replicated_shards(rank, world_size):
+    """HSDP: two groups of ranks hold the same shards. Outputs and the input's gradient equal, to the bit, those of one
+    process; a step gives the same weights."""
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    for name in ("int8", "float8"):
+        for rows in (64, 33):
+            whole = prepared(Model(rows), SCHEMES[name])
+            model = shard(copy.deepcopy(whole), mesh=mesh)
+            results = []
+            for m in (whole, model):
+                x = batch_of(rank)
+                with scaled_products() as calls:
+                    y = m(x)
+                    y.square().sum().backward()
+                assert sum(calls.values()) == 6, (name, rows)
+                results.append((y.detach(), x.grad))
+            assert all(map(torch.equal, *results)), (name, rows)
+            for key, expected in summed(whole).items():
+                whole.get_parameter(key).grad = expected
+                found = model.get_parameter(key).grad.full_tensor()
+                assert relative(found, expected) < 1e-6, (name, rows, key)
+            for m in (whole, model):
+                lowbit.optim.AdamW8bit(m.parameters(), lr=1e-2).step()
+            for key, p in whole.named_parameters():
+                found = master_of(model.get_parameter(key).full_tensor())
+                assert relative(found, master_of(p.detach())) < 1e-5, (name, rows, key)
+    return True
+
+
+def master_of(value):
+    return value.master() if isinstance(value, MixedPrecisionTensor) else value
+
+
 def check_bytes_on_the_wire(rank, world_size):
     """One byte an element and a scale a row travel; the whole weight does where a product needs it."""
     for scheme, limit in ((SCHEMES["int8"], 1.2), (SCHEMES["float8-tensorwise"], 1.2)):
@@ -370,3 +403,7 @@ CHECKS = [
 @pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__.removeprefix("check_"))
 def test_two_processes(check):
     assert launch(check, 2) == [True, True]
+
+
+def test_replicated_shards():
+    assert launch(check_replicated_shards, 4) == [True] * 4

@@ -138,33 +138,45 @@ def check_by_hand_and_replicated(rank, world_size):
 def check_training_with_fsdp_and_compiled(rank, world_size):
     """Two dimensions of the mesh: FSDP2 over one, tensor parallelism over the other."""
     torch._dynamo.reset()
-    plain = Block()
-    whole = prepared(plain, SCHEMES["int8"])
     for shape, compiled in (((1, 2), False), ((2, 1), False), ((1, 2), True)):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
-        model = prepared(plain, SCHEMES["int8"])
-        parallelize_module(model, mesh["tp"], PLAN)
-        if compiled:
-            model.compile(backend="aot_eager")
-        fully_shard(model, mesh=mesh["dp"])
-        model.set_force_sum_reduction_for_comms(True)
-        optimizers = [lowbit.optim.AdamW8bit(m.parameters(), lr=1e-2) for m in (whole, model)]
-        reference = copy.deepcopy(whole)
-        optimizers[0] = lowbit.optim.AdamW8bit(reference.parameters(), lr=1e-2)
-        for step in range(4):
-            x = values(16, 64, seed=step)
-            losses = []
-            for m, optimizer in zip((reference, model), optimizers, strict=True):
-                with scaled_products() as calls:
-                    loss = (m(x) - x).square().mean()
-                    loss.backward()
-                assert calls == {"int8": 5}, "the input has no gradient"
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(float(loss.detach()))
-            assert abs(losses[1] - losses[0]) < 0.02 * losses[0], (shape, step, losses)
-        weight = model.state_dict()["up.weight"]
-        assert isinstance(weight, DTensor) and type(weight.to_local()) is torch.Tensor
+        check_mesh("int8", shape, compiled)
+    return True
+
+
+def check_mesh(name, shape, compiled):
+    """The losses of four steps are those of one process, within 2%."""
+    plain = Block()
+    whole = prepared(plain, SCHEMES[name])
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    model = prepared(plain, SCHEMES[name])
+    parallelize_module(model, mesh["tp"], PLAN)
+    if compiled:
+        model.compile(backend="aot_eager")
+    fully_shard(model, mesh=mesh["dp"])
+    model.set_force_sum_reduction_for_comms(True)
+    optimizers = [lowbit.optim.AdamW8bit(m.parameters(), lr=1e-2) for m in (whole, model)]
+    reference = copy.deepcopy(whole)
+    optimizers[0] = lowbit.optim.AdamW8bit(reference.parameters(), lr=1e-2)
+    for step in range(4):
+        x = values(16, 64, seed=step)
+        losses = []
+        for m, optimizer in zip((reference, model), optimizers, strict=True):
+            with scaled_products() as calls:
+                loss = (m(x) - x).square().mean()
+                loss.backward()
+            assert calls == {name: 5}, "the input has no gradient"
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        assert abs(losses[1] - losses[0]) < 0.02 * losses[0], (shape, step, losses)
+    weight = model.state_dict()["up.weight"]
+    assert isinstance(weight, DTensor) and type(weight.to_local()) is torch.Tensor
+
+
+def check_parts_in_shards(rank, world_size):
+    """2 x 2 processes."""
+    for name in ("int8", "float8"):
+        check_mesh(name, (2, 2), False)
     return True
 
 
@@ -190,3 +202,7 @@ CHECKS = [
 @pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__.removeprefix("check_"))
 def test_two_processes(check):
     assert launch(check, 2) == [True, True]
+
+
+def test_parts_in_shards():
+    assert launch(check_parts_in_shards, 4) == [True] * 4

@@ -61,7 +61,9 @@ def test_int8_products_and_their_metrics(text, tmp_path):
     measured = ran(text, tmp_path / "a", "--metrics.enable_wandb")
     assert "14 weights converted, 2 left alone" in measured
     assert "optimizer AdamW8bit" in measured
-    assert list((tmp_path / "a").glob("tb/*/wandb/offline-run-*"))
+    (sent,) = (tmp_path / "a").glob("tb/*/wandb/offline-run-*/*.wandb")
+    for name in ("lowbit/products_in_low_bits", "lowbit/snr_gradients(dB)", "lowbit/updates_lost"):
+        assert name.encode() in sent.read_bytes()
     ran(text, tmp_path / "b", "--lowbit.metrics_freq", "0")
     assert logged(tmp_path / "a") == logged(tmp_path / "b") and len(logged(tmp_path / "a")) == 4
 

@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowbit
-from lowbit import MixedPrecisionTensor, train
+from lowbit import Int8Weight, MixedPrecisionTensor, train
+from lowbit_kernels import launches
 from lowbit_kernels.quantize_rowcol import quantize_rowcol
 from tests.scaled_products import scaled_products
 from tests.train.problems import (
@@ -173,6 +174,53 @@ def test_compiled_without_graph_breaks(name, backend):
         assert sum(calls.values()) == 9
         for key, value in expected.items():
             assert relative(found[key], value) < 1e-5, key
+
+
+@pytest.mark.parametrize("rows", [(2, 90), (130, 900)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        train.Int8MixedPrecision(always=True),
+        SCHEMES["float8"],
+        Int8Weight(*[True] * 3, always=True),
+    ],
+    ids=["int8", "float8", "int8-weight"],
+)
+def test_a_compiled_step_is_compiled_once_for_other_token_counts(scheme, rows):
+    """20 steps, the first for its own size, all others by the graph of the second."""
+    torch._dynamo.reset()
+    low = prepared(Block(), scheme)
+    low.compile(fullgraph=True, backend="aot_eager")
+    optimizer = lowbit.optim.AdamW8bit(low.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(0)
+    for number in range(20):
+        count = int(torch.randint(*rows, (1,), generator=generator))
+        x = values(2, count, 64, seed=number)
+        with torch._dynamo.config.patch(error_on_recompile=number > 1):
+            step(low, optimizer, x, x)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])
+@pytest.mark.parametrize("name", ["int8", "float8"])
+def test_a_compiled_graph_quantizes_a_shared_input_once(name, backend):
+    """That of gate and up, in training. A graph without gradients does not merge equal operations."""
+    torch._dynamo.reset()
+    low = prepared(Block(), SCHEMES[name])
+    low.compile(fullgraph=True, backend=backend)
+    x = values(16, 64).requires_grad_()
+    low(x).sum().backward()
+    with launches.counted() as forward:
+        y = low(x)
+    with launches.counted() as backward:
+        y.sum().backward()
+    assert total(forward, "quantize_rowcol") == 5, "two inputs and three weights"
+    assert total(forward, "scaled_mm") == 3
+    assert total(backward, "quantize_rowcol") == 6, "three gradients and three weights"
+    assert total(backward, "scaled_mm") == 6
+
+
+def total(counted, op):
+    return sum(count for (name, _), count in counted.items() if name == op)
 
 
 def test_compiled_with_stochastic_rounding_and_other_sizes():
