@@ -18,7 +18,7 @@ class QATRun:
     Args:
         scheme, filter_fn: as `lowbit.qat.prepare_` takes them.
         convert: whether the model is converted when the training ends.
-        start, bits, freeze_scales: as `lowbit.qat.Schedule` takes them. They count optimizer steps.
+        start, bits, freeze_scales, freeze_observers: as `lowbit.qat.Schedule` takes them. They count optimizer steps.
         options: further ones of `lowbit.qat.prepare_`.
 
     Attributes:
@@ -34,10 +34,16 @@ class QATRun:
         start: int = 0,
         bits: Mapping[int, int] | None = None,
         freeze_scales: int | None = None,
+        freeze_observers: int | None = None,
         **options: Any,
     ) -> None:
         self.scheme, self.filter_fn, self.convert = scheme, filter_fn, convert
-        self._settings = {"start": start, "bits": bits, "freeze_scales": freeze_scales}
+        self._settings = {
+            "start": start,
+            "bits": bits,
+            "freeze_scales": freeze_scales,
+            "freeze_observers": freeze_observers,
+        }
         self._options = options
         self.report: Report | None = None
         self._schedule: Schedule | None = None
@@ -56,7 +62,9 @@ class QATRun:
         self._schedule.load_state_dict({"steps": steps})
 
     def finish(self, model: nn.Module) -> None:
-        """Convert the model, if the run does so."""
+        """Convert the model, if the run does so. A training that ended before `freeze_observers` sets scales first."""
+        assert self._schedule is not None
+        self._schedule.finish_observers()
         if self.convert:
             self.report = convert_(model)
             self._schedule = None

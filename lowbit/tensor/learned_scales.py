@@ -11,13 +11,13 @@ and `nn.Conv2d`, and gives a module of experts a class of `lowbit.tensor.learned
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
 from lowbit.learned_scales import (
@@ -106,11 +106,38 @@ class LearnedScalesTensor(FakeQuantizedTensor):
         found = self.frozen_as.from_float(self.weight, self.scheme, own, input_qparams)
         return found.to(self.dtype)  # type: ignore[return-value]
 
-    def starting_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """The values that its scales and zero points start from."""
-        spec = self.scheme.weight
-        dtype = representation_of(spec).scale_dtype(spec, self.weight.dtype)
-        return parameters_for(self.rows(self.weight), spec, dtype)
+    def starting_parameters(self, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """What its scales and zero points start from: those of a search, for plain `values` of all of this weight.
+        None: for its present ones."""
+        values, spec = self.weight if values is None else values, self.scheme.weight
+        dtype = representation_of(spec).scale_dtype(spec, values.dtype)
+        return parameters_for(self.rows(values), spec, dtype)
+
+    def entries_beside(
+        self, module: nn.Module, name: str, state_dict: Mapping[str, Any], prefix: str, assign: bool
+    ) -> dict[str, Tensor]:
+        """Searched scales and zero points, for a state dict of a plain model, which has this weight and no scales."""
+        value = state_dict.get(prefix + name)
+        plain = isinstance(value, Tensor) and not isinstance(local(value), LowbitTensor)
+        own = scales_of(module, name)
+        keys = [prefix + name + end for end in (SCALE, ZERO)]
+        # torch's set_model_state_dict gives the model's own parameters for entries that are not there
+        entries = [state_dict.get(key) for key in keys]
+        given = [e is not None and e is not p for e, p in zip(entries, own, strict=True)]
+        if self.constant_codes or not plain or any(given):
+            return {}
+        assert isinstance(value, Tensor)
+        if value.is_meta or value.shape != module._parameters[name].shape:  # type: ignore[union-attr]
+            return {}  # load_state_dict reports the shape
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        found = self.starting_parameters(whole if assign else whole.to(self.weight.dtype))
+        return {
+            key: distribute_tensor(new, old.device_mesh, old.placements, src_data_rank=None)
+            if isinstance(old, DTensor)
+            else new
+            for key, new, old in zip(keys, found, own, strict=True)
+            if new is not None
+        }
 
     def _without_scales(self, what: str) -> NotImplementedError:
         return self._unsupported(
