@@ -29,7 +29,7 @@ def parameter_groups(model: nn.Module, weight_decay: float = 0.01) -> list[dict[
         ...
         torch.nn.utils.clip_grad_norm_(groups[0]["params"], 1.0)      # the norm of the weights alone
 
-    Scales need no rate of their own, since their parameters hold them times 8 (`lowbit.learned_scales`). Weight decay
+    Scales need no rate of their own, since their parameters hold them times 8 or more (`lowbit.learned_scales`). Decay
     shrinks weights and scales alike, so it matters where the weight itself is frozen, as beside LoRA adapters: there it
     would shrink the scales alone.
 

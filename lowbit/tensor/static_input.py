@@ -256,7 +256,7 @@ def forget_inputs(model: nn.Module) -> None:
 def set_range(module: nn.Module, spec: Spec, values: Tensor) -> None:
     """Write the scale and zero point of the range `values`, [low, high], into a module that has them, in place."""
     dynamic = replace(spec, static=False)
-    found = as_parameters(dynamic, *dynamic.choose_qparams(values, torch.float32))
+    found = as_parameters(spec, *dynamic.choose_qparams(values, torch.float32))
     for own, value in zip(inputs_of(module), found, strict=True):
         if own is not None and value is not None:
             part = local(own)

@@ -13,7 +13,14 @@ from torch import nn
 
 from lowbit import Int8DynamicActivationInt4Weight, IntxWeightOnly, learned_scales, qat
 from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor
-from lowbit.learned_scales import RATE, learned_fake_quantize, learns_zero, parameters_for, qparams
+from lowbit.learned_scales import (
+    RATE,
+    learned_fake_quantize,
+    learns_zero,
+    parameters_for,
+    qparams,
+    rate_of,
+)
 from lowbit.scheme import Float8, Int, Scheme, Spec
 from lowbit.tensor import AffineTensor, FakeQuantizedTensor
 from lowbit.tensor.learned_scales import LearnedScalesTensor
@@ -126,7 +133,7 @@ def test_trained_values_equal_converted_ones(seed, name, dtype):
 def reference_gradients(w, scale, zero, spec, grad):
     """The formulas of `lowbit.learned_scales`, block by block, in float64."""
     low, high = spec.format.quant_min, spec.format.quant_max
-    s = scale.double() * RATE
+    s = scale.double() * rate_of(spec)
     found = [torch.zeros_like(w, dtype=torch.float64), torch.zeros_like(s), torch.zeros_like(s)]
     block = spec.block_size(w.shape)
     _, zero_points = qparams(spec, scale, zero)
@@ -151,7 +158,7 @@ def reference_gradients(w, scale, zero, spec, grad):
             else:
                 found[1][at] += grad[n, k] * (code.clamp(low, high) - base)
                 found[2][at] += grad[n, k]
-    return found[0], found[1] * RATE, found[2] * RATE
+    return found[0], found[1] * rate_of(spec), found[2] * RATE
 
 
 @pytest.mark.parametrize("name", [n for n in SPECS if isinstance(SPECS[n].format, Int)])
@@ -214,6 +221,17 @@ def test_scales_move_and_stay_exact():
         if name.endswith("_scale"):
             change = (p - dict(start.named_parameters())[name]).abs().max() * RATE
             assert 0 < change <= 3.1e-3 * RATE + 1e-5 * RATE * p.abs().max()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_end_of_a_range_moves_by_the_learning_rate_at_most(name):
+    """By that of weights, whatever the largest code; an input's scale moves by an eighth of it."""
+    spec = SPECS[name]
+    largest = (spec.format.quant_max - spec.format.quant_min) / 2
+    end = rate_of(spec) * largest
+    assert (0.7 if largest > 4 else 0) < end < 1.5
+    of_input = Spec(Int(8), PerTensor(), static=True)
+    assert rate_of(of_input) == RATE == rate_of(SPECS["int4-g32"]) == 1 / 8
 
 
 def test_tied_weights_share_their_scales():
