@@ -27,7 +27,7 @@ from lowbit.learned_scales import (
     qparams,
     with_gradients_of,
 )
-from lowbit.scheme import Int
+from lowbit.scheme import Int, Scheme
 from lowbit.tensor import sharded_linear
 from lowbit.tensor.affine_tensor import representation_of
 from lowbit.tensor.base import InnerShapes, LowbitTensor
@@ -114,9 +114,17 @@ class LearnedScalesTensor(FakeQuantizedTensor):
         return parameters_for(self.rows(values), spec, dtype)
 
     def entries_beside(
-        self, module: nn.Module, name: str, state_dict: Mapping[str, Any], prefix: str, assign: bool
+        self,
+        module: nn.Module,
+        name: str,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        entry: Any,
+        assign: bool,
     ) -> dict[str, Tensor]:
-        """Searched scales and zero points, for a state dict of a plain model, which has this weight and no scales."""
+        """Searched scales and zero points, for a state dict of a plain model, which has this weight and no scales.
+
+        Raises ValueError for scales whose description, `entry`, is of another scheme."""
         value = state_dict.get(prefix + name)
         plain = isinstance(value, Tensor) and not isinstance(local(value), LowbitTensor)
         own = scales_of(module, name)
@@ -124,6 +132,8 @@ class LearnedScalesTensor(FakeQuantizedTensor):
         # torch's set_model_state_dict gives the model's own parameters for entries that are not there
         entries = [state_dict.get(key) for key in keys]
         given = [e is not None and e is not p for e, p in zip(entries, own, strict=True)]
+        if any(given):
+            self._check_described(prefix + name, entry)
         if self.constant_codes or not plain or any(given):
             return {}
         assert isinstance(value, Tensor)
@@ -138,6 +148,16 @@ class LearnedScalesTensor(FakeQuantizedTensor):
             for key, new, old in zip(keys, found, own, strict=True)
             if new is not None
         }
+
+    def _check_described(self, key: str, entry: Any) -> None:
+        if not isinstance(entry, Mapping) or "scheme" not in entry:
+            return
+        spec, found = self.scheme.weight, Scheme.from_dict(entry["scheme"]).weight
+        if not spec.same_values(found):
+            raise ValueError(
+                f"{key} has learned scales of {found} in the state dict, and of {spec} in the model; prepare the model "
+                f"by the same scheme, or leave out the entries {key}{SCALE} and {key}{ZERO}, which are then searched"
+            )
 
     def _without_scales(self, what: str) -> NotImplementedError:
         return self._unsupported(

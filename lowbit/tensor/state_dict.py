@@ -162,7 +162,12 @@ def take(
                     state_dict[key] = _itself(param)  # else torch reports this name too
             else:
                 own: MasterWeightTensor = local(param)
-                state_dict.update(own.entries_beside(module, name, state_dict, prefix, assign))
+                entry = described(metadata, name)
+                try:
+                    beside = own.entries_beside(module, name, state_dict, prefix, entry, assign)
+                    state_dict.update(beside)
+                except ValueError as error:
+                    errors.append(str(error))
             if assign:
                 _take_plain(param, key, state_dict)
 

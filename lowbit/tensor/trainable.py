@@ -513,10 +513,22 @@ class MasterWeightTensor(TrainableTensor):
         return dtype_name(self.dtype)
 
     def entries_beside(
-        self, module: nn.Module, name: str, state_dict: Mapping[str, Any], prefix: str, assign: bool
+        self,
+        module: nn.Module,
+        name: str,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        entry: Any,
+        assign: bool,
     ) -> dict[str, Tensor]:
         """Entries that a state dict lacks and that follow from its entry of this weight: other parameters of `module`,
-        whose parameter `name` this is. `assign`: whether entries take the place of parameters."""
+        whose parameter `name` this is.
+
+        Args:
+            entry: the description of this weight in the state dict, or None.
+            assign: whether entries take the place of parameters.
+
+        Raises ValueError for entries that do not fit."""
         return {}
 
     def master(self) -> Tensor:

@@ -437,6 +437,10 @@ def test_a_state_dict_with_some_scales_is_incomplete():
     del state["1.weight_zero"]
     with pytest.raises(RuntimeError, match=r'Missing key.*"1\.weight_zero"'):
         found.load_state_dict(state)
+    other = model()
+    qat.prepare_(other, IntxWeightOnly(3, 32, "asymmetric"), CHOSEN, scales="learned")
+    with pytest.raises(RuntimeError, match=r"has learned scales of .*bits=4.*and of .*bits=3"):
+        other.load_state_dict(found.state_dict())
     with pytest.raises(RuntimeError, match=r"size mismatch for weight"):
         found[1].load_state_dict({"weight": torch.ones(3, 64), "bias": torch.ones(97)})
 
