@@ -112,7 +112,8 @@ class Calibration:
             for module in modules
         ):
             raise ValueError(
-                f"{type(model).__name__} is being calibrated already: leave that context first"
+                f"{type(model).__name__} is being calibrated already: leave that context first, or call "
+                "finish_observers() of its schedule"
             )
         self.watched = []
         for names, modules, spec in found:

@@ -23,6 +23,7 @@ class QATRun:
 
     Attributes:
         report: that of `prepare_`, and after the end that of `convert_`; None before.
+        schedule: the `lowbit.qat.Schedule` of a prepared model; None before, and after the conversion.
     """
 
     def __init__(
@@ -46,25 +47,25 @@ class QATRun:
         }
         self._options = options
         self.report: Report | None = None
-        self._schedule: Schedule | None = None
+        self.schedule: Schedule | None = None
 
     def prepared(self, model: nn.Module) -> bool:
         """Whether this run prepared `model`, and has not converted it."""
-        return self._schedule is not None and self._schedule.model is model
+        return self.schedule is not None and self.schedule.model is model
 
     def prepare(self, model: nn.Module) -> None:
         self.report = prepare_(model, self.scheme, self.filter_fn, **self._options)
-        self._schedule = Schedule(model, **self._settings)  # type: ignore[arg-type]
+        self.schedule = Schedule(model, **self._settings)  # type: ignore[arg-type]
 
     def follow(self, steps: int) -> None:
         """Set the schedule to this many optimizer steps."""
-        assert self._schedule is not None
-        self._schedule.load_state_dict({"steps": steps})
+        assert self.schedule is not None
+        self.schedule.load_state_dict({"steps": steps})
 
     def finish(self, model: nn.Module) -> None:
         """Convert the model, if the run does so. A training that ended before `freeze_observers` sets scales first."""
-        assert self._schedule is not None
-        self._schedule.finish_observers()
         if self.convert:
+            assert self.schedule is not None
+            self.schedule.finish_observers()
             self.report = convert_(model)
-            self._schedule = None
+            self.schedule = None
