@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.cases.fake_quantize import CASES, Case
 from benchmarks.registry import Candidate, Problem, benchmark
-from lowbit.learned_scales import RATE, codes_and_residual, gradients
+from lowbit.learned_scales import codes_and_residual, gradients, rate_of
 from lowbit_kernels.fake_quantize import unpack_inside
 
 
@@ -68,7 +68,7 @@ def gradients_by_operations(
 ) -> tuple[Tensor, Tensor]:
     codes, residual = codes_and_residual(x, case.spec, scale, zero_point)
     found = gradients(grad, codes, residual, case.spec, scale.float(), None)
-    return found[0], found[1] / RATE
+    return found[0], found[1] / rate_of(case.spec)
 
 
 def check(case: Case, runs: dict[str, Callable[..., Any]], arguments: tuple[Any, ...]) -> None:

@@ -30,6 +30,10 @@ from lowbit.scheme import Scheme, Spec
 from lowbit.tensor import static_input
 from lowbit.tensor.conv_tensor import CONVOLUTIONS
 
+_LEFT_ALONE = "_ddp_params_and_buffers_to_ignore"
+"""Where DistributedDataParallel finds the names of buffers that it leaves alone. At each forward pass it would
+overwrite the statistics of all ranks by those of the first."""
+
 
 class _Watched(NamedTuple):
     """The modules that share a weight, by their names, and the observer of their inputs."""
@@ -72,33 +76,96 @@ def calibrate(
             scales of all layers are then as they were.
     """
     check_module(model)
-    found = _prepared(model) if scheme is None else _plain(model, scheme, filter_fn)
-    if any(
-        static_input.OBSERVER in module._modules for _, modules, _ in found for module in modules
-    ):
-        raise ValueError(
-            f"{type(model).__name__} is being calibrated already: leave that context first"
-        )
-    watched = []
-    for names, modules, spec in found:
-        device = getattr(modules[0].weight, "device", None)
-        observer = Observer(spec, method, percentile, device)
-        observer.begin(modules[0].training)
-        watched.append(_Watched(names, modules, spec, observer))
-    hooks = [hook for each in watched for hook in _watch(each)]
+    found = prepared_layers(model) if scheme is None else _plain(model, scheme, filter_fn)
+    calibration = Calibration(model, found, method, percentile)
     ranges: dict[str, tuple[float, float]] = {}
     try:
         yield ranges
-        ranges.update(_finish(watched, group))
+        ranges.update(calibration.finish(group))
     finally:
-        for hook in hooks:
+        calibration.remove()
+
+
+class Calibration:
+    """Observers in the layers of a model: what `calibrate` does, in steps.
+
+    Args:
+        model: for the message of an error.
+        found: names, modules and activation of each weight.
+        method, percentile: those of `calibrate`.
+        training: the mode whose batches count; None: the one that each layer has now.
+
+    Raises ValueError where one of the layers has an observer already.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        found: list[tuple[list[str], list[nn.Module], Spec]],
+        method: Method,
+        percentile: float,
+        training: bool | None = None,
+    ) -> None:
+        if any(
+            static_input.OBSERVER in module._modules
+            for _, modules, _ in found
+            for module in modules
+        ):
+            raise ValueError(
+                f"{type(model).__name__} is being calibrated already: leave that context first, or call "
+                "finish_observers() of its schedule"
+            )
+        self.watched = []
+        for names, modules, spec in found:
+            device = getattr(modules[0].weight, "device", None)
+            observer = Observer(spec, method, percentile, device)
+            mode = modules[0].training
+            observer.begin(mode if training is None else training)
+            observer.train(mode)
+            self.watched.append(_Watched(names, modules, spec, observer))
+        self.hooks = [hook for each in self.watched for hook in _watch(each)]
+        self.model, self.left_alone = model, getattr(model, _LEFT_ALONE, None)
+        names = [n for n, _ in model.named_buffers() if f"{static_input.OBSERVER}." in n]
+        compiled = [f"_orig_mod.{name}" for name in names]
+        setattr(model, _LEFT_ALONE, [*(self.left_alone or ()), *names, *compiled])
+
+    @classmethod
+    def of_training(cls, model: nn.Module, method: Method, percentile: float) -> Calibration:
+        """That of a prepared model, of batches in train mode. Raises ValueError as `calibrate` does."""
+        return cls(model, prepared_layers(model), method, percentile, training=True)
+
+    def finish(
+        self, group: dist.ProcessGroup | None = None, keep: bool = False
+    ) -> dict[str, tuple[float, float]]:
+        """Sum the statistics of the ranks, and set the scales. Returns the ranges by name.
+
+        `keep`: where no rank saw any batch and the scales are known, as after loading them, they stay.
+
+        Raises ValueError as `calibrate` does at its end.
+        """
+        observers = [each.observer for each in self.watched]
+        if dist.is_available() and dist.is_initialized():
+            sum_over_ranks(observers, group)
+        modules = (module for each in self.watched for module in each.modules)
+        saw_none = keep and not any(int(observer.batches) for observer in observers)
+        if saw_none and all(static_input.is_known(module) for module in modules):
+            return {}
+        return _set_scales(self.watched)
+
+    def remove(self) -> None:
+        """Take the observers away."""
+        for hook in self.hooks:
             hook.remove()
-        for each in watched:
+        if self.left_alone is None:
+            self.model.__dict__.pop(_LEFT_ALONE, None)
+        else:
+            setattr(self.model, _LEFT_ALONE, self.left_alone)
+        for each in self.watched:
             for module in each.modules:
-                del module._modules[static_input.OBSERVER]
+                module._modules.pop(static_input.OBSERVER, None)
 
 
-def _prepared(model: nn.Module) -> list[tuple[list[str], list[nn.Module], Spec]]:
+def prepared_layers(model: nn.Module) -> list[tuple[list[str], list[nn.Module], Spec]]:
     """Names, modules and activation of each prepared weight with a static scale of its input."""
     found: dict[int, tuple[list[str], list[nn.Module], Spec]] = {}
     for name, module in model.named_modules():
@@ -160,12 +227,8 @@ def _observe(module: nn.Module, args: Any, kwargs: Any) -> None:
     observer.observe(args[0] if args else kwargs["input"])
 
 
-def _finish(
-    watched: list[_Watched], group: dist.ProcessGroup | None
-) -> dict[str, tuple[float, float]]:
-    """Sum the statistics of the ranks, and set the scales. Returns the ranges by name."""
-    if dist.is_available() and dist.is_initialized():
-        sum_over_ranks([each.observer for each in watched], group)
+def _set_scales(watched: list[_Watched]) -> dict[str, tuple[float, float]]:
+    """Set the scales from the statistics. Returns the ranges by name."""
     for count, what in (("batches", "saw no batch"), ("nonfinite", "saw NaN or infinite values")):
         bad = [
             name

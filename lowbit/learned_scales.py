@@ -14,15 +14,18 @@ zero point, which is rounded; the zero point itself for "float_zero_point"; 0 fo
 Sources: LSQ (arXiv 1902.08153) for s, LSQ+ (arXiv 2004.09576) for z; ParetoQ (arXiv 2502.02631) uses the same rules at
 2 and 3 bits. Their factor on the gradient of s is left out, since Adam does not depend on it.
 
-The parameters hold s and z divided by `RATE`. An optimizer like Adam moves an element by about its learning rate, and
-scales learn best at a tenth of the rate of the weights (at the same rate they lose what plain rounding wins). So one
-learning rate serves all parameters, in any optimizer. Division by a power of two keeps every bit. The gradients of the
+The parameters hold z divided by `RATE` and s divided by `rate_of` the spec. An optimizer like Adam moves an element by
+about its learning rate, and scales learn best at a tenth of the rate of the weights (at the same rate they lose what
+plain rounding wins). With more than 4 bits s is small beside the weights, and at a tenth the ends of the range, s times
+the largest code, would move by several times the rate: there s moves by the rate divided by that code. So one learning
+rate serves all parameters, in any optimizer. Division by a power of two keeps every bit. The gradients of the
 parameters are smaller by this factor too, and hardly enter the norm that gradients are clipped by. Weight decay shrinks
 weights and scales alike, which leaves the codes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,9 +44,19 @@ from lowbit.code_range import clamped, within_range
 from lowbit.scheme import Int, Spec, crop
 
 RATE = 0.125
-"""Scale per unit of its parameter."""
+"""Scale or zero point per unit of its parameter, at most."""
 PART = 2**24
 """Elements of experts that are rounded at a time."""
+
+
+def rate_of(spec: Spec) -> float:
+    """Scale per unit of its parameter, a power of two: 1/8 for up to 4 bits, 1/128 for 8, 1/512 for float8 (e4m3).
+
+    1/8 for the scales of inputs (`static`), which are larger than those of weights."""
+    if spec.static:
+        return RATE
+    largest = (spec.format.quant_max - spec.format.quant_min) / 2
+    return min(RATE, 2.0 ** -round(math.log2(largest)))
 
 
 def learns_zero(spec: Spec) -> bool:
@@ -66,11 +79,11 @@ def as_parameters(
 ) -> tuple[Tensor, Tensor | None]:
     """The parameters from which `qparams` computes this scale and zero point."""
     if not learns_zero(spec):
-        return scale / RATE, None
+        return scale / rate_of(spec), None
     assert zero_point is not None
     if not zero_point.is_floating_point():
         zero_point = -zero_point.float() * scale.float()
-    return scale / RATE, (zero_point / RATE).to(scale.dtype)
+    return scale / rate_of(spec), (zero_point / RATE).to(scale.dtype)
 
 
 def qparams(
@@ -82,7 +95,7 @@ def qparams(
     Scales are rounded to the `scale_dtype` of the spec. A scale whose magnitude fell below the smallest that
     `lowbit.affine` chooses in its dtype has that magnitude.
     """
-    scale = scale_parameter.detach() * RATE
+    scale = scale_parameter.detach() * rate_of(spec)
     dtype = spec.scale_dtype or scale.dtype
     least = smallest_scale(dtype)
     scale = torch.where(scale.abs() < least, torch.full_like(scale, least).copysign(scale), scale)
@@ -256,7 +269,7 @@ def gradients(
     ends = codes.clamp(low, high) - _code_of_z(spec)
     wide = spec.pad(grad.float())
     sums = _block_sums(wide * torch.where(inside, residual, ends), block)
-    grad_scale = (sums * RATE).to(scale_parameter.dtype)
+    grad_scale = (sums * rate_of(spec)).to(scale_parameter.dtype)
     grad_zero = None
     if zero_parameter is not None:
         sums = _block_sums(torch.where(inside, 0.0, wide), block)

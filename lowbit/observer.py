@@ -16,7 +16,7 @@ A range always includes zero. NaN and infinite values are counted and left out; 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -80,6 +80,11 @@ class Observer(nn.Module):
         has_counts = method in ("percentile", "squared_error")
         counts = torch.zeros(BINS, dtype=torch.int64, device=device) if has_counts else None
         self.register_buffer("counts", counts)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """A state dict of a model without observers leaves the statistics as they are, and lacks nothing."""
+        if any(key.startswith(prefix) for key in state_dict):
+            super()._load_from_state_dict(state_dict, prefix, *args)
 
     def begin(self, training: bool) -> None:
         """Count batches of this mode only, so that an evaluation during training changes nothing."""

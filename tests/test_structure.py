@@ -167,6 +167,10 @@ ALLOWED: dict[str, set[str]] = {
         }
         for flow in FLOWS
     },
+    "qat": {
+        *("qat", "tensor", "products", "convert", "replaced", "tracer", "maths", "kernels"),
+        *("progress", "calibration"),
+    },
     "dequantize": {"tensor", "convert", "maths", *FLOWS},
     "formats": {"formats", "checkpoint", "tensor", "convert", "maths", "progress"},
     "names": {"maths", *FLOWS},

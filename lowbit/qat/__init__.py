@@ -8,6 +8,7 @@ from lowbit.qat.divergence import distillation_loss
 from lowbit.qat.measure import report
 from lowbit.qat.plan import Plan
 from lowbit.qat.qat import convert_, prepare_
+from lowbit.qat.scales import parameter_groups, search_scales_
 from lowbit.qat.schedule import Schedule
 from lowbit.qat.sensitivity import Sensitivity, SensitivityReport
 from lowbit.qat.switch import disable_, enable_, high_precision
@@ -29,8 +30,10 @@ __all__ = [
     "enable_",
     "freeze_codes_",
     "high_precision",
+    "parameter_groups",
     "prepare_",
     "report",
+    "search_scales_",
     "train_blocks",
     "undo_",
 ]

@@ -18,11 +18,12 @@ class QATRun:
     Args:
         scheme, filter_fn: as `lowbit.qat.prepare_` takes them.
         convert: whether the model is converted when the training ends.
-        start, bits, freeze_scales: as `lowbit.qat.Schedule` takes them. They count optimizer steps.
+        start, bits, freeze_scales, freeze_observers: as `lowbit.qat.Schedule` takes them. They count optimizer steps.
         options: further ones of `lowbit.qat.prepare_`.
 
     Attributes:
         report: that of `prepare_`, and after the end that of `convert_`; None before.
+        schedule: the `lowbit.qat.Schedule` of a prepared model; None before, and after the conversion.
     """
 
     def __init__(
@@ -34,29 +35,37 @@ class QATRun:
         start: int = 0,
         bits: Mapping[int, int] | None = None,
         freeze_scales: int | None = None,
+        freeze_observers: int | None = None,
         **options: Any,
     ) -> None:
         self.scheme, self.filter_fn, self.convert = scheme, filter_fn, convert
-        self._settings = {"start": start, "bits": bits, "freeze_scales": freeze_scales}
+        self._settings = {
+            "start": start,
+            "bits": bits,
+            "freeze_scales": freeze_scales,
+            "freeze_observers": freeze_observers,
+        }
         self._options = options
         self.report: Report | None = None
-        self._schedule: Schedule | None = None
+        self.schedule: Schedule | None = None
 
     def prepared(self, model: nn.Module) -> bool:
         """Whether this run prepared `model`, and has not converted it."""
-        return self._schedule is not None and self._schedule.model is model
+        return self.schedule is not None and self.schedule.model is model
 
     def prepare(self, model: nn.Module) -> None:
         self.report = prepare_(model, self.scheme, self.filter_fn, **self._options)
-        self._schedule = Schedule(model, **self._settings)  # type: ignore[arg-type]
+        self.schedule = Schedule(model, **self._settings)  # type: ignore[arg-type]
 
     def follow(self, steps: int) -> None:
         """Set the schedule to this many optimizer steps."""
-        assert self._schedule is not None
-        self._schedule.load_state_dict({"steps": steps})
+        assert self.schedule is not None
+        self.schedule.load_state_dict({"steps": steps})
 
     def finish(self, model: nn.Module) -> None:
-        """Convert the model, if the run does so."""
+        """Convert the model, if the run does so. A training that ended before `freeze_observers` sets scales first."""
         if self.convert:
+            assert self.schedule is not None
+            self.schedule.finish_observers()
             self.report = convert_(model)
-            self._schedule = None
+            self.schedule = None

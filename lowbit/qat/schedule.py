@@ -1,6 +1,7 @@
-"""Schedules of QAT: begin after some steps, lower the bits in stages, freeze learned scales at the end.
+"""Schedules of QAT: begin after some steps, lower the bits in stages, freeze observers and learned scales.
 
-    schedule = qat.Schedule(model, start=100, bits={100: 8, 300: 6, 500: 4}, freeze_scales=900)
+    schedule = qat.Schedule(model, start=100, bits={100: 8, 300: 6, 500: 4})
+    schedule = qat.Schedule(model, freeze_observers=50, freeze_scales=900)
     for batch in batches:
         ...
         optimizer.step()
@@ -18,6 +19,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from lowbit.calibration import Calibration, prepared_layers
+from lowbit.observer import Method
+from lowbit.qat.scales import learned_parameters
 from lowbit.qat.switch import change, prepared_weights
 from lowbit.scheme import Int, Scheme
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
@@ -31,6 +35,7 @@ class Stage(NamedTuple):
     on: bool
     bits: int | None
     frozen: bool
+    observed: bool
 
 
 class Schedule:
@@ -42,13 +47,23 @@ class Schedule:
         bits: step → bits of integer weights from that step on. No weight gets fewer bits than its scheme has, so that
             {0: 8, 400: 6, 800: 4} takes a model of int4 and int6 weights down in stages. The last entry must reach
             every scheme. Weights in float8 stay as they are.
-        freeze_scales: how many steps train learned scales and zero points. From then on they get no gradients. None:
-            the schedule leaves them alone.
+        freeze_scales: how many steps train learned scales and zero points, those of inputs too. From then on they get
+            no gradients. None: the schedule leaves them alone.
+        freeze_observers: how many steps observe the inputs of layers with a static activation, which products then take
+            unrounded. After the last of them the scales are set, the same on all ranks, from the batches in train mode,
+            as `lowbit.calibrate` does. Training goes on with them, or trains them on where they are learned. None: the
+            schedule leaves them alone.
+        method, percentile: how observers choose a range, as for `lowbit.calibrate`.
+
+    While it observes, the state dict of the model has the observers. So a training that is stopped there continues.
+    DistributedDataParallel needs find_unused_parameters=True where scales are learned: they have no gradients before
+    `start`, after `freeze_scales`, and, those of inputs, while observers see them.
 
     Raises:
         TypeError: `model` is no module.
         ValueError: nothing is prepared; a step or a number of bits out of range; bits that do not reach the schemes, or
-            with learned scales, which would no longer fit.
+            with learned scales, which would no longer fit; `freeze_observers` without a static activation, or, at its
+            last step, a layer that saw no batch.
     """
 
     def __init__(
@@ -58,10 +73,15 @@ class Schedule:
         start: int = 0,
         bits: Mapping[int, int] | None = None,
         freeze_scales: int | None = None,
+        freeze_observers: int | None = None,
+        method: Method = "squared_error",
+        percentile: float = 99.99,
     ) -> None:
         self.model, self.start = model, start
         self.bits = dict(sorted((bits or {}).items()))
-        self.freeze_scales = freeze_scales
+        self.freeze_scales, self.freeze_observers = freeze_scales, freeze_observers
+        self._observers: dict[str, Any] = {"method": method, "percentile": percentile}
+        self._calibration: Calibration | None = None
         self.steps = 0
         self._schemes = {fqn: w.scheme for fqn, w in prepared_weights(model).items()}
         self._check()
@@ -69,11 +89,17 @@ class Schedule:
         self._apply()
 
     def _check(self) -> None:
-        given = {"start": self.start, "freeze_scales": self.freeze_scales or 0}
+        given = {
+            "start": self.start,
+            "freeze_scales": self.freeze_scales or 0,
+            "freeze_observers": self.freeze_observers or 0,
+        }
         given |= {f"the step of bits={self.bits}": step for step in self.bits}
         for name, step in given.items():
             if not isinstance(step, int) or step < 0:
                 raise ValueError(f"{name} must be a number of steps, 0 or more, got {step!r}")
+        if self.freeze_observers is not None:
+            prepared_layers(self.model)
         if not self.bits:
             return
         for count in self.bits.values():
@@ -104,10 +130,11 @@ class Schedule:
         """What holds after this many steps."""
         reached = [count for step, count in self.bits.items() if step <= steps]
         frozen = self.freeze_scales is not None and steps >= self.freeze_scales
-        return Stage(steps >= self.start, reached[-1] if reached else None, frozen)
+        observed = self.freeze_observers is not None and steps < self.freeze_observers
+        return Stage(steps >= self.start, reached[-1] if reached else None, frozen, observed)
 
     def state_dict(self) -> dict[str, Any]:
-        """{"steps": int}. The settings are those of the constructor."""
+        """{"steps": int}. The settings are those of the constructor; observers are in the state dict of the model."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -151,8 +178,24 @@ class Schedule:
                     weight.switch(stage.on, stage.on)
 
         change(self.model, prepared_weights(self.model), assign)
+        self._observe(stage.observed)
         if self.freeze_scales is not None:
             _freeze(self.model, stage.frozen)
+
+    def finish_observers(self) -> None:
+        """Set the scales of inputs from what the observers saw up to now, if they still observe. Every rank calls
+        it."""
+        self._observe(False)
+
+    def _observe(self, observed: bool) -> None:
+        if observed and self._calibration is None:
+            self._calibration = Calibration.of_training(self.model, **self._observers)
+        elif not observed and self._calibration is not None:
+            calibration, self._calibration = self._calibration, None
+            try:
+                calibration.finish(keep=True)
+            finally:
+                calibration.remove()
 
 
 def _bits(scheme: Scheme) -> int | None:
@@ -169,7 +212,7 @@ def _with_bits(scheme: Scheme, bits: int | None) -> Scheme:
 
 def _freeze(model: nn.Module, frozen: bool) -> None:
     reshard(model)  # an optimizer holds the shards; FSDP2 passes on whether they need a gradient
-    for param in named_scales(model).values():
+    for param in learned_parameters(model).values():
         param.requires_grad_(not frozen)
         if frozen:
             param.grad = None  # an optimizer would use it again

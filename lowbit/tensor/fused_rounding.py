@@ -17,7 +17,7 @@ from torch import Tensor
 
 import lowbit_kernels as kernels
 from lowbit import learned_scales
-from lowbit.learned_scales import RATE, codes_and_residual, gradients, qparams, steps_of
+from lowbit.learned_scales import RATE, codes_and_residual, gradients, qparams, rate_of, steps_of
 from lowbit.lookup_table import LookupTable
 from lowbit.scheme import Spec
 from lowbit_kernels.library import FLOATS
@@ -179,7 +179,7 @@ def learned_gradients(
         group_size=spec.block_size(x.shape)[-1],
         constant_codes=constant_codes,
     )
-    grad_scale = (of_scale.view(scale.shape) * RATE).to(scale_parameter.dtype)
+    grad_scale = (of_scale.view(scale.shape) * rate_of(spec)).to(scale_parameter.dtype)
     grad_zero = None
     if zero_parameter is not None:
         grad_zero = (of_zero.view(scale.shape) * RATE).to(zero_parameter.dtype)

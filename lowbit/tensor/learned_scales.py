@@ -11,14 +11,14 @@ and `nn.Conv2d`, and gives a module of experts a class of `lowbit.tensor.learned
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
 from lowbit.learned_scales import (
@@ -28,7 +28,7 @@ from lowbit.learned_scales import (
     qparams,
     with_gradients_of,
 )
-from lowbit.scheme import Int
+from lowbit.scheme import Int, Scheme
 from lowbit.tensor import sharded_linear
 from lowbit.tensor.affine_tensor import representation_of
 from lowbit.tensor.base import InnerShapes, LowbitTensor
@@ -107,12 +107,59 @@ class LearnedScalesTensor(FakeQuantizedTensor):
         found = self.frozen_as.from_float(self.weight, self.scheme, own, input_qparams)
         return found.to(self.dtype)  # type: ignore[return-value]
 
-    def starting_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """The values that its scales and zero points start from."""
-        spec = self.scheme.weight
+    def starting_parameters(self, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """What its scales and zero points start from: those of a search, for plain `values` of all of this weight.
+        None: for its present ones."""
+        values, spec = self.weight if values is None else values, self.scheme.weight
         free = replace(spec, scale_dtype=None)
-        dtype = representation_of(free).scale_dtype(free, self.weight.dtype)
-        return parameters_for(self.rows(self.weight), spec, dtype)
+        dtype = representation_of(free).scale_dtype(free, values.dtype)
+        return parameters_for(self.rows(values), spec, dtype)
+
+    def entries_beside(
+        self,
+        module: nn.Module,
+        name: str,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        entry: Any,
+        assign: bool,
+    ) -> dict[str, Tensor]:
+        """Searched scales and zero points, for a state dict of a plain model, which has this weight and no scales.
+
+        Raises ValueError for scales whose description, `entry`, is of another scheme."""
+        value = state_dict.get(prefix + name)
+        plain = isinstance(value, Tensor) and not isinstance(local(value), LowbitTensor)
+        own = scales_of(module, name)
+        keys = [prefix + name + end for end in (SCALE, ZERO)]
+        # torch's set_model_state_dict gives the model's own parameters for entries that are not there
+        entries = [state_dict.get(key) for key in keys]
+        given = [e is not None and e is not p for e, p in zip(entries, own, strict=True)]
+        if any(given):
+            self._check_described(prefix + name, entry)
+        if self.constant_codes or not plain or any(given):
+            return {}
+        assert isinstance(value, Tensor)
+        if value.is_meta or value.shape != module._parameters[name].shape:  # type: ignore[union-attr]
+            return {}  # load_state_dict reports the shape
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        found = self.starting_parameters(whole if assign else whole.to(self.weight.dtype))
+        return {
+            key: distribute_tensor(new, old.device_mesh, old.placements, src_data_rank=None)
+            if isinstance(old, DTensor)
+            else new
+            for key, new, old in zip(keys, found, own, strict=True)
+            if new is not None
+        }
+
+    def _check_described(self, key: str, entry: Any) -> None:
+        if not isinstance(entry, Mapping) or "scheme" not in entry:
+            return
+        spec, found = self.scheme.weight, Scheme.from_dict(entry["scheme"]).weight
+        if not spec.same_values(found):
+            raise ValueError(
+                f"{key} has learned scales of {found} in the state dict, and of {spec} in the model; prepare the model "
+                f"by the same scheme, or leave out the entries {key}{SCALE} and {key}{ZERO}, which are then searched"
+            )
 
     def _without_scales(self, what: str) -> NotImplementedError:
         return self._unsupported(

@@ -147,7 +147,8 @@ def take(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """The hook before loading: joins parts to one low-bit tensor, and converts plain values that are to be assigned."""
+    """The hook before loading: joins parts to one low-bit tensor, finds the learned scales that a plain model's state
+    dict lacks, and converts plain values that are to be assigned."""
     assign = bool(metadata.get("assign_to_params_buffers"))
     with torch.no_grad():
         for name, param in module._parameters.items():
@@ -159,6 +160,14 @@ def take(
                 if key not in state_dict:
                     missing += [f"{key}.{part}" for part in local(param).inner_tensors()]
                     state_dict[key] = _itself(param)  # else torch reports this name too
+            else:
+                own: MasterWeightTensor = local(param)
+                entry = described(metadata, name)
+                try:
+                    beside = own.entries_beside(module, name, state_dict, prefix, entry, assign)
+                    state_dict.update(beside)
+                except ValueError as error:
+                    errors.append(str(error))
             if assign:
                 _take_plain(param, key, state_dict)
 

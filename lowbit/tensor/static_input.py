@@ -79,6 +79,12 @@ class RoundsInput(nn.Module):
             return learned_fake_quantize(x, scale, zero, spec)  # type: ignore[arg-type]
         return spec.fake_quantize_by(x, *qparams(spec, scale, zero))  # type: ignore[arg-type]
 
+    def observe_unrounded(self: Any, x: Tensor) -> None:
+        """Let the observer see an input whose rounding is switched off, which `rounded` does not get."""
+        observer: Any = self._modules.get(OBSERVER)
+        if observer is not None and self.weight.input_spec is None:
+            observer.observe(x)
+
     def _check_calibrated(self: Any) -> None:
         if self.is_calibrated or torch.compiler.is_compiling():
             return
@@ -95,6 +101,7 @@ class Linear(RoundsInput, sharded_linear.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         weight: Any = self.weight
+        self.observe_unrounded(input)
         seen, coded = weight.operand, weight.coded
         if learned_scales.has_scales(self):
             seen, coded = learned_scales.operands(weight, *learned_scales.scales_of(self))
@@ -104,6 +111,7 @@ class Linear(RoundsInput, sharded_linear.Linear):
 class _Convolution(RoundsInput):
     def forward(self: Any, input: Tensor) -> Tensor:
         weight = self.weight
+        self.observe_unrounded(input)
         learned = learned_scales.has_scales(self)
         seen = weight.seen_by(*learned_scales.scales_of(self)) if learned else weight.operand()
         operands = FakeQuantizedTensor.operands(
@@ -137,6 +145,12 @@ def input_qparams(module: nn.Module, spec: Spec) -> tuple[Tensor, Tensor | None]
     scale, zero = inputs_of(module)
     assert scale is not None
     return qparams(spec, scale.float(), None if zero is None else zero.float())
+
+
+def is_known(module: nn.Module) -> bool:
+    """Whether the module has a static scale that is a number. Of a sharded one, whether this rank's part is."""
+    found = [local(t) for t in inputs_of(module) if t is not None]
+    return bool(found) and not any(bool(t.isnan().any()) for t in found)
 
 
 def check_input(module: nn.Module, name: str) -> None:
@@ -215,11 +229,34 @@ def plain_input(modules: Iterable[nn.Module]) -> None:
                 break
 
 
+def named_inputs(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Fully qualified name → learned scales and zero points of inputs, shared ones once."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for prefix, module in model.named_modules():
+        for name in (SCALE, ZERO):
+            parameter = module._parameters.get(name)
+            if parameter is not None and isinstance(module, RoundsInput):
+                fqn = f"{prefix}.{name}" if prefix else name
+                found.setdefault(id(parameter), (fqn, parameter))
+    return dict(found.values())
+
+
+@torch.no_grad()
+def forget_inputs(model: nn.Module) -> None:
+    """Set the static scales and zero points of inputs to NaN, as before a calibration: memory that `to_empty` gave."""
+    for module in model.modules():
+        if isinstance(module, RoundsInput):
+            for t in inputs_of(module):
+                if t is not None:
+                    local(t).fill_(torch.nan)
+            module.is_calibrated = False
+
+
 @torch.no_grad()
 def set_range(module: nn.Module, spec: Spec, values: Tensor) -> None:
     """Write the scale and zero point of the range `values`, [low, high], into a module that has them, in place."""
     dynamic = replace(spec, static=False)
-    found = as_parameters(dynamic, *dynamic.choose_qparams(values, torch.float32))
+    found = as_parameters(spec, *dynamic.choose_qparams(values, torch.float32))
     for own, value in zip(inputs_of(module), found, strict=True):
         if own is not None and value is not None:
             part = local(own)

@@ -15,11 +15,11 @@ Every other function (optimizers, norms, initialisers) sees the master values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
@@ -516,6 +516,25 @@ class MasterWeightTensor(TrainableTensor):
 
     def stored_format(self) -> str:
         return dtype_name(self.dtype)
+
+    def entries_beside(
+        self,
+        module: nn.Module,
+        name: str,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        entry: Any,
+        assign: bool,
+    ) -> dict[str, Tensor]:
+        """Entries that a state dict lacks and that follow from its entry of this weight: other parameters of `module`,
+        whose parameter `name` this is.
+
+        Args:
+            entry: the description of this weight in the state dict, or None.
+            assign: whether entries take the place of parameters.
+
+        Raises ValueError for entries that do not fit."""
+        return {}
 
     def master(self) -> Tensor:
         """The high-precision weight itself: update it in place."""

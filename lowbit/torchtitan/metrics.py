@@ -34,6 +34,7 @@ from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.bitnet import BitNetTensor
 from lowbit.tensor.dtensor import held_locally, local
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.learned_scales import LearnedScalesTensor, scales_of
 from lowbit.tensor.mixed_precision import MixedPrecisionTensor
 from lowbit.tensor.trainable import MasterWeightTensor, TrainableTensor
 from lowbit.torchtitan.optimizers import steps_done
@@ -126,8 +127,9 @@ class Measurement:
                 self._add("low_products", size if product.in_low_bits else 0.0)
         with torch.no_grad():
             for model in self.models:
+                scales = scales_of_weights(model)
                 for param in model.parameters():
-                    self._count(param)
+                    self._count(param, *scales.get(param, ()))
         return metrics(self._reduced())
 
     # ---- sums ------------------------------------------------------------------------------------------------
@@ -198,12 +200,12 @@ class Measurement:
             and _holds_its_values(held_locally(param))
         ]
 
-    def _count(self, param: Tensor) -> None:
-        """Add what is known of one parameter after the step."""
+    def _count(self, param: Tensor, *scales: Any) -> None:
+        """Add what is known of one parameter after the step. `scales`: its learned scales and zero points."""
         own, state = held_locally(param), self._state_of(param)
         self._add("parameters", float(own.numel()))
         self._add("state_bytes", float(sum(map(nbytes, state.values()))))
-        rounding = rounding_of_weight(own)
+        rounding = rounding_of_weight(own, *scales)
         if rounding is not None:
             self._compare("weights", own.weight, rounding)
         before = self._before.get(param)
@@ -304,8 +306,27 @@ def rounding_of_products(weight: TrainableTensor) -> tuple[Rounding | None, Roun
     )
 
 
-def rounding_of_weight(weight: Any) -> Rounding | None:
-    """How products round the high-precision `weight.weight`. None: they don't, or it has none."""
+def scales_of_weights(model: nn.Module) -> dict[Tensor, tuple[Any, Any]]:
+    """Each weight with learned scales, and this rank's scales and zero points."""
+    found: dict[Tensor, tuple[Any, Any]] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if isinstance(held_locally(param), LearnedScalesTensor):
+                assert param is not None
+                scale, zero = scales_of(module, name)
+                found[param] = local(scale), local(zero)
+    return found
+
+
+def rounding_of_weight(weight: Any, *scales: Any) -> Rounding | None:
+    """How products round the high-precision `weight.weight`, by learned `scales` where it has some. None: they don't,
+    or it has none, or this rank has not the scales of its part."""
+    if isinstance(weight, LearnedScalesTensor):
+        scale, zero = scales
+        blocks = weight.scheme.weight.blocks(weight.rows(weight.weight).shape)
+        if scale is None or tuple(scale.shape) != blocks:
+            return None
+        return lambda values: weight.quantized_by(scale, zero)
     if isinstance(weight, FakeQuantizedTensor):
         return lambda values: weight.dequantize()
     if isinstance(weight, MixedPrecisionTensor):

@@ -26,8 +26,16 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
-from lowbit import train
+from lowbit import qat, train
 from lowbit.optim import LowbitOptimizer, step_in_backward
+from lowbit.qat.scales import learned_parameters
+from lowbit.scheme import Scheme
+from lowbit.tensor.dtensor import held_locally
+from lowbit.tensor.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.learned_scales import SCALE, ZERO, named_scales
+from lowbit.tensor.static_input import SCALE as INPUT_SCALE
+from lowbit.tensor.static_input import ZERO as INPUT_ZERO
+from lowbit.tensor.static_input import forget_inputs
 from lowbit.torchtitan import optimizers, settings
 from lowbit.torchtitan.metrics import Schedule, shown
 from lowbit.torchtitan.settings import Lowbit
@@ -77,6 +85,11 @@ def check(config: TitanConfig, parallel_dims: Any) -> None:
         )
     scheme = settings.scheme_of(config.lowbit, torch.device(device_type))
     hf = [n for n in ("initial_load_in_hf", "last_save_in_hf") if getattr(config.checkpoint, n)]
+    if config.checkpoint.last_save_in_hf and config.lowbit.qat_scales == "learned":
+        raise ValueError(
+            "checkpoint.last_save_in_hf: learned scales have no form in Hugging Face's checkpoints; save DCP "
+            "checkpoints, and convert one afterwards by lowbit.qat.convert_, as recipes.torchtitan.export does"
+        )
     if hf and isinstance(scheme, Int8Weight):
         raise ValueError(
             f"checkpoint.{hf[0]}: int8 weights have no form in Hugging Face's checkpoints; load and save DCP "
@@ -116,27 +129,39 @@ class LowbitConverter:
         if self.scheme is not None:
             report = settings.prepare(model, self.scheme, self.settings)
             logger.info(f"lowbit: {settings.summary(report, self.scheme, self.device)}")
+        if isinstance(self.scheme, Scheme):
+            setattr(model, _SCHEDULE, settings.schedule_of(self.settings, self.scheme))
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        models = [model] if isinstance(model, nn.Module) else model
+        for follow in (getattr(model, _SCHEDULE, None) for model in models):
+            if isinstance(follow, _Following):
+                follow.stepped()
         if isinstance(self.scheme, BitNet):
-            settings.precompute_scales([model] if isinstance(model, nn.Module) else model)
+            settings.precompute_scales(models)
 
 
 def with_lowbit(spec: TrainSpec) -> TrainSpec:
     """The model of `spec` with lowbit's optimizers, weights and metrics; register it by `register_train_spec`."""
 
     class Located(spec.model_cls):
-        """Weights that are int8 take values only once they know where they lie."""
+        """Weights that are int8 take values only once they know where they lie. Learned scales follow from the weights,
+        and the memory of static ones, which has no values, becomes NaN."""
 
         def init_weights(self, *args: Any, **kwargs: Any) -> None:
             train.locate_(self)
             super().init_weights(*args, **kwargs)
+            if named_scales(self):
+                qat.search_scales_(self)
+            forget_inputs(self)
 
     Located.__name__, Located.__qualname__ = spec.model_cls.__name__, spec.model_cls.__qualname__
     return dataclasses.replace(
         spec,
         model_cls=Located,
         build_optimizers_fn=optimizers_builder(spec.build_optimizers_fn),
+        build_lr_schedulers_fn=lr_schedulers_builder(spec.build_lr_schedulers_fn),
+        state_dict_adapter=without_scales(spec.state_dict_adapter),
         build_metrics_processor_fn=spec.build_metrics_processor_fn or build_metrics_processor,
     )
 
@@ -192,6 +217,81 @@ def optimizers_builder(original: Callable[..., Any]) -> Callable[..., Any]:
         return container
 
     return build
+
+
+# ---- schedules of QAT ------------------------------------------------------------------------------------------
+
+_SCHEDULE = "lowbit_schedule"
+"""Where the converter leaves the arguments of a model's `lowbit.qat.Schedule`, and later what follows it."""
+
+
+def lr_schedulers_builder(original: Callable[..., Any]) -> Callable[..., Any]:
+    """torchtitan's `build_lr_schedulers_fn` of a model, which also begins the schedules of QAT."""
+
+    def build(optimizers: Any, *args: Any, **kwargs: Any) -> Any:
+        container = original(optimizers, *args, **kwargs)
+        for model, optimizer in zip(optimizers.model_parts, optimizers.optimizers, strict=True):
+            chosen = getattr(model, _SCHEDULE, None)
+            own = map(held_locally, model.parameters())
+            if chosen and any(isinstance(p, FakeQuantizedTensor) for p in own):
+                follow = _Following(chosen, container.schedulers[0], optimizer)
+                model.register_forward_pre_hook(follow, prepend=True)  # before FSDP2 gathers
+                setattr(model, _SCHEDULE, follow)
+        return container
+
+    return build
+
+
+class _Following:
+    """A forward hook of a model, and its schedule. It makes the schedule at the first forward pass, when a checkpoint
+    has been loaded: the checkpoints have no observers. The learning rate counts the steps, also of a resumed run.
+
+    While they have no effect, learned scales have no gradients. In the first step they get zeros, so that the optimizer
+    has states for them, which torch's checkpoints need of all parameters."""
+
+    def __init__(self, chosen: dict[str, Any], counts: Any, optimizer: Any) -> None:
+        self.chosen, self.counts, self.optimizer = chosen, counts, optimizer
+        self.schedule: qat.Schedule | None = None
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        if self.schedule is None:
+            self.schedule = qat.Schedule(model, **self.chosen)
+            for scale in learned_parameters(model).values():
+                if scale.requires_grad and not self.optimizer.state.get(scale):
+                    scale.grad = torch.zeros_like(scale)
+            self.schedule.load_state_dict({"steps": self.counts.last_epoch})
+
+    def stepped(self) -> None:
+        """Count an optimizer step, before a checkpoint is written and the learning rate follows."""
+        if self.schedule is not None:
+            self.schedule.load_state_dict({"steps": self.counts.last_epoch + 1})
+
+
+def without_scales(adapter: Any) -> Any:
+    """torchtitan's adapter of Hugging Face's checkpoints, which have no learned scales. A model that loads such a
+    checkpoint searches its scales."""
+    if adapter is None:
+        return None
+
+    class Adapter(adapter):
+        def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+            return super().to_hf(plain_entries(state_dict))
+
+    Adapter.__name__, Adapter.__qualname__ = adapter.__name__, adapter.__qualname__
+    return Adapter
+
+
+def plain_entries(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict without learned scales, zero points, and those of inputs."""
+    ends = (SCALE, ZERO)
+
+    def is_added(key: str) -> bool:
+        prefix, _, last = key.rpartition(".")
+        of_weight = any(key.endswith(e) and key.removesuffix(e) in state_dict for e in ends)
+        of_input = last in (INPUT_SCALE, INPUT_ZERO) and f"{prefix}.weight" in state_dict
+        return of_weight or of_input
+
+    return {key: value for key, value in state_dict.items() if not is_added(key)}
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------

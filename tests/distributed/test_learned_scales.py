@@ -164,6 +164,27 @@ def check_checkpoints(rank, world_size, folder):
     return True
 
 
+def check_weights_that_come_later(rank, world_size):
+    """Searched scales of shards are those of the whole, for plain state dicts and for weights written in place."""
+    for spec in (*SPECS, Spec(Int(4), PerTensor())):
+        expected = prepared(spec)
+        plain = {n: v for n, v in expected.state_dict().items() if "_scale" not in n}
+        plain = {n: 2 * v for n, v in plain.items() if "_zero" not in n}
+        expected.load_state_dict(plain)
+        loaded, written = shard(prepared(spec)), shard(prepared(spec))
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(loaded, dict(plain), options=options)
+        state = written.state_dict()
+        with torch.no_grad():
+            for name in plain.keys() - {"head.weight"}:  # the embedding's
+                state[name].mul_(2)
+        qat.search_scales_(written)
+        for name, value in expected.state_dict().items():
+            for model in (loaded, written):
+                assert torch.equal(whole(model.state_dict()[name]), value), (spec, name)
+    return True
+
+
 def check_weights_that_travel_in_float32(rank, world_size):
     """Float8 weights and frozen codes: no codes of theirs travel. The scales have moved before."""
     float8 = [Spec(Float8(), PerRow()), Spec(Float8(), PerGroup(32))]
@@ -206,7 +227,7 @@ def check_tensor_parallel(rank, world_size):
 
 CHECKS = [
     *(check_as_one_process, check_mixed_precision, check_checkpoints, check_tensor_parallel),
-    check_weights_that_travel_in_float32,
+    *(check_weights_that_travel_in_float32, check_weights_that_come_later),
 ]
 
 

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowbit
 from lowbit import qat
+from lowbit.learned_scales import RATE
 from lowbit.scheme import Int, Scheme, Spec
 from lowbit.testing.launch import launch
 
@@ -226,6 +227,32 @@ def check_ddp(rank, world_size):
     return True
 
 
+def check_a_schedule(rank, world_size):
+    """Observers of a schedule see the batches of all ranks, though DDP broadcasts buffers, and end before FSDP2's."""
+    expected = torch.cat(batches()).abs().max()
+    for scales, sharded in (("present", False), ("learned", False), ("learned", True)):
+        found = prepared(scales, INT8)
+        schedule = qat.Schedule(
+            found, start=1, freeze_observers=3, freeze_scales=5, method="minmax"
+        )
+        unused = {"find_unused_parameters": scales == "learned"}
+        runs = shard(found, world_size) if sharded else DistributedDataParallel(found, **unused)
+        optimizer = torch.optim.SGD(found.parameters(), lr=0.02)
+        for x in 2 * batches(rank):
+            step(runs, x)
+            optimizer.step()
+            schedule.step()
+            if schedule.steps == 3:
+                scale = whole(found[0].input_scale.detach())
+                assert abs(scale * RATE * 127.5 / expected - 1) < 0.01, (scales, sharded)
+        values = [whole(found[i].input_scale.detach()).item() for i in (0, 2)]
+        every = [None] * world_size
+        dist.all_gather_object(every, values)
+        assert every == [values] * world_size
+        assert not hasattr(found, "_ddp_params_and_buffers_to_ignore")
+    return True
+
+
 def check_sharded_inference(rank, world_size):
     """FSDP2 of a converted model: the scale goes along with the rows of each rank, also of one without rows."""
     alone = model()
@@ -254,6 +281,7 @@ def check_sharded_inference(rank, world_size):
         check_training,
         check_mixed_precision,
         check_ddp,
+        check_a_schedule,
         check_sharded_inference,
     ],
 )

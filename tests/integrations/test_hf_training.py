@@ -212,12 +212,24 @@ def test_the_callback_prepares_trains_and_converts(tmp_path: Path) -> None:
     assert torch.equal(logits(again), logits(found.model.eval()))
 
 
-def test_a_resumed_qat_continues_the_schedule(tmp_path: Path) -> None:
+SCHEDULES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "bits": (INT4, {"bits": {0: 8, 1: 6, 3: 4}}),
+    "observed": (
+        lb.Int8StaticActivationInt8Weight(),
+        {"scales": "learned", "start": 1, "freeze_observers": 3, "freeze_scales": 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_resumed_qat_continues_the_schedule(name: str, tmp_path: Path) -> None:
+    """Also one that was stopped while it observed inputs."""
+    scheme, settings = SCHEDULES[name]
     models = []
     for resume in (None, str(tmp_path / "out" / "checkpoint-2")):
         model = llama()
         args = arguments(tmp_path / "out", save_strategy="steps", save_steps=2)
-        callback = QATCallback(INT4, is_inner_linear, bits={0: 8, 1: 6, 3: 4})
+        callback = QATCallback(scheme, is_inner_linear, **settings)
         trainer = transformers.Trainer(
             model=model, args=args, train_dataset=DATA, callbacks=[callback]
         )

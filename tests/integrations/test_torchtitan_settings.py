@@ -75,6 +75,7 @@ from lowbit.torchtitan.metrics import Measurement, Schedule  # noqa: E402
 from lowbit.torchtitan.settings import qat_scheme  # noqa: E402
 
 CPU = torch.device("cpu")
+QAT = ["--lowbit.qat", "int4"]
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ def test_lines():
         (names.training_scheme, "MixedPrecision", r"no training scheme 'MixedPrecision'"),
         (qat_scheme, "bitnet", r"no scheme 'bitnet'; accepted: int4, int8, float8"),
         (qat_scheme, "int4(group_size=0)", r"int4\(group_size=0\): "),
-        (qat_scheme, "Int8StaticActivationInt8Weight", "runs no calibration, which static"),
+        (qat_scheme, "int8_int8_static", "static activations need steps that observe them"),
     ],
 )
 def test_lines_that_name_nothing(resolve, line, message):
@@ -136,11 +137,47 @@ def test_lines_that_name_nothing(resolve, line, message):
             r"lowbit.train='int8' and lowbit.qat='int4' both change",
         ),
         (Lowbit(metrics_freq=-1), r"metrics_freq must be 0 \(never\) or more, got -1"),
+        (Lowbit(qat_start=3), r"lowbit.qat_start=3 without QAT"),
+        (Lowbit(qat="int4", qat_scales="fixed"), r"qat_scales='fixed'; accepted: 'present', 'l"),
+        (Lowbit(qat="int4", qat_start=-1), r"qat_start=-1; accepted: a number of steps"),
+        (Lowbit(qat="int4", qat_freeze_scales=5), r"set lowbit.qat_scales to 'learned'"),
+        (Lowbit(qat="int4", qat_freeze_observers=5), r"int4 has no static activation to observe"),
+        (Lowbit(qat="int4", qat_bits="8"), r"qat_bits='8'; accepted: step:bits with commas"),
+        (Lowbit(qat="int4", qat_bits="0:8,9:5"), r"does not end at the weights of lowbit.qat='in"),
+        (Lowbit(qat="float8", qat_bits="0:8"), r"does not end at the weights"),
+        (Lowbit(qat="int4", qat_scales="learned", qat_bits="0:8,9:4"), r"with learned scales"),
     ],
 )
 def test_settings_that_contradict_each_other(chosen, message):
     with pytest.raises(ValueError, match=message):
         settings.scheme_of(chosen, CPU)
+
+
+def test_schedules_of_qat():
+    chosen = Lowbit(qat="int4", qat_start=5, qat_bits="5:8,9:4")
+    assert settings.schedule_of(chosen, settings.scheme_of(chosen, CPU)) == {
+        "start": 5,
+        "bits": {5: 8, 9: 4},
+    }
+    chosen = Lowbit(
+        qat="int8_int8_static", qat_scales="learned", qat_freeze_scales=9, qat_freeze_observers=2
+    )
+    found = settings.schedule_of(chosen, settings.scheme_of(chosen, CPU))
+    assert found == {"freeze_observers": 2, "freeze_scales": 9}
+
+
+def test_checkpoints_of_others_have_no_learned_scales():
+    class Adapter:
+        def to_hf(self, state_dict):
+            return state_dict
+
+    model = nn.ModuleDict({"a": nn.Linear(32, 4), "b": nn.Linear(32, 4, bias=False)})
+    wanted = list(model.state_dict())
+    model["b"].other_scale = nn.Parameter(torch.ones(3))
+    lowbit.qat.prepare_(model, lowbit.Int8StaticActivationInt8Weight(), scales="learned")
+    found = release_0_2.without_scales(Adapter)().to_hf(dict(model.state_dict()))
+    assert [key for key in found if key != "b.other_scale"] == wanted and len(found) == 4
+    assert release_0_2.without_scales(None) is None
 
 
 def test_a_scheme_that_the_device_cannot_run(monkeypatch):
@@ -216,6 +253,10 @@ def parsed(*options: str):
         (
             ["--lowbit.train", "int8_weights", "--checkpoint.last_save_in_hf"],
             r"checkpoint.last_save_in_hf: int8 weights have no form in Hugging Face's",
+        ),
+        (
+            [*QAT, "--lowbit.qat_scales", "learned", "--checkpoint.last_save_in_hf"],
+            r"checkpoint.last_save_in_hf: learned scales have no form in Hugging Face's",
         ),
     ],
 )

@@ -13,7 +13,7 @@ from benchmarks.cases.fake_quantize import CASES, Case
 from lowbit.affine import unclamped_codes
 from lowbit.code_range import within_range
 from lowbit.granularity import PerRow
-from lowbit.learned_scales import RATE, learned_fake_quantize, learns_zero
+from lowbit.learned_scales import RATE, learned_fake_quantize, learns_zero, rate_of
 from lowbit.scheme import Int, Spec, crop
 from lowbit_kernels import fake_quantize
 from lowbit_kernels.fake_quantize import (
@@ -164,7 +164,8 @@ def test_gradients_are_those_of_learned_scales(case: Case, constant_codes: bool)
         is_code = case.spec.mapping == "asymmetric"
         value = -zero_point.float() * scale.float() if is_code else zero_point.float()
         zero = (value / RATE).requires_grad_()
-    parameter = (scale.float() / RATE).requires_grad_()
+    rate = rate_of(case.spec)
+    parameter = (scale.float() / rate).requires_grad_()
     own = x.float().requires_grad_()
     values = learned_fake_quantize(own, parameter, zero, case.spec, constant_codes)
     values.backward(grad.float())
@@ -178,7 +179,7 @@ def test_gradients_are_those_of_learned_scales(case: Case, constant_codes: bool)
         constant_codes=constant_codes,
     )
     torch.testing.assert_close(found[0], own.grad, rtol=0, atol=0)
-    torch.testing.assert_close(found[1] * RATE, parameter.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[1] * rate, parameter.grad, rtol=1e-4, atol=1e-4)
     if zero is not None:
         torch.testing.assert_close(found[2] * RATE, zero.grad, rtol=1e-4, atol=1e-4)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import lowbit as lb
 from lowbit import qat
-from lowbit.learned_scales import RATE, learned_fake_quantize, parameters_for, qparams
+from lowbit.learned_scales import learned_fake_quantize, parameters_for, qparams, rate_of
 from lowbit.scheme import Scheme
 from tests.qat.test_learned_scales import CHOSEN, SPECS, model, moved, tokens, values
 
@@ -39,7 +39,9 @@ def test_gradient_of_scales_of_constant_codes(name) -> None:
         )
     rows, columns = found.shape
     blocks = (grad * steps).view(rows, 8 // rows, columns, 64 // columns)
-    torch.testing.assert_close(scale.grad.double(), blocks.sum((1, 3)) * RATE, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        scale.grad.double(), blocks.sum((1, 3)) * rate_of(spec), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

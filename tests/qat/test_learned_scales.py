@@ -13,7 +13,14 @@ from torch import nn
 
 from lowbit import Int8DynamicActivationInt4Weight, IntxWeightOnly, learned_scales, qat
 from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor
-from lowbit.learned_scales import RATE, learned_fake_quantize, learns_zero, parameters_for, qparams
+from lowbit.learned_scales import (
+    RATE,
+    learned_fake_quantize,
+    learns_zero,
+    parameters_for,
+    qparams,
+    rate_of,
+)
 from lowbit.scheme import Float8, Int, Scheme, Spec
 from lowbit.tensor import AffineTensor, FakeQuantizedTensor
 from lowbit.tensor.learned_scales import LearnedScalesTensor
@@ -133,7 +140,7 @@ def test_trained_values_equal_converted_ones(seed, name, dtype):
 def reference_gradients(w, scale, zero, spec, grad):
     """The formulas of `lowbit.learned_scales`, block by block, in float64."""
     low, high = spec.format.quant_min, spec.format.quant_max
-    s = scale.double() * RATE
+    s = scale.double() * rate_of(spec)
     found = [torch.zeros_like(w, dtype=torch.float64), torch.zeros_like(s), torch.zeros_like(s)]
     block = spec.block_size(w.shape)
     _, zero_points = qparams(spec, scale, zero)
@@ -158,7 +165,7 @@ def reference_gradients(w, scale, zero, spec, grad):
             else:
                 found[1][at] += grad[n, k] * (code.clamp(low, high) - base)
                 found[2][at] += grad[n, k]
-    return found[0], found[1] * RATE, found[2] * RATE
+    return found[0], found[1] * rate_of(spec), found[2] * RATE
 
 
 @pytest.mark.parametrize(
@@ -225,6 +232,17 @@ def test_scales_move_and_stay_exact():
         if name.endswith("_scale"):
             change = (p - dict(start.named_parameters())[name]).abs().max() * RATE
             assert 0 < change <= 3.1e-3 * RATE + 1e-5 * RATE * p.abs().max()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_end_of_a_range_moves_by_the_learning_rate_at_most(name):
+    """By that of weights, whatever the largest code; an input's scale moves by an eighth of it."""
+    spec = SPECS[name]
+    largest = (spec.format.quant_max - spec.format.quant_min) / 2
+    end = rate_of(spec) * largest
+    assert (0.7 if largest > 4 else 0) < end < 1.5
+    of_input = Spec(Int(8), PerTensor(), static=True)
+    assert rate_of(of_input) == RATE == rate_of(SPECS["int4-g32"]) == 1 / 8
 
 
 def test_tied_weights_share_their_scales():
@@ -387,3 +405,108 @@ def test_lookups_of_any_shape(shape):
     assert y.shape == (*shape, 64)
     y.sum().backward()
     assert prepared.weight_scale.grad.shape == (10, 2)
+
+
+# ---- weights that come later ---------------------------------------------------------------------------------------
+
+ZEROS = Scheme(Spec(Int(4), PerGroup(32), "asymmetric"))
+
+
+def test_a_plain_state_dict_brings_searched_scales():
+    """Strictly, also of a model that was made on the meta device, and by assignment."""
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 97), nn.Conv1d(1, 4, 3))
+    chosen = lambda module, name: isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d)  # noqa: E731
+    expected = copy.deepcopy(plain)
+    qat.prepare_(expected, ZEROS, chosen, scales="learned")
+    state = expected.state_dict()
+    assert "2.weight_zero" in state
+
+    def later(device):
+        with torch.device(device):
+            made = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 97), nn.Conv1d(1, 4, 3))
+        qat.prepare_(made, ZEROS, chosen, scales="learned")
+        return made
+
+    for device, assign in (("cpu", False), ("meta", False), ("cpu", True), ("meta", True)):
+        found = later(device)
+        if device == "meta" and not assign:
+            found.to_empty(device="cpu")
+        found.load_state_dict(plain.state_dict(), assign=assign)
+        own = found.state_dict()
+        assert own.keys() == state.keys()
+        assert all(torch.equal(own[key], state[key]) for key in state), (device, assign)
+    found = later("cpu")
+    found.load_state_dict(plain.bfloat16().state_dict(), assign=True)
+    assert found[1].weight_scale.dtype is found[1].weight.dtype is torch.bfloat16
+
+
+def test_a_state_dict_with_some_scales_is_incomplete():
+    found = model()
+    qat.prepare_(found, ZEROS, CHOSEN, scales="learned")
+    state = found.state_dict()
+    del state["1.weight_zero"]
+    with pytest.raises(RuntimeError, match=r'Missing key.*"1\.weight_zero"'):
+        found.load_state_dict(state)
+    other = model()
+    qat.prepare_(other, IntxWeightOnly(3, 32, "asymmetric"), CHOSEN, scales="learned")
+    with pytest.raises(RuntimeError, match=r"has learned scales of .*bits=4.*and of .*bits=3"):
+        other.load_state_dict(found.state_dict())
+    with pytest.raises(RuntimeError, match=r"size mismatch for weight"):
+        found[1].load_state_dict({"weight": torch.ones(3, 64), "bias": torch.ones(97)})
+
+
+def test_scales_of_weights_that_were_written_in_place():
+    expected, found = model(tied=True), model(tied=True)
+    with torch.no_grad():
+        for p in expected.parameters():
+            p.mul_(3)
+    for each in (expected, found):
+        qat.prepare_(each, ZEROS, CHOSEN, scales="learned")
+    with torch.no_grad():
+        for name, p in found.named_parameters():
+            p.copy_(expected.get_parameter(name) if "_scale" not in name else p)
+    assert not torch.equal(found(tokens()), expected(tokens()))
+    parameters = [*found.parameters()]
+    qat.search_scales_(found)
+    assert torch.equal(found(tokens()), expected(tokens()))
+    assert all(a is b for a, b in zip(parameters, found.parameters(), strict=True))
+    frozen = [p.clone() for p in qat.freeze_codes_(found)]
+    with pytest.raises(ValueError, match="no learned scales"):
+        qat.search_scales_(found)
+    assert len(frozen) == 3  # the tied one once
+    with pytest.raises(ValueError, match="no learned scales"):
+        qat.search_scales_(model())
+    with torch.device("meta"):
+        empty = model()
+    qat.prepare_(empty, ZEROS, CHOSEN, scales="learned")
+    with pytest.raises(ValueError, match=r"0\.weight is on the meta device"):
+        qat.search_scales_(empty)
+
+
+def test_a_group_without_weight_decay():
+    """Scales of a frozen weight do not shrink, and the norm of weights leaves them out."""
+    found = model(tied=True)
+    static = Scheme(ZEROS.weight, Spec(Int(8), PerTensor(), "asymmetric", static=True))
+    qat.prepare_(found, {"1": static, "*": ZEROS}, CHOSEN, scales="learned")
+    found[3].weight.requires_grad_(False)
+    weights, scales = qat.parameter_groups(found, weight_decay=0.5)
+    assert (weights["weight_decay"], scales["weight_decay"]) == (0.5, 0.0)
+    names = {id(p): name for name, p in found.named_parameters()}
+    learned = {names[id(p)] for p in scales["params"]}
+    assert learned == {n for n in names.values() if n.endswith(("_scale", "_zero"))}
+    assert {"1.input_scale", "3.weight_zero"} < learned and "4.weight_scale" not in learned
+    others = {n for n in names.values() if n not in learned and n != "3.weight"}
+    assert {names[id(p)] for p in weights["params"]} == others
+    optimizer = torch.optim.SGD([weights, scales], lr=0.1)
+    before = {n: p.detach().clone() for n, p in found.named_parameters()}
+    for p in found.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for name, p in found.named_parameters():
+        assert torch.equal(p, before[name]) == (name not in others) or p.isnan().all(), name
+    plain = model()
+    (only,) = qat.parameter_groups(plain)
+    assert only["weight_decay"] == 0.01 and len(only["params"]) == len([*plain.parameters()])
+    with pytest.raises(ValueError, match="no parameter of Sequential requires a gradient"):
+        qat.parameter_groups(plain.requires_grad_(False))

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import lowbit as lb
 from lowbit import qat
 from lowbit.granularity import PerGroup
+from lowbit.learned_scales import RATE
 from lowbit.scheme import Int, Spec
 from tests.train.problems import values
 
@@ -131,6 +132,86 @@ def test_without_freezing_scales_are_left_alone() -> None:
     assert not model[0].weight_scale.requires_grad and model[0].weight_zero.requires_grad
 
 
+STATIC = lb.Int8StaticActivationInt8Weight()
+
+
+def observed(scales: Any = "learned", **settings: Any) -> tuple[nn.Sequential, qat.Schedule]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 24))
+    qat.prepare_(model, STATIC, scales=scales)
+    return model, qat.Schedule(model, **{"freeze_observers": 3, "method": "minmax", **settings})
+
+
+@pytest.mark.parametrize("scales", ["present", "learned"])
+@pytest.mark.parametrize("start", [0, 2, 4])
+def test_observers_count_batches_of_training_and_freeze(scales: Any, start: int) -> None:
+    """Also those that pass while fake quantization is off. An evaluation does not count."""
+    model, schedule = observed(scales, start=start)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model.eval()  # as a model that was just loaded
+    for i in range(3):
+        assert model[0].input_scale.isnan().all()
+        model(X * 100)
+        model.train()
+        (model(X * (i + 1)) - Y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        schedule.step()
+    least, most = 3 * X.amin() / -128, 3 * X.amax() / 127
+    assert torch.allclose(model[0].input_scale.detach() * RATE, torch.maximum(least, most))
+    assert not any("observer" in key for key in model.state_dict())
+    frozen = model[0].input_scale.detach().clone()
+    train(model, optimizer, 3, schedule)
+    assert torch.equal(model[0].input_scale, frozen) == (scales == "present")
+    qat.convert_(model)
+
+
+def test_learned_scales_of_inputs_freeze_too() -> None:
+    model, schedule = observed(freeze_observers=1, freeze_scales=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    train(model, optimizer, 3, schedule)
+    frozen = model[0].input_scale.detach().clone()
+    train(model, optimizer, 1, schedule)
+    assert torch.equal(model[0].input_scale, frozen)
+    assert not model[0].input_scale.requires_grad and model[0].weight.requires_grad
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_observers_resume_to_the_bit(at: int) -> None:
+    """The state dict of the model has their statistics; later ones, without them, load strictly."""
+    model, schedule = observed()
+    optimizer = adam(model)
+    expected = train(model, optimizer, 6, schedule)
+    model, schedule = observed()
+    optimizer = adam(model)
+    train(model, optimizer, at, schedule)
+    states = copy.deepcopy([x.state_dict() for x in (model, optimizer, schedule)])
+    model, schedule = observed()
+    optimizer = adam(model)
+    for part, state in zip((model, optimizer, schedule), states, strict=True):
+        part.load_state_dict(state)
+    found = train(model, optimizer, 6 - at, schedule)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected[at:], strict=True))
+
+
+def test_a_training_that_ends_while_it_observes() -> None:
+    model, schedule = observed()
+    train(model, torch.optim.SGD(model.parameters(), lr=1e-2), 1, schedule)
+    with pytest.raises(ValueError, match="no static scale yet"):
+        qat.convert_(model)
+    schedule.finish_observers()
+    qat.convert_(model)
+
+
+def test_observers_that_saw_nothing() -> None:
+    _, schedule = observed(freeze_observers=1)
+    with pytest.raises(ValueError, match="they saw no batch"):
+        schedule.step()
+    with pytest.raises(ValueError, match="no prepared weight with a static activation"):
+        qat.Schedule(network(), freeze_observers=1)
+
+
 def test_resumed_to_the_bit() -> None:
     settings: dict[str, Any] = {"start": 2, "bits": {2: 8, 4: 6, 6: 4}}
     model = network()
@@ -179,6 +260,7 @@ def test_a_choice_of_the_user_survives_a_stage() -> None:
         ({"start": -1}, "start must be a number of steps, 0 or more, got -1"),
         ({"start": 1.5}, r"got 1\.5"),
         ({"freeze_scales": -2}, "freeze_scales must be"),
+        ({"freeze_observers": -2}, "freeze_observers must be"),
         ({"bits": {-1: 4}}, "the step of bits"),
         ({"bits": {0: 9}}, "1 to 8 bits"),
         ({"bits": {0: 8, 5: 6}}, r"end at 6, and 0\.weight is prepared for 4 bits"),

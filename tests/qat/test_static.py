@@ -527,7 +527,7 @@ def test_parameters_start_at_the_range():
         dynamic = Spec(spec.format, spec.granularity, spec.mapping)
         ends = torch.tensor([-1.7, 2.3])
         expected = dynamic.choose_qparams(ends, torch.float32)
-        found = qparams(spec, *as_parameters(dynamic, *expected))
+        found = qparams(spec, *as_parameters(spec, *expected))
         assert torch.equal(found[0], expected[0])
         if found[1] is not None:
             assert torch.equal(found[1], expected[1])

@@ -1,0 +1,118 @@
+"""The learned scales and zero points of a model: their names, their group in an optimizer, and where they start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from lowbit.convert import check_module, find_owners
+from lowbit.tensor.dtensor import held_locally, local
+from lowbit.tensor.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.learned_scales import LearnedScalesTensor, named_scales, scales_of
+from lowbit.tensor.regather import reshard
+from lowbit.tensor.static_input import named_inputs
+
+
+def learned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Fully qualified name → learned scales and zero points, of weights and of inputs, shared ones once."""
+    return {**named_scales(model), **named_inputs(model)}
+
+
+def parameter_groups(model: nn.Module, weight_decay: float = 0.01) -> list[dict[str, Any]]:
+    """Two parameter groups for an optimizer: weights, and learned scales and zero points without weight decay.
+
+        groups = qat.parameter_groups(model, weight_decay=0.1)
+        optimizer = torch.optim.AdamW(groups, lr=1e-4)
+        ...
+        torch.nn.utils.clip_grad_norm_(groups[0]["params"], 1.0)      # the norm of the weights alone
+
+    Scales need no rate of their own, since their parameters hold them times 8 or more (`lowbit.learned_scales`). Decay
+    shrinks weights and scales alike, so it matters where the weight itself is frozen, as beside LoRA adapters: there it
+    would shrink the scales alone.
+
+    Args:
+        model: prepared by `lowbit.qat.prepare_`, possibly sharded by FSDP2 since.
+        weight_decay: of the first group.
+
+    Returns:
+        Groups of the parameters that require a gradient, each {"params": [...], "weight_decay": float}; one group where
+        no scales are learned.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: no parameter requires a gradient.
+    """
+    check_module(model)
+    learned = {id(p) for p in learned_parameters(model).values()}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError(
+            f"no parameter of {type(model).__name__} requires a gradient; call requires_grad_(True) on those to train"
+        )
+    split: list[list[Tensor]] = [[], []]
+    for p in trained:
+        split[id(p) in learned].append(p)
+    groups = zip(split, (weight_decay, 0.0), strict=True)
+    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+
+
+@torch.no_grad()
+def search_scales_(model: nn.Module) -> None:
+    """Set the learned scales and zero points of all weights to those of a search for the present weights, in place.
+
+    `prepare_` does so, and `load_state_dict` where a state dict has a weight and no scales. Call this where weights
+    came another way: initialised after `to_empty`, or read by torch.distributed.checkpoint. Parameters stay, and so do
+    optimizers. Weights whose scales train alone (`freeze_codes_`) are left as they are.
+
+    Args:
+        model: prepared with `scales="learned"`. If it is sharded, every rank calls this.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: no weight has learned scales, or one is on the meta device.
+    """
+    check_module(model)
+    reshard(model)
+    found = 0
+    for (module, name, fqn), *_ in find_owners(model).values():
+        weight = module._parameters[name]
+        own = held_locally(weight)
+        if not isinstance(own, LearnedScalesTensor) or own.constant_codes:
+            continue
+        if own.is_meta:
+            raise ValueError(
+                f"{fqn} is on the meta device, without values; give it values first, e.g. model.to_empty(device=…) and "
+                "load_state_dict"
+            )
+        found += 1
+        pairs = zip(scales_of(module, name), _searched(weight, own), strict=True)
+        for old, new in pairs:
+            if new is not None:
+                local(old).copy_(_part(new, old))
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no learned scales; call "
+            "lowbit.qat.prepare_(model, scheme, scales='learned') first"
+        )
+
+
+def _searched(weight: Any, own: LearnedScalesTensor) -> tuple[Tensor | None, Tensor | None]:
+    """For the weight, or for this rank's rows of it where no scale depends on those of other ranks."""
+    if not isinstance(weight, DTensor):
+        return own.starting_parameters()
+    by_rows = all(p in (Shard(0), Replicate()) for p in weight.placements)
+    if by_rows and not own.scheme.weight.shares_rows:
+        return own.starting_parameters()
+    whole: Any = weight.full_tensor()
+    values = whole.master() if isinstance(whole, FakeQuantizedTensor) else whole
+    return own.starting_parameters(values)
+
+
+def _part(new: Tensor, old: Any) -> Tensor:
+    """This rank's part of `new`, for the parameter `old`."""
+    if not isinstance(old, DTensor) or new.shape == local(old).shape:
+        return new
+    return distribute_tensor(new, old.device_mesh, old.placements, src_data_rank=None).to_local()
