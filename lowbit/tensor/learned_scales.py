@@ -22,10 +22,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn import functional as F
 
 from lowbit.learned_scales import (
+    RATE,
     codes_and_residual,
     gradients,
     parameters_for,
     qparams,
+    rate_of,
     with_gradients_of,
 )
 from lowbit.scheme import Int, Scheme
@@ -43,6 +45,8 @@ from lowbit.tensor.trainable import GatheredForm, Values
 
 SCALE, ZERO = "_scale", "_zero"
 """The ends of the names of the parameters beside a weight, after the weight's own name."""
+_RATE = "scale_rate"
+"""The key of `rate_of` in the description of a weight."""
 RESIDUAL_STEPS = 254
 """Steps of the residual of a code, from −1/2 to 1/2, that one byte holds."""
 
@@ -136,6 +140,12 @@ class LearnedScalesTensor(FakeQuantizedTensor):
         given = [e is not None and e is not p for e, p in zip(entries, own, strict=True)]
         if any(given):
             self._check_described(prefix + name, entry)
+        if (
+            isinstance(entries[0], Tensor)
+            and given[0]
+            and (factor := self._factor_of(entry)) != 1.0
+        ):
+            return {keys[0]: entries[0] * factor}
         if self.constant_codes or not plain or any(given):
             return {}
         assert isinstance(value, Tensor)
@@ -150,6 +160,16 @@ class LearnedScalesTensor(FakeQuantizedTensor):
             for key, new, old in zip(keys, found, own, strict=True)
             if new is not None
         }
+
+    def meta_to_json(self) -> dict[str, Any]:
+        return {**super().meta_to_json(), _RATE: rate_of(self.scheme.weight)}
+
+    def _factor_of(self, entry: Any) -> float:
+        """The factor for the scale parameter of a state dict, whose description is `entry`. Versions that did not name
+        the rate held every scale divided by `RATE`."""
+        if not isinstance(entry, Mapping):
+            return 1.0
+        return entry.get(_RATE, RATE) / rate_of(self.scheme.weight)
 
     def _check_described(self, key: str, entry: Any) -> None:
         if not isinstance(entry, Mapping) or "scheme" not in entry:
