@@ -97,6 +97,7 @@ def qparams(
     """
     scale = scale_parameter.detach() * rate_of(spec)
     dtype = spec.scale_dtype or scale.dtype
+    scale = scale if dtype is scale.dtype else scale.float()  # which holds the least of each dtype
     least = smallest_scale(dtype)
     scale = torch.where(scale.abs() < least, torch.full_like(scale, least).copysign(scale), scale)
     scale = round_to_dtype(scale, dtype)

@@ -495,11 +495,17 @@ class Spec:
         fmt = self.format
         if isinstance(fmt, LookupTable):
             return codes
-        low, high = fmt.quant_min, fmt.quant_max
+        beyond = may_clip and not isinstance(fmt, Float8)
+        return codes.clamp(fmt.quant_min - beyond, fmt.quant_max + beyond).to(
+            self.unclamped_dtype(may_clip)
+        )
+
+    def unclamped_dtype(self, may_clip: bool = True) -> torch.dtype:
+        """The dtype that `unclamped_codes` names, for an Int or Float8."""
+        fmt = self.format
         if isinstance(fmt, Float8) or not may_clip:
-            return codes.clamp(low, high).to(fmt.dtype)
-        dtype = torch.int8 if low > -128 and high < 127 else torch.int16
-        return codes.clamp(low - 1, high + 1).to(dtype)
+            return fmt.dtype
+        return torch.int8 if fmt.quant_min > -128 and fmt.quant_max < 127 else torch.int16
 
     @property
     def shares_rows(self) -> bool:

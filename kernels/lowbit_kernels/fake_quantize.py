@@ -23,6 +23,9 @@ Every float32 operation is rounded once, and sums of products run in float64, wh
 `inside` equal those of ``Spec.fake_quantize`` to the bit. On GPUs a clamp stands between each product and a sum of
 float32, since compilers fuse a product and a sum that follow each other directly.
 
+`fake_quantize_codes` gives the codes before the clamp, with the scales and zero points, of integer grids. A code beyond
+the range is one step beyond it, whatever its distance.
+
 The gradients for given parameters are those of ``lowbit.learned_scales``, with g the gradient of the values:
 
     grad_x     = g where inside, else 0
@@ -167,6 +170,35 @@ def fake_quantize_gradients(
     )
 
 
+def fake_quantize_codes(
+    x: Tensor,
+    grid: Grid,
+    *,
+    group_size: int,
+    code_dtype: torch.dtype,
+    scale_dtype: torch.dtype = torch.float32,
+    clips: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes before the clamp [R, C], scale [R, ceil(C / G)], and zero points of that shape, or [0] where they are
+    always 0. One kernel where PyTorch needs about 28 operations, for tensors whose codes are sent elsewhere.
+
+    Args:
+        x, scale_dtype: as of `fake_quantize`; scales are computed from x.
+        grid: of integers.
+        group_size: G.
+        code_dtype: int8, uint8 or int16, which holds the range of codes, and with `clips` one step beyond either end.
+        clips: whether codes may lie beyond the range; otherwise they are clamped to it.
+
+    Raises:
+        TypeError: another dtype of x, scales or codes.
+        ValueError: a grid of float8 or an unknown one, codes that `code_dtype` does not hold, or shapes that do not
+            fit.
+    """
+    return torch.ops.lowbit.fake_quantize_codes(
+        x, group_size, *grid, scale_dtype, code_dtype, clips
+    )
+
+
 def unpack_inside(inside: Tensor, group_size: int, columns: int) -> Tensor:
     """`inside` as bool [R, C], by PyTorch operations, which torch.compile fuses with those that follow."""
     shifts = torch.arange(8, dtype=torch.uint8, device=inside.device)
@@ -208,6 +240,30 @@ def reference(
     _, kept, values = _rounded_blocks(blocks, scale, zero_point, grid)
     values = values.flatten(1)[:, : x.shape[1]].to(dtype).contiguous()
     return values, _packed(kept) if inside else x.new_empty(0, dtype=torch.uint8)
+
+
+def codes_reference(
+    x: Tensor,
+    group_size: int,
+    mapping: str,
+    format: str,
+    low: float,
+    high: float,
+    scale_dtype: torch.dtype,
+    code_dtype: torch.dtype,
+    clips: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`fake_quantize_codes` in PyTorch ops, on any device."""
+    grid = Grid(mapping, format, low, high)
+    blocks = _blocks(x, group_size)
+    scale, zero_point = _parameters(blocks, grid, scale_dtype)
+    found, _, _ = _rounded_blocks(blocks, scale, zero_point, grid)
+    codes = found.flatten(1)[:, : x.shape[1]].clamp(low - clips, high + clips).to(code_dtype)
+    return codes.contiguous(), scale, _no_zero(x) if zero_point is None else zero_point
+
+
+def _no_zero(x: Tensor) -> Tensor:
+    return x.new_empty(0, dtype=torch.int8)
 
 
 def gradients_reference(
@@ -420,6 +476,72 @@ def _fake_gradients(
     return grad.new_empty(grad.shape), of_scale, torch.empty_like(of_scale)
 
 
+def _launch_codes(
+    x: Tensor,
+    group_size: int,
+    mapping: str,
+    format: str,
+    low: float,
+    high: float,
+    scale_dtype: torch.dtype,
+    code_dtype: torch.dtype,
+    clips: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grid = _checked(x, None, None, group_size, Grid(mapping, format, low, high))
+    zero_dtype = _check_codes(grid, scale_dtype, code_dtype, clips)
+    if _runs_triton(x, grid, group_size):
+        ran("fake_quantize_codes", "triton")
+        dtypes = (scale_dtype, code_dtype, zero_dtype)
+        return fake_quantize_triton.codes(
+            x, group_size, grid, *dtypes, int(clips), _smallest(scale_dtype)
+        )
+    ran("fake_quantize_codes", "torch")
+    if not x.numel():
+        return _fake_codes(x, group_size, *grid, scale_dtype, code_dtype, clips)
+    return codes_reference(x, group_size, *grid, scale_dtype, code_dtype, clips)
+
+
+def _fake_codes(
+    x: Tensor,
+    group_size: int,
+    mapping: str,
+    format: str,
+    low: float,
+    high: float,
+    scale_dtype: torch.dtype,
+    code_dtype: torch.dtype,
+    clips: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grid = _checked(x, None, None, group_size, Grid(mapping, format, low, high))
+    zero_dtype = _check_codes(grid, scale_dtype, code_dtype, clips)
+    rows, columns = x.shape
+    shape = rows, -(-columns // group_size)
+    zero = _no_zero(x) if zero_dtype is None else x.new_empty(shape, dtype=zero_dtype)
+    return (
+        x.new_empty((rows, columns), dtype=code_dtype),
+        x.new_empty(shape, dtype=scale_dtype),
+        zero,
+    )
+
+
+def _check_codes(
+    grid: Grid, scale_dtype: torch.dtype, code_dtype: torch.dtype, clips: bool
+) -> torch.dtype | None:
+    """The dtype of the grid's zero points; None where it has none."""
+    _check_dtypes(scale_dtype)
+    if grid.is_float8:
+        raise ValueError(f'fake_quantize_codes takes "int8" or "uint8", got {grid.format!r}')
+    if code_dtype not in (torch.int8, torch.uint8, torch.int16):
+        raise TypeError(f"codes are int8, uint8 or int16, got {code_dtype}")
+    limits = torch.iinfo(code_dtype)
+    if grid.low - clips < limits.min or grid.high + clips > limits.max:
+        raise ValueError(
+            f"codes of {grid.low:g} to {grid.high:g}{', and one step beyond,' if clips else ''} do not fit into "
+            f"{code_dtype}; take torch.int16"
+        )
+    return {NO_ZERO: None, CODE: FORMATS[grid.format], VALUE: scale_dtype}[grid.zero]
+
+
 def _check_dtypes(*dtypes: torch.dtype) -> None:
     for dtype in dtypes:
         if dtype not in FLOATS:
@@ -466,6 +588,11 @@ register(
     "fake_quantize",
     _launch,
     _fake,
+)
+register(
+    "fake_quantize_codes",
+    _launch_codes,
+    _fake_codes,
 )
 register(
     "fake_quantize_gradients",

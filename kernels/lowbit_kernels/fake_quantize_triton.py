@@ -1,4 +1,4 @@
-"""``fake_quantize``, its gradients and its mask in Triton, for GPUs and for Triton's interpreter.
+"""``fake_quantize``, its codes, gradients and mask in Triton, for GPUs and for Triton's interpreter.
 
 `lowbit_kernels.fake_quantize` has the formulas, and says which elements a program reads.
 """
@@ -172,15 +172,16 @@ def _store_bits(
 @jit
 def _forward(
     x,
-    scale,  # unused unless GIVEN
-    zero,  # unused unless GIVEN and ZERO
-    out,
+    scale,  # read if GIVEN, written if CODES
+    zero,  # the same, unused unless ZERO
+    out,  # values; codes before the clamp if CODES
     bits,  # unused unless INSIDE
     columns,
     groups,  # of a row
     total,  # blocks
     stride,  # of a row of x
     GIVEN: tl.constexpr,
+    CODES: tl.constexpr,
     INSIDE: tl.constexpr,
     MAPPING: tl.constexpr,
     ZERO: tl.constexpr,
@@ -189,6 +190,7 @@ def _forward(
     HIGH: tl.constexpr,
     MID: tl.constexpr,
     MARGIN: tl.constexpr,
+    BEYOND: tl.constexpr,  # steps that codes may lie beyond the range
     LEAST: tl.constexpr,
     SCALE_DTYPE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -216,13 +218,23 @@ def _forward(
                 high = tl.maximum(high, positive)
         low, high = tl.max(low, 1), tl.max(high, 1)
         s, z = _chosen(low, high, MAPPING, LOW, HIGH, MID, LEAST, SCALE_DTYPE)
+    if CODES:
+        tl.store(scale + block, s.to(scale.dtype.element_ty), mask=exists)
+        if ZERO == 1:
+            tl.store(zero + block, z.to(tl.int32).to(zero.dtype.element_ty), mask=exists)
+        elif ZERO == 2:
+            tl.store(zero + block, z.to(zero.dtype.element_ty), mask=exists)
     for start in tl.range(0, GROUP, SIZE):
         to, mask = _tile(row, group, exists, start, columns, columns, GROUP, SIZE)
         if not KEPT:
             at, mask = _tile(row, group, exists, start, columns, stride, GROUP, SIZE)
             values = tl.load(x + at, mask=mask, other=0).to(tl.float32)
-        _, inside, _, value = _round(values, s, z, ZERO, FLOAT8, LOW, HIGH, MID, MARGIN)
-        tl.store(out + to, value.to(out.dtype.element_ty), mask=mask)
+        code, inside, _, value = _round(values, s, z, ZERO, FLOAT8, LOW, HIGH, MID, MARGIN)
+        if CODES:
+            kept = tl.minimum(tl.maximum(code, LOW - BEYOND), HIGH + BEYOND).to(tl.int32)
+            tl.store(out + to, kept.to(out.dtype.element_ty), mask=mask)
+        else:
+            tl.store(out + to, value.to(out.dtype.element_ty), mask=mask)
         if INSIDE:
             _store_bits(bits, inside & mask, block, exists, start, GROUP, BLOCKS, SIZE)
 
@@ -356,8 +368,10 @@ def quantize(
         _forward[(triton.cdiv(total, tiling["BLOCKS"]),)](
             *(x, scales, zeros, out, bits, columns, groups, total, x.stride(0)),
             GIVEN=scale is not None,
+            CODES=False,
             INSIDE=inside,
             MAPPING=grid.mapping,
+            BEYOND=0,
             LEAST=least,
             SCALE_DTYPE=FLOATS.index(scale_dtype),
             GROUP=group_size,
@@ -366,6 +380,45 @@ def quantize(
             **tiling,
         )
     return out.to(dtype), bits
+
+
+def codes(
+    x: Tensor,
+    group_size: int,
+    grid: Grid,
+    scale_dtype: torch.dtype,
+    code_dtype: torch.dtype,
+    zero_dtype: torch.dtype | None,
+    beyond: int,
+    least: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``lowbit::fake_quantize_codes``; the arguments have been checked, R and C are > 0. `least`: the smallest scale.
+    `zero_dtype`: None where the grid has no zero points."""
+    x = _dense_rows(x)
+    rows, columns = x.shape
+    groups = -(-columns // group_size)
+    total = rows * groups
+    out = x.new_empty((rows, columns), dtype=code_dtype)
+    scale = x.new_empty((rows, groups), dtype=stored_dtype(scale_dtype, x.device))
+    kind = torch.int8 if zero_dtype is None else stored_dtype(zero_dtype, x.device)
+    zero = x.new_empty((0,) if zero_dtype is None else (rows, groups), dtype=kind)
+    tiling = _tiling(columns, group_size, total)
+    with torch.cuda.device_of(x):
+        _forward[(triton.cdiv(total, tiling["BLOCKS"]),)](
+            *(x, scale, zero, out, out, columns, groups, total, x.stride(0)),
+            GIVEN=False,
+            CODES=True,
+            INSIDE=False,
+            MAPPING=grid.mapping,
+            BEYOND=beyond,
+            LEAST=least,
+            SCALE_DTYPE=FLOATS.index(scale_dtype),
+            GROUP=group_size,
+            KEPT=tiling["SIZE"] >= min(group_size, columns),
+            **_constants(grid),
+            **tiling,
+        )
+    return out, scale.to(scale_dtype), zero if zero_dtype is None else zero.to(zero_dtype)
 
 
 def gradients(

@@ -32,7 +32,7 @@ from lowbit.tensor.coded_linear import (
     product_of,
 )
 from lowbit.tensor.fsdp import Wire
-from lowbit.tensor.fused_rounding import Inside, fake_quantize
+from lowbit.tensor.fused_rounding import Inside, fake_quantize, unclamped_codes
 from lowbit.tensor.rounded_linear import Rounding, rounded_linear
 from lowbit.tensor.trainable import (
     GROUPED,
@@ -413,7 +413,7 @@ class FakeQuantizedTensor(MasterWeightTensor):
             return None
         weight = weight.detach()
         dtype = representation_of(spec).scale_dtype(spec, weight.dtype)
-        codes, scale, zero_point = spec.unclamped_codes(weight, dtype)
+        codes, scale, zero_point = unclamped_codes(weight, spec, dtype)
         tensors = {"codes": codes, "scale": scale}
         if zero_point is not None:
             tensors["zero_point"] = zero_point

@@ -19,7 +19,7 @@ import lowbit_kernels as kernels
 from lowbit import learned_scales
 from lowbit.learned_scales import RATE, codes_and_residual, gradients, qparams, rate_of, steps_of
 from lowbit.lookup_table import LookupTable
-from lowbit.scheme import Spec
+from lowbit.scheme import Int, Spec
 from lowbit_kernels.library import FLOATS
 
 Qparams = tuple[Tensor, Tensor | None]
@@ -126,6 +126,28 @@ def rounded(
     values = values.view(x.shape)
     inside = Inside(bits if clips else None, group_size)
     return values if dtype is None else values.to(dtype), inside
+
+
+def unclamped_codes(
+    x: Tensor, spec: Spec, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`spec.unclamped_codes(x, scale_dtype)` of x [..., K]."""
+    fits = isinstance(spec.format, Int) and not spec.rounds_minimum and runs(spec, x)
+    if not fits or x.numel() == 0 or spec.padded_shape(x.shape) != tuple(x.shape):
+        return spec.unclamped_codes(x, scale_dtype)
+    scale_dtype = spec.scale_dtype or scale_dtype
+    clips = spec.may_clip(scale_dtype)
+    codes, scale, zero_point = kernels.fake_quantize.fake_quantize_codes(
+        _flat(x),
+        _grid(spec),
+        group_size=spec.block_size(x.shape)[-1],
+        code_dtype=spec.unclamped_dtype(clips),
+        scale_dtype=scale_dtype,
+        clips=clips,
+    )
+    blocks = spec.blocks(x.shape)
+    zeros = zero_point.view(blocks) if spec.has_zero_point else None
+    return codes.view(x.shape), scale.view(blocks), zeros
 
 
 def rounded_by(

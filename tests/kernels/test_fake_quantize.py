@@ -28,8 +28,10 @@ from tests.kernels.test_dequantize import equal_bits
 
 SMALL = [case for case in CASES if not case.large]
 EXACT = [case for case in SMALL if case.rows and case.columns]
+INTEGERS = [case for case in EXACT if isinstance(case.spec.format, Int)]
 OP = torch.ops.lowbit.fake_quantize
 GRADIENTS = torch.ops.lowbit.fake_quantize_gradients
+CODES = torch.ops.lowbit.fake_quantize_codes
 EXTREMES = [math.nan, math.inf, -math.inf, 0.0, -0.0, 3e38, -3e38, 1e-38, 1e-44, 6e4, 1e-7, -1.0]
 
 
@@ -90,6 +92,63 @@ def test_reference_is_the_maths_of_lowbit(case: Case) -> None:
     assert _agrees(reference, case, extreme(case))
 
 
+def codes_arguments(case: Case, x: Tensor, clips: bool) -> tuple:
+    dtype = case.spec.unclamped_dtype(clips)
+    return (x, case.group_size, *case.grid, case.scale_dtype, dtype, clips)
+
+
+def _codes_agree(run, case: Case, x: Tensor) -> bool:
+    """Codes before and after the clamp, with the scales and zero points of `lowbit.affine`."""
+    padded = case.spec.pad(x)
+    same = True
+    for clips in (True, False):
+        scale, zero_point = case.spec.choose_qparams(padded, case.scale_dtype)
+        unclamped = unclamped_codes(
+            padded, (1, case.group_size), scale, zero_point, case.spec.format.dtype, *_ends(case)
+        )
+        wanted = crop(case.spec.narrowed(unclamped, clips), x.shape)
+        codes, own_scale, own_zero = run(*codes_arguments(case, x, clips))
+        same &= codes.dtype is wanted.dtype and torch.equal(codes, wanted)
+        same &= own_scale.dtype is scale.dtype and _equal(own_scale, scale)
+        if zero_point is None:
+            same &= own_zero.numel() == 0
+        else:
+            same &= own_zero.dtype is zero_point.dtype and _equal(own_zero, zero_point)
+    return same
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Equal numbers, and NaN in the same places."""
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+@pytest.mark.parametrize("case", INTEGERS, ids=lambda c: c.name)
+def test_codes_are_those_of_lowbit(case: Case) -> None:
+    assert _codes_agree(fake_quantize.codes_reference, case, case.x())
+    assert _codes_agree(CODES, case, extreme(case))
+    torch.library.opcheck(CODES.default, codes_arguments(case, case.x(), True))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({3: "e4m3", 2: "symmetric"}, ValueError, "e4m3"),
+        ({6: torch.float64}, TypeError, "float64"),
+        ({7: torch.int32}, TypeError, "int32"),
+        ({4: -128.0}, ValueError, "one step beyond, do not fit into torch.int8"),
+        ({7: torch.uint8}, ValueError, "-8 to 7.*uint8"),
+        ({0: torch.ones(4)}, ValueError, "flatten"),
+    ],
+)
+def test_errors_of_codes_name_what_is_wrong(change: dict, error: type, message: str) -> None:
+    arguments: list = [torch.ones(4, 4), 4, "symmetric", "int8", -8.0, 7.0]
+    arguments += [torch.float32, torch.int8, True]
+    for place, value in change.items():
+        arguments[place] = value
+    with pytest.raises(error, match=message):
+        CODES(*arguments)
+
+
 def results() -> dict[str, bool]:
     """Whether the kernels agree, by case; called in a process in which Triton is interpreted."""
     from lowbit_kernels.launches import counted
@@ -103,6 +162,13 @@ def results() -> dict[str, bool]:
                 found[case.name] &= _agrees(OP, case, extreme(case))
         if case in EXACT:
             found[case.name] &= set(calls) == {("fake_quantize", "triton")}
+        if case in INTEGERS:
+            with counted() as calls:
+                found[case.name] &= _codes_agree(CODES, case, case.x())
+                if case.columns < 1000:
+                    found[case.name] &= _codes_agree(CODES, case, extreme(case))
+            found[case.name] &= set(calls) == {("fake_quantize_codes", "triton")}
+        if case in EXACT:
             found[case.name] &= _gradients_agree(case)
     return found
 
@@ -255,6 +321,13 @@ def test_cuda_equals_the_maths_of_lowbit(case: Case) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("case", INTEGERS, ids=lambda c: c.name)
+def test_cuda_codes(case: Case) -> None:
+    assert _codes_agree(CODES, case, case.x("cuda"))
+    assert _codes_agree(CODES, case, extreme(case, "cuda"))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", [c for c in CASES if c.large], ids=lambda c: c.name)
 def test_cuda_equals_the_maths_of_lowbit_on_large_shapes(case: Case) -> None:
     assert _agrees(OP, case, case.x("cuda"))
@@ -279,6 +352,7 @@ def test_cuda_gradients_are_deterministic() -> None:
 def test_cuda_operators_are_registered_well(case: Case) -> None:
     torch.library.opcheck(OP.default, case.arguments("cuda"))
     torch.library.opcheck(GRADIENTS.default, gradient_arguments(case, "cuda"))
+    torch.library.opcheck(CODES.default, codes_arguments(case, case.x("cuda"), True))
 
 
 @pytest.mark.gpu

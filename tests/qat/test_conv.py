@@ -7,7 +7,7 @@ import io
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -65,6 +65,9 @@ def train(model: nn.Module, steps: int = 3) -> nn.Module:
     return model
 
 
+OF_SMALL_SCALES = lb.Spec(lb.Float8(), lb.PerTensor(), scale_dtype=torch.bfloat16)
+"""The least scale of bfloat16 is zero in float16."""
+
 # ---- exactness ------------------------------------------------------------------------------------------------
 
 
@@ -77,6 +80,7 @@ def train(model: nn.Module, steps: int = 3) -> nn.Module:
     st.sampled_from(["present", "learned"]),
     st.integers(0, 2**31),
 )
+@example(OF_SMALL_SCALES, [1, 1, 1], torch.float16, 0.0, "learned", 0)
 def test_trained_values_equal_converted_ones(spec, shape, dtype, magnitude, scales, seed) -> None:
     """For every scheme, scales of any sign and size included, to the bit."""
     n, c, *kernel = shape

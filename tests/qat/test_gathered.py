@@ -9,7 +9,9 @@ from torch.nn import functional as F
 
 import lowbit
 from lowbit import FakeQuantizedTensor, Float8, Int, PerGroup, PerRow, Scheme, Spec
+from lowbit.tensor import fused_rounding
 from lowbit.tensor.learned_scales import scales_of
+from lowbit_kernels.launches import counted
 from tests.schemes import MAPPINGS
 
 FORMATS = {
@@ -54,6 +56,30 @@ def test_values_are_float32_whatever_the_dtype_of_the_scales(mapping, scales: to
     values = layer.weight.quantized_by(scale, zero)
     gathered, _ = layer.weight._in_codes(scale, zero).decoded()
     assert gathered.dtype is torch.float32 and torch.equal(gathered, values)
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_the_kernel_of_codes(fmt: Int, mapping, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op runs on a CPU by PyTorch's operations. It serves whole groups; others are padded before."""
+    monkeypatch.setattr(fused_rounding, "runs", lambda *_: True)
+    for granularity, shape in (
+        (PerRow(), (9, 40)),
+        (PerGroup(8), (9, 40)),
+        (PerGroup(8), (2, 3, 40)),
+        (PerGroup(16), (9, 40)),
+    ):
+        spec, weight = Spec(fmt, granularity, mapping), torch.randn(shape)
+        for dtype in (torch.float32, torch.bfloat16):
+            with counted() as calls:
+                found = fused_rounding.unclamped_codes(weight, spec, dtype)
+            by_op = granularity != PerGroup(16)
+            assert dict(calls) == ({("fake_quantize_codes", "torch"): 1} if by_op else {})
+            for own, wanted in zip(found, spec.unclamped_codes(weight, dtype), strict=True):
+                assert (own is None) == (wanted is None)
+                if own is not None:
+                    assert own.dtype is wanted.dtype and torch.equal(own, wanted)
+    _check(Spec(fmt, PerGroup(8), mapping))
 
 
 def test_one_byte_an_element() -> None:

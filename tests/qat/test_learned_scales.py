@@ -140,10 +140,10 @@ def test_trained_values_equal_converted_ones(seed, name, dtype):
 def reference_gradients(w, scale, zero, spec, grad):
     """The formulas of `lowbit.learned_scales`, block by block, in float64."""
     low, high = spec.format.quant_min, spec.format.quant_max
-    s = scale.double() * rate_of(spec)
+    scales, zero_points = qparams(spec, scale, zero)
+    s = scales.double()
     found = [torch.zeros_like(w, dtype=torch.float64), torch.zeros_like(s), torch.zeros_like(s)]
     block = spec.block_size(w.shape)
-    _, zero_points = qparams(spec, scale, zero)
     for n in range(w.shape[0]):
         for k in range(w.shape[1]):
             at = (n // block[0], k // block[1])
