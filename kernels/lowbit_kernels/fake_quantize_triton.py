@@ -170,6 +170,39 @@ def _store_bits(
 
 
 @jit
+def _extremes_of(
+    x,
+    row,
+    group,
+    exists,
+    columns,
+    stride,
+    GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """`extremes` of blocks that are read in parts."""
+    low = tl.zeros((BLOCKS, SIZE), tl.int32)
+    high = tl.zeros((BLOCKS, SIZE), tl.int32)
+    for start in tl.range(0, GROUP, SIZE):
+        at, mask = _tile(row, group, exists, start, columns, stride, GROUP, SIZE)
+        found = tl.load(x + at, mask=mask, other=0).to(tl.float32)
+        negative, positive = extremes(found)
+        low = tl.maximum(low, negative)
+        high = tl.maximum(high, positive)
+    return low, high
+
+
+@jit
+def _store_parameters(scale, zero, s, z, block, exists, ZERO: tl.constexpr):
+    tl.store(scale + block, s.to(scale.dtype.element_ty), mask=exists)
+    if ZERO == 1:
+        tl.store(zero + block, z.to(tl.int32).to(zero.dtype.element_ty), mask=exists)
+    elif ZERO == 2:
+        tl.store(zero + block, z.to(zero.dtype.element_ty), mask=exists)
+
+
+@jit
 def _forward(
     x,
     scale,  # read if GIVEN, written if CODES
@@ -208,22 +241,11 @@ def _forward(
         if KEPT:
             low, high = extremes(values)
         else:
-            low = tl.zeros((BLOCKS, SIZE), tl.int32)
-            high = tl.zeros((BLOCKS, SIZE), tl.int32)
-            for start in tl.range(0, GROUP, SIZE):
-                at, mask = _tile(row, group, exists, start, columns, stride, GROUP, SIZE)
-                found = tl.load(x + at, mask=mask, other=0).to(tl.float32)
-                negative, positive = extremes(found)
-                low = tl.maximum(low, negative)
-                high = tl.maximum(high, positive)
+            low, high = _extremes_of(x, row, group, exists, columns, stride, GROUP, BLOCKS, SIZE)
         low, high = tl.max(low, 1), tl.max(high, 1)
         s, z = _chosen(low, high, MAPPING, LOW, HIGH, MID, LEAST, SCALE_DTYPE)
     if CODES:
-        tl.store(scale + block, s.to(scale.dtype.element_ty), mask=exists)
-        if ZERO == 1:
-            tl.store(zero + block, z.to(tl.int32).to(zero.dtype.element_ty), mask=exists)
-        elif ZERO == 2:
-            tl.store(zero + block, z.to(zero.dtype.element_ty), mask=exists)
+        _store_parameters(scale, zero, s, z, block, exists, ZERO)
     for start in tl.range(0, GROUP, SIZE):
         to, mask = _tile(row, group, exists, start, columns, columns, GROUP, SIZE)
         if not KEPT:
