@@ -366,6 +366,11 @@ class Spec:
         is_short = self.scale_dtype in (torch.float16, torch.bfloat16)
         return is_short and self.mapping == "float_zero_point"
 
+    @property
+    def stored_scale_dtype(self) -> torch.dtype | None:
+        """The dtype of scales in a weight; None: any."""
+        return torch.float32 if self.rounds_minimum else self.scale_dtype
+
     def with_minimum(self, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
         """(scale, zero_point) in float32, after the smallest value of each block, m = z − steps · s, is rounded to
         `scale_dtype`. z = m + steps · s is exact in float32; an m that is too small beside s for that becomes 0."""
@@ -441,13 +446,14 @@ class Spec:
         """Raise ValueError for a scale or zero point that cannot be those of a tensor of this shape.
 
         A scale is finite, not zero, and not so small that its reciprocal overflows float32. It may be negative, unless
-        the `scale_format` has no sign.
+        the `scale_format` has no sign. It has the `stored_scale_dtype`, if there is one.
         """
-        blocks = self.blocks(shape)
-        if scale.dtype not in FLOATS or tuple(scale.shape) != blocks:
+        blocks, own = self.blocks(shape), self.stored_scale_dtype
+        fits = scale.dtype in FLOATS if own is None else scale.dtype is own
+        if not fits or tuple(scale.shape) != blocks:
             raise ValueError(
-                f"the scale of a tensor {tuple(shape)} in {self} is floating, of shape {blocks}, got {scale.dtype} "
-                f"{tuple(scale.shape)}; reshape it"
+                f"the scale of a tensor {tuple(shape)} in {self} is {own or 'floating'}, of shape {blocks}, got "
+                f"{scale.dtype} {tuple(scale.shape)}; reshape or convert it"
             )
         if self.has_zero_point != (zero_point is not None):
             takes = (
