@@ -99,8 +99,8 @@ class Float8:
 
 Format = Int | Float8 | LookupTable
 Scales = Literal["float", "e8m0", "e4m3", "double"]
-SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-"""What `Spec.scale_dtype` takes."""
+SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+"""What `Spec.scale_dtype` takes, by the name in files and on the command line."""
 
 
 def crop(t: Tensor, shape: Sequence[int]) -> Tensor:
@@ -212,8 +212,8 @@ class Spec:
         dtype = self.scale_dtype
         if dtype is None:
             return
-        if dtype not in SCALE_DTYPES:
-            accepted = ", ".join(map(str, SCALE_DTYPES))
+        if dtype not in SCALE_DTYPES.values():
+            accepted = ", ".join(map(str, SCALE_DTYPES.values()))
             raise ValueError(f"scale_dtype must be {accepted} or None, got {dtype!r}")
         if isinstance(self.format, LookupTable):
             raise ValueError(
@@ -723,10 +723,11 @@ def _spec_from_dict(data: dict[str, Any]) -> Spec:
 
 def _scale_dtype_from(name: Any) -> torch.dtype | None:
     """The dtype that `_spec_to_dict` named. Raises ValueError for another name."""
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in SCALE_DTYPES}
-    if name is not None and name not in known:
-        raise ValueError(f"unknown scale_dtype {name!r}; accepted: {', '.join(known)}")
-    return None if name is None else known[name]
+    if name is None:
+        return None
+    if name not in SCALE_DTYPES:
+        raise ValueError(f"unknown scale_dtype {name!r}; accepted: {', '.join(SCALE_DTYPES)}")
+    return SCALE_DTYPES[name]
 
 
 def _format_from_dict(described: dict[str, Any]) -> Format:
