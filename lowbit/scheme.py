@@ -134,8 +134,8 @@ class Spec:
         scale_dtype: for the weight of an Int or Float8 scheme, the dtype that scales are rounded to: torch.float16,
             torch.bfloat16 or torch.float32. None: the dtype of the weight (float32 for float64, and for float8 in
             blocks). GPTQ, AWQ and GGUF store float16 scales; `lowbit.formats.grid` gives the dtype of a format. With
-            "float_zero_point" and 16 bits the smallest value of each block is rounded to it too, as GGUF's Q4_1 stores
-            it; scale and zero point are kept in float32, which holds both.
+            "float_zero_point" and a dtype of 16 bits, the smallest value of each block is rounded to it too, as GGUF's
+            Q4_1 stores it. The weight then keeps scale and zero point in float32, which represents both exactly.
 
     Raises:
         ValueError, TypeError: an impossible combination, e.g. float8 with a zero point.
@@ -232,8 +232,8 @@ class Spec:
         return SCALE_FORMATS[self.scale_format]
 
     def same_values(self, other: Spec) -> bool:
-        """Whether codes and scales mean the same values under both specs. The two symmetric mappings, and scales of
-        another dtype, choose other scales but decode them alike."""
+        """Whether codes and scales mean the same values under both specs. The two symmetric mappings choose different
+        scales but decode them alike. So do specs that differ in `scale_dtype`."""
         own, others = replace(self, scale_dtype=None), replace(other, scale_dtype=None)
         symmetric = all(s.mapping.startswith("symmetric") for s in (self, other))
         if not symmetric:
@@ -263,7 +263,7 @@ class Spec:
     def choose_qparams(self, x: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """(scale, zero_point) of `x` (already padded), both of shape [blocks along each dimension].
 
-        scale_dtype: here and in the other methods, for a spec that leaves it open.
+        scale_dtype: in every method, the dtype of scales where the spec names none.
 
         zero_point is None where it is 0 by definition: for float8, and for signed symmetric codes.
 
@@ -307,8 +307,8 @@ class Spec:
     ) -> tuple[Tensor, Tensor | None]:
         """`choose_qparams` with the smallest Σ importance · (x − x̂)² that `lowbit.search` finds.
 
-        The error is never above that of `choose_qparams`, but where smallest values are rounded to a `scale_dtype`,
-        which follows the search. Scales of symmetric integers may be negative.
+        The error is never above that of `choose_qparams`, unless smallest values are rounded to a `scale_dtype`: this
+        rounding comes after the search. Scales of symmetric integers may be negative.
 
         Args:
             x: real floating tensor, padded or not.
@@ -355,7 +355,7 @@ class Spec:
         return {"scale_dtype": own, "zero_point_dtype": self._zero_code_dtype}
 
     def _as_stored(self, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What was chosen, as weights store it."""
+        """The chosen scale and zero point in the form that weights store."""
         if not self.has_zero_point:
             return scale, None
         return self.with_minimum(scale, zero_point) if self.rounds_minimum else (scale, zero_point)
@@ -373,7 +373,8 @@ class Spec:
 
     def with_minimum(self, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
         """(scale, zero_point) in float32, after the smallest value of each block, m = z − steps · s, is rounded to
-        `scale_dtype`. z = m + steps · s is exact in float32; an m that is too small beside s for that becomes 0."""
+        `scale_dtype`. z = m + steps · s must be exact in float32: where m is too small beside s for that, it becomes 0.
+        """
         assert zero_point is not None and isinstance(self.format, Int) and self.scale_dtype
         steps = 2 ** (self.format.bits - 1)
         first = scale.double() * steps
