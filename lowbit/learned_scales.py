@@ -96,11 +96,9 @@ def qparams(
     `lowbit.affine` chooses in its dtype has that magnitude.
     """
     scale = scale_parameter.detach() * rate_of(spec)
-    dtype = spec.scale_dtype or scale.dtype
-    scale = scale if dtype is scale.dtype else scale.float()  # which holds the least of each dtype
-    least = smallest_scale(dtype)
+    scale = round_to_dtype(scale, spec.scale_dtype or scale.dtype)
+    least = smallest_scale(scale.dtype)
     scale = torch.where(scale.abs() < least, torch.full_like(scale, least).copysign(scale), scale)
-    scale = round_to_dtype(scale, dtype)
     fmt = spec.format
     if not isinstance(fmt, Int) or not spec.has_zero_point:
         return scale, None

@@ -4,7 +4,7 @@ A line is a name, or a call with literal keyword arguments:
 
     AdamW8bit    AdamW4bit(bf16_stochastic_round=True)    an optimizer: a class of lowbit.optim
     int8         float8(backward="e5m2")                  a training scheme
-    int4         int4(group_size=32)                      a scheme; scale_dtype="float16" names a dtype
+    int4         int4(group_size=32)                      a scheme; int4(scale_dtype="float16") gives a dtype
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ def scheme_of(name: str, options: Mapping[str, Any]) -> Scheme:
     made = vars(presets).items()
     full = {n: f for n, f in made if isinstance(f, FunctionType) and not n.startswith("_")}
     given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in SCALE_DTYPES}
-    own = {key: known.get(v, v) if key == "scale_dtype" else v for key, v in options.items()}
+    own = dict(options)
+    if isinstance(dtype := own.get("scale_dtype"), str):
+        own["scale_dtype"] = SCALE_DTYPES.get(dtype, dtype)
     return _made(_found(name, "scheme", {**SCHEMES, **full}), own, f"{name}({given})")
 
 

@@ -99,8 +99,8 @@ class Float8:
 
 Format = Int | Float8 | LookupTable
 Scales = Literal["float", "e8m0", "e4m3", "double"]
-SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-"""What `Spec.scale_dtype` takes."""
+SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+"""What `Spec.scale_dtype` takes, by the name in files and on the command line."""
 
 
 def crop(t: Tensor, shape: Sequence[int]) -> Tensor:
@@ -134,8 +134,8 @@ class Spec:
         scale_dtype: for the weight of an Int or Float8 scheme, the dtype that scales are rounded to: torch.float16,
             torch.bfloat16 or torch.float32. None: the dtype of the weight (float32 for float64, and for float8 in
             blocks). GPTQ, AWQ and GGUF store float16 scales; `lowbit.formats.grid` gives the dtype of a format. With
-            "float_zero_point" and 16 bits the smallest value of each block is rounded to it too, as GGUF's Q4_1 stores
-            it; scale and zero point are kept in float32, which holds both.
+            "float_zero_point" and a dtype of 16 bits, the smallest value of each block is rounded to it too, as GGUF's
+            Q4_1 stores it. The weight then keeps scale and zero point in float32, which represents both exactly.
 
     Raises:
         ValueError, TypeError: an impossible combination, e.g. float8 with a zero point.
@@ -212,8 +212,8 @@ class Spec:
         dtype = self.scale_dtype
         if dtype is None:
             return
-        if dtype not in SCALE_DTYPES:
-            accepted = ", ".join(map(str, SCALE_DTYPES))
+        if dtype not in SCALE_DTYPES.values():
+            accepted = ", ".join(map(str, SCALE_DTYPES.values()))
             raise ValueError(f"scale_dtype must be {accepted} or None, got {dtype!r}")
         if isinstance(self.format, LookupTable):
             raise ValueError(
@@ -232,8 +232,8 @@ class Spec:
         return SCALE_FORMATS[self.scale_format]
 
     def same_values(self, other: Spec) -> bool:
-        """Whether codes and scales mean the same values under both specs. The two symmetric mappings, and scales of
-        another dtype, choose other scales but decode them alike."""
+        """Whether codes and scales mean the same values under both specs. The two symmetric mappings choose different
+        scales but decode them alike. So do specs that differ in `scale_dtype`."""
         own, others = replace(self, scale_dtype=None), replace(other, scale_dtype=None)
         symmetric = all(s.mapping.startswith("symmetric") for s in (self, other))
         if not symmetric:
@@ -263,7 +263,7 @@ class Spec:
     def choose_qparams(self, x: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """(scale, zero_point) of `x` (already padded), both of shape [blocks along each dimension].
 
-        scale_dtype: here and in the other methods, for a spec that leaves it open.
+        scale_dtype: in every method, the dtype of scales where the spec names none.
 
         zero_point is None where it is 0 by definition: for float8, and for signed symmetric codes.
 
@@ -307,8 +307,8 @@ class Spec:
     ) -> tuple[Tensor, Tensor | None]:
         """`choose_qparams` with the smallest Σ importance · (x − x̂)² that `lowbit.search` finds.
 
-        The error is never above that of `choose_qparams`, but where smallest values are rounded to a `scale_dtype`,
-        which follows the search. Scales of symmetric integers may be negative.
+        The error is never above that of `choose_qparams`, unless smallest values are rounded to a `scale_dtype`: this
+        rounding comes after the search. Scales of symmetric integers may be negative.
 
         Args:
             x: real floating tensor, padded or not.
@@ -355,7 +355,7 @@ class Spec:
         return {"scale_dtype": own, "zero_point_dtype": self._zero_code_dtype}
 
     def _as_stored(self, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What was chosen, as weights store it."""
+        """The chosen scale and zero point in the form that weights store."""
         if not self.has_zero_point:
             return scale, None
         return self.with_minimum(scale, zero_point) if self.rounds_minimum else (scale, zero_point)
@@ -366,9 +366,15 @@ class Spec:
         is_short = self.scale_dtype in (torch.float16, torch.bfloat16)
         return is_short and self.mapping == "float_zero_point"
 
+    @property
+    def stored_scale_dtype(self) -> torch.dtype | None:
+        """The dtype of scales in a weight; None: any."""
+        return torch.float32 if self.rounds_minimum else self.scale_dtype
+
     def with_minimum(self, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
         """(scale, zero_point) in float32, after the smallest value of each block, m = z − steps · s, is rounded to
-        `scale_dtype`. z = m + steps · s is exact in float32; an m that is too small beside s for that becomes 0."""
+        `scale_dtype`. z = m + steps · s must be exact in float32: where m is too small beside s for that, it becomes 0.
+        """
         assert zero_point is not None and isinstance(self.format, Int) and self.scale_dtype
         steps = 2 ** (self.format.bits - 1)
         first = scale.double() * steps
@@ -441,13 +447,14 @@ class Spec:
         """Raise ValueError for a scale or zero point that cannot be those of a tensor of this shape.
 
         A scale is finite, not zero, and not so small that its reciprocal overflows float32. It may be negative, unless
-        the `scale_format` has no sign.
+        the `scale_format` has no sign. It has the `stored_scale_dtype`, if there is one.
         """
-        blocks = self.blocks(shape)
-        if scale.dtype not in FLOATS or tuple(scale.shape) != blocks:
+        blocks, own = self.blocks(shape), self.stored_scale_dtype
+        fits = scale.dtype in FLOATS if own is None else scale.dtype is own
+        if not fits or tuple(scale.shape) != blocks:
             raise ValueError(
-                f"the scale of a tensor {tuple(shape)} in {self} is floating, of shape {blocks}, got {scale.dtype} "
-                f"{tuple(scale.shape)}; reshape it"
+                f"the scale of a tensor {tuple(shape)} in {self} is {own or 'floating'}, of shape {blocks}, got "
+                f"{scale.dtype} {tuple(scale.shape)}; reshape or convert it"
             )
         if self.has_zero_point != (zero_point is not None):
             takes = (
@@ -723,10 +730,11 @@ def _spec_from_dict(data: dict[str, Any]) -> Spec:
 
 def _scale_dtype_from(name: Any) -> torch.dtype | None:
     """The dtype that `_spec_to_dict` named. Raises ValueError for another name."""
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in SCALE_DTYPES}
-    if name is not None and name not in known:
-        raise ValueError(f"unknown scale_dtype {name!r}; accepted: {', '.join(known)}")
-    return None if name is None else known[name]
+    if name is None:
+        return None
+    if name not in SCALE_DTYPES:
+        raise ValueError(f"unknown scale_dtype {name!r}; accepted: {', '.join(SCALE_DTYPES)}")
+    return SCALE_DTYPES[name]
 
 
 def _format_from_dict(described: dict[str, Any]) -> Format:

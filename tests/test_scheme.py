@@ -265,6 +265,30 @@ def test_weights_too_large_for_scales_of_float16_are_refused(mapping) -> None:
     scheme = lb.Int4WeightOnly(16, mapping, scale_dtype=torch.float16)
     with pytest.raises(ValueError, match=r"of 8 scales are beyond 65504.*take torch.bfloat16"):
         lb.AffineTensor.from_float(torch.randn(4, 32) * 1e7, scheme)
+    weight = lb.AffineTensor.from_float(torch.randn(4, 32), scheme)
+    with pytest.raises(ValueError, match="beyond 65504"):
+        weight.copy_(torch.randn(4, 32) * 1e7)
+    assert weight.dequantize().isfinite().all()
+
+
+def test_smallest_values_too_large_for_float16_are_refused() -> None:
+    """Where the scales still fit."""
+    scheme = lb.Int4WeightOnly(16, "float_zero_point", scale_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"8 of 8 smallest values are beyond 65504"):
+        lb.AffineTensor.from_float(torch.tensor([0.0, -1e5]).repeat(4, 16), scheme)
+
+
+def test_given_scales_have_the_scale_dtype() -> None:
+    """With scales of another dtype the weight could take no new values."""
+    plain = torch.randn(4, 32)
+    for mapping in ("symmetric", "float_zero_point"):
+        scheme = lb.Int4WeightOnly(16, mapping, scale_dtype=torch.float16)
+        other = lb.Int4WeightOnly(16, mapping).weight.choose_qparams(plain, torch.bfloat16)
+        with pytest.raises(ValueError, match=r"the scale of .* is torch.float.*got torch.bfloat16"):
+            lb.AffineTensor.from_float(plain, scheme, other)
+        weight = lb.AffineTensor.from_float(plain, scheme)
+        with pytest.raises(ValueError, match="scale"):
+            lb.AffineTensor(weight.codes, other[0], other[1], scheme.weight, (4, 32), plain.dtype)
 
 
 @settings(max_examples=150)

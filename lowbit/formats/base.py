@@ -35,7 +35,7 @@ class FormatError(ValueError):
 
 
 class ScalesError(FormatError):
-    """Scales that a format does not represent; those of `lowbit.formats.grid` it does."""
+    """Scales that a format does not represent. It represents those of a scheme from `lowbit.formats.grid`."""
 
 
 @contextmanager
@@ -65,7 +65,7 @@ _ERRORS_OF_DAMAGE = (
 
 
 def with_scales(scheme: Scheme, dtype: torch.dtype | None) -> Scheme:
-    """`scheme` with scales of `dtype`, where it says nothing of them and its scales take any value."""
+    """`scheme` with scales of `dtype`, unless it names a dtype itself or its format fixes the dtype of scales."""
     spec = scheme.weight
     in_blocks = isinstance(spec.format, Float8) and isinstance(spec.granularity, PerBlock)
     if spec.scale_dtype is not None or isinstance(spec.format, LookupTable) or in_blocks:
@@ -99,7 +99,7 @@ class Format(ABC):
     """Whether loaders of this format take a matrix for each expert, in the names of published checkpoints. Then
     `lowbit.formats.experts` splits the stacks that models have in memory."""
     scale_dtype: ClassVar[torch.dtype | None] = None
-    """The dtype of scales that are exact here; None: any dtype."""
+    """The dtype in which this format stores scales; None: any dtype."""
 
     # ---- reading -------------------------------------------------------------------------------------------------
 

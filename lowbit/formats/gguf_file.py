@@ -1,7 +1,7 @@
 """A GGUF file: one file with weights, settings and tokenizer.
 
-`lowbit.formats.gguf_llama` tells which models it holds and how they are named there, `lowbit.formats.gguf_tokenizer`
-how the tokenizer is stored. The package `gguf` reads and writes the file.
+`lowbit.formats.gguf_llama` lists the models that it holds and the names of their tensors.
+`lowbit.formats.gguf_tokenizer` describes how it stores the tokenizer. The package `gguf` reads and writes the file.
 """
 
 from __future__ import annotations

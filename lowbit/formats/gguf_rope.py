@@ -11,8 +11,8 @@ the first training, and the configured `factor`, `low_freq_factor` and `high_fre
 
     λ < L / high: 1      λ > L / low: factor      between: 1 / ((1 − t) / factor + t),  t = (L/λ − low) / (high − low)
 
-GGUF does not store these four numbers. They are found again by trying lengths that are powers of two, with the factors
-low = 1 and high = 4 that Llama 3.1 and later releases have.
+GGUF does not store these four numbers. To find them again, lowbit tries lengths that are powers of two, with the
+factors low = 1 and high = 4 that Llama 3.1 and later releases have.
 
 Source: Grattafiori et al., "The Llama 3 Herd of Models", arXiv 2407.21783.
 """
@@ -47,8 +47,8 @@ def _rope_of(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], float]:
 
 
 def settings_of(config: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
-    """The floats and the texts of GGUF, without the architecture's name before them. Raises FormatError for another
-    kind of rotary embeddings."""
+    """The floats and the texts of GGUF, by names without the architecture in front. Raises FormatError for another kind
+    of rotary embeddings."""
     kind, rope, theta = _rope_of(config)
     if kind != "linear":
         return {THETA: theta}, {}
@@ -93,7 +93,7 @@ def _number(rope: Mapping[str, Any], key: str) -> float:
 
 
 def config_of(stored: Mapping[str, Any], size: int, factors: Tensor | None) -> dict[str, Any]:
-    """The part of a config.json for settings without the architecture's name, and for the tensor `TENSOR`. Raises
+    """The part of a config.json for settings as `settings_of` gives them, and for the tensor `TENSOR`. Raises
     FormatError for rotary embeddings that lowbit does not know."""
     theta, kind = float(stored.get(THETA, 10000.0)), stored.get(KIND, "none")
     factor = float(stored.get(FACTOR, stored.get("rope.scale_linear", 1.0)))  # in older files

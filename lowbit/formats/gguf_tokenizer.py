@@ -6,7 +6,7 @@
 | SentencePiece's BPE with bytes as a fallback (Llama 2, Mistral) | llama | tokenizer.ggml.scores |
 
 llama.cpp joins those neighbours first whose joined token has the highest score. The score of a token is minus the place
-of the first merge that makes it, which is the order of tokenizer.json.
+of the first merge that makes it, which is the order of tokenizer.json. A token that no merge makes has the lowest one.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _scores(model: Mapping[str, Any], texts: list[str]) -> list[float]:
     for place, merge in enumerate(model["merges"]):
         text = merge.replace(" ", "") if isinstance(merge, str) else "".join(merge)
         places.setdefault(text, place)
-    return [-float(places.get(text, 0)) for text in texts]
+    return [-float(places.get(text, len(model["merges"]))) for text in texts]
 
 
 def _begins_with_space(found: Mapping[str, Any]) -> bool:

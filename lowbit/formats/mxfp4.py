@@ -7,9 +7,9 @@
 
     "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": […]}
 
-The model has these weights as [E, K, N]. The file has them transposed, so that blocks run along the inputs, and so has
-lowbit's weight where it is read, a transposed `TableTensor`. `quantize_` and QAT store it in the order of the model,
-with `PerBlock(32, 1)`: the same values. Only experts are in low bits in this format.
+The model has these weights as [E, K, N]. The file has them transposed, so that blocks run along the inputs. A weight
+that is read from a file stays so: a transposed `TableTensor`. `quantize_` and QAT keep the order of the model, with
+`PerBlock(32, 1)`, and give the same values. Only experts are in low bits in this format.
 
 Source: OpenAI, gpt-oss model card, 2025; OCP Microscaling Formats v1.0.
 """
@@ -35,7 +35,7 @@ from lowbit.tensor.table_tensor import TableTensor
 GROUP = 32
 SPEC = Spec(E2M1, PerGroup(GROUP), "symmetric_no_clipping_err", scale_format="e8m0")
 TURNED = replace(SPEC, granularity=PerBlock(GROUP, 1))
-"""Of a weight in the order of the model."""
+"""The spec of a weight in the order of the model."""
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 

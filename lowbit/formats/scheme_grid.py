@@ -1,8 +1,8 @@
 """The grid of a format as a scheme: what QAT trains is then what the format stores, to the bit.
 
-A grid is the values that a weight can take: its codes, its zero points and the dtype of its scales. Scales follow the
-weight's dtype unless the scheme names another one, and several formats store float16 only. GGUF's Q4_1 has the smallest
-value of each group in place of a zero point.
+A grid is the set of values that a weight can take. Codes, zero points and the dtype of scales decide it. Scales have
+the weight's dtype unless the scheme names another one, and several formats store float16 only. GGUF's Q4_1 stores the
+smallest value of each group in place of a zero point.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _ROWS, _COLUMNS = 256, 256
 
 
 def grid(format: str, scheme: Given) -> Given:
-    """`scheme` with the scales that a format stores. What `lowbit.qat.prepare_` trains by it is exported as it is.
+    """`scheme` with the scales that a format stores. Weights that `lowbit.qat.prepare_` trains by it are exported to
+    the bit.
 
         scheme = lowbit.formats.grid("gptq", lowbit.Int4WeightOnly(128))    # float16 scales
         lowbit.qat.prepare_(model, scheme)                                  # model may be float32 or bfloat16
@@ -36,8 +37,10 @@ def grid(format: str, scheme: Given) -> Given:
         format: a name of `lowbit.formats.names()`.
         scheme: a Scheme, or a dict of patterns to a Scheme or None. A `scale_dtype` of its own stays.
 
-    Raises FormatError: an unknown format; a scheme whose weights the format cannot hold, before anything is trained.
-    Programs ("aoti", "executorch", "onnx") are not asked. TypeError: no Scheme.
+    Raises:
+        FormatError: an unknown format; a scheme whose weights the format cannot hold. `grid` finds out by a small
+            weight. It does not try the programs ("aoti", "executorch", "onnx").
+        TypeError: no Scheme.
     """
     found = target(format)
     given: Mapping[str, Scheme | None] = scheme if isinstance(scheme, Mapping) else {"*": scheme}

@@ -23,7 +23,7 @@ merging loses nothing.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -136,8 +136,9 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
 
         Args:
             qparams: scale and zero point of each block, as `Spec.search_qparams` and `Spec.choose_qparams` give them;
-                their dtypes stay. A scale may be negative. None chooses them by the mapping, in the scheme's
-                `scale_dtype`, or else in `weight`'s dtype (float32 for float64, and for float8 in blocks).
+                their dtypes stay, and a `scale_dtype` of the scheme must be that of the scale. A scale may be negative.
+                None chooses them by the mapping, in the `scale_dtype`, or else in `weight`'s dtype (float32 for
+                float64, and for float8 in blocks).
             input_qparams: scale and zero point of the input, one element each, for a static activation.
 
         Raises:
@@ -155,7 +156,7 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
         scale_dtype = kind.scale_dtype(spec, weight.dtype)
         meta = {"spec": spec, "activation": activation, "transposed": False}
         tensors = kind._encode_as(weight.detach(), spec, scale_dtype, qparams)
-        _check_reach(spec, tensors["scale"])
+        _check_reach(spec, tensors)
         tensors.update(_parts_of_input(activation, input_qparams))
         return kind.from_inner(tensors, meta, weight.shape, weight.dtype)
 
@@ -219,9 +220,7 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
     @classmethod
     def scale_dtype(cls, spec: Spec, dtype: torch.dtype) -> torch.dtype:
         """The dtype of new scales, for a weight of `dtype`."""
-        if spec.scale_dtype is not None:
-            return torch.float32 if spec.rounds_minimum else spec.scale_dtype
-        return torch.float32 if dtype is torch.float64 else dtype
+        return spec.stored_scale_dtype or (torch.float32 if dtype is torch.float64 else dtype)
 
     @classmethod
     def _code_dtype(cls, spec: Spec) -> torch.dtype:
@@ -292,7 +291,7 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
         bits = self._stored_bits(self.spec)
         found: InnerShapes = {
             "codes": ((*padded[:-1], packed_size(padded[-1], bits)), self._code_dtype(self.spec)),
-            "scale": (blocks, self.scale.dtype),
+            "scale": (blocks, self.spec.stored_scale_dtype or self.scale.dtype),
         }
         if self.spec.has_zero_point:  # the spec decides, so a checkpoint without it does not fit
             is_value = self.spec.zero_point_is_value
@@ -314,7 +313,9 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
             )
         if self.transposed:
             values = values.transpose(-2, -1)
-        return {**type(self)._encode_as(values, self.spec, self.scale.dtype), **self._of_input()}
+        found = type(self)._encode_as(values, self.spec, self.scale.dtype)
+        _check_reach(self.spec, found)
+        return {**found, **self._of_input()}
 
     def _takes_meta_of(self, other: Tensor) -> bool:
         """Accepts the other symmetric mapping, as in a checkpoint of a preset that had it, and another `scale_dtype`
@@ -439,15 +440,22 @@ def _zero_point_dtype(spec: Spec) -> torch.dtype:
     return torch.float32 if spec.zero_point_is_value else spec.format.dtype
 
 
-def _check_reach(spec: Spec, scale: Tensor | None) -> None:
-    """Raise ValueError where new scales are too large for the `scale_dtype` of float16."""
-    if spec.scale_dtype is not torch.float16 or scale is None or scale.is_meta:
+def _check_reach(spec: Spec, tensors: Mapping[str, Tensor | None]) -> None:
+    """Raise ValueError where new scales, or smallest values beside them, are too large for a `scale_dtype` of
+    float16."""
+    if spec.scale_dtype is not torch.float16 or torch.compiler.is_compiling():
         return
-    if not torch.compiler.is_compiling() and (bad := count_nonfinite(scale)):
-        raise ValueError(
-            f"{bad} of {scale.numel()} scales are beyond 65504, the largest of scale_dtype=torch.float16; take "
-            "torch.bfloat16 or torch.float32"
-        )
+    kinds = {
+        "scale": "scales",
+        **({"zero_point": "smallest values"} if spec.rounds_minimum else {}),
+    }
+    for name, what in kinds.items():
+        t = tensors[name]
+        if t is not None and not t.is_meta and (bad := count_nonfinite(t)):
+            raise ValueError(
+                f"{bad} of {t.numel()} {what} are beyond 65504, the largest of scale_dtype=torch.float16; take "
+                "torch.bfloat16 or torch.float32"
+            )
 
 
 def _parts_of_input(

@@ -86,12 +86,11 @@ class _Linear(torch.autograd.Function):
         scheme = weight.scheme
         codes, scale, codes_t, scale_t = quantized
         ctx.note, ctx.dtype = note, x.dtype
-        # an alias: a weight that a graph holds could not be moved or cast, which swaps the tensors of a subclass
-        alias = (
-            weight.detach() if torch.compiler.is_compiling() else weight._with()
-        )  # in half the time
+        # An alias: a weight that a graph holds could not be moved or cast, which swaps the tensors of a subclass.
+        # `detach` takes longer than `_with`, but its result shares the version of the weight, so that autograd refuses
+        # a backward pass after an update.
         kept = (codes_t, scale_t) if scheme.grad_weight else (x,)
-        ctx.save_for_backward(alias, *(kept if ctx.needs_input_grad[1] else ()))
+        ctx.save_for_backward(weight.detach(), *(kept if ctx.needs_input_grad[1] else ()))
         if scheme.output:
             rows = weight.row_codes()
             return low_bit_product(

@@ -113,6 +113,7 @@ REFUSED = {
     "quantize model --out model": "is the folder that is read",
     "quantize model --out new --scheme int5": "accepted: int4",
     "quantize model --out new --scheme 'int4(size=3)'": "size",
+    "quantize model --out new --scheme 'int4(scale_dtype=[1])'": "scale_dtype must be torch.float16",
     "quantize model --out new --group-size 96": "multiple of the group size",
     "quantize model --out new --format onnx9": "accepted: lowbit",
     "quantize model --out new --format onnx": "write it from Python",

@@ -22,7 +22,7 @@ from lowbit import (
     LowbitTensor,
     quantize_,
 )
-from lowbit.formats import FormatError, gguf_file
+from lowbit.formats import FormatError, gguf_file, gguf_tokenizer
 from lowbit.formats.gguf_blocks import TYPES, decode, encode
 from lowbit.formats.gguf_llama import halved, interleaved, settings_of
 from lowbit.formats.gguf_rope import factors_of
@@ -190,6 +190,11 @@ def test_a_tokenizer_of_sentencepiece(tmp_path: Path) -> None:
         for score, text in zip(stored["scores"], stored["tokens"], strict=True)
         if len(text) == 2
     ) == (0.0, first)
+
+
+def test_a_token_that_no_merge_makes_has_the_lowest_score() -> None:
+    model = {"merges": ["a b", ["ab", "c"]]}
+    assert gguf_tokenizer._scores(model, ["abc", "bc", "ab"]) == [-1.0, -2.0, 0.0]
 
 
 PADDING = [f"[PAD{i}]" for i in range(400, 420)]

@@ -39,6 +39,7 @@ SPECS = {
     "int2-half": Spec(Int(2), PerGroup(32), "half_integer"),
     "int1-half": Spec(Int(1), PerGroup(32), "half_integer"),
     "int4-float16-scales": Spec(Int(4), PerGroup(32), scale_dtype=torch.float16),
+    "int4-bfloat16-scales": Spec(Int(4), PerGroup(32), scale_dtype=torch.bfloat16),
     "int4-float16-minimum": Spec(
         Int(4), PerGroup(32), "float_zero_point", scale_dtype=torch.float16
     ),

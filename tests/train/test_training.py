@@ -111,6 +111,17 @@ def test_gradients_accumulate(scheme):
 
 
 @every_scheme
+def test_backward_after_an_update_of_the_weight_is_refused(scheme):
+    """As of plain weights: it would give the input the gradient of other weights than the forward pass had."""
+    low = prepared(linear(64, 64), scheme)
+    y = low(values(16, 64).requires_grad_())
+    with torch.no_grad():
+        low.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@every_scheme
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_changes_no_bit(scheme, reentrant):
     low = prepared(Block(), scheme)
