@@ -18,7 +18,7 @@ import lowbit
 from lowbit.cli.arguments import Json
 from lowbit.cli.output import print_json
 
-_RECIPES = ("tokenizers", "tqdm", "matplotlib", "markdown-it-py", "safetensors")
+_RECIPES = ("tokenizers", "tqdm", "matplotlib", "markdown-it-py", "safetensors", "filelock")
 EXTRAS = {
     "cli": ("typer>=0.15", "rich>=13", "safetensors", "matplotlib"),
     "hf": ("transformers>=5", "safetensors"),
