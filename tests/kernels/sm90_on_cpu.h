@@ -166,7 +166,7 @@ static void launch(unsigned int grid, unsigned int block_threads, unsigned int c
         memset(one.memory, 0xff, MEMORY);  // unwritten memory reads as NaN
     }
     for (Fiber &fiber : fibers) {
-        fiber.stack = std::make_unique<char[]>(STACK);
+        fiber.stack.reset(new char[STACK]);  // make_unique would write to all of it
         getcontext(&fiber.context);
         fiber.context.uc_stack = {fiber.stack.get(), 0, STACK};
         fiber.context.uc_link = 0;
@@ -190,6 +190,8 @@ static void launch(unsigned int grid, unsigned int block_threads, unsigned int c
         }
     }
     for (Block &one : blocks) free(one.memory);
+    // Each compiled variant is a library of its own, with its own fibers.
+    fibers = std::vector<Fiber>(), blocks = std::vector<Block>();
 }
 }  // namespace emulation
 
