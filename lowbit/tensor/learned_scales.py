@@ -128,7 +128,8 @@ class LearnedScalesTensor(FakeQuantizedTensor):
         entry: Any,
         assign: bool,
     ) -> dict[str, Tensor]:
-        """Searched scales and zero points, for a state dict of a plain model, which has this weight and no scales.
+        """Searched scales and zero points, for a state dict of a plain model, which has this weight and no scales. For
+        one whose scales were held by another factor, the scale times the quotient.
 
         Raises ValueError for scales whose description, `entry`, is of another scheme."""
         value = state_dict.get(prefix + name)
