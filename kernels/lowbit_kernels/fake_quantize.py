@@ -49,8 +49,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit_kernels import fake_quantize_triton
+from lowbit_kernels.launcher import called, planned_op
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import FLOATS, check_one_device, register
+from lowbit_kernels.library import FLOATS, check_one_device
 from lowbit_kernels.quantize_rowcol_triton import takes
 from lowbit_kernels.triton_runtime import runs_on
 
@@ -140,8 +141,8 @@ def fake_quantize(
         TypeError: a dtype other than those above.
         ValueError: an unknown mapping or format, or shapes that do not fit each other.
     """
-    return torch.ops.lowbit.fake_quantize(
-        x, scale, zero_point, group_size, *grid, scale_dtype, dtype or x.dtype, inside, after
+    return called(
+        _op, x, scale, zero_point, group_size, *grid, scale_dtype, dtype or x.dtype, inside, after
     )
 
 
@@ -165,9 +166,7 @@ def fake_quantize_gradients(
     Raises:
         TypeError, ValueError: as `fake_quantize`.
     """
-    return torch.ops.lowbit.fake_quantize_gradients(
-        grad, x, scale, zero_point, group_size, *grid, constant_codes
-    )
+    return called(_gradients_op, grad, x, scale, zero_point, group_size, *grid, constant_codes)
 
 
 def fake_quantize_codes(
@@ -194,9 +193,7 @@ def fake_quantize_codes(
         ValueError: a grid of float8 or an unknown one, codes that `code_dtype` does not hold, or shapes that do not
             fit.
     """
-    return torch.ops.lowbit.fake_quantize_codes(
-        x, group_size, *grid, scale_dtype, code_dtype, clips
-    )
+    return called(_codes_op, x, group_size, *grid, scale_dtype, code_dtype, clips)
 
 
 def unpack_inside(inside: Tensor, group_size: int, columns: int) -> Tensor:
@@ -584,17 +581,17 @@ def _checked(
     return grid
 
 
-register(
+_op = planned_op(
     "fake_quantize",
     _launch,
     _fake,
 )
-register(
+_codes_op = planned_op(
     "fake_quantize_codes",
     _launch_codes,
     _fake_codes,
 )
-register(
+_gradients_op = planned_op(
     "fake_quantize_gradients",
     _launch_gradients,
     _fake_gradients,

@@ -13,7 +13,7 @@ from torch import Tensor
 from lowbit_kernels.library import FLOATS
 from lowbit_kernels.quantize_rowcol_triton import rounded_to_float8
 from lowbit_kernels.quantize_tokens import extremes
-from lowbit_kernels.triton_runtime import jit, stored_dtype, tl, triton
+from lowbit_kernels.triton_runtime import jit, launch, stored_dtype, tl, triton
 
 if TYPE_CHECKING:
     from lowbit_kernels.fake_quantize import Grid
@@ -376,6 +376,7 @@ def quantize(
     least: float,
 ) -> tuple[Tensor, Tensor]:
     """``lowbit::fake_quantize``; the arguments have been checked, R and C are > 0. `least`: the smallest scale."""
+    operands = x, scale, zero_point, None
     x = _dense_rows(x)
     rows, columns = x.shape
     groups = -(-columns // group_size)
@@ -386,21 +387,27 @@ def quantize(
     tiling = _tiling(columns, group_size, total)
     scales = x if scale is None else _as_read(scale.contiguous())
     zeros = x if zero_point is None else _as_read(zero_point.contiguous())
-    with torch.cuda.device_of(x):
-        _forward[(triton.cdiv(total, tiling["BLOCKS"]),)](
-            *(x, scales, zeros, out, bits, columns, groups, total, x.stride(0)),
-            GIVEN=scale is not None,
-            CODES=False,
-            INSIDE=inside,
-            MAPPING=grid.mapping,
-            BEYOND=0,
-            LEAST=least,
-            SCALE_DTYPE=FLOATS.index(scale_dtype),
-            GROUP=group_size,
-            KEPT=tiling["SIZE"] >= min(group_size, columns),
+    launch(
+        "fake_quantize",
+        operands,
+        (out, bits),
+        _forward,
+        triton.cdiv(total, tiling["BLOCKS"]),
+        (x, scales, zeros, out, bits, columns, groups, total, x.stride(0)),
+        {
+            "GIVEN": scale is not None,
+            "CODES": False,
+            "INSIDE": inside,
+            "MAPPING": grid.mapping,
+            "BEYOND": 0,
+            "LEAST": least,
+            "SCALE_DTYPE": FLOATS.index(scale_dtype),
+            "GROUP": group_size,
+            "KEPT": tiling["SIZE"] >= min(group_size, columns),
             **_constants(grid),
             **tiling,
-        )
+        },
+    )
     return out.to(dtype), bits
 
 
@@ -416,7 +423,7 @@ def codes(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``lowbit::fake_quantize_codes``; the arguments have been checked, R and C are > 0. `least`: the smallest scale.
     `zero_dtype`: None where the grid has no zero points."""
-    x = _dense_rows(x)
+    operand, x = x, _dense_rows(x)
     rows, columns = x.shape
     groups = -(-columns // group_size)
     total = rows * groups
@@ -425,21 +432,27 @@ def codes(
     kind = torch.int8 if zero_dtype is None else stored_dtype(zero_dtype, x.device)
     zero = x.new_empty((0,) if zero_dtype is None else (rows, groups), dtype=kind)
     tiling = _tiling(columns, group_size, total)
-    with torch.cuda.device_of(x):
-        _forward[(triton.cdiv(total, tiling["BLOCKS"]),)](
-            *(x, scale, zero, out, out, columns, groups, total, x.stride(0)),
-            GIVEN=False,
-            CODES=True,
-            INSIDE=False,
-            MAPPING=grid.mapping,
-            BEYOND=beyond,
-            LEAST=least,
-            SCALE_DTYPE=FLOATS.index(scale_dtype),
-            GROUP=group_size,
-            KEPT=tiling["SIZE"] >= min(group_size, columns),
+    launch(
+        "fake_quantize_codes",
+        (operand,),
+        (out, scale, zero),
+        _forward,
+        triton.cdiv(total, tiling["BLOCKS"]),
+        (x, scale, zero, out, out, columns, groups, total, x.stride(0)),
+        {
+            "GIVEN": False,
+            "CODES": True,
+            "INSIDE": False,
+            "MAPPING": grid.mapping,
+            "BEYOND": beyond,
+            "LEAST": least,
+            "SCALE_DTYPE": FLOATS.index(scale_dtype),
+            "GROUP": group_size,
+            "KEPT": tiling["SIZE"] >= min(group_size, columns),
             **_constants(grid),
             **tiling,
-        )
+        },
+    )
     return out, scale.to(scale_dtype), zero if zero_dtype is None else zero.to(zero_dtype)
 
 
@@ -456,6 +469,7 @@ def gradients(
     rows, columns = x.shape
     groups = -(-columns // group_size)
     dtype, stored = grad.dtype, stored_dtype(grad.dtype, grad.device)
+    operands = grad, x, scale, zero_point
     grad, x = _dense_rows(grad), _dense_rows(x)
     grad_x = grad.new_empty((rows, columns), dtype=stored)
     sums = [x.new_empty((rows, groups), dtype=torch.float32) for _ in range(2)]
@@ -464,16 +478,24 @@ def gradients(
         tiling |= {"SIZE": 2048, "num_warps": 4}
     scale = _as_read(scale.contiguous())
     zeros = scale if zero_point is None else _as_read(zero_point.contiguous())
-    with torch.cuda.device_of(x):
-        _gradients[(triton.cdiv(rows * groups, tiling["BLOCKS"]),)](
+    launch(
+        "fake_quantize_gradients",
+        operands,
+        (grad_x, *sums),
+        _gradients,
+        triton.cdiv(rows * groups, tiling["BLOCKS"]),
+        (
             *(grad, x, scale, zeros, grad_x, *sums),
             *(columns, groups, rows * groups, grad.stride(0), x.stride(0)),
-            CONSTANT=constant_codes,
-            CODE_OF_Z=float(grid.code_of_z),
-            GROUP=group_size,
+        ),
+        {
+            "CONSTANT": constant_codes,
+            "CODE_OF_Z": float(grid.code_of_z),
+            "GROUP": group_size,
             **_constants(grid),
             **tiling,
-        )
+        },
+    )
     return grad_x.to(dtype), sums[0], sums[1]
 
 

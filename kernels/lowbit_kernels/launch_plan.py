@@ -52,10 +52,19 @@ class Map(NamedTuple):
     width: int
 
 
+class TritonKernel(NamedTuple):
+    """A kernel that Triton has compiled, for the launcher alone: `run` leaves its launch to Triton."""
+
+    handle: int
+    shared: int
+    cluster: int = 1
+    overlaps: bool = False
+
+
 class Launch(NamedTuple):
     """A launch of `grid` blocks of `threads` threads; an int among the arguments is passed as it is."""
 
-    kernel: Kernel
+    kernel: Kernel | TritonKernel
     grid: int
     threads: int
     arguments: tuple[int | Address | Map, ...]
@@ -98,6 +107,7 @@ def run(plan: Plan, operands: Sequence[Tensor | None]) -> list[Tensor]:
                 continue
             stream = torch.cuda.current_stream().cuda_stream
             values = (_value(argument, addresses) for argument in launch.arguments)
+            assert not isinstance(launch.kernel, TritonKernel)
             launch.kernel(stream, launch.grid, launch.threads, *values)
     return made[: len(plan.results)]
 

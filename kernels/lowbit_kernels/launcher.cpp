@@ -198,7 +198,7 @@ constexpr size_t MOST_PLANS = 8192;  // of an op; shapes that change at every ca
 
 struct Op {
     std::string python;     // the op that Python computes
-    std::string arguments;  // one letter each: t tensor, o tensor or None, s string, b bool, d dtype
+    std::string arguments;  // one letter each: t tensor, o tensor or None, s string, b bool, d dtype, n number
     std::unordered_map<Key, std::shared_ptr<const Plan>, Hash> plans;
     std::shared_mutex mutex;
 
@@ -242,6 +242,7 @@ int32_t describe(const Op &op, const Value *stack, Key &key) {
         const char kind = op.arguments[i];
         if (kind == 'b') key.push_back(stack[i] & 0xff);
         else if (kind == 'd') key.push_back((int32_t)stack[i]);
+        else if (kind == 'n') key.push_back((int64_t)stack[i]);
         else if (kind == 's') {
             const char *text;
             size_t length;

@@ -43,6 +43,11 @@ DRIVER_FUNCTIONS = (
 )
 BUILT_FOR = ctypes.c_uint64(2 << 56 | 11 << 48)
 """torch 2.11, whose form of arguments ``launcher.cpp`` reads and writes. Later versions of torch still accept it."""
+LETTERS = {
+    **{"Tensor": "t", "Tensor?": "o", "str": "s", "bool": "b", "ScalarType": "d"},
+    **{"SymInt": "n", "float": "n"},
+}
+"""The letters by which ``launcher.cpp`` knows the types of arguments."""
 MOST_ARGUMENTS, MOST_MAPS = 32, 4
 """The sizes of the arrays in which the function `launch` of ``launcher.cpp`` passes the arguments of a kernel."""
 
@@ -111,13 +116,8 @@ def called(op: Any, *arguments: Any) -> Any:
         _raised.wanted = False
 
 
-def take_over(name: str, arguments: str) -> None:
-    """Make the launcher the CUDA kernel of ``lowbit::<name>``, unless it is already. Warns once if it cannot.
-
-    Args:
-        arguments: a letter for each argument of the op: t for Tensor, o for Tensor?, s for str, b for bool, d for
-            ScalarType. Results are tensors.
-    """
+def take_over(name: str) -> None:
+    """Make the launcher the CUDA kernel of ``lowbit::<name>``, unless it is already. Warns once if it cannot."""
     global _launcher
     if name in _numbers:
         return
@@ -127,7 +127,8 @@ def take_over(name: str, arguments: str) -> None:
         number = None
         try:
             _launcher = _launcher or _for_cuda()
-            number = register(_launcher, len(_numbers), name, arguments, b"CUDA")
+            schema = str(getattr(torch.ops.lowbit, name).default._schema)
+            number = register(_launcher, len(_numbers), name, letters(schema), b"CUDA")
         except (RuntimeError, OSError, AttributeError) as error:
             warn_once(
                 "launcher",
@@ -135,6 +136,12 @@ def take_over(name: str, arguments: str) -> None:
                 "Install g++ or clang++, or name a compiler in $CXX",
             )
         _numbers[name] = number
+
+
+def letters(schema: str) -> str:
+    """A letter for each argument of an op with this schema. Its results are tensors."""
+    arguments = schema[schema.index("(") + 1 : schema.index(") ->")]
+    return "".join(LETTERS[argument.split()[0]] for argument in arguments.split(", "))
 
 
 def learn(name: str, plan: Plan | None) -> None:

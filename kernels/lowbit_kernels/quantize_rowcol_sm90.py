@@ -53,7 +53,7 @@ def quantize(
     options = rows, columns, tensorwise, seed is not None, row_factor is not None, row_scales
     plan = planned(described(x), format, *options, results)
     if given[0] is x and given[1] is row_factor:
-        launcher.take_over("quantize_rowcol", "tsbbboob")
+        launcher.take_over("quantize_rowcol")
         launcher.learn("quantize_rowcol", plan)
     codes, scale, codes_t, scale_t = launch_plan.run(plan, (x, seed, row_factor))
     return codes, scale, codes_t, scale_t

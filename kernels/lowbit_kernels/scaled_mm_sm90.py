@@ -106,7 +106,7 @@ def multiply(
     n = b.shape[0]
     is_whole = found.results[0].shape[1] == n
     if is_whole and all(x is y for x, y in zip(given, operands, strict=True)):
-        launcher.take_over("scaled_mm", "tttood")
+        launcher.take_over("scaled_mm")
         launcher.learn("scaled_mm", found)
     (out,) = launch_plan.run(found, operands)
     return out if is_whole else out[:, :n].contiguous()

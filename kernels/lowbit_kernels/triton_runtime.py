@@ -6,10 +6,14 @@ function, so modules of ops need no condition around their kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from lowbit_kernels import launcher
+from lowbit_kernels.launch_plan import Address, Buffer, Launch, Plan, TritonKernel
 
 triton: Any
 tl: Any
@@ -40,3 +44,68 @@ def stored_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     The interpreter (triton 3.7) truncates float32 to bfloat16, where a GPU rounds to nearest even.
     """
     return torch.float32 if device.type == "cpu" and dtype == torch.bfloat16 else dtype
+
+
+_launched: dict[int, Any] = {}
+"""The kernels of plans, by their handle: a plan itself does not keep them loaded."""
+
+
+def launch(
+    op: str,
+    operands: Sequence[Tensor | None],
+    results: Sequence[Tensor],
+    kernel: Any,
+    programs: int,
+    arguments: tuple[Tensor | int, ...],
+    constants: dict[str, Any],
+) -> None:
+    """Launch a kernel that does all of a call of a planned op. On CUDA the launcher does so from the next call on.
+
+    Args:
+        op: its name.
+        operands: its tensors, in order, as the call got them.
+        results: the contiguous tensors that it returns.
+        programs: of the kernel's grid.
+        arguments: of the kernel. With a tensor that is neither an operand nor a result, such as a copy, Python launches
+            the next call too.
+        constants: the kernel's ``tl.constexpr`` and ``num_warps``.
+    """
+    with torch.cuda.device_of(results[0]):
+        compiled = kernel[(programs,)](*arguments, **constants)
+    if not results[0].is_cuda or torch.version.hip:
+        return
+    launcher.take_over(op)
+    named = dict(zip(kernel.arg_names, arguments, strict=False))
+    words = _words(compiled, named, (*operands, *results))
+    if words is None:
+        launcher.learn(op, None)
+        return
+    _launched[compiled.function] = compiled
+    found = compiled.metadata
+    one = Launch(
+        TritonKernel(compiled.function, found.shared), programs, 32 * found.num_warps, words
+    )
+    buffers = tuple(Buffer(tuple(t.shape), t.dtype) for t in results)
+    launcher.learn(op, Plan(buffers, (), (one,)))
+
+
+def _words(
+    compiled: Any, arguments: dict[str, Tensor | int], tensors: Sequence[Tensor | None]
+) -> tuple[int | Address, ...] | None:
+    """What the compiled kernel takes; None where it cannot be planned."""
+    found = compiled.metadata
+    if found.num_ctas != 1 or found.global_scratch_size or found.profile_scratch_size:
+        return None
+    words: list[int | Address] = []
+    for name, kind in compiled.src.signature.items():
+        if kind == "constexpr":  # also an argument of 1, which Triton compiles in
+            continue
+        value = arguments[name]
+        if isinstance(value, Tensor):
+            numbers = [i for i, t in enumerate(tensors) if t is value]
+            if not numbers:
+                return None
+            words.append(Address(numbers[0]))
+        else:
+            words.append(value)
+    return *words, 0, 0  # two pointers to scratch memory, which this kernel does not use

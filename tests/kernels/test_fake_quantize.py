@@ -340,6 +340,21 @@ def test_cuda_gradients(case: Case) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("case", EXACT, ids=lambda c: c.name)
+def test_the_launcher_runs_calls_of_known_layouts(case: Case, monkeypatch) -> None:
+    """With other values than those of the call that it learned the launch from."""
+
+    def agree() -> bool:
+        found = _agrees(OP, case, case.x("cuda")) and _gradients_agree(case, "cuda")
+        return found and (case not in INTEGERS or _codes_agree(CODES, case, case.x("cuda")))
+
+    assert agree()
+    for name in ("quantize", "codes", "gradients"):
+        monkeypatch.setattr(fake_quantize.fake_quantize_triton, name, None)
+    assert agree()
+
+
+@pytest.mark.gpu
 def test_cuda_gradients_are_deterministic() -> None:
     case = next(c for c in CASES if c.large)
     arguments = gradient_arguments(case, "cuda")

@@ -11,13 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowbit_kernels import host_compiler, launch_plan, launcher, launches
+from lowbit_kernels import host_compiler, launch_plan, launcher, launches, triton_runtime
 from lowbit_kernels.launch_plan import Address, Buffer, CublasProduct, Launch, Map, Plan
 
 pytestmark = pytest.mark.skipif(not host_compiler.compiler(), reason="needs a C++ compiler")
 
 SPACE = "lowbit_launcher_test"
-SCHEMA = "(Tensor x, str name, bool flag, Tensor? y, ScalarType dtype) -> (Tensor, Tensor)"
+SCHEMA = (
+    "(Tensor x, str name, bool flag, Tensor? y, ScalarType dtype, SymInt size=1, float low=0.0) "
+    "-> (Tensor, Tensor)"
+)
 
 
 class Config(ctypes.Structure):
@@ -152,7 +155,7 @@ def op():
     functions = [*launcher.addresses_of(shim, names), *driver.addresses(scaled_mm)]
     library = launcher.loaded(functions, "cpu")
 
-    def in_python(x, name, flag, y, dtype):
+    def in_python(x, name, flag, y, dtype, size=1, low=0.0):
         calls.append(name)
         if name == "refused":
             launcher.tell(ValueError("the name is refused"))
@@ -169,7 +172,7 @@ def op():
     for name in ("op", launcher.python_name("op")):
         namespace.define(name + SCHEMA)
     namespace.impl(launcher.python_name("op"), in_python, "CPU")
-    launcher.register(library, 0, "op", "tsbod", b"CPU", SPACE)
+    launcher.register(library, 0, "op", launcher.letters(SCHEMA), b"CPU", SPACE)
     kept, launcher._launcher = launcher._launcher, library
     yield SimpleNamespace(
         namespace=namespace,  # which would take its ops along
@@ -204,7 +207,7 @@ def test_the_second_call_runs_the_plan(op):
     "change",
     (
         *("shape", "strides", "alignment", "dtype", "none"),
-        *("other dtype", "string", "flag", "scalar"),
+        *("other dtype", "string", "flag", "scalar", "size", "float"),
     ),
 )
 def test_a_call_that_differs_is_planned_anew(op, change):
@@ -220,10 +223,11 @@ def test_a_call_that_differs_is_planned_anew(op, change):
     y = {"none": None, "other dtype": y.half()}.get(change, y)
     name = {"string": f"planned {change}"}.get(change, name)
     flag, dtype = flag ^ (change == "flag"), torch.float16 if change == "scalar" else dtype
+    numbers = {"size": (2**33, 0.0), "float": (1, -0.5)}.get(change, (1, 0.0))
     op.calls.clear()
-    op.call(x, name, flag, y, dtype)
+    op.call(x, name, flag, y, dtype, *numbers)
     assert op.calls == [name]
-    op.call(x, name, flag, y, dtype)
+    op.call(x, name, flag, y, dtype, *numbers)
     assert op.calls == [name]
 
 
@@ -347,6 +351,31 @@ def test_the_exception_of_python_reaches_the_caller():
     with pytest.raises(RuntimeError, match="of the launcher"):
         op(2)
     assert launcher._raised.error is None  # nobody asked for it
+
+
+def compiled(**changes) -> SimpleNamespace:
+    """What Triton tells of a compiled kernel with the arguments x, rows, one, out and SIZE; `one` was 1."""
+    scratch = {"num_ctas": 1, "global_scratch_size": 0, "profile_scratch_size": 0, **changes}
+    kinds = {"x": "*fp32", "rows": "i32", "one": "constexpr", "out": "*fp32", "SIZE": "constexpr"}
+    return SimpleNamespace(
+        metadata=SimpleNamespace(**scratch), src=SimpleNamespace(signature=kinds)
+    )
+
+
+def test_a_launch_of_triton_as_a_plan():
+    x, out = torch.randn(3), torch.randn(3)
+    arguments = {"x": x, "rows": 7, "one": 1, "out": out}
+    words = triton_runtime._words(compiled(), arguments, (None, x, out))
+    assert words == (Address(1), 7, Address(2), 0, 0)
+
+
+def test_launches_of_triton_that_are_not_planned():
+    x, out = torch.randn(3), torch.randn(3)
+    arguments = {"x": x.clone(), "rows": 7, "one": 1, "out": out}
+    assert triton_runtime._words(compiled(), arguments, (x, out)) is None  # of a copy
+    arguments["x"] = x
+    for name, value in (("num_ctas", 2), ("global_scratch_size", 64), ("profile_scratch_size", 8)):
+        assert triton_runtime._words(compiled(**{name: value}), arguments, (x, out)) is None
 
 
 def test_limits_of_a_launch():
