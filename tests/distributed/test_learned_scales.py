@@ -27,6 +27,7 @@ from lowbit import qat
 from lowbit.granularity import PerGroup, PerRow, PerTensor
 from lowbit.scheme import Float8, Int, Scheme, Spec
 from lowbit.testing.launch import launch
+from tests.distributed.test_bytes import device
 from tests.distributed.test_train_fsdp import shard
 from tests.train.problems import relative
 
@@ -57,13 +58,13 @@ def prepared(spec, dtype=torch.float32, rows=47, scales="learned"):
     def chosen(module, name):
         return isinstance(module, nn.Linear | nn.Embedding)
 
-    model = Model(rows).to(dtype)
+    model = Model(rows).to(dtype).to(device())
     qat.prepare_(model, Scheme(spec), chosen, scales=scales)
     return model
 
 
 def tokens():
-    return torch.randint(33, (4, 5), generator=torch.Generator().manual_seed(1))
+    return torch.randint(33, (4, 5), generator=torch.Generator().manual_seed(1)).to(device())
 
 
 def step(model):
@@ -207,10 +208,11 @@ def check_weights_that_travel_in_float32(rank, world_size):
 
 def check_tensor_parallel(rank, world_size):
     """Columns, then rows; outputs and gradients are those of one process."""
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = init_device_mesh(device(), (world_size,))
     plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    rows = 32 * world_size  # a group of each rank's columns
     for spec in SPECS:
-        alone = prepared(spec, rows=64)
+        alone = prepared(spec, rows=rows)
         model = copy.deepcopy(alone)
         parallelize_module(model, mesh, plan)
         assert model.first.weight.placements == (Shard(0),)
@@ -219,7 +221,7 @@ def check_tensor_parallel(rank, world_size):
         grads = {n: p.grad for n, p in alone.named_parameters()}
         for name, p in model.named_parameters():
             assert relative(whole(p.grad), grads[name]) < 1e-4, (spec, name)
-    tensorwise = prepared(Spec(Int(4), PerTensor()), rows=64)
+    tensorwise = prepared(Spec(Int(4), PerTensor()), rows=rows)
     with pytest.raises(NotImplementedError, match="cut through blocks"):
         parallelize_module(tensorwise, mesh, plan)
     return True

@@ -30,7 +30,7 @@ from lowbit.tensor import (
 )
 from lowbit.tensor.sharded_linear import make_shardable
 from lowbit.testing.launch import launch
-from tests.distributed import test_bytes
+from tests.distributed import test_bytes, test_learned_scales
 from tests.distributed.test_bytes import device
 from tests.scaled_products import scaled_products
 from tests.tensor.cases import CASES, Case, named, same_bits, values
@@ -437,3 +437,14 @@ def test_all_pairs_of_bytes(world, check):
 @worlds
 def test_all_pairs_of_bytes_saved(world, tmp_path):
     run(test_bytes.check_saved, world, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [*test_learned_scales.CHECKS, test_learned_scales.check_exact],
+    ids=lambda f: f.__name__,
+)
+@worlds
+def test_learned_scales_and_their_weights(world, check, tmp_path):
+    saves = check is test_learned_scales.check_checkpoints
+    run(check, world, *((str(tmp_path),) if saves else ()))
