@@ -7,7 +7,7 @@ The models are the 1.2B Llama of `train_llama`, and one of the shape of Llama 3 
 Each block is sharded and compiled by itself; the last norm and the embedding, tied to the head, are sharded with the
 model. Where a product will quantize a weight anyway, each rank quantizes its rows, and FSDP2 gathers the codes; the
 embedding then looks up its rows in them. FSDP2 gathers a block before its forward and again before its backward. It
-gathers the rest once, and keeps it from forward to backward.
+gathers the rest once, and keeps it from forward to backward. *recomputed*: `keep_products` around each block.
 
 The host's time to issue forward and backward is measured apart, with nothing queued: where it is longer than the GPU's,
 ranks wait for each other in collectives. A counter in FSDP2's all-gather counts the bytes. Each candidate runs in fresh
@@ -19,7 +19,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -278,6 +278,10 @@ def candidates(
     yield make(torch_fused(), products="bf16")
     for name, scheme in SCHEMES.items():
         yield make(adamw8bit, products=name, scheme=scheme)
+    recomputing = replace(config, recompute=True)
+    for name in ("int8", "float8 rowwise"):
+        label = f"{name}, recomputed"
+        yield make(adamw8bit, products=label, scheme=SCHEMES[name], config=recomputing)
     for name in ("torchao float8 rowwise", "torchao float8 tensorwise"):
         yield make(torch_fused(), products=name, scheme=PEERS[name])
 
