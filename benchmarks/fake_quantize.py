@@ -38,7 +38,7 @@ def by_kernel(case: Case, x: Tensor) -> tuple[Tensor, Tensor | None]:
     clips = case.spec.may_clip(case.scale_dtype)
     dtypes = (case.scale_dtype, case.dtype)
     found = torch.ops.lowbit.fake_quantize(
-        x, None, None, case.group_size, *case.grid, *dtypes, clips
+        x, None, None, case.group_size, case.grid.name, *dtypes, clips
     )
     return found[0], found[1] if clips else None
 
@@ -58,7 +58,7 @@ def gradients_by_kernel(
     case: Case, grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     found = torch.ops.lowbit.fake_quantize_gradients(
-        grad, x, scale, zero_point, case.group_size, *case.grid, False
+        grad, x, scale, zero_point, case.group_size, case.grid.name, False
     )
     return found[0], found[1]
 

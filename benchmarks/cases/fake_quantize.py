@@ -44,7 +44,7 @@ class Case:
     def arguments(self, device: torch.device | str = "cpu", inside: bool = True) -> tuple[Any, ...]:
         """Those of the op, without parameters."""
         dtypes = (self.scale_dtype, self.dtype)
-        return (self.x(device), None, None, self.group_size, *self.grid, *dtypes, inside)
+        return (self.x(device), None, None, self.group_size, self.grid.name, *dtypes, inside)
 
 
 def specs() -> dict[str, tuple[Int | Float8, Any]]:

@@ -42,6 +42,7 @@ element once. It reads longer blocks twice. On a CPU, PyTorch's operations run.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -83,6 +84,23 @@ class Grid(NamedTuple):
     format: str
     low: float
     high: float
+
+    @property
+    def name(self) -> str:
+        """What the ops take, since each argument of an op costs the host time: "symmetric int8 -8 7"."""
+        return f"{self.mapping} {self.format} {self.low:.17g} {self.high:.17g}"
+
+    @classmethod
+    @functools.lru_cache(maxsize=4096)
+    def named(cls, name: str) -> Grid:
+        """The grid with this name. Raises ValueError for another text."""
+        try:
+            mapping, format, low, high = name.split(" ")
+            return cls(mapping, format, float(low), float(high))
+        except ValueError:
+            raise ValueError(
+                f'a grid is named by mapping, format, lowest and highest code, as "symmetric int8 -8 7"; got {name!r}'
+            ) from None
 
     @property
     def is_float8(self) -> bool:
@@ -142,7 +160,16 @@ def fake_quantize(
         ValueError: an unknown mapping or format, or shapes that do not fit each other.
     """
     return called(
-        _op, x, scale, zero_point, group_size, *grid, scale_dtype, dtype or x.dtype, inside, after
+        _op,
+        x,
+        scale,
+        zero_point,
+        group_size,
+        grid.name,
+        scale_dtype,
+        dtype or x.dtype,
+        inside,
+        after,
     )
 
 
@@ -166,7 +193,7 @@ def fake_quantize_gradients(
     Raises:
         TypeError, ValueError: as `fake_quantize`.
     """
-    return called(_gradients_op, grad, x, scale, zero_point, group_size, *grid, constant_codes)
+    return called(_gradients_op, grad, x, scale, zero_point, group_size, grid.name, constant_codes)
 
 
 def fake_quantize_codes(
@@ -193,7 +220,7 @@ def fake_quantize_codes(
         ValueError: a grid of float8 or an unknown one, codes that `code_dtype` does not hold, or shapes that do not
             fit.
     """
-    return called(_codes_op, x, group_size, *grid, scale_dtype, code_dtype, clips)
+    return called(_codes_op, x, group_size, grid.name, scale_dtype, code_dtype, clips)
 
 
 def unpack_inside(inside: Tensor, group_size: int, columns: int) -> Tensor:
@@ -220,17 +247,14 @@ def reference(
     scale: Tensor | None,
     zero_point: Tensor | None,
     group_size: int,
-    mapping: str,
-    format: str,
-    low: float,
-    high: float,
+    grid_name: str,
     scale_dtype: torch.dtype,
     dtype: torch.dtype,
     inside: bool,
     after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The formula in PyTorch ops, on any device. Divisions through float64 give the quotients of float32."""
-    grid = Grid(mapping, format, low, high)
+    grid = Grid.named(grid_name)
     blocks = _blocks(x, group_size)
     if scale is None:
         scale, zero_point = _parameters(blocks, grid, scale_dtype)
@@ -242,21 +266,19 @@ def reference(
 def codes_reference(
     x: Tensor,
     group_size: int,
-    mapping: str,
-    format: str,
-    low: float,
-    high: float,
+    grid_name: str,
     scale_dtype: torch.dtype,
     code_dtype: torch.dtype,
     clips: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`fake_quantize_codes` in PyTorch ops, on any device."""
-    grid = Grid(mapping, format, low, high)
+    grid = Grid.named(grid_name)
     blocks = _blocks(x, group_size)
     scale, zero_point = _parameters(blocks, grid, scale_dtype)
     found, _, _ = _rounded_blocks(blocks, scale, zero_point, grid)
-    codes = found.flatten(1)[:, : x.shape[1]].clamp(low - clips, high + clips).to(code_dtype)
-    return codes.contiguous(), scale, _no_zero(x) if zero_point is None else zero_point
+    codes = found.flatten(1)[:, : x.shape[1]].clamp(grid.low - clips, grid.high + clips)
+    codes = codes.to(code_dtype).contiguous()
+    return codes, scale, _no_zero(x) if zero_point is None else zero_point
 
 
 def _no_zero(x: Tensor) -> Tensor:
@@ -269,20 +291,17 @@ def gradients_reference(
     scale: Tensor,
     zero_point: Tensor | None,
     group_size: int,
-    mapping: str,
-    format: str,
-    low: float,
-    high: float,
+    grid_name: str,
     constant_codes: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients in PyTorch ops, on any device."""
-    grid = Grid(mapping, format, low, high)
+    grid = Grid.named(grid_name)
     blocks, wide = _blocks(x, group_size), _blocks(grad, group_size)
     codes, inside, values = _rounded_blocks(blocks, scale, zero_point, grid)
     factor = (values - blocks) / scale.float().unsqueeze(-1)
     if constant_codes:
         factor = codes - _code_of_z(grid, zero_point)
-    factor = torch.where(inside, factor, codes.clamp(low, high) - grid.code_of_z)
+    factor = torch.where(inside, factor, codes.clamp(grid.low, grid.high) - grid.code_of_z)
     columns = grad.shape[1]
     return (
         torch.where(inside.flatten(1)[:, :columns], grad, 0.0),
@@ -390,16 +409,13 @@ def _launch(
     scale: Tensor | None,
     zero_point: Tensor | None,
     group_size: int,
-    mapping: str,
-    format: str,
-    low: float,
-    high: float,
+    grid_name: str,
     scale_dtype: torch.dtype,
     dtype: torch.dtype,
     inside: bool,
     after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    grid = _checked(x, scale, zero_point, group_size, Grid(mapping, format, low, high))
+    grid = _checked(x, scale, zero_point, group_size, Grid.named(grid_name))
     _check_dtypes(scale_dtype, dtype)
     arguments = (scale_dtype, dtype, inside)
     if _runs_triton(x, grid, group_size):
@@ -409,8 +425,8 @@ def _launch(
         )
     ran("fake_quantize", "torch")
     if not x.numel():
-        return _fake(x, scale, zero_point, group_size, *grid, *arguments)
-    return reference(x, scale, zero_point, group_size, *grid, *arguments)
+        return _fake(x, scale, zero_point, group_size, grid_name, *arguments)
+    return reference(x, scale, zero_point, group_size, grid_name, *arguments)
 
 
 def _fake(
@@ -418,16 +434,13 @@ def _fake(
     scale: Tensor | None,
     zero_point: Tensor | None,
     group_size: int,
-    mapping: str,
-    format: str,
-    low: float,
-    high: float,
+    grid_name: str,
     scale_dtype: torch.dtype,
     dtype: torch.dtype,
     inside: bool,
     after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    _checked(x, scale, zero_point, group_size, Grid(mapping, format, low, high))
+    _checked(x, scale, zero_point, group_size, Grid.named(grid_name))
     _check_dtypes(scale_dtype, dtype)
     rows, columns = x.shape
     shape = (rows, -(-columns // group_size), -(-group_size // 8)) if inside else (0,)
@@ -440,20 +453,17 @@ def _launch_gradients(
     scale: Tensor,
     zero_point: Tensor | None,
     group_size: int,
-    mapping: str,
-    format: str,
-    low: float,
-    high: float,
+    grid_name: str,
     constant_codes: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grid = _checked(x, scale, zero_point, group_size, Grid(mapping, format, low, high), grad)
+    grid = _checked(x, scale, zero_point, group_size, Grid.named(grid_name), grad)
     if _runs_triton(x, grid, group_size):
         ran("fake_quantize_gradients", "triton")
         return fake_quantize_triton.gradients(
             grad, x, scale, zero_point, group_size, grid, constant_codes
         )
     ran("fake_quantize_gradients", "torch")
-    return gradients_reference(grad, x, scale, zero_point, group_size, *grid, constant_codes)
+    return gradients_reference(grad, x, scale, zero_point, group_size, grid_name, constant_codes)
 
 
 def _fake_gradients(
@@ -462,13 +472,10 @@ def _fake_gradients(
     scale: Tensor,
     zero_point: Tensor | None,
     group_size: int,
-    mapping: str,
-    format: str,
-    low: float,
-    high: float,
+    grid_name: str,
     constant_codes: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _checked(x, scale, zero_point, group_size, Grid(mapping, format, low, high), grad)
+    _checked(x, scale, zero_point, group_size, Grid.named(grid_name), grad)
     of_scale = x.new_empty(scale.shape, dtype=torch.float32)
     return grad.new_empty(grad.shape), of_scale, torch.empty_like(of_scale)
 
@@ -476,15 +483,12 @@ def _fake_gradients(
 def _launch_codes(
     x: Tensor,
     group_size: int,
-    mapping: str,
-    format: str,
-    low: float,
-    high: float,
+    grid_name: str,
     scale_dtype: torch.dtype,
     code_dtype: torch.dtype,
     clips: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grid = _checked(x, None, None, group_size, Grid(mapping, format, low, high))
+    grid = _checked(x, None, None, group_size, Grid.named(grid_name))
     zero_dtype = _check_codes(grid, scale_dtype, code_dtype, clips)
     if _runs_triton(x, grid, group_size):
         ran("fake_quantize_codes", "triton")
@@ -494,22 +498,19 @@ def _launch_codes(
         )
     ran("fake_quantize_codes", "torch")
     if not x.numel():
-        return _fake_codes(x, group_size, *grid, scale_dtype, code_dtype, clips)
-    return codes_reference(x, group_size, *grid, scale_dtype, code_dtype, clips)
+        return _fake_codes(x, group_size, grid_name, scale_dtype, code_dtype, clips)
+    return codes_reference(x, group_size, grid_name, scale_dtype, code_dtype, clips)
 
 
 def _fake_codes(
     x: Tensor,
     group_size: int,
-    mapping: str,
-    format: str,
-    low: float,
-    high: float,
+    grid_name: str,
     scale_dtype: torch.dtype,
     code_dtype: torch.dtype,
     clips: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grid = _checked(x, None, None, group_size, Grid(mapping, format, low, high))
+    grid = _checked(x, None, None, group_size, Grid.named(grid_name))
     zero_dtype = _check_codes(grid, scale_dtype, code_dtype, clips)
     rows, columns = x.shape
     shape = rows, -(-columns // group_size)

@@ -30,14 +30,12 @@ SCHEMAS: dict[str, tuple[str, ...]] = {
     ),
     "fake_quantize": (
         "fake_quantize(Tensor x, Tensor? scale, Tensor? zero_point, SymInt group_size, str "
-        "mapping, str format, float low, float high, ScalarType scale_dtype, ScalarType dtype, "
-        "bool inside, Tensor? after=None) -> (Tensor, Tensor)",
-        "fake_quantize_codes(Tensor x, SymInt group_size, str mapping, str format, float low, "
-        "float high, ScalarType scale_dtype, ScalarType code_dtype, bool clips) -> (Tensor, Tensor,"
-        " Tensor)",
+        "grid_name, ScalarType scale_dtype, ScalarType dtype, bool inside, Tensor? after=None) -> "
+        "(Tensor, Tensor)",
+        "fake_quantize_codes(Tensor x, SymInt group_size, str grid_name, ScalarType scale_dtype, "
+        "ScalarType code_dtype, bool clips) -> (Tensor, Tensor, Tensor)",
         "fake_quantize_gradients(Tensor grad, Tensor x, Tensor scale, Tensor? zero_point, SymInt "
-        "group_size, str mapping, str format, float low, float high, bool constant_codes) -> "
-        "(Tensor, Tensor, Tensor)",
+        "group_size, str grid_name, bool constant_codes) -> (Tensor, Tensor, Tensor)",
     ),
     "grouped_linear": (
         "grouped_linear(Tensor x, Tensor codes, Tensor scale, Tensor? zero_point, Tensor offsets,"

@@ -79,7 +79,7 @@ def _agrees(run, case: Case, x: Tensor) -> bool:
     for parameters in ((None, None), (scale, zero_point)):
         for with_bits in (True, False):
             dtypes = (case.scale_dtype, case.dtype)
-            found, bits = run(x, *parameters, case.group_size, *case.grid, *dtypes, with_bits)
+            found, bits = run(x, *parameters, case.group_size, case.grid.name, *dtypes, with_bits)
             same &= equal_bits(found, values) and found.is_contiguous()
             if with_bits:
                 same &= torch.equal(unpack_inside(bits, case.group_size, x.shape[1]), inside)
@@ -94,7 +94,7 @@ def test_reference_is_the_maths_of_lowbit(case: Case) -> None:
 
 def codes_arguments(case: Case, x: Tensor, clips: bool) -> tuple:
     dtype = case.spec.unclamped_dtype(clips)
-    return (x, case.group_size, *case.grid, case.scale_dtype, dtype, clips)
+    return (x, case.group_size, case.grid.name, case.scale_dtype, dtype, clips)
 
 
 def _codes_agree(run, case: Case, x: Tensor) -> bool:
@@ -132,16 +132,16 @@ def test_codes_are_those_of_lowbit(case: Case) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({3: "e4m3", 2: "symmetric"}, ValueError, "e4m3"),
-        ({6: torch.float64}, TypeError, "float64"),
-        ({7: torch.int32}, TypeError, "int32"),
-        ({4: -128.0}, ValueError, "one step beyond, do not fit into torch.int8"),
-        ({7: torch.uint8}, ValueError, "-8 to 7.*uint8"),
+        ({2: "symmetric e4m3 -448 448"}, ValueError, "e4m3"),
+        ({3: torch.float64}, TypeError, "float64"),
+        ({4: torch.int32}, TypeError, "int32"),
+        ({2: "symmetric int8 -128 7"}, ValueError, "one step beyond, do not fit into torch.int8"),
+        ({4: torch.uint8}, ValueError, "-8 to 7.*uint8"),
         ({0: torch.ones(4)}, ValueError, "flatten"),
     ],
 )
 def test_errors_of_codes_name_what_is_wrong(change: dict, error: type, message: str) -> None:
-    arguments: list = [torch.ones(4, 4), 4, "symmetric", "int8", -8.0, 7.0]
+    arguments: list = [torch.ones(4, 4), 4, "symmetric int8 -8 7"]
     arguments += [torch.float32, torch.int8, True]
     for place, value in change.items():
         arguments[place] = value
@@ -199,7 +199,7 @@ def gradient_arguments(case: Case, device: str = "cpu", constant_codes: bool = F
     if case.spec.mapping == "half_integer":
         zero_point = scale * 0.5
     grad = torch.randn_like(x.float()).to(case.dtype)
-    return (grad, x, scale, zero_point, case.group_size, *case.grid, constant_codes)
+    return (grad, x, scale, zero_point, case.group_size, case.grid.name, constant_codes)
 
 
 @pytest.fixture(scope="module")
@@ -282,16 +282,18 @@ def test_output_dtype_is_rounded_once() -> None:
         ({0: torch.ones(4)}, ValueError, "flatten"),
         ({0: torch.ones(4, 4, dtype=torch.float64)}, TypeError, "float64"),
         ({3: 0}, ValueError, "group_size"),
-        ({4: "absmax"}, ValueError, "mapping"),
-        ({5: "int3"}, ValueError, "format"),
+        ({4: "absmax int8 -8 7"}, ValueError, "mapping"),
+        ({4: "symmetric int3 -8 7"}, ValueError, "format"),
+        ({4: "symmetric"}, ValueError, "a grid is named by mapping, format"),
+        ({4: "symmetric int8 least most"}, ValueError, "a grid is named by mapping, format"),
         ({1: torch.ones(1, 1)}, ValueError, "scale"),
-        ({4: "asymmetric", 1: torch.ones(4, 1)}, ValueError, "zero_point"),
-        ({8: torch.float64}, TypeError, "float64"),
-        ({5: "e4m3", 4: "asymmetric"}, ValueError, "float8"),
+        ({4: "asymmetric int8 -8 7", 1: torch.ones(4, 1)}, ValueError, "zero_point"),
+        ({5: torch.float64}, TypeError, "float64"),
+        ({4: "asymmetric e4m3 -448 448"}, ValueError, "float8"),
     ],
 )
 def test_errors_name_what_is_wrong(change: dict, error: type, message: str) -> None:
-    arguments: list = [torch.ones(4, 4), None, None, 4, "symmetric", "int8", -8.0, 7.0]
+    arguments: list = [torch.ones(4, 4), None, None, 4, "symmetric int8 -8 7"]
     arguments += [torch.float32, torch.float32, True]
     for place, value in change.items():
         arguments[place] = value
@@ -339,6 +341,11 @@ def test_cuda_gradients(case: Case) -> None:
     assert _gradients_agree(case, "cuda")
 
 
+def test_the_name_of_a_grid_says_all_of_it() -> None:
+    for case in CASES:
+        assert fake_quantize.Grid.named(case.grid.name) == case.grid
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", EXACT, ids=lambda c: c.name)
 def test_the_launcher_runs_calls_of_known_layouts(case: Case, monkeypatch) -> None:
@@ -348,7 +355,8 @@ def test_the_launcher_runs_calls_of_known_layouts(case: Case, monkeypatch) -> No
         found = _agrees(OP, case, case.x("cuda")) and _gradients_agree(case, "cuda")
         return found and (case not in INTEGERS or _codes_agree(CODES, case, case.x("cuda")))
 
-    assert agree()
+    for _ in range(2):  # the first call of an op makes the launcher its kernel
+        assert agree()
     for name in ("quantize", "codes", "gradients"):
         monkeypatch.setattr(fake_quantize.fake_quantize_triton, name, None)
     assert agree()
