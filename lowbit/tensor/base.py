@@ -72,6 +72,8 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     stored_as: ClassVar[str | None] = None
     """The key by which `lowbit.products` chooses the product of a frozen weight; None for other tensors."""
     _ops: ClassVar[dict[Any, Callable[..., Any]]] = {}
+    products: ClassVar[dict[Any, str]] = {}
+    """The functions that `computed` answers, and the names of the methods that compute them."""
     flat_from: tuple[int, ...] | None
     """Set on the result of `view(-1)`: the shape that it was flattened from. Such a tensor can be viewed back,
     moved, cloned and dequantized, and nothing else."""
@@ -372,10 +374,18 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # One frame of Python decides: FSDP2 and torch.compile ask for sizes and the like of each weight in each step.
+        if func in cls.products:
+            return cls.computed(func, args, kwargs or {})
         if func in _SPECIAL:
             return cls._special(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def computed(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """One of the functions in `products`."""
+        return getattr(cls, cls.products[func])(*args, **kwargs)
 
     @classmethod
     def _special(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -363,14 +363,12 @@ class FakeQuantizedTensor(MasterWeightTensor):
         return self.operand().to(self.dtype)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in cls.products:
-            kwargs = kwargs or {}
-            own = [x for x in (*args, *kwargs.values()) if isinstance(x, FakeQuantizedTensor)]
-            if own and all(weight.off == "all" for weight in own):
-                named = {name: _plain(x) for name, x in kwargs.items()}
-                return func(*(_plain(x) for x in args), **named)
-        return super().__torch_function__(func, types, args, kwargs)
+    def computed(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        own = [x for x in (*args, *kwargs.values()) if isinstance(x, FakeQuantizedTensor)]
+        if own and all(weight.off == "all" for weight in own):
+            named = {name: _plain(x) for name, x in kwargs.items()}
+            return func(*(_plain(x) for x in args), **named)
+        return super().computed(func, args, kwargs)
 
     def check_placement(self, param: Any) -> None:
         """Refuse parts that cut through a block: each would have its own scale, which `convert_` would not

@@ -303,13 +303,6 @@ class TrainableTensor(LowbitTensor):
         return {"scheme": scheme}
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        product = cls.products.get(func)
-        if product is not None:
-            return getattr(cls, product)(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
-
-    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__.startswith(_ON_LISTS):
             return cls.on_lists(func, args, kwargs or {})
