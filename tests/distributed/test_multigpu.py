@@ -133,7 +133,10 @@ def check_equal(found, expected, where):
     assert type(found) is type(expected), where
     if isinstance(expected, LowbitTensor):
         for name, t in expected.inner_tensors().items():
-            assert same_bits(getattr(found, name).cpu(), t.cpu()), (*where, name)
+            own = getattr(found, name)
+            if name == "scale_absmax":  # parts of columns have copies
+                t = t.repeat_interleave(own.shape[-1] // t.shape[-1], -1)
+            assert same_bits(own.cpu(), t.cpu()), (*where, name)
     else:
         assert same_bits(found.cpu(), expected.cpu()), where
 
@@ -278,8 +281,8 @@ def check_tensor_parallel(rank, world_size, dtype, sharded):
     for case in WEIGHTS:
         if case.column_step > 1 and 384 // world_size % case.column_step:
             continue
-        if case.name == "qat-e4m3-row":
-            continue  # refused: each part of the columns would choose a scale of its own for the row
+        if case.name in ("qat-e4m3-row", "qat-nvfp4"):
+            continue  # refused: each part would choose a scale of its own, for the row or for all
         if sharded and case.shares_rows and case.kind is not BitNetTensor:
             continue  # one scale for all rows of a part: FSDP2 cannot gather it
         where = (case.name, dtype, sharded)
