@@ -34,10 +34,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit_kernels import quantize_tokens_sm90
+from lowbit_kernels.launcher import called, planned_op
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import FLOATS, register
+from lowbit_kernels.library import FLOATS
 from lowbit_kernels.quantize_rowcol_triton import rounded_to_float8, takes
-from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
+from lowbit_kernels.triton_runtime import jit, launch, runs_on, stored_dtype, tl, triton
 
 FORMATS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 SMALLEST = 2.0**-126
@@ -57,7 +58,7 @@ def quantize_tokens(x: Tensor, format: str, *, tensorwise: bool = False) -> tupl
         TypeError: a dtype other than those above.
         ValueError: an unknown format, a shape other than [M, K], or int8 with ``tensorwise``.
     """
-    return torch.ops.lowbit.quantize_tokens(x, format, tensorwise)
+    return called(_op, x, format, tensorwise)
 
 
 def reference(x: Tensor, format: str, tensorwise: bool = False) -> tuple[Tensor, Tensor]:
@@ -230,19 +231,26 @@ def _by_triton(
     scale = x.new_empty((1 if tensorwise else m,), dtype=torch.float32)
     block = min(triton.next_power_of_2(codes.shape[1]), MOST_KEPT)
     warps = {"num_warps": 4 if block < 4096 else 8}
-    with torch.cuda.device_of(x):
-        found = scale
-        if tensorwise:
-            found = torch.zeros(1, dtype=torch.int32, device=x.device)
+    found = scale
+    if tensorwise:
+        found = torch.zeros(1, dtype=torch.int32, device=x.device)
+        with torch.cuda.device_of(x):
             _largest[(m,)](x, found, k, *x.stride(), BLOCK=block, **warps)
-        _kernel[(m,)](
-            *(x, found, codes, scale, k, codes.shape[1], *x.stride()),
-            IS_INT8=format == "int8",
-            TENSORWISE=tensorwise,
-            KEPT=codes.shape[1] <= block,
-            BLOCK=block,
+    launch(
+        "quantize_tokens",
+        (x,),
+        (codes, scale),
+        _kernel,
+        m,
+        (x, found, codes, scale, k, codes.shape[1], *x.stride()),
+        {
+            "IS_INT8": format == "int8",
+            "TENSORWISE": tensorwise,
+            "KEPT": codes.shape[1] <= block,
+            "BLOCK": block,
             **warps,
-        )
+        },
+    )
     return codes.to(dtype), scale
 
 
@@ -272,7 +280,7 @@ def _check(x: Tensor, format: str, tensorwise: bool) -> None:
         raise ValueError('tensorwise takes "e4m3", got "int8"; leave it out')
 
 
-register(
+_op = planned_op(
     "quantize_tokens",
     _launch,
     _fake,

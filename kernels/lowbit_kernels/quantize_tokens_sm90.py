@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from lowbit_kernels import nvrtc
+from lowbit_kernels import launcher, nvrtc
+from lowbit_kernels.launch_plan import Address, Buffer, Launch, Plan
 from lowbit_kernels.sources import FLOAT_MACROS, program
 
 DTYPES = {**FLOAT_MACROS, torch.int8: "INT8", torch.float8_e4m3fn: "E4M3"}
@@ -64,7 +65,14 @@ def quantize(x: Tensor, codes: Tensor, scale: Tensor, format: str) -> None:
     with torch.cuda.device_of(x):
         stream = torch.cuda.current_stream().cuda_stream
         addresses = (x.data_ptr(), x.stride(0), codes.data_ptr(), scale.data_ptr())
-        _kernel(variant, torch.cuda.current_device())(stream, m, threads, *addresses, k // VECTOR)
+        kernel = _kernel(variant, torch.cuda.current_device())
+        kernel(stream, m, threads, *addresses, k // VECTOR)
+    if x.is_cuda:
+        launcher.take_over("quantize_tokens")
+        arguments = (Address(0), x.stride(0), Address(1), Address(2), k // VECTOR)
+        results = Buffer((m, k), codes.dtype), Buffer((m,), torch.float32)
+        plan_of_call = Plan(results, (), (Launch(kernel, m, threads, arguments),))
+        launcher.learn("quantize_tokens", plan_of_call)
 
 
 def source(variant: Variant, primitives: tuple[str, ...] = ("ptx.cuh", "sm90.cuh")) -> str:

@@ -1,4 +1,4 @@
-"""The codes of experts' weights, transposed.
+"""The codes of weights, transposed.
 
     out[e, k, n] = codes[e, n, k] for k < K
 
@@ -6,7 +6,7 @@
     k      K, at most Kp
     out    like codes, [E, K, N rounded up to a multiple of 16], 0 in the padding
 
-So the gradient of an expert's input reads the codes of its output. PyTorch's copy of a transposed tensor moves single
+So the gradient of an input reads the codes of its output. PyTorch's copy of a transposed tensor moves single
 bytes; the Triton kernel moves tiles.
 """
 
@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowbit_kernels.launcher import called, planned_op
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import register
-from lowbit_kernels.triton_runtime import jit, runs_on, tl, triton
+from lowbit_kernels.triton_runtime import jit, launch, runs_on, tl, triton
 
 DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -30,7 +30,7 @@ def transpose_codes(codes: Tensor, k: int) -> Tensor:
         TypeError: another dtype.
         ValueError: another shape, or k beyond the columns.
     """
-    return torch.ops.lowbit.transpose_codes(codes, k)
+    return called(_op, codes, k)
 
 
 def reference(codes: Tensor, k: int) -> Tensor:
@@ -41,16 +41,17 @@ def reference(codes: Tensor, k: int) -> Tensor:
 
 
 @jit
-def _kernel(codes, out, n, k, width, width_t, across, BLOCK: tl.constexpr):
-    expert = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) // across * BLOCK + tl.arange(0, BLOCK)
-    column = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
+def _kernel(codes, out, n, k, width, width_t, across, tiles, BLOCK: tl.constexpr):
+    expert = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    row = tile // across * BLOCK + tl.arange(0, BLOCK)
+    column = tile % across * BLOCK + tl.arange(0, BLOCK)
     at = row[:, None] * width + column[None, :]
     inside = (row < n)[:, None] & (column < k)[None, :]
-    tile = tl.load(codes + expert * n * width + at, mask=inside, other=0)
+    found = tl.load(codes + expert * n * width + at, mask=inside, other=0)
     to = column[:, None] * width_t + row[None, :]
     wanted = (column < k)[:, None] & (row < width_t)[None, :]
-    tl.store(out + expert * k * width_t + to, tl.trans(tile), mask=wanted)
+    tl.store(out + expert * k * width_t + to, tl.trans(found), mask=wanted)
 
 
 def _launch(codes: Tensor, k: int) -> Tensor:
@@ -59,15 +60,22 @@ def _launch(codes: Tensor, k: int) -> Tensor:
         ran("transpose_codes", "torch")
         return reference(codes, k)
     ran("transpose_codes", "triton")
-    codes = codes.contiguous()
+    own = codes.contiguous()
     experts, n, width = codes.shape
     out = _allocate(codes, k)
     block = 32 if codes.device.type == "cpu" else 128
     across = triton.cdiv(k, block)
-    grid = (triton.cdiv(n, block) * across, experts)
-    with torch.cuda.device_of(codes):
-        as_bytes = codes.view(torch.uint8), out.view(torch.uint8)
-        _kernel[grid](*as_bytes, n, k, width, out.shape[2], across, BLOCK=block, num_warps=8)
+    tiles = triton.cdiv(n, block) * across
+    as_bytes = own.view(torch.uint8), out.view(torch.uint8)
+    launch(
+        "transpose_codes",
+        (codes,),
+        (out,),
+        _kernel,
+        tiles * experts,
+        (*as_bytes, n, k, width, out.shape[2], across, tiles),
+        {"BLOCK": block, "num_warps": 8},
+    )
     return out
 
 
@@ -92,4 +100,4 @@ def _check(codes: Tensor, k: int) -> None:
         )
 
 
-register("transpose_codes", _launch, _fake)
+_op = planned_op("transpose_codes", _launch, _fake)

@@ -66,8 +66,8 @@ def launch(
         operands: its tensors, in order, as the call got them.
         results: the contiguous tensors that it returns.
         programs: of the kernel's grid.
-        arguments: of the kernel. With a tensor that is neither an operand nor a result, such as a copy, Python launches
-            the next call too.
+        arguments: of the kernel. With a tensor that begins where no operand or result does, such as a copy, Python
+            launches the next call too.
         constants: the kernel's ``tl.constexpr`` and ``num_warps``.
     """
     with torch.cuda.device_of(results[0]):
@@ -102,7 +102,8 @@ def _words(
             continue
         value = arguments[name]
         if isinstance(value, Tensor):
-            numbers = [i for i, t in enumerate(tensors) if t is value]
+            at = value.data_ptr()
+            numbers = [i for i, t in enumerate(tensors) if t is not None and t.data_ptr() == at]
             if not numbers:
                 return None
             words.append(Address(numbers[0]))

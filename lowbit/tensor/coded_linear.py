@@ -36,6 +36,7 @@ from lowbit.tensor.low_bit_linear import (
     low_bit_product,
     of_last_input,
     quantized_gradient,
+    transposed,
 )
 from lowbit.tracer import Note
 from lowbit.train_scheme import MixedPrecision
@@ -139,11 +140,6 @@ def constant_input(x: Tensor, spec: Spec, scale: Tensor) -> tuple[Tensor, Tensor
     return codes, _Inside.apply(x, inside)
 
 
-def transposed_codes(codes: Tensor, k: int) -> Tensor:
-    """The first k columns of codes [N, K16] as codes [k, N16]."""
-    return kernels.transpose_codes.transpose_codes(codes.unsqueeze(0), k).squeeze(0)
-
-
 # ---- the product -----------------------------------------------------------------------------------------------------
 
 
@@ -182,7 +178,7 @@ def coded_linear(
         found = dynamic_input(flat, x, spec, product, turned_as)
     else:
         codes, handle, scale = static.coded(flat)
-        columns = (transposed_codes(codes, k), scale.view(1)) if turned_as else None
+        columns = (transposed(codes, k), scale.view(1)) if turned_as else None
         found = CodedInput(codes, scale, handle, columns)
     how = _How(product, weight.scheme.weight, gradients, note, x.dtype, own.handle.dtype)
     kept = (None, None) if found.turned is None else found.turned
@@ -249,7 +245,7 @@ def _grad_input(
     if codes is None or how.gradients is None:
         tracer.record(how.note, "grad_input", grad.dtype)
         return grad @ how.spec.dequantize(*weight, None, shape, grad.dtype)
-    turned = transposed_codes(weight[0], shape[1])
+    turned = transposed(weight[0], shape[1])
     fmt = how.gradients.backward_format
     return low_bit_product(how.note, "grad_input", fmt, codes, (turned, None), how.dtype)
 

@@ -160,8 +160,7 @@ def seed_of(grad: Tensor, seed: int) -> Tensor:
 
 def transposed(codes: Tensor, columns: int) -> Tensor:
     """The first `columns` columns of codes [N, K16] as codes [columns, N16]."""
-    turned = codes.view(torch.uint8)[:, :columns].t()
-    return F.pad(turned, (0, -codes.shape[0] % 16)).contiguous().view(codes.dtype)
+    return kernels.transpose_codes.transpose_codes(codes.unsqueeze(0), columns).squeeze(0)
 
 
 def low_bit_product(
