@@ -66,8 +66,8 @@ def launch(
         operands: its tensors, in order, as the call got them.
         results: the contiguous tensors that it returns.
         programs: of the kernel's grid.
-        arguments: of the kernel. With a tensor that begins where no operand or result does, such as a copy, Python
-            launches the next call too.
+        arguments: of the kernel. Python launches the next call too if a tensor begins where no operand or result does,
+            such as a copy, or where two of them do.
         constants: the kernel's ``tl.constexpr`` and ``num_warps``.
     """
     with torch.cuda.device_of(results[0]):
@@ -78,7 +78,6 @@ def launch(
     named = dict(zip(kernel.arg_names, arguments, strict=False))
     words = _words(compiled, named, (*operands, *results))
     if words is None:
-        launcher.learn(op, None)
         return
     _launched[compiled.function] = compiled
     found = compiled.metadata
@@ -104,8 +103,8 @@ def _words(
         if isinstance(value, Tensor):
             at = value.data_ptr()
             numbers = [i for i, t in enumerate(tensors) if t is not None and t.data_ptr() == at]
-            if not numbers:
-                return None
+            if not numbers or (len(numbers) > 1 and value.numel()):
+                return None  # a copy, or one of two operands that may differ in another call
             words.append(Address(numbers[0]))
         else:
             words.append(value)

@@ -374,6 +374,7 @@ def test_launches_of_triton_that_are_not_planned():
     arguments = {"x": x.clone(), "rows": 7, "one": 1, "out": out}
     assert triton_runtime._words(compiled(), arguments, (x, out)) is None  # of a copy
     arguments["x"] = x
+    assert triton_runtime._words(compiled(), arguments, (x, x, out)) is None  # may differ later
     for name, value in (("num_ctas", 2), ("global_scratch_size", 64), ("profile_scratch_size", 8)):
         assert triton_runtime._words(compiled(**{name: value}), arguments, (x, out)) is None
 
