@@ -129,10 +129,10 @@ def take_over(name: str) -> None:
             _launcher = _launcher or _for_cuda()
             schema = str(getattr(torch.ops.lowbit, name).default._schema)
             number = register(_launcher, len(_numbers), name, letters(schema), b"CUDA")
-        except (RuntimeError, OSError, AttributeError) as error:
+        except (RuntimeError, OSError, AttributeError, KeyError) as error:
             warn_once(
                 "launcher",
-                f"lowbit's launcher cannot be used, so a product takes about 100 us more of the host's time: {error}. "
+                f"lowbit's launcher cannot be used, so a call takes about 100 us more of the host's time: {error!r}. "
                 "Install g++ or clang++, or name a compiler in $CXX",
             )
         _numbers[name] = number

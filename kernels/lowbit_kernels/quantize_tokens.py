@@ -196,7 +196,7 @@ def codes_of(
 
     `dtype` must represent them exactly: float16 does; bfloat16 does for "int8".
     """
-    return _implementation(x, format, tensorwise)[1](x, format, dtype, tensorwise)
+    return _implementation(x, format, tensorwise)[1](x, format, dtype, tensorwise, None)
 
 
 def _implementation(
@@ -210,21 +210,23 @@ def _implementation(
     return "torch", _by_torch
 
 
-def _by_sm90(x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool) -> tuple[Tensor, Tensor]:
+def _by_sm90(
+    x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool, op: str | None
+) -> tuple[Tensor, Tensor]:
     codes, scale = x.new_empty(x.shape, dtype=dtype), x.new_empty(len(x), dtype=torch.float32)
-    quantize_tokens_sm90.quantize(x, codes, scale, format)
+    quantize_tokens_sm90.quantize(x, codes, scale, format, op)
     return codes, scale
 
 
 def _by_torch(
-    x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool
+    x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool, op: str | None
 ) -> tuple[Tensor, Tensor]:
     codes, scale = reference(x, format, tensorwise)
     return codes.to(dtype), scale
 
 
 def _by_triton(
-    x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool
+    x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool, op: str | None
 ) -> tuple[Tensor, Tensor]:
     m, k = x.shape
     codes = x.new_empty((m, k + -k % 16), dtype=stored_dtype(dtype, x.device))
@@ -237,7 +239,7 @@ def _by_triton(
         with torch.cuda.device_of(x):
             _largest[(m,)](x, found, k, *x.stride(), BLOCK=block, **warps)
     launch(
-        "quantize_tokens",
+        op,
         (x,),
         (codes, scale),
         _kernel,
@@ -258,7 +260,7 @@ def _launch(x: Tensor, format: str, tensorwise: bool = False) -> tuple[Tensor, T
     _check(x, format, tensorwise)
     name, quantize = _implementation(x, format, tensorwise)
     ran("quantize_tokens", name)
-    return quantize(x, format, FORMATS[format], tensorwise)
+    return quantize(x, format, FORMATS[format], tensorwise, "quantize_tokens")
 
 
 def _fake(x: Tensor, format: str, tensorwise: bool = False) -> tuple[Tensor, Tensor]:

@@ -54,10 +54,11 @@ def plan(k: int) -> tuple[int, int]:
     return own, -(-vectors // (own * 32)) * 32
 
 
-def quantize(x: Tensor, codes: Tensor, scale: Tensor, format: str) -> None:
+def quantize(x: Tensor, codes: Tensor, scale: Tensor, format: str, op: str | None = None) -> None:
     """Write codes [M, K] and scale [M] of an x for which `takes` holds.
 
-    `format` is "int8" or "e4m3". `codes` has the format's dtype, or is float16, or for "int8" bfloat16.
+    `format` is "int8" or "e4m3". `codes` has the format's dtype, or is float16, or for "int8" bfloat16. `op`: the
+    planned op whose call this is all of.
     """
     m, k = x.shape
     own, threads = plan(k)
@@ -67,12 +68,12 @@ def quantize(x: Tensor, codes: Tensor, scale: Tensor, format: str) -> None:
         addresses = (x.data_ptr(), x.stride(0), codes.data_ptr(), scale.data_ptr())
         kernel = _kernel(variant, torch.cuda.current_device())
         kernel(stream, m, threads, *addresses, k // VECTOR)
-    if x.is_cuda:
-        launcher.take_over("quantize_tokens")
+    if op is not None and x.is_cuda:
+        launcher.take_over(op)
         arguments = (Address(0), x.stride(0), Address(1), Address(2), k // VECTOR)
         results = Buffer((m, k), codes.dtype), Buffer((m,), torch.float32)
         plan_of_call = Plan(results, (), (Launch(kernel, m, threads, arguments),))
-        launcher.learn("quantize_tokens", plan_of_call)
+        launcher.learn(op, plan_of_call)
 
 
 def source(variant: Variant, primitives: tuple[str, ...] = ("ptx.cuh", "sm90.cuh")) -> str:

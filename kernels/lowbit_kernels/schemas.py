@@ -81,7 +81,7 @@ SCHEMAS: dict[str, tuple[str, ...]] = {
         "ternary_mm(Tensor a, Tensor packed, Tensor a_scale, Tensor b_scale, Tensor? bias, "
         "ScalarType out_dtype) -> Tensor",
     ),
-    "transpose_codes": ("transpose_codes(Tensor codes, SymInt k) -> Tensor",),
+    "transpose_codes": ("transpose_codes(Tensor codes, SymInt k, Tensor? after=None) -> Tensor",),
     "weight_linear": (
         "weight_linear(Tensor x, Tensor codes, Tensor scale, Tensor? zero_point, Tensor? bias, "
         "Tensor? residual, int group_size) -> Tensor",

@@ -6,8 +6,8 @@
     k      K, at most Kp
     out    like codes, [E, K, N rounded up to a multiple of 16], 0 in the padding
 
-So the gradient of an input reads the codes of its output. PyTorch's copy of a transposed tensor moves single
-bytes; the Triton kernel moves tiles.
+So the product for the input's gradient reads the codes that the forward product reads. PyTorch's copy of a transposed
+tensor moves single bytes; the Triton kernel moves tiles.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ from lowbit_kernels.triton_runtime import jit, launch, runs_on, tl, triton
 DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def transpose_codes(codes: Tensor, k: int) -> Tensor:
+def transpose_codes(codes: Tensor, k: int, after: Tensor | None = None) -> Tensor:
     """The transposed codes; shapes, dtypes and the formula are in the module's docstring.
+
+    ``after``: not read. Given the gradient, it makes torch.compile transpose in the backward pass. Otherwise the
+    forward pass may do so, and keep the result until then.
 
     Raises:
         TypeError: another dtype.
         ValueError: another shape, or k beyond the columns.
     """
-    return called(_op, codes, k)
+    return called(_op, codes, k, after)
 
 
-def reference(codes: Tensor, k: int) -> Tensor:
+def reference(codes: Tensor, k: int, after: Tensor | None = None) -> Tensor:
     """The formula in PyTorch ops, on any device."""
     _check(codes, k)
     own = codes.view(torch.uint8)[..., :k].mT
@@ -54,7 +57,7 @@ def _kernel(codes, out, n, k, width, width_t, across, tiles, BLOCK: tl.constexpr
     tl.store(out + expert * k * width_t + to, tl.trans(found), mask=wanted)
 
 
-def _launch(codes: Tensor, k: int) -> Tensor:
+def _launch(codes: Tensor, k: int, after: Tensor | None = None) -> Tensor:
     _check(codes, k)
     if not (codes.numel() and k and runs_on(codes.device)):
         ran("transpose_codes", "torch")
@@ -69,7 +72,7 @@ def _launch(codes: Tensor, k: int) -> Tensor:
     as_bytes = own.view(torch.uint8), out.view(torch.uint8)
     launch(
         "transpose_codes",
-        (codes,),
+        (codes, after),
         (out,),
         _kernel,
         tiles * experts,
@@ -84,7 +87,7 @@ def _allocate(codes: Tensor, k: int) -> Tensor:
     return codes.new_empty((experts, k, n + -n % 16))
 
 
-def _fake(codes, k) -> Tensor:
+def _fake(codes, k, after=None) -> Tensor:
     _check(codes, k)
     return _allocate(codes, k)
 

@@ -6,6 +6,7 @@ function, so modules of ops need no condition around their kernels.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ def runs_on(device: torch.device) -> bool:
 
 
 def stored_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype in which a kernel writes a result of ``dtype``; the launcher converts it afterwards.
+    """The dtype in which a kernel writes a result of ``dtype``; the op converts it afterwards.
 
     The interpreter (triton 3.7) truncates float32 to bfloat16, where a GPU rounds to nearest even.
     """
@@ -51,7 +52,7 @@ _launched: dict[int, Any] = {}
 
 
 def launch(
-    op: str,
+    op: str | None,
     operands: Sequence[Tensor | None],
     results: Sequence[Tensor],
     kernel: Any,
@@ -59,10 +60,11 @@ def launch(
     arguments: tuple[Tensor | int, ...],
     constants: dict[str, Any],
 ) -> None:
-    """Launch a kernel that does all of a call of a planned op. On CUDA the launcher does so from the next call on.
+    """Launch a kernel that does all of a call of a planned op. On CUDA the launcher does so from the next call on, and
+    from the one after that where this is the op's first call in the process, which only brings the launcher in.
 
     Args:
-        op: its name.
+        op: its name; None where the call is that of another op, which Python runs.
         operands: its tensors, in order, as the call got them.
         results: the contiguous tensors that it returns.
         programs: of the kernel's grid.
@@ -72,7 +74,10 @@ def launch(
     """
     with torch.cuda.device_of(results[0]):
         compiled = kernel[(programs,)](*arguments, **constants)
-    if not results[0].is_cuda or torch.version.hip:
+    plannable = (
+        compiled is not None and results[0].is_cuda
+    )  # nothing comes back from the interpreter
+    if op is None or not plannable or torch.version.hip or not _is_known():
         return
     launcher.take_over(op)
     named = dict(zip(kernel.arg_names, arguments, strict=False))
@@ -88,12 +93,19 @@ def launch(
     launcher.learn(op, Plan(buffers, (), (one,)))
 
 
+@functools.cache
+def _is_known() -> bool:
+    """Whether this version of Triton passes its kernels what `_words` says; later ones may pass more."""
+    return tuple(map(int, triton.__version__.split(".")[:2])) in ((3, 6), (3, 7))
+
+
 def _words(
     compiled: Any, arguments: dict[str, Tensor | int], tensors: Sequence[Tensor | None]
 ) -> tuple[int | Address, ...] | None:
     """What the compiled kernel takes; None where it cannot be planned."""
     found = compiled.metadata
-    if found.num_ctas != 1 or found.global_scratch_size or found.profile_scratch_size:
+    scratch = found.global_scratch_size or found.profile_scratch_size
+    if found.num_ctas != 1 or scratch or found.launch_cooperative_grid or found.launch_pdl:
         return None
     words: list[int | Address] = []
     for name, kind in compiled.src.signature.items():

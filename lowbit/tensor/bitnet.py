@@ -334,7 +334,7 @@ class _Linear(torch.autograd.Function):
             ternary, scale = weight.ternary(scale)
             tracer.record(note, "grad_input", "int8" if rows else grad.dtype)
             if rows:
-                turned = transposed(ternary, ternary.shape[1])
+                turned = transposed(ternary, ternary.shape[1], after=grad)
                 both = scales, scale.view(1)
                 grad_x = kernels.scaled_mm.scaled_mm(
                     codes, turned, *both, out_dtype=_narrow(ctx.dtype)

@@ -18,7 +18,7 @@ from lowbit.scheme import crop
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.float8_tensor import Float8Tensor
 from lowbit.tensor.fsdp import Wire, as_bytes
-from lowbit.tensor.low_bit_linear import Codes
+from lowbit.tensor.low_bit_linear import Codes, transposed
 from lowbit.tensor.mixed_precision import MixedPrecisionTensor
 from lowbit.tensor.trainable import GatheredForm
 from lowbit.train_scheme import BLOCK, BLOCK_ACTIVATION, BLOCK_WEIGHT, Float8BlockMixedPrecision
@@ -42,7 +42,7 @@ class BlockMixedPrecisionTensor(MixedPrecisionTensor):
         codes, scale, _, _ = self._quantize(self.weight, columns=False)
         return codes, scale
 
-    def transposed_codes(self) -> Codes:
+    def transposed_codes(self, after: Tensor | None = None) -> Codes:
         """The weight [N, K] as the product for the input's gradient reads it: codes [K, N128] and the scales of
         tiles."""
         _, _, codes, scale = self._quantize(self.weight, rows=False)
@@ -114,10 +114,11 @@ class GatheredBlocks(GatheredForm, BlockMixedPrecisionTensor):
     def row_codes(self) -> Codes:
         return self.codes, self.scale
 
-    def transposed_codes(self) -> Codes:
-        codes = F.pad(as_bytes(self.codes), (0, 0, 0, -self.shape[0] % BLOCK))
-        codes = codes[:, : self.shape[1]].t().contiguous()
-        return codes.view(self.codes.dtype), self.scale.t().contiguous()
+    def transposed_codes(self, after: Tensor | None = None) -> Codes:
+        codes = self.codes
+        if extra := -self.shape[0] % BLOCK:
+            codes = F.pad(as_bytes(codes), (0, 0, 0, extra)).view(codes.dtype)
+        return transposed(codes, self.shape[1], after), self.scale.t().contiguous()
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         *experts, n, k = shape

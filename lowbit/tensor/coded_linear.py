@@ -245,7 +245,7 @@ def _grad_input(
     if codes is None or how.gradients is None:
         tracer.record(how.note, "grad_input", grad.dtype)
         return grad @ how.spec.dequantize(*weight, None, shape, grad.dtype)
-    turned = transposed(weight[0], shape[1])
+    turned = transposed(weight[0], shape[1], after=grad)
     fmt = how.gradients.backward_format
     return low_bit_product(how.note, "grad_input", fmt, codes, (turned, None), how.dtype)
 

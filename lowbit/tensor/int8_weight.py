@@ -261,14 +261,14 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         """Codes [E, N, K16] and scale [E, N] of experts."""
         return F.pad(self.codes, (0, -self.shape[-1] % 16)), self.scale.squeeze(-1)
 
-    def expert_codes_t(self, scale: Tensor | None = None) -> Codes:
+    def expert_codes_t(self, scale: Tensor | None = None, after: Tensor | None = None) -> Codes:
         """Codes [E, K, N16] of their transposes, and the same scales."""
-        codes = kernels.transpose_codes.transpose_codes(self.codes, self.shape[-1])
+        codes = kernels.transpose_codes.transpose_codes(self.codes, self.shape[-1], after)
         return codes, self.scale.squeeze(-1)
 
-    def transposed_codes(self) -> tuple[Tensor, Tensor]:
+    def transposed_codes(self, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Codes [K, N16] of the transpose, and scale [N]."""
-        return transposed(self.codes, self.shape[1]), self.scale.view(-1)
+        return transposed(self.codes, self.shape[1], after), self.scale.view(-1)
 
     def values_again(self, dtype: torch.dtype) -> Tensor:
         """`dequantize` by another op. torch.compile would merge the same op with that of the forward pass, and keep

@@ -92,7 +92,7 @@ class _Grouped(torch.autograd.Function):
         if rows or columns:
             w_codes: Any = None
             if rows:
-                w_codes, w_scale = weight.expert_codes_t(w_scale)
+                w_codes, w_scale = weight.expert_codes_t(w_scale, after=grad)
             else:
                 w_scale = None
             seed = seed_of(grad, scheme.seed) if scheme.rounds_stochastically else None

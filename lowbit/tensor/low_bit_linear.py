@@ -110,7 +110,7 @@ class _Linear(torch.autograd.Function):
         fmt, one_scale = scheme.backward_format, scheme.one_scale
         grad_x = grad_weight = grad_bias = factor = None
         if rows:
-            turned, w_scale = weight.transposed_codes()
+            turned, w_scale = weight.transposed_codes(after=grad)
             # Scales of rows move into the gradient; shards have several, also tensorwise. Those of blocks stay.
             if w_scale.numel() > 1 and not scheme.in_blocks:
                 factor, w_scale, one_scale = w_scale, None, False
@@ -158,9 +158,9 @@ def seed_of(grad: Tensor, seed: int) -> Tensor:
     return found + seed * 0x9E3779B1 if seed else found  # each operation takes time of the host
 
 
-def transposed(codes: Tensor, columns: int) -> Tensor:
-    """The first `columns` columns of codes [N, K16] as codes [columns, N16]."""
-    return kernels.transpose_codes.transpose_codes(codes.unsqueeze(0), columns).squeeze(0)
+def transposed(codes: Tensor, columns: int, after: Tensor | None = None) -> Tensor:
+    """The first `columns` columns of codes [N, K16] as codes [columns, N16]; `after` as of the kernel."""
+    return kernels.transpose_codes.transpose_codes(codes.unsqueeze(0), columns, after).squeeze(0)
 
 
 def low_bit_product(

@@ -56,8 +56,9 @@ class MixedPrecisionTensor(MasterWeightTensor):
         )
         return codes, scale
 
-    def transposed_codes(self) -> tuple[Tensor, Tensor]:
-        """The codes of `row_codes`, transposed, [K, N16], and its scales.
+    def transposed_codes(self, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The codes of `row_codes`, transposed, [K, N16], and its scales. `after`: the gradient, as of
+        `lowbit_kernels.transpose_codes`.
 
         One op makes them from the weight. torch.compile would merge `row_codes` with that of the forward pass, and keep
         its codes meanwhile.
@@ -76,7 +77,7 @@ class MixedPrecisionTensor(MasterWeightTensor):
         """The experts [E, N, K] as the output's product reads them: codes [E, N, K16], scale [E, N]."""
         return kernels.quantize_experts.quantize_experts(self.weight, self.scheme.forward_format)
 
-    def expert_codes_t(self, scale: Tensor | None = None) -> Codes:
+    def expert_codes_t(self, scale: Tensor | None = None, after: Tensor | None = None) -> Codes:
         """The same codes as the product for the input's gradient reads them: [E, K, N16], and the same scales, which
         `expert_codes` may have given."""
         return kernels.quantize_experts.quantize_experts(
@@ -130,12 +131,12 @@ class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
     def expert_codes(self) -> Codes:
         return self.codes, self.scale.squeeze(-1)
 
-    def expert_codes_t(self, scale: Tensor | None = None) -> Codes:
-        codes = kernels.transpose_codes.transpose_codes(self.codes, self.shape[-1])
+    def expert_codes_t(self, scale: Tensor | None = None, after: Tensor | None = None) -> Codes:
+        codes = kernels.transpose_codes.transpose_codes(self.codes, self.shape[-1], after)
         return codes, self.scale.squeeze(-1)
 
-    def transposed_codes(self) -> tuple[Tensor, Tensor]:
-        return transposed(self.codes, self.shape[1]), self.scale.view(-1)
+    def transposed_codes(self, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return transposed(self.codes, self.shape[1], after), self.scale.view(-1)
 
     def values(self) -> Tensor:
         return self.dequantize()

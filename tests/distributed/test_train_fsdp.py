@@ -22,11 +22,19 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import lowbit
-from lowbit import BitNet, Int8Weight, MixedPrecisionTensor, train
+from lowbit import (
+    BitNet,
+    Float8MixedPrecision,
+    Int8MixedPrecision,
+    Int8Weight,
+    MixedPrecisionTensor,
+    train,
+)
 from lowbit.tensor.mixed_precision import GatheredMixedPrecision
 from lowbit.testing.fsdp2 import shard
 from lowbit.testing.launch import launch
 from lowbit_kernels import launches
+from recipes.llama import Llama, LlamaConfig
 from tests.distributed.test_tensor_fsdp import recorded_gathers
 from tests.scaled_products import scaled_products
 from tests.traced import low_bit
@@ -188,6 +196,30 @@ def check_training(rank, world_size):
         local = model.first.weight.to_local()
         assert isinstance(local, MixedPrecisionTensor) and local.master().dtype is torch.float32
         assert abs(losses[1] - losses[0]) < 0.03 * losses[0], losses
+    return True
+
+
+def check_where_codes_are_transposed(rank, world_size):
+    """In the backward pass also of a compiled block, whose forward pass would keep the result until then."""
+    config = LlamaConfig(
+        vocab_size=64, dim=64, layers=2, heads=4, kv_heads=2, hidden=128, context=16
+    )
+    for scheme in (Int8MixedPrecision(always=True), Float8MixedPrecision(always=True)):
+        torch._dynamo.reset()
+        model = Llama(config)
+        train.prepare_(model, {"head": None, "*": scheme})
+        for block in model.blocks:
+            block.compile(dynamic=False, backend="aot_eager_decomp_partition")
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (world_size,)))
+            module.set_force_sum_reduction_for_comms(True)
+        with launches.counted() as forward:
+            y = model(torch.arange(32).view(2, 16))
+        with launches.counted() as backward:
+            y.float().sum().backward()
+        assert ("scaled_mm", "int8 torch") in forward or ("scaled_mm", "float8 torch") in forward
+        transpositions = ("transpose_codes", "torch")
+        assert forward[transpositions] == 0 and backward[transpositions] == 14, (forward, backward)
     return True
 
 
@@ -390,6 +422,7 @@ CHECKS = [
     check_bytes_on_the_wire,
     check_training,
     check_compiled,
+    check_where_codes_are_transposed,
     check_state_dicts,
     check_traced_and_refused,
     check_experts,

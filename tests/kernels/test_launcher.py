@@ -355,7 +355,8 @@ def test_the_exception_of_python_reaches_the_caller():
 
 def compiled(**changes) -> SimpleNamespace:
     """What Triton tells of a compiled kernel with the arguments x, rows, one, out and SIZE; `one` was 1."""
-    scratch = {"num_ctas": 1, "global_scratch_size": 0, "profile_scratch_size": 0, **changes}
+    scratch = {"num_ctas": 1, "global_scratch_size": 0, "profile_scratch_size": 0}
+    scratch |= {"launch_cooperative_grid": False, "launch_pdl": False, **changes}
     kinds = {"x": "*fp32", "rows": "i32", "one": "constexpr", "out": "*fp32", "SIZE": "constexpr"}
     return SimpleNamespace(
         metadata=SimpleNamespace(**scratch), src=SimpleNamespace(signature=kinds)
@@ -375,7 +376,9 @@ def test_launches_of_triton_that_are_not_planned():
     assert triton_runtime._words(compiled(), arguments, (x, out)) is None  # of a copy
     arguments["x"] = x
     assert triton_runtime._words(compiled(), arguments, (x, x, out)) is None  # may differ later
-    for name, value in (("num_ctas", 2), ("global_scratch_size", 64), ("profile_scratch_size", 8)):
+    others = {"num_ctas": 2, "global_scratch_size": 64, "profile_scratch_size": 8}
+    others |= {"launch_cooperative_grid": True, "launch_pdl": True}
+    for name, value in others.items():
         assert triton_runtime._words(compiled(**{name: value}), arguments, (x, out)) is None
 
 
