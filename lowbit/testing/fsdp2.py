@@ -36,7 +36,8 @@ def shard(model: Any, dtype: torch.dtype | None = None, mesh: DeviceMesh | None 
     """`fully_shard` of both layers and the model over `mesh`; None: over all processes. `dtype`: in which the
     parameters are gathered."""
     if mesh is None:
-        mesh = init_device_mesh(model.first.weight.device.type, (dist.get_world_size(),))
+        device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype)
     for module in (model.first, model.second, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
