@@ -29,7 +29,8 @@ def tiny(candidate: ShardedCandidate) -> ShardedCandidate:
     scheme = candidate.scheme
     if isinstance(scheme, TrainingScheme):
         scheme = replace(scheme, always=True)
-    return replace(candidate, config=CONFIG, device="cpu", compile=False, scheme=scheme)
+    config = replace(CONFIG, recompute=candidate.config.recompute)
+    return replace(candidate, config=config, device="cpu", compile=False, scheme=scheme)
 
 
 def low_bit() -> ShardedCandidate:
@@ -45,7 +46,8 @@ def all_costs(rank: int, world_size: int) -> dict[str, ShardedCost]:
 def test_low_bit_weights_travel_in_a_byte_and_products_run() -> None:
     ranks = launch(all_costs, 2)
     found = {name: ShardedCost.joined([costs[name] for costs in ranks]) for name in ranks[0]}
-    assert list(found) == ["bf16", *train_fsdp.SCHEMES]
+    recomputed = ["int8, recomputed", "float8 rowwise, recomputed"]
+    assert list(found) == ["bf16", *train_fsdp.SCHEMES, *recomputed]
     elements = 2 * 2 * BLOCK + REST  # two blocks, gathered in forward and in backward
     for name, cost in found.items():
         assert cost.parameters == 2 * BLOCK + REST and cost.gathered == elements, name
