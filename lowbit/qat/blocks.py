@@ -110,6 +110,9 @@ class _Settings:
         for name in ("lr", "scale_lr"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
+        for name in ("epochs", "batches_per_step"):
+            if not isinstance(getattr(self, name), int):
+                raise TypeError(f"{name} must be an int, got {getattr(self, name)!r}")
         if self.epochs < 0 or self.batches_per_step < 1:
             raise ValueError(
                 f"epochs={self.epochs}, batches_per_step={self.batches_per_step}; accepted: at least 0 and at least 1"

@@ -35,7 +35,8 @@ class Distillation:
         model: a model prepared by `lowbit.qat.prepare_`. Compiled, sharded by FSDP2 and wrapped ones work too.
         teacher: a module, or any callable with the model's arguments. None: the model itself with fake quantization
             off and, where PEFT has added adapters, without them.
-        temperature, kl_weight, ignore_index: see `distillation_loss`.
+        temperature, kl_weight, ignore_index: see `distillation_loss`. At the default `kl_weight` of 1 there is no
+            cross-entropy, and labels only say which tokens count.
         hidden_weight: factor of a third term, the relative squared error of hidden states: the mean over layers of
             Σ (h − h_teacher)² / Σ h_teacher², over counted tokens. Outputs must have `hidden_states`, tensors
             [..., tokens, width]; models of transformers are asked for them by output_hidden_states=True.
@@ -44,7 +45,7 @@ class Distillation:
 
     Raises:
         TypeError: `model` is no module, or `teacher` cannot be called.
-        ValueError: a number out of range.
+        ValueError: a number out of range, or a teacher that is the model itself.
     """
 
     def __init__(
@@ -61,6 +62,11 @@ class Distillation:
         check_module(model)
         if teacher is not None and not callable(teacher):
             raise TypeError(f"teacher must be a module, a function or None, got {teacher!r}")
+        if teacher is model:
+            raise ValueError(
+                "the teacher is the prepared model itself, whose rounded outputs would teach themselves; leave it out, "
+                "and the model teaches with fake quantization off, or give a copy made before prepare_"
+            )
         if not temperature > 0 or not 0 <= kl_weight <= 1 or not hidden_weight >= 0:
             raise ValueError(
                 f"temperature={temperature}, kl_weight={kl_weight}, hidden_weight={hidden_weight}; accepted: a "

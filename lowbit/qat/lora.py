@@ -11,7 +11,8 @@ Where the base weight is not prepared any more, the forward is PEFT's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,24 +72,46 @@ def name_adapters(report: Report, model: nn.Module, adapters: set[nn.Module], no
 # ---- the layers of a model -------------------------------------------------------------------------------------------
 
 
-def layers_of(model: nn.Module, targets: Iterable[Target]) -> dict[int, nn.Module]:
-    """id of a target's weight → the LoRA layer around the module that holds it.
-
-    Raises:
-        NotImplementedError: adapters that cannot be merged into a rounded weight, by name.
-        ValueError: `model` is such a layer itself, which no module holds.
-    """
+def _around(model: nn.Module) -> dict[nn.Module, tuple[str, nn.Module]]:
+    """Each module inside of a base layer → the name of the layer of PEFT around it, and that layer."""
     around: dict[nn.Module, tuple[str, nn.Module]] = {}
     for prefix, module in model.named_modules():
         if is_tuner(module):
             for part in _base(module).modules():
                 around.setdefault(part, (prefix, module))
+    return around
+
+
+def warn_of_files(model: nn.Module, learned: Iterable[Sequence[Owner]]) -> None:
+    """Warn where modules with learned scales are base layers of PEFT. `learned`: the owners of each weight."""
+    around = _around(model)
+    if any(owner.module in around for owners in learned for owner in owners):
+        warnings.warn(
+            "learned scales are parameters of base layers, and PEFT's files (save_pretrained, checkpoints of the "
+            "Trainer) hold adapters alone: what is loaded or resumed from them has scales of a new search, and other "
+            "outputs. Save model.state_dict() too, or take scales='present', with which these files are exact",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def layers_of(model: nn.Module, targets: Iterable[Target], merge: bool) -> dict[int, nn.Module]:
+    """id of a target's weight → the LoRA layer around the module that holds it. Empty where they are not to `merge`.
+
+    Raises:
+        NotImplementedError: adapters that cannot be merged into a rounded weight, or stay beside it, by name.
+        ValueError: `model` is such a layer itself, which no module holds.
+    """
+    around = _around(model)
     found = {}
     for target in targets:
         layers = [around[owner.module] for owner in target.owners if owner.module in around]
         if not layers:
             continue
         fqn, layer = layers[0]
+        _check_norms(fqn, layer)
+        if not merge:
+            continue
         if layer is model:
             raise ValueError(
                 f"the model is itself a {type(layer).__name__} of PEFT, which convert_ would have to replace; give the "
@@ -121,6 +144,16 @@ def _check_layer(fqn: str, layer: Any, target: Target) -> None:
     active_adapters(layer, fqn)
 
 
+def _check_norms(fqn: str, layer: Any) -> None:
+    """Raise NotImplementedError for DoRA. It divides by the norm of the weight with its adapters, which reads the
+    weight before rounding while it trains, and the rounded one after conversion."""
+    if dora := [name for name, used in getattr(layer, "use_dora", {}).items() if used]:
+        raise NotImplementedError(
+            f"{fqn}: QAT does not take DoRA (adapter {dora[0]!r}), whose norm would be that of another weight after "
+            "conversion; make the adapters with use_dora=False, or leave the layer out by a pattern or filter"
+        )
+
+
 def _refuse(fqn: str, what: str) -> None:
     raise NotImplementedError(f"{fqn}: QAT does not merge {what}; {KEEP}")
 
@@ -146,10 +179,10 @@ def active_adapters(layer: Any, fqn: str = "a LoRA layer") -> Adapters:
 
 
 def _check_adapter(layer: Any, name: str, fqn: str) -> None:
+    _check_norms(fqn, layer)
     variant = getattr(layer, "lora_variant", {}).get(name)
-    if variant is not None or layer.use_dora.get(name, False):
-        kind = "DoRA" if layer.use_dora.get(name, False) else type(variant).__name__
-        _refuse(fqn, f"{kind} (adapter {name!r})")
+    if variant is not None:
+        _refuse(fqn, f"{type(variant).__name__} (adapter {name!r})")
     dropout = layer.lora_dropout[name]
     if getattr(dropout, "p", 0.0) > 0:
         _refuse(

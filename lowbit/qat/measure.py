@@ -83,8 +83,9 @@ def report(
 
     Raises:
         NotImplementedError: a scheme with a static activation.
-        TypeError: an output without a tensor, where no loss is given.
-        ValueError: no batches; `scheme=None` for a model that is not prepared; errors of `lowbit.quantize_`.
+        TypeError: an output without a tensor, where no loss is given, or a loss that is no number.
+        ValueError: no batches; a batch whose measure in high precision is not finite; `scheme=None` for a model that
+            is not prepared; errors of `lowbit.quantize_`.
     """
     check_module(model)
     if isinstance(loss, str) and loss not in ("kl", "error"):
@@ -103,7 +104,13 @@ def report(
     shown = bar("measuring weights", known, unit="passes", hidden=progress is not None)
     with eval_mode(model), eager, torch.no_grad(), exchanged(plain), shown as advance:
         for batch in batches:
-            baseline += meter.reference(batch)
+            measured = meter.reference(batch)
+            if not math.isfinite(measured):
+                raise ValueError(
+                    f"batch {count}: the {meter.measure} of the model in high precision is {measured}, with which "
+                    "nothing compares; leave the batch out, or repair the model"
+                )
+            baseline += measured
             for i, rounded in enumerate(passes):
                 with exchanged(held for helds in rounded for held in helds):
                     totals[i] += meter.score(batch)
@@ -283,12 +290,18 @@ class _Meter:
         if self.measure == "loss":
             return float(_entry(output, "loss"))
         self.expected = _output_tensor(output)
-        return 0.0
+        return math.nan if bool(self.expected.isnan().any()) else 0.0
 
     def score(self, batch: Any) -> float:
         if self.loss is not None:
             with state_restored(self.model):
-                return float(self.loss(self.model, batch))
+                found = self.loss(self.model, batch)
+            if isinstance(found, Tensor) and found.numel() != 1:
+                raise TypeError(
+                    f"loss(model, batch) gave a tensor of shape {tuple(found.shape)}; accepted: a scalar, such as its "
+                    "mean"
+                )
+            return float(found)
         output = self._run(batch)
         if self.measure == "loss":
             return float(_entry(output, "loss"))

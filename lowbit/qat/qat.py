@@ -44,7 +44,7 @@ from lowbit.tensor.learned_scales import (
 )
 from lowbit.tensor.sharded_linear import make_plain, make_shardable
 from lowbit.tensor.static_input import check_input, input_qparams, plain_input, prepare_input
-from lowbit.train_scheme import MixedPrecision
+from lowbit.train_scheme import IN_ATTENTION, MixedPrecision
 
 
 def prepare_(
@@ -86,16 +86,22 @@ def prepare_(
         TypeError: `gradients` is no scheme of mixed precision.
         ValueError: `gradients` fits none of the chosen weights, has `output=False`, or the device lacks its units;
             learned scales of a scheme whose `scale_format` is not "float".
-        NotImplementedError: adapters that cannot be merged, by name (`lowbit.qat.lora`). The model is then as it was.
+        NotImplementedError: adapters that cannot be merged, or kept, by name (`lowbit.qat.lora`). The model is then as
+            it was.
+
+    Warns where learned scales belong to layers with adapters: PEFT's files have no room for them.
     """
     if scales not in ("present", "learned"):
-        raise ValueError(f"scales must be 'present' or 'learned', got {scales!r}")
+        raise ValueError(
+            f"scales must be 'present' or 'learned', which starts from a search, got {scales!r}"
+        )
     if adapters not in ("merge", "keep"):
         raise ValueError(f'adapters must be "merge" or "keep", got {adapters!r}')
     check_gradients(gradients)
     inside = lora.adapter_modules(model) if isinstance(model, nn.Module) else set()
     targets, report = find_targets(model, scheme, lora.without_adapters(filter_fn, inside))
-    layers = lora.layers_of(model, targets) if adapters == "merge" else {}
+    targets = _without_attention(model, targets, report)
+    layers = lora.layers_of(model, targets, merge=adapters == "merge")
     lora.name_adapters(report, model, inside, _ADAPTER_NOTES[adapters])
     for target in targets:
         _check_static(target, id(target.weight) in layers)
@@ -112,6 +118,7 @@ def prepare_(
     if scales == "learned":
         notes = {t.owners[0].fqn: _why_present(t) for t in targets}
     learned = [t.owners for t in targets if notes.get(t.owners[0].fqn, "present") is None]
+    lora.warn_of_files(model, learned)
 
     in_low_bits = low_bit_gradients(targets, gradients)
     if gradients is not None:
@@ -142,6 +149,21 @@ _ADAPTER_NOTES = {
     "merge": "of an adapter, which is added to the weight before it is rounded",
     "keep": "of an adapter, which stays beside the rounded weight",
 }
+
+
+def _without_attention(model: nn.Module, targets: list[Target], report: Report) -> list[Target]:
+    """Those of the targets that QAT can round. The report names the others."""
+    outputs = {m.out_proj for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    note = f"{IN_ATTENTION}, whose input QAT cannot round; a weight-only scheme rounds the weight"
+    kept = []
+    for target in targets:
+        in_attention = any(owner.module in outputs for owner in target.owners)
+        if target.scheme.activation is None or not in_attention:
+            kept.append(target)
+            continue
+        shape = tuple(target.weight.shape)
+        report.entries += [Entry(owner.fqn, shape, False, note) for owner in target.owners]
+    return kept
 
 
 def _why_present(target: Target) -> str | None:

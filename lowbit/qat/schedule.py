@@ -60,10 +60,10 @@ class Schedule:
     `start`, after `freeze_scales`, and, those of inputs, while observers see them.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is no module, or `bits` no mapping.
         ValueError: nothing is prepared; a step or a number of bits out of range; bits that do not reach the schemes, or
-            with learned scales, which would no longer fit; `freeze_observers` without a static activation, or, at its
-            last step, a layer that saw no batch.
+            with learned scales, which would no longer fit; `freeze_scales` without learned scales; `freeze_observers`
+            without a static activation, or, at its last step, a layer that saw no batch.
     """
 
     def __init__(
@@ -77,6 +77,8 @@ class Schedule:
         method: Method = "squared_error",
         percentile: float = 99.99,
     ) -> None:
+        if bits is not None and not isinstance(bits, Mapping):
+            raise TypeError(f"bits must map steps to bits, such as {{0: 8, 100: 4}}, got {bits!r}")
         self.model, self.start = model, start
         self.bits = dict(sorted((bits or {}).items()))
         self.freeze_scales, self.freeze_observers = freeze_scales, freeze_observers
@@ -100,6 +102,11 @@ class Schedule:
                 raise ValueError(f"{name} must be a number of steps, 0 or more, got {step!r}")
         if self.freeze_observers is not None:
             prepared_layers(self.model)
+        if self.freeze_scales is not None and not learned_parameters(self.model):
+            raise ValueError(
+                f"freeze_scales={self.freeze_scales}, but no scale is learned; accepted: a model prepared with "
+                "scales='learned', or no freeze_scales"
+            )
         if not self.bits:
             return
         for count in self.bits.values():

@@ -367,7 +367,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
 
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
             for op in ops:
-                cls._ops[op] = fn
+                cls._ops[op] = _counted(fn) if op._schema.is_mutable else fn
             return fn
 
         return register
@@ -425,6 +425,36 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
             if result is not NotImplemented:
                 return result
         raise NotImplementedError(f"{cls.__name__} does not implement {func}; {cls.way_out}")
+
+
+def written(func: Any, args: Sequence[Any]) -> list[Any]:
+    """The arguments that an operation changes in place, those in lists one by one."""
+    found: list[Any] = []
+    for declared, value in zip(func._schema.arguments, args, strict=False):
+        if declared.alias_info is not None and declared.alias_info.is_write:
+            found += value if isinstance(value, list | tuple) else [value]
+    return found
+
+
+def count_change(tensors: Sequence[Any]) -> None:
+    """Tell autograd that the memory of these tensors has changed, so that it refuses a backward pass that would read
+    it. Autograd counts changes of a low-bit tensor and its views, but products may keep inner tensors."""
+    changed = [t for t in tensors if isinstance(t, LowbitTensor)]
+    wholes: list[Any] = [t._base for t in changed if t._base is not None]
+    inner = [i for t in (*changed, *wholes) for i in t.inner_tensors().values()]
+    torch.autograd.graph.increment_version([i for i in inner if not i.is_inference()])
+
+
+def _counted(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, the implementation of operations in place, which then tells autograd."""
+
+    @wraps(fn)
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        result = fn(func, args, kwargs)
+        count_change(written(func, args))
+        return result
+
+    return run
 
 
 def _also_a_parameter(make: Callable[..., Any]) -> Any:

@@ -357,8 +357,9 @@ class FakeQuantizedTensor(MasterWeightTensor):
     def in_attention(self, rows: int) -> Tensor:
         if self.input_spec is not None:
             raise NotImplementedError(
-                f"{self!r} in nn.MultiheadAttention, whose inputs cannot be quantized in training: leave its out_proj "
-                "out by filter_fn or a pattern, e.g. {'*.out_proj': None, '*': scheme}, or choose a weight-only scheme"
+                f"nn.MultiheadAttention with an out_proj prepared as {self.stored_format()}, whose inputs it cannot "
+                "quantize in training: leave out_proj out by filter_fn or a pattern, e.g. {'*.out_proj': None, "
+                "'*': scheme}, or choose a weight-only scheme"
             )
         return self.operand().to(self.dtype)
 

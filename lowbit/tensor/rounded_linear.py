@@ -16,6 +16,7 @@ With learned scales, the gradients of w, its scale and its zero point are those 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +62,7 @@ class _RoundedLinear(torch.autograd.Function):
         zero: Tensor | None,
         rounding: Rounding,
     ) -> Tensor:
-        ctx.save_for_backward(x, _alias(weight), bias, scale, zero)
+        ctx.save_for_backward(x, _alias(weight), scale, zero)
         ctx.rounding = rounding
         own = x
         if rounding.activation is not None:
@@ -71,7 +72,7 @@ class _RoundedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, _, scale, zero = ctx.saved_tensors
+        x, weight, scale, zero = ctx.saved_tensors
         (grad,), rounding, needs = grads, ctx.rounding, ctx.needs_input_grad
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return _differentiable_gradients(grad, ctx.saved_tensors, rounding, needs)
@@ -131,11 +132,14 @@ def _differentiable_gradients(
     rounding: Rounding,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients with a graph, for second derivatives."""
-    y = _kept(*operands, rounding)  # type: ignore[arg-type, call-arg]
-    wanted = [t for t, need in zip(operands, needs, strict=False) if need and t is not None]
-    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
-    return (*(next(found) if need else None for need in needs[: len(operands)]), None)
+    """The gradients with a graph, for second derivatives. `operands`: x, the weight, its scale and zero point."""
+    x, weight, *scales = operands
+    y = _kept(x, weight, None, *scales, rounding)  # type: ignore[arg-type, call-arg]
+    learn = needs[0], needs[1], needs[3], needs[4]
+    wanted = [t for t, need in zip(operands, learn, strict=True) if need and t is not None]
+    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True) if wanted else ())
+    of_x, of_weight, of_scale, of_zero = (next(found) if need else None for need in learn)
+    return of_x, of_weight, grad.sum(0) if needs[2] else None, of_scale, of_zero, None
 
 
 def _kept(
@@ -185,6 +189,6 @@ def rounded_linear(
         x = fake_quantize(x, rounding.activation)
         own = rounding
         rounding = Rounding(own.weight, own.scale_dtype, constant_codes=own.constant_codes)
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 would not do for K = 0
     y = _RoundedLinear.apply(flat, weight, bias, scale, zero, rounding)
     return unflattened(y, x)

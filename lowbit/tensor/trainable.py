@@ -30,7 +30,7 @@ from lowbit.products.checks import (
     check_linear,
     unflattened,
 )
-from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_weight
+from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_weight, count_change, written
 from lowbit.traced import dtype_name
 from lowbit.train_scheme import IN_ATTENTION
 
@@ -305,7 +305,15 @@ class TrainableTensor(LowbitTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__.startswith(_ON_LISTS):
-            return cls.on_lists(func, args, kwargs or {})
+            result = cls.on_lists(func, args, kwargs or {})
+            if func._schema.is_mutable:
+                changed = written(func, args)
+                count_change(changed)
+                # torch counts changes of lists of plain tensors where it changes them, which is below these
+                torch.autograd.graph.increment_version(
+                    [t for t in changed if isinstance(t, LowbitTensor)]
+                )
+            return result
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -452,11 +460,7 @@ def _on_masters(func: Any, args: Any, kwargs: Any) -> Any:
         return work[id(x)][1] if id(x) in work else x
 
     result = func(*tree_map(widened, args), **tree_map(widened, kwargs))
-    written: list[Tensor] = []
-    for declared, value in zip(func._schema.arguments, args, strict=False):
-        if declared.alias_info is not None and declared.alias_info.is_write:
-            written += value if isinstance(value, list | tuple) else [value]
-    for tensor in written:
+    for tensor in written(func, args):
         if id(tensor) in work:
             target, values = work[id(tensor)]
             if isinstance(target, TrainableTensor):

@@ -259,7 +259,7 @@ def refused(model: Any, match: str, filter_fn: Any = is_inner_linear) -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"use_dora": True}, r"q_proj: QAT does not merge DoRA.*adapters=.keep"),
+        ({"use_dora": True}, r"q_proj: QAT does not take DoRA.*use_dora=False"),
         ({"lora_dropout": 0.1}, "lora_dropout=0.1.*set lora_dropout=0"),
         ({"target_parameters": ["q_proj.weight"], "target_modules": []}, "target_parameters"),
         ({"lora_bias": True}, "lora_bias=True"),

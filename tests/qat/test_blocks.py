@@ -371,6 +371,8 @@ def test_errors() -> None:
         qat.train_blocks(model, list(model.blocks)[::-1], data())
     with pytest.raises(ValueError, match="targets must be 'high' or 'rounded', got 'low'"):
         qat.train_blocks(model, model.blocks, data(), targets="low")
+    with pytest.raises(TypeError, match=r"epochs must be an int, got 1\.5"):
+        qat.train_blocks(model, model.blocks, data(), epochs=1.5)
     with pytest.raises(ValueError, match="lr must be finite"):
         qat.train_blocks(model, model.blocks, data(), lr=-1.0)
     with pytest.raises(ValueError, match=r"error of blocks\.0 is .*in epoch 1; accepted: smaller"):

@@ -404,6 +404,8 @@ def test_refused() -> None:
         qat.Distillation(lambda x: x)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="teacher must be"):
         qat.Distillation(model, "teacher")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="teacher is the prepared model itself"):
+        qat.Distillation(model, model)
     with pytest.raises(ValueError, match=r"temperature=-1\.0"):
         qat.Distillation(model, temperature=-1.0)
     with pytest.raises(ValueError, match="has no prepared weights"):

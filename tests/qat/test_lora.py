@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -503,7 +504,7 @@ def test_refusals_name_the_layer_and_a_way_out() -> None:
         del model.up.lora_A
 
     for change, match in [
-        (dora, r"up: QAT does not merge DoRA \(adapter 'default'\); .*adapters=\"keep\""),
+        (dora, r"up: QAT does not take DoRA \(adapter 'default'\).*use_dora=False"),
         (variant, "up: QAT does not merge object"),
         (dropout, r"lora_dropout=0.1.*set lora_dropout=0"),
         (bias, "a bias of its own"),
@@ -513,6 +514,11 @@ def test_refusals_name_the_layer_and_a_way_out() -> None:
         (other_kind, "which is no LoRA"),
     ]:
         refused(change, match)
+    model = Net()
+    dora(model)
+    with pytest.raises(NotImplementedError, match="up: QAT does not take DoRA"):
+        qat.prepare_(model, INT4, adapters="keep")
+    assert not any(isinstance(p, lb.LowbitTensor) for p in model.parameters())
 
 
 def test_a_layer_by_itself_is_refused() -> None:
@@ -540,6 +546,17 @@ def test_an_adapter_that_diverged_is_not_converted(bad: float) -> None:
 
 
 # ---- learned scales ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adapters", ["merge", "keep"])
+def test_learned_scales_beside_adapters_warn_of_their_files(adapters: Any) -> None:
+    with pytest.warns(UserWarning, match=r"PEFT's files .* hold adapters alone") as found:
+        qat.prepare_(Net(), INT4, scales="learned", adapters=adapters)
+    assert [one.filename for one in found] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        qat.prepare_(Net(), INT4, adapters=adapters)
+        qat.prepare_(nn.Sequential(nn.Linear(32, 8)), INT4, scales="learned")
 
 
 @over({**FREE_SCALES, **DYNAMIC})

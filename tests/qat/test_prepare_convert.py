@@ -291,15 +291,26 @@ def test_a_transformer_layer(scheme: lb.Scheme, train: bool) -> None:
         assert torch.equal(model(x), quiet)
 
 
+def test_attention_whose_inputs_would_be_rounded_is_left_alone() -> None:
+    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    report = qat.prepare_(model, lb.Int8DynamicActivationInt4Weight(8))
+    assert report.converted == ["linear1.weight", "linear2.weight"]
+    assert "cannot round; a weight-only scheme" in report.left["self_attn.out_proj.weight"]
+    x = torch.randn(2, 5, 16)
+    y = model(x)
+    y.sum().backward()
+    qat.convert_(model)
+    assert torch.equal(model(x), y)
+
+
 def test_attention_with_quantized_inputs_says_what_to_do() -> None:
-    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    scheme = lb.Int8DynamicActivationInt4Weight(8)
-    qat.prepare_(model, scheme)
+    """A weight that comes from another module, which the report could not name."""
+    donor, model = nn.Linear(16, 16), nn.MultiheadAttention(16, 2, batch_first=True)
+    qat.prepare_(donor, lb.Int8DynamicActivationInt4Weight(8), lambda module, name: True)
+    model.out_proj.weight = donor.weight
+    x = torch.randn(2, 5, 16)
     with pytest.raises(NotImplementedError, match=r"MultiheadAttention.*out_proj.*weight-only"):
-        model(torch.randn(2, 5, 16))
-    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    qat.prepare_(model, {"*.out_proj": None, "*": scheme})
-    model(torch.randn(2, 5, 16)).sum().backward()
+        model(x, x, x)
 
 
 def test_functions_take_a_prepared_weight_by_position_and_name() -> None:

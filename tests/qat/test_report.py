@@ -364,6 +364,12 @@ def test_errors() -> None:
         qat.report([], batches(), INT3)
     with pytest.raises(TypeError, match="a dict without loss, logits or a tensor"):
         qat.report(InDict(), [torch.randn(2, 32)], INT3)
+    with pytest.raises(TypeError, match=r"gave a tensor of shape \(2, 32\); accepted: a scalar"):
+        qat.report(nn.Linear(32, 32), [torch.randn(2, 32)], INT3, loss=lambda m, b: m(b))
+    for loss in (None, lambda m, b: m(b).sum()):
+        bad = [torch.randn(2, 32), torch.full((2, 32), math.nan)]
+        with pytest.raises(ValueError, match=r"batch 1: the (error|loss) .* high precision is nan"):
+            qat.report(nn.Linear(32, 32), bad, INT3, loss=loss)
     with torch.device("meta"), pytest.raises(ValueError, match="meta device"):
         qat.report(nn.Linear(32, 32), [torch.empty(2, 32)], INT3)
 

@@ -151,6 +151,35 @@ def test_second_derivatives(scales: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("scales", ["present", "learned"])
+def test_an_update_of_the_bias_before_backward(scales: str) -> None:
+    """No gradient reads the bias, as for a plain linear."""
+    layer = prepared(SCHEMES["int4"], scales, torch.float32)
+    found = operands(layer, torch.float32, "cpu")
+    expected = torch.autograd.grad(layer(found["x"]).square().sum(), [*found.values()])
+    loss = layer(found["x"]).square().sum()
+    with torch.no_grad():
+        layer.bias.add_(1.0)
+    grads = torch.autograd.grad(loss, [*found.values()])
+    for name, own, wanted in zip(found, grads, expected, strict=True):
+        assert torch.equal(own, wanted), name
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("scales", ["present", "learned"])
+@pytest.mark.parametrize("name", ["int4", "int8-row", "int4-int8"])
+def test_layers_without_features(name: str, scales: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 0), nn.Linear(0, 24))
+    qat.prepare_(model, SCHEMES[name], scales=scales)
+    x = torch.randn(3, 64, requires_grad=True)
+    y = model(x)
+    y.sum().backward()
+    assert torch.equal(y, model[1].bias.expand(3, 24))
+    assert x.grad is not None and torch.equal(x.grad, torch.zeros(3, 64))
+    qat.convert_(model)
+    assert torch.equal(model(x), y)
+
+
 def test_autocast() -> None:
     layer = prepared(SCHEMES["int4-int8"], "present", torch.float32)
     x = torch.randn(5, 64)

@@ -263,6 +263,7 @@ def test_a_choice_of_the_user_survives_a_stage() -> None:
         ({"freeze_observers": -2}, "freeze_observers must be"),
         ({"bits": {-1: 4}}, "the step of bits"),
         ({"bits": {0: 9}}, "1 to 8 bits"),
+        ({"freeze_scales": 3}, "freeze_scales=3, but no scale is learned"),
         ({"bits": {0: 8, 5: 6}}, r"end at 6, and 0\.weight is prepared for 4 bits"),
     ],
 )
@@ -272,6 +273,8 @@ def test_refused(settings, match) -> None:
 
 
 def test_refused_models_and_states() -> None:
+    with pytest.raises(TypeError, match=r"bits must map steps to bits.*got \[8, 4\]"):
+        qat.Schedule(network(), bits=[8, 4])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has no prepared weights"):
         qat.Schedule(nn.Linear(3, 4))
     with pytest.raises(ValueError, match="no prepared weight is in integers"):

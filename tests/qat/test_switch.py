@@ -205,9 +205,12 @@ def test_weights_and_activations_apart() -> None:
     assert torch.equal(prepared.embedding(x), plain.embedding(x))
 
 
-def test_attention_with_a_scheme_that_it_refuses() -> None:
-    _, prepared, x = made("attention", BOTH)
-    with pytest.raises(NotImplementedError, match="whose inputs cannot be quantized"):
+def test_attention_with_a_weight_whose_inputs_it_cannot_round() -> None:
+    _, prepared, x = made("attention", lb.Int4WeightOnly(16))
+    donor = nn.Linear(32, 32)
+    qat.prepare_(donor, BOTH, lambda module, name: True)
+    prepared.attention.out_proj.weight = donor.weight
+    with pytest.raises(NotImplementedError, match="whose inputs it cannot quantize in training"):
         prepared(x)
     qat.enable_(prepared, activations=False)
     assert prepared(x).isfinite().all()
