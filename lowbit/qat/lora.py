@@ -147,10 +147,28 @@ def _check_layer(fqn: str, layer: Any, target: Target) -> None:
 def _check_norms(fqn: str, layer: Any) -> None:
     """Raise NotImplementedError for DoRA. It divides by the norm of the weight with its adapters, which reads the
     weight before rounding while it trains, and the rounded one after conversion."""
-    if dora := [name for name, used in getattr(layer, "use_dora", {}).items() if used]:
+    if dora := _dora(layer):
         raise NotImplementedError(
             f"{fqn}: QAT does not take DoRA (adapter {dora[0]!r}), whose norm would be that of another weight after "
             "conversion; make the adapters with use_dora=False, or leave the layer out by a pattern or filter"
+        )
+
+
+def _dora(layer: Any) -> list[str]:
+    """The adapters that are DoRA."""
+    return [name for name, used in getattr(layer, "use_dora", {}).items() if used]
+
+
+def warn_of_norms(model: nn.Module, targets: Iterable[Target]) -> None:
+    """Warn where DoRA was added to weights that were prepared before, which `_check_norms` could not see."""
+    around = _around(model)
+    layers = [around[o.module] for target in targets for o in target.owners if o.module in around]
+    if names := [fqn for fqn, layer in layers if _dora(layer)]:
+        warnings.warn(
+            f"{names[0]} has a DoRA adapter, whose norm is now that of the rounded weight: outputs differ from those "
+            "in training",
+            UserWarning,
+            stacklevel=3,
         )
 
 

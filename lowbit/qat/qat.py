@@ -99,8 +99,7 @@ def prepare_(
         raise ValueError(f'adapters must be "merge" or "keep", got {adapters!r}')
     check_gradients(gradients)
     inside = lora.adapter_modules(model) if isinstance(model, nn.Module) else set()
-    targets, report = find_targets(model, scheme, lora.without_adapters(filter_fn, inside))
-    targets = _without_attention(model, targets, report)
+    targets, report = _targets(model, scheme, lora.without_adapters(filter_fn, inside))
     layers = lora.layers_of(model, targets, merge=adapters == "merge")
     lora.name_adapters(report, model, inside, _ADAPTER_NOTES[adapters])
     for target in targets:
@@ -151,8 +150,11 @@ _ADAPTER_NOTES = {
 }
 
 
-def _without_attention(model: nn.Module, targets: list[Target], report: Report) -> list[Target]:
-    """Those of the targets that QAT can round. The report names the others."""
+def _targets(
+    model: nn.Module, scheme: Schemes, filter_fn: Filter | None
+) -> tuple[list[Target], Report]:
+    """`find_targets`, without weights that QAT cannot round. The report names them."""
+    targets, report = find_targets(model, scheme, filter_fn)
     outputs = {m.out_proj for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     note = f"{IN_ATTENTION}, whose input QAT cannot round; a weight-only scheme rounds the weight"
     kept = []
@@ -163,7 +165,7 @@ def _without_attention(model: nn.Module, targets: list[Target], report: Report) 
             continue
         shape = tuple(target.weight.shape)
         report.entries += [Entry(owner.fqn, shape, False, note) for owner in target.owners]
-    return kept
+    return kept, report
 
 
 def _why_present(target: Target) -> str | None:
@@ -213,6 +215,8 @@ def convert_(model: nn.Module) -> Report:
     Returns:
         Which weights were converted, and how.
 
+    Warns where DoRA was added to prepared weights: its norm is then that of the rounded weight.
+
     Raises:
         ValueError: the model was never prepared, a trained weight or adapter has NaN or infinite values, or merged
             adapters are disabled. The model is then as it was.
@@ -254,6 +258,7 @@ def convert_(model: nn.Module) -> Report:
             return weight.frozen_by(*scales_of(module, attribute), of_input)
         return weight.frozen(of_input)
 
+    lora.warn_of_norms(model, targets)
     modules = _modules(targets)
     report = replace_weights(targets, Report(), frozen, trainable=False)
     plain_input(modules)

@@ -41,6 +41,7 @@ from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.dtensor import held_locally
 from lowbit.tensor.fsdp import pre_all_gather
 from lowbit.tensor.low_bit_linear import low_bit_product, transposed
+from lowbit.tensor.master_weight import GatheredForm, MasterWeightTensor
 from lowbit.tensor.ternary import (
     TernaryTensor,
     magnitude,
@@ -49,7 +50,6 @@ from lowbit.tensor.ternary import (
     ternarize,
     unpack_ternary,
 )
-from lowbit.tensor.trainable import GatheredForm, MasterWeightTensor
 from lowbit.tracer import Note
 from lowbit.train_scheme import BitNet
 

@@ -19,8 +19,8 @@ from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.float8_tensor import Float8Tensor
 from lowbit.tensor.fsdp import Wire, as_bytes
 from lowbit.tensor.low_bit_linear import Codes, transposed
+from lowbit.tensor.master_weight import GatheredForm
 from lowbit.tensor.mixed_precision import MixedPrecisionTensor
-from lowbit.tensor.trainable import GatheredForm
 from lowbit.train_scheme import BLOCK, BLOCK_ACTIVATION, BLOCK_WEIGHT, Float8BlockMixedPrecision
 
 

@@ -33,14 +33,9 @@ from lowbit.tensor.coded_linear import (
 )
 from lowbit.tensor.fsdp import Wire
 from lowbit.tensor.fused_rounding import Inside, fake_quantize, unclamped_codes
+from lowbit.tensor.master_weight import GatheredForm, MasterWeightTensor
 from lowbit.tensor.rounded_linear import Rounding, rounded_linear
-from lowbit.tensor.trainable import (
-    GROUPED,
-    MATMULS,
-    GatheredForm,
-    MasterWeightTensor,
-    Values,
-)
+from lowbit.tensor.trainable import GROUPED, MATMULS, Values
 from lowbit.traced import specs_name
 from lowbit.train_scheme import MixedPrecision
 

@@ -43,11 +43,7 @@ from lowbit.tensor.cpu_values import ReadOnCpu
 from lowbit.tensor.fsdp import Wire
 from lowbit.tensor.low_bit_grouped import low_bit_grouped_mm
 from lowbit.tensor.low_bit_linear import Codes, low_bit_linear, transposed
-from lowbit.tensor.trainable import (
-    TrainableTensor,
-    dequantized_linear,
-    grouped_in_high_precision,
-)
+from lowbit.tensor.trainable import TrainableTensor, dequantized_linear, grouped_in_high_precision
 from lowbit.train_scheme import Int8Weight
 
 NEXT = -0x61C8864680B583EB

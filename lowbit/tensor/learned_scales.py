@@ -40,8 +40,9 @@ from lowbit.tensor.fake_quantized import FakeQuantizedTensor, Qparams
 from lowbit.tensor.fsdp import pre_all_gather
 from lowbit.tensor.fused_rounding import learned_fake_quantize
 from lowbit.tensor.learned_experts import scaled, scaled_by
+from lowbit.tensor.master_weight import GatheredForm
 from lowbit.tensor.row_chunks import count_nonfinite
-from lowbit.tensor.trainable import GatheredForm, Values
+from lowbit.tensor.trainable import Values
 
 SCALE, ZERO = "_scale", "_zero"
 """The ends of the names of the parameters beside a weight, after the weight's own name."""

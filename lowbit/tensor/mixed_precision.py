@@ -14,7 +14,8 @@ from lowbit.tensor.base import InnerShapes, aten, check_not_flat, stored_shape
 from lowbit.tensor.fsdp import Wire, as_bytes
 from lowbit.tensor.low_bit_grouped import low_bit_grouped_mm
 from lowbit.tensor.low_bit_linear import Codes, low_bit_linear, transposed
-from lowbit.tensor.trainable import GatheredForm, MasterWeightTensor, TrainableTensor
+from lowbit.tensor.master_weight import GatheredForm, MasterWeightTensor
+from lowbit.tensor.trainable import TrainableTensor
 from lowbit.train_scheme import MixedPrecision
 
 

@@ -54,8 +54,9 @@ from lowbit.code_range import FLOATS
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.dtensor import held_locally, local, placed, placed_as
 from lowbit.tensor.fsdp import as_bytes
+from lowbit.tensor.master_weight import MasterWeightTensor
 from lowbit.tensor.pickled import describe_part
-from lowbit.tensor.trainable import MasterWeightTensor, TrainableTensor
+from lowbit.tensor.trainable import TrainableTensor
 
 METADATA = "lowbit"
 """The key of a module's descriptions in its entry of a state dict's `_metadata`."""

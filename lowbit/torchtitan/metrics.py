@@ -35,8 +35,9 @@ from lowbit.tensor.bitnet import BitNetTensor
 from lowbit.tensor.dtensor import held_locally, local
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.learned_scales import LearnedScalesTensor, scales_of
+from lowbit.tensor.master_weight import MasterWeightTensor
 from lowbit.tensor.mixed_precision import MixedPrecisionTensor
-from lowbit.tensor.trainable import MasterWeightTensor, TrainableTensor
+from lowbit.tensor.trainable import TrainableTensor
 from lowbit.torchtitan.optimizers import steps_done
 from lowbit.tracer import Watch, watched
 from lowbit.train_scheme import LowbitProducts

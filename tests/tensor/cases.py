@@ -52,7 +52,8 @@ from lowbit.tensor import (
     TableTensor,
     TernaryTensor,
 )
-from lowbit.tensor.trainable import MasterWeightTensor, TrainableTensor
+from lowbit.tensor.master_weight import MasterWeightTensor
+from lowbit.tensor.trainable import TrainableTensor
 from lowbit.testing import same, same_bits, shares_memory, values
 
 __all__ = ["same", "same_bits", "shares_memory", "values"]

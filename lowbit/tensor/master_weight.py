@@ -1,0 +1,159 @@
+"""MasterWeightTensor: a trainable weight that stays in high precision, and GatheredForm, what FSDP2 gathers it to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from lowbit.tensor.base import InnerShapes, LowbitTensor, check_weight
+from lowbit.tensor.trainable import INITIALISE, READ, UPDATE, TrainableTensor
+from lowbit.traced import dtype_name
+
+
+class MasterWeightTensor(TrainableTensor):
+    """A trainable weight that stays in high precision, as `weight`. Its products see it rounded.
+
+    Optimizers, initialisers and norms work on `weight` itself. A state dict holds `weight` under the parameter's own
+    name, as that of a plain model does.
+    """
+
+    tensor_attrs: ClassVar[tuple[str, ...]] = ("weight",)
+    is_described = False
+
+    weight: Tensor
+
+    def __new__(cls, weight: Tensor, scheme: Any) -> Self:
+        """Wrap `weight` [..., N, K] for `scheme`, sharing its memory if it is contiguous.
+
+        Raises ValueError as `AffineTensor.from_float` does.
+        """
+        check_weight(weight)
+        weight = weight.detach().contiguous()
+        meta = {"scheme": scheme, **cls._meta_of(weight)}
+        return cls.from_inner({"weight": weight}, meta, weight.shape, weight.dtype)
+
+    @classmethod
+    def _meta_of(cls, weight: Tensor) -> dict[str, Any]:
+        """The metadata besides `scheme` of a whole weight."""
+        return {}
+
+    def over(self, values: Tensor) -> Self:
+        """The same over another high-precision weight of this shape, sharing its memory if it is contiguous."""
+        check_weight(values)
+        if values.shape != self.shape:
+            raise ValueError(
+                f"a weight of shape {tuple(values.shape)} in place of one of {tuple(self.shape)}; accepted: that "
+                "shape, sharded as the parameter is"
+            )
+        values = values.detach().contiguous()
+        return self._with({"weight": values}, dtype=values.dtype)
+
+    def stored_format(self) -> str:
+        return dtype_name(self.dtype)
+
+    def entries_beside(
+        self,
+        module: nn.Module,
+        name: str,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        entry: Any,
+        assign: bool,
+    ) -> dict[str, Tensor]:
+        """Entries that a state dict lacks and that follow from its entry of this weight: other parameters of `module`,
+        whose parameter `name` this is.
+
+        Args:
+            entry: the description of this weight in the state dict, or None.
+            assign: whether entries take the place of parameters.
+
+        Raises ValueError for entries that do not fit."""
+        return {}
+
+    def master(self) -> Tensor:
+        """The high-precision weight itself: update it in place."""
+        return self.weight
+
+    def updated_in_place(self) -> Tensor | None:
+        return self.weight
+
+    def values(self) -> Tensor:
+        return self.weight.detach()
+
+    def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
+        return {"weight": (tuple(shape), self.weight.dtype)}
+
+    def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
+        return {"weight": values}
+
+    def _slice(self, dim: int, start: int, end: int) -> Self:
+        shape = list(self.shape)
+        shape[dim] = end - start
+        return self._map(lambda t: t.narrow(dim, start, end - start), shape=shape)
+
+    def _row(self, index: int) -> Tensor:
+        """A row of `weight`, whose memory it shares unless `weight` has another dtype than this tensor."""
+        return self.weight.select(0, index).to(self.dtype)
+
+    def _all_rows(self) -> list[Tensor]:
+        return list(self.weight.to(self.dtype).unbind())
+
+    def _view(self, shape: tuple[int, ...]) -> Self | None:
+        if len(shape) < 2 or shape[-1] != self.shape[-1]:
+            return None
+        return self._map(lambda t: t.view(shape), shape=shape)
+
+    def _cat(self, tensors: Sequence[Self], dim: int) -> Self:
+        joined = torch.cat([t.weight for t in tensors], dim)
+        return self._with({"weight": joined}, joined.shape)
+
+    @classmethod
+    def on_lists(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return func(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
+
+
+@MasterWeightTensor.implements(*INITIALISE, *UPDATE, *READ)
+def _on_the_master(func: Any, args: Any, kwargs: Any) -> Any:
+    result = func(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
+    changes_weight = func._schema.is_mutable and isinstance(args[0], MasterWeightTensor)
+    return args[0] if changes_weight else result
+
+
+def _unwrap(x: Any) -> Any:
+    return x.master() if isinstance(x, TrainableTensor) else x
+
+
+class GatheredForm:
+    """Mixin of the form that FSDP2 gathers a `MasterWeightTensor` to. It has no high-precision weight: the shards
+    have, and the optimizer works on them."""
+
+    is_described = False
+
+    def master(self: Any) -> Tensor:
+        raise self._unsupported(
+            "master(): only the sharded parameter has the high-precision weight"
+        )
+
+    def updated_in_place(self) -> None:
+        return None
+
+    def _encode(self: Any, values: Tensor) -> dict[str, Tensor | None]:
+        raise self._unsupported("copying values into it: write to the sharded parameter")
+
+    def _on_the_wire(self) -> None:
+        return None
+
+    # along rows only, since the columns of codes may be padded
+    _slice, _cat, _row, _all_rows = (
+        LowbitTensor._slice,
+        LowbitTensor._cat,
+        LowbitTensor._row,
+        LowbitTensor._all_rows,
+    )
+
+    def _view(self, shape: tuple[int, ...]) -> None:
+        return None
