@@ -20,6 +20,7 @@ from tests.tensor.cases import (
     CASES,
     every_frozen_weight,
     every_qat,
+    every_trainable,
     every_weight,
     inside_range,
     over,
@@ -302,3 +303,31 @@ def test_the_op_that_dequantizes_on_gpus_gives_the_same_bits(bits, mapping, gran
             codes = weight._load(spec.padded_shape(shape)[-1])
             parts = (codes, weight.scale, weight.zero_point, shape, dtype)
             assert torch.equal(weight._dequantize_by_op(), spec.dequantize(*parts))
+
+
+# ---- updates between forward and backward --------------------------------------------------------------------------
+
+UPDATES = {
+    "copy_": lambda w: w.copy_(values((24, 96), 4)),
+    "mul_": lambda w: w.mul_(-2.0),
+    "rows": lambda w: w[:16].mul_(-2.0),
+    "setitem": lambda w: w.__setitem__(slice(0, 16), values((16, 96), 4)),
+    "_foreach_mul_": lambda w: torch._foreach_mul_([w], -2.0),
+    "_foreach_copy_": lambda w: torch._foreach_copy_([w], [values((24, 96), 4)]),
+    "AdamW, foreach": lambda w: torch.optim.AdamW([w], foreach=True).step(),
+    "AdamW, fused": lambda w: torch.optim.AdamW([w], fused=True).step(),
+    "AdamW8bit": lambda w: lowbit.optim.AdamW8bit([w]).step(),
+}
+
+
+@every_trainable
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
+def test_backward_after_an_update_is_refused(case, update):
+    """As for a plain weight: backward would read other values than the output saw."""
+    weight = torch.nn.Parameter(case.make((24, 96)))
+    y = F.linear(values((5, 96), 1).requires_grad_(), weight)
+    weight.grad = torch.ones(24, 96)
+    with torch.no_grad():
+        update(weight)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
