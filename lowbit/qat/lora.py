@@ -109,8 +109,8 @@ def layers_of(model: nn.Module, targets: Iterable[Target], merge: bool) -> dict[
         if not layers:
             continue
         fqn, layer = layers[0]
-        _check_norms(fqn, layer)
         if not merge:
+            _check_norms(fqn, layer)
             continue
         if layer is model:
             raise ValueError(
@@ -155,8 +155,9 @@ def _check_norms(fqn: str, layer: Any) -> None:
 
 
 def _dora(layer: Any) -> list[str]:
-    """The adapters that are DoRA."""
-    return [name for name, used in getattr(layer, "use_dora", {}).items() if used]
+    """The adapters in use that are DoRA."""
+    used = getattr(layer, "use_dora", {})
+    return [name for name in layer.active_adapters if used.get(name, False)]
 
 
 def warn_of_norms(model: nn.Module, targets: Iterable[Target]) -> None:

@@ -519,6 +519,10 @@ def test_refusals_name_the_layer_and_a_way_out() -> None:
     with pytest.raises(NotImplementedError, match="up: QAT does not take DoRA"):
         qat.prepare_(model, INT4, adapters="keep")
     assert not any(isinstance(p, lb.LowbitTensor) for p in model.parameters())
+    model = Net()
+    model.up.use_dora["not in use"] = True
+    qat.prepare_(model, INT4)
+    model(torch.randn(3, 64))
 
 
 def test_a_layer_by_itself_is_refused() -> None:
