@@ -20,17 +20,33 @@ if TYPE_CHECKING:
     from lowbit_kernels.nvrtc import Kernel
 
 
+PART = 128
+"""Bytes: a multiple of it separates the parts of one allocation. Tensor maps need 16, a line of the cache has 128."""
+
+
 class Buffer(NamedTuple):
-    """A contiguous tensor to allocate. `fill`: the value of its elements before the first launch; None leaves them as
-    they are. Other values than 0 are for float32."""
+    """A contiguous tensor to allocate.
+
+    Attributes:
+        fill: the value of its elements before the first launch; None leaves them as they are. Other values than 0 are
+            for float32.
+        filled: the number of elements that have this value, from the first on; None: all.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     fill: float | None = None
+    filled: int | None = None
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def filled_bytes(self) -> int:
+        if self.fill is None:
+            return 0
+        return self.nbytes if self.filled is None else self.filled * self.dtype.itemsize
 
 
 class Address(NamedTuple):
@@ -41,7 +57,8 @@ class Address(NamedTuple):
 
 
 class Map(NamedTuple):
-    """A tensor map over the tensor with this number; the other fields are arguments of `tensor_map.tensor_map`."""
+    """A tensor map from `offset` bytes of the tensor with this number on; the other fields are arguments of
+    `tensor_map.tensor_map`."""
 
     tensor: int
     size: int
@@ -50,6 +67,7 @@ class Map(NamedTuple):
     stride: int
     box: int
     width: int
+    offset: int = 0
 
 
 class TritonKernel(NamedTuple):
@@ -93,6 +111,72 @@ class Plan(NamedTuple):
     launches: tuple[Launch | CublasProduct, ...]
 
 
+class Composition:
+    """A plan made of the plans of several ops, whose scratch memory is one allocation."""
+
+    def __init__(self, operands: int, results: Sequence[Buffer]) -> None:
+        self._results = tuple(results)
+        self._first = operands + len(self._results)
+        self._scratch: list[Buffer] = []
+        self._launches: list[Launch | CublasProduct] = []
+
+    def scratch(self, buffers: Sequence[Buffer]) -> range:
+        """The numbers of new tensors that no op returns."""
+        self._scratch += buffers
+        end = self._first + len(self._scratch)
+        return range(end - len(buffers), end)
+
+    def add(self, plan: Plan, operands: Sequence[int | None], results: Sequence[int]) -> None:
+        """Append the launches of a plan. `operands`, `results`: the numbers of its tensors here."""
+        numbers = *operands, *results, *self.scratch(plan.scratch)
+        places = [None if number is None else Address(number) for number in numbers]
+        self._launches += _moved(plan.launches, places)
+
+    def plan(self) -> Plan:
+        """The whole plan. What a `CublasProduct` reads stays a tensor of its own, and so do scales of 1."""
+        products = [one for one in self._launches if isinstance(one, CublasProduct)]
+        read = {number for product in products for number in product[:-1]}
+        numbered = dict(enumerate(self._scratch, self._first))
+        joined = {i: b for i, b in numbered.items() if i not in read and b.fill in (None, 0)}
+        places = list(map(Address, range(self._first + len(self._scratch))))
+        size = filled = 0
+        for number, buffer in sorted(joined.items(), key=lambda pair: pair[1].fill is None):
+            places[number] = Address(self._first, size)
+            size += -(-buffer.nbytes // PART) * PART
+            filled = filled if buffer.fill is None else size
+        apart = [number for number in numbered if number not in joined]
+        for place, number in enumerate(apart, self._first + 1):
+            places[number] = Address(place)
+        shared = Buffer((size,), torch.uint8, 0 if filled else None, filled or None)
+        scratch = shared, *(numbered[number] for number in apart)
+        return Plan(self._results, scratch, _moved(self._launches, places))
+
+
+def _moved(
+    launches: Sequence[Launch | CublasProduct], places: Sequence[Address | None]
+) -> tuple[Launch | CublasProduct, ...]:
+    """The launches where tensor i lies at `places[i]`, or is None."""
+
+    def moved(argument: int | Address | Map) -> int | Address | Map:
+        if isinstance(argument, int):
+            return argument
+        place = places[argument.tensor]
+        if place is None:
+            return 0
+        return argument._replace(tensor=place.tensor, offset=argument.offset + place.offset)
+
+    found: list[Launch | CublasProduct] = []
+    for launch in launches:
+        if isinstance(launch, Launch):
+            found.append(launch._replace(arguments=tuple(map(moved, launch.arguments))))
+            continue
+        own = {name: getattr(launch, name) for name in launch._fields[:-1]}
+        given = {name: places[number] for name, number in own.items() if number is not None}
+        numbers: Any = {name: place and place.tensor for name, place in given.items()}
+        found.append(launch._replace(**numbers))
+    return tuple(found)
+
+
 def run(plan: Plan, operands: Sequence[Tensor | None]) -> list[Tensor]:
     """Carry the plan out on the operands' device and return the results. The first operand is not None."""
     first = operands[0]
@@ -114,9 +198,10 @@ def run(plan: Plan, operands: Sequence[Tensor | None]) -> list[Tensor]:
 
 def _allocated(buffer: Buffer, device: torch.device) -> Tensor:
     options: dict[str, Any] = {"dtype": buffer.dtype, "device": device}
-    if buffer.fill is None:
-        return torch.empty(buffer.shape, **options)
-    return torch.full(buffer.shape, buffer.fill, **options)
+    made = torch.empty(buffer.shape, **options)
+    if buffer.fill is not None:
+        (made if buffer.filled is None else made[: buffer.filled]).fill_(buffer.fill)
+    return made
 
 
 def _multiply(one: CublasProduct, tensors: Sequence[Any]) -> None:
@@ -139,5 +224,6 @@ def _value(argument: int | Address | Map, addresses: Sequence[int]) -> int:
         address = addresses[argument.tensor]
         return address and address + argument.offset
     if isinstance(argument, Map):
-        return tensor_map(addresses[argument.tensor], *argument[1:]).getPtr()
+        address = addresses[argument.tensor] + argument.offset
+        return tensor_map(address, *argument[1:-1]).getPtr()
     return argument

@@ -96,7 +96,7 @@ struct Buffer {
 
 struct Argument {
     enum Kind : int64_t { NUMBER, ADDRESS, MAP } kind;
-    int64_t tensor, number;           // `number` is also the offset of an address
+    int64_t tensor, number;           // `number` is also the offset of an address or a map
     int64_t size, rows, columns, stride, box, width;
 };
 
@@ -146,11 +146,11 @@ struct Reader {
         Argument one = {};
         one.kind = (Argument::Kind)number();
         if (one.kind != Argument::NUMBER) one.tensor = number();
-        if (one.kind != Argument::MAP) one.number = number();
-        else {
+        if (one.kind == Argument::MAP) {
             one.size = number(), one.rows = number(), one.columns = number();
             one.stride = number(), one.box = number(), one.width = number();
         }
+        one.number = number();
         return one;
     }
     std::shared_ptr<const Plan> plan() {
@@ -319,7 +319,7 @@ void launch(const Launch &one, const std::vector<void *> &addresses, Stream stre
         const Argument &argument = one.arguments[i];
         pointers[i] = &numbers[i];
         if (argument.kind == Argument::MAP) {
-            encode(argument, addresses[argument.tensor], maps[used]);
+            encode(argument, (char *)addresses[argument.tensor] + argument.number, maps[used]);
             pointers[i] = &maps[used++];
         } else if (argument.kind == Argument::ADDRESS) {
             const uint64_t address = (uint64_t)addresses[argument.tensor];

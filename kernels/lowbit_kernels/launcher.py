@@ -239,9 +239,15 @@ def encoded(plan: Plan | None) -> list[int]:
 
 def _buffer(buffer: Buffer) -> list[int]:
     strides = library.contiguous_strides(buffer.shape)
-    filled = 0 if buffer.fill is None else buffer.nbytes
     word = int.from_bytes(struct.pack("<f", buffer.fill or 0), "little")
-    return [_dtype(buffer.dtype), len(buffer.shape), *buffer.shape, *strides, filled, word]
+    return [
+        _dtype(buffer.dtype),
+        len(buffer.shape),
+        *buffer.shape,
+        *strides,
+        buffer.filled_bytes,
+        word,
+    ]
 
 
 def _launch(launch: Launch | CublasProduct) -> list[int]:

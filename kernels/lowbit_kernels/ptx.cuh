@@ -90,6 +90,15 @@ DEVICE unsigned int warp_max(unsigned int x) {
     return result;
 }
 
+// The sum of `x` over the warp in one instruction (sm_80 and newer).
+DEVICE int warp_sum(int x) {
+    int result;
+    asm volatile("redux.sync.add.s32 %0, %1, 0xffffffff;" : "=r"(result) : "r"(x));
+    return result;
+}
+
+DEVICE void add_to(long long *sum, long long x) { atomicAdd((unsigned long long *)sum, (unsigned long long)x); }
+
 // The larger of |a| and |b|; NaN if either is one.
 DEVICE float larger_magnitude(float a, float b) {
     float result;

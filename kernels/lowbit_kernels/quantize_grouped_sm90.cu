@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     __shared__ int taken[2];
     Shared &shared = *(Shared *)memory;
     const Parts parts = {offsets, (int)experts, (int)m, (int)each, columns_t};
-    const Draws draws(job.seed);
+    const Draws draws(job);
     Order order(parts, job.tiles_across());
     if (threadIdx.x == 0) taken[0] = atomicAdd(done + experts, 1u);
     __syncthreads();
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) transpose_weights(PARAM
     const Job own = part_of(job, {nullptr, 0, (int)m, (int)each, 0}, at);
     Part part;
     fetch(own, blockIdx.x % tiles, part);
-    quantize_tile(own, *(Shared *)memory, Draws(job.seed), blockIdx.x % tiles, part);
+    quantize_tile(own, *(Shared *)memory, Draws(job), blockIdx.x % tiles, part);
 }
 #endif
 
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) short_rows(PARAMETERS) {
     }
     const Scale own = scale_of(widened(warp_max(largest_of(largest))));
     if (lane == 0) job.scale[row] = shown(own);
-    const Draws draws(job.seed);
+    const Draws draws(job);
 #pragma unroll
     for (int i = 0; i < MOST; ++i)
         if (i * SPAN < k) store_row(job, row, i * SPAN + lane * 8, raw[i], own, draws);

@@ -6,6 +6,7 @@
 //   ROWS, COLUMNS      which copies are written
 //   TENSORWISE         one scale for the matrix
 //   STOCHASTIC         stochastic rounding
+//   OWN_SEED           the seed is made here, by `absmax`, as `seeds.seed_of` says
 //   FACTOR             columns of the row copy are multiplied by factors
 //   ROW_SCALES         the transposed copy has the codes and scales of the row copy
 //   ALIGNED            rows begin at multiples of 16 bytes
@@ -22,6 +23,9 @@
 
 #ifndef GIVEN
 #define GIVEN 0  // `row_max` holds the scales of rows, and no first pass runs
+#endif
+#ifndef OWN_SEED
+#define OWN_SEED 0
 #endif
 
 enum { BF16, FP16, FP32 };
@@ -43,11 +47,13 @@ struct Job {
     unsigned char *codes_t;  // [k, m16]
     float *scale_t;          // [k], or [m] if ROW_SCALES
     uint32 *row_max, *column_max;
-    const long long *seed;
+    long long *seed;         // if OWN_SEED, 0 before the first pass, which adds to it
     const float *factor;     // [k], if FACTOR
     long long m, k;
     // Where x is a part of a matrix, as quantize_grouped_sm90.cu takes it: the rows before, and the columns of codes_t.
     long long before = 0, columns_t = 0;
+    // If OWN_SEED: the distance of the rows whose bits make the seed, and the number that is added to them.
+    long long seed_step = 0, seed_start = 0;
 
     MEMBER long long k16() const { return (k + 15) / 16 * 16; }
     MEMBER long long m16() const { return (m + 15) / 16 * 16; }
@@ -156,8 +162,11 @@ DEVICE float quotient_of(float x, Scale scale) {
 struct Draws {
     uint32 keys[2];
 
-    MEMBER explicit Draws(const long long *seed) {
-        if constexpr (STOCHASTIC) keys[0] = mix(0x243f6a88u, *seed), keys[1] = mix(0x85a308d3u, *seed);
+    MEMBER explicit Draws(const Job &job) {
+        if constexpr (STOCHASTIC) {
+            const long long seed = *job.seed + job.seed_start;
+            keys[0] = mix(0x243f6a88u, seed), keys[1] = mix(0x85a308d3u, seed);
+        }
     }
     MEMBER uint32 octet(const Job &job, long long row, long long column) const {
         return hash(keys, (row + job.before) * ((job.k + 7) >> 3) + (column >> 3));
@@ -248,6 +257,28 @@ DEVICE uint32 largest_of_column(Shared &shared, const uint32 (&columns)[Raw<4>::
         for (int i = 0; i < WARPS; ++i) largest = max(largest, shared.column_max[i][threadIdx.x]);
     }
     return largest;
+}
+
+// Adds the bits of a lane's elements in each `seed_step`-th row, as signed integers, to the seed.
+DEVICE void find_seed(const Job &job, long long tile, const Part &part) {
+    const Position at(job, tile);
+    const uint32 row = (uint32)at.row + threadIdx.x / 32 * HEIGHT, step = (uint32)job.seed_step;
+    uint32 next = (row + step - 1) / step * step - row;
+    if (next >= HEIGHT) return;  // the same for all lanes
+    int low = 0, high = 0;       // sums of the lower and the upper halves of words; rows outside of x are zeros
+#pragma unroll
+    for (int i = 0; i < HEIGHT; ++i) {
+        if (i != next) continue;
+        next += step;
+#pragma unroll
+        for (int j = 0; j < Raw<4>::WORDS; ++j) {
+            const uint32 word = part.row[i].word[j];
+            low += SIZE == 4 ? (int)(word & 0xffff) : (int)(short)(word & 0xffff);
+            high += (int)word >> 16;
+        }
+    }
+    low = warp_sum(low), high = warp_sum(high);
+    if (threadIdx.x % 32 == 0) add_to(job.seed, SIZE == 4 ? low + (long long)high * 65536 : (long long)low + high);
 }
 
 // The first pass over a tile: the largest magnitudes.
@@ -411,26 +442,31 @@ DYNAMIC_SHARED(memory);
 
 #define PARAMETERS                                                                                                     \
     const unsigned char *x, long long stride, unsigned char *codes, float *scale, unsigned char *codes_t,              \
-        float *scale_t, uint32 *row_max, uint32 *column_max, const long long *seed, const float *factor,           \
+        float *scale_t, uint32 *row_max, uint32 *column_max, long long *seed, const float *factor,                  \
         long long m, long long k
 #define JOB                                                                                                            \
-    const Job job = { x, stride, codes, scale, codes_t, scale_t, row_max, column_max, seed, factor, m, k }
+    Job job = { x, stride, codes, scale, codes_t, scale_t, row_max, column_max, seed, factor, m, k }
 
 #if STEPS == 0
 // One block per tile.
-extern "C" __global__ void __launch_bounds__(THREADS) absmax(PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS) absmax(PARAMETERS, long long seed_step, long long seed_start) {
     JOB;
     Part part;
     fetch(job, blockIdx.x, part);
+    if constexpr (OWN_SEED) {
+        job.seed_step = seed_step;
+        find_seed(job, blockIdx.x, part);
+    }
     find_largest(job, *(Shared *)memory, blockIdx.x, part);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) quantize(PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS) quantize(PARAMETERS, long long seed_step, long long seed_start) {
     JOB;
+    job.seed_start = seed_start;
     const long long tile = gridDim.x - 1 - blockIdx.x;
     Part part;
     fetch(job, tile, part);
-    quantize_tile(job, *(Shared *)memory, Draws(job.seed), tile, part);
+    quantize_tile(job, *(Shared *)memory, Draws(job), tile, part);
 }
 #endif
 
@@ -483,7 +519,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(PARAMETERS) {
     const Scale own = scale_of(widened(largest));
     if (threadIdx.x == 0) job.scale[row] = shown(own);
 
-    const Draws draws(job.seed);
+    const Draws draws(job);
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) store_row(job, row, first + i * STEP, raw[i], own, draws);
     for (long long at = first + STEPS * STEP; at < job.k16(); at += STEP) {

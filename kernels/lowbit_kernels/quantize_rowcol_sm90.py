@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowbit_kernels import launch_plan, launcher, nvrtc
 from lowbit_kernels.launch_plan import Address, Buffer, Launch, Plan
+from lowbit_kernels.seeds import seed_start, seed_step
 from lowbit_kernels.sources import FLOAT_MACROS, program
 from lowbit_kernels.weight_operands import Description, Layout, described
 
@@ -33,6 +34,7 @@ class Variant:
     row_scales: bool
     aligned: bool
     steps: int
+    own_seed: bool = False
 
 
 def quantize(
@@ -70,8 +72,12 @@ def planned(
     factor: bool,
     row_scales: bool,
     results: tuple[Buffer, ...],
+    own_seed: int | None = None,
 ) -> Plan:
-    """The plan for x of this layout, with elements of a row side by side. Operands: x, seed and row_factor."""
+    """The plan for x of this layout, with elements of a row side by side. Operands: x, seed and row_factor.
+
+    `own_seed`: the kernels make the seed, as ``seeds.seed_of(x, own_seed)``, unless they read x only once.
+    """
     x = Layout(*layout)
     m, k = x.shape
     one_pass = rows and not columns and not tensorwise and not factor
@@ -81,19 +87,23 @@ def planned(
         *(rows, columns, tensorwise, stochastic, factor, row_scales),
         x.misaligned == 0 and x.strides[0] * x.dtype.itemsize % 16 == 0,
         min(-(-k // ROW_STEP), MAX_STEPS) if one_pass else 0,
+        own_seed is not None,
     )
-    found = Address(7), Address(7, 4 * m)  # the largest magnitudes of rows and columns
+    # scratch: the seed, 8 bytes, and the largest magnitudes of rows and columns
+    found = Address(7, 8), Address(7, 8 + 4 * m)
     addresses = (*map(Address, range(3, 7)), *((0, 0) if one_pass else found))
-    arguments = (Address(0), x.strides[0], *addresses, Address(1), Address(2), m, k)
+    seed = Address(1) if own_seed is None else Address(7)
+    arguments = (Address(0), x.strides[0], *addresses, seed, Address(2), m, k)
     if one_pass:
         only = Launch(_kernel(variant, "rows", x.device), m, THREADS, arguments)
         return Plan(results, (), (only,))
+    arguments += (0, 0) if own_seed is None else (seed_step(m), seed_start(own_seed))
     tiles = -(-m // TILE) * -(-k // TILE)
     absmax, codes = (
         Launch(_kernel(variant, name, x.device), tiles, THREADS, arguments)
         for name in ("absmax", "quantize")
     )
-    return Plan(results, (Buffer((m + k,), torch.int32, fill=0),), (absmax, codes))
+    return Plan(results, (Buffer((2 + m + k,), torch.int32, fill=0),), (absmax, codes))
 
 
 def source(variant: Variant, primitives: str = "ptx.cuh") -> str:
@@ -109,5 +119,6 @@ def _module(variant: Variant, device: torch.device) -> nvrtc.Module:
 
 @functools.cache
 def _kernel(variant: Variant, name: str, device: torch.device) -> nvrtc.Kernel:
-    shared = 0 if name == "rows" else SHARED
-    return _module(variant, device).kernel(name, 12, shared=shared)
+    if name == "rows":
+        return _module(variant, device).kernel(name, 12)
+    return _module(variant, device).kernel(name, 14, shared=SHARED)

@@ -9,10 +9,11 @@
     bias       float32, bfloat16 or float16 [N], or None
     out        out_dtype: float32, bfloat16 or float16 [M, N], contiguous
 
-int8 by int8: the sum is exact in int32. (It wraps beyond 2**31, which takes more than 133,000 products of 127 by 127 in
-one row.) Then the sum is converted to float32, multiplied by the row's scale, by the column's, and the bias is added,
-each step in float32; the result is rounded once to the output dtype. Every implementation does these steps in this
-order. Only the addition of the bias may be fused with the product before it, which then is not rounded.
+int8 by int8: the sum is exact in int32. (The op's sum wraps beyond 2**31, which takes more than 133,000 products of 127
+by 127 in one row. So the function adds up parts of longer sums in float32.) Then the sum is converted to float32,
+multiplied by the row's scale, by the column's, and the bias is added, each step in float32; the result is rounded once
+to the output dtype. Every implementation does these steps in this order. Only the addition of the bias may be fused
+with the product before it, which then is not rounded.
 
 float8: e4m3 by e4m3, e5m2 by e4m3, or e4m3 by e5m2 (`torch.float8_e4m3fn`, `torch.float8_e5m2`).
 
@@ -32,7 +33,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,13 +43,16 @@ from lowbit_kernels import int8_mm_triton, launch_plan, launcher, nvrtc, scaled_
 from lowbit_kernels.launch_plan import Buffer, CublasProduct, Plan
 from lowbit_kernels.launcher import called, planned_op
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import FLOATS, check_one_device
+from lowbit_kernels.library import FLOATS, check_one_device, contiguous_strides
 from lowbit_kernels.triton_runtime import runs_on
+from lowbit_kernels.weight_operands import Layout
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LONG = 12288
 """K from which on our float8 kernel is faster than cuBLAS on an H200: by 2 to 3% of a large product and by 23% of a
 small one with long sums. It is slower by 1 to 3% at 8192, 3 to 5% at 4096, and 7 to 11% at 2048."""
+MOST_TERMS = 2**17
+"""Number of products of two int8 codes, -127 to 127, whose sum always fits into an int32."""
 OPERANDS = {(torch.int8, torch.int8), (E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)}
 
 
@@ -67,7 +71,16 @@ def scaled_mm(
         TypeError: a dtype, or a pair of dtypes, other than those above.
         ValueError: shapes that do not fit each other, K not a multiple of 16, or tensors on several devices.
     """
-    return called(_op, a, b, a_scale, b_scale, bias, out_dtype)
+    if a.dtype != torch.int8 or a.dim() != 2 or a.shape[1] <= MOST_TERMS:
+        return called(_op, a, b, a_scale, b_scale, bias, out_dtype)
+    _check(a, b, a_scale, b_scale, bias, out_dtype)
+    parts = zip(a.split(MOST_TERMS, 1), b.split(MOST_TERMS, 1), strict=True)
+    sums = [
+        called(_op, p.contiguous(), q.contiguous(), a_scale, b_scale, None, torch.float32)
+        for p, q in parts
+    ]
+    y = torch.stack(sums).sum(0)
+    return (y if bias is None else y + bias).to(out_dtype)
 
 
 def reference(
@@ -112,7 +125,7 @@ def _launch(
     return multiply(a, b, a_scale, b_scale, bias, out_dtype)
 
 
-def _implementation(a: Tensor, b: Tensor) -> tuple[str, Callable[..., Tensor]]:
+def _implementation(a: Tensor | Layout, b: Tensor | Layout) -> tuple[str, Callable[..., Tensor]]:
     """The name and the function of the implementation for checked operands."""
     is_int8, device = a.dtype == torch.int8, a.device
     if 0 in (*a.shape, b.shape[0]):
@@ -126,6 +139,40 @@ def _implementation(a: Tensor, b: Tensor) -> tuple[str, Callable[..., Tensor]]:
     if device.type == "cuda" and nvrtc.capability(device) >= (8, 9):
         return "float8 cublas", _float8_by_cublas
     return "float8 torch", _float8_by_torch
+
+
+class Planned(NamedTuple):
+    """A plan, and the name of the implementation."""
+
+    plan: Plan
+    name: str
+
+
+def planned(
+    a: Layout, b: Layout, a_scales: int, b_scales: int | None, out_dtype: torch.dtype
+) -> Planned | None:
+    """The plan of a product without bias of operands of these layouts, with so many scales; None for b: no scales.
+
+    Returns None unless our kernel or cuBLAS takes these operands as they are, and writes [M, N] without gaps.
+    """
+    m, n = a.shape[0], b.shape[0]
+    name, _ = _implementation(a, b)
+    if name in ("int8 sm90", "float8 sm90"):
+        if not (scaled_mm_sm90.is_readable(a) and scaled_mm_sm90.is_readable(b)):
+            return None
+        several = a_scales > 1, b_scales is not None and b_scales > 1
+        found = scaled_mm_sm90.planned(a, b, *several, None, out_dtype)
+        return Planned(found, name) if found.results[0].shape[1] == n else None
+    if name != "float8 cublas":
+        return None
+    by_row = a_scales > 1 or (b_scales is not None and b_scales > 1)
+    wanted = (m, n) if by_row else (1, 1)
+    one_each = a_scales == wanted[0] and b_scales in (None, wanted[1])
+    # also where a dimension has size 1: cuBLAS needs the stride of a full row
+    contiguous = all(tuple(x.strides) == contiguous_strides(x.shape) for x in (a, b))
+    if n % 16 or not (one_each and contiguous) or not _takes(by_row, out_dtype, a.device):
+        return None
+    return Planned(_cublas_plan(m, n, by_row, b_scales is None, False, out_dtype), name)
 
 
 def _empty_sum(a: Tensor, b: Tensor, *others: Any) -> Tensor:
@@ -177,8 +224,7 @@ def _float8_by_cublas(
         b = F.pad(b.view(torch.uint8), (0, 0, 0, extra)).view(b.dtype)
     fused_bias = bias is None or (bias.dtype == out_dtype != torch.float32 and not extra)
     by_row = a_scale.numel() > 1 or (b_scale is not None and b_scale.numel() > 1)
-    any_dtype = not by_row or out_dtype == torch.bfloat16 or _takes_rows_in_any_dtype(a.device)
-    if fused_bias and not extra and any_dtype:
+    if fused_bias and not extra and _takes(by_row, out_dtype, a.device):
         operands = (
             *(a, b, _one_each(a_scale, m if by_row else 1)),
             None if b_scale is None else _one_each(b_scale, n if by_row else 1),
@@ -215,8 +261,10 @@ def _cublas_plan(
     return Plan((Buffer((m, n), out_dtype),), ones, (product,))
 
 
-def _takes_rows_in_any_dtype(device: torch.device) -> bool:
-    """Whether scales of rows may come with an output other than bfloat16: in cuBLAS 12.9 and later, on Hopper."""
+def _takes(by_row: bool, out_dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether cuBLAS has such an epilogue. Scales of rows with an output other than bfloat16 need 12.9 and Hopper."""
+    if not by_row or out_dtype == torch.bfloat16:
+        return True
     return nvrtc.cuda_version() >= (12, 9) and nvrtc.capability(device) == (9, 0)
 
 

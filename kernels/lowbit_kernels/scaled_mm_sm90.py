@@ -96,7 +96,10 @@ def multiply(
 ) -> Tensor:
     """``lowbit::scaled_mm`` on a GPU of compute capability 9.0. The operands are checked; M, N, K > 0."""
     given = a, b, a_scale, b_scale, bias
-    a, b = (x if is_readable(x) else x.clone(memory_format=torch.contiguous_format) for x in (a, b))
+    a, b = (
+        x if is_readable(Layout(*described(x))) else x.clone(memory_format=torch.contiguous_format)
+        for x in (a, b)
+    )
     a_scale = a_scale.contiguous()
     b_scale, bias = (None if x is None else x.contiguous() for x in (b_scale, bias))
     operands = a, b, a_scale, b_scale, bias
@@ -211,11 +214,9 @@ def _combine(
     return _module(formats, out, bias, WIDTHS[0], device).kernel("combine", 13, overlaps=True)
 
 
-def is_readable(x: Tensor) -> bool:
+def is_readable(x: Layout) -> bool:
     """Whether the TMA can read x: contiguous rows that do not overlap, each beginning at a multiple of 16 bytes."""
-    own = Layout(*described(x))
-    apart = takes_rows(_stride(own), own.shape[1])
-    return apart and own.strides[1] == 1 and own.misaligned == 0
+    return takes_rows(_stride(x), x.shape[1]) and x.strides[1] == 1 and x.misaligned == 0
 
 
 def _stride(x: Layout) -> int:

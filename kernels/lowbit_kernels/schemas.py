@@ -45,6 +45,11 @@ SCHEMAS: dict[str, tuple[str, ...]] = {
         "grouped_scaled_mm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor offsets, "
         "ScalarType out_dtype=bfloat16) -> Tensor",
     ),
+    "linear_gradients": (
+        "linear_gradients(Tensor grad, str format, Tensor? weight, Tensor? weight_scale, Tensor? x, "
+        "Tensor? x_scale, bool stochastic, SymInt seed, bool tensorwise, ScalarType dtype) -> "
+        "(Tensor, Tensor)",
+    ),
     "normalize_matrices": (
         "normalize_matrices(Tensor x, float eps, ScalarType out_dtype) -> Tensor",
     ),

@@ -31,13 +31,7 @@ from lowbit.products.checks import check_linear, refuse_second_derivative, unfla
 from lowbit.products.codes_product import CodesProduct, Described, codes_product
 from lowbit.scheme import Scheme, Spec
 from lowbit.tensor.affine_tensor import representation_of
-from lowbit.tensor.low_bit_linear import (
-    Codes,
-    low_bit_product,
-    of_last_input,
-    quantized_gradient,
-    transposed,
-)
+from lowbit.tensor.low_bit_linear import Codes, low_bit_gradients, of_last_input, transposed
 from lowbit.tracer import Note
 from lowbit.train_scheme import MixedPrecision
 
@@ -221,43 +215,29 @@ class _CodedLinear(torch.autograd.Function):
         grad, how, saved = grads[0], ctx.how, ctx.saved_tensors
         of_weight, of_x = saved[: ctx.kept_of_weight], saved[ctx.kept_of_weight :]
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-        low = how.gradients
-        rows = for_x and low is not None and low.grad_input
-        columns = for_weight and low is not None and low.grad_weight
+        scheme = how.gradients
+        low = (
+            for_x and scheme is not None and scheme.grad_input,
+            for_weight and scheme is not None and scheme.grad_weight,
+        )
         own: Any = codes_again(how.spec, *of_weight) if for_x else None
-        quantized: Any = None
-        if rows or columns:
-            factor = own[1].float().flatten() if rows else None
-            quantized = quantized_gradient(grad, low, rows=rows, columns=columns, factor=factor)
         grad_x = grad_weight = None
-        if for_x:
-            grad_x = _grad_input(how, grad, quantized[:2] if rows else None, own, ctx.shape)
-        if for_weight:
-            own_columns = quantized[2:] if columns else None
-            grad_weight = _grad_weight(how, grad, own_columns, of_x, ctx.shape[1])
+        if any(low):
+            turned = None
+            if low[0]:
+                codes = transposed(own[0], ctx.shape[1], after=grad)
+                turned = codes, own[1].float().flatten()
+            kept = tuple(of_x) if low[1] else None
+            found = low_bit_gradients(how.note, scheme, grad, turned, kept, how.weight_dtype)
+            grad_x, grad_weight = found
+        if for_x and not low[0]:
+            tracer.record(how.note, "grad_input", grad.dtype)
+            grad_x = grad @ how.spec.dequantize(*own, None, ctx.shape, grad.dtype)
+        if for_weight and not low[1]:
+            tracer.record(how.note, "grad_weight", grad.dtype)
+            values = of_x[0][:, : ctx.shape[1]].float() * of_x[1]
+            grad_weight = (grad.t() @ values.to(grad.dtype)).to(how.weight_dtype)
         return grad_x, grad_weight, grad.sum(0) if for_bias else None, *[None] * 8
-
-
-def _grad_input(
-    how: _How, grad: Tensor, codes: Codes | None, weight: Codes, shape: torch.Size
-) -> Tensor:
-    """dx [M, K]; `codes`: dy · sw along its rows, where the product runs in low bits."""
-    if codes is None or how.gradients is None:
-        tracer.record(how.note, "grad_input", grad.dtype)
-        return grad @ how.spec.dequantize(*weight, None, shape, grad.dtype)
-    turned = transposed(weight[0], shape[1], after=grad)
-    fmt = how.gradients.backward_format
-    return low_bit_product(how.note, "grad_input", fmt, codes, (turned, None), how.dtype)
-
-
-def _grad_weight(how: _How, grad: Tensor, codes: Codes | None, x: Codes, k: int) -> Tensor:
-    """dw [N, K]; `codes`: dy along its columns, where the product runs in low bits. `x`: then transposed."""
-    if codes is None or how.gradients is None:
-        tracer.record(how.note, "grad_weight", grad.dtype)
-        values = x[0][:, :k].float() * x[1]
-        return (grad.t() @ values.to(grad.dtype)).to(how.weight_dtype)
-    fmt = how.gradients.backward_format
-    return low_bit_product(how.note, "grad_weight", fmt, codes, x, how.weight_dtype)
 
 
 def _name(codes: Tensor) -> str:

@@ -22,9 +22,10 @@ from torch import Tensor
 import lowbit_kernels as kernels
 from lowbit import tracer
 from lowbit.products.checks import check_first_derivative
-from lowbit.tensor.low_bit_linear import MOST_TERMS, quantized_input, seed_of
+from lowbit.tensor.low_bit_linear import quantized_input
 from lowbit.tensor.trainable import grouped_in_high_precision
 from lowbit.tracer import Note
+from lowbit_kernels.seeds import seed_of
 
 
 def low_bit_grouped_mm(x: Tensor, weight: Any, offsets: Tensor) -> Tensor:
@@ -38,8 +39,9 @@ def low_bit_grouped_mm(x: Tensor, weight: Any, offsets: Tensor) -> Tensor:
     experts, n, k = stored.shape
     m, scheme = x.shape[0], weight.scheme
     why = scheme.grouped_plain_because(x.device, m, experts, n, k)
-    if why is None and max(n, k) > MOST_TERMS:
-        why = f"sums over more than {MOST_TERMS} products may overflow"
+    most = kernels.scaled_mm.MOST_TERMS
+    if why is None and max(n, k) > most:
+        why = f"sums over more than {most} products may overflow"
     note = tracer.note(m, n, k, why, stored)
     if why is not None:
         return grouped_in_high_precision(x, weight, offsets)
@@ -95,7 +97,8 @@ class _Grouped(torch.autograd.Function):
                 w_codes, w_scale = weight.expert_codes_t(w_scale, after=grad)
             else:
                 w_scale = None
-            seed = seed_of(grad, scheme.seed) if scheme.rounds_stochastically else None
+            stochastic = scheme.rounds_stochastically
+            seed = seed_of(grad, scheme.seed) if stochastic else None
             codes, scale, codes_t, scale_t = kernels.quantize_grouped.quantize_grouped(
                 grad, offsets, fmt, rows=rows, columns=columns, seed=seed, row_factor=w_scale
             )

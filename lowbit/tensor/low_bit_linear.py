@@ -34,9 +34,8 @@ from lowbit.products.checks import (
 )
 from lowbit.tensor.trainable import Values
 from lowbit.tracer import Note
+from lowbit_kernels.seeds import seed_of
 
-MOST_TERMS = 2**17
-"""Number of products of two int8 codes, -127 to 127, whose sum always fits into an int32."""
 Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 """Codes and scales of a matrix along its rows, and of its transpose along its columns."""
 Codes = tuple[Tensor, Tensor]
@@ -106,56 +105,62 @@ class _Linear(torch.autograd.Function):
         check_first_derivative(weight)
         scheme, note = weight.scheme, ctx.note
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-        rows, columns = for_x and scheme.grad_input, for_weight and scheme.grad_weight
-        fmt, one_scale = scheme.backward_format, scheme.one_scale
-        grad_x = grad_weight = grad_bias = factor = None
-        if rows:
-            turned, w_scale = weight.transposed_codes(after=grad)
-            # Scales of rows move into the gradient; shards have several, also tensorwise. Those of blocks stay.
-            if w_scale.numel() > 1 and not scheme.in_blocks:
-                factor, w_scale, one_scale = w_scale, None, False
-        if rows or columns:
-            codes, scale, codes_t, scale_t = quantized_gradient(
-                grad, scheme, rows=rows, columns=columns, factor=factor, tensorwise=one_scale
-            )
-        if rows:
-            other = turned, w_scale
-            grad_x = low_bit_product(note, "grad_input", fmt, (codes, scale), other, ctx.dtype)
-        elif for_x:
+        low = scheme.grad_input and for_x, scheme.grad_weight and for_weight
+        grad_x = grad_weight = None
+        if any(low):
+            turned = weight.transposed_codes(after=grad) if low[0] else None
+            own = tuple(kept) if low[1] else None
+            grad_x, grad_weight = low_bit_gradients(note, scheme, grad, turned, own, weight.dtype)
+        if for_x and not low[0]:
             tracer.record(note, "grad_input", grad.dtype)
             grad_x = grad @ weight.values().to(grad.dtype)
-        if columns:
-            own = (codes_t, scale_t)
-            grad_weight = low_bit_product(note, "grad_weight", fmt, own, tuple(kept), weight.dtype)
-        elif for_weight:
+        if for_weight and not low[1]:
             tracer.record(note, "grad_weight", grad.dtype)
             grad_weight = grad.t() @ kept[0]
-        if for_bias:
-            grad_bias = grad.sum(0)
+        grad_bias = grad.sum(0) if for_bias else None
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
-def quantized_gradient(
-    grad: Tensor,
+def low_bit_gradients(
+    note: Note | None,
     scheme: Any,
-    *,
-    rows: bool,
-    columns: bool,
-    factor: Tensor | None = None,
-    tensorwise: bool = False,
-) -> Quantized:
-    """`_quantize` of the output's gradient, as the scheme rounds it. `factor`: multiplied into the rows."""
-    seed = seed_of(grad, scheme.seed) if scheme.rounds_stochastically else None
-    options = {"seed": seed, "row_factor": factor, "tensorwise": tensorwise}
-    return _quantize(grad, scheme, scheme.backward_format, rows=rows, columns=columns, **options)
+    grad: Tensor,
+    weight: Codes | None,
+    x: Codes | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x, in grad's dtype, and of the weight, in `dtype`, from grad [M, N] and transposed codes.
 
-
-def seed_of(grad: Tensor, seed: int) -> Tensor:
-    """int64, one element: a function of `seed` and the bits of 64 rows or more of `grad`, or of every second row where
-    it has fewer than 128. So no counter of steps is needed, and replicas with equal gradients round them alike."""
-    some = grad[:: max(2, grad.shape[0] // 64)]  # torch.compile would compile anew for a step of 1
-    found = some.view(torch.int32 if grad.dtype == torch.float32 else torch.int16).sum()
-    return found + seed * 0x9E3779B1 if seed else found  # each operation takes time of the host
+    `weight`, `x`: None where the gradient of the other is not wanted. Scales of the weight's rows move into the
+    gradient; shards have several, also where each tensor has one. Those of blocks stay.
+    """
+    fmt, seed = scheme.backward_format, scheme.seed if scheme.rounds_stochastically else None
+    one_scale = scheme.one_scale and (weight is None or weight[1].numel() == 1)
+    if note is None and not scheme.in_blocks:
+        return kernels.linear_gradients.linear_gradients(
+            grad, fmt, weight, x, seed=seed, tensorwise=one_scale, dtype=dtype
+        )
+    # A trace tells the kernels of the two products apart by the calls between which they run.
+    factor, weight_scale = None, None if weight is None else weight[1]
+    if weight_scale is not None and weight_scale.numel() > 1 and not scheme.in_blocks:
+        factor, weight_scale = weight_scale, None
+    codes, scale, codes_t, scale_t = _quantize(
+        grad,
+        scheme,
+        fmt,
+        rows=weight is not None,
+        columns=x is not None,
+        seed=None if seed is None else seed_of(grad, seed),
+        row_factor=factor,
+        tensorwise=one_scale,
+    )
+    grad_x = grad_weight = None
+    if weight is not None:
+        other = weight[0], weight_scale
+        grad_x = low_bit_product(note, "grad_input", fmt, (codes, scale), other, grad.dtype)
+    if x is not None:
+        grad_weight = low_bit_product(note, "grad_weight", fmt, (codes_t, scale_t), x, dtype)
+    return grad_x, grad_weight
 
 
 def transposed(codes: Tensor, columns: int, after: Tensor | None = None) -> Tensor:
@@ -172,27 +177,14 @@ def low_bit_product(
     dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """a @ b.T, scaled; a scale of None is 1.
-
-    Sums of int8 products that may overflow an int32 are split, and the parts added in float32.
-    """
+    """a @ b.T, scaled; a scale of None is 1."""
     tracer.record(note, name, fmt)
     if a[1].dim() == 2:
         assert b[1] is not None
         return kernels.block_scaled_mm.block_scaled_mm(
             a[0], b[0], a[1], b[1], bias=bias, out_dtype=dtype
         )
-    if fmt != "int8" or a[0].shape[1] <= MOST_TERMS:
-        return kernels.scaled_mm.scaled_mm(a[0], b[0], a[1], b[1], bias=bias, out_dtype=dtype)
-    parts = zip(a[0].split(MOST_TERMS, 1), b[0].split(MOST_TERMS, 1), strict=True)
-    sums = [
-        kernels.scaled_mm.scaled_mm(
-            p.contiguous(), q.contiguous(), a[1], b[1], out_dtype=torch.float32
-        )
-        for p, q in parts
-    ]
-    y = torch.stack(sums).sum(0)
-    return (y if bias is None else y + bias).to(dtype)
+    return kernels.scaled_mm.scaled_mm(a[0], b[0], a[1], b[1], bias=bias, out_dtype=dtype)
 
 
 # ---- the quantized input, shared by layers that read the same one ---------------------------------------------------

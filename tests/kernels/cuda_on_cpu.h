@@ -105,6 +105,19 @@ DEVICE unsigned int warp_max(unsigned int x) {
     return largest;
 }
 
+DEVICE int warp_sum(int x) {
+    using namespace emulation;
+    const unsigned int first = current / 32 * 32;
+    fibers[current].given = (unsigned int)x;
+    meet(first, first + 32);
+    unsigned int sum = 0;
+    for (unsigned int i = first; i < first + 32; ++i) sum += fibers[i].given;
+    meet(first, first + 32);  // before a fiber overwrites its value
+    return (int)sum;
+}
+
+DEVICE void add_to(long long *sum, long long x) { *sum += x; }
+
 DEVICE unsigned int take_next(unsigned int *counter, int lane) {
     using namespace emulation;
     const unsigned int first = current / 32 * 32;

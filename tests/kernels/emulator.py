@@ -71,7 +71,7 @@ QUANTIZE_FOOTER = """
 extern "C" void emulated(unsigned grid, unsigned threads, const uint64_t *a) {
     emulation::launch(grid, threads, [=] {
         NAME((const unsigned char *)a[0], a[1], (unsigned char *)a[2], (float *)a[3], (unsigned char *)a[4],
-             (float *)a[5], (uint32 *)a[6], (uint32 *)a[7], (const long long *)a[8],
+             (float *)a[5], (uint32 *)a[6], (uint32 *)a[7], (long long *)a[8],
              (const float *)a[9], a[10], a[11]);
     });
 }
@@ -137,12 +137,15 @@ def quantize_tokens(*arguments) -> None:
         quantize_tokens_sm90.quantize(*arguments)
 
 
-def quantize_rowcol(*arguments):
-    """``quantize_rowcol_sm90.quantize`` on CPU tensors, in memory that is not zero."""
+@contextlib.contextmanager
+def quantization() -> Iterator[None]:
+    """Inside, ``quantize_rowcol_sm90`` takes CPU tensors, in memory that is not zero."""
 
     def kernel(variant: quantize_rowcol_sm90.Variant, name: str, device: torch.device):
         source = quantize_rowcol_sm90.source(variant, primitives=HEADER.read_text())
-        return _emulated(source + QUANTIZE_FOOTER.replace("NAME", name))
+        more = "" if name == "rows" else ", a[12], a[13]"
+        footer = QUANTIZE_FOOTER.replace("NAME", name).replace("a[11]);", f"a[11]{more});")
+        return _emulated(source + footer)
 
     with (
         _on_cpu(quantize_rowcol_sm90, kernel),
@@ -151,9 +154,15 @@ def quantize_rowcol(*arguments):
     ):
         quantize_rowcol_sm90.planned.cache_clear()  # plans hold kernels
         try:
-            return quantize_rowcol_sm90.quantize(*arguments)
+            yield
         finally:
             quantize_rowcol_sm90.planned.cache_clear()
+
+
+def quantize_rowcol(*arguments):
+    """``quantize_rowcol_sm90.quantize`` on CPU tensors."""
+    with quantization():
+        return quantize_rowcol_sm90.quantize(*arguments)
 
 
 @contextlib.contextmanager

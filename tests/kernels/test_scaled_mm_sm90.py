@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.cases.scaled_mm import E4M3, E5M2, Case
 from lowbit_kernels import mm_tiles_sm90, scaled_mm_sm90
-from lowbit_kernels.weight_operands import Layout, described
+from lowbit_kernels.weight_operands import Layout, described, layout
 from tests.kernels import scaled_mm_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.test_scaled_mm import assert_close
@@ -62,15 +62,17 @@ def test_a_single_row_has_a_stride_that_the_tma_takes() -> None:
     row = torch.zeros(32, 1, dtype=torch.int8).T
     assert row.stride() == (1, 1) and row.contiguous().stride() == (1, 1)
     assert scaled_mm_sm90._stride(Layout(*described(row))) == 32
-    assert scaled_mm_sm90.is_readable(row) is (row.data_ptr() % 16 == 0)
-    assert not scaled_mm_sm90.is_readable(torch.zeros(33, dtype=torch.int8)[1:].view(1, 32))
+    assert scaled_mm_sm90.is_readable(layout(row)) is (row.data_ptr() % 16 == 0)
+    assert not scaled_mm_sm90.is_readable(layout(torch.zeros(33, dtype=torch.int8)[1:].view(1, 32)))
 
 
 def test_the_tma_does_not_read_rows_that_overlap() -> None:
     codes = torch.zeros(4, 64, dtype=torch.int8)
-    assert scaled_mm_sm90.is_readable(codes) and scaled_mm_sm90.is_readable(codes[0].expand(1, 64))
-    assert not scaled_mm_sm90.is_readable(codes[0].expand(4, 64))
-    assert not scaled_mm_sm90.is_readable(codes.view(-1).unfold(0, 64, 16))
+    assert scaled_mm_sm90.is_readable(layout(codes)) and scaled_mm_sm90.is_readable(
+        layout(codes[0].expand(1, 64))
+    )
+    assert not scaled_mm_sm90.is_readable(layout(codes[0].expand(4, 64)))
+    assert not scaled_mm_sm90.is_readable(layout(codes.view(-1).unfold(0, 64, 16)))
 
 
 FEW_STEPS = Case("few-steps", 300, 130, 144, bias=torch.float16)

@@ -228,7 +228,7 @@ def test_float16_overflows_to_an_infinity_as_plain_products_do():
 def test_long_sums_of_int8_products_are_cut(monkeypatch):
     low, x = prepared(linear(24, 96), SCHEMES["int8"]), values(80, 96)
     expected = outcome(low, x)
-    monkeypatch.setattr(low_bit_linear, "MOST_TERMS", 32)
+    monkeypatch.setattr(lowbit_kernels.scaled_mm, "MOST_TERMS", 32)
     with scaled_products() as calls:
         found = outcome(low, x)
     assert calls["int8"] == 3 + 1 + 3

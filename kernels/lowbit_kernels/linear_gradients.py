@@ -1,0 +1,265 @@
+"""The gradients of a linear y = x wᵀ as products in low bits: one op for the quantization of the output's gradient and
+both products.
+
+    grad_x      = (dy · s)^ · w^        dy [M, N] times the weight's scales s [N], rounded along its rows
+    grad_weight = dŷᵀ · x^              dy rounded along its columns
+
+    dy           float32, bfloat16 or float16 [M, N]
+    w^           int8 or float8, transposed: [K, N rounded up to a multiple of 16]; s float32 [N], or [1]
+    x^           like w^, transposed: [K, M rounded up to a multiple of 16]; its scales float32 [K], or [1]
+    grad_x       [M, K] in dy's dtype
+    grad_weight  [N, K]
+
+The values are those of `quantize_rowcol` and `scaled_mm`, called one after the other. One weight scale is applied after
+the product, and dy alone is rounded. A gradient that is not wanted comes back as [0, 0].
+
+With a `seed` dy is rounded stochastically, by a seed that `seeds.seed_of` makes of dy's bits and this number.
+
+On GPUs of compute capability 9.0 one launch plan holds all of it, so that a call takes the host the time of its
+launches and of three allocations. A graph of torch.compile holds one op instead of three, and the seed's.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels import launch_plan, launcher, nvrtc, quantize_rowcol_sm90, scaled_mm
+from lowbit_kernels import quantize_rowcol as rowcol
+from lowbit_kernels.launch_plan import Buffer, Composition, Plan
+from lowbit_kernels.launcher import called, planned_op
+from lowbit_kernels.launches import ran
+from lowbit_kernels.library import FLOATS, check_one_device, contiguous_strides
+from lowbit_kernels.seeds import seed_of
+from lowbit_kernels.weight_operands import Layout, layout
+
+Codes = tuple[Tensor, Tensor]
+GRAD, WEIGHT, WEIGHT_SCALE, X, X_SCALE, GRAD_X, GRAD_WEIGHT = range(7)
+"""The numbers of the tensors of a plan; scratch memory follows."""
+MOST_ROWS = 2**31 - 1
+
+
+def linear_gradients(
+    grad: Tensor,
+    format: str,
+    weight: Codes | None,
+    x: Codes | None,
+    *,
+    seed: int | None = None,
+    tensorwise: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor | None, Tensor | None]:
+    """grad_x and grad_weight; shapes, dtypes and the formula are in the module's docstring.
+
+    Args:
+        grad: dy [M, N].
+        format: that of dy's codes, as of `quantize_rowcol`.
+        weight: codes and scales of the weight; None: grad_x is not wanted.
+        x: codes and scales of the input; None: grad_weight is not wanted.
+        seed: of the stochastic rounding; None rounds to nearest.
+        tensorwise: dy has one scale (float8 only). Not where the weight has several, since dy times these is rounded.
+        dtype: of grad_weight.
+
+    Raises:
+        TypeError, ValueError: as `quantize_rowcol` and `scaled_mm` do, or neither gradient is wanted.
+    """
+    given = *(weight or (None, None)), *(x or (None, None))
+    number = 0 if seed is None else seed
+    options = seed is not None, number, tensorwise, dtype
+    grad_x, grad_weight = called(_op, grad, format, *given, *options)
+    return None if weight is None else grad_x, None if x is None else grad_weight
+
+
+def in_parts(
+    grad: Tensor,
+    format: str,
+    weight: Tensor | None,
+    weight_scale: Tensor | None,
+    x: Tensor | None,
+    x_scale: Tensor | None,
+    stochastic: bool,
+    seed: int,
+    tensorwise: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The op by `quantize_rowcol` and `scaled_mm`, on any device."""
+    factor = None
+    if weight_scale is not None and weight_scale.numel() != 1:
+        factor, weight_scale, tensorwise = weight_scale, None, False
+    codes, scale, codes_t, scale_t = rowcol.quantize_rowcol(
+        grad,
+        format,
+        rows=weight is not None,
+        columns=x is not None,
+        tensorwise=tensorwise,
+        seed=seed_of(grad, seed) if stochastic else None,
+        row_factor=factor,
+    )
+    grad_x, grad_weight = grad.new_empty((0, 0)), grad.new_empty((0, 0), dtype=dtype)
+    if weight is not None:
+        grad_x = scaled_mm.scaled_mm(codes, weight, scale, weight_scale, out_dtype=grad.dtype)
+    if x is not None:
+        assert x_scale is not None
+        grad_weight = scaled_mm.scaled_mm(codes_t, x, scale_t, x_scale, out_dtype=dtype)
+    return grad_x, grad_weight
+
+
+def _launch(
+    grad: Tensor,
+    format: str,
+    weight: Tensor | None,
+    weight_scale: Tensor | None,
+    x: Tensor | None,
+    x_scale: Tensor | None,
+    stochastic: bool,
+    seed: int,
+    tensorwise: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    operands = grad, weight, weight_scale, x, x_scale
+    options = stochastic, seed, tensorwise, dtype
+    _check(*operands, format, dtype)
+    found = None
+    if nvrtc.runs_on_hopper(grad.device):
+        found = planned(*map(layout, operands), format, *options)
+    if found is None:
+        launcher.learn("linear_gradients", None)
+        return in_parts(grad, format, weight, weight_scale, x, x_scale, *options)
+    launcher.take_over("linear_gradients")
+    launcher.learn("linear_gradients", found.plan)
+    ran("quantize_rowcol", "sm90")
+    for name in found.products:
+        ran("scaled_mm", name)
+    grad_x, grad_weight = launch_plan.run(found.plan, operands)
+    return grad_x, grad_weight
+
+
+class Planned(NamedTuple):
+    """A plan, and the names of the implementations of its products."""
+
+    plan: Plan
+    products: tuple[str, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def planned(
+    grad: Layout,
+    weight: Layout | None,
+    weight_scale: Layout | None,
+    x: Layout | None,
+    x_scale: Layout | None,
+    format: str,
+    stochastic: bool,
+    seed: int,
+    tensorwise: bool,
+    dtype: torch.dtype,
+) -> Planned | None:
+    """The plan for operands of these layouts; None where the parts have to copy one of them, read the gradient only
+    once, or split a sum that may overflow."""
+    (m, n), others = grad.shape, (weight, weight_scale, x, x_scale)
+    as_they_are = all(one is None or (one.is_contiguous and 0 not in one.shape) for one in others)
+    factor = weight_scale is not None and weight_scale.shape[0] != 1
+    tensorwise = tensorwise and not factor
+    reads_twice = x is not None or factor or tensorwise
+    too_long = m > MOST_ROWS or (format == "int8" and max(m, n) > scaled_mm.MOST_TERMS)
+    if 0 in grad.shape or grad.strides[1] != 1 or not as_they_are or not reads_twice or too_long:
+        return None
+    wanted = weight is not None, x is not None, tensorwise
+    shapes = (m, weight.shape[0]) if weight else (0, 0), (n, x.shape[0]) if x else (0, 0)
+    whole = Composition(5, tuple(map(Buffer, shapes, (grad.dtype, dtype))))
+    made = rowcol.results_of(m, n, format, *wanted, False)
+    own_seed = seed if stochastic else None
+    quantized = quantize_rowcol_sm90.planned(
+        tuple(grad), format, *wanted, stochastic, factor, False, made, own_seed
+    )
+    codes = whole.scratch(made)
+    whole.add(quantized, (GRAD, None, WEIGHT_SCALE if factor else None), codes)
+    names = []
+    products = (
+        (weight, None if factor else weight_scale, WEIGHT, GRAD_X, grad.dtype),
+        (x, x_scale, X, GRAD_WEIGHT, dtype),
+    )
+    for i, (other, scale, at, to, out) in enumerate(products):
+        if other is None:
+            continue
+        own, own_scale = made[i * 2 : i * 2 + 2]
+        a = Layout(own.shape, contiguous_strides(own.shape), own.dtype, grad.device, 0)
+        scales = own_scale.shape[0], scale and scale.shape[0]
+        product = scaled_mm.planned(a, other, *scales, out)
+        if product is None:
+            return None
+        operands = codes[i * 2], at, codes[i * 2 + 1], scale and at + 1, None
+        whole.add(product.plan, operands, (to,))
+        names.append(product.name)
+    return Planned(whole.plan(), tuple(names))
+
+
+def _fake(
+    grad,
+    format,
+    weight,
+    weight_scale,
+    x,
+    x_scale,
+    stochastic,
+    seed,
+    tensorwise,
+    dtype,
+) -> tuple[Tensor, Tensor]:
+    _check(grad, weight, weight_scale, x, x_scale, format, dtype)
+    m, n = grad.shape
+    grad_x = (0, 0) if weight is None else (m, weight.shape[0])
+    grad_weight = (0, 0) if x is None else (n, x.shape[0])
+    return grad.new_empty(grad_x), grad.new_empty(grad_weight, dtype=dtype)
+
+
+def _check(
+    grad: Tensor,
+    weight: Tensor | None,
+    weight_scale: Tensor | None,
+    x: Tensor | None,
+    x_scale: Tensor | None,
+    format: str,
+    dtype: torch.dtype,
+) -> None:
+    if grad.dtype not in FLOATS or dtype not in FLOATS:
+        raise TypeError(
+            f"linear_gradients takes a gradient and gives one of {', '.join(map(str, FLOATS))}; got {grad.dtype} and "
+            f"{dtype}"
+        )
+    if format not in rowcol.FORMATS:
+        raise ValueError(f"format must be one of {', '.join(rowcol.FORMATS)}, got {format!r}")
+    if grad.dim() != 2:
+        raise ValueError(f"a gradient is [M, N], got {tuple(grad.shape)}; flatten it first")
+    if weight is None and x is None:
+        raise ValueError(
+            "linear_gradients takes codes of the weight, of the input, or both; got neither"
+        )
+    check_one_device(grad=grad, weight=weight, weight_scale=weight_scale, x=x, x_scale=x_scale)
+    named = (("weight", weight, weight_scale, 1), ("x", x, x_scale, 0))
+    for name, codes, scale, along in named:
+        if codes is None:
+            continue
+        length = grad.shape[along]
+        if codes.dim() != 2 or codes.shape[1] != length + -length % 16:
+            raise ValueError(
+                f"codes of {name} are transposed, [K, {length + -length % 16}] here; got {tuple(codes.shape)}"
+            )
+        if (rowcol.FORMATS[format][0], codes.dtype) not in scaled_mm.OPERANDS:
+            raise TypeError(
+                f"a gradient in {format} can't be multiplied by {codes.dtype} of {name}"
+            )
+        each = length if along else codes.shape[0]
+        if (
+            scale is None
+            or scale.dtype != torch.float32
+            or tuple(scale.shape) not in ((each,), (1,))
+        ):
+            got = None if scale is None else (scale.dtype, tuple(scale.shape))
+            raise ValueError(f"scales of {name} are float32 [{each}] or [1], got {got}")
+
+
+_op = planned_op("linear_gradients", _launch, _fake)

@@ -1,0 +1,296 @@
+"""The gradients of a linear in one op: its parts against float64, its launch plan against its parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit_kernels import launch_plan, launcher, linear_gradients, nvrtc, scaled_mm
+from lowbit_kernels.launches import counted
+from lowbit_kernels.linear_gradients import in_parts
+from lowbit_kernels.quantize_rowcol import FORMATS, quantize_rowcol
+from lowbit_kernels.seeds import seed_of, seed_start, seed_step
+from lowbit_kernels.weight_operands import layout
+from tests.kernels import emulator, scaled_mm_emulator
+from tests.kernels.compiled_on_cpu import COMPILER
+
+OP = torch.ops.lowbit.linear_gradients
+
+
+@dataclass(frozen=True)
+class Case:
+    """A gradient [m, n] of a linear with a weight [n, k]."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    format: str = "int8"
+    dtype: torch.dtype = torch.bfloat16
+    weight_dtype: torch.dtype = torch.bfloat16
+    grad_x: bool = True
+    grad_weight: bool = True
+    stochastic: bool = False
+    tensorwise: bool = False
+    strided: bool = False
+    large: bool = False
+
+    def operands(self, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+        """dy, the weight and x in high precision; dy's columns have different magnitudes."""
+        shape = (self.m, 2 * self.n if self.strided else self.n)
+        grad = torch.randn(shape, device=device) * torch.rand(shape[1], device=device)
+        grad = grad.to(self.dtype)[:, : self.n]
+        weight = torch.randn(self.n, self.k, device=device) * torch.rand(self.n, 1, device=device)
+        return grad, weight.to(self.dtype), torch.randn(self.m, self.k, device=device)
+
+    def arguments(self, device: str = "cpu") -> tuple:
+        """Those of the op."""
+        grad, weight, x = self.operands(device)
+        fmt = "e4m3" if self.format == "e5m2" else self.format
+        one = {"tensorwise": self.tensorwise}
+        given: list[Tensor | None] = [None] * 4
+        if self.grad_x:
+            options = {"rows": False, "row_scales": not self.tensorwise, **one}
+            given[:2] = quantize_rowcol(weight, fmt, **options)[2:]
+        if self.grad_weight:
+            given[2:] = quantize_rowcol(x, fmt, rows=False, **one)[2:]
+        options = self.stochastic, 5, self.tensorwise, self.weight_dtype
+        return grad, self.format, *given, *options
+
+
+CASES = [
+    Case("typical", 128, 64, 48),
+    Case("stochastic", 200, 128, 64, stochastic=True),
+    Case("several-tiles", 300, 144, 272, stochastic=True),
+    Case("fp32", 130, 64, 48, dtype=torch.float32, weight_dtype=torch.float32, stochastic=True),
+    Case("fp16", 130, 64, 48, dtype=torch.float16, weight_dtype=torch.float32, stochastic=True),
+    Case("of-x-only", 64, 80, 32, grad_weight=False, stochastic=True),
+    Case("of-the-weight-only", 64, 80, 32, grad_x=False, stochastic=True),
+    Case("strided", 70, 48, 64, stochastic=True, strided=True),
+    Case("prime", 131, 61, 67, stochastic=True),
+    Case("one-row", 1, 32, 16, stochastic=True),
+    Case("one-column", 32, 1, 16, stochastic=True),
+    Case("no-rows", 0, 32, 16),
+    Case("no-columns", 16, 0, 32),
+    Case("e4m3", 128, 64, 48, "e4m3"),
+    Case("e5m2", 128, 64, 48, "e5m2", stochastic=True),
+    Case("e4m3-fp32", 130, 64, 48, "e4m3", torch.float32, torch.float32, stochastic=True),
+    Case("tensorwise", 128, 64, 48, "e4m3", tensorwise=True),
+    Case("tensorwise-of-x-only", 128, 64, 48, "e5m2", tensorwise=True, grad_weight=False),
+    Case("layer", 4096, 1024, 2048, stochastic=True, large=True),
+    Case("layer-e4m3", 4096, 1024, 2048, "e4m3", large=True),
+    Case("long-sums-e4m3", 16384, 256, 512, "e4m3", large=True),
+]
+SMALL = [case for case in CASES if not case.large]
+EMPTY = ("no-rows", "no-columns")
+IN_PARTS = ("prime", *EMPTY)
+"""On Hopper: results that rows of 16 bytes do not fill, and empty ones."""
+every_case = pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@every_case
+def test_gradients_are_those_of_the_formula(case: Case) -> None:
+    torch.manual_seed(1)
+    arguments = case.arguments()
+    grad_x, grad_weight = OP(*arguments)
+    torch.manual_seed(1)
+    grad, weight, x = case.operands()
+    assert grad_x.dtype == case.dtype and grad_weight.dtype == case.weight_dtype
+    bound = {"int8": 0.02, "e4m3": 0.06, "e5m2": 0.1}[case.format] * (2 if case.stochastic else 1)
+    for wanted, got, exact in (
+        (case.grad_x, grad_x, grad.double() @ weight.double()),
+        (case.grad_weight, grad_weight, grad.double().T @ x.double()),
+    ):
+        if not wanted:
+            assert got.shape == (0, 0)
+            continue
+        assert got.shape == exact.shape
+        assert exact.numel() == 0 or not exact.any() or relative(got, exact) < bound
+        if case.name in EMPTY:
+            assert not got.any()
+
+
+@every_case
+def test_the_op_is_its_parts_and_tells_of_them(case: Case) -> None:
+    arguments = case.arguments()
+    with counted() as calls:
+        found = OP(*arguments)
+    for got, expected in zip(found, in_parts(*arguments), strict=True):
+        assert torch.equal(got, expected)
+    products = sum(n for (op, _), n in calls.items() if op == "scaled_mm")
+    assert products == case.grad_x + case.grad_weight
+    assert calls["quantize_rowcol", "torch"] == 1
+    opcheck(case, arguments)
+
+
+def opcheck(case: Case, arguments: tuple) -> None:
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if case.format == "int8":  # the check of mutations multiplies, which float8 cannot
+        checks.append("test_schema")
+    torch.library.opcheck(OP.default, arguments, test_utils=checks)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
+@pytest.mark.parametrize("case", [c for c in SMALL if c.format == "int8"], ids=lambda c: c.name)
+def test_the_plan_emulated(case: Case) -> None:
+    """Quantization, the seed and both products by CUDA's sources, in one allocation that is not zero."""
+    arguments = case.arguments()
+    operands = arguments[0], *arguments[2:6]
+    with (
+        emulator.quantization(),
+        scaled_mm_emulator.emulated(),
+        mock.patch.object(nvrtc, "runs_on_hopper", lambda device: True),
+    ):
+        linear_gradients.planned.cache_clear()
+        found = linear_gradients.planned(*map(layout, operands), case.format, *arguments[6:])
+        linear_gradients.planned.cache_clear()
+        assert (found is None) == (case.name in IN_PARTS)
+        if found is None:
+            return
+        assert len(found.plan.scratch) == 1
+        assert found.products == ("int8 sm90",) * (case.grad_x + case.grad_weight)
+        results = launch_plan.run(found.plan, operands)
+    for got, expected in zip(results, in_parts(*arguments), strict=True):
+        assert same_bits(got, expected)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e4m3-fp32", "tensorwise"])
+def test_cublas_gets_tensors_of_the_plan(name: str) -> None:
+    """Its operands and scales are tensors of their own; what our kernels alone read is joined."""
+    case = next(c for c in CASES if c.name == name)
+    arguments = case.arguments()
+    operands = arguments[0], *arguments[2:6]
+    with (
+        mock.patch.object(nvrtc, "runs_on_hopper", lambda device: True),
+        mock.patch.object(nvrtc, "capability", lambda device: (9, 0)),
+        mock.patch.object(nvrtc, "cuda_version", lambda: (13, 0)),
+        mock.patch.object(
+            scaled_mm, "_implementation", lambda a, b: ("float8 cublas", scaled_mm._empty_sum)
+        ),
+        emulator.quantization(),
+    ):
+        linear_gradients.planned.cache_clear()
+        found = linear_gradients.planned(*map(layout, operands), case.format, *arguments[6:])
+        linear_gradients.planned.cache_clear()
+    assert found is not None and found.products == ("float8 cublas",) * 2
+    shared, *apart = found.plan.scratch
+    assert shared.dtype == torch.uint8 and shared.filled_bytes == shared.nbytes > 0
+    tensors = [None] * 5 + [*found.plan.results, *found.plan.scratch]
+    for product in found.plan.launches[2:]:
+        for number in (product.a, product.a_scale):
+            assert tensors[number] in apart
+        assert tensors[product.a].dtype == FORMATS[case.format][0]
+        assert tensors[product.a_scale].dtype == torch.float32
+    assert [p.out for p in found.plan.launches[2:]] == [5, 6]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 2, 3, 127, 128, 200, 1000])
+def test_the_seed_is_the_sum_of_the_bits(dtype: torch.dtype, rows: int) -> None:
+    x = torch.randn(rows, 9).to(dtype)
+    width = 32 if dtype == torch.float32 else 16
+    step = seed_step(rows)
+    assert step >= 2 and (rows < 128 or rows / step >= 64)
+    for seed in (0, 1, -3, 2**70):
+        bits = x[::step].reshape(-1).view(torch.int32 if width == 32 else torch.int16).tolist()
+        expected = (sum(bits) + seed * 0x9E3779B1 + 2**63) % 2**64 - 2**63
+        assert seed_of(x, seed).item() == expected
+        assert -(2**63) <= seed_start(seed) < 2**63
+
+
+def wrong(**changes) -> tuple:
+    names = ("grad", "format", "weight", "weight_scale", "x", "x_scale", "stochastic", "seed")
+    names = (*names, "tensorwise", "dtype")
+    given = dict(zip(names, CASES[0].arguments(), strict=True))
+    return tuple((given | changes).values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"grad": torch.zeros(4, 4, dtype=torch.int8)}, TypeError, "torch.int8"),
+        ({"dtype": torch.float64}, TypeError, "torch.float64"),
+        ({"format": "int4"}, ValueError, "'int4'"),
+        ({"grad": torch.zeros(2, 128, 64)}, ValueError, r"\(2, 128, 64\)"),
+        ({"weight": None, "x": None}, ValueError, "neither"),
+        ({"x": torch.zeros(48, 112, dtype=torch.int8)}, ValueError, r"\[K, 128\].*\(48, 112\)"),
+        ({"weight": torch.zeros(48, 64, dtype=torch.float8_e4m3fn)}, TypeError, "float8_e4m3fn"),
+        ({"weight_scale": torch.ones(7)}, ValueError, r"\[64\] or \[1\].*\(7,\)"),
+        ({"x_scale": torch.ones(48, dtype=torch.float64)}, ValueError, "float64"),
+        ({"x_scale": None}, ValueError, "got None"),
+        ({"x_scale": torch.ones(48, device="meta")}, ValueError, "one device"),
+    ],
+)
+def test_wrong_arguments(changes, error, message) -> None:
+    with pytest.raises(error, match=message):
+        launcher.called(OP.default, *wrong(**changes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cuda(case: Case) -> None:
+    """The plan, in Python and by the launcher, gives the bits of the parts; with other values than it learned from."""
+    linear_gradients.linear_gradients(*_as_called(CASES[0].arguments("cuda")))
+    for _ in range(3):
+        arguments = case.arguments("cuda")
+        expected = in_parts(*arguments)
+        for got, wanted in zip(OP(*arguments), expected, strict=True):
+            assert same_bits(got, wanted)
+    if nvrtc.runs_on_hopper(arguments[0].device):
+        operands = arguments[0], *arguments[2:6]
+        found = linear_gradients.planned(*map(layout, operands), case.format, *arguments[6:])
+        assert (found is None) == (case.name in IN_PARTS)
+
+
+def _as_called(arguments: tuple) -> tuple:
+    grad, fmt, weight, weight_scale, x, x_scale, *_ = arguments
+    return grad, fmt, (weight, weight_scale), (x, x_scale)
+
+
+@pytest.mark.gpu
+def test_the_launcher_runs_it_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(c for c in CASES if c.name == "several-tiles")
+    for _ in range(2):
+        arguments = case.arguments("cuda")
+        OP(*arguments)
+    if not nvrtc.runs_on_hopper(arguments[0].device):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    arguments = replace(case, name="again").arguments("cuda")
+    expected = in_parts(*arguments)
+    for name in ("planned", "in_parts"):
+        monkeypatch.setattr(linear_gradients, name, None)
+    for got, wanted in zip(OP(*arguments), expected, strict=True):
+        assert same_bits(got, wanted)
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    arguments = next(c for c in CASES if c.name == "stochastic").arguments("cuda")
+    for _ in range(2):
+        OP(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = OP(*arguments)
+    for factor in (2.5, -0.3):
+        arguments[0].mul_(factor)  # another seed, too
+        graph.replay()
+        for got, wanted in zip(out, in_parts(*arguments), strict=True):
+            assert same_bits(got, wanted)
+
+
+@pytest.mark.gpu
+def test_cuda_operator_is_registered_well() -> None:
+    for case in CASES[:4]:
+        opcheck(case, case.arguments("cuda"))
