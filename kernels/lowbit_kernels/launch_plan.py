@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowbit_kernels.library import contiguous_strides
 from lowbit_kernels.tensor_map import tensor_map
+from lowbit_kernels.weight_operands import Layout
 
 if TYPE_CHECKING:
     from lowbit_kernels.nvrtc import Kernel
@@ -41,6 +43,9 @@ class Buffer(NamedTuple):
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def layout(self, device: torch.device) -> Layout:
+        return Layout(self.shape, contiguous_strides(self.shape), self.dtype, device, 0)
 
     @property
     def filled_bytes(self) -> int:
@@ -126,7 +131,9 @@ class Composition:
         end = self._first + len(self._scratch)
         return range(end - len(buffers), end)
 
-    def add(self, plan: Plan, operands: Sequence[int | None], results: Sequence[int]) -> None:
+    def add(
+        self, plan: Plan, operands: Sequence[int | None], results: Sequence[int | None]
+    ) -> None:
         """Append the launches of a plan. `operands`, `results`: the numbers of its tensors here."""
         numbers = *operands, *results, *self.scratch(plan.scratch)
         places = [None if number is None else Address(number) for number in numbers]

@@ -5,7 +5,8 @@ both products.
     grad_weight = dŷᵀ · x^              dy rounded along its columns
 
     dy           float32, bfloat16 or float16 [M, N]
-    w^           int8 or float8, transposed: [K, N rounded up to a multiple of 16]; s float32 [N], or [1]
+    w^           int8 or float8, transposed: [K, N rounded up to a multiple of 16]; s float32 [N], or [1]. Or the weight
+                 [N, K] in high precision, which is then rounded along its rows, to e4m3 where the gradient is float8
     x^           like w^, transposed: [K, M rounded up to a multiple of 16]; its scales float32 [K], or [1]
     grad_x       [M, K] in dy's dtype
     grad_weight  [N, K]
@@ -32,11 +33,12 @@ from lowbit_kernels import quantize_rowcol as rowcol
 from lowbit_kernels.launch_plan import Buffer, Composition, Plan
 from lowbit_kernels.launcher import called, planned_op
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import FLOATS, check_one_device, contiguous_strides
+from lowbit_kernels.library import FLOATS, check_one_device
 from lowbit_kernels.seeds import seed_of
 from lowbit_kernels.weight_operands import Layout, layout
 
 Codes = tuple[Tensor, Tensor]
+Operand = tuple[Tensor, Tensor | None]
 GRAD, WEIGHT, WEIGHT_SCALE, X, X_SCALE, GRAD_X, GRAD_WEIGHT = range(7)
 """The numbers of the tensors of a plan; scratch memory follows."""
 MOST_ROWS = 2**31 - 1
@@ -45,7 +47,7 @@ MOST_ROWS = 2**31 - 1
 def linear_gradients(
     grad: Tensor,
     format: str,
-    weight: Codes | None,
+    weight: Operand | None,
     x: Codes | None,
     *,
     seed: int | None = None,
@@ -57,10 +59,11 @@ def linear_gradients(
     Args:
         grad: dy [M, N].
         format: that of dy's codes, as of `quantize_rowcol`.
-        weight: codes and scales of the weight; None: grad_x is not wanted.
+        weight: codes and scales of the weight, or the weight in high precision and None. None: grad_x is not wanted.
         x: codes and scales of the input; None: grad_weight is not wanted.
         seed: of the stochastic rounding; None rounds to nearest.
-        tensorwise: dy has one scale (float8 only). Not where the weight has several, since dy times these is rounded.
+        tensorwise: dy, and a weight in high precision, have one scale (float8 only). Not where the weight has several
+            scales, since dy times these is rounded.
         dtype: of grad_weight.
 
     Raises:
@@ -73,7 +76,12 @@ def linear_gradients(
     return None if weight is None else grad_x, None if x is None else grad_weight
 
 
-def in_parts(
+def weight_format(format: str) -> str:
+    """The format of a weight that is multiplied by a gradient in `format`."""
+    return "int8" if format == "int8" else "e4m3"
+
+
+def reference(
     grad: Tensor,
     format: str,
     weight: Tensor | None,
@@ -87,6 +95,10 @@ def in_parts(
 ) -> tuple[Tensor, Tensor]:
     """The op by `quantize_rowcol` and `scaled_mm`, on any device."""
     factor = None
+    if weight is not None and weight_scale is None:
+        _, _, weight, weight_scale = rowcol.quantize_rowcol(
+            weight, weight_format(format), rows=False, tensorwise=tensorwise, row_scales=True
+        )
     if weight_scale is not None and weight_scale.numel() != 1:
         factor, weight_scale, tensorwise = weight_scale, None, False
     codes, scale, codes_t, scale_t = rowcol.quantize_rowcol(
@@ -127,7 +139,7 @@ def _launch(
         found = planned(*map(layout, operands), format, *options)
     if found is None:
         launcher.learn("linear_gradients", None)
-        return in_parts(grad, format, weight, weight_scale, x, x_scale, *options)
+        return reference(grad, format, weight, weight_scale, x, x_scale, *options)
     launcher.take_over("linear_gradients")
     launcher.learn("linear_gradients", found.plan)
     ran("quantize_rowcol", "sm90")
@@ -159,42 +171,71 @@ def planned(
 ) -> Planned | None:
     """The plan for operands of these layouts; None where the parts have to copy one of them, read the gradient only
     once, or split a sum that may overflow."""
-    (m, n), others = grad.shape, (weight, weight_scale, x, x_scale)
+    (m, n), device = grad.shape, grad.device
+    others = None if weight_scale is None else weight, weight_scale, x, x_scale
     as_they_are = all(one is None or (one.is_contiguous and 0 not in one.shape) for one in others)
+    rows = [one for one in (grad, None if weight_scale else weight) if one is not None]
+    too_long = m > MOST_ROWS or (format == "int8" and max(m, n) > scaled_mm.MOST_TERMS)
+    if not as_they_are or too_long or any(0 in one.shape or one.strides[1] != 1 for one in rows):
+        return None
+    shapes = (
+        (m, _columns(weight, weight_scale)) if weight else (0, 0),
+        (n, x.shape[0]) if x else (0, 0),
+    )
+    whole = Composition(5, tuple(map(Buffer, shapes, (grad.dtype, dtype))))
+    weight_at, scale_at = WEIGHT, WEIGHT_SCALE
+    if weight is not None and weight_scale is None:
+        weight, weight_scale, (weight_at, scale_at) = _rounded(whole, weight, format, tensorwise)
     factor = weight_scale is not None and weight_scale.shape[0] != 1
     tensorwise = tensorwise and not factor
-    reads_twice = x is not None or factor or tensorwise
-    too_long = m > MOST_ROWS or (format == "int8" and max(m, n) > scaled_mm.MOST_TERMS)
-    if 0 in grad.shape or grad.strides[1] != 1 or not as_they_are or not reads_twice or too_long:
-        return None
+    if x is None and not factor and not tensorwise:
+        return None  # the gradient is read only once
     wanted = weight is not None, x is not None, tensorwise
-    shapes = (m, weight.shape[0]) if weight else (0, 0), (n, x.shape[0]) if x else (0, 0)
-    whole = Composition(5, tuple(map(Buffer, shapes, (grad.dtype, dtype))))
     made = rowcol.results_of(m, n, format, *wanted, False)
     own_seed = seed if stochastic else None
     quantized = quantize_rowcol_sm90.planned(
         tuple(grad), format, *wanted, stochastic, factor, False, made, own_seed
     )
     codes = whole.scratch(made)
-    whole.add(quantized, (GRAD, None, WEIGHT_SCALE if factor else None), codes)
+    whole.add(quantized, (GRAD, None, scale_at if factor else None), codes)
     names = []
     products = (
-        (weight, None if factor else weight_scale, WEIGHT, GRAD_X, grad.dtype),
-        (x, x_scale, X, GRAD_WEIGHT, dtype),
+        (weight, None if factor else weight_scale, weight_at, scale_at, GRAD_X, grad.dtype),
+        (x, x_scale, X, X_SCALE, GRAD_WEIGHT, dtype),
     )
-    for i, (other, scale, at, to, out) in enumerate(products):
+    for i, (other, scale, at, own_scale_at, to, out) in enumerate(products):
         if other is None:
             continue
         own, own_scale = made[i * 2 : i * 2 + 2]
-        a = Layout(own.shape, contiguous_strides(own.shape), own.dtype, grad.device, 0)
-        scales = own_scale.shape[0], scale and scale.shape[0]
-        product = scaled_mm.planned(a, other, *scales, out)
+        scales = own_scale.shape[0], None if scale is None else scale.shape[0]
+        product = scaled_mm.planned(own.layout(device), other, *scales, out)
         if product is None:
             return None
-        operands = codes[i * 2], at, codes[i * 2 + 1], scale and at + 1, None
+        operands = codes[i * 2], at, codes[i * 2 + 1], None if scale is None else own_scale_at, None
         whole.add(product.plan, operands, (to,))
         names.append(product.name)
     return Planned(whole.plan(), tuple(names))
+
+
+def _rounded(
+    whole: Composition, weight: Layout, format: str, tensorwise: bool
+) -> tuple[Layout, Layout, range]:
+    """Let the plan round a weight in high precision. Returns the layouts of its transposed codes and its scales, and
+    the numbers of these."""
+    n, k = weight.shape
+    fmt = weight_format(format)
+    made = rowcol.results_of(n, k, fmt, False, True, tensorwise, True)
+    how = False, True, tensorwise, False, False, True, made
+    numbers = whole.scratch(made[2:])
+    plan = quantize_rowcol_sm90.planned(tuple(weight), fmt, *how)
+    whole.add(plan, (WEIGHT, None, None), (None, None, *numbers))
+    codes, scale = (one.layout(weight.device) for one in made[2:])
+    return codes, scale, numbers
+
+
+def _columns(weight: Tensor | Layout, scale: Tensor | Layout | None) -> int:
+    """K, of transposed codes or of a weight in high precision."""
+    return weight.shape[1 if scale is None else 0]
 
 
 def _fake(
@@ -211,7 +252,7 @@ def _fake(
 ) -> tuple[Tensor, Tensor]:
     _check(grad, weight, weight_scale, x, x_scale, format, dtype)
     m, n = grad.shape
-    grad_x = (0, 0) if weight is None else (m, weight.shape[0])
+    grad_x = (0, 0) if weight is None else (m, _columns(weight, weight_scale))
     grad_weight = (0, 0) if x is None else (n, x.shape[0])
     return grad.new_empty(grad_x), grad.new_empty(grad_weight, dtype=dtype)
 
@@ -239,27 +280,31 @@ def _check(
             "linear_gradients takes codes of the weight, of the input, or both; got neither"
         )
     check_one_device(grad=grad, weight=weight, weight_scale=weight_scale, x=x, x_scale=x_scale)
-    named = (("weight", weight, weight_scale, 1), ("x", x, x_scale, 0))
-    for name, codes, scale, along in named:
-        if codes is None:
-            continue
-        length = grad.shape[along]
-        if codes.dim() != 2 or codes.shape[1] != length + -length % 16:
+    m, n = grad.shape
+    if weight is not None and weight_scale is None:
+        if weight.dtype not in FLOATS or weight.dim() != 2 or weight.shape[0] != n:
             raise ValueError(
-                f"codes of {name} are transposed, [K, {length + -length % 16}] here; got {tuple(codes.shape)}"
+                f"a weight without scales is in high precision, [{n}, K] here; got {weight.dtype} {tuple(weight.shape)}"
             )
-        if (rowcol.FORMATS[format][0], codes.dtype) not in scaled_mm.OPERANDS:
-            raise TypeError(
-                f"a gradient in {format} can't be multiplied by {codes.dtype} of {name}"
-            )
-        each = length if along else codes.shape[0]
-        if (
-            scale is None
-            or scale.dtype != torch.float32
-            or tuple(scale.shape) not in ((each,), (1,))
-        ):
-            got = None if scale is None else (scale.dtype, tuple(scale.shape))
-            raise ValueError(f"scales of {name} are float32 [{each}] or [1], got {got}")
+    elif weight is not None:
+        _check_codes("weight", weight, weight_scale, n, n, format)
+    if x is not None:
+        _check_codes("x", x, x_scale, m, x.shape[0] if x.dim() else 0, format)
+
+
+def _check_codes(
+    name: str, codes: Tensor, scale: Tensor | None, length: int, scales: int, format: str
+) -> None:
+    """Raise TypeError or ValueError unless codes are [K, `length` rounded up], and there are `scales` or one."""
+    if codes.dim() != 2 or codes.shape[1] != length + -length % 16:
+        raise ValueError(
+            f"codes of {name} are transposed, [K, {length + -length % 16}] here; got {tuple(codes.shape)}"
+        )
+    if (rowcol.FORMATS[format][0], codes.dtype) not in scaled_mm.OPERANDS:
+        raise TypeError(f"a gradient in {format} can't be multiplied by {codes.dtype} of {name}")
+    if scale is None or scale.dtype != torch.float32 or tuple(scale.shape) not in ((scales,), (1,)):
+        got = None if scale is None else (scale.dtype, tuple(scale.shape))
+        raise ValueError(f"scales of {name} are float32 [{scales}] or [1], got {got}")
 
 
 _op = planned_op("linear_gradients", _launch, _fake)

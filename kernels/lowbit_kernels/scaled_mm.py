@@ -149,9 +149,14 @@ class Planned(NamedTuple):
 
 
 def planned(
-    a: Layout, b: Layout, a_scales: int, b_scales: int | None, out_dtype: torch.dtype
+    a: Layout,
+    b: Layout,
+    a_scales: int,
+    b_scales: int | None,
+    out_dtype: torch.dtype,
+    bias: torch.dtype | None = None,
 ) -> Planned | None:
-    """The plan of a product without bias of operands of these layouts, with so many scales; None for b: no scales.
+    """The plan of a product of operands of these layouts, with so many scales, and a bias of this dtype or none.
 
     Returns None unless our kernel or cuBLAS takes these operands as they are, and writes [M, N] without gaps.
     """
@@ -161,7 +166,7 @@ def planned(
         if not (scaled_mm_sm90.is_readable(a) and scaled_mm_sm90.is_readable(b)):
             return None
         several = a_scales > 1, b_scales is not None and b_scales > 1
-        found = scaled_mm_sm90.planned(a, b, *several, None, out_dtype)
+        found = scaled_mm_sm90.planned(a, b, *several, bias, out_dtype)
         return Planned(found, name) if found.results[0].shape[1] == n else None
     if name != "float8 cublas":
         return None
@@ -170,9 +175,13 @@ def planned(
     one_each = a_scales == wanted[0] and b_scales in (None, wanted[1])
     # also where a dimension has size 1: cuBLAS needs the stride of a full row
     contiguous = all(tuple(x.strides) == contiguous_strides(x.shape) for x in (a, b))
-    if n % 16 or not (one_each and contiguous) or not _takes(by_row, out_dtype, a.device):
+    fused_bias = bias is None or bias == out_dtype != torch.float32
+    if n % 16 or not (one_each and contiguous and fused_bias):
         return None
-    return Planned(_cublas_plan(m, n, by_row, b_scales is None, False, out_dtype), name)
+    if not _takes(by_row, out_dtype, a.device):
+        return None
+    found = _cublas_plan(m, n, by_row, b_scales is None, bias is not None, out_dtype)
+    return Planned(found, name)
 
 
 def _empty_sum(a: Tensor, b: Tensor, *others: Any) -> Tensor:

@@ -50,6 +50,10 @@ SCHEMAS: dict[str, tuple[str, ...]] = {
         "Tensor? x_scale, bool stochastic, SymInt seed, bool tensorwise, ScalarType dtype) -> "
         "(Tensor, Tensor)",
     ),
+    "linear_output": (
+        "linear_output(Tensor x, Tensor x_scale, Tensor weight, str format, bool tensorwise, Tensor? "
+        "bias, ScalarType out_dtype) -> Tensor",
+    ),
     "normalize_matrices": (
         "normalize_matrices(Tensor x, float eps, ScalarType out_dtype) -> Tensor",
     ),

@@ -42,7 +42,7 @@ from lowbit.tensor.base_ops import copy_, product_below_autograd
 from lowbit.tensor.cpu_values import ReadOnCpu
 from lowbit.tensor.fsdp import Wire
 from lowbit.tensor.low_bit_grouped import low_bit_grouped_mm
-from lowbit.tensor.low_bit_linear import Codes, low_bit_linear, transposed
+from lowbit.tensor.low_bit_linear import Codes, Operand, low_bit_linear
 from lowbit.tensor.trainable import TrainableTensor, dequantized_linear, grouped_in_high_precision
 from lowbit.train_scheme import Int8Weight
 
@@ -249,7 +249,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         padding = -1 if padding_idx is None else padding_idx % max(weight.shape[0], 1)
         return _Rows.apply(weight, input, padding, scale_grad_by_freq)
 
-    def row_codes(self) -> Codes:
+    def product_operand(self) -> Operand:
         """Codes [N, K16] and scale [N]."""
         return F.pad(self.codes, (0, -self.shape[1] % 16)), self.scale.view(-1)
 
@@ -261,10 +261,6 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         """Codes [E, K, N16] of their transposes, and the same scales."""
         codes = kernels.transpose_codes.transpose_codes(self.codes, self.shape[-1], after)
         return codes, self.scale.squeeze(-1)
-
-    def transposed_codes(self, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Codes [K, N16] of the transpose, and scale [N]."""
-        return transposed(self.codes, self.shape[1], after), self.scale.view(-1)
 
     def values_again(self, dtype: torch.dtype) -> Tensor:
         """`dequantize` by another op. torch.compile would merge the same op with that of the forward pass, and keep

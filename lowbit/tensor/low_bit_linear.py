@@ -34,20 +34,22 @@ from lowbit.products.checks import (
 )
 from lowbit.tensor.trainable import Values
 from lowbit.tracer import Note
-from lowbit_kernels.seeds import seed_of
 
 Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 """Codes and scales of a matrix along its rows, and of its transpose along its columns."""
 Codes = tuple[Tensor, Tensor]
 """Codes [rows, columns rounded up to 16], and the scale of each row or of all. In blocks: codes [rows, columns rounded
 up to 128], and scales as `lowbit_kernels.block_scaled_mm` takes them."""
+Operand = tuple[Tensor, Tensor | None]
+"""Codes and scales of a weight, or its values in high precision and None."""
 
 
 def low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N] in x's dtype.
 
-    `weight`: a TrainableTensor with a scheme of `LowbitProducts`, `row_codes()` and `transposed_codes()`. Runs in high
-    precision where `LowbitProducts.plain_because` has a reason. Raises ValueError in float64 where it has none.
+    `weight`: a TrainableTensor with a scheme of `LowbitProducts` and `product_operand()`, or for scales of blocks
+    `row_codes()` and `transposed_codes()`. Runs in high precision where `LowbitProducts.plain_because` has a reason.
+    Raises ValueError in float64 where it has none.
     """
     # Each attribute of the weight, such as its shape, would pass through `__torch_function__`, in Python.
     with torch._C.DisableTorchFunctionSubclass():
@@ -91,10 +93,7 @@ class _Linear(torch.autograd.Function):
         kept = (codes_t, scale_t) if scheme.grad_weight else (x,)
         ctx.save_for_backward(weight.detach(), *(kept if ctx.needs_input_grad[1] else ()))
         if scheme.output:
-            rows = weight.row_codes()
-            return low_bit_product(
-                note, "output", scheme.forward_format, (codes, scale), rows, x.dtype, bias
-            )
+            return _output(note, scheme, (codes, scale), weight, x.dtype, bias)
         tracer.record(note, "output", x.dtype)
         return F.linear(x, weight.values().to(x.dtype), bias)
 
@@ -108,7 +107,7 @@ class _Linear(torch.autograd.Function):
         low = scheme.grad_input and for_x, scheme.grad_weight and for_weight
         grad_x = grad_weight = None
         if any(low):
-            turned = weight.transposed_codes(after=grad) if low[0] else None
+            turned = _turned(weight, grad) if low[0] else None
             own = tuple(kept) if low[1] else None
             grad_x, grad_weight = low_bit_gradients(note, scheme, grad, turned, own, weight.dtype)
         if for_x and not low[0]:
@@ -121,43 +120,83 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
+def _output(
+    note: Note | None, scheme: Any, x: Codes, weight: Any, dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
+    """The output [M, N] for codes of x along its rows."""
+    fmt = scheme.forward_format
+    if scheme.in_blocks:
+        return low_bit_product(note, "output", fmt, x, weight.row_codes(), dtype, bias)
+    values, scale = weight.product_operand()
+    if scale is not None:
+        return low_bit_product(note, "output", fmt, x, (values, scale), dtype, bias)
+    tracer.record(note, "output", fmt)
+    return kernels.linear_output.linear_output(
+        *x, values, fmt, tensorwise=scheme.one_scale, bias=bias, out_dtype=dtype
+    )
+
+
+def _turned(weight: Any, grad: Tensor) -> Operand:
+    """The weight [N, K] as the product for the input's gradient reads it: transposed codes and scales, or its values,
+    which the product rounds."""
+    if weight.scheme.in_blocks:
+        return weight.transposed_codes(after=grad)
+    values, scale = weight.product_operand()
+    return (values, None) if scale is None else (transposed(values, weight.shape[1], grad), scale)
+
+
 def low_bit_gradients(
     note: Note | None,
     scheme: Any,
     grad: Tensor,
-    weight: Codes | None,
+    weight: Operand | None,
     x: Codes | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x, in grad's dtype, and of the weight, in `dtype`, from grad [M, N] and transposed codes.
+    """The gradients of x, in grad's dtype, and of the weight, in `dtype`, from grad [M, N].
 
-    `weight`, `x`: None where the gradient of the other is not wanted. Scales of the weight's rows move into the
-    gradient; shards have several, also where each tensor has one. Those of blocks stay.
+    `weight`, `x`: transposed codes; None where the gradient of the other is not wanted. A shard's weight has several
+    scales even where each tensor has one.
     """
-    fmt, seed = scheme.backward_format, scheme.seed if scheme.rounds_stochastically else None
-    one_scale = scheme.one_scale and (weight is None or weight[1].numel() == 1)
-    if note is None and not scheme.in_blocks:
-        return kernels.linear_gradients.linear_gradients(
-            grad, fmt, weight, x, seed=seed, tensorwise=one_scale, dtype=dtype
-        )
-    # A trace tells the kernels of the two products apart by the calls between which they run.
-    factor, weight_scale = None, None if weight is None else weight[1]
-    if weight_scale is not None and weight_scale.numel() > 1 and not scheme.in_blocks:
-        factor, weight_scale = weight_scale, None
+    fmt = scheme.backward_format
+    if scheme.in_blocks:
+        return _block_gradients(note, scheme, grad, weight, x, dtype)
+    several = weight is not None and weight[1] is not None and weight[1].numel() != 1
+    how: dict[str, Any] = {
+        "seed": scheme.seed if scheme.rounds_stochastically else None,
+        "tensorwise": scheme.one_scale and not several,
+        "dtype": dtype,
+    }
+    multiply = kernels.linear_gradients.linear_gradients
+    if note is None:
+        return multiply(grad, fmt, weight, x, **how)
+    # A trace tells the kernels of two products apart by the calls between which they run.
+    grad_x = grad_weight = None
+    if weight is not None:
+        tracer.record(note, "grad_input", fmt)
+        grad_x, _ = multiply(grad, fmt, weight, None, **how)
+    if x is not None:
+        tracer.record(note, "grad_weight", fmt)
+        _, grad_weight = multiply(grad, fmt, None, x, **how)
+    return grad_x, grad_weight
+
+
+def _block_gradients(
+    note: Note | None,
+    scheme: Any,
+    grad: Tensor,
+    weight: Any,
+    x: Codes | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None]:
+    """`low_bit_gradients` where scales are those of blocks, which no product moves into the gradient."""
+    fmt = scheme.backward_format
     codes, scale, codes_t, scale_t = _quantize(
-        grad,
-        scheme,
-        fmt,
-        rows=weight is not None,
-        columns=x is not None,
-        seed=None if seed is None else seed_of(grad, seed),
-        row_factor=factor,
-        tensorwise=one_scale,
+        grad, scheme, fmt, rows=weight is not None, columns=x is not None
     )
     grad_x = grad_weight = None
     if weight is not None:
-        other = weight[0], weight_scale
-        grad_x = low_bit_product(note, "grad_input", fmt, (codes, scale), other, grad.dtype)
+        grad_x = low_bit_product(note, "grad_input", fmt, (codes, scale), weight, grad.dtype)
     if x is not None:
         grad_weight = low_bit_product(note, "grad_weight", fmt, (codes_t, scale_t), x, dtype)
     return grad_x, grad_weight
@@ -194,17 +233,15 @@ Made = TypeVar("Made", bound=tuple[Tensor, ...])
 _last: tuple[weakref.ref[Tensor], Any, Any] | None = None
 
 
-def _quantize(
-    x: Tensor, scheme: Any, format: str, *, rows: bool, columns: bool, **options: Any
-) -> Quantized:
-    """Codes and scales of x [M, K] along its rows, and of its transpose along its columns. `options`: others of
-    `quantize_rowcol`."""
+def _quantize(x: Tensor, scheme: Any, format: str, *, rows: bool, columns: bool) -> Quantized:
+    """Codes and scales of x [M, K] along its rows, and of its transpose along its columns."""
     if scheme.in_blocks:
         return kernels.quantize_blocks.quantize_blocks(
             x, tiles=False, rows=rows, columns=columns, power_of_two=scheme.power_of_two
         )
-    options.setdefault("tensorwise", scheme.one_scale)
-    return kernels.quantize_rowcol.quantize_rowcol(x, format, rows=rows, columns=columns, **options)
+    return kernels.quantize_rowcol.quantize_rowcol(
+        x, format, rows=rows, columns=columns, tensorwise=scheme.one_scale
+    )
 
 
 class _Same:

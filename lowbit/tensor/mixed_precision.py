@@ -13,7 +13,7 @@ import lowbit_kernels as kernels
 from lowbit.tensor.base import InnerShapes, aten, check_not_flat, stored_shape
 from lowbit.tensor.fsdp import Wire, as_bytes
 from lowbit.tensor.low_bit_grouped import low_bit_grouped_mm
-from lowbit.tensor.low_bit_linear import Codes, low_bit_linear, transposed
+from lowbit.tensor.low_bit_linear import Codes, Operand, low_bit_linear
 from lowbit.tensor.master_weight import GatheredForm, MasterWeightTensor
 from lowbit.tensor.trainable import TrainableTensor
 from lowbit.train_scheme import MixedPrecision
@@ -49,30 +49,10 @@ class MixedPrecisionTensor(MasterWeightTensor):
         """The high-precision weight, in this tensor's dtype, without gradient."""
         return self.weight.detach().to(self.dtype).reshape(self.shape)
 
-    def row_codes(self) -> Codes:
-        """The weight [N, K] as the output's product reads it: codes [N, K16]."""
-        scheme = self.scheme
-        codes, scale, _, _ = kernels.quantize_rowcol.quantize_rowcol(
-            self.weight, scheme.forward_format, columns=False, tensorwise=scheme.one_scale
-        )
-        return codes, scale
-
-    def transposed_codes(self, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The codes of `row_codes`, transposed, [K, N16], and its scales. `after`: the gradient, as of
-        `lowbit_kernels.transpose_codes`.
-
-        One op makes them from the weight. torch.compile would merge `row_codes` with that of the forward pass, and keep
-        its codes meanwhile.
-        """
-        scheme = self.scheme
-        _, _, codes, scale = kernels.quantize_rowcol.quantize_rowcol(
-            self.weight,
-            scheme.forward_format,
-            rows=False,
-            tensorwise=scheme.one_scale,
-            row_scales=True,
-        )
-        return codes, scale
+    def product_operand(self) -> Operand:
+        """The weight [N, K] as products read it: here in high precision, for them to round. They do so in each
+        direction, since torch.compile would keep the codes of the forward pass until the backward pass."""
+        return self.weight, None
 
     def expert_codes(self) -> Codes:
         """The experts [E, N, K] as the output's product reads them: codes [E, N, K16], scale [E, N]."""
@@ -126,7 +106,7 @@ class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
         values = codes * self.scale if is_int8 else codes.float().mul_(self.scale)
         return values.to(self.dtype)
 
-    def row_codes(self) -> Codes:
+    def product_operand(self) -> Operand:
         return self.codes, self.scale.view(-1)
 
     def expert_codes(self) -> Codes:
@@ -135,9 +115,6 @@ class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
     def expert_codes_t(self, scale: Tensor | None = None, after: Tensor | None = None) -> Codes:
         codes = kernels.transpose_codes.transpose_codes(self.codes, self.shape[-1], after)
         return codes, self.scale.squeeze(-1)
-
-    def transposed_codes(self, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return transposed(self.codes, self.shape[1], after), self.scale.view(-1)
 
     def values(self) -> Tensor:
         return self.dequantize()

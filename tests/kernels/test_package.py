@@ -59,6 +59,10 @@ def test_an_op_has_the_name_of_its_module(name: str) -> None:
     assert hasattr(torch.ops.lowbit, name)
 
 
+OF_PARTS = ("linear_gradients", "linear_output")
+"""Ops that are several others in one call, and report those."""
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_an_op_reports_each_call_once(name: str) -> None:
     getattr(lowbit_kernels, name)
@@ -67,7 +71,8 @@ def test_an_op_reports_each_call_once(name: str) -> None:
             arguments = case.arguments()
             with launches.counted() as calls:
                 getattr(torch.ops.lowbit, name)(*arguments)
-            assert sum(n for (op, _), n in calls.items() if op == name) == 1, case.name
+            reports = sum(n for (op, _), n in calls.items() if op == name)
+            assert reports == (name not in OF_PARTS) and calls, case.name
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.c*")), ids=lambda p: p.name)

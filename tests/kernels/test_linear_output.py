@@ -1,0 +1,123 @@
+"""The output of a linear in one op: its parts against float64, its launch plan against its parts."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks.cases.linear_output import CASES, Case
+from lowbit_kernels import launch_plan, launcher, linear_output, nvrtc, scaled_mm
+from lowbit_kernels.launches import counted
+from lowbit_kernels.linear_output import reference
+from lowbit_kernels.weight_operands import layout
+from tests.kernels import emulator, scaled_mm_emulator
+from tests.kernels.compiled_on_cpu import COMPILER
+from tests.kernels.test_linear_gradients import relative, same_bits
+
+OP = torch.ops.lowbit.linear_output
+
+
+SMALL = [case for case in CASES if not case.large]
+EMPTY = ("no-rows", "no-columns", "no-sum")
+IN_PARTS = ("prime", "one-column", *EMPTY)
+"""On Hopper: results that rows of 16 bytes do not fill, and empty ones."""
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_the_op_is_its_parts(case: Case) -> None:
+    torch.manual_seed(1)
+    arguments = case.arguments()
+    torch.manual_seed(1)
+    x, weight, bias = case.operands()
+    with counted() as calls:
+        y = OP(*arguments)
+    assert same_bits(y, reference(*arguments))
+    assert y.shape == (case.m, case.n) and y.dtype == case.out_dtype
+    assert calls["quantize_rowcol", "torch"] == 1
+    assert sum(n for (op, _), n in calls.items() if op == "scaled_mm") == 1
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert not exact.any() or relative(y, exact) < (0.06 if case.format == "e4m3" else 0.02)
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if case.format == "int8":  # the check of mutations multiplies, which float8 cannot
+        checks.append("test_schema")
+    torch.library.opcheck(OP.default, arguments, test_utils=checks)
+
+
+def plan_of(case: Case, arguments: tuple):
+    operands = *arguments[:3], arguments[5]
+    linear_output.planned.cache_clear()
+    with mock.patch.object(nvrtc, "runs_on_hopper", lambda device: True):
+        found = linear_output.planned(*map(layout, operands), *arguments[3:5], arguments[6])
+    linear_output.planned.cache_clear()
+    return found, operands
+
+
+@pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
+@pytest.mark.parametrize("case", [c for c in SMALL if c.format == "int8"], ids=lambda c: c.name)
+def test_the_plan_emulated(case: Case) -> None:
+    arguments = case.arguments()
+    with emulator.quantization(), scaled_mm_emulator.emulated():
+        found, operands = plan_of(case, arguments)
+        assert (found is None) == (case.name in IN_PARTS)
+        if found is None:
+            return
+        assert len(found.plan.scratch) == 1 and found.name == "int8 sm90"
+        (y,) = launch_plan.run(found.plan, operands)
+    assert same_bits(y, reference(*arguments))
+
+
+@pytest.mark.parametrize("name", ["e4m3", "tensorwise"])
+def test_cublas_gets_tensors_of_the_plan(name: str) -> None:
+    case = next(c for c in CASES if c.name == name)
+    with (
+        mock.patch.object(
+            scaled_mm, "_implementation", lambda a, b: ("float8 cublas", scaled_mm._empty_sum)
+        ),
+        emulator.quantization(),
+    ):
+        found, _ = plan_of(case, case.arguments())
+    assert found is not None
+    tensors = [None] * 4 + [*found.plan.results, *found.plan.scratch]
+    product = found.plan.launches[-1]
+    assert (product.a, product.a_scale, product.out) == (0, 1, 4)
+    assert product.bias == (None if case.bias is None else 3)
+    assert tensors[product.b].dtype == torch.float8_e4m3fn
+    assert tensors[product.b_scale].shape == ((1,) if case.tensorwise else (case.n,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"weight": torch.zeros(64, 48, dtype=torch.int8)}, TypeError, "torch.int8"),
+        ({"weight": torch.zeros(64, 24)}, ValueError, r"\[M, 32\].*\(64, 24\)"),
+        ({"weight": torch.zeros(64, 4, 8)}, ValueError, r"\(64, 4, 8\)"),
+        ({"format": "int4"}, ValueError, "'int4'"),
+        ({"format": "e4m3"}, TypeError, "torch.int8.*e4m3"),
+        ({"x_scale": torch.ones(7)}, ValueError, r"\[128\] or \[1\].*\(7,\)"),
+        ({"bias": torch.zeros(3)}, ValueError, r"\(64,\)"),
+        ({"out_dtype": torch.float64}, TypeError, "torch.float64"),
+        ({"bias": torch.zeros(64, device="meta")}, ValueError, "one device"),
+    ],
+)
+def test_wrong_arguments(changes, error, message) -> None:
+    names = ("x", "x_scale", "weight", "format", "tensorwise", "bias", "out_dtype")
+    given = dict(zip(names, CASES[0].arguments(), strict=True)) | changes
+    with pytest.raises(error, match=message):
+        launcher.called(OP.default, *given.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cuda(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan gives the bits of the parts: in Python, and by the launcher with other values than it learned from."""
+    for _ in range(3):
+        arguments = case.arguments("cuda")
+        expected = reference(*arguments)
+        assert same_bits(OP(*arguments), expected)
+    if not nvrtc.runs_on_hopper(arguments[0].device) or case.name in IN_PARTS:
+        return
+    for name in ("planned", "reference"):
+        monkeypatch.setattr(linear_output, name, None)
+    assert same_bits(OP(*arguments), expected)
