@@ -31,7 +31,7 @@ SCHEMES: dict[str, Any] = {
     "float8 rowwise": Float8MixedPrecision(always=True),
     "float8 tensorwise": Float8MixedPrecision(always=True, tensorwise=True),
     "float8 blocks": Float8BlockMixedPrecision(always=True),
-    "int8 weight, int8 products": Int8Weight(always=True),
+    "int8 weight, int8 products": Int8Weight(True, True, True, always=True),
     REFERENCE: None,
 }
 ROUNDS, CALLS = 40, 50

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks import train_linear, train_llama, train_peers, train_qat
+from benchmarks import eager_linear, train_linear, train_llama, train_peers, train_qat
 from benchmarks.registry import Candidate, Problem, Result, Row
 from benchmarks.timing import Timing
 from benchmarks.train_llama import measure_training, training_step
@@ -47,6 +47,24 @@ def test_the_cells_are_speeds() -> None:
     rows = [Row(c, Timing(t, t, t)) for c, t in zip(candidates, (1e-5, 2e-5), strict=True)]
     result = Result(Problem("p", candidates, "bf16"), rows)
     assert train_linear.cells(rows[0], result, 1.0) == ["10.0 µs", "600", "2.00"]
+
+
+def test_an_eager_layer_runs_in_low_bits_beside_bf16() -> None:
+    (problem,) = eager_linear.eager_linear()
+    assert problem.candidates[-1].name == problem.reference == "bf16"
+    for candidate in problem.candidates:
+        small = replace(candidate, device="cpu", size=128)
+        with scaled_products() as calls:
+            times = eager_linear.measure(small, 1)
+        forwards, both = 2 * 2, 10 + 2 * 2
+        in_blocks = "blocks" in candidate.name
+        products = 0 if in_blocks or candidate.scheme is None else forwards + 3 * both
+        assert sum(calls.values()) == products
+        assert min(*times.own, *times.reference) > 0
+    times = eager_linear.HostTimes((3e-5, 2e-4), (2e-5, 1e-4))
+    result = Result(problem, [])
+    found = eager_linear.cells(Row(problem.candidates[0], times), result, 1.0)
+    assert found == ["30", "200", "20, 100", "1.50", "2.00"]
 
 
 def test_the_steps_of_a_whole_model() -> None:

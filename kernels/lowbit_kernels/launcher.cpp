@@ -56,6 +56,7 @@ struct Functions {
     int (*dtype)(Tensor, int32_t *);
     int (*device_index)(Tensor, int32_t *);
     int (*empty_strided)(int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, Tensor *);
+    int (*new_handle)(Tensor, Tensor *);
     int (*delete_tensor)(Tensor);
     int (*string_data)(void *, const char **);
     int (*string_length)(void *, size_t *);
@@ -87,11 +88,20 @@ void check(int error, const char *what) {
 
 // ---- plans -----------------------------------------------------------------------------------------------------------
 
+// A tensor without elements, which all calls of a plan return: one that is not asked for costs no allocation.
+struct Nothing {
+    std::atomic<Tensor> made{nullptr};
+    ~Nothing() {
+        if (const Tensor tensor = made.load()) functions.delete_tensor(tensor);
+    }
+};
+
 struct Buffer {
     int32_t dtype;
     std::vector<int64_t> sizes, strides;
     int64_t filled;  // bytes to fill with `word`
     unsigned word;
+    std::shared_ptr<Nothing> nothing;  // if a size is 0
 };
 
 struct Argument {
@@ -139,6 +149,8 @@ struct Reader {
             buffer.strides = numbers(dim);
             buffer.filled = number();
             buffer.word = (unsigned)number();
+            for (const int64_t size : buffer.sizes)
+                if (size == 0) buffer.nothing = std::make_shared<Nothing>();
         }
         return found;
     }
@@ -287,11 +299,26 @@ struct Tensors {
         for (Tensor tensor : owned)
             if (tensor != nullptr) functions.delete_tensor(tensor);
     }
-    void *allocate(const Buffer &buffer, int32_t device) {
+    static Tensor make(const Buffer &buffer, int32_t device) {
         Tensor made;
         check(functions.empty_strided((int64_t)buffer.sizes.size(), buffer.sizes.data(), buffer.strides.data(), buffer.dtype,
                                       device_type, device, &made),
               "aoti_torch_empty_strided");
+        return made;
+    }
+    void *allocate(const Buffer &buffer, int32_t device) {
+        if (buffer.nothing != nullptr) {
+            Tensor shared = buffer.nothing->made.load(), own;
+            if (shared == nullptr) {
+                own = make(buffer, device);
+                if (buffer.nothing->made.compare_exchange_strong(shared, own)) shared = own;
+                else functions.delete_tensor(own);  // another thread was first
+            }
+            check(functions.new_handle(shared, &own), "aoti_torch_new_tensor_handle");
+            owned.push_back(own);
+            return nullptr;
+        }
+        const Tensor made = make(buffer, device);
         owned.push_back(made);
         void *address;
         check(functions.data_ptr(made, &address), "aoti_torch_get_data_ptr");

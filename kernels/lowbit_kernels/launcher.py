@@ -31,7 +31,11 @@ from lowbit_kernels.warned import warn_once
 TORCH_FUNCTIONS = (
     *("aoti_torch_get_data_ptr", "aoti_torch_get_dim", "aoti_torch_get_sizes"),
     *("aoti_torch_get_strides", "aoti_torch_get_dtype", "aoti_torch_get_device_index"),
-    *("aoti_torch_empty_strided", "aoti_torch_delete_tensor_object"),
+    *(
+        "aoti_torch_empty_strided",
+        "aoti_torch_new_tensor_handle",
+        "aoti_torch_delete_tensor_object",
+    ),
     *("torch_string_c_str", "torch_string_length", "torch_delete_string", "torch_call_dispatcher"),
     *("aoti_torch__reinterpret_tensor", "aoti_torch_get_current_device_index"),
 )

@@ -69,7 +69,7 @@ def check_first_derivative(weight: Weight) -> None:
 def refuse_second_derivative(what: str) -> None:
     """`check_first_derivative` where no weight is at hand, for an error that names `what`."""
     if _is_differentiated():
-        raise NotImplementedError(f"second derivatives of {what} ({_FIRST_ONLY})")
+        raise NotImplementedError(f"{what} does not support second derivatives ({_FIRST_ONLY})")
 
 
 _FIRST_ONLY = "accepted: backward() and autograd.grad without create_graph=True"

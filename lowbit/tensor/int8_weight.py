@@ -250,8 +250,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         return _Rows.apply(weight, input, padding, scale_grad_by_freq)
 
     def product_operand(self) -> Operand:
-        """Codes [N, K16] and scale [N]."""
-        return F.pad(self.codes, (0, -self.shape[1] % 16)), self.scale.view(-1)
+        return self.codes, self.scale.view(-1)
 
     def expert_codes(self) -> Codes:
         """Codes [E, N, K16] and scale [E, N] of experts."""

@@ -28,8 +28,8 @@ import lowbit_kernels as kernels
 from lowbit import tracer
 from lowbit.products.checks import (
     autocast_inputs,
-    check_first_derivative,
     check_linear,
+    refuse_second_derivative,
     unflattened,
 )
 from lowbit.tensor.trainable import Values
@@ -70,7 +70,8 @@ def _low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     learns = weight.requires_grad and torch.is_grad_enabled()
     columns = scheme.grad_weight and learns
     quantized = quantized_input(x, scheme, rows=scheme.output, columns=columns)
-    y = _Linear.apply(x.reshape(m, k), weight, bias, note, *quantized)
+    flat = x if x.ndim == 2 else x.reshape(m, k)
+    y = _Linear.apply(flat, weight, bias, note, *quantized)
     return unflattened(y, x)
 
 
@@ -86,33 +87,43 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         scheme = weight.scheme
         codes, scale, codes_t, scale_t = quantized
-        ctx.note, ctx.dtype = note, x.dtype
-        # An alias: a weight that a graph holds could not be moved or cast, which swaps the tensors of a subclass.
-        # `detach` takes longer than `_with`, but its result shares the version of the weight, so that autograd refuses
-        # a backward pass after an update.
+        ctx.note, ctx.scheme = note, scheme
+        ctx.weight_dtype, ctx.k, ctx.kind = weight.dtype, x.shape[1], type(weight).__name__
+        # Not the weight itself: one that a graph holds could not be moved or cast, which swaps the tensors of a
+        # subclass. Its inner tensors are counted too when it changes, so that autograd refuses a backward pass after an
+        # update. `detach`, an alias, takes longer.
+        operand = (weight, None) if scheme.in_blocks else weight.product_operand()
+        reads_operand = scheme.grad_input and not scheme.in_blocks
+        own = operand if reads_operand else (weight.detach(), None)
         kept = (codes_t, scale_t) if scheme.grad_weight else (x,)
-        ctx.save_for_backward(weight.detach(), *(kept if ctx.needs_input_grad[1] else ()))
+        ctx.save_for_backward(*own, *(kept if ctx.needs_input_grad[1] else ()))
         if scheme.output:
-            return _output(note, scheme, (codes, scale), weight, x.dtype, bias)
+            return _output(note, scheme, (codes, scale), operand, x.dtype, bias)
         tracer.record(note, "output", x.dtype)
         return F.linear(x, weight.values().to(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad = grads[0]
-        weight, *kept = ctx.saved_tensors
-        check_first_derivative(weight)
-        scheme, note = weight.scheme, ctx.note
+        refuse_second_derivative(f"a linear of {ctx.kind}")
+        grad, note, scheme = grads[0], ctx.note, ctx.scheme
+        values, w_scale, *kept = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         low = scheme.grad_input and for_x, scheme.grad_weight and for_weight
         grad_x = grad_weight = None
         if any(low):
-            turned = _turned(weight, grad) if low[0] else None
+            turned: Operand | None = None
+            if low[0] and scheme.in_blocks:
+                turned = values.transposed_codes(after=grad)
+            elif low[0] and w_scale is None:
+                turned = values, None
+            elif low[0]:
+                turned = transposed(values, ctx.k, grad), w_scale
             own = tuple(kept) if low[1] else None
-            grad_x, grad_weight = low_bit_gradients(note, scheme, grad, turned, own, weight.dtype)
+            found = low_bit_gradients(note, scheme, grad, turned, own, ctx.weight_dtype)
+            grad_x, grad_weight = found
         if for_x and not low[0]:
             tracer.record(note, "grad_input", grad.dtype)
-            grad_x = grad @ weight.values().to(grad.dtype)
+            grad_x = grad @ values.values().to(grad.dtype)
         if for_weight and not low[1]:
             tracer.record(note, "grad_weight", grad.dtype)
             grad_weight = grad.t() @ kept[0]
@@ -121,28 +132,24 @@ class _Linear(torch.autograd.Function):
 
 
 def _output(
-    note: Note | None, scheme: Any, x: Codes, weight: Any, dtype: torch.dtype, bias: Tensor | None
+    note: Note | None,
+    scheme: Any,
+    x: Codes,
+    weight: tuple[Any, Tensor | None],
+    dtype: torch.dtype,
+    bias: Tensor | None,
 ) -> Tensor:
-    """The output [M, N] for codes of x along its rows."""
-    fmt = scheme.forward_format
+    """The output [M, N] for codes of x along its rows. `weight`: an `Operand`, or the weight itself if in blocks."""
+    fmt, (values, scale) = scheme.forward_format, weight
     if scheme.in_blocks:
-        return low_bit_product(note, "output", fmt, x, weight.row_codes(), dtype, bias)
-    values, scale = weight.product_operand()
+        return low_bit_product(note, "output", fmt, x, values.row_codes(), dtype, bias)
     if scale is not None:
-        return low_bit_product(note, "output", fmt, x, (values, scale), dtype, bias)
+        codes = F.pad(values, (0, extra)) if (extra := -values.shape[1] % 16) else values
+        return low_bit_product(note, "output", fmt, x, (codes, scale), dtype, bias)
     tracer.record(note, "output", fmt)
     return kernels.linear_output.linear_output(
         *x, values, fmt, tensorwise=scheme.one_scale, bias=bias, out_dtype=dtype
     )
-
-
-def _turned(weight: Any, grad: Tensor) -> Operand:
-    """The weight [N, K] as the product for the input's gradient reads it: transposed codes and scales, or its values,
-    which the product rounds."""
-    if weight.scheme.in_blocks:
-        return weight.transposed_codes(after=grad)
-    values, scale = weight.product_operand()
-    return (values, None) if scale is None else (transposed(values, weight.shape[1], grad), scale)
 
 
 def low_bit_gradients(

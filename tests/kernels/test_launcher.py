@@ -124,10 +124,10 @@ KERNEL = SimpleNamespace(handle=4242, shared=100, overlaps=True, cluster=1)
 
 def plan_for(x: torch.Tensor, dtype: torch.dtype) -> Plan:
     """Operands have the numbers 0 and 1, results 2 and 3, scratch 4."""
-    arguments = (12345, Address(4), Address(2, 4), Map(0, 4, 6, 8, 8, 2, 32))
+    arguments = (12345, Address(4), Address(2, 4), Map(0, 4, 6, 8, 8, 2, 32, 16))
     return Plan(
         (Buffer((3, 2), torch.int32), Buffer((0, 0), dtype)),
-        (Buffer((2,), torch.int32, fill=0),),
+        (Buffer((2,), torch.int32, fill=0, filled=1),),
         (Launch(KERNEL, 5, 64, arguments), Launch(KERNEL, 6, 32, arguments)),
     )
 
@@ -199,7 +199,7 @@ def test_the_second_call_runs_the_plan(op):
         (4242, 5, 64, 100, 77, 1, 12345, word),
         (4242, 6, 32, 100, 77, 1, 12345, word),
     ]
-    one = (2, 2, x.data_ptr(), 8, 6, 32, 32, 2, 1, 1, 0, 3, 3, 0)
+    one = (2, 2, x.data_ptr() + 16, 8, 6, 32, 32, 2, 1, 1, 0, 3, 3, 0)
     assert op.driver.maps == [one, one]
 
 
@@ -320,6 +320,18 @@ def test_a_product_by_torch(op):
     assert [t._use_count() for t in (*parts, out)] == [1, 1, 1]
 
 
+def test_calls_share_a_result_without_elements(op):
+    x = torch.randn(5, 3)
+    op.call(x, "planned", False, None, torch.int8)
+    with torch.inference_mode():
+        first = op.call(x, "planned", False, None, torch.int8)
+    second = op.call(x, "planned", False, None, torch.int8)
+    assert first[1].shape == second[1].shape == (0, 0) and second[1].dtype == torch.int8
+    assert first[1] is second[1] and first[0] is not second[0]
+    del first
+    assert second[1].numel() == 0 and op.call(x, "planned", False, None, torch.int8)[1].numel() == 0
+
+
 def test_operands_without_a_plan_are_remembered(op):
     x = torch.randn(3, 11)
     op.call(x, "nothing to plan", True, None, torch.int8)
@@ -399,7 +411,10 @@ def test_tensors_are_freed(op):
     for _ in range(50):
         results = op.call(x, "planned", True, x, torch.int8)
     assert (sys.getrefcount(x), x._use_count()) == before
-    assert all(t._use_count() == 1 for t in results)
+    assert [t._use_count() for t in results] == [
+        1,
+        2,
+    ]  # the plan has the second, which has no elements
 
 
 def test_shapes_that_keep_changing_do_not_fill_the_memory(op):

@@ -251,7 +251,8 @@ def test_a_frozen_weight_passes_gradients_on(scheme):
 
 def saved_bytes(model: nn.Module, x: Tensor) -> int:
     """Bytes that autograd keeps of a forward pass, without weights; shared memory counts once."""
-    own = {p.data_ptr() for p in model.parameters() if not isinstance(p, MixedPrecisionTensor)}
+    parts = (p.weight if isinstance(p, MixedPrecisionTensor) else p for p in model.parameters())
+    own = {p.data_ptr() for p in parts}
     kept: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:

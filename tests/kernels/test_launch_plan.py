@@ -1,0 +1,97 @@
+"""Plans of several ops in one, carried out in Python."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lowbit_kernels import launch_plan
+from lowbit_kernels.launch_plan import (
+    PART,
+    Address,
+    Buffer,
+    Composition,
+    CublasProduct,
+    Launch,
+    Map,
+    Plan,
+)
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(launch_plan, "tensor_map", lambda *a: SimpleNamespace(getPtr=lambda: a[0]))
+    yield
+
+
+def add(stream: int, grid: int, threads: int, x: int, y: int, out: int, number: int) -> None:
+    """out = x + y + number, four float32 each; y may be a null pointer."""
+    a, b, c = ((ctypes.c_float * 4).from_address(p) if p else [0.0] * 4 for p in (x, y, out))
+    c[:] = [p + q + number for p, q in zip(a, b, strict=True)]
+
+
+FLOATS = Buffer((4,), torch.float32)
+SUM = Plan((FLOATS,), (), (Launch(add, 1, 1, (Address(0), Address(1), Address(2), 10)),))
+"""The sum of two operands and 10."""
+SUM_BY_SCRATCH = Plan(
+    (FLOATS,),
+    (FLOATS, Buffer((8,), torch.float32, fill=0)),
+    (
+        Launch(add, 1, 1, (Address(0), Address(1), Address(3), 0)),
+        Launch(add, 1, 1, (Address(3), Map(4, 4, 1, 4, 4, 1, 4, 16), Address(2), 100)),
+    ),
+)
+"""The sum of two operands and 100, by scratch memory and the second half of zeros."""
+
+
+def test_plans_follow_each_other_and_share_scratch_memory() -> None:
+    x, y = torch.arange(4.0), torch.full((4,), 0.5)
+    whole = Composition(2, (FLOATS, FLOATS))
+    (between,) = whole.scratch([FLOATS])
+    whole.add(SUM, (0, 1), (between,))
+    whole.add(SUM_BY_SCRATCH, (between, 0), (2,))
+    whole.add(SUM, (2, None), (3,))
+    plan = whole.plan()
+    assert len(plan.launches) == 4 and len(plan.scratch) == 1
+    shared = plan.scratch[0]
+    assert (shared.nbytes, shared.filled_bytes, shared.fill) == (3 * PART, PART, 0)
+    first, second = launch_plan.run(plan, (x, y))
+    expected = (x + y + 10) + x + 100
+    assert torch.equal(first, expected) and torch.equal(second, expected + 10)
+
+
+def test_what_a_product_of_cublas_reads_stays_a_tensor() -> None:
+    codes, scale = Buffer((2, 16), torch.float8_e4m3fn), Buffer((1,), torch.float32, fill=1)
+    product = Plan(
+        (Buffer((2, 2), torch.float32),), (scale,), (CublasProduct(0, 1, 3, 3, None, 2, False),)
+    )
+    whole = Composition(1, (Buffer((2, 2), torch.float32),))
+    own, unused = whole.scratch([codes, FLOATS])
+    whole.add(product, (own, 0), (1,))
+    plan = whole.plan()
+    assert plan.scratch[1:] == (codes, scale) and plan.scratch[0].nbytes == PART
+    assert unused == 3
+    assert plan.launches == (CublasProduct(3, 0, 4, 4, None, 1, False),)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "filled"),
+    [
+        (Buffer((3,), torch.float32), 0),
+        (Buffer((3,), torch.float32, fill=1), 12),
+        (Buffer((300,), torch.uint8, fill=0, filled=128), 128),
+    ],
+)
+def test_a_part_of_a_buffer_is_filled(buffer: Buffer, filled: int) -> None:
+    assert buffer.filled_bytes == filled
+    (made,) = launch_plan.run(Plan((buffer,), (), ()), (torch.zeros(1),))
+    assert made.shape == buffer.shape and made.dtype == buffer.dtype
+    part = made.view(torch.uint8)[:filled].view(buffer.dtype)
+    assert (part == (buffer.fill or 0)).all()
