@@ -1,18 +1,19 @@
-"""The host's time to issue one linear layer in training without torch.compile, forward and backward, beside bf16.
+"""The host's time to issue linear layers in training without torch.compile, forward and backward, beside bf16: one
+layer, and three that read one input, as those of query, key and value do.
 
-The layer is small, so that the GPU never holds the host up. Each scheme and bf16 take turns in short rounds, and the
+The layers are small, so that the GPU never holds the host up. Each scheme and bf16 take turns in short rounds, and the
 fastest round of each counts: other work on the host only makes rounds slower.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.registry import Problem, Result, Row, Table, benchmark
 from lowbit import train
@@ -39,10 +40,11 @@ ROUNDS, CALLS = 40, 50
 
 @dataclass(frozen=True)
 class EagerCandidate:
-    """A layer [size, size] that a scheme prepared, or a plain one."""
+    """Layers [size, size] that a scheme prepared, or plain ones."""
 
     name: str
     scheme: Any
+    layers: int = 1
     device: str = "cuda"
     size: int = SIZE
 
@@ -55,60 +57,50 @@ class HostTimes:
     reference: tuple[float, float]
 
 
-@dataclass
-class Layer:
-    """A layer with the calls that are timed."""
+class Layers:
+    """The layers of a candidate, and the operands of their calls."""
 
-    candidate: EagerCandidate
-    module: nn.Module = field(init=False)
-    x: Tensor = field(init=False)
-    grad: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        size = self.candidate.size
-        options: dict[str, Any] = {"device": self.candidate.device, "dtype": torch.bfloat16}
-        self.module = nn.Linear(size, size, bias=False, **options)
-        if self.candidate.scheme is not None:
-            train.prepare_(self.module, self.candidate.scheme)
+    def __init__(self, candidate: EagerCandidate) -> None:
+        size = candidate.size
+        options: dict[str, Any] = {"device": candidate.device, "dtype": torch.bfloat16}
+        made = [nn.Linear(size, size, bias=False, **options) for _ in range(candidate.layers)]
+        self.model = nn.ModuleList(made)
+        if candidate.scheme is not None:
+            train.prepare_(self.model, candidate.scheme)
+        self.layers = list(self.model)
         self.x = torch.randn(size, size, **options).requires_grad_()
-        self.grad = torch.randn(size, size, **options)
+        self.grads = [torch.randn(size, size, **options) for _ in self.layers]
 
-    def forward(self) -> Tensor:
-        return self.module(self.x)
-
-    def both(self) -> None:
-        self.forward().backward(self.grad)
-        self.x.grad = None
-        self.module.zero_grad()
-
-
-def fastest(calls: list[Callable[[], Any]], rounds: int, number: int) -> list[float]:
-    """Seconds of one call of each in its fastest round of `number`, in turn."""
-    found = [float("inf")] * len(calls)
-    for _ in range(rounds):
-        for i, call in enumerate(calls):
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+    def seconds(self, number: int, backward: bool) -> float:
+        """Seconds of one of `number` calls. Between them, and not timed, gradients are dropped."""
+        spent = 0.0
+        if self.x.is_cuda:
+            torch.cuda.synchronize()
+        for _ in range(number):
             start = time.perf_counter()
-            for _ in range(number):
-                call()
-            found[i] = min(found[i], (time.perf_counter() - start) / number)
-    return found
+            x = self.x if len(self.layers) == 1 else self.x.view_as(self.x)  # as a result, shared
+            ys = [layer(x) for layer in self.layers]
+            if backward:
+                torch.autograd.backward(ys, self.grads)
+            spent += time.perf_counter() - start
+            self.x.grad = None
+            for layer in self.layers:
+                layer.weight.grad = None
+        return spent / number
 
 
 def measure(candidate: EagerCandidate, repeats: int) -> HostTimes:
     """`repeats`: not used; the number of rounds is fixed."""
-    layers = (
-        Layer(candidate),
-        Layer(EagerCandidate(REFERENCE, None, candidate.device, candidate.size)),
-    )
+    layers = Layers(candidate), Layers(replace(candidate, scheme=None))
     for layer in layers:
-        for _ in range(10):
-            layer.both()
+        layer.seconds(10, backward=True)
     rounds, number = (ROUNDS, CALLS) if candidate.device == "cuda" else (2, 2)
-    calls = [call for layer in layers for call in (layer.forward, layer.both)]
-    times = fastest(calls, rounds, number)
-    return HostTimes((times[0], times[1]), (times[2], times[3]))
+    timed = [(layer, backward) for layer in layers for backward in (False, True)]
+    found = [float("inf")] * len(timed)
+    for _ in range(rounds):
+        for i, (layer, backward) in enumerate(timed):
+            found[i] = min(found[i], layer.seconds(number, backward))
+    return HostTimes((found[0], found[1]), (found[2], found[3]))
 
 
 def cells(row: Row, result: Result, bandwidth: float) -> list[str]:
@@ -127,12 +119,13 @@ TABLE = Table(
     columns=("forward", "forward + backward", "bf16 beside it", "forward / bf16", "both / bf16"),
     measure=measure,
     cells=cells,
-    legend=f"Microseconds of the host for one layer, not compiled; the fastest of {ROUNDS} rounds of {CALLS} calls, "
+    legend=f"Microseconds of the host, not compiled; the fastest of {ROUNDS} rounds of {CALLS} calls, "
     "each beside a round of bf16. The GPU is idle at the start of a round.",
 )
 
 
-@benchmark("eager_linear", "the host's time of a linear layer that is not compiled", table=TABLE)
+@benchmark("eager_linear", "the host's time of linear layers that are not compiled", table=TABLE)
 def eager_linear() -> Iterator[Problem]:
-    candidates = [EagerCandidate(name, scheme) for name, scheme in SCHEMES.items()]
-    yield Problem(f"{SIZE} x {SIZE}, {SIZE} rows", candidates, REFERENCE)
+    for layers, title in ((1, "one layer"), (3, "three layers of one input")):
+        candidates = [EagerCandidate(name, scheme, layers) for name, scheme in SCHEMES.items()]
+        yield Problem(f"{title}, {SIZE} x {SIZE}, {SIZE} rows", candidates, REFERENCE)

@@ -49,20 +49,22 @@ def test_the_cells_are_speeds() -> None:
     assert train_linear.cells(rows[0], result, 1.0) == ["10.0 µs", "600", "2.00"]
 
 
-def test_an_eager_layer_runs_in_low_bits_beside_bf16() -> None:
-    (problem,) = eager_linear.eager_linear()
-    assert problem.candidates[-1].name == problem.reference == "bf16"
-    for candidate in problem.candidates:
-        small = replace(candidate, device="cpu", size=128)
-        with scaled_products() as calls:
-            times = eager_linear.measure(small, 1)
-        forwards, both = 2 * 2, 10 + 2 * 2
-        low = candidate.scheme is not None
-        assert sum(calls.values()) == low * (forwards + 3 * both)
-        assert min(*times.own, *times.reference) > 0
+def test_eager_layers_run_in_low_bits_beside_bf16() -> None:
+    problems = list(eager_linear.eager_linear())
+    for problem in problems:
+        assert problem.candidates[-1].name == problem.reference == "bf16"
+        for candidate in problem.candidates:
+            small = replace(candidate, device="cpu", size=128)
+            with scaled_products() as calls:
+                times = eager_linear.measure(small, 1)
+            forwards, both = 2 * 2, 10 + 2 * 2
+            low = (candidate.scheme is not None) * candidate.layers
+            assert sum(calls.values()) == low * (forwards + 3 * both)
+            assert min(*times.own, *times.reference) > 0
+    assert [p.candidates[0].layers for p in problems] == [1, 3]
     times = eager_linear.HostTimes((3e-5, 2e-4), (2e-5, 1e-4))
-    result = Result(problem, [])
-    found = eager_linear.cells(Row(problem.candidates[0], times), result, 1.0)
+    result = Result(problems[0], [])
+    found = eager_linear.cells(Row(problems[0].candidates[0], times), result, 1.0)
     assert found == ["30", "200", "20, 100", "1.50", "2.00"]
 
 

@@ -277,8 +277,7 @@ def quantized_input(
 
     def found() -> Quantized:
         flat, fmt = x.detach(), scheme.forward_format
-        if flat.ndim != 2:
-            flat = flat.reshape(-1, x.shape[-1])
+        flat = flat if flat.ndim == 2 else flat.reshape(-1, x.shape[-1])
         if offsets is None:
             return _quantize(flat, scheme, fmt, rows=rows, columns=columns)
         if columns:
