@@ -18,7 +18,9 @@ def interpreted(code: str) -> Any:
     """The JSON that `code` prints where Triton kernels run on CPU tensors. Skips the test if Triton is missing."""
     pytest.importorskip("triton")
     check = "from torch import device; from lowbit_kernels import triton_runtime as t; assert t.runs_on(device('cpu'))"
-    return in_new_process(f"{check}\n{code}", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    quick = "from tests.kernels import quick_interpreter; quick_interpreter.install()"
+    code = f"{check}\n{quick}\n{code}"
+    return in_new_process(code, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
 def in_new_process(code: str, **environment: str) -> Any:

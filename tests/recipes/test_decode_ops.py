@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recipes.decode import ops
+from tests.kernels.interpreted import interpreted
 from tests.schemes import relative_error
 
 
@@ -176,20 +174,13 @@ for size in SIZES:
     for last in (0, 1, 63, 64, size[-1] // 3, size[-1] - 1):
         if last < size[-1]:
             check_attention(decode_attention, case(*size), last, 1e-6)
+print("true")
 """
 
 
 def test_the_kernels_in_the_interpreter() -> None:
     """In a separate process, because Triton reads TRITON_INTERPRET when it is imported."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    assert interpreted(INTERPRETED)
 
 
 @pytest.mark.gpu
