@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from lowbit.formats.programs.running import (
     tolerance_of,
 )
 from lowbit_kernels import host_compiler
+from tests.forked import Forks
 from tests.formats.programs import FEATURES, LINEARS, batch_of, every_preset, inputs, relative
 from tests.optim.conftest import needs_compiler
 
@@ -47,6 +48,13 @@ def network(scheme: Any = None) -> nn.Module:
     return model
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _quick_wrappers() -> Iterator[None]:
+    """A package's C++ that calls the compiled kernels: optimized, its compilation takes twice as long."""
+    with torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"}):
+        yield
+
+
 @functools.cache
 def exported(dtype: torch.dtype) -> tuple[nn.Module, torch.export.ExportedProgram]:
     """A model of every preset, and its program with a dynamic batch."""
@@ -55,15 +63,25 @@ def exported(dtype: torch.dtype) -> tuple[nn.Module, torch.export.ExportedProgra
         return model, torch.export.export(model, inputs(dtype), dynamic_shapes=batch_of())
 
 
-def in_fresh_process(code: str, *arguments: object, with_lowbit: bool = True) -> Any:
-    """What `code` prints as JSON."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    if with_lowbit:
-        environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
-    command = [sys.executable, "-P", "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    """Forks of a process that has imported lowbit, and no kernel of it."""
+    with Forks("lowbit", "torch._inductor", environment={**os.environ}) as made:
+        yield made
+
+
+def printed(done: subprocess.CompletedProcess[str]) -> Any:
+    """What a program printed as JSON."""
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def without_lowbit(code: str, *arguments: object) -> Any:
+    """What `code` prints as JSON in a new process that cannot import lowbit."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    command = [sys.executable, "-P", "-c", code, *map(str, arguments)]
+    options = {"env": environment, "capture_output": True, "text": True, "timeout": 240}
+    return printed(subprocess.run(command, **options))
 
 
 # ---- torch.export --------------------------------------------------------------------------------------------------
@@ -149,14 +167,14 @@ print(json.dumps([before, program.module()(torch.ones(2, 128, dtype=torch.bfloat
 """
 
 
-def test_a_saved_program_loads_after_import_lowbit(tmp_path: Path) -> None:
+def test_a_saved_program_loads_after_import_lowbit(tmp_path: Path, forks: Forks) -> None:
     model = network(Int4WeightOnly(32)).bfloat16()
     x = torch.ones(2, FEATURES, dtype=torch.bfloat16)
     with torch.no_grad():
         program = torch.export.export(model, (x,)).run_decompositions({})
     assert "lowbit.weight_linear.default" in foreign_ops(program)
     torch.export.save(program, tmp_path / "model.pt2")
-    before, found = in_fresh_process(_LOAD, tmp_path / "model.pt2")
+    before, found = printed(forks.run(_LOAD, tmp_path / "model.pt2", folder=tmp_path))
     assert before == []  # the op is defined, and its module waits for the first call
     assert torch.equal(torch.tensor(found), model(x).float())
 
@@ -171,7 +189,7 @@ print(json.dumps(model(torch.ones(2, 128, dtype=torch.bfloat16)).float().tolist(
 
 
 @needs_compiler
-def test_a_package_of_torchs_own_loads_after_import_lowbit(tmp_path: Path) -> None:
+def test_a_package_of_torchs_own_loads_after_import_lowbit(tmp_path: Path, forks: Forks) -> None:
     """It calls lowbit's kernel, so its values are those of eager mode."""
     model = network(Int4WeightOnly(32)).bfloat16()
     x = torch.ones(2, FEATURES, dtype=torch.bfloat16)
@@ -179,7 +197,8 @@ def test_a_package_of_torchs_own_loads_after_import_lowbit(tmp_path: Path) -> No
         program = torch.export.export(model, (x,))
         path = str(tmp_path / "model.pt2")
         torch._inductor.aoti_compile_and_package(program, package_path=path)
-    assert torch.equal(torch.tensor(in_fresh_process(_PACKAGE, path)), model(x).float())
+    found = printed(forks.run(_PACKAGE, path, folder=tmp_path))
+    assert torch.equal(torch.tensor(found), model(x).float())
 
 
 # ---- AOTInductor ---------------------------------------------------------------------------------------------------
@@ -217,7 +236,7 @@ def test_a_package_runs_without_lowbit(
     assert [p.name for p in tmp_path.iterdir()] == ["model.pt2"]
     torch.save(again, tmp_path / "inputs.pt")
     files = (path, tmp_path / "inputs.pt", tmp_path / "outputs.pt")
-    assert in_fresh_process(_WITHOUT_LOWBIT, *files, with_lowbit=False) == []
+    assert without_lowbit(_WITHOUT_LOWBIT, *files) == []
     found, expected = torch.load(tmp_path / "outputs.pt"), model(*again)
     worst = {name: relative(found[name], expected[name]) for name in expected}
     assert max(worst.values()) < (1e-5 if dtype is torch.float32 else 5e-3), worst
@@ -227,7 +246,7 @@ def test_a_package_runs_without_lowbit(
 def wide_package(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
     """A model whose weights take most of its package, and the package."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(FEATURES, 16384), nn.GELU(), nn.Linear(16384, 64)).eval()
+    model = nn.Sequential(nn.Linear(FEATURES, 32768), nn.GELU(), nn.Linear(32768, 64)).eval()
     lowbit.quantize_(model, Int4WeightOnly(32))
     path = tmp_path_factory.mktemp("package") / "model.pt2"
     lowbit.export(model, path, "aoti", example_inputs=(torch.ones(3, FEATURES),))
@@ -237,7 +256,7 @@ def wide_package(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, P
 @needs_compiler
 def test_a_package_keeps_weights_packed(wide_package: tuple[nn.Module, Path]) -> None:
     _, path = wide_package
-    values = (FEATURES + 64) * 16384
+    values = (FEATURES + 64) * 32768
     assert path.stat().st_size < values * 4 * 0.3125  # float32 takes 4 bytes
 
 
@@ -483,8 +502,8 @@ print(json.dumps(found))
 """
 
 
-def test_missing_packages_are_named_with_their_extra(tmp_path: Path) -> None:
-    found = in_fresh_process(_WITHOUT_PACKAGES, tmp_path / "model")
+def test_missing_packages_are_named_with_their_extra(tmp_path: Path, forks: Forks) -> None:
+    found = printed(forks.run(_WITHOUT_PACKAGES, tmp_path / "model", folder=tmp_path))
     assert found[0].startswith('onnx programs need onnx: pip install "lowbit[onnx]"')
     assert found[1].startswith(
         'executorch programs need executorch: pip install "lowbit[executorch]"'
