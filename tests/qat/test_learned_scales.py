@@ -139,34 +139,33 @@ def test_trained_values_equal_converted_ones(seed, name, dtype):
 
 
 def reference_gradients(w, scale, zero, spec, grad):
-    """The formulas of `lowbit.learned_scales`, block by block, in float64."""
+    """The formulas of `lowbit.learned_scales`, in float64."""
     low, high = spec.format.quant_min, spec.format.quant_max
     scales, zero_points = qparams(spec, scale, zero)
-    s = scales.double()
-    found = [torch.zeros_like(w, dtype=torch.float64), torch.zeros_like(s), torch.zeros_like(s)]
-    block = spec.block_size(w.shape)
-    for n in range(w.shape[0]):
-        for k in range(w.shape[1]):
-            at = (n // block[0], k // block[1])
-            x, size = w[n, k].double(), s[at]
-            middle = (int(low) + int(high) + 1) // 2
-            if spec.mapping in ("float_zero_point", "half_integer"):
-                start = float(zero_points[at]) - (middle - low) * size
-                code = torch.round((x - start) / size) + low
-                value = start + (code.clamp(low, high) - low) * size
-                base = middle - 0.5 if spec.mapping == "half_integer" else middle
-            else:
-                point = 0 if zero_points is None else int(zero_points[at])
-                code = torch.round(x / size) + point
-                value = (code.clamp(low, high) - point) * size
-                base = 0 if spec.mapping == "asymmetric" else point
-            if low <= code <= high:
-                found[0][n, k] = grad[n, k]
-                found[1][at] += grad[n, k] * (value - x) / size
-            else:
-                found[1][at] += grad[n, k] * (code.clamp(low, high) - base)
-                found[2][at] += grad[n, k]
-    return found[0], found[1] * rate_of(spec), found[2] * RATE
+    sizes = spec.block_size(w.shape)
+    n, k = (torch.arange(size) // step for size, step in zip(w.shape, sizes, strict=True))
+    block = (n[:, None], k[None, :])  # of each element
+    x, s = w.double(), scales.double()
+    size = s[block]
+    point = torch.zeros(()) if zero_points is None else zero_points.double()[block]
+    middle = (int(low) + int(high) + 1) // 2
+    if spec.mapping in ("float_zero_point", "half_integer"):
+        start = point - (middle - low) * size
+        code = torch.round((x - start) / size) + low
+        value = start + (code.clamp(low, high) - low) * size
+        base = middle - 0.5 if spec.mapping == "half_integer" else middle
+    else:
+        code = torch.round(x / size) + point
+        value = (code.clamp(low, high) - point) * size
+        base = 0 if spec.mapping == "asymmetric" else point
+    kept = (low <= code) & (code <= high)
+    of_scale = grad * torch.where(kept, (value - x) / size, code.clamp(low, high) - base)
+    of_zero = torch.where(kept, 0.0, grad)
+    sums = [
+        torch.zeros_like(s).index_put(block, part.double(), accumulate=True)
+        for part in (of_scale, of_zero)
+    ]
+    return torch.where(kept, grad, 0.0).double(), sums[0] * rate_of(spec), sums[1] * RATE
 
 
 @pytest.mark.parametrize(
