@@ -103,8 +103,26 @@ SHOWN = {
 }
 
 
-def run(program: str, on_terminal: bool, tmp_path: Path) -> tuple[bytes, bytes]:
-    """stdout and stderr of a fresh process. on_terminal: its stderr is a pseudo terminal."""
+END = b"[the end of a program]"
+EACH = """
+import atexit, os
+for program in sys.argv[1:]:
+    if not (child := os.fork()):
+        exec(compile(program, "<program>", "exec"), globals())
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # the end of an interpreter that has imported torch takes a second
+    assert os.waitpid(child, 0)[1] == 0, program
+    os.write(2, END)
+"""
+
+
+def run(programs: list[str], on_terminal: bool, tmp_path: Path) -> tuple[bytes, list[bytes]]:
+    """stdout of all programs, and stderr of each. They are forks of one process, which has imported torch and lowbit.
+
+    on_terminal: their stderr is a pseudo terminal.
+    """
     environment = {
         **os.environ,
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",
@@ -113,7 +131,8 @@ def run(program: str, on_terminal: bool, tmp_path: Path) -> tuple[bytes, bytes]:
         "COLUMNS": "100",
     }
     own, given = os.openpty() if on_terminal else os.pipe()
-    command = [sys.executable, "-c", HEAD + textwrap.dedent(program)]
+    command = [sys.executable, "-c", f"{HEAD}\nEND = {END!r}\n{EACH}"]
+    command += map(textwrap.dedent, programs)
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=given, env=environment)
     os.close(given)
     written = b""
@@ -129,38 +148,53 @@ def run(program: str, on_terminal: bool, tmp_path: Path) -> tuple[bytes, bytes]:
     assert child.stdout is not None
     printed = child.stdout.read()
     assert child.wait(timeout=60) == 0, written.decode(errors="replace")
-    return printed, written
+    *each, last = written.split(END)
+    assert len(each) == len(programs) and not last
+    return printed, each
 
 
-@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs pseudo terminals")
+WITH_FUNCTIONS = textwrap.dedent(PROGRAMS["measuring"]) + textwrap.dedent(PROGRAMS["training"])
+for _last in ("[torch.randn(2, 64)], lowbit.Int4WeightOnly(32)", "epochs=1"):
+    assert WITH_FUNCTIONS.count(_last) == 1
+    WITH_FUNCTIONS = WITH_FUNCTIONS.replace(_last, f"{_last}, progress=lambda done: None")
+SILENT = {
+    "short": "progress.DELAY = 5\n" + textwrap.dedent(PROGRAMS["counted"].replace("0.1", "0.0")),
+    "without rich": "sys.modules['rich'] = None\n" + textwrap.dedent(PROGRAMS["counted"]),
+}
+
+
+@pytest.fixture(scope="module")
+def on_terminal(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, dict[str, bytes]]:
+    """What all programs print, and what each writes to a terminal."""
+    if not hasattr(os, "openpty"):
+        pytest.skip("needs pseudo terminals")
+    programs = {**PROGRAMS, "with functions": WITH_FUNCTIONS, **SILENT}
+    printed, written = run([*programs.values()], True, tmp_path_factory.mktemp("terminal"))
+    return printed, dict(zip(programs, written, strict=True))
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_bars_appear_on_a_terminal(name: str, tmp_path: Path) -> None:
-    printed, written = run(PROGRAMS[name], True, tmp_path)
+def test_bars_appear_on_a_terminal(name: str, on_terminal: tuple[bytes, dict[str, bytes]]) -> None:
+    printed, written = on_terminal
     assert printed == b""
-    assert SHOWN[name] in written
+    assert SHOWN[name] in written[name]
 
 
-@pytest.mark.parametrize("name", ["counted", "quantizing"])
-def test_nothing_is_written_elsewhere(name: str, tmp_path: Path) -> None:
-    assert run(PROGRAMS[name], False, tmp_path) == (b"", b"")
+def test_nothing_is_written_elsewhere(tmp_path: Path) -> None:
+    names = ("counted", "quantizing")
+    programs = [*(PROGRAMS[name] for name in names), SILENT["without rich"]]
+    assert run(programs, False, tmp_path) == (b"", [b"", b"", b""])
 
 
-@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs pseudo terminals")
-def test_a_function_of_the_callers_takes_the_place_of_the_bar(tmp_path: Path) -> None:
-    program = textwrap.dedent(PROGRAMS["measuring"]) + textwrap.dedent(PROGRAMS["training"])
-    for last in ("[torch.randn(2, 64)], lowbit.Int4WeightOnly(32)", "epochs=1"):
-        assert program.count(last) == 1
-        program = program.replace(last, f"{last}, progress=lambda done: None")
-    _, written = run(program, True, tmp_path)
+def test_a_function_of_the_callers_takes_the_place_of_the_bar(
+    on_terminal: tuple[bytes, dict[str, bytes]],
+) -> None:
+    written = on_terminal[1]["with functions"]
     assert SHOWN["measuring"] not in written and SHOWN["training"] not in written
 
 
-@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs pseudo terminals")
-def test_short_work_shows_no_bar(tmp_path: Path) -> None:
-    program = PROGRAMS["counted"].replace("0.1", "0.0")
-    assert run("progress.DELAY = 5\n" + textwrap.dedent(program), True, tmp_path) == (b"", b"")
-
-
-def test_without_rich_nothing_is_shown(tmp_path: Path) -> None:
-    hidden = "sys.modules['rich'] = None\n" + textwrap.dedent(PROGRAMS["counted"])
-    assert run(hidden, hasattr(os, "openpty"), tmp_path) == (b"", b"")
+@pytest.mark.parametrize("name", SILENT)
+def test_short_work_and_missing_rich_show_no_bar(
+    name: str, on_terminal: tuple[bytes, dict[str, bytes]]
+) -> None:
+    assert on_terminal[1][name] == b""
