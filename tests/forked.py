@@ -7,6 +7,7 @@ Variables that torch or lowbit reads at import come from the environment of the 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -115,6 +116,7 @@ def settle(program: dict[str, Any]) -> None:
 if __name__ == "__main__":
     for _module in sys.argv[1:]:
         __import__(_module)
+    gc.freeze()  # else each fork, as it ends, takes a second to collect what was imported
     if (_program := serve()) is not None:
         settle(_program)
         exec(compile(_program["code"], "<program>", "exec"), {"__name__": "__main__"})
