@@ -39,8 +39,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit_kernels import nvrtc, quantize_blocks_sm90
+from lowbit_kernels.launch_plan import Buffer
+from lowbit_kernels.launcher import called, planned_op
 from lowbit_kernels.launches import ran
-from lowbit_kernels.library import FLOATS, register
+from lowbit_kernels.library import FLOATS
 
 BLOCK = 128
 E4M3, LARGEST = torch.float8_e4m3fn, 448.0
@@ -69,7 +71,7 @@ def quantize_blocks(
         TypeError: a dtype other than those above.
         ValueError: a shape other than [M, K].
     """
-    return torch.ops.lowbit.quantize_blocks(x, tiles, rows, columns, power_of_two)
+    return called(_op, x, tiles, rows, columns, power_of_two)
 
 
 def reference(
@@ -127,18 +129,27 @@ def blocks_of(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def allocate(x: Tensor, tiles: bool, rows: bool, columns: bool) -> Result:
-    """Uninitialised results."""
-    m, k = x.shape
-    pairs: list[Tensor] = []
+def results_of(
+    m: int, k: int, tiles: bool, rows: bool, columns: bool
+) -> tuple[Buffer, Buffer, Buffer, Buffer]:
+    """codes, scale, codes_t and scale_t for x [m, k]."""
+    found: list[Buffer] = []
     for wanted, across, along in ((rows, m, k), (columns, k, m)):
         groups = blocks_of(along)
         codes, scale = (across, groups * BLOCK), (groups, across)
         if tiles:
             scale = (blocks_of(across), groups)
-        pairs.append(x.new_empty(codes if wanted else (0, 0), dtype=E4M3))
-        pairs.append(x.new_empty(scale if wanted else (0, 0), dtype=torch.float32))
-    return pairs[0], pairs[1], pairs[2], pairs[3]
+        found.append(Buffer(codes if wanted else (0, 0), E4M3))
+        found.append(Buffer(scale if wanted else (0, 0), torch.float32))
+    return found[0], found[1], found[2], found[3]
+
+
+def allocate(x: Tensor, tiles: bool, rows: bool, columns: bool) -> Result:
+    """Uninitialised results."""
+    m, k = x.shape
+    buffers = results_of(m, k, tiles, rows, columns)
+    codes, scale, codes_t, scale_t = (x.new_empty(b.shape, dtype=b.dtype) for b in buffers)
+    return codes, scale, codes_t, scale_t
 
 
 def _launch(
@@ -152,9 +163,8 @@ def _launch(
     arguments = (x, tiles, rows, columns, power_of_two)
     if x.numel() and (rows or columns) and nvrtc.runs_on_hopper(x.device):
         ran("quantize_blocks", "sm90")
-        out = allocate(x, tiles, rows, columns)
-        quantize_blocks_sm90.quantize(*arguments, out)
-        return out
+        m, k = x.shape
+        return quantize_blocks_sm90.quantize(*arguments, results_of(m, k, tiles, rows, columns))
     ran("quantize_blocks", "torch")
     return reference(*arguments)
 
@@ -173,8 +183,4 @@ def _check(x: Tensor) -> None:
         )
 
 
-register(
-    "quantize_blocks",
-    _launch,
-    _fake,
-)
+_op = planned_op("quantize_blocks", _launch, _fake)

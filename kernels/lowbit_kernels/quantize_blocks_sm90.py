@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from lowbit_kernels import nvrtc
+from lowbit_kernels import launch_plan, launcher, nvrtc
+from lowbit_kernels.launch_plan import Address, Buffer, Launch, Plan
 from lowbit_kernels.quantize_rowcol_sm90 import SHARED, THREADS, TILE
 from lowbit_kernels.sources import FLOAT_MACROS, program
+from lowbit_kernels.weight_operands import Description, Layout, described
 
 OF_ROWCOL = {
     "FORMAT": "E4M3",
@@ -41,19 +43,36 @@ def quantize(
     rows: bool,
     columns: bool,
     power_of_two: bool,
-    out: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> None:
-    """Write the results of ``lowbit::quantize_blocks`` to `out`; x has been checked, M and K are > 0."""
-    x = x if x.stride(1) == 1 else x.contiguous()
+    results: tuple[Buffer, ...],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``lowbit::quantize_blocks``; x has been checked, M and K are > 0. `results`: the op's four."""
+    given, x = x, x if x.stride(1) == 1 else x.contiguous()
+    plan = planned(described(x), tiles, rows, columns, power_of_two, results)
+    if x is given:
+        launcher.take_over("quantize_blocks")
+        launcher.learn("quantize_blocks", plan)
+    codes, scale, codes_t, scale_t = launch_plan.run(plan, (x,))
+    return codes, scale, codes_t, scale_t
+
+
+@functools.lru_cache(maxsize=4096)
+def planned(
+    layout: Description,
+    tiles: bool,
+    rows: bool,
+    columns: bool,
+    power_of_two: bool,
+    results: tuple[Buffer, ...],
+) -> Plan:
+    """The plan for x of this layout, with elements of a row side by side."""
+    x = Layout(*layout)
     m, k = x.shape
-    is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    is_aligned = x.misaligned == 0 and x.strides[0] * x.dtype.itemsize % 16 == 0
     variant = Variant(FLOAT_MACROS[x.dtype], tiles, rows, columns, power_of_two, is_aligned)
-    pointers = (part.data_ptr() for part in out)
-    with torch.cuda.device_of(x):
-        stream = torch.cuda.current_stream().cuda_stream
-        kernel = _kernel(variant, torch.cuda.current_device())
-        blocks = -(-m // TILE) * -(-k // TILE)
-        kernel(stream, blocks, THREADS, x.data_ptr(), x.stride(0), *pointers, m, k)
+    out = (Address(1), Address(2), Address(3), Address(4))
+    arguments = (Address(0), x.strides[0], *out, m, k)
+    blocks = -(-m // TILE) * -(-k // TILE)
+    return Plan(results, (), (Launch(_kernel(variant, x.device), blocks, THREADS, arguments),))
 
 
 def source(variant: Variant, primitives: str = "ptx.cuh") -> str:
@@ -64,7 +83,7 @@ def source(variant: Variant, primitives: str = "ptx.cuh") -> str:
 
 
 @functools.cache
-def _kernel(variant: Variant, device: int) -> nvrtc.Kernel:
-    arch = nvrtc.architecture(torch.device("cuda", device))
-    module = nvrtc.Module(nvrtc.compiled(source(variant), arch))
+def _kernel(variant: Variant, device: torch.device) -> nvrtc.Kernel:
+    with torch.cuda.device(device):
+        module = nvrtc.Module(nvrtc.compiled(source(variant), nvrtc.architecture(device)))
     return module.kernel("quantize_blocks", 8, shared=SHARED)

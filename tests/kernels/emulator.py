@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import torch
@@ -138,8 +139,23 @@ def quantize_tokens(*arguments) -> None:
 
 
 @contextlib.contextmanager
+def _plans_on_cpu(module: ModuleType, kernel: Callable) -> Iterator[None]:
+    """Inside, plans of `module` run on CPU tensors, in memory that is not zero."""
+    with (
+        _on_cpu(module, kernel),
+        mock.patch.object(launcher, "take_over", lambda *_: None),
+        filled_memory(),
+    ):
+        module.planned.cache_clear()  # plans hold kernels
+        try:
+            yield
+        finally:
+            module.planned.cache_clear()
+
+
+@contextlib.contextmanager
 def quantization() -> Iterator[None]:
-    """Inside, ``quantize_rowcol_sm90`` takes CPU tensors, in memory that is not zero."""
+    """Inside, ``quantize_rowcol_sm90`` takes CPU tensors."""
 
     def kernel(variant: quantize_rowcol_sm90.Variant, name: str, device: torch.device):
         source = quantize_rowcol_sm90.source(variant, primitives=HEADER.read_text())
@@ -147,16 +163,8 @@ def quantization() -> Iterator[None]:
         footer = QUANTIZE_FOOTER.replace("NAME", name).replace("a[11]);", f"a[11]{more});")
         return _emulated(source + footer)
 
-    with (
-        _on_cpu(quantize_rowcol_sm90, kernel),
-        mock.patch.object(launcher, "take_over", lambda *_: None),
-        filled_memory(),
-    ):
-        quantize_rowcol_sm90.planned.cache_clear()  # plans hold kernels
-        try:
-            yield
-        finally:
-            quantize_rowcol_sm90.planned.cache_clear()
+    with _plans_on_cpu(quantize_rowcol_sm90, kernel):
+        yield
 
 
 def quantize_rowcol(*arguments):
@@ -197,12 +205,12 @@ def filled_memory() -> Iterator[None]:
         yield
 
 
-def quantize_blocks(*arguments) -> None:
+def quantize_blocks(*arguments):
     """``quantize_blocks_sm90.quantize`` on CPU tensors."""
 
-    def kernel(variant: quantize_blocks_sm90.Variant, device: int):
+    def kernel(variant: quantize_blocks_sm90.Variant, device: torch.device):
         source = quantize_blocks_sm90.source(variant, primitives=HEADER.read_text())
         return _emulated(source + BLOCKS_FOOTER)
 
-    with _on_cpu(quantize_blocks_sm90, kernel):
-        quantize_blocks_sm90.quantize(*arguments)
+    with _plans_on_cpu(quantize_blocks_sm90, kernel):
+        return quantize_blocks_sm90.quantize(*arguments)
