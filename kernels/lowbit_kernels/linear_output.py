@@ -1,11 +1,12 @@
 """The output of a linear y = x wᵀ + b in low bits, for a weight in high precision: one op for the weight's quantization
 and the product.
 
-    y = x^ · ŵᵀ + b                    ŵ: the weight rounded along its rows, as `quantize_rowcol` does
+    y = x · ŵᵀ + bias                  ŵ: the weight rounded along its rows, as `quantize_rowcol` does
 
-    x^        int8 or float8_e4m3fn [M, K rounded up to a multiple of 16], and float32 scales [M] or [1]
+    x         int8 or float8_e4m3fn codes [M, K rounded up to a multiple of 16]
+    x_scale   float32 [M] or [1]
     weight    float32, bfloat16 or float16 [N, K]
-    b         as of `scaled_mm`, or None
+    bias      float32, bfloat16 or float16 [N], or None
     y         out_dtype [M, N]
 
 The values are those of `quantize_rowcol` and `scaled_mm`, called one after the other. On GPUs of compute capability 9.0
