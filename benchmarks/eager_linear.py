@@ -90,7 +90,7 @@ class Layers:
 
 
 def measure(candidate: EagerCandidate, repeats: int) -> HostTimes:
-    """`repeats`: not used; the number of rounds is fixed."""
+    """Time the candidate and bf16 in turn. `ROUNDS` takes the place of `repeats`."""
     layers = Layers(candidate), Layers(replace(candidate, scheme=None))
     for layer in layers:
         layer.seconds(10, backward=True)

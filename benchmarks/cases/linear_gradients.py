@@ -12,7 +12,7 @@ from lowbit_kernels.quantize_rowcol import quantize_rowcol
 
 @dataclass(frozen=True)
 class Case:
-    """A gradient [m, n] of a linear with a weight [n, k], which the op gets in high precision if it `rounds`."""
+    """A gradient [m, n] of a linear with a weight [n, k]. `rounds`: the op gets the weight in high precision."""
 
     name: str
     m: int
@@ -27,6 +27,7 @@ class Case:
     tensorwise: bool = False
     strided: bool = False
     rounds: bool = False
+    seed: int = 5
     large: bool = False
 
     def operands(self, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
@@ -50,7 +51,7 @@ class Case:
             )[2:]
         if self.grad_weight:
             given[2:] = quantize_rowcol(x, fmt, rows=False, tensorwise=one)[2:]
-        options = self.stochastic, 5, self.tensorwise, self.weight_dtype
+        options = self.stochastic, self.seed, self.tensorwise, self.weight_dtype
         return grad, self.format, *given, *options
 
 
@@ -58,6 +59,8 @@ CASES = [
     Case("typical", 128, 64, 48),
     Case("stochastic", 200, 128, 64, stochastic=True),
     Case("several-tiles", 300, 144, 272, stochastic=True),
+    Case("large-seed", 200, 64, 48, stochastic=True, seed=2**31 - 1),
+    Case("negative-seed", 200, 64, 48, stochastic=True, seed=-77),
     Case("fp32", 130, 64, 48, dtype=torch.float32, weight_dtype=torch.float32, stochastic=True),
     Case("fp16", 130, 64, 48, dtype=torch.float16, weight_dtype=torch.float32, stochastic=True),
     Case("of-x-only", 64, 80, 32, grad_weight=False, stochastic=True),

@@ -140,7 +140,8 @@ class Composition:
         self._launches += _moved(plan.launches, places)
 
     def plan(self) -> Plan:
-        """The whole plan. What a `CublasProduct` reads stays a tensor of its own, and so do scales of 1."""
+        """The whole plan. What a `CublasProduct` reads stays a tensor of its own, and so does a buffer that is filled
+        with another number than 0."""
         products = [one for one in self._launches if isinstance(one, CublasProduct)]
         read = {number for product in products for number in product[:-1]}
         numbered = dict(enumerate(self._scratch, self._first))

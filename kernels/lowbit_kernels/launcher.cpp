@@ -56,7 +56,6 @@ struct Functions {
     int (*dtype)(Tensor, int32_t *);
     int (*device_index)(Tensor, int32_t *);
     int (*empty_strided)(int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, Tensor *);
-    int (*new_handle)(Tensor, Tensor *);
     int (*delete_tensor)(Tensor);
     int (*string_data)(void *, const char **);
     int (*string_length)(void *, size_t *);
@@ -88,12 +87,12 @@ void check(int error, const char *what) {
 
 // ---- plans -----------------------------------------------------------------------------------------------------------
 
-// A tensor without elements, which all calls of a plan return: one that is not asked for costs no allocation.
-struct Nothing {
-    std::atomic<Tensor> made{nullptr};
-    ~Nothing() {
-        if (const Tensor tensor = made.load()) functions.delete_tensor(tensor);
-    }
+// An allocated tensor without elements. A result that is not wanted is a view of it, which costs no allocation.
+struct Empty {
+    Tensor made;
+    explicit Empty(Tensor made) : made(made) {}
+    Empty(const Empty &) = delete;
+    ~Empty() { functions.delete_tensor(made); }
 };
 
 struct Buffer {
@@ -101,7 +100,19 @@ struct Buffer {
     std::vector<int64_t> sizes, strides;
     int64_t filled;  // bytes to fill with `word`
     unsigned word;
-    std::shared_ptr<Nothing> nothing;  // if a size is 0
+    std::shared_ptr<const Empty> empty;  // null: allocated at each call
+
+    bool has_elements() const {
+        for (const int64_t size : sizes)
+            if (size == 0) return false;
+        return true;
+    }
+    Tensor allocated(int32_t device) const {
+        Tensor made;
+        check(functions.empty_strided((int64_t)sizes.size(), sizes.data(), strides.data(), dtype, device_type, device, &made),
+              "aoti_torch_empty_strided");
+        return made;
+    }
 };
 
 struct Argument {
@@ -130,9 +141,10 @@ struct Plan {
     std::vector<Launch> launches;
 };
 
-// Reads the numbers in which launcher.py writes a plan.
+// Reads the numbers in which launcher.py writes a plan, for tensors on this device.
 struct Reader {
     const int64_t *next;
+    const int32_t device;
 
     int64_t number() { return *next++; }
     std::vector<int64_t> numbers(int64_t count) {
@@ -149,8 +161,6 @@ struct Reader {
             buffer.strides = numbers(dim);
             buffer.filled = number();
             buffer.word = (unsigned)number();
-            for (const int64_t size : buffer.sizes)
-                if (size == 0) buffer.nothing = std::make_shared<Nothing>();
         }
         return found;
     }
@@ -169,7 +179,10 @@ struct Reader {
         auto found = std::make_shared<Plan>();
         found->in_python = number() != 0;
         if (found->in_python) return found;
+        const bool in_inference_mode = number() != 0;  // such a tensor, or a view of it, could not be used elsewhere
         found->results = buffers();
+        for (Buffer &buffer : found->results)
+            if (!in_inference_mode && !buffer.has_elements()) buffer.empty = std::make_shared<Empty>(buffer.allocated(device));
         found->scratch = buffers();
         found->launches.resize(number());
         for (Launch &launch : found->launches) {
@@ -233,11 +246,12 @@ Op *const ops = new Op[MOST_OPS];  // never freed: threads may still call them w
 struct Pending {
     Op *op = nullptr;
     Key key;
+    int32_t device = 0;
 };
 thread_local Pending pending;
 
 struct Learning {
-    Learning(Op &op, const Key &key) { pending = {&op, key}; }
+    Learning(Op &op, const Key &key, int32_t device) { pending = {&op, key, device}; }
     ~Learning() { pending.op = nullptr; }
 };
 
@@ -299,26 +313,16 @@ struct Tensors {
         for (Tensor tensor : owned)
             if (tensor != nullptr) functions.delete_tensor(tensor);
     }
-    static Tensor make(const Buffer &buffer, int32_t device) {
-        Tensor made;
-        check(functions.empty_strided((int64_t)buffer.sizes.size(), buffer.sizes.data(), buffer.strides.data(), buffer.dtype,
-                                      device_type, device, &made),
-              "aoti_torch_empty_strided");
-        return made;
-    }
     void *allocate(const Buffer &buffer, int32_t device) {
-        if (buffer.nothing != nullptr) {
-            Tensor shared = buffer.nothing->made.load(), own;
-            if (shared == nullptr) {
-                own = make(buffer, device);
-                if (buffer.nothing->made.compare_exchange_strong(shared, own)) shared = own;
-                else functions.delete_tensor(own);  // another thread was first
-            }
-            check(functions.new_handle(shared, &own), "aoti_torch_new_tensor_handle");
-            owned.push_back(own);
+        Tensor made;
+        if (buffer.empty != nullptr) {
+            check(functions.view(buffer.empty->made, (int64_t)buffer.sizes.size(), buffer.sizes.data(),
+                                 buffer.strides.data(), 0, &made),
+                  "aoti_torch__reinterpret_tensor");
+            owned.push_back(made);
             return nullptr;
         }
-        const Tensor made = make(buffer, device);
+        made = buffer.allocated(device);
         owned.push_back(made);
         void *address;
         check(functions.data_ptr(made, &address), "aoti_torch_get_data_ptr");
@@ -446,7 +450,7 @@ void call(Op &op, Value *stack) {
     const int32_t device = describe(op, stack, key);
     const auto plan = op.find(key);
     if (plan == nullptr) {
-        const Learning learning(op, key);
+        const Learning learning(op, key, device);
         return run_in_python(op, stack);
     }
     // A kernel belongs to its device's context.
@@ -490,7 +494,7 @@ extern "C" void *kernel_of(int number, const char *python, const char *arguments
 // Enters the plan of the call that this thread runs in Python, if it is one of this op. Returns whether it did.
 extern "C" int learn(int number, const int64_t *plan) {
     if (pending.op != &ops[number]) return 0;
-    ops[number].enter(pending.key, Reader{plan}.plan());
+    ops[number].enter(pending.key, Reader{plan, pending.device}.plan());
     pending.op = nullptr;
     return 1;
 }

@@ -31,11 +31,7 @@ from lowbit_kernels.warned import warn_once
 TORCH_FUNCTIONS = (
     *("aoti_torch_get_data_ptr", "aoti_torch_get_dim", "aoti_torch_get_sizes"),
     *("aoti_torch_get_strides", "aoti_torch_get_dtype", "aoti_torch_get_device_index"),
-    *(
-        "aoti_torch_empty_strided",
-        "aoti_torch_new_tensor_handle",
-        "aoti_torch_delete_tensor_object",
-    ),
+    *("aoti_torch_empty_strided", "aoti_torch_delete_tensor_object"),
     *("torch_string_c_str", "torch_string_length", "torch_delete_string", "torch_call_dispatcher"),
     *("aoti_torch__reinterpret_tensor", "aoti_torch_get_current_device_index"),
 )
@@ -107,7 +103,7 @@ def called(op: Any, *arguments: Any) -> Any:
     """
     if torch.compiler.is_compiling():
         return op(*arguments)
-    _raised.wanted, _raised.error = True, None
+    outer, _raised.wanted, _raised.error = _raised.wanted, True, None  # an op may call others
     try:
         return op(*arguments)
     except RuntimeError:
@@ -117,7 +113,7 @@ def called(op: Any, *arguments: Any) -> Any:
             raise
         raise error from None
     finally:
-        _raised.wanted = False
+        _raised.wanted = outer
 
 
 def take_over(name: str) -> None:
@@ -230,7 +226,7 @@ def encoded(plan: Plan | None) -> list[int]:
     """The plan as 64-bit integers. Raises ValueError for a launch that the launcher cannot do."""
     if plan is None:
         return [1]
-    words = [0]
+    words = [0, int(torch.is_inference_mode_enabled())]
     for buffers in (plan.results, plan.scratch):
         words.append(len(buffers))
         for buffer in buffers:

@@ -16,24 +16,25 @@ the product, and dy alone is rounded. A gradient that is not wanted comes back a
 
 With a `seed` dy is rounded stochastically, by a seed that `seeds.seed_of` makes of dy's bits and this number.
 
-On GPUs of compute capability 9.0 one launch plan holds all of it, so that a call takes the host the time of its
-launches and of three allocations. A graph of torch.compile holds one op instead of three, and the seed's.
+On GPUs of compute capability 9.0 one launch plan holds all of it. In int8 a call takes the host the time of its
+launches and of three allocations; in float8, each tensor that cuBLAS reads is one more. A graph of torch.compile holds
+one op, instead of three and those of the seed.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowbit_kernels import launch_plan, launcher, nvrtc, quantize_rowcol_sm90, scaled_mm
 from lowbit_kernels import quantize_rowcol as rowcol
-from lowbit_kernels.launch_plan import Buffer, Composition, Plan
+from lowbit_kernels.launch_plan import Buffer, Composition
 from lowbit_kernels.launcher import called, planned_op
 from lowbit_kernels.launches import ran
 from lowbit_kernels.library import FLOATS, check_one_device
+from lowbit_kernels.scaled_mm import Planned
 from lowbit_kernels.seeds import seed_of
 from lowbit_kernels.weight_operands import Layout, layout
 
@@ -42,6 +43,7 @@ Operand = tuple[Tensor, Tensor | None]
 GRAD, WEIGHT, WEIGHT_SCALE, X, X_SCALE, GRAD_X, GRAD_WEIGHT = range(7)
 """The numbers of the tensors of a plan; scratch memory follows."""
 MOST_ROWS = 2**31 - 1
+"""Of a gradient whose seed the kernels make: they number rows by 32 bits."""
 
 
 def linear_gradients(
@@ -61,7 +63,7 @@ def linear_gradients(
         format: that of dy's codes, as of `quantize_rowcol`.
         weight: codes and scales of the weight, or the weight in high precision and None. None: grad_x is not wanted.
         x: codes and scales of the input; None: grad_weight is not wanted.
-        seed: of the stochastic rounding; None rounds to nearest.
+        seed: of the stochastic rounding, a signed 64-bit integer; None rounds to nearest.
         tensorwise: dy, and a weight in high precision, have one scale (float8 only). Not where the weight has several
             scales, since dy times these is rounded.
         dtype: of grad_weight.
@@ -76,7 +78,7 @@ def linear_gradients(
     return None if weight is None else grad_x, None if x is None else grad_weight
 
 
-def weight_format(format: str) -> str:
+def _weight_format(format: str) -> str:
     """The format of a weight that is multiplied by a gradient in `format`."""
     return "int8" if format == "int8" else "e4m3"
 
@@ -97,7 +99,7 @@ def reference(
     factor = None
     if weight is not None and weight_scale is None:
         _, _, weight, weight_scale = rowcol.quantize_rowcol(
-            weight, weight_format(format), rows=False, tensorwise=tensorwise, row_scales=True
+            weight, _weight_format(format), rows=False, tensorwise=tensorwise, row_scales=True
         )
     if weight_scale is not None and weight_scale.numel() != 1:
         factor, weight_scale, tensorwise = weight_scale, None, False
@@ -133,7 +135,7 @@ def _launch(
 ) -> tuple[Tensor, Tensor]:
     operands = grad, weight, weight_scale, x, x_scale
     options = stochastic, seed, tensorwise, dtype
-    _check(*operands, format, dtype)
+    _check(*operands, format, tensorwise, dtype)
     found = None
     if nvrtc.runs_on_hopper(grad.device):
         found = planned(*map(layout, operands), format, *options)
@@ -142,18 +144,13 @@ def _launch(
         return reference(grad, format, weight, weight_scale, x, x_scale, *options)
     launcher.take_over("linear_gradients")
     launcher.learn("linear_gradients", found.plan)
-    ran("quantize_rowcol", "sm90")
+    rounds = weight is not None and weight_scale is None
+    for _ in range(1 + rounds):
+        ran("quantize_rowcol", "sm90")
     for name in found.products:
         ran("scaled_mm", name)
     grad_x, grad_weight = launch_plan.run(found.plan, operands)
     return grad_x, grad_weight
-
-
-class Planned(NamedTuple):
-    """A plan, and the names of the implementations of its products."""
-
-    plan: Plan
-    products: tuple[str, ...]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -170,12 +167,14 @@ def planned(
     dtype: torch.dtype,
 ) -> Planned | None:
     """The plan for operands of these layouts; None where the parts have to copy one of them, read the gradient only
-    once, or split a sum that may overflow."""
+    once, split a sum that may overflow, or number more rows than `MOST_ROWS`."""
     (m, n), device = grad.shape, grad.device
     others = None if weight_scale is None else weight, weight_scale, x, x_scale
     as_they_are = all(one is None or (one.is_contiguous and 0 not in one.shape) for one in others)
     rows = [one for one in (grad, None if weight_scale else weight) if one is not None]
-    too_long = m > MOST_ROWS or (format == "int8" and max(m, n) > scaled_mm.MOST_TERMS)
+    too_long = (stochastic and m > MOST_ROWS) or (
+        format == "int8" and max(m, n) > scaled_mm.MOST_TERMS
+    )
     if not as_they_are or too_long or any(0 in one.shape or one.strides[1] != 1 for one in rows):
         return None
     shapes = (
@@ -198,7 +197,7 @@ def planned(
     )
     codes = whole.scratch(made)
     whole.add(quantized, (GRAD, None, scale_at if factor else None), codes)
-    names = []
+    names: list[str] = []
     products = (
         (weight, None if factor else weight_scale, weight_at, scale_at, GRAD_X, grad.dtype),
         (x, x_scale, X, X_SCALE, GRAD_WEIGHT, dtype),
@@ -213,7 +212,7 @@ def planned(
             return None
         operands = codes[i * 2], at, codes[i * 2 + 1], None if scale is None else own_scale_at, None
         whole.add(product.plan, operands, (to,))
-        names.append(product.name)
+        names += product.products
     return Planned(whole.plan(), tuple(names))
 
 
@@ -223,7 +222,7 @@ def _rounded(
     """Let the plan round a weight in high precision. Returns the layouts of its transposed codes and its scales, and
     the numbers of these."""
     n, k = weight.shape
-    fmt = weight_format(format)
+    fmt = _weight_format(format)
     made = rowcol.results_of(n, k, fmt, False, True, tensorwise, True)
     how = False, True, tensorwise, False, False, True, made
     numbers = whole.scratch(made[2:])
@@ -250,7 +249,7 @@ def _fake(
     tensorwise,
     dtype,
 ) -> tuple[Tensor, Tensor]:
-    _check(grad, weight, weight_scale, x, x_scale, format, dtype)
+    _check(grad, weight, weight_scale, x, x_scale, format, tensorwise, dtype)
     m, n = grad.shape
     grad_x = (0, 0) if weight is None else (m, _columns(weight, weight_scale))
     grad_weight = (0, 0) if x is None else (n, x.shape[0])
@@ -264,6 +263,7 @@ def _check(
     x: Tensor | None,
     x_scale: Tensor | None,
     format: str,
+    tensorwise: bool,
     dtype: torch.dtype,
 ) -> None:
     if grad.dtype not in FLOATS or dtype not in FLOATS:
@@ -271,21 +271,25 @@ def _check(
             f"linear_gradients takes a gradient and gives one of {', '.join(map(str, FLOATS))}; got {grad.dtype} and "
             f"{dtype}"
         )
-    if format not in rowcol.FORMATS:
-        raise ValueError(f"format must be one of {', '.join(rowcol.FORMATS)}, got {format!r}")
+    rowcol.check_format(format, tensorwise)
     if grad.dim() != 2:
         raise ValueError(f"a gradient is [M, N], got {tuple(grad.shape)}; flatten it first")
     if weight is None and x is None:
         raise ValueError(
             "linear_gradients takes codes of the weight, of the input, or both; got neither"
         )
+    for name, codes, scale in (("weight", weight, weight_scale), ("x", x, x_scale)):
+        if codes is None and scale is not None:
+            raise ValueError(f"scales of {name} came without its codes; pass both, or neither")
     check_one_device(grad=grad, weight=weight, weight_scale=weight_scale, x=x, x_scale=x_scale)
     m, n = grad.shape
     if weight is not None and weight_scale is None:
-        if weight.dtype not in FLOATS or weight.dim() != 2 or weight.shape[0] != n:
-            raise ValueError(
-                f"a weight without scales is in high precision, [{n}, K] here; got {weight.dtype} {tuple(weight.shape)}"
+        if weight.dtype not in FLOATS:
+            raise TypeError(
+                f"a weight without scales has one of {', '.join(map(str, FLOATS))}, got {weight.dtype}"
             )
+        if weight.dim() != 2 or weight.shape[0] != n:
+            raise ValueError(f"a weight is [{n}, K] here, got {tuple(weight.shape)}")
     elif weight is not None:
         _check_codes("weight", weight, weight_scale, n, n, format)
     if x is not None:

@@ -81,7 +81,7 @@ def _launch(
     out_dtype: torch.dtype,
 ) -> Tensor:
     operands = x, x_scale, weight, bias
-    _check(*operands, format, out_dtype)
+    _check(*operands, format, tensorwise, out_dtype)
     found = None
     if nvrtc.runs_on_hopper(x.device):
         found = planned(*map(layout, operands), format, tensorwise, out_dtype)
@@ -91,7 +91,7 @@ def _launch(
     launcher.take_over("linear_output")
     launcher.learn("linear_output", found.plan)
     ran("quantize_rowcol", "sm90")
-    ran("scaled_mm", found.name)
+    ran("scaled_mm", *found.products)
     return launch_plan.run(found.plan, operands)[0]
 
 
@@ -125,11 +125,11 @@ def planned(
     whole.add(quantized, (WEIGHT, None, None), own)
     operands = X, own[0], X_SCALE, own[1], None if bias is None else BIAS
     whole.add(product.plan, operands, (OUT,))
-    return Planned(whole.plan(), product.name)
+    return Planned(whole.plan(), product.products)
 
 
 def _fake(x, x_scale, weight, format, tensorwise, bias, out_dtype) -> Tensor:
-    _check(x, x_scale, weight, bias, format, out_dtype)
+    _check(x, x_scale, weight, bias, format, tensorwise, out_dtype)
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
 
 
@@ -139,14 +139,14 @@ def _check(
     weight: Tensor,
     bias: Tensor | None,
     format: str,
+    tensorwise: bool,
     out_dtype: torch.dtype,
 ) -> None:
     if weight.dtype not in FLOATS:
         raise TypeError(
             f"linear_output takes a weight of {', '.join(map(str, FLOATS))}, got {weight.dtype}; codes go to scaled_mm"
         )
-    if format not in rowcol.FORMATS:
-        raise ValueError(f"format must be one of {', '.join(rowcol.FORMATS)}, got {format!r}")
+    rowcol.check_format(format, tensorwise)
     width = weight.shape[-1] + -weight.shape[-1] % 16
     if weight.dim() != 2 or x.dim() != 2 or x.shape[1] != width:
         raise ValueError(

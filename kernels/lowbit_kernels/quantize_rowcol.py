@@ -240,6 +240,14 @@ def _fake(
     return allocate(x, format, rows, columns, tensorwise, row_scales)
 
 
+def check_format(format: str, tensorwise: bool) -> None:
+    """Raise ValueError for an unknown format, and for one scale of int8 codes."""
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+    if tensorwise and format == "int8":
+        raise ValueError('tensorwise takes "e4m3" or "e5m2", got "int8"; leave it out')
+
+
 def _check(
     x: Tensor,
     format: str,
@@ -254,10 +262,7 @@ def _check(
         raise ValueError(
             f"quantize_rowcol takes x [M, K], got {tuple(x.shape)}; flatten leading dimensions first"
         )
-    if format not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
-    if tensorwise and format == "int8":
-        raise ValueError('tensorwise takes "e4m3" or "e5m2", got "int8"; leave it out')
+    check_format(format, tensorwise)
     if seed is not None:
         if seed.dtype != torch.int64:
             raise TypeError(f"seed must be torch.int64, got {seed.dtype}")

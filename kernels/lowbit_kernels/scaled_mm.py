@@ -45,7 +45,7 @@ from lowbit_kernels.launcher import called, planned_op
 from lowbit_kernels.launches import ran
 from lowbit_kernels.library import FLOATS, check_one_device, contiguous_strides
 from lowbit_kernels.triton_runtime import runs_on
-from lowbit_kernels.weight_operands import Layout
+from lowbit_kernels.weight_operands import Layout, described
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LONG = 12288
@@ -142,10 +142,10 @@ def _implementation(a: Tensor | Layout, b: Tensor | Layout) -> tuple[str, Callab
 
 
 class Planned(NamedTuple):
-    """A plan, and the name of the implementation."""
+    """A plan, and the names of the implementations of its products."""
 
     plan: Plan
-    name: str
+    products: tuple[str, ...]
 
 
 def planned(
@@ -160,16 +160,29 @@ def planned(
 
     Returns None unless our kernel or cuBLAS takes these operands as they are, and writes [M, N] without gaps.
     """
-    m, n = a.shape[0], b.shape[0]
     name, _ = _implementation(a, b)
     if name in ("int8 sm90", "float8 sm90"):
         if not (scaled_mm_sm90.is_readable(a) and scaled_mm_sm90.is_readable(b)):
             return None
         several = a_scales > 1, b_scales is not None and b_scales > 1
         found = scaled_mm_sm90.planned(a, b, *several, bias, out_dtype)
-        return Planned(found, name) if found.results[0].shape[1] == n else None
+        return Planned(found, (name,)) if found.results[0].shape[1] == b.shape[0] else None
     if name != "float8 cublas":
         return None
+    own = _planned_for_cublas(a, b, a_scales, b_scales, out_dtype, bias)
+    return own and Planned(own, (name,))
+
+
+def _planned_for_cublas(
+    a: Layout,
+    b: Layout,
+    a_scales: int,
+    b_scales: int | None,
+    out_dtype: torch.dtype,
+    bias: torch.dtype | None,
+) -> Plan | None:
+    """`planned` where cuBLAS multiplies."""
+    m, n = a.shape[0], b.shape[0]
     by_row = a_scales > 1 or (b_scales is not None and b_scales > 1)
     wanted = (m, n) if by_row else (1, 1)
     one_each = a_scales == wanted[0] and b_scales in (None, wanted[1])
@@ -178,10 +191,9 @@ def planned(
     fused_bias = bias is None or bias == out_dtype != torch.float32
     if n % 16 or not (one_each and contiguous and fused_bias):
         return None
-    if not _takes(by_row, out_dtype, a.device):
+    if not _cublas_scales(by_row, out_dtype, a.device):
         return None
-    found = _cublas_plan(m, n, by_row, b_scales is None, bias is not None, out_dtype)
-    return Planned(found, name)
+    return _cublas_plan(m, n, by_row, b_scales is None, bias is not None, out_dtype)
 
 
 def _empty_sum(a: Tensor, b: Tensor, *others: Any) -> Tensor:
@@ -231,15 +243,17 @@ def _float8_by_cublas(
     m, n = a.shape[0], b.shape[0]
     if extra := -n % 16:  # cuBLAS takes multiples of 16 columns
         b = F.pad(b.view(torch.uint8), (0, 0, 0, extra)).view(b.dtype)
-    fused_bias = bias is None or (bias.dtype == out_dtype != torch.float32 and not extra)
     by_row = a_scale.numel() > 1 or (b_scale is not None and b_scale.numel() > 1)
-    if fused_bias and not extra and _takes(by_row, out_dtype, a.device):
-        operands = (
-            *(a, b, _one_each(a_scale, m if by_row else 1)),
-            None if b_scale is None else _one_each(b_scale, n if by_row else 1),
-            None if bias is None else bias.contiguous(),
-        )
-        found = _cublas_plan(m, n, by_row, b_scale is None, bias is not None, out_dtype)
+    scales = (
+        _one_each(a_scale, m if by_row else 1),
+        None if b_scale is None else _one_each(b_scale, n if by_row else 1),
+    )
+    operands = a, b, *scales, None if bias is None else bias.contiguous()
+    counts = scales[0].numel(), None if scales[1] is None else scales[1].numel()
+    layouts = Layout(*described(a)), Layout(*described(b))
+    own_bias = None if bias is None else bias.dtype
+    found = None if extra else _planned_for_cublas(*layouts, *counts, out_dtype, own_bias)
+    if found is not None:
         as_given = all(x is y for x, y in zip(given, operands, strict=True))
         if as_given:
             launcher.take_over("scaled_mm")
@@ -270,7 +284,7 @@ def _cublas_plan(
     return Plan((Buffer((m, n), out_dtype),), ones, (product,))
 
 
-def _takes(by_row: bool, out_dtype: torch.dtype, device: torch.device) -> bool:
+def _cublas_scales(by_row: bool, out_dtype: torch.dtype, device: torch.device) -> bool:
     """Whether cuBLAS has such an epilogue. Scales of rows with an output other than bfloat16 need 12.9 and Hopper."""
     if not by_row or out_dtype == torch.bfloat16:
         return True

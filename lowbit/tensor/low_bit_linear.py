@@ -90,15 +90,16 @@ class _Linear(torch.autograd.Function):
         ctx.note, ctx.scheme = note, scheme
         ctx.weight_dtype, ctx.k, ctx.kind = weight.dtype, x.shape[1], type(weight).__name__
         # Not the weight itself: one that a graph holds could not be moved or cast, which swaps the tensors of a
-        # subclass. Its inner tensors are counted too when it changes, so that autograd refuses a backward pass after an
-        # update. `detach`, an alias, takes longer.
-        operand = (weight, None) if scheme.in_blocks else weight.product_operand()
-        reads_operand = scheme.grad_input and not scheme.in_blocks
-        own = operand if reads_operand else (weight.detach(), None)
+        # subclass. Autograd compares the versions of what is kept, so it refuses a backward pass after an update of the
+        # weight. `detach`, an alias, takes longer.
+        if scheme.in_blocks or not scheme.grad_input:
+            own = weight.detach(), None, None
+        else:
+            own = *weight.product_operand(), weight.row_counter()
         kept = (codes_t, scale_t) if scheme.grad_weight else (x,)
         ctx.save_for_backward(*own, *(kept if ctx.needs_input_grad[1] else ()))
         if scheme.output:
-            return _output(note, scheme, (codes, scale), operand, x.dtype, bias)
+            return _output(note, scheme, (codes, scale), weight, x.dtype, bias)
         tracer.record(note, "output", x.dtype)
         return F.linear(x, weight.values().to(x.dtype), bias)
 
@@ -106,24 +107,24 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative(f"a linear of {ctx.kind}")
         grad, note, scheme = grads[0], ctx.note, ctx.scheme
-        values, w_scale, *kept = ctx.saved_tensors
+        stored, w_scale, _, *kept = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         low = scheme.grad_input and for_x, scheme.grad_weight and for_weight
         grad_x = grad_weight = None
         if any(low):
             turned: Operand | None = None
             if low[0] and scheme.in_blocks:
-                turned = values.transposed_codes(after=grad)
+                turned = stored.transposed_codes(after=grad)
             elif low[0] and w_scale is None:
-                turned = values, None
+                turned = stored, None
             elif low[0]:
-                turned = transposed(values, ctx.k, grad), w_scale
+                turned = transposed(stored, ctx.k, grad), w_scale
             own = tuple(kept) if low[1] else None
             found = low_bit_gradients(note, scheme, grad, turned, own, ctx.weight_dtype)
             grad_x, grad_weight = found
         if for_x and not low[0]:
             tracer.record(note, "grad_input", grad.dtype)
-            grad_x = grad @ values.values().to(grad.dtype)
+            grad_x = grad @ stored.values().to(grad.dtype)
         if for_weight and not low[1]:
             tracer.record(note, "grad_weight", grad.dtype)
             grad_weight = grad.t() @ kept[0]
@@ -132,23 +133,19 @@ class _Linear(torch.autograd.Function):
 
 
 def _output(
-    note: Note | None,
-    scheme: Any,
-    x: Codes,
-    weight: tuple[Any, Tensor | None],
-    dtype: torch.dtype,
-    bias: Tensor | None,
+    note: Note | None, scheme: Any, x: Codes, weight: Any, dtype: torch.dtype, bias: Tensor | None
 ) -> Tensor:
-    """The output [M, N] for codes of x along its rows. `weight`: an `Operand`, or the weight itself if in blocks."""
-    fmt, (values, scale) = scheme.forward_format, weight
+    """The output [M, N] for codes of x along its rows."""
+    fmt = scheme.forward_format
     if scheme.in_blocks:
-        return low_bit_product(note, "output", fmt, x, values.row_codes(), dtype, bias)
+        return low_bit_product(note, "output", fmt, x, weight.row_codes(), dtype, bias)
+    stored, scale = weight.product_operand()
     if scale is not None:
-        codes = F.pad(values, (0, extra)) if (extra := -values.shape[1] % 16) else values
+        codes = F.pad(stored, (0, extra)) if (extra := -stored.shape[1] % 16) else stored
         return low_bit_product(note, "output", fmt, x, (codes, scale), dtype, bias)
     tracer.record(note, "output", fmt)
     return kernels.linear_output.linear_output(
-        *x, values, fmt, tensorwise=scheme.one_scale, bias=bias, out_dtype=dtype
+        *x, stored, fmt, tensorwise=scheme.one_scale, bias=bias, out_dtype=dtype
     )
 
 
@@ -160,10 +157,14 @@ def low_bit_gradients(
     x: Codes | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x, in grad's dtype, and of the weight, in `dtype`, from grad [M, N].
+    """The gradients of x [M, K], in grad's dtype, and of the weight [N, K], in `dtype`, from grad [M, N].
 
-    `weight`, `x`: transposed codes; None where the gradient of the other is not wanted. A shard's weight has several
-    scales even where each tensor has one.
+    Args:
+        weight: codes [K, N16] and scales [N] or [1], or the weight [N, K] in high precision and None. With several
+            scales, as shards have, the gradient gets a scale a row even in a tensorwise scheme.
+        x: codes [K, M16] and scales [K] or [1].
+
+    None in place of one: the gradient that it would give is not wanted.
     """
     fmt = scheme.backward_format
     if scheme.in_blocks:
@@ -199,7 +200,7 @@ def _block_gradients(
     """`low_bit_gradients` where scales are those of blocks, which no product moves into the gradient."""
     fmt = scheme.backward_format
     codes, scale, codes_t, scale_t = _quantize(
-        grad, scheme, fmt, rows=weight is not None, columns=x is not None
+        grad, scheme, rows=weight is not None, columns=x is not None
     )
     grad_x = grad_weight = None
     if weight is not None:
@@ -219,14 +220,13 @@ def low_bit_product(
     name: str,
     fmt: str,
     a: Codes,
-    b: tuple[Tensor, Tensor | None],
+    b: Codes,
     dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """a @ b.T, scaled; a scale of None is 1."""
+    """a @ b.T, scaled."""
     tracer.record(note, name, fmt)
     if a[1].dim() == 2:
-        assert b[1] is not None
         return kernels.block_scaled_mm.block_scaled_mm(
             a[0], b[0], a[1], b[1], bias=bias, out_dtype=dtype
         )
@@ -240,14 +240,15 @@ Made = TypeVar("Made", bound=tuple[Tensor, ...])
 _last: tuple[weakref.ref[Tensor], Any, Any] | None = None
 
 
-def _quantize(x: Tensor, scheme: Any, format: str, *, rows: bool, columns: bool) -> Quantized:
-    """Codes and scales of x [M, K] along its rows, and of its transpose along its columns."""
+def _quantize(x: Tensor, scheme: Any, *, rows: bool, columns: bool) -> Quantized:
+    """Codes and scales of x [M, K] along its rows, and of its transpose along its columns, in the scheme's forward
+    format, which those of blocks have for gradients too."""
     if scheme.in_blocks:
         return kernels.quantize_blocks.quantize_blocks(
             x, tiles=False, rows=rows, columns=columns, power_of_two=scheme.power_of_two
         )
     return kernels.quantize_rowcol.quantize_rowcol(
-        x, format, rows=rows, columns=columns, tensorwise=scheme.one_scale
+        x, scheme.forward_format, rows=rows, columns=columns, tensorwise=scheme.one_scale
     )
 
 
@@ -279,7 +280,7 @@ def quantized_input(
         flat, fmt = x.detach(), scheme.forward_format
         flat = flat if flat.ndim == 2 else flat.reshape(-1, x.shape[-1])
         if offsets is None:
-            return _quantize(flat, scheme, fmt, rows=rows, columns=columns)
+            return _quantize(flat, scheme, rows=rows, columns=columns)
         if columns:
             return kernels.quantize_grouped.quantize_grouped(flat, offsets, fmt, rows=rows)
         # rows do not depend on the expert

@@ -14,6 +14,16 @@ from lowbit.tensor.trainable import INITIALISE, READ, UPDATE, TrainableTensor
 from lowbit.traced import dtype_name
 
 
+class _RowCounter:
+    """Holds `MasterWeightTensor.row_counter`, and is empty in a copy, which has a version of its own."""
+
+    def __init__(self, tensor: Tensor | None = None) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _RowCounter, ()
+
+
 class MasterWeightTensor(TrainableTensor):
     """A trainable weight that stays in high precision, as `weight`. Its products see it rounded.
 
@@ -81,6 +91,18 @@ class MasterWeightTensor(TrainableTensor):
     def updated_in_place(self) -> Tensor | None:
         return self.weight
 
+    def row_counter(self) -> Tensor | None:
+        """A plain tensor that shares this tensor's version, for autograd to keep beside `weight`: torch counts a write
+        to a row, such as `w[3].zero_()`, here and not there. None where autograd does not compare versions."""
+        if torch.compiler.is_compiling() or self.is_inference() or not self.shape[0]:
+            return None
+        held: _RowCounter | None = self.__dict__.get("_row_counter")
+        if held is None or held.tensor is None:
+            with torch.no_grad():
+                # without `detach`, a view, which would keep this tensor
+                held = self._row_counter = _RowCounter(self.select(0, 0).detach())
+        return held.tensor
+
     def values(self) -> Tensor:
         return self.weight.detach()
 
@@ -139,6 +161,9 @@ class GatheredForm:
         )
 
     def updated_in_place(self) -> None:
+        return None
+
+    def row_counter(self) -> None:
         return None
 
     def _encode(self: Any, values: Tensor) -> dict[str, Tensor | None]:

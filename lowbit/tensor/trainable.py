@@ -130,6 +130,10 @@ class TrainableTensor(LowbitTensor):
         """The operand of high-precision products: plain, without gradient."""
         return self.dequantize()
 
+    def row_counter(self) -> Tensor | None:
+        """What autograd keeps beside the inner tensors so that it sees writes to rows. None where rows are copies."""
+        return None
+
     def values_again(self, dtype: torch.dtype) -> Tensor:
         """`values()` in this dtype, for a backward pass."""
         return self.values().to(dtype)

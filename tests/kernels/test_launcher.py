@@ -320,16 +320,23 @@ def test_a_product_by_torch(op):
     assert [t._use_count() for t in (*parts, out)] == [1, 1, 1]
 
 
-def test_calls_share_a_result_without_elements(op):
+def test_a_result_without_elements_is_new_at_each_call(op):
+    """Also where the plan was learned, or the last call ran, in inference mode."""
     x = torch.randn(5, 3)
-    op.call(x, "planned", False, None, torch.int8)
-    with torch.inference_mode():
-        first = op.call(x, "planned", False, None, torch.int8)
-    second = op.call(x, "planned", False, None, torch.int8)
-    assert first[1].shape == second[1].shape == (0, 0) and second[1].dtype == torch.int8
-    assert first[1] is second[1] and first[0] is not second[0]
-    del first
-    assert second[1].numel() == 0 and op.call(x, "planned", False, None, torch.int8)[1].numel() == 0
+    for learned_in in (torch.inference_mode, torch.no_grad):
+        x = torch.randn(len(x) + 8, 3)
+        with learned_in():
+            op.call(x, "planned", False, None, torch.float16)
+        with torch.inference_mode():
+            op.call(x, "planned", False, None, torch.float16)
+        results = [op.call(x, "planned", False, None, torch.float16)[1] for _ in range(2)]
+        assert results[0] is not results[1]
+        results[0].requires_grad_()
+        results.append(op.call(x, "planned", False, None, torch.float16)[1])
+        assert [t.requires_grad for t in results] == [True, False, False]
+        for t in results:
+            assert t.shape == (0, 0) and t.dtype == torch.float16 and t.is_contiguous()
+            assert not t.is_inference() and t._version == 0 and t._use_count() == 1
 
 
 def test_operands_without_a_plan_are_remembered(op):
@@ -363,6 +370,15 @@ def test_the_exception_of_python_reaches_the_caller():
     with pytest.raises(RuntimeError, match="of the launcher"):
         op(2)
     assert launcher._raised.error is None  # nobody asked for it
+
+    def outer(x):
+        try:
+            launcher._keeping_error(lambda x: launcher.called(op, x))(x)
+        except BaseException:
+            raise RuntimeError("of the launcher") from None
+
+    with pytest.raises(KeyboardInterrupt, match="now"):
+        launcher.called(outer, 3)
 
 
 def compiled(**changes) -> SimpleNamespace:

@@ -13,7 +13,7 @@ from benchmarks.cases.linear_gradients import CASES, Case
 from lowbit_kernels import launch_plan, launcher, linear_gradients, nvrtc, scaled_mm
 from lowbit_kernels.launches import counted
 from lowbit_kernels.linear_gradients import reference
-from lowbit_kernels.quantize_rowcol import FORMATS
+from lowbit_kernels.quantize_rowcol import FORMATS, quantize_rowcol
 from lowbit_kernels.seeds import seed_of, seed_start, seed_step
 from lowbit_kernels.weight_operands import layout
 from tests.kernels import emulator, scaled_mm_emulator
@@ -31,6 +31,10 @@ every_case = pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 
 def relative(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @every_case
@@ -55,17 +59,54 @@ def test_gradients_are_those_of_the_formula(case: Case) -> None:
             assert not got.any()
 
 
+def by_three_ops(case: Case, arguments: tuple) -> list[Tensor]:
+    """The gradients that are wanted, by one op after the other."""
+    grad, fmt, weight, w_scale, x, x_scale, *_ = arguments
+    one = case.tensorwise
+    if case.rounds:
+        own = "int8" if fmt == "int8" else "e4m3"
+        weight, w_scale = quantize_rowcol(weight, own, rows=False, tensorwise=one, row_scales=True)[
+            2:
+        ]
+    seed = seed_of(grad, case.seed) if case.stochastic else None
+    factor = w_scale if case.grad_x and len(w_scale) != 1 else None
+    options = {"tensorwise": one and factor is None, "seed": seed}
+    found = []
+    if case.grad_x:
+        codes, scale, _, _ = quantize_rowcol(grad, fmt, columns=False, row_factor=factor, **options)
+        scales = scale, None if factor is not None else w_scale
+        found.append(scaled_mm.scaled_mm(codes, weight, *scales, out_dtype=grad.dtype))
+    if case.grad_weight:
+        _, _, codes, scale = quantize_rowcol(grad, fmt, rows=False, **options)
+        found.append(scaled_mm.scaled_mm(codes, x, scale, x_scale, out_dtype=case.weight_dtype))
+    return found
+
+
 @every_case
 def test_the_op_is_its_parts_and_tells_of_them(case: Case) -> None:
     arguments = case.arguments()
     with counted() as calls:
-        found = OP(*arguments)
-    for got, expected in zip(found, reference(*arguments), strict=True):
-        assert torch.equal(got, expected)
+        found = [t for t in as_called(case, arguments) if t is not None]
+    for got, expected in zip(found, by_three_ops(case, arguments), strict=True):
+        assert same_bits(got, expected)
     products = sum(n for (op, _), n in calls.items() if op == "scaled_mm")
     assert products == case.grad_x + case.grad_weight
     assert calls["quantize_rowcol", "torch"] == 1 + case.rounds
     opcheck(case, arguments)
+
+
+def as_called(case: Case, arguments: tuple) -> tuple[Tensor | None, Tensor | None]:
+    """The result of the function of these arguments of the op."""
+    grad, fmt, weight, weight_scale, x, x_scale, *_ = arguments
+    return linear_gradients.linear_gradients(
+        grad,
+        fmt,
+        None if weight is None else (weight, weight_scale),
+        None if x is None else (x, x_scale),
+        seed=case.seed if case.stochastic else None,
+        tensorwise=case.tensorwise,
+        dtype=case.weight_dtype,
+    )
 
 
 def opcheck(case: Case, arguments: tuple) -> None:
@@ -73,10 +114,6 @@ def opcheck(case: Case, arguments: tuple) -> None:
     if case.format == "int8":  # the check of mutations multiplies, which float8 cannot
         checks.append("test_schema")
     torch.library.opcheck(OP.default, arguments, test_utils=checks)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
@@ -164,13 +201,15 @@ def wrong(**changes) -> tuple:
         ({"dtype": torch.float64}, TypeError, "torch.float64"),
         ({"format": "int4"}, ValueError, "'int4'"),
         ({"grad": torch.zeros(2, 128, 64)}, ValueError, r"\(2, 128, 64\)"),
-        ({"weight": None, "x": None}, ValueError, "neither"),
+        (dict.fromkeys(("weight", "weight_scale", "x", "x_scale")), ValueError, "neither"),
         ({"x": torch.zeros(48, 112, dtype=torch.int8)}, ValueError, r"\[K, 128\].*\(48, 112\)"),
         ({"weight": torch.zeros(48, 64, dtype=torch.float8_e4m3fn)}, TypeError, "float8_e4m3fn"),
         ({"weight_scale": torch.ones(7)}, ValueError, r"\[64\] or \[1\].*\(7,\)"),
         ({"x_scale": torch.ones(48, dtype=torch.float64)}, ValueError, "float64"),
         ({"x_scale": None}, ValueError, "got None"),
-        ({"weight_scale": None}, ValueError, "high precision.*int8"),
+        ({"tensorwise": True}, ValueError, "tensorwise"),
+        ({"weight": None}, ValueError, "scales of weight came without"),
+        ({"weight_scale": None}, TypeError, "without scales.*int8"),
         ({"weight": torch.zeros(7, 48), "weight_scale": None}, ValueError, r"\[64, K\].*\(7, 48\)"),
         ({"x_scale": torch.ones(48, device="meta")}, ValueError, "one device"),
     ],
@@ -184,7 +223,6 @@ def test_wrong_arguments(changes, error, message) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_cuda(case: Case) -> None:
     """The plan, in Python and by the launcher, gives the bits of the parts; with other values than it learned from."""
-    linear_gradients.linear_gradients(*_as_called(CASES[0].arguments("cuda")))
     for _ in range(3):
         arguments = case.arguments("cuda")
         expected = reference(*arguments)
@@ -194,11 +232,6 @@ def test_cuda(case: Case) -> None:
         operands = arguments[0], *arguments[2:6]
         found = linear_gradients.planned(*map(layout, operands), case.format, *arguments[6:])
         assert (found is None) == (case.name in IN_PARTS)
-
-
-def _as_called(arguments: tuple) -> tuple:
-    grad, fmt, weight, weight_scale, x, x_scale, *_ = arguments
-    return grad, fmt, (weight, weight_scale), (x, x_scale)
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from benchmarks.cases.linear_output import CASES, Case
 from lowbit_kernels import launch_plan, launcher, linear_output, nvrtc, scaled_mm
 from lowbit_kernels.launches import counted
 from lowbit_kernels.linear_output import reference
+from lowbit_kernels.quantize_rowcol import quantize_rowcol
 from lowbit_kernels.weight_operands import layout
 from tests.kernels import emulator, scaled_mm_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
@@ -30,10 +31,16 @@ def test_the_op_is_its_parts(case: Case) -> None:
     torch.manual_seed(1)
     arguments = case.arguments()
     torch.manual_seed(1)
-    x, weight, bias = case.operands()
+    x, weight, bias = case.operands()  # those of the arguments
     with counted() as calls:
-        y = OP(*arguments)
-    assert same_bits(y, reference(*arguments))
+        y = linear_output.linear_output(
+            *arguments[:4], tensorwise=arguments[4], bias=arguments[5], out_dtype=arguments[6]
+        )
+    fmt, one = case.format, case.tensorwise
+    codes, scale = quantize_rowcol(weight, fmt, columns=False, tensorwise=one)[:2]
+    a, a_scale = arguments[:2]
+    parts = scaled_mm.scaled_mm(a, codes, a_scale, scale, bias=bias, out_dtype=case.out_dtype)
+    assert same_bits(y, parts)
     assert y.shape == (case.m, case.n) and y.dtype == case.out_dtype
     assert calls["quantize_rowcol", "torch"] == 1
     assert sum(n for (op, _), n in calls.items() if op == "scaled_mm") == 1
@@ -63,7 +70,7 @@ def test_the_plan_emulated(case: Case) -> None:
         assert (found is None) == (case.name in IN_PARTS)
         if found is None:
             return
-        assert len(found.plan.scratch) == 1 and found.name == "int8 sm90"
+        assert len(found.plan.scratch) == 1 and found.products == ("int8 sm90",)
         (y,) = launch_plan.run(found.plan, operands)
     assert same_bits(y, reference(*arguments))
 
@@ -94,6 +101,7 @@ def test_cublas_gets_tensors_of_the_plan(name: str) -> None:
         ({"weight": torch.zeros(64, 24)}, ValueError, r"\[M, 32\].*\(64, 24\)"),
         ({"weight": torch.zeros(64, 4, 8)}, ValueError, r"\(64, 4, 8\)"),
         ({"format": "int4"}, ValueError, "'int4'"),
+        ({"tensorwise": True}, ValueError, "tensorwise"),
         ({"format": "e4m3"}, TypeError, "torch.int8.*e4m3"),
         ({"x_scale": torch.ones(7)}, ValueError, r"\[128\] or \[1\].*\(7,\)"),
         ({"bias": torch.zeros(3)}, ValueError, r"\(64,\)"),
@@ -121,3 +129,17 @@ def test_cuda(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("planned", "reference"):
         monkeypatch.setattr(linear_output, name, None)
     assert same_bits(OP(*arguments), expected)
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    arguments = next(c for c in CASES if c.name == "several-tiles").arguments("cuda")
+    for _ in range(2):
+        OP(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = OP(*arguments)
+    arguments[2].mul_(-0.3)
+    graph.replay()
+    assert same_bits(out, reference(*arguments))
+    torch.library.opcheck(OP.default, arguments)

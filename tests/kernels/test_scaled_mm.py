@@ -233,7 +233,9 @@ def accepting(a, b, a_scale, b_scale, *, bias=None, out_dtype, use_fast_accum, o
 def test_cublas_gets_operands_that_it_takes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_scaled_mm", accepting)
     monkeypatch.setattr(
-        module, "_takes", lambda by_row, dtype, device: not by_row or dtype is torch.bfloat16
+        module,
+        "_cublas_scales",
+        lambda by_row, dtype, device: not by_row or dtype is torch.bfloat16,
     )
     monkeypatch.setattr(launcher, "take_over", lambda *arguments: None)
     arguments = case.arguments()

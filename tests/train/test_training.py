@@ -110,15 +110,35 @@ def test_gradients_accumulate(scheme):
         assert relative(p.grad, total) < 1e-6, name
 
 
+UPDATES = {
+    "mul_": lambda w: w.mul_(2),
+    "copy_": lambda w: w.copy_(torch.ones(64, 64)),
+    "foreach": lambda w: torch._foreach_mul_([w], 2),
+    "item": lambda w: w.__setitem__(0, torch.ones(64)),
+    "row": lambda w: w[0].fill_(1),
+    "last-row": lambda w: w[-1].fill_(1),
+    "detached-row": lambda w: w.detach()[3].fill_(1),
+    "unbind": lambda w: w.unbind()[5].mul_(2),
+    "slice": lambda w: w[1:].zero_(),
+    "chunk": lambda w: w.chunk(2)[1].zero_(),
+    "init": nn.init.normal_,
+}
+
+
 @every_scheme
-def test_backward_after_an_update_of_the_weight_is_refused(scheme):
+@pytest.mark.parametrize("update", UPDATES)
+def test_backward_after_an_update_of_the_weight_is_refused(scheme, update):
     """As of plain weights: it would give the input the gradient of other weights than the forward pass had."""
-    low = prepared(linear(64, 64), scheme)
-    y = low(values(16, 64).requires_grad_())
-    with torch.no_grad():
-        low.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
+    for again in (False, True):  # the second time of a copy of the layer, cast and cast back
+        low = prepared(linear(64, 64), scheme)
+        if again:
+            low(values(16, 64)).sum().backward()
+            low = copy.deepcopy(low).double().float()
+        y = low(values(16, 64).requires_grad_())
+        with torch.no_grad():
+            UPDATES[update](low.weight)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
 
 
 @every_scheme
