@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def as_bytes(t: Tensor) -> Tensor:
@@ -171,7 +172,8 @@ class FSDPHooks:
         target: Any = getattr(out, "_local_tensor", out)  # a DTensor under tensor parallelism
         for name, t in {**computed, **planes}.items():  # FSDP2 gathers the others in place
             held = getattr(target, name)
-            # The values are those of forward, so tensors that autograd saved are not stale.
-            with torch.autograd._unsafe_preserve_version_counter(held):
+            # The values are those of forward, so tensors that autograd saved are not stale. Selective checkpointing
+            # around a sharded module would count these copies, which the first gather does not make.
+            with torch.autograd._unsafe_preserve_version_counter(held), _disable_current_modes():
                 held.copy_(t)
         return None

@@ -440,3 +440,30 @@ def test_two_processes(check):
 
 def test_replicated_shards():
     assert launch(check_replicated_shards, 4) == [True] * 4
+
+
+def check_recomputed(rank, world_size):
+    """`keep_products` around sharded modules, whose rows are shared unevenly: the gradients of ordinary checkpoints."""
+    learned = {"weight": lowbit.Int8WeightOnly(), "both": lowbit.Int8DynamicActivationInt8Weight()}
+    for name in (*SCHEMES, *learned):
+        found = []
+        for options in ({}, {"context_fn": train.keep_products}):
+            torch.manual_seed(0)
+            model = Model(33)
+            if name in learned:
+                lowbit.qat.prepare_(model, learned[name], scales="learned")
+            else:
+                train.prepare_(model, SCHEMES[name])
+            for part in (model.first, model.second, model):
+                fully_shard(part)
+            for _ in range(2):  # the second gather writes into what the first one made
+                y = checkpoint(model, values(9, 100), use_reentrant=False, **options)
+                y.square().sum().backward()
+            found.append([p.grad.full_tensor() for p in model.parameters()])
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one, other), name
+    return True
+
+
+def test_recomputation_around_sharded_modules():
+    assert launch(check_recomputed, 2) == [True, True]
