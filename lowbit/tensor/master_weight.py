@@ -92,15 +92,19 @@ class MasterWeightTensor(TrainableTensor):
         return self.weight
 
     def row_counter(self) -> Tensor | None:
-        """A plain tensor that shares this tensor's version, for autograd to keep beside `weight`: torch counts a write
-        to a row, such as `w[3].zero_()`, here and not there. None where autograd does not compare versions."""
+        """A tensor without elements that shares this tensor's version, for autograd to keep beside `weight`: torch
+        counts a write to a row, such as `w[3].zero_()`, here and not there. None where autograd does not compare
+        versions."""
         if torch.compiler.is_compiling() or self.is_inference() or not self.shape[0]:
             return None
         held: _RowCounter | None = self.__dict__.get("_row_counter")
         if held is None or held.tensor is None:
             with torch.no_grad():
-                # without `detach`, a view, which would keep this tensor
-                held = self._row_counter = _RowCounter(self.select(0, 0).detach())
+                row = self.select(
+                    0, 0
+                ).detach()  # without `detach`, a view, which would keep this tensor
+                row.data = row.new_empty(0)  # the version stays, the memory of the weight does not
+            held = self._row_counter = _RowCounter(row)
         return held.tensor
 
     def values(self) -> Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowbit
-from lowbit import Int8Weight, MixedPrecisionTensor, train
+from lowbit import Int8MixedPrecision, Int8Weight, MixedPrecisionTensor, train
 from lowbit_kernels import launches
 from lowbit_kernels.quantize_rowcol import quantize_rowcol
 from tests.scaled_products import scaled_products
@@ -139,6 +139,16 @@ def test_backward_after_an_update_of_the_weight_is_refused(scheme, update):
             UPDATES[update](low.weight)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
+
+
+def test_what_counts_writes_to_rows_keeps_no_memory():
+    weight = prepared(linear(64, 64), Int8MixedPrecision(always=True)).weight
+    counter = weight.row_counter()
+    assert counter is weight.row_counter() and counter.untyped_storage().nbytes() == 0
+    with torch.no_grad():
+        weight[5].zero_()
+    assert counter._version == weight._version == 1 and weight._use_count() == 1
+    assert copy.deepcopy(weight).row_counter() is not counter
 
 
 @every_scheme
