@@ -427,10 +427,7 @@ def test_tensors_are_freed(op):
     for _ in range(50):
         results = op.call(x, "planned", True, x, torch.int8)
     assert (sys.getrefcount(x), x._use_count()) == before
-    assert [t._use_count() for t in results] == [
-        1,
-        2,
-    ]  # the plan has the second, which has no elements
+    assert all(t._use_count() == 1 for t in results)
 
 
 def test_shapes_that_keep_changing_do_not_fill_the_memory(op):
