@@ -43,7 +43,7 @@ Operand = tuple[Tensor, Tensor | None]
 GRAD, WEIGHT, WEIGHT_SCALE, X, X_SCALE, GRAD_X, GRAD_WEIGHT = range(7)
 """The numbers of the tensors of a plan; scratch memory follows."""
 MOST_ROWS = 2**31 - 1
-"""Of a gradient whose seed the kernels make: they number rows by 32 bits."""
+"""The most rows of a gradient that the plan rounds stochastically: its kernels count rows in 32 bits for the seed."""
 
 
 def linear_gradients(

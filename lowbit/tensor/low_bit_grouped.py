@@ -97,8 +97,7 @@ class _Grouped(torch.autograd.Function):
                 w_codes, w_scale = weight.expert_codes_t(w_scale, after=grad)
             else:
                 w_scale = None
-            stochastic = scheme.rounds_stochastically
-            seed = seed_of(grad, scheme.seed) if stochastic else None
+            seed = seed_of(grad, scheme.seed) if scheme.rounds_stochastically else None
             codes, scale, codes_t, scale_t = kernels.quantize_grouped.quantize_grouped(
                 grad, offsets, fmt, rows=rows, columns=columns, seed=seed, row_factor=w_scale
             )

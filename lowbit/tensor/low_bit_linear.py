@@ -92,14 +92,15 @@ class _Linear(torch.autograd.Function):
         # Not the weight itself: one that a graph holds could not be moved or cast, which swaps the tensors of a
         # subclass. Autograd compares the versions of what is kept, so it refuses a backward pass after an update of the
         # weight. `detach`, an alias, takes longer.
-        if scheme.in_blocks or not scheme.grad_input:
+        operand = None if scheme.in_blocks else weight.product_operand()
+        if operand is None or not scheme.grad_input:
             own = weight.detach(), None, None
         else:
-            own = *weight.product_operand(), weight.row_counter()
+            own = *operand, weight.row_counter()
         kept = (codes_t, scale_t) if scheme.grad_weight else (x,)
         ctx.save_for_backward(*own, *(kept if ctx.needs_input_grad[1] else ()))
         if scheme.output:
-            return _output(note, scheme, (codes, scale), weight, x.dtype, bias)
+            return _output(note, (codes, scale), weight, operand, x.dtype, bias)
         tracer.record(note, "output", x.dtype)
         return F.linear(x, weight.values().to(x.dtype), bias)
 
@@ -133,13 +134,19 @@ class _Linear(torch.autograd.Function):
 
 
 def _output(
-    note: Note | None, scheme: Any, x: Codes, weight: Any, dtype: torch.dtype, bias: Tensor | None
+    note: Note | None,
+    x: Codes,
+    weight: Any,
+    operand: Operand | None,
+    dtype: torch.dtype,
+    bias: Tensor | None,
 ) -> Tensor:
-    """The output [M, N] for codes of x along its rows."""
+    """The output [M, N] for codes of x along its rows. `operand`: the weight's, or None in blocks."""
+    scheme = weight.scheme
     fmt = scheme.forward_format
-    if scheme.in_blocks:
+    if operand is None:
         return low_bit_product(note, "output", fmt, x, weight.row_codes(), dtype, bias)
-    stored, scale = weight.product_operand()
+    stored, scale = operand
     if scale is not None:
         codes = F.pad(stored, (0, extra)) if (extra := -stored.shape[1] % 16) else stored
         return low_bit_product(note, "output", fmt, x, (codes, scale), dtype, bias)
