@@ -8,7 +8,7 @@ operands, then the results, then scratch memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -93,19 +93,30 @@ class Launch(NamedTuple):
     arguments: tuple[int | Address | Map, ...]
 
 
-class CublasProduct(NamedTuple):
-    """`torch._scaled_mm` of tensors with these numbers: out = a @ b.T, scaled, plus the bias, if that is not None.
+class Matrix(NamedTuple):
+    """A contiguous tensor of this shape, `offset` bytes into the tensor with this number, which has the same dtype."""
 
-    a [M, K] and b [N, K] are contiguous float8. `by_row`: the scales are [M] and [N], else both [1].
+    tensor: int
+    shape: tuple[int, ...]
+    offset: int = 0
+
+
+class CublasProduct(NamedTuple):
+    """`torch._scaled_mm`: out = a @ b.T, scaled, plus the bias, if that is not None.
+
+    a [M, K] and b [N, K] are float8; the scales are [M, 1] and [1, N], or both [].
     """
 
-    a: int
-    b: int
-    a_scale: int
-    b_scale: int
-    bias: int | None
-    out: int
-    by_row: bool
+    a: Matrix
+    b: Matrix
+    a_scale: Matrix
+    b_scale: Matrix
+    bias: Matrix | None
+    out: Matrix
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        return [one for one in self if one is not None]
 
 
 class Plan(NamedTuple):
@@ -117,7 +128,8 @@ class Plan(NamedTuple):
 
 
 class Composition:
-    """A plan made of the plans of several ops, whose scratch memory is one allocation."""
+    """A plan made of the plans of several ops. Their scratch memory is one allocation, and one more for each dtype that
+    cuBLAS reads. Tensors of which the last launch reads one before the first launch writes the other share memory."""
 
     def __init__(self, operands: int, results: Sequence[Buffer]) -> None:
         self._results = tuple(results)
@@ -133,31 +145,104 @@ class Composition:
 
     def add(
         self, plan: Plan, operands: Sequence[int | None], results: Sequence[int | None]
-    ) -> None:
-        """Append the launches of a plan. `operands`, `results`: the numbers of its tensors here."""
+    ) -> tuple[int | None, ...]:
+        """Append the launches of a plan. `operands`, `results`: the numbers of its tensors here. Returns these, and the
+        numbers of its scratch memory."""
         numbers = *operands, *results, *self.scratch(plan.scratch)
+        self.launch(plan.launches, numbers)
+        return numbers
+
+    def launch(
+        self, launches: Sequence[Launch | CublasProduct], numbers: Sequence[int | None]
+    ) -> None:
+        """Append launches; `numbers`: those of their tensors here."""
         places = [None if number is None else Address(number) for number in numbers]
-        self._launches += _moved(plan.launches, places)
+        self._launches += _moved(launches, places)
 
     def plan(self) -> Plan:
-        """The whole plan. What a `CublasProduct` reads stays a tensor of its own, and so does a buffer that is filled
-        with another number than 0."""
-        products = [one for one in self._launches if isinstance(one, CublasProduct)]
-        read = {number for product in products for number in product[:-1]}
-        numbered = dict(enumerate(self._scratch, self._first))
-        joined = {i: b for i, b in numbered.items() if i not in read and b.fill in (None, 0)}
+        """The whole plan. A buffer that is filled with another number than 0 stays a tensor of its own."""
+        used = self._uses()
+        numbered = {i: b for i, b in enumerate(self._scratch, self._first) if i in used}
+        read = {
+            one.tensor
+            for launch in self._launches
+            if isinstance(launch, CublasProduct)
+            for one in launch.matrices
+        }
+        apart = [i for i, b in numbered.items() if b.fill not in (None, 0)]
+        groups: dict[torch.dtype, list[int]] = {
+            numbered[i].dtype: [] for i in sorted(read) if i in numbered and i not in apart
+        }
+        others = torch.float32 if torch.float32 in groups else torch.uint8
+        for i, buffer in numbered.items():
+            if i not in apart:
+                groups.setdefault(buffer.dtype if i in read else others, []).append(i)
         places = list(map(Address, range(self._first + len(self._scratch))))
-        size = filled = 0
-        for number, buffer in sorted(joined.items(), key=lambda pair: pair[1].fill is None):
-            places[number] = Address(self._first, size)
-            size += -(-buffer.nbytes // PART) * PART
-            filled = filled if buffer.fill is None else size
-        apart = [number for number in numbered if number not in joined]
-        for place, number in enumerate(apart, self._first + 1):
-            places[number] = Address(place)
-        shared = Buffer((size,), torch.uint8, 0 if filled else None, filled or None)
-        scratch = shared, *(numbered[number] for number in apart)
-        return Plan(self._results, scratch, _moved(self._launches, places))
+        scratch: list[Buffer] = []
+        for dtype, members in groups.items():
+            offsets, size, filled = _packed({i: numbered[i] for i in members}, used)
+            for i, offset in offsets.items():
+                places[i] = Address(self._first + len(scratch), offset)
+            shape, words = (size // dtype.itemsize,), filled // dtype.itemsize
+            scratch.append(Buffer(shape, dtype, 0 if filled else None, words or None))
+        for i in apart:
+            places[i] = Address(self._first + len(scratch))
+            scratch.append(numbered[i])
+        return Plan(self._results, tuple(scratch), _moved(self._launches, places))
+
+    def _uses(self) -> dict[int, tuple[int, int]]:
+        """The first and the last launch that uses each tensor, by their positions."""
+        found: dict[int, tuple[int, int]] = {}
+        for at, launch in enumerate(self._launches):
+            for tensor in _tensors_of(launch):
+                found[tensor] = found.get(tensor, (at, at))[0], at
+        return found
+
+
+def _tensors_of(launch: Launch | CublasProduct) -> list[int]:
+    if isinstance(launch, CublasProduct):
+        return [one.tensor for one in launch.matrices]
+    return [one.tensor for one in launch.arguments if not isinstance(one, int)]
+
+
+def _packed(
+    buffers: Mapping[int, Buffer], used: Mapping[int, tuple[int, int]]
+) -> tuple[dict[int, int], int, int]:
+    """The offset of each buffer in one allocation, its bytes, and how many of these, from the first on, are filled.
+
+    Filled buffers come first, and share their memory with no other. The others, larger ones first, get the lowest place
+    that no buffer has that is `used` at the same time.
+    """
+    offsets: dict[int, int] = {}
+    size = 0
+    for i, buffer in buffers.items():
+        if buffer.fill is not None:
+            offsets[i] = size
+            size += _parts(buffer)
+    filled = size
+    placed: list[int] = []
+    left = [i for i in buffers if i not in offsets]
+    for i in sorted(left, key=lambda i: -buffers[i].nbytes):
+        first, last = used[i]
+        taken = sorted(
+            (offsets[j], offsets[j] + _parts(buffers[j]))
+            for j in placed
+            if used[j][0] <= last and first <= used[j][1]
+        )
+        at = filled
+        for start, end in taken:
+            if at + _parts(buffers[i]) <= start:
+                break
+            at = max(at, end)
+        offsets[i] = at
+        placed.append(i)
+        size = max(size, at + _parts(buffers[i]))
+    return offsets, size, filled
+
+
+def _parts(buffer: Buffer) -> int:
+    """The bytes that a buffer takes up in an allocation."""
+    return -(-buffer.nbytes // PART) * PART
 
 
 def _moved(
@@ -165,24 +250,20 @@ def _moved(
 ) -> tuple[Launch | CublasProduct, ...]:
     """The launches where tensor i lies at `places[i]`, or is None."""
 
-    def moved(argument: int | Address | Map) -> int | Address | Map:
-        if isinstance(argument, int):
+    def moved(argument: Any) -> Any:
+        if argument is None or isinstance(argument, int):
             return argument
         place = places[argument.tensor]
         if place is None:
-            return 0
+            return None if isinstance(argument, Matrix) else 0
         return argument._replace(tensor=place.tensor, offset=argument.offset + place.offset)
 
-    found: list[Launch | CublasProduct] = []
-    for launch in launches:
-        if isinstance(launch, Launch):
-            found.append(launch._replace(arguments=tuple(map(moved, launch.arguments))))
-            continue
-        own = {name: getattr(launch, name) for name in launch._fields[:-1]}
-        given = {name: places[number] for name, number in own.items() if number is not None}
-        numbers: Any = {name: place and place.tensor for name, place in given.items()}
-        found.append(launch._replace(**numbers))
-    return tuple(found)
+    return tuple(
+        CublasProduct(*map(moved, launch))
+        if isinstance(launch, CublasProduct)
+        else launch._replace(arguments=tuple(map(moved, launch.arguments)))
+        for launch in launches
+    )
 
 
 def run(plan: Plan, operands: Sequence[Tensor | None]) -> list[Tensor]:
@@ -213,18 +294,22 @@ def _allocated(buffer: Buffer, device: torch.device) -> Tensor:
 
 
 def _multiply(one: CublasProduct, tensors: Sequence[Any]) -> None:
-    a_shape, b_shape = ((-1, 1), (1, -1)) if one.by_row else ((), ())
-    out = tensors[one.out]
+    a, b, a_scale, b_scale, bias, out = (
+        None if matrix is None else _matrix(matrix, tensors[matrix.tensor]) for matrix in one
+    )
+    assert b is not None and out is not None
     torch._scaled_mm(
-        tensors[one.a],
-        tensors[one.b].t(),
-        tensors[one.a_scale].view(a_shape),
-        tensors[one.b_scale].view(b_shape),
-        bias=None if one.bias is None else tensors[one.bias],
+        *(a, b.t(), a_scale, b_scale),
+        bias=bias,
         out_dtype=out.dtype,
         use_fast_accum=True,
         out=out,
     )
+
+
+def _matrix(matrix: Matrix, tensor: Tensor) -> Tensor:
+    offset = tensor.storage_offset() + matrix.offset // tensor.dtype.itemsize
+    return tensor.as_strided(matrix.shape, contiguous_strides(matrix.shape), offset)
 
 
 def _value(argument: int | Address | Map, addresses: Sequence[int]) -> int:

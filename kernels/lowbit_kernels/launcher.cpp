@@ -55,6 +55,7 @@ struct Functions {
     int (*strides)(Tensor, int64_t **);
     int (*dtype)(Tensor, int32_t *);
     int (*device_index)(Tensor, int32_t *);
+    size_t (*element_size)(int32_t);
     int (*empty_strided)(int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, Tensor *);
     int (*delete_tensor)(Tensor);
     int (*string_data)(void *, const char **);
@@ -121,9 +122,13 @@ struct Argument {
     int64_t size, rows, columns, stride, box, width;
 };
 
+// A contiguous tensor, `offset` bytes into the tensor with this number. Nothing has `dim` -1.
+struct Matrix {
+    int64_t dim, sizes[2], tensor, offset;
+};
+
 struct CublasProduct {
-    int64_t a, b, a_scale, b_scale, bias, out;  // numbers of tensors; a bias of -1 is none
-    bool by_row;
+    Matrix a, b, a_scale, b_scale, bias, out;
 };
 
 struct Launch {
@@ -175,6 +180,12 @@ struct Reader {
         one.number = number();
         return one;
     }
+    Matrix matrix() {
+        Matrix one = {number(), {1, 1}, -1, 0};
+        for (int64_t i = 0; i < one.dim; ++i) one.sizes[i] = number();
+        if (one.dim >= 0) one.tensor = number(), one.offset = number();
+        return one;
+    }
     std::shared_ptr<const Plan> plan() {
         auto found = std::make_shared<Plan>();
         found->in_python = number() != 0;
@@ -189,8 +200,7 @@ struct Reader {
             launch.is_product = number() != 0;
             if (launch.is_product) {
                 CublasProduct &one = launch.product;
-                one.a = number(), one.b = number(), one.a_scale = number(), one.b_scale = number();
-                one.bias = number(), one.out = number(), one.by_row = number() != 0;
+                for (Matrix *each : {&one.a, &one.b, &one.a_scale, &one.b_scale, &one.bias, &one.out}) *each = matrix();
                 continue;
             }
             launch.function = (void *)number();
@@ -364,12 +374,18 @@ void launch(const Launch &one, const std::vector<void *> &addresses, Stream stre
     check(functions.launch(&config, one.function, pointers, nullptr), "cuLaunchKernelEx");
 }
 
-// A view of a contiguous tensor as a matrix with these strides (`dim` 2), or as a number (`dim` 0).
+// A matrix of a product, or its transpose, as a tensor.
 struct View {
     Tensor made = nullptr;
-    View(Tensor of, int64_t dim, int64_t rows, int64_t columns, int64_t down, int64_t across) {
-        const int64_t sizes[2] = {rows, columns}, strides[2] = {down, across};
-        check(functions.view(of, dim, sizes, strides, 0, &made), "aoti_torch__reinterpret_tensor");
+    View(const Matrix &of, const std::vector<Tensor> &tensors, bool transposed = false) {
+        if (of.dim < 0) return;
+        int32_t dtype;
+        const Tensor base = tensors[of.tensor];
+        check(functions.dtype(base, &dtype), "aoti_torch_get_dtype");
+        int64_t sizes[2] = {of.sizes[0], of.sizes[1]}, strides[2] = {of.dim == 2 ? of.sizes[1] : 1, 1};
+        if (transposed) std::swap(sizes[0], sizes[1]), std::swap(strides[0], strides[1]);
+        const int64_t offset = of.offset / functions.element_size(dtype);
+        check(functions.view(base, of.dim, sizes, strides, offset, &made), "aoti_torch__reinterpret_tensor");
     }
     View(const View &) = delete;
     ~View() {
@@ -378,17 +394,13 @@ struct View {
 };
 
 void multiply(const CublasProduct &one, const std::vector<Tensor> &tensors) {
-    int64_t *a, *b;
+    const View a(one.a, tensors), b(one.b, tensors, true), a_scale(one.a_scale, tensors), b_scale(one.b_scale, tensors);
+    View bias(one.bias, tensors);
+    const View out(one.out, tensors);
     int32_t dtype;
-    Tensor bias = one.bias < 0 ? nullptr : tensors[one.bias];
-    check(functions.sizes(tensors[one.a], &a), "aoti_torch_get_sizes");
-    check(functions.sizes(tensors[one.b], &b), "aoti_torch_get_sizes");
-    check(functions.dtype(tensors[one.out], &dtype), "aoti_torch_get_dtype");
-    const int64_t m = a[0], n = b[0], k = a[1], dim = one.by_row ? 2 : 0;
-    const View turned(tensors[one.b], 2, k, n, 1, k);
-    const View a_scale(tensors[one.a_scale], dim, m, 1, 1, 1), b_scale(tensors[one.b_scale], dim, 1, n, n, 1);
-    check(functions.scaled_mm(tensors[one.out], tensors[one.a], turned.made, a_scale.made, b_scale.made,
-                              bias == nullptr ? nullptr : &bias, nullptr, &dtype, 1),
+    check(functions.dtype(out.made, &dtype), "aoti_torch_get_dtype");
+    check(functions.scaled_mm(out.made, a.made, b.made, a_scale.made, b_scale.made,
+                              bias.made == nullptr ? nullptr : &bias.made, nullptr, &dtype, 1),
           "aoti_torch_cuda__scaled_mm_out");
 }
 

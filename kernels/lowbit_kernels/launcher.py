@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from lowbit_kernels import host_compiler, launches, library
-from lowbit_kernels.launch_plan import Address, Buffer, CublasProduct, Launch, Map, Plan
+from lowbit_kernels.launch_plan import Address, Buffer, CublasProduct, Launch, Map, Matrix, Plan
 from lowbit_kernels.sources import program
 from lowbit_kernels.warned import warn_once
 
@@ -31,6 +31,7 @@ from lowbit_kernels.warned import warn_once
 TORCH_FUNCTIONS = (
     *("aoti_torch_get_data_ptr", "aoti_torch_get_dim", "aoti_torch_get_sizes"),
     *("aoti_torch_get_strides", "aoti_torch_get_dtype", "aoti_torch_get_device_index"),
+    "aoti_torch_dtype_element_size",
     *("aoti_torch_empty_strided", "aoti_torch_delete_tensor_object"),
     *("torch_string_c_str", "torch_string_length", "torch_delete_string", "torch_call_dispatcher"),
     *("aoti_torch__reinterpret_tensor", "aoti_torch_get_current_device_index"),
@@ -252,9 +253,7 @@ def _buffer(buffer: Buffer) -> list[int]:
 
 def _launch(launch: Launch | CublasProduct) -> list[int]:
     if isinstance(launch, CublasProduct):
-        bias = -1 if launch.bias is None else launch.bias
-        operands = launch.a, launch.b, launch.a_scale, launch.b_scale, bias, launch.out
-        return [1, *operands, int(launch.by_row)]
+        return [1, *(word for one in launch for word in _matrix(one))]
     kernel = launch.kernel
     maps = sum(isinstance(argument, Map) for argument in launch.arguments)
     if len(launch.arguments) > MOST_ARGUMENTS or maps > MOST_MAPS or kernel.cluster != 1:
@@ -272,6 +271,13 @@ def _launch(launch: Launch | CublasProduct) -> list[int]:
         else:
             words += (0, argument)
     return words
+
+
+def _matrix(matrix: Matrix | None) -> list[int]:
+    """Nothing has -1 dimensions."""
+    if matrix is None:
+        return [-1]
+    return [len(matrix.shape), *matrix.shape, matrix.tensor, matrix.offset]
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -73,10 +73,13 @@ def planned(
     row_scales: bool,
     results: tuple[Buffer, ...],
     own_seed: int | None = None,
+    apart: bool = False,
 ) -> Plan:
     """The plan for x of this layout, with elements of a row side by side. Operands: x, seed and row_factor.
 
-    `own_seed`: the kernels make the seed, as ``seeds.seed_of(x, own_seed)``, unless they read x only once.
+    Args:
+        own_seed: the kernels make the seed, as ``seeds.seed_of(x, own_seed)``, unless they read x only once.
+        apart: the last two launches write one copy of the codes each, first that along rows; x is read once more.
     """
     x = Layout(*layout)
     m, k = x.shape
@@ -91,19 +94,29 @@ def planned(
     )
     # scratch: the seed, 8 bytes, and the largest magnitudes of rows and columns
     found = Address(7, 8), Address(7, 8 + 4 * m)
-    addresses = (*map(Address, range(3, 7)), *((0, 0) if one_pass else found))
     seed = Address(1) if own_seed is None else Address(7)
-    arguments = (Address(0), x.strides[0], *addresses, seed, Address(2), m, k)
+
+    def launch(name: str, grid: int, one: Variant, makes: bool = True) -> Launch:
+        """`makes`: whether the launch writes results. It names no others, whose memory may have another use then."""
+        of_rows = (Address(3), Address(4)) if makes and one.rows else (0, 0)
+        of_columns = (Address(5), Address(6)) if makes and one.columns else (0, 0)
+        arguments = Address(0), x.strides[0], *of_rows, *of_columns
+        arguments += (*((0, 0) if one_pass else found), seed, Address(2), m, k)
+        if not one_pass:
+            arguments += (0, 0) if own_seed is None else (seed_step(m), seed_start(own_seed))
+        return Launch(_kernel(one, name, x.device), grid, THREADS, arguments)
+
     if one_pass:
-        only = Launch(_kernel(variant, "rows", x.device), m, THREADS, arguments)
-        return Plan(results, (), (only,))
-    arguments += (0, 0) if own_seed is None else (seed_step(m), seed_start(own_seed))
+        return Plan(results, (), (launch("rows", m, variant),))
     tiles = -(-m // TILE) * -(-k // TILE)
-    absmax, codes = (
-        Launch(_kernel(variant, name, x.device), tiles, THREADS, arguments)
-        for name in ("absmax", "quantize")
+    copies = [variant]
+    if apart and rows and columns and not row_scales:
+        copies = [replace(variant, columns=False), replace(variant, rows=False)]
+    launches = (
+        launch("absmax", tiles, variant, False),
+        *(launch("quantize", tiles, one) for one in copies),
     )
-    return Plan(results, (Buffer((2 + m + k,), torch.int32, fill=0),), (absmax, codes))
+    return Plan(results, (Buffer((2 + m + k,), torch.int32, fill=0),), launches)
 
 
 def source(variant: Variant, primitives: str = "ptx.cuh") -> str:

@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit_kernels import int8_mm_triton, launch_plan, launcher, nvrtc, scaled_mm_sm90
-from lowbit_kernels.launch_plan import Buffer, CublasProduct, Plan
+from lowbit_kernels.launch_plan import Buffer, CublasProduct, Matrix, Plan
 from lowbit_kernels.launcher import called, planned_op
 from lowbit_kernels.launches import ran
 from lowbit_kernels.library import FLOATS, check_one_device, contiguous_strides
@@ -193,7 +193,7 @@ def _planned_for_cublas(
         return None
     if not _cublas_scales(by_row, out_dtype, a.device):
         return None
-    return _cublas_plan(m, n, by_row, b_scales is None, bias is not None, out_dtype)
+    return _cublas_plan(m, n, a.shape[1], by_row, b_scales is None, bias is not None, out_dtype)
 
 
 def _empty_sum(a: Tensor, b: Tensor, *others: Any) -> Tensor:
@@ -273,13 +273,18 @@ def _one_each(scale: Tensor, count: int) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _cublas_plan(
-    m: int, n: int, by_row: bool, no_b_scale: bool, has_bias: bool, out_dtype: torch.dtype
+    m: int, n: int, k: int, by_row: bool, no_b_scale: bool, has_bias: bool, out_dtype: torch.dtype
 ) -> Plan:
-    """Operands: a, b, a_scale, b_scale and bias, as `CublasProduct` takes them. Without b's scales, those are ones."""
+    """Operands: a, b, a_scale, b_scale and bias. Without b's scales, those are ones."""
     ones = (Buffer((n if by_row else 1,), torch.float32, fill=1),) if no_b_scale else ()
-    bias, out, made = 4, 5, 6
+    made = 6  # the number of `ones`
     product = CublasProduct(
-        0, 1, 2, made if no_b_scale else 3, bias if has_bias else None, out, by_row
+        Matrix(0, (m, k)),
+        Matrix(1, (n, k)),
+        Matrix(2, (m, 1) if by_row else ()),
+        Matrix(made if no_b_scale else 3, (1, n) if by_row else ()),
+        Matrix(4, (n,)) if has_bias else None,
+        Matrix(5, (m, n)),
     )
     return Plan((Buffer((m, n), out_dtype),), ones, (product,))
 

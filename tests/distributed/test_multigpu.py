@@ -7,6 +7,7 @@ over many cases in one call, since starting processes is what takes the time.
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -90,11 +91,14 @@ def layer(case, n, k, dtype, seed):
     return made
 
 
+@functools.cache
 def mesh_of(layout):
+    """The mesh of this process; one for all cases, since a communicator of NCCL keeps memory of the GPU."""
     world = dist.get_world_size()
     if layout == "fsdp":
         return init_device_mesh(device(), (world,))
-    return init_device_mesh(device(), (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    names = ("dp", "tp") if layout == "tp" else ("replicate", "shard")
+    return init_device_mesh(device(), (2, world // 2), mesh_dim_names=names)
 
 
 def shard(model, mesh):
@@ -288,12 +292,12 @@ def check_tensor_parallel(rank, world_size, dtype, sharded):
         where = (case.name, dtype, sharded)
         whole, model = Block(case, dtype), Block(case, dtype)
         if sharded:
-            mesh = init_device_mesh(device(), (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+            mesh = mesh_of("tp")
             parallelize_module(model, mesh["tp"], PLAN)
             for module in (model.up, model.down, model):
                 fully_shard(module, mesh=mesh["dp"])
         else:
-            parallelize_module(model, init_device_mesh(device(), (world_size,)), PLAN)
+            parallelize_module(model, mesh_of("fsdp"), PLAN)
         optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (whole, model)]
         for step in range(STEPS):
             if case.kind is BitNetTensor:
@@ -319,7 +323,7 @@ def check_columns_unevenly(rank, world_size, dtype):
     for case in (c for c in WEIGHTS if not c.shares_rows and not is_in_blocks(c)):
         whole, model = Model(case, 333, dtype, False), Model(case, 333, dtype, False)
         plan = {"first": ColwiseParallel(output_layouts=Replicate())}
-        parallelize_module(model, init_device_mesh(device(), (world_size,)), plan)
+        parallelize_module(model, mesh_of("fsdp"), plan)
         x = batch(0, 100, dtype)
         y, expected = whole_of(model(x)), whole(x)
         assert relative(y.detach(), expected.detach()) < 0.01, (case.name, dtype)

@@ -19,6 +19,7 @@ from lowbit_kernels.launch_plan import (
     CublasProduct,
     Launch,
     Map,
+    Matrix,
     Plan,
 )
 
@@ -67,18 +68,63 @@ def test_plans_follow_each_other_and_share_scratch_memory() -> None:
     assert torch.equal(first, expected) and torch.equal(second, expected + 10)
 
 
-def test_what_a_product_of_cublas_reads_stays_a_tensor() -> None:
-    codes, scale = Buffer((2, 16), torch.float8_e4m3fn), Buffer((1,), torch.float32, fill=1)
-    product = Plan(
-        (Buffer((2, 2), torch.float32),), (scale,), (CublasProduct(0, 1, 3, 3, None, 2, False),)
-    )
-    whole = Composition(1, (Buffer((2, 2), torch.float32),))
-    own, unused = whole.scratch([codes, FLOATS])
-    whole.add(product, (own, 0), (1,))
+def test_tensors_share_memory_unless_they_are_used_at_the_same_time() -> None:
+    whole = Composition(1, (FLOATS,))
+    a, b, c, d, _ = whole.scratch([FLOATS] * 5)
+    for operands, to in (((0, 0), a), ((a, 0), b), ((b, 0), c), ((c, b), d), ((d, 0), 1)):
+        whole.add(SUM, operands, (to,))
     plan = whole.plan()
-    assert plan.scratch[1:] == (codes, scale) and plan.scratch[0].nbytes == PART
-    assert unused == 3
-    assert plan.launches == (CublasProduct(3, 0, 4, 4, None, 1, False),)
+    place = {
+        number: launch.arguments[2]
+        for launch, number in zip(plan.launches, (a, b, c, d, 1), strict=True)
+    }
+    assert plan.scratch == (Buffer((3 * PART,), torch.uint8),)  # b, c and d live together
+    assert place[a] in (place[c], place[d]) and len({place[b], place[c], place[d]}) == 3
+    x = torch.arange(4.0)
+    (found,) = launch_plan.run(plan, (x,))
+    second = x + x + 10 + x + 10
+    third = second + x + 10
+    assert torch.equal(found, third + second + 10 + x + 10)
+
+
+def test_a_larger_tensor_takes_the_memory_of_several() -> None:
+    large = Buffer((3 * PART,), torch.uint8)
+    whole = Composition(1, (FLOATS,))
+    a, b, c = whole.scratch([FLOATS, FLOATS, large])
+    for operands, to in (((0, 0), a), ((a, 0), b), ((b, 0), 1), ((0, 0), c), ((c, 0), 1)):
+        whole.add(SUM, operands, (to,))
+    assert whole.plan().scratch == (Buffer((3 * PART,), torch.uint8),)
+
+
+def test_cublas_reads_parts_of_tensors_of_its_dtypes() -> None:
+    codes, scale = Buffer((2, 16), torch.float8_e4m3fn), Buffer((1,), torch.float32, fill=1)
+    product = CublasProduct(
+        Matrix(0, (2, 16)),
+        Matrix(1, (2, 16)),
+        Matrix(2, ()),
+        Matrix(4, ()),
+        None,
+        Matrix(3, (2, 2)),
+    )
+    multiply = Plan((Buffer((2, 2), torch.float32),), (scale,), (product,))
+    whole = Composition(1, (Buffer((2, 2), torch.float32),))
+    zeros, own, own_scale = whole.scratch([FLOATS._replace(fill=0), codes, FLOATS])
+    whole.add(SUM, (zeros, None), (own_scale,))
+    whole.add(multiply, (own, 0, own_scale), (1,))
+    plan = whole.plan()
+    parts = Buffer((2 * PART // 4,), torch.float32, fill=0, filled=PART // 4)
+    assert plan.scratch == (parts, Buffer((PART,), torch.float8_e4m3fn), scale) or (
+        plan.scratch == (Buffer((PART,), torch.float8_e4m3fn), parts, scale)
+    )
+    at = {b.dtype: i + 2 for i, b in reversed(list(enumerate(plan.scratch)))}
+    assert plan.launches[1] == CublasProduct(
+        Matrix(at[torch.float8_e4m3fn], (2, 16)),
+        Matrix(0, (2, 16)),
+        Matrix(at[torch.float32], (), PART),
+        Matrix(4, ()),
+        None,
+        Matrix(1, (2, 2)),
+    )
 
 
 @pytest.mark.parametrize(

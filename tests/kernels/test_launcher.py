@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lowbit_kernels import host_compiler, launch_plan, launcher, launches, triton_runtime
-from lowbit_kernels.launch_plan import Address, Buffer, CublasProduct, Launch, Map, Plan
+from lowbit_kernels.launch_plan import Address, Buffer, CublasProduct, Launch, Map, Matrix, Plan
 
 pytestmark = pytest.mark.skipif(not host_compiler.compiler(), reason="needs a C++ compiler")
 
@@ -138,7 +138,15 @@ def product_of(x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> Plan:
     return Plan(
         (Buffer((m, n), dtype), Buffer((1,), torch.float32, fill=1)),
         (),
-        (CublasProduct(0, 1, 3, 3, None, 2, by_row=False),),
+        (
+            CublasProduct(
+                Matrix(0, tuple(x.shape)),
+                Matrix(1, tuple(y.shape)),
+                *(Matrix(3, ()),) * 2,
+                None,
+                Matrix(2, (m, n)),
+            ),
+        ),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from unittest import mock
 
@@ -116,9 +117,21 @@ def opcheck(case: Case, arguments: tuple) -> None:
     torch.library.opcheck(OP.default, arguments, test_utils=checks)
 
 
+IN_INT8 = [c for c in SMALL if c.format == "int8"]
+EMULATED = [
+    *(pytest.param(c, False, id=c.name) for c in IN_INT8),
+    *(
+        pytest.param(c, True, id=f"{c.name}-apart")
+        for c in IN_INT8
+        if c.name in ("typical", "stochastic", "rounds", "rounds-prime", "fp32")
+    ),
+]
+"""`apart`: with one copy of the codes after the other."""
+
+
 @pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
-@pytest.mark.parametrize("case", [c for c in SMALL if c.format == "int8"], ids=lambda c: c.name)
-def test_the_plan_emulated(case: Case) -> None:
+@pytest.mark.parametrize(("case", "apart"), EMULATED)
+def test_the_plan_emulated(case: Case, apart: bool) -> None:
     """Quantization, the seed and both products by CUDA's sources, in one allocation that is not zero."""
     arguments = case.arguments()
     operands = arguments[0], *arguments[2:6]
@@ -128,12 +141,21 @@ def test_the_plan_emulated(case: Case) -> None:
         mock.patch.object(nvrtc, "runs_on_hopper", lambda device: True),
     ):
         linear_gradients.planned.cache_clear()
-        found = linear_gradients.planned(*map(layout, operands), case.format, *arguments[6:])
+        together = linear_gradients.planned(*map(layout, operands), case.format, *arguments[6:])
         linear_gradients.planned.cache_clear()
+        found = together
+        if apart:
+            with mock.patch.object(linear_gradients, "APART", 1):
+                found = linear_gradients.planned(
+                    *map(layout, operands), case.format, *arguments[6:]
+                )
+            linear_gradients.planned.cache_clear()
         assert (found is None) == (case.name in IN_PARTS)
         if found is None:
             return
         assert len(found.plan.scratch) == 1
+        if apart:
+            assert found.plan.scratch[0].nbytes < together.plan.scratch[0].nbytes
         assert found.products == ("int8 sm90",) * (case.grad_x + case.grad_weight)
         results = launch_plan.run(found.plan, operands)
     for got, expected in zip(results, reference(*arguments), strict=True):
@@ -143,8 +165,8 @@ def test_the_plan_emulated(case: Case) -> None:
 @pytest.mark.parametrize(
     "name", ["e4m3", "e5m2", "e4m3-fp32", "tensorwise", "rounds-e5m2", "rounds-tensorwise"]
 )
-def test_cublas_gets_tensors_of_the_plan(name: str) -> None:
-    """Its operands and scales are tensors of their own; what our kernels alone read is joined."""
+def test_cublas_gets_parts_of_the_plan(name: str) -> None:
+    """Its operands and scales are parts of tensors of their dtypes, and other scratch memory is among the scales."""
     case = next(c for c in CASES if c.name == name)
     arguments = case.arguments()
     operands = arguments[0], *arguments[2:6]
@@ -161,16 +183,24 @@ def test_cublas_gets_tensors_of_the_plan(name: str) -> None:
         found = linear_gradients.planned(*map(layout, operands), case.format, *arguments[6:])
         linear_gradients.planned.cache_clear()
     assert found is not None and found.products == ("float8 cublas",) * 2
-    shared, *apart = found.plan.scratch
-    assert shared.dtype == torch.uint8 and 0 < shared.filled_bytes <= shared.nbytes
     tensors = [None] * 5 + [*found.plan.results, *found.plan.scratch]
+    made = [buffer.dtype for buffer in found.plan.scratch if buffer.fill != 1]
+    assert len(set(made)) == len(made) and torch.uint8 not in made
+    scales = found.plan.scratch[made.index(torch.float32)]
+    assert 0 < scales.filled_bytes <= scales.nbytes
     products = found.plan.launches[-2:]
     for product in products:
-        for number in (product.a, product.a_scale, *([product.b] if product.b > 4 else [])):
-            assert tensors[number] in apart
-        assert tensors[product.a].dtype == FORMATS[case.format][0]
-        assert tensors[product.a_scale].dtype == torch.float32
-    assert [p.out for p in products] == [5, 6]
+        assert tensors[product.a.tensor].dtype == FORMATS[case.format][0]
+        assert tensors[product.a_scale.tensor] is scales
+        assert tensors[product.b_scale.tensor] in (None, scales, *found.plan.scratch[len(made) :])
+        assert product.a.shape[1] == product.b.shape[1]
+        assert (product.a.shape[0], product.b.shape[0]) == product.out.shape
+        for part in (product.a, product.a_scale, product.b, product.b_scale):
+            if part.tensor > 6:
+                buffer = tensors[part.tensor]
+                end = part.offset + math.prod(part.shape) * buffer.dtype.itemsize
+                assert part.offset % launch_plan.PART == 0 and end <= buffer.nbytes
+    assert [p.out.tensor for p in products] == [5, 6]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -232,6 +262,25 @@ def test_cuda(case: Case) -> None:
         operands = arguments[0], *arguments[2:6]
         found = linear_gradients.planned(*map(layout, operands), case.format, *arguments[6:])
         assert (found is None) == (case.name in IN_PARTS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.grad_x and c.grad_weight], ids=lambda c: c.name
+)
+def test_cuda_apart(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The codes along columns in the memory of those along rows, which the first product has read."""
+    monkeypatch.setattr(linear_gradients, "APART", 1)
+    linear_gradients.planned.cache_clear()
+    arguments = case.arguments("cuda")
+    operands = arguments[0], *arguments[2:6]
+    if nvrtc.runs_on_hopper(arguments[0].device):
+        found = linear_gradients.planned(*map(layout, operands), case.format, *arguments[6:])
+        linear_gradients.planned.cache_clear()
+        if found is not None:
+            results = launch_plan.run(found.plan, operands)
+            for got, wanted in zip(results, reference(*arguments), strict=True):
+                assert same_bits(got, wanted)
 
 
 @pytest.mark.gpu

@@ -76,7 +76,7 @@ def test_the_plan_emulated(case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", ["e4m3", "tensorwise"])
-def test_cublas_gets_tensors_of_the_plan(name: str) -> None:
+def test_cublas_gets_parts_of_the_plan(name: str) -> None:
     case = next(c for c in CASES if c.name == name)
     with (
         mock.patch.object(
@@ -88,10 +88,11 @@ def test_cublas_gets_tensors_of_the_plan(name: str) -> None:
     assert found is not None
     tensors = [None] * 4 + [*found.plan.results, *found.plan.scratch]
     product = found.plan.launches[-1]
-    assert (product.a, product.a_scale, product.out) == (0, 1, 4)
-    assert product.bias == (None if case.bias is None else 3)
-    assert tensors[product.b].dtype == torch.float8_e4m3fn
-    assert tensors[product.b_scale].shape == ((1,) if case.tensorwise else (case.n,))
+    assert (product.a.tensor, product.a_scale.tensor, product.out.tensor) == (0, 1, 4)
+    assert product.bias is None if case.bias is None else product.bias.tensor == 3
+    assert tensors[product.b.tensor].dtype == torch.float8_e4m3fn
+    assert tensors[product.b_scale.tensor].dtype == torch.float32
+    assert product.b_scale.shape == (() if case.tensorwise else (1, case.n))
 
 
 @pytest.mark.parametrize(
