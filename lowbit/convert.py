@@ -285,6 +285,7 @@ def find_targets(
     walk = _Walk(model, patterns, filter_fn, trains=kind is TrainingScheme)
     for prefix, module in model.named_modules():
         walk.visit(prefix, module)
+    walk.add_small_beside_larger()
     targets, report = list(walk.targets.values()), walk.report
     for target in targets:
         _check_target(target)
@@ -358,6 +359,8 @@ class _Walk:
         """id of a parameter → the first name that a pattern matched, and its scheme or None."""
         self.left_by_rule = False
         """Whether a training scheme left a weight alone."""
+        self.small: list[Target] = []
+        """Weights of linear layers that a training scheme left alone, with this scheme."""
 
     def visit(self, prefix: str, module: nn.Module) -> None:
         selected = self.filter_fn(module, prefix) or hasattr(module, "converted_as")
@@ -372,6 +375,22 @@ class _Walk:
             else:
                 owners = tuple(self.owners[id(param)])
                 self.targets.setdefault(id(param), Target(param, choice, owners))
+
+    def add_small_beside_larger(self) -> None:
+        """Convert weights that are too small alone, where a larger one reads their input anyway: query beside key and
+        value. So are taken linear layers of one module with as many input features and the same scheme."""
+        if not self.small:
+            return
+        larger = {
+            (parent, target.weight.shape[-1], target.scheme)
+            for target in self.targets.values()
+            for parent in _parents(target)
+        }
+        for small in self.small:
+            inputs = {(p, small.weight.shape[-1], small.scheme) for p in _parents(small)}
+            beside = small.scheme.beside_larger(small.weight.shape)
+            if beside is not None and inputs & larger:
+                self.targets[id(small.weight)] = replace(small, scheme=beside)
 
     def _choose(self, owner: Owner, prefix: str, param: nn.Parameter, selected: bool) -> Any:
         """The scheme for this weight, or as a str the reason why it is left alone."""
@@ -395,7 +414,9 @@ class _Walk:
             return scheme
         uses = {_use(other.module, self.attentions) for other in self.owners[id(param)]}
         obstacle = scheme.obstacle(_shape(param), uses)
-        self.left_by_rule |= obstacle is not None and self.trains
+        if obstacle is not None and self.trains:
+            self.left_by_rule = True
+            self.small.append(Target(param, scheme, tuple(self.owners[id(param)])))
         return scheme if obstacle is None else obstacle
 
     def _is_selected(self, owner: Owner, prefix: str, pattern: str | None, selected: bool) -> bool:
@@ -424,6 +445,15 @@ class _Walk:
 
 _NO_PARAMETER = "<no parameter>"
 """A name that no parameter has."""
+
+
+def _parents(target: Target) -> set[str]:
+    """The names of the modules that hold the linear layers of this weight."""
+    return {
+        owner.fqn.rpartition(".")[0].rpartition(".")[0]
+        for owner in target.owners
+        if isinstance(owner.module, nn.Linear) and owner.attribute == "weight"
+    }
 
 
 def _is_linear(module: nn.Module, fqn: str) -> bool:

@@ -16,7 +16,7 @@ import functools
 import math
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -56,6 +56,11 @@ class TrainingScheme:
     def obstacle(self, shape: Sequence[int], uses: Collection[str]) -> str | None:
         """Why a weight of this shape is left alone; None if it is prepared. `uses`: the kinds of the modules that hold
         it, of `lowbit.convert.USES`."""
+        return None
+
+    def beside_larger(self, shape: Sequence[int]) -> TrainingScheme | None:
+        """The scheme of a weight with an `obstacle` where a larger weight with this scheme multiplies the same input; None
+        if the weight is left alone there too."""
         return None
 
     def starts_from(self, weight: Any) -> bool:
@@ -112,16 +117,21 @@ class Least:
 
     Attributes:
         weight: the smallest measured N·K / (N + K) with a gain; `prepare_` leaves smaller weights alone.
+        weight_beside, launches_beside: the fewest N·K and the launches where another layer has quantized the input, so
+            that M·N of its gradient is left to quantize.
     """
 
     weight: int = 1024
     quantizing: int = 343
     launches: float = 1.5e10
+    weight_beside: int = 2**20
+    launches_beside: float = 1.0e10
 
-    def rows(self, n: int, k: int) -> int:
-        """The fewest rows M with which a weight [N, K] gains."""
-        each = n * k - self.quantizing * (n + k)
-        return math.ceil(self.launches / each) if each > 0 else sys.maxsize
+    def rows(self, n: int, k: int, input_shared: bool = False) -> int:
+        """The fewest rows M with which a weight [N, K] gains. `input_shared`: another layer pays for the input."""
+        each = n * k - self.quantizing * (n if input_shared else n + k)
+        launches = self.launches_beside if input_shared else self.launches
+        return math.ceil(launches / each) if each > 0 else sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -260,6 +270,9 @@ class LowbitProducts(TrainingScheme):
             return None
         return f"too small to gain: N·K / (N + K) of {n} x {k} is below {self.least.weight}"
 
+    def _least_rows(self, n: int, k: int) -> int:
+        return self.least.rows(n, k)
+
     def plain_because(self, device: torch.device, m: int, n: int, k: int) -> str | None:
         """Why products of an input [m, k] and a weight [n, k] run in high precision; None if they run in low bits.
 
@@ -274,8 +287,9 @@ class LowbitProducts(TrainingScheme):
         too_small = self._too_small(n, k)
         if too_small is not None:
             return too_small
-        if m < self.least.rows(n, k):
-            return f"too few rows to gain: {m} is below {self.least.rows(n, k)}"
+        rows = self._least_rows(n, k)
+        if m < rows:
+            return f"too few rows to gain: {m} is below {rows}"
         self._check_units(device)
         return None
 
@@ -314,7 +328,13 @@ class Int8Products(LowbitProducts):
 
 @dataclass(frozen=True)
 class MixedPrecision(LowbitProducts):
-    """Low-bit products with weights that stay in high precision; see `LowbitProducts` for the arguments."""
+    """Low-bit products with weights that stay in high precision; see `LowbitProducts` for the arguments.
+
+    `input_shared`: a larger layer with this scheme quantizes the same input, so that this one gains with a smaller
+    weight and fewer rows. `lowbit.train.prepare_` sets it. Schemes that differ in nothing else are equal.
+    """
+
+    input_shared: bool = field(default=False, kw_only=True, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -330,6 +350,29 @@ class MixedPrecision(LowbitProducts):
         if self.always or (len(shape) > 2 and self.least_experts.may_gain(*shape[-2:])):
             return None
         return self._too_small(*shape[-2:])
+
+    def beside_larger(self, shape: Sequence[int]) -> MixedPrecision | None:
+        found = replace(self, input_shared=True)
+        quantizes_input = self.output and self.grad_weight
+        small = len(shape) != 2 or found._too_small(*shape)
+        return None if small or not quantizes_input else found
+
+    def _too_small(self, n: int, k: int) -> str | None:
+        if not self.input_shared:
+            return super()._too_small(n, k)
+        if n * k >= self.least.weight_beside and k >= self.least.weight:
+            return None
+        return (
+            f"too small to gain, with an input that a larger layer quantizes: {n} x {k} has fewer than "
+            f"{self.least.weight_beside} elements, or fewer than {self.least.weight} columns"
+        )
+
+    def _least_rows(self, n: int, k: int) -> int:
+        return self.least.rows(n, k, self.input_shared)
+
+    def describe(self, shape: Sequence[int]) -> str:
+        note = super().describe(shape)
+        return f"{note}; input shared with a larger layer" if self.input_shared else note
 
 
 @dataclass(frozen=True)
