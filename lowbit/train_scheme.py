@@ -59,8 +59,8 @@ class TrainingScheme:
         return None
 
     def beside_larger(self, shape: Sequence[int]) -> TrainingScheme | None:
-        """The scheme of a weight with an `obstacle` where a larger weight with this scheme multiplies the same input; None
-        if the weight is left alone there too."""
+        """The scheme of a weight with an `obstacle` where a larger weight with this scheme multiplies the same input.
+        None: the weight is left alone there too."""
         return None
 
     def starts_from(self, weight: Any) -> bool:
