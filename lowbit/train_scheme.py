@@ -351,6 +351,12 @@ class MixedPrecision(LowbitProducts):
             return None
         return self._too_small(*shape[-2:])
 
+    def gathers_codes(self, device_type: str) -> bool:
+        """Whether FSDP2 gathers codes of a weight: where each product with it quantizes it. A weight of `input_shared`
+        is too small for that: gathering its scales too costs the host more than the bytes take."""
+        quantizes = self.output and self.grad_input and (self.always or device_type == "cuda")
+        return quantizes and not self.input_shared
+
     def beside_larger(self, shape: Sequence[int]) -> MixedPrecision | None:
         found = replace(self, input_shared=True)
         quantizes_input = self.output and self.grad_weight

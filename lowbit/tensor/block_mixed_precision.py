@@ -71,10 +71,8 @@ class BlockMixedPrecisionTensor(MixedPrecisionTensor):
         )
 
     def _on_the_wire(self) -> Wire | None:
-        """Under FSDP2 one byte an element travels, and a scale a block, unless a product needs the weight itself."""
-        scheme = self.scheme
-        quantizes = scheme.output and scheme.grad_input
-        if not quantizes or not (scheme.always or self.device.type == "cuda") or not self.numel():
+        """Under FSDP2 one byte an element travels, and a scale a block, where the scheme `gathers_codes`."""
+        if not self.scheme.gathers_codes(self.device.type) or not self.numel():
             return None
         codes, scale = self._stacked_codes()
         return Wire(GatheredBlocks, {"codes": codes, "scale": scale})

@@ -70,10 +70,9 @@ class MixedPrecisionTensor(MasterWeightTensor):
         return self.weight[indices].to(self.dtype)
 
     def _on_the_wire(self) -> Wire | None:
-        """Under FSDP2 one byte an element travels, and a scale a row, unless a product needs the weight itself."""
+        """Under FSDP2 one byte an element travels, and a scale a row, where the scheme `gathers_codes`."""
         scheme, weight = self.scheme, self.weight  # other attributes of `self` take Python longer
-        quantizes = scheme.output and scheme.grad_input
-        if not quantizes or not (scheme.always or weight.device.type == "cuda"):
+        if not scheme.gathers_codes(weight.device.type):
             return None
         shape = weight.shape
         rows = weight if weight.ndim == 2 else weight.reshape(shape[:-1].numel(), shape[-1])
