@@ -358,10 +358,11 @@ class MixedPrecision(LowbitProducts):
         return quantizes and not self.input_shared
 
     def beside_larger(self, shape: Sequence[int]) -> MixedPrecision | None:
-        found = replace(self, input_shared=True)
         quantizes_input = self.output and self.grad_weight
-        small = len(shape) != 2 or found._too_small(*shape)
-        return None if small or not quantizes_input else found
+        if self.in_blocks or not quantizes_input or len(shape) != 2:
+            return None
+        found = replace(self, input_shared=True)
+        return None if found._too_small(*shape) else found
 
     def _too_small(self, n: int, k: int) -> str | None:
         if not self.input_shared:

@@ -294,22 +294,22 @@ def _allocated(buffer: Buffer, device: torch.device) -> Tensor:
 
 
 def _multiply(one: CublasProduct, tensors: Sequence[Any]) -> None:
-    a, b, a_scale, b_scale, bias, out = (
-        None if matrix is None else _matrix(matrix, tensors[matrix.tensor]) for matrix in one
-    )
-    assert b is not None and out is not None
+    def view(matrix: Matrix) -> Tensor:
+        tensor = tensors[matrix.tensor]
+        offset = tensor.storage_offset() + matrix.offset // tensor.dtype.itemsize
+        return tensor.as_strided(matrix.shape, contiguous_strides(matrix.shape), offset)
+
+    out = view(one.out)
     torch._scaled_mm(
-        *(a, b.t(), a_scale, b_scale),
-        bias=bias,
+        view(one.a),
+        view(one.b).t(),
+        view(one.a_scale),
+        view(one.b_scale),
+        bias=None if one.bias is None else view(one.bias),
         out_dtype=out.dtype,
         use_fast_accum=True,
         out=out,
     )
-
-
-def _matrix(matrix: Matrix, tensor: Tensor) -> Tensor:
-    offset = tensor.storage_offset() + matrix.offset // tensor.dtype.itemsize
-    return tensor.as_strided(matrix.shape, contiguous_strides(matrix.shape), offset)
 
 
 def _value(argument: int | Address | Map, addresses: Sequence[int]) -> int:

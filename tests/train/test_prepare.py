@@ -91,6 +91,55 @@ def test_weights_too_small_to_gain_are_left_alone():
         train.prepare_(small, Float8MixedPrecision(), lambda module, name: False)
 
 
+class Attention(nn.Module):
+    """A query layer, and smaller ones beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(2048, 2048), nn.Linear(2048, 512)
+        self.few_rows, self.few_columns = nn.Linear(2048, 8), nn.Linear(512, 2048)
+        self.inner = nn.Sequential(nn.Linear(2048, 512))
+
+
+def test_a_small_weight_beside_a_larger_one_shares_its_input():
+    model = Attention()
+    report = train.prepare_(model, Int8MixedPrecision())
+    assert report.converted == ["query.weight", "key.weight"]
+    assert set(report.left) == {"few_rows.weight", "few_columns.weight", "inner.0.weight"}
+    assert all(why.startswith("too small to gain: N·K") for why in report.left.values())
+    assert str(report).count("input shared with a larger layer") == 1
+    key, query = model.key.weight.scheme, model.query.weight.scheme
+    assert key == query and key.input_shared and not query.input_shared
+    assert TrainingScheme.from_dict(key.to_dict()).input_shared
+    assert copy.deepcopy(model).key.weight.scheme.input_shared
+    assert not key.gathers_codes("cuda") and query.gathers_codes("cuda")
+    gpu = torch.device("cuda")
+    assert 4096 < key.least.rows(512, 2048, input_shared=True) <= 16384  # as measured
+    assert "too few rows" in str(key.plain_because(gpu, 4096, 512, 2048))
+    assert "too small" in str(query.plain_because(gpu, 16384, 512, 2048))
+    for n, k in ((256, 2048), (4096, 512)):
+        why = str(key.plain_because(gpu, 2**30, n, k))
+        assert f"too small to gain, with an input that a larger layer quantizes: {n} x {k}" in why
+
+
+@pytest.mark.parametrize(
+    "schemes",
+    [
+        {"query": None, "*": Int8MixedPrecision()},
+        {"query": Float8MixedPrecision(), "*": Int8MixedPrecision()},
+        Int8MixedPrecision(output=False),
+        Int8MixedPrecision(grad_weight=False),
+        train.Float8BlockMixedPrecision(),
+    ],
+    ids=["plain", "other scheme", "no output", "no gradient", "blocks"],
+)
+def test_a_small_weight_beside_a_layer_that_does_not_quantize_its_input_is_left_alone(schemes):
+    model = Attention()
+    report = train.prepare_(model, schemes)
+    assert "too small to gain: N·K" in report.left["key.weight"]
+    assert type(model.key.weight) is nn.Parameter
+
+
 @pytest.mark.parametrize("scheme", [INT8, BitNet()], ids=["int8", "bitnet"])
 def test_attentions_own_product_is_left_alone(scheme):
     """Weights that are reported as converted have products in low bits."""
