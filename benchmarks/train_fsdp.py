@@ -57,7 +57,7 @@ LLAMA_8B_CONFIG = LlamaConfig(
     vocab_size=128_256, dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336, context=4096
 )
 MOST_RANKS = 4
-HOST_REPEATS = 9
+HOST_REPEATS = 25
 
 
 def ranks() -> int:

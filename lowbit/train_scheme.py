@@ -394,6 +394,8 @@ class Int8MixedPrecision(Int8Products, MixedPrecision):
             replica and after a restart.
         always: low-bit products also where they gain nothing: for small weights and few rows, and on devices without
             units for them, where plain operations replace them. For tests and for studies of numerics on a CPU.
+        input_shared: a larger layer with this scheme quantizes the same input, so that smaller weights and fewer rows
+            gain. `lowbit.train.prepare_` sets it.
 
     Raises TypeError, ValueError for other values.
     """
@@ -404,7 +406,8 @@ class Float8MixedPrecision(MixedPrecision):
     """float8 products, inputs and weights in e4m3, a scale a row of each operand. Weights stay as they are.
 
     Args:
-        output, grad_input, grad_weight, stochastic_rounding, seed, always: as for `lowbit.Int8MixedPrecision`.
+        output, grad_input, grad_weight, stochastic_rounding, seed, always, input_shared: as for
+            `lowbit.Int8MixedPrecision`.
         backward: format of gradients, "e4m3" (3 bits of mantissa) or "e5m2" (2, and a wider range).
         tensorwise: one scale a tensor instead.
     """
@@ -440,7 +443,7 @@ class Float8BlockMixedPrecision(MixedPrecision):
     run on GPUs of compute capability 9.0 (H100, H200), with a torch built for CUDA 12.9 or newer.
 
     Args:
-        output, grad_input, grad_weight, seed, always: as for `lowbit.Int8MixedPrecision`.
+        output, grad_input, grad_weight, seed, always, input_shared: as for `lowbit.Int8MixedPrecision`.
         stochastic_rounding: None or False.
         power_of_two: round each scale up to a power of two, as float8_e8m0fnu (UE8M0) stores it.
 

@@ -171,15 +171,9 @@ def planned(
 ) -> Planned | None:
     """The plan for operands of these layouts; None where the parts have to copy one of them, read the gradient only
     once, split a sum that may overflow, or number more rows than `MOST_ROWS`."""
-    (m, n), device = grad.shape, grad.device
-    others = None if weight_scale is None else weight, weight_scale, x, x_scale
-    as_they_are = all(one is None or (one.is_contiguous and 0 not in one.shape) for one in others)
-    rows = [one for one in (grad, None if weight_scale else weight) if one is not None]
-    too_long = (stochastic and m > MOST_ROWS) or (
-        format == "int8" and max(m, n) > scaled_mm.MOST_TERMS
-    )
-    if not as_they_are or too_long or any(0 in one.shape or one.strides[1] != 1 for one in rows):
+    if not _as_they_are(grad, weight, weight_scale, x, x_scale, format, stochastic):
         return None
+    (m, n), device = grad.shape, grad.device
     shapes = (
         (m, _columns(weight, weight_scale)) if weight else (0, 0),
         (n, x.shape[0]) if x else (0, 0),
@@ -222,6 +216,29 @@ def planned(
         whole.add(product.plan, operands, (to,))
         names += product.products
     return Planned(whole.plan(), tuple(names))
+
+
+def _as_they_are(
+    grad: Layout,
+    weight: Layout | None,
+    weight_scale: Layout | None,
+    x: Layout | None,
+    x_scale: Layout | None,
+    format: str,
+    stochastic: bool,
+) -> bool:
+    """Whether the parts take these operands without a copy, and count and sum up their rows in 32 bits."""
+    m, n = grad.shape
+    others = None if weight_scale is None else weight, weight_scale, x, x_scale
+    rows = [one for one in (grad, None if weight_scale else weight) if one is not None]
+    too_long = (stochastic and m > MOST_ROWS) or (
+        format == "int8" and max(m, n) > scaled_mm.MOST_TERMS
+    )
+    return (
+        all(one is None or (one.is_contiguous and 0 not in one.shape) for one in others)
+        and all(0 not in one.shape and one.strides[1] == 1 for one in rows)
+        and not too_long
+    )
 
 
 def _rounded(
