@@ -7,7 +7,7 @@ so a refused model stays as it was. A tensor that several modules share is conve
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Self
@@ -285,7 +285,7 @@ def find_targets(
     walk = _Walk(model, patterns, filter_fn, trains=kind is TrainingScheme)
     for prefix, module in model.named_modules():
         walk.visit(prefix, module)
-    walk.add_small_beside_larger()
+    walk.add_small_after_larger()
     targets, report = list(walk.targets.values()), walk.report
     for target in targets:
         _check_target(target)
@@ -361,6 +361,7 @@ class _Walk:
         """Whether a training scheme left a weight alone."""
         self.small: list[Target] = []
         """Weights of linear layers that a training scheme left alone, with this scheme."""
+        self.modules = dict(model.named_modules())
 
     def visit(self, prefix: str, module: nn.Module) -> None:
         selected = self.filter_fn(module, prefix) or hasattr(module, "converted_as")
@@ -376,21 +377,34 @@ class _Walk:
                 owners = tuple(self.owners[id(param)])
                 self.targets.setdefault(id(param), Target(param, choice, owners))
 
-    def add_small_beside_larger(self) -> None:
-        """Convert weights that are too small alone, where a larger one reads their input anyway: query beside key and
-        value. So are taken linear layers of one module with as many input features and the same scheme."""
-        if not self.small:
-            return
-        larger = {
-            (parent, target.weight.shape[-1], target.scheme)
-            for target in self.targets.values()
-            for parent in _parents(target)
-        }
+    def add_small_after_larger(self) -> None:
+        """Convert weights that are too small alone, but whose layer follows a larger one, as key and value follow the
+        query."""
         for small in self.small:
-            inputs = {(p, small.weight.shape[-1], small.scheme) for p in _parents(small)}
-            beside = small.scheme.beside_larger(small.weight.shape)
-            if beside is not None and inputs & larger:
-                self.targets[id(small.weight)] = replace(small, scheme=beside)
+            for owner in small.owners:
+                larger = self._larger_before(owner, small)
+                beside = larger and small.scheme.after_larger(small.weight.shape, larger)
+                if beside is not None:
+                    self.targets[id(small.weight)] = replace(small, scheme=beside)
+        places = {key: place for place, key in enumerate(self.owners)}
+        self.targets = dict(sorted(self.targets.items(), key=lambda item: places[item[0]]))
+
+    def _larger_before(self, owner: Owner, small: Target) -> Sequence[int] | None:
+        """The shape of a larger weight with the scheme of `small` that probably multiplies the same input. It belongs
+        to one of the linear layers with as many inputs that the module of both has right before this one."""
+        parent = self.modules[owner.fqn.rpartition(".")[0].rpartition(".")[0]]
+        if isinstance(parent, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+            return None
+        found: Sequence[int] | None = None
+        for child in parent.children():
+            if child is owner.module:
+                return found
+            target = self.targets.get(id(child.weight)) if isinstance(child, nn.Linear) else None
+            if not isinstance(child, nn.Linear) or child.in_features != owner.module.in_features:
+                found = None
+            elif target is not None and target.scheme == small.scheme:
+                found = tuple(child.weight.shape)
+        return None
 
     def _choose(self, owner: Owner, prefix: str, param: nn.Parameter, selected: bool) -> Any:
         """The scheme for this weight, or as a str the reason why it is left alone."""
@@ -416,7 +430,8 @@ class _Walk:
         obstacle = scheme.obstacle(_shape(param), uses)
         if obstacle is not None and self.trains:
             self.left_by_rule = True
-            self.small.append(Target(param, scheme, tuple(self.owners[id(param)])))
+            if uses == {"linear"}:
+                self.small.append(Target(param, scheme, tuple(self.owners[id(param)])))
         return scheme if obstacle is None else obstacle
 
     def _is_selected(self, owner: Owner, prefix: str, pattern: str | None, selected: bool) -> bool:
@@ -445,15 +460,6 @@ class _Walk:
 
 _NO_PARAMETER = "<no parameter>"
 """A name that no parameter has."""
-
-
-def _parents(target: Target) -> set[str]:
-    """The names of the modules that hold the linear layers of this weight."""
-    return {
-        owner.fqn.rpartition(".")[0].rpartition(".")[0]
-        for owner in target.owners
-        if isinstance(owner.module, nn.Linear) and owner.attribute == "weight"
-    }
 
 
 def _is_linear(module: nn.Module, fqn: str) -> bool:

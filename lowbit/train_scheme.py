@@ -58,9 +58,9 @@ class TrainingScheme:
         it, of `lowbit.convert.USES`."""
         return None
 
-    def beside_larger(self, shape: Sequence[int]) -> TrainingScheme | None:
-        """The scheme of a weight with an `obstacle` where a larger weight with this scheme multiplies the same input.
-        None: the weight is left alone there too."""
+    def after_larger(self, shape: Sequence[int], larger: Sequence[int]) -> TrainingScheme | None:
+        """The scheme of a weight that is too small alone, whose layer has the same input as one with this scheme and a
+        weight of the shape `larger`. None: the weight is left alone there too."""
         return None
 
     def starts_from(self, weight: Any) -> bool:
@@ -115,10 +115,13 @@ class Least:
     (`benchmarks/results/train_linear-nvidia-h200.md`): 16384 rows of a 2048 x 2048 weight run at 1.25 times the speed,
     1024 at 0.59. That makes the costs 343 and 1.24e10; the limit is a fifth higher.
 
+    A layer whose input is quantized anyway, for a larger one, pays for its gradient alone: it gains where
+    M·(N·K - quantizing·N) exceeds `launches_beside`. Measured on an H100 (`benchmarks/LOG.md`): all with 1.4e10 or more
+    gain, and of those with 7.2e9 to 7.9e9 half do.
+
     Attributes:
         weight: the smallest measured N·K / (N + K) with a gain; `prepare_` leaves smaller weights alone.
-        weight_beside, launches_beside: the fewest N·K and the launches where another layer has quantized the input, so
-            that M·N of its gradient is left to quantize.
+        weight_beside: the smallest N·K of a weight beside a larger one, that of 256 x 4096.
     """
 
     weight: int = 1024
@@ -127,10 +130,16 @@ class Least:
     weight_beside: int = 2**20
     launches_beside: float = 1.0e10
 
-    def rows(self, n: int, k: int, input_shared: bool = False) -> int:
-        """The fewest rows M with which a weight [N, K] gains. `input_shared`: another layer pays for the input."""
-        each = n * k - self.quantizing * (n if input_shared else n + k)
-        launches = self.launches_beside if input_shared else self.launches
+    def rows(self, n: int, k: int) -> int:
+        """The fewest rows M with which a weight [N, K] gains."""
+        return self._rows(self.launches, n * k - self.quantizing * (n + k))
+
+    def rows_beside(self, n: int, k: int) -> int:
+        """The same where the input is quantized anyway."""
+        return self._rows(self.launches_beside, n * k - self.quantizing * n)
+
+    @staticmethod
+    def _rows(launches: float, each: int) -> int:
         return math.ceil(launches / each) if each > 0 else sys.maxsize
 
 
@@ -232,6 +241,11 @@ class LowbitProducts(TrainingScheme):
         """Whether operands have a scale for each block (`lowbit_kernels.quantize_blocks`)."""
         return False
 
+    @property
+    def input_rounding(self) -> tuple[Any, ...]:
+        """Equal for schemes that round an input alike."""
+        return self.forward_format, self.one_scale, self.in_blocks
+
     def describe(self, shape: Sequence[int]) -> str:
         scale = "one scale a tensor" if self.one_scale else "a scale a row"
         note = f"{self.forward_format}, {scale}: {', '.join(self.products)}"
@@ -270,8 +284,13 @@ class LowbitProducts(TrainingScheme):
             return None
         return f"too small to gain: N·K / (N + K) of {n} x {k} is below {self.least.weight}"
 
-    def _least_rows(self, n: int, k: int) -> int:
-        return self.least.rows(n, k)
+    def _too_little(self, m: int, n: int, k: int) -> str | None:
+        """Why products of these sizes gain nothing; None if they gain."""
+        too_small = self._too_small(n, k)
+        if too_small is not None:
+            return too_small
+        rows = self.least.rows(n, k)
+        return f"too few rows to gain: {m} is below {rows}" if m < rows else None
 
     def plain_because(self, device: torch.device, m: int, n: int, k: int) -> str | None:
         """Why products of an input [m, k] and a weight [n, k] run in high precision; None if they run in low bits.
@@ -284,14 +303,10 @@ class LowbitProducts(TrainingScheme):
             return None
         if device.type in ("cpu", "meta"):
             return f"on {device.type} low-bit products are not faster"
-        too_small = self._too_small(n, k)
-        if too_small is not None:
-            return too_small
-        rows = self._least_rows(n, k)
-        if m < rows:
-            return f"too few rows to gain: {m} is below {rows}"
-        self._check_units(device)
-        return None
+        too_little = self._too_little(m, n, k)
+        if too_little is None:
+            self._check_units(device)
+        return too_little
 
     def grouped_plain_because(
         self, device: torch.device, m: int, experts: int, n: int, k: int
@@ -330,11 +345,11 @@ class Int8Products(LowbitProducts):
 class MixedPrecision(LowbitProducts):
     """Low-bit products with weights that stay in high precision; see `LowbitProducts` for the arguments.
 
-    `input_shared`: a larger layer with this scheme quantizes the same input, so that this one gains with a smaller
-    weight and fewer rows. `lowbit.train.prepare_` sets it. Schemes that differ in nothing else are equal.
+    `beside`: another layer with this scheme multiplies the same input, and has so many times the outputs. This one then
+    gains with a smaller weight and fewer rows.
     """
 
-    input_shared: bool = field(default=False, kw_only=True, compare=False)
+    beside: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -343,43 +358,66 @@ class MixedPrecision(LowbitProducts):
                 f"{type(self).__name__} with output, grad_input and grad_weight all False changes nothing; turn one "
                 "on, or leave the model as it is"
             )
+        if self.beside is not None:
+            self._check_beside(self.beside)
+
+    def _check_beside(self, beside: float) -> None:
+        if isinstance(beside, bool) or not isinstance(beside, int | float):
+            raise TypeError(f"beside must be a number or None, got {beside!r}")
+        if not 1 <= beside < math.inf:
+            raise ValueError(
+                "beside is how many times the outputs of this layer a larger one has that multiplies the same input, "
+                f"1 or more; got {beside}"
+            )
+        if self.in_blocks or not (self.output and self.grad_weight):
+            raise ValueError(
+                f"{type(self).__name__}: beside={beside} has no effect, since layers share codes with a scale a row or "
+                "a tensor, of inputs that both output and grad_weight read; leave it out"
+            )
 
     def obstacle(self, shape: Sequence[int], uses: Collection[str]) -> str | None:
         if set(uses) <= {"embedding", "attention"}:
             return IN_ATTENTION if "attention" in uses else LOOKED_UP
         if self.always or (len(shape) > 2 and self.least_experts.may_gain(*shape[-2:])):
             return None
+        if self._rows_beside(*shape[-2:]) is not None:
+            return None
         return self._too_small(*shape[-2:])
 
-    def gathers_codes(self, device_type: str) -> bool:
-        """Whether FSDP2 gathers codes of a weight: where each product with it quantizes it. A weight of `input_shared`
-        is too small for that: gathering its scales too costs the host more than the bytes take."""
-        quantizes = self.output and self.grad_input and (self.always or device_type == "cuda")
-        return quantizes and not self.input_shared
+    def gathers_codes(self, weight: Tensor) -> bool:
+        """Whether FSDP2 gathers codes of this weight in high precision: where each product with it quantizes it. In 16
+        bits, one `beside` a larger weight travels as it is: as codes it would be two tensors, which cost the host more
+        than the bytes take."""
+        quantizes = self.output and self.grad_input and (self.always or weight.is_cuda)
+        return quantizes and (self.beside is None or weight.dtype.itemsize > 2)
 
-    def beside_larger(self, shape: Sequence[int]) -> MixedPrecision | None:
-        quantizes_input = self.output and self.grad_weight
-        if self.in_blocks or not quantizes_input or len(shape) != 2:
+    def after_larger(self, shape: Sequence[int], larger: Sequence[int]) -> MixedPrecision | None:
+        if self.in_blocks or not (self.output and self.grad_weight) or len(shape) != 2:
             return None
-        found = replace(self, input_shared=True)
-        return None if found._too_small(*shape) else found
+        found = replace(self, beside=larger[0] / shape[0])
+        return None if found._rows_beside(*shape) is None else found
 
-    def _too_small(self, n: int, k: int) -> str | None:
-        if not self.input_shared:
-            return super()._too_small(n, k)
-        if n * k >= self.least.weight_beside and k >= self.least.weight:
+    def _rows_beside(self, n: int, k: int) -> int | None:
+        """The fewest rows with which a weight [N, K] gains where the larger layer does too. None: with no number, or no
+        layer is `beside`. Tensor parallelism divides the outputs of both layers."""
+        if self.beside is None or n * k < self.least.weight_beside:
             return None
-        return (
-            f"too small to gain, with an input that a larger layer quantizes: {n} x {k} has fewer than "
-            f"{self.least.weight_beside} elements, or fewer than {self.least.weight} columns"
-        )
+        larger = round(self.beside * n)
+        if self._too_small(larger, k) is not None:
+            return None
+        return max(self.least.rows_beside(n, k), self.least.rows(larger, k))
 
-    def _least_rows(self, n: int, k: int) -> int:
-        return self.least.rows(n, k, self.input_shared)
+    def _too_little(self, m: int, n: int, k: int) -> str | None:
+        rows = self._rows_beside(n, k)
+        if rows is None:
+            return super()._too_little(m, n, k)
+        if m >= rows:
+            return None
+        return f"too few rows to gain beside a larger layer: {m} is below {rows}"
 
     def describe(self, shape: Sequence[int]) -> str:
         note = super().describe(shape)
-        return f"{note}; input shared with a larger layer" if self.input_shared else note
+        return note if self.beside is None else f"{note}; input shared with a larger layer"
 
 
 @dataclass(frozen=True)
@@ -394,8 +432,9 @@ class Int8MixedPrecision(Int8Products, MixedPrecision):
             replica and after a restart.
         always: low-bit products also where they gain nothing: for small weights and few rows, and on devices without
             units for them, where plain operations replace them. For tests and for studies of numerics on a CPU.
-        input_shared: a larger layer with this scheme quantizes the same input, so that smaller weights and fewer rows
-            gain. `lowbit.train.prepare_` sets it.
+        beside: another layer with this scheme multiplies the same input, and has so many times the outputs. Its codes
+            serve both, so that smaller weights and fewer rows gain. `lowbit.train.prepare_` sets it for key and value
+            layers; give it where it does not find them.
 
     Raises TypeError, ValueError for other values.
     """
@@ -406,7 +445,7 @@ class Float8MixedPrecision(MixedPrecision):
     """float8 products, inputs and weights in e4m3, a scale a row of each operand. Weights stay as they are.
 
     Args:
-        output, grad_input, grad_weight, stochastic_rounding, seed, always, input_shared: as for
+        output, grad_input, grad_weight, stochastic_rounding, seed, always, beside: as for
             `lowbit.Int8MixedPrecision`.
         backward: format of gradients, "e4m3" (3 bits of mantissa) or "e5m2" (2, and a wider range).
         tensorwise: one scale a tensor instead.
@@ -443,8 +482,9 @@ class Float8BlockMixedPrecision(MixedPrecision):
     run on GPUs of compute capability 9.0 (H100, H200), with a torch built for CUDA 12.9 or newer.
 
     Args:
-        output, grad_input, grad_weight, seed, always, input_shared: as for `lowbit.Int8MixedPrecision`.
+        output, grad_input, grad_weight, seed, always: as for `lowbit.Int8MixedPrecision`.
         stochastic_rounding: None or False.
+        beside: None.
         power_of_two: round each scale up to a power of two, as float8_e8m0fnu (UE8M0) stores it.
 
     Raises TypeError, ValueError for other values, and ValueError for stochastic rounding, which the recipe lacks.
@@ -468,6 +508,10 @@ class Float8BlockMixedPrecision(MixedPrecision):
     @property
     def in_blocks(self) -> bool:
         return True
+
+    @property
+    def input_rounding(self) -> tuple[Any, ...]:
+        return *super().input_rounding, self.power_of_two
 
     def _missing_units(self, device: torch.device) -> str | None:
         return super()._missing_units(device) or missing_block_products(device)

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from lowbit_kernels.nvrtc import Kernel
 
 
-PART = 128
-"""Bytes: a multiple of it separates the parts of one allocation. Tensor maps need 16, a line of the cache has 128."""
+PART = 256
+"""Bytes: a multiple of it separates the parts of one allocation. Tensor maps need 16, a line of the cache has 128, and
+cuBLAS chooses kernels by alignments of up to 256."""
 
 
 class Buffer(NamedTuple):
@@ -93,8 +94,9 @@ class Launch(NamedTuple):
     arguments: tuple[int | Address | Map, ...]
 
 
-class Matrix(NamedTuple):
-    """A contiguous tensor of this shape, `offset` bytes into the tensor with this number, which has the same dtype."""
+class Part(NamedTuple):
+    """A contiguous tensor of this shape in the memory of the tensor with this number, from `offset` bytes on. Both have
+    one dtype."""
 
     tensor: int
     shape: tuple[int, ...]
@@ -107,15 +109,15 @@ class CublasProduct(NamedTuple):
     a [M, K] and b [N, K] are float8; the scales are [M, 1] and [1, N], or both [].
     """
 
-    a: Matrix
-    b: Matrix
-    a_scale: Matrix
-    b_scale: Matrix
-    bias: Matrix | None
-    out: Matrix
+    a: Part
+    b: Part
+    a_scale: Part
+    b_scale: Part
+    bias: Part | None
+    out: Part
 
     @property
-    def matrices(self) -> list[Matrix]:
+    def parts(self) -> list[Part]:
         return [one for one in self if one is not None]
 
 
@@ -129,7 +131,8 @@ class Plan(NamedTuple):
 
 class Composition:
     """A plan made of the plans of several ops. Their scratch memory is one allocation, and one more for each dtype that
-    cuBLAS reads. Tensors of which the last launch reads one before the first launch writes the other share memory."""
+    cuBLAS reads. Two tensors of one allocation share memory if the last launch that uses one comes before the first
+    that uses the other."""
 
     def __init__(self, operands: int, results: Sequence[Buffer]) -> None:
         self._results = tuple(results)
@@ -167,7 +170,7 @@ class Composition:
             one.tensor
             for launch in self._launches
             if isinstance(launch, CublasProduct)
-            for one in launch.matrices
+            for one in launch.parts
         }
         apart = [i for i, b in numbered.items() if b.fill not in (None, 0)]
         groups: dict[torch.dtype, list[int]] = {
@@ -176,7 +179,7 @@ class Composition:
         others = torch.float32 if torch.float32 in groups else torch.uint8
         for i, buffer in numbered.items():
             if i not in apart:
-                groups.setdefault(buffer.dtype if i in read else others, []).append(i)
+                groups.setdefault(buffer.dtype if buffer.dtype in groups else others, []).append(i)
         places = list(map(Address, range(self._first + len(self._scratch))))
         scratch: list[Buffer] = []
         for dtype, members in groups.items():
@@ -201,7 +204,7 @@ class Composition:
 
 def _tensors_of(launch: Launch | CublasProduct) -> list[int]:
     if isinstance(launch, CublasProduct):
-        return [one.tensor for one in launch.matrices]
+        return [one.tensor for one in launch.parts]
     return [one.tensor for one in launch.arguments if not isinstance(one, int)]
 
 
@@ -210,8 +213,8 @@ def _packed(
 ) -> tuple[dict[int, int], int, int]:
     """The offset of each buffer in one allocation, its bytes, and how many of these, from the first on, are filled.
 
-    Filled buffers come first, and share their memory with no other. The others, larger ones first, get the lowest place
-    that no buffer has that is `used` at the same time.
+    Filled buffers come first, and share their memory with no other. The others, larger ones first, get the lowest
+    offset that is free while they are `used`.
     """
     offsets: dict[int, int] = {}
     size = 0
@@ -255,7 +258,7 @@ def _moved(
             return argument
         place = places[argument.tensor]
         if place is None:
-            return None if isinstance(argument, Matrix) else 0
+            return None if isinstance(argument, Part) else 0
         return argument._replace(tensor=place.tensor, offset=argument.offset + place.offset)
 
     return tuple(
@@ -294,10 +297,10 @@ def _allocated(buffer: Buffer, device: torch.device) -> Tensor:
 
 
 def _multiply(one: CublasProduct, tensors: Sequence[Any]) -> None:
-    def view(matrix: Matrix) -> Tensor:
-        tensor = tensors[matrix.tensor]
-        offset = tensor.storage_offset() + matrix.offset // tensor.dtype.itemsize
-        return tensor.as_strided(matrix.shape, contiguous_strides(matrix.shape), offset)
+    def view(part: Part) -> Tensor:
+        tensor = tensors[part.tensor]
+        offset = tensor.storage_offset() + part.offset // tensor.dtype.itemsize
+        return tensor.as_strided(part.shape, contiguous_strides(part.shape), offset)
 
     out = view(one.out)
     torch._scaled_mm(

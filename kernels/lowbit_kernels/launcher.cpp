@@ -122,13 +122,14 @@ struct Argument {
     int64_t size, rows, columns, stride, box, width;
 };
 
-// A contiguous tensor, `offset` bytes into the tensor with this number. Nothing has `dim` -1.
-struct Matrix {
+// A contiguous tensor in the memory of the tensor with this number, from `offset` bytes on, and of its dtype. A bias
+// that is not given has `dim` -1.
+struct Part {
     int64_t dim, sizes[2], tensor, offset;
 };
 
 struct CublasProduct {
-    Matrix a, b, a_scale, b_scale, bias, out;
+    Part a, b, a_scale, b_scale, bias, out;
 };
 
 struct Launch {
@@ -180,8 +181,8 @@ struct Reader {
         one.number = number();
         return one;
     }
-    Matrix matrix() {
-        Matrix one = {number(), {1, 1}, -1, 0};
+    Part part() {
+        Part one = {number(), {1, 1}, -1, 0};
         for (int64_t i = 0; i < one.dim; ++i) one.sizes[i] = number();
         if (one.dim >= 0) one.tensor = number(), one.offset = number();
         return one;
@@ -200,7 +201,7 @@ struct Reader {
             launch.is_product = number() != 0;
             if (launch.is_product) {
                 CublasProduct &one = launch.product;
-                for (Matrix *each : {&one.a, &one.b, &one.a_scale, &one.b_scale, &one.bias, &one.out}) *each = matrix();
+                for (Part *each : {&one.a, &one.b, &one.a_scale, &one.b_scale, &one.bias, &one.out}) *each = part();
                 continue;
             }
             launch.function = (void *)number();
@@ -374,10 +375,10 @@ void launch(const Launch &one, const std::vector<void *> &addresses, Stream stre
     check(functions.launch(&config, one.function, pointers, nullptr), "cuLaunchKernelEx");
 }
 
-// A matrix of a product, or its transpose, as a tensor.
+// An operand or the result of a product as a tensor, or the transpose of a matrix.
 struct View {
     Tensor made = nullptr;
-    View(const Matrix &of, const std::vector<Tensor> &tensors, bool transposed = false) {
+    View(const Part &of, const std::vector<Tensor> &tensors, bool transposed = false) {
         if (of.dim < 0) return;
         int32_t dtype;
         const Tensor base = tensors[of.tensor];

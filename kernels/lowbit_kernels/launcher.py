@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from lowbit_kernels import host_compiler, launches, library
-from lowbit_kernels.launch_plan import Address, Buffer, CublasProduct, Launch, Map, Matrix, Plan
+from lowbit_kernels.launch_plan import Address, Buffer, CublasProduct, Launch, Map, Part, Plan
 from lowbit_kernels.sources import program
 from lowbit_kernels.warned import warn_once
 
@@ -253,7 +253,7 @@ def _buffer(buffer: Buffer) -> list[int]:
 
 def _launch(launch: Launch | CublasProduct) -> list[int]:
     if isinstance(launch, CublasProduct):
-        return [1, *(word for one in launch for word in _matrix(one))]
+        return [1, *(word for one in launch for word in _part(one))]
     kernel = launch.kernel
     maps = sum(isinstance(argument, Map) for argument in launch.arguments)
     if len(launch.arguments) > MOST_ARGUMENTS or maps > MOST_MAPS or kernel.cluster != 1:
@@ -273,11 +273,11 @@ def _launch(launch: Launch | CublasProduct) -> list[int]:
     return words
 
 
-def _matrix(matrix: Matrix | None) -> list[int]:
-    """Nothing has -1 dimensions."""
-    if matrix is None:
+def _part(part: Part | None) -> list[int]:
+    """-1 dimensions stand for None."""
+    if part is None:
         return [-1]
-    return [len(matrix.shape), *matrix.shape, matrix.tensor, matrix.offset]
+    return [len(part.shape), *part.shape, part.tensor, part.offset]
 
 
 @functools.cache

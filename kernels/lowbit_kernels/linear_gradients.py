@@ -44,7 +44,8 @@ GRAD, WEIGHT, WEIGHT_SCALE, X, X_SCALE, GRAD_X, GRAD_WEIGHT = range(7)
 """The numbers of the tensors of a plan; scratch memory follows."""
 APART = 2**29
 """Elements of a gradient from which on its two copies of codes are made one after the other, in the same memory. The
-gradient is then read once more, which takes a hundredth of the products' time."""
+gradient is then read once more: at 4 TB/s and 1.2e15 operations a second that is 7% of the products' time for K = 2048,
+and 4% for 4096."""
 MOST_ROWS = 2**31 - 1
 """The most rows of a gradient that the plan rounds stochastically: its kernels count rows in 32 bits for the seed."""
 

@@ -97,7 +97,8 @@ def planned(
     seed = Address(1) if own_seed is None else Address(7)
 
     def launch(name: str, grid: int, one: Variant, makes: bool = True) -> Launch:
-        """`makes`: whether the launch writes results. It names no others, whose memory may have another use then."""
+        """`makes`: whether the launch writes results. It gets no address of a result that it does not write, since
+        other tensors of a plan may have that memory then."""
         of_rows = (Address(3), Address(4)) if makes and one.rows else (0, 0)
         of_columns = (Address(5), Address(6)) if makes and one.columns else (0, 0)
         arguments = Address(0), x.strides[0], *of_rows, *of_columns

@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit_kernels import int8_mm_triton, launch_plan, launcher, nvrtc, scaled_mm_sm90
-from lowbit_kernels.launch_plan import Buffer, CublasProduct, Matrix, Plan
+from lowbit_kernels.launch_plan import Buffer, CublasProduct, Part, Plan
 from lowbit_kernels.launcher import called, planned_op
 from lowbit_kernels.launches import ran
 from lowbit_kernels.library import FLOATS, check_one_device, contiguous_strides
@@ -279,12 +279,12 @@ def _cublas_plan(
     ones = (Buffer((n if by_row else 1,), torch.float32, fill=1),) if no_b_scale else ()
     made = 6  # the number of `ones`
     product = CublasProduct(
-        Matrix(0, (m, k)),
-        Matrix(1, (n, k)),
-        Matrix(2, (m, 1) if by_row else ()),
-        Matrix(made if no_b_scale else 3, (1, n) if by_row else ()),
-        Matrix(4, (n,)) if has_bias else None,
-        Matrix(5, (m, n)),
+        Part(0, (m, k)),
+        Part(1, (n, k)),
+        Part(2, (m, 1) if by_row else ()),
+        Part(made if no_b_scale else 3, (1, n) if by_row else ()),
+        Part(4, (n,)) if has_bias else None,
+        Part(5, (m, n)),
     )
     return Plan((Buffer((m, n), out_dtype),), ones, (product,))
 

@@ -72,7 +72,7 @@ class BlockMixedPrecisionTensor(MixedPrecisionTensor):
 
     def _on_the_wire(self) -> Wire | None:
         """Under FSDP2 one byte an element travels, and a scale a block, where the scheme `gathers_codes`."""
-        if not self.scheme.gathers_codes(self.device.type) or not self.numel():
+        if not self.scheme.gathers_codes(self.weight) or not self.numel():
             return None
         codes, scale = self._stacked_codes()
         return Wire(GatheredBlocks, {"codes": codes, "scale": scale})

@@ -58,6 +58,7 @@ def low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
 
 def _low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     check_linear(x, weight)
+    given = x
     x, bias = autocast_inputs(x, weight, bias)
     scheme = weight.scheme
     n, k = weight.shape
@@ -69,7 +70,7 @@ def _low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     scheme.check_dtype(x.dtype)
     learns = weight.requires_grad and torch.is_grad_enabled()
     columns = scheme.grad_weight and learns
-    quantized = quantized_input(x, scheme, rows=scheme.output, columns=columns)
+    quantized = quantized_input(x, scheme, rows=scheme.output, columns=columns, given=given)
     flat = x if x.ndim == 2 else x.reshape(m, k)
     y = _Linear.apply(flat, weight, bias, note, *quantized)
     return unflattened(y, x)
@@ -276,10 +277,16 @@ class _Same:
 
 
 def quantized_input(
-    x: Tensor, scheme: Any, *, rows: bool, columns: bool, offsets: Tensor | None = None
+    x: Tensor,
+    scheme: Any,
+    *,
+    rows: bool,
+    columns: bool,
+    offsets: Tensor | None = None,
+    given: Tensor | None = None,
 ) -> Quantized:
     """`_quantize` of x [..., K], viewed as [M, K], in the scheme's forward format, without gradient; with `offsets`,
-    `quantize_grouped`. Shared as `of_last_input` says.
+    `quantize_grouped`. Shared as `of_last_input` says. `given`: the layer's input, of which x is a cast, or None.
     """
     grouped = None if offsets is None or torch.compiler.is_compiling() else _Same(offsets)
 
@@ -293,7 +300,8 @@ def quantized_input(
         # rows do not depend on the expert
         return kernels.quantize_rowcol.quantize_rowcol(flat, fmt, rows=rows, columns=False)
 
-    return of_last_input(x, (scheme, rows, columns, grouped), found)
+    key = scheme.input_rounding, rows, columns, grouped, x.dtype
+    return of_last_input(x if given is None else given, key, found)
 
 
 def of_last_input(x: Tensor, key: tuple[Any, ...], found: Callable[[], Made]) -> Made:

@@ -72,7 +72,7 @@ class MixedPrecisionTensor(MasterWeightTensor):
     def _on_the_wire(self) -> Wire | None:
         """Under FSDP2 one byte an element travels, and a scale a row, where the scheme `gathers_codes`."""
         scheme, weight = self.scheme, self.weight  # other attributes of `self` take Python longer
-        if not scheme.gathers_codes(weight.device.type):
+        if not scheme.gathers_codes(weight):
             return None
         shape = weight.shape
         rows = weight if weight.ndim == 2 else weight.reshape(shape[:-1].numel(), shape[-1])

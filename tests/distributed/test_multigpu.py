@@ -93,12 +93,12 @@ def layer(case, n, k, dtype, seed):
 
 @functools.cache
 def mesh_of(layout):
-    """The mesh of this process; one for all cases, since a communicator of NCCL keeps memory of the GPU."""
+    """The mesh of this process, with the dimensions "outer" and "inner" for "hsdp"; one for all cases, since a
+    communicator of NCCL keeps memory of the GPU."""
     world = dist.get_world_size()
     if layout == "fsdp":
         return init_device_mesh(device(), (world,))
-    names = ("dp", "tp") if layout == "tp" else ("replicate", "shard")
-    return init_device_mesh(device(), (2, world // 2), mesh_dim_names=names)
+    return init_device_mesh(device(), (2, world // 2), mesh_dim_names=("outer", "inner"))
 
 
 def shard(model, mesh):
@@ -292,10 +292,10 @@ def check_tensor_parallel(rank, world_size, dtype, sharded):
         where = (case.name, dtype, sharded)
         whole, model = Block(case, dtype), Block(case, dtype)
         if sharded:
-            mesh = mesh_of("tp")
-            parallelize_module(model, mesh["tp"], PLAN)
+            mesh = mesh_of("hsdp")
+            parallelize_module(model, mesh["inner"], PLAN)
             for module in (model.up, model.down, model):
-                fully_shard(module, mesh=mesh["dp"])
+                fully_shard(module, mesh=mesh["outer"])
         else:
             parallelize_module(model, mesh_of("fsdp"), PLAN)
         optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (whole, model)]

@@ -6,6 +6,7 @@ Under DistributedDataParallel, replicas stay equal.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -113,6 +114,43 @@ def check_as_one_process(rank, world_size):
                 found = dict(model.named_parameters())[key].grad
                 assert isinstance(found, DTensor), key
                 assert relative(found.full_tensor(), expected) < 1e-6, (name, rows, key)
+    return True
+
+
+def check_beside_a_larger_layer(rank, world_size):
+    """In 16 bits such weights travel as they are, and the products round them. Outputs and gradients equal, to the bit,
+    those of one process and those of codes that travel."""
+    for name in ("int8", "float8"):
+        for rows in (64, 33, 1):
+            results = []
+            for beside, sharded in ((None, False), (4.0, False), (4.0, True)):
+                scheme = replace(SCHEMES[name], beside=beside)
+                model = prepared(Model(rows).bfloat16(), scheme)
+                model = shard(model) if sharded else model
+                x = batch_of(rank, torch.bfloat16)
+                with scaled_products() as calls, recorded_gathers() as seen:
+                    y = model(x)
+                    y.float().square().sum().backward()
+                assert sum(calls.values()) == 6, (name, rows)
+                assert all(t.itemsize == 2 for _, sent in seen for t in sent) or rows % world_size
+                per_element = [
+                    sum(t.nbytes for t in sent) / (-(-rows // world_size) * 100)
+                    for own, sent in seen
+                    if own.shape[-1] == 100
+                ]
+                assert per_element == ([2.0] * 2 if sharded else []), (name, rows, per_element)
+                grads = (
+                    {k: p.grad for k, p in model.named_parameters()} if sharded else summed(model)
+                )
+                results.append((y.detach(), x.grad, grads))
+            (y, x, alone), *others = results
+            for found_y, found_x, found in others:
+                assert torch.equal(found_y, y) and torch.equal(found_x, x), (name, rows)
+                for key, expected in alone.items():
+                    whole = (
+                        found[key].full_tensor() if isinstance(found[key], DTensor) else found[key]
+                    )
+                    assert relative(whole, expected) < 1e-2, (name, rows, key)  # sums in bfloat16
     return True
 
 
@@ -419,6 +457,7 @@ def whole_weight(p):
 
 CHECKS = [
     check_as_one_process,
+    check_beside_a_larger_layer,
     check_bytes_on_the_wire,
     check_training,
     check_compiled,

@@ -19,7 +19,7 @@ from lowbit_kernels.launch_plan import (
     CublasProduct,
     Launch,
     Map,
-    Matrix,
+    Part,
     Plan,
 )
 
@@ -99,12 +99,12 @@ def test_a_larger_tensor_takes_the_memory_of_several() -> None:
 def test_cublas_reads_parts_of_tensors_of_its_dtypes() -> None:
     codes, scale = Buffer((2, 16), torch.float8_e4m3fn), Buffer((1,), torch.float32, fill=1)
     product = CublasProduct(
-        Matrix(0, (2, 16)),
-        Matrix(1, (2, 16)),
-        Matrix(2, ()),
-        Matrix(4, ()),
+        Part(0, (2, 16)),
+        Part(1, (2, 16)),
+        Part(2, ()),
+        Part(4, ()),
         None,
-        Matrix(3, (2, 2)),
+        Part(3, (2, 2)),
     )
     multiply = Plan((Buffer((2, 2), torch.float32),), (scale,), (product,))
     whole = Composition(1, (Buffer((2, 2), torch.float32),))
@@ -113,17 +113,31 @@ def test_cublas_reads_parts_of_tensors_of_its_dtypes() -> None:
     whole.add(multiply, (own, 0, own_scale), (1,))
     plan = whole.plan()
     parts = Buffer((2 * PART // 4,), torch.float32, fill=0, filled=PART // 4)
-    assert plan.scratch == (parts, Buffer((PART,), torch.float8_e4m3fn), scale) or (
-        plan.scratch == (Buffer((PART,), torch.float8_e4m3fn), parts, scale)
-    )
-    at = {b.dtype: i + 2 for i, b in reversed(list(enumerate(plan.scratch)))}
+    assert plan.scratch == (Buffer((PART,), torch.float8_e4m3fn), parts, scale)
     assert plan.launches[1] == CublasProduct(
-        Matrix(at[torch.float8_e4m3fn], (2, 16)),
-        Matrix(0, (2, 16)),
-        Matrix(at[torch.float32], (), PART),
-        Matrix(4, ()),
-        None,
-        Matrix(1, (2, 2)),
+        Part(2, (2, 16)), Part(0, (2, 16)), Part(3, (), PART), Part(4, ()), None, Part(1, (2, 2))
+    )
+
+
+def test_codes_that_other_kernels_read_lie_beside_those_that_cublas_reads() -> None:
+    """So they can share memory."""
+    codes = Buffer((2, 16), torch.float8_e4m3fn)
+    whole = Composition(1, (FLOATS,))
+    first, second, scale = whole.scratch([codes, codes, FLOATS])
+    whole.add(SUM, (0, None), (first,))
+    whole.add(SUM, (first, None), (scale,))
+    whole.add(SUM, (0, None), (second,))
+    product = CublasProduct(
+        *(Part(second, (2, 16)),) * 2, *(Part(scale, ()),) * 2, None, Part(1, (2, 2))
+    )
+    whole.launch((product,), range(5))
+    plan = whole.plan()
+    assert plan.scratch == (
+        Buffer((PART // 4,), torch.float32),
+        Buffer((PART,), torch.float8_e4m3fn),
+    ) or plan.scratch == (
+        Buffer((PART,), torch.float8_e4m3fn),
+        Buffer((PART // 4,), torch.float32),
     )
 
 

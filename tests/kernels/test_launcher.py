@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lowbit_kernels import host_compiler, launch_plan, launcher, launches, triton_runtime
-from lowbit_kernels.launch_plan import Address, Buffer, CublasProduct, Launch, Map, Matrix, Plan
+from lowbit_kernels.launch_plan import Address, Buffer, CublasProduct, Launch, Map, Part, Plan
 
 pytestmark = pytest.mark.skipif(not host_compiler.compiler(), reason="needs a C++ compiler")
 
@@ -140,11 +140,11 @@ def product_of(x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> Plan:
         (),
         (
             CublasProduct(
-                Matrix(0, tuple(x.shape)),
-                Matrix(1, tuple(y.shape)),
-                *(Matrix(3, ()),) * 2,
+                Part(0, tuple(x.shape)),
+                Part(1, tuple(y.shape)),
+                *(Part(3, ()),) * 2,
                 None,
-                Matrix(2, (m, n)),
+                Part(2, (m, n)),
             ),
         ),
     )

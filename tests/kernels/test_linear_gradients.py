@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,8 +16,9 @@ from lowbit_kernels import launch_plan, launcher, linear_gradients, nvrtc, scale
 from lowbit_kernels.launches import counted
 from lowbit_kernels.linear_gradients import reference
 from lowbit_kernels.quantize_rowcol import FORMATS, quantize_rowcol
+from lowbit_kernels.scaled_mm import Planned
 from lowbit_kernels.seeds import seed_of, seed_start, seed_step
-from lowbit_kernels.weight_operands import layout
+from lowbit_kernels.weight_operands import Layout, layout
 from tests.kernels import emulator, scaled_mm_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 
@@ -96,6 +98,10 @@ def test_the_op_is_its_parts_and_tells_of_them(case: Case) -> None:
     opcheck(case, arguments)
 
 
+def scratch_bytes(found: Planned) -> int:
+    return sum(buffer.nbytes for buffer in found.plan.scratch)
+
+
 def as_called(case: Case, arguments: tuple) -> tuple[Tensor | None, Tensor | None]:
     """The result of the function of these arguments of the op."""
     grad, fmt, weight, weight_scale, x, x_scale, *_ = arguments
@@ -155,7 +161,7 @@ def test_the_plan_emulated(case: Case, apart: bool) -> None:
             return
         assert len(found.plan.scratch) == 1
         if apart:
-            assert found.plan.scratch[0].nbytes < together.plan.scratch[0].nbytes
+            assert scratch_bytes(found) < scratch_bytes(together)
         assert found.products == ("int8 sm90",) * (case.grad_x + case.grad_weight)
         results = launch_plan.run(found.plan, operands)
     for got, expected in zip(results, reference(*arguments), strict=True):
@@ -201,6 +207,39 @@ def test_cublas_gets_parts_of_the_plan(name: str) -> None:
                 end = part.offset + math.prod(part.shape) * buffer.dtype.itemsize
                 assert part.offset % launch_plan.PART == 0 and end <= buffer.nbytes
     assert [p.out.tensor for p in products] == [5, 6]
+
+
+@pytest.mark.parametrize("names", [("sm90", "cublas"), ("cublas", "sm90"), ("cublas",) * 2])
+def test_float8_codes_apart_share_memory(names: tuple[str, str]) -> None:
+    """Whichever kernels multiply: long sums are those of our own."""
+    m, n, k = 1024, 2048, 128
+    grad, weight, x = torch.zeros(m, n), torch.zeros(k, n), torch.zeros(k, m)
+    e4m3 = torch.float8_e4m3fn
+    operands = grad.bfloat16(), weight.to(e4m3), torch.ones(n), x.to(e4m3), torch.ones(k)
+    described = *map(layout, operands), "e4m3", False, 0, False, torch.bfloat16
+    order = {n: names[0], m: names[1]}
+
+    def chosen(a: Layout, b: Layout) -> tuple[str, Any]:
+        return f"float8 {order[a.shape[1]]}", scaled_mm._empty_sum
+
+    found = []
+    with (
+        mock.patch.object(nvrtc, "runs_on_hopper", lambda device: True),
+        mock.patch.object(nvrtc, "capability", lambda device: (9, 0)),
+        mock.patch.object(nvrtc, "cuda_version", lambda: (13, 0)),
+        mock.patch.object(nvrtc, "multiprocessors", lambda device: 132),
+        mock.patch.object(scaled_mm, "_implementation", chosen),
+        emulator.quantization(),
+        scaled_mm_emulator.emulated(),
+    ):
+        for least in (1 << 40, 1):
+            with mock.patch.object(linear_gradients, "APART", least):
+                linear_gradients.planned.cache_clear()
+                found.append(linear_gradients.planned(*described))
+    linear_gradients.planned.cache_clear()
+    together, apart = found
+    assert apart.products == tuple(f"float8 {name}" for name in names)
+    assert scratch_bytes(together) - scratch_bytes(apart) >= m * n - 4 * launch_plan.PART
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -270,17 +309,24 @@ def test_cuda(case: Case) -> None:
 )
 def test_cuda_apart(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The codes along columns in the memory of those along rows, which the first product has read."""
-    monkeypatch.setattr(linear_gradients, "APART", 1)
-    linear_gradients.planned.cache_clear()
     arguments = case.arguments("cuda")
+    if not nvrtc.runs_on_hopper(arguments[0].device):
+        pytest.skip("needs a GPU of compute capability 9.0")
     operands = arguments[0], *arguments[2:6]
-    if nvrtc.runs_on_hopper(arguments[0].device):
-        found = linear_gradients.planned(*map(layout, operands), case.format, *arguments[6:])
-        linear_gradients.planned.cache_clear()
-        if found is not None:
-            results = launch_plan.run(found.plan, operands)
-            for got, wanted in zip(results, reference(*arguments), strict=True):
-                assert same_bits(got, wanted)
+    described = *map(layout, operands), case.format, *arguments[6:]
+    together = linear_gradients.planned(*described)
+    linear_gradients.planned.cache_clear()
+    monkeypatch.setattr(linear_gradients, "APART", 1)
+    found = linear_gradients.planned(*described)
+    linear_gradients.planned.cache_clear()
+    assert (found is None) == (case.name in IN_PARTS)
+    if found is None or together is None:
+        return
+    assert len(found.plan.launches) == len(together.plan.launches) + 1
+    assert scratch_bytes(found) <= scratch_bytes(together)
+    results = launch_plan.run(found.plan, operands)
+    for got, wanted in zip(results, reference(*arguments), strict=True):
+        assert same_bits(got, wanted)
 
 
 @pytest.mark.gpu

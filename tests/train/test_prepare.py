@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lowbit.train_scheme import TrainingScheme, missing_units
 from tests.train.problems import SCHEMES, every_scheme, linear, outcome, prepared, values
 
 INT8 = SCHEMES["int8"]
+INT8_BESIDE = replace(INT8, beside=4.0)
 
 
 class Model(nn.Module):
@@ -92,34 +94,49 @@ def test_weights_too_small_to_gain_are_left_alone():
 
 
 class Attention(nn.Module):
-    """A query layer, and smaller ones beside it."""
+    """A query layer, smaller ones after it, and others that do not have its input."""
 
     def __init__(self):
         super().__init__()
-        self.query, self.key = nn.Linear(2048, 2048), nn.Linear(2048, 512)
+        self.early = nn.Linear(2048, 512)
+        self.query, self.key, self.value = (nn.Linear(2048, n) for n in (2048, 512, 512))
         self.few_rows, self.few_columns = nn.Linear(2048, 8), nn.Linear(512, 2048)
-        self.inner = nn.Sequential(nn.Linear(2048, 512))
+        self.late = nn.Linear(2048, 512)
+        self.in_turn = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 512))
 
 
-def test_a_small_weight_beside_a_larger_one_shares_its_input():
+LARGE = ["query.weight", "in_turn.0.weight"]
+SMALL = ["key.weight", "value.weight"]
+
+
+def test_a_small_weight_after_a_larger_one_shares_its_input():
     model = Attention()
     report = train.prepare_(model, Int8MixedPrecision())
-    assert report.converted == ["query.weight", "key.weight"]
-    assert set(report.left) == {"few_rows.weight", "few_columns.weight", "inner.0.weight"}
+    assert report.converted == [LARGE[0], *SMALL, LARGE[1]]  # in the order of the model
+    left = ("early", "few_rows", "few_columns", "late", "in_turn.1")
+    assert list(report.left) == [f"{name}.weight" for name in left]
     assert all(why.startswith("too small to gain: N·K") for why in report.left.values())
-    assert str(report).count("input shared with a larger layer") == 1
+    assert str(report).count("input shared with a larger layer") == len(SMALL)
     key, query = model.key.weight.scheme, model.query.weight.scheme
-    assert key == query and key.input_shared and not query.input_shared
-    assert TrainingScheme.from_dict(key.to_dict()).input_shared
-    assert copy.deepcopy(model).key.weight.scheme.input_shared
-    assert not key.gathers_codes("cuda") and query.gathers_codes("cuda")
-    gpu = torch.device("cuda")
-    assert 4096 < key.least.rows(512, 2048, input_shared=True) <= 16384  # as measured
-    assert "too few rows" in str(key.plain_because(gpu, 4096, 512, 2048))
-    assert "too small" in str(query.plain_because(gpu, 16384, 512, 2048))
-    for n, k in ((256, 2048), (4096, 512)):
-        why = str(key.plain_because(gpu, 2**30, n, k))
-        assert f"too small to gain, with an input that a larger layer quantizes: {n} x {k}" in why
+    assert key == replace(query, beside=4.0) and key.input_rounding == query.input_rounding
+    assert TrainingScheme.from_dict(key.to_dict()) == key
+    assert copy.deepcopy(model).value.weight.scheme == key
+
+
+def test_the_rule_by_rows_beside_a_larger_layer():
+    gpu, scheme = torch.device("cuda"), Int8MixedPrecision(beside=4)
+    least = scheme.least
+    enough = max(least.rows_beside(512, 2048), least.rows(2048, 2048))
+    assert 8192 < enough <= 16384 and 4096 < least.rows_beside(256, 4096) <= 16384  # measured
+    why = str(scheme.plain_because(gpu, enough - 1, 512, 2048))
+    assert why == f"too few rows to gain beside a larger layer: {enough - 1} is below {enough}"
+    with pytest.raises(RuntimeError, match="no NVIDIA GPU"):  # the last question, of the device
+        scheme.plain_because(gpu, enough, 512, 2048)
+    # with fewer rows the larger layer is in high precision, and this one would pay for the input
+    near = Int8MixedPrecision(beside=2048 / 1900)
+    assert near._rows_beside(1900, 2048) == least.rows(2048, 2048) > least.rows_beside(1900, 2048)
+    for n, k in ((256, 2048), (256, 1536)):  # too small; tensor parallelism made the larger one so
+        assert "too small to gain: N·K" in str(scheme.plain_because(gpu, 2**30, n, k))
 
 
 @pytest.mark.parametrize(
@@ -133,11 +150,59 @@ def test_a_small_weight_beside_a_larger_one_shares_its_input():
     ],
     ids=["plain", "other scheme", "no output", "no gradient", "blocks"],
 )
-def test_a_small_weight_beside_a_layer_that_does_not_quantize_its_input_is_left_alone(schemes):
+def test_a_small_weight_after_a_layer_that_does_not_quantize_its_input_is_left_alone(schemes):
     model = Attention()
     report = train.prepare_(model, schemes)
     assert "too small to gain: N·K" in report.left["key.weight"]
     assert type(model.key.weight) is nn.Parameter
+
+
+def test_a_small_weight_of_attentions_own_product_is_left_alone():
+    class Own(nn.MultiheadAttention):
+        def __init__(self):
+            super().__init__(1536, 4)
+            self.extra = nn.Linear(1536, 6144)
+            self.out_proj = self._modules.pop("out_proj")  # after the larger one
+
+    report = train.prepare_(Own(), Int8MixedPrecision())
+    assert report.converted == ["extra.weight"]
+    assert report.left["out_proj.weight"] == "nn.MultiheadAttention has its own product"
+
+
+def test_a_lazy_layer_beside_a_small_one_is_refused_by_name():
+    model = nn.Module()
+    model.lazy, model.small = nn.LazyLinear(2048), nn.Linear(2048, 8)
+    with pytest.raises(ValueError, match=r"lazy.weight has no shape yet"):
+        train.prepare_(model, Int8MixedPrecision())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"beside": True}, TypeError, "a number or None, got True"),
+        ({"beside": "4"}, TypeError, "a number or None, got '4'"),
+        ({"beside": 0.5}, ValueError, "1 or more; got 0.5"),
+        ({"beside": float("nan")}, ValueError, "1 or more; got nan"),
+        ({"beside": float("inf")}, ValueError, "1 or more; got inf"),
+        ({"beside": 4, "output": False}, ValueError, "beside=4 has no effect"),
+        ({"beside": 4, "grad_weight": False}, ValueError, "beside=4 has no effect"),
+    ],
+)
+def test_beside_refuses_what_has_no_meaning(options, error, message):
+    with pytest.raises(error, match=message):
+        Int8MixedPrecision(**options)
+
+
+def test_blocks_share_no_input():
+    with pytest.raises(ValueError, match="Float8BlockMixedPrecision: beside=2 has no effect"):
+        train.Float8BlockMixedPrecision(beside=2)
+
+
+def test_a_weight_beside_a_larger_one_is_gathered_in_16_bits():
+    beside, alone = INT8_BESIDE, INT8
+    half, single = (torch.zeros(512, 2048, dtype=d) for d in (torch.bfloat16, torch.float32))
+    assert not beside.gathers_codes(half) and beside.gathers_codes(single)
+    assert alone.gathers_codes(half) and alone.gathers_codes(single)
 
 
 @pytest.mark.parametrize("scheme", [INT8, BitNet()], ids=["int8", "bitnet"])

@@ -315,6 +315,25 @@ def test_an_input_of_several_layers_is_quantized_once(monkeypatch):
     assert low_bit_linear._last is None, "codes live no longer than the input that they are of"
 
 
+def test_casts_of_one_input_and_a_layer_beside_a_larger_one_share_codes(monkeypatch):
+    made = []
+
+    def counting(*args, **kwargs):
+        made.extend([args] if args[0].shape == (128, 64) else [])
+        return quantize_rowcol(*args, **kwargs)
+
+    monkeypatch.setattr(lowbit_kernels.quantize_rowcol, "quantize_rowcol", counting)
+    model, scheme = Heads(), SCHEMES["int8"]
+    train.prepare_(model, {"query": scheme, "*": replace(scheme, beside=2.0)})
+    x = values(128, 64).requires_grad_() * 1
+    expected = model(x)
+    assert len(made) == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        half = model(x)
+    assert len(made) == 2, "of another dtype, and once for three casts"
+    assert half.dtype == torch.bfloat16 and relative(half.float(), expected) < 0.02
+
+
 def test_inference(monkeypatch):
     low = prepared(linear(24, 64), SCHEMES["int8"])
     expected = low(values(5, 64)).detach()
