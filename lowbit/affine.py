@@ -63,7 +63,8 @@ def _check_input(input: Tensor) -> None:
         )
 
 
-def _block_counts(shape: Sequence[int], block_size: Sequence[int]) -> list[int]:
+def block_counts(shape: Sequence[int], block_size: Sequence[int]) -> list[int]:
+    """The number of blocks along each dimension. Raises ValueError unless blocks tile `shape`."""
     if len(block_size) != len(shape):
         raise ValueError(
             f"block_size {tuple(block_size)} must have one entry for each dimension of shape {tuple(shape)}"
@@ -81,7 +82,7 @@ def _block_counts(shape: Sequence[int], block_size: Sequence[int]) -> list[int]:
 
 def _blocked(x: Tensor, block_size: Sequence[int]) -> tuple[Tensor, list[int]]:
     """`x` as [n0, b0, n1, b1, …] with n blocks of size b along each dimension, and the counts n."""
-    counts = _block_counts(x.shape, block_size)
+    counts = block_counts(x.shape, block_size)
     return x.reshape([s for pair in zip(counts, block_size, strict=True) for s in pair]), counts
 
 
@@ -123,7 +124,7 @@ def _min_max(
         min_val = blocks.amin(inner) if inner else blocks
         max_val = blocks.amax(inner) if inner else blocks
     else:
-        counts = _block_counts(input.shape, block_size)
+        counts = block_counts(input.shape, block_size)
         min_val = _per_block(min_val.float(), counts, "min_val").reshape(counts)
         max_val = _per_block(max_val.float(), counts, "max_val").reshape(counts)
     return min_val.clamp(max=0.0), max_val.clamp(min=0.0)
@@ -182,6 +183,33 @@ def _span_scale(min_neg: Tensor, max_pos: Tensor, levels: float) -> Tensor:
     )
 
 
+def check_choice(
+    input: Tensor,
+    mapping: Mapping,
+    target_dtype: CodeType,
+    quant_min: float | None,
+    quant_max: float | None,
+    zero_point_dtype: torch.dtype | None,
+) -> tuple[float, float, float]:
+    """The range of codes and its middle, after the checks of `choose_qparams_affine` that need no block size."""
+    _check_input(input)
+    if mapping not in get_args(Mapping):
+        raise ValueError(f"unknown mapping {mapping!r}; accepted: {', '.join(get_args(Mapping))}")
+    has_values = is_value(target_dtype)
+    if has_values and mapping != "symmetric":
+        raise ValueError(
+            f"{target_dtype} has no zero point: mapping must be 'symmetric', got {mapping!r}"
+        )
+    low, high = quant_range(target_dtype, quant_min, quant_max)
+    mid = 0 if has_values else (low + high + 1) // 2
+    if zero_point_dtype is not None and not has_values:
+        codes = None if mapping in VALUE_ZERO_POINT else (mid, mid)
+        check_zero_point_dtype(
+            zero_point_dtype, (low, high) if mapping == "asymmetric" else codes, mapping
+        )
+    return low, high, mid
+
+
 def choose_qparams_affine(
     input: Tensor,
     mapping: Mapping,
@@ -230,21 +258,10 @@ def choose_qparams_affine(
         ValueError: unknown mapping, integer or complex input, a block that does not tile, a bad range, a
             `zero_point_dtype` that cannot hold the zero point.
     """
-    _check_input(input)
-    if mapping not in get_args(Mapping):
-        raise ValueError(f"unknown mapping {mapping!r}; accepted: {', '.join(get_args(Mapping))}")
+    low, high, mid = check_choice(
+        input, mapping, target_dtype, quant_min, quant_max, zero_point_dtype
+    )
     has_values = is_value(target_dtype)
-    if has_values and mapping != "symmetric":
-        raise ValueError(
-            f"{target_dtype} has no zero point: mapping must be 'symmetric', got {mapping!r}"
-        )
-    low, high = quant_range(target_dtype, quant_min, quant_max)
-    mid = 0 if has_values else (low + high + 1) // 2
-    if zero_point_dtype is not None and not has_values:
-        codes = None if mapping in VALUE_ZERO_POINT else (mid, mid)
-        check_zero_point_dtype(
-            zero_point_dtype, (low, high) if mapping == "asymmetric" else codes, mapping
-        )
     least = max(smallest_scale(scale_dtype), eps or 0.0)
     min_neg, max_pos = _min_max(input, block_size, min_val, max_val)
 

@@ -35,6 +35,8 @@ from torch import Tensor
 from lowbit.affine import (
     VALUE_ZERO_POINT,
     Mapping,
+    block_counts,
+    check_choice,
     choose_qparams_affine,
     half_step,
     round_to_dtype,
@@ -407,7 +409,8 @@ def search_qparams_affine(
         raise ValueError(
             f"the search takes ranges of up to 8 bits, got {low}..{high}; use choose_qparams_affine"
         )
-    like = fmt.min_max(input.to("meta"), block_size)  # checks the arguments, and gives the shapes
+    check_choice(input, mapping, target_dtype, low, high, zero_point_dtype)
+    counts = block_counts(input.shape, block_size)
     if input.is_meta or input.numel() == 0:
         return fmt.min_max(input, block_size)
     most = CHUNK_ELEMENTS.get(input.device.type, CHUNK_ELEMENTS["cuda"])
@@ -417,6 +420,6 @@ def search_qparams_affine(
         weights = _chunks(expanded, block_size, most)
     chunks = zip(_chunks(input, block_size, most), weights, strict=False)
     found = [_searched(_Blocks(x, h, fmt, most)) for x, h in chunks]
-    scale = torch.cat([f.scale for f in found]).reshape(like.scale.shape)
+    scale = torch.cat([f.scale for f in found]).reshape(counts)
     zero_points = [f.zero_point for f in found if f.zero_point is not None]
     return scale, torch.cat(zero_points).reshape(scale.shape) if zero_points else None
