@@ -399,11 +399,13 @@ class _Walk:
         for child in parent.children():
             if child is owner.module:
                 return found
-            target = self.targets.get(id(child.weight)) if isinstance(child, nn.Linear) else None
             if not isinstance(child, nn.Linear) or child.in_features != owner.module.in_features:
                 found = None
-            elif target is not None and target.scheme == small.scheme:
-                found = tuple(child.weight.shape)
+                continue
+            weight = child._parameters.get("weight")  # the attribute may compute it
+            target = self.targets.get(id(weight))
+            if weight is not None and target is not None and target.scheme == small.scheme:
+                found = tuple(weight.shape)
         return None
 
     def _choose(self, owner: Owner, prefix: str, param: nn.Parameter, selected: bool) -> Any:

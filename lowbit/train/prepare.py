@@ -86,7 +86,7 @@ def prepared_targets(model: nn.Module, kinds: tuple[type, ...], what: str) -> li
         weight = getattr(module, name)
         if isinstance(weight, all_kinds):
             other = type(weight)
-        if isinstance(weight, DTensor) and isinstance(local(weight), kinds):
+        if isinstance(weight, DTensor) and isinstance(local(weight), all_kinds):
             raise ValueError(
                 f"{fqn} is sharded: gather the state dict, load it into a model on one process, and {what} that"
             )

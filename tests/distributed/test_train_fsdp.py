@@ -311,6 +311,7 @@ def check_traced_and_refused(rank, world_size):
     assert model.first.weight.grad is None and model.first.bias.grad is not None
     for call, match in (
         (lambda: train.restore_(model), "is sharded: gather the state dict"),
+        (lambda: train.convert_(model), "is sharded: gather the state dict"),
         (lambda: train.prepare_(shard(Model(64)), SCHEMES["int8"]), "before fully_shard"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -169,6 +169,16 @@ def test_a_small_weight_of_attentions_own_product_is_left_alone():
     assert report.left["out_proj.weight"] == "nn.MultiheadAttention has its own product"
 
 
+def test_the_search_for_a_larger_layer_computes_no_weight():
+    """The attribute of a parametrized weight would take a step of the power iteration."""
+    model = Attention()
+    model.query = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(2048, 2048))
+    before = copy.deepcopy(model.query.state_dict())
+    report = train.prepare_(model, Int8MixedPrecision())
+    assert "key.weight" in report.left
+    assert all(torch.equal(v, before[k]) for k, v in model.query.state_dict().items())
+
+
 def test_a_lazy_layer_beside_a_small_one_is_refused_by_name():
     model = nn.Module()
     model.lazy, model.small = nn.LazyLinear(2048), nn.Linear(2048, 8)
