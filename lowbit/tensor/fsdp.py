@@ -157,9 +157,12 @@ class FSDPHooks:
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole parameter in low bits, with `param_dtype` as its logical dtype."""
+        """The whole parameter in low bits, with `param_dtype` as its logical dtype, and the tensors besides `outputs`
+        that FSDP2 frees with it."""
         shard, wire, outer_size, names = metadata
         own: dict[str, Tensor] = wire.tensors
+        if out is not None and names and len(names) == len(own):
+            return None  # FSDP2 has gathered all of it in place
         planes = {} if names else _from_planes(shard, outputs, outer_size[0])
         computed = {name: t for name, t in own.items() if name not in (names or planes)}
         _keep_until_read(computed.values())
@@ -167,8 +170,8 @@ class FSDPHooks:
             dtypes = (own[name].dtype for name in names or ())
             viewed = [t.view(dtype) for t, dtype in zip(outputs, dtypes, strict=False)]
             gathered = planes or dict(zip(names, viewed, strict=True))
-            owned = tuple(planes.values()) or outputs
-            return wire.over(shard, {**computed, **gathered}, outer_size, param_dtype), owned
+            whole = wire.over(shard, {**computed, **gathered}, outer_size, param_dtype)
+            return whole, tuple(planes.values())
         target: Any = getattr(out, "_local_tensor", out)  # a DTensor under tensor parallelism
         for name, t in {**computed, **planes}.items():  # FSDP2 gathers the others in place
             held = getattr(target, name)

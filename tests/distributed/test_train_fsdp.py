@@ -154,6 +154,21 @@ def check_beside_a_larger_layer(rank, world_size):
     return True
 
 
+def check_memory_of_gathers(rank, world_size):
+    """It is freed with the whole weight, whether shards are even or not, and allocated again."""
+    for name in ("int8", "float8-tensorwise"):
+        for rows in (64, 33):
+            model = shard(prepared(Model(rows), SCHEMES[name]))
+            for _ in range(3):
+                model.first.unshard()
+                inner = model.first.weight.inner_tensors()
+                assert set(inner) == {"codes", "scale"}
+                assert all(t.untyped_storage().nbytes() >= t.nbytes > 0 for t in inner.values())
+                model.first.reshard()
+                assert not any(t.untyped_storage().nbytes() for t in inner.values()), (name, rows)
+    return True
+
+
 def check_replicated_shards(rank, world_size):
     """HSDP: two groups of ranks hold the same shards. Outputs and the input's gradient equal, to the bit, those of one
     process; a step gives the same weights."""
@@ -459,6 +474,7 @@ def whole_weight(p):
 CHECKS = [
     check_as_one_process,
     check_beside_a_larger_layer,
+    check_memory_of_gathers,
     check_bytes_on_the_wire,
     check_training,
     check_compiled,
