@@ -117,7 +117,7 @@ class Least:
 
     A layer whose input is quantized anyway, for a larger one, pays for its gradient alone: it gains where
     M·(N·K - quantizing·N) exceeds `launches_beside`. Measured on an H100 (`benchmarks/LOG.md`): all with 1.4e10 or more
-    gain, and of those with 7.2e9 to 7.9e9 half do.
+    gain, and of those with 7.2e9 to 7.9e9 about half do.
 
     Attributes:
         weight: the smallest measured N·K / (N + K) with a gain; `prepare_` leaves smaller weights alone.
