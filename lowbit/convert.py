@@ -285,7 +285,7 @@ def find_targets(
     walk = _Walk(model, patterns, filter_fn, trains=kind is TrainingScheme)
     for prefix, module in model.named_modules():
         walk.visit(prefix, module)
-    walk.add_small_after_larger()
+    walk.settle_small()
     targets, report = list(walk.targets.values()), walk.report
     for target in targets:
         _check_target(target)
@@ -359,9 +359,9 @@ class _Walk:
         """id of a parameter → the first name that a pattern matched, and its scheme or None."""
         self.left_by_rule = False
         """Whether a training scheme left a weight alone."""
-        self.small: list[Target] = []
-        """Weights of linear layers that a training scheme left alone, with this scheme."""
-        self.modules = dict(model.named_modules())
+        self.small: set[int] = set()
+        """The ids of `targets` that are linear layers' weights, and that their training scheme leaves alone."""
+        self.model = model
 
     def visit(self, prefix: str, module: nn.Module) -> None:
         selected = self.filter_fn(module, prefix) or hasattr(module, "converted_as")
@@ -377,22 +377,23 @@ class _Walk:
                 owners = tuple(self.owners[id(param)])
                 self.targets.setdefault(id(param), Target(param, choice, owners))
 
-    def add_small_after_larger(self) -> None:
-        """Convert weights that are too small alone, but whose layer follows a larger one, as key and value follow the
+    def settle_small(self) -> None:
+        """Of weights that are too small alone, keep those whose layer follows a larger one, as key and value follow the
         query."""
-        for small in self.small:
-            for owner in small.owners:
-                larger = self._larger_before(owner, small)
-                beside = larger and small.scheme.after_larger(small.weight.shape, larger)
-                if beside is not None:
-                    self.targets[id(small.weight)] = replace(small, scheme=beside)
-        places = {key: place for place, key in enumerate(self.owners)}
-        self.targets = dict(sorted(self.targets.items(), key=lambda item: places[item[0]]))
+        for key in self.small:
+            small = self.targets[key]
+            shape, scheme = small.weight.shape, small.scheme
+            larger = filter(None, (self._larger_before(owner, small) for owner in small.owners))
+            found = filter(None, (scheme.after_larger(shape, other) for other in larger))
+            if beside := next(found, None):
+                self.targets[key] = replace(small, scheme=beside)
+            else:
+                del self.targets[key]
 
     def _larger_before(self, owner: Owner, small: Target) -> Sequence[int] | None:
         """The shape of a larger weight with the scheme of `small` that probably multiplies the same input. It belongs
         to one of the linear layers with as many inputs that the module of both has right before this one."""
-        parent = self.modules[owner.fqn.rpartition(".")[0].rpartition(".")[0]]
+        parent = self.model.get_submodule(owner.fqn.rpartition(".")[0].rpartition(".")[0])
         if isinstance(parent, nn.Sequential | nn.ModuleList | nn.ModuleDict):
             return None
         found: Sequence[int] | None = None
@@ -403,7 +404,7 @@ class _Walk:
                 found = None
                 continue
             weight = child._parameters.get("weight")  # the attribute may compute it
-            target = self.targets.get(id(weight))
+            target = None if id(weight) in self.small else self.targets.get(id(weight))
             if weight is not None and target is not None and target.scheme == small.scheme:
                 found = tuple(weight.shape)
         return None
@@ -433,7 +434,8 @@ class _Walk:
         if obstacle is not None and self.trains:
             self.left_by_rule = True
             if uses == {"linear"}:
-                self.small.append(Target(param, scheme, tuple(self.owners[id(param)])))
+                self.small.add(id(param))
+                self.targets[id(param)] = Target(param, scheme, tuple(self.owners[id(param)]))
         return scheme if obstacle is None else obstacle
 
     def _is_selected(self, owner: Owner, prefix: str, pattern: str | None, selected: bool) -> bool:

@@ -216,36 +216,25 @@ def _packed(
     Filled buffers come first, and share their memory with no other. The others, larger ones first, get the lowest
     offset that is free while they are `used`.
     """
+    sizes = {i: -(-buffer.nbytes // PART) * PART for i, buffer in buffers.items()}
+    filled = [i for i, buffer in buffers.items() if buffer.fill is not None]
+    others = sorted(buffers.keys() - set(filled), key=lambda i: (-sizes[i], i))
     offsets: dict[int, int] = {}
-    size = 0
-    for i, buffer in buffers.items():
-        if buffer.fill is not None:
-            offsets[i] = size
-            size += _parts(buffer)
-    filled = size
-    placed: list[int] = []
-    left = [i for i in buffers if i not in offsets]
-    for i in sorted(left, key=lambda i: -buffers[i].nbytes):
+    for i in (*filled, *others):
         first, last = used[i]
         taken = sorted(
-            (offsets[j], offsets[j] + _parts(buffers[j]))
-            for j in placed
-            if used[j][0] <= last and first <= used[j][1]
+            (at, at + sizes[j])
+            for j, at in offsets.items()
+            if j in filled or (used[j][0] <= last and first <= used[j][1])
         )
-        at = filled
+        lowest = 0
         for start, end in taken:
-            if at + _parts(buffers[i]) <= start:
+            if lowest + sizes[i] <= start:
                 break
-            at = max(at, end)
-        offsets[i] = at
-        placed.append(i)
-        size = max(size, at + _parts(buffers[i]))
-    return offsets, size, filled
-
-
-def _parts(buffer: Buffer) -> int:
-    """The bytes that a buffer takes up in an allocation."""
-    return -(-buffer.nbytes // PART) * PART
+            lowest = max(lowest, end)
+        offsets[i] = lowest
+    size = max((at + sizes[i] for i, at in offsets.items()), default=0)
+    return offsets, size, sum(sizes[i] for i in filled)
 
 
 def _moved(

@@ -172,7 +172,7 @@ def planned(
 ) -> Planned | None:
     """The plan for operands of these layouts; None where the parts have to copy one of them, read the gradient only
     once, split a sum that may overflow, or number more rows than `MOST_ROWS`."""
-    if not _as_they_are(grad, weight, weight_scale, x, x_scale, format, stochastic):
+    if not _as_they_are(grad, (weight, weight_scale), (x, x_scale), format, stochastic):
         return None
     (m, n), device = grad.shape, grad.device
     shapes = (
@@ -221,17 +221,16 @@ def planned(
 
 def _as_they_are(
     grad: Layout,
-    weight: Layout | None,
-    weight_scale: Layout | None,
-    x: Layout | None,
-    x_scale: Layout | None,
+    weight: tuple[Layout | None, Layout | None],
+    x: tuple[Layout | None, Layout | None],
     format: str,
     stochastic: bool,
 ) -> bool:
     """Whether the parts take these operands without a copy, and count and sum up their rows in 32 bits."""
     m, n = grad.shape
-    others = None if weight_scale is None else weight, weight_scale, x, x_scale
-    rows = [one for one in (grad, None if weight_scale else weight) if one is not None]
+    in_high_precision = weight[0] if weight[1] is None else None
+    others = *(() if in_high_precision else weight), *x
+    rows = [one for one in (grad, in_high_precision) if one is not None]
     too_long = (stochastic and m > MOST_ROWS) or (
         format == "int8" and max(m, n) > scaled_mm.MOST_TERMS
     )
