@@ -1,6 +1,6 @@
 """Forward and backward of one linear layer: low-bit products, quantization included, beside bf16 and torchao.
 
-Each is compiled by torch.compile. The small shapes give the costs in `lowbit.train_scheme.Least`, which decide which
+Each is compiled by torch.compile. The small shapes give the costs in `lowbit.least_sizes.Least`, which decide which
 layers stay plain.
 """
 

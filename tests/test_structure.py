@@ -27,6 +27,7 @@ MATHS = {
     "codebook",
     "granularity",
     "learned_scales",
+    "least_sizes",
     "lookup_table",
     "observer",
     "packing",
