@@ -17,8 +17,8 @@ error). Each step keeps a result only in the blocks whose error it lowers:
    from the weighted linear regression of x on c. The new scale gives new codes, and so on (Lloyd, IEEE Trans. Inf.
    Theory 28, 1982).
 
-Blocks of equal values, such as zeros, and blocks with NaN or infinities keep the min-max choice. The search takes
-`CHUNK_ELEMENTS` at a time. Beside the input it needs a few MB on a CPU.
+Blocks of zeros, and blocks with NaN or infinities, keep the min-max choice. The search takes `CHUNK_ELEMENTS` at a
+time. Beside the input it needs a few MB on a CPU.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class _Blocks:
             self.heaviest = torch.cat(heaviest, 1).amax(1, keepdim=True).float()
         self.whole = list(self._loaded()) if len(self.pieces) == 1 else None
         self.error = self._error(self.best)
-        self.error[self.least == self.most] = -1  # blocks of equal values keep what they have
+        self.error[(self.least == 0) & (self.most == 0)] = -1  # no scale is better for zeros
 
     def _parts(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """x and importance [B, n] of each part; flattening may copy, so no two parts are held at once."""
