@@ -7,8 +7,8 @@ is float32 and rounds half to even. The order of operations is always the one ab
 `x / scale` differ in the last bit and so, at ties, in the code.
 
 `target_dtype` and the range define the number type: any integer range (int4 is `torch.int8` with −8..7), or float8,
-where the cast rounds. NaN gets the code of the zero point; float8 keeps NaN. `choose_qparams_affine` gives a block with
-a NaN a scale of NaN, so the whole dequantized block is NaN.
+where the cast rounds. NaN gets the code of the zero point; float8 and fake quantization keep NaN.
+`choose_qparams_affine` gives a block with a NaN a scale of NaN, so the whole dequantized block is NaN.
 
 A `LookupTable` is a number type like float8: codes are its values, in float32, and the cast takes the nearest one.
 
@@ -471,6 +471,7 @@ def rounded_affine(
     """The values of `fake_quantize_affine`, without gradient, and where codes do not clip.
 
     `clips`: whether codes may clip at all. None stands for "nowhere" where it is False.
+    NaN stays NaN, so that no product hides it.
     """
     low, high = quant_range(quant_dtype, quant_min, quant_max)
     codes = unclamped_codes(input, block_size, scale, zero_point, quant_dtype, low, high)
@@ -479,7 +480,7 @@ def rounded_affine(
     values = dequantize_affine(
         codes, block_size, scale, zero_point, low, high, output_dtype=input.dtype
     )
-    return values, inside
+    return torch.where(input.isnan(), input, values), inside
 
 
 def fake_quantize_affine(
@@ -492,7 +493,8 @@ def fake_quantize_affine(
     quant_max: float | None = None,
     clips: bool = True,
 ) -> Tensor:
-    """`dequantize_affine(quantize_affine(input))`, equal to the last bit, in `input`'s shape and dtype.
+    """`dequantize_affine(quantize_affine(input))`, equal to the last bit, in `input`'s shape and dtype. NaN stays NaN,
+    which integer codes cannot express.
 
     Differentiable in `input` by the straight-through estimator (arXiv 1308.3432): the gradient passes where the
     code, before the clamp, lies within the range, and is zero elsewhere. `scale` and `zero_point` are constants.

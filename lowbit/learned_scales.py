@@ -135,7 +135,8 @@ def learned_fake_quantize(
 ) -> Tensor:
     """ŵ in `weight`'s shape and dtype, differentiable in the weight and in the parameters.
 
-    Equal to the last bit to `spec.dequantize` of `spec.quantize(weight, qparams=qparams(…))`.
+    Equal to the last bit to `spec.dequantize` of `spec.quantize(weight, qparams=qparams(…))`. NaN in an input, whose
+    spec is `static`, stays NaN.
     """
     return _LearnedFakeQuantize.apply(
         weight, scale_parameter, zero_parameter, spec, constant_codes, True
@@ -188,8 +189,9 @@ class _LearnedFakeQuantize(torch.autograd.Function):
 
         def rounded(part: slice) -> Tensor:
             own = scale[part], None if zero_point is None else zero_point[part]
-            codes = spec.quantize(weight[part], qparams=own)
-            return spec.dequantize(*codes, weight[part].shape, weight.dtype)
+            x = weight[part]
+            values = spec.dequantize(*spec.quantize(x, qparams=own), x.shape, x.dtype)
+            return torch.where(x.isnan(), x, values) if spec.static else values
 
         parts = _parts(weight, spec)
         if len(parts) == 1:

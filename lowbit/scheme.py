@@ -563,7 +563,7 @@ class Spec:
         return self._fake_quantize(x, scale, zero_point, self.may_clip(scale_dtype))
 
     def fake_quantize_by(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-        """`fake_quantize` with a scale and zero point that are given, one element a block."""
+        """`fake_quantize` with a scale and zero point that are given, one element a block. NaN stays NaN."""
         return self._fake_quantize(x, scale, zero_point, clips=True)
 
     def _fake_quantize(

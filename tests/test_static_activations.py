@@ -292,6 +292,39 @@ def test_values_far_outside_of_the_range_and_nan(scheme):
     assert layer(0 * x).isfinite().all()
 
 
+@over_schemes
+@pytest.mark.parametrize("prepared", [None, "present", "learned"])
+def test_a_nan_stays_in_its_token(scheme, prepared):
+    """No integer code says NaN, and an output of 0 would hide it. Converted and prepared layers agree."""
+    found = model()
+    with lb.calibrate(found, scheme):
+        found(values(30, 64))
+    if prepared is None:
+        lb.quantize_(found, scheme)
+    else:
+        lb.qat.prepare_(found, scheme, scales=prepared)
+    x = values(2, 3, 64)
+    expected = found(x)
+    x[0, 1, 5] = torch.nan
+    y = found(x)
+    assert y[0, 1].isnan().all()
+    for row in [(0, 0), (0, 2), (1, 0), (1, 1), (1, 2)]:
+        assert torch.equal(y[row], expected[row])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["int8xint8", "float8xfloat8"])
+def test_a_nan_stays_in_its_token_on_a_gpu(name, dtype):
+    found = quantized(SCHEMES[name], n=48, dtype=dtype).cuda()
+    x = values(40, 64, dtype=dtype).cuda()
+    expected = found(x)
+    x[7, 5] = torch.nan
+    y = found(x)
+    assert y[7].isnan().all() and not y[8:].isnan().any()
+    torch.testing.assert_close(y[8:], expected[8:])
+
+
 @pytest.mark.parametrize("name", IN_INT8)
 def test_int8_products_run_in_int8(name):
     found = quantized(SCHEMES[name])

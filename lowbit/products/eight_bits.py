@@ -127,14 +127,24 @@ def has_static_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
     return n % 16 == 0 and torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
+def scale_of_rows(x: Tensor, scale: Tensor, codes: Tensor) -> Tensor:
+    """The static scale [1, 1] of x [M, K] for a product of integer codes: [M, 1], and NaN for a row that holds a NaN,
+    which these codes cannot express. float8 codes keep NaN, and their scale stays [1, 1]."""
+    if codes.dtype.is_floating_point:
+        return scale
+    largest = x.detach().amax(1, keepdim=True)  # NaN where one value is
+    return torch.where(largest.isnan(), torch.nan, scale)
+
+
 def static_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """int8 by int8 or float8 by float8 on a GPU, by the kernel of the dynamic schemes. No pass over x finds a scale."""
-    codes, scale, _ = weight.quantized_input(x.reshape(-1, x.shape[-1]))
+    """int8 by int8 or float8 by float8 on a GPU, by the kernel of the dynamic schemes. For int8 a pass over x finds NaN."""
+    rows = x.reshape(-1, x.shape[-1])
+    codes, scale, _ = weight.quantized_input(rows)
     tracer.multiplies_in(_NAMES[codes.dtype])
     y = kernels.scaled_mm.scaled_mm(
         codes,
         weight.codes,
-        scale.view(1),
+        scale_of_rows(rows, scale, codes).view(-1),
         weight.scale.float().flatten(),
         bias=bias,
         out_dtype=x.dtype,
@@ -154,12 +164,13 @@ def can_static_int_mm(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
 
 def int8_static_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """int8 by int8 in torch._int_mm. A zero point z takes z times the sum of a row of the weight from each product."""
-    codes, scale, zero_point = weight.quantized_input(x.reshape(-1, x.shape[-1]))
+    rows = x.reshape(-1, x.shape[-1])
+    codes, scale, zero_point = weight.quantized_input(rows)
     tracer.multiplies_in("int8")
     sums = kernels.scaled_mm.int8_sums(codes, weight.codes)
     if zero_point is not None:
         sums = sums - zero_point.int() * weight.codes.sum(1, dtype=torch.int32)
-    y = scaled_sums(sums, scale, weight.scale, bias, x.dtype)
+    y = scaled_sums(sums, scale_of_rows(rows, scale, codes), weight.scale, bias, x.dtype)
     return y.reshape(*x.shape[:-1], y.shape[1])
 
 

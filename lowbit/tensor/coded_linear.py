@@ -29,6 +29,7 @@ from lowbit.affine import computed_again
 from lowbit.packing import pack, unpack
 from lowbit.products.checks import check_linear, refuse_second_derivative, unflattened
 from lowbit.products.codes_product import CodesProduct, Described, codes_product
+from lowbit.products.eight_bits import scale_of_rows
 from lowbit.scheme import Scheme, Spec
 from lowbit.tensor.affine_tensor import representation_of
 from lowbit.tensor.low_bit_linear import Codes, low_bit_gradients, of_last_input, transposed
@@ -173,7 +174,7 @@ def coded_linear(
     else:
         codes, handle, scale = static.coded(flat)
         columns = (transposed(codes, k), scale.view(1)) if turned_as else None
-        found = CodedInput(codes, scale, handle, columns)
+        found = CodedInput(codes, scale_of_rows(flat, scale, codes), handle, columns)
     how = _How(product, weight.scheme.weight, gradients, note, x.dtype, own.handle.dtype)
     kept = (None, None) if found.turned is None else found.turned
     operands = (found.codes, found.scale, own.codes, own.scale, own.source, *kept)

@@ -63,7 +63,8 @@ class RoundsInput(nn.Module):
         return codes, with_gradients_of(x, scale, None, spec), own
 
     def rounded(self: Any, x: Tensor) -> Tensor:
-        """x [..., K] as the product sees it, differentiable in x and in the scale; unchanged while observed."""
+        """x [..., K] as the product sees it, differentiable in x and in the scale; unchanged while observed.
+        NaN stays NaN."""
         observer: Any = self._modules.get(OBSERVER)
         if observer is not None:
             observer.observe(x)
