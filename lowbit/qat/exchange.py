@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from lowbit.convert import Owner, Target, find_owners
 from lowbit.tensor.dtensor import local
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.learned_scales import LearnedScalesTensor, drop_scales, scales_of
+from lowbit.tensor.learned_scales import SCALE, ZERO, LearnedScalesTensor, drop_scales, scales_of
 from lowbit.tensor.sharded_linear import make_plain
 
 
@@ -116,6 +116,13 @@ def in_high_precision(targets: Iterable[Target]) -> list[Held]:
             kind = plain_class(owner) if held is None else held.kind
             made[id(owner.module)] = Held(owner.module, kind, {**own, owner.attribute: plain})
     return list(made.values())
+
+
+def without_scales(held: Held) -> Held:
+    """`held` of a plain weight, without the parameters of its learned scales."""
+    names = [name + end for name in held.parameters for end in (SCALE, ZERO)]
+    scales = {name: None for name in names if name in held.module._parameters}
+    return Held(held.module, held.kind, {**held.parameters, **scales})
 
 
 def plain_class(owner: Owner) -> type[nn.Module]:

@@ -34,6 +34,7 @@ from lowbit.qat.exchange import (
     learned_scales,
     plain_weight,
     prepared_targets,
+    without_scales,
 )
 from lowbit.qat.kinds import prepared_kind
 from lowbit.qat.sensitivity import Sensitivity, SensitivityReport
@@ -65,11 +66,12 @@ def report(
     for each weight and scheme; a few batches are enough, as all runs see the same ones.
 
     Args:
-        model: a plain model, or one that `lowbit.qat.prepare_` prepared, with `scheme=None`.
+        model: a plain model, or one that `lowbit.qat.prepare_` prepared.
         batches: each is a mapping of keyword arguments, a tuple or list of arguments, or one argument of the model; on
             its device. Read once.
         scheme: a `Scheme` or dict of patterns, as `lowbit.quantize_` takes it; or several, the candidates of
-            `SensitivityReport.plan`. None: the schemes, and the learned scales, of the prepared weights.
+            `SensitivityReport.plan`. Weights of a prepared model are rounded as their plain ones, by present scales.
+            None: the schemes, and the learned scales, of the prepared weights.
         filter_fn: that of `lowbit.quantize_`: by default every `nn.Linear`; embeddings, convolutions and experts as it
             chooses.
         loss: a function of model and batch, e.g. `lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])`.
@@ -90,16 +92,19 @@ def report(
     check_module(model)
     if isinstance(loss, str) and loss not in ("kl", "error"):
         raise ValueError(f"loss must be a function, 'kl', 'error' or None, got {loss!r}")
-    targets = _targets(model, scheme, filter_fn)
-    check_dynamic(target for own in targets for target in own)
-    candidates = [[_Rounding(target) for target in own] for own in targets]
-    alone = [rounding for own in candidates for rounding in own]
-    passes = [[rounding.held(watched=True)] for rounding in alone]
-    passes += [[rounding.held(watched=False) for rounding in own] for own in candidates]
+    plain = in_high_precision(prepared_targets(model))
+    if scheme is not None:
+        plain = [without_scales(held) for held in plain]
+    with exchanged(plain if scheme is not None else ()):
+        targets = _targets(model, scheme, filter_fn)
+        check_dynamic(target for own in targets for target in own)
+        candidates = [[_Rounding(target) for target in own] for own in targets]
+        alone = [rounding for own in candidates for rounding in own]
+        passes = [[rounding.held(watched=True)] for rounding in alone]
+        passes += [[rounding.held(watched=False) for rounding in own] for own in candidates]
     known = operator.length_hint(batches) * len(passes) or None
     totals, baseline, count = [0.0] * len(passes), 0.0, 0
     meter = _Meter(model, loss)
-    plain = in_high_precision(targets[0]) if scheme is None else []
     eager = torch.compiler.set_stance("force_eager")
     shown = bar("measuring weights", known, unit="passes", hidden=progress is not None)
     with eval_mode(model), eager, torch.no_grad(), exchanged(plain), shown as advance:

@@ -193,6 +193,24 @@ def test_a_prepared_model_is_measured_by_its_own_schemes(scales) -> None:
         assert changed["second.weight"] == rows_of(found)["second.weight"]
 
 
+@pytest.mark.parametrize("scales", ["present", "learned"])
+@pytest.mark.parametrize(
+    "candidates",
+    [[lb.Int4WeightOnly(16), INT3], lb.Int8DynamicActivationInt8Weight(), {"*": INT3}],
+    ids=["several", "with-activations", "by-pattern"],
+)
+def test_a_prepared_model_is_measured_by_other_schemes(candidates, scales) -> None:
+    plain, model, data = Model().eval(), Model().eval(), batches()
+    qat.prepare_(model, lb.Int4WeightOnly(32), every, scales=scales)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert qat.report(model, data, candidates, every, loss=loss) == qat.report(
+        plain, data, candidates, every, loss=loss
+    )
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
 def test_measures_without_a_loss() -> None:
     class Output(dict):
         __getattr__ = dict.get
@@ -219,7 +237,7 @@ def test_measures_without_a_loss() -> None:
     assert error.measure == "error" and error.baseline == 0
     model = Model().eval()
     rounded = copy.deepcopy(model)
-    lb.quantize_(rounded, {"first": INT2})
+    lb.quantize_(rounded, {"first": INT2}, scales="minmax")
     with torch.no_grad():
         y, q = model(data[0]), rounded(data[0])
     expected = ((y - q).square().sum() / y.square().sum()).item()
