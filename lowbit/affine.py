@@ -33,6 +33,7 @@ observers, to which this module is bit-exact except for exact ties, NaN, and the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -242,8 +243,8 @@ def choose_qparams_affine(
         block_size: the tile that shares parameters, one entry a dimension; each divides that dimension.
         target_dtype: int8, uint8, int16, int32, or float8 or a `LookupTable` (symmetric only).
         quant_min, quant_max: the range of codes; None: all that `target_dtype` holds.
-        eps: the smallest scale allowed. Scales are never below the smallest number of `scale_dtype` whose reciprocal is
-            finite, so all-zero blocks are safe.
+        eps: the smallest scale allowed, finite and not negative. Scales are never below the smallest number of
+            `scale_dtype` whose reciprocal is finite, so all-zero blocks are safe.
         scale_dtype: dtype of the scale. The zero point is computed from the scale after rounding to it.
         zero_point_dtype: default int32, or `scale_dtype` for "float_zero_point" and "half_integer". It must hold every
             zero point that the mapping may choose: an integer dtype for codes, a floating one for these two.
@@ -256,13 +257,78 @@ def choose_qparams_affine(
 
     Raises:
         ValueError: unknown mapping, integer or complex input, a block that does not tile, a bad range, a
-            `zero_point_dtype` that cannot hold the zero point.
+            `zero_point_dtype` that cannot hold the zero point; a bad `eps`, a `min_val` above its `max_val`, a scale of
+            finite values that is beyond the largest number of `scale_dtype` (not checked in compiled code).
     """
+    if eps is not None and not 0 <= eps < math.inf:
+        raise ValueError(
+            f"eps must be finite and not negative, got {eps}; None takes the smallest scale"
+        )
+    checks = not (input.is_meta or torch.compiler.is_compiling())
+    if checks and min_val is not None and max_val is not None:
+        _check_order(min_val, max_val)
+    scale, zero_point = chosen_qparams(
+        input,
+        mapping,
+        block_size,
+        target_dtype,
+        quant_min,
+        quant_max,
+        eps=eps or 0.0,
+        scale_dtype=scale_dtype,
+        zero_point_dtype=zero_point_dtype,
+        min_val=min_val,
+        max_val=max_val,
+    )
+    if checks and bool(scale.isinf().any()):
+        _check_reach(scale, *_min_max(input, block_size, min_val, max_val))
+    if not keepdim:
+        kept = [n for n, b in zip(scale.shape, block_size, strict=True) if b == 1 or n > 1]
+        scale = scale.reshape(kept)
+        zero_point = None if zero_point is None else zero_point.reshape(kept)
+    return scale, zero_point
+
+
+def _check_order(min_val: Tensor, max_val: Tensor) -> None:
+    if bool((crossed := (min_val > max_val).flatten()).any()):
+        first = int(crossed.nonzero()[0])
+        ends = min_val.flatten()[first].item(), max_val.flatten()[first].item()
+        raise ValueError(
+            f"min_val {ends[0]} of block {first} is above its max_val {ends[1]}; give the smaller one as min_val"
+        )
+
+
+def _check_reach(scale: Tensor, min_neg: Tensor, max_pos: Tensor) -> None:
+    """Raise ValueError for an infinite scale of a block whose ends are finite."""
+    finite = min_neg.isfinite() & max_pos.isfinite()
+    if bool((beyond := scale.isinf() & finite).any()):
+        raise ValueError(
+            f"{int(beyond.sum())} of {scale.numel()} scales are beyond {torch.finfo(scale.dtype).max:g}, the largest "
+            f"number of scale_dtype={scale.dtype}: a block reaches from {min_neg[beyond][0].item():g} to "
+            f"{max_pos[beyond][0].item():g}; take torch.bfloat16 or torch.float32"
+        )
+
+
+def chosen_qparams(
+    input: Tensor,
+    mapping: Mapping,
+    block_size: Sequence[int],
+    target_dtype: CodeType,
+    quant_min: float | None = None,
+    quant_max: float | None = None,
+    *,
+    eps: float = 0.0,
+    scale_dtype: torch.dtype = torch.float32,
+    zero_point_dtype: torch.dtype | None = None,
+    min_val: Tensor | None = None,
+    max_val: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`choose_qparams_affine` with `keepdim`, without the checks for which the host waits for a GPU."""
     low, high, mid = check_choice(
         input, mapping, target_dtype, quant_min, quant_max, zero_point_dtype
     )
     has_values = is_value(target_dtype)
-    least = max(smallest_scale(scale_dtype), eps or 0.0)
+    least = max(smallest_scale(scale_dtype), eps)
     min_neg, max_pos = _min_max(input, block_size, min_val, max_val)
 
     zero_point: Tensor | None
@@ -284,10 +350,6 @@ def choose_qparams_affine(
         else:
             zero_point = _multiply_add(scale, mid - low, min_neg)
             zero_point = round_to_dtype(zero_point, zero_point_dtype or scale_dtype)
-    if not keepdim:
-        kept = [n for n, b in zip(scale.shape, block_size, strict=True) if b == 1 or n > 1]
-        scale = scale.reshape(kept)
-        zero_point = None if zero_point is None else zero_point.reshape(kept)
     return scale, zero_point
 
 
@@ -384,8 +446,9 @@ def quantize_affine(
 ) -> Tensor:
     """Codes of `input`: same shape, dtype `output_dtype` (float32 values of a table), within quant_min..quant_max.
 
-    Values beyond the range, infinities too, take the code at the nearest end. NaN takes the code of the zero point (the
-    middle code, if the zero point is a value); in float8 it stays NaN.
+    Values beyond the range, infinities too, take the code at the nearest end. No integer code stands for NaN: it takes
+    the code of the zero point (the middle code, if the zero point is a value). `fake_quantize_affine` keeps it, and
+    `choose_qparams_affine` gives its block a scale of NaN. In float8 it stays NaN.
 
     Args:
         input: real floating tensor of any shape.

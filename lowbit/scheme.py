@@ -23,7 +23,7 @@ from lowbit.affine import (
     VALUE_ZERO_POINT,
     Mapping,
     absmax_of_blocks,
-    choose_qparams_affine,
+    chosen_qparams,
     dequantize_affine,
     fake_quantize_affine,
     quantize_affine,
@@ -99,6 +99,9 @@ class Float8:
 
 Format = Int | Float8 | LookupTable
 Scales = Literal["float", "e8m0", "e4m3", "double"]
+MOST_PADDING = 256
+"""The most elements that a whole number of blocks may have, as a multiple of the tensor's own: a layer of one input
+takes groups of up to 256."""
 SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 """What `Spec.scale_dtype` takes, by the name in files and on the command line."""
 
@@ -245,6 +248,16 @@ class Spec:
         block = self.granularity.block_size(shape)
         return tuple(-(-size // b) * b for size, b in zip(shape, block, strict=True))
 
+    def check_padding(self, shape: Sequence[int]) -> None:
+        """Raise ValueError where blocks are so much larger than a tensor of this shape that it would be padding."""
+        padded, size = self.padded_shape(shape), math.prod(shape)
+        if size and math.prod(padded) > MOST_PADDING * size:
+            raise ValueError(
+                f"{self.granularity} pads {'x'.join(map(str, shape))} to {'x'.join(map(str, padded))}, more than "
+                f"{MOST_PADDING} times its elements; take a block of up to {shape[-1]} inputs, or PerRow() "
+                "(group_size=None)"
+            )
+
     def blocks(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Blocks along each dimension: the shape of scale and zero point."""
         block = self.block_size(shape)
@@ -276,8 +289,8 @@ class Spec:
             )
         if self.scales is not None:
             return self.scales.decode(self.choose_scales(x)), None
-        scale, zero_point = choose_qparams_affine(
-            *self._affine_arguments(x), **self._qparam_dtypes(scale_dtype), keepdim=True
+        scale, zero_point = chosen_qparams(
+            *self._affine_arguments(x), **self._qparam_dtypes(scale_dtype)
         )
         return self._as_stored(scale, zero_point)
 
@@ -643,7 +656,9 @@ class Scheme:
 
     def check(self, weight: Tensor) -> None:
         """Raise ValueError for a weight that this scheme cannot take."""
-        self.weight.padded_shape(weight.shape)
+        self.weight.check_padding(weight.shape)
+        if self.activation is not None and weight.ndim > 1:
+            self.activation.check_padding((1, weight.shape[-1]))
 
     def describe(self, shape: Sequence[int]) -> str:
         """A report's note on a weight that was converted."""

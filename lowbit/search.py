@@ -37,7 +37,7 @@ from lowbit.affine import (
     Mapping,
     block_counts,
     check_choice,
-    choose_qparams_affine,
+    chosen_qparams,
     half_step,
     round_to_dtype,
     round_to_grid,
@@ -106,7 +106,7 @@ class _Format:
     def min_max(self, x: Tensor, block_size: Sequence[int], *ends: Tensor) -> QParams:
         """The choice of `choose_qparams_affine`, for x or for the smallest and largest value of each block."""
         low, high = ends or (None, None)
-        found = choose_qparams_affine(
+        found = chosen_qparams(
             x,
             self.mapping,
             block_size,
@@ -115,16 +115,15 @@ class _Format:
             self.high,
             scale_dtype=self.scale_dtype,
             zero_point_dtype=self.zero_point_dtype,
-            keepdim=True,
             min_val=low,
             max_val=high,
         )
         return QParams(*found)
 
     def stored(self, scale: Tensor) -> Tensor:
-        """A float32 scale as it is stored: not too small to divide by."""
-        least = torch.copysign(scale.abs().clamp(min=smallest_scale(self.scale_dtype)), scale)
-        return round_to_dtype(least, self.scale_dtype)
+        """A float32 scale as it is stored: not too small to divide by, and not infinite."""
+        ends = smallest_scale(self.scale_dtype), torch.finfo(self.scale_dtype).max
+        return round_to_dtype(torch.copysign(scale.abs().clamp(*ends), scale), self.scale_dtype)
 
     def of_scale(self, scale: Tensor, like: QParams) -> QParams:
         """The parameters with this float32 scale; a zero point that the scale does not decide is that of `like`."""
@@ -190,6 +189,8 @@ class _Blocks:
         self.weights = None if importance is None else importance.split(step, 1)
         least, most_of_all = self._ends(counted=False)
         self.best = fmt.min_max(least, (1, 1), least.clamp(max=0), most_of_all.clamp(min=0))
+        beyond = self.best.scale.isinf() & least.isfinite() & most_of_all.isfinite()
+        self.best.scale[beyond] = torch.finfo(fmt.scale_dtype).max  # float16 holds no larger one
         self.least, self.most = self._ends(counted=True)
         # Errors are relative to these, so that no square overflows or underflows.
         self.unit = self.best.scale.float().reciprocal()

@@ -251,6 +251,18 @@ def test_gradient_keeps_dtype_shape_and_reaches_views(dtype: torch.dtype) -> Non
     )
 
 
+@mappings
+def test_fake_quantization_by_given_scales_keeps_nan(mapping: Mapping) -> None:
+    """No integer code stands for NaN; in training a value of 0 would hide it."""
+    x = torch.randn(4, 16)
+    qparams = choose_qparams_affine(x, mapping, (1, 16), torch.int8, -8, 7)
+    expected = fake_quantize_affine(x, (1, 16), *qparams, torch.int8, -8, 7)
+    x[1, 3] = torch.nan
+    found = fake_quantize_affine(x, (1, 16), *qparams, torch.int8, -8, 7)
+    assert found[1, 3].isnan() and found.isnan().sum() == 1
+    assert torch.equal(found[~x.isnan()], expected[~x.isnan()])
+
+
 def test_compiles_without_a_graph_break() -> None:
     def f(x: Tensor) -> Tensor:
         scale, zero_point = choose_qparams_affine(
@@ -345,6 +357,25 @@ ERRORS: dict[str, tuple[Callable[[], object], str]] = {
     "range beyond the dtype": (
         lambda: quant_range(torch.int8, 0, 255),
         r"torch\.int8's -128\.\.127",
+    ),
+    **{
+        f"eps of {eps}": (
+            lambda eps=eps: choose_qparams_affine(X, "symmetric", (1, 16), torch.int8, eps=eps),
+            f"eps must be finite and not negative, got {eps}",
+        )
+        for eps in (torch.nan, torch.inf, -1e-6)
+    },
+    "smallest value above the largest": (
+        lambda: choose_qparams_affine(
+            X, "asymmetric", (1, 16), torch.int8, min_val=ONE, max_val=0.5 * ONE
+        ),
+        "min_val 1.0 of block 0 is above its max_val 0.5",
+    ),
+    "scales beyond float16": (
+        lambda: choose_qparams_affine(
+            1e9 * ONE.view(4, 1), "symmetric", (1, 1), torch.int8, -8, 7, scale_dtype=torch.float16
+        ),
+        r"4 of 4 scales are beyond 65504.*float16: a block reaches from 0 to 1e\+09; take torch.bf",
     ),
 }
 

@@ -217,6 +217,30 @@ def test_parts_that_do_not_fit() -> None:
 
 
 @FLOWS
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        lb.Int4WeightOnly(10**9),
+        lb.Int8WeightOnly(10**9),
+        lb.IntxWeightOnly(3, 10**9),
+        lb.NF4WeightOnly(10**9),
+        lb.Int8DynamicActivationInt4Weight(10**9),
+        lb.Float8WeightOnly(lb.PerBlock(10**5, 10**5)),
+        lb.Scheme(INT8.weight, lb.Spec(lb.Int(8), lb.PerGroup(10**9))),
+    ],
+    ids=str,
+)
+def test_a_group_far_beyond_the_layer(flow: Flow, scheme: lb.Scheme) -> None:
+    """It would take gigabytes of padding."""
+    net = model()
+    match = r"0\.weight: Per.* pads .* to .*, more than 256 times its elements; take a block of up to 16"
+    check_refused(net, lambda: flow(net, scheme), ValueError, match)
+    if scheme.activation is None:
+        with pytest.raises(ValueError, match="more than 256 times"):
+            lb.AffineTensor.from_float(net[0].weight, scheme)
+
+
+@FLOWS
 @pytest.mark.parametrize("value", ["int4", 4, None, INT4], ids=str)
 def test_a_model_that_is_none(flow: Flow, value: Any) -> None:
     with pytest.raises(TypeError, match=r"model must be an nn\.Module, got "):

@@ -137,7 +137,7 @@ def scale_of_rows(x: Tensor, scale: Tensor, codes: Tensor) -> Tensor:
 
 
 def static_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """int8 by int8 or float8 by float8 on a GPU, by the kernel of the dynamic schemes. For int8 a pass over x finds NaN."""
+    """int8 by int8 or float8 by float8 on a GPU, by the kernel of the dynamic schemes."""
     rows = x.reshape(-1, x.shape[-1])
     codes, scale, _ = weight.quantized_input(rows)
     tracer.multiplies_in(_NAMES[codes.dtype])
