@@ -200,7 +200,7 @@ def rounded(model: Any, method: str, scheme: Any) -> Any:
         model = model.merge_and_unload()
     if method == "lora-keep":
         return rounded_beside_adapters(model, scheme)
-    lowbit.quantize_(model, scheme, is_rounded)
+    lowbit.quantize_(model, scheme, is_rounded, scales="minmax")
     return model
 
 

@@ -501,7 +501,7 @@ def measured_models(run: Run) -> Iterator[tuple[str, str, int | None, Llama]]:
     yield "high", "high precision", None, trained("high")
     for bits in run.config.bits:
         rounded = trained("high")
-        lowbit.quantize_(rounded, scheme(run.config, bits))
+        lowbit.quantize_(rounded, scheme(run.config, bits), scales="minmax")
         yield f"int{bits}-rtn", f"int{bits}, rounded after training", bits, rounded
         converted = trained(f"int{bits}")
         lowbit.qat.convert_(converted)

@@ -210,7 +210,7 @@ def round_variant(run: Run, name: str, results: Results) -> None:
     for rounded, own in RUNS[name].rounded_models(run.config).items():
         if not results.has(run, rounded):
             model = quickstart.high_precision_model(run, RUNS[name].control, RUNS[name].rank)
-            lowbit.quantize_(model, own)
+            lowbit.quantize_(model, own, scales="minmax")
             results.add(run, rounded, measured(run, model, 0.0, run.config.steps))
 
 

@@ -29,7 +29,7 @@ def calibrated(
     data: Path,
     context: int | None,
     limit: int | None,
-    scales: str,
+    scales: str | None,
     device: str,
 ) -> nn.Module:
     """The model of the folder `path`, whole in memory, calibrated on the text `data` and quantized.

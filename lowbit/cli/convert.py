@@ -40,7 +40,10 @@ Layers = Annotated[
     typer.Option(metavar="PATTERN=SCHEME", help="A scheme, or none, for some layers; repeat it."),
 ]
 Scales = Annotated[
-    str, typer.Option(help='"minmax", or "searched" with a smaller error and more time.')
+    str | None,
+    typer.Option(
+        help='"minmax", or "searched" with a smaller error and more time. Default: "searched" for 1 and 2 bits.'
+    ),
 ]
 Lossy = Annotated[
     bool, typer.Option("--lossy", help="Round what the format cannot hold, and state the loss.")
@@ -60,7 +63,7 @@ def quantize(
     group_size: GroupSize = None,
     layers: Layers = None,
     format: Format = "compressed-tensors",
-    scales: Scales = "minmax",
+    scales: Scales = None,
     lossy: Lossy = False,
     overwrite: Overwrite = False,
     max_shard_size: ShardSize = "500MB",

@@ -36,7 +36,7 @@ class Quantizing:
 
     Args:
         scheme: a Scheme, or a dict of patterns to a Scheme or None, as `lowbit.quantize_` takes them.
-        scales: "minmax" or "searched", as there.
+        scales: "minmax", "searched" or None, as there.
         device: where weights are quantized.
         target: the format to write, which says what scales are, and whether stacks of experts are quantized.
 
@@ -48,12 +48,12 @@ class Quantizing:
         self,
         folder: Folder,
         scheme: Scheme | Mapping[str, Scheme | None],
-        scales: str = "minmax",
+        scales: str | None = None,
         device: str | torch.device = "cpu",
         target: Format | None = None,
     ) -> None:
-        if scales not in SCALES:
-            raise FormatError(f"unknown scales {scales!r}; accepted: {', '.join(SCALES)}")
+        if scales is not None and scales not in SCALES:
+            raise FormatError(f"unknown scales {scales!r}; accepted: {', '.join(SCALES)} or None")
         if folder.weights:
             raise FormatError(
                 f"{folder.path} is in low bits already ({folder.format.name if folder.format else ''}); scheme= "
@@ -147,10 +147,9 @@ def _choose(
     return (scheme, "", pattern) if obstacle is None else (None, obstacle, pattern)
 
 
-def quantized(name: str, values: Tensor, scheme: Scheme, scales: str) -> LowbitTensor:
+def quantized(name: str, values: Tensor, scheme: Scheme, scales: str | None) -> LowbitTensor:
     """`values` in the scheme, on their device. Raises FormatError for values that cannot be quantized."""
-    make = AffineTensor.searched if scales == "searched" else AffineTensor.from_float
     try:
-        return make(values, scheme)
+        return AffineTensor.quantized(values, scheme, scales)
     except ValueError as error:
         raise FormatError(f"{name}: {error}") from error

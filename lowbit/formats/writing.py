@@ -40,7 +40,7 @@ def export(
     format: str = "compressed-tensors",
     *,
     scheme: Scheme | Mapping[str, Scheme | None] | None = None,
-    scales: str = "minmax",
+    scales: str | None = None,
     lossy: bool = False,
     overwrite: bool = False,
     max_shard_size: int | str = "500MB",
@@ -69,7 +69,7 @@ def export(
             and the pattern "*" leave embeddings, the output head and routers alone. Another pattern takes those that it
             matches, and a router only where it names it outright, as "*.mlp.gate" does. Scales have the dtype that the
             format stores (`lowbit.formats.grid`).
-        scales: how `scheme` chooses scales, "minmax" or "searched", as in `lowbit.quantize_`.
+        scales: how `scheme` chooses scales, "minmax", "searched" or None, as in `lowbit.quantize_`.
         lossy: round a weight that the format cannot hold to the nearest scheme that it holds, or store it plainly where
             it holds none. The report states the loss of each. False: such a weight is refused.
         overwrite: replace an `out` that is a checkpoint, with all that lies in it. One that holds another checkpoint in
@@ -92,7 +92,7 @@ def export(
     target, out = target_of(format), Path(out)
     if isinstance(target, ProgramFormat):
         given = {"scheme": scheme is not None, "tokenizer": tokenizer is not None}
-        given |= {"scales": scales != "minmax"}
+        given |= {"scales": scales is not None}
         _refuse_options(given, f"{target.name} holds a program of a module")
         return export_program(model, out, target, example_inputs, dynamic_shapes, lossy, overwrite)
     given = {"example_inputs": example_inputs is not None}
@@ -139,7 +139,7 @@ def _source_of(
     out: Path,
     target: Format,
     scheme: Scheme | Mapping[str, Scheme | None] | None,
-    scales: str,
+    scales: str | None,
     tokenizer: Any,
     device: str | torch.device,
 ) -> Source:

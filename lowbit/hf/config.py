@@ -34,7 +34,7 @@ class LowbitConfig(QuantizationConfigMixin):
         scheme: a `Scheme`; a name: "int4", "int8", "float8", "int8_int8", "int8_int4", "float8_float8", "nf4", "mxfp4",
             "nvfp4" or a preset's, also with options, "int4(group_size=32)"; or a dict of patterns to one of these or
             None (leave alone), with the patterns of `lowbit.quantize_`, the first match counts.
-        scales: "minmax" or "searched", as in `lowbit.quantize_`.
+        scales: "minmax", "searched" or None, as in `lowbit.quantize_`.
         experts: whether a bare scheme and patterns take the stacked weights of experts.
         options: those of the preset that `scheme` names.
 
@@ -48,11 +48,13 @@ class LowbitConfig(QuantizationConfigMixin):
     """
 
     def __init__(
-        self, scheme: Given, *, scales: Scales = "minmax", experts: bool = True, **options: Any
+        self, scheme: Given, *, scales: Scales | None = None, experts: bool = True, **options: Any
     ) -> None:
         self.quant_method = METHOD
-        if scales not in get_args(Scales):
-            raise ValueError(f"unknown scales {scales!r}; accepted: {', '.join(get_args(Scales))}")
+        if scales is not None and scales not in get_args(Scales):
+            raise ValueError(
+                f"unknown scales {scales!r}; accepted: {', '.join(get_args(Scales))} or None"
+            )
         self.scales, self.experts = scales, experts
         self.scheme = _schemes(scheme, options)
         self.stored: dict[str, Any] | None = None

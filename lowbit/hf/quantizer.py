@@ -151,11 +151,10 @@ class LowbitQuantizer(HfQuantizer):
     def quantized(self, name: str, value: Tensor, scales: str | None = None) -> LowbitTensor:
         """`value` in the scheme that was chosen for the weight of this name; `scales` defaults to the config's."""
         assert self._plan is not None
-        searched = (scales or self.quantization_config.scales) == "searched"
-        make = AffineTensor.searched if searched else AffineTensor.from_float
+        scheme, scales = self._plan.schemes[name], scales or self.quantization_config.scales
         if name in self._plan.transposed:
-            return make(value.mT.contiguous(), self._plan.schemes[name])._transposed()
-        return make(value, self._plan.schemes[name])
+            return AffineTensor.quantized(value.mT.contiguous(), scheme, scales)._transposed()
+        return AffineTensor.quantized(value, scheme, scales)
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)

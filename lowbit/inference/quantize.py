@@ -28,7 +28,7 @@ def quantize_(
     model: nn.Module,
     scheme: Schemes,
     filter_fn: Filter | None = None,
-    scales: Scales = "minmax",
+    scales: Scales | None = None,
 ) -> Report:
     """Quantize the weights of `model` in place, and report what was converted and what was left alone.
 
@@ -53,7 +53,8 @@ def quantize_(
             or the filter names it.
         scales: how the scale (and zero point) of each block is chosen. "minmax": from its smallest and largest value.
             "searched": with the smallest squared error, which `lowbit.search` finds; it takes about 15 times as long,
-            and the model is stored and runs the same.
+            and the model is stored and runs the same. None: "searched" for integers of 1 and 2 bits, "minmax" for all
+            else.
 
     The report lists all parameters of two or more dimensions with their share of the model's bytes, and the share
     of all parameters that is now in low bits.
@@ -67,8 +68,10 @@ def quantize_(
             pattern that chooses nothing; an integer, complex, NaN or infinite weight; a static activation that
             `lowbit.calibrate` has not seen with this scheme. The model is then as it was.
     """
-    if scales not in get_args(Scales):
-        raise ValueError(f"unknown scales {scales!r}; accepted: {', '.join(get_args(Scales))}")
+    if scales is not None and scales not in get_args(Scales):
+        raise ValueError(
+            f"unknown scales {scales!r}; accepted: {', '.join(get_args(Scales))} or None"
+        )
     targets, report = find_targets(model, scheme, filter_fn)
     for target in targets:
         _check_calibrated(target)
@@ -105,10 +108,9 @@ def _check_calibrated(target: Target) -> None:
     check_input(owner.module, owner.fqn)
 
 
-def _quantized(target: Target, scales: Scales) -> Tensor:
+def _quantized(target: Target, scales: Scales | None) -> Tensor:
     spec = target.scheme.activation
     is_static = spec is not None and spec.static
     of_input = input_qparams(rounding_owners(target)[0].module, spec) if is_static else None
     kind = ConvTensor if is_conv(target) else AffineTensor
-    make = kind.searched if scales == "searched" else kind.from_float
-    return make(target.weight, target.scheme, input_qparams=of_input)
+    return kind.quantized(target.weight, target.scheme, scales, of_input)

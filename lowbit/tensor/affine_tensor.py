@@ -48,6 +48,9 @@ from lowbit.tensor.trainable import GROUPED, MATMULS
 from lowbit.traced import specs_name
 
 torch.serialization.add_safe_globals([Int, Float8, LookupTable, Spec, Scheme])
+SEARCHED_BITS = 2
+"""The most bits of an integer format whose scales are searched by default. With so few codes min-max loses most: random
+weights in 1 bit and groups of 32 had a relative error of 0.96, and 0.49 after a search."""
 _LINEAR = F.linear  # a name of this module: an attribute lookup takes time at each product
 _BEFORE_MERGING = "call lowbit.dequantize_(model) before merging into it"
 
@@ -150,6 +153,7 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
             (scheme.weight, scheme.activation) if isinstance(scheme, Scheme) else (scheme, None)
         )
         check_weight(weight)
+        spec.check_padding(weight.shape)
         if qparams is not None:
             spec.check_qparams(weight.shape, *qparams)
         kind = representation_of(spec)
@@ -177,6 +181,26 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
         scale_dtype = representation_of(spec).scale_dtype(spec, weight.dtype)
         qparams = spec.search_qparams(weight.detach(), scale_dtype, importance)
         return cls.from_float(weight, scheme, qparams, input_qparams)
+
+    @classmethod
+    def quantized(
+        cls,
+        weight: Tensor,
+        scheme: Scheme | Spec,
+        scales: str | None = None,
+        input_qparams: tuple[Tensor, Tensor | None] | None = None,
+    ) -> AffineTensor:
+        """`from_float` where `scales` is "minmax", `searched` where it is "searched".
+
+        None takes the search for integers of up to `SEARCHED_BITS` bits, and "minmax" for all else. Raises ValueError
+        as both do.
+        """
+        spec = scheme.weight if isinstance(scheme, Scheme) else scheme
+        if scales is None:
+            few = isinstance(spec.format, Int) and spec.format.bits <= SEARCHED_BITS
+            scales = "searched" if few else "minmax"
+        make = cls.searched if scales == "searched" else cls.from_float
+        return make(weight, scheme, input_qparams=input_qparams)
 
     @classmethod
     def _encode_as(
@@ -441,9 +465,11 @@ def _zero_point_dtype(spec: Spec) -> torch.dtype:
 
 
 def _check_reach(spec: Spec, tensors: Mapping[str, Tensor | None]) -> None:
-    """Raise ValueError where new scales, or smallest values beside them, are too large for a `scale_dtype` of
-    float16."""
-    if spec.scale_dtype is not torch.float16 or torch.compiler.is_compiling():
+    """Raise ValueError where new scales, or smallest values beside them, are too large for float16: the `scale_dtype`,
+    or the dtype of the weight."""
+    scale = tensors.get("scale")
+    own = spec.scale_dtype or (None if scale is None else scale.dtype)
+    if own is not torch.float16 or torch.compiler.is_compiling():
         return
     kinds = {
         "scale": "scales",
@@ -453,8 +479,8 @@ def _check_reach(spec: Spec, tensors: Mapping[str, Tensor | None]) -> None:
         t = tensors[name]
         if t is not None and not t.is_meta and (bad := count_nonfinite(t)):
             raise ValueError(
-                f"{bad} of {t.numel()} {what} are beyond 65504, the largest of scale_dtype=torch.float16; take "
-                "torch.bfloat16 or torch.float32"
+                f"{bad} of {t.numel()} {what} are beyond 65504, the largest of torch.float16; take torch.bfloat16 or "
+                "torch.float32 as scale_dtype"
             )
 
 

@@ -68,6 +68,18 @@ class ConvTensor(AffineTensor):
         return cls.of_matrix(made, weight.shape)
 
     @classmethod
+    def quantized(
+        cls,
+        weight: Tensor,
+        scheme: Scheme | Spec,
+        scales: str | None = None,
+        input_qparams: tuple[Tensor, Tensor | None] | None = None,
+    ) -> ConvTensor:
+        """`AffineTensor.quantized` of the matrix."""
+        made = AffineTensor.quantized(_matrix(weight), scheme, scales, input_qparams)
+        return cls.of_matrix(made, weight.shape)
+
+    @classmethod
     def of_matrix(cls, matrix: AffineTensor, shape: Sequence[int]) -> Self:
         """The weight of this shape over the memory of a quantized matrix [N, K], an AffineTensor or Float8Tensor."""
         return cls.from_inner(matrix.inner_tensors(), matrix.meta(), shape, matrix.dtype)

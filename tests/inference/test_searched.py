@@ -45,12 +45,36 @@ def test_unknown_scales_are_refused() -> None:
     assert type(model.weight) is nn.Parameter
 
 
-def test_minmax_is_the_default() -> None:
-    plain = nn.Linear(96, 40)
-    model = copy.deepcopy(plain)
-    lb.quantize_(model, lb.Int4WeightOnly(32))
-    expected = lb.AffineTensor.from_float(plain.weight, lb.Int4WeightOnly(32))
-    assert torch.equal(model.weight.scale, expected.scale)
+@over(FREE_SCALES)
+def test_the_default_searches_at_one_and_two_bits(scheme: lb.Scheme) -> None:
+    fmt = scheme.weight.format
+    scales = "searched" if isinstance(fmt, lb.Int) and fmt.bits <= 2 else "minmax"
+    conv = [] if isinstance(fmt, lb.LookupTable) else [nn.Conv2d(24, 40, 2)]
+    for plain in (nn.Linear(96, 40), *conv):
+        models = [copy.deepcopy(plain) for _ in range(2)]
+        for model, given in zip(models, (None, scales), strict=True):
+            lb.quantize_(model, scheme, lambda module, name: True, scales=given)
+        found, expected = (model.weight.inner_tensors() for model in models)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+
+
+def test_one_bit_loses_half_by_default() -> None:
+    model = nn.Linear(512, 64, bias=False)
+    nn.init.normal_(model.weight)
+    plain = model.weight.detach().clone()
+    lb.quantize_(model, lb.Int1WeightOnly())
+    assert error(model.weight, plain) < 0.6**2 * error(0 * model.weight, plain)
+
+
+def test_qat_at_few_bits_converts_what_it_trained() -> None:
+    for scheme in (lb.Int1WeightOnly(), lb.Int2WeightOnly(), lb.IntxWeightOnly(2, 32)):
+        model, x = nn.Sequential(nn.Linear(96, 40)), torch.randn(5, 96)
+        lb.qat.prepare_(model, scheme)
+        trained = model(x)
+        lb.qat.convert_(model)
+        assert torch.equal(model(x), trained)
 
 
 def test_an_importance_moves_the_error_to_other_channels() -> None:
