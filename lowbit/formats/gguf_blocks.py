@@ -1,19 +1,26 @@
 """The blocks of GGUF: rows of bytes to weights, and weights to rows of bytes.
 
-| type | bits | elements, bytes | value of an element                          | written |
-|------|-----:|-----------------|----------------------------------------------|---------|
-| Q4_0 | 4    | 32, 18          | d · (q − 8)                                  | yes     |
-| Q4_1 | 4    | 32, 20          | d · q + m                                    | yes     |
-| Q8_0 | 8    | 32, 34          | d · q                                        | yes     |
-| Q2_K | 2    | 256, 84         | d · s · q − dmin · m for groups of 16        | no      |
-| Q3_K | 3    | 256, 110        | d · s · (q − 4) for groups of 16             | no      |
-| Q4_K | 4    | 256, 144        | d · s · q − dmin · m for groups of 32        | no      |
-| Q5_K | 5    | 256, 176        | d · s · q − dmin · m for groups of 32        | no      |
-| Q6_K | 6    | 256, 210        | d · s · (q − 32) for groups of 16            | no      |
+| type   | bits | elements, bytes | value of an element                          | written |
+|--------|-----:|-----------------|----------------------------------------------|---------|
+| Q4_0   | 4    | 32, 18          | d · (q − 8)                                  | yes     |
+| Q4_1   | 4    | 32, 20          | d · q + m                                    | yes     |
+| Q5_0   | 5    | 32, 22          | d · (q − 16)                                 | no      |
+| Q5_1   | 5    | 32, 24          | d · q + m                                    | no      |
+| Q8_0   | 8    | 32, 34          | d · q                                        | yes     |
+| Q2_K   | 2    | 256, 84         | d · s · q − dmin · m for groups of 16        | no      |
+| Q3_K   | 3    | 256, 110        | d · s · (q − 4) for groups of 16             | no      |
+| Q4_K   | 4    | 256, 144        | d · s · q − dmin · m for groups of 32        | no      |
+| Q5_K   | 5    | 256, 176        | d · s · q − dmin · m for groups of 32        | no      |
+| Q6_K   | 6    | 256, 210        | d · s · (q − 32) for groups of 16            | no      |
+| IQ4_NL | 4    | 32, 18          | d · IQ4[q]                                   | no      |
+| IQ4_XS | 4    | 256, 136        | d · (s − 32) · IQ4[q] for groups of 32       | no      |
 
 d, m and dmin are float16; s and m of K-quants are small integers. A minimum becomes a zero point that is a value, in
 float32: x̂ = (q − 2^(b−1)) · scale + zero_point. Where float32 cannot hold that zero point exactly, the weight is given
-in high precision.
+in high precision. `IQ4` is a table of 16 values, so that weights of the last two types are a `TableTensor`.
+
+Files of one name mix types: a "Q4_K_M" also has Q6_K. Rows that are not a multiple of 256 have a type with blocks of
+32 in place of the K-quant: Q4_0 of Q2_K and Q3_K, Q5_0 of Q4_K, Q5_1 of Q5_K, Q8_0 of Q6_K, IQ4_NL of IQ4_XS.
 """
 
 from __future__ import annotations
@@ -27,14 +34,21 @@ from torch import Tensor
 from lowbit.formats.base import FormatError
 from lowbit.formats.integers import Layout, exact_scales, from_integers, integers_of, layout_of
 from lowbit.granularity import PerGroup
+from lowbit.lookup_table import LookupTable
 from lowbit.packing import pack
 from lowbit.scheme import Int, Spec
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.table_tensor import TableTensor
 
 Block = tuple[Tensor, Tensor, Tensor | None]
 """Of blocks [N, B, bytes]: unsigned codes [N, B, elements], scales [N, B, groups], and minimums that are added, or None
-where 2^(bits − 1) is subtracted from each code."""
+where 2^(bits − 1) is subtracted from each code, or a table has its value."""
+
+IQ4 = LookupTable(
+    (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+)
+"""The values of IQ4_NL and IQ4_XS: dense around zero, as weights are."""
 
 SMALL = 32
 """Elements of a block that lowbit writes."""
@@ -108,16 +122,27 @@ def decode(kind: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if kind not in TYPES:
         raise FormatError(f"its type is {kind}; lowbit reads {', '.join(TYPES)} and plain ones")
-    bits, size, read = TYPES[kind]
+    format, size, read = TYPES[kind]
     if rows.ndim != 2 or rows.shape[1] % size:
         raise FormatError(f"rows of {tuple(rows.shape)} bytes are no whole {kind} blocks of {size}")
     codes, scale, minimum = read(rows.unflatten(1, (-1, size)))
     q, scale = codes.flatten(1), scale.flatten(1).contiguous()
-    signed = (q.short() - 2 ** (bits - 1)).to(torch.int8)
     group = q.shape[1] // scale.shape[1]
+    if isinstance(format, LookupTable):
+        packed, spec = pack(q, format.bits), Spec(format, PerGroup(group))
+        return TableTensor(packed, {"scale": scale}, spec, q.shape, dtype)
+    bits = format.bits
+    signed = (q.short() - 2 ** (bits - 1)).to(torch.int8)
     if minimum is None:
         return from_integers(Layout(bits, group, False), signed, scale, None, dtype)
-    minimum = minimum.flatten(1)
+    return _added(q, signed, scale, minimum.flatten(1), bits, dtype)
+
+
+def _added(
+    q: Tensor, signed: Tensor, scale: Tensor, minimum: Tensor, bits: int, dtype: torch.dtype
+) -> Tensor:
+    """The weight of unsigned and signed codes [N, K], and of scales and minimums [N, G]."""
+    group = q.shape[1] // scale.shape[1]
     zero = (-minimum.double() / scale.double()).nan_to_num(0, 0, 0).round().clamp(0, 2**bits - 1)
     if torch.equal(-zero * scale.double(), minimum.double()):
         point = (zero - 2 ** (bits - 1)).to(torch.int8)
@@ -153,6 +178,22 @@ def _q4_0(b: Tensor) -> Block:
 
 def _q4_1(b: Tensor) -> Block:
     return torch.cat([b[..., 4:] & 15, b[..., 4:] >> 4], -1), _half(b, 0), _half(b, 2)
+
+
+def _fifth_bit(b: Tensor, at: int) -> Tensor:
+    """[N, B, 32], 0 or 16: bit j of the four bytes at `at` is the highest one of element j."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    return (((b[..., at : at + 4, None] >> shifts) & 1) << 4).flatten(2)
+
+
+def _q5_0(b: Tensor) -> Block:
+    low = torch.cat([b[..., 6:] & 15, b[..., 6:] >> 4], -1)
+    return low | _fifth_bit(b, 2), _half(b, 0), None
+
+
+def _q5_1(b: Tensor) -> Block:
+    low = torch.cat([b[..., 8:] & 15, b[..., 8:] >> 4], -1)
+    return low | _fifth_bit(b, 4), _half(b, 0), _half(b, 2)
 
 
 def _q8_0(b: Tensor) -> Block:
@@ -194,14 +235,28 @@ def _q6_k(b: Tensor) -> Block:
     return q, _half(b, 208) * b[..., 192:208].contiguous().view(torch.int8).float(), None
 
 
-TYPES: dict[str, tuple[int, int, Callable[[Tensor], Block]]] = {
-    "Q4_0": (4, 18, _q4_0),
-    "Q4_1": (4, 20, _q4_1),
-    "Q8_0": (8, 34, _q8_0),
-    "Q2_K": (2, 84, _q2_k),
-    "Q3_K": (3, 110, _q3_k),
-    "Q4_K": (4, 144, _q4_k),
-    "Q5_K": (5, 176, _q5_k),
-    "Q6_K": (6, 210, _q6_k),
+def _iq4_xs(b: Tensor) -> Block:
+    """Scales of 6 bits: low nibbles in four bytes, two high bits of each group in two."""
+    low = torch.stack([b[..., 4:8] & 15, b[..., 4:8] >> 4], -1).flatten(2)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
+    high = ((b[..., 2:4, None] >> shifts) & 3).flatten(2)
+    parts = b[..., 8:].unflatten(-1, (8, 16))
+    q = torch.cat([parts & 15, parts >> 4], -1).flatten(2)
+    return q, _half(b, 0) * ((low | high << 4).float() - 32), None
+
+
+TYPES: dict[str, tuple[Int | LookupTable, int, Callable[[Tensor], Block]]] = {
+    "Q4_0": (Int(4), 18, _q4_0),
+    "Q4_1": (Int(4), 20, _q4_1),
+    "Q5_0": (Int(5), 22, _q5_0),
+    "Q5_1": (Int(5), 24, _q5_1),
+    "Q8_0": (Int(8), 34, _q8_0),
+    "Q2_K": (Int(2), 84, _q2_k),
+    "Q3_K": (Int(3), 110, _q3_k),
+    "Q4_K": (Int(4), 144, _q4_k),
+    "Q5_K": (Int(5), 176, _q5_k),
+    "Q6_K": (Int(6), 210, _q6_k),
+    "IQ4_NL": (IQ4, 18, _q4_0),
+    "IQ4_XS": (IQ4, 136, _iq4_xs),
 }
-"""For each type its bits, the bytes of a block, and what reads it."""
+"""For each type its format, the bytes of a block, and what reads it."""

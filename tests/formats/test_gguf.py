@@ -24,7 +24,7 @@ from lowbit import (
 )
 from lowbit.formats import FormatError, gguf_file, gguf_tokenizer
 from lowbit.formats.gguf_blocks import TYPES, decode, encode
-from lowbit.formats.gguf_llama import halved, interleaved, settings_of
+from lowbit.formats.gguf_llama import halved, in_transformers, interleaved, settings_of
 from lowbit.formats.gguf_rope import factors_of
 from lowbit.formats.gguf_tokenizer import SPACE
 from tests.formats.codec_case import assert_same, weight
@@ -32,7 +32,7 @@ from tests.formats.models import plain_folder
 
 gguf = pytest.importorskip("gguf")
 HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""The bytes of a block where float16 numbers begin; of other types the first two, and the next two for Q4_1."""
+"""The bytes of a block where float16 numbers begin; of other types the first two, and the next two for Q4_1 and Q5_1."""
 HELD = {
     "Q4_0": (Int4WeightOnly(32), IntxWeightOnly(4), Int4WeightOnly(64)),
     "Q8_0": (Int8WeightOnly(), Int8WeightOnly(64)),
@@ -51,12 +51,57 @@ def reference(kind: str, rows: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType[kind]))
 
 
+FILLED = {
+    "Q2_K": {"attn_q": "Q4_0"},
+    "Q4_K_M": {"attn_q": "Q5_0", "attn_v": "Q8_0", "ffn_down": "Q8_0", "token_embd": "Q5_0"},
+    "Q5_K_M": {"attn_q": "Q5_1", "attn_v": "Q8_0", "ffn_down": "Q8_0", "token_embd": "Q5_1"},
+    "IQ4_XS": {"attn_q": "IQ4_NL", "attn_v": "Q5_0", "token_embd": "IQ4_NL"},
+}
+"""The types of a file's tensors whose rows are not a multiple of 256. Those of "attn_q" hold for all that has no own."""
+
+
+def package_rows(kind: str, values: Any) -> Any:
+    """Float32 values [N, K] in a type. The package writes no IQ4_NL: each value takes the nearest of the table."""
+    if kind != "IQ4_NL":
+        return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
+    blocks = torch.from_numpy(values).unflatten(1, (-1, 32))
+    table = torch.tensor(gguf.quants.IQ4_NL.kvalues, dtype=torch.float32)
+    d = (blocks.abs().amax(-1, keepdim=True) / 113).half()
+    codes = (blocks / d.float()).unsqueeze(-1).sub(table).abs().argmin(-1).to(torch.uint8)
+    packed = codes[..., :16] | codes[..., 16:] << 4
+    return torch.cat([d.view(torch.uint8), packed], -1).flatten(1).numpy()
+
+
+def in_other_types(path: Path, out: Path, kinds: dict[str, str]) -> dict[str, torch.Tensor]:
+    """A copy of a file with its matrices in the types of `FILLED`. Returns their values, as the package computes them."""
+    read, values = gguf.GGUFReader(path), {}
+    fields = {n: f.contents() for n, f in read.fields.items()}
+    writer = gguf.GGUFWriter(out, fields["general.architecture"])
+    for name, field in read.fields.items():
+        if not name.startswith(("GGUF.", "general.architecture")):
+            sub = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, fields[name], field.types[0], sub_type=sub)
+    for t in read.tensors:
+        data = gguf.quants.dequantize(t.data, t.tensor_type)
+        raw = None
+        if data.ndim == 2:
+            kind = next((k for part, k in kinds.items() if part in t.name), kinds["attn_q"])
+            data, raw = package_rows(kind, data), gguf.GGMLQuantizationType[kind]
+            values[t.name] = torch.from_numpy(gguf.quants.dequantize(data, raw))
+        writer.add_tensor(t.name, data, raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", TYPES)
 def test_blocks_by_the_package(kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     blocks = torch.randint(0, 256, (8, 3, TYPES[kind][1]), dtype=torch.uint8)
-    for at in HALVES.get(kind, (0, 2) if kind == "Q4_1" else (0,)):
+    for at in HALVES.get(kind, (0, 2) if kind in ("Q4_1", "Q5_1") else (0,)):
         blocks[..., at : at + 2] = (torch.rand(8, 3, 1) * 0.01).half().view(torch.uint8)
     rows = blocks.flatten(1)
     found = decode(kind, rows, dtype)
@@ -214,6 +259,26 @@ def test_whole_files(scheme: Any, count: int, tmp_path: Path) -> None:
     assert torch.equal(other(tokens).logits, model(tokens).logits)
     with pytest.raises(FormatError, match="exists already"):
         lowbit.export(model, out, "gguf", tokenizer=tmp_path / "tokenizer")
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_files_whose_rows_fill_no_block_of_256(name: str, tmp_path: Path) -> None:
+    """As llama.cpp quantizes small models: 576, 896 or 960 channels there, 96 and 160 here."""
+    model = llama(Int8WeightOnly(32), hidden_size=96, intermediate_size=160)
+    words = tokenizer(tmp_path / "tokenizer")
+    lowbit.export(model, tmp_path / "model.gguf", "gguf", tokenizer=words)
+    wanted = in_other_types(tmp_path / "model.gguf", tmp_path / "other.gguf", FILLED[name])
+    found = dict(lowbit.load_pretrained(tmp_path / "other.gguf").named_parameters())
+    for stored, values in wanted.items():
+        own = in_transformers(stored)
+        heads = {"q_proj": 4, "k_proj": 2}.get(own.rpartition(".")[0].rpartition(".")[2], 0)
+        assert isinstance(found[own], LowbitTensor), own
+        assert torch.equal(found[own].dequantize().float(), halved(values, heads).half().float())
+    report = lowbit.export(tmp_path / "other.gguf", tmp_path / "own", "lowbit")
+    again = dict(lowbit.load_pretrained(tmp_path / "own").named_parameters())
+    assert len(report.converted) == len(wanted) == 16
+    for own in report.converted:
+        assert_same(again[own], found[own])
 
 
 def test_what_no_file_is_written_for(tmp_path: Path) -> None:

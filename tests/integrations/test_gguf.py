@@ -12,7 +12,7 @@ import torch
 
 import lowbit
 from lowbit import Int4WeightOnly, Int8WeightOnly, LowbitTensor
-from tests.formats.test_gguf import LLAMA, llama, sentencepiece, tokenizer
+from tests.formats.test_gguf import FILLED, LLAMA, in_other_types, llama, sentencepiece, tokenizer
 
 pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
@@ -102,17 +102,39 @@ def test_by_llama_cpp(kind: str, tmp_path: Path) -> None:
     model, prompt = of_kind(kind), [*range(5, 45)]
     words = tokenizer(tmp_path / "tokenizer")
     lowbit.export(model, tmp_path / "model.gguf", "gguf", tokenizer=words)
-    asked = {"prompt": prompt, "n_predict": 1, "n_probs": 5, "temperature": 0.0}
-    found = server(xllamacpp, tmp_path / "model.gguf").handle_completions(asked)
     with torch.no_grad():
         wanted = model(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1)
-    for token in found["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
-        assert abs(token["logprob"] - wanted[token["id"]]) < 0.06
+    assert_by_llama_cpp(xllamacpp, tmp_path / "model.gguf", prompt, wanted)
     own = lowbit.load_pretrained(tmp_path / "model.gguf")
     assert type(own) is type(model) or kind == "mistral"
     with torch.no_grad():
         logits = own(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1)
     assert (logits - wanted).abs().max() < 0.02  # it is in float16
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_types_with_blocks_of_32_by_llama_cpp(name: str, tmp_path: Path) -> None:
+    """Its most likely tokens of a file that lowbit only reads."""
+    xllamacpp = pytest.importorskip("xllamacpp")
+    sizes = {"hidden_size": 96, "intermediate_size": 160, "initializer_range": 0.08}
+    model = llama(Int8WeightOnly(32), **sizes)
+    words, prompt = tokenizer(tmp_path / "tokenizer"), [*range(60, 100)]
+    lowbit.export(model, tmp_path / "model.gguf", "gguf", tokenizer=words)
+    in_other_types(tmp_path / "model.gguf", tmp_path / "other.gguf", FILLED[name])
+    own = lowbit.load_pretrained(tmp_path / "other.gguf")
+    with torch.no_grad():
+        logits = own(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1)
+    assert_by_llama_cpp(xllamacpp, tmp_path / "other.gguf", prompt, logits)
+
+
+def assert_by_llama_cpp(
+    xllamacpp: Any, path: Path, prompt: list[int], wanted: torch.Tensor
+) -> None:
+    """Its most likely tokens are those of `wanted`, the logarithms of probabilities."""
+    asked = {"prompt": prompt, "n_predict": 1, "n_probs": 5, "temperature": 0.0}
+    found = server(xllamacpp, path).handle_completions(asked)
+    for token in found["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
+        assert abs(token["logprob"] - wanted[token["id"]]) < 0.06
 
 
 def server(xllamacpp: Any, path: Path) -> Any:
