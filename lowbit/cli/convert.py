@@ -174,6 +174,7 @@ def _write(
                 "seconds": seconds,
                 "snr_db": report.snr,
                 "left": report.left,
+                "notes": report.notes,
             }
         )
         return
@@ -186,6 +187,8 @@ def _write(
         names = ", ".join(list(report.left)[:_WORST])
         more = f" and {len(report.left) - _WORST} more" if len(report.left) > _WORST else ""
         typer.echo(f"in high precision: {names}{more}")
+    for note in report.notes:
+        typer.echo(note)
     if worst:
         rows = [(name, decibel(snr)) for name, snr in worst]
         print_table("Lowest signal-to-noise ratios", ("weight", "SNR"), rows)

@@ -175,6 +175,10 @@ class Format(ABC):
         The weights may be meta tensors. Raises FormatError for weights that one config cannot describe together.
         """
 
+    def notes(self, weights: Mapping[str, LowbitTensor]) -> list[str]:
+        """What a user has to know about the readers of these weights, which may be on meta, for the report."""
+        return []
+
     @abstractmethod
     def nearest(self, weight: LowbitTensor) -> Scheme | None:
         """The scheme with the smallest loss, among those that the format holds, for a weight that it cannot hold as it

@@ -11,8 +11,10 @@ the two of `lowbit.formats.compressed_tensors_fp4`.
 
 `weight_scale` is [N, G] for groups, [N, 1] for rows ("channel"), [1] for a whole tensor, and a scale for each block of
 float8. `weight_packed` is lowbit's bit stream (`lowbit.packing`), each row padded to whole words of 32 bits; zero
-points are packed the same way along N. Codes are stored with 2^(b−1) added. A static scale of the inputs is
-`input_scale` [1].
+points are packed the same way along N, and one of a whole tensor is int8 [1]. Codes are stored with 2^(b−1) added.
+Folders of compressed-tensors before 0.18.0 pack 3, 5, 6 and 7 bits in other words
+(`lowbit.formats.compressed_tensors_words`). Both are read, and what is written states the release that reads it.
+A static scale of the inputs is `input_scale` [1].
 
 "half_integer" weights of b bits, whose zero points are half a scale, are stored as b + 1 bits with the same values:
 (c + ½)·s = (2c + 1)·(s/2).
@@ -23,7 +25,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +35,7 @@ from torch import Tensor
 from lowbit.affine import Mapping as QuantizationMapping
 from lowbit.formats import compressed_tensors_fp4 as fp4
 from lowbit.formats.base import Format, FormatError, Parts, layer_of
+from lowbit.formats.compressed_tensors_words import DENSE_SINCE, crosses_words, in_dense_words
 from lowbit.formats.integers import (
     bytes_of,
     codes_of,
@@ -100,6 +103,7 @@ class CompressedTensors(Format):
             if isinstance(spec.format, Float8):
                 made = _floats(parts, spec, own_dtype, activation, of_input)
             else:
+                parts = in_dense_words(parts, spec.format.bits, config.get("version"))
                 made = _integers(parts, spec, own_dtype, activation, of_input)
         except FormatError:
             raise
@@ -130,7 +134,7 @@ class CompressedTensors(Format):
         if isinstance(weight, TableTensor):
             return fp4.parts_of(weight)
         rows, columns = weight.shape
-        bits = settings["weights"]["num_bits"]
+        bits, is_one = settings["weights"]["num_bits"], settings["weights"]["strategy"] == "tensor"
         found: Parts = {}
         if settings["format"] == FLOATS:
             found["weight"], scale = weight.codes[:rows, :columns].contiguous(), weight.scale
@@ -143,10 +147,11 @@ class CompressedTensors(Format):
             else:
                 found["weight_packed"] = words_of(pack(unsigned(codes, bits), bits))
                 found["weight_shape"] = torch.tensor([rows, columns])
-                if zero_point is not None:
+                if zero_point is not None and is_one:
+                    found["weight_zero_point"] = zero_point.flatten()
+                elif zero_point is not None:
                     stream = pack(unsigned(zero_point, bits).T.contiguous(), bits)
                     found["weight_zero_point"] = words_of(stream).T.contiguous()
-        is_one = settings["weights"]["strategy"] == "tensor"
         found["weight_scale"] = scale.flatten() if is_one else scale
         return found
 
@@ -158,8 +163,10 @@ class CompressedTensors(Format):
             groups.setdefault(key, (settings, []))[1].append(layer_of(name))
         formats = {settings["format"] for settings, _ in groups.values()}
         is_one = len(groups) == 1
+        least = {"version": DENSE_SINCE} if self._dense_bits(weights.values()) else {}
         return {
             "quant_method": self.name,
+            **least,
             "quantization_status": "compressed",
             "format": formats.pop() if len(formats) == 1 else MIXED,
             "config_groups": {
@@ -172,6 +179,20 @@ class CompressedTensors(Format):
             },
             "ignore": sorted(plain),
         }
+
+    def notes(self, weights: Mapping[str, LowbitTensor]) -> list[str]:
+        if not (bits := self._dense_bits(weights.values())):
+            return []
+        return [
+            f"codes of {' and '.join(map(str, bits))} bits: compressed-tensors >= {DENSE_SINCE} reads them, and earlier "
+            "releases read other values or none"
+        ]
+
+    def _dense_bits(self, weights: Iterable[LowbitTensor]) -> list[int]:
+        """The numbers of bits whose words changed in `DENSE_SINCE`."""
+        settings = [_settings(weight) for weight in weights]
+        bits = {own["weights"]["num_bits"] for own in settings if own["format"] == PACKED}
+        return sorted(filter(crosses_words, bits))
 
     def nearest(self, weight: LowbitTensor) -> Scheme | None:
         """Rows of the same number of bits, with zero points where the weight has any; float8 stays float8."""

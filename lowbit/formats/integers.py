@@ -173,7 +173,8 @@ def bytes_of(words: Tensor, size: int, bits: int) -> Tensor:
             f"{size} codes of {bits} bits take {-(-size * bits // 32)} words of int32, got {words.dtype} "
             f"{tuple(words.shape)}"
         )
-    stream = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
+    stream = words.reshape(-1).contiguous().view(torch.uint8)
+    stream = stream.view(*words.shape[:-1], 4 * words.shape[-1])
     return stream[..., : packed_size(size, bits)].contiguous()
 
 

@@ -23,11 +23,16 @@ class ExportReport(Report):
         snr: for each weight whose values were rounded on the way, the signal-to-noise ratio in dB.
         format: the name of the format.
         path: the folder or file.
+        notes: what is left out of it, and which readers take it, a line each.
     """
 
     snr: dict[str, float] = field(default_factory=dict)
     format: str = ""
     path: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return "\n".join([super().__str__(), *(f"  ! {note}" for note in self.notes)])
 
     def enter(self, item: Item, size: int) -> None:
         """Count an item that takes `size` bytes."""

@@ -122,6 +122,7 @@ def export(
         plain |= source.linears() - {layer_of(name) for name in weights}
         if weights:
             plain |= {"lm_head"} - {layer_of(name) for name in weights}
+        report.notes += target.notes(weights)
         config = {**source.config, "quantization_config": target.config(weights, plain)}
         write_json(folder / "config.json", config)
         source.copy_files(folder)

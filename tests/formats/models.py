@@ -35,6 +35,7 @@ SCHEMES: dict[str, Scheme] = {
     "int8 g64": Int8WeightOnly(64),
     "int8 asymmetric": IntxWeightOnly(8, 32, "asymmetric"),
     "int8 tensor": Scheme(Spec(Int(8), PerTensor())),
+    "int4 asymmetric tensor": Scheme(Spec(Int(4), PerTensor(), "asymmetric")),
     **{f"int{b} asymmetric": IntxWeightOnly(b, 64, "asymmetric") for b in (1, 2, 3, 5, 6, 7)},
     **{f"int{b} symmetric": IntxWeightOnly(b, None, "symmetric") for b in (2, 3, 5, 6, 7)},
     "int2 half-integer": Int2WeightOnly(),
