@@ -62,7 +62,8 @@ def inspect(
     if picture is not None:
         _draw(weights, folder.path.name, picture)
     if json:
-        print_json({"path": str(model), "format": _format_of(folder), **summary(weights)})
+        about = {"path": str(model), "format": _format_of(folder), "left_out": [*folder.left_out]}
+        print_json({**about, **summary(weights)})
         return
     _print(folder, weights)
 
@@ -139,6 +140,8 @@ def _print(folder: Folder | GgufFile, weights: list[Weight]) -> None:
         f"{folder.path}: {kind}, {found['parameters']:,} parameters in {size(found['nbytes'])}; "
         f"{low} of the bytes are in low bits"
     )
+    for note in folder.left_out:
+        typer.echo(note)
     rows = [
         (
             scheme,

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lowbit.formats.layer_names import is_listed
 from lowbit.granularity import PerBlock
 from lowbit.lookup_table import LookupTable
 from lowbit.scheme import Float8, Scheme
@@ -152,6 +153,15 @@ class Format(ABC):
 
         Raises FormatError for parts that are missing or misshapen, and for settings that lowbit cannot represent.
         """
+
+    def skips(self, config: Mapping[str, Any], layer: str) -> bool:
+        """Whether the "quantization_config" says that the linear `layer` is stored plainly.
+
+        Tensors decide how a weight is read. This tells a folder whose layers were all skipped from one with the
+        config.json of another.
+        """
+        keys = ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
+        return any(is_listed(layer, config.get(key) or ()) for key in keys)
 
     def settings(self, config: Mapping[str, Any], metadata: Mapping[str, str]) -> Mapping[str, Any]:
         """What the other methods get as the config: the "quantization_config", with what a format takes from the text

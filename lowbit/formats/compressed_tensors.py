@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -45,6 +44,7 @@ from lowbit.formats.integers import (
     whole_groups,
     words_of,
 )
+from lowbit.formats.layer_names import begins_with, is_embedding, is_listed
 from lowbit.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.lookup_table import E2M1, LookupTable
 from lowbit.packing import pack, unpack
@@ -79,6 +79,12 @@ class CompressedTensors(Format):
         return _PARTS
 
     # ---- reading -------------------------------------------------------------------------------------------------
+
+    def skips(self, config: Mapping[str, Any], layer: str) -> bool:
+        if is_listed(layer, config.get("ignore") or ()):
+            return True
+        group = _group_for(config, layer)
+        return group is None or group.get("weights") is None
 
     def decode(
         self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
@@ -235,7 +241,14 @@ def _check_plain_weights(config: Mapping[str, Any]) -> None:
 
 
 def _group_of(config: Mapping[str, Any], layer: str) -> Mapping[str, Any]:
-    """The settings of a layer. Exact names go before expressions, and both before the class "Linear"."""
+    """The settings of a layer. Raises FormatError where no group has it among its targets."""
+    if (group := _group_for(config, layer)) is None:
+        raise FormatError("no group of quantization_config has it among its targets")
+    return group
+
+
+def _group_for(config: Mapping[str, Any], layer: str) -> Mapping[str, Any] | None:
+    """The first group of a layer. Exact names go before expressions, and both before the class of its module."""
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(g, Mapping) for g in groups.values()):
         raise FormatError(f"config_groups is {groups!r:.60}; accepted: a dict of groups by name")
@@ -244,12 +257,10 @@ def _group_of(config: Mapping[str, Any], layer: str) -> Mapping[str, Any]:
         if layer in own:
             return group
     for own, group in targets:
-        if any(target[:3] == "re:" and re.match(target[3:], layer) for target in own):
+        if any(target[:3] == "re:" and begins_with(target[3:], layer) for target in own):
             return group
-    for own, group in targets:
-        if "Linear" in own:
-            return group
-    raise FormatError("no group of quantization_config has it among its targets")
+    kinds = ("Embedding", "Linear") if is_embedding(layer) else ("Linear",)
+    return next((group for kind in kinds for own, group in targets if kind in own), None)
 
 
 _GRANULARITIES: dict[str, Callable[[Mapping[str, Any]], Granularity]] = {

@@ -103,7 +103,7 @@ class Published:
     """
 
     def __init__(self, source: Source, names: Names) -> None:
-        self.config, self.nbytes = source.config, source.nbytes
+        self.config, self.nbytes, self.left_out = source.config, source.nbytes, source.left_out
         self._source, self._names = source, names
 
     def items(self) -> Iterator[Item]:
@@ -164,7 +164,7 @@ class Gathered:
     """
 
     def __init__(self, source: Source, stored: Collection[str], names: Names) -> None:
-        self.config, self.nbytes = source.config, source.nbytes
+        self.config, self.nbytes, self.left_out = source.config, source.nbytes, source.left_out
         self._source, self._names = source, names
         self._sizes = Counter(names.in_memory(name)[0] for name in stored)
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowbit.formats.base import Format, FormatError, damage_of
-from lowbit.formats.layer_names import is_embedding
+from lowbit.formats.base import Format, FormatError, damage_of, layer_of, weight_of
+from lowbit.formats.layer_names import is_cache_scale, is_embedding, why_left_alone
 from lowbit.formats.registry import FORMATS, by_config
 from lowbit.formats.sources import Holder, Item
 
@@ -28,6 +28,8 @@ MOST_MAPPED = 2**27
 """Bytes of tensors that are read by one handle of a file."""
 _HIGH_PRECISION = ("F64", "F32", "F16", "BF16")
 """As headers of safetensors name them."""
+_NO_CODES = (*_HIGH_PRECISION, "I64", "U64", "BOOL", "C64")
+"""Dtypes in which no format stores codes, and models store indices and masks."""
 WEIGHT_SUFFIXES = {
     *(".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt"),
 }
@@ -79,6 +81,7 @@ class Folder:
         format: the format of the low-bit weights, or None.
         weights: the low-bit weights: for each one the stored name of each part.
         plain: names of the plain tensors.
+        cache_scales: names of the scales of a KV cache, which lowbit leaves out: it keeps keys and values as they are.
         dtype: the dtype that config.json names for the weights, or None.
         nbytes: bytes of all shards.
 
@@ -112,7 +115,10 @@ class Folder:
                 self.settings = self.format.settings(self.settings, self._metadata)
                 self.weights = self.format.find(self._shards.keys(), self.settings)
         parts = {name for own in self.weights.values() for name in own.values()}
-        self.plain = [name for name in self._shards if name not in parts]
+        plain = [name for name in self._shards if name not in parts]
+        is_foreign = self.format is not None and self.format.name != "lowbit"
+        self.cache_scales = [name for name in plain if is_foreign and is_cache_scale(name)]
+        self.plain = [name for name in plain if name not in {*self.cache_scales}]
         self._check_claims()
 
     # ---- what lies in it -----------------------------------------------------------------------------------------
@@ -172,13 +178,23 @@ class Folder:
         return open_shard(self.path / file)
 
     def _check_claims(self) -> None:
-        """Refuse a folder that holds other weights than its config.json says."""
-        if self.format is not None and not self.weights:
+        """Refuse a folder that holds other weights than its config.json says.
+
+        One without a low-bit weight is that of a plain model where its config.json says so: every layer was skipped,
+        or only the cache is in low bits.
+        """
+        if self.format is not None:
             mark = self.format.suffixes(self.settings or {})[0]
-            raise FormatError(
-                f"{self.path}: config.json says {self.format.name}, and no tensor is a {mark}; it claims "
-                "another format than it has"
-            )
+            codes = [name for name in self.plain if self._is_undescribed(name)]
+            if not self.weights and (lost := codes or self._promised()):
+                raise FormatError(
+                    f"{self.path}: config.json says {self.format.name}, and no tensor is a {mark}; it claims another "
+                    f"format than it has, such as for {lost[0]}"
+                )
+            if lost := [name for name in codes if name.endswith(".weight")]:
+                raise FormatError(
+                    f"{self.path}: {lost[0]} holds codes, and has no {mark} of {self.format.name} beside it"
+                )
         if self.format is None:
             own = [n for n in self.plain if n.endswith(".codes")]
             if own and own[0].removesuffix("codes") + "scale" in self._shards:
@@ -203,6 +219,25 @@ class Folder:
                         "quantization_config: copy config.json from where the shards come from"
                     )
 
+    def _promised(self) -> list[str]:
+        """Plain weights of linears that config.json does not say to be plain."""
+        assert self.format is not None and self.settings is not None
+        linears = [
+            layer_of(name)
+            for name in self.plain
+            if name.endswith(".weight") and len(self.plain_shape(name)) == 2
+        ]
+        return [
+            weight_of(layer)
+            for layer in linears
+            if why_left_alone(layer, None) is None and not self.format.skips(self.settings, layer)
+        ]
+
+    def _is_undescribed(self, name: str) -> bool:
+        """Whether a plain tensor has the shape and dtype of codes."""
+        header = self._handle(self._shards[name]).get_slice(name)
+        return str(header.get_dtype()) not in _NO_CODES and len(header.get_shape()) > 1
+
     def _is_of_codes(self, name: str) -> bool:
         header = self._handle(self._shards[name]).get_slice(name)
         return str(header.get_dtype()) not in _HIGH_PRECISION
@@ -212,6 +247,21 @@ class Folder:
     def names(self) -> list[str]:
         """Names of all tensors, a low-bit one as one."""
         return [*self.weights, *self.plain]
+
+    @property
+    def left_out(self) -> list[str]:
+        """See `lowbit.formats.sources.Source`."""
+        if not self.cache_scales:
+            return []
+        return [
+            f"{len(self.cache_scales)} scales of a KV cache, such as {self.cache_scales[0]}, are left out: lowbit keeps "
+            "keys and values in the dtype of the model"
+        ]
+
+    def keep(self, wanted: Collection[str]) -> None:
+        """Take tensors that are named as scales of a cache as plain ones, where a model has them: `wanted`."""
+        self.plain += [name for name in self.cache_scales if name in wanted]
+        self.cache_scales = [name for name in self.cache_scales if name not in wanted]
 
     def _handle(self, file: str) -> Any:
         if self._opened[0] != file or self._mapped > MOST_MAPPED:

@@ -134,6 +134,8 @@ class GgufFile:
     Raises FormatError: no such file, a damaged one, another architecture, types that lowbit does not read.
     """
 
+    left_out = ()
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not self.path.is_file():

@@ -46,6 +46,7 @@ from lowbit.formats.integers import (
     with_scales_of,
     words_of,
 )
+from lowbit.formats.layer_names import begins_with
 from lowbit.packing import pack, unpack
 from lowbit.scheme import Int, Scheme, Spec
 from lowbit.tensor.affine_tensor import AffineTensor
@@ -71,6 +72,15 @@ class Gptq(Format):
         return "qweight", "qzeros", "scales", "g_idx"
 
     # ---- reading -------------------------------------------------------------------------------------------------
+
+    def skips(self, config: Mapping[str, Any], layer: str) -> bool:
+        dynamic = config.get("dynamic")
+        without = [p[2:] for p in dynamic if p[:2] == "-:"] if isinstance(dynamic, Mapping) else []
+        inside = config.get("modules_in_block_to_quantize")
+        names = [name for some in inside or () for name in ([some] if isinstance(some, str) else some)]
+        if inside is not None and not any(layer.endswith(name) for name in names):
+            return True
+        return any(begins_with(p, layer) for p in without) or super().skips(config, layer)
 
     def decode(
         self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
@@ -211,7 +221,7 @@ def _settings_of(config: Mapping[str, Any], layer: str) -> Mapping[str, Any]:
     """The settings of a layer: those of the first expression of "dynamic" that its name begins with, over all."""
     dynamic = config.get("dynamic")
     for pattern, changes in (dynamic if isinstance(dynamic, Mapping) else {}).items():
-        if re.match(pattern.removeprefix("+:"), layer) and isinstance(changes, Mapping):
+        if begins_with(pattern.removeprefix("+:"), layer) and isinstance(changes, Mapping):
             return {**config, **changes}
     return config
 

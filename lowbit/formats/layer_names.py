@@ -7,17 +7,31 @@ such as "*.mlp.gate", takes it. "model.layers.*" does not mean the router, whose
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
 from lowbit.convert import matches
 
 _EMBEDDINGS = {"wte", "wpe", "shared", "word_embeddings", "position_embeddings"}
 _HEADS = {"lm_head", "embed_out", "output", "score", "classifier"}
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
+_CACHED = {f"{which}_{part}" for which in "qkv" for part in ("scale", "zero_point", "global_scale")}
+_CACHED |= {"kv_scale", "prob_scale"}
 
 
 def is_embedding(layer: str) -> bool:
     """Whether a module of this name is an embedding, by the names that published models give them."""
     last = layer.rpartition(".")[2]
     return ("embed" in last and last != "embed_out") or last in _EMBEDDINGS
+
+
+def is_cache_scale(name: str) -> bool:
+    """Whether a tensor is a scale of the keys and values that a cache holds, or of the queries beside them, as
+    llm-compressor, AutoFP8 and ModelOpt name them: `….self_attn.k_scale`, `….k_proj.k_scale`."""
+    layer, _, last = name.rpartition(".")
+    module = layer.rpartition(".")[2]
+    return last in _CACHED and ("attn" in module or "attention" in module or module[1:] == "_proj")
 
 
 def is_head(layer: str) -> bool:
@@ -28,6 +42,22 @@ def is_head(layer: str) -> bool:
 def is_router(layer: str) -> bool:
     """Whether it chooses experts."""
     return layer.rpartition(".")[2] in _ROUTERS
+
+
+def begins_with(expression: str, layer: str) -> bool:
+    """Whether a regular expression of a folder's config.json matches the beginning of a name."""
+    return re.match(expression, layer) is not None
+
+
+def is_listed(layer: str, entries: Iterable[str]) -> bool:
+    """Whether a list of modules that stay plain has this one: by "re:" and an expression, by a pattern with "*", or by a
+    part of its name, as programs read such lists."""
+    return any(
+        begins_with(entry[3:], layer)
+        if entry.startswith("re:")
+        else entry in layer or fnmatchcase(layer, f"{entry}*")
+        for entry in entries
+    )
 
 
 def names_outright(pattern: str, layer: str) -> bool:

@@ -36,6 +36,7 @@ class Model:
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any = None) -> None:
+        self.left_out = ()
         self.model = getattr(model, "_orig_mod", model)
         self.tokenizer = tokenizer
         is_folder = isinstance(tokenizer, str | PathLike) and Path(tokenizer).is_dir()

@@ -64,6 +64,7 @@ class Quantizing:
                 f"a {kind} stores its weights transposed: load the model, call lowbit.quantize_ and export that"
             )
         self.config, self.nbytes = folder.config, folder.nbytes
+        self.left_out = folder.left_out
         self._folder, self._scales, self._device = folder, scales, torch.device(device)
         patterns = scheme if isinstance(scheme, Mapping) else {"*": scheme}
         _check_schemes(patterns)

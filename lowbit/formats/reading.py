@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,9 @@ def _fill(model: nn.Module, folder: Folder | Joined | GgufFile, device: torch.de
     """Replace the parameters and buffers of `model` by the tensors of the folder."""
     owners = _places(model)
     if isinstance(folder, Folder):
+        folder.keep(owners)
+        for note in folder.left_out:
+            warnings.warn(f"{folder.path}: {note}", stacklevel=3)
         folder = joined(folder, owners.keys())
     _check_names(model, folder, owners)
     for name, t in _tensors(folder, device):

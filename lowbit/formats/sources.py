@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -44,6 +44,11 @@ class Source(Protocol):
     """config.json without "quantization_config"."""
     nbytes: int
     """Bytes that all items take, for the progress bar."""
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        """What the checkpoint holds and the items do not, a line each for the report."""
+        ...
 
     def items(self) -> Iterator[Item]:
         """The tensors, each read when its turn comes."""

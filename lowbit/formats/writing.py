@@ -104,7 +104,7 @@ def export(
         source = published(source)
     elif target.holds_stacks and isinstance(source, Folder | Quantizing):
         source = gathered(source, source.names())
-    report = ExportReport(format=target.name, path=str(out))
+    report = ExportReport(format=target.name, path=str(out), notes=[*source.left_out])
     if isinstance(target, Gguf):
         if isinstance(source, GgufFile):
             raise FormatError(f"{source.path} is a GGUF file already; copy it")

@@ -168,6 +168,12 @@ def test_targets_are_matched_as_the_package_does() -> None:
         assert_same(CT.decode(parts, {**config, "config_groups": groups}, NAME, w.dtype), w)
     with pytest.raises(FormatError, match="among its targets"):
         CT.decode(parts, {**config, "config_groups": {}}, NAME, w.dtype)
+    groups = {
+        "all": {**other, "targets": ["Linear"]},
+        "own": {**group, "targets": ["Embedding"]},
+    }
+    name = "model.embed_tokens.weight"
+    assert_same(CT.decode(parts, {**config, "config_groups": groups}, name, w.dtype), w)
 
 
 CHANGED = {

@@ -23,9 +23,10 @@ from lowbit import (
     NVFP4WeightOnly,
     PerBlock,
     formats,
+    quantize_,
 )
 from lowbit.formats import FormatError
-from tests.formats.models import build, low_bit, plain_folder
+from tests.formats.models import TOKENS, build, low_bit, plain_folder
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -273,6 +274,78 @@ def test_a_folder_that_claims_another_format(
     with pytest.raises(FormatError) as caught:
         lowbit.load_pretrained(folder, build())
     assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+
+
+SKIPPED = {
+    "compressed-tensors": {"config_groups": {}, "ignore": ["re:.*"]},
+    "fp8": {"weight_block_size": [128, 128], "modules_to_not_convert": ["up_proj", "down_proj"]},
+    "gptq": {"bits": 4, "group_size": 64, "dynamic": {"-:.*": {}}},
+    "awq": {"bits": 4, "group_size": 64, "modules_to_not_convert": ["up_proj", "down_proj"]},
+    "bitsandbytes": {"load_in_8bit": True, "llm_int8_skip_modules": ["up_proj", "down_proj"]},
+    "mxfp4": {"modules_to_not_convert": ["up_proj", "down_proj"]},
+}
+CACHE = {
+    "compressed-tensors": ("self_attn.k_scale", "self_attn.v_scale", "self_attn.k_zero_point"),
+    "fp8": ("self_attn.kv_scale", "self_attn.k_proj.k_scale"),
+}
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_a_folder_whose_layers_were_all_skipped_is_plain(name: str, tmp_path: Path) -> None:
+    """With the scales of a cache in some of them, which are left out and named."""
+    model, settings = build(), {"quant_method": name, **SKIPPED[name]}
+    scales = {f"layers.0.{own}": torch.ones(1) for own in CACHE.get(name, ("self_attn.k_scale",))}
+    tensors = {**model.state_dict(), **scales}
+    folder = plain_folder(tmp_path / "model", tensors, quantization_config=settings)
+    with pytest.warns(UserWarning, match=f"{len(scales)} scales of a KV cache, such as layers.0"):
+        found = lowbit.load_pretrained(folder, build(1))
+    assert torch.equal(found(TOKENS), model(TOKENS))
+    report = lowbit.export(folder, tmp_path / "out", "lowbit", scheme=Int8WeightOnly())
+    assert report.converted == ["down_proj.weight", "up_proj.weight"] and len(report.notes) == 1
+    assert not lowbit.export(tmp_path / "out", tmp_path / "again", "lowbit").notes
+
+
+PROMISED = {
+    "compressed-tensors": {"config_groups": {"g": {"targets": ["Linear"], "weights": {}}}},
+    "fp8": {"weight_block_size": [128, 128]},
+    "gptq": {"bits": 4, "group_size": 64, "dynamic": {"-:down": {}}},
+    "awq": {"bits": 4, "group_size": 64, "modules_to_not_convert": ["down_proj"]},
+    "bitsandbytes": {"load_in_8bit": True},
+    "mxfp4": {},
+}
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_plain_layers_that_config_json_says_to_be_in_low_bits(name: str, tmp_path: Path) -> None:
+    settings = {"quant_method": name, **PROMISED[name]}
+    folder = plain_folder(tmp_path / "model", build(), quantization_config=settings)
+    with pytest.raises(FormatError, match=r"another format than it has, such as for \w+_proj.weight"):
+        lowbit.load_pretrained(folder, build())
+
+
+def test_a_model_may_have_parameters_that_are_named_as_scales_of_a_cache(tmp_path: Path) -> None:
+    model = build()
+    model.self_attn = torch.nn.Module()
+    model.self_attn.k_scale = torch.nn.Parameter(torch.full((3,), 2.0))
+    quantize_(model, {"*_proj": Int4WeightOnly(64), "*": None})
+    lowbit.export(model, tmp_path / "out")
+    model.self_attn.k_scale = torch.nn.Parameter(torch.zeros(3))
+    found = lowbit.load_pretrained(tmp_path / "out", copy.deepcopy(model))
+    assert found.self_attn.k_scale.tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_codes_without_scales_are_no_values(dtype: torch.dtype, written: Path, tmp_path: Path) -> None:
+    """A weight of int8 or float8 with no scale beside it, among weights in low bits."""
+    folder = tmp_path / "model"
+    shutil.copytree(written / "compressed-tensors", folder)
+    extra = {"lm_head.weight": torch.ones(50, 128).to(dtype)}
+    for path in folder.glob("*.safetensors"):
+        found = safetensors.load_file(path)
+        if "lm_head.weight" in found:
+            safetensors.save_file({**found, **extra}, path, {"format": "pt"})
+    with pytest.raises(FormatError, match="lm_head.weight holds codes, and has no weight_scale"):
+        lowbit.load_pretrained(folder, build())
 
 
 @pytest.mark.parametrize("name", WRITTEN)

@@ -230,6 +230,49 @@ def test_folders_that_the_package_writes(quantizer: str, tmp_path: Path) -> None
     assert_same_weights(loaded(tmp_path / "out"), found)
 
 
+@pytest.mark.parametrize("quantizer", [None, "W4A16", "FP8_DYNAMIC"])
+def test_folders_with_scales_of_a_cache(quantizer: str | None, tmp_path: Path) -> None:
+    """As llm-compressor writes them for `kv_cache_scheme`; alone, the folder is that of a dense model."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationStatus,
+        apply_quantization_config,
+        preset_name_to_scheme,
+    )
+
+    model = llama()
+    groups = {} if quantizer is None else {"g": preset_name_to_scheme(quantizer, ["Linear"])}
+    cache = QuantizationArgs(num_bits=8, type="float", strategy="tensor", dynamic=False)
+    config = QuantizationConfig(config_groups=groups, kv_cache_scheme=cache, ignore=["lm_head"])
+    apply_quantization_config(model, config)
+    for module in model.modules():
+        for name in ("k_scale", "v_scale"):
+            if hasattr(module, name):
+                getattr(module, name).data.fill_(0.05)
+        if isinstance(module, nn.Linear) and hasattr(module, "quantization_scheme"):
+            _choose_scales(module)
+            module.quantization_status = QuantizationStatus.FROZEN
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(tmp_path / "out")
+    compressor.update_config(tmp_path / "out")
+    with pytest.warns(UserWarning, match="4 scales of a KV cache, such as model.layers.0.self_attn"):
+        found = lowbit.load_pretrained(tmp_path / "out")
+    is_low = isinstance(found.model.layers[0].mlp.up_proj.weight, LowbitTensor)
+    assert is_low == (quantizer is not None)
+    if quantizer is None:
+        assert torch.equal(logits(found), logits(llama()))
+        scheme = Int4WeightOnly(64)
+        report = lowbit.export(tmp_path / "out", tmp_path / "own", "lowbit", scheme=scheme)
+    else:
+        assert_same_weights(loaded(tmp_path / "out"), found)
+        report = lowbit.export(tmp_path / "out", tmp_path / "own", "lowbit")
+    assert len(report.converted) == 14
+    assert report.notes[0].startswith("4 scales of a KV cache") and report.notes[0] in str(report)
+
+
 def _choose_scales(module: Any) -> None:
     from compressed_tensors.quantization.utils import calculate_qparams
 
