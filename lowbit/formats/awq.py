@@ -3,10 +3,13 @@
 | tensor beside `layer.` | shape            | holds                                       |
 |------------------------|------------------|---------------------------------------------|
 | `qweight`              | int32 [K, N/8]   | unsigned codes, along N                     |
-| `qzeros`               | int32 [K/g, N/8] | unsigned zero points, along N               |
-| `scales`               | float16 [K/g, N] |                                             |
+| `qzeros`               | int32 [G, N/8]   | unsigned zero points, along N               |
+| `scales`               | float16 [G, N]   |                                             |
 
     value[n, k] = (q[k, n] − z[k // g, n]) · scales[k // g, n]
+
+G is K / g. Where the group size g does not divide K, the last group has fewer inputs. Such a weight is read, and not
+written, as AutoAWQ and vLLM refuse it.
 
 The nibble i of a word, from the lowest, is output 8j + (0, 2, 4, 6, 1, 3, 5, 7)[i] of word j. A symmetric weight has
 zero points of 8.
@@ -64,7 +67,8 @@ class Awq(Format):
     ) -> LowbitTensor:
         bits = config.get("bits", config.get("w_bit"))
         group = config.get("group_size", config.get("q_group_size", -1))
-        version = str(config.get("version", "gemm")).lower()
+        named = (config.get(key) for key in ("version", "checkpoint_format", "format"))
+        version = str(next(filter(None, named), "gemm")).lower()
         if (bits, version) != (BITS, "gemm") or type(group) is not int or group < -1 or not group:
             raise FormatError(
                 f"bits is {bits!r}, version {version!r} and group_size {group!r}; accepted: 4 bits, 'gemm', and a size "

@@ -2,12 +2,14 @@
 
 | tensor beside `layer.` | shape                  | holds                                                        |
 |------------------------|------------------------|--------------------------------------------------------------|
-| `qweight`              | int32 [K·b/32, N]      | unsigned codes, a little-endian bit stream along K           |
-| `qzeros`               | int32 [G, N·b/32]      | unsigned zero points, the same along N; "gptq": less one     |
+| `qweight`              | int32 [⌈K·b/32⌉, N]    | unsigned codes, a little-endian bit stream along K           |
+| `qzeros`               | int32 [G, ⌈N·b/32⌉]    | unsigned zero points, the same along N; "gptq": less one     |
 | `scales`               | float16 [G, N]         |                                                              |
 | `g_idx`                | int32 [K]              | the group of each input                                      |
 
     value[n, k] = (q[n, k] − z[g_idx[k], n]) · scales[g_idx[k], n]
+
+G is ⌈K/g⌉ for groups of g inputs: the last one may have fewer, as GPTQModel writes them. vLLM refuses such a folder.
 
 "gptq" stores z − 1 with b bits, and loaders add one to all fields of a word at once. A zero point of 0 is stored with
 all bits set and would carry into its neighbour, so "gptq" does not hold it; "gptq_v2" stores z itself.
@@ -100,7 +102,7 @@ class Gptq(Format):
             raise FormatError(
                 f"its qweight {tuple(qweight.shape)} and scales {tuple(scales.shape)} have different outputs"
             )
-        columns = qweight.shape[0] * 32 // bits
+        columns = _inputs(qweight, parts.get("g_idx"), bits)
         codes = unpack(bytes_of(qweight.T.contiguous(), columns, bits), bits, columns)
         zeros = self._zeros(parts["qzeros"], scales.shape[1], bits)
         order = _order(parts.get("g_idx"), columns, columns if group == -1 else group)
@@ -151,7 +153,7 @@ class Gptq(Format):
 
     def _layout(self, weight: LowbitTensor) -> Layout:
         _, weight = _unordered(weight)
-        layout = layout_of(weight, self.name)
+        layout = layout_of(weight, self.name, ragged=True)
         assert isinstance(weight, AffineTensor)
         if layout.bits not in BITS:
             raise FormatError(f"{self.name} holds {BITS} bits, got {layout.bits}")
@@ -183,6 +185,16 @@ class Gptq(Format):
             **_left_out(layers, plain),
         }
 
+    def notes(self, weights: Mapping[str, LowbitTensor]) -> list[str]:
+        sizes = {name: (self._layout(w).group_size, w.shape[1]) for name, w in weights.items()}
+        ragged = [name for name, (group, columns) in sizes.items() if columns % (group or 1)]
+        if not ragged:
+            return []
+        return [
+            f"the last group of {ragged[0]} has fewer inputs than the others: GPTQModel and transformers read such a "
+            "folder, and vLLM refuses it"
+        ]
+
     def nearest(self, weight: LowbitTensor) -> Scheme | None:
         """The same number of bits where it is held, otherwise the next larger one; symmetric for "gptq".
 
@@ -213,8 +225,18 @@ class GptqV2(Gptq):
         return config.get("quant_method") == "gptq" and _version(config) == "gptq_v2"
 
 
+def _inputs(qweight: Tensor, g_idx: Tensor | None, bits: int) -> int:
+    """K: as many as g_idx has, where these codes end in the last word, or else as the words hold."""
+    if g_idx is not None and -(-len(g_idx) * bits // 32) == qweight.shape[0]:
+        return len(g_idx)
+    return int(qweight.shape[0] * 32 // bits)
+
+
 def _version(config: Mapping[str, Any]) -> Any:
-    return config.get("checkpoint_format") or "gptq"
+    """The layout: "format" is what newer releases of GPTQModel call it too."""
+    if config.get("is_marlin_format"):
+        return "marlin"
+    return config.get("checkpoint_format") or config.get("format") or "gptq"
 
 
 def _settings_of(config: Mapping[str, Any], layer: str) -> Mapping[str, Any]:

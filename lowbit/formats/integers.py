@@ -45,8 +45,11 @@ class Layout:
         return 2 ** (self.bits - 1)
 
 
-def layout_of(weight: LowbitTensor, format: str) -> Layout:
-    """The layout of a weight, which may be on meta. Raises FormatError, in the name of `format`, where it has none."""
+def layout_of(weight: LowbitTensor, format: str, ragged: bool = False) -> Layout:
+    """The layout of a weight, which may be on meta. Raises FormatError, in the name of `format`, where it has none.
+
+    ragged: whether the last group of a row may have fewer inputs.
+    """
     if type(weight) is not AffineTensor:
         raise FormatError(f"{format} holds integers, got a {type(weight).__name__}")
     if weight.ndim != 2 or weight.transposed or weight.flat_from is not None:
@@ -61,7 +64,7 @@ def layout_of(weight: LowbitTensor, format: str) -> Layout:
     group = None
     if isinstance(spec.granularity, PerGroup):
         group = spec.granularity.group_size
-        if weight.shape[1] % group:
+        if weight.shape[1] % group and not ragged:
             raise FormatError(
                 f"its {weight.shape[1]} inputs are no multiple of the group size {group}"
             )
@@ -100,7 +103,7 @@ def integers_of(weight: AffineTensor, layout: Layout) -> tuple[Tensor, Tensor, T
     """
     codes, scale, zero_point = codes_of(weight)
     rows, columns = codes.shape
-    groups = 1 if layout.group_size is None else columns // layout.group_size
+    groups = 1 if layout.group_size is None else -(-columns // layout.group_size)
     if zero_point is not None:
         zero_point = zero_point.expand(rows, groups)
     return codes, scale.expand(rows, groups), zero_point
@@ -114,7 +117,8 @@ def from_integers(
     dtype: torch.dtype,
     activation: Spec | None = None,
 ) -> AffineTensor:
-    """A weight of `dtype`; arguments as `integers_of` gives them, checked. Scales that `dtype` represents take it.
+    """A weight of `dtype`; arguments as `integers_of` gives them, checked. Scales that `dtype` represents take it. The
+    last group of a row may have fewer inputs.
 
     Raises FormatError for parts that do not fit each other.
     """
@@ -122,12 +126,20 @@ def from_integers(
     narrow = scale.to(dtype)
     if torch.equal(narrow.float(), scale.float()):
         scale = narrow
-    if codes.ndim != 2 or codes.shape[1] % (layout.group_size or 1):
-        raise FormatError(
-            f"its shape {tuple(codes.shape)} is no multiple of its groups, {spec.granularity}"
-        )
+    if codes.ndim != 2:
+        raise FormatError(f"its codes have the shape {tuple(codes.shape)}; accepted: [N, K]")
+    blocks = spec.blocks(codes.shape)
+    for name, part in (("scales", scale), ("zero points", zero_point)):
+        if part is not None and tuple(part.shape) != blocks:
+            raise FormatError(
+                f"its {name} {tuple(part.shape)} do not fit codes {tuple(codes.shape)}: {spec.granularity} takes "
+                f"the shape {blocks}"
+            )
     zero_point = None if zero_point is None else zero_point.contiguous()
-    stored = AffineTensor._store(codes.contiguous(), spec)
+    padded = F.pad(codes, (0, -codes.shape[1] % (layout.group_size or 1)))
+    if zero_point is not None:  # what pads a row is zero, as in a weight that lowbit quantized
+        padded[:, codes.shape[1] :] = zero_point[:, -1:]
+    stored = AffineTensor._store(padded.contiguous(), spec)
     try:
         scale = scale.contiguous()
         return AffineTensor(stored, scale, zero_point, spec, codes.shape, dtype, activation)

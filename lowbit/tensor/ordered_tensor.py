@@ -37,17 +37,13 @@ class OrderedTensor(AffineTensor):
         """The weight over the memory of a quantized matrix [N, K], whose column j is input `order[j]`.
 
         Raises ValueError for an order that is no permutation of K inputs, and for a matrix in another representation,
-        with a padded K, or with an activation, which other columns would round.
+        or with an activation, which other columns would round.
         """
         columns = matrix.shape[-1]
         if type(matrix) is not AffineTensor or matrix.activation is not None:
             raise ValueError(f"{matrix!r}; accepted: a weight-only AffineTensor [N, K]")
-        if (
-            matrix.ndim != 2
-            or matrix.transposed
-            or matrix.spec.padded_shape(matrix.shape)[1] != columns
-        ):
-            raise ValueError(f"{matrix!r}; accepted: a matrix [N, K] of whole groups")
+        if matrix.ndim != 2 or matrix.transposed:
+            raise ValueError(f"{matrix!r}; accepted: a matrix [N, K]")
         if order.shape != (columns,) or not torch.equal(
             order.long().sort().values, torch.arange(columns, device=order.device)
         ):

@@ -118,7 +118,7 @@ REFUSED = {
     "inputs of awq": (AWQ, Int8DynamicActivationInt4Weight(32), "rounds no inputs"),
     "float8": (V2, Float8WeightOnly(), "holds integers"),
     "float zero points": (AWQ, Scheme(Spec(Int(4), PerGroup(32), "float_zero_point")), "values"),
-    "ragged groups": (V2, Int4WeightOnly(96), "no multiple of the group size 96"),
+    "ragged groups": (AWQ, Int4WeightOnly(96), "no multiple of the group size 96"),
 }
 
 
@@ -236,6 +236,102 @@ def test_a_damaged_order(index: Tensor, why: str) -> None:
     parts["g_idx"] = index.int()
     with pytest.raises(FormatError, match=why):
         V1.decode(parts, config, NAME, w.dtype)
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """The inverse of `_codes`: codes [R, K] as words [R, ⌈K·b/32⌉], the last one filled up with zeros."""
+    rows, columns = codes.shape
+    bit = ((codes.long()[..., None] >> torch.arange(bits)) & 1).flatten(1)
+    bit = torch.nn.functional.pad(bit, (0, -columns * bits % 32)).unflatten(1, (-1, 32))
+    words = (bit << torch.arange(32)).sum(-1)
+    return (words - 2**32 * (words >> 31)).int()
+
+
+def _ragged(
+    format, bits: int, columns: int, sym: bool, mixed: bool
+) -> tuple[dict[str, Tensor], dict[str, object], Tensor]:
+    """Parts, settings and values of a weight in groups of 128 whose last one is not full, as the programs have it."""
+    torch.manual_seed(0)
+    rows, index = 32, torch.arange(columns) // 128
+    index = index[torch.randperm(columns)] if mixed else index
+    q = torch.randint(0, 2**bits, (rows, columns))
+    middle = torch.full((2, rows), 2 ** (bits - 1))
+    z = middle if sym else torch.randint(1, 2**bits, (2, rows))
+    s = torch.randn(2, rows).half()  # of both signs, as AutoRound writes them
+    values = (q - z.T[:, index]) * s.T[:, index].float()
+    config = {"quant_method": "gptq", "bits": bits, "group_size": 128, "sym": sym}
+    if format is AWQ:
+        ordered = [t.unflatten(-1, (-1, 8))[..., WRITTEN].flatten(-2) for t in (q.T, z)]
+        parts = {"qweight": _packed(ordered[0], 4), "qzeros": _packed(ordered[1], 4), "scales": s}
+        return parts, {**config, "quant_method": "awq", "zero_point": not sym}, values.bfloat16()
+    parts = {
+        "qweight": _packed(q, bits).T.contiguous(),
+        "qzeros": _packed(z - format.less, bits),
+        "scales": s,
+        "g_idx": index.int(),
+    }
+    config |= {"checkpoint_format": format.name, "desc_act": mixed}
+    return parts, config, values.bfloat16()
+
+
+RAGGED = [(f, bits, k) for f in (V1, V2) for bits in (2, 3, 4, 8) for k in (200, 224, 129)]
+RAGGED += [(AWQ, 4, 200), (AWQ, 4, 129)]
+
+
+@pytest.mark.parametrize("sym", [True, False], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize(("format", "bits", "columns"), RAGGED, ids=lambda v: getattr(v, "name", v))
+def test_a_last_group_that_is_not_full(format, bits: int, columns: int, sym: bool) -> None:
+    """200 inputs in groups of 128 have two rows of scales."""
+    for mixed in (False, True) if format is not AWQ else (False,):
+        parts, config, values = _ragged(format, bits, columns, sym, mixed)
+        found = format.decode(parts, config, NAME, torch.bfloat16)
+        assert type(found) is (OrderedTensor if mixed else AffineTensor)
+        assert torch.equal(found.dequantize(), values)
+        assert_same(through(by_name("lowbit"), found), found)
+        if format is AWQ or columns * bits % 32:
+            with pytest.raises(FormatError, match="no multiple of the group|whole words"):
+                format.encode(found)
+            continue
+        written = format.encode(found)
+        assert written.keys() == parts.keys()
+        assert all(torch.equal(written[name], t) for name, t in parts.items())
+        assert format.notes({NAME: found})[0].startswith(f"the last group of {NAME} has fewer")
+    if columns * bits % 32 == 0 and format is not AWQ:  # without g_idx the words say how many inputs there are
+        parts, config, values = _ragged(format, bits, columns, sym, False)
+        del parts["g_idx"]
+        assert torch.equal(format.decode(parts, config, NAME, torch.bfloat16).dequantize(), values)
+
+
+def test_a_folder_whose_last_groups_are_not_full(tmp_path: Path) -> None:
+    """128 and 256 inputs in groups of 96, which run in lowbit's products."""
+    model = low_bit(Int4WeightOnly(96))
+    for t in (model.up_proj.weight, model.down_proj.weight):
+        t.scale = t.scale.half().bfloat16()
+    report = lowbit.export(model, tmp_path / "out", "gptq")
+    assert "vLLM refuses it" in str(report)
+    other = lowbit.load_pretrained(tmp_path / "out", build(1))
+    assert torch.equal(other(TOKENS), model(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("format", "change"),
+    [
+        ("gptq", {"checkpoint_format": None, "format": "gptq_p"}),
+        ("gptq", {"is_marlin_format": True}),
+        ("awq", {"version": None, "checkpoint_format": "gemv"}),
+        ("awq", {"version": None, "format": "llm-awq"}),
+    ],
+)
+def test_layouts_that_only_another_key_names(format: str, change: dict[str, object]) -> None:
+    """Their words would be read as other values."""
+    own = by_name(format)
+    w = weight(Int4WeightOnly(64))
+    config = {**own.config({NAME: w}, ()), **change}
+    (found,) = [f for f in (V1, V2, AWQ) if f.reads(config)]
+    with pytest.raises(FormatError, match="accepted"):
+        found.decode(own.encode(w), config, NAME, w.dtype)
+    config = {**V2.config({NAME: w}, ()), "checkpoint_format": None, "format": "gptq_v2"}
+    assert V2.reads(config) and not V1.reads(config)
 
 
 def test_settings_of_single_layers() -> None:

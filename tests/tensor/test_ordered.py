@@ -44,7 +44,7 @@ def by_hand(w: OrderedTensor) -> Tensor:
     [Int4WeightOnly(32), IntxWeightOnly(3, 64, "asymmetric"), IntxWeightOnly(8, 32, "symmetric")],
     ids=lambda s: str(s.weight.format),
 )
-@pytest.mark.parametrize("shape", [(ROWS, COLUMNS), (7, 192), (1, 64), (0, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(ROWS, COLUMNS), (7, 192), (1, 64), (0, 64), (5, 200)], ids=str)
 def test_values_and_products(shape: tuple[int, int], scheme: lb.Scheme, dtype: torch.dtype) -> None:
     w = make(*shape, dtype, scheme)
     values = by_hand(w)
@@ -112,9 +112,18 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="weight-only"):
         eight = AffineTensor.from_float(torch.randn(8, 64), lb.Int8DynamicActivationInt8Weight())
         OrderedTensor.of_sorted(eight, torch.arange(64))
-    ragged = AffineTensor.from_float(torch.randn(8, 40), Int4WeightOnly(32))
-    with pytest.raises(ValueError, match="whole groups"):
-        OrderedTensor.of_sorted(ragged, torch.arange(40))
+
+
+def test_a_last_group_that_is_not_full() -> None:
+    w = make(8, 40)
+    values = by_hand(w)
+    for same in (w.clone(), copy.deepcopy(w), w[:], torch.cat([w[:3], w[3:]])):
+        assert type(same) is OrderedTensor and torch.equal(same.dequantize(), values)
+    again = w.clone()
+    with pytest.warns(UserWarning, match="takes new values"):
+        again.requantize_(values)
+    assert torch.equal(again.dequantize(), values)
+    assert torch.equal(stacked([w, w.clone()])[1].dequantize(), values)
 
 
 def test_stacks() -> None:
