@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats.base import Format, FormatError, Parts
+from lowbit.formats.base import Format, FormatError, Parts, layer_of
 from lowbit.formats.integers import (
     Layout,
     bytes_of,
@@ -39,6 +39,7 @@ from lowbit.formats.integers import (
     with_scales_of,
     words_of,
 )
+from lowbit.formats.layer_names import left_out_by, settings_of
 from lowbit.packing import pack, unpack
 from lowbit.scheme import Int, Scheme, Spec
 from lowbit.tensor.affine_tensor import AffineTensor
@@ -62,9 +63,13 @@ class Awq(Format):
     def suffixes(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         return "qweight", "qzeros", "scales"
 
+    def skips(self, config: Mapping[str, Any], layer: str) -> bool:
+        return left_out_by(config, layer) or super().skips(config, layer)
+
     def decode(
         self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
     ) -> LowbitTensor:
+        config = settings_of(config, layer_of(weight))
         bits = config.get("bits", config.get("w_bit"))
         group = config.get("group_size", config.get("q_group_size", -1))
         named = (config.get(key) for key in ("version", "checkpoint_format", "format"))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.formats.auto_round import translated
 from lowbit.formats.base import Format, FormatError, damage_of, layer_of, weight_of
 from lowbit.formats.layer_names import is_cache_scale, is_embedding, why_left_alone
 from lowbit.formats.registry import FORMATS, by_config
@@ -111,6 +112,7 @@ class Folder:
         self.weights: dict[str, dict[str, str]] = {}
         with damage_of(f"{self.path}"):
             if self.settings is not None:
+                self.settings = translated(self.settings)
                 self.format = by_config(self.settings)
                 self.settings = self.format.settings(self.settings, self._metadata)
                 self.weights = self.format.find(self._shards.keys(), self.settings)

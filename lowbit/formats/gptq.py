@@ -18,6 +18,8 @@ all bits set and would carry into its neighbour, so "gptq" does not hold it; "gp
 size. Such a weight is an `OrderedTensor`: its codes are sorted by groups, and a product gathers the columns of its
 input first. Both directions keep every value. vLLM does not run such a folder unless a group is a whole row.
 
+Folders of AutoRound hold the same words, without g_idx, of 5, 6 and 7 bits too (`lowbit.formats.auto_round`).
+
 vLLM takes symmetric weights of 4 and 8 bits of these formats. An asymmetric one goes there by "awq" or
 "compressed-tensors".
 
@@ -48,7 +50,7 @@ from lowbit.formats.integers import (
     with_scales_of,
     words_of,
 )
-from lowbit.formats.layer_names import begins_with
+from lowbit.formats.layer_names import left_out_by, settings_of
 from lowbit.packing import pack, unpack
 from lowbit.scheme import Int, Scheme, Spec
 from lowbit.tensor.affine_tensor import AffineTensor
@@ -76,24 +78,25 @@ class Gptq(Format):
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def skips(self, config: Mapping[str, Any], layer: str) -> bool:
-        dynamic = config.get("dynamic")
-        without = [p[2:] for p in dynamic if p[:2] == "-:"] if isinstance(dynamic, Mapping) else []
         inside = config.get("modules_in_block_to_quantize")
         names = [name for some in inside or () for name in ([some] if isinstance(some, str) else some)]
         if inside is not None and not any(layer.endswith(name) for name in names):
             return True
-        return any(begins_with(p, layer) for p in without) or super().skips(config, layer)
+        return left_out_by(config, layer) or super().skips(config, layer)
 
     def decode(
         self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
     ) -> LowbitTensor:
         if (version := _version(config)) != self.name:
             raise FormatError(f"checkpoint_format is {version!r}; accepted: 'gptq', 'gptq_v2'")
-        settings = _settings_of(config, layer_of(weight))
+        if rotation := config.get("rotation"):
+            raise FormatError(f"its weights are rotated ({rotation}), which lowbit does not undo")
+        settings = settings_of(config, layer_of(weight))
         bits, group = settings.get("bits"), settings.get("group_size", -1)
-        if bits not in BITS or type(group) is not int or (group < 1 and group != -1):
+        held = range(2, 9) if settings.get("dense_words") else BITS
+        if bits not in held or type(group) is not int or (group < 1 and group != -1):
             raise FormatError(
-                f"bits is {bits!r} and group_size {group!r}; accepted: one of {BITS}, and a size or -1"
+                f"bits is {bits!r} and group_size {group!r}; accepted: one of {*held,}, and a size or -1"
             )
         if lost := [p for p in ("qweight", "qzeros", "scales") if p not in parts]:
             raise FormatError(f"it has no {', '.join(lost)}")
@@ -108,6 +111,11 @@ class Gptq(Format):
         order = _order(parts.get("g_idx"), columns, columns if group == -1 else group)
         codes = codes if order is None else codes.index_select(1, order)
         symmetric = settings.get("sym", True) and bool((zeros == 0).all())
+        if settings.get("sym") is True and not symmetric:
+            raise FormatError(
+                f"sym is true, and its zero points are not all {2 ** (bits - 1)}: checkpoint_format is another one than "
+                f"{self.name!r}, or sym is false"
+            )
         layout = Layout(bits, None if group == -1 else group, not symmetric)
         zero_point = None if symmetric else zeros.T
         made = from_integers(
@@ -237,15 +245,6 @@ def _version(config: Mapping[str, Any]) -> Any:
     if config.get("is_marlin_format"):
         return "marlin"
     return config.get("checkpoint_format") or config.get("format") or "gptq"
-
-
-def _settings_of(config: Mapping[str, Any], layer: str) -> Mapping[str, Any]:
-    """The settings of a layer: those of the first expression of "dynamic" that its name begins with, over all."""
-    dynamic = config.get("dynamic")
-    for pattern, changes in (dynamic if isinstance(dynamic, Mapping) else {}).items():
-        if begins_with(pattern.removeprefix("+:"), layer) and isinstance(changes, Mapping):
-            return {**config, **changes}
-    return config
 
 
 def _order(g_idx: Tensor | None, columns: int, group: int) -> Tensor | None:

@@ -8,8 +8,9 @@ such as "*.mlp.gate", takes it. "model.layers.*" does not mean the router, whose
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 from lowbit.convert import matches
 
@@ -58,6 +59,23 @@ def is_listed(layer: str, entries: Iterable[str]) -> bool:
         else entry in layer or fnmatchcase(layer, f"{entry}*")
         for entry in entries
     )
+
+
+def settings_of(config: Mapping[str, Any], layer: str) -> Mapping[str, Any]:
+    """The settings of a layer in a folder of GPTQModel: those of the first expression of "dynamic" that its name begins
+    with, over those of all."""
+    dynamic = config.get("dynamic")
+    for pattern, changes in (dynamic if isinstance(dynamic, Mapping) else {}).items():
+        if begins_with(pattern.removeprefix("+:"), layer) and isinstance(changes, Mapping):
+            return {**config, **changes}
+    return config
+
+
+def left_out_by(config: Mapping[str, Any], layer: str) -> bool:
+    """Whether "dynamic" has an expression of layers that stay plain, "-:…", for this one."""
+    dynamic = config.get("dynamic")
+    without = [p[2:] for p in dynamic if p[:2] == "-:"] if isinstance(dynamic, Mapping) else []
+    return any(begins_with(pattern, layer) for pattern in without)
 
 
 def names_outright(pattern: str, layer: str) -> bool:

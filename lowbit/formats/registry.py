@@ -85,6 +85,6 @@ def by_config(config: Mapping[str, Any]) -> Format:
     if found is None:
         raise FormatError(
             f"quant_method {config.get('quant_method')!r} in config.json is none that lowbit reads; accepted: "
-            f"{', '.join(format.name for format in FORMATS)}"
+            f"{', '.join(format.name for format in FORMATS)}, auto-round"
         )
     return found

@@ -1,0 +1,87 @@
+"""The settings of AutoRound, quant_method "auto-round", as those of GPTQ or AWQ, whose words such a folder holds.
+
+| packing_format                                       | words | zero points  |
+|------------------------------------------------------|-------|--------------|
+| auto_round:auto_gptq, auto_round:gptq, auto, none    | GPTQ  | less one     |
+| auto_round, auto_round:gptqmodel, and other kernels  | GPTQ  | as they are  |
+| auto_round:auto_awq, auto_round:awq                  | AWQ   | as they are  |
+
+There is no `g_idx`. Symmetric scales have the sign of the value that goes to the lowest code, so that half of them are
+negative. "extra_config" has the settings of single layers, by name or by an expression; 16 bits and more: none.
+
+Source: Cheng et al., arXiv 2309.05516.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lowbit.formats.base import FormatError
+
+METHODS = ("auto-round", "intel/auto-round")
+_LESS_ONE = ("auto_round:auto_gptq", "auto_round:gptq", "auto", None)
+_AWQ = ("auto_round:auto_awq", "auto_round:awq")
+_KERNELS = ("gptqmodel", "exllamav2", "tritonv2", "triton", "torch", "marlin", "humming", "ark")
+_AS_THEY_ARE = ("auto_round", *(f"auto_round:{kernel}" for kernel in _KERNELS))
+_ROTATIONS = ("rotation_config", "spinquant_config")
+
+
+def translated(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The "quantization_config" of GPTQ or AWQ that one of AutoRound means; another one as it is.
+
+    Raises FormatError for what AutoRound packs in other words, and for weights that are rotated.
+    """
+    if config.get("quant_method") not in METHODS:
+        return config
+    packing = config.get("packing_format")
+    if packing not in (*_LESS_ONE, *_AWQ, *_AS_THEY_ARE):
+        raise FormatError(
+            f"packing_format is {packing!r}; lowbit reads those of GPTQ and AWQ, such as 'auto_round:auto_gptq'"
+        )
+    if rotated := [key for key in _ROTATIONS if config.get(key)]:
+        raise FormatError(f"its weights are rotated ({rotated[0]}), which lowbit does not undo")
+    layers = config.get("extra_config") or {}
+    for settings in (config, *layers.values()):
+        _check(settings)
+    found = {key: config.get(key, default) for key, default in _DEFAULTS.items()}
+    ordered = sorted(layers, key=_is_expression)  # exact names first
+    found["dynamic"] = dict(_entry(name, layers[name]) for name in ordered)
+    if packing in _AWQ:
+        return {**found, "quant_method": "awq", "version": "gemm", "zero_point": not found["sym"]}
+    version = "gptq" if packing in _LESS_ONE else "gptq_v2"
+    return {**found, "quant_method": "gptq", "checkpoint_format": version, "dense_words": True}
+
+
+_DEFAULTS = {"bits": 4, "group_size": 128, "sym": True}
+
+
+def _check(settings: Mapping[str, Any]) -> None:
+    """Refuse other numbers than integers, and rounded inputs, for which AutoRound has tensors of other names."""
+    if _is_plain(settings):
+        return
+    kind, inputs = settings.get("data_type") or "int", settings.get("act_bits") or 16
+    if not str(kind).startswith("int") or inputs < 16:
+        raise FormatError(
+            f"data_type is {kind!r} and act_bits {inputs!r}; lowbit reads the integers of AutoRound whose inputs are "
+            "not rounded"
+        )
+
+
+def _is_plain(settings: Mapping[str, Any]) -> bool:
+    bits = settings.get("bits")
+    return bits is not None and bits >= 16
+
+
+def _is_expression(name: str) -> bool:
+    return re.fullmatch(r"[\w.\-]+", name) is None
+
+
+def _entry(name: str, settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The entry of "dynamic", as GPTQModel has it."""
+    expression = name if _is_expression(name) else f"^{re.escape(name)}$"
+    if _is_plain(settings):
+        return f"-:{expression}", {}
+    own = {key: settings[key] for key in _DEFAULTS if settings.get(key) is not None}
+    return f"+:{expression}", {**own, **({"zero_point": not own["sym"]} if "sym" in own else {})}
