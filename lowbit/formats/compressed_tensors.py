@@ -190,8 +190,8 @@ class CompressedTensors(Format):
         if not (bits := self._dense_bits(weights.values())):
             return []
         return [
-            f"codes of {' and '.join(map(str, bits))} bits: compressed-tensors >= {DENSE_SINCE} reads them, and earlier "
-            "releases read other values or none"
+            f"codes of {' and '.join(map(str, bits))} bits: compressed-tensors >= {DENSE_SINCE} reads them, and "
+            "earlier releases read other values or none"
         ]
 
     def _dense_bits(self, weights: Iterable[LowbitTensor]) -> list[int]:

@@ -94,8 +94,8 @@ def _is_dense(streams: Sequence[tuple[int, Tensor]], bits: int, version: Any) ->
         return False
     raise FormatError(
         f"its codes of {bits} bits have as many words in both layouts of compressed-tensors, a bit stream since "
-        f"{DENSE_SINCE} and whole codes up to {_WHOLE_UNTIL}, and quantization_config has the version {version!r}, which "
-        "does not say the layout: set it in config.json to that of the compressed-tensors that wrote the folder"
+        f"{DENSE_SINCE} and whole codes up to {_WHOLE_UNTIL}, and the version {version!r} of quantization_config does "
+        "not say the layout: set it in config.json to that of the compressed-tensors that wrote the folder"
     )
 
 

@@ -256,8 +256,8 @@ class Folder:
         if not self.cache_scales:
             return []
         return [
-            f"{len(self.cache_scales)} scales of a KV cache, such as {self.cache_scales[0]}, are left out: lowbit keeps "
-            "keys and values in the dtype of the model"
+            f"{len(self.cache_scales)} scales of a KV cache, such as {self.cache_scales[0]}, are left out: lowbit "
+            "keeps keys and values in the dtype of the model"
         ]
 
     def keep(self, wanted: Collection[str]) -> None:

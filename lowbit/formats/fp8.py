@@ -1,4 +1,4 @@
-"""The float8 blocks of DeepSeek-V3 (arXiv 2412.19437), "fp8".
+"""The float8 blocks of DeepSeek-V3 (arXiv 2412.19437), "fp8", and the float8 tensors of AutoFP8 and vLLM.
 
     layer.weight             float8_e4m3fn [N, K]
     layer.weight_scale_inv   float32 [N/128, K/128]; despite its name it multiplies:
@@ -11,6 +11,15 @@ Scales as float8_e8m0fnu, or as uint8 with its bits, are read too. Engines of th
 product to float8, with a scale for each 128 elements of a token, whether or not the weight was made for it.
 transformers computes the size of a block as N / rows of the scale, so a ragged N would give wrong weights there without
 an error: `encode` takes whole blocks only.
+
+Without "weight_block_size" a weight has one scale, or one a row. These are read, and not written:
+
+    layer.weight         float8_e4m3fn [N, K]
+    layer.weight_scale   float32, one element, or [N, 1]; it multiplies
+    layer.input_scale    float32, one element, where activation_scheme is "static": inputs are rounded by it.
+                         "dynamic": they are rounded with a scale for each token
+
+These are the names of AutoFP8 and vLLM. transformers calls the scales weight_scale_inv and activation_scale.
 """
 
 from __future__ import annotations
@@ -19,9 +28,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lowbit.formats.base import Format, FormatError, Parts
-from lowbit.granularity import PerBlock
+from lowbit.formats.base import Format, FormatError, Parts, weight_of
+from lowbit.granularity import PerBlock, PerRow, PerTensor, PerToken
 from lowbit.scheme import Float8, Scheme, Spec
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.float8_tensor import Float8Tensor
@@ -29,6 +39,17 @@ from lowbit.train_scheme import BLOCK, BLOCK_ACTIVATION, BLOCK_WEIGHT
 
 E4M3 = torch.float8_e4m3fn
 SCALE = "weight_scale_inv"
+_NAMES = {
+    **{name: name for name in ("weight_scale", "weight", "input_scale")},
+    "weight_scale_inv": "weight_scale",
+    "activation_scale": "input_scale",
+}
+"""The part of a weight without blocks that a tensor of each name is."""
+_SCHEMES = {
+    "dynamic": Spec(Float8(), PerToken()),
+    "static": Spec(Float8(), PerTensor(), static=True),
+}
+"""How inputs of weights without blocks are rounded, by the activation_scheme."""
 
 
 class Float8Blocks(Format):
@@ -41,25 +62,51 @@ class Float8Blocks(Format):
         return config.get("quant_method") == "fp8"
 
     def suffixes(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        return SCALE, "weight"
+        return (
+            (SCALE, "weight") if _in_blocks(config) else ("weight_scale", "weight", "input_scale")
+        )
+
+    def find(self, names: Collection[str], config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+        if _in_blocks(config):
+            return super().find(names, config)
+        known: dict[str, dict[str, str]] = {}
+        for name in names:
+            layer, _, last = name.rpartition(".")
+            if (
+                last in _NAMES
+                and known.setdefault(layer, {}).setdefault(_NAMES[last], name) != name
+            ):
+                raise FormatError(
+                    f"{known[layer][_NAMES[last]]} and {name} are one part; rename one"
+                )
+        for parts in known.values():
+            alone = sorted({"weight_scale", "input_scale"} & parts.keys())
+            if alone and not {"weight", "weight_scale"} <= parts.keys():
+                raise FormatError(
+                    f"config.json says {self.name}, and {parts[alone[0]]} has no weight and weight_scale beside it"
+                )
+        return {weight_of(layer): p for layer, p in known.items() if "weight_scale" in p}
 
     def decode(
         self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
     ) -> LowbitTensor:
-        block = config.get("weight_block_size")
-        if not isinstance(block, list | tuple) or len(block) != 2:
-            raise FormatError(
-                f"weight_block_size is {block!r}; lowbit reads this format with two sizes, such as [128, 128]"
-            )
-        if config.get("activation_scheme", "dynamic") != "dynamic":
-            raise FormatError(
-                f"activation_scheme is {config['activation_scheme']!r}; accepted: 'dynamic'"
-            )
-        codes, scale = parts.get("weight"), parts[SCALE]
+        block, rounds = config.get("weight_block_size"), config.get("activation_scheme", "dynamic")
+        codes = parts.get("weight")
         if codes is None or codes.dtype is not E4M3:
             raise FormatError(
                 f"its codes are {codes if codes is None else codes.dtype}, not {E4M3}"
             )
+        if rounds not in _SCHEMES:
+            raise FormatError(f"activation_scheme is {rounds!r}; accepted: {', '.join(_SCHEMES)}")
+        if block is None:
+            return _whole(parts, _SCHEMES[rounds], dtype or torch.bfloat16)
+        if not isinstance(block, list | tuple) or len(block) != 2:
+            raise FormatError(
+                f"weight_block_size is {block!r}; lowbit reads two sizes, such as [128, 128], and none"
+            )
+        if rounds != "dynamic":
+            raise FormatError(f"activation_scheme is {rounds!r}; accepted with blocks: 'dynamic'")
+        scale = parts[SCALE]
         if scale.dtype is torch.uint8:
             scale = scale.view(torch.float8_e8m0fnu)
         try:
@@ -98,3 +145,44 @@ class Float8Blocks(Format):
         if weight.ndim != 2 or any(size % BLOCK for size in weight.shape):
             return None
         return Scheme(Spec(Float8(), PerBlock(BLOCK, BLOCK)), BLOCK_ACTIVATION)
+
+
+def _in_blocks(config: Mapping[str, Any]) -> bool:
+    """Whether weights have scales of blocks, as in a folder without settings too."""
+    return not config or config.get("weight_block_size") is not None
+
+
+def _whole(parts: Parts, activation: Spec, dtype: torch.dtype) -> LowbitTensor:
+    """A weight with one scale, or one a row."""
+    codes, scale = parts["weight"], parts["weight_scale"].float()
+    if codes.ndim != 2:
+        raise FormatError(f"its codes have the shape {tuple(codes.shape)}; accepted: [N, K]")
+    is_one = scale.numel() == 1
+    if not is_one and (scale.numel() != len(codes) or scale.ndim > 2):
+        raise FormatError(
+            f"its weight_scale has the shape {tuple(scale.shape)} for codes {tuple(codes.shape)}; accepted: one "
+            "element, or one a row"
+        )
+    inner: dict[str, Tensor] = {"codes": codes, "scale": scale.reshape(-1, 1)}
+    if activation.static != ("input_scale" in parts):
+        has = "no" if activation.static else "an"
+        raise FormatError(
+            f"it has {has} input_scale, and activation_scheme is {'static' if activation.static else 'dynamic'!r}"
+        )
+    if activation.static:
+        given = parts["input_scale"].float()
+        if given.numel() != 1 or not (torch.isfinite(given).all() and (given > 0).all()):
+            raise FormatError(
+                f"its input_scale is {given.flatten().tolist()!r:.60}; accepted: one number > 0"
+            )
+        inner["input_scale"] = given.reshape(1, 1)
+    spec = Spec(Float8(E4M3), PerTensor() if is_one and len(codes) != 1 else PerRow())
+    meta = {"spec": spec, "activation": activation, "transposed": False}
+    try:
+        made = Float8Tensor.from_inner(
+            {name: inner.get(name) for name in Float8Tensor.tensor_attrs}, meta, codes.shape, dtype
+        )
+        made.check_parts()
+    except (TypeError, ValueError) as error:
+        raise FormatError(str(error)) from error
+    return made

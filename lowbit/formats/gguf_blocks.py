@@ -45,9 +45,7 @@ Block = tuple[Tensor, Tensor, Tensor | None]
 """Of blocks [N, B, bytes]: unsigned codes [N, B, elements], scales [N, B, groups], and minimums that are added, or None
 where 2^(bits − 1) is subtracted from each code, or a table has its value."""
 
-IQ4 = LookupTable(
-    (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-)
+IQ4 = LookupTable((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
 """The values of IQ4_NL and IQ4_XS: dense around zero, as weights are."""
 
 SMALL = 32

@@ -79,7 +79,9 @@ class Gptq(Format):
 
     def skips(self, config: Mapping[str, Any], layer: str) -> bool:
         inside = config.get("modules_in_block_to_quantize")
-        names = [name for some in inside or () for name in ([some] if isinstance(some, str) else some)]
+        names = [
+            name for some in inside or () for name in ([some] if isinstance(some, str) else some)
+        ]
         if inside is not None and not any(layer.endswith(name) for name in names):
             return True
         return left_out_by(config, layer) or super().skips(config, layer)
@@ -92,12 +94,7 @@ class Gptq(Format):
         if rotation := config.get("rotation"):
             raise FormatError(f"its weights are rotated ({rotation}), which lowbit does not undo")
         settings = settings_of(config, layer_of(weight))
-        bits, group = settings.get("bits"), settings.get("group_size", -1)
-        held = range(2, 9) if settings.get("dense_words") else BITS
-        if bits not in held or type(group) is not int or (group < 1 and group != -1):
-            raise FormatError(
-                f"bits is {bits!r} and group_size {group!r}; accepted: one of {*held,}, and a size or -1"
-            )
+        bits, group = _sizes(settings)
         if lost := [p for p in ("qweight", "qzeros", "scales") if p not in parts]:
             raise FormatError(f"it has no {', '.join(lost)}")
         qweight, scales = parts["qweight"], parts["scales"]
@@ -113,8 +110,8 @@ class Gptq(Format):
         symmetric = settings.get("sym", True) and bool((zeros == 0).all())
         if settings.get("sym") is True and not symmetric:
             raise FormatError(
-                f"sym is true, and its zero points are not all {2 ** (bits - 1)}: checkpoint_format is another one than "
-                f"{self.name!r}, or sym is false"
+                f"sym is true, and its zero points are not all {2 ** (bits - 1)}: checkpoint_format is another one "
+                f"than {self.name!r}, or sym is false"
             )
         layout = Layout(bits, None if group == -1 else group, not symmetric)
         zero_point = None if symmetric else zeros.T
@@ -231,6 +228,22 @@ class GptqV2(Gptq):
 
     def reads(self, config: Mapping[str, Any]) -> bool:
         return config.get("quant_method") == "gptq" and _version(config) == "gptq_v2"
+
+
+def _sizes(settings: Mapping[str, Any]) -> tuple[int, int]:
+    """Bits and group size; -1: a row. Raises FormatError for others than are read."""
+    bits, group = settings.get("bits"), settings.get("group_size", -1)
+    held = tuple(range(2, 9)) if settings.get("dense_words") else BITS
+    if (
+        type(bits) is not int
+        or bits not in held
+        or type(group) is not int
+        or not (group > 0 or group == -1)
+    ):
+        raise FormatError(
+            f"bits is {bits!r} and group_size {group!r}; accepted: one of {held}, and a size or -1"
+        )
+    return bits, group
 
 
 def _inputs(qweight: Tensor, g_idx: Tensor | None, bits: int) -> int:

@@ -51,8 +51,8 @@ def begins_with(expression: str, layer: str) -> bool:
 
 
 def is_listed(layer: str, entries: Iterable[str]) -> bool:
-    """Whether a list of modules that stay plain has this one: by "re:" and an expression, by a pattern with "*", or by a
-    part of its name, as programs read such lists."""
+    """Whether a list of modules that stay plain has this one: by "re:" and an expression, by a pattern with "*", or by
+    a part of its name, as programs read such lists."""
     return any(
         begins_with(entry[3:], layer)
         if entry.startswith("re:")

@@ -81,7 +81,7 @@ def test_settings_of_single_layers(packing: str | None) -> None:
     format = by_config(config)
     found = format.decode(parts, config, NAME, torch.float32)
     assert torch.equal(found.dequantize(), values)
-    with pytest.raises(FormatError, match="bits is 8|scales|words"):
+    with pytest.raises(FormatError, match=r"bits is 8|scales|words"):
         format.decode(parts, config, "layers.2.up_proj.weight", torch.float32)
     assert format.skips(config, "layers.1.up_proj") and not format.skips(config, LAYER)
 

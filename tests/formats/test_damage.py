@@ -319,7 +319,9 @@ PROMISED = {
 def test_plain_layers_that_config_json_says_to_be_in_low_bits(name: str, tmp_path: Path) -> None:
     settings = {"quant_method": name, **PROMISED[name]}
     folder = plain_folder(tmp_path / "model", build(), quantization_config=settings)
-    with pytest.raises(FormatError, match=r"another format than it has, such as for \w+_proj.weight"):
+    with pytest.raises(
+        FormatError, match=r"another format than it has, such as for \w+_proj.weight"
+    ):
         lowbit.load_pretrained(folder, build())
 
 
@@ -335,7 +337,9 @@ def test_a_model_may_have_parameters_that_are_named_as_scales_of_a_cache(tmp_pat
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_codes_without_scales_are_no_values(dtype: torch.dtype, written: Path, tmp_path: Path) -> None:
+def test_codes_without_scales_are_no_values(
+    dtype: torch.dtype, written: Path, tmp_path: Path
+) -> None:
     """A weight of int8 or float8 with no scale beside it, among weights in low bits."""
     folder = tmp_path / "model"
     shutil.copytree(written / "compressed-tensors", folder)
@@ -344,7 +348,7 @@ def test_codes_without_scales_are_no_values(dtype: torch.dtype, written: Path, t
         found = safetensors.load_file(path)
         if "lm_head.weight" in found:
             safetensors.save_file({**found, **extra}, path, {"format": "pt"})
-    with pytest.raises(FormatError, match="lm_head.weight holds codes, and has no weight_scale"):
+    with pytest.raises(FormatError, match=r"lm_head.weight holds codes, and has no weight_scale"):
         lowbit.load_pretrained(folder, build())
 
 

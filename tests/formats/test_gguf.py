@@ -32,7 +32,7 @@ from tests.formats.models import plain_folder
 
 gguf = pytest.importorskip("gguf")
 HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""The bytes of a block where float16 numbers begin; of other types the first two, and the next two for Q4_1 and Q5_1."""
+"""The bytes of a block where float16 numbers begin; of other types the first two, and those after for Q4_1 and Q5_1."""
 HELD = {
     "Q4_0": (Int4WeightOnly(32), IntxWeightOnly(4), Int4WeightOnly(64)),
     "Q8_0": (Int8WeightOnly(), Int8WeightOnly(64)),
@@ -57,7 +57,7 @@ FILLED = {
     "Q5_K_M": {"attn_q": "Q5_1", "attn_v": "Q8_0", "ffn_down": "Q8_0", "token_embd": "Q5_1"},
     "IQ4_XS": {"attn_q": "IQ4_NL", "attn_v": "Q5_0", "token_embd": "IQ4_NL"},
 }
-"""The types of a file's tensors whose rows are not a multiple of 256. Those of "attn_q" hold for all that has no own."""
+"""The types of a file's tensors whose rows are not a multiple of 256. "attn_q" stands for all that have no own."""
 
 
 def package_rows(kind: str, values: Any) -> Any:
@@ -73,7 +73,7 @@ def package_rows(kind: str, values: Any) -> Any:
 
 
 def in_other_types(path: Path, out: Path, kinds: dict[str, str]) -> dict[str, torch.Tensor]:
-    """A copy of a file with its matrices in the types of `FILLED`. Returns their values, as the package computes them."""
+    """A copy of a file with its matrices in the types of `FILLED`. Returns their values, by the package."""
     read, values = gguf.GGUFReader(path), {}
     fields = {n: f.contents() for n, f in read.fields.items()}
     writer = gguf.GGUFWriter(out, fields["general.architecture"])

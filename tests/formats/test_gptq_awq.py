@@ -240,7 +240,7 @@ def test_a_damaged_order(index: Tensor, why: str) -> None:
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
     """The inverse of `_codes`: codes [R, K] as words [R, ⌈K·b/32⌉], the last one filled up with zeros."""
-    rows, columns = codes.shape
+    columns = codes.shape[1]
     bit = ((codes.long()[..., None] >> torch.arange(bits)) & 1).flatten(1)
     bit = torch.nn.functional.pad(bit, (0, -columns * bits % 32)).unflatten(1, (-1, 32))
     words = (bit << torch.arange(32)).sum(-1)
@@ -289,14 +289,16 @@ def test_a_last_group_that_is_not_full(format, bits: int, columns: int, sym: boo
         assert torch.equal(found.dequantize(), values)
         assert_same(through(by_name("lowbit"), found), found)
         if format is AWQ or columns * bits % 32:
-            with pytest.raises(FormatError, match="no multiple of the group|whole words"):
+            with pytest.raises(FormatError, match=r"no multiple of the group|whole words"):
                 format.encode(found)
             continue
         written = format.encode(found)
         assert written.keys() == parts.keys()
         assert all(torch.equal(written[name], t) for name, t in parts.items())
         assert format.notes({NAME: found})[0].startswith(f"the last group of {NAME} has fewer")
-    if columns * bits % 32 == 0 and format is not AWQ:  # without g_idx the words say how many inputs there are
+    if (
+        columns * bits % 32 == 0 and format is not AWQ
+    ):  # without g_idx the words say how many inputs there are
         parts, config, values = _ragged(format, bits, columns, sym, False)
         del parts["g_idx"]
         assert torch.equal(format.decode(parts, config, NAME, torch.bfloat16).dequantize(), values)

@@ -258,7 +258,9 @@ def test_folders_with_scales_of_a_cache(quantizer: str | None, tmp_path: Path) -
     compressor.compress_model(model)
     model.save_pretrained(tmp_path / "out")
     compressor.update_config(tmp_path / "out")
-    with pytest.warns(UserWarning, match="4 scales of a KV cache, such as model.layers.0.self_attn"):
+    with pytest.warns(
+        UserWarning, match="4 scales of a KV cache, such as model.layers.0.self_attn"
+    ):
         found = lowbit.load_pretrained(tmp_path / "out")
     is_low = isinstance(found.model.layers[0].mlp.up_proj.weight, LowbitTensor)
     assert is_low == (quantizer is not None)
