@@ -393,6 +393,8 @@ def _activation_settings(spec: Spec) -> dict[str, Any]:
 def _input_parts(parts: Parts, activation: Spec | None) -> dict[str, Tensor]:
     if activation is None or not activation.static:
         return {}
+    if not activation.has_zero_point and parts.get("input_zero_point", torch.zeros(1)).any():
+        raise FormatError("its inputs are symmetric, and its input_zero_point is not 0")
     found: Parts = {}
     for name in ("input_scale", "input_zero_point"):
         if name in parts and (name == "input_scale" or activation.has_zero_point):
@@ -446,12 +448,14 @@ def _integers(
         raise ValueError(f"its shape {shape} is no multiple of its groups, {spec.granularity}")
     scale = _for_each_block(parts["weight_scale"], "weight_scale", spec, shape)
     inner = {"codes": codes, "scale": scale, **of_input}
+    if zero_point is not None and zero_point.dtype is torch.int32 and "weight_packed" in parts:
+        stream = bytes_of(zero_point.T.contiguous(), shape[0], bits)
+        zero_point = signed(unpack(stream, bits, shape[0]).T, bits)
+    if not spec.has_zero_point and zero_point is not None and zero_point.any():
+        raise ValueError("symmetric is true, and its weight_zero_point is not 0")
     if spec.has_zero_point:
         if zero_point is None:
             raise KeyError("weight_zero_point")
-        if zero_point.dtype is torch.int32 and "weight_packed" in parts:
-            stream = bytes_of(zero_point.T.contiguous(), shape[0], bits)
-            zero_point = signed(unpack(stream, bits, shape[0]).T, bits)
         zero_point = _for_each_block(zero_point, "weight_zero_point", spec, shape)
         inner["zero_point"] = in_range(zero_point, bits, "its zero points").contiguous()
     return _assembled(AffineTensor, inner, spec, shape, dtype, activation)

@@ -109,6 +109,7 @@ class Float8Blocks(Format):
         scale = parts[SCALE]
         if scale.dtype is torch.uint8:
             scale = scale.view(torch.float8_e8m0fnu)
+        _check_floating(scale, SCALE)
         try:
             return Float8Tensor.from_blocks(
                 codes, scale, (block[0], block[1]), dtype or torch.bfloat16, BLOCK_ACTIVATION
@@ -147,6 +148,11 @@ class Float8Blocks(Format):
         return Scheme(Spec(Float8(), PerBlock(BLOCK, BLOCK)), BLOCK_ACTIVATION)
 
 
+def _check_floating(scale: Tensor, name: str) -> None:
+    if not scale.is_floating_point():
+        raise FormatError(f"its {name} is {scale.dtype}; accepted: floating-point numbers")
+
+
 def _in_blocks(config: Mapping[str, Any]) -> bool:
     """Whether weights have scales of blocks, as in a folder without settings too."""
     return not config or config.get("weight_block_size") is not None
@@ -154,6 +160,7 @@ def _in_blocks(config: Mapping[str, Any]) -> bool:
 
 def _whole(parts: Parts, activation: Spec, dtype: torch.dtype) -> LowbitTensor:
     """A weight with one scale, or one a row."""
+    _check_floating(parts["weight_scale"], "weight_scale")
     codes, scale = parts["weight"], parts["weight_scale"].float()
     if codes.ndim != 2:
         raise FormatError(f"its codes have the shape {tuple(codes.shape)}; accepted: [N, K]")
@@ -170,6 +177,7 @@ def _whole(parts: Parts, activation: Spec, dtype: torch.dtype) -> LowbitTensor:
             f"it has {has} input_scale, and activation_scheme is {'static' if activation.static else 'dynamic'!r}"
         )
     if activation.static:
+        _check_floating(parts["input_scale"], "input_scale")
         given = parts["input_scale"].float()
         if given.numel() != 1 or not (torch.isfinite(given).all() and (given > 0).all()):
             raise FormatError(

@@ -123,6 +123,8 @@ def from_integers(
     Raises FormatError for parts that do not fit each other.
     """
     spec = layout.spec
+    if not scale.is_floating_point():
+        raise FormatError(f"its scales are {scale.dtype}; accepted: floating-point numbers")
     narrow = scale.to(dtype)
     if torch.equal(narrow.float(), scale.float()):
         scale = narrow

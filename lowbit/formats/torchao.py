@@ -43,6 +43,8 @@ from lowbit.tensor.float8_tensor import Float8Tensor
 E4M3 = torch.float8_e4m3fn
 QDATA, SCALE, ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
 _PREFIX = "_weight_"
+_UNREAD = tuple(f"{_PREFIX}act_{name}" for name in ("quant_scale", "quant_zero_point", "pre_scale"))
+"""Static scales of inputs, and numbers that multiply them: without these a layer computes something else."""
 INT8_INPUT = Spec(Int(8), PerToken(), "symmetric_no_clipping_err")
 INTX_INPUT = Spec(Int(8), PerToken(), "asymmetric")
 FLOAT8_INPUT = Spec(Float8(), PerToken())
@@ -59,7 +61,7 @@ class TorchAo(Format):
         return config.get("quant_method") == "torchao"
 
     def suffixes(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        return QDATA, SCALE, ZERO
+        return QDATA, SCALE, ZERO, *_UNREAD
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
@@ -85,6 +87,8 @@ class TorchAo(Format):
             raise FormatError("no shard describes it: its header has no entry of this name")
         if SCALE not in parts:
             raise FormatError(f"it has no {SCALE}")
+        if unread := [part for part in _UNREAD if part in parts]:
+            raise FormatError(f"lowbit cannot represent its {', '.join(unread)}")
         codes, own = parts[QDATA], getattr(torch, str(described.get("dtype")), None)
         own = own if isinstance(own, torch.dtype) else dtype or torch.bfloat16
         block, kind = described.get("block_size"), described["_type"]

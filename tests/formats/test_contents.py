@@ -84,6 +84,49 @@ CASES: dict[str, tuple[str, Scheme, Change]] = {
         IntxWeightOnly(8, 32, "asymmetric"),
         lambda parts, c: parts.update(weight_zero_point=torch.full((64, 4), 0.5)),
     ),
+    "symmetric weights with zero points": (
+        "compressed-tensors",
+        Int8DynamicActivationInt8Weight(),
+        lambda parts, c: parts.update(weight_zero_point=torch.full((64, 1), 3, dtype=torch.int8)),
+    ),
+    "symmetric packed weights with zero points": (
+        "compressed-tensors",
+        Int4WeightOnly(32),
+        lambda parts, c: parts.update(weight_zero_point=torch.zeros(8, 4, dtype=torch.int32)),
+    ),
+    "symmetric inputs with zero points": (
+        "compressed-tensors",
+        Int8DynamicActivationInt8Weight(),
+        lambda parts, c: (
+            group(c)["input_activations"].update(dynamic=False, strategy="tensor"),
+            parts.update(input_scale=torch.ones(1), input_zero_point=torch.ones(1).char()),
+        ),
+    ),
+    "scales that are integers, gptq": (
+        "gptq",
+        Int4WeightOnly(32),
+        lambda parts, c: parts.update(scales=torch.ones(4, 64, dtype=torch.int32)),
+    ),
+    "scales that are integers, awq": (
+        "awq",
+        INTS,
+        lambda parts, c: parts.update(scales=torch.ones(4, 64, dtype=torch.int32)),
+    ),
+    "scales that are integers, fp8": (
+        "fp8",
+        BLOCKS,
+        lambda parts, c: parts.update(weight_scale_inv=torch.ones(1, 1, dtype=torch.int8)),
+    ),
+    "numbers that multiply the inputs, torchao": (
+        "torchao",
+        Int8WeightOnly(),
+        lambda parts, c: parts.update(_weight_act_pre_scale=torch.ones(128)),
+    ),
+    "static scales of inputs, torchao": (
+        "torchao",
+        Int8DynamicActivationInt8Weight(),
+        lambda parts, c: parts.update(_weight_act_quant_scale=torch.ones(1)),
+    ),
     "codes above the bits, torchao": (
         "torchao",
         INTS,
