@@ -121,7 +121,7 @@ class Folder:
         is_foreign = self.format is not None and self.format.name != "lowbit"
         self.cache_scales = [name for name in plain if is_foreign and is_cache_scale(name)]
         self.plain = [name for name in plain if name not in {*self.cache_scales}]
-        self._check_claims()
+        self._check_claims(is_foreign)
 
     # ---- what lies in it -----------------------------------------------------------------------------------------
 
@@ -179,11 +179,13 @@ class Folder:
     def _open(self, file: str) -> Any:
         return open_shard(self.path / file)
 
-    def _check_claims(self) -> None:
+    def _check_claims(self, is_foreign: bool) -> None:
         """Refuse a folder that holds other weights than its config.json says.
 
         One without a low-bit weight is that of a plain model where its config.json says so: every layer was skipped,
         or only the cache is in low bits.
+
+        is_foreign: whether it has the format of another program.
         """
         if self.format is not None:
             mark = self.format.suffixes(self.settings or {})[0]
@@ -193,7 +195,7 @@ class Folder:
                     f"{self.path}: config.json says {self.format.name}, and no tensor is a {mark}; it claims another "
                     f"format than it has, such as for {lost[0]}"
                 )
-            if lost := [name for name in codes if name.endswith(".weight")]:
+            if is_foreign and (lost := [name for name in codes if name.endswith(".weight")]):
                 raise FormatError(
                     f"{self.path}: {lost[0]} holds codes, and has no {mark} of {self.format.name} beside it"
                 )
