@@ -97,6 +97,10 @@ class Gptq(Format):
         bits, group = _sizes(settings)
         if lost := [p for p in ("qweight", "qzeros", "scales") if p not in parts]:
             raise FormatError(f"it has no {', '.join(lost)}")
+        if settings.get("desc_act") and group != -1 and "g_idx" not in parts:
+            raise FormatError(
+                "desc_act is true, and it has no g_idx, which says the group of each input"
+            )
         qweight, scales = parts["qweight"], parts["scales"]
         if qweight.ndim != 2 or scales.ndim != 2 or qweight.shape[1] != scales.shape[1]:
             raise FormatError(

@@ -170,7 +170,9 @@ def test_natural_groups_are_read_however_they_are_flagged() -> None:
     parts, config = V1.encode(w), {**V1.config({NAME: w}, ()), "desc_act": True}
     assert_same(V1.decode(parts, config, NAME, w.dtype), w)
     parts.pop("g_idx")
-    again = V1.decode(parts, config, NAME, w.dtype)
+    with pytest.raises(FormatError, match="desc_act is true, and it has no g_idx"):
+        V1.decode(parts, config, NAME, w.dtype)
+    again = V1.decode(parts, {**config, "desc_act": False}, NAME, w.dtype)
     assert type(again) is AffineTensor
     assert_same(again, w)
 
