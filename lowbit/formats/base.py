@@ -161,7 +161,7 @@ class Format(ABC):
         config.json of another.
         """
         keys = ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
-        return any(is_listed(layer, config.get(key) or ()) for key in keys)
+        return any(is_listed(layer, config.get(key)) for key in keys)
 
     def settings(self, config: Mapping[str, Any], metadata: Mapping[str, str]) -> Mapping[str, Any]:
         """What the other methods get as the config: the "quantization_config", with what a format takes from the text

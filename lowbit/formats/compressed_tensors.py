@@ -81,7 +81,7 @@ class CompressedTensors(Format):
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def skips(self, config: Mapping[str, Any], layer: str) -> bool:
-        if is_listed(layer, config.get("ignore") or ()):
+        if is_listed(layer, config.get("ignore")):
             return True
         group = _group_for(config, layer)
         return group is None or group.get("weights") is None

@@ -231,11 +231,13 @@ class Folder:
             for name in self.plain
             if name.endswith(".weight") and len(self.plain_shape(name)) == 2
         ]
-        return [
-            weight_of(layer)
-            for layer in linears
-            if why_left_alone(layer, None) is None and not self.format.skips(self.settings, layer)
-        ]
+        with damage_of(f"{self.path}"):
+            return [
+                weight_of(layer)
+                for layer in linears
+                if why_left_alone(layer, None) is None
+                and not self.format.skips(self.settings, layer)
+            ]
 
     def _is_undescribed(self, name: str) -> bool:
         """Whether a plain tensor has the shape and dtype of codes."""

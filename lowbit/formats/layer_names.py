@@ -8,7 +8,7 @@ such as "*.mlp.gate", takes it. "model.layers.*" does not mean the router, whose
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -50,14 +50,16 @@ def begins_with(expression: str, layer: str) -> bool:
     return re.match(expression, layer) is not None
 
 
-def is_listed(layer: str, entries: Iterable[str]) -> bool:
+def is_listed(layer: str, entries: Any) -> bool:
     """Whether a list of modules that stay plain has this one: by "re:" and an expression, by a pattern with "*", or by
     a part of its name, as programs read such lists."""
+    if not isinstance(entries, list | tuple | None):
+        raise TypeError(f"{entries!r:.60} is no list of modules")
     return any(
         begins_with(entry[3:], layer)
         if entry.startswith("re:")
         else entry in layer or fnmatchcase(layer, f"{entry}*")
-        for entry in entries
+        for entry in entries or ()
     )
 
 

@@ -325,6 +325,26 @@ def test_plain_layers_that_config_json_says_to_be_in_low_bits(name: str, tmp_pat
         lowbit.load_pretrained(folder, build())
 
 
+DAMAGED_SETTINGS = [
+    {"quant_method": "compressed-tensors", "config_groups": {}, "ignore": [5]},
+    {"quant_method": "compressed-tensors", "config_groups": 5},
+    {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["re:("]}}},
+    {"quant_method": "gptq", "bits": 4, "dynamic": {"-:(": {}}},
+    {"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": [[5]]},
+    {"quant_method": "awq", "bits": 4, "modules_to_not_convert": "up_proj"},
+    {"quant_method": "fp8", "ignored_layers": 5},
+    {"quant_method": "auto-round", "bits": 4, "extra_config": {"up_proj": 5}},
+]
+
+
+@pytest.mark.parametrize("settings", DAMAGED_SETTINGS, ids=str)
+def test_damaged_settings_of_a_plain_folder(settings: dict, tmp_path: Path) -> None:
+    folder = plain_folder(tmp_path / "model", build(), quantization_config=settings)
+    with pytest.raises(FormatError) as caught:
+        lowbit.load_pretrained(folder, build())
+    assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+
+
 def test_a_model_may_have_parameters_that_are_named_as_scales_of_a_cache(tmp_path: Path) -> None:
     model = build()
     model.self_attn = torch.nn.Module()
