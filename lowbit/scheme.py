@@ -487,8 +487,9 @@ class Spec:
         if bool(bad.any()):
             raise ValueError(
                 f"{int(bad.sum())} of {scale.numel()} scales cannot be used, such as {scale[bad][0].item()}: a scale, "
-                "negative or not, is finite, not zero, and has a finite reciprocal; `choose_qparams` and "
-                "`search_qparams` give such scales"
+                f"negative or not, is finite (the largest of {scale.dtype} is {torch.finfo(scale.dtype).max:g}), not "
+                "zero, and has a finite reciprocal; `choose_qparams` and `search_qparams` give such scales where the "
+                "dtype holds them"
             )
         if self.scales is not None:
             self.scales.encode_given(scale)

@@ -121,9 +121,9 @@ class _Format:
         return QParams(*found)
 
     def stored(self, scale: Tensor) -> Tensor:
-        """A float32 scale as it is stored: not too small to divide by, and not infinite."""
-        ends = smallest_scale(self.scale_dtype), torch.finfo(self.scale_dtype).max
-        return round_to_dtype(torch.copysign(scale.abs().clamp(*ends), scale), self.scale_dtype)
+        """A float32 scale as it is stored: not too small to divide by."""
+        least = torch.copysign(scale.abs().clamp(min=smallest_scale(self.scale_dtype)), scale)
+        return round_to_dtype(least, self.scale_dtype)
 
     def of_scale(self, scale: Tensor, like: QParams) -> QParams:
         """The parameters with this float32 scale; a zero point that the scale does not decide is that of `like`."""
@@ -189,8 +189,6 @@ class _Blocks:
         self.weights = None if importance is None else importance.split(step, 1)
         least, most_of_all = self._ends(counted=False)
         self.best = fmt.min_max(least, (1, 1), least.clamp(max=0), most_of_all.clamp(min=0))
-        beyond = self.best.scale.isinf() & least.isfinite() & most_of_all.isfinite()
-        self.best.scale[beyond] = torch.finfo(fmt.scale_dtype).max  # float16 holds no larger one
         self.least, self.most = self._ends(counted=True)
         # Errors are relative to these, so that no square overflows or underflows.
         self.unit = self.best.scale.float().reciprocal()

@@ -208,13 +208,6 @@ def exact_scales(scale: Tensor, dtype: torch.dtype, format: str) -> Tensor:
 
 def with_scales_of(dtype: torch.dtype, values: Tensor, scheme: Scheme) -> AffineTensor:
     """`values` in the scheme with searched scales of `dtype`. Raises FormatError where they have no such scales."""
-    largest = max(abs(float(end)) for end in values.aminmax()) if values.numel() else 0.0
-    codes = 2 ** (scheme.weight.format.bits - (not scheme.weight.has_zero_point))
-    if largest > codes * torch.finfo(dtype).max:  # a search would take the largest scale, and clip
-        raise FormatError(
-            f"its values reach {largest:g}, and no scales of {dtype} go so far: the largest one is "
-            f"{torch.finfo(dtype).max:g}"
-        )
     qparams = scheme.weight.search_qparams(values, dtype)
     try:
         return AffineTensor.from_float(values, scheme, qparams)

@@ -68,6 +68,18 @@ def test_one_bit_loses_half_by_default() -> None:
     assert error(model.weight, plain) < 0.6**2 * error(0 * model.weight, plain)
 
 
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_values_beyond_all_float16_scales_are_refused(bits: int) -> None:
+    """No scale of the search clips them in silence."""
+    model = nn.Linear(32, 4)
+    nn.init.constant_(model.weight, 3e6)
+    scheme = lb.IntxWeightOnly(bits, 32, "half_integer", scale_dtype=torch.float16)
+    for scales in ("minmax", "searched"):
+        with pytest.raises(ValueError, match=r"4 of 4 scales .*65504"):
+            lb.quantize_(model, scheme, scales=scales)
+    assert type(model.weight) is nn.Parameter
+
+
 def test_qat_at_few_bits_converts_what_it_trained() -> None:
     for scheme in (lb.Int1WeightOnly(), lb.Int2WeightOnly(), lb.IntxWeightOnly(2, 32)):
         model, x = nn.Sequential(nn.Linear(96, 40)), torch.randn(5, 96)
