@@ -269,9 +269,9 @@ def find_targets(
 
     Raises:
         TypeError: not a scheme, not a module, not a filter.
-        ValueError: a pattern that matches nothing; nothing to convert, unless a rule of a training scheme left a
-            weight alone; an integer, complex, NaN or infinite weight; tied weights with different schemes; a model
-            already sharded.
+        ValueError: a pattern that chooses nothing, unless it stands for None and matches a layer that stays in high
+            precision anyway; nothing to convert, unless a rule of a training scheme left a weight alone; an integer,
+            complex, NaN or infinite weight; tied weights with different schemes; a model already sharded.
     """
     _check_schemes(schemes, kind)
     if filter_fn is None:
@@ -325,7 +325,13 @@ def _check_target(target: Target) -> None:
 
 
 def _check_patterns(walk: _Walk) -> None:
-    unused = [pattern for pattern in walk.patterns if pattern not in walk.used]
+    """Raise ValueError for a pattern that does nothing. None for a layer that stays in high precision anyway says how
+    it is, and is no mistake."""
+    unused = [
+        pattern
+        for pattern, scheme in walk.patterns.items()
+        if pattern not in walk.used and not (scheme is None and walk.leaves_alone(pattern))
+    ]
     if unused:
         targets = walk.targets.values()
         names = [e.fqn for e in walk.report.entries][:3] or [t.owners[0].fqn for t in targets][:3]
@@ -409,12 +415,35 @@ class _Walk:
                 found = tuple(weight.shape)
         return None
 
+    def leaves_alone(self, pattern: str) -> bool:
+        """Whether `pattern`, which stands for None, is the first that matches a parameter or the layer that holds it.
+
+        Raises ValueError where another name of such a parameter is converted.
+        """
+        found = False
+        for prefix, module in self.model.named_modules():
+            own = [(name, p) for name, p in module._parameters.items() if p is not None]
+            is_layer = bool(own) and not any(
+                True for c in module.children() for _ in c.parameters()
+            )
+            for name, param in own:
+                fqn = joined_name(prefix, name)
+                if self._first_match(*([prefix] if is_layer else []), fqn) != pattern:
+                    continue
+                found = True
+                if id(param) in self.targets and id(param) in self.schemes:
+                    self._check_ties(fqn, param, None)
+        return found
+
+    def _first_match(self, *names: str) -> str | None:
+        """The pattern that decides on a weight with these names."""
+        return next((p for p in self.patterns if any(matches(p, n) for n in names)), None)
+
     def _choose(self, owner: Owner, prefix: str, param: nn.Parameter, selected: bool) -> Any:
         """The scheme for this weight, or as a str the reason why it is left alone."""
         if (weight := weight_scaled_by(owner.module, owner.attribute)) is not None:
             return f"learned scales or zero points of {joined_name(prefix, weight)}"
-        names = (prefix, owner.fqn)
-        pattern = next((p for p in self.patterns if any(matches(p, n) for n in names)), None)
+        pattern = self._first_match(prefix, owner.fqn)
         scheme = None if pattern is None else self.patterns[pattern]
         starts = self.trains and scheme is not None and scheme.starts_from(param)
         refusal = _refusal(self.owners[id(param)], param, self.trains, starts)

@@ -220,7 +220,7 @@ class Joined:
 
     def __init__(self, folder: Folder, wanted: Collection[str]) -> None:
         self.path, self.config, self.nbytes = folder.path, folder.config, folder.nbytes
-        self._folder = folder
+        self._folder, self.tied = folder, folder.tied
         self._stacks: dict[str, dict[Matrix, str]] = {}
         """For each stack of the model, the names of its matrices in the folder."""
         self._names: dict[str, str] = {}

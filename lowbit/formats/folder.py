@@ -1,8 +1,9 @@
 """A folder with config.json and *.safetensors shards, as Hugging Face lays it out, read a tensor at a time.
 
-Nothing but headers is read before a tensor is asked for. One shard is mapped at a time, and mapped again after every
-`MOST_MAPPED` bytes: the pages of a mapping leave memory when no tensor holds it. Otherwise a whole shard would stay,
-and two where a loop holds the last tensor of a shard while it reads the next one.
+Nothing but headers is read before a tensor is asked for, except a tied weight that is stored twice
+(`lowbit.formats.tied`). One shard is mapped at a time, and mapped again after every `MOST_MAPPED` bytes: the pages of a
+mapping leave memory when no tensor holds it. Otherwise a whole shard would stay, and two where a loop holds the last
+tensor of a shard while it reads the next one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from lowbit.formats.base import Format, FormatError, damage_of, layer_of, weight
 from lowbit.formats.layer_names import is_cache_scale, is_embedding, why_left_alone
 from lowbit.formats.registry import FORMATS, by_config
 from lowbit.formats.sources import Holder, Item
+from lowbit.formats.tied import second_names
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -83,6 +85,8 @@ class Folder:
         weights: the low-bit weights: for each one the stored name of each part.
         plain: names of the plain tensors.
         cache_scales: names of the scales of a KV cache, which lowbit leaves out: it keeps keys and values as they are.
+        tied: second names of tied weights that are stored twice, and the first name of each, which alone is in
+            `weights` or `plain`.
         dtype: the dtype that config.json names for the weights, or None.
         nbytes: bytes of all shards.
 
@@ -122,6 +126,11 @@ class Folder:
         self.cache_scales = [name for name in plain if is_foreign and is_cache_scale(name)]
         self.plain = [name for name in plain if name not in {*self.cache_scales}]
         self._check_claims(is_foreign)
+        with damage_of(f"{self.path}"):
+            self.tied = second_names(self.config, self.names(), self.read)
+        for name in self.tied:
+            self.weights.pop(name, None)
+        self.plain = [name for name in self.plain if name not in self.tied]
 
     # ---- what lies in it -----------------------------------------------------------------------------------------
 

@@ -2,13 +2,15 @@
 
 No module says here which tensor is the weight of a linear, so names and shapes do. Under a scheme for all, or under the
 pattern "*", every matrix named `….weight` is quantized but embeddings, the output head and the routers of experts. A
-pattern that names one of these quantizes it: {"lm_head": Int8WeightOnly(), "*": Int4WeightOnly()}. The stacked experts
-of gpt-oss are quantized too where the format to write holds stacks, in groups along their inputs.
+pattern that names one of these quantizes it: {"lm_head": Int8WeightOnly(), "*": Int4WeightOnly()}. A tied weight that
+is stored under two names (`lowbit.formats.tied`) is one weight, which a pattern for either name quantizes. The stacked
+experts of gpt-oss are quantized too where the format to write holds stacks, in groups along their inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,13 @@ import torch
 from torch import Tensor
 
 from lowbit.convert import check_pattern, matches
-from lowbit.formats.base import Format, FormatError
+from lowbit.formats.base import Format, FormatError, layer_of
 from lowbit.formats.experts import is_transposed_stack
 from lowbit.formats.folder import Folder
 from lowbit.formats.layer_names import is_embedding, why_left_alone
 from lowbit.formats.report import snr
 from lowbit.formats.sources import Item
+from lowbit.formats.tied import is_tied
 from lowbit.scheme import Scheme
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
@@ -73,23 +76,31 @@ class Quantizing:
         shapes = {name: folder.plain_shape(name) for name in folder.plain}
         self._stacks = {n for n, s in shapes.items() if is_transposed_stack(self.config, n, s)}
         kept = self._stacks if target is not None and target.holds_stacks else set()
-        self._plan = {n: _choose(n, shape, patterns, n in kept) for n, shape in shapes.items()}
-        used = {pattern for _, _, pattern in self._plan.values()}
-        if unused := [p for p in patterns if p not in used]:
+        names = {n: [n, *(s for s, first in folder.tied.items() if first == n)] for n in shapes}
+        self._plan = {
+            n: _choose_tied(own, shapes[n], patterns, n in kept) for n, own in names.items()
+        }
+        used = {pattern for choice in self._plan.values() for pattern in choice.patterns}
+        known = [name for own in names.values() for name in own]
+        known += ["lm_head.weight"] if is_tied(folder.config) else []
+        left = {_first_match(name, patterns) for name in known}
+        unused = [p for p, s in patterns.items() if p not in used and not (s is None and p in left)]
+        if unused:
             some = [name for name, shape in shapes.items() if len(shape) > 1][:3]
             raise FormatError(
                 f"the patterns {unused} choose no weight of {folder.path} (a pattern before them may match first, and "
                 f"a tied head is stored as its embedding); accepted: names such as {some}"
             )
-        if not any(scheme for scheme, _, _ in self._plan.values()):
+        if not any(choice.scheme for choice in self._plan.values()):
             raise FormatError(f"{folder.path} has no matrix named ….weight that the scheme chooses")
 
     def items(self) -> Iterator[Item]:
         """See `lowbit.formats.sources.Source`."""
         for item in self._folder.items():
-            scheme, note, _ = self._plan[item.name]
+            choice = self._plan[item.name]
+            scheme = choice.scheme
             if scheme is None:
-                yield Item(item.name, item.value, item.holder, note)
+                yield Item(item.name, item.value, item.holder, choice.note)
                 continue
             is_stack = item.name in self._stacks
             values = item.value.to(self._device)
@@ -98,7 +109,8 @@ class Quantizing:
             weight = weight._transposed() if is_stack else weight
             ratio = snr(values, weight)
             weight = weight._map(lambda t: t.cpu())
-            yield Item(item.name, weight, item.holder, scheme.describe(weight.shape), ratio)
+            note = f"{scheme.describe(weight.shape)}{choice.note}"
+            yield Item(item.name, weight, item.holder, note, ratio)
 
     def names(self) -> list[str]:
         """Those of the folder."""
@@ -128,24 +140,79 @@ def _check_schemes(patterns: Mapping[str, Any]) -> None:
             )
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """What becomes of a tensor of the folder.
+
+    Attributes:
+        scheme: None where it stays plain.
+        note: why it stays plain; of a quantized one, what follows its scheme in the report.
+        patterns: those that decided.
+    """
+
+    scheme: Scheme | None
+    note: str
+    patterns: tuple[str, ...] = ()
+
+
+def _choose_tied(
+    names: Sequence[str],
+    shape: tuple[int, ...],
+    patterns: Mapping[str, Scheme | None],
+    is_stack: bool,
+) -> _Choice:
+    """What becomes of a tensor with these names, several where it is tied.
+
+    Raises FormatError where patterns give the names different schemes.
+    """
+    first, *others = names
+    if not others:
+        return _choose(first, shape, patterns, is_stack, set())
+    uses = {"embedding" if is_embedding(layer_of(name)) else "linear" for name in names}
+    own = {name: _choose(name, shape, patterns, is_stack, uses) for name in names}
+    named = {n: c for n, c in own.items() if c.patterns and c.patterns != ("*",)}
+    choices = named or own
+    schemes = {choice.scheme for choice in choices.values()}
+    if len(schemes) > 1:
+        shown = ", ".join(f"{n}: {c.scheme or c.note}" for n, c in choices.items())
+        raise FormatError(
+            f"{' and '.join(names)} are one tied weight, but the patterns differ ({shown}); give both one scheme, or "
+            "leave both alone"
+        )
+    chosen = next(iter(choices.values()))
+    tied = f"tied to {', '.join(others)}"
+    note = f"; {tied}" if chosen.scheme is not None else f"{chosen.note}; {tied}"
+    return _Choice(chosen.scheme, note, tuple(p for c in own.values() for p in c.patterns))
+
+
+def _first_match(name: str, patterns: Iterable[str]) -> str | None:
+    """The pattern that decides on the tensor of this name."""
+    return next((p for p in patterns if matches(p, layer_of(name)) or matches(p, name)), None)
+
+
 def _choose(
-    name: str, shape: tuple[int, ...], patterns: Mapping[str, Scheme | None], is_stack: bool
-) -> tuple[Scheme | None, str, str | None]:
-    """The scheme of a tensor, or None and the reason; and the pattern that decided."""
+    name: str,
+    shape: tuple[int, ...],
+    patterns: Mapping[str, Scheme | None],
+    is_stack: bool,
+    uses: Collection[str],
+) -> _Choice:
+    """What becomes of a tensor of this name. `uses`: those of `lowbit.convert.USES`; none: as the name says."""
     layer, _, last = name.rpartition(".")
     if not is_stack and (last != "weight" or len(shape) != 2):
-        return None, "no matrix named ….weight", None
-    pattern = next((p for p in patterns if matches(p, layer) or matches(p, name)), None)
+        return _Choice(None, "no matrix named ….weight")
+    pattern = _first_match(name, patterns)
     scheme = None if pattern is None else patterns[pattern]
+    own = () if pattern is None else (pattern,)
     if scheme is None:
-        return None, "no scheme for this name", pattern
+        return _Choice(None, "no scheme for this name", own)
     if (why := why_left_alone(layer, pattern)) is not None:
-        return None, why, None
-    uses = {"embedding" if is_embedding(layer) else "linear"}
+        return _Choice(None, why)
+    uses = uses or {"embedding" if is_embedding(layer) else "linear"}
     if is_stack:
         shape, uses = (shape[0], shape[2], shape[1]), {"other"}
     obstacle = scheme.obstacle(shape, uses)
-    return (scheme, "", pattern) if obstacle is None else (None, obstacle, pattern)
+    return _Choice(scheme, "", own) if obstacle is None else _Choice(None, obstacle, own)
 
 
 def quantized(name: str, values: Tensor, scheme: Scheme, scales: str | None) -> LowbitTensor:

@@ -99,9 +99,10 @@ def _fill(model: nn.Module, folder: Folder | Joined | GgufFile, device: torch.de
         for note in folder.left_out:
             warnings.warn(f"{folder.path}: {note}", stacklevel=3)
         folder = joined(folder, owners.keys())
-    _check_names(model, folder, owners)
+    seconds = _second_places(folder, owners)
+    _check_names(model, folder, owners, seconds)
     for name, t in _tensors(folder, device):
-        places = owners[name]
+        places = [*owners[name], *seconds.get(name, [])]
         module, attribute = places[0]
         old = getattr(module, attribute)
         if old.shape != t.shape:
@@ -129,9 +130,13 @@ def _fill(model: nn.Module, folder: Folder | Joined | GgufFile, device: torch.de
         raise FormatError(f"{folder.path} leaves {', '.join(on_meta[:3])} of the model on meta")
 
 
-def _places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+Places = list[tuple[nn.Module, str]]
+"""Modules, and the attribute of each, that hold one tensor."""
+
+
+def _places(model: nn.Module) -> dict[str, Places]:
     """For every name of the state dict, each module and attribute that holds that tensor."""
-    by_id: dict[int, list[tuple[nn.Module, str]]] = {}
+    by_id: dict[int, Places] = {}
     names: dict[str, int] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         held = {**module._parameters, **module._buffers}
@@ -145,16 +150,42 @@ def _places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     return {name: by_id[key] for name, key in names.items()}
 
 
+def _second_places(
+    folder: Folder | Joined | GgufFile, owners: dict[str, Places]
+) -> dict[str, Places]:
+    """For the first name of a tied weight that the folder stores twice, the places of its second names in a model that
+    does not tie them."""
+    tied = folder.tied if isinstance(folder, Folder | Joined) else {}
+    found: dict[str, Places] = {}
+    for second, first in tied.items():
+        if second in owners and owners[second] is not owners.get(first):
+            found.setdefault(first, []).extend(owners[second])
+    return found
+
+
 def _check_names(
     model: nn.Module,
     folder: Folder | Joined | GgufFile,
-    owners: dict[str, list[tuple[nn.Module, str]]],
+    owners: dict[str, Places],
+    seconds: dict[str, Places],
 ) -> None:
-    """Refuse names that the model lacks, and names that the folder lacks under all names of a tied tensor."""
+    """Refuse names that the model lacks, names that the folder lacks under all names of a tied tensor, and two tensors
+    for one that the model ties."""
     given = {*folder.names()}
     unknown = sorted(given - owners.keys())
-    filled = {id(places) for name, places in owners.items() if name in given}
-    missing = sorted(name for name, places in owners.items() if id(places) not in filled)
+    filled: dict[int, str] = {}
+    for name, places in owners.items():
+        if name in given and filled.setdefault(id(places), name) != name:
+            raise FormatError(
+                f"{folder.path} holds two different tensors, {filled[id(places)]} and {name}, and "
+                f"{type(model).__name__} ties them to one; give a model= that does not tie them"
+            )
+    also = {id(place[0]) for places in seconds.values() for place in places}
+    missing = sorted(
+        name
+        for name, places in owners.items()
+        if id(places) not in filled and not all(id(place[0]) in also for place in places)
+    )
     for what, names in (("holds", unknown), ("lacks", missing)):
         if names:
             raise FormatError(

@@ -245,7 +245,8 @@ def _check_place(item: Item, target: Format) -> None:
     """Raise FormatError for a tensor that no scheme makes one of the format's weights."""
     if item.holder == "embedding" and not target.holds_embeddings:
         raise FormatError(
-            f"it is the weight of an embedding, which loaders of {target.name} take in high precision"
+            f"it is the weight of an embedding, which loaders of {target.name} take in high precision, as they take an "
+            "output head that is tied to it"
         )
     target.stored_name(item.name, "weight")  # refuses names that the format has no place for
 

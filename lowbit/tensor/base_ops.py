@@ -267,11 +267,14 @@ def _pad(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
 
 @_implements(aten.equal.default)
 def _equal(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether both are stored alike, to the bit; of two classes, whether they have equal values. transformers asks so
+    whether two weights of a checkpoint are one."""
     a, b = args
     if type(a) is not type(b):
-        raise NotImplementedError(
-            f"torch.equal of {type(a).__name__} and {type(b).__name__}: compare .dequantize() instead"
-        )
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        values = [t.dequantize() if isinstance(t, LowbitTensor) else t for t in (a, b)]
+        return torch.equal(*values)
     if a.shape != b.shape or a.dtype != b.dtype or a.meta() != b.meta():
         return False
     # torch.equal does not take float8 where both share memory

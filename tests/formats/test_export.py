@@ -255,6 +255,23 @@ def test_patterns_and_searched_scales(tmp_path: Path) -> None:
         lowbit.export(model, tmp_path / "no")
 
 
+@pytest.mark.parametrize(
+    "pattern", ["lm_head", "embed_tokens", "norm", "norm.weight", "re:up.*bias"]
+)
+def test_none_for_a_layer_that_stays_as_it_is(pattern: str, tmp_path: Path) -> None:
+    folder = plain_folder(tmp_path / "plain", build())
+    report = lowbit.export(
+        folder, tmp_path / "out", scheme={pattern: None, "*": Int4WeightOnly(64)}
+    )
+    assert sorted(report.converted) == ["down_proj.weight", "up_proj.weight"]
+    for patterns in (
+        {"*": Int4WeightOnly(64), pattern: None},
+        {"head": None, "*": Int4WeightOnly(64)},
+    ):
+        with pytest.raises(FormatError, match="choose no weight"):
+            lowbit.export(folder, tmp_path / "no", scheme=patterns)
+
+
 def test_transposed_weights_are_refused(tmp_path: Path) -> None:
     folder = plain_folder(tmp_path / "plain", build(), model_type="gpt2")
     with pytest.raises(FormatError, match="transposed"):

@@ -150,6 +150,60 @@ def test_a_pattern_that_chooses_nothing_is_refused(patterns, unused) -> None:
     assert all(model.get_parameter(name) is p for name, p in before.items())
 
 
+FLOWS = {
+    "quantize_": (lb.quantize_, INT8),
+    "qat": (lb.qat.prepare_, INT8),
+    "train": (lb.train.prepare_, lb.train.Int8Weight()),
+}
+LEFT_ALONE = {
+    "not selected by the default": ({"embedding": None}, None),
+    "not selected by the filter": (
+        {"head": None},
+        lambda m, n: isinstance(m, nn.Linear) and n != "head",
+    ),
+    "by the weight's name": ({"head.weight": None}, lambda m, n: "layers" in n),
+    "a norm": ({"layers.*.norm": None}, None),
+    "a bias": ({"layers.0.up.bias": None}, None),
+    "by an expression": ({"re:embed.*": None, "re:.*norm": None}, None),
+}
+"""Patterns that leave alone what stays in high precision anyway, and the filter."""
+
+
+@pytest.mark.parametrize("case", LEFT_ALONE.values(), ids=LEFT_ALONE)
+@pytest.mark.parametrize("flow", FLOWS.values(), ids=FLOWS)
+def test_none_for_a_layer_that_stays_as_it_is(flow, case) -> None:
+    (convert, scheme), (patterns, choose) = flow, case
+    model, plain = Model(), Model()
+    report = convert(model, {**patterns, "*": scheme}, choose)
+    assert report.converted == convert(plain, scheme, choose).converted
+
+
+def test_none_for_a_weight_in_low_bits() -> None:
+    model = Model()
+    lb.quantize_(model, {"head": INT8, "*": None})
+    report = lb.quantize_(model, {"head": None, "*": INT4})
+    assert len(report.converted) == 4 and "already in low bits" in report.left["head.weight"]
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [{"*": INT8, "head": None}, {"layers.0": None, "*": INT8}, {"head2": None, "*": INT8}],
+    ids=["shadowed", "a block, whose layers have other names", "misspelt"],
+)
+@pytest.mark.parametrize("flow", FLOWS.values(), ids=FLOWS)
+def test_none_that_leaves_nothing_alone_is_refused(flow, patterns) -> None:
+    convert, scheme = flow
+    given = {name: own and scheme for name, own in patterns.items()}
+    with pytest.raises(ValueError, match="chose no weight"):
+        convert(Model(), given)
+
+
+def test_none_for_a_second_name_of_a_converted_weight() -> None:
+    """The filter takes the embedding alone, and the head is the same weight."""
+    with pytest.raises(ValueError, match="are one tied weight, but the patterns give them"):
+        lb.quantize_(Model(tied=True), {"head": None, "*": INT8}, lambda m, n: n == "embedding")
+
+
 def test_a_filter_sees_modules_and_names() -> None:
     model, seen = Model(), []
 

@@ -114,6 +114,14 @@ def test_refused_patterns(schemes: Any, says: str, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("pattern", ["lm_head", "*.embed_tokens", "*norm", "re:model\\.norm"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_none_for_a_layer_that_stays_as_it_is(tied: bool, pattern: str, tmp_path: Path) -> None:
+    llama(tie_word_embeddings=tied).save_pretrained(tmp_path)
+    found = read(tmp_path, LowbitConfig({pattern: None, "*": "int8"}))
+    assert len(found.hf_quantizer.report.converted) == 7
+
+
 def test_a_quantized_folder_keeps_its_own_schemes(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "plain")
     found = read(tmp_path / "plain", LowbitConfig("int8"))

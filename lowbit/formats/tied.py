@@ -1,0 +1,94 @@
+"""A tied weight that a folder stores twice: an output head beside the embedding that it is.
+
+config.json says `"tie_word_embeddings": true`, and the shards hold both `model.embed_tokens.weight` and
+`lm_head.weight`. transformers compares the two: it ties equal ones, and keeps both where they differ. A `Folder` does
+the same. Equal ones are one weight, which has the name of the embedding. Where they differ, config.json no longer ties
+them, so that every reader keeps both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.layer_names import is_embedding, is_head
+from lowbit.tensor.base import LowbitTensor
+
+KEY = "tie_word_embeddings"
+_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+"""Further names of the `shared.weight` of T5, BART and their like."""
+
+
+def places_of(config: Mapping[str, Any]) -> list[Any]:
+    """The parts of a config.json that may tie: itself, and that of its language model."""
+    return [place for place in (config, config.get("text_config")) if isinstance(place, Mapping)]
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether a model with this config.json may tie its output head to its embedding.
+
+    Files of older releases leave the key out where it has the default of the architecture. Then the tensors decide,
+    except for a model with code of its own.
+    """
+    named = [bool(place[KEY]) for place in places_of(config) if KEY in place]
+    return any(named) if named else "auto_map" not in config
+
+
+def second_names(
+    config: dict[str, Any], names: Collection[str], read: Callable[[str], Tensor]
+) -> dict[str, str]:
+    """For each name of `names` that is a second name of a tied weight, the first name.
+
+    `config` is changed where two tensors that it ties differ: it no longer ties them. Where it does not say whether it
+    ties two equal ones, it says so.
+
+    Args:
+        read: the tensor of a name, low-bit or plain, as a view of the file.
+    """
+    if not is_tied(config):
+        return {}
+    own = [name for name in names if name.endswith("weight")]
+    heads = [name for name in own if is_head(_layer(name))]
+    embeddings = sorted((n for n in own if is_embedding(_layer(n))), key=lambda n: (len(n), n))
+    shared = [name for name in embeddings if _layer(name).rpartition(".")[2] == "shared"]
+    copies = [name for name in embeddings if shared and name.endswith(_COPIES)]
+    if not embeddings or not (heads or copies):
+        return {}
+    values = {name: read(name) for name in (*heads, *embeddings)}
+    found: dict[str, str] = {}
+    for second in (*copies, *heads):
+        alike = [
+            n for n in embeddings if n not in copies and values[n].shape == values[second].shape
+        ]
+        first = next((n for n in alike if _is_equal(values[n], values[second])), None)
+        if first is not None:
+            found[second] = first
+        if alike and second in heads:
+            _say(config, first is not None)
+    return found
+
+
+def _say(config: dict[str, Any], tied: bool) -> None:
+    """Where config.json says whether it ties, or nowhere, it says `tied`."""
+    places = places_of(config)
+    for place in [p for p in places if KEY in p] or places[:1]:
+        place[KEY] = tied
+
+
+def _layer(weight: str) -> str:
+    return weight.rpartition(".")[0]
+
+
+def _is_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether both have equal values, and are stored alike where they are in low bits."""
+    if isinstance(a, LowbitTensor) or isinstance(b, LowbitTensor):
+        return type(a) is type(b) and a.dtype is b.dtype and torch.equal(a, b)
+    if a.shape != b.shape or a.is_floating_point() != b.is_floating_point():
+        return False
+    step = max(1, 2**22 // max(1, a[0].numel() if len(a) else 1))
+    wide = torch.promote_types(a.dtype, b.dtype)
+    pairs = zip(a.split(step), b.split(step), strict=True)
+    return all(torch.equal(x.to(wide), y.to(wide)) for x, y in pairs)
