@@ -36,6 +36,7 @@ from lowbit.presets import (
     NVFP4WeightOnly,
 )
 from lowbit.scheme import Float8, Int, Scheme, Spec
+from lowbit.siblings import register_siblings
 from lowbit.tensor import (
     AffineTensor,
     BitNetTensor,
@@ -130,6 +131,7 @@ __all__ = [
     "quantize_",
     "quantize_affine",
     "register_linear",
+    "register_siblings",
     "save",
     "trace",
     "train",

@@ -7,9 +7,10 @@ so a refused model stays as it was. A tensor that several modules share is conve
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import takewhile
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -18,7 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from lowbit.progress import progress
 from lowbit.replaced import hand_over
-from lowbit.scheme import Scheme
+from lowbit.scheme import Scheme, Spec
+from lowbit.siblings import families, group_of
+from lowbit.tensor.affine_tensor import representation_of
 from lowbit.tensor.base import LowbitTensor, check_weight
 from lowbit.tensor.conv_tensor import CONVOLUTIONS, check_spec, matrix_shape
 from lowbit.tensor.dtensor import local
@@ -63,6 +66,48 @@ def is_conv(target: Target) -> bool:
 
 def _is_of_conv(owner: Owner) -> bool:
     return isinstance(owner.module, CONVOLUTIONS) and owner.attribute == "weight"
+
+
+# ---- siblings -------------------------------------------------------------------------------------------------
+
+
+def families_of(targets: Sequence[Target]) -> list[list[Target]]:
+    """The targets, two or more at a time, that are siblings (`lowbit.siblings`) and share a part of their scales, as
+    their schemes join."""
+    by_name = {target.owners[0].fqn: target for target in targets if _joins(target)}
+    weights = {
+        name: (
+            [owner.fqn for owner in target.owners],
+            alike(target.scheme.weight, target.weight.shape),
+        )
+        for name, target in by_name.items()
+    }
+    return [[by_name[name] for name in group] for group in families(weights)]
+
+
+def _joins(target: Target) -> bool:
+    return target.scheme.weight.joins and target.weight.ndim >= 2 and not is_conv(target)
+
+
+def alike(spec: Spec, shape: Sequence[int]) -> Hashable:
+    """What siblings must agree in to share a part of their scales."""
+    return spec, tuple(shape[:-2]), shape[-1]
+
+
+def joint_parts(targets: Sequence[Target]) -> dict[str, Tensor]:
+    """What the weights of each family share (`Spec.joint_part`), by the first name of each of them."""
+    found: dict[str, Tensor] = {}
+    for family in families_of(targets):
+        shared = joint_part(family[0].scheme.weight, [target.weight for target in family])
+        found |= {target.owners[0].fqn: shared for target in family}
+    return found
+
+
+@torch.no_grad()
+def joint_part(spec: Spec, weights: Sequence[Tensor]) -> Tensor:
+    """`Spec.joint_part` of plain weights, with scales of the dtype that these get."""
+    dtype = representation_of(spec).scale_dtype(spec, weights[0].dtype)
+    return spec.joint_part([weight.detach() for weight in weights], dtype)
 
 
 # ---- the report -----------------------------------------------------------------------------------------------
@@ -397,23 +442,27 @@ class _Walk:
                 del self.targets[key]
 
     def _larger_before(self, owner: Owner, small: Target) -> Sequence[int] | None:
-        """The shape of a larger weight with the scheme of `small` that probably multiplies the same input. It belongs
-        to one of the linear layers with as many inputs that the module of both has right before this one."""
-        parent = self.model.get_submodule(owner.fqn.rpartition(".")[0].rpartition(".")[0])
+        """The shape of a larger weight with the scheme of `small` that multiplies the same input: that of a sibling
+        by name, or else probably one of the linear layers with as many inputs that the module of both has right before
+        this one."""
+        path, _, name = owner.fqn.rpartition(".")[0].rpartition(".")
+        parent = self.model.get_submodule(path)
         if isinstance(parent, nn.Sequential | nn.ModuleList | nn.ModuleDict):
             return None
+        if group := group_of(name):
+            children = [parent._modules.get(other) for other in group if other != name]
+        else:
+            children = list(takewhile(lambda child: child is not owner.module, parent.children()))
         found: Sequence[int] | None = None
-        for child in parent.children():
-            if child is owner.module:
-                return found
+        for child in children:
             if not isinstance(child, nn.Linear) or child.in_features != owner.module.in_features:
-                found = None
+                found = found if group else None
                 continue
             weight = child._parameters.get("weight")  # the attribute may compute it
             target = None if id(weight) in self.small else self.targets.get(id(weight))
             if weight is not None and target is not None and target.scheme == small.scheme:
                 found = tuple(weight.shape)
-        return None
+        return found
 
     def leaves_alone(self, pattern: str) -> bool:
         """Whether `pattern`, which stands for None, is the first that matches a parameter or the layer that holds it.

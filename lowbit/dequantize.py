@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -10,6 +12,7 @@ from lowbit.inference.fuse import FusedLinear, unfuse_linears_
 from lowbit.qat.lora import merging_layers
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.dtensor import local
+from lowbit.tensor.joint import JointTensor, forget_siblings, joint_parts
 from lowbit.train.prepare import replace_prepared
 from lowbit.train.prepared import forget_prepared, was_prepared
 
@@ -70,9 +73,12 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
         chosen = _targets(model, None, left)
     frozen = [t for t in chosen if not t.weight.requires_grad]
     trained = [t for t in chosen if t.weight.requires_grad]
+    joint = joint_parts(trained)  # before the first weight is replaced
     del chosen  # so that the memory of each old weight is free before the next one is replaced
     report = replace_prepared(frozen, _plain, _FROZEN, trainable=True, report=left)
-    report = replace_prepared(trained, _plain, "plain", trainable=True, report=report)
+    report = replace_prepared(
+        trained, lambda t: _plain(t, joint), "plain", trainable=True, report=report
+    )
     if filter_fn is None:
         forget_prepared(model, report)
     return report.count(model)
@@ -109,6 +115,11 @@ def _targets(model: nn.Module, filter_fn: Filter | None, left: Report) -> list[T
     return targets
 
 
-def _plain(target: Target) -> Tensor:
+def _plain(target: Target, joint: Mapping[str, Tensor] | None = None) -> Tensor:
+    """`joint`: what siblings share, by the names of the weights."""
+    if isinstance(target.weight, JointTensor):
+        assert joint is not None
+        forget_siblings(owner.module for owner in target.owners)
+        return target.weight.dequantized_with(joint[target.owners[0].fqn]).contiguous()
     assert isinstance(target.weight, LowbitTensor)
     return target.weight.dequantize().detach().contiguous()

@@ -17,6 +17,7 @@ global scale and offset. All arithmetic is float32.
   The smallest exponent is −126, so that 1/scale and every product are normal numbers. Byte 255 is NaN.
 - "e4m3" (NVFP4; Alvarez et al., "Introducing NVFP4", NVIDIA 2025): global_scale = 448 · largest / max|X|. It divides,
   as compressed-tensors stores it. The scale of a block is at least 2^-9, the smallest e4m3 number: none is zero.
+  Siblings that a server merges (`lowbit.siblings`) share it: then max|X| is that of all of them.
 - "double" (QLoRA, arXiv 2305.14314): offset = mean of all s. Each 256 consecutive s − offset of the matrix share an
   absmax, and each is the nearest value of `DYNAMIC8`. bitsandbytes stores these absmax values in one list. Here each
   row has its own copies, A = G / gcd(G, 256) of them, so that rows can be sliced. The values are the same.
@@ -45,8 +46,15 @@ class ScaleFormat:
     shared: ClassVar[tuple[str, ...]] = ()
     """The parts that a whole matrix shares, of shape [..., 1, 1]."""
 
+    joint: ClassVar[str | None] = None
+    """The part of `shared` that a server has once for layers that it merges, so that siblings must agree in it."""
+
     def shapes(self, blocks: tuple[int, ...]) -> PartShapes:
         """Shape and dtype of each part, for scales of shape `blocks`, [..., N, G]."""
+        raise NotImplementedError
+
+    def joint_part(self, largest: Tensor, table: LookupTable) -> Tensor:
+        """`joint` of matrices whose largest magnitude is `largest`, float32 [..., 1, 1]."""
         raise NotImplementedError
 
     def encode(
@@ -107,6 +115,7 @@ class E8M0(ScaleFormat):
 
 class E4M3(ScaleFormat):
     shared = ("global_scale",)
+    joint = "global_scale"
     largest: ClassVar[float] = 448.0
     smallest: ClassVar[float] = 2.0**-9
     most_global: ClassVar[float] = 2.0**116
@@ -126,11 +135,13 @@ class E4M3(ScaleFormat):
         elif absmax.numel() == 0:
             whole = absmax.new_ones(_over_matrix(tuple(absmax.shape)))
         else:
-            most = absmax.amax((-2, -1), keepdim=True)
-            whole = divide(torch.full_like(most, self.largest * table.largest), most)
-            whole = torch.where(most == 0, 1.0, whole.clamp(max=self.most_global))
+            whole = self.joint_part(absmax.amax((-2, -1), keepdim=True), table)
         scale = (divide(absmax, table.largest) * whole).clamp(self.smallest, self.largest)
         return {"scale": round_to_dtype(scale, torch.float8_e4m3fn), "global_scale": whole}
+
+    def joint_part(self, largest: Tensor, table: LookupTable) -> Tensor:
+        whole = divide(torch.full_like(largest, self.largest * table.largest), largest)
+        return torch.where(largest == 0, 1.0, whole.clamp(max=self.most_global))
 
     def decode(self, parts: Parts) -> Tensor:
         return divide(parts["scale"].float(), parts["global_scale"])

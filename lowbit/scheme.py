@@ -273,10 +273,44 @@ class Spec:
             return x
         return F.pad(x, [p for extra in reversed(padding) for p in (0, extra)])
 
-    def choose_qparams(self, x: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    @property
+    def joins(self) -> bool:
+        """Whether a part of the scales is one for all layers that a server merges, so that siblings must share it: the
+        global scale of NVFP4, and the scale of a whole tensor in float8."""
+        if self.scales is not None:
+            return self.scales.joint is not None
+        return isinstance(self.format, Float8) and isinstance(self.granularity, PerTensor)
+
+    def joint_part(self, weights: Sequence[Tensor], scale_dtype: torch.dtype) -> Tensor:
+        """The part of the scales that these weights share as siblings, where the spec `joins`: that of the one with the
+        largest magnitude. float32 [..., 1, 1] for a `scale_format`; else the scale of each weight.
+
+        `weights`: plain, of the same number of dimensions, and of the same size in all but the last two.
+        """
+        device = weights[0].device
+        if self.scales is None:
+            found = [self.choose_qparams(self.pad(w), scale_dtype)[0].to(device) for w in weights]
+            return torch.stack(found).amax(0)
+        assert isinstance(self.format, LookupTable)
+        most = []
+        for weight in weights:
+            x = self.pad(weight)
+            absmax = (
+                absmax_of_blocks(x, self.block_size(x.shape))
+                if x.numel()
+                else x.new_zeros((*x.shape[:-2], 1, 1))
+            )
+            most.append(absmax.float().amax((-2, -1), keepdim=True).to(device))
+        return self.scales.joint_part(torch.stack(most).amax(0), self.format)
+
+    def choose_qparams(
+        self, x: Tensor, scale_dtype: torch.dtype, joint: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """(scale, zero_point) of `x` (already padded), both of shape [blocks along each dimension].
 
-        scale_dtype: in every method, the dtype of scales where the spec names none.
+        Args:
+            scale_dtype: in every method, the dtype of scales where the spec names none.
+            joint: in every method, what `joint_part` gives for x and its siblings. None: x has none.
 
         zero_point is None where it is 0 by definition: for float8, and for signed symmetric codes.
 
@@ -288,18 +322,27 @@ class Spec:
                 "(not F.linear with its weight), or take a dynamic activation (static=False)"
             )
         if self.scales is not None:
-            return self.scales.decode(self.choose_scales(x)), None
+            return self.scales.decode(self.choose_scales(x, joint=joint)), None
+        if joint is not None:
+            return joint, None
         scale, zero_point = chosen_qparams(
             *self._affine_arguments(x), **self._qparam_dtypes(scale_dtype)
         )
         return self._as_stored(scale, zero_point)
 
-    def choose_scales(self, x: Tensor, kept: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    def choose_scales(
+        self,
+        x: Tensor,
+        kept: dict[str, Tensor] | None = None,
+        joint: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         """The scales of `x` (already padded) as they are stored, by name, where `scales` says how.
 
         `kept`: the parts of a weight that keeps what all of its blocks share.
         """
         assert self.scales is not None and isinstance(self.format, LookupTable)
+        if joint is not None and self.scales.joint is not None:
+            kept = {self.scales.joint: joint}
         if x.ndim < 2:
             raise ValueError(
                 f"{self} is for matrices [..., N, K], got shape {tuple(x.shape)}; reshape it"
@@ -552,7 +595,11 @@ class Spec:
         return crop(values, shape)
 
     def rounded(
-        self, x: Tensor, scale_dtype: torch.dtype = torch.float32, masked: bool = True
+        self,
+        x: Tensor,
+        scale_dtype: torch.dtype = torch.float32,
+        masked: bool = True,
+        joint: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The values of `fake_quantize`, without gradient, and, if `masked`, where the gradient passes."""
         if x.numel() == 0:
@@ -561,7 +608,7 @@ class Spec:
         values, inside = rounded_affine(
             padded,
             self.block_size(padded.shape),
-            *self.choose_qparams(padded, scale_dtype),
+            *self.choose_qparams(padded, scale_dtype, joint),
             fmt.dtype,
             fmt.quant_min,
             fmt.quant_max,
@@ -569,11 +616,13 @@ class Spec:
         )
         return crop(values, x.shape), None if inside is None else crop(inside, x.shape)
 
-    def fake_quantize(self, x: Tensor, scale_dtype: torch.dtype = torch.float32) -> Tensor:
+    def fake_quantize(
+        self, x: Tensor, scale_dtype: torch.dtype = torch.float32, joint: Tensor | None = None
+    ) -> Tensor:
         """`dequantize(*quantize(x))` to the bit, in `x`'s shape and dtype, with straight-through gradients."""
         padded = self.pad(x)
         with torch.no_grad():
-            scale, zero_point = self.choose_qparams(padded.detach(), scale_dtype)
+            scale, zero_point = self.choose_qparams(padded.detach(), scale_dtype, joint)
         return self._fake_quantize(x, scale, zero_point, self.may_clip(scale_dtype))
 
     def fake_quantize_by(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:

@@ -36,6 +36,7 @@ MATHS = {
     "scale_format",
     "scheme",
     "search",
+    "siblings",
     "train_scheme",
 }
 FLOWS = {"optim", "train", "qat", "inference"}

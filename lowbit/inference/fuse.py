@@ -19,17 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowbit.convert import find_owners, joined_name
+from lowbit.siblings import siblings
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.state_dict import check_described, described, hand_out_names, is_ours, take_parts
-
-GROUPS = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("query", "key", "value"),
-    ("gate", "up"),
-)
-"""Names of siblings that read one input: those of Hugging Face's Llama-like models, and of recipes/llama.py."""
 
 HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
@@ -52,8 +45,8 @@ def fuse_linears_(
 
     Args:
         model: a module with quantized or plain weights.
-        groups: names of siblings. Every module that has all names of a group is fused. Default `GROUPS`: q_proj, k_proj
-            and v_proj, gate_proj and up_proj, and the names of recipes/llama.py.
+        groups: names of siblings. Every module that has all names of a group is fused. Default `lowbit.siblings()`:
+            q_proj, k_proj and v_proj, gate_proj and up_proj, and the names of other families of models.
 
     Returns:
         The fully qualified names of each fused group. The first module of each holds the joint weight.
@@ -63,7 +56,7 @@ def fuse_linears_(
         ValueError: the members of a group differ in K, scheme, dtype, device or bias, are tied or have hooks; or no
             module has any of the groups. The message names the obstacle; the model is then as it was.
     """
-    wanted = GROUPS if groups is None else groups
+    wanted = siblings() if groups is None else groups
     if isinstance(wanted, str) or any(isinstance(names, str) for names in wanted):
         raise TypeError(f"groups must be tuples of names, e.g. [('gate', 'up')], got {groups!r}")
     uses = {key: len(owners) for key, owners in find_owners(model).items()}

@@ -14,6 +14,7 @@ from lowbit.convert import (
     Target,
     find_targets,
     is_conv,
+    joint_parts,
     replace_weights,
     rounding_owners,
 )
@@ -59,6 +60,9 @@ def quantize_(
     The report lists all parameters of two or more dimensions with their share of the model's bytes, and the share
     of all parameters that is now in low bits.
 
+    Siblings that servers merge into one layer, such as q, k and v (`lowbit.siblings`), share the global scale of NVFP4,
+    and the scale of a whole tensor in float8 (without a search).
+
     Weights shared by several modules stay shared. A dimension that is no multiple of the group is padded. The state
     dict hands out plain tensors, `weight.codes`, `weight.scale` …, and takes them again (`lowbit.tensor.state_dict`).
 
@@ -87,7 +91,13 @@ def quantize_(
             f"{trained[0]}: adapters? Quantize before adding them, or leave them out by filter_fn or a pattern",
             stacklevel=2,
         )
-    report = replace_weights(targets, report, lambda t: _quantized(t, scales), trainable=False)
+    joint = joint_parts(targets)
+    report = replace_weights(
+        targets,
+        report,
+        lambda t: _quantized(t, scales, joint.get(t.owners[0].fqn)),
+        trainable=False,
+    )
     take_input(modules)
     return report.count(model)
 
@@ -108,9 +118,11 @@ def _check_calibrated(target: Target) -> None:
     check_input(owner.module, owner.fqn)
 
 
-def _quantized(target: Target, scales: Scales | None) -> Tensor:
+def _quantized(target: Target, scales: Scales | None, joint: Tensor | None) -> Tensor:
     spec = target.scheme.activation
     is_static = spec is not None and spec.static
     of_input = input_qparams(rounding_owners(target)[0].module, spec) if is_static else None
     kind = ConvTensor if is_conv(target) else AffineTensor
+    if joint is not None:  # never of a convolution
+        return AffineTensor.quantized(target.weight, target.scheme, scales, of_input, joint)
     return kind.quantized(target.weight, target.scheme, scales, of_input)

@@ -9,11 +9,14 @@ from lowbit.tensor.fake_quantized_conv import (
     FakeQuantizedConvTensor,
     LearnedScalesConvTensor,
 )
+from lowbit.tensor.joint import JointTensor
 from lowbit.tensor.learned_scales import ConstantCodesTensor, LearnedScalesTensor
 
 
-def prepared_kind(target: Target, learned: bool) -> type[FakeQuantizedTensor]:
-    """`learned`: whether its scales are parameters."""
+def prepared_kind(target: Target, learned: bool, joint: bool = False) -> type[FakeQuantizedTensor]:
+    """`learned`: whether its scales are parameters. `joint`: whether it shares a part of its scales with siblings."""
+    if joint:
+        return JointTensor
     if is_conv(target):
         return LearnedScalesConvTensor if learned else FakeQuantizedConvTensor
     return LearnedScalesTensor if learned else FakeQuantizedTensor

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from lowbit.convert import (
     Entry,
     Filter,
+    Owner,
     Report,
     Schemes,
     Target,
+    families_of,
     find_targets,
     replace_weights,
     rounding_owners,
@@ -33,6 +35,7 @@ from lowbit.qat.kinds import prepared_kind
 from lowbit.tensor.adapted import AdaptedTensor, Adapters, LearnedAdaptedTensor
 from lowbit.tensor.base import check_weight
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.joint import JointTensor, forget_siblings, joint_parts, make_siblings
 from lowbit.tensor.learned_scales import (
     LearnedScalesTensor,
     check_scales,
@@ -119,6 +122,12 @@ def prepare_(
     learned = [t.owners for t in targets if notes.get(t.owners[0].fqn, "present") is None]
     lora.warn_of_files(model, learned)
 
+    free = [t for t in targets if id(t.weight) not in layers and t.owners not in learned]
+    families = _families(free)
+    joint = {owner.fqn for family in families for owner in family}
+    for target in (t for family in families_of(targets) for t in family):
+        if target.owners[0].fqn not in joint:
+            _add(notes, target, _ALONE)
     in_low_bits = low_bit_gradients(targets, gradients)
     if gradients is not None:
         for target in targets:
@@ -127,7 +136,8 @@ def prepare_(
     def prepared(target: Target) -> Tensor:
         is_learned = target.owners in learned
         merged = LearnedAdaptedTensor if is_learned else AdaptedTensor
-        kind = merged if id(target.weight) in layers else prepared_kind(target, is_learned)
+        kind = prepared_kind(target, is_learned, target.owners[0].fqn in joint)
+        kind = merged if id(target.weight) in layers else kind
         made = kind(target.weight, target.scheme)
         made.gradients = gradients if target.owners in in_low_bits else None
         return made
@@ -135,6 +145,8 @@ def prepare_(
     report = replace_weights(targets, report, prepared, trainable=True)
     report.entries = [_with_note(entry, notes.get(entry.fqn)) for entry in report.entries]
     make_shardable(modules)
+    for family in families:
+        make_siblings([owner.module for owner in family])
     lora.merge_in_products(layers.values())
     for owners in learned:
         module, name, _ = owners[0]
@@ -166,6 +178,19 @@ def _targets(
         shape = tuple(target.weight.shape)
         report.entries += [Entry(owner.fqn, shape, False, note) for owner in target.owners]
     return kept, report
+
+
+_ALONE = (
+    "scales of its own, as its module is no plain nn.Linear or merges adapters: a format whose readers merge siblings "
+    "needs lossy=True"
+)
+
+
+def _families(targets: list[Target]) -> list[list[Owner]]:
+    """All owners of weights that are siblings and share a part of their scales, family by family: of plain linears,
+    which multiply by the weight and in no other way."""
+    plain = [t for t in targets if all(type(owner.module) is nn.Linear for owner in t.owners)]
+    return [[owner for t in family for owner in t.owners] for family in families_of(plain)]
 
 
 def _why_present(target: Target) -> str | None:
@@ -246,6 +271,8 @@ def convert_(model: nn.Module) -> Report:
             "or lowbit.quantize_(model, scheme) to convert without training"
         )
 
+    joint = joint_parts(targets)  # before the first weight is replaced
+
     def frozen(target: Target) -> Tensor:
         weight = target.weight
         assert isinstance(weight, FakeQuantizedTensor)
@@ -256,6 +283,8 @@ def convert_(model: nn.Module) -> Report:
         if isinstance(weight, LearnedScalesTensor):
             module, attribute, _ = target.owners[0]
             return weight.frozen_by(*scales_of(module, attribute), of_input)
+        if isinstance(weight, JointTensor):
+            return weight.frozen_with(joint[target.owners[0].fqn], of_input)
         return weight.frozen(of_input)
 
     lora.warn_of_norms(model, targets)
@@ -265,5 +294,6 @@ def convert_(model: nn.Module) -> Report:
     for module in modules:
         drop_scales(module)
     make_plain(modules)
+    forget_siblings(modules)
     lora.unwrap(model, {layer for _, layer in layers.values()})
     return report.count(model)

@@ -8,6 +8,7 @@ from lowbit.convert import Report, Target, check_module, replace_weights
 from lowbit.qat.exchange import prepared_targets
 from lowbit.qat.lora import multiply_as_before
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.joint import forget_siblings
 from lowbit.tensor.learned_scales import drop_scales
 from lowbit.tensor.regather import reshard
 from lowbit.tensor.sharded_linear import make_plain
@@ -42,6 +43,7 @@ def undo_(model: nn.Module) -> Report:
         drop_scales(module)
     multiply_as_before(model.modules())
     make_plain(modules)
+    forget_siblings(modules)
     return report.count(model)
 
 

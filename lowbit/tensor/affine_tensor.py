@@ -133,6 +133,7 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
         scheme: Scheme | Spec,
         qparams: tuple[Tensor, Tensor | None] | None = None,
         input_qparams: tuple[Tensor, Tensor | None] | None = None,
+        joint: Tensor | None = None,
     ) -> AffineTensor:
         """Quantize `weight` [..., N, K], rounding to nearest. A Float8 format gives a `Float8Tensor`, a LookupTable a
         `TableTensor`.
@@ -143,6 +144,7 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
                 None chooses them by the mapping, in the `scale_dtype`, or else in `weight`'s dtype (float32 for
                 float64, and for float8 in blocks).
             input_qparams: scale and zero point of the input, one element each, for a static activation.
+            joint: what `Spec.joint_part` gives for this weight and its siblings, in place of `qparams`.
 
         Raises:
             ValueError: integer, complex, low-bit, 1-D, NaN or infinite weights; scales and zero points of another shape
@@ -159,7 +161,9 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
         kind = representation_of(spec)
         scale_dtype = kind.scale_dtype(spec, weight.dtype)
         meta = {"spec": spec, "activation": activation, "transposed": False}
-        tensors = kind._encode_as(weight.detach(), spec, scale_dtype, qparams)
+        if joint is not None and spec.scales is None:
+            qparams, joint = (joint, None), None
+        tensors = kind._encode_as(weight.detach(), spec, scale_dtype, qparams, joint)
         _check_reach(spec, tensors)
         tensors.update(_parts_of_input(activation, input_qparams))
         return kind.from_inner(tensors, meta, weight.shape, weight.dtype)
@@ -189,12 +193,15 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
         scheme: Scheme | Spec,
         scales: str | None = None,
         input_qparams: tuple[Tensor, Tensor | None] | None = None,
+        joint: Tensor | None = None,
     ) -> AffineTensor:
         """`from_float` where `scales` is "minmax", `searched` where it is "searched".
 
-        None takes the search for integers of up to `SEARCHED_BITS` bits, and "minmax" for all else. Raises ValueError
-        as both do.
+        None takes the search for integers of up to `SEARCHED_BITS` bits, and "minmax" for all else. With `joint`, the
+        scales are those of `from_float`. Raises ValueError as both do.
         """
+        if joint is not None:
+            return cls.from_float(weight, scheme, input_qparams=input_qparams, joint=joint)
         spec = scheme.weight if isinstance(scheme, Scheme) else scheme
         if scales is None:
             few = isinstance(spec.format, Int) and spec.format.bits <= SEARCHED_BITS
@@ -209,6 +216,7 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
         spec: Spec,
         scale_dtype: torch.dtype,
         qparams: tuple[Tensor, Tensor | None] | None = None,
+        joint: Tensor | None = None,
     ) -> dict[str, Tensor | None]:
         def encode(
             part: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None

@@ -133,10 +133,11 @@ class FakeQuantizedTensor(MasterWeightTensor):
         """Plain `values` of this weight in the shape that the blocks of its scheme divide."""
         return values
 
-    def rounded(self, values: Tensor) -> Tensor:
-        """Plain `values` (all of this weight, or whole rows), rounded as it is: differentiable, in their dtype."""
+    def rounded(self, values: Tensor, joint: Tensor | None = None) -> Tensor:
+        """Plain `values` (all of this weight, or whole rows), rounded as it is: differentiable, in their dtype.
+        `joint`: as for `Spec.choose_qparams`."""
         rounding = rounding_of(self, values.dtype)
-        found = fake_quantize(self.rows(values), rounding.weight, rounding.scale_dtype)
+        found = fake_quantize(self.rows(values), rounding.weight, rounding.scale_dtype, joint)
         return found.reshape(values.shape)
 
     def coded(self) -> CodedWeight:
@@ -193,6 +194,7 @@ class FakeQuantizedTensor(MasterWeightTensor):
         bias: Tensor | None,
         static: Any = None,
         scales: tuple[Tensor | None, Tensor | None] | None = None,
+        joint: Tensor | None = None,
     ) -> Tensor:
         """input [..., K] times what products see of this weight [N, K], transposed, plus bias [N].
 
@@ -202,16 +204,17 @@ class FakeQuantizedTensor(MasterWeightTensor):
             static: the module, where it rounds its input by a static scale.
             scales: the parameters of learned scales, or None twice for present ones, where the product may round both
                 operands again for backward, and keep neither (`lowbit.tensor.rounded_linear`).
+            joint: what present scales share with those of siblings. Then the product may do so too.
         """
         input, bias = autocast_inputs(input, weight, bias)
         is_observed = static is not None and static.is_observed
         found = None if coded is None or is_observed else product_of(input, weight)
         if coded is not None and found is not None:
             return coded_linear(input, weight, coded(), bias, found, static)
-        if scales is not None and weight.rounds_again:
+        if (scales is not None or joint is not None) and weight.rounds_again:
             values = weight.operand_of_rounding()
             how = rounding_of(weight, values.dtype)
-            return rounded_linear(input, values, bias, how, *scales)
+            return rounded_linear(input, values, bias, how, *(scales or (None, None)), joint)
         values, rounded = seen(), None if static is None else static.rounded
         x = FakeQuantizedTensor._rounded_input(input, weight, rounded)
         return F.linear(x, values.to(x.dtype), bias)

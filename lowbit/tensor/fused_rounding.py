@@ -100,16 +100,18 @@ def rounded(
     dtype: torch.dtype | None = None,
     after: Tensor | None = None,
     masked: bool = True,
+    joint: Tensor | None = None,
 ) -> tuple[Tensor, Inside]:
     """x [..., K] rounded by its own scales, in `dtype` (None: its own), and where the gradient passes.
 
     `after`: the gradient of a product, where the rounding belongs to its backward pass. `masked`: False where nobody
-    asks where the gradient passes.
+    asks where the gradient passes. `joint`: as for `Spec.choose_qparams`.
     """
     x, scale_dtype = x.detach(), spec.scale_dtype or scale_dtype
     clips = masked and spec.may_clip(scale_dtype)
-    if not runs(spec, x, after is not None) or spec.rounds_minimum or x.numel() == 0:
-        values, mask = spec.rounded(x, scale_dtype, clips)
+    runs_here = joint is None and not spec.rounds_minimum and x.numel() > 0
+    if not runs_here or not runs(spec, x, after is not None):
+        values, mask = spec.rounded(x, scale_dtype, clips, joint)
         return values if dtype is None else values.to(dtype), Inside(mask)
     group_size = spec.block_size(x.shape)[-1]
     # Values of float32 are rounded to `dtype` by the kernel. Others are first rounded to their own dtype.
@@ -250,8 +252,12 @@ class _LearnedFakeQuantize(torch.autograd.Function):
         return *found, None, None
 
 
-def fake_quantize(x: Tensor, spec: Spec, scale_dtype: torch.dtype = torch.float32) -> Tensor:
-    """`spec.fake_quantize(x, scale_dtype)`: the same values and gradients to the bit."""
+def fake_quantize(
+    x: Tensor, spec: Spec, scale_dtype: torch.dtype = torch.float32, joint: Tensor | None = None
+) -> Tensor:
+    """`spec.fake_quantize(x, scale_dtype, joint)`: the same values and gradients to the bit."""
+    if joint is not None:
+        return spec.fake_quantize(x, scale_dtype, joint)
     if not runs(spec, x) or x.numel() == 0:
         return spec.fake_quantize(x, scale_dtype)
     return _FakeQuantize.apply(x, spec, scale_dtype)

@@ -17,6 +17,7 @@ With learned scales, the gradients of w, its scale and its zero point are those 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +51,8 @@ class Rounding:
 
 
 class _RoundedLinear(torch.autograd.Function):
-    """See the module. `scale` and `zero` are the parameters of learned scales, or None."""
+    """See the module. `scale` and `zero` are the parameters of learned scales, or None; `joint` is what the scales of
+    siblings share, or None."""
 
     @staticmethod
     def forward(
@@ -60,19 +62,21 @@ class _RoundedLinear(torch.autograd.Function):
         bias: Tensor | None,
         scale: Tensor | None,
         zero: Tensor | None,
+        joint: Tensor | None,
         rounding: Rounding,
     ) -> Tensor:
-        ctx.save_for_backward(x, _alias(weight), scale, zero)
+        ctx.save_for_backward(x, _alias(weight), scale, zero, joint)
         ctx.rounding = rounding
         own = x
         if rounding.activation is not None:
             own, _ = fused_rounding.rounded(x, rounding.activation, masked=False)
-        values, _ = _rounded_weight(weight, scale, zero, rounding, x.dtype)
+        values, _ = _rounded_weight(weight, (scale, zero, joint), rounding, x.dtype)
         return F.linear(own, values, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, scale, zero = ctx.saved_tensors
+        x, weight, *scales = ctx.saved_tensors
+        scale, zero, _ = scales
         (grad,), rounding, needs = grads, ctx.rounding, ctx.needs_input_grad
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return _differentiable_gradients(grad, ctx.saved_tensors, rounding, needs)
@@ -81,7 +85,7 @@ class _RoundedLinear(torch.autograd.Function):
             own, from_x = fused_rounding.rounded(x, rounding.activation)
         grad_x = grad_weight = grad_bias = grad_scale = grad_zero = from_weight = None
         if needs[0] or scale is None:
-            values, from_weight = _rounded_weight(weight, scale, zero, rounding, grad.dtype, grad)
+            values, from_weight = _rounded_weight(weight, scales, rounding, grad.dtype, grad)
         if needs[0]:
             grad_x = grad @ values
             grad_x = grad_x if from_x is None else from_x.passed(grad_x)
@@ -98,7 +102,7 @@ class _RoundedLinear(torch.autograd.Function):
                 )
         if needs[2]:
             grad_bias = grad.sum(0)
-        return grad_x, grad_weight, grad_bias, grad_scale, grad_zero, None
+        return grad_x, grad_weight, grad_bias, grad_scale, grad_zero, None, None
 
 
 def _alias(weight: Tensor) -> Tensor:
@@ -108,20 +112,21 @@ def _alias(weight: Tensor) -> Tensor:
 
 def _rounded_weight(
     weight: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
+    scales: Sequence[Tensor | None],
     rounding: Rounding,
     dtype: torch.dtype,
     after: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
-    """The weight as the product sees it, and where its gradient passes (not for learned scales)."""
-    spec = rounding.weight
+    """The weight as the product sees it, and where its gradient passes (not for learned scales). `scales`: scale, zero
+    and joint."""
+    spec, (scale, zero, joint) = rounding.weight, scales
     if isinstance(weight, LowbitTensor):
         values, inside = weight.decoded()  # type: ignore[attr-defined]
         return values.to(dtype), inside
     if scale is None:
         masked = after is not None
-        return fused_rounding.rounded(weight, spec, rounding.scale_dtype, dtype, after, masked)
+        own = rounding.scale_dtype
+        return fused_rounding.rounded(weight, spec, own, dtype, after, masked, joint)
     found = qparams(spec, scale, zero)
     return fused_rounding.rounded_by(weight, spec, found, dtype, after), None
 
@@ -132,14 +137,15 @@ def _differentiable_gradients(
     rounding: Rounding,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients with a graph, for second derivatives. `operands`: x, the weight, its scale and zero point."""
+    """The gradients with a graph, for second derivatives. `operands`: x, the weight, its scale, its zero point, and
+    joint."""
     x, weight, *scales = operands
     y = _kept(x, weight, None, *scales, rounding)  # type: ignore[arg-type, call-arg]
     learn = needs[0], needs[1], needs[3], needs[4]
-    wanted = [t for t, need in zip(operands, learn, strict=True) if need and t is not None]
+    wanted = [t for t, need in zip(operands[:4], learn, strict=True) if need and t is not None]
     found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True) if wanted else ())
     of_x, of_weight, of_scale, of_zero = (next(found) if need else None for need in learn)
-    return of_x, of_weight, grad.sum(0) if needs[2] else None, of_scale, of_zero, None
+    return of_x, of_weight, grad.sum(0) if needs[2] else None, of_scale, of_zero, None, None
 
 
 def _kept(
@@ -148,6 +154,7 @@ def _kept(
     bias: Tensor | None,
     scale: Tensor | None,
     zero: Tensor | None,
+    joint: Tensor | None,
     rounding: Rounding,
 ) -> Tensor:
     """The product as operations that autograd records one by one."""
@@ -157,7 +164,7 @@ def _kept(
         own: Any = weight
         values = own.fake_quantized() if scale is None else own.quantized_by(scale, zero)
     elif scale is None:
-        values = fake_quantize(weight, rounding.weight, rounding.scale_dtype)
+        values = fake_quantize(weight, rounding.weight, rounding.scale_dtype, joint)
     else:
         spec, constant = rounding.weight, rounding.constant_codes
         values = learned_fake_quantize(weight, scale, zero, spec, constant)
@@ -171,12 +178,13 @@ def rounded_linear(
     rounding: Rounding,
     scale: Tensor | None = None,
     zero: Tensor | None = None,
+    joint: Tensor | None = None,
 ) -> Tensor:
     """x [..., K] times the weight [N, K] transposed, both rounded, plus bias [N]: differentiable in all tensors.
 
     The weight is plain, or the form of codes that FSDP2 gathers: `decoded()` gives its values and where their gradient
     passes, and `gradients_by` the gradients where scales are learned. `scale` and `zero` are the parameters of learned
-    scales; None for scales that the weight itself gives.
+    scales; None for scales that the weight itself gives. `joint`: what these share with those of siblings, or None.
     """
     compiling = torch.compiler.is_compiling()
     keeps = not compiling and torch._C._are_functorch_transforms_active()
@@ -184,11 +192,11 @@ def rounded_linear(
         is_plain = not isinstance(weight, LowbitTensor)
         keeps = not (is_plain and fused_rounding.runs(rounding.weight, weight, in_backward=True))
     if keeps or not torch.is_grad_enabled():
-        return _kept(x, weight, bias, scale, zero, rounding)
+        return _kept(x, weight, bias, scale, zero, joint, rounding)
     if compiling and rounding.activation is not None:
         x = fake_quantize(x, rounding.activation)
         own = rounding
         rounding = Rounding(own.weight, own.scale_dtype, constant_codes=own.constant_codes)
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 would not do for K = 0
-    y = _RoundedLinear.apply(flat, weight, bias, scale, zero, rounding)
+    y = _RoundedLinear.apply(flat, weight, bias, scale, zero, joint, rounding)
     return unflattened(y, x)

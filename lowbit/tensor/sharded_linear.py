@@ -44,6 +44,10 @@ class Linear(nn.Linear):
             own.was_placed(param)
 
 
+MADE: list[type[nn.Module]] = [Linear]
+"""The classes that stand for nn.Linear while it is prepared."""
+
+
 def make_shardable(modules: Iterable[nn.Module]) -> None:
     """Make each plain `nn.Linear` of `modules` a `Linear`, in place."""
     for module in modules:
@@ -54,8 +58,8 @@ def make_shardable(modules: Iterable[nn.Module]) -> None:
 def make_plain(modules: Iterable[nn.Module]) -> None:
     """Undo `make_shardable`."""
     for module in modules:
-        if type(module) is Linear:
-            module.__class__ = nn.Linear  # type: ignore[assignment]
+        if type(module) in MADE:
+            module.__class__ = nn.Linear
 
 
 def sharded_linear(

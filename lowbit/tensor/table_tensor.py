@@ -96,11 +96,12 @@ class TableTensor(AffineTensor):
         spec: Spec,
         scale_dtype: torch.dtype,
         qparams: tuple[Tensor, Tensor | None] | None = None,
+        joint: Tensor | None = None,
     ) -> dict[str, Tensor | None]:
         if spec.scales is None:
             return super()._encode_as(weight, spec, scale_dtype, qparams)
         stored = (
-            spec.choose_scales(spec.pad(weight))
+            spec.choose_scales(spec.pad(weight), joint=joint)
             if qparams is None
             else spec.scales.encode_given(qparams[0])
         )
