@@ -15,7 +15,7 @@ from tests.qat.test_siblings import SCALED, model
 
 def check(rank, world_size):
     x = torch.randn(4, 48, generator=torch.Generator().manual_seed(1))
-    for name, (scheme, part) in SCALED.items():
+    for name, (scheme, _) in SCALED.items():
         alone = model()
         qat.prepare_(alone, scheme)
         shared, apart = copy.deepcopy(alone), copy.deepcopy(alone)

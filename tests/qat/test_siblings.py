@@ -281,6 +281,7 @@ def test_compiled(scheme, part) -> None:
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
     for _ in range(2):
         assert torch.equal(compiled(x), net(x))
+        net.zero_grad()
         compiled(x).sum().backward()
         found = net.k_proj.weight.grad.clone()
         net.zero_grad()
