@@ -201,6 +201,11 @@ class Format(ABC):
         """
         return AffineTensor.searched(values, scheme)
 
+    def joint(self, weight: AffineTensor) -> dict[str, Tensor]:
+        """What readers of this format have once for siblings that they merge, by name: siblings must agree in it
+        (`lowbit.formats.merged`)."""
+        return {}
+
     def grid(self, scheme: Scheme) -> Scheme:
         """`scheme` with the scales that the format stores, where the scheme leaves them open; see
         `lowbit.formats.grid`."""

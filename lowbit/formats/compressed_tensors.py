@@ -200,6 +200,15 @@ class CompressedTensors(Format):
         bits = {own["weights"]["num_bits"] for own in settings if own["format"] == PACKED}
         return sorted(filter(crosses_words, bits))
 
+    def joint(self, weight: AffineTensor) -> dict[str, Tensor]:
+        """vLLM keeps the largest of each."""
+        own = {n: getattr(weight, n) for n in ("input_scale", "input_zero_point")}
+        if isinstance(weight, TableTensor):
+            own["weight_global_scale"] = weight.global_scale
+        elif weight.spec.joins:
+            own["weight_scale"] = weight.scale
+        return {name: t for name, t in own.items() if t is not None}
+
     def nearest(self, weight: LowbitTensor) -> Scheme | None:
         """Rows of the same number of bits, with zero points where the weight has any; float8 stays float8."""
         spec, activation = getattr(weight, "spec", None), getattr(weight, "activation", None)

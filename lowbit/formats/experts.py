@@ -142,6 +142,10 @@ class Published:
                     f"{item.name} cannot be split into the matrices of its experts: {error}"
                 ) from error
 
+    def names(self) -> list[str]:
+        """Those of the source, under their published names."""
+        return [self._names.published(name) for name in self._source.names()]
+
     def linears(self) -> set[str]:
         """Those of the source, under their published names."""
         return {self._names.published(name) for name in self._source.linears()}
@@ -185,6 +189,10 @@ class Gathered:
             if len(own) == self._sizes[place]:
                 del waiting[place]
                 yield _gathered(place, own)
+
+    def names(self) -> list[str]:
+        """Those of the source, by their names in memory."""
+        return list(self._sizes)
 
     def linears(self) -> set[str]:
         """Those of the source, by their names in memory."""

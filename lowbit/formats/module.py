@@ -62,6 +62,10 @@ class Model:
         for name, value in self.tensors.items():
             yield Item(name, value, self._holder(name))
 
+    def names(self) -> list[str]:
+        """See `lowbit.formats.sources.Source`."""
+        return [*self.tensors]
+
     def _holder(self, name: str) -> Holder:
         """A weight that an embedding shares with a linear is that of an embedding."""
         owners = self._owners.get(name, [])

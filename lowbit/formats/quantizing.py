@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.convert import check_pattern, matches
+from lowbit.convert import alike, check_pattern, joint_part, matches
 from lowbit.formats.base import Format, FormatError, layer_of
 from lowbit.formats.experts import is_transposed_stack
 from lowbit.formats.folder import Folder
@@ -26,6 +26,7 @@ from lowbit.formats.report import snr
 from lowbit.formats.sources import Item
 from lowbit.formats.tied import is_tied
 from lowbit.scheme import Scheme
+from lowbit.siblings import families
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
 
@@ -91,6 +92,10 @@ class Quantizing:
                 f"the patterns {unused} choose no weight of {folder.path} (a pattern before them may match first, and "
                 f"a tied head is stored as its embedding); accepted: names such as {some}"
             )
+        specs = {n: c.scheme.weight for n, c in self._plan.items() if c.scheme is not None}
+        joined = {n: ([n], alike(spec, shapes[n])) for n, spec in specs.items() if spec.joins}
+        self._siblings = {name: family for family in families(joined) for name in family}
+        self._joints: dict[str, Tensor] = {}
         if not any(choice.scheme for choice in self._plan.values()):
             raise FormatError(f"{folder.path} has no matrix named ….weight that the scheme chooses")
 
@@ -105,12 +110,24 @@ class Quantizing:
             is_stack = item.name in self._stacks
             values = item.value.to(self._device)
             own = values.mT.contiguous() if is_stack else values
-            weight = quantized(item.name, own, scheme, self._scales)
+            weight = quantized(item.name, own, scheme, self._scales, self._joint(item.name, scheme))
             weight = weight._transposed() if is_stack else weight
             ratio = snr(values, weight)
             weight = weight._map(lambda t: t.cpu())
             note = f"{scheme.describe(weight.shape)}{choice.note}"
             yield Item(item.name, weight, item.holder, note, ratio)
+
+    def _joint(self, name: str, scheme: Scheme) -> Tensor | None:
+        """The part of its scales that a weight shares with its siblings, which are read for it; None without any."""
+        family = self._siblings.get(name)
+        if family is None or self._scales != "minmax":
+            return None
+        if name not in self._joints:
+            found = joint_part(
+                scheme.weight, [self._folder.read(n).to(self._device) for n in family]
+            )
+            self._joints |= dict.fromkeys(family, found)
+        return self._joints.pop(name)
 
     def names(self) -> list[str]:
         """Those of the folder."""
@@ -215,9 +232,14 @@ def _choose(
     return _Choice(scheme, "", own) if obstacle is None else _Choice(None, obstacle, own)
 
 
-def quantized(name: str, values: Tensor, scheme: Scheme, scales: str | None) -> LowbitTensor:
-    """`values` in the scheme, on their device. Raises FormatError for values that cannot be quantized."""
+def quantized(
+    name: str, values: Tensor, scheme: Scheme, scales: str | None, joint: Tensor | None = None
+) -> LowbitTensor:
+    """`values` in the scheme, on their device. `joint`: as `AffineTensor.from_float` takes it.
+
+    Raises FormatError for values that cannot be quantized.
+    """
     try:
-        return AffineTensor.quantized(values, scheme, scales)
+        return AffineTensor.quantized(values, scheme, scales, joint=joint)
     except ValueError as error:
         raise FormatError(f"{name}: {error}") from error

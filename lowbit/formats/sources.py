@@ -54,6 +54,10 @@ class Source(Protocol):
         """The tensors, each read when its turn comes."""
         ...
 
+    def names(self) -> list[str]:
+        """The names of the items, but that of a stack of experts that is split on the way."""
+        ...
+
     def linears(self) -> set[str]:
         """Modules that are known to be linears, whether or not a tensor of their own is among the items."""
         ...

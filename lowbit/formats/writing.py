@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lowbit.formats.folder import Folder
 from lowbit.formats.gguf import Gguf
 from lowbit.formats.gguf_file import GgufFile, GgufWriter
 from lowbit.formats.heap import Trimmed
+from lowbit.formats.merged import MergedLayers, Ready
 from lowbit.formats.module import Model
 from lowbit.formats.new_file import new_file
 from lowbit.formats.programs.base import ProgramFormat
@@ -175,28 +177,30 @@ def _write_all(
     weights: dict[str, LowbitTensor] = {}
     plain: set[str] = set()
     refused: dict[str, FormatError] = {}
-    heap = Trimmed()
+    heap, merged = Trimmed(), MergedLayers(target, lossy, source.names())
+
+    def write(item: Item, parts: Parts) -> None:
+        weight = item.value if isinstance(item.value, LowbitTensor) else None
+        meta = None if weight is None else weight._map(lambda t: t.detach().to("meta"))
+        stored = {item.name: item.value}
+        if meta is not None:
+            weights[item.name] = meta
+            stored = {target.stored_name(item.name, p): t for p, t in parts.items()}
+        elif item.holder == "linear":
+            plain.add(layer_of(item.name))
+        shards.add(stored, item.name, meta)
+        report.enter(item, sum(t.nbytes for t in stored.values()))
+
     with progress(f"writing {target.name}", source.nbytes) as advance:
-        for item in source.items():
-            size = item.nbytes
+        for name, size, ready in _ready(source, target, lossy, merged):
             try:
-                item, parts = _in_format(item, target, lossy)
+                for item, parts in ready():
+                    if not refused:
+                        write(item, parts)
             except FormatError as error:
-                refused[item.name] = error
+                refused[name] = error
                 if len(refused) == _MOST_REFUSED:
                     break
-                continue
-            if not refused:
-                weight = item.value if isinstance(item.value, LowbitTensor) else None
-                meta = None if weight is None else weight._map(lambda t: t.detach().to("meta"))
-                stored = {item.name: item.value}
-                if meta is not None:
-                    weights[item.name] = meta
-                    stored = {target.stored_name(item.name, p): t for p, t in parts.items()}
-                elif item.holder == "linear":
-                    plain.add(layer_of(item.name))
-                shards.add(stored, item.name, meta)
-                report.enter(item, sum(t.nbytes for t in stored.values()))
             advance(size)
             heap.advance(size)
     if refused:
@@ -208,6 +212,25 @@ def _write_all(
             "no weight is in low bits: call lowbit.quantize_ first, or give a folder and scheme="
         )
     return weights, plain
+
+
+def _ready(
+    source: Source, target: Format, lossy: bool, merged: MergedLayers
+) -> Iterator[tuple[str, int, Callable[[], list[Ready]]]]:
+    """For each item its name, its size, and a call that gives what can be written now. The call raises FormatError."""
+
+    def of(item: Item) -> list[Ready]:
+        try:
+            found, parts = _in_format(item, target, lossy)
+        except FormatError:
+            merged.take(item, None)
+            raise
+        return merged.take(found, parts)
+
+    for item in source.items():
+        yield item.name, item.nbytes, partial(of, item)
+    for name, waiting in merged.rest():
+        yield name, 0, waiting
 
 
 def _remedy(target: Format, errors: Iterable[FormatError]) -> str:

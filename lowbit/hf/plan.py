@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lowbit.convert import Report, find_targets, matches
+from lowbit.convert import Report, families_of, find_targets, matches
 from lowbit.formats.layer_names import is_router, why_left_alone
 from lowbit.scheme import Scheme
 
@@ -22,11 +22,13 @@ class Plan:
         schemes: the scheme of each weight that is quantized, by every name that it has.
         transposed: names of those that the model stores as [experts, inputs, outputs]. They are quantized as
             [experts, outputs, inputs], so that groups run along the inputs, and transposed.
+        siblings: for each weight that shares a part of its scales with others, the names of all of them.
     """
 
     schemes: dict[str, Scheme]
     transposed: set[str]
     report: Report
+    siblings: dict[str, tuple[str, ...]]
 
 
 def plan(model: Any, patterns: Mapping[str, Scheme | None], experts: bool) -> Plan:
@@ -51,7 +53,9 @@ def plan(model: Any, patterns: Mapping[str, Scheme | None], experts: bool) -> Pl
         and owner.attribute in _stacks(owner.module)
     }
     report.entries = [replace(e, note=chosen.reasons.get(e.fqn, e.note)) for e in report.entries]
-    return Plan(schemes, transposed, report)
+    families = [tuple(t.owners[0].fqn for t in family) for family in families_of(targets)]
+    siblings = {name: family for family in families for name in family}
+    return Plan(schemes, transposed, report, siblings)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ that of `lowbit.export(…, format="lowbit")`. Its weights have the names of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -22,7 +23,7 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
-from lowbit.convert import Entry, Report
+from lowbit.convert import Entry, Report, joint_part
 from lowbit.dequantize import dequantize_
 from lowbit.formats.base import Format, FormatError
 from lowbit.formats.folder import open_shard
@@ -30,6 +31,7 @@ from lowbit.formats.module import Model
 from lowbit.formats.registry import by_name
 from lowbit.hf.config import METHOD, LowbitConfig
 from lowbit.hf.plan import Plan, plan
+from lowbit.scheme import Spec
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor, check_weight
 
@@ -62,6 +64,8 @@ class LowbitQuantizer(HfQuantizer):
         """Bytes of each low-bit weight, by its name."""
         self._conversions: Any = None
         """Those by which the weights got the names of the model, which a plain model reverts when it is saved."""
+        self._waiting: dict[tuple[str, ...], _Siblings] = {}
+        """Weights that wait for their siblings, by the names of all of them."""
         self._whole: Any = None
         """The handle of the hook `_whole`, until the weights are on their devices."""
 
@@ -148,13 +152,26 @@ class LowbitQuantizer(HfQuantizer):
         known = self._stored.get("tensors", {})
         return next((n for n in (name, base + name, name.removeprefix(base)) if n in known), None)
 
-    def quantized(self, name: str, value: Tensor, scales: str | None = None) -> LowbitTensor:
-        """`value` in the scheme that was chosen for the weight of this name; `scales` defaults to the config's."""
+    def quantized(
+        self, name: str, value: Tensor, scales: str | None = None, joint: Tensor | None = None
+    ) -> LowbitTensor:
+        """`value` in the scheme that was chosen for the weight of this name; `scales` defaults to the config's.
+        `joint`: as `AffineTensor.from_float` takes it."""
         assert self._plan is not None
         scheme, scales = self._plan.schemes[name], scales or self.quantization_config.scales
         if name in self._plan.transposed:
-            return AffineTensor.quantized(value.mT.contiguous(), scheme, scales)._transposed()
-        return AffineTensor.quantized(value, scheme, scales)
+            value = value.mT.contiguous()
+            return AffineTensor.quantized(value, scheme, scales, joint=joint)._transposed()
+        return AffineTensor.quantized(value, scheme, scales, joint=joint)
+
+    def waiting_with(self, name: str) -> _Siblings | None:
+        """The siblings for which the weight of this name waits; None where it shares nothing."""
+        assert self._plan is not None
+        names = self._plan.siblings.get(name)
+        if names is None:
+            return None
+        spec = self._plan.schemes[name].weight
+        return self._waiting.setdefault(names, _Siblings(names, spec))
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)
@@ -191,6 +208,10 @@ class LowbitQuantizer(HfQuantizer):
         if self._whole is not None:
             self._whole.remove()
             self._whole = None
+        for waiting in self._waiting.values():  # for siblings that the checkpoint lacks
+            for name, weight in _Quantize(self).together(model, waiting).items():
+                layer, _, attribute = name.rpartition(".")
+                model.get_submodule(layer).register_parameter(attribute, weight)
         for name, error in self.errors.items():
             raise FormatError(f"{name}: {error}") from error
         self._conversions = None if self.pre_quantized else model._weight_conversions
@@ -322,7 +343,32 @@ class _Operation(ConversionOps):
                 return nn.Parameter(make(held), requires_grad=False)
             except (ValueError, TypeError, NotImplementedError) as error:
                 errors[name] = error
-        return torch.zeros((), dtype=held.dtype).expand(held.shape)
+        return _placeholder(model, name)
+
+
+def _placeholder(model: Any, name: str) -> Tensor:
+    """A tensor for the parameter `name` that takes no memory."""
+    held = model.get_parameter(name)
+    return torch.zeros((), dtype=held.dtype).expand(held.shape)
+
+
+@dataclass
+class _Siblings:
+    """Plain weights that wait for their siblings, with which they share a part of their scales.
+
+    Attributes:
+        names: of all of them.
+        spec: theirs.
+        values: those that have been read, by name.
+    """
+
+    names: tuple[str, ...]
+    spec: Spec
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.values) == len(self.names)
 
 
 class _Quantize(_Operation):
@@ -335,19 +381,44 @@ class _Quantize(_Operation):
         for name in list(input_dict):
             value = input_dict.pop(name)
             value = value[0] if isinstance(value, list) else value
-            if self.hf_quantizer.param_needs_quantization(model, name):
-                value = self._made(model, name, partial(self._quantized, name, value))
-            made[name] = value
+            if not self.hf_quantizer.param_needs_quantization(model, name):
+                made[name] = value
+            elif (waiting := self.hf_quantizer.waiting_with(name)) is None:
+                made[name] = self._made(model, name, partial(self._quantized, name, value))
+            else:
+                waiting.values[name] = value
+                made |= (
+                    self.together(model, waiting)
+                    if waiting.is_complete
+                    else {name: _placeholder(model, name)}
+                )
         return made
 
-    def _quantized(self, name: str, value: Tensor, held: Tensor) -> LowbitTensor:
+    def together(self, model: Any, waiting: _Siblings) -> dict[str, Any]:
+        """The weights of siblings that have all been read, and share a part of their scales."""
+        values, waiting.values = waiting.values, {}
+        if not values:
+            return {}
+        try:
+            joint = joint_part(waiting.spec, list(values.values()))
+        except (ValueError, RuntimeError) as error:
+            self.hf_quantizer.errors.setdefault(next(iter(values)), error)
+            joint = None
+        return {
+            name: self._made(model, name, partial(self._quantized, name, value, joint=joint))
+            for name, value in values.items()
+        }
+
+    def _quantized(
+        self, name: str, value: Tensor, held: Tensor, joint: Tensor | None = None
+    ) -> LowbitTensor:
         """Raises ValueError for values that cannot be quantized, and for another shape than the model has."""
         if held.shape != value.shape:
             raise ValueError(
                 f"it has the shape {tuple(value.shape)} in the checkpoint, and the model takes {tuple(held.shape)}"
             )
         check_weight(value, "it")
-        return self.hf_quantizer.quantized(name, value)
+        return self.hf_quantizer.quantized(name, value, joint=joint)
 
 
 class _Decode(_Operation):

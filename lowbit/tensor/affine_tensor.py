@@ -161,6 +161,7 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
         kind = representation_of(spec)
         scale_dtype = kind.scale_dtype(spec, weight.dtype)
         meta = {"spec": spec, "activation": activation, "transposed": False}
+        joint = None if joint is None else joint.clone()  # each weight has its own memory
         if joint is not None and spec.scales is None:
             qparams, joint = (joint, None), None
         tensors = kind._encode_as(weight.detach(), spec, scale_dtype, qparams, joint)
