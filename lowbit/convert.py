@@ -94,20 +94,25 @@ def alike(spec: Spec, shape: Sequence[int]) -> Hashable:
     return spec, tuple(shape[:-2]), shape[-1]
 
 
-def joint_parts(targets: Sequence[Target]) -> dict[str, Tensor]:
-    """What the weights of each family share (`Spec.joint_part`), by the first name of each of them."""
+def joint_parts(targets: Sequence[Target], searched: bool = False) -> dict[str, Tensor]:
+    """What the weights of each family share, by the first name of each of them. `searched`: as for `joint_part`."""
     found: dict[str, Tensor] = {}
     for family in families_of(targets):
-        shared = joint_part(family[0].scheme.weight, [target.weight for target in family])
+        weights = [target.weight for target in family]
+        shared = joint_part(family[0].scheme.weight, weights, searched)
         found |= {target.owners[0].fqn: shared for target in family}
     return found
 
 
 @torch.no_grad()
-def joint_part(spec: Spec, weights: Sequence[Tensor]) -> Tensor:
-    """`Spec.joint_part` of plain weights, with scales of the dtype that these get."""
+def joint_part(spec: Spec, weights: Sequence[Tensor], searched: bool = False) -> Tensor:
+    """`Spec.joint_part` of plain weights, with scales of the dtype that these get. `searched`: with the smallest
+    squared error over all of them, as `Spec.search_qparams` finds it."""
     dtype = representation_of(spec).scale_dtype(spec, weights[0].dtype)
-    return spec.joint_part([weight.detach() for weight in weights], dtype)
+    own = [weight.detach() for weight in weights]
+    if searched:
+        return spec.search_qparams(torch.cat([w.to(own[0].device) for w in own], -2), dtype)[0]
+    return spec.joint_part(own, dtype)
 
 
 # ---- the report -----------------------------------------------------------------------------------------------

@@ -123,10 +123,15 @@ def _refusal(items: list[Item], differing: dict[str, list[Tensor]]) -> str:
     shown = "; ".join(
         f"{name} {', '.join(f'{t[0].item():.6g}' for t in ts)}" for name, ts in differing.items()
     )
+    way_out = (
+        "calibrate them by the same batches, in one lowbit.calibrate"
+        if all(name.startswith("input_") for name in differing)
+        else "quantize the model again, as lowbit.quantize_, and lowbit.qat with scales='present', share it among "
+        "siblings"
+    )
     return (
         f"servers such as vLLM merge {', '.join(names)} into one layer, which has one {' and one '.join(differing)}, "
-        f"and theirs differ ({shown}): quantize the model again, as lowbit.quantize_ and lowbit.qat share it among "
-        "siblings"
+        f"and theirs differ ({shown}): {way_out}"
     )
 
 

@@ -120,12 +120,11 @@ class Quantizing:
     def _joint(self, name: str, scheme: Scheme) -> Tensor | None:
         """The part of its scales that a weight shares with its siblings, which are read for it; None without any."""
         family = self._siblings.get(name)
-        if family is None or self._scales != "minmax":
+        if family is None:
             return None
         if name not in self._joints:
-            found = joint_part(
-                scheme.weight, [self._folder.read(n).to(self._device) for n in family]
-            )
+            values = [self._folder.read(n).to(self._device) for n in family]
+            found = joint_part(scheme.weight, values, self._scales == "searched")
             self._joints |= dict.fromkeys(family, found)
         return self._joints.pop(name)
 

@@ -400,7 +400,8 @@ class _Quantize(_Operation):
         if not values:
             return {}
         try:
-            joint = joint_part(waiting.spec, list(values.values()))
+            searched = self.hf_quantizer.quantization_config.scales == "searched"
+            joint = joint_part(waiting.spec, list(values.values()), searched)
         except (ValueError, RuntimeError) as error:
             self.hf_quantizer.errors.setdefault(next(iter(values)), error)
             joint = None

@@ -61,7 +61,7 @@ def quantize_(
     of all parameters that is now in low bits.
 
     Siblings that servers merge into one layer, such as q, k and v (`lowbit.siblings`), share the global scale of NVFP4,
-    and the scale of a whole tensor in float8 (without a search).
+    and the scale of a whole tensor in float8.
 
     Weights shared by several modules stay shared. A dimension that is no multiple of the group is padded. The state
     dict hands out plain tensors, `weight.codes`, `weight.scale` …, and takes them again (`lowbit.tensor.state_dict`).
@@ -91,7 +91,7 @@ def quantize_(
             f"{trained[0]}: adapters? Quantize before adding them, or leave them out by filter_fn or a pattern",
             stacklevel=2,
         )
-    joint = joint_parts(targets)
+    joint = joint_parts(targets, scales == "searched")
     report = replace_weights(
         targets,
         report,

@@ -94,13 +94,7 @@ def prepare_(
 
     Warns where learned scales belong to layers with adapters: PEFT's files have no room for them.
     """
-    if scales not in ("present", "learned"):
-        raise ValueError(
-            f"scales must be 'present' or 'learned', which starts from a search, got {scales!r}"
-        )
-    if adapters not in ("merge", "keep"):
-        raise ValueError(f'adapters must be "merge" or "keep", got {adapters!r}')
-    check_gradients(gradients)
+    _check_choices(scales, adapters, gradients)
     inside = lora.adapter_modules(model) if isinstance(model, nn.Module) else set()
     targets, report = _targets(model, scheme, lora.without_adapters(filter_fn, inside))
     layers = lora.layers_of(model, targets, merge=adapters == "merge")
@@ -122,12 +116,9 @@ def prepare_(
     learned = [t.owners for t in targets if notes.get(t.owners[0].fqn, "present") is None]
     lora.warn_of_files(model, learned)
 
-    free = [t for t in targets if id(t.weight) not in layers and t.owners not in learned]
-    families = _families(free)
+    alone = [t for t in targets if id(t.weight) in layers or t.owners in learned]
+    families = _families(targets, alone, notes)
     joint = {owner.fqn for family in families for owner in family}
-    for target in (t for family in families_of(targets) for t in family):
-        if target.owners[0].fqn not in joint:
-            _add(notes, target, _ALONE)
     in_low_bits = low_bit_gradients(targets, gradients)
     if gradients is not None:
         for target in targets:
@@ -136,8 +127,8 @@ def prepare_(
     def prepared(target: Target) -> Tensor:
         is_learned = target.owners in learned
         merged = LearnedAdaptedTensor if is_learned else AdaptedTensor
-        kind = prepared_kind(target, is_learned, target.owners[0].fqn in joint)
-        kind = merged if id(target.weight) in layers else kind
+        own = prepared_kind(target, is_learned, target.owners[0].fqn in joint)
+        kind = merged if id(target.weight) in layers else own
         made = kind(target.weight, target.scheme)
         made.gradients = gradients if target.owners in in_low_bits else None
         return made
@@ -181,16 +172,40 @@ def _targets(
 
 
 _ALONE = (
-    "scales of its own, as its module is no plain nn.Linear or merges adapters: a format whose readers merge siblings "
-    "needs lossy=True"
+    "a scale of its own, which only plain nn.Linear with present scales, and without merged adapters or a static "
+    "activation, share with siblings: formats whose readers merge them need lossy=True"
 )
 
 
-def _families(targets: list[Target]) -> list[list[Owner]]:
+def _families(
+    targets: list[Target], alone: list[Target], notes: dict[str, str | None]
+) -> list[list[Owner]]:
     """All owners of weights that are siblings and share a part of their scales, family by family: of plain linears,
-    which multiply by the weight and in no other way."""
-    plain = [t for t in targets if all(type(owner.module) is nn.Linear for owner in t.owners)]
-    return [[owner for t in family for owner in t.owners] for family in families_of(plain)]
+    which multiply by the weight and in no other way. `notes` gets a note on other siblings, and on those of `alone`."""
+    excluded = {target.owners[0].fqn for target in alone}
+    plain = [
+        t
+        for t in targets
+        if t.owners[0].fqn not in excluded
+        and not t.scheme.is_static
+        and all(type(owner.module) is nn.Linear for owner in t.owners)
+    ]
+    found = [[owner for t in family for owner in t.owners] for family in families_of(plain)]
+    joint = {owner.fqn for family in found for owner in family}
+    for target in (t for family in families_of(targets) for t in family):
+        if target.owners[0].fqn not in joint:
+            _add(notes, target, _ALONE)
+    return found
+
+
+def _check_choices(scales: str, adapters: str, gradients: MixedPrecision | None) -> None:
+    if scales not in ("present", "learned"):
+        raise ValueError(
+            f"scales must be 'present' or 'learned', which starts from a search, got {scales!r}"
+        )
+    if adapters not in ("merge", "keep"):
+        raise ValueError(f'adapters must be "merge" or "keep", got {adapters!r}')
+    check_gradients(gradients)
 
 
 def _why_present(target: Target) -> str | None:

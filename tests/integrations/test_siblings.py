@@ -118,6 +118,27 @@ def test_every_way_shares_them(scheme, part, way, tmp_path: Path) -> None:
     assert (theirs - logits(found)).norm() < 3e-3 * theirs.norm()  # it rounds values to bfloat16
 
 
+@pytest.mark.parametrize("way", ["memory", "folder", "loaded"])
+def test_searched(way: str, tmp_path: Path) -> None:
+    """One search over all siblings."""
+    from lowbit.hf import LowbitConfig
+
+    model, out = uneven(), tmp_path / "out"
+    model.save_pretrained(tmp_path / "plain")
+    if way == "folder":
+        lowbit.export(tmp_path / "plain", out, scheme=FLOAT8, scales="searched")
+    else:
+        config = LowbitConfig(FLOAT8, scales="searched")
+        if way == "loaded":
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                tmp_path / "plain", quantization_config=config
+            )
+        else:
+            lowbit.quantize_(model, {"lm_head": None, "*": FLOAT8}, scales="searched")
+        lowbit.export(model, out)
+    assert_shared(out, "weight_scale", families=4)
+
+
 @pytest.mark.filterwarnings("ignore:transformers 5.23 leaves out the global scales")
 @pytest.mark.parametrize("way", [export_folder, export_loaded])
 def test_experts(way, tmp_path: Path) -> None:

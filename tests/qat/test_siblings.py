@@ -221,7 +221,7 @@ class Own(nn.Linear):
 def test_layers_of_another_class_keep_their_own_scales_and_the_report_says_so() -> None:
     net = model(kind=Own)
     report = qat.prepare_(net, lb.NVFP4WeightOnly())
-    assert "scales of its own" in str(report)
+    assert str(report).count("a scale of its own") == 3
     x = torch.randn(5, 48)
     expected = net(x)
     qat.convert_(net)
