@@ -37,7 +37,7 @@ def siblings() -> tuple[tuple[str, ...], ...]:
 def register_siblings(*names: str) -> None:
     """Add a group of sibling projections to the table.
 
-        lowbit.register_siblings("queries", "keys", "values")
+        lowbit.register_siblings("q_map", "k_map", "v_map")
 
     Args:
         names: of modules, or of parameters with one matrix an expert, that one module has and that multiply its input.

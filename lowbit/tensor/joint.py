@@ -1,18 +1,19 @@
 """JointTensor: a FakeQuantizedTensor that shares a part of its scales with sibling weights (`Spec.joins`).
 
 A product rounds the weight by the global scale that it and its siblings have now: that of the one with the largest
-magnitude (`Spec.joint_part`). `F.linear(x, module.weight)` has one weight alone, so here the module multiplies:
-`make_siblings` makes each `nn.Linear` a `Linear`, which knows the others. Nothing is stored besides the weights, so
-state dicts are those of the plain model.
+magnitude (`Spec.joint_part`). So `make_siblings` makes each `nn.Linear` a `Linear`, which knows the others. Nothing is
+stored besides the weights, and state dicts are those of the plain model. A parameter finds its siblings through its
+module, also outside of forward. A copy of the parameter, or what FSDP2 gathers, has none and raises an error.
 
 Under FSDP2 the siblings are gathered together: they belong to one `fully_shard` unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,29 +53,46 @@ class JointTensor(FakeQuantizedTensor):
         )
         return found.to(self.dtype)  # type: ignore[return-value]
 
-    def _alone(self, what: str) -> NotImplementedError:
-        return self._unsupported(
-            f"{what} without its siblings, with which it shares a part of its scales; call the module, whose forward "
-            "has them, or make it a weight for inference by lowbit.qat.convert_(model)"
-        )
+    def joint(self, what: str) -> Tensor:
+        """What its scales share with those of its siblings now. Raises NotImplementedError for a tensor that is not the
+        parameter of a module that knows them, such as a copy; `what` then needs them."""
+        held: _Holder = self.__dict__.get("_holder", _Holder())
+        module = None if torch.compiler.is_compiling() else held.module()
+        if module is None or module._parameters["weight"] is not self:
+            raise self._unsupported(
+                f"{what} without its siblings, with which it shares a part of its scales; call the module, whose "
+                "forward has them, or make it a weight for inference by lowbit.qat.convert_(model)"
+            )
+        return joint_of(module)
 
     def fake_quantized(self) -> Tensor:
-        raise self._alone("a product")
+        return self.rounded_with(self.joint("a product"))
 
     def coded(self) -> CodedWeight:
-        raise self._alone("a product")
+        return self.coded_with(self.joint("a product"))
 
     def dequantize(self) -> Tensor:
-        raise self._alone("dequantization")
+        return self.dequantized_with(self.joint("dequantization"))
 
     def frozen(self, input_qparams: Qparams | None = None) -> LowbitTensor:
-        raise self._alone("conversion")
+        return self.frozen_with(self.joint("conversion"), input_qparams)
 
     @classmethod
     def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-        """Without siblings, only while the rounding of the weight is off."""
         cls.check_operands(input, weight)
-        return cls.product(input, weight, weight.operand, None, bias)
+        return cls.product(input, weight, weight.operand, weight.coded, bias)
+
+
+class _Holder:
+    """Knows the module of a weight, without keeping it alive. It is empty in a copy, which another module holds."""
+
+    def __init__(self, module: Linear | None = None) -> None:
+        self.module: Callable[[], Linear | None] = lambda: None
+        if module is not None:
+            self.module = weakref.ref(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Holder, ()
 
 
 class Linear(sharded_linear.Linear):
@@ -90,6 +108,11 @@ class Linear(sharded_linear.Linear):
         joint = joint_of(self)
         seen, coded = operands(weight, joint)
         return FakeQuantizedTensor.product(input, weight, seen, coded, self.bias, joint=joint)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy's weight knows its module too."""
+        super().__setstate__(state)
+        self.weight._holder = _Holder(self)  # type: ignore[attr-defined]
 
 
 def operands(weight: JointTensor, joint: Tensor) -> tuple[Any, Any]:
@@ -145,8 +168,10 @@ def joint_parts(targets: Iterable[Any]) -> dict[str, Tensor]:
 def make_siblings(modules: Sequence[nn.Module]) -> None:
     """Make these linears, whose weights are JointTensors, know each other."""
     for module in modules:
-        module.__class__ = Linear
-        module.__dict__["siblings"] = tuple(modules)
+        made = cast(Linear, module)
+        made.__class__ = Linear
+        made.siblings = tuple(modules)
+        made.weight._holder = _Holder(made)  # type: ignore[attr-defined]
 
 
 def forget_siblings(modules: Iterable[nn.Module]) -> None:

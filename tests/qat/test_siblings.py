@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -205,13 +206,22 @@ def test_a_state_dict_of_the_plain_model_loads() -> None:
     assert torch.equal(net(x), plain(x))
 
 
-def test_the_weight_alone_says_who_multiplies() -> None:
-    net = model()
-    qat.prepare_(net, lb.NVFP4WeightOnly())
-    weight, x = net.q_proj.weight, torch.randn(5, 48)
-    for use in (weight.dequantize, lambda: F.linear(x, weight), weight.fake_quantized):
-        with pytest.raises(NotImplementedError, match=r"without its siblings.*call the module"):
-            use()
+@OVER
+def test_the_weight_by_itself(scheme, part) -> None:
+    """The parameter of a module finds its siblings, and a copy says who multiplies."""
+    net, x = model(), torch.randn(5, 48)
+    qat.prepare_(net, scheme)
+    for one in (net, copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        weight, final = one.q_proj.weight, copy.deepcopy(one)
+        qat.convert_(final)
+        values = final.q_proj.weight.dequantize()
+        assert torch.equal(weight.dequantize(), values)
+        assert torch.equal(weight.fake_quantized(), values)
+        assert torch.equal(F.linear(x, weight, net.q_proj.bias), net.q_proj(x))
+        alone = weight.detach()
+        for use in (alone.dequantize, lambda: F.linear(x, alone), alone.fake_quantized):  # noqa: B023
+            with pytest.raises(NotImplementedError, match=r"without its siblings.*call the module"):
+                use()
 
 
 class Own(nn.Linear):
