@@ -25,7 +25,8 @@ def tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint's folder one after another: (name, low-bit or plain tensor).
 
-    On the CPU plain tensors are views of the file.
+    On the CPU plain tensors are views of the file. A tied weight that is stored under two names comes once, under that
+    of the embedding.
 
     Args:
         path: a folder that `load_pretrained` takes.

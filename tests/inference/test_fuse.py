@@ -51,6 +51,26 @@ def make(scheme: lb.Scheme | None, bias: bool = True) -> nn.Sequential:
     return model
 
 
+class LatentAttention(nn.Module):
+    """DeepSeek's names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_a_proj = nn.Linear(64, 32, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(64, 24, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.q_a_proj(x), self.kv_a_proj_with_mqa(x)], -1)
+
+
+def test_the_groups_are_those_of_the_table() -> None:
+    model, x = LatentAttention(), torch.randn(3, 64)
+    lb.quantize_(model, SCHEMES["int8"])
+    expected = model(x)
+    assert fuse_linears_(model) == [("q_a_proj", "kv_a_proj_with_mqa")]
+    assert torch.equal(model(x), expected)
+
+
 def same_state(a: nn.Module, b: nn.Module) -> bool:
     first, second = a.state_dict(), b.state_dict()
     return list(first) == list(second) and all(same_bits(first[k], second[k]) for k in first)

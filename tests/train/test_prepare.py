@@ -123,6 +123,27 @@ def test_a_small_weight_after_a_larger_one_shares_its_input():
     assert copy.deepcopy(model).value.weight.scheme == key
 
 
+class ByName(nn.Module):
+    """Siblings by name, in another order, with a layer between them that has as many inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.k_proj = nn.Linear(2048, 512)
+        self.norm = nn.LayerNorm(2048)
+        self.q_proj = nn.Linear(2048, 2048)
+        self.o_proj = nn.Linear(2048, 2048)
+        self.v_proj = nn.Linear(2048, 512)
+
+
+def test_siblings_by_name_share_their_input_in_any_order():
+    model = ByName()
+    report = train.prepare_(model, Int8MixedPrecision())
+    assert report.converted == [f"{name}_proj.weight" for name in ("k", "q", "o", "v")]
+    beside = replace(model.q_proj.weight.scheme, beside=4.0)
+    shared = [n for n, p in model.named_parameters() if getattr(p, "scheme", None) == beside]
+    assert shared == ["k_proj.weight", "v_proj.weight"]
+
+
 def test_the_rule_by_rows_beside_a_larger_layer(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(train_scheme, "_capability", lambda device: (9, 0))
