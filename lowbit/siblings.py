@@ -68,7 +68,7 @@ def group_of(name: str) -> tuple[str, ...]:
 
 
 def family_of(weight: str) -> str | None:
-    """A name that a weight shares with its siblings, `layers.0.q_proj|k_proj|v_proj.weight`; None where the table has
+    """A name that a weight shares with its siblings, `layers.0.q_proj|k_proj|v_proj`; None where the table has
     none. `weight`: its fully qualified name."""
     parts = weight.split(".")
     at = len(parts) - 1
@@ -77,7 +77,7 @@ def family_of(weight: str) -> str | None:
     while at and parts[at] in _INSIDE:
         at -= 1
     group = group_of(parts[at])
-    return ".".join((*parts[:at], "|".join(group), *parts[at + 1 :])) if group else None
+    return ".".join((*parts[:at], "|".join(group))) if group else None
 
 
 def families(weights: Mapping[str, tuple[Iterable[str], Hashable]]) -> list[list[str]]:

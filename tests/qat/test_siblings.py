@@ -15,6 +15,7 @@ import lowbit as lb
 from lowbit import qat
 from lowbit.siblings import _GROUPS, families, family_of, siblings
 from lowbit.tensor.joint import JointTensor, Linear
+from tests.qat.lora_layers import LoraLayer
 from tests.schemes import SCHEMES
 
 SCALED = {
@@ -239,6 +240,23 @@ def test_layers_of_another_class_keep_their_own_scales_and_the_report_says_so() 
     assert len({t.item() for t in net.parts("global_scale")}) == 3
 
 
+@pytest.mark.parametrize("adapters", ["keep", "merge"])
+def test_adapters_around_some_of_them(adapters: Any) -> None:
+    """Beside adapters the base weights share their scale. A weight that is rounded with its adapters has its own."""
+    net, x = model(), torch.randn(5, 48)
+    for name in ("q_proj", "k_proj"):
+        setattr(net, name, LoraLayer(net.get_submodule(name)))
+    report = qat.prepare_(net, lb.NVFP4WeightOnly(), adapters=adapters)
+    assert ("a scale of its own" in str(report)) == (adapters == "merge")
+    expected = net(x)
+    qat.convert_(net)
+    assert torch.equal(net(x), expected)
+    layers = (getattr(layer, "base_layer", layer) for layer in (net.q_proj, net.k_proj, net.v_proj))
+    assert len({layer.weight.global_scale.item() for layer in layers}) == (
+        1 if adapters == "keep" else 3
+    )
+
+
 def test_a_group_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowbit.siblings._GROUPS", [*_GROUPS])
     names = ("queries", "keys")
@@ -275,7 +293,7 @@ def test_families_by_name() -> None:
     found = families({name: ([name], 0) for name in names})
     assert [sorted(family) for family in found] == [
         ["a.0.k_proj.weight", "a.0.q_proj.weight"],
-        ["a.1.q_proj.weight", "a.1.v_proj.weight"],
+        ["a.1.k_proj.base_layer.weight", "a.1.q_proj.weight", "a.1.v_proj.weight"],
         ["e.3.w1.weight", "e.3.w3.weight"],
         ["x.w1", "x.w3"],
         ["gate_proj.weight", "up_proj.weight"],
