@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import lowbit
 from lowbit import Scheme, Spec
@@ -38,7 +39,8 @@ ASYMMETRIC_INPUT = Spec(Int(8), PerToken(), "asymmetric")
 
 
 class EveryPreset(nn.Module):
-    """A linear of each preset, and an embedding and convolutions in several. Each gives an output of its own."""
+    """A linear of each preset, an embedding and convolutions in several, and a plain linear that takes sequences. Each
+    gives an output of its own."""
 
     def __init__(self, linears: list[str], features: int) -> None:
         super().__init__()
@@ -46,11 +48,52 @@ class EveryPreset(nn.Module):
         names = ("int4", "int8", "nf4")
         self.embeddings = nn.ModuleDict({n: nn.Embedding(40, features // 2) for n in names})
         self.convolutions = nn.ModuleDict({n: nn.Conv2d(3, 8, 3) for n in ("int8", "float8")})
+        self.plain = nn.Linear(features, 32, bias=False)
 
     def forward(self, x: Tensor, tokens: Tensor, image: Tensor) -> dict[str, Tensor]:
         found = {name: layer(x) for name, layer in self.linears.items()}
         found |= {f"embedding_{name}": e(tokens) for name, e in self.embeddings.items()}
-        return found | {f"conv_{name}": c(image) for name, c in self.convolutions.items()}
+        found |= {f"conv_{name}": c(image) for name, c in self.convolutions.items()}
+        return {**found, "plain": self.plain(x.unsqueeze(1))}
+
+
+class Beside(nn.Module):
+    """A quantized linear, and plain layers that exporters transpose, fold or lay out in ways of their own. Each gives
+    an output of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantized = nn.Linear(FEATURES, 64)
+        self.head = nn.Linear(64, 32, bias=False)
+        self.swapped = nn.Parameter(torch.randn(64, 48).t())
+        self.other = nn.Parameter(torch.randn(48, 64))
+        self.table = nn.Embedding(32, 64)
+        self.table.weight = self.head.weight
+        self.conv = nn.Conv1d(64, 8, 3, padding=1)
+        self.image = nn.Conv2d(4, 8, 3, padding=1).to(memory_format=torch.channels_last)
+        self.up = nn.ConvTranspose1d(64, 8, 3, bias=False)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+        """x [B, T, FEATURES], tokens [B, T]."""
+        y = self.quantized(x)
+        columns = y.transpose(1, 2)
+        return {
+            "head": self.head(y),
+            "functional": F.linear(y, self.swapped),
+            "product": y @ self.other.T,
+            "embedding": self.table(tokens),
+            "conv": self.conv(columns),
+            "image": self.image(y.unflatten(2, (8, 8)).narrow(1, 0, 4)),
+            "up": self.up(columns),
+        }
+
+
+def beside(scheme: Scheme) -> tuple[Beside, tuple[Tensor, Tensor]]:
+    """The model, whose first linear is quantized, and inputs of it."""
+    torch.manual_seed(0)
+    model = Beside().eval()
+    lowbit.quantize_(model, {"quantized": scheme})
+    return model, (torch.randn(2, 4, FEATURES), torch.randint(0, 32, (2, 4)))
 
 
 def inputs(
@@ -77,7 +120,7 @@ def every_preset(
     schemes |= {f"embeddings.{n}": LINEARS[n] for n in model.embeddings}
     schemes |= {f"convolutions.{n}": LINEARS[n] for n in model.convolutions}
     report = lowbit.quantize_(model, schemes, filter_fn=lambda module, name: True)
-    assert not report.left
+    assert list(report.left) == ["plain.weight"]
     return model
 
 

@@ -21,7 +21,7 @@ from lowbit import (
     quantize_,
 )
 from lowbit.formats import FormatError
-from tests.formats.programs import ASYMMETRIC_INPUT, LINEARS, relative
+from tests.formats.programs import ASYMMETRIC_INPUT, LINEARS, beside, relative
 
 pytest.importorskip("executorch.exir")
 runtime = pytest.importorskip("executorch.runtime")
@@ -60,6 +60,21 @@ def run(path: Path, x: Tensor) -> Tensor:
     program = runtime.Runtime.get().load_program(path)
     (y,) = program.load_method("forward").execute([x])
     return y
+
+
+@pytest.mark.parametrize("name", ["int8 x int8"])
+def test_plain_layers_stand_beside_quantized_ones(name: str, tmp_path: Path) -> None:
+    model, given = beside(Scheme(SERVED[name], ASYMMETRIC_INPUT))
+    path = tmp_path / "model.pte"
+    with pytest.raises(FormatError, match="image_weight to be NCHW"):  # nor a plain model
+        lowbit.export(model, path, "executorch", example_inputs=given, lossy=True)
+    model.image.to(memory_format=torch.contiguous_format)
+    lowbit.export(model, path, "executorch", example_inputs=given, lossy=True)
+    method = runtime.Runtime.get().load_program(path).load_method("forward")
+    expected = model(*given)
+    found = dict(zip(expected, method.execute(given), strict=True))
+    worst = {name: relative(found[name], expected[name]) for name in expected}
+    assert max(worst.values()) < 2e-3, worst
 
 
 @pytest.mark.parametrize("bias", [True, False])

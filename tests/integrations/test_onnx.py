@@ -16,7 +16,7 @@ from lowbit.formats import FormatError
 from lowbit.formats.programs.onnx_file import block_size
 from lowbit.granularity import PerGroup, PerTensor
 from lowbit.scheme import Int
-from tests.formats.programs import LINEARS, relative
+from tests.formats.programs import LINEARS, beside, relative
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
@@ -97,6 +97,20 @@ def test_outputs_are_those_of_eager_for_any_batch_and_length(
     for shape in ((1, 1), (3, 11)):
         error = relative(run(path, tokens(*shape)), model(tokens(*shape)))
         assert error < (1e-6 if dtype is torch.float32 else 2e-3)
+
+
+@pytest.mark.parametrize("scheme", HELD.values(), ids=HELD)
+def test_plain_layers_stand_beside_quantized_ones(scheme: Scheme, tmp_path: Path) -> None:
+    model, given = beside(scheme)
+    exported(model, tmp_path / "model.onnx", *given)
+    session = onnxruntime.InferenceSession(
+        tmp_path / "model.onnx", providers=["CPUExecutionProvider"]
+    )
+    named = {i.name: x.numpy() for i, x in zip(session.get_inputs(), given, strict=True)}
+    expected = model(*given)
+    found = dict(zip(expected, map(torch.from_numpy, session.run(None, named)), strict=True))
+    worst = {name: relative(found[name], expected[name]) for name in expected}
+    assert max(worst.values()) < 1e-6, worst
 
 
 @pytest.mark.parametrize(("bits", "bound"), [(4, 0.6), (8, 1.1)])

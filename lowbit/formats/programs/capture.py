@@ -50,6 +50,13 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def root_cause(error: BaseException) -> BaseException:
+    """The error at the end of the chain of causes: exporters wrap the one that says what they cannot do."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without warnings of exporters about their own packages."""

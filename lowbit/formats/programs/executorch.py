@@ -36,7 +36,7 @@ from lowbit.formats.integers import (
     with_scales_of,
 )
 from lowbit.formats.programs.base import Call, ProgramFormat, package
-from lowbit.formats.programs.capture import Use, first_line, quiet, traced_with
+from lowbit.formats.programs.capture import Use, first_line, quiet, root_cause, traced_with
 from lowbit.formats.programs.running import called, compare, outputs_of, tolerance_of
 from lowbit.formats.report import snr
 from lowbit.formats.sources import Item
@@ -80,7 +80,7 @@ class ExecuTorch(ProgramFormat):
             raise
         except Exception as error:  # ExecuTorch raises errors of many kinds
             raise FormatError(
-                f"ExecuTorch cannot lower the program: {first_line(error)}"
+                f"ExecuTorch cannot lower the program: {first_line(root_cause(error))}"
             ) from error
 
         def reference() -> list[Tensor]:

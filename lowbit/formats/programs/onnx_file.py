@@ -104,7 +104,15 @@ class Onnx(ProgramFormat):
 
 def _share(model: Any) -> None:
     """Store equal tensors once."""
-    passes = package("onnx_ir.passes.common", "onnx")
+    ir, passes = package("onnx_ir", "onnx"), package("onnx_ir.passes.common", "onnx")
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            array = tensor.numpy()
+            # The pass hashes contiguous memory only, and the exporter folds the transposition of a plain weight into
+            # a view of it.
+            if not array.flags.c_contiguous:
+                value.const_value = ir.Tensor(array.copy("C"), tensor.dtype, name=tensor.name)
     passes.DeduplicateHashedInitializersPass(size_limit=2**62)(model)
 
 
