@@ -420,6 +420,13 @@ class _Walk:
         self.model = model
 
     def visit(self, prefix: str, module: nn.Module) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            note = "of a TorchScript module, which holds no low-bit weights: convert the module it was made of"
+            named = (
+                (joined_name(prefix, name), param) for name, param in module._parameters.items()
+            )
+            self.report.entries += [Entry(name, _shape(p), False, note) for name, p in named]
+            return
         selected = self.filter_fn(module, prefix) or hasattr(module, "converted_as")
         if _has_own_product(module) and module._parameters.get("weight") is None:
             note = "computed from other parameters, so none to convert"

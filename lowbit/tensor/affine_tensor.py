@@ -44,6 +44,7 @@ from lowbit.tensor.cpu_values import ReadOnCpu, rows_of_embedding
 from lowbit.tensor.frozen import asks_for_gradient
 from lowbit.tensor.requantize import requantize
 from lowbit.tensor.row_chunks import count_nonfinite, encode_in_chunks
+from lowbit.tensor.torchscript import is_traced, refuse_trace
 from lowbit.tensor.trainable import GROUPED, MATMULS
 from lowbit.traced import specs_name
 
@@ -452,6 +453,8 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
         if func is _LINEAR and isinstance(
             args[1] if len(args) > 1 else kwargs["weight"], AffineTensor
         ):
+            if is_traced() is not None:
+                refuse_trace()
             return quantized_linear(*args, **kwargs) if kwargs else quantized_linear(*args)
         kwargs = kwargs or {}
         if func in _OF_EXPERTS and len(args) > 1:

@@ -34,6 +34,7 @@ from lowbit.tensor.fsdp import FSDPHooks, as_bytes
 from lowbit.tensor.indexing import READS, as_copies, write
 from lowbit.tensor.pickled import Pickling
 from lowbit.tensor.row_chunks import count_nonfinite
+from lowbit.tensor.torchscript import is_traced, refuse_trace
 from lowbit_kernels.library import contiguous_strides
 
 aten = torch.ops.aten
@@ -375,6 +376,8 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # One frame of Python decides: FSDP2 and torch.compile ask for sizes and the like of each weight in each step.
+        if is_traced() is not None:
+            refuse_trace()
         if func in cls.products:
             return cls.computed(func, args, kwargs or {})
         if func in _SPECIAL:

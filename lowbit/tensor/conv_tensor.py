@@ -28,6 +28,7 @@ from lowbit.scheme import Scheme, Spec
 from lowbit.tensor.affine_tensor import AffineTensor, representation_of
 from lowbit.tensor.base import LowbitTensor, check_weight
 from lowbit.tensor.float8_tensor import Float8Tensor
+from lowbit.tensor.torchscript import is_traced, refuse_trace
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 """The modules whose weight is stored as a matrix. torch multiplies in each by the function of `_FUNCTIONS`."""
@@ -149,6 +150,8 @@ class ConvTensor(AffineTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _FUNCTIONS:
+            if is_traced() is not None:
+                refuse_trace()
             return _convolved(func, *args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 

@@ -56,6 +56,7 @@ from lowbit.tensor.dtensor import held_locally, local, placed, placed_as
 from lowbit.tensor.fsdp import as_bytes
 from lowbit.tensor.master_weight import MasterWeightTensor
 from lowbit.tensor.pickled import describe_part
+from lowbit.tensor.torchscript import PREPARE, refuse_script
 from lowbit.tensor.trainable import TrainableTensor
 
 METADATA = "lowbit"
@@ -522,9 +523,11 @@ def register(module: nn.Module) -> None:
     if hand_out not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(hand_out)
         module.register_load_state_dict_pre_hook(take)
+        module.__dict__[PREPARE] = refuse_script
 
 
 def unregister(module: nn.Module) -> None:
+    module.__dict__.pop(PREPARE, None)
     for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
         for number, hook in list(hooks.items()):
             if is_ours(hook):
