@@ -411,29 +411,27 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
         return parts, (scale, zero_point)
 
     def _assign_data(self, values: Any) -> None:
-        """`self.data = values`: takes the inner tensors of a low-bit tensor, or quantizes plain values. Aliases of this
-        tensor keep the old inner tensors. Raises ValueError for another shape, dtype or device, and as
-        `requantize_`."""
-        facts = {
-            "shape": (tuple(values.shape), tuple(self.shape)),
-            "dtype": (values.dtype, self.dtype),
-            "device": (values.device, self.device),
-        }
+        """`self.data = values`: takes over a low-bit tensor with its codes, its dtype and its device, or quantizes
+        plain values. Raises ValueError for another shape, for low-bit data that is stored differently, for plain values
+        of another dtype or device, and as `requantize_`."""
+        facts = {"shape": (tuple(values.shape), tuple(self.shape))}
+        if not isinstance(values, LowbitTensor):
+            facts["dtype"] = values.dtype, self.dtype
+            facts["device"] = values.device, self.device
         for what, (got, own) in facts.items():
             if got != own:
                 raise ValueError(f"assigning .data of {what} {got} to {self!r}, which has {own}")
-        if isinstance(values, LowbitTensor):
-            if not self._is_stored_like(values):
-                raise ValueError(
-                    f"assigning {values!r} as .data of {self!r}: they are stored differently; assign "
-                    "values.dequantize() to quantize them again"
-                )
-            source: Any = values
-        else:
-            source = self.clone()
+        if not isinstance(values, LowbitTensor):
+            source: Any = self.clone()
             source.requantize_(values)
-        for name, t in source.inner_tensors().items():
-            setattr(self, name, t)
+        elif self._is_stored_like(values):
+            source = values
+        else:
+            raise ValueError(
+                f"assigning {values!r} as .data of {self!r}: they are stored differently; assign values.dequantize() "
+                "to quantize them again"
+            )
+        self._take_over(source)
 
     def rounded_input(self, x: Tensor) -> Tensor:
         """x [..., K] as this weight's products round it, for one that runs in high precision."""

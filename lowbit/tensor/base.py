@@ -188,12 +188,24 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         return None
 
     def _assign_data(self, values: Tensor) -> None:
-        """`self.data = values` of a tensor with the same inner tensors, as `self.data += x` assigns after its
-        change."""
-        own = self.inner_tensors()
-        given = values.inner_tensors() if type(values) is type(self) else {}
-        if own.keys() != given.keys() or any(t is not given[name] for name, t in own.items()):
-            raise self._unsupported("assigning .data (accepted: copy_, under no_grad)")
+        """`self.data = values`: takes over a tensor of the same shape that is stored alike, as `self.data += x` assigns
+        after its change, and `self.data = self.data.to(dtype)`. Raises NotImplementedError for others."""
+        if values.shape != self.shape or not self._is_stored_like(values):
+            raise self._unsupported(
+                "assigning .data (accepted: low-bit data that is stored alike, or copy_, under no_grad)"
+            )
+        self._take_over(values)
+
+    def _take_over(self, other: Any) -> None:
+        """Have the dtype, the device and the inner tensors of `other`, which is stored alike. Aliases of this tensor
+        keep the old inner tensors."""
+        if other.dtype is not self.dtype or other.device != self.device:
+            with torch._C.DisableTorchFunctionSubclass():
+                _SET_DATA(self, other)  # of the wrapper
+        for name, t in other.inner_tensors().items():
+            setattr(self, name, t)
+        for name in self.caches:
+            self.__dict__.pop(name, None)
 
     def nbytes_stored(self) -> int:
         """Bytes that the inner tensors take."""

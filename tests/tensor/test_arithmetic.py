@@ -7,13 +7,23 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import lowbit
 from lowbit import AffineTensor, Int8WeightOnly
 from lowbit.tensor import TernaryTensor
 from lowbit.tensor.row_chunks import CHUNK_ELEMENTS
 from tests.schemes import relative_error
-from tests.tensor.cases import BY_NAME, CASES, every_trainable, over, same, same_bits, values
+from tests.tensor.cases import (
+    BY_NAME,
+    CASES,
+    every_case,
+    every_trainable,
+    over,
+    same,
+    same_bits,
+    values,
+)
 
 FROZEN = [c for c in CASES if issubclass(c.kind, AffineTensor) and not c.is_trainable]
 every_frozen = over(FROZEN)
@@ -180,6 +190,47 @@ def test_a_trainable_weight_is_changed_in_place_through_data(case) -> None:
     assert relative_error(w.master(), before + 0.5) < 0.01
     with pytest.raises(NotImplementedError, match=r"assigning \.data .*copy_"):
         w.data = before
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64], ids=str)
+@every_case
+def test_data_takes_its_own_cast(case, wide) -> None:
+    """The line `p.data = p.data.to(float32)`, by which PEFT prepares a model for QLoRA: the codes stay."""
+    if not case.is_weight and wide is torch.float64:
+        return  # states have float32 values
+    given = torch.bfloat16 if case.is_weight else torch.float32
+    w = nn.Parameter(case.make((24, 100), dtype=given), requires_grad=case.is_trainable)
+    if case.is_weight:  # what a product remembers of the weight, and the gradient, have its dtype
+        F.linear(values((3, 100), 1).to(given).requires_grad_(), w).sum().backward()
+        w.grad = None
+    kept, wanted = w.data, w.data.to(wide)
+    w.data = w.data.to(wide)
+    assert isinstance(w, nn.Parameter) and w.dtype is wide and w.requires_grad == case.is_trainable
+    assert type(w.data) is case.kind and same(w.data, wanted) and kept.dtype is given
+    if not case.is_weight:
+        return
+    x = values((3, 100), 1).to(wide)
+    twin, inputs = (
+        nn.Parameter(wanted, requires_grad=case.is_trainable),
+        [x.clone().requires_grad_() for _ in "ab"],
+    )
+    outputs = [F.linear(i, p) for i, p in zip(inputs, (w, twin), strict=True)]
+    assert outputs[0].dtype is wide and torch.equal(*outputs)
+    for y in outputs:
+        y.sum().backward()
+    assert torch.equal(inputs[0].grad, inputs[1].grad)
+    if case.is_trainable:
+        assert w.grad.dtype is wide and torch.equal(w.grad, twin.grad)
+
+
+@every_case
+def test_data_refuses_other_low_bit_data(case) -> None:
+    w = case.make((24, 100))
+    other = next(c for c in CASES if c.kind is not case.kind)
+    for given in (other.make((24, 100)), case.make((48, 100))):
+        with pytest.raises((ValueError, NotImplementedError), match=r"assigning.*\.data"):
+            w.data = given
+    assert same(w, case.make((24, 100)))
 
 
 # ---- warnings and errors ---------------------------------------------------------------------------------------
