@@ -6,7 +6,7 @@ Everything a user needs is here or in the four subpackages `lowbit.optim`, `lowb
 
 from typing import TYPE_CHECKING, Any
 
-from lowbit import inference, optim, qat, train
+from lowbit import inference, optim, pretrained, qat, train
 from lowbit.affine import (
     choose_qparams_affine,
     dequantize_affine,
@@ -66,6 +66,8 @@ if TYPE_CHECKING:
     from lowbit.formats import export, load_pretrained
 
 __version__ = "0.1.0"
+
+pretrained.listen()
 
 __all__ = [
     "E2M1",

@@ -167,7 +167,7 @@ class Report:
         return {e.fqn: e.note for e in self.entries if not e.converted}
 
     def count(self, model: nn.Module) -> Self:
-        """Fill in the numbers from `model` as it is now. Returns the report."""
+        """Fill in the numbers from `model` as it is now, and tell `followers` of it. Returns the report."""
         self.parameters = self.low_bits = self.prepared = 0
         self.nbytes = self.low_bit_nbytes = self.vectors = self.vector_nbytes = 0
         sizes: dict[str, int] = {}
@@ -188,6 +188,7 @@ class Report:
                 self.vectors += 1
                 self.vector_nbytes += size
         self.entries = [replace(e, nbytes=sizes.get(e.fqn, 0)) for e in self.entries]
+        tell(model)
         return self
 
     def __str__(self) -> str:
@@ -283,6 +284,16 @@ def check_module(model: Any) -> None:
             f"model must be an nn.Module, got {type(model).__name__}: it is changed in place, where its modules hold "
             "the weights"
         )
+
+
+followers: list[Callable[[nn.Module], None]] = []
+"""Functions that get each model whose weights were replaced, once it is complete."""
+
+
+def tell(model: nn.Module) -> None:
+    """Call the `followers` of a model whose weights were replaced."""
+    for follow in followers:
+        follow(model)
 
 
 # ---- the walk -------------------------------------------------------------------------------------------------
@@ -422,10 +433,8 @@ class _Walk:
     def visit(self, prefix: str, module: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             note = "of a TorchScript module, which holds no low-bit weights: convert the module it was made of"
-            named = (
-                (joined_name(prefix, name), param) for name, param in module._parameters.items()
-            )
-            self.report.entries += [Entry(name, _shape(p), False, note) for name, p in named]
+            for name, param in module.named_parameters(prefix, recurse=False):
+                self.report.entries.append(Entry(name, _shape(param), False, note))
             return
         selected = self.filter_fn(module, prefix) or hasattr(module, "converted_as")
         if _has_own_product(module) and module._parameters.get("weight") is None:

@@ -175,9 +175,10 @@ ALLOWED: dict[str, set[str]] = {
     },
     "dequantize": {"tensor", "convert", "maths", *FLOWS},
     "formats": {"formats", "checkpoint", "tensor", "convert", "maths", "progress"},
+    "pretrained": {"convert"},
     "names": {"maths", *FLOWS},
     "hf": {
-        *("hf", "names", "formats", "tensor", "convert", "maths", "dequantize"),
+        *("hf", "names", "formats", "tensor", "convert", "maths", "dequantize", "pretrained"),
         *FLOWS,
     },
     "accelerate": {"tensor", "convert"},
@@ -197,7 +198,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "surface": {
         *("maths", "tensor", "products", "convert", "traced", "tracer", "checkpoint", "dequantize"),
-        *("calibration", "formats"),
+        *("calibration", "formats", "pretrained"),
         *FLOWS,
     },
     "testing": {"testing", "tensor", "checkpoint"},

@@ -94,6 +94,9 @@ class Format(ABC):
     """What `lowbit.export(…, format=name)` takes."""
     holds_embeddings: ClassVar[bool] = False
     """Whether loaders of this format take a quantized embedding."""
+    holds_custom: ClassVar[bool] = False
+    """Whether loaders of this format take quantized weights of other modules of transformers than nn.Linear. Those of
+    most formats replace each nn.Linear, and leave such a weight to its random start."""
     holds_stacks: ClassVar[bool] = False
     """Whether loaders of this format take the weights of all experts of a layer as one tensor."""
     holds_experts: ClassVar[bool] = False

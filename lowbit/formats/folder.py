@@ -20,7 +20,13 @@ from torch import Tensor
 
 from lowbit.formats.auto_round import translated
 from lowbit.formats.base import Format, FormatError, damage_of, layer_of, weight_of
-from lowbit.formats.layer_names import is_cache_scale, is_embedding, why_left_alone
+from lowbit.formats.layer_names import (
+    TRANSPOSED,
+    is_cache_scale,
+    is_embedding,
+    is_head,
+    why_left_alone,
+)
 from lowbit.formats.registry import FORMATS, by_config
 from lowbit.formats.sources import Holder, Item
 from lowbit.formats.tied import second_names
@@ -322,7 +328,10 @@ class Folder:
         """See `lowbit.formats.sources.Source`."""
         for name in self.in_order():
             value = self.read(name)
-            yield Item(name, value, holder_of(name, value))
+            holder = holder_of(name, value)
+            if holder == "linear" and self.config.get("model_type") in TRANSPOSED:
+                holder = "linear" if is_head(layer_of(name)) else "custom"
+            yield Item(name, value, holder)
 
     def copy_files(self, folder: Path) -> None:
         """See `copy_beside_weights`."""

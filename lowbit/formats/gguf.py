@@ -27,6 +27,7 @@ class Gguf(Format):
 
     name = "gguf"
     holds_embeddings = True
+    holds_custom = True
     scale_dtype = torch.float16
 
     def reads(self, config: Mapping[str, Any]) -> bool:

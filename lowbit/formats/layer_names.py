@@ -20,6 +20,9 @@ _ROUTERS = {"gate", "router", "shared_expert_gate"}
 _CACHED = {f"{which}_{part}" for which in "qkv" for part in ("scale", "zero_point", "global_scale")}
 _CACHED |= {"kv_scale", "prob_scale"}
 
+TRANSPOSED = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer"}
+"""Models whose linears are Conv1D, which store [K, N], so that groups would run along the outputs."""
+
 
 def is_embedding(layer: str) -> bool:
     """Whether a module of this name is an embedding, by the names that published models give them."""

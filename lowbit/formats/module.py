@@ -71,8 +71,12 @@ class Model:
         owners = self._owners.get(name, [])
         if any(isinstance(m, nn.Embedding) for m in owners):
             return "embedding"
-        is_linear = owners and all(isinstance(m, nn.Linear) for m in owners)
-        return "linear" if is_linear and name.rpartition(".")[2] == "weight" else "other"
+        if name.rpartition(".")[2] != "weight" or not owners:
+            return "other"
+        if all(isinstance(m, nn.Linear) for m in owners):
+            return "linear"
+        is_custom = any(type(m).__module__.startswith("transformers.") for m in owners)
+        return "custom" if is_custom and self.tensors[name].ndim == 2 else "other"
 
     @property
     def _owners(self) -> dict[str, list[nn.Module]]:

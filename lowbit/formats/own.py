@@ -33,6 +33,7 @@ class Own(Format):
 
     name = "lowbit"
     holds_embeddings = True
+    holds_custom = True
     holds_stacks = True
 
     def reads(self, config: Mapping[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from lowbit.convert import alike, check_pattern, joint_part, matches
 from lowbit.formats.base import Format, FormatError, layer_of
 from lowbit.formats.experts import is_transposed_stack
 from lowbit.formats.folder import Folder
-from lowbit.formats.layer_names import is_embedding, why_left_alone
+from lowbit.formats.layer_names import TRANSPOSED, is_embedding, why_left_alone
 from lowbit.formats.report import snr
 from lowbit.formats.sources import Item
 from lowbit.formats.tied import is_tied
@@ -31,8 +31,6 @@ from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
 
 SCALES = ("minmax", "searched")
-_TRANSPOSED = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer"}
-"""Models that store their weights as [K, N], so that groups would run along the outputs."""
 
 
 class Quantizing:
@@ -63,9 +61,10 @@ class Quantizing:
                 f"{folder.path} is in low bits already ({folder.format.name if folder.format else ''}); scheme= "
                 "takes a folder of plain weights"
             )
-        if (kind := folder.config.get("model_type")) in _TRANSPOSED:
+        if (kind := folder.config.get("model_type")) in TRANSPOSED:
             raise FormatError(
-                f"a {kind} stores its weights transposed: load the model, call lowbit.quantize_ and export that"
+                f"a {kind} stores its weights transposed: load the model, call lowbit.quantize_, and export that with "
+                "format='lowbit'"
             )
         self.config, self.nbytes = folder.config, folder.nbytes
         self.left_out = folder.left_out

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lowbit.convert import tell
 from lowbit.formats.base import FormatError, brief
 from lowbit.formats.experts import Joined, joined
 from lowbit.formats.folder import Folder
@@ -84,6 +85,7 @@ def load_pretrained(
     folder = opened(path)
     built = _built(folder) if model is None else model
     _fill(built, folder, torch.device(device))
+    tell(built)
     if model is None:
         built.eval()
     return built

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lowbit.tensor.base import LowbitTensor
 
-Holder = Literal["linear", "embedding", "other"]
-"""The kind of the module that holds a tensor."""
+Holder = Literal["linear", "embedding", "custom", "other"]
+"""The kind of the module that holds a tensor. "custom": a matrix of a module of transformers that multiplies by it in a
+way of its own, such as Conv1D, which stores [inputs, outputs], and routers."""
 
 
 @dataclass(frozen=True)

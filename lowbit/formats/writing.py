@@ -271,6 +271,11 @@ def _check_place(item: Item, target: Format) -> None:
             f"it is the weight of an embedding, which loaders of {target.name} take in high precision, as they take an "
             "output head that is tied to it"
         )
+    if item.holder == "custom" and not target.holds_custom:
+        raise FormatError(
+            f"it belongs to no nn.Linear but to a module of transformers' own, such as Conv1D or a router, and loaders "
+            f"of {target.name} would leave it random; lowbit.export(…, format='lowbit') holds it"
+        )
     target.stored_name(item.name, "weight")  # refuses names that the format has no place for
 
 

@@ -7,13 +7,15 @@
     model.save_pretrained("model-int4")                             # the format "lowbit" of lowbit.export
     model = AutoModelForCausalLM.from_pretrained("model-int4")      # the same logits
 
-Importing this package registers lowbit with transformers, which must happen before `from_pretrained` reads such a
-folder. Nothing else in lowbit imports it.
+Importing this package registers lowbit with transformers. `import lowbit` alone lets `from_pretrained` read such a
+folder: `lowbit.pretrained` imports this package then, and when a flow changes a model of transformers.
 """
 
 from lowbit.hf.installed import check_installed
+from lowbit.pretrained import make_room
 
 check_installed()
+make_room()
 
 from lowbit.hf.config import LowbitConfig  # noqa: E402
 from lowbit.hf.quantizer import LowbitQuantizer  # noqa: E402

@@ -414,7 +414,7 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
         """`self.data = values`: takes over a low-bit tensor with its codes, its dtype and its device, or quantizes
         plain values. Raises ValueError for another shape, for low-bit data that is stored differently, for plain values
         of another dtype or device, and as `requantize_`."""
-        facts = {"shape": (tuple(values.shape), tuple(self.shape))}
+        facts: dict[str, tuple[Any, Any]] = {"shape": (tuple(values.shape), tuple(self.shape))}
         if not isinstance(values, LowbitTensor):
             facts["dtype"] = values.dtype, self.dtype
             facts["device"] = values.device, self.device
