@@ -106,9 +106,9 @@ def _attach(config: PreTrainedConfig, model: PreTrainedModel | None, has_parts: 
     is_newer = own is not None and model is not None and own.model is not model
     if has_parts and (held is None or is_newer):
         config.quantization_config = InMemory(model, is_part=model is None)
-    elif own is not None and model is not None and not has_parts:
-        if any(module is own.model for module in model.modules()):
-            del config.quantization_config
+    is_here = own is not None and model is not None and own.model in [*model.modules()]
+    if is_here and not has_parts:
+        del config.quantization_config
 
 
 def _in_parts(model: nn.Module, is_saved: bool) -> Iterator[tuple[str, LowbitTensor]]:

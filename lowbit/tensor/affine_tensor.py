@@ -40,6 +40,7 @@ from lowbit.scheme import Float8, Int, Scheme, Spec
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_not_flat, check_weight
 from lowbit.tensor.base_ops import product_below_autograd
 from lowbit.tensor.blocked import BlockedTensor
+from lowbit.tensor.contracted import of_stack, of_swapped
 from lowbit.tensor.cpu_values import ReadOnCpu, rows_of_embedding
 from lowbit.tensor.frozen import asks_for_gradient
 from lowbit.tensor.requantize import requantize
@@ -433,6 +434,11 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
             )
         self._take_over(source)
 
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether its products round their inputs."""
+        return self.activation is not None
+
     def rounded_input(self, x: Tensor) -> Tensor:
         """x [..., K] as this weight's products round it, for one that runs in high precision."""
         if self.activation is None:
@@ -455,6 +461,9 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
                 refuse_trace()
             return quantized_linear(*args, **kwargs) if kwargs else quantized_linear(*args)
         kwargs = kwargs or {}
+        arranged = _arranged(*args) if func in _MATMUL and len(args) == 2 and not kwargs else None
+        if arranged is not None:
+            return arranged
         if func in _OF_EXPERTS and len(args) > 1:
             args = (*_rounded_for_experts(*args[:2]), *args[2:])
         if func is F.embedding and (rows := rows_of_embedding(*args, **kwargs)) is not None:
@@ -515,6 +524,16 @@ def _parts_of_input(
 # ---- products of experts -----------------------------------------------------------------------------------------
 
 _OF_EXPERTS = {*GROUPED, *MATMULS}
+_MATMUL = {torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
+
+
+def _arranged(x: Any, weight: Any) -> Tensor | None:
+    """x @ weight, where the weight stands first or is a stack, by the product that it has; None for x @ matrix."""
+    if isinstance(x, LowbitTensor) and isinstance(weight, LowbitTensor):
+        return None
+    if isinstance(x, AffineTensor):
+        return of_swapped(x, weight)
+    return of_stack(x, weight) if weight.ndim == 3 else None
 
 
 def _rounded_for_experts(x: Any, weight: Any) -> tuple[Any, Any]:

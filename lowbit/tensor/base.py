@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from lowbit import class_names
+from lowbit.tensor.contracted import CONTRACTIONS, contracted
 from lowbit.tensor.fsdp import FSDPHooks, as_bytes
 from lowbit.tensor.indexing import READS, as_copies, write
 from lowbit.tensor.pickled import Pickling
@@ -43,7 +44,7 @@ InnerShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SPECIAL = {
     *(_SET_DATA, Tensor.share_memory_, Tensor.data_ptr, Tensor.is_shared, Tensor.__setitem__),
-    *READS,
+    *(*READS, *CONTRACTIONS),
 }
 """The functions that need more than torch's own implementation."""
 
@@ -73,6 +74,8 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     stored_as: ClassVar[str | None] = None
     """The key by which `lowbit.products` chooses the product of a frozen weight; None for other tensors."""
     _ops: ClassVar[dict[Any, Callable[..., Any]]] = {}
+    rounds_inputs: bool = True
+    """Whether products with it compute from more than its values: they round their input, or train."""
     products: ClassVar[dict[Any, str]] = {}
     """The functions that `computed` answers, and the names of the methods that compute them."""
     flat_from: tuple[int, ...] | None
@@ -405,6 +408,8 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     @classmethod
     def _special(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """One of the functions in `_SPECIAL`."""
+        if func in CONTRACTIONS:
+            return contracted(func, args, kwargs, LowbitTensor)
         # torch's setter would change only the wrapper, not the inner tensors.
         if func == _SET_DATA and isinstance(args[0], LowbitTensor):
             return args[0]._assign_data(args[1])

@@ -63,6 +63,7 @@ class TernaryTensor(AffineTensor):
     stored_as = "ternary"
     spec = Spec(Int(2), PerTensor())
     activation = None
+    rounds_inputs = True
     zero_point = None
 
     def __new__(cls, weight: Tensor) -> Self:
