@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -81,7 +81,10 @@ def describe(model: nn.Module) -> None:
     """
     tops = list(_models_in(model))
     for top in tops:
-        _attach(top.config, top, any(_in_parts(top, False)))
+        has_parts = any(_in_parts(top, False))
+        _attach(top.config, top, has_parts)
+        if not has_parts:
+            _convert_names_again(top)
     if tops:
         return
     owners = (getattr(module, "config", None) for module in model.modules())
@@ -145,9 +148,25 @@ def _being_saved() -> PreTrainedModel | None:
         if frame.f_code.co_name == "save_pretrained":
             owner = frame.f_locals.get("self")
             if isinstance(owner, PreTrainedModel):
-                # Names of published checkpoints are those of plain weights, which the parts do not follow.
                 if any(_in_parts(owner, False)):
-                    cast(Any, owner)._weight_conversions = []
+                    _keep_names(owner)
                 return owner
         frame = frame.f_back
     return None
+
+
+_CONVERSIONS = "_conversions_of_plain_weights"
+
+
+def _keep_names(model: Any) -> None:
+    """Let transformers write the names that the model has. The conversions by which it goes back to the names of
+    published checkpoints, and splits experts, are those of plain weights."""
+    if _CONVERSIONS not in model.__dict__:
+        setattr(model, _CONVERSIONS, getattr(model, "_weight_conversions", None))
+        model._weight_conversions = []
+
+
+def _convert_names_again(model: Any) -> None:
+    """Undo `_keep_names`, where all weights are plain again."""
+    if _CONVERSIONS in model.__dict__:
+        model._weight_conversions = model.__dict__.pop(_CONVERSIONS)

@@ -221,6 +221,19 @@ def test_weights_in_training_are_saved_in_high_precision(
         assert torch.equal(held, own.master() if isinstance(own, lb.LowbitTensor) else own), name
 
 
+def test_plain_experts_get_their_published_names_again(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    plain, model = mixtral(), LOW["experts"]()
+    plain.save_pretrained(tmp_path / "before")
+    model.save_pretrained(tmp_path / "low")
+    lb.dequantize_(model)
+    model.save_pretrained(tmp_path / "after")
+    names = [load_file(tmp_path / n / "model.safetensors").keys() for n in ("before", "after")]
+    assert names[0] == names[1] and any("experts.0.w1" in name for name in names[0])
+    assert torch.equal(logits(loaded(tmp_path / "after")), logits(model))
+
+
 # ---- which model a config describes --------------------------------------------------------------------------------
 
 
