@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import lowbit
+from lowbit import new_path
 from lowbit.train import TrainingScheme
 from recipes import figures, pages, quickstart, text
 from recipes.command_line import UserError, chosen_names, chosen_seeds, exit_status
@@ -173,9 +174,9 @@ def cached_data(config: TrainingConfig, source: Path | None, cache: Path) -> tex
         config.heldout_share,
     )
     cache.mkdir(parents=True, exist_ok=True)
-    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
-    text.save(data, unfinished)
-    os.replace(unfinished, folder)
+    with new_path.workplace(folder) as place:
+        text.save(data, place / "data")
+        new_path.put_folder(place / "data", folder)
     return data
 
 

@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import lowbit
+from lowbit import new_path
 from recipes import text
 from recipes.command_line import UserError, exit_status, override
 from recipes.llama import Llama, LlamaConfig
@@ -255,8 +256,8 @@ class Training:
         dcp.save(self.state(), checkpoint_id=str(partial))
         dist.barrier()
         if self.rank == 0:
-            shutil.rmtree(whole, ignore_errors=True)
-            partial.rename(whole)
+            new_path.put_folder(partial, whole)
+            shutil.rmtree(partial, ignore_errors=True)  # an earlier one of this step
             for old in checkpoints(self.folder)[:-2]:
                 shutil.rmtree(old)
         dist.barrier()

@@ -14,7 +14,6 @@ import contextlib
 import json
 import math
 import os
-import secrets
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from lowbit import new_path
 from recipes import text
 from recipes.command_line import UserError
 
@@ -89,16 +89,9 @@ def latest(parent: Path) -> RunFolder:
 
 @contextlib.contextmanager
 def _replacement(path: Path) -> Iterator[BinaryIO]:
-    """A file that replaces `path` at the end. Its random name prevents an attack by a link of the same name."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with temporary.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """A file that replaces `path` at the end."""
+    with new_path.new_file(path) as temporary, temporary.open("xb") as file:
+        yield file
 
 
 def write_text(path: Path, content: str) -> None:

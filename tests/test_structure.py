@@ -31,6 +31,7 @@ MATHS = {
     "lookup_table",
     "observer",
     "packing",
+    "patterns",
     "presets",
     "rounding",
     "scale_format",
@@ -160,7 +161,9 @@ ALLOWED: dict[str, set[str]] = {
     "convert": {"tensor", "maths", "replaced", "progress"},
     "calibration": {"tensor", "convert", "maths", "progress"},
     "digests": {"progress"},
-    "container": {"digests"},
+    "new_path": set(),
+    "tensor_file": {"digests"},
+    "container": {"digests", "new_path", "tensor_file"},
     "checkpoint": {"container", "tensor", "maths"},
     **{
         flow: {
@@ -171,10 +174,13 @@ ALLOWED: dict[str, set[str]] = {
     },
     "qat": {
         *("qat", "tensor", "products", "convert", "replaced", "tracer", "maths", "kernels"),
-        *("progress", "calibration"),
+        *("progress", "calibration", "new_path"),
     },
     "dequantize": {"tensor", "convert", "maths", *FLOWS},
-    "formats": {"formats", "checkpoint", "tensor", "convert", "maths", "progress"},
+    "formats": {
+        *("formats", "checkpoint", "tensor", "convert", "maths", "progress"),
+        *("digests", "new_path", "tensor_file"),
+    },
     "pretrained": {"convert"},
     "names": {"maths", *FLOWS},
     "hf": {
@@ -204,12 +210,12 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {"testing", "tensor", "checkpoint"},
     "cli": {
         *("cli", "surface", "names", "formats", "tensor", "convert", "maths", "progress", "hf"),
-        *("kernels", "products", *FLOWS),
+        *("kernels", "products", "new_path", *FLOWS),
     },
     "__main__": {"cli"},
     "recipes": {
         *("recipes", "surface", "maths", "tensor", "products", "convert", "tracer"),
-        *("checkpoint", "dequantize", "formats", "torchtitan", *FLOWS),
+        *("checkpoint", "dequantize", "formats", "torchtitan", "new_path", *FLOWS),
     },
 }
 

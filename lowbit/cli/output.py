@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import secrets
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,6 +12,8 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from lowbit import new_path
 
 _PICTURES = (".png", ".svg", ".pdf")
 _WIDE = 10_000
@@ -95,14 +95,11 @@ def check_picture(path: Path | None) -> None:
 
 def save_picture(figure: Any, path: Path) -> None:
     """Write a matplotlib figure. The file appears whole or not at all. Raises ValueError where it cannot be written."""
-    temporary = path.with_name(f".{path.stem}.{secrets.token_hex(6)}{path.suffix}")
     try:
-        figure.savefig(temporary, dpi=150, bbox_inches="tight")
-        os.replace(temporary, path)
+        with new_path.new_file(path) as file:
+            figure.savefig(file, dpi=150, bbox_inches="tight")
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def new_figure(columns: int, width: float, height: float) -> tuple[Any, list[Any]]:

@@ -7,7 +7,6 @@ that goes on computes them again, by the blocks as they were and as they are.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lowbit import new_path
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:
@@ -64,11 +65,10 @@ class BlockFolder:
 
     def save(self, index: int, block: nn.Module, result: tuple[float, float, int]) -> None:
         """Write the file at once or not at all."""
-        path = self._file(index)
         state = {name: t.detach().cpu() for name, t in _plain_state(block).items()}
-        partial = path.with_suffix(".partial")
-        torch.save({"origin": self._origin(index), "state": state, "result": result}, partial)
-        os.replace(partial, path)
+        content = {"origin": self._origin(index), "state": state, "result": result}
+        with new_path.new_file(self._file(index)) as path, path.open("xb") as file:
+            torch.save(content, file)
 
     def _origin(self, index: int) -> dict[str, str]:
         return {
