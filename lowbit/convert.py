@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lowbit.patterns import is_refused
+from lowbit.patterns import matches as matches_expression
 from lowbit.progress import progress
 from lowbit.replaced import hand_over
 from lowbit.scheme import Scheme, Spec
@@ -273,7 +275,10 @@ def _remedy(scheme: Any) -> str:
 
 def matches(pattern: str, name: str) -> bool:
     if pattern.startswith("re:"):
-        return re.fullmatch(pattern[3:], name) is not None
+        expression = pattern[3:]
+        if is_refused(expression):  # a user's own back reference, for example
+            return re.fullmatch(expression, name) is not None
+        return matches_expression(expression, name, whole=True)
     return fnmatchcase(name, pattern)
 
 

@@ -10,7 +10,6 @@ and `stored_name` says under which name of the shard a part lies.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch import Tensor
 from lowbit.formats.layer_names import is_listed
 from lowbit.granularity import PerBlock
 from lowbit.lookup_table import LookupTable
+from lowbit.patterns import PatternError
 from lowbit.scheme import Float8, Scheme
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor
@@ -48,8 +48,10 @@ def damage_of(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except FormatError as error:
-        raise FormatError(f"{what}: {error}") from error
+    except (FormatError, PatternError) as error:
+        # PyTorch's own messages, which some formats pass on, may list frames of C++ below.
+        first, _, _ = str(error).partition("\n")
+        raise FormatError(f"{what}: {first}") from error
     except _ERRORS_OF_DAMAGE as error:
         raise FormatError(f"{what}: it is damaged, or config.json is ({brief(error)})") from error
 
@@ -61,7 +63,7 @@ def brief(error: Exception) -> str:
 
 _ERRORS_OF_DAMAGE = (
     *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
-    re.error,
+    MemoryError,
 )
 
 

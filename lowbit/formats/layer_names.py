@@ -7,11 +7,11 @@ such as "*.mlp.gate", takes it. "model.layers.*" does not mean the router, whose
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from lowbit import patterns
 from lowbit.convert import matches
 
 _EMBEDDINGS = {"wte", "wpe", "shared", "word_embeddings", "position_embeddings"}
@@ -49,8 +49,11 @@ def is_router(layer: str) -> bool:
 
 
 def begins_with(expression: str, layer: str) -> bool:
-    """Whether a regular expression of a folder's config.json matches the beginning of a name."""
-    return re.match(expression, layer) is not None
+    """Whether a regular expression of a folder's config.json matches the beginning of a name.
+
+    Raises `lowbit.patterns.PatternError`, a ValueError, for one that may take for ever.
+    """
+    return patterns.matches(expression, layer)
 
 
 def is_listed(layer: str, entries: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Self, get_args
 from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lowbit import names
+from lowbit import names, patterns
 from lowbit.convert import check_pattern
 from lowbit.inference.quantize import Scales
 from lowbit.scheme import Scheme
@@ -77,6 +77,7 @@ class LowbitConfig(QuantizationConfigMixin):
             try:
                 own = given.pop("schemes")
                 listed = {p: None if s is None else Scheme.from_dict(s) for p, s in own}
+                _check_expressions(listed)
                 made = cls(listed, **given)
             except (LookupError, TypeError) as error:
                 raise ValueError(
@@ -116,6 +117,15 @@ class LowbitConfig(QuantizationConfigMixin):
     def __repr__(self) -> str:
         stored = "" if self.stored is None else f", {len(self.stored.get('tensors', ()))} weights"
         return f"LowbitConfig({self.scheme!r}, scales={self.scales!r}{stored})"
+
+
+def _check_expressions(listed: Mapping[str, Any]) -> None:
+    """Refuse expressions of a folder that only Python's `re` runs, where one may take for ever."""
+    refused = [p for p in listed if p.startswith("re:") and patterns.is_refused(p[3:])]
+    if refused:
+        raise ValueError(
+            f"{refused[0]!r:.80} of quantization_config is an expression that lowbit does not run"
+        )
 
 
 def _schemes(given: Given, options: Mapping[str, Any]) -> Scheme | dict[str, Scheme | None]:
