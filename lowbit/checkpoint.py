@@ -13,7 +13,8 @@ A quantized tensor `layer.weight` is stored as `layer.weight.codes`, `layer.weig
 text's SHA-256 under "lowbit_sha256"; `*.pt` is a `torch.save` of {"lowbit": text, "lowbit_sha256": …, "tensors": {…}}.
 `lowbit.tensor.affine_tensor` describes the layout of codes.
 
-By the digests, loading a damaged file raises an error that names the damaged tensors. A file without digests, which an
+The digests are those of the bytes in the file, also where another thread changes a tensor while it is saved. By them,
+loading a damaged file raises an error that names the damaged tensors. A file without digests, which an
 earlier version wrote, loads unverified. `load` verifies up to 64 MiB at once. In a larger file it verifies each tensor
 at the first access: hashing takes 0.6 s a GB and core, and a `*.safetensors` file is mapped into memory in
 milliseconds.
@@ -250,14 +251,16 @@ def save(
     path: str | os.PathLike[str],
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a state dict to a file, which appears whole or not at all.
+    """Write a state dict to a file, which appears whole or not at all, once its bytes are on the disk.
 
     Args:
         model: a module, or a flat state dict.
         path: ends in .safetensors or .pt.
         metadata: any JSON (str keys; NaN and infinities as Python writes them); `load_metadata` returns it.
 
-    Raises CheckpointError; see `to_plain`.
+    Raises:
+        CheckpointError: an entry that the file cannot hold; see `to_plain`.
+        OSError: the system refuses to write, as where no space is left. It names `path`.
     """
     path = Path(path)
     container.check_suffix(path)

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
-from lowbit import digests
+from lowbit import digests, new_path, tensor_file
 
 SEAL = "lowbit_sha256"
 _WAY_OUT = (
@@ -38,14 +36,15 @@ def check_suffix(path: Path) -> None:
         )
 
 
-def _safetensors(module: str) -> Any:
+def _safetensors() -> Any:
+    """The package. Raises CheckpointError where it is not installed."""
     try:
-        import safetensors.torch
+        import safetensors
     except ImportError as error:
         raise CheckpointError(
             "*.safetensors needs the safetensors package (pip install safetensors); *.pt needs nothing more"
         ) from error
-    return safetensors.torch if module == "torch" else safetensors
+    return safetensors
 
 
 # ---- writing -------------------------------------------------------------------------------------------------
@@ -54,42 +53,25 @@ def _safetensors(module: str) -> Any:
 def write(path: Path, tensors: dict[str, Tensor], info: Mapping[str, Any]) -> None:
     """Write tensors and description to `path`, with their digests. The file appears whole or not at all.
 
-    Raises CheckpointError for a name that *.safetensors cannot hold.
+    Raises CheckpointError for a name or a dtype that *.safetensors cannot hold, and OSError, which names `path`, where
+    the system refuses to write.
     """
-    if path.suffix == ".safetensors":
-        for name in tensors:
-            if name == "__metadata__" or not _is_utf8(name):
-                raise CheckpointError(
-                    f"{name!r} cannot be the name of a tensor in a *.safetensors file; rename it, or save as *.pt"
-                )
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder; give the name of a file in it")
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    # A new file shows the permissions that the umask leaves. os.umask would change it, in all threads.
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    rights = os.fstat(handle).st_mode & 0o777
-    os.close(handle)
-    try:
-        text = json.dumps({**info, "stored": digests.entries_of(tensors)})
-        seal = digests.of_text(text)
-        if path.suffix == ".safetensors":
-            metadata = {"lowbit": text, SEAL: seal, "format": "pt"}
-            _safetensors("torch").save_file(tensors, temporary, metadata=metadata)
-        else:
-            torch.save({"lowbit": text, SEAL: seal, "tensors": tensors}, temporary)
-        os.chmod(temporary, rights)  # safetensors replaced the file by its own
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
+    def describe(entries: digests.Entries) -> dict[str, str]:
+        text = json.dumps({**info, "stored": entries})
+        return {"lowbit": text, SEAL: digests.of_text(text), **kind}
 
-def _is_utf8(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
-    return True
+    kind = {}
+    if path.suffix == ".safetensors":
+        _safetensors()
+        kind = {"format": "pt"}
+    with new_path.new_file(path) as file:
+        try:
+            tensor_file.writer_of(path)(file, tensors, describe)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
 
 
 # ---- reading -------------------------------------------------------------------------------------------------
@@ -172,17 +154,26 @@ def read(
 
 def _read_safetensors(path: Path, _: Any, with_tensors: bool) -> _Content:
     """Tensors on the CPU are views of the memory-mapped file: their values are read when they are used."""
-    with _safetensors("").safe_open(path, framework="pt") as file:
+    with _safetensors().safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in (file.keys() if with_tensors else [])}
     return metadata.get("lowbit"), metadata.get(SEAL), tensors
 
 
 def _read_pt(path: Path, device: str | torch.device, _: bool) -> _Content:
+    if not tensor_file.is_pt_of_tensors(path):
+        return None, None, {}
     content = torch.load(path, map_location=device, weights_only=True)
     if not isinstance(content, dict) or not {"lowbit", "tensors"} <= content.keys():
         return None, None, {}
-    return content["lowbit"], content.get(SEAL), dict(content["tensors"])
+    tensors = dict(content["tensors"])
+    for (
+        name,
+        t,
+    ) in tensors.items():  # an expanded view would take its whole size when it is hashed or moved
+        if t.nbytes > t.untyped_storage().nbytes():
+            raise ValueError(f"{name} is larger than its record")
+    return content["lowbit"], content.get(SEAL), tensors
 
 
 # ---- verification on access ------------------------------------------------------------------------------------------

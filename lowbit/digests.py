@@ -9,6 +9,7 @@ since OpenSSL releases Python's lock; one core takes about 0.6 s a GB.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,14 @@ from torch import Tensor
 
 from lowbit.progress import progress
 
+Entries = dict[str, dict[str, Any]]
+"""The entry of each tensor by its name."""
+TEXT, SEAL = "lowbit_stored", "lowbit_stored_sha256"
+"""In the metadata of a shard: the entries of its tensors as JSON, and the digest of this text."""
+PIECE = 2**22
+"""Bytes that are copied, hashed and written at once."""
 _MOST_THREADS = 16
+_UNKNOWN = "0" * 64
 _D = TypeVar("_D")
 
 
@@ -29,6 +37,7 @@ def threads() -> int:
 
 
 def of_text(text: str) -> str:
+    """The digest of a text in UTF-8."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -36,6 +45,20 @@ def of_tensor(t: Tensor) -> str:
     """The digest of a plain tensor's elements in row-major order, whatever its strides and device."""
     elements = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(elements.numpy().data).hexdigest()
+
+
+def while_written(t: Tensor, write: Callable[[memoryview], Any]) -> str:
+    """The digest of the bytes that `write` gets: the elements of `t`, contiguous and on any device, in pieces.
+
+    A piece is a copy, which no other thread changes between its hashing and its writing.
+    """
+    digest = hashlib.sha256()
+    elements = t.detach().reshape(-1).view(torch.uint8)
+    for begin in range(0, len(elements), PIECE):
+        piece = elements[begin : begin + PIECE].to("cpu", copy=True).numpy().data
+        digest.update(piece)
+        write(piece)
+    return digest.hexdigest()
 
 
 def _digest(t: Tensor) -> str | None:
@@ -49,10 +72,31 @@ def _layout(t: Tensor) -> dict[str, Any]:
     return {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)}
 
 
-def entries_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """The entry of each tensor by name: dtype, shape and digest."""
-    found = _each(of_tensor, tensors)
-    return {name: {**_layout(t), "sha256": found[name]} for name, t in tensors.items()}
+def entries(tensors: Mapping[str, Tensor], found: Mapping[str, str]) -> Entries:
+    """The entry of each tensor by name: dtype, shape and digest. A digest that `found` lacks is zero."""
+    return {
+        name: {**_layout(t), "sha256": found.get(name, _UNKNOWN)} for name, t in tensors.items()
+    }
+
+
+def texts(entries: Entries) -> dict[str, str]:
+    """The metadata of a shard whose tensors have these entries."""
+    text = json.dumps(entries)
+    return {TEXT: text, SEAL: of_text(text)}
+
+
+def taken(metadata: dict[str, str]) -> Entries | None:
+    """The entries in the metadata of a shard, which are removed there; None for a shard without digests.
+
+    Raises ValueError where they are damaged.
+    """
+    text, seal = metadata.pop(TEXT, None), metadata.pop(SEAL, None)
+    if text is None and seal is None:
+        return None
+    if text is None or seal != of_text(text):
+        raise ValueError("the digests of its tensors are damaged")
+    found: Entries = json.loads(text)
+    return found
 
 
 def misplaced(entries: Any, tensors: Mapping[str, Tensor]) -> str | None:
@@ -76,18 +120,31 @@ def damaged(
     entries: Mapping[str, Any], tensors: Mapping[str, Tensor], names: Iterable[str]
 ) -> set[str]:
     """The subset of `names` whose tensors hold other bytes than were saved."""
-    found = _each(_digest, {name: tensors[name] for name in names})
+    found = each(lambda _, t: _digest(t), {name: tensors[name] for name in names}, "hashing")
     return {name for name, digest in found.items() if digest != entries[name].get("sha256")}
 
 
-def _each(digest: Callable[[Tensor], _D], tensors: Mapping[str, Tensor]) -> dict[str, _D]:
-    """`digest` of each tensor by name, in several threads."""
+def each(
+    digest: Callable[[str, Tensor], _D],
+    tensors: Mapping[str, Tensor],
+    what: str,
+    most: int | None = None,
+) -> dict[str, _D]:
+    """`digest` of each name and tensor, by name, in up to `most` threads, under the bar `what`.
+
+    After an error none begins.
+    """
     found: dict[str, _D] = {}
     total = sum(t.nbytes for t in tensors.values())
-    with progress("hashing", total) as advance, ThreadPoolExecutor(threads()) as pool:
-        for (name, t), one in zip(tensors.items(), pool.map(digest, tensors.values()), strict=True):
-            found[name] = one
-            advance(t.nbytes)
+    pool = ThreadPoolExecutor(most or threads())
+    with progress(what, total) as advance:
+        try:
+            made = pool.map(digest, tensors.keys(), tensors.values())
+            for (name, t), one in zip(tensors.items(), made, strict=True):
+                found[name] = one
+                advance(t.nbytes)
+        finally:
+            pool.shutdown(cancel_futures=True)
     return found
 
 

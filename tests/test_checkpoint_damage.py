@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 import json
 import re
+import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lowbit as lb
-from lowbit import checkpoint, qat
+from lowbit import checkpoint, digests, qat
 from lowbit.checkpoint import CheckpointError
 from tests.test_checkpoint_versions import rewrite
 
@@ -111,8 +113,68 @@ def test_files_of_others(tmp_path: Path, suffix: str) -> None:
 def test_pickles_are_not_executed(tmp_path: Path) -> None:
     path = tmp_path / "m.pt"
     torch.save({"lowbit": "{}", "tensors": {}, "extra": nn.Linear(2, 2)}, path)
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match=r"not written by lowbit\.save"):
         lb.load(path)
+
+
+def zipped(path: Path, pickled: bytes, compressed: bool, zeros: int = 0) -> None:
+    kind = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
+    with zipfile.ZipFile(path, "w", kind) as archive:
+        archive.writestr("archive/version", "3\n")
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/data/0", bytes(zeros))
+
+
+def expanded(path: Path) -> None:
+    """A tensor of 2^40 elements in 4 bytes."""
+    info = {"format_version": 1, "tensors": {}, "ties": {}, "values": {}, "metadata": {}}
+    tensors = {"a": torch.ones(1).expand(2**20, 2**20)}
+    torch.save({"lowbit": json.dumps(info), "tensors": tensors}, path)
+
+
+LARGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "compressed": (lambda p: zipped(p, b"\x80\x02}.", True, 2**28), "cannot be read"),
+    "compressed pickle": (lambda p: zipped(p, b"(" * 2**20 + b".", True), "cannot be read"),
+    "sets": (lambda p: zipped(p, b"\x80\x04(" + b"\x8f" * 2**20 + b"l.", False), "not written by"),
+    "dicts": (lambda p: zipped(p, b"\x80\x02(" + b"}" * 2**20 + b"t.", False), "not written by"),
+    "a bytearray": (
+        lambda p: zipped(p, b"\x80\x02cbuiltins\nbytearray\nJ\0\0\0\x40\x85R.", False),
+        "not written by",
+    ),
+    "an expanded tensor": (expanded, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_small_files_take_little_memory(name: str, tmp_path: Path) -> None:
+    """Each is refused before it takes its size in memory, of 256 MiB and more."""
+    import resource
+
+    make, match = LARGE[name]
+    path = tmp_path / "m.pt"
+    make(path)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for read in (lb.load, lb.load_metadata):
+        with pytest.raises(CheckpointError, match=match) as caught:
+            read(path)
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16  # KiB
+
+
+@SUFFIXES
+def test_an_outside_zip_reader_finds_no_fault(tmp_path: Path, suffix: str) -> None:
+    """Checksums and places are as `torch.save` writes them; a mapped tensor begins at a multiple of 64 bytes."""
+    path, state = tmp_path / f"m{suffix}", {"a": torch.arange(5), "b": torch.ones(3, 7)}
+    lb.save(state, path)
+    if suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        found = load_file(path)
+    else:
+        assert zipfile.ZipFile(path).testzip() is None
+        found = torch.load(path, mmap=True, weights_only=True)["tensors"]
+        assert all(t.data_ptr() % 64 == 0 for t in found.values())
+    assert all(torch.equal(found[name], t) for name, t in state.items())
 
 
 @pytest.mark.parametrize("name", ["m.bin", "m", "m.PT", "m.safetensor", "m.pt.gz"])
@@ -238,10 +300,11 @@ def test_parts_that_do_not_fit(tmp_path: Path, mapping: Any, change: Any, match:
         {"lowbit": "{}", "tensors": 3},
         {"lowbit": "{}", "tensors": {"a": 3}},
         {"lowbit": "{}"},
+        {"lowbit": "[" * 100_000, "tensors": {}},
         [1, 2],
         torch.ones(3),
     ],
-    ids=repr,
+    ids=lambda content: repr(content)[:40],
 )
 def test_containers_that_do_not_fit(tmp_path: Path, content: Any) -> None:
     path = tmp_path / "m.pt"
@@ -313,17 +376,34 @@ def test_a_failure_while_writing_leaves_the_file(
     lb.save({"old": torch.ones(3)}, path)
     before = path.read_bytes()
 
-    def fail(content: Any, target: Any, **kwargs: Any) -> None:
-        Path(target).write_bytes(b"half of it")
+    def fail(t: Tensor, write: Callable[[bytes], Any]) -> str:
+        write(b"half of it")
         raise error
 
-    import safetensors.torch
-
-    monkeypatch.setattr(torch, "save", fail)
-    monkeypatch.setattr(safetensors.torch, "save_file", fail)
-    with pytest.raises(type(error)):
+    monkeypatch.setattr(digests, "while_written", fail)
+    with pytest.raises(type(error)) as caught:
         lb.save(quantized(), path)
+    if isinstance(error, OSError):
+        assert str(caught.value) == f"[Errno 28] No space left on device: '{path}'"
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+@SUFFIXES
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit of the size of files")
+@pytest.mark.parametrize("limit", [20, 1500, 40_000])
+def test_the_system_refuses_to_write(tmp_path: Path, suffix: str, limit: int) -> None:
+    """After so many bytes of a file, in the header, the tensors, or the end. `torch.save` said "unexpected pos"."""
+    import resource
+
+    path, before = tmp_path / f"m{suffix}", resource.getrlimit(resource.RLIMIT_FSIZE)
+    state = {f"layer.{i}.weight": torch.zeros(16, 64) for i in range(10)}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{re.escape(str(path))}'"):
+            lb.save(state, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [*tmp_path.iterdir()] == []
 
 
 @SUFFIXES

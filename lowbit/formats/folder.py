@@ -1,9 +1,10 @@
 """A folder with config.json and *.safetensors shards, as Hugging Face lays it out, read a tensor at a time.
 
 Nothing but headers is read before a tensor is asked for, except a tied weight that is stored twice
-(`lowbit.formats.tied`). One shard is mapped at a time, and mapped again after every `MOST_MAPPED` bytes: the pages of a
-mapping leave memory when no tensor holds it. Otherwise a whole shard would stay, and two where a loop holds the last
-tensor of a shard while it reads the next one.
+(`lowbit.formats.tied`). A tensor is compared with its SHA-256 where its shard has digests, as those of `lowbit.export`
+have. One shard is mapped at a time, and mapped again after every `MOST_MAPPED` bytes: the pages of a mapping leave
+memory when no tensor holds it. Otherwise a whole shard would stay, and two where a loop holds the last tensor of a
+shard while it reads the next one.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowbit import digests
 from lowbit.formats.auto_round import translated
 from lowbit.formats.base import Format, FormatError, damage_of, layer_of, weight_of
 from lowbit.formats.layer_names import (
@@ -35,6 +37,11 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MOST_MAPPED = 2**27
 """Bytes of tensors that are read by one handle of a file."""
+MOST_AHEAD = 2**25
+"""Bytes of tensors that are compared with their digests together."""
+_WAY_OUT = "copy the folder anew from where it came from"
+_MOST_JSON, _MOST_LEVELS = 2**28, 100
+"""Bytes and levels of a file of JSON."""
 _HIGH_PRECISION = ("F64", "F32", "F16", "BF16")
 """As headers of safetensors name them."""
 _NO_CODES = (*_HIGH_PRECISION, "I64", "U64", "BOOL", "C64")
@@ -59,6 +66,37 @@ def safetensors() -> Any:
             "folders of *.safetensors need the safetensors package: pip install safetensors"
         ) from error
     return safetensors
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises FormatError where it cannot be read, or is too large or too deep for a file of
+    settings or names."""
+    try:
+        if (size := path.stat().st_size) > _MOST_JSON:
+            raise FormatError(f"{path} has {size} bytes of JSON; accepted: {_MOST_JSON}")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FormatError:
+        raise
+    except RecursionError as error:
+        raise FormatError(f"{path} is nested too deep; accepted: {_MOST_LEVELS} levels") from error
+    except (OSError, ValueError, MemoryError) as error:
+        raise FormatError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise FormatError(f"{path} holds a {type(found).__name__}; accepted: a JSON object")
+    level: list[Any] = [found]
+    for _ in range(_MOST_LEVELS):
+        inner = (v.values() if isinstance(v, dict) else v for v in level)
+        level = [v for values in inner for v in values if isinstance(v, dict | list)]
+    if level:
+        raise FormatError(f"{path} is nested too deep; accepted: {_MOST_LEVELS} levels")
+    return found
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that is too long, or that no file can have
+        return False
 
 
 def open_shard(path: str | os.PathLike[str]) -> Any:
@@ -111,7 +149,9 @@ class Folder:
             self.settings = _take_settings(self.config)
         self.dtype = _dtype_of(self.config)
         self._metadata: dict[str, str] = {}
-        """The text that all shards have beside their tensors."""
+        """The text that all shards have beside their tensors, without digests."""
+        self._unverified: digests.Entries = {}
+        """The entries, with digests, of the tensors that were not yet compared with them."""
         self._shards = self._find_shards()
         """The file of each stored tensor."""
         self.nbytes = sum((self.path / f).stat().st_size for f in {*self._shards.values()})
@@ -142,15 +182,9 @@ class Folder:
 
     def _json(self, name: str) -> dict[str, Any]:
         path = self.path / name
-        if not path.is_file():
+        if not _is_file(path):
             raise FormatError(f"{self.path} has no {name}, so it is no folder of a model")
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise FormatError(f"{path} cannot be read: {error}") from error
-        if not isinstance(found, dict):
-            raise FormatError(f"{path} holds a {type(found).__name__}; accepted: a JSON object")
-        return found
+        return read_json(path)
 
     def _find_shards(self) -> dict[str, str]:
         if (self.path / INDEX).is_file():
@@ -172,8 +206,10 @@ class Folder:
             raise FormatError(f"{self.path} has no *.safetensors, so it holds no weights{hint}")
         found: dict[str, str] = {}
         for file in files:
-            if Path(file).name != file or not (self.path / file).is_file():
-                raise FormatError(f"{self.path} lacks the shard {file}: copy it from its source")
+            if Path(file).name != file or not _is_file(self.path / file):
+                raise FormatError(
+                    f"{self.path} lacks the shard {file:.100}: copy it from its source"
+                )
             opened = self._open(file)
             for name in [*opened.keys()]:
                 place = file if listed is None else listed.get(name, file)
@@ -184,12 +220,25 @@ class Folder:
                         f"{self.path}: {name} is in {found[name]} and in {file}; keep the shards of one model only"
                     )
                 found[name] = file
-            self._metadata |= opened.metadata() or {}
+            self._take_metadata(file, opened)
         if listed is not None and (lost := sorted(listed.keys() - found.keys())):
             raise FormatError(
                 f"{self.path}: no shard holds {', '.join(lost[:3])} of the index where the index says"
             )
         return found
+
+    def _take_metadata(self, file: str, opened: Any) -> None:
+        metadata = opened.metadata() or {}
+        with damage_of(f"{self.path / file}"):
+            stored = digests.taken(metadata)
+        if stored is not None:
+            if differs := sorted(stored.keys() ^ {*opened.keys()}):
+                raise FormatError(
+                    f"{self.path / file} is damaged: it was written with other tensors than {', '.join(differs[:3])}; "
+                    f"{_WAY_OUT}"
+                )
+            self._unverified |= stored
+        self._metadata |= metadata
 
     def _open(self, file: str) -> Any:
         return open_shard(self.path / file)
@@ -290,6 +339,47 @@ class Folder:
         return self._opened[1]
 
     def _stored(self, name: str) -> Tensor:
+        """The tensor of this name in a shard, after it was compared with its digest."""
+        found = self._as_read(name)
+        if name in self._unverified:
+            self._verify({name: found})
+        return found
+
+    def _verify(self, tensors: Mapping[str, Tensor]) -> None:
+        """Compare tensors with their digests, in several threads. Each is compared once."""
+        stored = {name: self._unverified[name] for name in tensors}
+        misplaced = digests.misplaced(stored, tensors)
+        if misplaced is not None:
+            raise FormatError(f"{self.path}: {misplaced}; {_WAY_OUT}")
+        if bad := sorted(digests.damaged(stored, tensors, tensors)):
+            raise FormatError(
+                f"{self.path}: {digests.listed(bad)} damaged: other bytes than those that were written; {_WAY_OUT}"
+            )
+        for name in tensors:
+            self._unverified.pop(name, None)  # another thread may have compared it meanwhile
+
+    def _verify_ahead(self, names: Iterable[str]) -> Iterator[str]:
+        """The names, the tensors of each compared with their digests before it is given: those of `MOST_AHEAD` bytes
+        together, since one tensor after another would keep one core busy."""
+        waiting: dict[str, Tensor] = {}
+        together: list[str] = []
+        nbytes = 0
+        for name in names:
+            together.append(name)
+            for part in self.weights[name].values() if name in self.weights else (name,):
+                if part in self._unverified:
+                    waiting[part] = self._as_read(part)
+                    nbytes += waiting[part].nbytes
+            if nbytes > MOST_AHEAD:
+                self._verify(waiting)
+                waiting, nbytes = {}, 0
+                yield from together
+                together = []
+        self._verify(waiting)
+        waiting = {}
+        yield from together
+
+    def _as_read(self, name: str) -> Tensor:
         file = self._shards[name]
         try:
             found: Tensor = self._handle(file).get_tensor(name)
@@ -314,14 +404,15 @@ class Folder:
             return self.format.decode(parts, self.settings, name, self.dtype)
 
     def in_order(self) -> Iterator[str]:
-        """All names, shard by shard, a low-bit weight where its first part lies."""
+        """All names, shard by shard, a low-bit weight where its first part lies. Raises FormatError for tensors that
+        differ from their digests."""
         by_file: dict[str, list[str]] = {}
         for name, parts in self.weights.items():
             by_file.setdefault(self._shards[next(iter(parts.values()))], []).append(name)
         for name in self.plain:
             by_file.setdefault(self._shards[name], []).append(name)
         for file in sorted(by_file):
-            yield from by_file[file]
+            yield from self._verify_ahead(by_file[file])
             self._opened = ("", None)
 
     def items(self) -> Iterator[Item]:

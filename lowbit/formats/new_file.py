@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lowbit import new_path
 from lowbit.formats.base import FormatError
 
 
@@ -32,21 +30,36 @@ def new_file(out: Path, overwrite: bool, format: str, suffix: str) -> Iterator[P
     if not out.name.endswith(suffix):
         raise FormatError(f"{format} is a file that ends in {suffix}, got {out.name}")
     _check_free(out, overwrite)
-    temporary = None
     try:
-        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        yield temporary / out.name
-        beside = [path for path in temporary.iterdir() if path.name != out.name]
-        written = (*beside, temporary / out.name)
-        for path in written:  # again: another program may have written them during the export
-            _check_free(out.parent / path.name, overwrite)
-        for path in written:
-            os.replace(path, out.parent / path.name)
+        with new_path.workplace(out) as place:
+            folder = place / "files"
+            folder.mkdir()
+            try:
+                yield folder / out.name
+            except Exception as error:
+                if (refusal := _refusal(folder)) is not None:
+                    raise refusal from error
+                raise
+            beside = [path for path in folder.iterdir() if path.name != out.name]
+            written = [*beside, folder / out.name]
+            for path in written:  # again: another program may have written them during the export
+                _check_free(out.parent / path.name, overwrite)
+            new_path.put_files(written, out.parent)
     except OSError as error:
         raise FormatError(f"{out} cannot be written: {error.strerror or error}") from error
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _refusal(folder: Path) -> OSError | None:
+    """The system's error, where it takes no more bytes. The packages that write programs have errors of their own for
+    a full disk, such as "unexpected pos"."""
+    try:
+        for path in (*folder.iterdir(), folder / "more"):
+            if not path.is_dir():
+                with path.open("ab") as file:
+                    file.write(bytes(2**16))
+    except OSError as error:
+        return error
+    return None
 
 
 def _check_free(path: Path, overwrite: bool) -> None:

@@ -6,9 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.checkpoint import unshared
+from lowbit import digests, new_path, tensor_file
 from lowbit.formats.base import Format, FormatError
-from lowbit.formats.folder import INDEX, MOST_MAPPED, SINGLE, WEIGHT_SUFFIXES, safetensors
+from lowbit.formats.folder import INDEX, SINGLE, WEIGHT_SUFFIXES, safetensors
 from lowbit.tensor.base import LowbitTensor
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -35,31 +33,27 @@ def size_in_bytes(size: int | str) -> int:
 
 @contextmanager
 def new_folder(out: Path, overwrite: bool) -> Iterator[Path]:
-    """A temporary folder beside `out` that takes its place at the end; after an error nothing is left of it.
+    """A folder that takes the place of `out` at the end; after an error nothing is left of it.
 
     Raises FormatError where `out` exists and may not be replaced, or cannot be written.
     """
     check_free(out, overwrite)
-    temporary = out.parent / f".{out.name}.{secrets.token_hex(6)}"
     try:
-        temporary.mkdir()
+        with new_path.workplace(out) as place:
+            folder = place / out.name
+            folder.mkdir()
+            yield folder
+            check_free(out, overwrite)  # again: another program may have written it meanwhile
+            new_path.put_folder(folder, out)
     except OSError as error:
-        raise FormatError(f"{out.parent} cannot be written: {error.strerror}") from error
-    try:
-        yield temporary
-        _replace(out, temporary, overwrite)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise FormatError(f"{out} cannot be written: {error.strerror or error}") from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def check_free(out: Path, overwrite: bool) -> None:
     """Raises FormatError where `new_folder` would, but for a folder that may not be written."""
     if not out.parent.is_dir():
         raise FormatError(f"{out.parent} is no folder; make it first")
+    new_path.clear(out)
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise FormatError(f"{out} is no folder; give the name of a new one")
     if not out.exists() or not any(out.iterdir()):
@@ -84,23 +78,6 @@ def _kept_folder(out: Path) -> Path | None:
         if found := next((p for p in inner.rglob("*") if p.suffix in WEIGHT_SUFFIXES), None):
             return found
     return None
-
-
-def _replace(out: Path, temporary: Path, overwrite: bool) -> None:
-    """Put the new folder in the place of the old one. Ctrl-C leaves one of both, and nothing beside it."""
-    check_free(out, overwrite)  # again: another program may have written it during the export
-    old = out.parent / f".{out.name}.{secrets.token_hex(6)}"
-    try:
-        if out.exists():
-            os.rename(out, old)
-        os.rename(temporary, out)
-        shutil.rmtree(old, ignore_errors=True)
-    except BaseException:
-        if temporary.exists() and old.exists():  # the new folder is not in its place
-            os.rename(old, out)
-        else:
-            shutil.rmtree(old, ignore_errors=True)
-        raise
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -146,17 +123,17 @@ class Shards:
 
     def _write(self) -> None:
         path = self._folder / f"model-{len(self._files) + 1:05d}.safetensors"
-        tensors = unshared(self._tensors)
-        with path.open("xb") as file:  # shows the permissions that the umask leaves
-            rights = os.fstat(file.fileno()).st_mode & 0o777
+        beside = self._format.metadata(self._weights, self._plain)
+        safetensors()
+
+        def describe(entries: digests.Entries) -> dict[str, str]:
+            return {**beside, **digests.texts(entries)}
+
         try:
-            metadata = self._format.metadata(self._weights, self._plain)
-            safetensors().torch.save_file(tensors, path, metadata=metadata)
-            os.chmod(path, rights)
-        except safetensors().SafetensorError as error:
-            raise OSError(str(error)) from error  # `new_folder` names the folder
-        _compare(path, tensors)
-        self._names.update(dict.fromkeys(tensors, len(self._files)))
+            tensor_file.write_safetensors(path, self._tensors, describe)
+        except ValueError as error:
+            raise FormatError(str(error)) from error
+        self._names.update(dict.fromkeys(self._tensors, len(self._files)))
         self._files.append(path)
         self._tensors, self._waiting = {}, 0
 
@@ -178,37 +155,6 @@ class Shards:
                 "weight_map": {name: final[i] for name, i in sorted(self._names.items())},
             },
         )
-
-
-def _compare(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Read a shard back. Raises FormatError unless every tensor has the bits that were given."""
-
-    def opened() -> Any:
-        return safetensors().safe_open(path, framework="pt")
-
-    file, mapped = opened(), 0
-    differs = sorted(tensors.keys() ^ {*file.keys()})
-    for name, t in tensors.items():
-        if mapped > MOST_MAPPED:  # a new handle lets the pages leave that were compared
-            file, mapped = opened(), 0
-        if name not in differs and not _is_stored(name, t, file, opened):
-            differs.append(name)
-        mapped += t.nbytes
-    if differs:
-        raise FormatError(
-            f"{path.name} was read back with other values in {', '.join(differs[:3])}: check the disk and memory"
-        )
-
-
-def _is_stored(name: str, t: Tensor, file: Any, opened: Callable[[], Any]) -> bool:
-    """Whether a file has these bits, a large tensor in pieces by a handle each."""
-    if t.nbytes <= MOST_MAPPED or t.ndim == 0:
-        return equal_bits(file.get_tensor(name), t)
-    if file.get_slice(name).get_shape() != [*t.shape]:
-        return False
-    step = max(1, MOST_MAPPED // t[0].nbytes)
-    starts = range(0, len(t), step)
-    return all(equal_bits(opened().get_slice(name)[i : i + step], t[i : i + step]) for i in starts)
 
 
 def equal_bits(a: Tensor, b: Tensor) -> bool:

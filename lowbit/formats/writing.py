@@ -312,7 +312,15 @@ def _same_values(a: LowbitTensor, b: LowbitTensor) -> bool:
 
 
 def _check_readable(folder: Path, target: Format, weights: Mapping[str, LowbitTensor]) -> None:
-    """Open the new folder as a reader does. Raises FormatError unless it finds the same weights."""
+    """Read the new folder as a reader does. Raises FormatError unless it finds the same weights, and in all tensors the
+    bytes that were written."""
     found = Folder(folder)
+    try:
+        for _ in found.in_order():
+            pass
+    except FormatError as error:
+        raise FormatError(
+            f"read back after it was written: {error}. Check the disk and memory"
+        ) from error
     if found.format is not target or found.weights.keys() != weights.keys():
         raise FormatError(f"the folder would be read as another one: {sorted(found.weights)[:3]}")

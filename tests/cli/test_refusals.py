@@ -234,12 +234,12 @@ def test_no_space_left_leaves_nothing_behind(
 def test_an_interrupted_command_leaves_nothing_behind(
     home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lowbit.formats import shards
+    from lowbit.formats import writing
 
     def interrupted(*given: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shards, "_compare", interrupted)  # after a shard was written
+    monkeypatch.setattr(writing, "_check_readable", interrupted)  # after all was written
     code, _ = refused("quantize model --out new", home, capfd)
     assert code == INTERRUPTED
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import lowbit
 from lowbit import Int4WeightOnly
 from lowbit.formats import FormatError
 from lowbit.formats.new_file import new_file
+from lowbit.formats.registry import PROGRAMS
 from lowbit.formats.report import snr
 from lowbit.formats.shards import Shards
 from tests.cli.command import listing
@@ -81,11 +83,79 @@ def test_a_file_that_appears_during_the_export_is_kept(name: str, tmp_path: Path
     assert listing(tmp_path) == [name] and (tmp_path / name).read_text() == "mine"
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit of the size of files")
+@pytest.mark.parametrize("suffix", [f.suffix for f in PROGRAMS] + [".gguf"])
+@pytest.mark.parametrize("limit", [0, 1000])
+def test_a_full_disk_is_named_whatever_a_package_says(
+    suffix: str, limit: int, tmp_path: Path
+) -> None:
+    """PyTorch says "unexpected pos", numpy "4096 requested and 0 written"."""
+    import resource
+
+    def write(error: Exception) -> None:
+        with new_file(tmp_path / f"m{suffix}", False, "a program", suffix) as path:
+            path.write_bytes(bytes(limit))
+            raise error
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for error in (
+        RuntimeError("unexpected pos 64 vs 0"),
+        OSError("4096 requested"),
+        FormatError("no"),
+    ):
+        with pytest.raises((type(error), FormatError), match=str(error)):
+            write(error)  # the disk has space
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            with pytest.raises(FormatError, match=rf"m{suffix} cannot be written: File too large"):
+                write(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_files_take_their_places_together(tmp_path: Path) -> None:
     with new_file(tmp_path / "model.onnx", True, "onnx", ".onnx") as path:
         path.write_text("program")
         path.with_name("model.onnx.data").write_text("tensors")
     assert listing(tmp_path) == ["model.onnx", "model.onnx.data"]
+
+
+def left(out: Path) -> Path:
+    """What a process that was killed left beside `out`."""
+    place = out.with_name(f".{out.name}.lowbit-0123456789ab")
+    place.mkdir()
+    (place / "lock").touch()
+    (place / out.name).mkdir()
+    (place / out.name / "model-00001.safetensors").touch()
+    return place
+
+
+@pytest.mark.parametrize("suffix", ["", ".gguf", ".onnx", ".pt", ".safetensors"])
+def test_the_next_run_removes_what_a_killed_one_left(suffix: str, tmp_path: Path) -> None:
+    out, model = tmp_path / f"out{suffix}", low_bit(Int4WeightOnly(64))
+    left(out)
+    with pytest.warns(UserWarning, match="0123456789ab, which a killed process left, is removed"):
+        if suffix in ("", ".pt", ".safetensors"):
+            lowbit.export(model, out) if suffix == "" else lowbit.save(model, out)
+        else:
+            with new_file(out, False, suffix, suffix) as path:
+                path.touch()
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+
+
+def test_the_next_run_puts_the_old_folder_back(tmp_path: Path) -> None:
+    """A process was killed between two renames, where the file system exchanges nothing."""
+    out, model = tmp_path / "out", low_bit(Int4WeightOnly(64))
+    lowbit.export(model, out)
+    before = listing(out)
+    out.rename(left(out) / "old")
+    with (
+        pytest.warns(UserWarning, match=r"out was missing, .* the old one is back"),
+        pytest.raises(FormatError, match="exists already"),
+    ):
+        lowbit.export(model, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and listing(out) == before
 
 
 # ---- files beside the weights ----------------------------------------------------------------------------------------
