@@ -4,6 +4,14 @@ Everything a user needs is here or in the four subpackages `lowbit.optim`, `lowb
 `lowbit.inference`. `lowbit.formats`, with `export` and `load_pretrained`, is imported when one of them is first used.
 """
 
+# ruff: noqa: E402, for the path comes before all other imports.
+import sys
+
+# `python -m lowbit` looks for modules in the working folder first, which may be that of a stranger's model.
+_is_run = sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] in ("lowbit", "-mlowbit")
+if _is_run and not sys.flags.safe_path:
+    del sys.path[0]
+
 from typing import TYPE_CHECKING, Any
 
 from lowbit import inference, optim, pretrained, qat, train

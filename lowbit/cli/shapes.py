@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,13 +11,16 @@ from typing import Any
 import torch
 
 from lowbit.formats.base import FormatError, layer_of, weight_of
-from lowbit.formats.folder import Folder
+from lowbit.formats.building import EmptyOnMeta, check_config
+from lowbit.formats.folder import Folder, read_json
 from lowbit.formats.gguf_file import GgufFile
 from lowbit.formats.layer_names import is_embedding, is_head, is_router
 
 Shape = tuple[int, ...]
 
 
+_MOST_WEIGHTS = 10**5
+"""Weights of a model that is built, or counted layer by layer."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _FIELDS = (
@@ -79,6 +81,7 @@ def read(path: Path) -> Model:
     """
     file = path / "config.json" if path.is_dir() else path
     written = _config(file)
+    check_config(written)
     made, text, why = _made_by_transformers(written)
     config = _of_decoder(written, text)
     sizes = _sizes(config, file, why)
@@ -97,17 +100,9 @@ def read(path: Path) -> Model:
 def _config(file: Path) -> dict[str, Any]:
     if file.suffix == ".gguf":
         return GgufFile(file).config
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise FormatError(
-            f"{file} does not exist; give a folder with config.json, or that file"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise FormatError(f"{file} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise FormatError(f"{file} holds a {type(config).__name__}; accepted: a JSON object")
-    return config
+    if not file.exists():
+        raise FormatError(f"{file} does not exist; give a folder with config.json, or that file")
+    return read_json(file)
 
 
 def _of_decoder(written: Mapping[str, Any], text: Any) -> dict[str, Any]:
@@ -174,7 +169,7 @@ def _built_by_transformers(made: Any, why: str) -> tuple[dict[str, Shape] | None
     import transformers
 
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), EmptyOnMeta(_MOST_WEIGHTS):
             # Otherwise transformers asks whether it may run code of the folder.
             model = transformers.AutoModelForCausalLM.from_config(made, trust_remote_code=False)
     except Exception as error:
@@ -212,6 +207,10 @@ def _like_llama(config: Mapping[str, Any], sizes: Sizes, file: Path, why: str) -
     kind = config.get("model_type")
     if kind not in _LIKE_LLAMA:
         raise FormatError(f"{file}: no shapes of a {kind!r}: {why}; or give a folder with shards")
+    if sizes.layers * max(1, _experts(config)) > _MOST_WEIGHTS:
+        raise FormatError(
+            f"{file}: {sizes.layers} layers of {_experts(config)} experts are too many"
+        )
     hidden = sizes.hidden
     weights: dict[str, Shape] = {"model.embed_tokens.weight": (sizes.vocabulary, hidden)}
     experts = _experts(config)

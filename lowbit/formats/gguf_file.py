@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats import gguf_blocks, gguf_rope
+from lowbit.formats import gguf_blocks, gguf_header, gguf_rope
 from lowbit.formats.base import FormatError, damage_of
 from lowbit.formats.folder import holder_of
 from lowbit.formats.gguf_llama import (
     architecture_of,
+    check_layers,
     config_of,
     halved,
     head_size,
@@ -94,7 +95,8 @@ class GgufWriter:
 
     def add(self, tensors: Mapping[str, Tensor], name: str, weight: LowbitTensor | None) -> None:
         ((stored, t),) = tensors.items()
-        t = interleaved(t.detach().cpu(), heads_of(name, self._config))
+        # A copy, which no other thread trains between its checksum and its writing.
+        t = interleaved(t.detach().cpu(), heads_of(name, self._config)).clone()
         if weight is None:
             t = t.float() if t.ndim < 2 else t  # llama.cpp takes norms in float32 only
             if t.dtype not in _PLAIN:
@@ -140,8 +142,10 @@ class GgufFile:
         self.path = Path(path)
         if not self.path.is_file():
             raise FormatError(f"there is no file {self.path}; give a GGUF file")
+        gguf = package()
+        gguf_header.check(self.path)
         try:
-            self._read = package().GGUFReader(self.path)
+            self._read = gguf.GGUFReader(self.path)
             fields = {n: f.contents() for n, f in self._read.fields.items() if len(f.parts) < 64}
         except FormatError:
             raise
@@ -149,10 +153,6 @@ class GgufFile:
             raise FormatError(
                 f"{self.path} cannot be read: it is damaged or no GGUF file ({error})"
             ) from error
-        if getattr(self._read, "byte_order", "I") != "I":
-            raise FormatError(
-                f"{self.path} has the byte order of another machine, and lowbit does not swap the bytes of its blocks"
-            )
         stored = {t.name: t for t in self._read.tensors}
         if "token_embd.weight" not in stored:
             raise FormatError(f"{self.path} has no token_embd.weight, so it is no language model")
@@ -161,6 +161,7 @@ class GgufFile:
         with damage_of(f"{self.path}"):
             given = None if factors is None else torch.from_numpy(factors.data.copy()).flatten()
             self.config = config_of(fields, stored.keys(), rows, given)
+            check_layers(self.config, stored.keys())
             self._tensors = {in_transformers(name): t for name, t in stored.items()}
         self.dtype = (
             torch.bfloat16

@@ -165,6 +165,15 @@ def _warn_of_window(config: Mapping[str, Any]) -> None:
         )
 
 
+def check_layers(config: Mapping[str, Any], names: Collection[str]) -> None:
+    """Raises FormatError where the tensors, by their names in GGUF, are those of another number of layers."""
+    layers = {name.split(".")[1] for name in names if name.startswith("blk.")}
+    if (count := config["num_hidden_layers"]) != len(layers):
+        raise FormatError(
+            f"its block_count is {count}, and its tensors are those of {len(layers)} layers"
+        )
+
+
 def config_of(
     fields: Mapping[str, Any], names: Collection[str], vocabulary: int, factors: Tensor | None
 ) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.formats.base import FormatError
+from lowbit.formats.folder import read_json
 from lowbit.formats.gguf_llama import given
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -35,7 +36,7 @@ def add_tokenizer(writer: Any, folder: Path, config: Mapping[str, Any], gguf: An
     Raises FormatError where the folder has no tokenizer.json of the kinds of the module.
     """
     path = folder / "tokenizer.json"
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found = read_json(path) if path.is_file() else {}
     model = found.get("model") or {}
     if model.get("type") != "BPE" or not model.get("merges"):
         raise FormatError(

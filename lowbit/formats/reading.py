@@ -6,14 +6,13 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lowbit.convert import tell
-from lowbit.formats.base import FormatError, brief
+from lowbit.formats import building
+from lowbit.formats.base import FormatError
 from lowbit.formats.experts import Joined, joined
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf_file import GgufFile
@@ -78,17 +77,18 @@ def load_pretrained(
     Returns:
         The model; one of transformers in evaluation mode.
 
-    Raises FormatError: no folder of a model; a missing or damaged shard; a format that lowbit does not read, or another
-    one than config.json says; names or shapes that do not fit the model, which is then as it was where names are
-    concerned.
+    Raises FormatError: no folder of a model; a missing or damaged shard, with the tensors whose bytes differ from those
+    that `lowbit.export` wrote; a format that lowbit does not read, or another one than config.json says; names or
+    shapes that do not fit the model, which is then as it was where names are concerned; more layers in config.json than
+    the folder has tensors for.
     """
     folder = opened(path)
-    built = _built(folder) if model is None else model
-    _fill(built, folder, torch.device(device))
-    tell(built)
+    made = building.built(folder) if model is None else model
+    _fill(made, folder, torch.device(device))
+    tell(made)
     if model is None:
-        built.eval()
-    return built
+        made.eval()
+    return made
 
 
 # ---- a module ------------------------------------------------------------------------------------------------------
@@ -196,53 +196,3 @@ def _check_names(
                 f"{'lacks' if what == 'holds' else 'has'}, such as {', '.join(names[:3])}; give the model= whose names "
                 "they are"
             )
-
-
-# ---- a model of transformers ----------------------------------------------------------------------------------------
-
-
-class _EmptyOnMeta(TorchFunctionMode):
-    """Uninitialised tensors, which parameters of layers begin as, are made on meta. All others, such as buffers with
-    the frequencies of rotary embeddings, keep their values."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.empty:
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)
-
-
-def _built(folder: Folder | GgufFile) -> nn.Module:
-    """The model of transformers that config.json names, with parameters on meta.
-
-    Raises FormatError for no architecture, one that transformers lacks, and settings that it cannot build.
-    """
-    names = folder.config.get("architectures")
-    if not isinstance(names, list) or not names:
-        raise FormatError(
-            f"{folder.path}: config.json names no architecture; give the module to fill, model="
-        )
-    try:
-        import transformers
-    except ImportError as error:
-        raise FormatError(
-            f"{folder.path} is a {names[0]}: pip install transformers, or give the module to fill, model="
-        ) from error
-    kind = getattr(transformers, str(names[0]), None)
-    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
-        raise FormatError(
-            f"{folder.path}: transformers {transformers.__version__} has no {names[0]}; give model="
-        )
-    architecture: Any = kind
-    try:
-        config = architecture.config_class.from_dict(folder.config)
-        with _EmptyOnMeta():
-            model: nn.Module = architecture(config)
-    except Exception as error:  # a model raises what its fields happen to break
-        raise FormatError(
-            f"{folder.path}: transformers cannot build the {names[0]} of config.json ({brief(error)}); give model="
-        ) from error
-    if (folder.path / "generation_config.json").is_file():
-        made = transformers.GenerationConfig.from_pretrained(folder.path)
-        model.generation_config = made
-    return model

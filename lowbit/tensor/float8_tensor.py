@@ -49,7 +49,7 @@ class Float8Tensor(AffineTensor):
         them.
 
         scale: [..., N/a rounded up, K/b rounded up], of a floating dtype; stored as float32. Raises ValueError for
-        another shape.
+        another shape, and for blocks that are so much larger than the weight that it would be padding.
         """
         spec = Spec(Float8(values.dtype), PerBlock(*block))
         blocks = spec.blocks(values.shape)
@@ -58,6 +58,7 @@ class Float8Tensor(AffineTensor):
                 f"a float8 weight {tuple(values.shape)} with scales {tuple(scale.shape)}; in blocks of {block[0]} x "
                 f"{block[1]} it has scales {blocks}"
             )
+        spec.check_padding(values.shape)
         rows, columns = values.shape[-2:]
         padding = (0, -columns % block[1], 0, -rows % block[0])
         codes = F.pad(as_bytes(values), padding).view(values.dtype) if any(padding) else values

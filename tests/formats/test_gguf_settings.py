@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
+import lowbit
 from lowbit.formats import FormatError, gguf_file
-from lowbit.formats.gguf_llama import config_of, head_size, in_gguf, in_transformers, settings_of
+from lowbit.formats.gguf_llama import (
+    check_layers,
+    config_of,
+    head_size,
+    in_gguf,
+    in_transformers,
+    settings_of,
+)
 from lowbit.formats.gguf_rope import factors_of
 
 CONFIG = {
@@ -125,23 +132,60 @@ def test_files_that_mean_another_computation_are_refused(
 
 def test_another_byte_order_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The package swaps the bytes of its numbers, and not those inside of blocks."""
-    path, order = tmp_path / "model.gguf", SimpleNamespace(value="S")
-    path.touch()
-    embedding = SimpleNamespace(
-        name="token_embd.weight",
-        shape=numpy.array([128, 50]),
-        tensor_type=SimpleNamespace(name="F16"),
-        n_bytes=12800,
-    )
-    given = {
-        name: SimpleNamespace(parts=(), contents=lambda v=v: v) for name, v in fields().items()
-    }
-
-    def reader(path: Path) -> Any:
-        return SimpleNamespace(fields=given, tensors=[embedding], byte_order=order.value)
-
-    monkeypatch.setattr(gguf_file, "package", lambda: SimpleNamespace(GGUFReader=reader))
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + struct.pack(">IQQ", 3, 0, 0))
+    monkeypatch.setattr(gguf_file, "package", lambda: None)
     with pytest.raises(FormatError, match="byte order of another machine"):
         gguf_file.GgufFile(path)
-    order.value = "I"
-    assert gguf_file.GgufFile(path).names() == ["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("count", [2, 10**9])
+def test_another_number_of_layers_is_refused(count: int) -> None:
+    """Otherwise so many would be built."""
+    names = {"output.weight", "blk.0.attn_q.bias", f"blk.{count - 1}.attn_q.bias"}
+    found = config_of(fields(block_count=count), names, 50, None)
+    if count == 2:
+        check_layers(found, names)
+        return
+    with pytest.raises(FormatError, match=r"block_count is 1000000000, .* those of 2 layers"):
+        check_layers(found, names)
+
+
+STRING = struct.pack("<Q", 1) + b"k"
+HEADERS = {
+    "fields": (struct.pack("<QQ", 0, 2**60), "1152921504606846976 fields"),
+    "tensors": (struct.pack("<QQ", 2**60, 0), "1152921504606846976 tensors"),
+    "a string": (struct.pack("<QQ", 0, 1) + struct.pack("<Q", 2**60), "names 1152921504606846976"),
+    "an array": (
+        struct.pack("<QQ", 0, 1) + STRING + struct.pack("<IIQ", 9, 4, 2**60),
+        "arrays have 1152921504606846976 elements",
+    ),
+    "a large array": (
+        struct.pack("<QQ", 0, 1) + STRING + struct.pack("<IIQ", 9, 0, 2**23) + bytes(2**23),
+        "arrays have 8388608 elements",
+    ),
+    "arrays of arrays": (
+        struct.pack("<QQ", 0, 1) + STRING + struct.pack("<IIQ", 9, 9, 10),
+        "of type 9",
+    ),
+    "a shape": (
+        struct.pack("<QQ", 1, 0) + STRING + struct.pack("<IQQIQ", 2, 2**40, 2**40, 0, 0),
+        "more than the file holds",
+    ),
+    "dimensions": (struct.pack("<QQ", 1, 0) + STRING + struct.pack("<I", 2**31), "dimensions"),
+    "half a header": (b"\0", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_headers_that_lie_about_sizes(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package would read them for ever, or in the memory of 300 bytes an element."""
+    content, why = HEADERS[case]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<I", 3) + content)
+    monkeypatch.setattr(gguf_file, "package", lambda: None)
+    with pytest.raises(FormatError, match=why) as caught:
+        lowbit.load_pretrained(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)

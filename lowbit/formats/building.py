@@ -1,0 +1,125 @@
+"""The model of transformers that a config.json names, without memory for its weights, and within what its folder holds.
+
+A config.json is a stranger's: 10⁹ layers would be built for ever. The names of the tensors are known from the headers,
+so a count of layers is compared with their number before anything is built, and building ends where it makes more
+parameters than the folder can fill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from lowbit.formats.base import FormatError, brief
+from lowbit.formats.folder import Folder
+from lowbit.formats.gguf_file import GgufFile
+
+SPARE = 1000
+"""Layers and parameters that a model may have beyond the number of tensors in its folder: a default of a config such as
+28 `max_window_layers`, tied weights, parameters that the folder lacks, which the message then names."""
+MOST_LABELS = 10**6
+MOST_CONSTANT = 2**30
+"""Bytes of a tensor that a model makes by itself, such as frequencies of rotary embeddings."""
+_OF_LAYERS = ("layer", "block", "depth", "stage")
+"""What names of counts of layers contain."""
+_MAKERS = (torch.arange, torch.zeros, torch.ones, torch.full, torch.linspace, torch.eye)
+
+
+def check_config(config: Mapping[str, Any], tensors: int = 0) -> None:
+    """Raises FormatError where config.json counts more layers or labels than a model of so many tensors has, or names
+    code of the Hub that transformers would run."""
+    for key, value in _values(config):
+        is_of_layers = any(part in key for part in _OF_LAYERS)
+        most = tensors + SPARE if is_of_layers else MOST_LABELS if "label" in key else None
+        if most is not None and isinstance(value, int) and value > most:
+            known = f", for {tensors} tensors" if tensors else ""
+            raise FormatError(f"config.json has {key} {value:.6g}; accepted: up to {most}{known}")
+        if "attn_implementation" in key and "/" in str(value):
+            raise FormatError(
+                f"config.json has {key} {value!r:.80}, code that lowbit does not load; accepted: a name of transformers"
+            )
+
+
+def _values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _values(inner, str(name))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _values(inner, key)
+    else:
+        yield key, value
+
+
+class EmptyOnMeta(TorchFunctionMode):
+    """Uninitialised tensors, which parameters of layers begin as, are made on meta. All others, such as buffers with
+    the frequencies of rotary embeddings, keep their values.
+
+    Raises FormatError beyond `most` uninitialised tensors, and for a constant of absurd size.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most, self._made = most, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+            self._made += 1
+            if self._made > self._most:
+                raise FormatError(f"config.json describes more than {self._most} parameters")
+        elif func in _MAKERS:
+            nbytes = func(*args, **{**kwargs, "device": "meta"}).nbytes
+            if nbytes > MOST_CONSTANT:
+                raise FormatError(
+                    f"config.json describes a constant of {nbytes} bytes; accepted: {MOST_CONSTANT}"
+                )
+        return func(*args, **kwargs)
+
+
+def built(folder: Folder | GgufFile) -> nn.Module:
+    """The model of transformers that config.json names, with parameters on meta.
+
+    Raises FormatError for no architecture, one that transformers lacks, and settings that it cannot build.
+    """
+    names = folder.config.get("architectures")
+    if not isinstance(names, list) or not names:
+        raise FormatError(
+            f"{folder.path}: config.json names no architecture; give the module to fill, model="
+        )
+    count = len(folder.names())
+    try:
+        check_config(folder.config, count)
+    except FormatError as error:
+        raise FormatError(f"{folder.path}: {error}") from error
+    try:
+        import transformers
+    except ImportError as error:
+        raise FormatError(
+            f"{folder.path} is a {names[0]}: pip install transformers, or give the module to fill, model="
+        ) from error
+    kind = getattr(transformers, str(names[0]), None)
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+        raise FormatError(
+            f"{folder.path}: transformers {transformers.__version__} has no {names[0]:.80}; give model="
+        )
+    architecture: Any = kind
+    try:
+        config = architecture.config_class.from_dict(folder.config)
+        with EmptyOnMeta(2 * count + SPARE):
+            model: nn.Module = architecture(config)
+        if (folder.path / "generation_config.json").is_file():
+            made = transformers.GenerationConfig.from_pretrained(folder.path)
+            model.generation_config = made
+    except FormatError as error:
+        raise FormatError(f"{folder.path}: {error}, for {count} tensors in the folder") from error
+    except Exception as error:  # a model raises what its fields happen to break
+        raise FormatError(
+            f"{folder.path}: transformers cannot build the {names[0]} of config.json ({brief(error)}); give model="
+        ) from error
+    return model
