@@ -31,10 +31,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lowbit import container
 from lowbit.container import CheckpointError
+from lowbit.sharded import is_dtensor
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.state_dict import describe, joined, read_description
 
@@ -82,7 +82,7 @@ def to_plain(state_dict: Mapping[str, Any], metadata: Mapping[str, Any] | None =
     for name, value in state_dict.items():
         if not isinstance(name, str):
             raise CheckpointError(f"names must be str, got {name!r}; flatten the state dict first")
-        if isinstance(value, DTensor):
+        if is_dtensor(value):
             raise CheckpointError(
                 f"{name} is a DTensor: save shards with torch.distributed.checkpoint, or gather the state dict first "
                 "(get_model_state_dict with full_state_dict=True)"

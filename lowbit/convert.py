@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lowbit.patterns import is_refused
 from lowbit.patterns import matches as matches_expression
 from lowbit.progress import progress
 from lowbit.replaced import hand_over
 from lowbit.scheme import Scheme, Spec
+from lowbit.sharded import is_dtensor
 from lowbit.siblings import families, group_of
 from lowbit.tensor.affine_tensor import representation_of
 from lowbit.tensor.base import LowbitTensor, check_weight
@@ -370,7 +370,7 @@ def find_targets(
 
 def _check_target(target: Target) -> None:
     fqn = target.owners[0].fqn
-    if isinstance(target.weight, DTensor):
+    if is_dtensor(target.weight):
         raise ValueError(
             f"{fqn} is a DTensor: convert the model before fully_shard or parallelize_module"
         )

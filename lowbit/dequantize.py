@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lowbit.convert import Entry, Filter, Report, Target, check_module, find_owners
 from lowbit.inference.fuse import FusedLinear, unfuse_linears_
 from lowbit.qat.lora import merging_layers
+from lowbit.sharded import is_dtensor
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.dtensor import local
 from lowbit.tensor.joint import JointTensor, forget_siblings, joint_parts
@@ -107,7 +107,7 @@ def _targets(model: nn.Module, filter_fn: Filter | None, left: Report) -> list[T
                 f"{fqn} is prepared for QAT with its adapters merged, so its products see other values: call "
                 "lowbit.qat.convert_(model) first, which merges them for good"
             )
-        if isinstance(weight, DTensor):
+        if is_dtensor(weight):
             raise ValueError(
                 f"{fqn} is sharded: gather the state dict, load it into a model on one process, and dequantize that"
             )

@@ -30,12 +30,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowbit.scheme import Scheme
+from lowbit.sharded import is_dtensor
 from lowbit.traced import LOW_BITS, Trace, TracedProduct, weight_format
 from lowbit.train_scheme import IN_ATTENTION, LOOKED_UP, PRODUCTS
 from lowbit_kernels import launches
@@ -310,7 +310,7 @@ def _layer(module: str, attribute: str) -> str:
 
 
 def _local(weight: Tensor) -> Tensor:
-    return weight._local_tensor if isinstance(weight, DTensor) else weight
+    return weight._local_tensor if is_dtensor(weight) else weight
 
 
 def is_low_bit(weight: Any) -> bool:

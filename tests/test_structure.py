@@ -37,6 +37,7 @@ MATHS = {
     "scale_format",
     "scheme",
     "search",
+    "sharded",
     "siblings",
     "train_scheme",
 }

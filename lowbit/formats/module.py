@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lowbit.checkpoint import identity
 from lowbit.formats.base import FormatError
 from lowbit.formats.folder import copy_beside_weights
 from lowbit.formats.sources import Holder, Item
+from lowbit.sharded import is_dtensor
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.bitnet import BitNetTensor
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
@@ -123,7 +123,7 @@ def _own(name: str, value: Any) -> Tensor:
         raise FormatError(
             f"{name} of the state dict is a {type(value).__name__}; a folder of safetensors holds tensors only"
         )
-    if isinstance(value, DTensor):
+    if is_dtensor(value):
         raise FormatError(f"{name} is sharded over ranks: gather the model's weights first")
     if value.is_meta:
         raise FormatError(f"{name} is on the meta device and has no values: load them first")

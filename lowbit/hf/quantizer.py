@@ -17,7 +17,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -32,6 +31,7 @@ from lowbit.formats.registry import by_name
 from lowbit.hf.config import METHOD, LowbitConfig
 from lowbit.hf.plan import Plan, plan
 from lowbit.scheme import Spec
+from lowbit.sharded import is_dtensor
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import LowbitTensor, check_weight
 
@@ -335,7 +335,7 @@ class _Operation(ConversionOps):
         held, errors = model.get_parameter(name), self.hf_quantizer.errors
         if not errors:
             try:
-                if isinstance(held, DTensor):
+                if is_dtensor(held):
                     raise ValueError(
                         "it is sharded while it loads, and lowbit quantizes whole weights: load the model without "
                         "tp_plan, and shard it afterwards"

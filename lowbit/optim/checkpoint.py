@@ -22,15 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lowbit.code_range import FLOATS
 from lowbit.optim.options import COMMON_DEFAULTS
 from lowbit.optim.state import dequantized, new_state
+from lowbit.sharded import is_dtensor
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import CodebookTensor
-from lowbit.tensor.dtensor import local
+from lowbit.tensor.dtensor import local, own_region
 
 MOST_STEPS = 2**53
 """float64, the dtype of step counters, holds every whole number up to this one."""
@@ -196,12 +195,12 @@ def converted(value: Tensor, param: Tensor, format: str, signed: bool) -> Tensor
 def fill(state: Tensor, value: Tensor, param: Tensor) -> None:
     """Put the values of `value`, as for `converted`, into `state`, which has the shape and placements of `param`."""
     target = local(state)
-    if isinstance(value, DTensor) and not isinstance(param, DTensor):
+    if is_dtensor(value) and not is_dtensor(param):
         raise ValueError(
             f"the checkpoint's state of shape {tuple(value.shape)} is sharded and the parameter is not; load it "
             "with torch.distributed.checkpoint, or save it with StateDictOptions(full_state_dict=True)"
         )
-    if isinstance(param, DTensor):
+    if is_dtensor(param):
         value = _shard_like(param, value)
     keeps_codes = isinstance(target, CodebookTensor) and target._is_stored_like(value)
     if isinstance(value, CodebookTensor) and not keeps_codes:
@@ -211,14 +210,12 @@ def fill(state: Tensor, value: Tensor, param: Tensor) -> None:
 
 def _shard_like(param: Any, value: Any) -> Tensor:
     """The part of `value` that belongs to this rank's part of `param`."""
-    if isinstance(value, DTensor):
+    if is_dtensor(value):
         if value.device_mesh == param.device_mesh and value.placements == param.placements:
             return value.to_local()
         value = dequantized(value).redistribute(param.device_mesh, param.placements)
         return value.to_local()
-    shape, offset = compute_local_shape_and_global_offset(
-        param.shape, param.device_mesh, param.placements
-    )
+    shape, offset = own_region(param)
     sharded = [dim for dim, size in enumerate(shape) if size != param.shape[dim]]
     if isinstance(value, CodebookTensor) and any(dim > 0 for dim in sharded):
         value = value.dequantize()

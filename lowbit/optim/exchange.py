@@ -10,14 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from lowbit.sharded import is_dtensor
+from lowbit.tensor.dtensor import replicated
 from lowbit_kernels.library import contiguous_strides
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass
@@ -67,11 +71,13 @@ class Exchange:
 def sharded_dim(param: Tensor) -> int | None:
     """The mesh dimension that shards a parameter by rows, if it is sharded in this way only and its part is on the
     device on which ranks communicate. None: it is not sharded, or must be gathered."""
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return None
-    dims = [i for i, p in enumerate(param.placements) if not isinstance(p, Replicate)]
+    dims = [i for i, p in enumerate(param.placements) if not p.is_replicate()]
     if len(dims) != 1:
         return None
+    from torch.distributed.tensor import Shard
+
     placement = param.placements[dims[0]]
     if type(placement) is not Shard or placement.dim != 0:
         return None
@@ -105,8 +111,10 @@ def rows_of_ranks(rows: int, world: int) -> list[int]:
 def gathered(params: Sequence[Tensor], parts: Tensor) -> Tensor:
     """The whole tensors of which `parts` [count, ...] are this rank's parts, on the mesh's device: [count, ...]."""
     first: Any = params[0]
-    if not isinstance(first, DTensor):
+    if not is_dtensor(first):
         return parts
+    from torch.distributed.tensor import DTensor
+
     mesh, shape = first.device_mesh, first.shape
     whole = [
         DTensor.from_local(
@@ -124,8 +132,7 @@ def gathered(params: Sequence[Tensor], parts: Tensor) -> Tensor:
 
 def own_part(param: Tensor, whole: Tensor) -> Tensor:
     """This rank's part of a tensor that every rank has as a whole."""
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return whole
-    copies = [Replicate()] * param.device_mesh.ndim
-    same = DTensor.from_local(whole.contiguous(), param.device_mesh, copies, run_check=False)
+    same = replicated(whole.contiguous(), param.device_mesh)
     return same.redistribute(param.device_mesh, param.placements).to_local()

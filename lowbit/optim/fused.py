@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lowbit.optim import state as states
 from lowbit.optim.job import GradScale, Job, local_grad
 from lowbit.optim.launch import Item, Launch, compiled, has_own_memory, variant
 from lowbit.optim.rounded import RoundedLaunch
+from lowbit.sharded import is_dtensor
 from lowbit.tensor.codebook_tensor import FORMATS, CodebookTensor
 from lowbit.tensor.dtensor import local
 from lowbit_kernels import host_compiler, nvrtc
@@ -89,7 +89,7 @@ class FusedStep:
         used = {index for job in jobs for index in job.indices}
         self._idle = [i not in used for i in range(len(params))]
         # In the order of the parameters: all ranks exchange data in it, even if their kernels take different ones.
-        self._sharded = sorted(i for i in used if isinstance(params[i], DTensor))
+        self._sharded = sorted(i for i in used if is_dtensor(params[i]))
         taken = {id(params[index]) for launch in self.launches for index in launch.indices}
         self._is_taken = [id(key) in taken for key in optimizer.state]
         tensors = self._tensors_of(optimizer)
@@ -99,7 +99,7 @@ class FusedStep:
         self._is_plain = [
             isinstance(part, Tensor) and not isinstance(part, CodebookTensor) for part in parts
         ]
-        self._is_sharded = any(isinstance(t, DTensor) for t in tensors)
+        self._is_sharded = any(is_dtensor(t) for t in tensors)
         self._addresses = self._addresses_of(tensors)
         self._watch = None if self._is_sharded else _watch(optimizer.state, self._is_taken)
 

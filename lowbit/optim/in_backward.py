@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lowbit.optim.base import LowbitOptimizer
 from lowbit.optim.muon import Muon
+from lowbit.sharded import is_dtensor
 from lowbit.tensor.dtensor import local
 
 _BUCKET_MIB = 64.0
@@ -89,7 +89,7 @@ def _check_separable(optimizer: LowbitOptimizer) -> None:
 
 
 def _check_param(optimizer: LowbitOptimizer, param: Tensor) -> None:
-    is_sharded = isinstance(param, DTensor)
+    is_sharded = is_dtensor(param)
     if is_sharded and isinstance(optimizer, Muon):
         raise ValueError(
             "Muon exchanges sharded matrices among the ranks, which cannot happen in backward; step after backward"

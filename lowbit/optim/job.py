@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+
+from lowbit.sharded import is_dtensor
 
 # Elements updated at once: on a CPU they fit into the cache, on a GPU they fill the device.
 PIECE_CPU, PIECE_OTHER = 2**17, 2**24
@@ -96,7 +97,7 @@ def collect(groups: list[dict[str, Any]]) -> list[Job]:
 def local_grad(param: Any) -> Tensor:
     """This rank's part of a parameter's gradient, sharded as the parameter is. Ranks may exchange data for it."""
     grad = param.grad
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return grad
     if grad.placements != param.placements:
         grad = grad.redistribute(param.device_mesh, param.placements)
@@ -199,9 +200,9 @@ def norm_over_ranks(squares: Iterable[tuple[Any, Tensor]], device: torch.device)
 
 def sharding(param: Tensor) -> Any:
     """The mesh of a DTensor and the mesh dimensions over which its parts differ; None for any other tensor."""
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return None
     # Under tensor parallelism FSDP2 shards by a placement whose is_shard() is False.
     placements = enumerate(param.placements)
-    dims = [i for i, placement in placements if not isinstance(placement, Replicate)]
+    dims = [i for i, placement in placements if not placement.is_replicate()]
     return param.device_mesh, tuple(dims)

@@ -31,7 +31,6 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lowbit.optim import muon_formula
 from lowbit.optim import state as states
@@ -48,6 +47,7 @@ from lowbit.optim.fused import (
 from lowbit.optim.job import GradScale, Job
 from lowbit.optim.launch import Item, Launch, has_own_memory, variant
 from lowbit.optim.orthogonalize import orthogonalize
+from lowbit.sharded import is_dtensor
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import CodebookTensor
 from lowbit.tensor.dtensor import held_locally, local
@@ -252,14 +252,16 @@ def _batches(jobs: list[Job]) -> Iterator[Batch]:
 
 
 def _layout(param: Tensor) -> Any:
-    return (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
+    return (param.device_mesh, param.placements) if is_dtensor(param) else None
 
 
 def _holds_whole(param: Tensor, stacked: bool) -> bool:
     """Whether a rank's part of a parameter consists of whole matrices."""
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return True
-    others = [p for p in param.placements if not isinstance(p, Replicate)]
+    from torch.distributed.tensor import Shard
+
+    others = [p for p in param.placements if not p.is_replicate()]
     return not others or (stacked and all(type(p) is Shard and p.dim == 0 for p in others))
 
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from lowbit.sharded import is_dtensor
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.codebook_tensor import FORMATS, CodebookTensor, row_layout
-from lowbit.tensor.dtensor import local, placed
+from lowbit.tensor.dtensor import local, own_region, placed
 
 STATE_FORMATS = (*FORMATS, "bf16", "fp32")
 SMALLEST_TENSOR = 4096  # elements over all shards; a smaller tensor keeps float32 states
@@ -31,7 +30,7 @@ def memory(param: Tensor) -> Tensor:
 
 def like_param(param: Tensor, state: Tensor) -> Tensor:
     """`state`, contiguous and shaped like the local part of `param`, as a DTensor where `param` is one."""
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return state
     return placed(param, state, param.placements, param.shape)
 
@@ -127,11 +126,9 @@ def global_index(param: Tensor) -> tuple[int, tuple[tuple[int, int], ...]]:
             i %= run
         index += i
     """
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return 0, ()
-    shape, offset = compute_local_shape_and_global_offset(
-        param.shape, param.device_mesh, param.placements
-    )
+    shape, offset = own_region(param)
     base = sum(start * math.prod(param.shape[dim + 1 :]) for dim, start in enumerate(offset))
     inner = [dim for dim in range(1, param.ndim) if shape[dim] != param.shape[dim]]
     return base, tuple((math.prod(shape[dim:]), math.prod(param.shape[dim:])) for dim in inner)

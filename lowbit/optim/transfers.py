@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from lowbit.sharded import is_dtensor
 from lowbit.tensor.dtensor import local
 
 
@@ -130,7 +130,7 @@ class Slot:
     def may_be_reduced_later(self) -> bool:
         """Whether a gradient may still change between its hook and the end of backward: DistributedDataParallel
         averages it over the ranks in between, and neither hooks nor version counters show that."""
-        is_plain = not isinstance(self.param, DTensor)
+        is_plain = not is_dtensor(self.param)
         return is_plain and dist.is_initialized() and dist.get_world_size() > 1
 
     @torch.no_grad()
@@ -146,7 +146,7 @@ class Slot:
                 "cannot be offloaded; use nn.Embedding(sparse=False), or torch.optim.SparseAdam for that parameter"
             )
         grad = own
-        if isinstance(own, DTensor) and own.placements != self.param.placements:
+        if is_dtensor(own) and own.placements != self.param.placements:
             if in_backward:
                 return  # redistributing communicates; in the step all ranks do it in the same order
             grad = own.redistribute(self.param.device_mesh, self.param.placements)
@@ -239,8 +239,10 @@ class Slot:
 
     def _wrapped(self, part: Tensor) -> Tensor:
         """`part`, which stays on the host, as a DTensor sharded as the parameter. (from_local would move it.)"""
-        if not isinstance(self.param, DTensor):
+        if not is_dtensor(self.param):
             return part
+        from torch.distributed.tensor import DTensor
+
         return DTensor(part, self.param._spec, requires_grad=False)
 
 

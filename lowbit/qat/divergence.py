@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+
+from lowbit.sharded import is_dtensor
 
 CHUNK_ELEMENTS = 2**22
 """How many logits are in float32 at a time: 16 MiB a copy."""
@@ -79,7 +80,7 @@ def _check(
         if not isinstance(logits, Tensor) or not logits.dtype.is_floating_point:
             kind = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
             raise TypeError(f"{name} must be a floating tensor [..., vocabulary], got {kind}")
-        if isinstance(logits, DTensor):
+        if is_dtensor(logits):
             raise TypeError(
                 f"{name} is a DTensor placed as {logits.placements}; accepted: all classes of this rank's tokens as a "
                 "plain tensor, logits.full_tensor()"

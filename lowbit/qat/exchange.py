@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lowbit.convert import Owner, Target, find_owners
+from lowbit.sharded import is_dtensor
 from lowbit.tensor.dtensor import local
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.learned_scales import SCALE, ZERO, LearnedScalesTensor, drop_scales, scales_of
@@ -81,7 +81,7 @@ def prepared_targets(
     for owners in find_owners(model).values():
         module, name, fqn = owners[0]
         weight = module._parameters[name]
-        if isinstance(weight, DTensor) and isinstance(local(weight), FakeQuantizedTensor):
+        if is_dtensor(weight) and isinstance(local(weight), FakeQuantizedTensor):
             raise ValueError(f"{fqn} is sharded: {if_sharded}")
         if isinstance(weight, FakeQuantizedTensor):
             targets.append(Target(weight, weight.scheme, tuple(owners)))

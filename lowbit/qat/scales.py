@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lowbit.convert import check_module, find_owners
-from lowbit.tensor.dtensor import held_locally, local
+from lowbit.sharded import is_dtensor
+from lowbit.tensor.dtensor import by_rows, held_locally, local, split_as
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.learned_scales import LearnedScalesTensor, named_scales, scales_of
 from lowbit.tensor.regather import reshard
@@ -101,10 +101,9 @@ def search_scales_(model: nn.Module) -> None:
 
 def _searched(weight: Any, own: LearnedScalesTensor) -> tuple[Tensor | None, Tensor | None]:
     """For the weight, or for this rank's rows of it where no scale depends on those of other ranks."""
-    if not isinstance(weight, DTensor):
+    if not is_dtensor(weight):
         return own.starting_parameters()
-    by_rows = all(p in (Shard(0), Replicate()) for p in weight.placements)
-    if by_rows and not own.scheme.weight.shares_rows:
+    if by_rows(weight.placements) and not own.scheme.weight.shares_rows:
         return own.starting_parameters()
     whole: Any = weight.full_tensor()
     values = whole.master() if isinstance(whole, FakeQuantizedTensor) else whole
@@ -113,6 +112,6 @@ def _searched(weight: Any, own: LearnedScalesTensor) -> tuple[Tensor | None, Ten
 
 def _part(new: Tensor, old: Any) -> Tensor:
     """This rank's part of `new`, for the parameter `old`."""
-    if not isinstance(old, DTensor) or new.shape == local(old).shape:
+    if not is_dtensor(old) or new.shape == local(old).shape:
         return new
-    return distribute_tensor(new, old.device_mesh, old.placements, src_data_rank=None).to_local()
+    return local(split_as(old, new))

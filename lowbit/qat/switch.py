@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from lowbit.convert import check_module, find_owners
+from lowbit.sharded import is_fsdp_module
 from lowbit.tensor.dtensor import held_locally
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor, Off
 from lowbit.tensor.regather import forget_gathered, reshard
@@ -101,7 +101,7 @@ def high_precision(model: nn.Module) -> Iterator[None]:
     weights = prepared_weights(model)
     states = {fqn: weight.off for fqn, weight in weights.items()}
     change(model, weights, lambda fqn, w: w.switch(False, False))
-    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    sharded = any(is_fsdp_module(module) for module in model.modules())
     hook = model.register_forward_hook(_BackwardOff(weights, sharded))
     try:
         yield

@@ -18,13 +18,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import lowbit_kernels as kernels
@@ -37,6 +36,7 @@ from lowbit.products.checks import (
     unflattened,
 )
 from lowbit.products.ternary import quantize_tokens, rounded_tokens
+from lowbit.sharded import is_dtensor
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.dtensor import held_locally
 from lowbit.tensor.fsdp import pre_all_gather
@@ -52,6 +52,9 @@ from lowbit.tensor.ternary import (
 )
 from lowbit.tracer import Note
 from lowbit.train_scheme import BitNet
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class BitNetTensor(MasterWeightTensor):
@@ -413,7 +416,7 @@ def precompute_scales(params: Iterable[Tensor]) -> None:
     for param in params:
         own = held_locally(param)
         is_shard = isinstance(own, BitNetTensor) and not isinstance(own, GatheredBitNet)
-        if isinstance(param, DTensor) and is_shard:
+        if is_dtensor(param) and is_shard:
             found[param.device_mesh, split_dims(param)].append(own)
     for (mesh, dims), members in found.items():
         own_sums = [magnitude(own.weight) for own in members]

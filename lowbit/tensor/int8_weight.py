@@ -29,17 +29,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn import functional as F
 
 import lowbit_kernels as kernels
 from lowbit import tracer
 from lowbit.presets import Int8WeightOnly
+from lowbit.sharded import is_dtensor
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_weight, stored_shape
 from lowbit.tensor.base_ops import copy_, product_below_autograd
 from lowbit.tensor.cpu_values import ReadOnCpu
+from lowbit.tensor.dtensor import own_region
 from lowbit.tensor.fsdp import Wire
 from lowbit.tensor.low_bit_grouped import low_bit_grouped_mm
 from lowbit.tensor.low_bit_linear import Codes, Operand, low_bit_linear
@@ -288,15 +288,13 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
                 f"an int8 weight of shape {tuple(param.shape)} placed as {param.placements}, of which this rank has "
                 f"{self.shape[-1]} columns; accepted: columns split along one dimension of the mesh, some on every rank"
             )
-        _, offset = compute_local_shape_and_global_offset(
-            param.shape, param.device_mesh, param.placements
-        )
+        _, offset = own_region(param)
         group = param.device_mesh.get_group(dims[0]).group_name
         # a scatter may have put the part into a tensor with the metadata of the first part
         self.columns = replace(self.columns, start=offset[-1], group=group)
 
     def locate(self, param: Tensor, name: str) -> None:
-        if isinstance(param, DTensor):
+        if is_dtensor(param):
             self.was_placed(param)
         if self.place is None:
             self.set_offsets(name, _rows_of(param))
@@ -413,11 +411,9 @@ def _largest(rows: Tensor, group: Any) -> Tensor:
 
 def _rows_of(param: Any) -> Tensor | None:
     """Indices in the whole weight of the rows that this rank has: [..., N, 1]; None: all."""
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return None
-    shape, offset = compute_local_shape_and_global_offset(
-        param.shape, param.device_mesh, param.placements
-    )
+    shape, offset = own_region(param)
     rows = torch.zeros((), dtype=torch.int64)
     for dim in range(param.ndim - 1):
         stride = math.prod(param.shape[dim + 1 : -1])

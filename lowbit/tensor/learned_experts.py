@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lowbit.tensor.dtensor import held_locally
+from lowbit.sharded import is_dtensor
+from lowbit.tensor.dtensor import by_rows, held_locally, placed_as
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
 
 _LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
@@ -55,12 +55,12 @@ class _Scaled:
 
 def _seen(weight: Any, scale: Any, zero: Any) -> Tensor:
     """The weight as the products of its module see it now, in its dtype; a DTensor where the weight is one."""
-    if not isinstance(weight, DTensor):
+    if not is_dtensor(weight):
         return _seen_locally(weight, scale, zero)
     placements = weight.placements
     parts = [t for t in (weight, scale, zero) if t is not None]
-    split_alike = all(isinstance(t, DTensor) and t.placements == placements for t in parts)
-    if not split_alike or not all(p in (Shard(0), Replicate()) for p in placements):
+    split_alike = all(is_dtensor(t) and t.placements == placements for t in parts)
+    if not split_alike or not by_rows(placements):
         raise NotImplementedError(
             f"experts {tuple(weight.shape)} with learned scales, placed as {placements}, and scales that are not split "
             "alike; accepted: whole experts on each rank (Shard(0)), for the parameters of scales too, or prepare_ "
@@ -69,14 +69,7 @@ def _seen(weight: Any, scale: Any, zero: Any) -> Tensor:
     own: list[Any] = [
         None if t is None else t.to_local(grad_placements=placements) for t in (weight, scale, zero)
     ]
-    return DTensor.from_local(
-        _seen_locally(*own),
-        weight.device_mesh,
-        placements,
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
+    return placed_as(weight, _seen_locally(*own))
 
 
 def _seen_locally(weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:

@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
 from lowbit.learned_scales import (
@@ -31,11 +30,12 @@ from lowbit.learned_scales import (
     with_gradients_of,
 )
 from lowbit.scheme import Int, Scheme
+from lowbit.sharded import is_dtensor
 from lowbit.tensor import sharded_linear
 from lowbit.tensor.affine_tensor import representation_of
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.coded_linear import CodedWeight, codes_again
-from lowbit.tensor.dtensor import held_locally, local
+from lowbit.tensor.dtensor import held_locally, local, replicated, split_as
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor, Qparams
 from lowbit.tensor.fsdp import pre_all_gather
 from lowbit.tensor.fused_rounding import learned_fake_quantize
@@ -153,12 +153,10 @@ class LearnedScalesTensor(FakeQuantizedTensor):
         assert isinstance(value, Tensor)
         if value.is_meta or value.shape != module._parameters[name].shape:  # type: ignore[union-attr]
             return {}  # load_state_dict reports the shape
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        whole = value.full_tensor() if is_dtensor(value) else value
         found = self.starting_parameters(whole if assign else whole.to(self.weight.dtype))
         return {
-            key: distribute_tensor(new, old.device_mesh, old.placements, src_data_rank=None)
-            if isinstance(old, DTensor)
-            else new
+            key: split_as(old, new)
             for key, new, old in zip(keys, found, own, strict=True)
             if new is not None
         }
@@ -363,7 +361,7 @@ class Linear(sharded_linear.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         weight: Any = self.weight
-        if isinstance(weight, DTensor):
+        if is_dtensor(weight):
             return sharded_linear.sharded_linear(input, weight, self.bias, self._local_product)
         if weight.off == "all":
             return F.linear(input, weight.high_precision(), self.bias)
@@ -374,7 +372,10 @@ class Linear(sharded_linear.Linear):
     def _local_product(self, x: Tensor, weight: Any, grad_placements: list[Any]) -> Tensor:
         """The product of the local parts. Scales of parts of rows are split as the weight is; each rank has a term of
         the gradient of those of whole rows."""
-        placements = cast(DTensor, self.weight).placements
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
+        sharded: Any = self.weight
+        placements = sharded.placements
         splits = not weight.scheme.weight.granularity.spans(1, 2)
         own = [p if p != Shard(1) or splits else Replicate() for p in placements]
         pairs = zip(own, placements, grad_placements, strict=True)
@@ -383,9 +384,8 @@ class Linear(sharded_linear.Linear):
         def part(scale: Any) -> Any:
             if scale is None:
                 return None
-            if not isinstance(scale, DTensor):
-                mesh = cast(DTensor, self.weight).device_mesh
-                scale = DTensor.from_local(scale, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            if not is_dtensor(scale):
+                scale = replicated(scale, sharded.device_mesh)
             return scale.redistribute(placements=own).to_local(grad_placements=grads)
 
         seen, coded = operands(weight, *map(part, scales_of(self)))
@@ -397,7 +397,7 @@ class Embedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         weight: Any = self.weight
-        if isinstance(weight, DTensor):
+        if is_dtensor(weight):
             raise NotImplementedError(
                 f"tensor parallelism of an embedding {tuple(weight.shape)} with learned scales; leave it out of "
                 "prepare_, or give it scales='present'"

@@ -10,15 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
+from lowbit.sharded import is_fsdp_module
 from lowbit.tensor.dtensor import held_locally
 
 
 def reshard(model: nn.Module) -> None:
     """Make the parameters of all FSDP2 modules of `model` their shards again. Outside of forward and backward."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp_module(module):
             module.reshard()
 
 
@@ -29,7 +29,7 @@ def forget_gathered(model: nn.Module, shards: set[int]) -> None:
         shards: ids of the local tensors of the sharded parameters.
     """
     for module in model.modules():
-        if not isinstance(module, FSDPModule):
+        if not is_fsdp_module(module):
             continue
         state: Any = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one group at most

@@ -13,16 +13,19 @@ weight's own product, and declares the placement of the result:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
-from lowbit.tensor.dtensor import held_locally
+from lowbit.sharded import is_dtensor
+from lowbit.tensor.dtensor import held_locally, replicated
 from lowbit.tensor.trainable import TrainableTensor
 from lowbit_kernels.library import contiguous_strides
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class Linear(nn.Linear):
@@ -30,13 +33,13 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         weight = self.weight  # read once, because nn.Module looks parameters up in Python
-        if isinstance(weight, DTensor):
+        if is_dtensor(weight):
             return sharded_linear(input, weight, self.bias)
         return F.linear(input, weight, self.bias)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Tensor parallelism replaces the weight by this call."""
-        own = held_locally(param) if isinstance(param, DTensor) else None
+        own = held_locally(param) if is_dtensor(param) else None
         if isinstance(own, TrainableTensor):
             own.check_placement(param)
         super().register_parameter(name, param)
@@ -77,9 +80,11 @@ def sharded_linear(
     Raises:
         NotImplementedError: a placement of the weight that is not in the module's table.
     """
+    from torch.distributed.tensor import DTensor
+
     mesh, last = weight.device_mesh, input.ndim - 1
-    if not isinstance(input, DTensor):
-        input = DTensor.from_local(input, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    if not is_dtensor(input):
+        input = replicated(input, mesh)
     plans = [_plan(w, x, last) for w, x in zip(weight.placements, input.placements, strict=True)]
     needs, gives, grad_x, grad_weight, bias_as = (
         list(column) for column in zip(*plans, strict=True)
@@ -103,11 +108,13 @@ def sharded_linear(
 def _plan(weight: Any, x: Any, last: int) -> tuple[Any, Any, Any, Any, Any]:
     """Along one dimension of the mesh, the placements of the input, the output, the input's gradient, the weight's
     gradient, and the bias."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
     if weight == Shard(0):
         return Replicate(), Shard(last), Partial(), Shard(0), Shard(0)
     if weight == Shard(1):
         return Shard(last), Partial(), Shard(last), Shard(1), Replicate()
-    if not isinstance(weight, Replicate):
+    if not weight.is_replicate():
         raise NotImplementedError(
             f"a linear's weight placed as {weight}; accepted: Shard(0), Shard(1), Replicate()"
         )
@@ -118,12 +125,14 @@ def _plan(weight: Any, x: Any, last: int) -> tuple[Any, Any, Any, Any, Any]:
 
 def _local_bias(bias: Any, mesh: Any, placed: Any, output: Any, grad_weight: Any) -> Tensor:
     """This rank's term of the bias. Only the first rank adds it to a partial output; all ranks have its gradient."""
-    if not isinstance(bias, DTensor):
-        bias = DTensor.from_local(bias, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    if not is_dtensor(bias):
+        bias = replicated(bias, mesh)
+    from torch.distributed.tensor import Partial
+
     pairs = zip(placed, grad_weight, strict=True)
-    grads = [Partial() if isinstance(g, Partial) else p for p, g in pairs]
+    grads = [Partial() if g.is_partial() else p for p, g in pairs]
     local = bias.redistribute(mesh, placed).to_local(grad_placements=grads)
-    partial = [dim for dim, p in enumerate(output) if isinstance(p, Partial)]
+    partial = [dim for dim, p in enumerate(output) if p.is_partial()]
     if any(mesh.get_local_rank(dim) for dim in partial):
         return local - local.detach()
     return local

@@ -37,13 +37,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -51,6 +49,7 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit.code_range import FLOATS
+from lowbit.sharded import is_dtensor
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.dtensor import held_locally, local, placed, placed_as
 from lowbit.tensor.fsdp import as_bytes
@@ -58,6 +57,10 @@ from lowbit.tensor.master_weight import MasterWeightTensor
 from lowbit.tensor.pickled import describe_part
 from lowbit.tensor.torchscript import PREPARE, refuse_script
 from lowbit.tensor.trainable import TrainableTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 METADATA = "lowbit"
 """The key of a module's descriptions in its entry of a state dict's `_metadata`."""
@@ -88,7 +91,7 @@ def hand_out(
     """The hook after `state_dict`."""
     hand_out_names(module._parameters, state_dict, prefix, metadata)
     for param in module._parameters.values():
-        if isinstance(param, DTensor):
+        if is_dtensor(param):
             _let_parts_be_found(param)
 
 
@@ -350,7 +353,7 @@ def joined(state_dict: Mapping[str, Any], model: nn.Module | None = None) -> dic
         given = {part: state_dict[name] for part, name in names.items() if name in state_dict}
         if not given or any(isinstance(local(t), LowbitTensor) for t in given.values()):
             continue
-        if any(isinstance(t, DTensor) for t in given.values()):
+        if any(is_dtensor(t) for t in given.values()):
             raise ValueError(
                 f"{key} is sharded: save it with torch.distributed.checkpoint, or gather its parts first, by "
                 "full_tensor()"
@@ -378,7 +381,7 @@ def split(value: Tensor) -> dict[str, Tensor] | None:
     if own.transposed or own.flat_from is not None:
         return None
     inner = {name: t.detach() for name, t in own.inner_tensors().items()}
-    if not isinstance(value, DTensor):
+    if not is_dtensor(value):
         return inner
     placements = placements_of_parts(value)
     if placements is None:
@@ -396,7 +399,7 @@ def placements_of_parts(value: DTensor) -> dict[str, list[Placement]] | None:
     for placement, dim, ranks in zip(value.placements, dims, value.device_mesh.shape, strict=True):
         for name, places in found.items():
             place: Placement | None = None
-            if isinstance(placement, Replicate):
+            if placement.is_replicate():
                 place = placement
             elif dim == 0:
                 place = _along_rows(own, name, placement)
@@ -409,6 +412,8 @@ def placements_of_parts(value: DTensor) -> dict[str, list[Placement]] | None:
 
 
 def _along_rows(own: LowbitTensor, name: str, placement: Placement) -> Placement | None:
+    from torch.distributed.tensor import Replicate
+
     try:
         return placement if name in own._row_attrs() else Replicate()
     except NotImplementedError:  # blocks of several rows share a scale
@@ -424,6 +429,7 @@ def _along(
     ranks: int,
 ) -> Placement | None:
     """The placement of an inner tensor for a shard along `dim` > 0, from the lengths of every rank's inner tensor."""
+    from torch.distributed.tensor import Replicate
 
     if dim >= len(own.inner_shapes(shape)[name][0]):  # one for the whole tensor
         return Replicate()
@@ -490,8 +496,8 @@ def join(param: Any, given: Mapping[str, Any], key: str, *, keep_dtypes: bool) -
 
 def _own_part(t: Tensor, param: Tensor, name: str, key: str) -> Tensor:
     """This rank's part of inner tensor `name`, dense and contiguous."""
-    if not isinstance(param, DTensor):
-        if isinstance(t, DTensor):
+    if not is_dtensor(param):
+        if is_dtensor(t):
             raise ValueError(
                 f"{key}.{name} is a DTensor, and the model is not sharded: gather it by full_tensor()"
             )
@@ -502,7 +508,9 @@ def _own_part(t: Tensor, param: Tensor, name: str, key: str) -> Tensor:
         raise ValueError(
             f"{key} is placed as {param.placements}, where parts share scales: load it whole"
         )
-    if not isinstance(t, DTensor):
+    if not is_dtensor(t):
+        from torch.distributed.tensor import distribute_tensor
+
         shard = distribute_tensor(
             as_bytes(t.detach()), param.device_mesh, wanted, src_data_rank=None
         )

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lowbit.learned_scales import (
     as_parameters,
@@ -26,6 +25,7 @@ from lowbit.learned_scales import (
     with_gradients_of,
 )
 from lowbit.scheme import Spec
+from lowbit.sharded import is_dtensor
 from lowbit.tensor import learned_scales, sharded_linear
 from lowbit.tensor.coded_linear import constant_input
 from lowbit.tensor.dtensor import local
@@ -262,4 +262,4 @@ def set_range(module: nn.Module, spec: Spec, values: Tensor) -> None:
         if own is not None and value is not None:
             part = local(own)
             # FSDP2 gives the one element to the first rank
-            part.copy_(value[: part.numel()] if isinstance(own, DTensor) else value)
+            part.copy_(value[: part.numel()] if is_dtensor(own) else value)

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import lowbit_kernels as kernels
 from lowbit.scheme import Scheme
+from lowbit.sharded import is_dtensor
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.bitnet import BitNetTensor
 from lowbit.tensor.dtensor import held_locally, local
@@ -261,7 +261,7 @@ def _holds_its_values(own: Tensor) -> bool:
 
 def own_part(grad: Tensor, param: Tensor) -> Tensor:
     """This rank's part of a gradient, for the elements of its part of the parameter."""
-    if isinstance(grad, DTensor) and isinstance(param, DTensor):
+    if is_dtensor(grad) and is_dtensor(param):
         grad = grad.redistribute(placements=param.placements)
     return local(grad)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lowbit.convert import (
     Filter,
@@ -22,6 +21,7 @@ from lowbit.convert import (
     find_targets,
     replace_weights,
 )
+from lowbit.sharded import is_dtensor
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.dtensor import local
 from lowbit.tensor.sharded_linear import make_plain, make_shardable
@@ -86,7 +86,7 @@ def prepared_targets(model: nn.Module, kinds: tuple[type, ...], what: str) -> li
         weight = getattr(module, name)
         if isinstance(weight, all_kinds):
             other = type(weight)
-        if isinstance(weight, DTensor) and isinstance(local(weight), all_kinds):
+        if is_dtensor(weight) and isinstance(local(weight), all_kinds):
             raise ValueError(
                 f"{fqn} is sharded: gather the state dict, load it into a model on one process, and {what} that"
             )
