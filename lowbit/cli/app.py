@@ -1,4 +1,7 @@
-"""The commands by name."""
+"""The commands by name: what each takes, and its help.
+
+No module that imports torch is imported before a command runs, so that help and errors about arguments come at once.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +9,28 @@ from typing import Annotated, Any
 
 import typer
 
-import lowbit
-from lowbit.cli import bench, convert, doctor, estimate, evaluate, generate, inspect
-from lowbit.cli.errors import INTERRUPTED
+from lowbit.cli import arguments as of
+from lowbit.cli.errors import INTERRUPTED, MISUSED
 
 app = typer.Typer(
     name="lowbit",
     rich_markup_mode=None,  # rich would wrap the examples of the help
     pretty_exceptions_enable=False,
-    no_args_is_help=True,
+    invoke_without_command=True,
 )
-app.command("quantize")(convert.quantize)
-app.command("export")(convert.export)
-app.command("inspect")(inspect.inspect)
-app.command("eval")(evaluate.evaluate)
-app.command("generate")(generate.generate)
-app.command("estimate")(estimate.estimate)
-app.command("bench")(bench.bench)
-app.command("doctor")(doctor.doctor)
 
 
 def _print_version(value: bool) -> None:
     if value:
-        typer.echo(lowbit.__version__)
+        from lowbit import __version__
+
+        typer.echo(__version__)
         raise typer.Exit
 
 
 @app.callback()
 def _top(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version)
     ] = False,
@@ -42,6 +39,206 @@ def _top(
     ] = False,
 ) -> None:
     """Quantize, convert, measure and run models in 8 bits and fewer."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), err=True)
+        raise typer.Exit(MISUSED)  # a script whose command is empty has to notice
+
+
+@app.command()
+def quantize(
+    model: of.Model,
+    out: of.Out,
+    scheme: of.SchemeName = "int4",
+    group_size: of.GroupSize = None,
+    layers: of.Layers = None,
+    format: of.Format = "compressed-tensors",
+    scales: of.Scales = None,
+    lossy: of.Lossy = False,
+    overwrite: of.Overwrite = False,
+    max_shard_size: of.ShardSize = "500MB",
+    data: of.StaticData = None,
+    context: of.Context = None,
+    limit: of.Limit = None,
+    device: of.Device = "cpu",
+    json: of.Json = False,
+) -> None:
+    """Quantize a folder of plain weights, layer by layer, into a folder that vLLM and transformers take.
+
+    The model is never whole in memory, unless a scheme has static activations: their scales are found on --data, which
+    needs the extra hf. Embeddings, the output head and routers stay in high precision unless --layers names them.
+
+    \b
+    Examples:
+      lowbit quantize model --scheme int4 --group-size 128 --out model-int4
+      lowbit quantize model --scheme int8 --format lowbit --out model-int8 --json
+      lowbit quantize model --layers lm_head=int8 --layers '*.0.*=none' --out model-mixed
+      lowbit quantize model --scheme int8_int8_static --data text.txt --out model-static
+    """
+    from lowbit.cli import convert
+
+    convert.quantize(
+        model,
+        out,
+        scheme,
+        group_size,
+        layers or [],
+        format,
+        scales,
+        lossy,
+        overwrite,
+        max_shard_size,
+        data,
+        context,
+        limit,
+        device,
+        json,
+    )
+
+
+@app.command()
+def export(
+    model: of.Model,
+    out: of.Out,
+    format: of.Format,
+    scheme: of.OnTheWay = None,
+    group_size: of.GroupSize = None,
+    lossy: of.Lossy = False,
+    overwrite: of.Overwrite = False,
+    max_shard_size: of.ShardSize = "500MB",
+    json: of.Json = False,
+) -> None:
+    """Write a model in low bits in another format, with the same values to the bit.
+
+    \b
+    Examples:
+      lowbit export model-int4 --format lowbit --out model-lowbit
+      lowbit export model-int4 --format gptq --lossy --out model-gptq
+      lowbit export model --scheme int8 --format compressed-tensors --out model-int8
+    """
+    from lowbit.cli import convert
+
+    convert.export(model, out, format, scheme, group_size, lossy, overwrite, max_shard_size, json)
+
+
+@app.command()
+def inspect(
+    model: of.Model,
+    against: of.Against = None,
+    json: of.Json = False,
+    picture: of.Picture = None,
+) -> None:
+    """Show the schemes, the sizes and, against the original, the signal-to-noise ratio of each weight.
+
+    \b
+    Examples:
+      lowbit inspect model-int4
+      lowbit inspect model-int4 --against model --picture model-int4.png
+      lowbit inspect model-int4 --against model --json
+    """
+    from lowbit.cli.inspect import inspect
+
+    inspect(model, against, json, picture)
+
+
+@app.command("eval")
+def evaluate(
+    model: of.Model,
+    data: of.Text,
+    against: of.Against = None,
+    context: of.Context = None,
+    limit: of.Limit = None,
+    device: of.Device = "cpu",
+    json: of.Json = False,
+) -> None:
+    """Perplexity on a text and, against the original, KL divergence and top-1 agreement. Needs the extra hf.
+
+    \b
+    Examples:
+      lowbit eval model-int4 --data text.txt
+      lowbit eval model-int4 --data text.txt --against model --context 64 --limit 256 --json
+    """
+    from lowbit.cli.evaluate import evaluate
+
+    evaluate(model, data, against, context, limit, device, json)
+
+
+@app.command()
+def generate(
+    model: of.Model,
+    prompt: of.Prompt,
+    max_new_tokens: of.NewTokens = 128,
+    temperature: of.Temperature = 0.0,
+    seed: of.Seed = 0,
+    device: of.Device = "cpu",
+    json: of.Json = False,
+) -> None:
+    """Continue a prompt with a model in low bits, or a plain one. Needs the extra hf.
+
+    \b
+    Examples:
+      lowbit generate model-int4 --prompt "the model" --max-new-tokens 8
+      lowbit generate model-int4 --prompt "the model" --max-new-tokens 8 --temperature 0.7 --json
+    """
+    from lowbit.cli.generate import generate
+
+    generate(model, prompt, max_new_tokens, temperature, seed, device, json)
+
+
+@app.command()
+def estimate(
+    config: of.Config,
+    batch: of.Batch = 1,
+    sequence: of.Sequence = 2048,
+    recompute: of.Recompute = False,
+    compiled: of.Compiled = False,
+    json: of.Json = False,
+) -> None:
+    """Bytes of weights, gradients, states and activations under each choice, and the smallest GPU that holds them.
+
+    Weights, gradients and states are counted exactly. Activations are a formula, and all parts are added, so a step
+    takes less.
+
+    \b
+    Examples:
+      lowbit estimate model
+      lowbit estimate model/config.json --batch 4 --sequence 4096 --recompute --json
+    """
+    from lowbit.cli.estimate import estimate
+
+    estimate(config, batch, sequence, recompute, compiled, json)
+
+
+@app.command()
+def bench(
+    device: of.AnyDevice = None,
+    quick: of.Quick = False,
+    json: of.Json = False,
+    picture: of.Picture = None,
+) -> None:
+    """Measure this machine: optimizer steps and linears in low bits beside PyTorch's.
+
+    \b
+    Examples:
+      lowbit bench --quick
+      lowbit bench --quick --device cpu --json --picture bench.png
+    """
+    from lowbit.cli.bench import bench
+
+    bench(device, quick, json, picture)
+
+
+@app.command()
+def doctor(json: of.Json = False) -> None:
+    """Say which kernels, compilers, GPUs and extras this machine can use, and why not.
+
+    \b
+    Examples:
+      lowbit doctor
+      lowbit doctor --json
+    """
+    from lowbit.cli.doctor import doctor
+
+    doctor(json)
 
 
 def run(arguments: list[str]) -> int:

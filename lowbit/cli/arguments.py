@@ -1,12 +1,34 @@
-"""Arguments and options that several commands take."""
+"""Arguments and options of the commands. Importing them does not import torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
+
+FORMATS = (
+    *("lowbit", "compressed-tensors", "fp8", "gptq", "gptq_v2", "awq"),
+    *("bitsandbytes-int8", "bitsandbytes-4bit", "mxfp4", "torchao", "gguf"),
+)
+"""The names of `lowbit.formats.registry.FORMATS`, whose import takes seconds. A test holds that they are the same."""
+
+
+def usable_device(given: str | None) -> str | None:
+    """`given`, where torch can use it. Raises ValueError for a device that it does not know or see."""
+    if given in (None, "cpu"):
+        return given
+    import torch
+
+    try:
+        torch.empty(0, device=given)
+    except (RuntimeError, AssertionError) as error:
+        seen = ", ".join(["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
+        raise ValueError(
+            f"--device {given} cannot be used; torch sees: {seen}. `lowbit doctor` says why"
+        ) from error
+    return given
+
 
 Model = Annotated[
     Path,
@@ -18,32 +40,74 @@ Against = Annotated[
     Path | None,
     typer.Option(metavar="ORIGINAL", help="The model in high precision, to compare with."),
 ]
-
-
-def usable_device(given: str | None) -> str | None:
-    """`given`, where torch can use it. Raises ValueError for a device that it does not know or see."""
-    if given is None:
-        return None
-    try:
-        torch.empty(0, device=given)
-    except (RuntimeError, AssertionError) as error:
-        seen = ", ".join(["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
-        raise ValueError(
-            f"--device {given} cannot be used; torch sees: {seen}. `lowbit doctor` says why"
-        ) from error
-    return given
-
-
 Device = Annotated[
     str,
     typer.Option(
         callback=usable_device, help='Where tensors are computed: "cpu", "cuda", "cuda:1".'
     ),
 ]
+AnyDevice = Annotated[
+    str | None,
+    typer.Option(
+        callback=usable_device, help='"cpu" or "cuda"; default: the GPU, if there is one.'
+    ),
+]
 Context = Annotated[int | None, typer.Option(help="Tokens of a window.")]
 Limit = Annotated[int | None, typer.Option(min=2, help="Use only the first tokens of the text.")]
+Text = Annotated[Path, typer.Option(metavar="TEXT", help="A file of text, in UTF-8.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Picture = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Also draw a picture: a .png, .svg or .pdf file."),
 ]
+
+Out = Annotated[Path, typer.Option(help="The folder to make; a file for gguf.")]
+Format = Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(FORMATS)}.")]
+SchemeName = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="int4, int8, float8, int8_int8, … or a preset with options."),
+]
+OnTheWay = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Quantize a plain folder on the way.")
+]
+GroupSize = Annotated[int | None, typer.Option(help="Inputs that share a scale.")]
+Layers = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN=SCHEME", help="A scheme, or none, for some layers; repeat it."),
+]
+Scales = Annotated[
+    str | None,
+    typer.Option(
+        help='"minmax", or "searched" with a smaller error and more time. Default: "searched" for 1 and 2 bits.'
+    ),
+]
+Lossy = Annotated[
+    bool, typer.Option("--lossy", help="Round what the format cannot hold, and state the loss.")
+]
+StaticData = Annotated[
+    Path | None,
+    typer.Option(metavar="TEXT", help="A file of text, in UTF-8, for static activations."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint at --out.")]
+ShardSize = Annotated[str, typer.Option(help="The largest size of a shard.")]
+
+Prompt = Annotated[str, typer.Option(help="The text to continue.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="The most tokens to add.")]
+Temperature = Annotated[
+    float, typer.Option(min=0.0, help="0 takes the likeliest token; higher values vary more.")
+]
+Seed = Annotated[int, typer.Option(help="For temperatures above 0.")]
+
+Config = Annotated[
+    Path,
+    typer.Argument(metavar="CONFIG", help="A config.json, a folder that has one, or a GGUF file."),
+]
+Batch = Annotated[int, typer.Option(min=1, help="Sequences at a time.")]
+Sequence = Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")]
+Recompute = Annotated[
+    bool, typer.Option("--recompute", help="Training computes each layer again in backward.")
+]
+Compiled = Annotated[
+    bool, typer.Option("--compiled", help="Layers and loss run under torch.compile.")
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, for a first look.")]

@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch import nn
 from torch.utils.benchmark import Timer
 
 import lowbit
-from lowbit.cli.arguments import Json, Picture, usable_device
 from lowbit.cli.output import check_picture, new_figure, print_json, print_table, save_picture
 from lowbit.progress import progress
 
@@ -56,24 +54,8 @@ class Row:
     bytes_per_parameter: float
 
 
-def bench(
-    device: Annotated[
-        str | None,
-        typer.Option(
-            callback=usable_device, help='"cpu" or "cuda"; default: the GPU, if there is one.'
-        ),
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, for a first look.")] = False,
-    json: Json = False,
-    picture: Picture = None,
-) -> None:
-    """Measure this machine: optimizer steps and linears in low bits beside PyTorch's.
-
-    \b
-    Examples:
-      lowbit bench --quick
-      lowbit bench --quick --device cpu --json --picture bench.png
-    """
+def bench(device: str | None, quick: bool, json: bool, picture: Path | None) -> None:
+    """The command `bench`."""
     check_picture(picture)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type not in _SIZES:

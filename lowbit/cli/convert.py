@@ -7,86 +7,45 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from torch import nn
 
 from lowbit import formats
-from lowbit.cli.arguments import Context, Device, Json, Limit, Model
 from lowbit.cli.calibrated import calibrated, has_static
 from lowbit.cli.language_model import tokenizer_of
 from lowbit.cli.output import decibel, percent, print_json, print_table, size
 from lowbit.cli.schemes import chosen
 from lowbit.formats.programs.base import ProgramFormat
 from lowbit.formats.reading import opened
-from lowbit.formats.registry import FORMATS, target
+from lowbit.formats.registry import target
 from lowbit.formats.shards import check_free
 
 _WORST = 5
 """How many layers with the lowest signal-to-noise ratio a report names."""
 
-Out = Annotated[Path, typer.Option(help="The folder to make; a file for gguf.")]
-Format = Annotated[
-    str, typer.Option(metavar="NAME", help=f"One of {', '.join(f.name for f in FORMATS)}.")
-]
-SchemeName = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="int4, int8, float8, int8_int8, … or a preset with options."),
-]
-GroupSize = Annotated[int | None, typer.Option(help="Inputs that share a scale.")]
-Layers = Annotated[
-    list[str] | None,
-    typer.Option(metavar="PATTERN=SCHEME", help="A scheme, or none, for some layers; repeat it."),
-]
-Scales = Annotated[
-    str | None,
-    typer.Option(
-        help='"minmax", or "searched" with a smaller error and more time. Default: "searched" for 1 and 2 bits.'
-    ),
-]
-Lossy = Annotated[
-    bool, typer.Option("--lossy", help="Round what the format cannot hold, and state the loss.")
-]
-Data = Annotated[
-    Path | None,
-    typer.Option(metavar="TEXT", help="A file of text, in UTF-8, for static activations."),
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint at --out.")]
-ShardSize = Annotated[str, typer.Option(help="The largest size of a shard.")]
-
 
 def quantize(
-    model: Model,
-    out: Out,
-    scheme: SchemeName = "int4",
-    group_size: GroupSize = None,
-    layers: Layers = None,
-    format: Format = "compressed-tensors",
-    scales: Scales = None,
-    lossy: Lossy = False,
-    overwrite: Overwrite = False,
-    max_shard_size: ShardSize = "500MB",
-    data: Data = None,
-    context: Context = None,
-    limit: Limit = None,
-    device: Device = "cpu",
-    json: Json = False,
+    model: Path,
+    out: Path,
+    scheme: str,
+    group_size: int | None,
+    layers: list[str],
+    format: str,
+    scales: str | None,
+    lossy: bool,
+    overwrite: bool,
+    max_shard_size: str,
+    data: Path | None,
+    context: int | None,
+    limit: int | None,
+    device: str,
+    json: bool,
 ) -> None:
-    """Quantize a folder of plain weights, layer by layer, into a folder that vLLM and transformers take.
-
-    The model is never whole in memory, unless a scheme has static activations: their scales are found on --data, which
-    needs the extra hf. Embeddings, the output head and routers stay in high precision unless --layers names them.
-
-    \b
-    Examples:
-      lowbit quantize model --scheme int4 --group-size 128 --out model-int4
-      lowbit quantize model --scheme int8 --format lowbit --out model-int8 --json
-      lowbit quantize model --layers lm_head=int8 --layers '*.0.*=none' --out model-mixed
-      lowbit quantize model --scheme int8_int8_static --data text.txt --out model-static
-    """
+    """The command `quantize`."""
     _check_format(format)
-    patterns = chosen(scheme, group_size, layers or ())
+    patterns = chosen(scheme, group_size, layers)
     options = {"lossy": lossy, "overwrite": overwrite, "max_shard_size": max_shard_size}
     if not has_static(patterns):
         of_data = {"--data": data, "--context": context, "--limit": limit}
@@ -110,26 +69,17 @@ def quantize(
 
 
 def export(
-    model: Model,
-    out: Out,
-    format: Format,
-    scheme: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Quantize a plain folder on the way.")
-    ] = None,
-    group_size: GroupSize = None,
-    lossy: Lossy = False,
-    overwrite: Overwrite = False,
-    max_shard_size: ShardSize = "500MB",
-    json: Json = False,
+    model: Path,
+    out: Path,
+    format: str,
+    scheme: str | None,
+    group_size: int | None,
+    lossy: bool,
+    overwrite: bool,
+    max_shard_size: str,
+    json: bool,
 ) -> None:
-    """Write a model in low bits in another format, with the same values to the bit.
-
-    \b
-    Examples:
-      lowbit export model-int4 --format lowbit --out model-lowbit
-      lowbit export model-int4 --format gptq --lossy --out model-gptq
-      lowbit export model --scheme int8 --format compressed-tensors --out model-int8
-    """
+    """The command `export`."""
     _check_format(format)
     if scheme is None and group_size is not None:
         raise ValueError("--group-size belongs to a scheme; give --scheme too")

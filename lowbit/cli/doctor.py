@@ -15,7 +15,6 @@ import torch
 import typer
 
 import lowbit
-from lowbit.cli.arguments import Json
 from lowbit.cli.output import print_json
 
 _RECIPES = ("tokenizers", "tqdm", "matplotlib", "markdown-it-py", "safetensors", "filelock")
@@ -44,14 +43,8 @@ class Finding:
     detail: str
 
 
-def doctor(json: Json = False) -> None:
-    """Say which kernels, compilers, GPUs and extras this machine can use, and why not.
-
-    \b
-    Examples:
-      lowbit doctor
-      lowbit doctor --json
-    """
+def doctor(json: bool) -> None:
+    """The command `doctor`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the findings say the same
         found = [*_versions(), *_gpus(), *_compilers(), *_kernels(), *_extras()]

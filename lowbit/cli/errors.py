@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+import sys
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 """Exit codes: the command failed; it was called wrongly; the user stopped it."""
 
-EXPECTED = (
-    *(ValueError, TypeError, ImportError, OSError, NotImplementedError),
-    torch.OutOfMemoryError,
-)
-"""What lowbit raises with a message that names the way out, and what torch raises where a GPU is full."""
+_EXPECTED = (ValueError, TypeError, ImportError, OSError, NotImplementedError)
+"""What lowbit raises with a message that names the way out."""
 
 _OPTIONS = {
     "call lowbit.quantize_ first, or give a folder and scheme=": "call `lowbit quantize` first",
@@ -40,9 +37,15 @@ def one_line(error: Exception) -> str:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     for python, option in _OPTIONS.items():
         text = text.replace(python, option)
-    if isinstance(error, EXPECTED) and text:
+    if (isinstance(error, _EXPECTED) or _is_full_gpu(error)) and text:
         return text
     return f"{type(error).__name__}: {text}; `--debug` shows where, please report it"
+
+
+def _is_full_gpu(error: Exception) -> bool:
+    """Whether it is torch's OutOfMemoryError. Only who imported torch can have raised it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def _is_of_parser(error: Exception) -> bool:

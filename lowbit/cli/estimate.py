@@ -4,44 +4,20 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from lowbit.cli import shapes
-from lowbit.cli.arguments import Json
 from lowbit.cli.gpus import CONTEXT, GIB, Gpu, smallest
 from lowbit.cli.memory import Part, Run, serving, training
 from lowbit.cli.output import print_json, print_table
 
 
 def estimate(
-    config: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CONFIG", help="A config.json, a folder that has one, or a GGUF file."
-        ),
-    ],
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 1,
-    sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 2048,
-    recompute: Annotated[
-        bool, typer.Option("--recompute", help="Training computes each layer again in backward.")
-    ] = False,
-    compiled: Annotated[
-        bool, typer.Option("--compiled", help="Layers and loss run under torch.compile.")
-    ] = False,
-    json: Json = False,
+    config: Path, batch: int, sequence: int, recompute: bool, compiled: bool, json: bool
 ) -> None:
-    """Bytes of weights, gradients, states and activations under each choice, and the smallest GPU that holds them.
-
-    Weights, gradients and states are counted exactly. Activations are a formula, and all parts are added, so a step
-    takes less.
-
-    \b
-    Examples:
-      lowbit estimate model
-      lowbit estimate model/config.json --batch 4 --sequence 4096 --recompute --json
-    """
+    """The command `estimate`."""
     model = shapes.read(config)
     run = Run(batch, sequence, recompute, compiled)
     parts = {**training(model, run), **serving(model, run)}

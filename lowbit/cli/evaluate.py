@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch import Tensor, nn
 
-from lowbit.cli.arguments import Against, Context, Device, Json, Limit, Model
 from lowbit.cli.language_model import check, load
 from lowbit.cli.output import print_json, print_table
 from lowbit.cli.windows import tokens_of, windows_of
@@ -26,21 +24,15 @@ from lowbit.qat.divergence import distillation_loss
 
 
 def evaluate(
-    model: Model,
-    data: Annotated[Path, typer.Option(metavar="TEXT", help="A file of text, in UTF-8.")],
-    against: Against = None,
-    context: Context = None,
-    limit: Limit = None,
-    device: Device = "cpu",
-    json: Json = False,
+    model: Path,
+    data: Path,
+    against: Path | None,
+    context: int | None,
+    limit: int | None,
+    device: str,
+    json: bool,
 ) -> None:
-    """Perplexity on a text and, against the original, KL divergence and top-1 agreement. Needs the extra hf.
-
-    \b
-    Examples:
-      lowbit eval model-int4 --data text.txt
-      lowbit eval model-int4 --data text.txt --against model --context 64 --limit 256 --json
-    """
+    """The command `eval`."""
     for path in (model, *([] if against is None else [against])):
         check(path)
     tokens = tokens_of(model, data, limit)

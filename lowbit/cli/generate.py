@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 import typer
 
-from lowbit.cli.arguments import Device, Json, Model
 from lowbit.cli.language_model import check, load, tokenizer_of
 from lowbit.cli.output import print_json
 from lowbit.progress import progress
 
 
 def generate(
-    model: Model,
-    prompt: Annotated[str, typer.Option(help="The text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to add.")] = 128,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the likeliest token; higher values vary more.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0,
-    device: Device = "cpu",
-    json: Json = False,
+    model: Path,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    device: str,
+    json: bool,
 ) -> None:
-    """Continue a prompt with a model in low bits, or a plain one. Needs the extra hf.
-
-    \b
-    Examples:
-      lowbit generate model-int4 --prompt "the model" --max-new-tokens 8
-      lowbit generate model-int4 --prompt "the model" --max-new-tokens 8 --temperature 0.7 --json
-    """
+    """The command `generate`."""
     check(model)
     tokenizer = tokenizer_of(model)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]

@@ -11,7 +11,6 @@ from typing import Any
 import typer
 from torch import Tensor
 
-from lowbit.cli.arguments import Against, Json, Model, Picture
 from lowbit.cli.output import (
     check_picture,
     decibel,
@@ -44,17 +43,8 @@ class Weight:
     snr_db: float | None
 
 
-def inspect(
-    model: Model, against: Against = None, json: Json = False, picture: Picture = None
-) -> None:
-    """Show the schemes, the sizes and, against the original, the signal-to-noise ratio of each weight.
-
-    \b
-    Examples:
-      lowbit inspect model-int4
-      lowbit inspect model-int4 --against model --picture model-int4.png
-      lowbit inspect model-int4 --against model --json
-    """
+def inspect(model: Path, against: Path | None, json: bool, picture: Path | None) -> None:
+    """The command `inspect`."""
     check_picture(picture)
     folder = opened(model)
     original = None if against is None else opened(against)

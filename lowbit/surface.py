@@ -1,0 +1,125 @@
+"""The names that `lowbit` gives out. Importing this module registers lowbit's operators and its tensors.
+
+`lowbit/__init__.py` imports it, unless the program is the command line, which does so when a command runs.
+"""
+
+from lowbit import inference, optim, qat, train
+from lowbit.affine import (
+    choose_qparams_affine,
+    dequantize_affine,
+    fake_quantize_affine,
+    quantize_affine,
+)
+from lowbit.calibration import calibrate
+from lowbit.checkpoint import CheckpointError, load, load_metadata, save
+from lowbit.dequantize import dequantize_
+from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor, PerToken
+from lowbit.inference import Report, quantize_, register_linear, unregister_linear
+from lowbit.lookup_table import E2M1, NF4, LookupTable
+from lowbit.presets import (
+    Float8DynamicActivationFloat8Weight,
+    Float8StaticActivationFloat8Weight,
+    Float8WeightOnly,
+    Int1WeightOnly,
+    Int2WeightOnly,
+    Int4WeightOnly,
+    Int8DynamicActivationInt4Weight,
+    Int8DynamicActivationInt8Weight,
+    Int8StaticActivationInt8Weight,
+    Int8WeightOnly,
+    IntxWeightOnly,
+    MXFP4WeightOnly,
+    NF4WeightOnly,
+    NVFP4WeightOnly,
+)
+from lowbit.scheme import Float8, Int, Scheme, Spec
+from lowbit.tensor import (
+    AffineTensor,
+    BitNetTensor,
+    BlockMixedPrecisionTensor,
+    CodebookTensor,
+    FakeQuantizedTensor,
+    Float8Tensor,
+    Int8WeightTensor,
+    LowbitTensor,
+    MixedPrecisionTensor,
+    TableTensor,
+    TernaryTensor,
+)
+from lowbit.traced import Trace, TracedProduct
+from lowbit.tracer import trace
+from lowbit.train_scheme import (
+    BitNet,
+    Float8BlockMixedPrecision,
+    Float8MixedPrecision,
+    Int8MixedPrecision,
+    Int8Weight,
+    TrainingScheme,
+)
+
+__all__ = [
+    "E2M1",
+    "NF4",
+    "AffineTensor",
+    "BitNet",
+    "BitNetTensor",
+    "BlockMixedPrecisionTensor",
+    "CheckpointError",
+    "CodebookTensor",
+    "FakeQuantizedTensor",
+    "Float8",
+    "Float8BlockMixedPrecision",
+    "Float8DynamicActivationFloat8Weight",
+    "Float8MixedPrecision",
+    "Float8StaticActivationFloat8Weight",
+    "Float8Tensor",
+    "Float8WeightOnly",
+    "Int",
+    "Int1WeightOnly",
+    "Int2WeightOnly",
+    "Int4WeightOnly",
+    "Int8DynamicActivationInt4Weight",
+    "Int8DynamicActivationInt8Weight",
+    "Int8MixedPrecision",
+    "Int8StaticActivationInt8Weight",
+    "Int8Weight",
+    "Int8WeightOnly",
+    "Int8WeightTensor",
+    "IntxWeightOnly",
+    "LookupTable",
+    "LowbitTensor",
+    "MXFP4WeightOnly",
+    "MixedPrecisionTensor",
+    "NF4WeightOnly",
+    "NVFP4WeightOnly",
+    "PerBlock",
+    "PerGroup",
+    "PerRow",
+    "PerTensor",
+    "PerToken",
+    "Report",
+    "Scheme",
+    "Spec",
+    "TableTensor",
+    "TernaryTensor",
+    "Trace",
+    "TracedProduct",
+    "TrainingScheme",
+    "calibrate",
+    "choose_qparams_affine",
+    "dequantize_",
+    "dequantize_affine",
+    "fake_quantize_affine",
+    "inference",
+    "load",
+    "load_metadata",
+    "optim",
+    "qat",
+    "quantize_",
+    "quantize_affine",
+    "register_linear",
+    "save",
+    "trace",
+    "train",
+    "unregister_linear",
+]
