@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
     if name in _OF_FORMATS:
         found = importlib.import_module("lowbit.formats")
         return found if name == "formats" else getattr(found, name)
-    if "__all__" not in globals():
+    if "lowbit.surface" not in sys.modules:  # while it is imported, it imports submodules
         _give_out()
         if name in globals():
             return globals()[name]

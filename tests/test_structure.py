@@ -204,8 +204,8 @@ ALLOWED: dict[str, set[str]] = {
         *FLOWS,
     },
     "surface": {
-        *("maths", "tensor", "products", "convert", "traced", "tracer", "checkpoint", "dequantize"),
-        *("calibration", "formats", "pretrained"),
+        *("surface", "maths", "tensor", "products", "convert", "traced", "tracer", "checkpoint"),
+        *("dequantize", "calibration", "formats", "pretrained"),
         *FLOWS,
     },
     "testing": {"testing", "tensor", "checkpoint"},

@@ -5,6 +5,8 @@ No module that imports torch is imported before a command runs, so that help and
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +20,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     invoke_without_command=True,
 )
+
+
+def _command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Enter a command, which runs after all of lowbit is imported."""
+
+    def enter(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(**given: Any) -> None:
+            from lowbit import surface  # noqa: F401
+
+            function(**given)
+
+        return app.command(name)(run)
+
+    return enter
 
 
 def _print_version(value: bool) -> None:
@@ -44,7 +61,7 @@ def _top(
         raise typer.Exit(MISUSED)  # a script whose command is empty has to notice
 
 
-@app.command()
+@_command("quantize")
 def quantize(
     model: of.Model,
     out: of.Out,
@@ -95,7 +112,7 @@ def quantize(
     )
 
 
-@app.command()
+@_command("export")
 def export(
     model: of.Model,
     out: of.Out,
@@ -120,7 +137,7 @@ def export(
     convert.export(model, out, format, scheme, group_size, lossy, overwrite, max_shard_size, json)
 
 
-@app.command()
+@_command("inspect")
 def inspect(
     model: of.Model,
     against: of.Against = None,
@@ -140,7 +157,7 @@ def inspect(
     inspect(model, against, json, picture)
 
 
-@app.command("eval")
+@_command("eval")
 def evaluate(
     model: of.Model,
     data: of.Text,
@@ -162,7 +179,7 @@ def evaluate(
     evaluate(model, data, against, context, limit, device, json)
 
 
-@app.command()
+@_command("generate")
 def generate(
     model: of.Model,
     prompt: of.Prompt,
@@ -184,7 +201,7 @@ def generate(
     generate(model, prompt, max_new_tokens, temperature, seed, device, json)
 
 
-@app.command()
+@_command("estimate")
 def estimate(
     config: of.Config,
     batch: of.Batch = 1,
@@ -208,7 +225,7 @@ def estimate(
     estimate(config, batch, sequence, recompute, compiled, json)
 
 
-@app.command()
+@_command("bench")
 def bench(
     device: of.AnyDevice = None,
     quick: of.Quick = False,
@@ -227,7 +244,7 @@ def bench(
     bench(device, quick, json, picture)
 
 
-@app.command()
+@_command("doctor")
 def doctor(json: of.Json = False) -> None:
     """Say which kernels, compilers, GPUs and extras this machine can use, and why not.
 
