@@ -4,7 +4,7 @@ Everything a user needs is here or in the four subpackages `lowbit.optim`, `lowb
 `lowbit.inference`. `lowbit.formats`, with `export` and `load_pretrained`, is imported when one of them is first used.
 """
 
-import importlib
+import importlib.util
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,10 @@ def __getattr__(name: str) -> Any:
     if name in _OF_FORMATS:
         found = importlib.import_module("lowbit.formats")
         return found if name == "formats" else getattr(found, name)
-    if "lowbit.surface" not in sys.modules:  # while it is imported, it imports submodules
-        _give_out()
+    if "lowbit.surface" not in sys.modules and (name == "__all__" or name[:2] != "__"):
+        if importlib.util.find_spec(f"lowbit.{name}") is not None:
+            return importlib.import_module(f"lowbit.{name}")
+        give_out_names()
         if name in globals():
             return globals()[name]
     raise AttributeError(f"module 'lowbit' has no attribute {name!r}")
@@ -35,7 +37,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_OF_FORMATS})
 
 
-def _give_out() -> None:
+def give_out_names() -> None:
     """Import torch and all of lowbit, and give out the names of `lowbit.surface`."""
     names = importlib.import_module("lowbit.surface")
     globals().update({name: getattr(names, name) for name in names.__all__})
@@ -58,4 +60,4 @@ def _is_command() -> bool:
 
 
 if not _is_command():
-    _give_out()
+    give_out_names()

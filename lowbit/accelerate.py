@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowbit import optional
 from lowbit.convert import check_module
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.dtensor import held_locally
@@ -150,10 +151,5 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _accelerate() -> Any:
-    try:
-        importlib.import_module("accelerate.hooks")
-        return importlib.import_module("accelerate")
-    except ImportError as error:
-        raise ImportError(
-            "lowbit.accelerate needs accelerate, which is not installed: pip install accelerate"
-        ) from error
+    optional.imported("accelerate.hooks", "lowbit.accelerate needs", "accelerate")
+    return importlib.import_module("accelerate")

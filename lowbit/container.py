@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
-from lowbit import digests, new_path, tensor_file
+from lowbit import digests, new_path, optional, tensor_file
 
 SEAL = "lowbit_sha256"
 _WAY_OUT = (
@@ -38,13 +39,13 @@ def check_suffix(path: Path) -> None:
 
 def _safetensors() -> Any:
     """The package. Raises CheckpointError where it is not installed."""
-    try:
-        import safetensors
-    except ImportError as error:
-        raise CheckpointError(
-            "*.safetensors needs the safetensors package (pip install safetensors); *.pt needs nothing more"
-        ) from error
-    return safetensors
+    optional.imported(
+        "safetensors.torch",
+        "*.pt needs nothing more, and *.safetensors needs",
+        "safetensors",
+        CheckpointError,
+    )
+    return sys.modules["safetensors"]
 
 
 # ---- writing -------------------------------------------------------------------------------------------------

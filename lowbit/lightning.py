@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-try:
-    from lightning.pytorch import Callback
-except ImportError as error:
-    raise ImportError(
-        "lowbit.lightning needs lightning, which is not installed: pip install lightning"
-    ) from error
-
+from lowbit import optional
 from lowbit.qat.run import QATRun
+
+optional.imported("lightning", "lowbit.lightning needs", "lightning")
+from lightning.pytorch import Callback  # noqa: E402
 
 
 class QATCallback(QATRun, Callback):

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from lowbit import new_path
+from lowbit import new_path, optional
 from recipes import text
 from recipes.command_line import UserError
 
@@ -176,10 +176,7 @@ def check_wandb(mode: str) -> None:
     """UserError when wandb can't work in this mode. Called before anything is written."""
     if mode == "disabled":
         return
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError(f"--wandb {mode} needs the wandb package: pip install wandb") from error
+    wandb = optional.imported("wandb", f"--wandb {mode} needs", "wandb", UserError)
     if mode == "online" and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
         raise UserError(
             "--wandb online needs a key: run `wandb login` or set WANDB_API_KEY; or use --wandb offline "

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 
+from lowbit import optional
 from lowbit.cli.errors import INTERRUPTED, exit_code, one_line
-from lowbit.cli.installed import check_installed
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     shows_traceback = "--debug" in given
     try:
-        check_installed()
+        optional.check("the command line needs", ("typer", "rich"), "cli")
         from lowbit.cli.app import run
 
         return run([argument for argument in given if argument != "--debug"])

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+import lowbit
 from lowbit.cli import arguments as of
 from lowbit.cli.errors import INTERRUPTED, MISUSED
 
@@ -28,8 +29,7 @@ def _command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     def enter(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
         def run(**given: Any) -> None:
-            from lowbit import surface  # noqa: F401
-
+            lowbit.give_out_names()
             function(**given)
 
         return app.command(name)(run)
@@ -39,9 +39,7 @@ def _command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 def _print_version(value: bool) -> None:
     if value:
-        from lowbit import __version__
-
-        typer.echo(__version__)
+        typer.echo(lowbit.__version__)
         raise typer.Exit
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
-import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -15,22 +13,8 @@ import torch
 import typer
 
 import lowbit
+from lowbit import optional
 from lowbit.cli.output import print_json
-
-_RECIPES = ("tokenizers", "tqdm", "matplotlib", "markdown-it-py", "safetensors", "filelock")
-EXTRAS = {
-    "cli": ("typer>=0.15", "rich>=13", "safetensors", "matplotlib"),
-    "hf": ("transformers>=5", "safetensors"),
-    "gguf": ("gguf>=0.16", "safetensors"),
-    "onnx": ("onnx", "onnxscript"),
-    "executorch": ("executorch",),
-    "finetune": (*_RECIPES, "peft", "transformers>=5"),
-    "recipes": _RECIPES,
-    "torchtitan": ("torchtitan>=0.2.2,<0.4",),
-    "triton": ("triton>=3.6",),
-    "wandb": ("wandb",),
-}
-"""The packages of each extra that users install, and the releases that lowbit works with."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +44,6 @@ def doctor(json: bool) -> None:
         typer.echo(f"  {mark} {finding.name}: {finding.detail}")
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _versions() -> Iterator[Finding]:
     processor = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
     threads = torch.get_num_threads()
@@ -76,7 +53,7 @@ def _versions() -> Iterator[Finding]:
     yield Finding(
         "versions", "CUDA of torch", None, torch.version.cuda or "none, this is a CPU build"
     )
-    yield Finding("versions", "triton", None, _version("triton") or "not installed")
+    yield Finding("versions", "triton", None, optional.version("triton") or "not installed")
 
 
 def _gpus() -> Iterator[Finding]:
@@ -153,8 +130,8 @@ def _why_no_nvrtc() -> str | None:
 
 
 def _why_no_triton() -> str | None:
-    if _version("triton") is None:
-        return "triton is not installed: pip install 'lowbit[triton]'"
+    if optional.version("triton") is None:
+        return f"triton is not installed: {optional.install('triton')}"
     return None if torch.cuda.is_available() else "there is no GPU to run it on"
 
 
@@ -178,31 +155,20 @@ def _kernels() -> Iterator[Finding]:
 
 
 def _extras() -> Iterator[Finding]:
-    for extra, requirements in EXTRAS.items():
-        obstacles = [why for why in map(_why_not, requirements) if why is not None]
-        named = map(_package, requirements)
-        detail = ", ".join(f"{package} {_version(package)}" for package in named)
+    if not optional.extras():
+        missing = "lowbit has no metadata here, which names its extras: install it by pip"
+        yield Finding("extras", "all", False, missing)
+    for extra, packages in optional.extras().items():
+        obstacles = [_why_not(package) for package in packages if package.obstacle() is not None]
+        detail = ", ".join(f"{package.name} {package.version()}" for package in packages)
         if obstacles:
-            detail = f"{', '.join(obstacles)}: pip install --upgrade 'lowbit[{extra}]'"
-        yield Finding("extras", extra, not obstacles, detail)
+            detail = f"{', '.join(obstacles)}: {optional.install(extra, upgrade=True)}"
+        yield Finding("extras", extra, not obstacles, detail or "nothing on this platform")
 
 
-def _package(requirement: str) -> str:
-    """The name in front of the releases: "rich" of "rich>=13"."""
-    return re.split("[<>]", requirement)[0]
-
-
-def _why_not(requirement: str) -> str | None:
-    """What is wrong with the installed package, as "rich>=13" asks for it. None: nothing."""
-    package = _package(requirement)
-    version = _version(package)
-    if version is None:
-        return f"without {package}"
-    for sign, bound in re.findall(r"(>=|<)([\d.]+)", requirement):
-        if (_release(version) >= _release(bound)) != (sign == ">="):
-            return f"{package} {version} is installed, and {requirement} is needed"
-    return None
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+def _why_not(package: optional.Package) -> str:
+    """What is wrong with the installed package."""
+    found = package.version()
+    if found is None:
+        return f"without {package.name}"
+    return f"{package.name} {found} is installed, and {package} is needed"

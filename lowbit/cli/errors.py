@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from lowbit import optional
+
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 """Exit codes: the command failed; it was called wrongly; the user stopped it."""
 
@@ -33,6 +35,8 @@ def one_line(error: Exception) -> str:
         command = "lowbit" if context is None else context.command_path
         return f"{_joined(error.format_message())} (`{command} --help` says more)"  # type: ignore[attr-defined]
     text = _joined(str(error))
+    if isinstance(error, ModuleNotFoundError) and text.startswith("No module named"):
+        text = _of_missing(error)
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     for python, option in _OPTIONS.items():
@@ -40,6 +44,17 @@ def one_line(error: Exception) -> str:
     if (isinstance(error, _EXPECTED) or _is_full_gpu(error)) and text:
         return text
     return f"{type(error).__name__}: {text}; `--debug` shows where, please report it"
+
+
+def _of_missing(error: ModuleNotFoundError) -> str:
+    """Name the extra that brings the module that Python did not find."""
+    name = str(error.name).partition(".")[0]
+    brought = optional.bringing(name)
+    if brought is None:
+        return f"{name} is not installed; `--debug` shows what needs it"
+    extra, package = brought
+    needs = "" if package == name else f", which {package} needs"
+    return f"{name} is not installed{needs}: {optional.install(extra)}"
 
 
 def _is_full_gpu(error: Exception) -> bool:

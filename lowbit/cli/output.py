@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lowbit import new_path
+from lowbit import new_path, optional
 
 _PICTURES = (".png", ".svg", ".pdf")
 _WIDE = 10_000
@@ -85,12 +85,7 @@ def check_picture(path: Path | None) -> None:
         )
     if not path.parent.is_dir():
         raise ValueError(f"--picture {path}: {path.parent} is no folder; make it first")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "--picture needs matplotlib, which is not installed: pip install 'lowbit[cli]'"
-        ) from error
+    optional.imported("matplotlib", "--picture needs", "cli")
 
 
 def save_picture(figure: Any, path: Path) -> None:

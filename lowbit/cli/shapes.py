@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lowbit import optional
 from lowbit.formats.base import FormatError, layer_of, weight_of
 from lowbit.formats.building import EmptyOnMeta, check_config
 from lowbit.formats.folder import Folder, read_json
@@ -153,7 +154,7 @@ def _made_by_transformers(written: Mapping[str, Any]) -> tuple[Any, Any, str]:
     try:
         import transformers
     except ImportError:
-        return None, None, "transformers is not installed: pip install 'lowbit[hf]'"
+        return None, None, f"transformers is not installed: {optional.install('hf')}"
     own = {k: v for k, v in written.items() if k != "quantization_config"}
     try:
         made = transformers.AutoConfig.for_model(**own)

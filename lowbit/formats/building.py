@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lowbit import optional
 from lowbit.formats.base import FormatError, brief
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf_file import GgufFile
@@ -97,12 +98,12 @@ def built(folder: Folder | GgufFile) -> nn.Module:
         check_config(folder.config, count)
     except FormatError as error:
         raise FormatError(f"{folder.path}: {error}") from error
-    try:
-        import transformers
-    except ImportError as error:
-        raise FormatError(
-            f"{folder.path} is a {names[0]}: pip install transformers, or give the module to fill, model="
-        ) from error
+    transformers = optional.imported(
+        "transformers",
+        f"{folder.path} is a {names[0]}: give the module to fill, model=, or install what it needs,",
+        "hf",
+        FormatError,
+    )
     kind = getattr(transformers, str(names[0]), None)
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise FormatError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit import digests
+from lowbit import digests, optional
 from lowbit.formats.auto_round import translated
 from lowbit.formats.base import Format, FormatError, damage_of, layer_of, weight_of
 from lowbit.formats.layer_names import (
@@ -59,13 +60,10 @@ describe other weights."""
 
 def safetensors() -> Any:
     """The package. Raises FormatError where it is not installed."""
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise FormatError(
-            "folders of *.safetensors need the safetensors package: pip install safetensors"
-        ) from error
-    return safetensors
+    optional.imported(
+        "safetensors.torch", "folders of *.safetensors need", "safetensors", FormatError
+    )
+    return sys.modules["safetensors"]
 
 
 def read_json(path: Path) -> dict[str, Any]:

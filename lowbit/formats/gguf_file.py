@@ -6,9 +6,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import re
 import tempfile
 import warnings
 import zlib
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit import optional
 from lowbit.formats import gguf_blocks, gguf_header, gguf_rope
 from lowbit.formats.base import FormatError, damage_of
 from lowbit.formats.folder import holder_of
@@ -41,28 +40,13 @@ from lowbit.tensor.base import LowbitTensor
 _PLAIN = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _DTYPES = {kind: dtype for dtype, kind in _PLAIN.items()}
 
-FIRST = (0, 16)
-"""The first release of the package whose reader gives the contents of fields."""
-
 
 def package() -> Any:
-    """The package. Raises FormatError where it is not installed, or older than `FIRST`."""
-    needed = f"gguf files need gguf >= {'.'.join(map(str, FIRST))}"
-    try:
-        import gguf
-    except ImportError as error:
-        raise FormatError(
-            f"{needed}, which is not installed: pip install 'lowbit[gguf]'"
-        ) from error
-    try:
-        version = importlib.metadata.version("gguf")
-    except importlib.metadata.PackageNotFoundError:  # a source tree of llama.cpp
-        return gguf
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) < FIRST:
-        raise FormatError(
-            f"{needed}, and {version} is installed: pip install --upgrade 'lowbit[gguf]'"
-        )
-    return gguf
+    """The package. Raises FormatError where it is not installed, or older than the extra `gguf` allows."""
+    found = optional.imported("gguf", "gguf files need", "gguf", FormatError)
+    if optional.version("gguf") is not None:  # a source tree of llama.cpp has no version
+        optional.check("gguf files need", ["gguf"], "gguf", FormatError)
+    return found
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

@@ -11,10 +11,11 @@ Importing this package registers lowbit with transformers. `import lowbit` alone
 folder: `lowbit.pretrained` imports this package then, and when a flow changes a model of transformers.
 """
 
-from lowbit.hf.installed import check_installed
+from lowbit import optional
 from lowbit.pretrained import make_room
 
-check_installed()
+optional.check("lowbit.hf needs", ["transformers"], "hf")
+optional.imported("safetensors", "lowbit.hf needs", "hf")
 make_room()
 
 from lowbit.hf.config import LowbitConfig  # noqa: E402

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from lowbit import optional
 from lowbit.calibration import Calibration, prepared_layers
 from lowbit.observer import Method
 from lowbit.qat.scales import learned_parameters
@@ -158,11 +159,10 @@ class Schedule:
     def callback(self) -> Any:
         """A TrainerCallback of transformers, `Trainer(callbacks=[schedule.callback()])`. The Trainer's own count of
         steps decides, so a training that it resumes continues the schedule."""
-        from transformers import TrainerCallback
-
+        transformers = optional.imported("transformers", "Schedule.callback needs", "hf")
         schedule = self
 
-        class ScheduleCallback(TrainerCallback):
+        class ScheduleCallback(transformers.TrainerCallback):  # type: ignore[name-defined]
             def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 schedule.load_state_dict({"steps": state.global_step})
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from lowbit import optional
 from lowbit.qat.plan import Choice, Plan, choose
 from lowbit.scheme import Scheme
 
@@ -121,12 +122,14 @@ class SensitivityReport:
 
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Write a picture, in the format that the suffix of `path` names: for each weight a bar of what its rounding
-        adds to the measure, one for each candidate scheme, and its SNR. Needs matplotlib."""
-        from matplotlib.figure import Figure
-
+        adds to the measure, one for each candidate scheme, and its SNR. Needs matplotlib, which the extra `cli`
+        brings."""
+        figures = optional.imported("matplotlib.figure", "SensitivityReport.draw needs", "cli")
         names = list(dict.fromkeys(row.weight for row in self.rows))
         formats = list(dict.fromkeys(row.format for row in self.rows))
-        figure = Figure(figsize=(11, 1.5 + 0.22 * len(names) * len(formats)), layout="constrained")
+        figure = figures.Figure(
+            figsize=(11, 1.5 + 0.22 * len(names) * len(formats)), layout="constrained"
+        )
         lost, snr = figure.subplots(1, 2, sharey=True)
         height = 0.8 / len(formats)
         for i, format in enumerate(formats):

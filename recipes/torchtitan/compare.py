@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 
+from lowbit import optional
 from recipes import pages
 from recipes.command_line import UserError, exit_status
 from recipes.convergence import half_interval
@@ -233,7 +234,7 @@ def draw(path: Path, runs: list[dict[str, Any]]) -> None:
     try:
         from recipes import figures
     except ImportError:
-        print("losses.png needs matplotlib: pip install matplotlib, then --report")
+        print(f"losses.png needs matplotlib: {optional.install('recipes')}, then --report")
         return
     references = reference_losses(runs)
     with figures.figure(path, 2, width=12) as (whole, apart):

@@ -6,7 +6,6 @@ format. `lowbit.formats.registry` lists the formats.
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lowbit import optional
 from lowbit.formats.base import FormatError, with_scales
 from lowbit.formats.sources import Item
 from lowbit.scheme import Scheme
@@ -77,10 +77,4 @@ def example(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def package(name: str, extra: str) -> Any:
     """An optional package. Raises FormatError that names the extra where it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        reason = "" if getattr(error, "name", None) == name else f" ({error})"
-        raise FormatError(
-            f'{extra} programs need {name.partition(".")[0]}: pip install "lowbit[{extra}]"{reason}'
-        ) from error
+    return optional.imported(name, f"{extra} programs need", extra, FormatError)
