@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,11 @@ import pytest
 import torch
 
 import lowbit
+from lowbit import optional
 from lowbit.cli import main
 from lowbit.formats.report import snr
 from lowbit.tensor.base import LowbitTensor
-from tests.cli.command import MATRICES, ROOT, weights
+from tests.cli.command import MATRICES, weights
 from tests.cli.command import lowbit as command
 from tests.formats.models import plain_folder
 
@@ -191,45 +191,20 @@ def test_doctor_gives_a_reason_for_what_is_missing(home: Path, capfd: Capture) -
         assert any(f["usable"] is False for f in findings if f["section"] == "GPUs")
 
 
-def test_doctor_knows_the_extras() -> None:
-    """Those of pyproject.toml, with the extras of lowbit that they name."""
-    from lowbit.cli import doctor
-
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    extras = tomllib.loads(text)["project"]["optional-dependencies"]
-    for extra, packages in doctor.EXTRAS.items():
-        lines = [line for line in extras[extra] if not line.startswith("lowbit[")]
-        named = {line.split(";")[0].split(",")[0].strip() for line in lines}
-        assert named <= {package.split(",")[0] for package in packages}, extra
-    assert {*doctor.EXTRAS} == {*extras} - {"docs", "test", "test-integrations"}
-
-
 @pytest.mark.parametrize("version", ["12.3.3", None])
 def test_doctor_names_releases_that_do_not_fit(
-    version: str | None, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+    version: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lowbit.cli import doctor
 
-    found = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: version if name == "rich" else found(name))
-    extras = [f for f in reported("doctor", capfd=capfd)["findings"] if f["section"] == "extras"]
-    (own,) = (f for f in extras if f["name"] == "cli")
-    what = "rich 12.3.3 is installed, and rich>=13 is needed" if version else "without rich"
-    assert not own["usable"] and own["detail"].startswith(what)
-    assert own["detail"].endswith("pip install --upgrade 'lowbit[cli]'")
-
-
-@pytest.mark.parametrize(
-    ("version", "fits"), [("0.2.1", 0), ("0.2.2", 1), ("0.3.0", 1), ("0.4", 0)]
-)
-def test_doctor_knows_the_releases_of_torchtitan(
-    version: str, fits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from lowbit.cli import doctor
-
-    monkeypatch.setattr(doctor, "_version", lambda name: version)
-    (requirement,) = doctor.EXTRAS["torchtitan"]
-    assert (doctor._why_not(requirement) is None) == bool(fits)
+    found = optional.version
+    monkeypatch.setattr(
+        optional, "version", lambda name: version if name == "rich" else found(name)
+    )
+    (own,) = (finding for finding in doctor._extras() if finding.name == "cli")
+    what = "rich 12.3.3 is installed, and rich >= 13 is needed" if version else "without rich"
+    assert own.usable is False and own.detail.startswith(what)
+    assert own.detail.endswith("pip install --upgrade 'lowbit[cli]'")
 
 
 def test_version_and_help(capfd: Capture) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from lowbit import (
     LowbitTensor,
     quantize_,
 )
-from lowbit.formats import FormatError, gguf_file, gguf_tokenizer
+from lowbit.formats import FormatError, gguf_tokenizer
 from lowbit.formats.gguf_blocks import TYPES, decode, encode
 from lowbit.formats.gguf_llama import halved, in_transformers, interleaved, settings_of
 from lowbit.formats.gguf_rope import factors_of
@@ -346,12 +345,6 @@ def test_another_release_of_the_package(
     with pytest.raises(FormatError, match=rf"need gguf >= 0\.16, {what}: pip install") as caught:
         lowbit.load_pretrained(tmp_path / "model.gguf")
     assert "\n" not in str(caught.value)
-
-
-def test_the_extra_asks_for_the_release_that_is_needed() -> None:
-    pyproject = Path(__file__).resolve().parents[2] / "pyproject.toml"
-    extras = tomllib.loads(pyproject.read_text())["project"]["optional-dependencies"]
-    assert f"gguf>={'.'.join(map(str, gguf_file.FIRST))}" in extras["gguf"]
 
 
 def test_damaged_files(tmp_path: Path) -> None:

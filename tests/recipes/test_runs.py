@@ -58,7 +58,7 @@ def test_a_failure_while_writing_leaves_the_file(
 
 def test_wandb_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match="pip install wandb"):
+    with pytest.raises(UserError, match=r"pip install 'lowbit\[wandb\]'"):
         runs.check_wandb("offline")
     runs.check_wandb("disabled")
 
