@@ -22,7 +22,7 @@ _LINE = re.compile(r"([\w.-]+)\s*(?:\[([\w,\s-]+)\])?\s*\(?([^;()]*)\)?\s*(?:;\s
 
 @dataclass(frozen=True)
 class Package:
-    """A package of an extra. releases: those that lowbit works with, as ">=5" or ">=0.2.2,<0.4"; "" for all."""
+    """A package of an extra. releases: those that lowbit works with, as ">=5" or ">=0.2.2,<0.3"; "" for all."""
 
     name: str
     releases: str = ""

@@ -73,7 +73,7 @@ def test_the_extras_are_those_of_pyproject() -> None:
     missing = {re.split(r"[^\w.-]", line)[0] for line in lines} - named
     assert missing <= ({"triton"} if sys.platform != "linux" else set())
     assert {p.name for p in found["recipes"]} < {p.name for p in found["finetune"]}
-    assert str(optional.package("torchtitan", "torchtitan")) == "torchtitan >= 0.2.2, < 0.4"
+    assert str(optional.package("torchtitan", "torchtitan")) == "torchtitan >= 0.2.2, < 0.3"
     assert str(optional.package("safetensors", "hf")) == "safetensors"
 
 
@@ -115,7 +115,7 @@ def test_without_metadata_there_are_no_extras(
         ("0.2.1", "and 0.2.1 is installed"),
         ("0.2.2", None),
         ("0.2.2.dev20260101", None),
-        ("0.3.0", None),
+        ("0.3.0", "and 0.3.0 is installed"),
         ("0.4", "and 0.4 is installed"),
         ("1.0", "and 1.0 is installed"),
     ],
@@ -128,7 +128,7 @@ def test_releases(
     if obstacle is not None:
         upgrade = "" if version is None else "--upgrade "
         message = (
-            f"this needs torchtitan >= 0.2.2, < 0.4, {obstacle}: pip install {upgrade}'lowbit["
+            f"this needs torchtitan >= 0.2.2, < 0.3, {obstacle}: pip install {upgrade}'lowbit["
         )
         with pytest.raises(RuntimeError, match=re.escape(message)):
             optional.check("this needs", ["torchtitan"], "torchtitan", RuntimeError)

@@ -46,14 +46,14 @@ import lowbit.torchtitan
 
 def test_without_torchtitan():
     message = imported(None)
-    assert "needs torchtitan >= 0.2.2, < 0.4, which is not installed" in message
+    assert "needs torchtitan >= 0.2.2, < 0.3, which is not installed" in message
     assert "pip install 'lowbit[torchtitan]'" in message
 
 
 @pytest.mark.parametrize("version", ["0.1.0", "0.4.0", "1.0.0"])
 def test_another_version(version):
     message = imported(version)
-    assert f"needs torchtitan >= 0.2.2, < 0.4, and {version} is installed" in message
+    assert f"needs torchtitan >= 0.2.2, < 0.3, and {version} is installed" in message
     assert "pip install --upgrade 'lowbit[torchtitan]'" in message
 
 
