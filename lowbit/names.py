@@ -106,8 +106,9 @@ def parsed(line: str, what: str, example: str) -> tuple[str, dict[str, Any]]:
             raise ValueError("it begins with no name")
         return ast.unparse(call.func), options
     except (SyntaxError, ValueError) as error:
+        why = error.msg if isinstance(error, SyntaxError) else error
         raise ValueError(
-            f"{line!r} names no {what} ({error}); accepted: a name, or a name with options such as {example}"
+            f"{line!r} names no {what} ({why}); accepted: a name, or a name with options such as {example}"
         ) from error
 
 

@@ -31,5 +31,5 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if shows_traceback:
             raise
-        print(f"lowbit: {one_line(error)}", file=sys.stderr)
+        print(f"lowbit: {one_line(error, given)}", file=sys.stderr)
         return exit_code(error)

@@ -20,6 +20,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich would wrap the examples of the help
     pretty_exceptions_enable=False,
     invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 

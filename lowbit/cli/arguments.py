@@ -14,6 +14,13 @@ FORMATS = (
 """The names of `lowbit.formats.registry.FORMATS`, whose import takes seconds. A test holds that they are the same."""
 
 
+def path(given: str) -> Path:
+    """The path. Raises BadParameter for an empty one, which a shell makes of a variable that is not set."""
+    if not given:
+        raise typer.BadParameter("it is empty; give a path")
+    return Path(given)
+
+
 def usable_device(given: str | None) -> str | None:
     """`given`, where torch can use it. Raises ValueError for a device that it does not know or see."""
     if given in (None, "cpu"):
@@ -25,7 +32,7 @@ def usable_device(given: str | None) -> str | None:
     except (RuntimeError, AssertionError) as error:
         seen = ", ".join(["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
         raise ValueError(
-            f"--device {given} cannot be used; torch sees: {seen}. `lowbit doctor` says why"
+            f"--device {given!r} cannot be used; torch sees: {seen}. `lowbit doctor` says why"
         ) from error
     return given
 
@@ -33,12 +40,16 @@ def usable_device(given: str | None) -> str | None:
 Model = Annotated[
     Path,
     typer.Argument(
-        metavar="MODEL", help="Folder with config.json and *.safetensors, or a GGUF file."
+        parser=path,
+        metavar="MODEL",
+        help="Folder with config.json and *.safetensors, or a GGUF file.",
     ),
 ]
 Against = Annotated[
     Path | None,
-    typer.Option(metavar="ORIGINAL", help="The model in high precision, to compare with."),
+    typer.Option(
+        parser=path, metavar="ORIGINAL", help="The model in high precision, to compare with."
+    ),
 ]
 Device = Annotated[
     str,
@@ -54,14 +65,18 @@ AnyDevice = Annotated[
 ]
 Context = Annotated[int | None, typer.Option(help="Tokens of a window.")]
 Limit = Annotated[int | None, typer.Option(min=2, help="Use only the first tokens of the text.")]
-Text = Annotated[Path, typer.Option(metavar="TEXT", help="A file of text, in UTF-8.")]
+Text = Annotated[Path, typer.Option(parser=path, metavar="TEXT", help="A file of text, in UTF-8.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Picture = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Also draw a picture: a .png, .svg or .pdf file."),
+    typer.Option(
+        parser=path, metavar="FILE", help="Also draw a picture: a .png, .svg or .pdf file."
+    ),
 ]
 
-Out = Annotated[Path, typer.Option(help="The folder to make; a file for gguf.")]
+Out = Annotated[
+    Path, typer.Option(parser=path, metavar="PATH", help="The folder to make; a file for gguf.")
+]
 Format = Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(FORMATS)}.")]
 SchemeName = Annotated[
     str,
@@ -86,7 +101,9 @@ Lossy = Annotated[
 ]
 StaticData = Annotated[
     Path | None,
-    typer.Option(metavar="TEXT", help="A file of text, in UTF-8, for static activations."),
+    typer.Option(
+        parser=path, metavar="TEXT", help="A file of text, in UTF-8, for static activations."
+    ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint at --out.")]
 ShardSize = Annotated[str, typer.Option(help="The largest size of a shard.")]
@@ -100,7 +117,9 @@ Seed = Annotated[int, typer.Option(help="For temperatures above 0.")]
 
 Config = Annotated[
     Path,
-    typer.Argument(metavar="CONFIG", help="A config.json, a folder that has one, or a GGUF file."),
+    typer.Argument(
+        parser=path, metavar="CONFIG", help="A config.json, a folder that has one, or a GGUF file."
+    ),
 ]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences at a time.")]
 Sequence = Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")]

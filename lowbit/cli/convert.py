@@ -14,11 +14,10 @@ from torch import nn
 
 from lowbit import formats
 from lowbit.cli.calibrated import calibrated, has_static
-from lowbit.cli.language_model import tokenizer_of
+from lowbit.cli.language_model import check, tokenizer_of
 from lowbit.cli.output import decibel, percent, print_json, print_table, size
 from lowbit.cli.schemes import chosen
 from lowbit.formats.programs.base import ProgramFormat
-from lowbit.formats.reading import opened
 from lowbit.formats.registry import target
 from lowbit.formats.shards import check_free
 
@@ -106,7 +105,7 @@ def _write(
     options: dict[str, Any],
 ) -> None:
     """Export `source`, which is `model` or was made of it, and print the report. options: of `lowbit.export`."""
-    before = opened(model).nbytes
+    before = check(model).nbytes
     start = time.monotonic()
     report = formats.export(source, out, format, **options)
     seconds = time.monotonic() - start

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 from lowbit import optional
 
@@ -18,6 +21,7 @@ _OPTIONS = {
         "put a tokenizer.json with merges beside the model"
     ),
     "overwrite=True": "--overwrite",
+    "max_shard_size is": "--max-shard-size is",
     "lossy=True": "--lossy",
     "scheme=": "--scheme",
 }
@@ -28,12 +32,10 @@ def exit_code(error: Exception) -> int:
     return MISUSED if _is_of_parser(error) else FAILED
 
 
-def one_line(error: Exception) -> str:
-    """The message on one line."""
+def one_line(error: Exception, arguments: Sequence[str] = ()) -> str:
+    """The message on one line. arguments: those of the command, of which the parser's messages leave out some."""
     if _is_of_parser(error):
-        context = getattr(error, "ctx", None)
-        command = "lowbit" if context is None else context.command_path
-        return f"{_joined(error.format_message())} (`{command} --help` says more)"  # type: ignore[attr-defined]
+        return _of_parser(error, arguments)
     text = _joined(str(error))
     if isinstance(error, ModuleNotFoundError) and text.startswith("No module named"):
         text = _of_missing(error)
@@ -44,6 +46,30 @@ def one_line(error: Exception) -> str:
     if (isinstance(error, _EXPECTED) or _is_full_gpu(error)) and text:
         return text
     return f"{type(error).__name__}: {text}; `--debug` shows where, please report it"
+
+
+def _of_parser(error: Any, arguments: Sequence[str]) -> str:
+    """What typer says, the value that it got, and the command whose help says more."""
+    text = _joined(error.format_message())
+    option = re.match(r"Invalid value for '(--[\w-]+)'", text)
+    got = None if option is None else _value_of(option[1], arguments)
+    if got is not None and repr(got) not in text:
+        text = f"{text}, got {got!r}"
+    command = "lowbit"
+    if error.ctx is not None:
+        command = error.ctx.command_path
+    elif arguments and not arguments[0].startswith("-"):
+        command = f"lowbit {arguments[0]}"
+    return f"{text} (`{command} --help` says more)"
+
+
+def _value_of(option: str, arguments: Sequence[str]) -> str | None:
+    for name, following in zip(arguments, [*arguments[1:], None], strict=True):
+        if name == option:
+            return following
+        if name.startswith(f"{option}="):
+            return name.removeprefix(f"{option}=")
+    return None
 
 
 def _of_missing(error: ModuleNotFoundError) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import typer
 from torch import Tensor
 
+from lowbit.cli.language_model import check
 from lowbit.cli.output import (
     check_picture,
     decibel,
@@ -25,7 +26,6 @@ from lowbit.formats.base import FormatError
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf import Gguf
 from lowbit.formats.gguf_file import GgufFile
-from lowbit.formats.reading import opened
 from lowbit.formats.report import snr
 from lowbit.progress import progress
 from lowbit.tensor.base import LowbitTensor
@@ -46,8 +46,8 @@ class Weight:
 def inspect(model: Path, against: Path | None, json: bool, picture: Path | None) -> None:
     """The command `inspect`."""
     check_picture(picture)
-    folder = opened(model)
-    original = None if against is None else opened(against)
+    folder = check(model)
+    original = None if against is None else check(against)
     weights = sorted(_weights(folder, original), key=_in_order)
     if picture is not None:
         _draw(weights, folder.path.name, picture)
@@ -146,33 +146,35 @@ def _print(folder: Folder | GgufFile, weights: list[Weight]) -> None:
     header = ("stored as", "tensors", "parameters", "bytes", "share", "bits each")
     print_table("", header, rows)
     compared = any(w.snr_db is not None for w in weights)
-    columns = ("weight", "shape", "stored as", "bytes", *(("SNR",) if compared else ()))
+    columns = ("#", "weight", "shape", "stored as", "bytes", *(("SNR",) if compared else ()))
     lines = [
         (
+            f"{number}",
             w.name,
             "x".join(map(str, w.shape)),
             w.stored_as,
             size(w.nbytes),
             *((decibel(w.snr_db),) if compared else ()),
         )
-        for w in weights
+        for number, w in enumerate(weights, 1)
     ]
     typer.echo("")
     print_table("", columns, lines)
 
 
 def _draw(weights: list[Weight], title: str, path: Path) -> None:
-    """Bytes by scheme and, with an original, the ratio of each low-bit weight."""
-    compared = [w for w in weights if w.low_bit and w.snr_db is not None]
+    """Bytes by scheme and, with an original, the ratio of each low-bit weight at its number in the table."""
+    compared = [(n, w) for n, w in enumerate(weights, 1) if w.low_bit and w.snr_db is not None]
     figure, axes = new_figure(2 if compared else 1, 6, 4)
     schemes = summary(weights)["schemes"]
     axes[0].barh(list(schemes), [row["nbytes"] / 1e6 for row in schemes.values()], color="tab:blue")
     axes[0].set(xlabel="MB", title=f"{title}: bytes by scheme")
     if compared:
-        for scheme in dict.fromkeys(w.stored_as for w in compared):
-            points = [(i, w.snr_db) for i, w in enumerate(compared) if w.stored_as == scheme]
+        for scheme in dict.fromkeys(w.stored_as for _, w in compared):
+            points = [(n, w.snr_db) for n, w in compared if w.stored_as == scheme]
             axes[1].plot(*zip(*points, strict=True), "o", markersize=4, label=scheme)
-        axes[1].set(xlabel="weight, in the order of the table", ylabel="SNR in dB")
-        axes[1].set(title="against the original")
+        axes[1].set(xlabel="# of the weight in the table, of all", ylabel="SNR in dB")
+        axes[1].set(xlim=(0, len(weights) + 1), title="against the original")
+        axes[1].xaxis.get_major_locator().set_params(integer=True)
         axes[1].legend()
     save_picture(figure, path)

@@ -50,6 +50,8 @@ def tokenizer_of(path: Path) -> Any:
             return AutoTokenizer.from_pretrained(folder, **options)
         except Exception as error:  # transformers raises many classes, with texts of several lines
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if isinstance(error, LookupError):  # whose text is the key alone
+                reason = f"{type(error).__name__} {reason}"
             raise FormatError(
                 f"{path} has no tokenizer that transformers reads: copy that of the original ({reason})"
             ) from error

@@ -17,7 +17,7 @@ from lowbit import new_path, optional
 
 _PICTURES = (".png", ".svg", ".pdf")
 _WIDE = 10_000
-"""Columns of an output that is no terminal, where nothing may be cut off."""
+"""Columns of a table, so that nothing is cut off. A terminal with fewer wraps the lines."""
 
 
 def print_json(content: Any) -> None:
@@ -45,8 +45,8 @@ def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]
         table.add_column(name, justify="right" if numbers else "left", no_wrap=True)
     for line in lines:
         table.add_row(*line)
-    console = Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False, markup=False)
-    console.print(table)
+    if sys.stdout is not None:  # the caller may have closed it
+        Console(width=_WIDE, highlight=False, markup=False).print(table)
 
 
 _NUMBERS = {*"0123456789-<∞", ""}

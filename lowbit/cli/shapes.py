@@ -103,7 +103,12 @@ def _config(file: Path) -> dict[str, Any]:
         return GgufFile(file).config
     if not file.exists():
         raise FormatError(f"{file} does not exist; give a folder with config.json, or that file")
-    return read_json(file)
+    try:
+        return read_json(file)
+    except FormatError as error:
+        raise FormatError(
+            f"{error}; give a config.json, a folder that has one, or a GGUF file"
+        ) from error
 
 
 def _of_decoder(written: Mapping[str, Any], text: Any) -> dict[str, Any]:

@@ -23,6 +23,10 @@ def tokens_of(model: Path, data: Path, limit: int | None) -> Tensor:
         text = data.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{data} is no text in UTF-8: {error.reason}; convert it first") from error
+    except OSError as error:
+        raise ValueError(
+            f"--data {data} cannot be read: {error.strerror}; give a file of text"
+        ) from error
     ids: list[int] = tokenizer_of(model)(text)["input_ids"]
     if len(ids[:limit]) < 2:
         raise ValueError(f"{data} has {len(ids[:limit])} tokens; at least 2 are needed")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lowbit import optional
 
-
 LATER = "0.3"
 """The release that has an adapter here and is not in the extra, because it does not train with torch 2.13."""
 
