@@ -120,6 +120,26 @@ def test_inspect_measures_against_the_original(home: Path, capfd: Capture) -> No
     assert table.count(" dB\n") == MATRICES and "int4-g128" in table
 
 
+def test_the_picture_of_inspect_numbers_weights_as_its_table(
+    home: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those in high precision count too."""
+    from lowbit.cli import inspect
+
+    drawn: list[Any] = []
+    monkeypatch.setattr(inspect, "save_picture", lambda figure, path: drawn.append(figure))
+    arguments = ["--layers", "lm_head=int8", "--layers", "*.0.*=none"]
+    assert main(["quantize", "model", *arguments, "--out", "q"]) == 0
+    table = printed("inspect", "q", "--against", "model", "--picture", "q.png", capfd=capfd)
+    rows = [line.split() for line in table.splitlines() if ".weight " in line]
+    assert [row[0] for row in rows] == [str(n) for n in range(1, len(weights()) + 1)]
+    shown = {
+        (line.get_label(), int(x)) for line in drawn[0].axes[1].lines for x in line.get_xdata()
+    }
+    assert shown == {(row[3], int(row[0])) for row in rows if row[3].startswith("int")}
+    assert len(shown) == 1 + MATRICES // 2
+
+
 def test_inspect_of_a_plain_folder_has_no_low_bits(home: Path, capfd: Capture) -> None:
     report = reported("inspect", "model", capfd=capfd)
     assert report["format"] is None and report["low_bit_nbytes"] == 0
