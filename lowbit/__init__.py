@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowbit import formats as formats
+    from lowbit import surface
     from lowbit.formats import export as export
     from lowbit.formats import load_pretrained as load_pretrained
     from lowbit.surface import *  # noqa: F403
+
+    # The site reads this; mypy, which meets the module again while it reads `surface`, does not know the type yet.
+    __all__ = ["export", "formats", "load_pretrained", *surface.__all__]  # type: ignore[has-type]
 
 __version__ = "0.1.0"
 

@@ -212,3 +212,11 @@ def test_the_help_names_the_formats() -> None:
     from lowbit.formats.registry import FORMATS
 
     assert tuple(format.name for format in FORMATS) == arguments.FORMATS
+
+
+def test_the_site_finds_what_the_package_gives_out() -> None:
+    """It reads the sources and imports nothing."""
+    griffe = pytest.importorskip("griffe")
+    package = griffe.load("lowbit", search_paths=[ROOT], resolve_aliases=True)
+    assert sorted(map(str, package.exports)) == lowbit.__all__
+    assert set(lowbit.__all__) <= {*package.members}
