@@ -184,9 +184,10 @@ class GgufFile:
         """The tokenizer, which transformers takes out of the file. Warns where it does not."""
         own: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         try:
-            from transformers import AutoTokenizer
-
-            found = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name, **own)
+            transformers = optional.imported("transformers", "that needs", "hf")
+            found = transformers.AutoTokenizer.from_pretrained(
+                self.path.parent, gguf_file=self.path.name, **own
+            )
             found.init_kwargs.pop("local_files_only", None)  # it would be written
             found.save_pretrained(folder)
         except Exception as error:  # transformers raises many classes
