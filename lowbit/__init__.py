@@ -4,9 +4,17 @@ Everything a user needs is here or in the four subpackages `lowbit.optim`, `lowb
 `lowbit.inference`. `lowbit.formats`, with `export` and `load_pretrained`, is imported when one of them is first used.
 """
 
+# ruff: noqa: E402, for the path comes before all other imports.
+import sys
+
+# `python -m lowbit` looks for modules in the working folder first, which may be that of a stranger's model. sys.argv
+# begins with "-m" until Python has found the module, whose name stands before the arguments.
+_IS_RUN = sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] in ("lowbit", "-mlowbit")
+if _IS_RUN and not sys.flags.safe_path:
+    del sys.path[0]
+
 import importlib.util
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -53,9 +61,9 @@ def _is_command() -> bool:
 
     Its help and its errors about arguments come without the seconds that `import torch` takes.
     """
+    if _IS_RUN:
+        return True
     first = sys.argv[0] if sys.argv else ""
-    if first == "-m":  # until Python has found the module, whose name stands before the arguments
-        return sys.orig_argv[-len(sys.argv)] in ("lowbit", "-mlowbit")
     script, suffix = os.path.splitext(os.path.basename(first))
     if script != "lowbit" or suffix not in ("", ".exe"):
         return False

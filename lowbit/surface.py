@@ -3,7 +3,7 @@
 `lowbit/__init__.py` imports it, unless the program is the command line, which does so when a command runs.
 """
 
-from lowbit import inference, optim, qat, train
+from lowbit import inference, optim, pretrained, qat, train
 from lowbit.affine import (
     choose_qparams_affine,
     dequantize_affine,
@@ -33,6 +33,7 @@ from lowbit.presets import (
     NVFP4WeightOnly,
 )
 from lowbit.scheme import Float8, Int, Scheme, Spec
+from lowbit.siblings import register_siblings
 from lowbit.tensor import (
     AffineTensor,
     BitNetTensor,
@@ -56,6 +57,8 @@ from lowbit.train_scheme import (
     Int8Weight,
     TrainingScheme,
 )
+
+pretrained.listen()
 
 __all__ = [
     "E2M1",
@@ -118,6 +121,7 @@ __all__ = [
     "quantize_",
     "quantize_affine",
     "register_linear",
+    "register_siblings",
     "save",
     "trace",
     "train",
