@@ -279,6 +279,9 @@ class LowbitOptimizer(torch.optim.Optimizer):
                 than in earlier steps. This parameter has not changed then.
             ValueError, TypeError: an option set since the last step is not accepted, or groups disagree in an option
                 that concerns all gradients together. Nothing has changed then.
+
+        With `step_in_backward`, RuntimeError as well if several backwards have stepped a parameter since the last call,
+        or since `zero_grad`.
         """
         if self._in_backward is not None and getattr(self, "grad_scale", None) is not None:
             raise RuntimeError(
@@ -290,8 +293,17 @@ class LowbitOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._in_backward is not None:
+            self._in_backward.check_one_backward()
         self._step_gradients()
         return loss
+
+    @torch._disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or make them zero."""
+        super().zero_grad(set_to_none)
+        if self._in_backward is not None:
+            self._in_backward.begin_anew()
 
     def _step_gradients(self) -> None:
         """Update every parameter that has a gradient. The options have been checked."""

@@ -5,13 +5,21 @@ a bucket. A full bucket is one step of the optimizer over these parameters, with
 `optimizer.step()`, and frees their gradients. The end of backward steps the last bucket. Parameters are updated one by
 one from their own gradients, so the result equals that of `optimizer.step()` after backward to the bit.
 
+A reentrant checkpoint runs a backward inside of the backward. "Complete" then means complete in the inner one: a block
+that is used again, in another checkpoint or outside, adds to the gradient later. Gradients of inner backwards therefore
+wait for the end of the outermost one, and a second arrival is refused.
+
 Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (LOMO), arXiv
 2306.09782, which fuses the update into backward.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
+from collections.abc import Callable
 from itertools import chain
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.optim.base import LowbitOptimizer
+from lowbit.optim.checkpoint import parameter_names
 from lowbit.optim.muon import Muon
 from lowbit.sharded import is_dtensor
 from lowbit.tensor.dtensor import local
@@ -26,6 +35,9 @@ from lowbit.tensor.dtensor import local
 _BUCKET_MIB = 64.0
 _MOST_STEPS = 256
 """Compiled steps that are kept: as many as buckets, unless each backward reaches other parameters."""
+_RUN = torch.autograd.graph._engine_run_backward.__code__
+_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
+"""Frames of a backward, and of a Python function that a backward calls."""
 
 
 def step_in_backward(
@@ -34,7 +46,8 @@ def step_in_backward(
     """From now on step each parameter of `optimizer` during backward, and free its gradient (`param.grad` is None).
 
     The gradients in memory are at most those of one bucket and of one more parameter. Every backward is a step: there
-    is no accumulation over several. `optimizer.step()` may stay in the loop, where learning-rate schedulers expect it.
+    is no accumulation over several. `optimizer.step()` may stay in the loop, where learning-rate schedulers expect it,
+    and raises if several backwards came before it.
 
         optimizer = lowbit.optim.AdamW8bit(model.parameters(), lr=1e-3)
         lowbit.optim.step_in_backward(optimizer)
@@ -44,8 +57,11 @@ def step_in_backward(
             scheduler.step()
 
     Under FSDP2 a parameter is stepped once its gradient is reduced. Parameters that are frozen now, or added later, are
-    stepped by `optimizer.step()`, whose hooks run at its call only. Blocks that share parameters need checkpoints with
-    `use_reentrant=False`: a reentrant one runs a backward of its own, with a part of the gradient.
+    stepped by `optimizer.step()`, whose hooks run at its call only.
+
+    Checkpoints should have `use_reentrant=False`. A reentrant one runs a backward of its own, whose gradients may be
+    parts: they stay in memory until the end of the whole backward, which a warning says once. A parameter whose
+    gradient comes in several parts, since its block is used twice, is refused with a RuntimeError in backward.
 
     Args:
         optimizer: any of `lowbit.optim`, but for `CPUOffloadOptimizer`, which has its own way.
@@ -102,17 +118,30 @@ def _check_param(optimizer: LowbitOptimizer, param: Tensor) -> None:
         )
 
 
+_Arrived = tuple[Tensor, Any]
+"""A gradient, and the stream that made it; None on a CPU."""
+
+
 class StepInBackward:
     """The handle of `step_in_backward`."""
 
     def __init__(self, optimizer: LowbitOptimizer, bucket_mib: float) -> None:
         self._optimizer = optimizer
         self._limit = bucket_mib * 2**20
-        # Parameters, with the streams that made their gradients.
-        self._bucket: dict[Tensor, Any] = {}
+        # Parameters, with their gradients and the streams that made these.
+        self._bucket: dict[Tensor, _Arrived] = {}
         self._nbytes = 0
-        # torch's number of the backward whose end steps the last bucket.
+        # The same of inner backwards, which wait for the end of the outermost one.
+        self._held: dict[Tensor, _Arrived] = {}
+        # torch's number of the backward whose end steps the last bucket, and whether it runs inside of another.
         self._backward = -1
+        self._is_inner = False
+        # The parameters that the outermost backward has stepped so far; those stepped since the last
+        # `optimizer.step()`, and one that more than one backward has stepped.
+        self._stepped: set[Tensor] = set()
+        self._since_step: set[Tensor] = set()
+        self._repeated: Tensor | None = None
+        self._has_warned = False
         # Compiled steps, by the parameters of a bucket; the one used last comes last.
         self._steps: dict[tuple[int, ...], Any] = {}
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -128,12 +157,25 @@ class StepInBackward:
         """Step after backward again. Gradients that wait for their step stay in `param.grad`."""
         for hook in self._hooks:
             hook.remove()
-        self._bucket.clear()
+        self._forget()
         if self._optimizer._in_backward is self:
             self._optimizer._in_backward = None
 
+    def check_one_backward(self) -> None:
+        """`optimizer.step()` is called: raise RuntimeError if several backwards have stepped a parameter since the last
+        call, or since `zero_grad`, as they do in a loop that accumulates gradients."""
+        repeated, self._repeated = self._repeated, None
+        self._since_step.clear()
+        if repeated is not None:
+            raise RuntimeError(
+                f"several backwards came before this optimizer.step(), and each has stepped {self._label(repeated)} "
+                "with its own gradient: with step_in_backward gradients do not accumulate. Call optimizer.step() after "
+                "each backward, or never; to accumulate, call remove() of the handle and step after backward, or use "
+                "CPUOffloadOptimizer(..., offload_gradients=True)"
+            )
+
     def _collect(self, param: Tensor) -> None:
-        """The hook of a parameter: its gradient is complete."""
+        """The hook of a parameter: its gradient of the running backward is complete."""
         assert param.grad is not None
         if id(param) not in self._known:
             raise RuntimeError(
@@ -141,22 +183,96 @@ class StepInBackward:
                 "has replaced it. Call remove() of the handle of step_in_backward, make the optimizer after the "
                 "conversion, and call step_in_backward again"
             )
-        stream = torch.cuda.current_stream(param.device) if param.is_cuda else None
-        self._bucket[param] = stream
-        own = local(param.grad)
-        self._nbytes += own.numel() * own.element_size()  # nbytes raises for a sparse one
         running = torch._C._current_graph_task_id()
         if self._backward != running:  # not a flag, which a backward that fails would leave set
             self._backward = running
-            torch.autograd.Variable._execution_engine.queue_callback(self._step)
+            self._is_inner = _runs_inside_another()
+            _at_the_end_of_this_backward(self._end)
+        self._check_is_whole(param)
+        stream = torch.cuda.current_stream(param.device) if param.is_cuda else None
+        if self._is_inner:
+            self._hold(param, stream)
+            return
+        self._bucket[param] = param.grad, stream
+        own = local(param.grad)
+        self._nbytes += own.numel() * own.element_size()  # nbytes raises for a sparse one
         if self._nbytes >= self._limit:
+            self._stepped |= self._bucket.keys()
             self._step()
+
+    def _check_is_whole(self, param: Tensor) -> None:
+        """Raise RuntimeError if a part of this gradient came before, in this backward or in one inside of it."""
+        waiting = self._held.get(param)
+        if waiting is None and self._is_inner:
+            waiting = self._bucket.get(param)
+        # torch adds to a gradient in place. Another one has replaced that of a backward that failed.
+        is_second = waiting is not None and waiting[0] is param.grad
+        is_late = self._is_inner and param in self._stepped
+        if not (is_second or is_late):
+            return
+        self._forget()
+        changed = (
+            "it has been stepped with the first part already, so load the last checkpoint"
+            if is_late
+            else "it has not been stepped"
+        )
+        raise RuntimeError(
+            f"step_in_backward got the gradient of {self._label(param)} in parts, from several backwards that one "
+            f"backward ran: a block that is used more than once lies in a reentrant checkpoint ({changed}). Use "
+            "checkpoint(..., use_reentrant=False), or call remove() of the handle and step after backward"
+        )
+
+    def _hold(self, param: Tensor, stream: Any) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"the gradient of {self._label(param)} and others come from a backward inside of the backward, as a "
+                "reentrant checkpoint runs it, and may be parts: step_in_backward keeps them until the end of the "
+                "whole backward. checkpoint(..., use_reentrant=False) lets it free them at once",
+                stacklevel=2,
+            )
+        assert param.grad is not None
+        self._held[param] = param.grad, stream
+
+    def _end(self) -> None:
+        """A backward ends. Steps what is left if it is the outermost one."""
+        outer = torch._C._current_autograd_node()  # the node that ran this backward
+        if outer is not None:
+            _at_the_end_of_the_backward_of(outer, self._end)
+            return
+        self._bucket.update(self._held)
+        self._held.clear()
+        self._stepped.clear()
+        self._step()
+
+    def begin_anew(self) -> None:
+        """`optimizer.zero_grad()` was called: nothing accumulates over it, and what a failed backward left is gone."""
+        self._forget()
+        self._since_step.clear()
+        self._repeated = None
+
+    def _forget(self) -> None:
+        """Forget the gradients that wait; they stay in `param.grad`."""
+        self._bucket.clear()
+        self._held.clear()
+        self._stepped.clear()
+        self._nbytes = 0
+
+    def _label(self, param: Tensor) -> str:
+        groups = self._optimizer.param_groups
+        params = chain.from_iterable(group["params"] for group in groups)
+        pairs = zip(parameter_names(groups), params, strict=True)
+        name = next((name for name, own in pairs if own is param), "a parameter")
+        return f"{name} of shape {tuple(param.shape)}"
 
     def _step(self) -> None:
         bucket, self._bucket, self._nbytes = self._bucket, {}, 0
-        ready = {param: stream for param, stream in bucket.items() if param.grad is not None}
+        ready = {param: stream for param, (_, stream) in bucket.items() if param.grad is not None}
         if not ready:
             return
+        again = self._since_step & ready.keys()
+        self._repeated = next(iter(again), self._repeated)
+        self._since_step |= ready.keys()
         optimizer = self._optimizer
         optimizer._check_options()
         _check_separable(optimizer)
@@ -192,3 +308,34 @@ def _wait_for(param: Any, stream: Any) -> None:
     if current != stream:
         current.wait_stream(stream)
         local(param.grad).record_stream(current)
+
+
+def _runs_inside_another() -> bool:
+    """Whether the backward that calls the hook is run by a node of another one, as reentrant checkpoints do.
+
+    torch does not say so while a backward runs. Python's frames do: a function that a backward calls, or another
+    backward, lies below the innermost backward. On a thread that computes for a GPU the outermost has no frame.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _RUN:
+        frame = frame.f_back
+    while frame is not None:
+        frame = frame.f_back
+        if frame is not None and frame.f_code in (_RUN, _FUNCTION):
+            return True
+    return False
+
+
+def _at_the_end_of_this_backward(call: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def _at_the_end_of_the_backward_of(node: Any, call: Callable[[], None]) -> None:
+    """`node`, which is running, has run a backward of its own: `call` at the end of the backward that runs `node`."""
+    following = next(f for f, _ in node.next_functions if f is not None)
+
+    def begins(*grads: Any) -> None:
+        handle.remove()
+        _at_the_end_of_this_backward(call)
+
+    handle = following.register_prehook(begins)
