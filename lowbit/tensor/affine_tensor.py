@@ -43,7 +43,7 @@ from lowbit.tensor.blocked import BlockedTensor
 from lowbit.tensor.contracted import of_stack, of_swapped
 from lowbit.tensor.cpu_values import ReadOnCpu, rows_of_embedding
 from lowbit.tensor.frozen import asks_for_gradient
-from lowbit.tensor.requantize import requantize
+from lowbit.tensor.requantize import holds, requantize
 from lowbit.tensor.row_chunks import count_nonfinite, encode_in_chunks
 from lowbit.tensor.torchscript import is_traced, refuse_trace
 from lowbit.tensor.trainable import GROUPED, MATMULS
@@ -402,6 +402,13 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
         if self.transposed:
             weight, values = self._transposed(), values.transpose(-2, -1)
         requantize(weight, values)
+
+    def holds(self, values: Tensor) -> bool:
+        if self.flat_from is not None:
+            return False
+        if self.transposed:
+            return self._transposed().holds(values.transpose(-2, -1))
+        return holds(self, values)
 
     def _new_scales(self, x: Tensor) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor | None]]:
         """Scales and zero points of padded values x: the inner tensors, by name, and as `lowbit.affine` takes them."""

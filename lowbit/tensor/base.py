@@ -218,6 +218,11 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         """The shape and dtype of each inner tensor of a tensor of that logical shape."""
         raise NotImplementedError(f"{type(self).__name__} defines no inner_shapes(shape)")
 
+    def holds(self, values: Tensor) -> bool:
+        """Whether `values` are those that this tensor has, up to rounding, so that a copy of them changes nothing.
+        False for classes whose encoding restores such values itself."""
+        return False
+
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
         raise self._unsupported("copying high-precision values into it")
 

@@ -33,7 +33,7 @@ def _is_pinned(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 @_implements(aten._to_copy.default)
-def _to_copy(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
+def to_copy(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     self = args[0]
     dtype = kwargs.get("dtype") or self.dtype
     if not dtype.is_floating_point:
@@ -58,6 +58,8 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
         raise ValueError(f"cannot copy shape {tuple(src.shape)} into {dst!r}")
     meta: dict[str, Any] = {}
     if not isinstance(src, LowbitTensor):
+        if dst.holds(src):
+            return dst
         source = dst._encode(src)
     elif dst._is_stored_like(src):
         source = {**src.inner_tensors()}

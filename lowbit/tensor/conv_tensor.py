@@ -142,6 +142,9 @@ class ConvTensor(AffineTensor):
         """An output channel, as plain values."""
         return self._row(index)
 
+    def holds(self, values: Tensor) -> bool:
+        return self.matrix.holds(values.flatten(1))
+
     def requantize_(self, values: Tensor) -> None:
         if values.shape != self.shape:
             raise ValueError(f"values of shape {tuple(values.shape)} for {self!r}")

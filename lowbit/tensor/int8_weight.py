@@ -13,7 +13,8 @@ The offset of a row starts at a hash of seed and name, plus the row's first inde
 The offset is sharded, saved and resumed with the row. So replicas, any sharding and a restart give the same weights.
 
 lowbit's optimizers round once a step, torch.optim's in-place operations once each, except a multiplication by a
-positive number (decoupled weight decay), which multiplies the scales. Copies of plain values round to nearest.
+positive number (decoupled weight decay), which multiplies the scales. Copies of plain values round to nearest; those of
+an average keep what rounding lost (`lowbit.tensor.remainder`).
 
 Products dequantize the weight, or run int8 x int8, as the scheme `Int8Weight` says.
 """
@@ -35,9 +36,10 @@ import lowbit_kernels as kernels
 from lowbit import tracer
 from lowbit.presets import Int8WeightOnly
 from lowbit.sharded import is_dtensor
+from lowbit.tensor import remainder
 from lowbit.tensor.affine_tensor import AffineTensor
 from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_weight, stored_shape
-from lowbit.tensor.base_ops import copy_, product_below_autograd
+from lowbit.tensor.base_ops import copy_, product_below_autograd, to_copy
 from lowbit.tensor.cpu_values import ReadOnCpu
 from lowbit.tensor.dtensor import own_region
 from lowbit.tensor.fsdp import Wire
@@ -144,8 +146,22 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         values = self._dequantize_on_cpu()
         return (self.codes * self.scale).to(self.dtype) if values is None else values
 
+    def master(self) -> Tensor:
+        """The values in float32, with the remainder of an average."""
+        rest = None if self.transposed or self.flat_from is not None else remainder.of(self.codes)
+        if rest is None:
+            return super().master()
+        return (self.codes + rest / remainder.UNITS) * self.scale
+
+    def was_read(self) -> None:
+        remainder.expect(self.codes)
+
+    def operand(self) -> Tensor:
+        self.was_read()
+        return self.master().to(self.dtype)
+
     def write_master(self, out: Tensor) -> None:
-        if self.transposed or self.flat_from is not None:
+        if self.transposed or self.flat_from is not None or remainder.of(self.codes) is not None:
             super().write_master(out)
         else:
             torch.mul(self.codes, self.scale, out=out)  # in one pass
@@ -160,6 +176,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         self.codes.copy_(codes)
         self.scale.copy_(scale)
         offsets.add_(NEXT)
+        remainder.forget(self.codes)
 
     def scale_(self, factor: Any) -> bool:
         """A positive number multiplies the scales alone."""
@@ -469,14 +486,41 @@ def _bmm(func: Any, args: Any, kwargs: Any) -> Tensor:
     return func(first, second, *args[2:], **kwargs)
 
 
+@_implements(aten.clone.default)
+def _clone(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
+    """With the remainder of an average, as callbacks that swap a model and its average clone both."""
+    made: Any = args[0]._map(func)
+    remainder.share(args[0].codes, made.codes)
+    return made
+
+
+@_implements(aten._to_copy.default)
+def _to_copy(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
+    """In another dtype it is an operand of arithmetic, as in `average.float() * decay`."""
+    self = args[0]
+    made: Any = to_copy(func, args, kwargs)
+    if made.dtype != self.dtype:
+        self.was_read()
+    remainder.share(self.codes, made.codes)
+    return made
+
+
 @_implements(aten.copy_.default)
 def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Copies the random-number offsets too, so that training continues as it would have. A source without offsets
-    leaves those of the target."""
+    leaves those of the target. Plain values that were computed from the target leave a remainder."""
     dst, src = args[0], args[1]
     if isinstance(dst, Int8WeightTensor) and isinstance(src, Int8WeightTensor):
         if src.place is not None and dst.place is None and dst.shape == src.shape:
             dst.place = src.place.to(dst.device, copy=True)
         elif src.place is None and dst.place is not None:
             src = src._with({**src.inner_tensors(), "place": dst.place})
-    return copy_(func, (dst, src), kwargs)
+    copied = copy_(func, (dst, src), kwargs)
+    if isinstance(dst, Int8WeightTensor):
+        if isinstance(src, Int8WeightTensor):
+            remainder.share(src.codes, dst.codes)
+        elif dst.transposed or dst.flat_from is not None:
+            remainder.forget(dst.codes)
+        else:
+            remainder.keep(dst.codes, dst.scale, src)
+    return copied

@@ -21,6 +21,26 @@ def requantize(weight: Any, values: Tensor) -> None:
             _requantize(part, own)
 
 
+def holds(weight: Any, values: Tensor) -> bool:
+    """Whether `values` [..., N, K] are those of an AffineTensor of this shape that is not transposed, up to the
+    rounding of the coarser dtype.
+
+    An average of a frozen weight computes such values. Most schemes would choose other scales for them: a group of int4
+    codes -7 .. 7 gets a smaller scale each time.
+    """
+    if weight.numel() == 0 or weight.is_meta or torch.compiler.is_compiling():
+        return False
+    coarser = max(torch.finfo(t.dtype).eps for t in (weight, values))
+    whole = weight.spec.shares_rows
+    parts = [(weight, values)] if whole else _row_chunks(weight, values)
+    return all(_is_near(own, part.dequantize(), 2 * coarser) for part, own in parts)
+
+
+def _is_near(values: Tensor, held: Tensor, tolerance: float) -> bool:
+    held = held.to(torch.promote_types(values.dtype, torch.float32))
+    return bool(((values - held).abs_() <= held.abs() * tolerance).all())
+
+
 def _row_chunks(weight: Any, values: Tensor) -> Iterator[tuple[Any, Tensor]]:
     """Chunks of both, over the same memory, small enough for the temporaries of quantization."""
     if weight.ndim > 2:

@@ -134,6 +134,14 @@ class TrainableTensor(LowbitTensor):
         """What autograd keeps beside the inner tensors so that it sees writes to rows. None where rows are copies."""
         return None
 
+    def was_read(self) -> None:
+        """Arithmetic outside of products, such as that of an average, reads the values."""
+
+    def operand(self) -> Tensor:
+        """The operand of such arithmetic: plain, in this tensor's dtype, without gradient."""
+        self.was_read()
+        return self.dequantize()
+
     def values_again(self, dtype: torch.dtype) -> Tensor:
         """`values()` in this dtype, for a backward pass."""
         return self.values().to(dtype)
@@ -374,10 +382,14 @@ UPDATE = (
     *(aten.div_.Tensor, aten.div_.Scalar, aten.addcmul_.default, aten.addcdiv_.default),
     *(aten.lerp_.Scalar, aten.lerp_.Tensor),
 )
-READ = (
+ARITHMETIC = (
     *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor),
-    *(aten.add.Scalar, aten.sub.Scalar, aten.div.Scalar, aten.pow.Tensor_Scalar),
-    *(aten.neg.default, aten.abs.default, aten.sgn.default),
+    *(aten.add.Scalar, aten.sub.Scalar, aten.div.Scalar),
+    *(aten.lerp.Scalar, aten.lerp.Tensor),
+)
+READ = (
+    *ARITHMETIC,
+    *(aten.pow.Tensor_Scalar, aten.neg.default, aten.abs.default, aten.sgn.default),
     *(aten.eq.Tensor, aten.ne.Tensor, aten.eq.Scalar, aten.ne.Scalar),
     *(aten.isfinite.default, aten.isnan.default, aten.where.self),
     *(aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar),
@@ -417,10 +429,12 @@ def _update(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @TrainableTensor.implements(*READ)
 def _read(func: Any, args: Any, kwargs: Any) -> Any:
-    """Norms and checks read the values."""
+    """Norms and checks read the values; averages compute with the operands."""
 
     def values(x: Any) -> Any:
-        return x.dequantize() if isinstance(x, TrainableTensor) else x
+        if not isinstance(x, TrainableTensor):
+            return x
+        return x.operand() if func in ARITHMETIC else x.dequantize()
 
     return func(*tree_map(values, args), **tree_map(values, kwargs))
 
@@ -457,6 +471,8 @@ def _on_masters(func: Any, args: Any, kwargs: Any) -> Any:
 
     def widened(x: Any) -> Any:
         if isinstance(x, TrainableTensor):
+            if not func._schema.is_mutable:
+                x.was_read()
             work[id(x)] = (x, x.master())
         elif isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16):
             work[id(x)] = (x, x.float())
