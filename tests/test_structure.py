@@ -28,6 +28,7 @@ MATHS = {
     "granularity",
     "learned_scales",
     "least_sizes",
+    "long_norm",
     "lookup_table",
     "observer",
     "packing",

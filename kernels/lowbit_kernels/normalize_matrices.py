@@ -43,7 +43,7 @@ def reference(x: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
     out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     for i, matrix in enumerate(x):
         wide = matrix.float()
-        out[i] = wide / torch.linalg.vector_norm(wide).clamp_min(eps)
+        out[i] = wide / torch.linalg.vector_norm(wide, dtype=torch.float64).float().clamp_min(eps)
     return out
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowbit.convert import Entry, Report
 from lowbit.formats.sources import Item
+from lowbit.long_norm import long_norm
 from lowbit.tensor.base import LowbitTensor
 
 
@@ -65,8 +66,8 @@ def snr(values: Tensor, weight: Tensor) -> float:
     step = max(1, 2**20 // max(1, values[0].numel() if len(values) else 1))
     for own, got in zip(values.split(step), rounded.split(step), strict=True):
         own = own.to(torch.float32, copy=True)
-        signal += float(torch.linalg.vector_norm(own)) ** 2
-        noise += float(torch.linalg.vector_norm(own.sub_(got))) ** 2
+        signal += float(long_norm(own)) ** 2
+        noise += float(long_norm(own.sub_(got))) ** 2
     if noise == 0:
         return math.inf
     # A difference: the quotient of a finite signal and an infinite noise has no logarithm.

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from lowbit.long_norm import long_norm
 from lowbit.optim.base import LowbitOptimizer
 from lowbit.optim.checkpoint import checked_states
 from lowbit.optim.job import norm_over_ranks, sharding
@@ -262,7 +263,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         """Scale the host's gradients to a norm of at most `max_norm` over all of them (and all ranks).
 
         Like torch.nn.utils.clip_grad_norm_, to be called after the last backward pass of a step. Gradients that are
-        still on the device stay as they are. The norm is computed in float32 or float64.
+        still on the device stay as they are. The norm is exact to float32's precision, for any number of elements.
 
         Returns:
             The norm before, a tensor without dimensions on the CPU.
@@ -339,11 +340,8 @@ def _total_norm(slots: list[Slot]) -> Tensor:
     """The norm of all gradients on the host; over all ranks where they are sharded."""
     squares: dict[Any, Any] = {}
     for slot in slots:
-        grad = slot.arrive()
-        dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
-        square = torch.linalg.vector_norm(grad, dtype=dtype).double() ** 2
         key = sharding(slot.param)
-        squares[key] = squares.get(key, 0.0) + square
+        squares[key] = squares.get(key, 0.0) + long_norm(slot.arrive()).square()
     return norm_over_ranks(squares.items(), torch.device("cpu")).float()
 
 
