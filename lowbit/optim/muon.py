@@ -93,9 +93,11 @@ class Muon(AdamBase):
 
     The option `use_muon` of a group decides whether Muon or AdamW updates it. A group without this option is split in
     two: parameters of 2 and more dimensions go to Muon, the others to AdamW. This rule cannot distinguish an embedding
-    or an output layer from a hidden matrix: give those in a separate group with `use_muon=False`. More than 2
-    dimensions are flattened to [first, rest], as for a convolution. Experts stacked in one parameter [experts, rows,
-    cols] are not one matrix: give them in a group with `stacked=True`.
+    or an output layer from a hidden matrix: give those in a separate group with `use_muon=False`.
+
+    Parameters of 4 and more dimensions are those of convolutions, and flattened to [first, rest]. One of 3 dimensions
+    may hold experts [experts, rows, cols], or be the one matrix of a Conv1d, and nothing shows which. So its group says
+    `stacked=True` or `stacked=False`.
 
         head = {"params": [model.embed.weight, model.head.weight], "use_muon": False}
         optimizer = Muon([{"params": model.blocks.parameters()}, head], lr=0.02, adamw_lr=3e-4)
@@ -118,8 +120,9 @@ class Muon(AdamBase):
         adamw_lr, adamw_weight_decay, adamw_betas, adamw_eps: AdamW's, unless its groups give their own `lr`,
             `weight_decay`, `betas`, `eps`. In a group that is split, these names set the options of the AdamW part.
         maximize: ascend.
-        stacked: each parameter of 3 dimensions is a stack of matrices, [matrices, rows, cols], and Muon takes no other
-            parameters. Ranks should shard stacks in dimension 0; then they exchange nothing.
+        stacked: True: each parameter of Muon is a stack of matrices, [matrices, rows, cols]. Ranks should shard stacks
+            in dimension 0; then they exchange nothing. False: one of more than 2 dimensions is one matrix, flattened
+            to [first, rest]. None: as False, and parameters of 3 dimensions are refused.
         common: `lowbit.optim.CommonOptions`. `state` is the format of the momentum and of AdamW's moments, by default
             this class's own, "8bit" for Muon itself. Bytes of momentum an element: "4bit" 0.53, "8bit" and "float8"
             1.02, "bf16" 2, "fp32" 4.
@@ -153,7 +156,7 @@ class Muon(AdamBase):
         adamw_betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
         maximize: bool = False,
-        stacked: bool = False,
+        stacked: bool | None = None,
         **common: Unpack[CommonOptions],
     ) -> None:
         self._adamw: dict[str, Any] = {"lr": adamw_lr, "weight_decay": adamw_weight_decay}
@@ -217,7 +220,7 @@ class Muon(AdamBase):
             raise ValueError(f"momentum must be in [0, 1), got {group['momentum']!r}")
         check_flag("nesterov", group["nesterov"])
         check_flag("use_muon", group["use_muon"], or_none=True)
-        check_flag("stacked", group["stacked"])
+        check_flag("stacked", group["stacked"], or_none=True)
         numbers = group["ns_coefficients"]
         if not isinstance(numbers, (tuple, list)) or len(numbers) != 3:
             raise ValueError(f"ns_coefficients must be three numbers, got {numbers!r}")
@@ -233,18 +236,13 @@ class Muon(AdamBase):
             raise ValueError(
                 f"adjust_lr_fn must be None, 'original' or 'match_rms_adamw', got {group['adjust_lr_fn']!r}"
             )
-        for param in group.get("params", ()) if group["use_muon"] else ():
-            tensor = param[1] if isinstance(param, tuple) else param
-            if isinstance(tensor, Tensor) and tensor.ndim < 2:
-                raise ValueError(
-                    f"use_muon=True takes matrices, got a parameter of shape {tuple(tensor.shape)}; leave use_muon "
-                    "out to have such parameters updated by AdamW, or give them in a group with use_muon=False"
-                )
-            if isinstance(tensor, Tensor) and group["stacked"] and tensor.ndim != 3:
-                raise ValueError(
-                    f"stacked=True takes stacks of matrices, [matrices, rows, cols], got a parameter of shape "
-                    f"{tuple(tensor.shape)}; give it in a group with stacked=False"
-                )
+        if group["use_muon"]:
+            for param in group.get("params", ()):
+                name, tensor = param if isinstance(param, tuple) else ("", param)
+                if isinstance(tensor, Tensor):
+                    _check_shape(
+                        f"parameter {name!r}" if name else "a parameter", tensor, group["stacked"]
+                    )
 
     def state_names(self, group: dict[str, Any]) -> dict[str, bool]:
         return {"momentum_buffer": True} if group["use_muon"] else super().state_names(group)
@@ -263,6 +261,28 @@ class Muon(AdamBase):
         if saved and group["use_muon"] and "step" not in saved:  # torch.optim.Muon counts none
             saved = {"step": 0.0, **saved}
         return super()._loaded_state(group, param, saved, name)
+
+
+def _check_shape(label: str, param: Tensor, stacked: bool | None) -> None:
+    """Raise ValueError for a parameter that Muon does not take, or of which it does not know whether it is stacked."""
+    shape = tuple(param.shape)
+    if param.ndim < 2:
+        raise ValueError(
+            f"use_muon=True takes matrices, got {label} of shape {shape}; leave use_muon out to have such parameters "
+            "updated by AdamW, or give them in a group with use_muon=False"
+        )
+    if stacked and param.ndim != 3:
+        raise ValueError(
+            f"stacked=True takes stacks of matrices, [matrices, rows, cols], got {label} of shape {shape}; give it in "
+            "a group with stacked=False"
+        )
+    if stacked is None and param.ndim == 3:
+        count, rows, cols = shape
+        raise ValueError(
+            f"{label} of shape {shape} has three dimensions, and Muon cannot see what they are. Give it in a group "
+            f"with stacked=True if it holds {count} matrices of {rows} x {cols}, as the experts of a layer, or with "
+            f"stacked=False if it is one matrix of {count} x {rows * cols}, as the weight of a Conv1d"
+        )
 
 
 class Muon4bit(Muon):

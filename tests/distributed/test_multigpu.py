@@ -185,7 +185,7 @@ ALGORITHMS = {
     "AdEMAMix": optim.AdEMAMix,
     "Muon": optim.Muon,
 }
-OPTIONS = {"SGD": {"momentum": 0.9}}
+OPTIONS = {"SGD": {"momentum": 0.9}, "Muon": {"stacked": False}}
 VARIANTS = {
     "rounded": {"state": "8bit", "bf16_stochastic_round": True},
     "corrected": {"state": "4bit", "weight_correction": "8bit"},

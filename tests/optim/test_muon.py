@@ -319,7 +319,8 @@ def check_sharded(rank, world_size, folder):
     mesh = init_device_mesh("cpu", (world_size,))
     for state in FORMATS:
         whole, model = ShardedModel(), shard(ShardedModel(), mesh)
-        reference, optimizer = (Muon(m.parameters(), lr=0.02, state=state) for m in (whole, model))
+        options = {"state": state, "stacked": False}
+        reference, optimizer = (Muon(m.parameters(), lr=0.02, **options) for m in (whole, model))
         train_sharded(whole, reference, 2)
         train_sharded(model, optimizer, 2)
         for p, q in zip(model.parameters(), whole.parameters(), strict=True):
@@ -330,7 +331,7 @@ def check_sharded(rank, world_size, folder):
             continue
         dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=f"{folder}/{state}")
         fresh = shard(ShardedModel(), mesh)
-        again = Muon(fresh.parameters(), lr=0.5, state=state)
+        again = Muon(fresh.parameters(), lr=0.5, **options)
         loaded = get_optimizer_state_dict(fresh, again)
         dcp.load(loaded, checkpoint_id=f"{folder}/{state}")
         set_optimizer_state_dict(fresh, again, loaded)

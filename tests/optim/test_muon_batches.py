@@ -29,7 +29,7 @@ def plans_of(optimizer):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kernels_against_operations(state, dtype):
     made = [parameters(*SHAPES, dtype=dtype) for _ in range(2)]
-    options = {"lr": 0.05, "state": state, "max_grad_norm": 3.0}
+    options = {"lr": 0.05, "state": state, "max_grad_norm": 3.0, "stacked": False}
     fused = Muon(made[0], fused=True, **options)
     eager = Muon(made[1], fused=False, **options)
     for optimizer, params in zip((fused, eager), made, strict=True):
@@ -48,7 +48,8 @@ def test_rounding_of_weights_equals_that_of_operations(options):
     """The same random bits: the step counts once, though it has two launches."""
     made = [parameters(*SHAPES, dtype=torch.bfloat16) for _ in range(2)]
     for fused, params in zip((True, False), made, strict=True):
-        run(Muon(params, fused=fused, lr=0.05, state="fp32", **options), params, 4)
+        optimizer = Muon(params, fused=fused, lr=0.05, state="fp32", stacked=False, **options)
+        run(optimizer, params, 4)
     for p, q in zip(*made, strict=True):
         assert (p != q).float().mean() < 0.02, p.shape
 
@@ -149,7 +150,7 @@ def test_a_stack_equals_its_matrices(state):
 def test_stacks_are_refused_where_they_are_none():
     with pytest.raises(ValueError, match=r"stacked=True takes .*got a parameter of shape \(8, 8\)"):
         Muon(parameters((8, 8)), stacked=True)
-    with pytest.raises(TypeError, match="stacked must be True or False, got 3"):
+    with pytest.raises(TypeError, match="stacked must be True, False or None, got 3"):
         Muon(parameters((8, 8)), stacked=3)
     Muon([{"params": parameters((8, 8)), "use_muon": False, "stacked": True}])
     optimizer = Muon(parameters((2, 8, 8), (8,)), stacked=True)
@@ -160,6 +161,61 @@ def test_stacks_are_refused_where_they_are_none():
     again = Muon(parameters((2, 8, 8), (8,)), stacked=True)
     again.load_state_dict(saved)
     assert again.param_groups[0]["stacked"]
+
+
+VARIANTS = [Muon, optim.Muon4bit, optim.Muon8bit, optim.MuonFp8]
+THREE = r"of shape \(4, 8, 9\) .*stacked=True .* 4 matrices of 8 x 9.*stacked=False .*4 x 72"
+
+
+@pytest.mark.parametrize("cls", VARIANTS)
+@pytest.mark.parametrize("group", [{}, {"use_muon": True}, {"stacked": None}])
+def test_three_dimensions_need_an_answer(cls, group):
+    """Nothing shows whether they are experts or a Conv1d."""
+    three, others = parameters((4, 8, 9)), parameters((8, 8), (4, 8, 3, 3), (2, 3, 2, 3, 2), (8,))
+    with pytest.raises(ValueError, match=f"a parameter {THREE}"):
+        cls([{"params": [*others[:3], *three], **group}])
+    with pytest.raises(ValueError, match=f"parameter 'up' {THREE}"):
+        cls([("up", three[0])], **{k: v for k, v in group.items() if k == "stacked"})
+    with pytest.raises(ValueError, match=THREE):
+        optim.CPUOffloadOptimizer(three, cls)
+    optimizer = cls(others)  # 4 and 5 dimensions are convolutions
+    with pytest.raises(ValueError, match=THREE):
+        optimizer.add_param_group({"params": three, **group})
+    assert [len(g["params"]) for g in optimizer.param_groups] == [3, 1]
+    for stacked in (True, False):
+        optimizer.add_param_group({"params": parameters((4, 8, 9)), "stacked": stacked})
+    optimizer.add_param_group({"params": parameters((4, 8, 9)), "use_muon": False})
+    cls(three, stacked=True)
+    cls([*three, *others], stacked=False)
+
+
+@pytest.mark.parametrize("cls", VARIANTS)
+@pytest.mark.parametrize("stacked", [True, False])
+def test_three_dimensions_of_either_kind(cls, stacked):
+    """Each equals plain matrices."""
+    (three,) = parameters((2, 64, 72))
+    flat = three.detach().flatten(1)
+    parts = [nn.Parameter(m.clone()) for m in (three.detach() if stacked else [flat])]
+    optimizers = [cls([three], stacked=stacked, state="fp32"), cls(parts, state="fp32")]
+    three.grad = rand(2, 64, 72, seed=5)
+    for p, grad in zip(parts, three.grad if stacked else [three.grad.flatten(1)], strict=True):
+        p.grad = grad.clone()
+    for optimizer in optimizers:
+        optimizer.step()
+    found = three.detach() if stacked else three.detach().flatten(1)[None]
+    for p, own in zip(parts, found, strict=True):
+        torch.testing.assert_close(own, p.detach())
+
+
+def test_an_answer_resumes():
+    optimizer = Muon(parameters((2, 8, 8)), stacked=False)
+    saved = optimizer.state_dict()
+    del saved["param_groups"][0]["stacked"]  # as torch.optim.Muon saves it
+    again = Muon(parameters((2, 8, 8)), stacked=True)
+    again.load_state_dict(saved)
+    assert again.param_groups[0]["stacked"] is True
+    again.load_state_dict(optimizer.state_dict())
+    assert again.param_groups[0]["stacked"] is False
 
 
 # ---- ranks --------------------------------------------------------------------------------------------------

@@ -43,9 +43,10 @@ def check_sharded(rank, world_size, folder):
     for offload_gradients in (False, True):
         for cls in SHARDED:
             direct, model = shard(ShardedModel(), mesh), shard(ShardedModel(), mesh)
-            reference = cls(direct.parameters(), lr=0.01)
+            options = {"stacked": False} if cls is optim.Muon8bit else {}
+            reference = cls(direct.parameters(), lr=0.01, **options)
             optimizer = CPUOffloadOptimizer(
-                model.parameters(), cls, offload_gradients=offload_gradients, lr=0.01
+                model.parameters(), cls, offload_gradients=offload_gradients, lr=0.01, **options
             )
             for step in range(2):
                 for m, o in ((direct, reference), (model, optimizer)):
@@ -61,7 +62,7 @@ def check_sharded(rank, world_size, folder):
             path = f"{folder}/{offload_gradients}-{cls.__name__}"
             dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=path)
             fresh = shard(ShardedModel(), mesh)
-            again = CPUOffloadOptimizer(fresh.parameters(), cls, lr=0.5)
+            again = CPUOffloadOptimizer(fresh.parameters(), cls, lr=0.5, **options)
             loaded = get_optimizer_state_dict(fresh, again)
             dcp.load(loaded, checkpoint_id=path)
             set_optimizer_state_dict(fresh, again, loaded)

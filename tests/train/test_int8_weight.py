@@ -71,8 +71,9 @@ OPTIMIZERS = {
     "torch-SGD-fused": (torch.optim.SGD, {"fused": True, "momentum": 0.9}),
     **{
         name: (getattr(lowbit.optim, name), {})
-        for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8", "SGD", "Lion8bit", "AdEMAMix", "Muon")
+        for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8", "SGD", "Lion8bit", "AdEMAMix")
     },
+    "Muon": (lowbit.optim.Muon, {"stacked": False}),
     "AdamW-fp32": (lowbit.optim.AdamW, {"state": "fp32"}),
     "AdamW-bf16": (lowbit.optim.AdamW, {"state": "bf16"}),
     "AdamW4bit-corrected": (lowbit.optim.AdamW4bit, {"weight_correction": "8bit"}),
