@@ -58,6 +58,7 @@ from lowbit.optim.checkpoint import (
 )
 from lowbit.optim.described import described
 from lowbit.optim.eager import EagerStep
+from lowbit.optim.foreign import translated
 from lowbit.optim.job import GradScale, Job, Step, collect, grad_scale
 from lowbit.optim.options import (
     COMMON_DEFAULTS,
@@ -406,7 +407,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
         return self.stepped_by.attach(made) if isinstance(made, dict) else made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this optimizer in any state format, or of its namesake in torch.optim.
+        """Load a checkpoint of this optimizer in any state format, or of its namesake in torch.optim, torchao.optim or
+        bitsandbytes.optim (`lowbit.optim.foreign`).
 
         Options come from the checkpoint, as with torch.optim, except `state`: the format stays this optimizer's, and
         states are converted to it. They are copies: the checkpoint's tensors are not shared. The next step warns once
@@ -422,6 +424,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
             if replaced is not None:
                 state_dict = replaced
         check_is_state_dict(state_dict)
+        with torch.no_grad():
+            state_dict = translated(state_dict, self.param_groups, self.state_names)
         groups = self._loaded_groups(state_dict)
         with torch.no_grad():
             loaded = self._loaded_states(groups, state_dict)

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowbit.code_range import FLOATS
 from lowbit.optim.options import COMMON_DEFAULTS
@@ -112,6 +113,12 @@ def _step_of(name: str, value: Any) -> float:
 
 def _check_values(label: str, key: str, value: Tensor) -> None:
     part = local(value)
+    if is_traceable_wrapper_subclass(part) and not isinstance(part, LowbitTensor):
+        raise ValueError(
+            f"{label} is a {type(part).__module__}.{type(part).__name__}, which lowbit does not know; accepted: plain "
+            "tensors, and the states of lowbit.optim, torchao.optim and bitsandbytes.optim. Save the checkpoint with "
+            "states in float32"
+        )
     inner = part.inner_tensors().values() if isinstance(part, LowbitTensor) else [part]
     if any(t.is_meta for t in inner):
         raise ValueError(
