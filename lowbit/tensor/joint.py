@@ -17,9 +17,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lowbit.scheme import Spec
+from lowbit.sharded import is_dtensor
 from lowbit.tensor import sharded_linear
 from lowbit.tensor.affine_tensor import representation_of
 from lowbit.tensor.base import LowbitTensor
@@ -135,7 +135,7 @@ def joint_of(module: Linear) -> Tensor:
     values = []
     for sibling in module.siblings:
         weight = sibling._parameters["weight"]
-        if isinstance(weight, DTensor):
+        if is_dtensor(weight):
             raise NotImplementedError(
                 f"a sibling of a weight {tuple(module.weight.shape)} prepared for QAT in {spec} is sharded while this "
                 "one is gathered, and both share a part of their scales; accepted: siblings in one fully_shard unit, "
