@@ -4,6 +4,7 @@
 // BITS      1 .. 8 bits of a code. Codes below 8 bits are a little-endian bit stream: 8 codes fill BITS bytes
 // LOW       the smallest code, which a bit stream stores as 0. Codes of 8 bits are int8 or, if LOW is 0, uint8
 // EXPONENT  0 for integers; 4 or 5 exponent bits for float8
+// TABLE     if defined, the value of each code, separated by commas
 // ZERO      zero points: 0 none, 1 codes of the weight's own format, 2 float32 values of the code MID
 //
 // The compiler vectorizes loops over bytes. Other loops use the compilers' vector types, 8 codes or more at a time, and
@@ -42,6 +43,11 @@ struct Layout {
     int64_t rows, columns, row_bytes, group, groups, scale_rows;
 };
 
+// The index of the first scale of a row.
+static inline int64_t first_group(const Layout& l, int64_t row) {
+    return (l.scale_rows == 1 ? row : row / l.scale_rows) * l.groups;
+}
+
 struct Weight {
     const Layout* layout;
     const uint8_t* codes;
@@ -50,7 +56,9 @@ struct Weight {
 };
 
 static inline float value(float number, float scale, Zero zero) {
-#if ZERO == 2
+#if ZERO == 2 && !defined(TO_MEMORY)
+    return (number - MID) * scale + zero;
+#elif ZERO == 2
     return (float)((double)(number - MID) * (double)scale + (double)zero);
 #elif ZERO == 1
     return (number - (float)zero) * scale;
@@ -59,15 +67,25 @@ static inline float value(float number, float scale, Zero zero) {
 #endif
 }
 
-#if EXPONENT || (BITS == 8 && defined(TO_MEMORY))
-#define BYTES
+static constexpr int MASK = (1 << BITS) - 1;
+static constexpr int FLIP = BITS == 8 && LOW < 0 ? 128 : 0;  // int8 codes are stored without subtracting LOW
 
-// ---- bytes -------------------------------------------------------------------------------------------------------
+#ifdef TABLE
+static const float TABLE_VALUES[1 << BITS] = {TABLE};
+#endif
 
-static inline float number(uint8_t code) {
 #if EXPONENT
+static constexpr int MANTISSA = 7 - EXPONENT;
+static constexpr int BIAS = (128 - (1 << (EXPONENT - 1))) << 23;  // added to the bits of a normal number
+static constexpr float SMALLEST = EXPONENT == 4 ? 0x1p-9f : 0x1p-16f;
+#endif
+
+// The number that a code, as it is stored, stands for.
+static inline float number(int code) {
+#if defined(TABLE)
+    return TABLE_VALUES[code];
+#elif EXPONENT
     // A normal number gets the bias of float32. A subnormal number is a multiple of the smallest.
-    constexpr int MANTISSA = 7 - EXPONENT, BIAS = (128 - (1 << (EXPONENT - 1))) << 23;
     const int32_t magnitude = code & 0x7f;
     int32_t bits = (magnitude << (23 - MANTISSA)) + BIAS;
 #if EXPONENT == 4  // e4m3 has one NaN and no infinity
@@ -77,12 +95,40 @@ static inline float number(uint8_t code) {
 #endif
     float normal;
     memcpy(&normal, &bits, 4);
-    const float found = magnitude < 1 << MANTISSA ? magnitude * (EXPONENT == 4 ? 0x1p-9f : 0x1p-16f) : normal;
+    const float found = magnitude < 1 << MANTISSA ? magnitude * SMALLEST : normal;
     return code & 0x80 ? -found : found;
 #else
-    return LOW < 0 ? (float)(int8_t)code : (float)code;
+    return (float)((code ^ FLIP) + LOW);
 #endif
 }
+
+// `number` of each element of a vector of 32-bit integers.
+template <typename Numbers, typename Codes>
+INLINE Numbers numbers_of(Codes codes) {
+#if defined(TABLE)
+    Numbers found;
+    for (int i = 0; i < (int)(sizeof(Codes) / 4); i++) found[i] = TABLE_VALUES[codes[i]];
+    return found;
+#elif EXPONENT
+    const Codes magnitude = codes & 0x7f;
+    Codes bits = (magnitude << (23 - MANTISSA)) + BIAS;
+#if EXPONENT == 4
+    bits |= (Codes)(magnitude == 0x7f) & 0x7fc00000;
+#else
+    bits += (Codes)(magnitude >= 0x7c) & BIAS;
+#endif
+    const Codes small = (Codes)(__builtin_convertvector(magnitude, Numbers) * SMALLEST);
+    const Codes is_small = (Codes)(magnitude < (1 << MANTISSA));
+    return (Numbers)((small & is_small) | (bits & ~is_small) | (codes & 0x80) << 24);
+#else
+    return __builtin_convertvector((codes ^ FLIP) + LOW, Numbers);
+#endif
+}
+
+#if BITS == 8 && defined(TO_MEMORY)
+#define BYTES
+
+// ---- bytes -------------------------------------------------------------------------------------------------------
 
 template <int R, typename Sink>
 INLINE void decode_group(const uint8_t* __restrict codes, int64_t row_bytes, int64_t k, int64_t stop, int64_t,
@@ -104,8 +150,6 @@ typedef float Unaligned __attribute__((vector_size(32), aligned(4)));
 typedef double Doubles __attribute__((vector_size(64)));
 
 static constexpr int B = BITS;
-static constexpr int MASK = (1 << BITS) - 1;
-static constexpr int FLIP = BITS == 8 && LOW < 0 ? 128 : 0;  // int8 codes are stored without subtracting LOW
 
 // The number of columns, from the first of a row, that can be decoded `count` at a time. Each step reads 4 or 8 bytes;
 // `after` bytes beyond the row may be read.
@@ -118,7 +162,9 @@ static inline int64_t readable(const Layout& l, int64_t after, int count) {
 
 template <typename Numbers, typename Wide>
 static inline Numbers values(Numbers numbers, float scale, Zero zero) {
-#if ZERO == 2
+#if ZERO == 2 && !defined(TO_MEMORY)
+    return (numbers - (float)MID) * scale + zero;
+#elif ZERO == 2
     const Wide steps = __builtin_convertvector(numbers - (float)MID, Wide);
     return __builtin_convertvector(steps * (double)scale + (double)zero, Numbers);
 #elif ZERO == 1
@@ -140,7 +186,7 @@ static inline Floats eight(const uint8_t* p) {
     const uint32_t w = (uint32_t)both, v = (uint32_t)(both >> 4 * B);
     const Words words = Words{w, w, w, w, v, v, v, v} >> Words{0, B, 2 * B, 3 * B, 0, B, 2 * B, 3 * B};
 #endif
-    return __builtin_convertvector(((Ints)(words & MASK) ^ FLIP) + LOW, Floats);
+    return numbers_of<Floats>((Ints)(words & MASK));
 }
 
 // The number at column k; reads only the bytes of its code.
@@ -149,7 +195,7 @@ static inline float one(const uint8_t* row, int64_t k) {
     const int shift = (int)(k * BITS % 8);
     int word = row[byte];
     if (shift + BITS > 8) word |= row[byte + 1] << 8;
-    return (float)(((word >> shift & MASK) ^ FLIP) + LOW);
+    return number(word >> shift & MASK);
 }
 
 // With AVX-512, the values of up to 4 bits are a table in one register: one instruction looks up 16 values.
@@ -168,7 +214,7 @@ typedef double Doubles16 __attribute__((vector_size(128)));
 // The values of all codes. For 3 bits and fewer they repeat, so that the bits above a code in its word do not matter.
 static inline Floats16 table(float scale, Zero zero) {
     const Ints16 codes = Ints16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} & MASK;
-    return values<Floats16, Doubles16>(__builtin_convertvector(codes + LOW, Floats16), scale, zero);
+    return values<Floats16, Doubles16>(numbers_of<Floats16>(codes), scale, zero);
 }
 
 // The values of the 16 codes at `p`; reads 8 bytes.
@@ -214,7 +260,7 @@ INLINE void decode_rows(const Weight& weight, int64_t row, Sink& sink) {
     const int64_t after = (l.rows - row - R) * l.row_bytes;
     const int64_t eights = readable(l, after, 8), sixteens = readable(l, after, 16);
     int64_t first[R];
-    UNROLL for (int r = 0; r < R; r++) first[r] = (l.scale_rows == 1 ? row + r : (row + r) / l.scale_rows) * l.groups;
+    UNROLL for (int r = 0; r < R; r++) first[r] = first_group(l, row + r);
     for (int64_t g = 0, k = 0; g < l.groups; g++, k += l.group) {
         float scale[R];
         Zero zero[R] = {};
@@ -227,23 +273,23 @@ INLINE void decode_rows(const Weight& weight, int64_t row, Sink& sink) {
 // OpenMP's GOMP_parallel, which runs a function on PyTorch's threads; or null.
 typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
 
-// Runs `job.rows(first, end)` for all rows of the weight, in parts, on `threads` threads.
+// Runs `job.rows(first, end)` for the rows from `first` to `end`, in parts, on `threads` threads.
 template <typename Job>
-static void all_rows(Job& job, int64_t rows, Parallel parallel, int64_t threads) {
+static void all_rows(Job& job, int64_t first, int64_t end, Parallel parallel, int64_t threads) {
     struct Shared {
         Job* job;
-        int64_t rows, step, next;
+        int64_t end, step, next;
         static void work(void* given) {
             Shared& shared = *(Shared*)given;
             for (;;) {
                 const int64_t first = __atomic_fetch_add(&shared.next, shared.step, __ATOMIC_RELAXED);
-                if (first >= shared.rows) return;
-                const int64_t end = first + shared.step;
-                shared.job->rows(first, end < shared.rows ? end : shared.rows);
+                if (first >= shared.end) return;
+                const int64_t last = first + shared.step;
+                shared.job->rows(first, last < shared.end ? last : shared.end);
             }
         }
     };
-    if (!parallel || threads < 2) return job.rows(0, rows);
-    Shared shared = {&job, rows, ((rows + threads - 1) / threads + 3) / 4 * 4, 0};
+    if (!parallel || threads < 2) return job.rows(first, end);
+    Shared shared = {&job, end, ((end - first + threads - 1) / threads + 3) / 4 * 4, first};
     parallel(Shared::work, &shared, (unsigned)threads, 0);
 }

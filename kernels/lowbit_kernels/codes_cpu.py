@@ -29,6 +29,7 @@ class Format:
         exponent: bits of a float8's exponent, 4 (e4m3) or 5 (e5m2); 0 for integers.
         zero_point: "none", "code" or "value".
         mid: for zero points of kind "value", the code whose value a zero point gives.
+        table: the float32 value of each code, for codes of a lookup table; empty for numbers.
     """
 
     bits: int
@@ -36,13 +37,17 @@ class Format:
     exponent: int = 0
     zero_point: str = "none"
     mid: int = 0
+    table: tuple[float, ...] = ()
 
     def source(self, file: str, *defined: str) -> str:
         """The C++ program of a file of this folder that uses ``codes_cpu.h``, with the names in `defined` set to 1."""
         zero = ("none", "code", "value").index(self.zero_point)
         defines = {"BITS": self.bits, "LOW": self.low, "EXPONENT": self.exponent}
         defines |= {"ZERO": zero, "MID": self.mid, **dict.fromkeys(defined, 1)}
-        return program({name: f"({n})" for name, n in defines.items()}, "codes_cpu.h", file)
+        values = {name: f"({n})" for name, n in defines.items()}
+        if self.table:
+            values["TABLE"] = ", ".join(f"{value.hex()}f" for value in self.table)
+        return program(values, "codes_cpu.h", file)
 
 
 class Layout:

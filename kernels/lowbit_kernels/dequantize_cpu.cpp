@@ -1,4 +1,4 @@
-// Writes a weight, or some of its rows, to memory as float32. codes_cpu.h decodes; dequantize_cpu.py calls.
+// Writes rows of a weight to memory as float32. codes_cpu.h decodes; dequantize_cpu.py calls.
 
 struct ToMemory {
     float* out;
@@ -14,19 +14,20 @@ struct ToMemory {
 struct Dequantize {
     Weight weight;
     float* out;
+    int64_t first;  // the row that `out` begins with
     void rows(int64_t n, int64_t end) {
         for (; n < end; n++) {
-            ToMemory sink = {out + n * weight.layout->columns};
+            ToMemory sink = {out + (n - first) * weight.layout->columns};
             decode_rows<1>(weight, n, sink);
         }
     }
 };
 
-// out [rows, columns].
+// out [end - first, columns]: the rows from `first` to `end`.
 extern "C" int64_t dequantize(const Layout* layout, float* out, const uint8_t* codes, const float* scale,
-                              const Zero* zero, Parallel parallel, int64_t threads) {
-    Dequantize job = {{layout, codes, scale, zero}, out};
-    all_rows(job, layout->rows, parallel, threads);
+                              const Zero* zero, int64_t first, int64_t end, Parallel parallel, int64_t threads) {
+    Dequantize job = {{layout, codes, scale, zero}, out, first};
+    all_rows(job, first, end, parallel, threads);
     return 1;
 }
 

@@ -1,7 +1,7 @@
-"""Weights of 1 to 8 bits, integers or float8, to float32 on a CPU: launches ``dequantize_cpu.cpp``.
+"""Weights of 1 to 8 bits, integers, float8 or codes of a table, to float32 on a CPU: launches ``dequantize_cpu.cpp``.
 
-    x[n, k] = (code[n, k] - zero_point) * scale
-    x[n, k] = (code[n, k] - mid) * scale + zero_point       if zero points are values
+    x[n, k] = (number(code[n, k]) - zero_point) * scale
+    x[n, k] = (number(code[n, k]) - mid) * scale + zero_point       if zero points are values
 
     codes       uint8 [N, Kp * bits / 8], a little-endian bit stream of codes minus the smallest code;
                 8 bits: int8, uint8 or float8 [N, Kp]
@@ -12,6 +12,10 @@
 The values equal those of PyTorch's operations to the bit. PyTorch needs about 25 operations of a few microseconds each:
 int4 codes of 128 x 128 take 66 us, and 2.9 us in this kernel (one core of an EPYC with AVX-512). A variant for each
 format is compiled at first use, in a tenth of a second, once a machine (`host_compiler`).
+
+Products read a large weight in tiles of rows (`Dequantizer.tiles`). All of them lie in the same memory, which stays in
+the cache. As a whole, the values of a weight of 32 MiB and more would go to fresh pages in every call, since the C
+library returns memory of that size to the system: ten times the time of the product.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,6 +34,12 @@ from lowbit_kernels.codes_cpu import Format, Layout, functions, warn_not_compile
 _FLOAT32 = torch.float32
 MOST_KEPT = 2**22
 """Elements of the buffer that a thread keeps: 16 MB."""
+TILE = 2**18
+"""Elements of a tile for each thread that decodes it: 1 MB, which stays in the L2 cache of a core."""
+ROWS_OF_A_TILE = 64
+"""A tile has a multiple of so many rows. PyTorch's product with it then has the bits of that with the whole weight."""
+FEW_TOKENS = 16
+"""Products of more tokens take tiles of `MOST_KEPT` elements, because BLAS packs the activations for each tile."""
 
 
 class Dequantizer(Layout):
@@ -42,6 +53,8 @@ class Dequantizer(Layout):
         super().__init__(format, *sizes)
         self._dequantize, self._look_up = _functions(format)
         self._special = self.threads()[0] is not None or self.zero_bytes > 0
+        rows, columns = self.shape
+        self.is_small = rows * columns <= TILE
 
     def fits(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> bool:
         """Whether the kernel can read these: contiguous memory of the right sizes, and float32 scales."""
@@ -61,32 +74,49 @@ class Dequantizer(Layout):
     def dequantize(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
         """float32 [N, Kp]; the arguments must fit (`fits`)."""
         out = torch.empty(self.shape, dtype=torch.float32, device="cpu")
-        self._run(out.data_ptr(), codes, scale, zero_point)
+        self._run(out.data_ptr(), codes, scale, zero_point, 0, self.shape[0])
         return out
 
-    def kept(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-        """The same in a buffer of this thread, which the next call overwrites; use it in a product before that."""
-        found = _memory.views.get(self)
-        if found is None:
-            rows, columns = self.shape
-            if rows * columns > MOST_KEPT:
-                return self.dequantize(codes, scale, zero_point)
-            found = _memory.view(self)
-        values, _, address = found
-        self._run(address, codes, scale, zero_point)
-        return values
+    def tiles(
+        self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, tokens: int = 1
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """The rows in order, a tile at a time: which rows, and their values, float32 [rows, Kp].
+
+        All tiles are in the same memory of this thread: use one before the next. The arguments must fit.
+
+        Args:
+            tokens: of the product that reads the tiles, which decides their size.
+        """
+        (n, columns), rows = self.shape, self.rows_of_tile(tokens)
+        values = _memory.rows(rows, columns)
+        address = values.data_ptr()
+        for first in range(0, n, rows):
+            end = min(first + rows, n)
+            self._run(address, codes, scale, zero_point, first, end)
+            yield slice(first, end), values[: end - first]
+
+    def rows_of_tile(self, tokens: int) -> int:
+        """Rows of a tile: all, or a multiple of `ROWS_OF_A_TILE`."""
+        n, columns = self.shape
+        most = MOST_KEPT if tokens > FEW_TOKENS else TILE * self.threads()[1]
+        fitting = min(most, MOST_KEPT) // columns
+        return min(n, max(fitting // ROWS_OF_A_TILE, 1) * ROWS_OF_A_TILE)
 
     def kept_transposed(
         self, codes: Tensor, scale: Tensor, zero_point: Tensor | None
     ) -> Tensor | None:
-        """`kept(...)`, viewed as [Kp, N]; None if the arguments do not fit.
+        """All values of a small weight (`is_small`), viewed as [Kp, N], in the memory of `tiles`; None if the arguments
+        do not fit.
 
         Decoding calls this method for every layer and token, so it inlines the functions that it would call.
         """
         found = _memory.views.get(self)
         if found is None or self._special or zero_point is not None:
-            fits = self.fits(codes, scale, zero_point)
-            return self.kept(codes, scale, zero_point).t() if fits else None
+            if not self.fits(codes, scale, zero_point):
+                return None
+            _, transposed, address = found or _memory.view(self)
+            self._run(address, codes, scale, zero_point, 0, self.shape[0])
+            return transposed
         if (
             codes.nbytes != self.codes_bytes
             or scale.nbytes != self.scale_bytes
@@ -96,7 +126,8 @@ class Dequantizer(Layout):
         ):
             return None
         _, transposed, address = found
-        self._dequantize(self.address, address, codes.data_ptr(), scale.data_ptr(), None, None, 1)
+        parts = (codes.data_ptr(), scale.data_ptr(), None)
+        self._dequantize(self.address, address, *parts, 0, self.shape[0], None, 1)
         return transposed
 
     def look_up(
@@ -109,11 +140,18 @@ class Dequantizer(Layout):
         addresses = (out.data_ptr(), codes.data_ptr(), scale.data_ptr(), zero, index.data_ptr())
         return out if self._look_up(self.address, *addresses, index.numel()) else None
 
-    def _run(self, out: int, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> None:
+    def _run(
+        self,
+        out: int,
+        codes: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        first: int,
+        end: int,
+    ) -> None:
         zero = None if zero_point is None else zero_point.data_ptr()
-        self._dequantize(
-            self.address, out, codes.data_ptr(), scale.data_ptr(), zero, *self.threads()
-        )
+        parts = (codes.data_ptr(), scale.data_ptr(), zero)
+        self._dequantize(self.address, out, *parts, first, end, *self.threads())
 
 
 class _Memory(threading.local):
@@ -124,14 +162,22 @@ class _Memory(threading.local):
         self.views: dict[Dequantizer, tuple[Tensor, Tensor, int]] = {}
         """For each weight: its values, the transposed view, and their address."""
 
-    def view(self, layout: Dequantizer) -> tuple[Tensor, Tensor, int]:
-        rows, columns = layout.shape
+    def rows(self, rows: int, columns: int) -> Tensor:
+        """float32 [rows, columns] of the buffer; more than `MOST_KEPT` elements are a new tensor."""
+        size = rows * columns
         # An inference tensor could not be used outside of inference mode.
         with torch.inference_mode(False):
-            if self.whole is None or self.whole.numel() < rows * columns:
-                self.views.clear()
-                self.whole = torch.empty(rows * columns, dtype=torch.float32, device="cpu")
-            values = self.whole[: rows * columns].view(rows, columns)
+            whole = self.whole
+            if whole is None or whole.numel() < size:
+                whole = torch.empty(size, dtype=torch.float32, device="cpu")
+                if size <= MOST_KEPT:
+                    self.views.clear()
+                    self.whole = whole
+            return whole[:size].view(rows, columns)
+
+    def view(self, layout: Dequantizer) -> tuple[Tensor, Tensor, int]:
+        values = self.rows(*layout.shape)
+        with torch.inference_mode(False):
             found = values, values.t(), values.data_ptr()
         if len(self.views) >= 256:  # most belong to models that are gone
             self.views.clear()
@@ -155,6 +201,7 @@ def dequantizer(format: Format, *sizes: int) -> Dequantizer | None:
 def _functions(format: Format) -> tuple[Any, Any]:
     source = format.source("dequantize_cpu.cpp", "TO_MEMORY")
     dequantize, look_up = functions(source, "dequantize", "look_up")
-    for function in (dequantize, look_up):
-        function.argtypes = [*([ctypes.c_void_p] * 6), ctypes.c_int64]
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    dequantize.argtypes = [*([pointer] * 5), number, number, pointer, number]
+    look_up.argtypes = [*([pointer] * 6), number]
     return dequantize, look_up

@@ -1,9 +1,9 @@
-// out[m, n] = sum_k x[m, k] * value(code[n, k]) in float32, for few tokens and codes of 4 or 8 bits.
+// out[m, n] = sum_k x[m, k] * value(code[n, k]) in float32, for few tokens.
 //
 // A block multiplies R rows of the weight by M tokens in registers: it converts a code once for M products, and loads x
-// once for R rows. Where a row is whole vectors of 16 words of 32 bits (`in_words`), the vectors are loaded as stored,
-// and the j-th shift of a vector gives the j-th code of each word. Then x comes in this order: [tokens, columns /
-// CHUNK, PER_WORD, 16]. Otherwise x comes in its own order, and codes_cpu.h reads the weight.
+// once for R rows. Where words of 32 bits hold whole codes, and a row is whole vectors of 16 words (`in_words`), the
+// vectors are loaded as stored, and the j-th shift of a vector gives the j-th code of each word. Then x comes in this
+// order: [tokens, columns / CHUNK, PER_WORD, 16]. Otherwise x comes in its own order, and codes_cpu.h reads the weight.
 
 static constexpr int PER_WORD = 32 / BITS, CHUNK = 16 * PER_WORD;
 
@@ -23,14 +23,42 @@ static inline float total(Float16 sums) {
 
 // ---- words -------------------------------------------------------------------------------------------------------
 
+#if EXPONENT && defined(__SSE__)
+#define SHIFTS_FLOAT8
+// Float8 bits that are moved to the sign, exponent and mantissa of a float32 are the number divided by this, exactly.
+static constexpr float UNIT = EXPONENT == 4 ? 0x1p120f : 0x1p112f;
+static constexpr uint32_t FLOAT8_BITS = 0x80000000u | 0x7fu << (23 - MANTISSA);
+
+// The highest bit of each byte: whether its code is NaN or an infinity, which the shift does not convert.
+INLINE Word16 specials(Word16 words) {
+    return (words & 0x7f7f7f7fu) + (EXPONENT == 4 ? 0x01010101u : 0x04040404u);
+}
+
+static inline bool any(Word16 bits) {
+    bool found = false;
+    for (int i = 0; i < 16; i++) found |= (bits[i] & 0x80808080u) != 0;
+    return found;
+}
+
+// Small float8 numbers pass as denormal float32 numbers, which torch.set_flush_denormal(True) makes zero.
+struct Denormals {
+    const unsigned mode = __builtin_ia32_stmxcsr();
+    Denormals() { __builtin_ia32_ldmxcsr(mode & ~0x40u); }
+    ~Denormals() { __builtin_ia32_ldmxcsr(mode); }
+};
+#endif
+
 // The j-th code of each word, as a number.
 INLINE Float16 numbers(Word16 words, int j) {
     const Word16 codes = words >> (uint32_t)(j * BITS);
-#ifdef HAS_TABLE
-    const Int16 all = Int16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return __builtin_shuffle(__builtin_convertvector(all + LOW, Float16), (Int16)codes);
+#if defined(HAS_TABLE)
+    const Int16 all = Int16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} & MASK;
+    return __builtin_shuffle(numbers_of<Float16>(all), (Int16)codes);
+#elif defined(SHIFTS_FLOAT8)
+    const Int16 moved = (Int16)(words << (uint32_t)(24 - 8 * j)) >> (8 - EXPONENT);
+    return (Float16)((Word16)moved & FLOAT8_BITS) * UNIT;
 #else
-    return __builtin_convertvector(((Int16)(codes & MASK) ^ FLIP) + LOW, Float16);
+    return numbers_of<Float16>((Int16)(codes & MASK));
 #endif
 }
 
@@ -54,7 +82,8 @@ INLINE Float16 of_words(const float* found, int64_t column, int64_t group, Int16
 #endif
 }
 
-INLINE Float16 of_words(const int8_t* found, int64_t column, int64_t group, Int16 each) {
+template <typename Code>
+INLINE Float16 of_words(const Code* found, int64_t column, int64_t group, Int16 each) {
     if (group % CHUNK == 0) return Float16{} + (float)found[column / group];
     Float16 all;
     for (int i = 0; i < 16; i++) all[i] = found[column / group + each[i]];
@@ -99,17 +128,25 @@ struct Multiply {
         const float* tokens_x = x + m * l.columns;
         const int64_t step = l.group % CHUNK ? CHUNK : l.group;
         const Int16 each = groups_of_words(l.group);
+        int64_t scales[R];
+        UNROLL for (int r = 0; r < R; r++) scales[r] = first_group(l, n + r);
         Float16 sums[R][M] = {};
+#ifdef SHIFTS_FLOAT8
+        Word16 special = {};
+#endif
         for (int64_t start = 0; start < l.columns; start += step) {
             Float16 part[R][M] = {}, zero[R];
             UNROLL for (int r = 0; r < R; r++)
-                zero[r] = ZERO ? of_words(weight.zero + (n + r) * l.groups, start, l.group, each) : Float16{};
+                zero[r] = ZERO ? of_words(weight.zero + scales[r], start, l.group, each) : Float16{};
             for (int64_t k = start; k < start + step; k += CHUNK) {
                 Word16 words[R];
                 UNROLL for (int r = 0; r < R; r++) {
                     const uint8_t* p = weight.codes + (n + r) * l.row_bytes + k * BITS / 8;
                     words[r] = *(const UnalignedWord16*)p;
                     __builtin_prefetch(p + 4 * l.row_bytes);  // rows are too short for the hardware prefetcher
+#ifdef SHIFTS_FLOAT8
+                    special |= specials(words[r]);
+#endif
                 }
                 UNROLL for (int j = 0; j < PER_WORD; j++) {
                     Float16 given[M];
@@ -122,12 +159,31 @@ struct Multiply {
                 }
             }
             UNROLL for (int r = 0; r < R; r++) {
-                const Float16 scale = of_words(weight.scale + (n + r) * l.groups, start, l.group, each);
+                const Float16 scale = of_words(weight.scale + scales[r], start, l.group, each);
                 UNROLL for (int i = 0; i < M; i++) sums[r][i] += part[r][i] * scale;
             }
         }
         for (int r = 0; r < R; r++)
             for (int i = 0; i < M; i++) out[(m + i) * l.rows + n + r] = total(sums[r][i]);
+#ifdef SHIFTS_FLOAT8
+        if (__builtin_expect(any(special), 0)) one_by_one(n, R, m, M);
+#endif
+    }
+
+    // The same for any numbers, `rows` rows by `count` tokens.
+    void one_by_one(int64_t first, int64_t rows, int64_t m, int64_t count) {
+        const Layout& l = *weight.layout;
+        for (int64_t n = first; n < first + rows; n++)
+            for (int64_t i = m; i < m + count; i++) {
+                float sum = 0;
+                for (int64_t k = 0; k < l.columns; k++) {
+                    const float scale = weight.scale[first_group(l, n) + k / l.group];
+                    const int64_t in_chunk = k % PER_WORD * 16 + k % CHUNK / PER_WORD;
+                    const float number = one(weight.codes + n * l.row_bytes, k);
+                    sum += x[i * l.columns + k / CHUNK * CHUNK + in_chunk] * value(number, scale, Zero());
+                }
+                out[i * l.rows + n] = sum;
+            }
     }
 
     template <int R, int M>
@@ -151,6 +207,9 @@ struct Multiply {
     }
     // Blocks whose sums fit into the registers, and are enough to hide the latency of additions.
     void rows(int64_t n, int64_t end) {
+#ifdef SHIFTS_FLOAT8
+        const Denormals denormals;
+#endif
         for (; n + 4 <= end; n += 4) {
             const int64_t fours = some<2, 4>(n, 0);
             some<2, 4>(n + 2, 0);
@@ -166,6 +225,6 @@ extern "C" int64_t multiply(const Layout* layout, float* out, const uint8_t* cod
                             const Zero* zero, const float* x, int64_t tokens, int64_t in_words, Parallel parallel,
                             int64_t threads) {
     Multiply job = {{layout, codes, scale, zero}, x, out, tokens, in_words != 0};
-    all_rows(job, layout->rows, parallel, threads);
+    all_rows(job, 0, layout->rows, parallel, threads);
     return 1;
 }

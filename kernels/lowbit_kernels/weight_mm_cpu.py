@@ -1,4 +1,6 @@
-"""Small-batch products in 16 bits with a weight of 4 or 8 bits on a CPU: the kernel of ``weight_mm_cpu.cpp``.
+"""Small-batch products with a low-bit weight on a CPU, summed in float32: the kernel of ``weight_mm_cpu.cpp``.
+
+    out[m, n] = sum_k x[m, k] * value(code[n, k])       values as in `dequantize_cpu`
 
 The kernel reads codes and scales in place at every product. PyTorch's own int4 kernel needs a reordered copy as large
 as the weight. That copy goes stale when codes are written through ``.data``, NumPy, DLPack or a mapped file, which
@@ -6,7 +8,9 @@ nothing reports. PyTorch's int8 kernel crashes on memory that isn't aligned.
 
 Sums are float32 and are rounded once, after bias and residual. The kernel is about as fast as PyTorch's: one token
 times int4 of 4096 x 4096 takes 0.9 ms on one core of an EPYC with AVX-512, where dequantization in chunks takes 19 ms.
-That is the fallback without a compiler. The source is compiled at first use, once on a machine.
+That is the fallback without a compiler. The source is compiled at first use, once a machine and format.
+
+`product` plans it for `weight_linear`: 16 bits, and codes of 4 or 8 bits. `multiplier` is the kernel for any format.
 """
 
 from __future__ import annotations
@@ -26,19 +30,54 @@ MOST_TOKENS = {4: 32, 8: 16}
 READ_AFTER = 15  # floats after the scales that the kernel may read
 
 
-class _Kernel(Layout):
-    """The kernel for a weight of one shape."""
+class Multiplier(Layout):
+    """The kernel for weights of one format and layout. The arguments are those of `Layout`.
 
-    def __init__(self, format: Format, rows: int, columns: int, group_size: int) -> None:
-        super().__init__(format, rows, columns, group_size)
-        self.multiply = _function(format)
+    Raises:
+        RuntimeError: the kernel cannot be compiled (see `codes_cpu.functions`).
+    """
+
+    def __init__(
+        self, format: Format, rows: int, columns: int, group_size: int, scale_rows: int = 1
+    ) -> None:
+        super().__init__(format, rows, columns, group_size, scale_rows)
+        self._multiply = _function(format)
+        self.in_words = format.bits in (1, 2, 4, 8) and format.zero_point != "value"
         word, chunk = 32 // format.bits, 512 // format.bits
         of_chunks, in_chunk = group_size % chunk == 0, chunk % group_size == 0
-        self.in_words = columns % chunk == 0 and (
+        self.in_words &= columns % chunk == 0 and (
             of_chunks or (in_chunk and group_size % word == 0)
         )
         self.reads_after = self.in_words and not of_chunks
-        self.chunks = (columns // chunk, 16, word)
+        self._chunks = (columns // chunk, 16, word)
+
+    def multiply(self, x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+        """float32 [M, N] of x [M, K], in float32 or 16 bits, and a weight [N, Kp].
+
+        Codes are contiguous, and scale and zero_point have the shapes of `dequantize_cpu`.
+        """
+        m, (n, columns) = x.shape[0], self.shape
+        if padding := columns - x.shape[1]:
+            x = F.pad(x, (0, padding))
+        if self.in_words:
+            x = x.reshape(m, *self._chunks).transpose(2, 3)
+        x = x.to(torch.float32, memory_format=torch.contiguous_format)
+        if self.reads_after or scale.dtype != torch.float32 or not scale.is_contiguous():
+            scale = _float32(scale, READ_AFTER if self.reads_after else 0)
+        zero = None if zero_point is None else zero_point.contiguous()
+        out = x.new_empty((m, n))
+        self._multiply(
+            self.address,
+            out.data_ptr(),
+            codes.data_ptr(),
+            scale.data_ptr(),
+            None if zero is None else zero.data_ptr(),
+            x.data_ptr(),
+            m,
+            self.in_words,
+            *self.threads(),
+        )
+        return out
 
 
 @functools.cache
@@ -49,14 +88,19 @@ def _function(format: Format) -> Any:
     return multiply
 
 
-@functools.lru_cache(maxsize=4096)
-def _kernel(bits: int, has_zero: bool, rows: int, columns: int, group: int) -> _Kernel | None:
-    format = Format(bits, -(2 ** (bits - 1)), zero_point="code" if has_zero else "none")
+def multiplier(format: Format, *sizes: int) -> Multiplier | None:
+    """A `Multiplier`; None, after a warning, if it cannot be compiled."""
     try:
-        return _Kernel(format, rows, columns, group)
+        return Multiplier(format, *sizes)
     except RuntimeError as error:
         warn_not_compiled(error)
         return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _planned(bits: int, has_zero: bool, rows: int, columns: int, group: int) -> Multiplier | None:
+    format = Format(bits, -(2 ** (bits - 1)), zero_point="code" if has_zero else "none")
+    return multiplier(format, rows, columns, group)
 
 
 def product(operands: WeightOperands) -> Product | None:
@@ -69,48 +113,17 @@ def product(operands: WeightOperands) -> Product | None:
     if operands.m > MOST_TOKENS[operands.bits] or not operands.codes.is_contiguous:
         return None
     columns, has_zero = operands.groups * operands.group_size, operands.zero_point is not None
-    kernel = _kernel(operands.bits, has_zero, operands.n, columns, operands.group_size)
-    return None if kernel is None else CpuProduct(operands, kernel, columns)
+    kernel = _planned(operands.bits, has_zero, operands.n, columns, operands.group_size)
+    return None if kernel is None else functools.partial(_product, kernel, operands.out)
 
 
-class CpuProduct:
-    """The product of operands that `product` takes."""
-
-    def __init__(self, operands: WeightOperands, kernel: _Kernel, columns: int) -> None:
-        scale = operands.scale
-        self.kernel, self.shape, self.dtype = kernel, (operands.m, operands.n), operands.out
-        self.padding = columns - operands.k
-        self.x_shape = (operands.m, *kernel.chunks)
-        self.reads_scale = scale.is_contiguous and scale.dtype == torch.float32
-        self.reads_scale &= not kernel.reads_after
-
-    def __call__(self, tensors: Tensors) -> Tensor:
-        x, codes, scale, zero_point, bias, residual, _ = tensors
-        kernel = self.kernel
-        if self.padding:
-            x = F.pad(x, (0, self.padding))
-        if kernel.in_words:
-            x = x.reshape(self.x_shape).transpose(2, 3)
-        x = x.to(torch.float32, memory_format=torch.contiguous_format)
-        if not self.reads_scale:
-            scale = _float32(scale, READ_AFTER if kernel.reads_after else 0)
-        zero = None if zero_point is None else zero_point.contiguous()
-        out = x.new_empty(self.shape)
-        kernel.multiply(
-            kernel.address,
-            out.data_ptr(),
-            codes.data_ptr(),
-            scale.data_ptr(),
-            None if zero is None else zero.data_ptr(),
-            x.data_ptr(),
-            self.shape[0],
-            kernel.in_words,
-            *kernel.threads(),
-        )
-        for part in (bias, residual):
-            if part is not None:
-                out.add_(part)
-        return out.to(self.dtype)
+def _product(kernel: Multiplier, dtype: torch.dtype, tensors: Tensors) -> Tensor:
+    x, codes, scale, zero_point, bias, residual, _ = tensors
+    out = kernel.multiply(x, codes, scale, zero_point)
+    for part in (bias, residual):
+        if part is not None:
+            out.add_(part)
+    return out.to(dtype)
 
 
 def _float32(scale: Tensor, after: int) -> Tensor:

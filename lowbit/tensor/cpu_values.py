@@ -1,4 +1,5 @@
-"""Read the codes of an AffineTensor on a CPU by one compiled kernel, `lowbit_kernels.dequantize_cpu`.
+"""Read the codes of a low-bit weight on a CPU by one compiled kernel, `lowbit_kernels.dequantize_cpu`, for its values
+and for its products.
 
 The values equal those of `Spec.dequantize` to the bit. That takes 25 PyTorch operations a weight, of a few microseconds
 each, which dominate the time of a decoded token on small models.
@@ -8,25 +9,31 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lowbit.lookup_table import LookupTable
 from lowbit.scheme import Int, Spec, crop
 
 if TYPE_CHECKING:
+    from lowbit_kernels.codes_cpu import Format
     from lowbit_kernels.dequantize_cpu import Dequantizer
+    from lowbit_kernels.weight_mm_cpu import Multiplier
 
 # Names of this module, because looking up an attribute takes as long as some of these calls.
 _is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_traced = torch._C._is_tracing
 _has_transforms = torch._C._are_functorch_transforms_active
+_PlainAttributes = torch._C.DisableTorchFunctionSubclass
 
 
-_LAYOUTS = ("integers", "float8", "ternary")
+MOST_TOKENS = 16
+"""Of a product in 16 bits that decodes in registers. More decode a tile, which is then multiplied in 16 bits."""
+_LAYOUTS = ("integers", "float8", "ternary", "table")
 """The values of `stored_as` whose layout of codes the kernel knows."""
 
 
@@ -53,9 +60,10 @@ class ReadOnCpu:
         return tuple(shape)
 
     def values_for_product(self: Any) -> Tensor | None:
-        """Values [K, N] of a float32 matrix, transposed, for a product that is done before this thread's next one.
+        """Values [K, N] of a small float32 matrix, transposed, for a product that is done before this thread's next one.
 
-        The memory belongs to the thread, and the next call writes to it. None where the kernel cannot run.
+        The memory belongs to the thread, and the next call writes to it. None for a weight that is not small, and where
+        the kernel cannot run.
         """
         if _dispatch_modes() or _is_traced():
             return None
@@ -64,24 +72,67 @@ class ReadOnCpu:
         if reader is None or reader[0] is not self.spec:
             reader = _reader_of(self)
         _, layout, is_padded, _ = reader
-        if layout is None:
+        if layout is None or not layout.is_small:
             return None
-        values = layout.kept_transposed(self.codes, self.scale, self.zero_point)
+        if self.stored_as == "table":
+            values = layout.kept_transposed(*_parts(self))
+        else:
+            values = layout.kept_transposed(self.codes, self.scale, self.zero_point)
         if is_padded and values is not None:
             # Longer rows are another operand to BLAS, and may give another sum.
             values = crop(values.t(), self.shape).t()
         return values
 
+    def product_on_cpu(self: Any, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """x [..., K], in float32 or 16 bits, times this matrix [N, K] transposed, plus bias [N]: [..., N].
+
+        In float32 it equals the product with `dequantize()` to the bit. None where no kernel can run.
+        """
+        with _PlainAttributes():
+            found, (n, k), codes_shape = kernel_of(self), self.shape, self.shape_of_codes(self.shape)
+        if found is None:
+            return None
+        layout, parts = found
+        tokens = x.numel() // k
+        if x.dtype is not torch.float32 and 0 < tokens <= MOST_TOKENS:
+            multiplier = _multiplier(self.spec, codes_shape)
+            if multiplier is not None:
+                out = multiplier.multiply(x.reshape(tokens, k), *parts)[:, :n]
+                out = out if bias is None else out.add_(bias)
+                return out.to(x.dtype).reshape(*x.shape[:-1], n)
+        from lowbit_kernels.weight_mm_tiles_cpu import linear
+
+        tiles = layout.tiles(*parts, tokens)
+        if layout.shape[0] != n:
+            tiles = _first_rows(tiles, n)
+        return linear(x, tiles, n, bias)
+
     def _dequantize_on_cpu(self: Any) -> Tensor | None:
         """`dequantize()` of a tensor that is neither transposed nor flat; None where the kernel cannot run."""
-        layout = layout_of(self)
-        if layout is None:
+        found = kernel_of(self)
+        if found is None:
             return None
-        values = layout.dequantize(self.codes, self.scale, self.zero_point).to(self.dtype)
+        layout, parts = found
+        if self.dtype is torch.float32:
+            values = layout.dequantize(*parts)
+        else:
+            values = torch.empty(layout.shape, dtype=self.dtype, device="cpu")
+            for rows, tile in layout.tiles(*parts):
+                values[rows] = tile
         shape = self.shape_of_codes(self.shape)
         if values.shape == shape:
             return values
         return crop(values.view(self.spec.padded_shape(shape)), shape)
+
+
+def _first_rows(
+    tiles: Iterable[tuple[slice, Tensor]], count: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Tiles without the rows from `count` on, which blocks of rows pad."""
+    for rows, tile in tiles:
+        if rows.start < count:
+            end = min(rows.stop, count)
+            yield slice(rows.start, end), tile[: end - rows.start]
 
 
 def rows_of_embedding(
@@ -112,14 +163,31 @@ def rows_of_embedding(
     return layout.look_up(weight.codes, weight.scale, weight.zero_point, index)
 
 
-def layout_of(weight: Any) -> Dequantizer | None:
-    """The kernel that reads an AffineTensor's codes; None where there is none, or while it may not run."""
+Parts = tuple[Tensor, Tensor, Tensor | None]
+"""Codes, scale and zero point of a weight as the kernels read them."""
+
+
+def kernel_of(weight: Any) -> tuple[Dequantizer, Parts] | None:
+    """The kernel that reads an AffineTensor's codes, and what it reads; None where there is none, or while it may not
+    run."""
     if not _may_run():
         return None
     _, layout, _, _ = _reader_of(weight)
-    if layout is None or not layout.fits(weight.codes, weight.scale, weight.zero_point):
+    if layout is None:
         return None
-    return layout
+    parts = _parts(weight)
+    return (layout, parts) if layout.fits(*parts) else None
+
+
+def _parts(weight: Any) -> Parts:
+    scale, zero_point = weight.scale, weight.zero_point
+    if weight.stored_as == "table":
+        scale = weight.scale_values()
+    if scale.dtype is not torch.float32:
+        scale = scale.float()
+        if zero_point is not None and zero_point.is_floating_point():
+            zero_point = zero_point.float()
+    return weight.codes, scale, zero_point
 
 
 def _may_run() -> bool:
@@ -131,7 +199,7 @@ def _reader_of(weight: Any) -> Reader:
     reader = weight._reader
     if reader is not None and reader[0] is weight.spec:
         return reader
-    with torch._C.DisableTorchFunctionSubclass():
+    with _PlainAttributes():
         spec, codes = weight.spec, weight.codes
         shape = weight.shape_of_codes(weight.shape)
         is_plain = type(codes) is Tensor and codes.is_cpu and weight.stored_as in _LAYOUTS
@@ -146,20 +214,44 @@ def _reader_of(weight: Any) -> Reader:
 
 @functools.lru_cache(maxsize=4096)
 def _layout(spec: Spec, shape: tuple[int, ...]) -> Dequantizer | None:
+    sizes = _sizes(spec, shape)
+    if sizes is None:
+        return None
+    from lowbit_kernels.dequantize_cpu import dequantizer
+
+    return dequantizer(_format(spec), *sizes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _multiplier(spec: Spec, shape: tuple[int, ...]) -> Multiplier | None:
+    sizes = _sizes(spec, shape)
+    if sizes is None:
+        return None
+    from lowbit_kernels.weight_mm_cpu import multiplier
+
+    return multiplier(_format(spec), *sizes)
+
+
+def _sizes(spec: Spec, shape: tuple[int, ...]) -> tuple[int, int, int, int] | None:
+    """Rows, columns, group size and rows that share a scale; None where these don't say where the scales are."""
     padded, blocks, block = spec.padded_shape(shape), spec.blocks(shape), spec.block_size(shape)
     rows, scale_rows = math.prod(padded[:-1]), math.prod(blocks[:-1])
     if 0 in padded or (scale_rows != 1 and any(size != 1 for size in block[:-2])):
         return None
-    fmt = spec.format
-    format: dict[str, Any] = {"bits": fmt.bits}
-    if not isinstance(fmt, Int):
-        format["exponent"] = 4 if fmt.dtype is torch.float8_e4m3fn else 5
-    else:
-        format["low"] = fmt.quant_min
-        if spec.has_zero_point:
-            format["zero_point"] = "value" if spec.zero_point_is_value else "code"
-            format["mid"] = (fmt.quant_min + fmt.quant_max + 1) // 2
-    from lowbit_kernels.codes_cpu import Format
-    from lowbit_kernels.dequantize_cpu import dequantizer
+    return rows, padded[-1], block[-1], rows // scale_rows
 
-    return dequantizer(Format(**format), rows, padded[-1], block[-1], rows // scale_rows)
+
+@functools.lru_cache
+def _format(spec: Spec) -> Format:
+    from lowbit_kernels.codes_cpu import Format
+
+    fmt = spec.format
+    if isinstance(fmt, LookupTable):
+        return Format(fmt.bits, table=fmt.values)
+    if not isinstance(fmt, Int):
+        return Format(fmt.bits, exponent=4 if fmt.dtype is torch.float8_e4m3fn else 5)
+    if not spec.has_zero_point:
+        return Format(fmt.bits, fmt.quant_min)
+    kind = "value" if spec.zero_point_is_value else "code"
+    mid = (fmt.quant_min + fmt.quant_max + 1) // 2
+    return Format(fmt.bits, fmt.quant_min, zero_point=kind, mid=mid)

@@ -220,7 +220,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_compiler, "library", no_library)
     caches = (
         weight_linear.planned,
-        weight_mm_cpu._kernel,
+        weight_mm_cpu._planned,
         weight_mm_cpu._function,
     )
     for cache in caches:
