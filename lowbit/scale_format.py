@@ -48,6 +48,8 @@ class ScaleFormat:
 
     joint: ClassVar[str | None] = None
     """The part of `shared` that a server has once for layers that it merges, so that siblings must agree in it."""
+    is_byte: ClassVar[bool] = False
+    """Whether a byte, together with what its matrix shares, is a scale."""
 
     def shapes(self, blocks: tuple[int, ...]) -> PartShapes:
         """Shape and dtype of each part, for scales of shape `blocks`, [..., N, G]."""
@@ -68,6 +70,12 @@ class ScaleFormat:
         """The scales, float32 [..., N, G]."""
         raise NotImplementedError
 
+    def of_byte(self, parts: Parts) -> Tensor:
+        """The scale that each byte stands for in one matrix with these parts, float32 [256], where `is_byte`."""
+        every = torch.arange(256, dtype=torch.uint8, device=parts["scale"].device)
+        stored = every.view(parts["scale"].dtype).view(1, 256)
+        return self.decode({**parts, "scale": stored}).view(256)
+
     def encode_given(self, scale: Tensor) -> dict[str, Tensor]:
         """The parts of these scales. Raises ValueError where the format does not hold them."""
         raise ValueError(
@@ -80,6 +88,8 @@ def _over_matrix(blocks: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class E8M0(ScaleFormat):
+    is_byte = True
+
     def shapes(self, blocks: tuple[int, ...]) -> PartShapes:
         return {"scale": (blocks, torch.uint8)}
 
@@ -114,6 +124,7 @@ class E8M0(ScaleFormat):
 
 
 class E4M3(ScaleFormat):
+    is_byte = True
     shared = ("global_scale",)
     joint = "global_scale"
     largest: ClassVar[float] = 448.0

@@ -5,6 +5,7 @@
 // LOW       the smallest code, which a bit stream stores as 0. Codes of 8 bits are int8 or, if LOW is 0, uint8
 // EXPONENT  0 for integers; 4 or 5 exponent bits for float8
 // TABLE     if defined, the value of each code, separated by commas
+// SCALE_BYTES  1 if scales are bytes, which Weight::of_byte gives a value each
 // ZERO      zero points: 0 none, 1 codes of the weight's own format, 2 float32 values of the code MID
 //
 // The compiler vectorizes loops over bytes. Other loops use the compilers' vector types, 8 codes or more at a time, and
@@ -48,12 +49,27 @@ static inline int64_t first_group(const Layout& l, int64_t row) {
     return (l.scale_rows == 1 ? row : row / l.scale_rows) * l.groups;
 }
 
+#if SCALE_BYTES
+typedef uint8_t Scale;
+#else
+typedef float Scale;
+#endif
+
 struct Weight {
     const Layout* layout;
     const uint8_t* codes;
-    const float* scale;
+    const Scale* scale;
     const Zero* zero;
+    const float* of_byte;  // 256 scales; null for float32 scales
 };
+
+static inline float scale_at(const Weight& weight, int64_t index) {
+#if SCALE_BYTES
+    return weight.of_byte[weight.scale[index]];
+#else
+    return weight.scale[index];
+#endif
+}
 
 static inline float value(float number, float scale, Zero zero) {
 #if ZERO == 2 && !defined(TO_MEMORY)
@@ -76,8 +92,30 @@ static const float TABLE_VALUES[1 << BITS] = {TABLE};
 
 #if EXPONENT
 static constexpr int MANTISSA = 7 - EXPONENT;
-static constexpr int BIAS = (128 - (1 << (EXPONENT - 1))) << 23;  // added to the bits of a normal number
-static constexpr float SMALLEST = EXPONENT == 4 ? 0x1p-9f : 0x1p-16f;
+// Codes of this magnitude and above are NaN or infinities. e4m3 has one NaN and no infinity.
+static constexpr int SPECIAL = EXPONENT == 4 ? 0x7f : 0x7c;
+static constexpr int SPECIAL_BITS = EXPONENT == 4 ? 0x7fc00000 : 0x7f800000;
+// The bits of a code, moved to the sign, exponent and mantissa of a float32, are its number divided by UNIT, exactly.
+static constexpr uint32_t MOVED = 0x80000000u | 0x7fu << (23 - MANTISSA);
+static constexpr float UNIT = EXPONENT == 4 ? 0x1p120f : 0x1p112f;
+
+// Small numbers pass as denormal float32 numbers, which torch.set_flush_denormal(True) would make zero.
+struct Denormals {
+#ifdef __SSE__
+    const unsigned mode = __builtin_ia32_stmxcsr();
+    Denormals() { __builtin_ia32_ldmxcsr(mode & ~0x40u); }
+    ~Denormals() { __builtin_ia32_ldmxcsr(mode); }
+#elif defined(__aarch64__)
+    uint64_t mode;
+    Denormals() {
+        __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+        __asm__ volatile("msr fpcr, %0" : : "r"(mode & ~(1ull << 24)));
+    }
+    ~Denormals() { __asm__ volatile("msr fpcr, %0" : : "r"(mode)); }
+#endif
+};
+#else
+struct Denormals {};
 #endif
 
 // The number that a code, as it is stored, stands for.
@@ -85,18 +123,14 @@ static inline float number(int code) {
 #if defined(TABLE)
     return TABLE_VALUES[code];
 #elif EXPONENT
-    // A normal number gets the bias of float32. A subnormal number is a multiple of the smallest.
-    const int32_t magnitude = code & 0x7f;
-    int32_t bits = (magnitude << (23 - MANTISSA)) + BIAS;
-#if EXPONENT == 4  // e4m3 has one NaN and no infinity
-    bits |= magnitude == 0x7f ? 0x7fc00000 : 0;
-#else
-    bits += magnitude >= 0x7c ? BIAS : 0;
-#endif
-    float normal;
-    memcpy(&normal, &bits, 4);
-    const float found = magnitude < 1 << MANTISSA ? magnitude * SMALLEST : normal;
-    return code & 0x80 ? -found : found;
+    uint32_t bits = (uint32_t)((int32_t)((uint32_t)code << 24) >> (8 - EXPONENT)) & MOVED;
+    float found;
+    memcpy(&found, &bits, 4);
+    found *= UNIT;
+    memcpy(&bits, &found, 4);
+    bits |= (code & 0x7f) >= SPECIAL ? SPECIAL_BITS : 0;
+    memcpy(&found, &bits, 4);
+    return found;
 #else
     return (float)((code ^ FLIP) + LOW);
 #endif
@@ -110,16 +144,9 @@ INLINE Numbers numbers_of(Codes codes) {
     for (int i = 0; i < (int)(sizeof(Codes) / 4); i++) found[i] = TABLE_VALUES[codes[i]];
     return found;
 #elif EXPONENT
-    const Codes magnitude = codes & 0x7f;
-    Codes bits = (magnitude << (23 - MANTISSA)) + BIAS;
-#if EXPONENT == 4
-    bits |= (Codes)(magnitude == 0x7f) & 0x7fc00000;
-#else
-    bits += (Codes)(magnitude >= 0x7c) & BIAS;
-#endif
-    const Codes small = (Codes)(__builtin_convertvector(magnitude, Numbers) * SMALLEST);
-    const Codes is_small = (Codes)(magnitude < (1 << MANTISSA));
-    return (Numbers)((small & is_small) | (bits & ~is_small) | (codes & 0x80) << 24);
+    const Numbers found = (Numbers)((codes << 24) >> (8 - EXPONENT) & (int32_t)MOVED) * UNIT;
+    const Codes special = (Codes)((codes & 0x7f) >= SPECIAL);
+    return (Numbers)((Codes)found | (special & SPECIAL_BITS));
 #else
     return __builtin_convertvector((codes ^ FLIP) + LOW, Numbers);
 #endif
@@ -264,7 +291,7 @@ INLINE void decode_rows(const Weight& weight, int64_t row, Sink& sink) {
     for (int64_t g = 0, k = 0; g < l.groups; g++, k += l.group) {
         float scale[R];
         Zero zero[R] = {};
-        UNROLL for (int r = 0; r < R; r++) scale[r] = weight.scale[first[r] + g];
+        UNROLL for (int r = 0; r < R; r++) scale[r] = scale_at(weight, first[r] + g);
         UNROLL for (int r = 0; ZERO && r < R; r++) zero[r] = weight.zero[first[r] + g];
         decode_group<R>(codes, l.row_bytes, k, k + l.group, eights, sixteens, scale, zero, sink);
     }

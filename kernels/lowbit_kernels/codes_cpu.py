@@ -6,10 +6,11 @@ import ctypes
 import functools
 import sys
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lowbit_kernels import host_compiler
 from lowbit_kernels.sources import program
@@ -30,6 +31,7 @@ class Format:
         zero_point: "none", "code" or "value".
         mid: for zero points of kind "value", the code whose value a zero point gives.
         table: the float32 value of each code, for codes of a lookup table; empty for numbers.
+        scale_bytes: scales are bytes, each of which has a float32 value (`Parts.of_byte`), and not float32.
     """
 
     bits: int
@@ -38,16 +40,40 @@ class Format:
     zero_point: str = "none"
     mid: int = 0
     table: tuple[float, ...] = ()
+    scale_bytes: bool = False
 
     def source(self, file: str, *defined: str) -> str:
         """The C++ program of a file of this folder that uses ``codes_cpu.h``, with the names in `defined` set to 1."""
         zero = ("none", "code", "value").index(self.zero_point)
         defines = {"BITS": self.bits, "LOW": self.low, "EXPONENT": self.exponent}
-        defines |= {"ZERO": zero, "MID": self.mid, **dict.fromkeys(defined, 1)}
+        defines |= {"ZERO": zero, "MID": self.mid, "SCALE_BYTES": int(self.scale_bytes)}
+        defines |= dict.fromkeys(defined, 1)
         values = {name: f"({n})" for name, n in defines.items()}
         if self.table:
             values["TABLE"] = ", ".join(f"{value.hex()}f" for value in self.table)
         return program(values, "codes_cpu.h", file)
+
+
+class Parts(NamedTuple):
+    """The tensors of a weight: codes, scale and zero_point as in `dequantize_cpu`.
+
+    of_byte: float32 [256], the scale that each byte of `scale` stands for; None for float32 scales.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None = None
+    of_byte: Tensor | None = None
+
+    def addresses(self) -> tuple[int, int, int | None, int | None]:
+        """In the order in which the kernels take them."""
+        codes, scale, zero_point, of_byte = self
+        return (
+            codes.data_ptr(),
+            scale.data_ptr(),
+            None if zero_point is None else zero_point.data_ptr(),
+            None if of_byte is None else of_byte.data_ptr(),
+        )
 
 
 class Layout:
@@ -70,9 +96,27 @@ class Layout:
         self.address = self._words.ctypes.data
         self.codes_bytes = rows * row_bytes
         scales = rows // scale_rows * groups
-        self.scale_bytes = 4 * scales
+        self.scale_bytes = scales if format.scale_bytes else 4 * scales
+        self.has_byte_scales = format.scale_bytes
         self.zero_bytes = {"none": 0, "code": scales, "value": 4 * scales}[format.zero_point]
         self._parallel = _parallel() if rows * columns >= GRAIN else None
+
+    def fits(self, parts: Parts) -> bool:
+        """Whether the kernels can read these: contiguous memory of the right sizes, and scales of the right type."""
+        codes, scale, zero_point, of_byte = parts
+        return (
+            codes.nbytes == self.codes_bytes
+            and codes.is_contiguous()
+            and scale.nbytes == self.scale_bytes
+            and scale.is_contiguous()
+            and (scale.itemsize == 1 if self.has_byte_scales else scale.dtype is torch.float32)
+            and (of_byte is not None) == self.has_byte_scales
+            and (
+                self.zero_bytes == 0
+                if zero_point is None
+                else zero_point.nbytes == self.zero_bytes and zero_point.is_contiguous()
+            )
+        )
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self

@@ -5,7 +5,7 @@
 
     codes       uint8 [N, Kp * bits / 8], a little-endian bit stream of codes minus the smallest code;
                 8 bits: int8, uint8 or float8 [N, Kp]
-    scale       float32 [N / scale_rows, Kp / group_size]
+    scale       float32 [N / scale_rows, Kp / group_size], or bytes that a table gives a float32 value each
     zero_point  None; int8 or uint8, on the grid of the codes; or float32. It has the shape of scale
     x           float32 [N, Kp]
 
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_kernels.codes_cpu import Format, Layout, functions, warn_not_compiled
+from lowbit_kernels.codes_cpu import Format, Layout, Parts, functions, warn_not_compiled
 
 _FLOAT32 = torch.float32
 MOST_KEPT = 2**22
@@ -56,43 +56,26 @@ class Dequantizer(Layout):
         rows, columns = self.shape
         self.is_small = rows * columns <= TILE
 
-    def fits(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> bool:
-        """Whether the kernel can read these: contiguous memory of the right sizes, and float32 scales."""
-        return (
-            codes.nbytes == self.codes_bytes
-            and codes.is_contiguous()
-            and scale.dtype is torch.float32
-            and scale.nbytes == self.scale_bytes
-            and scale.is_contiguous()
-            and (
-                self.zero_bytes == 0
-                if zero_point is None
-                else zero_point.nbytes == self.zero_bytes and zero_point.is_contiguous()
-            )
-        )
-
-    def dequantize(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-        """float32 [N, Kp]; the arguments must fit (`fits`)."""
+    def dequantize(self, parts: Parts) -> Tensor:
+        """float32 [N, Kp]; the parts must fit (`Layout.fits`)."""
         out = torch.empty(self.shape, dtype=torch.float32, device="cpu")
-        self._run(out.data_ptr(), codes, scale, zero_point, 0, self.shape[0])
+        self._run(out.data_ptr(), parts.addresses(), 0, self.shape[0])
         return out
 
-    def tiles(
-        self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, tokens: int = 1
-    ) -> Iterator[tuple[slice, Tensor]]:
+    def tiles(self, parts: Parts, tokens: int = 1) -> Iterator[tuple[slice, Tensor]]:
         """The rows in order, a tile at a time: which rows, and their values, float32 [rows, Kp].
 
-        All tiles are in the same memory of this thread: use one before the next. The arguments must fit.
+        All tiles are in the same memory of this thread: use one before the next. The parts must fit.
 
         Args:
             tokens: of the product that reads the tiles, which decides their size.
         """
         (n, columns), rows = self.shape, self.rows_of_tile(tokens)
-        values = _memory.rows(rows, columns)
+        values, read = _memory.rows(rows, columns), parts.addresses()
         address = values.data_ptr()
         for first in range(0, n, rows):
             end = min(first + rows, n)
-            self._run(address, codes, scale, zero_point, first, end)
+            self._run(address, read, first, end)
             yield slice(first, end), values[: end - first]
 
     def rows_of_tile(self, tokens: int) -> int:
@@ -112,10 +95,11 @@ class Dequantizer(Layout):
         """
         found = _memory.views.get(self)
         if found is None or self._special or zero_point is not None:
-            if not self.fits(codes, scale, zero_point):
+            parts = Parts(codes, scale, zero_point)
+            if not self.fits(parts):
                 return None
             _, transposed, address = found or _memory.view(self)
-            self._run(address, codes, scale, zero_point, 0, self.shape[0])
+            self._run(address, parts.addresses(), 0, self.shape[0])
             return transposed
         if (
             codes.nbytes != self.codes_bytes
@@ -126,32 +110,19 @@ class Dequantizer(Layout):
         ):
             return None
         _, transposed, address = found
-        parts = (codes.data_ptr(), scale.data_ptr(), None)
-        self._dequantize(self.address, address, *parts, 0, self.shape[0], None, 1)
+        read = (codes.data_ptr(), scale.data_ptr(), None, None)
+        self._dequantize(self.address, address, *read, 0, self.shape[0], None, 1)
         return transposed
 
-    def look_up(
-        self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, index: Tensor
-    ) -> Tensor | None:
+    def look_up(self, parts: Parts, index: Tensor) -> Tensor | None:
         """float32 [..., Kp]: the rows of a contiguous int64 index [...]; None if an index is not in 0 .. N - 1."""
         shape = (*index.shape, self.shape[1])
         out = torch.empty(shape, dtype=torch.float32, device="cpu")
-        zero = None if zero_point is None else zero_point.data_ptr()
-        addresses = (out.data_ptr(), codes.data_ptr(), scale.data_ptr(), zero, index.data_ptr())
+        addresses = (out.data_ptr(), *parts.addresses(), index.data_ptr())
         return out if self._look_up(self.address, *addresses, index.numel()) else None
 
-    def _run(
-        self,
-        out: int,
-        codes: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        first: int,
-        end: int,
-    ) -> None:
-        zero = None if zero_point is None else zero_point.data_ptr()
-        parts = (codes.data_ptr(), scale.data_ptr(), zero)
-        self._dequantize(self.address, out, *parts, first, end, *self.threads())
+    def _run(self, out: int, read: tuple[int | None, ...], first: int, end: int) -> None:
+        self._dequantize(self.address, out, *read, first, end, *self.threads())
 
 
 class _Memory(threading.local):
@@ -202,6 +173,6 @@ def _functions(format: Format) -> tuple[Any, Any]:
     source = format.source("dequantize_cpu.cpp", "TO_MEMORY")
     dequantize, look_up = functions(source, "dequantize", "look_up")
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    dequantize.argtypes = [*([pointer] * 5), number, number, pointer, number]
-    look_up.argtypes = [*([pointer] * 6), number]
+    dequantize.argtypes = [*([pointer] * 6), number, number, pointer, number]
+    look_up.argtypes = [*([pointer] * 7), number]
     return dequantize, look_up

@@ -23,15 +23,10 @@ static inline float total(Float16 sums) {
 
 // ---- words -------------------------------------------------------------------------------------------------------
 
-#if EXPONENT && defined(__SSE__)
-#define SHIFTS_FLOAT8
-// Float8 bits that are moved to the sign, exponent and mantissa of a float32 are the number divided by this, exactly.
-static constexpr float UNIT = EXPONENT == 4 ? 0x1p120f : 0x1p112f;
-static constexpr uint32_t FLOAT8_BITS = 0x80000000u | 0x7fu << (23 - MANTISSA);
-
-// The highest bit of each byte: whether its code is NaN or an infinity, which the shift does not convert.
+#if EXPONENT
+// The highest bit of each byte: whether its code is NaN or an infinity.
 INLINE Word16 specials(Word16 words) {
-    return (words & 0x7f7f7f7fu) + (EXPONENT == 4 ? 0x01010101u : 0x04040404u);
+    return (words & 0x7f7f7f7fu) + (0x80 - SPECIAL) * 0x01010101u;
 }
 
 static inline bool any(Word16 bits) {
@@ -39,24 +34,17 @@ static inline bool any(Word16 bits) {
     for (int i = 0; i < 16; i++) found |= (bits[i] & 0x80808080u) != 0;
     return found;
 }
-
-// Small float8 numbers pass as denormal float32 numbers, which torch.set_flush_denormal(True) makes zero.
-struct Denormals {
-    const unsigned mode = __builtin_ia32_stmxcsr();
-    Denormals() { __builtin_ia32_ldmxcsr(mode & ~0x40u); }
-    ~Denormals() { __builtin_ia32_ldmxcsr(mode); }
-};
 #endif
 
-// The j-th code of each word, as a number.
+// The j-th code of each word, as a number. NaN and infinities of float8 are left out.
 INLINE Float16 numbers(Word16 words, int j) {
     const Word16 codes = words >> (uint32_t)(j * BITS);
 #if defined(HAS_TABLE)
     const Int16 all = Int16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} & MASK;
     return __builtin_shuffle(numbers_of<Float16>(all), (Int16)codes);
-#elif defined(SHIFTS_FLOAT8)
+#elif EXPONENT
     const Int16 moved = (Int16)(words << (uint32_t)(24 - 8 * j)) >> (8 - EXPONENT);
-    return (Float16)((Word16)moved & FLOAT8_BITS) * UNIT;
+    return (Float16)((Word16)moved & MOVED) * UNIT;
 #else
     return numbers_of<Float16>((Int16)(codes & MASK));
 #endif
@@ -121,6 +109,29 @@ struct Multiply {
     float* out;  // [tokens, rows]
     int64_t tokens;
     bool in_words;
+    int64_t block = 0;           // the first of the rows whose scales are in `decoded`
+    float* decoded = nullptr;    // float32 scales of 4 rows, where those of the weight are bytes
+
+    inline const float* scales_of(int64_t row) {
+        const Layout& l = *weight.layout;
+#if SCALE_BYTES
+        return decoded + (row - block) * (l.groups + 15);
+#else
+        return weight.scale + first_group(l, row);
+#endif
+    }
+
+    void decode_scales(int64_t first, int64_t end) {
+        block = first;
+#if SCALE_BYTES
+        const Layout& l = *weight.layout;
+        for (int64_t n = first; n < end; n++) {
+            const uint8_t* __restrict bytes = weight.scale + first_group(l, n);
+            float* __restrict to = decoded + (n - first) * (l.groups + 15);
+            for (int64_t g = 0; g < l.groups; g++) to[g] = weight.of_byte[bytes[g]];
+        }
+#endif
+    }
 
     template <int R, int M>
     void by_words(int64_t n, int64_t m) {
@@ -128,23 +139,27 @@ struct Multiply {
         const float* tokens_x = x + m * l.columns;
         const int64_t step = l.group % CHUNK ? CHUNK : l.group;
         const Int16 each = groups_of_words(l.group);
-        int64_t scales[R];
-        UNROLL for (int r = 0; r < R; r++) scales[r] = first_group(l, n + r);
+        const float* scales[R];
+        const Zero* zeros[R];
+        UNROLL for (int r = 0; r < R; r++) {
+            scales[r] = scales_of(n + r);
+            zeros[r] = weight.zero + first_group(l, n + r);
+        }
         Float16 sums[R][M] = {};
-#ifdef SHIFTS_FLOAT8
+#if EXPONENT
         Word16 special = {};
 #endif
         for (int64_t start = 0; start < l.columns; start += step) {
             Float16 part[R][M] = {}, zero[R];
             UNROLL for (int r = 0; r < R; r++)
-                zero[r] = ZERO ? of_words(weight.zero + scales[r], start, l.group, each) : Float16{};
+                zero[r] = ZERO ? of_words(zeros[r], start, l.group, each) : Float16{};
             for (int64_t k = start; k < start + step; k += CHUNK) {
                 Word16 words[R];
                 UNROLL for (int r = 0; r < R; r++) {
                     const uint8_t* p = weight.codes + (n + r) * l.row_bytes + k * BITS / 8;
                     words[r] = *(const UnalignedWord16*)p;
                     __builtin_prefetch(p + 4 * l.row_bytes);  // rows are too short for the hardware prefetcher
-#ifdef SHIFTS_FLOAT8
+#if EXPONENT
                     special |= specials(words[r]);
 #endif
                 }
@@ -159,13 +174,13 @@ struct Multiply {
                 }
             }
             UNROLL for (int r = 0; r < R; r++) {
-                const Float16 scale = of_words(weight.scale + scales[r], start, l.group, each);
+                const Float16 scale = of_words(scales[r], start, l.group, each);
                 UNROLL for (int i = 0; i < M; i++) sums[r][i] += part[r][i] * scale;
             }
         }
         for (int r = 0; r < R; r++)
             for (int i = 0; i < M; i++) out[(m + i) * l.rows + n + r] = total(sums[r][i]);
-#ifdef SHIFTS_FLOAT8
+#if EXPONENT
         if (__builtin_expect(any(special), 0)) one_by_one(n, R, m, M);
 #endif
     }
@@ -177,7 +192,7 @@ struct Multiply {
             for (int64_t i = m; i < m + count; i++) {
                 float sum = 0;
                 for (int64_t k = 0; k < l.columns; k++) {
-                    const float scale = weight.scale[first_group(l, n) + k / l.group];
+                    const float scale = scale_at(weight, first_group(l, n) + k / l.group);
                     const int64_t in_chunk = k % PER_WORD * 16 + k % CHUNK / PER_WORD;
                     const float number = one(weight.codes + n * l.row_bytes, k);
                     sum += x[i * l.columns + k / CHUNK * CHUNK + in_chunk] * value(number, scale, Zero());
@@ -206,25 +221,31 @@ struct Multiply {
         return m;
     }
     // Blocks whose sums fit into the registers, and are enough to hide the latency of additions.
-    void rows(int64_t n, int64_t end) {
-#ifdef SHIFTS_FLOAT8
-        const Denormals denormals;
-#endif
+    void blocks(int64_t n, int64_t end) {
         for (; n + 4 <= end; n += 4) {
+            decode_scales(n, n + 4);
             const int64_t fours = some<2, 4>(n, 0);
             some<2, 4>(n + 2, 0);
             some<4, 1>(n, some<4, 2>(n, fours));
         }
+        decode_scales(n, end);
         for (; n < end; n++) some<1, 1>(n, some<1, 4>(n, 0));
+    }
+    void rows(int64_t n, int64_t end) {
+        const Denormals denormals;
+        Multiply own = *this;  // of this thread
+        own.decoded = SCALE_BYTES ? new float[4 * (weight.layout->groups + 15)]() : nullptr;
+        own.blocks(n, end);
+        delete[] own.decoded;
     }
 };
 
-// 15 more floats must be readable after the scales. `in_words`: x has the order above, CHUNK divides the columns, and a
+// 15 more floats must be readable after float32 scales. `in_words`: x has the order above, CHUNK divides the columns, and a
 // group is whole chunks, or divides a chunk into whole words.
-extern "C" int64_t multiply(const Layout* layout, float* out, const uint8_t* codes, const float* scale,
-                            const Zero* zero, const float* x, int64_t tokens, int64_t in_words, Parallel parallel,
-                            int64_t threads) {
-    Multiply job = {{layout, codes, scale, zero}, x, out, tokens, in_words != 0};
+extern "C" int64_t multiply(const Layout* layout, float* out, const uint8_t* codes, const Scale* scale,
+                            const Zero* zero, const float* of_byte, const float* x, int64_t tokens, int64_t in_words,
+                            Parallel parallel, int64_t threads) {
+    Multiply job = {{layout, codes, scale, zero, of_byte}, x, out, tokens, in_words != 0};
     all_rows(job, 0, layout->rows, parallel, threads);
     return 1;
 }

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit_kernels.codes_cpu import Format, Layout, functions, warn_not_compiled
+from lowbit_kernels.codes_cpu import Format, Layout, Parts, functions, warn_not_compiled
 from lowbit_kernels.weight_operands import HALVES, Product, Tensors, WeightOperands
 
 MOST_TOKENS = {4: 32, 8: 16}
@@ -51,27 +51,26 @@ class Multiplier(Layout):
         self.reads_after = self.in_words and not of_chunks
         self._chunks = (columns // chunk, 16, word)
 
-    def multiply(self, x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-        """float32 [M, N] of x [M, K], in float32 or 16 bits, and a weight [N, Kp].
-
-        Codes are contiguous, and scale and zero_point have the shapes of `dequantize_cpu`.
-        """
+    def multiply(self, x: Tensor, parts: Parts) -> Tensor:
+        """float32 [M, N] of x [M, K], in float32 or 16 bits, and a weight [N, Kp] with contiguous codes."""
         m, (n, columns) = x.shape[0], self.shape
         if padding := columns - x.shape[1]:
             x = F.pad(x, (0, padding))
         if self.in_words:
             x = x.reshape(m, *self._chunks).transpose(2, 3)
         x = x.to(torch.float32, memory_format=torch.contiguous_format)
-        if self.reads_after or scale.dtype != torch.float32 or not scale.is_contiguous():
+        codes, scale, zero_point, of_byte = parts
+        if of_byte is None and (
+            self.reads_after or scale.dtype != torch.float32 or not scale.is_contiguous()
+        ):
             scale = _float32(scale, READ_AFTER if self.reads_after else 0)
-        zero = None if zero_point is None else zero_point.contiguous()
+        if zero_point is not None:
+            zero_point = zero_point.contiguous()
         out = x.new_empty((m, n))
         self._multiply(
             self.address,
             out.data_ptr(),
-            codes.data_ptr(),
-            scale.data_ptr(),
-            None if zero is None else zero.data_ptr(),
+            *Parts(codes, scale, zero_point, of_byte).addresses(),
             x.data_ptr(),
             m,
             self.in_words,
@@ -84,7 +83,7 @@ class Multiplier(Layout):
 def _function(format: Format) -> Any:
     (multiply,) = functions(format.source("weight_mm_cpu.cpp"), "multiply")
     number = ctypes.c_int64
-    multiply.argtypes = [*([ctypes.c_void_p] * 6), number, number, ctypes.c_void_p, number]
+    multiply.argtypes = [*([ctypes.c_void_p] * 7), number, number, ctypes.c_void_p, number]
     return multiply
 
 
@@ -119,7 +118,7 @@ def product(operands: WeightOperands) -> Product | None:
 
 def _product(kernel: Multiplier, dtype: torch.dtype, tensors: Tensors) -> Tensor:
     x, codes, scale, zero_point, bias, residual, _ = tensors
-    out = kernel.multiply(x, codes, scale, zero_point)
+    out = kernel.multiply(x, Parts(codes, scale, zero_point))
     for part in (bias, residual):
         if part is not None:
             out.add_(part)

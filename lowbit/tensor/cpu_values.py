@@ -19,7 +19,7 @@ from lowbit.lookup_table import LookupTable
 from lowbit.scheme import Int, Spec, crop
 
 if TYPE_CHECKING:
-    from lowbit_kernels.codes_cpu import Format
+    from lowbit_kernels.codes_cpu import Format, Parts
     from lowbit_kernels.dequantize_cpu import Dequantizer
     from lowbit_kernels.weight_mm_cpu import Multiplier
 
@@ -74,10 +74,7 @@ class ReadOnCpu:
         _, layout, is_padded, _ = reader
         if layout is None or not layout.is_small:
             return None
-        if self.stored_as == "table":
-            values = layout.kept_transposed(*_parts(self))
-        else:
-            values = layout.kept_transposed(self.codes, self.scale, self.zero_point)
+        values = layout.kept_transposed(self.codes, self.scale, self.zero_point)
         if is_padded and values is not None:
             # Longer rows are another operand to BLAS, and may give another sum.
             values = crop(values.t(), self.shape).t()
@@ -97,12 +94,12 @@ class ReadOnCpu:
         if x.dtype is not torch.float32 and 0 < tokens <= MOST_TOKENS:
             multiplier = _multiplier(self.spec, codes_shape)
             if multiplier is not None:
-                out = multiplier.multiply(x.reshape(tokens, k), *parts)[:, :n]
+                out = multiplier.multiply(x.reshape(tokens, k), parts)[:, :n]
                 out = out if bias is None else out.add_(bias)
                 return out.to(x.dtype).reshape(*x.shape[:-1], n)
         from lowbit_kernels.weight_mm_tiles_cpu import linear
 
-        tiles = layout.tiles(*parts, tokens)
+        tiles = layout.tiles(parts, tokens)
         if layout.shape[0] != n:
             tiles = _first_rows(tiles, n)
         return linear(x, tiles, n, bias)
@@ -114,10 +111,10 @@ class ReadOnCpu:
             return None
         layout, parts = found
         if self.dtype is torch.float32:
-            values = layout.dequantize(*parts)
+            values = layout.dequantize(parts)
         else:
             values = torch.empty(layout.shape, dtype=self.dtype, device="cpu")
-            for rows, tile in layout.tiles(*parts):
+            for rows, tile in layout.tiles(parts):
                 values[rows] = tile
         shape = self.shape_of_codes(self.shape)
         if values.shape == shape:
@@ -157,14 +154,10 @@ def rows_of_embedding(
         or not index.is_contiguous()
         or not index.is_cpu
         or (padding_idx is not None and not -layout.shape[0] <= padding_idx < layout.shape[0])
-        or not layout.fits(weight.codes, weight.scale, weight.zero_point)
+        or not layout.fits(parts := _parts(weight, layout))
     ):
         return None
-    return layout.look_up(weight.codes, weight.scale, weight.zero_point, index)
-
-
-Parts = tuple[Tensor, Tensor, Tensor | None]
-"""Codes, scale and zero point of a weight as the kernels read them."""
+    return layout.look_up(parts, index)
 
 
 def kernel_of(weight: Any) -> tuple[Dequantizer, Parts] | None:
@@ -175,19 +168,24 @@ def kernel_of(weight: Any) -> tuple[Dequantizer, Parts] | None:
     _, layout, _, _ = _reader_of(weight)
     if layout is None:
         return None
-    parts = _parts(weight)
-    return (layout, parts) if layout.fits(*parts) else None
+    parts = _parts(weight, layout)
+    return (layout, parts) if layout.fits(parts) else None
 
 
-def _parts(weight: Any) -> Parts:
-    scale, zero_point = weight.scale, weight.zero_point
-    if weight.stored_as == "table":
+def _parts(weight: Any, layout: Dequantizer) -> Parts:
+    from lowbit_kernels.codes_cpu import Parts
+
+    codes, scale, zero_point, of_byte = weight.codes, weight.scale, weight.zero_point, None
+    scales = weight.spec.scales
+    if layout.has_byte_scales:
+        of_byte = scales.of_byte(weight.inner_tensors())
+    elif scales is not None:
         scale = weight.scale_values()
-    if scale.dtype is not torch.float32:
+    elif scale.dtype is not torch.float32:
         scale = scale.float()
         if zero_point is not None and zero_point.is_floating_point():
             zero_point = zero_point.float()
-    return weight.codes, scale, zero_point
+    return Parts(codes, scale, zero_point, of_byte)
 
 
 def _may_run() -> bool:
@@ -219,7 +217,7 @@ def _layout(spec: Spec, shape: tuple[int, ...]) -> Dequantizer | None:
         return None
     from lowbit_kernels.dequantize_cpu import dequantizer
 
-    return dequantizer(_format(spec), *sizes)
+    return dequantizer(_format(spec, len(shape)), *sizes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -229,7 +227,7 @@ def _multiplier(spec: Spec, shape: tuple[int, ...]) -> Multiplier | None:
         return None
     from lowbit_kernels.weight_mm_cpu import multiplier
 
-    return multiplier(_format(spec), *sizes)
+    return multiplier(_format(spec, len(shape)), *sizes)
 
 
 def _sizes(spec: Spec, shape: tuple[int, ...]) -> tuple[int, int, int, int] | None:
@@ -242,12 +240,14 @@ def _sizes(spec: Spec, shape: tuple[int, ...]) -> tuple[int, int, int, int] | No
 
 
 @functools.lru_cache
-def _format(spec: Spec) -> Format:
+def _format(spec: Spec, dims: int) -> Format:
     from lowbit_kernels.codes_cpu import Format
 
     fmt = spec.format
     if isinstance(fmt, LookupTable):
-        return Format(fmt.bits, table=fmt.values)
+        scales = spec.scales
+        scale_bytes = scales is not None and scales.is_byte and (dims == 2 or not scales.shared)
+        return Format(fmt.bits, table=fmt.values, scale_bytes=scale_bytes)
     if not isinstance(fmt, Int):
         return Format(fmt.bits, exponent=4 if fmt.dtype is torch.float8_e4m3fn else 5)
     if not spec.has_zero_point:
