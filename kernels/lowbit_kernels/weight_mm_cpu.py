@@ -41,29 +41,30 @@ class Multiplier(Layout):
         self, format: Format, rows: int, columns: int, group_size: int, scale_rows: int = 1
     ) -> None:
         super().__init__(format, rows, columns, group_size, scale_rows)
-        self._multiply = _function(format)
-        self.in_words = format.bits in (1, 2, 4, 8) and format.zero_point != "value"
+        self._multiply, has_halves = _functions(format)
         word, chunk = 32 // format.bits, 512 // format.bits
         of_chunks, in_chunk = group_size % chunk == 0, chunk % group_size == 0
-        self.in_words &= columns % chunk == 0 and (
-            of_chunks or (in_chunk and group_size % word == 0)
-        )
-        self.reads_after = self.in_words and not of_chunks
-        self._chunks = (columns // chunk, 16, word)
+        in_words = format.bits in (1, 2, 4, 8) and format.zero_point != "value"
+        in_words &= columns % chunk == 0
+        in_words &= of_chunks or (in_chunk and group_size % word == 0)
+        self._order = 0 if not in_words else 2 if of_chunks and has_halves else 1
+        self._reads_after = in_words and not of_chunks
+        lanes = 16 * self._order
+        self._chunks = (columns // chunk, lanes, chunk // lanes) if in_words else ()
 
     def multiply(self, x: Tensor, parts: Parts) -> Tensor:
         """float32 [M, N] of x [M, K], in float32 or 16 bits, and a weight [N, Kp] with contiguous codes."""
         m, (n, columns) = x.shape[0], self.shape
         if padding := columns - x.shape[1]:
             x = F.pad(x, (0, padding))
-        if self.in_words:
+        if self._chunks:
             x = x.reshape(m, *self._chunks).transpose(2, 3)
         x = x.to(torch.float32, memory_format=torch.contiguous_format)
         codes, scale, zero_point, of_byte = parts
         if of_byte is None and (
-            self.reads_after or scale.dtype != torch.float32 or not scale.is_contiguous()
+            self._reads_after or scale.dtype != torch.float32 or not scale.is_contiguous()
         ):
-            scale = _float32(scale, READ_AFTER if self.reads_after else 0)
+            scale = _float32(scale, READ_AFTER if self._reads_after else 0)
         if zero_point is not None:
             zero_point = zero_point.contiguous()
         out = x.new_empty((m, n))
@@ -73,18 +74,20 @@ class Multiplier(Layout):
             *Parts(codes, scale, zero_point, of_byte).addresses(),
             x.data_ptr(),
             m,
-            self.in_words,
+            self._order,
             *self.threads(),
         )
         return out
 
 
 @functools.cache
-def _function(format: Format) -> Any:
-    (multiply,) = functions(format.source("weight_mm_cpu.cpp"), "multiply")
-    number = ctypes.c_int64
-    multiply.argtypes = [*([ctypes.c_void_p] * 7), number, number, ctypes.c_void_p, number]
-    return multiply
+def _functions(format: Format) -> tuple[Any, bool]:
+    multiply, has_halves = functions(
+        format.source("weight_mm_cpu.cpp"), "multiply", "has_halves"
+    )
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    multiply.argtypes = [*([pointer] * 7), number, number, pointer, number]
+    return multiply, bool(has_halves())
 
 
 def multiplier(format: Format, *sizes: int) -> Multiplier | None:

@@ -221,7 +221,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     caches = (
         weight_linear.planned,
         weight_mm_cpu._planned,
-        weight_mm_cpu._function,
+        weight_mm_cpu._functions,
     )
     for cache in caches:
         cache.cache_clear()
