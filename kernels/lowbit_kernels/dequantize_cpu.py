@@ -37,9 +37,18 @@ MOST_KEPT = 2**22
 TILE = 2**18
 """Elements of a tile for each thread that decodes it: 1 MB, which stays in the L2 cache of a core."""
 ROWS_OF_A_TILE = 64
-"""A tile has a multiple of so many rows. PyTorch's product with it then has the bits of that with the whole weight."""
+"""A tile has a multiple of so many rows, and the last one no fewer. PyTorch's product with it then has the bits of that
+with the whole weight. BLAS sums up fewer rows in another order."""
 FEW_TOKENS = 16
 """Products of more tokens take tiles of `MOST_KEPT` elements, because BLAS packs the activations for each tile."""
+
+
+def rows_in_tiles(n: int, most: int) -> Iterator[slice]:
+    """The rows of each tile of a weight of n rows: at most `most`, where the rule of `ROWS_OF_A_TILE` lets it."""
+    rows = max(most // ROWS_OF_A_TILE, 1) * ROWS_OF_A_TILE
+    firsts = range(0, max(n - ROWS_OF_A_TILE, 0) + 1, rows)
+    for first in firsts:
+        yield slice(first, n if first == firsts[-1] else first + rows)
 
 
 class Dequantizer(Layout):
@@ -70,20 +79,17 @@ class Dequantizer(Layout):
         Args:
             tokens: of the product that reads the tiles, which decides their size.
         """
-        (n, columns), rows = self.shape, self.rows_of_tile(tokens)
-        values, read = _memory.rows(rows, columns), parts.addresses()
-        address = values.data_ptr()
-        for first in range(0, n, rows):
-            end = min(first + rows, n)
-            self._run(address, read, first, end)
-            yield slice(first, end), values[: end - first]
-
-    def rows_of_tile(self, tokens: int) -> int:
-        """Rows of a tile: all, or a multiple of `ROWS_OF_A_TILE`."""
         n, columns = self.shape
-        most = MOST_KEPT if tokens > FEW_TOKENS else TILE * self.threads()[1]
-        fitting = min(most, MOST_KEPT) // columns
-        return min(n, max(fitting // ROWS_OF_A_TILE, 1) * ROWS_OF_A_TILE)
+        slices = [*rows_in_tiles(n, self.elements_of_tile(tokens) // columns)]
+        largest = max(rows.stop - rows.start for rows in slices)
+        values, read = _memory.rows(largest, columns), parts.addresses()
+        address = values.data_ptr()
+        for rows in slices:
+            self._run(address, read, rows.start, rows.stop)
+            yield rows, values[: rows.stop - rows.start]
+
+    def elements_of_tile(self, tokens: int) -> int:
+        return MOST_KEPT if tokens > FEW_TOKENS else min(TILE * self.threads()[1], MOST_KEPT)
 
     def kept_transposed(
         self, codes: Tensor, scale: Tensor, zero_point: Tensor | None

@@ -1,17 +1,16 @@
 // out[m, n] = sum_k x[m, k] * value(code[n, k]) in float32, for few tokens.
 //
 // A block multiplies R rows of the weight by M tokens in registers: it converts a code once for M products, and loads x
-// once for R rows. There are three orders of x, and of the columns:
+// once for R rows. Where words of 32 bits hold whole codes, and a row is whole vectors of 16 words (`in_words`), the
+// vectors are loaded as stored, and the j-th shift of a vector gives the j-th code of each word. Then x comes in this
+// order: [tokens, columns / CHUNK, CHUNK / LANES, LANES]. Otherwise x comes in its own order, and codes_cpu.h reads the
+// weight.
 //
-// IN_CODES   x comes in its own order, and codes_cpu.h reads the weight
-// IN_WORDS   words of 32 bits hold whole codes, and a row is whole vectors of 16 words, which are loaded as stored. The
-//            j-th shift of a vector gives the j-th code of each word. x [tokens, columns / CHUNK, PER_WORD, 16]
-// IN_HALVES  float8 in vectors of 32 words of 16 bits, two codes each, which a processor with AVX-512 converts as
-//            float16. x [tokens, columns / CHUNK, 2, 32]
-
-enum Order { IN_CODES, IN_WORDS, IN_HALVES };
+// LANES are 16. Where the processor has AVX-512, float8 comes in vectors of 32 words of 16 bits, two codes each, which
+// are converted as float16.
 
 static constexpr int PER_WORD = 32 / BITS, CHUNK = 16 * PER_WORD;
+static constexpr bool WORDS = 32 % BITS == 0 && ZERO != 2;
 
 typedef uint32_t Word16 __attribute__((vector_size(64)));
 typedef uint32_t UnalignedWord16 __attribute__((vector_size(64), aligned(1)));
@@ -42,7 +41,27 @@ static inline bool any(Word16 bits) {
 }
 #endif
 
-// The j-th code of each word, as a number. NaN and infinities of float8 are left out.
+#if EXPONENT && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__GNUC__)
+typedef int16_t Short32 __attribute__((vector_size(64)));
+typedef int16_t Short16 __attribute__((vector_size(32)));
+
+static constexpr int LANES = 32;
+static constexpr float NUMBER = EXPONENT == 4 ? 256 : 1;  // e4m3 has another bias than float16
+
+// 16 codes as numbers divided by NUMBER: of the low bytes, then of the high bytes. NaN and infinities pass as any number.
+INLINE Float16 numbers(Word16 words, int j) {
+    Short32 all = (Short32)words;
+    if (j < 2) all <<= 8;
+    all = EXPONENT == 4 ? (all >> 1) & (int16_t)0xbf80 : all & (int16_t)0xff00;
+    Short16 parts[2];
+    memcpy(parts, &all, sizeof(all));
+    return (Float16)__builtin_ia32_vcvtph2ps512_mask(parts[j % 2], Float16{}, (uint16_t)-1, 4);
+}
+#else
+static constexpr int LANES = 16;
+static constexpr float NUMBER = 1;
+
+// The j-th code of each word, as a number. NaN and infinities of float8 pass as any number.
 INLINE Float16 numbers(Word16 words, int j) {
     const Word16 codes = words >> (uint32_t)(j * BITS);
 #if defined(HAS_TABLE)
@@ -54,25 +73,6 @@ INLINE Float16 numbers(Word16 words, int j) {
 #else
     return numbers_of<Float16>((Int16)(codes & MASK));
 #endif
-}
-
-#if EXPONENT && defined(__AVX512F__) && defined(__GNUC__)
-#define HAS_HALVES
-typedef int16_t Short32 __attribute__((vector_size(64)));
-typedef int16_t Short16 __attribute__((vector_size(32)));
-
-// e4m3 has a bit of exponent less than float16, and another bias.
-static constexpr float HALF_UNIT = EXPONENT == 4 ? 256 : 1;
-
-// 16 of the codes, as numbers divided by HALF_UNIT: of the low bytes, then of the high bytes. NaN and infinities pass as
-// any number.
-INLINE Float16 halves(Word16 words, int j) {
-    Short32 all = (Short32)words;
-    if (j < 2) all <<= 8;
-    all = EXPONENT == 4 ? (all >> 1) & (int16_t)0xbf80 : all & (int16_t)0xff00;
-    Short16 parts[2];
-    memcpy(parts, &all, sizeof(all));
-    return (Float16)__builtin_ia32_vcvtph2ps512_mask(parts[j % 2], Float16{}, (uint16_t)-1, 4);
 }
 #endif
 
@@ -134,7 +134,7 @@ struct Multiply {
     const float* x;
     float* out;  // [tokens, rows]
     int64_t tokens;
-    Order order;
+    bool in_words;
     int64_t block = 0;           // the first of the rows whose scales are in `decoded`
     float* decoded = nullptr;    // float32 scales of 4 rows, where those of the weight are bytes
 
@@ -159,7 +159,7 @@ struct Multiply {
 #endif
     }
 
-    template <int R, int M, bool HALVES>
+    template <int R, int M>
     void by_words(int64_t n, int64_t m) {
         const Layout& l = *weight.layout;
         const float* tokens_x = x + m * l.columns;
@@ -194,20 +194,13 @@ struct Multiply {
                     UNROLL for (int i = 0; i < M; i++)
                         given[i] = *(const UnalignedFloat16*)(tokens_x + i * l.columns + k + 16 * j);
                     UNROLL for (int r = 0; r < R; r++) {
-#ifdef HAS_HALVES
-                        const Float16 number = HALVES ? halves(words[r], j) : numbers(words[r], j);
-#else
                         const Float16 number = ZERO ? numbers(words[r], j) - zero[r] : numbers(words[r], j);
-#endif
                         UNROLL for (int i = 0; i < M; i++) part[r][i] += number * given[i];
                     }
                 }
             }
             UNROLL for (int r = 0; r < R; r++) {
-                Float16 scale = of_words(scales[r], start, l.group, each);
-#ifdef HAS_HALVES
-                if (HALVES) scale *= HALF_UNIT;
-#endif
+                const Float16 scale = of_words(scales[r], start, l.group, each) * NUMBER;
                 UNROLL for (int i = 0; i < M; i++) sums[r][i] += part[r][i] * scale;
             }
         }
@@ -238,8 +231,7 @@ struct Multiply {
                 float sum = 0;
                 for (int64_t k = 0; k < l.columns; k++) {
                     const float scale = scale_at(weight, first_group(l, n) + k / l.group);
-                    const int64_t lanes = order == IN_HALVES ? 32 : 16, each = CHUNK / lanes;
-                    const int64_t in_chunk = k % each * lanes + k % CHUNK / each;
+                    const int64_t each = CHUNK / LANES, in_chunk = k % each * LANES + k % CHUNK / each;
                     const float number = one(weight.codes + n * l.row_bytes, k);
                     sum += x[i * l.columns + k / CHUNK * CHUNK + in_chunk] * value(number, scale, Zero());
                 }
@@ -264,17 +256,14 @@ struct Multiply {
     template <int R, int M>
     int64_t some(int64_t n, int64_t m) {
         for (; m + M <= tokens; m += M) {
-            if (order == IN_CODES) by_codes<R, M>(n, m);
-            if (order == IN_WORDS) by_words<R, M, false>(n, m);
-#ifdef HAS_HALVES
-            if (order == IN_HALVES) by_words<R, M, true>(n, m);
-#endif
+            if constexpr (WORDS) in_words ? by_words<R, M>(n, m) : by_codes<R, M>(n, m);
+            else by_codes<R, M>(n, m);
         }
         return m;
     }
     void finish(int64_t first, int64_t end) {
 #if EXPONENT
-        if (order != IN_CODES && tokens > 1 && has_special(first, end))
+        if (in_words && tokens > 1 && has_special(first, end))
             one_by_one(first, end - first, 0, tokens);
 #endif
     }
@@ -302,20 +291,15 @@ struct Multiply {
     }
 };
 
-extern "C" int64_t has_halves() {
-#ifdef HAS_HALVES
-    return 1;
-#else
-    return 0;
-#endif
-}
+// LANES of the order of x for vectors of words; 0 where such codes are not loaded in words.
+extern "C" int64_t lanes() { return WORDS ? LANES : 0; }
 
-// IN_WORDS: CHUNK divides the columns, and a group is whole chunks, or divides a chunk into whole words. In the second
-// case 15 more floats must be readable after float32 scales. IN_HALVES: a group is whole chunks.
+// `in_words`: x has the order above, CHUNK divides the columns, and a group is whole chunks or, with 16 LANES, divides a
+// chunk into whole words. In the second case 15 more floats must be readable after float32 scales.
 extern "C" int64_t multiply(const Layout* layout, float* out, const uint8_t* codes, const Scale* scale,
-                            const Zero* zero, const float* of_byte, const float* x, int64_t tokens, int64_t order,
+                            const Zero* zero, const float* of_byte, const float* x, int64_t tokens, int64_t in_words,
                             Parallel parallel, int64_t threads) {
-    Multiply job = {{layout, codes, scale, zero, of_byte}, x, out, tokens, (Order)order};
+    Multiply job = {{layout, codes, scale, zero, of_byte}, x, out, tokens, in_words != 0};
     all_rows(job, 0, layout->rows, parallel, threads);
     return 1;
 }

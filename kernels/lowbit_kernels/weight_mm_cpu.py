@@ -41,15 +41,12 @@ class Multiplier(Layout):
         self, format: Format, rows: int, columns: int, group_size: int, scale_rows: int = 1
     ) -> None:
         super().__init__(format, rows, columns, group_size, scale_rows)
-        self._multiply, has_halves = _functions(format)
+        self._multiply, lanes = _functions(format)
         word, chunk = 32 // format.bits, 512 // format.bits
         of_chunks, in_chunk = group_size % chunk == 0, chunk % group_size == 0
-        in_words = format.bits in (1, 2, 4, 8) and format.zero_point != "value"
-        in_words &= columns % chunk == 0
-        in_words &= of_chunks or (in_chunk and group_size % word == 0)
-        self._order = 0 if not in_words else 2 if of_chunks and has_halves else 1
+        of_words = lanes == 16 and in_chunk and group_size % word == 0
+        in_words = lanes > 0 and columns % chunk == 0 and (of_chunks or of_words)
         self._reads_after = in_words and not of_chunks
-        lanes = 16 * self._order
         self._chunks = (columns // chunk, lanes, chunk // lanes) if in_words else ()
 
     def multiply(self, x: Tensor, parts: Parts) -> Tensor:
@@ -74,20 +71,19 @@ class Multiplier(Layout):
             *Parts(codes, scale, zero_point, of_byte).addresses(),
             x.data_ptr(),
             m,
-            self._order,
+            len(self._chunks) > 0,
             *self.threads(),
         )
         return out
 
 
 @functools.cache
-def _functions(format: Format) -> tuple[Any, bool]:
-    multiply, has_halves = functions(
-        format.source("weight_mm_cpu.cpp"), "multiply", "has_halves"
-    )
+def _functions(format: Format) -> tuple[Any, int]:
+    """The kernel, and the lanes of the order of x that it takes for vectors of words; 0 for none."""
+    multiply, lanes = functions(format.source("weight_mm_cpu.cpp"), "multiply", "lanes")
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     multiply.argtypes = [*([pointer] * 7), number, number, pointer, number]
-    return multiply, bool(has_halves())
+    return multiply, lanes()
 
 
 def multiplier(format: Format, *sizes: int) -> Multiplier | None:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lowbit.products.dequantized import cpu_linear, is_any, is_on_cpu, plain_linear
+from lowbit.products.dequantized import (
+    cpu_half_linear,
+    cpu_linear,
+    is_any,
+    is_float32_on_cpu,
+    is_half_on_cpu,
+    plain_linear,
+)
 from lowbit.products.eight_bits import (
     block_linear,
     can_int_mm,
@@ -63,9 +70,10 @@ BUILT_IN = (
     Row("ternary_linear", is_ternary, ternary_linear),
     # columns in the order of GPTQ's act-order: a gather of the input, then the row for a weight of such codes
     Row("ordered_linear", _is_ordered, ordered_linear),
-    # any other weight in float32 or 16 bits on a CPU: codes read by one kernel, then PyTorch's product, or by one that
-    # multiplies them
-    Row("cpu_linear", is_on_cpu, cpu_linear),
+    # any other weight in float32 on a CPU: codes read by one kernel, then PyTorch's product
+    Row("cpu_linear", is_float32_on_cpu, cpu_linear),
+    # any other weight in bfloat16 or float16 on a CPU: the same for many tokens, a kernel that multiplies for few
+    Row("cpu_half_linear", is_half_on_cpu, cpu_half_linear),
     # everything else: PyTorch operations
     Row("plain_linear", is_any, plain_linear),
 )

@@ -7,31 +7,47 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit.products.row import Weight
+from lowbit_kernels.library import FLOATS
 from lowbit_kernels.weight_operands import HALVES
 
 _is_compiling = torch.compiler.is_dynamo_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_traced = torch._C._is_tracing
 _PlainAttributes = torch._C.DisableTorchFunctionSubclass
+_LARGE = 2**20
+"""Elements of a weight that PyTorch operations dequantize at a time."""
 
 
-def is_on_cpu(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
-    """In float32 or 16 bits, not while compiling, where nothing is remembered."""
-    if _is_compiling() or not x.is_cpu or weight.transposed:
-        return False
-    return x.dtype in HALVES or x.dtype is weight.dtype is torch.float32
+def is_float32_on_cpu(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    is_eager = not _is_compiling()  # while compiling, nothing is remembered
+    both = x.dtype is weight.dtype is torch.float32
+    return is_eager and x.is_cpu and both and not weight.transposed
 
 
 def cpu_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """`plain_linear`, without the dequantized weight as a whole: a kernel decodes a tile of rows at a time, or, for few
-    tokens in 16 bits, multiplies what it decodes.
-
-    In float32 the result has the bits of `plain_linear`. In 16 bits, for few tokens, the weight is not rounded to them.
-    """
+    """`plain_linear` to the bit. One kernel dequantizes, a tile of rows at a time where the weight is large, into memory
+    that this thread's next product overwrites."""
     if weight.activation is not None:
         x = weight.rounded_input(x)
-    if x.dtype is torch.float32:
-        values_t = weight.values_for_product()
-        if values_t is not None:
-            return x @ values_t if bias is None else F.linear(x, values_t.t(), bias)
+    values_t = weight.values_for_product()
+    if values_t is not None:
+        return x @ values_t if bias is None else F.linear(x, values_t.t(), bias)
+    return _by_kernel(x, weight, bias)
+
+
+def is_half_on_cpu(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    return not _is_compiling() and x.is_cpu and x.dtype in HALVES and not weight.transposed
+
+
+def cpu_half_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """A product in 16 bits. For few tokens a kernel multiplies what it decodes, in float32; for more it decodes a tile of
+    rows at a time. The weight is rounded to 16 bits only for many tokens in bfloat16."""
+    if weight.activation is not None:
+        x = weight.rounded_input(x)
+    return _by_kernel(x, weight, bias)
+
+
+def _by_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     y = weight.product_on_cpu(x, bias)
     # None without a compiler, and while something traces the operations
     return _dequantized_linear(x, weight, bias) if y is None else y
@@ -54,4 +70,24 @@ def plain_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 
 def _dequantized_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     with _PlainAttributes():
+        if _is_large_on_cpu(x, weight):
+            return _in_tiles(x, weight, bias)
         return F.linear(x, weight.dequantize().to(x.dtype), bias)
+
+
+def _is_large_on_cpu(x: Tensor, weight: Weight) -> bool:
+    """Whether a weight is best dequantized in tiles of rows, and can be: no rows share a scale."""
+    if not x.is_cpu or x.dtype not in FLOATS or weight.numel() <= _LARGE or weight.transposed:
+        return False
+    is_seen = _is_compiling() or _dispatch_modes() or _is_traced()
+    return not is_seen and weight.spec.block_size(weight.shape)[0] == 1
+
+
+def _in_tiles(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """The same without memory for the whole weight, which the system would have to clear in each call."""
+    from lowbit_kernels.dequantize_cpu import rows_in_tiles
+    from lowbit_kernels.weight_mm_tiles_cpu import linear
+
+    n, k = weight.shape
+    slices = rows_in_tiles(n, _LARGE // k)
+    return linear(x, ((rows, weight[rows].dequantize().float()) for rows in slices), n, bias)

@@ -24,7 +24,7 @@ CASES = {
     "weight_linear": (lb.Int4WeightOnly(32), torch.bfloat16),
     "int8_dynamic_linear": (lb.Int8DynamicActivationInt8Weight(), torch.bfloat16),
     "cpu_linear": (lb.Int4WeightOnly(32), torch.float32),
-    "plain_linear": (lb.Int4WeightOnly(8), torch.bfloat16),
+    "cpu_half_linear": (lb.Int4WeightOnly(8), torch.bfloat16),
 }
 """By the name of the row that serves it on a CPU: a scheme and the dtype of weight and activation."""
 
