@@ -7,10 +7,14 @@
 
 A bar appears one second after the start, where rich is installed and stderr is a terminal, on rank 0 of a process
 group. Everywhere else nothing is written, and the calls cost nothing. Bars inside of bars share one display.
+
+A kernel that a compiler makes at its first use on a machine shows a bar after a fifth of a second. Without rich the first
+one of a process writes a line to the terminal.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,11 +27,18 @@ from lowbit_kernels import compiling
 
 DELAY = 1.0
 """Seconds until a bar appears. What ends before shows none."""
+COMPILING_DELAY = 0.2
+"""The same for a compiler, which takes 0.3 to 2.7 seconds in the middle of what is otherwise short."""
 
 
 @contextmanager
 def progress(
-    what: str, total: int | None, *, unit: str = "bytes", hidden: bool = False
+    what: str,
+    total: int | None,
+    *,
+    unit: str = "bytes",
+    hidden: bool = False,
+    delay: float | None = None,
 ) -> Iterator[Callable[[int], None]]:
     """A function that advances the bar by so many units of `total`.
 
@@ -36,11 +47,12 @@ def progress(
         total: None where nobody knows it. The bar then shows that the program runs, and for how long.
         unit: "bytes", which the bar shows as MB and MB/s, or what is counted: "layers".
         hidden: no bar, because the caller's own function tells how far it is.
+        delay: seconds until it appears; by default `DELAY`.
     """
     if hidden or not _is_seen():
         yield _nothing
         return
-    task = _DISPLAY.add(what, total, unit)
+    task = _DISPLAY.add(what, total, unit, DELAY if delay is None else min(delay, DELAY))
     try:
         yield lambda count: _DISPLAY.advance(task, count)
     finally:
@@ -54,16 +66,37 @@ def waiting(what: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _compiling(what: str) -> Iterator[None]:
+    """What `lowbit_kernels.compiling` shows."""
+    what = f"{what}, once on this machine"
+    if _is_on_terminal() and not _has_rich():
+        _write_once(f"lowbit: {what}")
+    with progress(what, None, unit="", delay=COMPILING_DELAY):
+        yield
+
+
+@functools.cache
+def _write_once(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def _nothing(count: int) -> None:
     pass
 
 
 def _is_seen() -> bool:
     """Whether somebody sees a bar of this process."""
+    return _is_on_terminal() and _has_rich()
+
+
+def _is_on_terminal() -> bool:
     if sys.stderr is None or not sys.stderr.isatty():
         return False
-    if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
-        return False
+    return not (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0)
+
+
+def _has_rich() -> bool:
     try:
         import rich  # noqa: F401
     except ImportError:
@@ -78,22 +111,25 @@ class _Display:
         self._lock = threading.RLock()
         self._bars: Any = None
         """rich's Progress while there are tasks."""
-        self._timer: threading.Timer | None = None
+        self._timers: list[threading.Timer] = []
         self._count = 0
 
-    def add(self, what: str, total: int | None, unit: str) -> Any:
+    def add(self, what: str, total: int | None, unit: str, delay: float) -> Any:
         with self._lock:
-            if self._bars is None:
+            is_first = self._bars is None
+            if is_first:
                 self._bars = _new_bars()
-                self._timer = threading.Timer(DELAY, self._show, [self._bars])
-                self._timer.daemon = True
-                self._timer.start()
+            if is_first or delay < self._timers[-1].interval:
+                timer = threading.Timer(delay, self._show, [self._bars])
+                timer.daemon = True
+                timer.start()
+                self._timers.append(timer)
             self._count += 1
             return self._bars.add_task(what, total=total, unit=unit)
 
     def _show(self, bars: Any) -> None:
         with self._lock:
-            if self._bars is bars:
+            if self._bars is bars and not bars.live.is_started:
                 bars.start()
 
     def advance(self, task: Any, count: int) -> None:
@@ -107,11 +143,11 @@ class _Display:
             self._count -= 1
             if self._count:
                 return
-            assert self._timer is not None
-            self._timer.cancel()
+            for timer in self._timers:
+                timer.cancel()
             if self._bars.live.is_started:
                 self._bars.stop()
-            self._bars = self._timer = None
+            self._bars, self._timers = None, []
 
 
 _DISPLAY = _Display()
@@ -144,4 +180,4 @@ def _new_bars() -> Any:
     return Progress(*columns, console=Console(stderr=True), **options)
 
 
-compiling.shown = waiting
+compiling.shown = _compiling

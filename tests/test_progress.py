@@ -157,6 +157,20 @@ WITH_FUNCTIONS = textwrap.dedent(PROGRAMS["measuring"]) + textwrap.dedent(PROGRA
 for _last in ("[torch.randn(2, 64)], lowbit.Int4WeightOnly(32)", "epochs=1"):
     assert WITH_FUNCTIONS.count(_last) == 1
     WITH_FUNCTIONS = WITH_FUNCTIONS.replace(_last, f"{_last}, progress=lambda done: None")
+# shorter than the delay of other bars
+COMPILED_SHORTLY = """
+    from lowbit_kernels.compiling import compiling
+    progress.DELAY = 60
+    with progress.progress("long", 10), compiling("the CPU"):
+        time.sleep(0.5)
+"""
+COMPILED_TWICE = """
+    sys.modules["rich"] = None
+    from lowbit_kernels.compiling import compiling
+    for _ in range(2):
+        with compiling("the CPU"):
+            pass
+"""
 SILENT = {
     "short": "progress.DELAY = 5\n" + textwrap.dedent(PROGRAMS["counted"].replace("0.1", "0.0")),
     "without rich": "sys.modules['rich'] = None\n" + textwrap.dedent(PROGRAMS["counted"]),
@@ -169,6 +183,7 @@ def on_terminal(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, dict[s
     if not hasattr(os, "openpty"):
         pytest.skip("needs pseudo terminals")
     programs = {**PROGRAMS, "with functions": WITH_FUNCTIONS, **SILENT}
+    programs |= {"compiled twice": COMPILED_TWICE, "compiled shortly": COMPILED_SHORTLY}
     printed, written = run([*programs.values()], True, tmp_path_factory.mktemp("terminal"))
     return printed, dict(zip(programs, written, strict=True))
 
@@ -183,7 +198,17 @@ def test_bars_appear_on_a_terminal(name: str, on_terminal: tuple[bytes, dict[str
 def test_nothing_is_written_elsewhere(tmp_path: Path) -> None:
     names = ("counted", "quantizing")
     programs = [*(PROGRAMS[name] for name in names), SILENT["without rich"]]
-    assert run(programs, False, tmp_path) == (b"", [b"", b"", b""])
+    programs += [COMPILED_SHORTLY, COMPILED_TWICE]
+    assert run(programs, False, tmp_path) == (b"", [b""] * 5)
+
+
+def test_a_compiler_is_told_of_early_and_without_rich_by_one_line(
+    on_terminal: tuple[bytes, dict[str, bytes]],
+) -> None:
+    written = on_terminal[1]
+    assert SHOWN["compiling"] in written["compiled shortly"]
+    line = b"lowbit: compiling a kernel for the CPU, once on this machine"
+    assert written["compiled twice"].splitlines() == [line]
 
 
 def test_a_function_of_the_callers_takes_the_place_of_the_bar(

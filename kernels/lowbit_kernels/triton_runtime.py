@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels import launcher
+from lowbit_kernels.compiling import compiling
 from lowbit_kernels.launch_plan import Address, Buffer, Launch, Plan, TritonKernel
 
 triton: Any
@@ -29,7 +30,21 @@ except ImportError:
     def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         return jit if function is None else function
 else:
-    jit = triton.jit
+
+    def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+        """``triton.jit``, whose compiler tells a waiting user."""
+        if function is None:
+            return functools.partial(jit, **options)
+        kernel = triton.jit(function, **options)
+        compile = getattr(kernel, "_do_compile", None)  # absent from the interpreter
+        if compile is not None:
+
+            def told(*arguments: Any, **named: Any) -> Any:
+                with compiling("the GPU by Triton"):
+                    return compile(*arguments, **named)
+
+            kernel._do_compile = told
+        return kernel
 
 
 def runs_on(device: torch.device) -> bool:
