@@ -36,11 +36,12 @@ def linear(
     kept = torch.bfloat16 if x.dtype is torch.bfloat16 else torch.float32
     flat = flat.to(kept)
     out = flat.new_empty((flat.shape[0], n))
-    memory: Tensor | None = None
+    memory = flat.new_empty((0, k))
     for part, tile in tiles:
         if tile.shape[1] != k or kept is not torch.float32:
-            memory = tile.new_empty((tile.shape[0], k), dtype=kept) if memory is None else memory
-            tile = memory[: tile.shape[0]].copy_(tile[:, :k])
+            rows = tile.shape[0]
+            memory = memory if rows <= memory.shape[0] else flat.new_empty((rows, k))
+            tile = memory[:rows].copy_(tile[:, :k])
         # autocast leaves products with `out` alone
         if bias is None or x.dtype is torch.float16:
             torch.mm(flat, tile.t(), out=out[:, part])

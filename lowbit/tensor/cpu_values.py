@@ -99,7 +99,7 @@ class ReadOnCpu:
                 return out.to(x.dtype).reshape(*x.shape[:-1], n)
         from lowbit_kernels.weight_mm_tiles_cpu import linear
 
-        tiles = layout.tiles(parts, tokens)
+        tiles = layout.tiles(parts)
         if layout.shape[0] != n:
             tiles = _first_rows(tiles, n)
         return linear(x, tiles, n, bias)
