@@ -8,8 +8,8 @@
 A bar appears one second after the start, where rich is installed and stderr is a terminal, on rank 0 of a process
 group. Everywhere else nothing is written, and the calls cost nothing. Bars inside of bars share one display.
 
-A kernel that a compiler makes at its first use on a machine shows a bar after a fifth of a second. Without rich the first
-one of a process writes a line to the terminal.
+A kernel that a compiler makes at its first use on a machine shows a bar after a fifth of a second. Without rich the
+first one of a process writes a line to the terminal.
 """
 
 from __future__ import annotations

@@ -502,7 +502,8 @@ def trace(model: nn.Module, *args: Any, backward: bool | None = None, **kwargs: 
 
     A compiled model runs eagerly here. Shapes, dtypes, devices and schemes decide what runs in what, so the compiled
     model makes the same choices, with two exceptions. It keeps the implementations that were registered when it was
-    compiled (`register_linear`). Where the eager model runs "cpu_linear", it runs "plain_linear" in the graph.
+    compiled (`register_linear`). Where the eager model runs "cpu_linear" or "cpu_half_linear", the graph has
+    "plain_linear".
 
     Afterwards gradients (those of the arguments too), buffers and random states are as before. Hooks on gradients of
     parameters (`register_hook`, `register_post_accumulate_grad_hook`) do not run, as an optimizer step may be one.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks import eager_linear, train_linear, train_llama, train_peers, train_qat
+from benchmarks import cpu_linear, eager_linear, train_linear, train_llama, train_peers, train_qat
 from benchmarks.registry import Candidate, Problem, Result, Row
 from benchmarks.timing import Timing
 from benchmarks.train_llama import measure_training, training_step
@@ -66,6 +66,17 @@ def test_eager_layers_run_in_low_bits_beside_bf16() -> None:
     result = Result(problems[0], [])
     found = eager_linear.cells(Row(problems[0].candidates[0], times), result, 1.0)
     assert found == ["30", "200", "20, 100", "1.50", "2.00"]
+
+
+def test_linears_on_a_cpu_take_turns_with_a_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_linear, "SECONDS", 0.0)
+    problems = list(cpu_linear.cpu_linear())
+    assert {c.size for p in problems for c in p.candidates} >= {2880, 2912, 4096}
+    for candidate in problems[4].candidates:
+        times = cpu_linear.measure(replace(candidate, size=64), 1)
+        assert min(times.own, times.plain) > 0 and times.faults >= 0
+    row = Row(problems[0].candidates[0], cpu_linear.Times(3e-3, 2e-3, 7))
+    assert cpu_linear.cells(row, Result(problems[0], []), 1.0) == ["3.000", "2.000", "1.50", "7"]
 
 
 def test_the_steps_of_a_whole_model() -> None:

@@ -25,12 +25,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowbit_kernels.dequantize_cpu import rows_in_tiles
 from lowbit_kernels.launches import ran
 from lowbit_kernels.library import FLOATS, check_one_device, register
 from lowbit_kernels.scaled_mm import scaled_mm
 from lowbit_kernels.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 
 MOST_ROWS = 64
+BYTES_ON_CPU = 2**20
+"""Codes that a CPU unpacks at a time, a byte each: they stay in the L2 cache."""
 
 
 def ternary_mm(
@@ -158,9 +161,11 @@ def _launch(
     if m > MOST_ROWS or not runs_on(a.device) or 0 in (m, n, packed.shape[1]):
         ran("ternary_mm", "unpacked")
         columns = -(-a.shape[1] // 16) * 16
+        a = F.pad(a, (0, columns - a.shape[1]))
+        if a.device.type == "cpu" and n * columns > BYTES_ON_CPU:
+            return _in_tiles(a, packed, a_scale, b_scale, bias, out_dtype)
         unpack = _unpack_on_gpu if runs_on(a.device) and packed.numel() else _unpacked
         codes = unpack(packed, columns)
-        a = F.pad(a, (0, columns - a.shape[1]))
         return scaled_mm(a, codes, a_scale, b_scale, bias=bias, out_dtype=out_dtype)
     ran("ternary_mm", "triton")
     packed = packed if packed.stride(1) == 1 else packed.contiguous()
@@ -189,6 +194,23 @@ def _launch(
             num_stages=3,
         )
     return out.to(out_dtype)
+
+
+def _in_tiles(
+    a: Tensor,
+    packed: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The same without memory for all codes, which the system would have to clear in each call. a: int8 [M, K16]."""
+    out = a.new_empty((a.shape[0], packed.shape[0]), dtype=out_dtype)
+    for rows in rows_in_tiles(packed.shape[0], BYTES_ON_CPU // a.shape[1]):
+        codes = _unpacked(packed[rows], a.shape[1])
+        own = None if bias is None else bias[rows]
+        out[:, rows] = scaled_mm(a, codes, a_scale, b_scale, bias=own, out_dtype=out_dtype)
+    return out
 
 
 def _fake(a: Tensor, packed: Tensor, *others: Any) -> Tensor:

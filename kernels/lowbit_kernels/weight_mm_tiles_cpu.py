@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def linear(
-    x: Tensor, tiles: Iterable[tuple[slice, Tensor]], n: int, bias: Tensor | None
-) -> Tensor:
+def linear(x: Tensor, tiles: Iterable[tuple[slice, Tensor]], n: int, bias: Tensor | None) -> Tensor:
     """[..., N] in x's dtype, contiguous.
 
     Args:
@@ -52,9 +50,7 @@ def linear(
     return out.to(x.dtype).view(*x.shape[:-1], n)
 
 
-def _by_linear(
-    x: Tensor, tiles: Iterable[tuple[slice, Tensor]], n: int, bias: Tensor
-) -> Tensor:
+def _by_linear(x: Tensor, tiles: Iterable[tuple[slice, Tensor]], n: int, bias: Tensor) -> Tensor:
     """The same by F.linear, which chooses by the strides of x how it adds the bias."""
     out, k = x.new_empty((*x.shape[:-1], n)), x.shape[-1]
     for part, tile in tiles:

@@ -25,8 +25,8 @@ def is_float32_on_cpu(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
 
 
 def cpu_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """`plain_linear` to the bit. One kernel dequantizes, a tile of rows at a time where the weight is large, into memory
-    that this thread's next product overwrites."""
+    """`plain_linear` to the bit. One kernel dequantizes, a tile of rows at a time where the weight is large, into
+    memory that this thread's next product overwrites."""
     if weight.activation is not None:
         x = weight.rounded_input(x)
     values_t = weight.values_for_product()
@@ -40,8 +40,8 @@ def is_half_on_cpu(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
 
 
 def cpu_half_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """A product in 16 bits. For few tokens a kernel multiplies what it decodes, in float32; for more it decodes a tile of
-    rows at a time. The weight is rounded to 16 bits only for many tokens in bfloat16."""
+    """A product in 16 bits. For few tokens a kernel multiplies what it decodes, in float32; for more it decodes a tile
+    of rows at a time. The weight is rounded to 16 bits only for many tokens in bfloat16."""
     if weight.activation is not None:
         x = weight.rounded_input(x)
     return _by_kernel(x, weight, bias)
@@ -70,16 +70,20 @@ def plain_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 
 def _dequantized_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     with _PlainAttributes():
-        if _is_large_on_cpu(x, weight):
+        if _is_large_on_cpu(x, weight, bias):
             return _in_tiles(x, weight, bias)
         return F.linear(x, weight.dequantize().to(x.dtype), bias)
 
 
-def _is_large_on_cpu(x: Tensor, weight: Weight) -> bool:
+def _is_large_on_cpu(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
     """Whether a weight is best dequantized in tiles of rows, and can be: no rows share a scale."""
     if not x.is_cpu or x.dtype not in FLOATS or weight.numel() <= _LARGE or weight.transposed:
         return False
     is_seen = _is_compiling() or _dispatch_modes() or _is_traced()
+    if (
+        torch.is_grad_enabled()
+    ):  # autograd records the operations of a direct call of `plain_linear`
+        is_seen = is_seen or x.requires_grad or (bias is not None and bias.requires_grad)
     return not is_seen and weight.spec.block_size(weight.shape)[0] == 1
 
 

@@ -60,7 +60,7 @@ class ReadOnCpu:
         return tuple(shape)
 
     def values_for_product(self: Any) -> Tensor | None:
-        """Values [K, N] of a small float32 matrix, transposed, for a product that is done before this thread's next one.
+        """Values [K, N] of a small float32 matrix, transposed, for a product that is done before this thread's next.
 
         The memory belongs to the thread, and the next call writes to it. None for a weight that is not small, and where
         the kernel cannot run.
@@ -86,7 +86,11 @@ class ReadOnCpu:
         In float32 it equals the product with `dequantize()` to the bit. None where no kernel can run.
         """
         with _PlainAttributes():
-            found, (n, k), codes_shape = kernel_of(self), self.shape, self.shape_of_codes(self.shape)
+            found, (n, k), codes_shape = (
+                kernel_of(self),
+                self.shape,
+                self.shape_of_codes(self.shape),
+            )
         if found is None:
             return None
         layout, parts = found

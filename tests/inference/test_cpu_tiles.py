@@ -50,9 +50,7 @@ def check_bits(weight: AffineTensor, bias: Tensor | None) -> None:
 @pytest.mark.usefixtures("small_tiles")
 @over(WEIGHT_ONLY)
 @pytest.mark.parametrize("shape", [(130, 75), (191, 64), (64, 1), (7, 33)], ids=str)
-def test_tiles_have_the_bits_of_a_plain_product(
-    scheme: lb.Scheme, shape: tuple[int, int]
-) -> None:
+def test_tiles_have_the_bits_of_a_plain_product(scheme: lb.Scheme, shape: tuple[int, int]) -> None:
     weight = AffineTensor.from_float(torch.randn(shape), scheme)
     check_bits(weight, None)
     check_bits(weight, torch.randn(shape[0]))
@@ -64,6 +62,9 @@ def test_tiles_of_pytorch_operations(scheme: lb.Scheme, monkeypatch: pytest.Monk
     monkeypatch.setattr(cpu_values, "_layout", lambda spec, shape: None)
     weight = AffineTensor.from_float(torch.randn(130, 75), scheme)
     check_bits(weight, torch.randn(130))
+    leaf = torch.randn(3, 75, requires_grad=True)
+    dequantized.plain_linear(leaf, weight, None).sum().backward()
+    assert torch.allclose(leaf.grad[0], weight.dequantize().sum(0), atol=1e-4)
     x, half = torch.randn(3, 75).bfloat16(), weight.to(torch.bfloat16)
     expected = x.double() @ half.dequantize().double().t()
     assert relative_error(F.linear(x, half), expected) < 5e-3
@@ -146,13 +147,19 @@ def test_every_float8_in_a_product(format: torch.dtype, flush: bool, columns: in
     every = torch.arange(256, dtype=torch.uint8)
     codes = weight.codes.view(torch.uint8).zero_()
     codes[every.long(), every.long() % columns] = every
-    half, expected = weight.to(torch.bfloat16), every.view(format).double() * weight.scale[0].double()
+    half, expected = (
+        weight.to(torch.bfloat16),
+        every.view(format).double() * weight.scale[0].double(),
+    )
     torch.set_flush_denormal(flush)
     try:
         for m in (1, 2, 5, 17):
             for w, dtype in ((half, torch.bfloat16), (weight, torch.float32)):
                 y = F.linear(torch.ones(m, columns, dtype=dtype), w).double()
-                assert torch.allclose(y, expected.expand(m, 256), 4e-3, 0, equal_nan=True), (m, dtype)
+                assert torch.allclose(y, expected.expand(m, 256), 4e-3, 0, equal_nan=True), (
+                    m,
+                    dtype,
+                )
     finally:
         torch.set_flush_denormal(False)
 
