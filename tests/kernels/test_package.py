@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 import lowbit_kernels
-from lowbit_kernels import launches
+from lowbit_kernels import compiling, launches
+from lowbit_kernels.triton_runtime import jit
 from tests.kernels.interpreted import in_new_process
 
 FOLDER = Path(lowbit_kernels.__file__).parent
@@ -78,3 +80,23 @@ def test_an_op_reports_each_call_once(name: str) -> None:
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.c*")), ids=lambda p: p.name)
 def test_a_kernel_and_its_launcher_share_a_stem(path: Path) -> None:
     assert path.suffix == ".cuh" or path.with_suffix(".py").exists()
+
+
+def test_triton_tells_that_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    if triton.knobs.runtime.interpret:
+        pytest.skip("the interpreter compiles nothing")
+    told: list[str] = []
+
+    def nothing(x):
+        pass
+
+    def shown(what: str) -> AbstractContextManager[object]:
+        told.append(what)
+        return nullcontext()
+
+    monkeypatch.setattr(compiling, "shown", shown)
+    monkeypatch.setattr(triton.JITFunction, "_do_compile", lambda self, key: told.append(key))
+    for decorate in (jit, jit(do_not_specialize=["x"])):
+        decorate(nothing)._do_compile("compiled")
+    assert told == 2 * ["compiling a kernel for the GPU by Triton", "compiled"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -45,6 +47,15 @@ def test_reference_is_the_formula(case: Case) -> None:
 def test_cpu(case: Case) -> None:
     arguments = case.arguments()
     assert agree(ternary_mm(*arguments), reference(*arguments))
+
+
+@every_case
+def test_cpu_in_tiles(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums are exact, so tiles change no bit."""
+    arguments = case.arguments()
+    whole = ternary_mm(*arguments)
+    monkeypatch.setattr(sys.modules[ternary_mm.__module__], "BYTES_ON_CPU", 1)
+    assert torch.equal(ternary_mm(*arguments), whole)
 
 
 @every_case
