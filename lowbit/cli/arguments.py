@@ -129,4 +129,6 @@ Recompute = Annotated[
 Compiled = Annotated[
     bool, typer.Option("--compiled", help="Layers and loss run under torch.compile.")
 ]
-Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, for a first look.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Fewer weights and shorter, for a first look.")
+]
