@@ -115,6 +115,13 @@ def record(
         active.thread.product = made
 
 
+def rounded(values: Tensor, weight: Tensor) -> None:
+    """Note that `values` are the rounded ones of `weight`. A product of them, or of what is computed from them, is one
+    of rounded values."""
+    if active is not None:
+        active.remember_rounded(values, (weight_format(_local(weight)), active.find(weight)))
+
+
 def running(x: Tensor, weight: Tensor, implementation: str) -> AbstractContextManager[Note | None]:
     """The context in which `implementation` multiplies x [..., K] by a quantized weight [N, K] or [E, N, K]. It gives
     the note, in which `record` notes the gradient of x."""
@@ -152,6 +159,10 @@ def _running(watch: Watch, x: Tensor, weight: Tensor, implementation: str) -> It
 # ---- notes ----------------------------------------------------------------------------------------------------
 
 
+RoundedWeight = tuple[str, str | None]
+"""The format of a weight that was read rounded, and its layer; None where no layer is known to have it."""
+
+
 class ThreadState(threading.local):
     """The modules and the product that run in this thread; autograd has a thread for each device.
 
@@ -182,6 +193,10 @@ class Watch:
         """The prepared weight of a layer. Products may see its rounded values alone, as with learned scales."""
         self.selected: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         """id of a copy of experts, `weight[indices]` → the copy, and the layer."""
+        self.rounded: dict[int, tuple[weakref.ref[Tensor], RoundedWeight]] = {}
+        """id of a plain tensor → the tensor, computed from rounded values of a weight, and the weight."""
+        self.last_rounded: RoundedWeight | None = None
+        """The weight whose rounded values were read last."""
         self.left_alone = {
             _layer(_plain_name(name), attribute): reason
             for name, module in model.named_modules()
@@ -216,6 +231,15 @@ class Watch:
         at = bisect_right(self.parameters, start, key=lambda entry: entry[0]) - 1
         found = at >= 0 and _covers(self.parameters[at][:2], start)
         return self.parameters[at][2] if found else None
+
+    def remember_rounded(self, values: Tensor, weight: RoundedWeight) -> None:
+        self.last_rounded = weight
+        self.rounded[id(values)] = weakref.ref(values), weight
+
+    def rounded_from(self, values: Any) -> RoundedWeight | None:
+        """The weight from whose rounded values a tensor was computed; None for others."""
+        alive, weight = self.rounded.get(id(values), (None, None))
+        return weight if alive is not None and alive() is values else None
 
     def launched(self, op: str, implementation: str) -> None:
         if op in OPERAND_OPS:
@@ -371,7 +395,7 @@ class _Products(TorchFunctionMode):
         kwargs, thread = kwargs or {}, self.watch.thread
         looked_at = func in _OPERANDS or func is F.multi_head_attention_forward
         if not looked_at or thread.inside:
-            result = func(*args, **kwargs)
+            result = self._followed(func, args, kwargs)
             if func is Tensor.__getitem__ and isinstance(result, Tensor):
                 self._selected(args[0], result)
             return result
@@ -393,6 +417,21 @@ class _Products(TorchFunctionMode):
         if not notes and isinstance(weight, Tensor) and weight.ndim >= 2:
             notes = self._noticed(func, x, weight, result)
         self._follow(notes, x.requires_grad, weight.requires_grad, result)
+        return result
+
+    def _followed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """`func(*args, **kwargs)`, whose results are remembered if it reads rounded values."""
+        watch = self.watch
+        watch.last_rounded = None
+        result = func(*args, **kwargs)
+        weight = watch.last_rounded
+        if weight is None and watch.rounded:
+            found = map(watch.rounded_from, tree_leaves((args, kwargs)))
+            weight = next((own for own in found if own is not None), None)
+        if weight is not None:
+            for t in tree_leaves(result):
+                if isinstance(t, Tensor) and t.is_floating_point() and not is_low_bit(_local(t)):
+                    watch.remember_rounded(t, weight)
         return result
 
     def _is_stack(self, x: Any) -> bool:
@@ -419,10 +458,15 @@ class _Products(TorchFunctionMode):
         else:
             n, k = local.shape[-2:] if func is F.linear else local.shape[-2:][::-1]
             made = self._note(x, n, k, weight, PLAIN_WEIGHT)
-        prepared = self.watch.prepared.get(made.layer)
-        if prepared is not None:
+        read = self.watch.rounded_from(weight)
+        made.layer = made.layer if read is None else read[1] or made.layer
+        prepared: Any = self.watch.prepared.get(made.layer)
+        if read is not None:
+            made.weight = read[0] if prepared is None else weight_format(prepared)
+            made.why = ROUNDED
+        elif prepared is not None and prepared.off is not None:
             made.weight = weight_format(prepared)
-            made.why = SWITCHED_OFF if prepared.off == "all" else ROUNDED  # type: ignore[attr-defined]
+            made.why = SWITCHED_OFF if prepared.off == "all" else ROUNDED
         elif not is_plain:
             rounds_input = getattr(local, "activation", None) is not None
             made.why = ROUNDED if _is_qat(local) or rounds_input else DEQUANTIZED

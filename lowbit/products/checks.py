@@ -18,6 +18,23 @@ from lowbit.products.row import Weight
 _has_transforms = torch._C._are_functorch_transforms_active
 
 
+TRANSFORMS = (
+    "torch.func's transforms, such as grad and vmap (accepted: backward() and torch.autograd.grad)"
+)
+"""What no product of a low-bit weight supports, for messages."""
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func runs, as seen above autograd."""
+    return not torch.compiler.is_compiling() and _has_transforms()
+
+
+def refuse_transforms(weight: Any) -> None:
+    """Raise NotImplementedError inside of a transform of torch.func."""
+    if in_transform():
+        raise weight._unsupported(TRANSFORMS)
+
+
 def check_linear(x: Any, weight: Weight) -> None:
     """Raise ValueError unless x [..., K] and a weight [N, K] fit and are on one device, and NotImplementedError for an
     x in low bits and inside of torch.func."""
@@ -38,10 +55,7 @@ def check_linear(x: Any, weight: Weight) -> None:
         raise ValueError(
             f"linear of input {tuple(x.shape)} with weight {tuple(weight.shape)}: K differs"
         )
-    if not torch.compiler.is_compiling() and _has_transforms():
-        raise weight._unsupported(
-            "torch.func's transforms, such as grad and vmap (accepted: backward() and torch.autograd.grad)"
-        )
+    refuse_transforms(weight)
 
 
 def check_addend(

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lowbit_kernels as kernels
+from lowbit import tracer
 from lowbit.products.checks import check_first_derivative
 from lowbit.tensor.base import LowbitTensor
 from lowbit.tensor.coded_linear import CodedWeight, coded_weight
@@ -120,8 +121,11 @@ class AdaptedTensor(FakeQuantizedTensor):
         if not self.rounds_weight:
             return merged
         if scale is None:
-            return self.rounded(merged)
-        return learned_fake_quantize(merged, scale, zero, self.scheme.weight)
+            values = self.rounded(merged)
+        else:
+            values = learned_fake_quantize(merged, scale, zero, self.scheme.weight)
+        tracer.rounded(values, self)
+        return values
 
     def _coded(self, merged: Tensor, learned: Learned) -> CodedWeight:
         """The same for a product of codes."""

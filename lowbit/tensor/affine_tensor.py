@@ -602,7 +602,8 @@ def _products_of_experts(func: Any, args: Any, kwargs: Any) -> Tensor:
     *(aten.eq.Tensor, aten.ne.Tensor, aten.eq.Scalar, aten.ne.Scalar),
     *(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim),
     *(aten.amax.default, aten.amin.default, aten.std.correction),
-    aten.linalg_vector_norm.default,
+    *(aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim),
+    *(aten._weight_norm_interface.default, aten._weight_norm_interface_backward.default),
 )
 def _read(func: Any, args: Any, kwargs: Any) -> Tensor:
     return func(*tree_map(_values, args), **tree_map(_values, kwargs))

@@ -34,6 +34,7 @@ from lowbit.tensor.contracted import CONTRACTIONS, contracted
 from lowbit.tensor.fsdp import FSDPHooks, as_bytes
 from lowbit.tensor.indexing import READS, as_copies, write
 from lowbit.tensor.pickled import Pickling
+from lowbit.tensor.reading import KEEPS, read, reads
 from lowbit.tensor.row_chunks import count_nonfinite
 from lowbit.tensor.torchscript import is_traced, refuse_trace
 from lowbit_kernels.library import contiguous_strides
@@ -73,6 +74,9 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     raises TypeError."""
     stored_as: ClassVar[str | None] = None
     """The key by which `lowbit.products` chooses the product of a frozen weight; None for other tensors."""
+    rounds_reads: ClassVar[bool] = False
+    """Whether the tensor holds a high-precision weight that operations of a model see rounded
+    (`lowbit.tensor.reading`)."""
     _ops: ClassVar[dict[Any, Callable[..., Any]]] = {}
     rounds_inputs: bool = True
     """Whether products with it compute from more than its values: they round their input, or train."""
@@ -400,6 +404,8 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
             refuse_trace()
         if func in cls.products:
             return cls.computed(func, args, kwargs or {})
+        if cls.rounds_reads and func not in KEEPS and reads(func, args, kwargs or {}):
+            return read(func, args, kwargs or {})
         if func in _SPECIAL:
             return cls._special(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():

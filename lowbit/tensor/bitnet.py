@@ -42,6 +42,7 @@ from lowbit.tensor.dtensor import held_locally
 from lowbit.tensor.fsdp import pre_all_gather
 from lowbit.tensor.low_bit_linear import low_bit_product, transposed
 from lowbit.tensor.master_weight import GatheredForm, MasterWeightTensor
+from lowbit.tensor.reading import in_forward, rounding_inputs
 from lowbit.tensor.ternary import (
     TernaryTensor,
     magnitude,
@@ -139,6 +140,14 @@ class BitNetTensor(MasterWeightTensor):
 
     def values(self) -> Tensor:
         return self.dequantize()
+
+    def settled(self) -> Tensor:
+        return rounding_inputs(self, self.read().to(self.dtype))
+
+    @property
+    def has_rows_alone(self) -> bool:
+        """Outside of a forward pass, where parts are shards: their products ask for the scale of the whole."""
+        return not in_forward()
 
     def _transposed(self) -> Any:
         n, k = self.matrix
@@ -257,6 +266,13 @@ class GatheredBitNet(GatheredForm, BitNetTensor):
     def own_scale(self) -> Tensor:
         return self.scale
 
+    def settled(self) -> Tensor:
+        return self
+
+    @property
+    def has_rows_alone(self) -> bool:
+        return self.ndim == 2
+
     def _transposed(self) -> Any:
         codes = pack_ternary(unpack_ternary(self.codes, self.shape[-1]).mT)
         n, k = self.matrix
@@ -274,6 +290,14 @@ class GatheredBitNet(GatheredForm, BitNetTensor):
             "codes": ((*shape[:-1], packed_size(shape[-1], 2)), torch.uint8),
             "scale": ((*shape[:-2], 1, 1), torch.float32),
         }
+
+
+@BitNetTensor.implements(torch.ops.lowbit.rounding_inputs.default)
+def _rounding_inputs(func: Any, args: Any, kwargs: Any) -> Tensor:
+    weight = args[0]
+    codes, scale = weight.ternary()
+    tensors = {"codes": pack_ternary(codes), "scale": scale}
+    return GatheredBitNet.from_inner(tensors, weight.meta(), weight.shape, weight.dtype)
 
 
 def _ternary_product(

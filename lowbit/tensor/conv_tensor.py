@@ -122,8 +122,12 @@ class ConvTensor(AffineTensor):
             )
         return self._like(self.matrix._slice(0, start, end))
 
-    def _view(self, shape: tuple[int, ...]) -> Self | None:
-        return None
+    def _view(self, shape: tuple[int, ...]) -> Any:
+        """`flatten(1)`, as weight standardisation asks for it: the matrix, whose products round no input."""
+        if shape != matrix_shape(self.shape):
+            return None
+        own = {name: t for name, t in self.inner_tensors().items() if name not in self._of_input()}
+        return self.matrix._with(own, activation=None)
 
     def _cat(self, tensors: Sequence[Self], dim: int) -> Self:
         if dim != 0:

@@ -11,16 +11,17 @@ metadata of the tensor: torch.compile guards it, and copies of the tensor have i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowbit import tracer
 from lowbit.code_range import within_range
 from lowbit.lookup_table import LookupTable
-from lowbit.products.checks import autocast_inputs
+from lowbit.products.checks import autocast_inputs, in_transform, refuse_transforms
 from lowbit.scheme import Float8, Scheme, Spec, crop
 from lowbit.tensor.affine_tensor import AffineTensor, representation_of
 from lowbit.tensor.base import InnerShapes, LowbitTensor, stored_shape
@@ -32,8 +33,9 @@ from lowbit.tensor.coded_linear import (
     product_of,
 )
 from lowbit.tensor.fsdp import Wire
-from lowbit.tensor.fused_rounding import Inside, fake_quantize, unclamped_codes
+from lowbit.tensor.fused_rounding import Inside, fake_quantize, rounded, unclamped_codes
 from lowbit.tensor.master_weight import GatheredForm, MasterWeightTensor
+from lowbit.tensor.reading import rounding_inputs
 from lowbit.tensor.rounded_linear import Rounding, rounded_linear
 from lowbit.tensor.trainable import GROUPED, MATMULS, Values
 from lowbit.traced import specs_name
@@ -116,7 +118,32 @@ class FakeQuantizedTensor(MasterWeightTensor):
 
     def operand(self) -> Tensor:
         """The weight as its products see it now: plain, differentiable, of this tensor's dtype where not rounded."""
-        return self.fake_quantized() if self.rounds_weight else self.high_precision()
+        if not self.rounds_weight:
+            return self.high_precision()
+        values = self.fake_quantized()
+        tracer.rounded(values, self)
+        return values
+
+    def read(self) -> Tensor:
+        return self.operand()
+
+    def settled(self) -> Tensor:
+        if self.input_spec is None:
+            return self.read()
+        return self if self.is_settled else rounding_inputs(self, self.read().to(self.dtype))
+
+    @property
+    def is_settled(self) -> bool:
+        return not self.rounds_weight
+
+    @property
+    def has_rows_alone(self) -> bool:
+        spec = self.scheme.weight
+        if not self.rounds_weight:
+            return True
+        if self.ndim == 3:
+            return not spec.granularity.spans(0, 3)
+        return not (self.transposed or spec.shares_rows)
 
     def high_precision(self) -> Tensor:
         """The weight without rounding: plain, differentiable, of this tensor's dtype."""
@@ -206,6 +233,7 @@ class FakeQuantizedTensor(MasterWeightTensor):
                 operands again for backward, and keep neither (`lowbit.tensor.rounded_linear`).
             joint: what present scales share with those of siblings. Then the product may do so too.
         """
+        refuse_transforms(weight)
         input, bias = autocast_inputs(input, weight, bias)
         is_observed = static is not None and static.is_observed
         found = None if coded is None or is_observed else product_of(input, weight)
@@ -235,6 +263,7 @@ class FakeQuantizedTensor(MasterWeightTensor):
             rounded: rounds the input, where its scale is static.
             product: the name of torch's function, for messages.
         """
+        refuse_transforms(weight)
         x, bias = autocast_inputs(input, weight, bias, product)
         x = FakeQuantizedTensor._rounded_input(x, weight, rounded)
         return x, values.to(x.dtype), bias
@@ -349,8 +378,21 @@ class FakeQuantizedTensor(MasterWeightTensor):
         miscompiles the other order, a gather of rows that were padded to a whole group.)
         """
         if self.scheme.weight.shares_rows:
+            if is_sparse(args, kwargs):
+                return self._rows_with_sparse_gradient(values, indices, *args, **kwargs)
             return F.embedding(indices, self.rounded(values).to(self.dtype), *args, **kwargs)
         return self.rounded(F.embedding(indices, values, *args, **kwargs)).to(self.dtype)
+
+    def _rows_with_sparse_gradient(
+        self, values: Tensor, indices: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """`rows_of` a table that is rounded as a whole. The gradient of the lookup, which is sparse, goes to `values`,
+        since rounding has no gradient of a sparse one."""
+        rows = F.embedding(indices, values, *args, **kwargs)
+        rounding = rounding_of(self, values.dtype)
+        whole, inside = rounded(values, rounding.weight, rounding.scale_dtype)
+        mask = inside.passed(torch.ones_like(whole))
+        return _Rows.apply(rows, whole[indices], mask[indices]).to(self.dtype)
 
     def in_attention(self, rows: int) -> Tensor:
         if self.input_spec is not None:
@@ -364,7 +406,7 @@ class FakeQuantizedTensor(MasterWeightTensor):
     @classmethod
     def computed(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         own = [x for x in (*args, *kwargs.values()) if isinstance(x, FakeQuantizedTensor)]
-        if own and all(weight.off == "all" for weight in own):
+        if own and all(weight.off == "all" for weight in own) and not in_transform():
             named = {name: _plain(x) for name, x in kwargs.items()}
             return func(*(_plain(x) for x in args), **named)
         return super().computed(func, args, kwargs)
@@ -417,6 +459,14 @@ class FakeQuantizedTensor(MasterWeightTensor):
         return Wire(GatheredWeight, tensors)
 
 
+@FakeQuantizedTensor.implements(torch.ops.lowbit.rounding_inputs.default)
+def _rounding_inputs(func: Any, args: Any, kwargs: Any) -> Tensor:
+    weight, values = args
+    meta = {name: getattr(weight, name) for name in FakeQuantizedTensor.meta_attrs}
+    meta |= {"transposed": False, "off": "weights"}
+    return FakeQuantizedTensor.from_inner({"weight": values}, meta, values.shape, values.dtype)
+
+
 def rounding_of(weight: FakeQuantizedTensor, dtype: torch.dtype) -> Rounding:
     """How products round their operands, where the plain values of `weight` are of `dtype`.
 
@@ -429,6 +479,24 @@ def rounding_of(weight: FakeQuantizedTensor, dtype: torch.dtype) -> Rounding:
 
 def _plain(x: Any) -> Any:
     return x.high_precision() if isinstance(x, FakeQuantizedTensor) else x
+
+
+def is_sparse(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether these arguments of F.embedding after the table ask for a sparse gradient."""
+    return bool(kwargs.get("sparse", args[4] if len(args) > 4 else False))
+
+
+class _Rows(torch.autograd.Function):
+    """Rounded rows in place of `rows`, with their gradient where `mask` is 1."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, rounded: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        return rounded
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] * ctx.saved_tensors[0], None, None
 
 
 class _FromCodes(torch.autograd.Function):
@@ -502,4 +570,8 @@ class GatheredWeight(GatheredForm, FakeQuantizedTensor):
         return shapes
 
     def _look_up(self, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if is_sparse(args, kwargs):
+            raise self._unsupported(
+                "nn.Embedding(sparse=True) under FSDP2, which reduces no sparse gradients (accepted: sparse=False)"
+            )
         return F.embedding(indices, self.fake_quantized().to(self.dtype), *args, **kwargs)

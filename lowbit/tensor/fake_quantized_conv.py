@@ -30,6 +30,21 @@ class OfConv(FakeQuantizedTensor):
     def _on_the_wire(self) -> None:
         return None
 
+    def settled(self) -> Tensor:
+        return self.read()  # a part of its rows is no weight of a convolution
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        return (self.shape[0], self.shape[1:].numel())
+
+    @property
+    def has_rows_alone(self) -> bool:
+        return False
+
+    @property
+    def swaps_last(self) -> bool:
+        return False
+
     def _transposed(self) -> Any:
         raise self._unsupported("transposition")
 

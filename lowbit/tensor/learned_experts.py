@@ -5,26 +5,23 @@ multiplies by all of them at once. `scaled` makes a subclass of its class. While
 these weights reads as what products see: the whole weight rounded once by its scales, plain and differentiable. So any
 product that forward contains is that of a plain weight. Outside of forward the module holds its parameters.
 
-Where the scheme rounds the inputs too, the weight reads as a FakeQuantizedTensor over the rounded values, whose
-products round the inputs as they do with present scales.
+Where the scheme rounds the inputs too, the weight reads as a FakeQuantizedTensor over the rounded values, or as their
+codes, whose products round the inputs as they do with present scales.
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from lowbit.sharded import is_dtensor
 from lowbit.tensor.dtensor import by_rows, held_locally, placed_as
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
-
-_LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
-_LIBRARY.define("rounding_inputs(Tensor weight, Tensor values) -> Tensor")
+from lowbit.tensor.holds_scales import HoldsScales
 
 
-class _Scaled:
+class _Scaled(HoldsScales):
     """Mixin of a class of modules: see the file."""
 
     plain: ClassVar[type[nn.Module]]
@@ -73,31 +70,9 @@ def _seen(weight: Any, scale: Any, zero: Any) -> Tensor:
 
 
 def _seen_locally(weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
-    values: Tensor = weight.seen_by(scale, zero).to(weight.dtype)
-    if weight.input_spec is None:
-        return values
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.ops.lowbit.rounding_inputs(weight, values)
+    found: Tensor = weight.settled_by(scale, zero)
+    return found
 
-
-@FakeQuantizedTensor.implements(torch.ops.lowbit.rounding_inputs.default)
-def _rounding_inputs(func: Any, args: Any, kwargs: Any) -> Tensor:
-    weight, values = args
-    meta = {**weight.meta(), "transposed": False, "off": "weights"}
-    return FakeQuantizedTensor.from_inner({"weight": values}, meta, values.shape, values.dtype)
-
-
-def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    pass
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-    return None, grad
-
-
-torch.library.register_autograd(
-    "lowbit::rounding_inputs", _backward, setup_context=_setup, lib=_LIBRARY
-)
 
 _MADE: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
 """The plain class and the names of the weights → the subclass."""

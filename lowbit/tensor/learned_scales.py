@@ -11,15 +11,17 @@ and `nn.Conv2d`, and gives a module of experts a class of `lowbit.tensor.learned
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowbit import tracer
 from lowbit.learned_scales import (
     RATE,
     codes_and_residual,
@@ -29,6 +31,8 @@ from lowbit.learned_scales import (
     rate_of,
     with_gradients_of,
 )
+from lowbit.lookup_table import LookupTable
+from lowbit.products.checks import refuse_transforms
 from lowbit.scheme import Int, Scheme
 from lowbit.sharded import is_dtensor
 from lowbit.tensor import sharded_linear
@@ -36,16 +40,16 @@ from lowbit.tensor.affine_tensor import representation_of
 from lowbit.tensor.base import InnerShapes, LowbitTensor
 from lowbit.tensor.coded_linear import CodedWeight, codes_again
 from lowbit.tensor.dtensor import held_locally, local, replicated, split_as
-from lowbit.tensor.fake_quantized import FakeQuantizedTensor, Qparams
+from lowbit.tensor.fake_quantized import FakeQuantizedTensor, GatheredWeight, Qparams
 from lowbit.tensor.fsdp import pre_all_gather
 from lowbit.tensor.fused_rounding import learned_fake_quantize
+from lowbit.tensor.holds_scales import SCALE, ZERO, HoldsScales, hold
 from lowbit.tensor.learned_experts import scaled, scaled_by
 from lowbit.tensor.master_weight import GatheredForm
+from lowbit.tensor.reading import rounding_inputs
 from lowbit.tensor.row_chunks import count_nonfinite
 from lowbit.tensor.trainable import Values
 
-SCALE, ZERO = "_scale", "_zero"
-"""The ends of the names of the parameters beside a weight, after the weight's own name."""
 _RATE = "scale_rate"
 """The key of `rate_of` in the description of a weight."""
 RESIDUAL_STEPS = 254
@@ -57,8 +61,12 @@ class LearnedScalesTensor(FakeQuantizedTensor):
 
     meta_attrs: ClassVar[tuple[str, ...]] = (*FakeQuantizedTensor.meta_attrs, "attribute")
 
+    caches = ("holder",)
+
     attribute: str
     """The name of the weight in its module, where FSDP2 looks for the scales."""
+    holder: weakref.ref[nn.Module] | None = None
+    """The module with the scales, by which operations other than its products read the weight (`hold`)."""
 
     @classmethod
     def _meta_of(cls, weight: Tensor) -> dict[str, Any]:
@@ -67,6 +75,66 @@ class LearnedScalesTensor(FakeQuantizedTensor):
     @classmethod
     def meta_from_json(cls, data: Any) -> dict[str, Any]:
         return {**super().meta_from_json(data), "attribute": "weight"}
+
+    def _with(self, *args: Any, **kwargs: Any) -> Self:
+        made = super()._with(*args, **kwargs)
+        made.holder = self.holder
+        return made
+
+    def read(self) -> Tensor:
+        if self.transposed:
+            whole: Any = self.transpose(-2, -1)
+            return whole.read().transpose(-2, -1)
+        if not self.rounds_weight:
+            return self.high_precision()
+        return self.seen_by(*self._held_scales())
+
+    def settled(self) -> Tensor:
+        if self.transposed or not self.rounds_weight:
+            return super().settled()
+        return self.settled_by(*self._held_scales())
+
+    def settled_by(self, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """`settled` by these scales. In codes where the converted weight may multiply codes."""
+        values, spec = self.seen_by(scale, zero).to(self.dtype), self.scheme.weight
+        if self.input_spec is None:
+            return values
+        has_codes = self.rounds_weight and not spec.shares_rows and self.dtype is torch.float32
+        if not has_codes or isinstance(spec.format, LookupTable):
+            return rounding_inputs(self, values)
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.ops.lowbit.in_codes(self, values, *self._codes_by(scale, zero))
+
+    def _codes_by(self, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes on the grid of the format, their scales and zero points, without gradient."""
+        spec = self.scheme.weight
+        found = qparams(spec, scale.detach(), None if zero is None else zero.detach())
+        codes, _, _ = spec.quantize(self.weight.detach(), qparams=found)
+        return codes, *found
+
+    def _held_scales(self) -> tuple[Tensor, Tensor | None]:
+        """The scales and zero points of its module. Raises NotImplementedError for a part of a weight, and for one
+        that no module holds."""
+        module = None if self.holder is None else self.holder()
+        scale, zero = (None, None) if module is None else scales_of(module, self.attribute)
+        blocks = self.scheme.weight.blocks(self.matrix_shape)
+        if scale is None or is_dtensor(scale) or tuple(scale.shape) != tuple(blocks):
+            raise self._without_scales("reading its values")
+        return scale, zero
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """The shape that the blocks of its scheme divide."""
+        return tuple(self.shape)
+
+    @property
+    def has_rows_alone(self) -> bool:
+        return not self.rounds_weight
+
+    @property
+    def has_experts_alone(self) -> bool:
+        """A part of it has no scales."""
+        return self.ndim == 3 and not self.rounds_weight
 
     def _is_stored_like(self, other: Tensor) -> bool:
         """Whatever the names of both."""
@@ -84,7 +152,12 @@ class LearnedScalesTensor(FakeQuantizedTensor):
 
     def seen_by(self, scale: Tensor, zero: Tensor | None) -> Tensor:
         """`quantized_by`, or the high-precision weight while its rounding is off."""
-        return self.quantized_by(scale, zero) if self.rounds_weight else self.high_precision()
+        refuse_transforms(self)
+        if not self.rounds_weight:
+            return self.high_precision()
+        values = self.quantized_by(scale, zero)
+        tracer.rounded(values, self)
+        return values
 
     def coded_by(self, scale: Tensor, zero: Tensor | None) -> CodedWeight:
         """`quantized_by` for a product of codes."""
@@ -226,6 +299,7 @@ class LearnedScalesTensor(FakeQuantizedTensor):
             )
         scale, zero = scales_of(module, self.attribute)
         scale, zero = local(scale), None if zero is None else local(zero)
+        self.holder = weakref.ref(module)
         sent: Any = self
         if self.rounds_weight:
             if self.weight.dtype is torch.float32 and self._has_scales_of_rows():
@@ -235,6 +309,15 @@ class LearnedScalesTensor(FakeQuantizedTensor):
         return LowbitTensor.fsdp_pre_all_gather(
             sent, mesh, outer_size, outer_stride, module, mp_policy
         )
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        found = super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=out)
+        if found is not None:
+            whole: Any = found[0]
+            whole.holder = self.holder
+        return found
 
     def _on_the_wire(self) -> None:
         """Itself: what `FakeQuantizedTensor` sends is rounded by scales of its own."""
@@ -264,7 +347,9 @@ class LearnedScalesTensor(FakeQuantizedTensor):
             "scale": scale,
             "zero_point": zero_point,
         }
-        return GatheredLearnedScales.from_inner(tensors, self.meta(), self.shape, self.dtype)
+        made = GatheredLearnedScales.from_inner(tensors, self.meta(), self.shape, self.dtype)
+        made.holder = self.holder
+        return made
 
 
 class ConstantCodesTensor(LearnedScalesTensor):
@@ -274,6 +359,33 @@ class ConstantCodesTensor(LearnedScalesTensor):
 
     def _has_scales_of_rows(self) -> bool:
         return False
+
+
+_LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
+_LIBRARY.define(
+    "in_codes(Tensor weight, Tensor values, Tensor codes, Tensor scale, Tensor? zero_point) -> Tensor"
+)
+
+
+@LearnedScalesTensor.implements(torch.ops.lowbit.in_codes.default)
+def _in_codes(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """`values` as a weight whose products multiply codes, which lie within the range, so that every gradient passes."""
+    weight, _, *tensors = args
+    inner = dict(zip(GatheredWeight.tensor_attrs, tensors, strict=True))
+    meta = {name: getattr(weight, name) for name in GatheredWeight.meta_attrs}
+    meta["transposed"] = False
+    return GatheredWeight.from_inner(inner, meta, weight.shape, weight.dtype)
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    pass
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None, None]:
+    return None, grad, None, None, None
+
+
+torch.library.register_autograd("lowbit::in_codes", _backward, setup_context=_setup, lib=_LIBRARY)
 
 
 class _FromCodes(torch.autograd.Function):
@@ -332,6 +444,11 @@ class GatheredLearnedScales(GatheredForm, LearnedScalesTensor):
     def quantized_by(self, scale: Tensor, zero: Tensor | None) -> Tensor:
         return _FromCodes.apply(self, scale, zero)
 
+    def _codes_by(self, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        fmt = self.scheme.weight.format
+        codes = self.codes.clamp(int(fmt.quant_min), int(fmt.quant_max)).to(fmt.dtype)
+        return codes, self.scale, self.zero_point
+
     def coded_by(self, scale: Tensor, zero: Tensor | None) -> CodedWeight:
         codes, _ = codes_again(self.scheme.weight, self.codes, self.scale)
         return CodedWeight(codes, self.scale, _Connected.apply(self, scale, zero), self.codes)
@@ -356,13 +473,15 @@ def operands(
     return partial(weight.seen_by, scale, zero), partial(weight.coded_by, scale, zero)
 
 
-class Linear(sharded_linear.Linear):
+class Linear(HoldsScales, sharded_linear.Linear):
     """nn.Linear whose weight is quantized by scales of its own."""
 
     def forward(self, input: Tensor) -> Tensor:
         weight: Any = self.weight
         if is_dtensor(weight):
             return sharded_linear.sharded_linear(input, weight, self.bias, self._local_product)
+        if not isinstance(weight, LearnedScalesTensor):  # computed from it, as by prune
+            return F.linear(input, weight, self.bias)
         if weight.off == "all":
             return F.linear(input, weight.high_precision(), self.bias)
         scales = scales_of(self)
@@ -392,7 +511,7 @@ class Linear(sharded_linear.Linear):
         return FakeQuantizedTensor.product(x, weight, seen, coded, None)
 
 
-class Embedding(nn.Embedding):
+class Embedding(HoldsScales, nn.Embedding):
     """nn.Embedding whose weight is quantized by scales of its own."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -402,27 +521,37 @@ class Embedding(nn.Embedding):
                 f"tensor parallelism of an embedding {tuple(weight.shape)} with learned scales; leave it out of "
                 "prepare_, or give it scales='present'"
             )
+        if not isinstance(weight, LearnedScalesTensor):  # computed from it, as by prune
+            return super().forward(input)
         spec = weight.scheme.weight
-        options = (self.padding_idx, None, self.norm_type, self.scale_grad_by_freq)
-        whole = spec.shares_rows or isinstance(weight, GatheredLearnedScales)
+        options = self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, self.sparse
+        if isinstance(weight, GatheredLearnedScales) and self.sparse:
+            raise weight._unsupported(
+                "nn.Embedding(sparse=True) under FSDP2, which reduces no sparse gradients (accepted: sparse=False)"
+            )
+        whole = (spec.shares_rows and not self.sparse) or isinstance(weight, GatheredLearnedScales)
         if whole or not weight.rounds_weight:
             values = weight.seen_by(*scales_of(self))
             return F.embedding(input, values.to(weight.dtype), *options)
+        refuse_transforms(weight)
         index = input.reshape(-1)
-        rows, scale, zero = (
-            None if table is None else F.embedding(index, table, *options)
-            for table in (Values.apply(weight), *scales_of(self))
-        )
-        assert rows is not None and scale is not None
+        rows = F.embedding(index, Values.apply(weight), *options)
+        scale, zero = scales_of(self)
+        if not spec.shares_rows:  # one scale for the table is that of any rows of it
+            scale, zero = (
+                None if t is None else F.embedding(index, t, *options) for t in (scale, zero)
+            )
         found = learned_fake_quantize(rows, scale, zero, spec, weight.constant_codes)
         return found.view(*input.shape, weight.shape[1]).to(weight.dtype)
 
 
-class _Convolution:
+class _Convolution(HoldsScales):
     """The forward of a convolution whose weight is quantized by scales of its own."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
         weight: Any = self.weight
+        if not isinstance(weight, LearnedScalesTensor):  # computed from it, as by prune
+            return self._conv_forward(input, weight, self.bias)
         values = weight.seen_by(*scales_of(self))
         operands = FakeQuantizedTensor.operands(
             input, weight, values, self.bias, product="convolution"
@@ -486,6 +615,8 @@ def give_scales(weight: LearnedScalesTensor, holders: Iterable[tuple[nn.Module, 
             module.register_parameter(attribute + end, parameter)
         layer = next((k for plain, k in _KINDS.items() if isinstance(module, plain)), None)
         module.__class__ = layer or scaled(type(module), attribute)
+        if i == 0:
+            hold(module)
 
 
 def has_scales(module: nn.Module) -> bool:
@@ -499,10 +630,11 @@ def named_scales(model: nn.Module) -> dict[str, nn.Parameter]:
     for prefix, module in model.named_modules():
         for name, weight in module._parameters.items():
             if isinstance(held_locally(weight), LearnedScalesTensor):
+                own = _name_of_scales(module, name)
                 for end in (SCALE, ZERO):
-                    parameter = module._parameters[name + end]
+                    parameter = module._parameters[own + end]
                     if parameter is not None:
-                        fqn = f"{prefix}.{name}{end}" if prefix else name + end
+                        fqn = f"{prefix}.{own}{end}" if prefix else own + end
                         found.setdefault(id(parameter), (fqn, parameter))
     return dict(found.values())
 
@@ -518,8 +650,28 @@ def weight_scaled_by(module: nn.Module, name: str) -> str | None:
 
 
 def scales_of(module: nn.Module, attribute: str = "weight") -> tuple[Any, Any]:
-    """The parameters of scales and zero points; None for zero points that the mapping does not choose."""
-    return module._parameters[attribute + SCALE], module._parameters[attribute + ZERO]
+    """The parameters of scales and zero points; None for zero points that the mapping does not choose.
+
+    Raises NotImplementedError where another module has them, as for the weight of a parametrization.
+    """
+    name = _name_of_scales(module, attribute)
+    return module._parameters[name + SCALE], module._parameters[name + ZERO]
+
+
+def _name_of_scales(module: nn.Module, attribute: str) -> str:
+    """The name that the scales of a weight are named by: the one that it was prepared under. Pruning and weight_norm
+    give the weight another one."""
+    if attribute + SCALE in module._parameters:
+        return attribute
+    own: Any = held_locally(module._parameters.get(attribute))
+    name = getattr(own, "attribute", attribute)
+    if name + SCALE not in module._parameters:
+        raise NotImplementedError(
+            f"a weight {attribute} of {type(module).__name__} with learned scales, which are parameters of another "
+            "module; accepted: torch.nn.utils.parametrize.remove_parametrizations before, or prepare_ with "
+            "scales='present'"
+        )
+    return name
 
 
 def check_scales(module: nn.Module, attribute: str, fqn: str) -> None:

@@ -1,4 +1,7 @@
-"""MasterWeightTensor: a trainable weight that stays in high precision, and GatheredForm, what FSDP2 gathers it to."""
+"""MasterWeightTensor: a trainable weight that stays in high precision, and GatheredForm, what FSDP2 gathers it to.
+
+`lowbit.tensor.reading` says which operations get the weight itself, and which its rounded values.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lowbit.tensor.base import InnerShapes, LowbitTensor, check_weight
-from lowbit.tensor.trainable import INITIALISE, READ, UPDATE, TrainableTensor
+from lowbit.products.checks import TRANSFORMS
+from lowbit.tensor.base import InnerShapes, LowbitTensor, aten, check_weight
+from lowbit.tensor.reading import below_transform, in_forward
+from lowbit.tensor.trainable import INITIALISE, READ, UPDATE, TrainableTensor, Values
 from lowbit.traced import dtype_name
 
 
@@ -33,6 +38,7 @@ class MasterWeightTensor(TrainableTensor):
 
     tensor_attrs: ClassVar[tuple[str, ...]] = ("weight",)
     is_described = False
+    rounds_reads = True
 
     weight: Tensor
 
@@ -107,6 +113,36 @@ class MasterWeightTensor(TrainableTensor):
             held = self._row_counter = _RowCounter(row)
         return held.tensor
 
+    def read(self) -> Tensor:
+        """What an operation of a model computes with: the values of its products, plain, with the gradient of this
+        tensor."""
+        return Values.apply(self)
+
+    def settled(self) -> Tensor:
+        """A tensor over the values of `read()` of which any part is a part of these. Where products of this weight
+        round their input, it is a weight whose products do. This tensor itself if it is one."""
+        return self.read()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether products round nothing of it."""
+        return False
+
+    @property
+    def has_rows_alone(self) -> bool:
+        """Whether parts along dimension 0 are rounded alone as they are in the whole."""
+        return False
+
+    @property
+    def has_experts_alone(self) -> bool:
+        """Whether it is a stack [E, N, K], from which one expert may be selected."""
+        return self.ndim == 3
+
+    @property
+    def swaps_last(self) -> bool:
+        """Whether its last two dimensions can be swapped."""
+        return True
+
     def values(self) -> Tensor:
         return self.weight.detach()
 
@@ -139,18 +175,47 @@ class MasterWeightTensor(TrainableTensor):
 
     @classmethod
     def on_lists(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        return func(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
+        return func(*tree_map(_master, args), **tree_map(_master, kwargs))
 
 
 @MasterWeightTensor.implements(*INITIALISE, *UPDATE, *READ)
 def _on_the_master(func: Any, args: Any, kwargs: Any) -> Any:
-    result = func(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
-    changes_weight = func._schema.is_mutable and isinstance(args[0], MasterWeightTensor)
+    is_mutable = func._schema.is_mutable
+    value = _master if is_mutable or torch.compiler.is_compiling() or not in_forward() else _seen
+    result = func(*tree_map(value, args), **tree_map(value, kwargs))
+    changes_weight = is_mutable and isinstance(args[0], MasterWeightTensor)
     return args[0] if changes_weight else result
 
 
-def _unwrap(x: Any) -> Any:
-    return x.master() if isinstance(x, TrainableTensor) else x
+@MasterWeightTensor.implements(
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.embedding.default),
+    aten.convolution.default,
+)
+def _product_below_autograd(func: Any, args: Any, kwargs: Any) -> Any:
+    weight: Any = next(x for x in args if isinstance(x, MasterWeightTensor))
+    _refuse_transforms(weight)
+    raise weight._unsupported(
+        f"{func} below autograd, where no product rounds it (accepted: layers, F.linear and the like)"
+    )
+
+
+def _refuse_transforms(weight: Any) -> None:
+    if below_transform():
+        raise weight._unsupported(TRANSFORMS)
+
+
+def _master(x: Any) -> Any:
+    if not isinstance(x, TrainableTensor):
+        return x
+    return x.master().mT if x.transposed else x.master()
+
+
+def _seen(x: Any) -> Any:
+    """What a forward pass reads below autograd, as of the local part of a DTensor."""
+    if not (isinstance(x, LowbitTensor) and x.rounds_reads):
+        return _master(x)
+    _refuse_transforms(x)
+    return x.dequantize()
 
 
 class GatheredForm:

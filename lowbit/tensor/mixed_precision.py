@@ -26,6 +26,7 @@ class MixedPrecisionTensor(MasterWeightTensor):
 
     schemes = (MixedPrecision,)
     cast_attrs = ("weight",)
+    rounds_reads = False  # nothing rounds it later
     stays = "a weight in high precision: lowbit.train.restore_(model) makes it plain"
     # an embedding tied to it arrives as aten.embedding below
     products: ClassVar[dict[Any, str]] = {

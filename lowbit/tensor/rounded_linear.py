@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowbit import tracer
 from lowbit.learned_scales import qparams
 from lowbit.products.checks import unflattened
 from lowbit.scheme import Spec
@@ -71,6 +72,7 @@ class _RoundedLinear(torch.autograd.Function):
         if rounding.activation is not None:
             own, _ = fused_rounding.rounded(x, rounding.activation, masked=False)
         values, _ = _rounded_weight(weight, (scale, zero, joint), rounding, x.dtype)
+        tracer.rounded(values, weight)
         return F.linear(own, values, bias)
 
     @staticmethod
@@ -168,7 +170,9 @@ def _kept(
     else:
         spec, constant = rounding.weight, rounding.constant_codes
         values = learned_fake_quantize(weight, scale, zero, spec, constant)
-    return F.linear(x, values.to(x.dtype), bias)
+    values = values.to(x.dtype)
+    tracer.rounded(values, weight)
+    return F.linear(x, values, bias)
 
 
 def rounded_linear(
@@ -187,7 +191,7 @@ def rounded_linear(
     scales; None for scales that the weight itself gives. `joint`: what these share with those of siblings, or None.
     """
     compiling = torch.compiler.is_compiling()
-    keeps = not compiling and torch._C._are_functorch_transforms_active()
+    keeps = False
     if compiling:
         is_plain = not isinstance(weight, LowbitTensor)
         keeps = not (is_plain and fused_rounding.runs(rounding.weight, weight, in_backward=True))

@@ -30,6 +30,7 @@ from lowbit.tensor import learned_scales, sharded_linear
 from lowbit.tensor.coded_linear import constant_input
 from lowbit.tensor.dtensor import local
 from lowbit.tensor.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.holds_scales import HoldsScales
 
 SCALE, ZERO, OBSERVER = "input_scale", "input_zero", "input_observer"
 """The names in a module: two parameters or buffers, and the observer during a calibration."""
@@ -38,7 +39,7 @@ _CALIBRATE = (
 )
 
 
-class RoundsInput(nn.Module):
+class RoundsInput(HoldsScales, nn.Module):
     """The part of a module with a static scale of its input that rounds it. The modules below have it."""
 
     is_calibrated = False

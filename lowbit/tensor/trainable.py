@@ -21,13 +21,15 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lowbit import class_names, tracer
 from lowbit.products.checks import (
+    TRANSFORMS,
     autocast_inputs,
     check_first_derivative,
     check_linear,
+    in_transform,
     unflattened,
 )
 from lowbit.tensor.base import LowbitTensor, aten, count_change, written
@@ -298,6 +300,13 @@ class TrainableTensor(LowbitTensor):
     # ---- torch protocols --------------------------------------------------------------------------------------
 
     @classmethod
+    def computed(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if in_transform():
+            operands = (x for x in tree_leaves((args, kwargs)) if isinstance(x, TrainableTensor))
+            raise next(operands)._unsupported(TRANSFORMS)
+        return super().computed(func, args, kwargs)
+
+    @classmethod
     def on_lists(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """A `_foreach_` or `_fused_` operation. Runs one tensor at a time, so that one at a time is dequantized."""
         return _one_at_a_time(func, args, kwargs)
@@ -395,7 +404,8 @@ READ = (
     *(aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar),
     *(aten.sum.default, aten.mean.default, aten.amax.default, aten.std.correction),
     *(aten.sum.dim_IntList, aten.mean.dim, aten.amin.default),
-    aten.linalg_vector_norm.default,
+    *(aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim),
+    *(aten._weight_norm_interface.default, aten._weight_norm_interface_backward.default),
 )
 
 
