@@ -58,12 +58,16 @@ class JointTensor(FakeQuantizedTensor):
         parameter of a module that knows them, such as a copy; `what` then needs them."""
         held: _Holder = self.__dict__.get("_holder", _Holder())
         module = None if torch.compiler.is_compiling() else held.module()
-        if module is None or module._parameters["weight"] is not self:
+        if module is None or module._parameters.get("weight") is not self:
             raise self._unsupported(
                 f"{what} without its siblings, with which it shares a part of its scales; call the module, whose "
                 "forward has them, or make it a weight for inference by lowbit.qat.convert_(model)"
             )
         return joint_of(module)
+
+    @property
+    def swaps_last(self) -> bool:
+        return False  # a view has no siblings; its values have been rounded with them
 
     def fake_quantized(self) -> Tensor:
         return self.rounded_with(self.joint("a product"))

@@ -268,6 +268,27 @@ def test_weight_norm_of_a_converted_weight(scheme) -> None:
         model(x).sum().backward()
 
 
+class Siblings(nn.Module):
+    """Reads the weights of layers that share a part of their scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(K, N, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.q_proj.weight * 2, self.k_proj.weight[8:], self.v_proj.weight.T.mean(1)
+        return F.linear(x, weights[0]).sum(-1) + F.linear(x, weights[1]).sum(-1) + x @ weights[2]
+
+
+@over(WEIGHT_ONLY)
+def test_siblings_that_a_module_reads(scheme) -> None:
+    torch.manual_seed(0)
+    model = Siblings()
+    with torch.no_grad():
+        model.q_proj.weight.mul_(4)
+    check(prepare(model, (scheme, "present")), torch.randn(3, K), "k_proj.weight")
+
+
 # ---- the master ---------------------------------------------------------------------------------------------------
 
 
