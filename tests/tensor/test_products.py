@@ -165,9 +165,9 @@ def test_matrix_products_with_the_transpose(case):
 def test_products_that_are_missing_say_so(case):
     weight, x = case.make((24, 96)), values((24, 24), 1)
     for product in (
-        lambda: weight @ values((96, 4), 1),
-        lambda: torch.baddbmm(values((3, 5, 24)), values((3, 5, 96), 1), case.make((3, 96, 24))),
-        lambda: torch.einsum("oi,bi->bo", weight, values((5, 96), 1)),
+        lambda: torch.cdist(weight, values((4, 96), 1)),
+        lambda: F.bilinear(x, values((24, 96), 1), case.make((3, 24, 96))),
+        lambda: torch.einsum("oi,bi->bo", weight, weight),
         lambda: F.conv1d(x, weight),
         lambda: F.linear(weight, weight),
     ):
