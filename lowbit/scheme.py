@@ -99,9 +99,9 @@ class Float8:
 
 Format = Int | Float8 | LookupTable
 Scales = Literal["float", "e8m0", "e4m3", "double"]
-MOST_PADDING = 256
-"""The most elements that a whole number of blocks may have, as a multiple of the tensor's own: a layer of one input
-takes groups of up to 256."""
+MOST_PADDING, ALWAYS_PADDED = 256, 2**20
+"""The most elements that a whole number of blocks may have, as a multiple of the tensor's own, and the elements up to
+which any multiple is taken."""
 SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 """What `Spec.scale_dtype` takes, by the name in files and on the command line."""
 
@@ -251,7 +251,7 @@ class Spec:
     def check_padding(self, shape: Sequence[int]) -> None:
         """Raise ValueError where blocks are so much larger than a tensor of this shape that it would be padding."""
         padded, size = self.padded_shape(shape), math.prod(shape)
-        if size and math.prod(padded) > MOST_PADDING * size:
+        if size and math.prod(padded) > max(MOST_PADDING * size, ALWAYS_PADDED):
             raise ValueError(
                 f"{self.granularity} pads {'x'.join(map(str, shape))} to {'x'.join(map(str, padded))}, more than "
                 f"{MOST_PADDING} times its elements; take a block of up to {shape[-1]} inputs, or PerRow() "
