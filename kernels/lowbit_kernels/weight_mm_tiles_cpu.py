@@ -4,8 +4,12 @@
 
 A tile is still in the cache when it is multiplied, and no call writes to memory that the system has to clear first. In
 float32 each result has the bits of the product with the whole weight: a tile goes to the routine that the whole weight
-goes to, and `dequantize_cpu.ROWS_OF_A_TILE` divides its rows. In bfloat16 a tile is rounded to bfloat16. In float16 the
-product is float32 and rounded once, because PyTorch's float16 products take five times as long.
+goes to, and `dequantize_cpu.ROWS_OF_A_TILE` divides its rows. Two cases were seen on a Xeon in which they differ in the
+last bits: an x whose tokens lie next to each other in memory (`has_tokens_inside`), which callers multiply by the whole
+weight, and one token on several threads, among which MKL divides all rows.
+
+In bfloat16 a tile is rounded to bfloat16. In float16 the product is float32 and rounded once, because PyTorch's float16
+products take five times as long.
 """
 
 from __future__ import annotations
@@ -15,6 +19,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+
+def has_tokens_inside(x: Tensor) -> bool:
+    """Whether x [M, K] is the transpose of a matrix in memory."""
+    return x.ndim == 2 and x.stride(0) == 1 and x.stride(1) > 1 and x.shape[0] > 1
 
 
 def linear(x: Tensor, tiles: Iterable[tuple[slice, Tensor]], n: int, bias: Tensor | None) -> Tensor:

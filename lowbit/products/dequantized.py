@@ -84,7 +84,9 @@ def _is_large_on_cpu(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
         torch.is_grad_enabled()
     ):  # autograd records the operations of a direct call of `plain_linear`
         is_seen = is_seen or x.requires_grad or (bias is not None and bias.requires_grad)
-    return not is_seen and weight.spec.block_size(weight.shape)[0] == 1
+    from lowbit_kernels.weight_mm_tiles_cpu import has_tokens_inside
+
+    return not is_seen and not has_tokens_inside(x) and weight.spec.block_size(weight.shape)[0] == 1
 
 
 def _in_tiles(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:

@@ -83,7 +83,8 @@ class ReadOnCpu:
     def product_on_cpu(self: Any, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """x [..., K], in float32 or 16 bits, times this matrix [N, K] transposed, plus bias [N]: [..., N].
 
-        In float32 it equals the product with `dequantize()` to the bit. None where no kernel can run.
+        In float32 it equals the product with `dequantize()` to the bit (`lowbit_kernels.weight_mm_tiles_cpu` names an
+        exception). None where no kernel can run.
         """
         with _PlainAttributes():
             found, (n, k), codes_shape = (
@@ -101,8 +102,10 @@ class ReadOnCpu:
                 out = multiplier.multiply(x.reshape(tokens, k), parts)[:, :n]
                 out = out if bias is None else out.add_(bias)
                 return out.to(x.dtype).reshape(*x.shape[:-1], n)
-        from lowbit_kernels.weight_mm_tiles_cpu import linear
+        from lowbit_kernels.weight_mm_tiles_cpu import has_tokens_inside, linear
 
+        if has_tokens_inside(x):
+            return None
         tiles = layout.tiles(parts)
         if layout.shape[0] != n:
             tiles = _first_rows(tiles, n)
