@@ -20,6 +20,8 @@ from typing import Any
 MOST_LETTERS = 2000
 MOST_STEPS = 5000
 """Steps of an expression. A repetition {n} counts n times."""
+MOST_LEVELS = 100
+"""Levels of parentheses and repetitions."""
 MOST_WORK = 500_000
 """Steps that are taken for one text: about a tenth of a second."""
 
@@ -92,6 +94,7 @@ class _Program:
 
     def __init__(self, pattern: str, ignores_case: bool) -> None:
         self.steps: list[tuple[Any, ...]] = []
+        self._level = 0
         self._pattern, self._ignores_case = pattern, ignores_case
 
     def put(self, *step: Any) -> int:
@@ -103,6 +106,9 @@ class _Program:
         return len(self.steps) - 1
 
     def add(self, parts: Iterable[tuple[Any, Any]]) -> None:
+        self._level += 1
+        if self._level > MOST_LEVELS:
+            raise RecursionError
         for kind, value in parts:
             if kind in (op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN):
                 self.put("letter", self._cased(_test(kind, value)))
@@ -121,6 +127,7 @@ class _Program:
                     f"the expression {self._pattern!r} has a {str(kind).lower()}, which may take for ever; accepted: "
                     "letters, classes, groups, alternatives, repetition, lookahead"
                 )
+        self._level -= 1
 
     def _cased(self, test: Test) -> Test:
         if not self._ignores_case:

@@ -32,6 +32,7 @@ LOAD = textwrap.dedent(
 
     lb.save({"w": torch.zeros(4)}, sys.argv[2])      # what is imported at the first use
     lb.load(sys.argv[2])
+    nn.Parameter(lb.AffineTensor.from_float(torch.zeros(4, 4), lb.Int8WeightOnly()), False)
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(11)))
     before = status("VmRSS:")

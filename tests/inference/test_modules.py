@@ -93,7 +93,7 @@ class Experts(nn.Module):
 def test_experts(scheme: lb.Scheme) -> None:
     model = nn.ModuleDict({"gate": nn.Linear(18, 3), "experts": Experts()})
     originals = {n: p.detach().clone() for n, p in model["experts"].named_parameters()}
-    report = lb.quantize_(model, scheme, lambda m, name: isinstance(m, Experts))
+    report = lb.quantize_(model, scheme, lambda m, name: isinstance(m, Experts), scales="minmax")
     assert report.converted == ["experts.up", "experts.down"]
     assert report.left == {"gate.weight": "not selected by the filter"}
     experts = model["experts"]

@@ -42,7 +42,7 @@ def reference(x: Tensor, linear: nn.Linear, scheme: lb.Scheme) -> Tensor:
 
 def quantized(linear: nn.Linear, scheme: lb.Scheme) -> nn.Linear:
     copied = copy.deepcopy(linear)
-    lb.quantize_(copied, scheme)
+    lb.quantize_(copied, scheme, scales="minmax")
     return copied
 
 
@@ -113,7 +113,7 @@ def test_every_size(name: str, k: int, n: int, batch: int) -> None:
     scheme = SCHEMES[name]
     report = None
     model = copy.deepcopy(linear)
-    report = lb.quantize_(model, scheme)
+    report = lb.quantize_(model, scheme, scales="minmax")
     x = torch.randn(batch, k)
     assert relative_error(model(x), reference(x, linear, scheme)) < 1e-5
     padded = scheme.weight.padded_shape((n, k)) != (n, k)

@@ -245,7 +245,7 @@ def test_converting_quantizes_the_trained_weights(scheme: lb.Scheme) -> None:
         model[0].weight.mul_(1.5).add_(0.01)
     plain = nn.Linear(67, 29)
     plain.load_state_dict({"weight": model[0].weight.master(), "bias": model[0].bias})
-    lb.quantize_(plain, scheme)
+    lb.quantize_(plain, scheme, scales="minmax")
     final = converted(model)
     assert torch.equal(final[0].weight, plain.weight)
     assert torch.equal(final[0].bias, plain.bias)
