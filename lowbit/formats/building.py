@@ -27,6 +27,8 @@ MOST_CONSTANT = 2**30
 """Bytes of a tensor that a model makes by itself, such as frequencies of rotary embeddings."""
 _OF_LAYERS = ("layer", "block", "depth", "stage")
 """What names of counts of layers contain."""
+_OF_SIZES = ("size", "channel")
+"""What other names with these words contain, such as the `vocab_size_per_layer_input` of Gemma 3n."""
 _MAKERS = (torch.arange, torch.zeros, torch.ones, torch.full, torch.linspace, torch.eye)
 
 
@@ -34,7 +36,8 @@ def check_config(config: Mapping[str, Any], tensors: int = 0) -> None:
     """Raises FormatError where config.json counts more layers or labels than a model of so many tensors has, or names
     code of the Hub that transformers would run."""
     for key, value in _values(config):
-        is_of_layers = any(part in key for part in _OF_LAYERS)
+        is_count = not any(part in key for part in _OF_SIZES)
+        is_of_layers = is_count and any(part in key for part in _OF_LAYERS)
         most = tensors + SPARE if is_of_layers else MOST_LABELS if "label" in key else None
         if most is not None and isinstance(value, int) and value > most:
             known = f", for {tensors} tensors" if tensors else ""

@@ -15,6 +15,7 @@ import lowbit
 from lowbit import Int4WeightOnly, formats
 from lowbit.cli import main
 from lowbit.formats import FormatError
+from lowbit.formats.building import check_config
 from tests.cli.command import lowbit as command
 from tests.formats.models import build, low_bit, plain_folder
 from tests.formats.test_damage import change_config
@@ -89,6 +90,14 @@ def test_strange_folders_are_refused_at_once(case: str, tmp_path: Path) -> None:
         assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
         assert len(str(caught.value)) < 1000
     assert time.process_time() - start < 5
+
+
+def test_sizes_are_no_counts_of_layers() -> None:
+    """Gemma 3n has a vocabulary of its own for each layer, and MoE configs name sizes of blocks."""
+    sizes = {"vocab_size_per_layer_input": 262144, "block_size": 4096, "stage_out_channels": 2048}
+    check_config({"text_config": sizes, "num_hidden_layers": 35}, 500)
+    with pytest.raises(FormatError, match=r"num_hidden_layers 1e\+09; accepted: up to 1500, for"):
+        check_config({"text_config": {"num_hidden_layers": 10**9}}, 500)
 
 
 @pytest.mark.parametrize("size", [2**17, 2**40])
