@@ -111,7 +111,7 @@ class _Program:
             raise RecursionError
         for kind, value in parts:
             if kind in (op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN):
-                self.put("letter", self._cased(_test(kind, value)))
+                self.put("letter", _test(kind, value, self._ignores_case))
             elif kind in (op.MAX_REPEAT, op.MIN_REPEAT):
                 self._repeat(*value)
             elif kind is op.BRANCH:
@@ -128,11 +128,6 @@ class _Program:
                     "letters, classes, groups, alternatives, repetition, lookahead"
                 )
         self._level -= 1
-
-    def _cased(self, test: Test) -> Test:
-        if not self._ignores_case:
-            return test
-        return lambda letter: test(letter) or test(letter.lower()) or test(letter.upper())
 
     def _branch(self, branches: list[Any]) -> None:
         exits = []
@@ -169,16 +164,23 @@ class _Program:
         self.steps[place] = ("look", len(self.steps), is_wanted)
 
 
-def _test(kind: Any, value: Any) -> Test:
+def _test(kind: Any, value: Any, ignores_case: bool) -> Test:
     if kind is op.ANY:
         return lambda letter: letter != "\n"
-    if kind is op.LITERAL:
+    if kind is op.LITERAL and not ignores_case:
         return chr(value).__eq__
-    if kind is op.NOT_LITERAL:
-        return chr(value).__ne__
-    is_negated = value[0][0] is op.NEGATE
-    tests = [_member(*entry) for entry in value[is_negated:]]
-    return lambda letter: any(test(letter) for test in tests) != is_negated
+    members = value if kind is op.IN else [(op.LITERAL, value)]
+    is_negated = kind is op.NOT_LITERAL or members[0][0] is op.NEGATE
+    tests = [_member(*entry) for entry in members if entry[0] is not op.NEGATE]
+
+    def is_member(letter: str) -> bool:
+        return any(test(letter) for test in tests)
+
+    if not ignores_case:
+        return lambda letter: is_member(letter) != is_negated
+    return lambda letter: (
+        any(map(is_member, {letter, letter.lower(), letter.upper()})) != is_negated
+    )
 
 
 def _member(kind: Any, value: Any) -> Test:
