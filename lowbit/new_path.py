@@ -33,6 +33,8 @@ except ImportError:  # Windows
 _LOCK, _UNLOCKED, _OLD = "lock", "unlocked", "old"
 _AT_FDCWD, _EXCHANGE = -100, 2
 """Constants of Linux; macOS has the same number for its swap."""
+_RUNNING: set[Path] = set()
+"""Workplaces of this process. Where there are no locks, nothing else tells them from those of killed processes."""
 
 
 # ---- places ----------------------------------------------------------------------------------------------------------
@@ -62,10 +64,12 @@ def workplace(out: Path) -> Iterator[Path]:
     """
     clear(out)
     place, lock = _new_place(out)
+    _RUNNING.add(place)
     try:
         yield place
     finally:
         _remove(place, lock)
+        _RUNNING.discard(place)
 
 
 def put_files(files: list[Path], folder: Path) -> None:
@@ -116,7 +120,7 @@ def clear(out: Path) -> None:
     A folder that may belong to a process that runs, because its file system has no locks, stays and is named.
     """
     pattern = glob.escape(f".{out.name}.lowbit-") + "[0-9a-f]" * 12
-    for place in sorted(out.parent.glob(pattern)):
+    for place in sorted({*out.parent.glob(pattern)} - _RUNNING):
         try:
             _clear_place(place, out)
         except OSError as error:

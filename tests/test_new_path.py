@@ -122,6 +122,23 @@ def test_a_workplace_in_use_stays(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == []
 
 
+def test_a_workplace_without_a_lock_is_known_as_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(handle: int) -> None:
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    monkeypatch.setattr(new_path, "_lock", unsupported)
+    out = tmp_path / "out"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with new_path.workplace(out) as place:
+            new_path.clear(out)
+            assert place.is_dir()
+        new_path.clear(out)
+    assert [*tmp_path.iterdir()] == []
+
+
 @pytest.mark.parametrize("name", ["lock", "notes.txt"])
 def test_what_is_not_surely_left_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
