@@ -58,7 +58,7 @@ class JointTensor(FakeQuantizedTensor):
         parameter of a module that knows them, such as a copy; `what` then needs them."""
         held: _Holder = self.__dict__.get("_holder", _Holder())
         module = None if torch.compiler.is_compiling() else held.module()
-        if module is None or module._parameters.get("weight") is not self:
+        if module is None or _weight_of(module) is not self:
             raise self._unsupported(
                 f"{what} without its siblings, with which it shares a part of its scales; call the module, whose "
                 "forward has them, or make it a weight for inference by lowbit.qat.convert_(model)"
@@ -116,7 +116,9 @@ class Linear(sharded_linear.Linear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy's weight knows its module too."""
         super().__setstate__(state)
-        self.weight._holder = _Holder(self)  # type: ignore[attr-defined]
+        weight: Any = _weight_of(self)
+        if weight is not None:
+            weight._holder = _Holder(self)
 
 
 def operands(weight: JointTensor, joint: Tensor) -> tuple[Any, Any]:
@@ -128,27 +130,38 @@ def operands(weight: JointTensor, joint: Tensor) -> tuple[Any, Any]:
 sharded_linear.MADE.append(Linear)
 
 
+def _weight_of(module: nn.Module) -> Tensor | None:
+    """The parameter that is the weight of a linear. Pruning gives it another name. None: the module has none."""
+    joint = (p for p in module._parameters.values() if isinstance(p, JointTensor))
+    return next(joint, module._parameters.get("weight"))
+
+
 @torch.no_grad()
 def joint_of(module: Linear) -> Tensor:
     """The part of the scales that the weight of `module` and its siblings share now.
 
-    Raises NotImplementedError for siblings that are sharded while this module's weight is not.
+    Raises NotImplementedError for siblings that are sharded while this module's weight is not, and for one whose weight
+    a parametrization computes.
     """
-    held: Any = module.weight
+    held: Any = _weight_of(module)
     spec: Spec = held.scheme.weight
     values = []
     for sibling in module.siblings:
-        weight = sibling._parameters["weight"]
+        weight = _weight_of(sibling)
+        if weight is None:
+            raise NotImplementedError(
+                f"a weight {tuple(held.shape)} prepared for QAT in {spec} shares a part of its scales with a "
+                f"{type(sibling).__name__} that has no weight of its own, as under torch.nn.utils.parametrize; "
+                "accepted: torch.nn.utils.parametrize.remove_parametrizations, or None for that layer in prepare_"
+            )
         if is_dtensor(weight):
             raise NotImplementedError(
-                f"a sibling of a weight {tuple(module.weight.shape)} prepared for QAT in {spec} is sharded while this "
-                "one is gathered, and both share a part of their scales; accepted: siblings in one fully_shard unit, "
-                "such as their block"
+                f"a sibling of a weight {tuple(held.shape)} prepared for QAT in {spec} is sharded while this one is "
+                "gathered, and both share a part of their scales; accepted: siblings in one fully_shard unit, such as "
+                "their block"
             )
         own = weight.values() if isinstance(weight, TrainableTensor) else weight
-        if own is not None and not isinstance(
-            own, LowbitTensor
-        ):  # one that is converted has its scales
+        if not isinstance(own, LowbitTensor):  # one that is converted has its scales
             values.append(own.detach())
     dtype = representation_of(spec).scale_dtype(spec, values[0].dtype)
     return spec.joint_part(values, dtype)

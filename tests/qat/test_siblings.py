@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import lowbit as lb
 from lowbit import qat
@@ -229,6 +230,28 @@ def test_the_weight_by_itself(scheme, part) -> None:
         for use in (alone.dequantize, lambda: F.linear(x, alone), alone.fake_quantized):  # noqa: B023
             with pytest.raises(NotImplementedError, match=r"without its siblings.*call the module"):
                 use()
+
+
+@pytest.mark.parametrize("scheme", [lb.NVFP4WeightOnly(), lb.Float8WeightOnly(lb.PerTensor())])
+def test_a_pruned_sibling(scheme) -> None:
+    """Pruning renames the parameter, which keeps its siblings, and they keep it."""
+    net, x = model(), torch.randn(5, 48)
+    qat.prepare_(net, scheme)
+    expected = net(x)
+    prune.l1_unstructured(net.q_proj, "weight", amount=0.0)
+    assert torch.equal(net(x), expected)
+    prune.l1_unstructured(net.q_proj, "weight", amount=0.5)
+    net(x).square().sum().backward()
+    grad = net.q_proj.weight_orig.grad
+    assert grad is not None and not grad[net.q_proj.weight_mask == 0].any() and grad.any()
+
+
+def test_a_sibling_whose_weight_is_computed_is_refused() -> None:
+    net = model()
+    qat.prepare_(net, lb.NVFP4WeightOnly())
+    nn.utils.parametrizations.weight_norm(net.k_proj)
+    with pytest.raises(NotImplementedError, match=r"no weight of its own.*remove_parametrizations"):
+        net.q_proj(torch.randn(5, 48))
 
 
 class Own(nn.Linear):
