@@ -81,6 +81,11 @@ class LearnedScalesTensor(FakeQuantizedTensor):
         made.holder = self.holder
         return made
 
+    def _take_over(self, other: Any) -> None:
+        holder = self.holder  # a cache, which other data would end
+        super()._take_over(other)
+        self.holder = holder
+
     def read(self) -> Tensor:
         if self.transposed:
             whole: Any = self.transpose(-2, -1)

@@ -502,6 +502,21 @@ def test_scales_of_weights_that_were_written_in_place():
         qat.search_scales_(empty)
 
 
+def test_other_data_keep_the_module_of_the_scales():
+    """The line `p.data = p.data.to(float32)` of PEFT: the module reads its weight, also by other operations."""
+
+    class Reads(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * self.weight.norm()
+
+    model, x = nn.Sequential(Reads(64, 32)), torch.randn(3, 64)
+    qat.prepare_(model, IntxWeightOnly(4, 32), lambda module, name: True, scales="learned")
+    expected = model(x)
+    for p in model.parameters():
+        p.data = p.data.to(torch.float32)
+    assert torch.equal(model(x), expected)
+
+
 def test_a_group_without_weight_decay():
     """Scales of a frozen weight do not shrink, and the norm of weights leaves them out."""
     found = model(tied=True)
