@@ -38,7 +38,7 @@ from lowbit.products.checks import TRANSFORMS, in_transform
 from lowbit.tensor.indexing import READS, as_copies
 
 _CHECKPOINT = torch.utils.checkpoint.__file__
-_CALLS = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
+_CALL, _WRAPPED_CALL = nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__
 _FUNCTORCH = Path(torch.__file__).parent / "_functorch"
 _TRANSFORMS = {str(_FUNCTORCH / f"{name}.py") for name in ("apis", "eager_transforms", "vmap")}
 _OPS = torch._ops.OpOverload, torch._ops.OpOverloadPacket
@@ -56,9 +56,11 @@ def in_forward() -> bool:
         return True
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code in _CALLS or frame.f_code.co_filename == _CHECKPOINT:
+        code = frame.f_code
+        # By identity: from Python 3.12 on the hash of a code object reads all of its bytecode.
+        if code is _CALL or code is _WRAPPED_CALL or code.co_filename == _CHECKPOINT:
             return True  # checkpointing runs parts of a forward pass again, in backward
-        if frame.f_code.co_filename.startswith(_MANAGES):
+        if code.co_filename.startswith(_MANAGES):
             return False
         frame = frame.f_back  # type: ignore[assignment]
     return False
