@@ -168,10 +168,8 @@ def _read_pt(path: Path, device: str | torch.device, _: bool) -> _Content:
     if not isinstance(content, dict) or not {"lowbit", "tensors"} <= content.keys():
         return None, None, {}
     tensors = dict(content["tensors"])
-    for (
-        name,
-        t,
-    ) in tensors.items():  # an expanded view would take its whole size when it is hashed or moved
+    for name, t in tensors.items():
+        # An expanded view would take its whole size when it is hashed or moved.
         if t.nbytes > t.untyped_storage().nbytes():
             raise ValueError(f"{name} is larger than its record")
     return content["lowbit"], content.get(SEAL), tensors

@@ -96,6 +96,8 @@ def taken(metadata: dict[str, str]) -> Entries | None:
     if text is None or seal != of_text(text):
         raise ValueError("the digests of its tensors are damaged")
     found: Entries = json.loads(text)
+    if not isinstance(found, dict) or not all(isinstance(e, dict) for e in found.values()):
+        raise ValueError("the digests of its tensors are not entries by name")
     return found
 
 

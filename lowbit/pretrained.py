@@ -44,9 +44,8 @@ def follow(model: nn.Module) -> None:
     if any(isinstance(getattr(module, "config", None), known) for module in model.modules()):
         try:
             in_memory = importlib.import_module("lowbit.hf.in_memory")
-        except (
-            ImportError
-        ) as error:  # of an old transformers, which can still compute with such weights
+        except ImportError as error:
+            # An old transformers can still compute with such weights.
             warnings.warn(
                 f"from_pretrained will not find the low-bit weights of a folder that save_pretrained writes: {error}. "
                 "lowbit.export writes one for other programs, lowbit.save the weights",

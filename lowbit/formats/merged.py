@@ -1,8 +1,8 @@
 """What a server has once for layers that it merges, and siblings must therefore share, while they are written.
 
-vLLM makes q, k and v one layer. Of a quantity with one entry for each of them it then keeps one: the largest. The
-others' values would be read by it, without an error. So siblings (`lowbit.siblings`) wait here for each other, and what
-differs is refused, or made equal with lossy=True.
+vLLM makes q, k and v one layer. Where each of them has an entry of its own, vLLM keeps the largest, and reads the other
+weights by it without an error. So siblings (`lowbit.siblings`) wait here for each other, and what differs is refused,
+or made equal with lossy=True.
 
 | quantity (`Format.joint`)                | with lossy=True                                                   |
 |------------------------------------------|-------------------------------------------------------------------|

@@ -80,9 +80,8 @@ def _is_large_on_cpu(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
     if not x.is_cpu or x.dtype not in FLOATS or weight.numel() <= _LARGE or weight.transposed:
         return False
     is_seen = _is_compiling() or _dispatch_modes() or _is_traced()
-    if (
-        torch.is_grad_enabled()
-    ):  # autograd records the operations of a direct call of `plain_linear`
+    if torch.is_grad_enabled():
+        # Autograd records the operations of a direct call of `plain_linear`.
         is_seen = is_seen or x.requires_grad or (bias is not None and bias.requires_grad)
     from lowbit_kernels.weight_mm_tiles_cpu import has_tokens_inside
 

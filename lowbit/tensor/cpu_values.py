@@ -32,7 +32,7 @@ _PlainAttributes = torch._C.DisableTorchFunctionSubclass
 
 
 MOST_TOKENS = 16
-"""Of a product in 16 bits that decodes in registers. More decode a tile, which is then multiplied in 16 bits."""
+"""The most tokens of a product in 16 bits that decodes in registers. More tokens are multiplied by decoded tiles."""
 _LAYOUTS = ("integers", "float8", "ternary", "table")
 """The values of `stored_as` whose layout of codes the kernel knows."""
 

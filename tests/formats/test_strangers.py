@@ -92,7 +92,7 @@ def test_strange_folders_are_refused_at_once(case: str, tmp_path: Path) -> None:
     assert time.process_time() - start < 5
 
 
-def test_sizes_are_no_counts_of_layers() -> None:
+def test_sizes_are_not_counts_of_layers() -> None:
     """Gemma 3n has a vocabulary of its own for each layer, and MoE configs name sizes of blocks."""
     sizes = {"vocab_size_per_layer_input": 262144, "block_size": 4096, "stage_out_channels": 2048}
     check_config({"text_config": sizes, "num_hidden_layers": 35}, 500)
