@@ -11,7 +11,7 @@ set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python3 -m venv "$work/venv"
-"$work/venv/bin/pip" install -q 'torch==2.13.0' 'transformers==5.23.0' 'peft==0.21.2' 'accelerate==1.15.0' 'numpy'
+"$work/venv/bin/pip" install -q 'torch==2.13.0' 'transformers==5.23.0' 'peft==0.21.2' 'accelerate==1.15.0' 'numpy==2.4.6'
 cd "$work"
 "$work/venv/bin/python" - <<'PY'
 import warnings

@@ -9,7 +9,7 @@ set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python3 -m venv "$work/venv"
-"$work/venv/bin/pip" install -q 'torch==2.13.0' 'transformers==5.23.0' 'safetensors==0.8.0' 'numpy'
+"$work/venv/bin/pip" install -q 'torch==2.13.0' 'transformers==5.23.0' 'safetensors==0.8.0' 'numpy==2.4.6'
 cd "$work"
 "$work/venv/bin/python" - <<'PY'
 import json
