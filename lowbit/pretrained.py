@@ -60,7 +60,7 @@ class Announced:
 
     @classmethod
     def from_dict(cls, *args: Any, **kwargs: Any) -> Any:
-        """As of `LowbitConfig`, which takes the place of this class."""
+        """`LowbitConfig.from_dict`. That class takes the place of this one."""
         importlib.import_module("lowbit.hf")
         return _configs()[METHOD].from_dict(*args, **kwargs)
 

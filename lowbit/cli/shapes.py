@@ -215,7 +215,8 @@ def _like_llama(config: Mapping[str, Any], sizes: Sizes, file: Path, why: str) -
         raise FormatError(f"{file}: no shapes of a {kind!r}: {why}; or give a folder with shards")
     if sizes.layers * max(1, _experts(config)) > _MOST_WEIGHTS:
         raise FormatError(
-            f"{file}: {sizes.layers} layers of {_experts(config)} experts are too many"
+            f"{file}: {sizes.layers} layers of {_experts(config)} experts are too many; accepted: {_MOST_WEIGHTS} "
+            "experts in all"
         )
     hidden = sizes.hidden
     weights: dict[str, Shape] = {"model.embed_tokens.weight": (sizes.vocabulary, hidden)}

@@ -50,7 +50,8 @@ def new_folder(out: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def check_free(out: Path, overwrite: bool) -> None:
-    """Raises FormatError where `new_folder` would, but for a folder that may not be written."""
+    """Remove what killed processes left beside `out`. Raises FormatError where `new_folder` would, except for a folder
+    that may not be written."""
     if not out.parent.is_dir():
         raise FormatError(f"{out.parent} is no folder; make it first")
     new_path.clear(out)

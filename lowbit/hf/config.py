@@ -124,7 +124,8 @@ def _check_expressions(listed: Mapping[str, Any]) -> None:
     refused = [p for p in listed if p.startswith("re:") and patterns.is_refused(p[3:])]
     if refused:
         raise ValueError(
-            f"{refused[0]!r:.80} of quantization_config is an expression that lowbit does not run"
+            f"{refused[0]!r:.80} of quantization_config is an expression that lowbit does not run; accepted: without "
+            "back references and lookbehind"
         )
 
 

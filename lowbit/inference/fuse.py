@@ -45,8 +45,9 @@ def fuse_linears_(
 
     Args:
         model: a module with quantized or plain weights.
-        groups: names of siblings. Every module that has all names of a group is fused. Default `lowbit.siblings()`:
-            q_proj, k_proj and v_proj, gate_proj and up_proj, and the names of other families of models.
+        groups: names of siblings. Every module that has all names of a group is fused. Default: the table of
+            `lowbit.siblings`, with q_proj, k_proj and v_proj, gate_proj and up_proj, and the names of other families
+            of models.
 
     Returns:
         The fully qualified names of each fused group. The first module of each holds the joint weight.
