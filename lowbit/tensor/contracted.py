@@ -25,8 +25,12 @@ ACCEPTED = (
 )
 
 
+class NoProduct(NotImplementedError):
+    """A contraction that is not a product of the weight."""
+
+
 def contracted(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], low: type) -> Tensor:
-    """One of `CONTRACTIONS`, where an operand is of the class `low`."""
+    """One of `CONTRACTIONS`, where an operand is of the class `low`. Raises NoProduct for another contraction."""
     return CONTRACTIONS[func](low, *args, **kwargs)
 
 
@@ -41,7 +45,13 @@ def _einsum(low: type, equation: Any, *operands: Any) -> Tensor:
     what = f"torch.einsum({equation!r}, …)"
     if not isinstance(equation, str) or not weights:
         owner: Any = next(t for t in (equation, *operands) if isinstance(t, low))
-        raise owner._unsupported(f"torch.einsum with lists of dimensions ({ACCEPTED}, as a string)")
+        raise NoProduct(
+            str(
+                owner._unsupported(
+                    f"torch.einsum with lists of dimensions ({ACCEPTED}, as a string)"
+                )
+            )
+        )
     weight: Any = weights[0]
     labels = _labels(equation, [t.ndim for t in operands])
     if labels is not None and len(operands) == 2 and len(weights) == 1:
@@ -52,7 +62,7 @@ def _einsum(low: type, equation: Any, *operands: Any) -> Tensor:
         if found is not None:
             return found
     if len(weights) > 1 or weight.rounds_inputs:
-        raise weight._unsupported(f"{what} ({ACCEPTED})")
+        raise NoProduct(str(weight._unsupported(f"{what} ({ACCEPTED})")))
     dtype = next((t.dtype for t in operands if t is not weight), weight.dtype)
     plain = [t.dequantize().to(dtype) if t is weight else t for t in operands]
     return torch.einsum(equation, *plain)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lowbit import tracer
 from lowbit.products.checks import TRANSFORMS, in_transform
+from lowbit.tensor.contracted import CONTRACTIONS, NoProduct, contracted
 from lowbit.tensor.indexing import READS, as_copies
 
 _CHECKPOINT = torch.utils.checkpoint.__file__
@@ -181,6 +183,12 @@ def read(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if in_transform():
         refused = next(x for x in tree_leaves((args, kwargs)) if is_rounded_later(x))
         raise refused._unsupported(TRANSFORMS)
+    if func in CONTRACTIONS:
+        own, named = tree_map(lambda x: x.settled() if is_rounded_later(x) else x, (args, kwargs))
+        rounding = [x for x in tree_leaves((own, named)) if is_rounded_later(x)]
+        if rounding:  # its products round their input
+            with suppress(NoProduct):
+                return contracted(func, own, named, type(rounding[0]))
     is_part = func in PARTS
     value = _settled if is_part else rounded_values
     found = func(*tree_map(value, args), **tree_map(value, kwargs))

@@ -151,6 +151,32 @@ def test_the_gradient_is_straight_through(scheme) -> None:
     assert torch.equal(x.grad, model.weight.dequantize())
 
 
+CONTRACTED = {
+    "einsum": lambda x, w, other: torch.einsum("bk,nk->bn", x, w),
+    "tensordot": lambda x, w, other: torch.tensordot(x, w, ([1], [1])),
+    "addmv": lambda x, w, other: torch.addmv(torch.ones(N), w, x[0]),
+}
+
+
+@pytest.mark.parametrize("scales", ["present", "learned"])
+@pytest.mark.parametrize("form", CONTRACTED)
+def test_a_contraction_rounds_its_input_as_the_converted_weight_does(form, scales) -> None:
+    model, x = made(Own, CONTRACTED[form]), torch.randn(3, K)
+    prepare(model, (lb.Int8DynamicActivationInt4Weight(32), scales), lambda module, name: True)
+    y = model(x)
+    y.sum().backward()
+    assert model.weight.grad.any()
+    convert(model)
+    torch.testing.assert_close(y, model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_another_contraction_reads_the_rounded_weight() -> None:
+    model = made(Own, lambda x, w, other: torch.einsum("nk,mk->nm", w, w))
+    prepare(model, (lb.Int8DynamicActivationInt8Weight(), "present"), lambda module, name: True)
+    values = model.weight.dequantize()
+    torch.testing.assert_close(model(torch.randn(3, K)), values @ values.T)
+
+
 class Standardized(nn.Conv2d):
     """Weight standardisation (arXiv 1903.10520)."""
 
