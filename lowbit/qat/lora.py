@@ -145,12 +145,11 @@ def _check_layer(fqn: str, layer: Any, target: Target) -> None:
 
 
 def _check_norms(fqn: str, layer: Any) -> None:
-    """Raise NotImplementedError for DoRA. It divides by the norm of the weight with its adapters, which reads the
-    weight before rounding while it trains, and the rounded one after conversion."""
+    """Raise NotImplementedError for DoRA, which divides by the norm of the weight with its adapters."""
     if dora := _dora(layer):
         raise NotImplementedError(
-            f"{fqn}: QAT does not take DoRA (adapter {dora[0]!r}), whose norm would be that of another weight after "
-            "conversion; make the adapters with use_dora=False, or leave the layer out by a pattern or filter"
+            f"{fqn}: QAT does not take DoRA (adapter {dora[0]!r}); prepare the model before it gets adapters, make "
+            "them with use_dora=False, or leave the layer out by a pattern or filter"
         )
 
 
@@ -158,19 +157,6 @@ def _dora(layer: Any) -> list[str]:
     """The adapters in use that are DoRA."""
     used = getattr(layer, "use_dora", {})
     return [name for name in layer.active_adapters if used.get(name, False)]
-
-
-def warn_of_norms(model: nn.Module, targets: Iterable[Target]) -> None:
-    """Warn where DoRA was added to weights that were prepared before, which `_check_norms` could not see."""
-    around = _around(model)
-    layers = [around[o.module] for target in targets for o in target.owners if o.module in around]
-    if names := [fqn for fqn, layer in layers if _dora(layer)]:
-        warnings.warn(
-            f"{names[0]} has a DoRA adapter, whose norm is now that of the rounded weight: outputs differ from those "
-            "in training",
-            UserWarning,
-            stacklevel=3,
-        )
 
 
 def _refuse(fqn: str, what: str) -> None:

@@ -302,7 +302,6 @@ def convert_(model: nn.Module) -> Report:
             return weight.frozen_with(joint[target.owners[0].fqn], of_input)
         return weight.frozen(of_input)
 
-    lora.warn_of_norms(model, targets)
     modules = _modules(targets)
     report = replace_weights(targets, Report(), frozen, trainable=False)
     plain_input(modules)
