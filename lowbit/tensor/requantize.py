@@ -23,7 +23,8 @@ def requantize(weight: Any, values: Tensor) -> None:
 
 def holds(weight: Any, values: Tensor) -> bool:
     """Whether `values` [..., N, K] are those of an AffineTensor of this shape that is not transposed, up to the
-    rounding of the coarser dtype.
+    rounding of the coarser dtype. Rounding moves values to both sides; a change of all to one side, such as a factor of
+    1.01 in bfloat16, is none.
 
     An average of a frozen weight computes such values. Most schemes would choose other scales for them: a group of int4
     codes -7 .. 7 gets a smaller scale each time.
@@ -38,7 +39,11 @@ def holds(weight: Any, values: Tensor) -> bool:
 
 def _is_near(values: Tensor, held: Tensor, tolerance: float) -> bool:
     held = held.to(torch.promote_types(values.dtype, torch.float32))
-    return bool(((values - held).abs_() <= held.abs() * tolerance).all())
+    change = values - held
+    along = (change * held).sum(dtype=torch.float64).abs()
+    size = held.square().sum(dtype=torch.float64)
+    near = (change.abs_() <= held.abs() * tolerance).all()
+    return bool(near & (along <= tolerance / 8 * size))
 
 
 def _row_chunks(weight: Any, values: Tensor) -> Iterator[tuple[Any, Tensor]]:

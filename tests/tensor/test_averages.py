@@ -16,8 +16,9 @@ from torch.optim.swa_utils import (
     get_swa_multi_avg_fn,
 )
 
+import lowbit
 from lowbit import Int8Weight
-from lowbit.tensor import Int8WeightTensor, remainder
+from lowbit.tensor import AffineTensor, Int8WeightTensor, remainder
 from tests.tensor.cases import CASES, every_case, every_trainable, same, values
 
 SHAPE = (8, 96)
@@ -136,6 +137,22 @@ def test_the_average_of_a_weight_that_does_not_change_is_this_weight(case, updat
             torch.testing.assert_close(average.master(), weight.master())
         else:
             assert same(average, weight)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor"), [(torch.bfloat16, 1.01), (torch.float16, 1.001), (torch.float32, 1.0001)]
+)
+@pytest.mark.parametrize(
+    "scheme", [lowbit.Int8WeightOnly(), lowbit.Int4WeightOnly(32), lowbit.Float8WeightOnly()]
+)
+@torch.no_grad()
+def test_a_small_factor_is_not_taken_for_rounding(scheme, dtype, factor):
+    weight = AffineTensor.from_float(values((64, 96), 3).to(dtype), scheme)
+    assert weight.holds(weight.dequantize()) and not weight.holds(weight.dequantize() * factor)
+    before = weight.dequantize().double().norm()
+    weight.copy_(weight.dequantize() * factor)
+    grown = weight.dequantize().double().norm() / before - 1
+    assert 0.3 * (factor - 1) < grown < 2 * (factor - 1)
 
 
 def int8(seed=0, dtype=torch.float32):
