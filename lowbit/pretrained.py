@@ -82,19 +82,26 @@ def _configs() -> dict[str, Any]:
 
 
 class _WhenImported(MetaPathFinder):
-    """Calls `_enter` after the module with the table was imported."""
+    """Calls `_enter` after the module with the table was imported. Somebody who only looks for it does not end that."""
+
+    def __init__(self) -> None:
+        self._asks = False
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != _TABLE:
+        if name != _TABLE or self._asks:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._asks = True  # the other finders
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asks = False
         loader: Any = None if spec is None else spec.loader
         if loader is not None:
             execute = loader.exec_module
 
             def then_enter(module: Any) -> None:
                 execute(module)
+                sys.meta_path.remove(self)
                 _enter()
 
             loader.exec_module = then_enter

@@ -305,7 +305,8 @@ def test_importing_lowbit_is_enough_to_read(first: str, tmp_path: Path) -> None:
     model = quantized()
     model.save_pretrained(tmp_path)
     torch.save(logits(model), tmp_path / "expected.pt")
-    imports = ["import lowbit; assert 'transformers' not in sys.modules", "import transformers"]
+    imports = ["import lowbit; assert 'transformers' not in sys.modules"]
+    imports += ["import importlib.util", "importlib.util.find_spec('transformers.quantizers.auto')"]
     code = f"""
 import sys, torch
 {"; ".join(imports if first == "lowbit" else ["import transformers.quantizers.auto", "import lowbit"])}
