@@ -144,6 +144,9 @@ class BitNetTensor(MasterWeightTensor):
     def settled(self) -> Tensor:
         return rounding_inputs(self, self.read().to(self.dtype))
 
+    def factor(self) -> Tensor:
+        return self
+
     @property
     def has_rows_alone(self) -> bool:
         """Outside of a forward pass, where parts are shards: their products ask for the scale of the whole."""

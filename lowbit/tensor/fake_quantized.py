@@ -130,7 +130,15 @@ class FakeQuantizedTensor(MasterWeightTensor):
     def settled(self) -> Tensor:
         if self.input_spec is None:
             return self.read()
-        return self if self.is_settled else rounding_inputs(self, self.read().to(self.dtype))
+        if self.is_settled:
+            return self
+        if self.transposed:
+            stored: Any = self.transpose(-2, -1)
+            return stored.settled().transpose(-2, -1)
+        return rounding_inputs(self, self.read().to(self.dtype))
+
+    def factor(self) -> Tensor:
+        return self.read() if self.input_spec is None else self
 
     @property
     def is_settled(self) -> bool:

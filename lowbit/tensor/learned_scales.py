@@ -99,6 +99,9 @@ class LearnedScalesTensor(FakeQuantizedTensor):
             return super().settled()
         return self.settled_by(*self._held_scales())
 
+    def factor(self) -> Tensor:
+        return self.settled()
+
     def settled_by(self, scale: Tensor, zero: Tensor | None) -> Tensor:
         """`settled` by these scales. In codes where the converted weight may multiply codes."""
         values, spec = self.seen_by(scale, zero).to(self.dtype), self.scheme.weight

@@ -123,6 +123,11 @@ class MasterWeightTensor(TrainableTensor):
         round their input, it is a weight whose products do. This tensor itself if it is one."""
         return self.read()
 
+    def factor(self) -> Tensor:
+        """What a product that is written as others multiplies (`lowbit.tensor.contracted`): a weight where the products
+        of this one round their input, and else the values of `read()`."""
+        return self.settled()
+
     @property
     def is_settled(self) -> bool:
         """Whether products round nothing of it."""

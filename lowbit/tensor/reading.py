@@ -184,11 +184,13 @@ def read(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         refused = next(x for x in tree_leaves((args, kwargs)) if is_rounded_later(x))
         raise refused._unsupported(TRANSFORMS)
     if func in CONTRACTIONS:
-        own, named = tree_map(lambda x: x.settled() if is_rounded_later(x) else x, (args, kwargs))
+        own, named = tree_map(_factor, (args, kwargs))
         rounding = [x for x in tree_leaves((own, named)) if is_rounded_later(x)]
         if rounding:  # its products round their input
             with suppress(NoProduct):
                 return contracted(func, own, named, type(rounding[0]))
+    if func is F.dropout and not kwargs["training"]:
+        return _factor(args[0])
     is_part = func in PARTS
     value = _settled if is_part else rounded_values
     found = func(*tree_map(value, args), **tree_map(value, kwargs))
@@ -214,6 +216,11 @@ def _settled(x: Any) -> Any:
         return x
     found = x.settled()
     return rounded_values(x) if found is x else found
+
+
+def _factor(x: Any) -> Any:
+    is_whole = is_rounded_later(x) and x.flat_from is None
+    return x.factor() if is_whole else rounded_values(x)
 
 
 _LIBRARY = torch.library.Library("lowbit", "FRAGMENT")

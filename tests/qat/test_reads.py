@@ -62,6 +62,9 @@ FORMS = {
     "flat": lambda x, w, other: x * w.flatten().norm(),
     "difference": lambda x, w, other: (x[:, None] - w).square().sum(-1),
     "in place": filled,
+    "einsum": lambda x, w, other: torch.einsum("bk,nk->bn", x, w),
+    "mv": lambda x, w, other: torch.mv(w, x[0]),
+    "dropout that drops nothing": lambda x, w, other: F.linear(x, F.dropout(w, 0.5, False)),
 }
 INDEXED = {
     "rows at": lambda x, w, other: F.linear(x, w[ROWS]),
@@ -136,6 +139,13 @@ def test_a_module_that_computes_with_its_weight(how) -> None:
         prepare(model, how)
         assert not torch.equal(model(x), plain), name
         check(model, x, weight)
+
+
+@pytest.mark.parametrize("how", PRESENT.values(), ids=PRESENT)
+def test_products_with_the_columns_of_a_weight(how) -> None:
+    for form in (lambda x, w, other: x @ w, lambda x, w, other: torch.mv(w.T, x[0])):
+        model = made(Own, form)
+        check(prepare(model, how), torch.randn(3, N), "weight")
 
 
 @over(WEIGHT_ONLY)
