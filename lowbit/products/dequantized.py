@@ -63,7 +63,8 @@ def plain_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     This is the reference of every other implementation. A QAT-prepared layer computes the same, to the bit, unless it
     multiplies codes, as the converted one then does (`codes_product`).
     """
-    if weight.activation is not None:
+    turned_ternary = weight.stored_as == "ternary" and weight.transposed and x.numel() > 0
+    if weight.activation is not None or turned_ternary:
         x = weight.rounded_input(x)
     return _dequantized_linear(x, weight, bias)
 

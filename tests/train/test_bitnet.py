@@ -222,6 +222,22 @@ def test_a_converted_model_computes_the_same_to_the_bit(dtype, tmp_path):
         train.convert_(model)
 
 
+class Turned(nn.Linear):
+    """A linear by the transpose of its weight."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight.T)
+
+
+@pytest.mark.parametrize("tokens", [5, 0])
+def test_a_turned_weight_converts_to_the_same_rounding_of_tokens(tokens):
+    model, x = Turned(48, 64, bias=False), torch.randn(tokens, 64)
+    train.prepare_(model, BitNet())
+    expected = model(x)
+    train.convert_(model)
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_the_ternary_product_is_chosen_and_passes_gradients_to_its_input():
     weight, x = TernaryTensor(values(24, 96)), values(2, 5, 96).requires_grad_()
     with scaled_products() as calls:
