@@ -409,7 +409,8 @@ class _Products(TorchFunctionMode):
         x = args[i] if len(args) > i else kwargs[x_name]
         weight = args[j] if len(args) > j else kwargs[weight_name]
         if not is_low_bit(_local(weight)) and self._is_stack(x):  # experts from the left
-            experts, x, weight = x, weight.transpose(-2, -1), x.transpose(-2, -1)
+            experts, x = x, weight.transpose(-2, -1)
+            weight = self._followed(Tensor.transpose, (experts, -2, -1), {})
             self._selected(experts, weight)
         if func is F.embedding:
             self._lookup(x, weight, result)
