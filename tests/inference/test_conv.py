@@ -257,6 +257,11 @@ def test_rows_slices_and_writes() -> None:
     assert torch.equal(w[torch.tensor([7, 1])].dequantize(), values[[7, 1]])
     assert torch.equal(w.view(-1).view(w.shape).dequantize(), values)
     assert torch.equal(w.norm(), values.norm()) and torch.equal(w + 1, values + 1)
+    for matrix in (w.view(9, -1), w.flatten(1), w.reshape(9, 54)):
+        x = torch.randn(5, 54)
+        assert type(matrix) is lb.AffineTensor and torch.equal(matrix.dequantize(), values.view(9, 54))
+        exact = F.linear(x.double(), values.double().view(9, 54))
+        assert relative_error(F.linear(x, matrix), exact) < 1e-6
     with pytest.warns(UserWarning, match="rounded to its own codes"):
         w += 0.1
     assert abs(float((w.dequantize() - values).mean()) - 0.1) < 0.01
@@ -264,7 +269,9 @@ def test_rows_slices_and_writes() -> None:
         lambda: w.transpose(0, 1),
         lambda: w.mT,
         lambda: w[:, 1:],
-        lambda: w.view(9, -1),
+        lambda: w.view(54, 9),
+        lambda: w.view(9, 6, 9),
+        lambda: w.flatten(0, 1),
     ):
         with pytest.raises(NotImplementedError, match=r"ConvTensor.*dequantize"):
             refused()

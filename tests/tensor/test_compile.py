@@ -59,14 +59,18 @@ def test_values_in_arithmetic_by_inductor():
     trainable = [case.name for case in CASES if case.is_trainable]
     trained = {name: tensors[name].requires_grad_() for name in trainable}
 
-    def doubled(tensors):
-        return {name: t * 2 for name, t in tensors.items()}
+    class Doubled(nn.Module):
+        """A graph rounds the weights that its model reads, as a forward pass does in eager mode."""
+
+        def forward(self, tensors):
+            return {name: t * 2 for name, t in tensors.items()}
 
     def outcomes(fn):
         y = fn(tensors)
         loss = torch.stack([y[name].square().sum() for name in trained]).sum()
         return y, dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True))
 
+    doubled = Doubled()
     fn, _ = compiled(doubled, "inductor")
     for found, expected in zip(outcomes(fn), outcomes(doubled), strict=True):
         for name in expected:

@@ -115,9 +115,19 @@ def test_equal_compares_all_that_is_stored(case):
     for other in case.others:
         assert not torch.equal(t, other.make((8, 96)))
     stranger = next(c for c in CASES if c.kind is not case.kind).make((8, 96))
-    for wrong in (t.dequantize(), stranger):
-        with pytest.raises(NotImplementedError, match="dequantize"):
-            torch.equal(t, wrong)
+    assert torch.equal(t, stranger) is torch.equal(t.dequantize(), stranger.dequantize())
+
+
+@every_case
+def test_equal_compares_values_with_another_class(case):
+    t = case.make((8, 96))
+    plain = t.dequantize().clone()
+    assert torch.equal(t, plain) and torch.equal(plain, t)
+    changed = plain.clone()
+    changed[-1, -1] += 1
+    stranger = next(c for c in CASES if c.kind is not case.kind).make((8, 96), seed=1)
+    for other in (changed, plain[:0], plain.bfloat16(), stranger):
+        assert not torch.equal(t, other) and not torch.equal(other, t)
 
 
 @every_case

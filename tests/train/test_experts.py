@@ -44,6 +44,7 @@ PRODUCTS = {
     "index": (by_index, (3, 24, 64), 2),
     "bmm": (lambda x, w: torch.bmm(x, w.transpose(1, 2)), (3, 24, 64), 3),
     "matmul": (lambda x, w: x @ w.mT, (3, 24, 64), 3),
+    "einsum": (lambda x, w: torch.einsum("ebk,enk->ben", x, w), (3, 24, 64), 3),
     "stored-transposed": (lambda x, w: x.bmm(w), (3, 64, 24), 3),
     "2d": (lambda x, w: x @ w.t(), (24, 64), 1),
     "2d-stored-transposed": (lambda x, w: torch.matmul(x, w), (64, 24), 1),
@@ -173,7 +174,7 @@ def test_other_products_are_refused():
     for scheme in (SCHEMES["int8"], Int8Weight(), BitNet()):
         weight = prepared(Experts(by_index), scheme).weight
         for product in (
-            lambda w: torch.einsum("ebk,enk->ben", values(3, 16, 64), w),
+            lambda w: torch.einsum("ebk,enk,b->ben", values(3, 16, 64), w, values(16)),
             lambda w: w @ values(3, 64, 5),
             lambda w: w.flip(0),
         ):
