@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from string import ascii_letters
 from typing import Any
 
@@ -96,6 +97,24 @@ def _mv(low: type, input: Any, vec: Any) -> Tensor:
     return _einsum(low, "nk,k->n", input, vec)
 
 
+def _linalg_matmul(low: type, input: Any, other: Any, *, out: Any = None) -> Tensor:
+    """torch.linalg.matmul."""
+    return _multi_dot(low, (input, other), out=out)
+
+
+def _multi_dot(low: type, tensors: Sequence[Any], *, out: Any = None) -> Tensor:
+    """torch.linalg.multi_dot, from the left, so that each weight multiplies the product of those before it."""
+    if out is not None:
+        held: Any = next(t for t in tensors if isinstance(t, low))
+        raise held._unsupported("a product of matrices with out=")
+    return reduce(torch.matmul, tensors)
+
+
+def _chain_matmul(low: type, *matrices: Any, out: Any = None) -> Tensor:
+    """torch.chain_matmul."""
+    return _multi_dot(low, matrices, out=out)
+
+
 def _added(multiply: Callable[[Any, Any], Tensor]) -> Callable[..., Tensor]:
     """beta · input + alpha · multiply(a, b), as torch.addmv, addbmm and baddbmm."""
 
@@ -177,6 +196,9 @@ def _product(x: Any, inputs: str, weight: Any, own: str, output: str) -> Tensor 
 CONTRACTIONS: dict[Any, Callable[..., Tensor]] = {
     torch.einsum: _einsum,
     torch.tensordot: _tensordot,
+    torch.linalg.matmul: _linalg_matmul,
+    torch.linalg.multi_dot: _multi_dot,
+    torch.chain_matmul: _chain_matmul,
     **dict.fromkeys((torch.inner, Tensor.inner), _inner),
     **dict.fromkeys((torch.mv, Tensor.mv), _mv),
     **dict.fromkeys((torch.addmv, Tensor.addmv), _added(torch.mv)),

@@ -259,7 +259,9 @@ def test_rows_slices_and_writes() -> None:
     assert torch.equal(w.norm(), values.norm()) and torch.equal(w + 1, values + 1)
     for matrix in (w.view(9, -1), w.flatten(1), w.reshape(9, 54)):
         x = torch.randn(5, 54)
-        assert type(matrix) is lb.AffineTensor and torch.equal(matrix.dequantize(), values.view(9, 54))
+        assert type(matrix) is lb.AffineTensor and torch.equal(
+            matrix.dequantize(), values.view(9, 54)
+        )
         exact = F.linear(x.double(), values.double().view(9, 54))
         assert relative_error(F.linear(x, matrix), exact) < 1e-6
     with pytest.warns(UserWarning, match="rounded to its own codes"):

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowbit import AffineTensor
+from lowbit import (
+    AffineTensor,
+    Float8DynamicActivationFloat8Weight,
+    Int4WeightOnly,
+    Int8DynamicActivationInt4Weight,
+    qat,
+)
 from tests.schemes import relative_error
 from tests.tensor.cases import BY_NAME, CASES, every_weight, over, values
 
@@ -151,6 +157,49 @@ def test_other_contractions(case: Any) -> None:
             continue
         with pytest.raises(NotImplementedError, match=r"torch\.einsum\('.*accepted: .*'bk,nk->bn'"):
             torch.einsum(equation, x, w)
+
+
+class Reads(nn.Module):
+    """Contracts the weight of its linear, as latent attention does."""
+
+    def __init__(self, run: Callable[[Tensor, Any], Tensor]) -> None:
+        super().__init__()
+        self.run, self.proj = run, nn.Linear(K, N, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x, self.proj.weight)
+
+
+IN_FORWARD: dict[str, Form] = {
+    **{f: (lambda x, w, e=e: torch.einsum(e, x, w), x) for f, (e, x) in EINSUMS.items()},  # type: ignore[misc]
+    **{f: MATRIX[f] for f in ("mv", "addmv", "inner", "inner(w, x)", "tensordot", "linalg.matmul")},
+    **{f: MATRIX[f] for f in ("multi_dot", "lists of dimensions")},
+}
+PREPARED = {
+    "int4": Int4WeightOnly(16),
+    "int8-int4": Int8DynamicActivationInt4Weight(16),
+    "float8-float8": Float8DynamicActivationFloat8Weight(),
+}
+
+
+@pytest.mark.parametrize("scales", ["present", "learned"])
+@pytest.mark.parametrize("scheme", PREPARED.values(), ids=PREPARED)
+@pytest.mark.parametrize("form", IN_FORWARD)
+def test_prepared_contractions_equal_the_converted_ones(
+    form: str, scheme: Any, scales: Any
+) -> None:
+    """Their inputs are rounded too."""
+    run, x = IN_FORWARD[form]
+    model = Reads(run)
+    qat.prepare_(model, scheme, scales=scales)
+    y = model(x)
+    y.square().sum().backward()
+    assert all(bool(p.grad.any()) for p in model.parameters())  # type: ignore[union-attr]
+    qat.convert_(model)
+    if scheme.activation is not None:
+        assert torch.equal(model(x), y)
+    else:  # plain values, which torch may add in another order
+        assert relative_error(y, model(x)) < 1e-6
 
 
 REFUSED: dict[str, Callable[[Tensor, Any], Any]] = {
