@@ -28,6 +28,8 @@ from lowbit.formats.quantizing import snr
 from lowbit.progress import progress
 from lowbit.qat.lora import is_tuner
 from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.tensor.dtensor import local
+from lowbit.tensor.trainable import TrainableTensor
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,8 @@ def merge_(
         TypeError: `model` is no module.
         ValueError: no layer of PEFT; adapters that are merged already; NaN or infinite adapters. The model is then as
             it was.
-        NotImplementedError: a base weight that trains in low bits, as `lowbit.train.prepare_` makes them. With
-            `keep_base` the model is then as it was.
+        NotImplementedError: a base weight that trains in low bits, as `lowbit.train.prepare_` makes them from
+            `Int8Weight`. The model is then as it was.
     """
     check_module(model)
     layers = {name: m for name, m in model.named_modules() if is_tuner(m) and hasattr(m, "merge")}
@@ -116,6 +118,7 @@ def merge_(
     if merged := [name for name, layer in layers.items() if layer.merged]:
         raise ValueError(f"the adapters of {merged[0]} are merged already; call unmerge_ first")
     for name, layer in layers.items():
+        _check_base(name, layer)
         _check_finite(name, layer)
     report, names = MergeReport(), None if adapter_names is None else list(adapter_names)
     done: list[_Kept] = []
@@ -155,6 +158,16 @@ def _merge(name: str, layer: Any, adapter_names: list[str] | None, report: Merge
     change = (merged - before).square().sum().item()
     noise = (merged - _values(weight)).square().sum().item()
     report.layers.append(Merged(name, snr(merged, weight), _decibels(change, noise)))
+
+
+def _check_base(name: str, layer: Any) -> None:
+    weight = local(getattr(layer.get_base_layer(), "weight", None))
+    if isinstance(weight, TrainableTensor) and weight.updated_in_place() is None:
+        raise NotImplementedError(
+            f"{name} holds {type(weight).__name__}, which trains in low bits, and PEFT would add the adapters to it by "
+            "a rounding that no report states; call lowbit.train.convert_(model) for a weight that merge_ rounds, or "
+            "lowbit.train.restore_(model) for a plain one, before merging"
+        )
 
 
 def _check_finite(name: str, layer: nn.Module) -> None:

@@ -171,9 +171,14 @@ def test_a_base_that_trains_in_low_bits_is_refused() -> None:
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model = peft.get_peft_model(model, config)
     expected = logits(model)
-    with pytest.raises(NotImplementedError, match=r"Int8WeightTensor .* assigning \.data"):
-        lowbit.peft.merge_(model)
-    assert torch.equal(logits(model), expected)
+    for keep_base in (True, False):
+        with pytest.raises(NotImplementedError, match=r"q_proj holds Int8WeightTensor.*convert_"):
+            lowbit.peft.merge_(model, keep_base=keep_base)
+        assert torch.equal(logits(model), expected)
+    lb.train.convert_(model)
+    report = lowbit.peft.merge_(model)
+    assert len(report.layers) == 2 and not report.plain
+    assert all(layer.snr > 15 for layer in report.layers)
 
 
 def test_modules_to_save_are_left_alone() -> None:
