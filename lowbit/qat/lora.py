@@ -99,19 +99,18 @@ def layers_of(model: nn.Module, targets: Iterable[Target], merge: bool) -> dict[
     """id of a target's weight → the LoRA layer around the module that holds it. Empty where they are not to `merge`.
 
     Raises:
-        NotImplementedError: adapters that cannot be merged into a rounded weight, or stay beside it, by name.
+        NotImplementedError: adapters that cannot be merged into a rounded weight, by name.
         ValueError: `model` is such a layer itself, which no module holds.
     """
+    found: dict[int, nn.Module] = {}
+    if not merge:
+        return found
     around = _around(model)
-    found = {}
     for target in targets:
         layers = [around[owner.module] for owner in target.owners if owner.module in around]
         if not layers:
             continue
         fqn, layer = layers[0]
-        if not merge:
-            _check_norms(fqn, layer)
-            continue
         if layer is model:
             raise ValueError(
                 f"the model is itself a {type(layer).__name__} of PEFT, which convert_ would have to replace; give the "
@@ -144,21 +143,6 @@ def _check_layer(fqn: str, layer: Any, target: Target) -> None:
     active_adapters(layer, fqn)
 
 
-def _check_norms(fqn: str, layer: Any) -> None:
-    """Raise NotImplementedError for DoRA, which divides by the norm of the weight with its adapters."""
-    if dora := _dora(layer):
-        raise NotImplementedError(
-            f"{fqn}: QAT does not take DoRA (adapter {dora[0]!r}); prepare the model before it gets adapters, make "
-            "them with use_dora=False, or leave the layer out by a pattern or filter"
-        )
-
-
-def _dora(layer: Any) -> list[str]:
-    """The adapters in use that are DoRA."""
-    used = getattr(layer, "use_dora", {})
-    return [name for name in layer.active_adapters if used.get(name, False)]
-
-
 def _refuse(fqn: str, what: str) -> None:
     raise NotImplementedError(f"{fqn}: QAT does not merge {what}; {KEEP}")
 
@@ -184,7 +168,8 @@ def active_adapters(layer: Any, fqn: str = "a LoRA layer") -> Adapters:
 
 
 def _check_adapter(layer: Any, name: str, fqn: str) -> None:
-    _check_norms(fqn, layer)
+    if getattr(layer, "use_dora", {}).get(name, False):
+        _refuse(fqn, f"DoRA (adapter {name!r}), which divides by the norm of the merged weight")
     variant = getattr(layer, "lora_variant", {}).get(name)
     if variant is not None:
         _refuse(fqn, f"{type(variant).__name__} (adapter {name!r})")

@@ -255,8 +255,6 @@ def convert_(model: nn.Module) -> Report:
     Returns:
         Which weights were converted, and how.
 
-    Warns where DoRA was added to prepared weights: its norm is then that of the rounded weight.
-
     Raises:
         ValueError: the model was never prepared, a trained weight or adapter has NaN or infinite values, or merged
             adapters are disabled. The model is then as it was.

@@ -215,14 +215,23 @@ def test_kept_adapters() -> None:
     assert all(isinstance(m.base_layer.weight, lb.AffineTensor) for m in layers(model).values())
 
 
-def test_dora_over_a_prepared_base_computes_its_norm_of_the_rounded_weight() -> None:
-    base = llama()
-    lb.qat.prepare_(base, INT4, is_inner_linear)
-    model = adapted(base=base, use_dora=True)
-    trained(model)
+@pytest.mark.parametrize("scales", ["present", "learned"])
+@pytest.mark.parametrize("scheme", [INT4, lb.Int8DynamicActivationInt4Weight(32)], ids=str)
+@pytest.mark.parametrize("first", ["prepare_", "get_peft_model"])
+@pytest.mark.filterwarnings("ignore:learned scales are parameters of base layers")
+def test_dora_beside_a_rounded_base(first: str, scheme: Any, scales: Any) -> None:
+    """Its norm reads the rounded weight while it trains, as it does after conversion."""
+    model = llama()
+    if first == "prepare_":
+        lb.qat.prepare_(model, scheme, is_inner_linear, scales=scales)
+    model = adapted(base=model, use_dora=True)
+    if first == "get_peft_model":
+        lb.qat.prepare_(model, scheme, is_inner_linear, scales=scales, adapters="keep")
+    losses = trained(model)
+    assert losses[-1] < losses[0]
     expected = logits(model)
     lb.qat.convert_(model)
-    assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(model), expected) and len(layers(model)) == 3
 
 
 def test_adapters_over_a_prepared_base_are_kept() -> None:
@@ -269,7 +278,10 @@ def refused(model: Any, match: str, filter_fn: Any = is_inner_linear) -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"use_dora": True}, r"q_proj: QAT does not take DoRA.*use_dora=False"),
+        (
+            {"use_dora": True},
+            r"q_proj: QAT does not merge DoRA \(adapter 'default'\).*adapters=\"keep\"",
+        ),
         ({"lora_dropout": 0.1}, "lora_dropout=0.1.*set lora_dropout=0"),
         ({"target_parameters": ["q_proj.weight"], "target_modules": []}, "target_parameters"),
         ({"lora_bias": True}, "lora_bias=True"),
