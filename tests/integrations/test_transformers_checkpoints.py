@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,9 @@ PREPARE = {
     "Int8Weight": lambda m: lowbit.train.prepare_(m, lowbit.Int8Weight()),
     "bitnet": lambda m: lowbit.train.prepare_(m, lowbit.BitNet()),
 }
+HIGH = "qat", "bitnet"
+"""Those of which the state dict holds high-precision values."""
+UP = "model.layers.0.mlp.up_proj.weight"
 over = pytest.mark.parametrize("how", PREPARE)
 
 
@@ -72,17 +76,38 @@ def test_saved_and_loaded_into_a_model_prepared_alike(how, shards, tmp_path):
 
 
 @over
-def test_from_pretrained_reads_plain_weights_and_reports_parts(how, tmp_path):
-    """from_pretrained builds a float model: it reads high-precision weights and reports the parts of the others."""
+def test_from_pretrained_reads_what_was_saved(how, tmp_path):
+    """Low-bit weights come back as such; those that train in high precision are written, and read, in it."""
     model = llama(how)
     model.save_pretrained(tmp_path)
     found, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    name = "model.layers.0.mlp.up_proj.weight"
-    if how in ("qat", "bitnet"):
-        assert not info["missing_keys"] and not info["unexpected_keys"]
-        assert same_bits(found.get_parameter(name).detach(), model.state_dict()[name])
+    assert not any(info.values()), info
+    read = found.get_parameter(UP)
+    if how in HIGH:
+        assert type(read.data) is torch.Tensor
+        assert same_bits(read.detach(), model.state_dict()[UP])
     else:
-        assert name in info["missing_keys"] and f"{name}.codes" in info["unexpected_keys"]
+        assert type(read.data) is type(model.get_parameter(UP).data)
+        assert same_bits(logits(found), logits(model))
+
+
+@pytest.mark.parametrize("how", [how for how in PREPARE if how not in HIGH])
+def test_parts_that_no_config_describes_are_reported(how, tmp_path):
+    """As in a folder of a version that described none: transformers fills the weights with random values, and lists
+    each of them, with the parts that it did not use."""
+    model = llama(how)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(found.get_parameter(UP).data) is torch.Tensor
+    low = [name for name, p in model.named_parameters() if isinstance(p, lowbit.LowbitTensor)]
+    assert UP in low
+    assert {*low} <= {*info["missing_keys"]} <= {*low, "lm_head.weight"}
+    assert {f"{name}.{part}" for name in low for part in ("codes", "scale")} <= {
+        *info["unexpected_keys"]
+    }
 
 
 class Tokens(torch.utils.data.Dataset):
