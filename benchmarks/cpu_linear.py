@@ -34,7 +34,7 @@ SCHEMES: dict[str, Any] = {
 }
 EVERYDAY = (*list(SCHEMES)[:4], REFERENCE)
 SECONDS = 1.0
-"""Of a measurement; at least 20 calls of each."""
+"""Seconds that a measurement takes; it makes at least 20 calls of each layer."""
 
 
 @dataclass(frozen=True)
