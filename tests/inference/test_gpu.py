@@ -49,9 +49,9 @@ def test_against_float64(scheme: lb.Scheme, dtype: torch.dtype, k: int) -> None:
     linear = nn.Linear(k, 48, dtype=dtype)
     weight = rounded(linear.weight.detach(), scheme.weight)
     on_cpu = copy.deepcopy(linear)
-    lb.quantize_(on_cpu, scheme)
+    lb.quantize_(on_cpu, scheme, scales="minmax")
     model = linear.cuda()
-    lb.quantize_(model, scheme)
+    lb.quantize_(model, scheme, scales="minmax")
     for name, inner in on_cpu.weight.inner_tensors().items():
         assert torch.equal(getattr(model.weight, name).cpu(), inner), (
             f"{name} differs from the CPU's"
