@@ -94,7 +94,14 @@ def test_every_preset_exports_with_a_dynamic_batch_and_equals_eager(dtype: torch
         for batch in (1, 7):
             expected = model(*inputs(dtype, batch))
             found = program.module()(*inputs(dtype, batch))
-            assert [n for n in expected if not torch.equal(found[n], expected[n])] == []
+            unlike = {
+                n: relative(found[n], y) for n, y in expected.items() if not found[n].equal(y)
+            }
+            if dtype is torch.float32:
+                assert not unlike
+            else:  # the kernels of few tokens on a CPU do not round weights to 16 bits
+                assert max(unlike.values(), default=0.0) < 4 * torch.finfo(dtype).eps, unlike
+                assert not {"int4", "int8"} & unlike.keys()  # whose op a program keeps
 
 
 def test_decompositions_leave_ops_of_torch_only() -> None:
