@@ -1,4 +1,4 @@
-"""What a server has once for layers that it merges, and siblings must therefore share, while they are written.
+"""Check, while siblings are written, that they share what a server keeps once for the layers that it merges.
 
 vLLM makes q, k and v one layer. Where each of them has an entry of its own, vLLM keeps the largest, and reads the other
 weights by it without an error. So siblings (`lowbit.siblings`) wait here for each other, and what differs is refused,

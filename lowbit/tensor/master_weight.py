@@ -124,8 +124,8 @@ class MasterWeightTensor(TrainableTensor):
         return self.read()
 
     def factor(self) -> Tensor:
-        """What a product that is written as others multiplies (`lowbit.tensor.contracted`): a weight where the products
-        of this one round their input, and else the values of `read()`."""
+        """The operand of a contraction that runs as another product (`lowbit.tensor.contracted`): a weight where its
+        products round their input, and the values of `read()` elsewhere."""
         return self.settled()
 
     @property

@@ -72,7 +72,7 @@ def expected(start, end, updates=UPDATES):
 
 
 def share(average, start, end):
-    """Of the way from `start` to `end`."""
+    """The share of the way from `start` to `end` that a weight has moved."""
     way = end - start
     return (((average - start) * way).sum() / way.square().sum()).item()
 
