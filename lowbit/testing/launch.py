@@ -2,7 +2,7 @@
 
     from lowbit.testing import launch
 
-    def check(rank, world_size, size):          # module-level, so that a spawned process finds it
+    def check(rank, world_size, size):          # module-level, so that another process finds it
         ...
         return {"loss": loss}                   # anything picklable; tensors travel by value
 
@@ -10,10 +10,13 @@
         first, second = launch(check, 2, 33)
 
 The processes communicate over gloo, or with ``nccl=True`` over NCCL with a GPU each (gloo still moves what lies in host
-memory). They are spawned once per ``world_size`` and transport and reused, since importing torch costs seconds; the
-process group stays up between calls. A call that raises, dies or runs out of time takes its processes down, and the
-next one starts fresh ones. ``fresh=True`` starts fresh ones at once, for a function that needs processes without global
-state of earlier calls. Workers end when this process does, however it ends.
+memory). They are started once per ``world_size`` and transport and reused; the process group stays up between calls. A
+call that raises, dies or runs out of time takes its processes down, and the next one starts fresh ones. ``fresh=True``
+starts fresh ones at once, for a function that needs processes without global state of earlier calls. Workers end when
+this process does, however it ends.
+
+On Linux, processes of gloo are forks of one server that has imported torch and lowbit, because importing torch costs
+seconds. Environment variables that torch reads at import are therefore those of the first call.
 
 A worker finds `check` and its arguments by the names of their modules, so these must be importable: a test file that
 pytest has put on ``sys.path`` is, a cell of a notebook is not. Each call sends this process's ``sys.path`` along.
@@ -35,6 +38,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from lowbit.testing import forked
 
 
 class ChildError(AssertionError):
@@ -78,33 +83,25 @@ def launch(
 
 
 class _Group:
-    """Spawned processes of one process group, each behind a pipe. `timeout`: of its collectives, in seconds."""
+    """Processes of one process group, each behind a pipe. `timeout`: of its collectives, in seconds."""
 
     def __init__(self, world_size: int, nccl: bool, timeout: float) -> None:
         self.timeout = timeout
-        context = multiprocessing.get_context("spawn")
         self.folder = tempfile.mkdtemp(prefix="gloo-")
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
-        saved = dict(os.environ)
-        os.environ["OMP_NUM_THREADS"] = "1"
+        variables = {"OMP_NUM_THREADS": "1"}
         if sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        try:
-            for rank in range(world_size):
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_serve,
-                    args=(theirs, rank, world_size, f"{self.folder}/store", nccl, timeout),
-                    daemon=True,
-                )
-                process.start()
-                theirs.close()
-                self.pipes.append(ours)
-                self.processes.append(process)
-        finally:
-            os.environ.clear()
-            os.environ.update(saved)
+            variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        for rank in range(world_size):
+            ours, theirs = multiprocessing.Pipe()
+            arguments = (theirs, rank, world_size, f"{self.folder}/store", nccl, timeout)
+            # CUDA does not work in a fork of a process that has used it. A server that only imports has not, but
+            # nothing is gained by relying on that.
+            process = forked.start(_serve, *arguments, variables=variables, spawned=nccl)
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
         request = pickle.dumps((sys.path, fn.__module__, fn.__qualname__, pickle.dumps(args)))

@@ -1,0 +1,63 @@
+"""Processes that start within milliseconds: forks of one that has imported torch and lowbit.
+
+A new process takes seconds to import torch. On Linux, one process, Python's own fork server, imports it once and
+computes nothing; the processes that `start` starts are its forks. Elsewhere they are spawned, and each imports torch.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+PRELOADED = [
+    "lowbit.testing",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+]
+"""What the server imports. None of these modules may start a thread or ask for a device."""
+
+
+def start(
+    target: Callable[..., None],
+    *arguments: Any,
+    variables: Mapping[str, str],
+    spawned: bool = False,
+) -> Any:
+    """Start a process that calls `target`, and return its `multiprocessing.Process`.
+
+    It finds modules where this process does. It ends with this process.
+
+    Args:
+        target: a function of a module that can be imported.
+        arguments: its arguments, which can be pickled.
+        variables: environment variables beside those of this process. Those that torch reads at import are the
+            server's, which starts at the first call.
+        spawned: start an interpreter of its own instead of a fork.
+    """
+    spawned = spawned or sys.platform != "linux"
+    context: Any = multiprocessing.get_context("spawn" if spawned else "forkserver")
+    if not spawned:
+        context.set_forkserver_preload(PRELOADED)  # without effect on a server that runs already
+    saved = dict(os.environ)
+    environment = {**saved, **variables}
+    process = context.Process(target=_call, args=(environment, target, arguments), daemon=True)
+    # An interpreter that starts now looks for lowbit where this one does, and not in the current folder first.
+    os.environ.update(variables, PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1")
+    try:
+        process.start()
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
+    return process
+
+
+def _call(
+    environment: Mapping[str, str], target: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    target(*arguments)
