@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import multiprocessing
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
+from lowbit.testing import forked
+
 GRACE_SECONDS = 2.0
 """Time for the other ranks to end after one has failed: they hang, or fail for that reason."""
 FIRST_SECONDS = 1.0
@@ -41,7 +43,9 @@ def in_ranks(
     deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
         inputs = (ranks, device, folder, seconds, function, arguments)
-        context = multiprocessing.spawn(_run_rank, inputs, ranks, join=False, daemon=True)
+        context = multiprocessing.start_processes(
+            _run_rank, inputs, ranks, join=False, daemon=True, start_method=_method(device)
+        )
         try:
             while not context.join(max(0.0, deadline - time.monotonic()), GRACE_SECONDS):
                 if time.monotonic() >= deadline:
@@ -55,6 +59,14 @@ def in_ranks(
                 process.kill()
                 process.join()
         return [torch.load(_answer(folder, rank), weights_only=False) for rank in range(ranks)]
+
+
+def _method(device: str) -> str:
+    """On a CPU, forks of the server of `lowbit.testing`, which has imported torch; with CUDA, new interpreters."""
+    if device == "cuda" or sys.platform != "linux":
+        return "spawn"
+    multiprocessing.get_context("forkserver").set_forkserver_preload(forked.PRELOADED)
+    return "forkserver"
 
 
 def _answer(folder: str, rank: int) -> Path:

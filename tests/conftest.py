@@ -10,6 +10,7 @@ import gc
 import os
 import random
 import tempfile
+from pathlib import Path
 
 # There are many small tests. On a busy machine, threads that wait for each other make them several times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,14 +34,24 @@ settings.register_profile(
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
-# A kernel cache for this run alone: kernels of earlier runs must not hide that a compiler refuses one now. Processes
-# that tests start share the folder, and so do the workers of pytest-xdist.
+# Compiled kernels stay from run to run. Processes that tests start share them, and so do the workers of pytest-xdist.
+# The key of a kernel has its source, the compiler with its version and options, and the processor: no earlier run can
+# hide that a compiler refuses a kernel now.
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    _CACHE = tempfile.TemporaryDirectory(prefix="lowbit-tests-")
-    os.environ["LOWBIT_CACHE_DIR"] = _CACHE.name
+    _KEPT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lowbit-tests")
+    try:
+        _KEPT.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:  # a user without a home
+        _TEMPORARY = tempfile.TemporaryDirectory(prefix="lowbit-tests-")
+        _KEPT = Path(_TEMPORARY.name)
+    os.environ["LOWBIT_CACHE_DIR"] = str(_KEPT / "kernels")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "pages" not in config.option.markexpr:
+        pages = [item for item in items if "pages" in item.keywords]
+        config.hook.pytest_deselected(items=pages)
+        items[:] = [item for item in items if "pages" not in item.keywords]
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False here")

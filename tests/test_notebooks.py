@@ -33,6 +33,7 @@ def test_there_are_notebooks() -> None:
     assert [path.stem for path in NOTEBOOKS] == ["convert", "qat", "train"]
 
 
+@pytest.mark.pages
 @each_notebook
 def test_a_notebook_runs(path: Path, pages: ModuleType) -> None:
     for package in ("matplotlib", "safetensors", "typer", "rich"):

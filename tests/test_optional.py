@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import nn
 
 import lowbit
 from lowbit import optional
-from tests.forked import Forks
+from tests import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))[
@@ -192,12 +191,6 @@ def test_a_missing_package_is_named_with_its_extra(
     assert message.endswith(f"pip install 'lowbit[{extra}]'")
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks("torch", "lowbit", environment=dict(os.environ)) as made:
-        yield made
-
-
 MODULES = {"hf": "transformers", "accelerate": "accelerate", "lightning": "lightning"}
 _WITHOUT = """
 import sys
@@ -220,10 +213,8 @@ own.cpu_offload(torch.nn.Linear(2, 2))  # imports accelerate when it is called
 
 
 @pytest.mark.parametrize(("module", "package"), MODULES.items(), ids=MODULES)
-def test_a_module_names_the_extra_of_its_package(
-    module: str, package: str, forks: Forks, tmp_path: Path
-) -> None:
-    done = forks.run(_WITHOUT, package, module, folder=tmp_path)
+def test_a_module_names_the_extra_of_its_package(module: str, package: str, tmp_path: Path) -> None:
+    done = forked.run(_WITHOUT, package, module, folder=tmp_path)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(f"ImportError: lowbit.{module} needs {package}"), done.stderr
     assert last.endswith(f"which is not installed: pip install 'lowbit[{module}]'")

@@ -12,13 +12,12 @@ import subprocess
 import sys
 import textwrap
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.forked import Forks
+from tests import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -83,14 +82,9 @@ def name_of(page: Path) -> str:
 each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks("lowbit", "torch._dynamo", environment=_environment()) as made:
-        yield made
-
-
+@pytest.mark.pages
 @pytest.mark.parametrize("page", [p for p in PAGES if p.stem != "design"], ids=name_of)
-def test_python_snippets_run(page: Path, tmp_path: Path, forks: Forks) -> None:
+def test_python_snippets_run(page: Path, tmp_path: Path) -> None:
     """In order, in one namespace, as a reader would paste them. What a `text` block shows is printed.
 
     A block that begins with a comment of a file name is written to that file and imported. Another test runs pytest on
@@ -107,7 +101,7 @@ def test_python_snippets_run(page: Path, tmp_path: Path, forks: Forks) -> None:
         snippets.append(str(path))
     assert snippets
     store = str(tmp_path / "store") if name_of(page) in DISTRIBUTED else ""
-    done = forks.run(RUNNER, store, *snippets, folder=tmp_path)
+    done = forked.run(RUNNER, store, *snippets, folder=tmp_path, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stdout + done.stderr
     for output in blocks(page, "text"):
         assert output in done.stdout
@@ -127,6 +121,7 @@ def write_files(page: Path, folder: Path) -> list[str]:
     return [name for name in named if name.startswith("test_")]
 
 
+@pytest.mark.pages
 def test_the_tests_of_the_tutorial_pass(tmp_path: Path) -> None:
     """One run of pytest for both files, which share what they import and the processes that they start."""
     page = ROOT / "docs/tutorial.md"
@@ -350,8 +345,9 @@ def test_extras_and_markers_are_used() -> None:
         assert re.search(rf"mark\.{marker.split(':')[0]}\b", code), marker
     plugins = {"pytest-timeout", "pytest-xdist"}
     plugins |= {"ipykernel", "mkdocs-material", "mkdocstrings-python"}  # of nbclient and mkdocs
+    named = re.findall(r"(?:importorskip\(.|import|from|-m) ?([\w-]+)", code)
+    used = {*named, *(name.partition("-")[0] for name in named)}
     for extra, lines in settings["project"]["optional-dependencies"].items():
         for name in {re.split(r"[^\w-]", line)[0] for line in lines} - {"lowbit"} - plugins:
             module = name.removesuffix("-py").replace("-", "_")
-            used = re.search(rf"(import|from|-m|importorskip\(.) ?({name}|{module})\b", code)
-            assert used, f"{extra}: {name}"
+            assert {name, module} & used, f"{extra}: {name}"

@@ -361,11 +361,18 @@ def test_gradients_reach_the_input(scheme):
     torch.testing.assert_close(x.grad, grad @ layer.weight.dequantize())
 
 
-@pytest.mark.parametrize("name", ["int8xint8", "int8xint8-asymmetric", "float8xfloat8"])
-def test_compiled(name):
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("int8xint8", "aot_eager"),
+        ("int8xint8-asymmetric", "inductor"),
+        ("float8xfloat8", "aot_eager"),
+    ],
+)
+def test_compiled(name, backend):
     found = quantized(SCHEMES[name])
     torch._dynamo.reset()
-    compiled = torch.compile(found, fullgraph=True)
+    compiled = torch.compile(found, fullgraph=True, backend=backend)
     x = values(6, 64)
     assert relative_error(compiled(x), found(x)) < 1e-5
 

@@ -105,7 +105,7 @@ def misbehave(how: str) -> None:
     [
         ("raises", 100, RuntimeError, r"(?s)rank 1: .*Traceback.*ValueError: no such weight"),
         ("dies", 100, RuntimeError, "rank 1: process 1 terminated with exit code 3"),
-        ("hangs", 8, TimeoutError, "rank 0 and 1 gave no answer within 8 s"),
+        ("hangs", 3, TimeoutError, "rank 0 and 1 gave no answer within 3 s"),
     ],
     ids=["raises", "dies", "hangs"],
 )

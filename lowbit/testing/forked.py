@@ -26,10 +26,11 @@ def start(
     *arguments: Any,
     variables: Mapping[str, str],
     spawned: bool = False,
+    daemon: bool = True,
 ) -> Any:
     """Start a process that calls `target`, and return its `multiprocessing.Process`.
 
-    It finds modules where this process does. It ends with this process.
+    It finds modules where this process does.
 
     Args:
         target: a function of a module that can be imported.
@@ -37,6 +38,7 @@ def start(
         variables: environment variables beside those of this process. Those that torch reads at import are the
             server's, which starts at the first call.
         spawned: start an interpreter of its own instead of a fork.
+        daemon: end it with this process. It may then start no processes of its own.
     """
     spawned = spawned or sys.platform != "linux"
     context: Any = multiprocessing.get_context("spawn" if spawned else "forkserver")
@@ -44,7 +46,7 @@ def start(
         context.set_forkserver_preload(PRELOADED)  # without effect on a server that runs already
     saved = dict(os.environ)
     environment = {**saved, **variables}
-    process = context.Process(target=_call, args=(environment, target, arguments), daemon=True)
+    process = context.Process(target=_call, args=(environment, target, arguments), daemon=daemon)
     # An interpreter that starts now looks for lowbit where this one does, and not in the current folder first.
     os.environ.update(variables, PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1")
     try:

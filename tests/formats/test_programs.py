@@ -30,7 +30,7 @@ from lowbit.formats.programs.running import (
     tolerance_of,
 )
 from lowbit_kernels import host_compiler
-from tests.forked import Forks
+from tests import forked
 from tests.formats.programs import FEATURES, LINEARS, batch_of, every_preset, inputs, relative
 from tests.optim.conftest import needs_compiler
 
@@ -61,13 +61,6 @@ def exported(dtype: torch.dtype) -> tuple[nn.Module, torch.export.ExportedProgra
     model = every_preset(dtype)
     with torch.no_grad():
         return model, torch.export.export(model, inputs(dtype), dynamic_shapes=batch_of())
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    """Forks of a process that has imported lowbit, and no kernel of it."""
-    with Forks("lowbit", "torch._inductor", environment={**os.environ}) as made:
-        yield made
 
 
 def printed(done: subprocess.CompletedProcess[str]) -> Any:
@@ -174,14 +167,14 @@ print(json.dumps([before, program.module()(torch.ones(2, 128, dtype=torch.bfloat
 """
 
 
-def test_a_saved_program_loads_after_import_lowbit(tmp_path: Path, forks: Forks) -> None:
+def test_a_saved_program_loads_after_import_lowbit(tmp_path: Path) -> None:
     model = network(Int4WeightOnly(32)).bfloat16()
     x = torch.ones(2, FEATURES, dtype=torch.bfloat16)
     with torch.no_grad():
         program = torch.export.export(model, (x,)).run_decompositions({})
     assert "lowbit.weight_linear.default" in foreign_ops(program)
     torch.export.save(program, tmp_path / "model.pt2")
-    before, found = printed(forks.run(_LOAD, tmp_path / "model.pt2", folder=tmp_path))
+    before, found = printed(forked.run(_LOAD, tmp_path / "model.pt2", folder=tmp_path))
     assert before == []  # the op is defined, and its module waits for the first call
     assert torch.equal(torch.tensor(found), model(x).float())
 
@@ -196,7 +189,7 @@ print(json.dumps(model(torch.ones(2, 128, dtype=torch.bfloat16)).float().tolist(
 
 
 @needs_compiler
-def test_a_package_of_torchs_own_loads_after_import_lowbit(tmp_path: Path, forks: Forks) -> None:
+def test_a_package_of_torchs_own_loads_after_import_lowbit(tmp_path: Path) -> None:
     """It calls lowbit's kernel, so its values are those of eager mode."""
     model = network(Int4WeightOnly(32)).bfloat16()
     x = torch.ones(2, FEATURES, dtype=torch.bfloat16)
@@ -204,7 +197,7 @@ def test_a_package_of_torchs_own_loads_after_import_lowbit(tmp_path: Path, forks
         program = torch.export.export(model, (x,))
         path = str(tmp_path / "model.pt2")
         torch._inductor.aoti_compile_and_package(program, package_path=path)
-    found = printed(forks.run(_PACKAGE, path, folder=tmp_path))
+    found = printed(forked.run(_PACKAGE, path, folder=tmp_path))
     assert torch.equal(torch.tensor(found), model(x).float())
 
 
@@ -509,8 +502,8 @@ print(json.dumps(found))
 """
 
 
-def test_missing_packages_are_named_with_their_extra(tmp_path: Path, forks: Forks) -> None:
-    found = printed(forks.run(_WITHOUT_PACKAGES, tmp_path / "model", folder=tmp_path))
+def test_missing_packages_are_named_with_their_extra(tmp_path: Path) -> None:
+    found = printed(forked.run(_WITHOUT_PACKAGES, tmp_path / "model", folder=tmp_path))
     for message, package in zip(found, ("onnx", "executorch"), strict=True):
         missing = f"{package} programs need {package}, which is not installed"
         assert message.startswith(f"{missing}: pip install 'lowbit[{package}]'")
@@ -541,6 +534,7 @@ def test_program_formats_register(tmp_path: Path) -> None:
 # ---- C++ -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pages
 @needs_compiler
 def test_the_program_of_the_page_loads_a_package(
     wide_package: tuple[nn.Module, Path], tmp_path: Path

@@ -1,10 +1,16 @@
-"""Compiles kernels for the CPU by the machine's C++ compiler, with the standard headers precompiled."""
+"""Compiles kernels for the CPU by the machine's C++ compiler, with the standard headers precompiled.
+
+The libraries stay from run to run beside the kernels of tests/conftest.py, and processes share them. The key of each
+has its source, the standard headers and the compiler with its version and options.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
+import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -16,36 +22,53 @@ OPTIONS = (
     *("-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-fPIC"),
     "-U_FORTIFY_SOURCE",  # its longjmp takes a jump to another fiber's stack for an error
 )
+KEPT = Path(os.environ["LOWBIT_CACHE_DIR"]).parent / "emulated"
 
 
 @functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    """The folder of the libraries, and of ``system.h``: the precompiled standard headers of all emulations."""
-    folder = tempfile.TemporaryDirectory(prefix="kernels-on-cpu-")
+def _folder() -> Path:
+    """The folder of the libraries of this compiler."""
+    key = "\n".join([*COMPILER, *OPTIONS, host_compiler._version(), _headers()])
+    folder = KEPT / hashlib.sha256(key.encode()).hexdigest()[:16]
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _headers() -> str:
+    """The lines of ``system.h``: the standard headers of all emulations."""
     lines = [
         line
         for header in Path(__file__).parent.glob("*_on_cpu.h")
         for line in header.read_text().splitlines()
         if line.startswith("#include <")
     ]
-    system = Path(folder.name) / "system.h"
-    system.write_text("\n".join([*sorted(set(lines)), ""]))
-    _compile("-x", "c++-header", str(system), "-o", f"{system}.gch")
-    return folder
+    return "\n".join([*sorted(set(lines)), ""])
 
 
-def _compile(*arguments: str) -> None:
-    assert COMPILER
-    done = subprocess.run([*COMPILER, *OPTIONS, *arguments], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def _made(path: Path, source: str, *options: str) -> Path:
+    """Compile the source to the path, unless a process has done so, and return the path."""
+    if path.exists():
+        return path
+    text = path.with_suffix(".h" if path.suffix == ".gch" else ".cpp")
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            text.write_text(source)
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                made = Path(folder, "made")
+                command = [*COMPILER, *OPTIONS, *options, str(text), "-o", str(made)]
+                done = subprocess.run(command, capture_output=True, text=True)
+                assert done.returncode == 0, done.stderr
+                made.rename(path)
+    return path
 
 
 @functools.cache
 def library(source: str) -> ctypes.CDLL:
     """The loaded library of a source."""
-    folder = Path(_folder().name)
-    path = folder / hashlib.sha256(source.encode()).hexdigest()[:16]
-    path.with_suffix(".cpp").write_text(source)
-    files = [str(path.with_suffix(".cpp")), "-o", str(path.with_suffix(".so"))]
-    _compile("-include", str(folder / "system.h"), "-shared", "-Wl,-Bsymbolic", *files)
-    return ctypes.CDLL(str(path.with_suffix(".so")))
+    path = _folder() / f"{hashlib.sha256(source.encode()).hexdigest()[:32]}.so"
+    if not path.exists():
+        header = _folder() / "system.h"
+        _made(header.with_name("system.h.gch"), _headers(), "-x", "c++-header")
+        _made(path, source, "-include", str(header), "-x", "c++", "-shared", "-Wl,-Bsymbolic")
+    return ctypes.CDLL(str(path))

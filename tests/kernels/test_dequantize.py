@@ -105,7 +105,7 @@ def test_operator_is_registered_well(case: Case) -> None:
 
 
 def test_compiles_for_any_shape() -> None:
-    @torch.compile(fullgraph=True, dynamic=True)
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
     def half(packed: torch.Tensor, scale: torch.Tensor, size: int) -> torch.Tensor:
         x = dequantize(packed, scale, group_size=16, size=size, dtype=torch.float32)
         return x / 2

@@ -55,6 +55,27 @@ def test_compiled_once_and_kept(monkeypatch):
 
 
 @needs_compiler
+def test_a_kernel_that_was_compiled_hides_no_compiler_that_refuses_it(monkeypatch, tmp_path):
+    """Tests keep compiled kernels from run to run. A compiler with another command or version compiles again."""
+    wrapper = tmp_path / "c++"
+    passes = shlex.join(host_compiler.compiler())
+    wrapper.touch(0o700)
+    monkeypatch.setenv("CXX", str(wrapper))
+    for body, refuses in (
+        (f'exec {passes} "$@"', False),
+        ('[ "$1" = --version ] && echo 2 && exit 0\necho refused >&2\nexit 1', True),
+    ):
+        wrapper.write_text(f"#!/bin/sh\n{body}\n")
+        for function in (host_compiler.library, host_compiler.compiler, host_compiler._version):
+            function.cache_clear()
+        if refuses:
+            with pytest.raises(RuntimeError, match="cannot compile a kernel: refused"):
+                host_compiler.library(SOURCE)
+        else:
+            assert host_compiler.library(SOURCE).answer() == 42
+
+
+@needs_compiler
 def test_a_truncated_file_is_compiled_again():
     """Loading a truncated library would crash the process."""
     host_compiler.library(SOURCE)

@@ -277,10 +277,14 @@ def test_a_lookup_quantizes_the_same_as_the_whole():
             torch.testing.assert_close(a, b, msg=n)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [(torch.float32, "aot_eager"), (torch.bfloat16, "inductor")],
+    ids=["float32", "bfloat16"],
+)
+def test_compiled(dtype, backend):
     prepared = trained(Int8DynamicActivationInt4Weight(32), dtype=dtype)
-    compiled = torch.compile(prepared, fullgraph=True)
+    compiled = torch.compile(prepared, fullgraph=True, backend=backend)
     results = []
     for run in (prepared, compiled):
         prepared.zero_grad()

@@ -493,14 +493,14 @@ def test_under_autocast():
     assert found[0].input_scale.grad.isfinite().all()
 
 
-@over_scales
-def test_compiled(scales):
+@pytest.mark.parametrize(("scales", "backend"), [("learned", "inductor"), ("present", "aot_eager")])
+def test_compiled(scales, backend):
     """Without a graph break, forward and backward, also during a calibration."""
     found = calibrated(INT4, scales)
     x = values(6, 64, seed=2)
     plain = copy.deepcopy(found)
     torch._dynamo.reset()
-    compiled = torch.compile(found, fullgraph=True)
+    compiled = torch.compile(found, fullgraph=True, backend=backend)
     y, expected = compiled(x), plain(x)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
     y.square().mean().backward()

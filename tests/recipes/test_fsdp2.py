@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from lowbit.tensor import FakeQuantizedTensor, Int8WeightTensor
 from recipes import fsdp2
 from recipes.command_line import UserError
 from recipes.llama import Llama
-from tests.forked import Forks
+from tests.forked import Program
 
 TINY = ["--set", "steps=6", "--set", "save_every=2", "--set", "log_every=1", "--set", "lr=1e-2"]
 
@@ -50,46 +49,37 @@ def started(*options: str | Path) -> subprocess.Popen:
     )
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with Forks("recipes.fsdp2", "torch._dynamo", environment=environment) as made:
-        yield made
-
-
 PROGRAM = "import sys; from recipes import fsdp2; sys.exit(fsdp2.main())"
 
 
-def forked(forks: Forks, *options: str | Path, processes: int = 2) -> list[int]:
+def forked(*options: str | Path, processes: int = 2) -> list[Program]:
     """Processes with the variables that torchrun sets. Without torchrun they do not import torch again and again."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     variables = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [
-        forks.start(
-            *(PROGRAM, *options), folder=Path.cwd(), RANK=rank, LOCAL_RANK=rank, **variables
-        )
+        Program(PROGRAM, *options, folder=Path.cwd(), RANK=rank, LOCAL_RANK=rank, **variables)
         for rank in map(str, range(processes))
     ]
 
 
-def ran(forks: Forks, *options: str | Path, processes: int = 2) -> str:
+def ran(*options: str | Path, processes: int = 2) -> str:
     """What all processes print."""
-    running = forked(forks, *options, processes=processes)
+    running = forked(*options, processes=processes)
     printed, deadline = "", time.monotonic() + 240
     while running:
         if time.monotonic() > deadline:
             for process in running:
-                os.kill(process, signal.SIGKILL)
-            raise AssertionError([forks.printed(process) for process in running])
+                process.kill(signal.SIGKILL)
+            raise AssertionError([process.printed() for process in running])
         for process in list(running):
-            if (status := forks.status(process)) is not None:
-                out, err = forks.printed(process)
+            if (status := process.status()) is not None:
+                out, err = process.printed()
                 running.remove(process)
                 printed += out
                 for other in running if status else ():  # they would wait for this one
-                    os.kill(other, signal.SIGKILL)
+                    other.kill(signal.SIGKILL)
                 assert status == 0, err
         time.sleep(0.01)
     return printed
@@ -110,10 +100,10 @@ def losses(run: Path) -> dict[int, float]:
         ("qat-int4", "Muon8bit"),
     ],
 )
-def test_a_run_learns_and_its_model_loads(low_bits, optimizer, source, tmp_path, forks):
+def test_a_run_learns_and_its_model_loads(low_bits, optimizer, source, tmp_path):
     out = tmp_path / "run"
     ways = ("--low-bits", low_bits, "--optimizer", optimizer)
-    made = ran(forks, *ways, "--data", source, "--out", out, *TINY)
+    made = ran(*ways, "--data", source, "--out", out, *TINY)
     assert "held-out perplexity" in made
     found = losses(out)
     assert list(found) == [1, 2, 3, 4, 5, 6] and found[6] < found[1]
@@ -130,11 +120,9 @@ def test_a_run_learns_and_its_model_loads(low_bits, optimizer, source, tmp_path,
 
 @pytest.fixture(scope="module")
 def whole(source, tmp_path_factory) -> Path:
-    """A run of six steps on two processes, by torchrun."""
+    """A run of six steps on two processes."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    process = started("--low-bits", "int8-weights", "--data", source, "--out", out, *TINY)
-    _, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
+    ran("--low-bits", "int8-weights", "--data", source, "--out", out, *TINY)
     return out
 
 
@@ -149,9 +137,9 @@ def as_killed(whole: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("processes", [2, 1, 4])
-def test_a_killed_run_goes_on(processes, whole, tmp_path, forks):
+def test_a_killed_run_goes_on(processes, whole, tmp_path):
     killed = as_killed(whole, tmp_path / "killed")
-    ran(forks, "--resume", killed, processes=processes)
+    ran("--resume", killed, processes=processes)
     expected, found = losses(whole), losses(killed)
     assert [*found] == [1, 2, 3, 4, 5, 6]
     if processes == 2:
@@ -165,7 +153,7 @@ def test_a_killed_run_goes_on(processes, whole, tmp_path, forks):
         assert all(abs(found[step] - expected[step]) < 2e-3 * expected[step] for step in expected)
 
 
-def test_killed_for_real(source, tmp_path, forks):
+def test_killed_for_real(source, tmp_path):
     out = tmp_path / "run"
     process = started(
         "--data", source, "--out", out, "--set", "steps=5000", "--set", "save_every=3"
@@ -176,14 +164,14 @@ def test_killed_for_real(source, tmp_path, forks):
     process.send_signal(signal.SIGTERM)  # torchrun passes it on to its processes
     process.communicate(timeout=90)
     reached = fsdp2.step_of(fsdp2.checkpoints(fsdp2.RunFolder(out))[-1])
-    processes = forked(forks, "--resume", out)
+    processes = forked("--resume", out)
     while fsdp2.step_of(fsdp2.checkpoints(fsdp2.RunFolder(out))[-1]) <= reached:
-        assert all(forks.status(p) is None for p in processes) and time.monotonic() < deadline + 120
+        assert all(p.status() is None for p in processes) and time.monotonic() < deadline + 120
         time.sleep(0.05)
     for process in processes:
-        os.kill(process, signal.SIGTERM)
+        process.kill(signal.SIGTERM)
     for process in processes:
-        assert forks.finished(process, timeout=90).returncode == -signal.SIGTERM
+        assert process.finished(timeout=90).returncode == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(
