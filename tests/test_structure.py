@@ -1,4 +1,7 @@
-"""The rules of the tree, read off the files without importing them: who may import whom, sizes, names, paths."""
+"""The rules of the tree, read off the files without importing them: who may import whom, sizes, names, paths.
+
+One test a rule; its message lists every file that breaks the rule.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,6 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
@@ -104,8 +105,8 @@ FILES = tracked()
 SOURCES = [p for p in FILES if p.suffix == ".py"]
 
 
-def ids(paths: list[Path]) -> list[str]:
-    return [str(p.relative_to(ROOT)) for p in paths]
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def module_name(path: Path) -> str:
@@ -225,29 +226,26 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 
-def forbidden_imports(code: str, module: str, is_package: bool = False) -> list[str]:
+def forbidden_imports(tree: ast.Module, module: str, is_package: bool = False) -> list[str]:
     assert part(module) in ALLOWED, f"{module}: say in MATHS, FLOWS or ALLOWED where it belongs"
     allowed = ALLOWED[part(module)] | {"leaves", "elsewhere"}
     if part(module) in {"leaves", "kernels"}:
         allowed -= {"leaves"}
-    return [
-        name for name in imports(ast.parse(code), module, is_package) if part(name) not in allowed
-    ]
+    return [name for name in imports(tree, module, is_package) if part(name) not in allowed]
 
 
-@pytest.mark.parametrize("path", OURS, ids=ids(OURS))
-def test_imports_go_down_only(path: Path) -> None:
-    bad = forbidden_imports(
-        path.read_text(encoding="utf-8"), module_name(path), path.name == "__init__.py"
-    )
-    assert not bad, (
-        f"{path.relative_to(ROOT)} ({part(module_name(path))}) may not import {', '.join(bad)}"
-    )
+def test_imports_go_down_only() -> None:
+    broken = []
+    for path in OURS:
+        module = module_name(path)
+        bad = forbidden_imports(parsed(path), module, path.name == "__init__.py")
+        if bad:
+            broken.append(f"{path.relative_to(ROOT)} ({part(module)}) imports {', '.join(bad)}")
+    assert not broken, "imports that go up:\n" + "\n".join(broken)
 
 
-@pytest.mark.parametrize(
-    ("module", "code"),
-    [
+def test_the_import_rule_sees_what_it_forbids() -> None:
+    upward = [
         ("lowbit_kernels.int4", "import lowbit"),
         ("lowbit_kernels.int4", "def f():\n    from lowbit.affine import quantize_affine"),
         ("lowbit.affine", "from lowbit.tensor import AffineTensor"),
@@ -262,15 +260,13 @@ def test_imports_go_down_only(path: Path) -> None:
         ("lowbit.checkpoint", "from lowbit.qat import prepare_"),
         ("lowbit.checkpoint", "from lowbit.formats import export"),
         ("lowbit.formats.folder", "from lowbit.inference import quantize_"),
-    ],
-)
-def test_the_import_rule_sees_what_it_forbids(module: str, code: str) -> None:
-    assert forbidden_imports(code, module)
+    ]
+    missed = [case for case in upward if not forbidden_imports(ast.parse(case[1]), case[0])]
+    assert not missed
 
 
-@pytest.mark.parametrize(
-    ("module", "code"),
-    [
+def test_the_import_rule_lets_the_rest_pass() -> None:
+    downward = [
         (
             "lowbit.tensor.base",
             "import torch\nfrom lowbit import packing\nfrom .linear import register_linear",
@@ -284,10 +280,9 @@ def test_the_import_rule_sees_what_it_forbids(module: str, code: str) -> None:
             "recipes.quickstart.train",
             "import lowbit\nfrom lowbit.optim import AdamW4bit\nfrom ..llama import Llama",
         ),
-    ],
-)
-def test_the_import_rule_lets_the_rest_pass(module: str, code: str) -> None:
-    assert not forbidden_imports(code, module)
+    ]
+    refused = [case for case in downward if forbidden_imports(ast.parse(case[1]), case[0])]
+    assert not refused
 
 
 def imports_at_run_time(tree: ast.AST) -> Iterator[str]:
@@ -377,19 +372,18 @@ print(",".join(sorted((new & {{o.split(".")[0] for o in {OPTIONAL!r}}}) | set(tr
     assert done.stdout.strip() == ""
 
 
-@pytest.mark.parametrize("path", OURS, ids=ids(OURS))
-def test_optional_packages_are_imported_where_they_are_used(path: Path) -> None:
+def test_optional_packages_are_imported_where_they_are_used() -> None:
     """lowbit imports optional packages only inside functions: an import at the top of a file affects every user."""
-    if path.is_relative_to(PACKAGES["lowbit"]):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+    optional, at_the_top = {name.split(".")[0] for name in OPTIONAL}, []
+    for path in (p for p in OURS if p.is_relative_to(PACKAGES["lowbit"])):
+        tree, module = parsed(path), module_name(path)
         for function in [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]:
             function.body = []
-        outside = {
-            name.split(".")[0]
-            for name in imports(tree, module_name(path), path.name == "__init__.py")
-        }
-        own = INTEGRATIONS.get(part(module_name(path)), set())
-        assert not (outside - own) & {o.split(".")[0] for o in OPTIONAL}
+        outside = {name.split(".")[0] for name in imports(tree, module, path.stem == "__init__")}
+        bad = (outside - INTEGRATIONS.get(part(module), set())) & optional
+        if bad:
+            at_the_top.append(f"{path.relative_to(ROOT)} imports {', '.join(sorted(bad))}")
+    assert not at_the_top, "import them inside of functions:\n" + "\n".join(at_the_top)
 
 
 def own_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -401,16 +395,15 @@ def own_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return length
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=ids(SOURCES))
-def test_functions_are_short(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    functions = [
-        n
-        for n in ast.walk(ast.parse(text))
-        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+def test_functions_are_short() -> None:
+    long = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {own_lines(node)}"
+        for path in SOURCES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and own_lines(node) > MAX_FUNCTION_LINES
     ]
-    long = {f.name: own_lines(f) for f in functions if own_lines(f) > MAX_FUNCTION_LINES}
-    assert not long, f"functions over {MAX_FUNCTION_LINES} lines, docstring not counted: {long}"
+    assert not long, f"over {MAX_FUNCTION_LINES} lines, docstring not counted:\n" + "\n".join(long)
 
 
 def test_cuda_files_are_short() -> None:
