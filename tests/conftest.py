@@ -20,6 +20,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests import covering
+
 pytest.register_assert_rewrite("lowbit.testing")
 
 # Otherwise inductor starts a process for each core, and each of them imports torch. C++ for the CPU needs none of them.
@@ -45,6 +47,10 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
         _TEMPORARY = tempfile.TemporaryDirectory(prefix="lowbit-tests-")
         _KEPT = Path(_TEMPORARY.name)
     os.environ["LOWBIT_CACHE_DIR"] = str(_KEPT / "kernels")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(covering)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
