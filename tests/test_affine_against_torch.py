@@ -82,6 +82,7 @@ def test_per_tensor(kind: str, name: str) -> None:
     assert_same(back, ops.dequantize_per_tensor(codes, s, z, low, high, dtype))
 
 
+@pytest.mark.cover("pairs")
 @ranges
 @pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize("axis", [0, 1])
@@ -120,6 +121,7 @@ rowwise = pytest.mark.parametrize("op", ROWWISE)
 Theirs = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 
 
+@pytest.mark.cover("pairs")
 @ranges
 @pytest.mark.parametrize("name", INPUTS)
 @rowwise
@@ -131,6 +133,7 @@ def test_per_token_and_group_without_zero_point(kind: str, name: str, op: str) -
     assert_same(codes, theirs(x, scale, zp, kind))
 
 
+@pytest.mark.cover("pairs")
 @ranges
 @pytest.mark.parametrize("name", INPUTS)
 @rowwise
@@ -177,6 +180,7 @@ OBSERVED = {
 }
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("data", OBSERVED)
 @pytest.mark.parametrize("kind", ["int8", "int4", "int2"])
 @pytest.mark.parametrize("mapping", ["symmetric", "asymmetric"])

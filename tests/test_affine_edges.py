@@ -90,6 +90,7 @@ def test_experts_are_quantized_as_if_alone() -> None:
     assert torch.equal(values, alone)
 
 
+@pytest.mark.cover("pairs")
 @mappings
 @pytest.mark.parametrize(
     "scale_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str

@@ -55,6 +55,7 @@ def select(module: nn.Module, name: str) -> bool:
 # ---- every representation ------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover("pairs")
 @SUFFIXES
 @over(SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

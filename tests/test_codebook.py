@@ -235,6 +235,7 @@ def naive_blockwise(x: torch.Tensor, book: Codebook | torch.dtype, block: int) -
     return out
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("shape", [(1,), (5, 1), (3, 129), (2, 3, 64), (4, 0), (0, 70), (2, 200)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("book", FORMATS, ids=IDS)

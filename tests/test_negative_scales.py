@@ -71,6 +71,7 @@ def values_of(weight: lb.AffineTensor) -> Tensor:
 # ---- maths -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover("pairs")
 @dtypes
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("mapping", MAPPINGS)
@@ -105,6 +106,7 @@ def test_the_gradient_stops_where_codes_clip() -> None:
 # ---- the tensor ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover("pairs")
 @over
 @dtypes
 @pytest.mark.parametrize("shape", [(24, 96), (7, 101)], ids=str)

@@ -153,6 +153,7 @@ def test_presets() -> None:
     )
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("group_size", [None, 128, 64, 32], ids=lambda g: f"g{g or 512}")
 @pytest.mark.parametrize("bits", range(2, 9))

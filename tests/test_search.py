@@ -203,6 +203,7 @@ def test_zeros_and_nonfinite_blocks_keep_min_max(mapping, dtype: torch.dtype) ->
             assert ours[:, 1].isfinite().all()
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -266,6 +266,7 @@ def reference(x, weight, bias):
     return F.linear(rounded, wide, bias.double())
 
 
+@pytest.mark.cover("pairs")
 @over_schemes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("k", [64, 67, 1])

@@ -55,6 +55,7 @@ def stored(
 CASES = [(p, bits) for p in (*GPTQ, *RAW) for bits in range(2, 9)] + [(p, 4) for p in AWQ]
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("sym", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize(("packing", "bits"), CASES)
 def test_by_its_formula(packing: str | None, bits: int, sym: bool) -> None:

@@ -32,6 +32,7 @@ def weight(scheme: Scheme, rows: int = 256, columns: int = 128, **options: objec
     return codec_case.weight(scheme, rows, columns, **options)
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("shape", [(256, 128), (13, 128), (1, 192)], ids=str)
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("format", [CT, OWN], ids=lambda f: f.name)

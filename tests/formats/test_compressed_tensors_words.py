@@ -61,6 +61,7 @@ def stored(
     return parts, config, (codes - points) * scale
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "asymmetric"])
 @SIZES
 @BITS

@@ -263,6 +263,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("claimed", [*WRITTEN, "gpt-oss"])
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_folder_that_claims_another_format(

@@ -47,6 +47,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(64, 128), (13, 192), (1, 64), (6, 64 * 300)], ids=str)
 @pytest.mark.parametrize(("format", "scheme"), CASES, ids=lambda c: getattr(c, "name", None))

@@ -55,6 +55,7 @@ def trained(scheme: Scheme, dtype: torch.dtype, scales: str) -> tuple[torch.Tens
     return weight, wanted.mT
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("scales", ["present", "learned"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("format", "scheme"), CASES)

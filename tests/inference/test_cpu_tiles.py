@@ -47,6 +47,7 @@ def check_bits(weight: AffineTensor, bias: Tensor | None) -> None:
         assert torch.equal(F.linear(x, weight, bias), F.linear(x, values, bias)), x.shape
 
 
+@pytest.mark.cover("values")
 @pytest.mark.usefixtures("small_tiles")
 @over(WEIGHT_ONLY)
 @pytest.mark.parametrize("shape", [(130, 75), (191, 64), (64, 1), (7, 33)], ids=str)

@@ -42,6 +42,7 @@ def _exact_float32() -> Iterator[None]:
     torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.cover("pairs")
 @over(SCHEMES)
 @DTYPES
 @pytest.mark.parametrize("k", [64, 67])
@@ -135,6 +136,7 @@ def test_unusual_values(scheme: lb.Scheme, tokens: int) -> None:
             assert relative_error(model(x * magnitude), model(x).double() * magnitude) < 0.02
 
 
+@pytest.mark.cover("values")
 @over(SCHEMES)
 @DTYPES
 def test_gradients(scheme: lb.Scheme, dtype: torch.dtype) -> None:
@@ -159,6 +161,7 @@ def test_embeddings(scheme: lb.Scheme) -> None:
     assert torch.equal(y, model.weight.dequantize()[indices])
 
 
+@pytest.mark.cover("values")
 @over(SCHEMES)
 @DTYPES
 def test_prepared_equals_converted(scheme: lb.Scheme, dtype: torch.dtype) -> None:

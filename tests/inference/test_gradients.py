@@ -27,6 +27,7 @@ def pair(scheme: lb.Scheme, dtype: torch.dtype = torch.float32) -> tuple[nn.Line
     return quantized, plain
 
 
+@pytest.mark.cover("pairs")
 @over(SCHEMES)
 @DTYPES
 @pytest.mark.parametrize("shape", [(37,), (5, 37), (2, 3, 37), (2, 1, 2, 37)], ids=str)

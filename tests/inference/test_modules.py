@@ -161,6 +161,7 @@ def test_on_meta_then_loaded() -> None:
     assert torch.equal(model(x), real(x))
 
 
+@pytest.mark.cover("values")
 @over(SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_casting_keeps_the_codes(scheme: lb.Scheme, dtype: torch.dtype) -> None:

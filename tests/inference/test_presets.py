@@ -46,6 +46,7 @@ def quantized(linear: nn.Linear, scheme: lb.Scheme) -> nn.Linear:
     return copied
 
 
+@pytest.mark.cover("pairs", name=str, scheme=str, dtype=str)
 @pytest.mark.parametrize(
     ("name", "scheme", "dtype"),
     all_schemes_and_dtypes(),
@@ -82,6 +83,7 @@ def test_inputs_of_every_layout(scheme: lb.Scheme) -> None:
         assert relative_error(model(x), reference(x, linear, scheme)) < 1e-5
 
 
+@pytest.mark.cover("values")
 @over(SCHEMES)
 @pytest.mark.parametrize("shape", [(0, 24), (3, 0, 24), (0, 2, 24)], ids=str)
 def test_empty_batch(scheme: lb.Scheme, shape: tuple[int, ...]) -> None:
@@ -93,6 +95,7 @@ def test_empty_batch(scheme: lb.Scheme, shape: tuple[int, ...]) -> None:
     assert x.grad.shape == shape and torch.equal(model.bias.grad, torch.zeros(13))
 
 
+@pytest.mark.cover("values")
 @over(SCHEMES)
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("size", [(0, 5), (5, 0), (1, 1)], ids=str)

@@ -38,6 +38,7 @@ def stock(make: Any, implementation: str) -> Any:
     return model
 
 
+@pytest.mark.cover("pairs")
 @both_scales
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])

@@ -33,6 +33,7 @@ def check(weight: AffineTensor) -> None:
     assert same.all() and torch.equal(found.signbit(), expected.signbit())
 
 
+@pytest.mark.cover("pairs")
 @over(WEIGHT_ONLY)
 @pytest.mark.parametrize("shape", [(5, 37), (16, 256), (1, 1), (3, 1000), (2, 6, 40)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -227,6 +227,7 @@ def test_operators_are_registered_well(case: Case) -> None:
         torch.library.opcheck(GRADIENTS.default, gradient_arguments(case))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("constant_codes", [False, True])
 @pytest.mark.parametrize("case", [c for c in EXACT if "groups" in c.name], ids=lambda c: c.name)
 def test_gradients_are_those_of_learned_scales(case: Case, constant_codes: bool) -> None:

@@ -171,6 +171,7 @@ def test_refusals(name: str) -> None:
 # ---- on a GPU ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover("values")
 @pytest.mark.gpu
 @pytest.mark.parametrize("across", [1, 2])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)

@@ -260,6 +260,7 @@ def test_cuda(case: Case) -> None:
         )
 
 
+@pytest.mark.cover("values")
 @pytest.mark.gpu
 @pytest.mark.parametrize(("width", "slices"), [(256, 1), (256, 2), (256, 5), (128, 1), (64, 1)])
 @pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)

@@ -356,6 +356,7 @@ LAYERS = [
 ]
 
 
+@pytest.mark.cover("values")
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ON_CUDA)
 @pytest.mark.parametrize("case", [*RUNNING, *LAYERS], ids=lambda c: c.name)

@@ -106,6 +106,7 @@ WRITERS: dict[str, Callable[[Tensor, Tensor], object]] = {
 over_writers = pytest.mark.parametrize("write", list(WRITERS.values()), ids=list(WRITERS))
 
 
+@pytest.mark.cover("pairs")
 @over_writers
 @pytest.mark.parametrize("part", [1, 2], ids=["codes", "scale"])
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (8, 64)])
@@ -130,6 +131,7 @@ SCHEMES = {
 }
 
 
+@pytest.mark.cover("pairs")
 @over_writers
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("scheme", list(SCHEMES.values()), ids=list(SCHEMES))

@@ -138,6 +138,7 @@ def test_groups(bits: int, group: int, dtype: torch.dtype, zero: bool) -> None:
     check(operands(5, 272, 1536, bits, group, dtype, zero=zero, extras=zero))
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.gpu
 @pytest.mark.parametrize("k", [32, 96, 100, 128, 160, 4096, 4224, 14336])
 @pytest.mark.parametrize("bits", [4, 8])
@@ -162,6 +163,7 @@ def test_layers(n: int, k: int, m: int, bits: int) -> None:
     check(operands(m, n, k, bits))
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("m", [1, 2, 5, 8, 16])

@@ -295,6 +295,7 @@ def test_ragged_shapes(n: int, k: int) -> None:
         Operands(m, n, k, bits, 0, zero=True).more().check()
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.gpu
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("scale", [BF16, FP16, FP32])

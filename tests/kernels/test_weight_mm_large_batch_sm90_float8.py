@@ -67,6 +67,7 @@ def test_emulated_float8(chosen: Plan, m: int, n: int, k: int, out: torch.dtype)
         assert torch.equal(found.isnan(), clean.isnan())
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.gpu
 @pytest.mark.parametrize("out", [BF16, FP16])
 @pytest.mark.parametrize("m", [1, 17, 31, 64, 200, 1000])

@@ -116,6 +116,7 @@ def test_resuming_from_a_file_is_bit_for_bit(cls, options, state):
     assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
 
 
+@pytest.mark.cover("pairs")
 @classes
 @pytest.mark.parametrize("before,after", list(itertools.permutations(FORMATS, 2)))
 def test_every_format_loads_into_every_other(cls, before, after):

@@ -153,6 +153,7 @@ def test_the_warmup_of_ademamix_is_the_papers(t_alpha_beta3, steps):
     assert float(weight) == pytest.approx(alpha * done)
 
 
+@pytest.mark.cover("pairs")
 @every
 @cases
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -130,6 +130,7 @@ def test_one_launch_for_all_of_a_kind(device):
     assert launched() == 3 * 2  # 8-bit states, and the small ones' float32
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("shape", [(33, 300), (20, 255), (17, 261), (6, 1023), (5, 777)], ids=str)
 @pytest.mark.parametrize(
     "options",

@@ -89,6 +89,7 @@ def refused(optimizer, state_dict, match):
 # ---- steps -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover("values")
 @every_class
 @pytest.mark.parametrize("step", BAD_STEPS.values(), ids=BAD_STEPS)
 def test_a_step_that_is_no_count_is_refused(cls, options, step):

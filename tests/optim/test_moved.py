@@ -234,6 +234,7 @@ BAD = {
 }
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("fused_or_not", [None, False])
 def test_options_that_are_set_wrongly(device, name, fused_or_not):

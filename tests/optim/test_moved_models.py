@@ -72,6 +72,7 @@ def values(model):
     return [p.detach().clone() for p in held]
 
 
+@pytest.mark.cover("pairs")
 @every_class
 @pytest.mark.parametrize("fused", [None, False], ids=["fused", "eager"])
 @pytest.mark.parametrize("how", PREPARED)
@@ -211,6 +212,7 @@ def test_a_new_gradient_at_an_old_address_is_copied_again():
         gc.collect()
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.gpu
 @every_class
 @pytest.mark.parametrize("fused", [None, False], ids=["fused", "eager"])

@@ -123,6 +123,7 @@ def test_a_model_converts_to_what_was_trained(scheme, scales, dtype) -> None:
     assert not any("scale" in name for name, _ in model.named_parameters())
 
 
+@pytest.mark.cover("pairs")
 @SCALES
 @pytest.mark.parametrize("name", ["int8xint8", "uint8xint4-static"])
 @pytest.mark.parametrize("rank", RANKS)

@@ -134,6 +134,7 @@ WEIGHT, BOTH = SCHEMES["int3-asymmetric"], SCHEMES["int8-int4"]
 both_scales = pytest.mark.parametrize("scales", ["present", "learned"])
 
 
+@pytest.mark.cover("pairs")
 @both_scales
 @pytest.mark.parametrize("turned", [False, True], ids=["out-in", "in-out"])
 @pytest.mark.parametrize("path", PATHS)

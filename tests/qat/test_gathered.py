@@ -90,6 +90,7 @@ def test_one_byte_an_element() -> None:
     assert weight._wire().codes.dtype is torch.int8  # of which none clips
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)

@@ -74,6 +74,7 @@ def merged(layer: LoraLayer) -> Tensor:
 INT8_INT8 = SCHEMES["int8xint8"]
 
 
+@pytest.mark.cover("values")
 @over(SCHEMES)
 @DTYPES
 def test_converted_weights_are_those_of_training(scheme: lb.Scheme, dtype: torch.dtype) -> None:

@@ -72,6 +72,7 @@ def converted(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.cover("values")
 @over(QAT_SCHEMES)
 @DTYPES
 @pytest.mark.usefixtures("plain_path")
@@ -106,6 +107,7 @@ def test_the_same_bits_under_autocast(scheme: lb.Scheme) -> None:
                 assert y.dtype is autocast and torch.equal(y, final(x))
 
 
+@pytest.mark.cover("values")
 @over(QAT_SCHEMES)
 @pytest.mark.usefixtures("plain_path")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)

@@ -272,6 +272,7 @@ def test_experts_that_a_module_computes_with(how) -> None:
     check(prepare(Experts(), how, lambda module, name: True), torch.randn(3, K), "up")
 
 
+@pytest.mark.cover("values")
 @every_kind
 @pytest.mark.parametrize("change", ["prune", "weight_norm", "parametrized"])
 def test_what_torch_computes_from_the_weight(how, change) -> None:

@@ -76,6 +76,7 @@ def by_formula(layer: Any, found: dict[str, Tensor]) -> tuple[Tensor, dict[str, 
     return y, dict(zip(leaves, grads, strict=True))
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scales", ["present", "learned"])
@@ -232,6 +233,7 @@ def test_the_kernel_runs(scales: str, name: str) -> None:
     assert calls["fake_quantize_gradients", "triton"] == (scales == "learned")
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)

@@ -268,6 +268,10 @@ def over(cases: Sequence[Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
 
 
+by_class = pytest.mark.cover("pairs", case=lambda case: case.kind.__name__)
+"""The usual run meets each class with each value of the other axes, with cases of the class in turn."""
+
+
 def named(*names: str) -> list[Case]:
     return [BY_NAME[name] for name in names]
 

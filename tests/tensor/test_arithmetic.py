@@ -17,6 +17,7 @@ from tests.schemes import relative_error
 from tests.tensor.cases import (
     BY_NAME,
     CASES,
+    by_class,
     every_case,
     every_trainable,
     over,
@@ -32,6 +33,7 @@ quiet = pytest.mark.filterwarnings("ignore:.* takes new values")
 SHAPES = pytest.mark.parametrize("shape", [(24, 100), (7, 101), (3, 8, 96)], ids=str)
 
 
+@by_class
 @every_frozen
 @SHAPES
 def test_reads_see_the_values(case, shape) -> None:
@@ -61,6 +63,7 @@ def test_a_gradient_passes_through() -> None:
     assert torch.equal(x.grad, w.dequantize())
 
 
+@by_class
 @quiet
 @every_affine
 @SHAPES
@@ -131,6 +134,7 @@ def test_transposed(case) -> None:
     assert same(w, other)
 
 
+@by_class
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @every_affine
 def test_values_that_are_not_finite_change_nothing(case, bad) -> None:
@@ -192,6 +196,7 @@ def test_a_trainable_weight_is_changed_in_place_through_data(case) -> None:
         w.data = before
 
 
+@by_class
 @pytest.mark.parametrize("wide", [torch.float32, torch.float64], ids=str)
 @every_case
 def test_data_takes_its_own_cast(case, wide) -> None:

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import (
 import lowbit
 from lowbit import Int8Weight
 from lowbit.tensor import AffineTensor, Int8WeightTensor, remainder
-from tests.tensor.cases import CASES, every_case, every_trainable, same, values
+from tests.tensor.cases import CASES, by_class, every_case, every_trainable, same, values
 
 SHAPE = (8, 96)
 DECAY, UPDATES = 0.99, 60
@@ -77,6 +77,7 @@ def share(average, start, end):
     return (((average - start) * way).sum() / way.square().sum()).item()
 
 
+@by_class
 @every_trainable
 @pytest.mark.parametrize("update", COPIES + IN_PLACE)
 @torch.no_grad()
@@ -101,6 +102,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.cover("values")
 @every_trainable
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_averaged_models_of_torch(case, name):
@@ -119,6 +121,7 @@ def test_averaged_models_of_torch(case, name):
     assert abs(share(found, start, end) - share(due, start, end)) < 0.02
 
 
+@by_class
 @every_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("update", COPIES[:3])

@@ -19,7 +19,7 @@ from lowbit import (
     qat,
 )
 from tests.schemes import relative_error
-from tests.tensor.cases import BY_NAME, CASES, every_weight, over, values
+from tests.tensor.cases import BY_NAME, CASES, by_class, every_weight, over, values
 
 N, K, B, E = 24, 96, 5, 3
 X, VECTOR, ROWS = values((B, K), 1), values((K,), 2), values((B, N), 3)
@@ -100,6 +100,7 @@ def check(case: Any, run: Callable[[Tensor, Any], Tensor], x: Tensor, w: Any) ->
         assert relative_error(run(x, w), expected[0]) < bound
 
 
+@by_class
 @pytest.mark.parametrize("form", EINSUMS)
 @over(FROZEN)
 def test_einsum_of_a_matrix(case: Any, form: str) -> None:
@@ -111,6 +112,7 @@ def test_einsum_of_a_matrix(case: Any, form: str) -> None:
         assert torch.equal(torch.einsum("nk,bk->bn", [w, x]), F.linear(x, w))
 
 
+@by_class
 @pytest.mark.parametrize("form", STACKED_EINSUMS)
 @over(FROZEN)
 def test_einsum_of_experts(case: Any, form: str) -> None:
@@ -118,6 +120,7 @@ def test_einsum_of_experts(case: Any, form: str) -> None:
     check(case, lambda x, w: torch.einsum(equation, x, w), x, made(case, (E, N, K)))
 
 
+@by_class
 @pytest.mark.parametrize("form", MATRIX)
 @over(FROZEN)
 def test_products_of_a_matrix(case: Any, form: str) -> None:
@@ -125,6 +128,7 @@ def test_products_of_a_matrix(case: Any, form: str) -> None:
     check(case, run, x, made(case, (N, K)))
 
 
+@by_class
 @pytest.mark.parametrize("form", STACKED)
 @over(FROZEN)
 def test_products_of_experts(case: Any, form: str) -> None:
@@ -182,6 +186,7 @@ PREPARED = {
 }
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("scales", ["present", "learned"])
 @pytest.mark.parametrize("scheme", PREPARED.values(), ids=PREPARED)
 @pytest.mark.parametrize("form", IN_FORWARD)

@@ -145,6 +145,7 @@ def test_repr_says_what_it_is_and_shows_no_values(case):
     assert case.kind.__name__ in repr(t.to("meta"))
 
 
+@pytest.mark.cover("values")
 @every_case
 @pytest.mark.parametrize(
     "op",

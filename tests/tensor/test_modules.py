@@ -48,6 +48,7 @@ def stored(module):
     return module.head.weight.detach()
 
 
+@pytest.mark.cover("values")
 @every_weight
 @pytest.mark.parametrize("swap", [False, True], ids=["default", "swap-tensors"])
 def test_module_to_dtype(case, swap):

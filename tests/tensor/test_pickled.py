@@ -20,7 +20,15 @@ import lowbit as lb
 from lowbit.tensor import AffineTensor, LowbitTensor, TernaryTensor, pickled
 from lowbit.tensor.int8_weight import Columns
 from lowbit.tensor.pickled import rebuild
-from tests.tensor.cases import BY_NAME, CASES, every_case, every_trainable, same, same_bits
+from tests.tensor.cases import (
+    BY_NAME,
+    CASES,
+    by_class,
+    every_case,
+    every_trainable,
+    same,
+    same_bits,
+)
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 
@@ -61,6 +69,7 @@ LOCATIONS: dict[str, tuple[Any, str]] = {
 }
 
 
+@by_class
 @pytest.mark.parametrize("name", LOCATIONS)
 @every_case
 def test_loaded_with_any_map_location(case, name):
@@ -371,6 +380,7 @@ BAD: dict[str, tuple[str, Change, str]] = {
 }
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("written_by", ["this version", "torch"])
 @pytest.mark.parametrize("name", BAD)
 def test_parts_that_do_not_fit_are_refused(name, written_by, request):

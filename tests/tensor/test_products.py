@@ -18,6 +18,7 @@ from lowbit.testing import relative_error
 from lowbit.testing.autograd import PRODUCTS
 from tests.tensor.cases import (
     CASES,
+    by_class,
     every_frozen_weight,
     every_qat,
     every_trainable,
@@ -67,6 +68,7 @@ def test_non_contiguous_inputs_and_sources(case):
     assert relative_error(F.linear(x, weight), F.linear(x.contiguous(), weight)) < 1e-6
 
 
+@by_class
 @every_weight
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_linear_in_the_dtype_of_the_weight(case, dtype):
@@ -320,6 +322,7 @@ UPDATES = {
 }
 
 
+@by_class
 @every_trainable
 @pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
 def test_backward_after_an_update_is_refused(case, update):

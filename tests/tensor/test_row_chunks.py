@@ -20,6 +20,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.cover("values")
 @over(SCHEMES)
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_the_same_bits(scheme: lb.Scheme, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:

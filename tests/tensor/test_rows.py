@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from lowbit import AffineTensor, Int4WeightOnly, Int8WeightOnly
 from lowbit.tensor import CodebookTensor
-from tests.tensor.cases import CASES, every_case, every_master, every_trainable, over, same_bits
+from tests.tensor.cases import (
+    CASES,
+    by_class,
+    every_case,
+    every_master,
+    every_trainable,
+    over,
+    same_bits,
+)
 
 every_transposable = over([case for case in CASES if case.is_transposable])
 every_copying = over([case for case in CASES if not case.has_master])
@@ -49,6 +57,7 @@ def test_rows_of_a_transpose_are_columns(case) -> None:
         assert same_bits(row, expected)
 
 
+@pytest.mark.cover("values")
 @every_case
 @pytest.mark.parametrize("position", [8, -9, torch.tensor(8)], ids=str)
 def test_out_of_range(case, position) -> None:
@@ -163,6 +172,7 @@ def test_compiled() -> None:
 # ---- writing to a part ----------------------------------------------------------------------------------------
 
 
+@by_class
 @every_case
 @pytest.mark.parametrize(
     "index",

@@ -11,6 +11,7 @@ from lowbit import IntxWeightOnly
 from lowbit.tensor import AffineTensor, BitNetTensor, CodebookTensor, FakeQuantizedTensor
 from tests.tensor.cases import (
     CASES,
+    by_class,
     check,
     every_case,
     every_frozen_weight,
@@ -100,6 +101,7 @@ def test_split_and_cat_give_the_tensor_back(case):
     assert same(whole, wide)
 
 
+@pytest.mark.cover("values")
 @every_case
 @pytest.mark.parametrize("sizes", [[8, 8], [16, 16], [32, -8]], ids=str)
 def test_split_refuses_sizes_of_another_sum(case, sizes):
@@ -108,6 +110,7 @@ def test_split_refuses_sizes_of_another_sum(case, sizes):
         t.split(sizes)
 
 
+@by_class
 @every_case
 @pytest.mark.parametrize("dim", [0, 1])
 def test_cat_of_two_tensors_is_the_cat_of_the_values_or_refused(case, dim):

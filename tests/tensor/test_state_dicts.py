@@ -22,6 +22,7 @@ from lowbit.tensor.state_dict import is_ours
 from lowbit.testing.serialization import Net, check_equal
 from tests.tensor.cases import (
     BY_NAME,
+    by_class,
     every_frozen_weight,
     every_master,
     every_weight,
@@ -86,6 +87,7 @@ def test_described_in_json_and_joined_again(case):
     assert same(fresh.weight.detach(), model.stored())
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 @every_weight
 def test_lowbit_save_describes_what_a_state_dict_describes(case, suffix, tmp_path):
@@ -130,6 +132,7 @@ def test_what_does_not_fit_is_told_by_name_and_changes_nothing(case):
     refused(whole, r"0\.weight is given whole and in parts")
 
 
+@by_class
 @every_weight
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("strict", [False, True])
@@ -150,6 +153,7 @@ def test_functions_of_torch_give_and_take_the_same(case, full, strict):
         model = Net(case, seed=3)
 
 
+@pytest.mark.cover("values")
 @every_weight
 @pytest.mark.parametrize("wrapped_first", [False, True])
 def test_a_compiled_model_loads_what_torch_names_for_it(case, wrapped_first):

@@ -40,6 +40,7 @@ def model_of(case: Any) -> nn.Module:
     return model
 
 
+@pytest.mark.cover("values")
 @over_modes
 @every_weight
 def test_a_linear_is_refused(case: Any, mode: str) -> None:

@@ -81,6 +81,7 @@ OPTIMIZERS = {
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
+@pytest.mark.cover("values")
 @every_optimizer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_optimizer_follows_the_float32_step_to_a_code(name, dtype):

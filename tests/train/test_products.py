@@ -77,6 +77,7 @@ def test_as_float64_products_of_the_quantized_operands(scheme, shape):
         assert relative(found[name], reference.view(found[name].shape)) < 3e-7, name
 
 
+@pytest.mark.cover("pairs")
 @every_scheme
 @every_switch
 @pytest.mark.parametrize("shape", [(33, 100), (2, 19, 80), (2, 3, 11, 64)], ids=["2d", "3d", "4d"])
@@ -94,6 +95,7 @@ def test_signal_to_noise(scheme, switch, shape):
     assert snr(found["bias"], expected["bias"]) > 120
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("scheme", [*SCHEMES.values(), Int8Weight(True, True, True, always=True)])
 @pytest.mark.parametrize("m", [1, 16, 48])
 @pytest.mark.parametrize(("n", "k"), [(1, 64), (48, 1), (1, 1), (16, 16)])

@@ -174,6 +174,7 @@ def test_a_tied_weight_keeps_its_hooks_once():
 # ---- optimizers that were made before --------------------------------------------------------------------------
 
 
+@pytest.mark.cover("pairs")
 @any_optimizer
 @prepared_how
 @pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "stepped before"])

@@ -125,6 +125,7 @@ UPDATES = {
 }
 
 
+@pytest.mark.cover("values")
 @every_scheme
 @pytest.mark.parametrize("update", UPDATES)
 def test_backward_after_an_update_of_the_weight_is_refused(scheme, update):
