@@ -90,8 +90,8 @@ def usual(calls: Sequence[Any], what: str, **parts: Callable[[Any], object]) -> 
     kept: set[int] = set()
     for group in alike.values():
         rows = [_row(calls[at], parts) for at in group]
-        places = [list(calls[at].indices.values()) for at in group]
-        kept |= {group[at] for at in covering(rows, STRENGTHS[what], places)}
+        taken = [[*row, *calls[at].indices.values()] for row, at in zip(rows, group, strict=True)]
+        kept |= {group[at] for at in covering(rows, STRENGTHS[what], taken)}
     return kept
 
 

@@ -114,6 +114,7 @@ def test_the_prepared_model_has_the_bits_of_the_converted_one(scheme: lb.Scheme)
 # ---- 16 bits -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover("values")
 @over(WEIGHT_ONLY)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_products_in_16_bits(scheme: lb.Scheme, dtype: torch.dtype) -> None:

@@ -23,6 +23,14 @@ def interpreted(code: str) -> Any:
     return in_new_process(code, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
+def names(request: pytest.FixtureRequest) -> list[str]:
+    """The names of the cases that the collected tests with the fixture of this request run over."""
+    tests = [t for t in request.session.items if t.path == request.path]
+    tests = [t for t in tests if request.fixturename in t.fixturenames and hasattr(t, "callspec")]
+    cases = [t.callspec.params.get("case", t.callspec.params.get("name")) for t in tests]
+    return [getattr(case, "name", case) for case in cases]
+
+
 def in_new_process(code: str, **environment: str) -> Any:
     """The JSON that `code` prints in a new process."""
     path = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"

@@ -20,6 +20,9 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
 
 
+each_shape = pytest.mark.cover("values", case=lambda c: (c.bits, c.name.removeprefix("int8-")))
+
+
 def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """The same dtype, shape and bits. NaNs must be in the same places; their payload may differ."""
     if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a.isnan(), b.isnan()):
@@ -99,6 +102,7 @@ print(json.dumps([out.tolist(), "triton" in sys.modules]))
     assert in_new_process(code) == [[[-4.0, 0.0, -0.5]], False]
 
 
+@each_shape
 @pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
 def test_operator_is_registered_well(case: Case) -> None:
     torch.library.opcheck(OP.default, case.arguments())
@@ -195,6 +199,7 @@ def test_wrong_arguments(dtype: torch.dtype) -> None:
             dequantize(**{**arguments, **change})
 
 
+@each_shape
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_cuda(case: Case) -> None:

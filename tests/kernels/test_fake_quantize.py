@@ -23,7 +23,7 @@ from lowbit_kernels.fake_quantize import (
     unpack_inside,
     zero_outside,
 )
-from tests.kernels.interpreted import interpreted
+from tests.kernels.interpreted import interpreted, names
 from tests.kernels.test_dequantize import equal_bits
 
 SMALL = [case for case in CASES if not case.large]
@@ -33,6 +33,18 @@ OP = torch.ops.lowbit.fake_quantize
 GRADIENTS = torch.ops.lowbit.fake_quantize_gradients
 CODES = torch.ops.lowbit.fake_quantize_codes
 EXTREMES = [math.nan, math.inf, -math.inf, 0.0, -0.0, 3e38, -3e38, 1e-38, 1e-44, 6e4, 1e-7, -1.0]
+
+
+each_kind = pytest.mark.cover(
+    "values",
+    case=lambda c: (
+        f"{c.spec.format} {c.spec.mapping}",
+        (c.rows, c.columns),
+        c.dtype,
+        c.scale_dtype,
+    ),
+)
+"""Each format with its mappings, and each shape."""
 
 
 def extreme(case: Case, device: str = "cpu") -> Tensor:
@@ -122,6 +134,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
+@each_kind
 @pytest.mark.parametrize("case", INTEGERS, ids=lambda c: c.name)
 def test_codes_are_those_of_lowbit(case: Case) -> None:
     assert _codes_agree(fake_quantize.codes_reference, case, case.x())
@@ -149,13 +162,13 @@ def test_errors_of_codes_name_what_is_wrong(change: dict, error: type, message: 
         CODES(*arguments)
 
 
-def results() -> dict[str, bool]:
-    """Whether the kernels agree, by case; called in a process in which Triton is interpreted."""
+def results(names: list[str]) -> dict[str, bool]:
+    """True for each case where the kernels agree; called in a process in which Triton is interpreted."""
     from lowbit_kernels.launches import counted
 
     torch.manual_seed(0)
     found = {}
-    for case in SMALL:
+    for case in (c for c in SMALL if c.name in names):
         inputs = _interpreted_inputs(case)
         with counted() as calls:
             found[case.name] = all(_agrees(OP, case, x) for x in inputs)
@@ -209,12 +222,14 @@ def gradient_arguments(case: Case, device: str = "cpu", constant_codes: bool = F
 
 
 @pytest.fixture(scope="module")
-def under_triton() -> dict[str, bool]:
+def under_triton(request: pytest.FixtureRequest) -> dict[str, bool]:
     return interpreted(
-        "import json\nfrom tests.kernels.test_fake_quantize import results\nprint(json.dumps(results()))"
+        "import json\nfrom tests.kernels.test_fake_quantize import results\n"
+        f"print(json.dumps(results({names(request)})))"
     )
 
 
+@each_kind
 @pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
 def test_interpreted_kernels(under_triton: dict[str, bool], case: Case) -> None:
     assert under_triton[case.name]
@@ -319,6 +334,7 @@ def test_a_traced_gradient_reaches_no_kernel(monkeypatch: pytest.MonkeyPatch) ->
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
 
 
+@each_kind
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", EXACT, ids=lambda c: c.name)
 def test_cuda_equals_the_maths_of_lowbit(case: Case) -> None:
@@ -329,6 +345,7 @@ def test_cuda_equals_the_maths_of_lowbit(case: Case) -> None:
         assert equal_bits(OP(x, *case.arguments("cuda")[1:])[0].cpu(), on_cpu)
 
 
+@each_kind
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", INTEGERS, ids=lambda c: c.name)
 def test_cuda_codes(case: Case) -> None:
@@ -342,6 +359,7 @@ def test_cuda_equals_the_maths_of_lowbit_on_large_shapes(case: Case) -> None:
     assert _agrees(OP, case, case.x("cuda"))
 
 
+@each_kind
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", EXACT, ids=lambda c: c.name)
 def test_cuda_gradients(case: Case) -> None:
@@ -353,6 +371,7 @@ def test_the_name_of_a_grid_says_all_of_it() -> None:
         assert fake_quantize.Grid.named(case.grid.name) == case.grid
 
 
+@each_kind
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", EXACT, ids=lambda c: c.name)
 def test_the_launcher_runs_calls_of_known_layouts(case: Case, monkeypatch) -> None:

@@ -124,6 +124,22 @@ def opcheck(case: Case, arguments: tuple) -> None:
 
 
 IN_INT8 = [c for c in SMALL if c.format == "int8"]
+
+
+def options_of(case: Case) -> tuple:
+    """What the plan and its kernels distinguish."""
+    flags = case.grad_x, case.grad_weight, case.stochastic, case.strided, case.rounds, case.seed > 0
+    return (
+        case.dtype,
+        case.weight_dtype,
+        *flags,
+        case.m % 2,
+        case.m == 1,
+        case.n == 1,
+        case.m * case.n == 0,
+    )
+
+
 EMULATED = [
     *(pytest.param(c, False, id=c.name) for c in IN_INT8),
     *(
@@ -135,6 +151,7 @@ EMULATED = [
 """`apart`: with one copy of the codes after the other."""
 
 
+@pytest.mark.cover("values", case=options_of, apart=str)
 @pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
 @pytest.mark.parametrize(("case", "apart"), EMULATED)
 def test_the_plan_emulated(case: Case, apart: bool) -> None:

@@ -61,6 +61,19 @@ def plan_of(case: Case, arguments: tuple):
     return found, operands
 
 
+@pytest.mark.cover(
+    "values",
+    case=lambda c: (
+        c.dtype,
+        c.out_dtype,
+        c.bias,
+        c.strided,
+        c.k % 2,
+        c.m == 1,
+        c.n == 1,
+        c.m * c.n * c.k,
+    ),
+)
 @pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
 @pytest.mark.parametrize("case", [c for c in SMALL if c.format == "int8"], ids=lambda c: c.name)
 def test_the_plan_emulated(case: Case) -> None:

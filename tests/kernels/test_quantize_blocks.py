@@ -19,6 +19,8 @@ from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.test_quantize_rowcol import assert_same, extreme, name_of
 
 SMALL = [case for case in CASES if not case.large]
+each_shape = pytest.mark.cover("values", case=lambda c: (c.tiles, c.name.removeprefix("tiles-")))
+
 OP = torch.ops.lowbit.quantize_blocks
 
 
@@ -115,6 +117,7 @@ def results(arguments: tuple) -> tuple:
 EMULATED = ("typical", "fp32", "prime-everything", "rows-only", "columns-only", "power-of-two")
 
 
+@each_shape
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 @pytest.mark.parametrize(
     "case",
@@ -153,6 +156,7 @@ def test_wrong_arguments(x: torch.Tensor, error: type[Exception], message: str) 
         quantize_blocks(x, tiles=False)
 
 
+@each_shape
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_cuda(case: Case) -> None:
@@ -160,6 +164,7 @@ def test_cuda(case: Case) -> None:
     assert_same(OP(*arguments), reference(*arguments))
 
 
+@each_shape
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [c for c in SMALL if c.m * c.k], ids=name_of)
 def test_cuda_source(case: Case) -> None:

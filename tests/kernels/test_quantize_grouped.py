@@ -58,6 +58,9 @@ def test_each_expert_is_quantized_by_rowcol(case: Case) -> None:
         start, place = start + count, place + (count + 127) // 128 * 128
 
 
+@pytest.mark.cover(
+    "values", case=lambda c: (c.tokens, (c.format, c.dtype, c.rows, c.columns, c.seed, c.factor))
+)
 @pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
 @pytest.mark.parametrize("lag", [1, 640])
 @pytest.mark.parametrize(
@@ -151,6 +154,7 @@ def test_codes_of_weights_are_those_of_rows(shape: tuple, format: str) -> None:
         torch.library.opcheck(op, arguments, test_utils=checks)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
 @pytest.mark.parametrize("format", ["int8", "e4m3"])
 @pytest.mark.parametrize("shape", [w for w in WEIGHTS if 0 not in w], ids=str)

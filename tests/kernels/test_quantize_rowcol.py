@@ -16,10 +16,13 @@ from lowbit_kernels import nvrtc, quantize_rowcol_sm90, quantize_rowcol_triton
 from lowbit_kernels.quantize_rowcol import FORMATS, quantize_rowcol, reference, results_of
 from tests.kernels import emulator
 from tests.kernels.compiled_on_cpu import COMPILER
-from tests.kernels.interpreted import interpreted
+from tests.kernels.interpreted import interpreted, names
 
 SMALL = [case for case in CASES if not case.large]
 OP = torch.ops.lowbit.quantize_rowcol
+
+
+each_shape = pytest.mark.cover("values", case=lambda c: (c.format, c.name.removeprefix("e4m3-")))
 
 
 def name_of(case) -> str:
@@ -113,7 +116,8 @@ cases |= {f"extreme-{format}": (extreme(), format) for format in ("int8", "e4m3"
 factor = torch.rand(150)
 factor[5], factor[6], factor[8] = torch.inf, 0, 1e30
 cases |= {"extreme-factor": (extreme(), "int8", True, True, False, None, factor)}
-for name, arguments in cases.items():
+for name in NAMES:
+    arguments = cases[name]
     with counted() as calls:
         out, expected = OP(*arguments), reference(*arguments)
     results[name] = all(same(a, b) for a, b in zip(out, expected))
@@ -124,10 +128,11 @@ print(json.dumps(results))
 
 
 @pytest.fixture(scope="module")
-def under_triton() -> dict[str, bool]:
-    return interpreted(INTERPRETED)
+def under_triton(request: pytest.FixtureRequest) -> dict[str, bool]:
+    return interpreted(f"NAMES = {names(request)}\n{INTERPRETED}")
 
 
+@pytest.mark.cover("values", name=lambda name: (name[:4] == "e4m3", name.removeprefix("e4m3-")))
 @pytest.mark.parametrize(
     "name", [*map(name_of, INTERPRETED_CASES), *(f"extreme-{f}" for f in (*FORMATS, "factor"))]
 )
@@ -162,6 +167,12 @@ def test_extreme_values(format: str) -> None:
     assert (rounded - x[rows].double()).norm(dim=1).le(0.08 * x[rows].double().norm(dim=1)).all()
 
 
+def options_of(case: Case) -> tuple:
+    numbers = case.m % 2, case.k % 2, case.m == 1
+    flags = case.rows, case.columns, case.tensorwise, case.stochastic, case.factor, case.row_scales
+    return case.format, case.dtype, case.layout, *numbers, *flags
+
+
 EMULATED = {
     "typical",
     "several-tiles",
@@ -185,6 +196,7 @@ EMULATED = {
 }
 
 
+@pytest.mark.cover("values", case=options_of)
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 @pytest.mark.parametrize("case", [c for c in SMALL if c.name in EMULATED], ids=name_of)
 def test_emulated_cuda(case) -> None:
@@ -289,6 +301,7 @@ def test_wrong_arguments(change: dict, error: type[Exception], message: str) -> 
         quantize_rowcol(**{**arguments, **change})
 
 
+@each_shape
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_cuda(case) -> None:
@@ -316,6 +329,7 @@ def by_sm90(*arguments) -> tuple:
         return quantize_rowcol_sm90.quantize(*arguments, results(arguments))
 
 
+@each_shape
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", SMALL, ids=name_of)
 def test_cuda_source(case) -> None:
@@ -325,6 +339,7 @@ def test_cuda_source(case) -> None:
     assert_filled(arguments, by_sm90)
 
 
+@each_shape
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", SMALL, ids=name_of)
 def test_cuda_triton(case) -> None:

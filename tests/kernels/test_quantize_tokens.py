@@ -23,6 +23,10 @@ SCHEMES = {
     "int8": Int8DynamicActivationInt8Weight(),
     "e4m3": Float8DynamicActivationFloat8Weight(),
 }
+each_shape = pytest.mark.cover(
+    "values",
+    case=lambda c: (c.format, c.tensorwise, c.name.rpartition("wise-")[2].removeprefix("e4m3-")),
+)
 
 
 def by_scheme(x: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,6 +138,7 @@ def emulated(
     return codes, scale
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("format", ["int8", "e4m3"])
@@ -193,6 +198,7 @@ def test_wrong_arguments(arguments: tuple, raised: type[Exception], message: str
         OP(*arguments)
 
 
+@each_shape
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_cuda(case: Case) -> None:

@@ -260,7 +260,9 @@ def test_cuda(case: Case) -> None:
         )
 
 
-@pytest.mark.cover("values")
+@pytest.mark.cover(
+    "pairs", case=lambda c: (c.a_dtype, c.name.removeprefix("e4m3-")), width=str, slices=str
+)
 @pytest.mark.gpu
 @pytest.mark.parametrize(("width", "slices"), [(256, 1), (256, 2), (256, 5), (128, 1), (64, 1)])
 @pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)

@@ -226,6 +226,7 @@ def test_an_error_is_raised_at_every_call() -> None:
             op(x[:, :32], codes, scale, *rest)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("most", [1, 2**30], ids=["slices", "whole"])
 @pytest.mark.parametrize("case", RUNNING, ids=lambda c: c.name)
 def test_products_into_columns(case: Case, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +357,7 @@ LAYERS = [
 ]
 
 
-@pytest.mark.cover("values")
+@pytest.mark.cover("pairs", case=lambda c: (c.bits, c.name.removeprefix("int8-")))
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ON_CUDA)
 @pytest.mark.parametrize("case", [*RUNNING, *LAYERS], ids=lambda c: c.name)

@@ -54,6 +54,7 @@ def test_x_of_several_tokens_in_many_parts(m: int) -> None:
     check(operands(m, 40, 9216 + 128, device="cpu"), blocks=1)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("group", [64, 96, 128, 0])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_groups(bits: int, group: int) -> None:
@@ -84,6 +85,7 @@ def test_x_in_boxes(m: int, k: int, split: int) -> None:
         assert torch.equal(run({**case, "x": x}, blocks=2 * split, split=split), out)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(("stages", "apart"), [(1, 1), (2, 1), (3, 1), (4, 1), (4, 3), (4, 4)])
 @pytest.mark.parametrize("split", [1, 2])
 def test_stages_where_x_was(split: int, stages: int, apart: int) -> None:
@@ -94,6 +96,7 @@ def test_stages_where_x_was(split: int, stages: int, apart: int) -> None:
     assert torch.equal(out, expected)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("m", "k", "split"), [(1, 1440, 1), (3, 1024, 1), (8, 96, 1), (8, 1440, 2), (16, 1024, 1)]

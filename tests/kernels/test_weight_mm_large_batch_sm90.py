@@ -217,7 +217,11 @@ EMULATED = [  # plan, m, n, k, bits, group: split-K, turns of warp groups, more 
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 @pytest.mark.parametrize(
     ("chosen", "m", "n", "k", "bits", "group", "dtype"),
-    [(*case, FP16) for case in EMULATED] + [(*case, BF16) for case in EMULATED[:13]],
+    [
+        *((*case, FP16) for case in EMULATED),
+        *((*case, BF16) for case in EMULATED[:2]),
+        *(pytest.param(*case, BF16, marks=pytest.mark.exhaustive) for case in EMULATED[2:13]),
+    ],
     ids=str,
 )
 def test_emulated(
@@ -257,6 +261,7 @@ LATE = [  # rings that warp groups share, with more chunks than slots, in even a
 ]
 
 
+@pytest.mark.cover("values")
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize(("chosen", "n", "k", "bits", "group"), LATE, ids=str)
@@ -339,6 +344,9 @@ def forced() -> list[tuple[int, Plan]]:
     return found
 
 
+@pytest.mark.cover(
+    "pairs", group=str, chosen=lambda plan: (plan[:3], (plan.beside, plan.split, plan.clusters))
+)
 @pytest.mark.gpu
 @pytest.mark.parametrize(("group", "chosen"), forced(), ids=str)
 def test_every_division(group: int, chosen: Plan) -> None:

@@ -103,6 +103,7 @@ def copied(cls, params, **options):
     return cls(copies, **options), copies
 
 
+@pytest.mark.cover("values")
 @every
 @cases
 def test_resuming_from_a_file_is_bit_for_bit(cls, options, state):

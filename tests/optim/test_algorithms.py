@@ -67,6 +67,7 @@ def test_every_step_is_that_of_the_reference_from_the_decoded_states(cls, option
                 assert stored_alike(optimizer.state[p][name], expected), (name, step, p.shape)
 
 
+@pytest.mark.cover("pairs")
 @every
 @classes
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -48,6 +48,7 @@ def values(optimizer, param, name):
     return value.dequantize() if isinstance(value, CodebookTensor) else value
 
 
+@pytest.mark.cover("values")
 @every
 @pytest.mark.parametrize("cls", [optim.AdamW, optim.Adam], ids=lambda c: c.__name__)
 def test_resuming_from_a_file_is_bit_for_bit(cls, state):

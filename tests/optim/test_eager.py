@@ -44,6 +44,7 @@ def trained(cls, state, dtype, options, piece, monkeypatch):
     return params, optimizer
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("state", FORMATS)
 @pytest.mark.parametrize("dtype,options", OPTIONS.values(), ids=OPTIONS)
 def test_gathered_or_cut(state, dtype, options, monkeypatch):
@@ -56,6 +57,7 @@ def test_gathered_or_cut(state, dtype, options, monkeypatch):
                 assert torch.equal(value, optimizer.state[q][name]), name
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("name", ["Lion", "SGD", "AdEMAMix"])
 @pytest.mark.parametrize("state", FORMATS)
 def test_other_algorithms_too(name, state, monkeypatch):

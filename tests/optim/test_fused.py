@@ -85,6 +85,7 @@ def test_as_the_step_in_pytorch(device, name, state):
     check_alike(made, bound, {"fp32": 1e-6, "bf16": 1e-3}.get(state, 2e-3))
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("state", ["4bit", "8bit", "float8"])
 def test_narrow_weights(device, dtype, state):

@@ -108,6 +108,7 @@ def test_other_algorithms_and_dtypes(device, name, dtype):
     assert all(p.dtype is dtype for p in made[0][0])
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("state", ["8bit", "bf16"])
 def test_how_a_step_is_cut_changes_no_bit(device, state, monkeypatch):
     found = []

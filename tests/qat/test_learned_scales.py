@@ -119,7 +119,7 @@ def test_training_starts_at_searched_scales(spec, dtype):
         assert torch.equal(learned_fake_quantize(w, *parameters, spec), rounded)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     seed=st.integers(0, 2**31), name=st.sampled_from(sorted(SPECS)), dtype=st.sampled_from(DTYPES)
 )

@@ -71,6 +71,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> float
     return loss.item()
 
 
+@pytest.mark.cover("values")
 @over(SOME)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_loss_goes_down(name: str, scheme: lb.Scheme) -> None:

@@ -268,6 +268,11 @@ def over(cases: Sequence[Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
 
 
+each_class = pytest.mark.cover(
+    "values", case=lambda c: (c.kind.__name__, c.column_step, c.row_step)
+)
+"""The usual run takes a case of each class, and of each way to cut rows and columns."""
+
 by_class = pytest.mark.cover("pairs", case=lambda case: case.kind.__name__)
 """The usual run meets each class with each value of the other axes, with cases of the class in turn."""
 
