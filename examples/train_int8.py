@@ -23,7 +23,7 @@ labels = (inputs @ torch.randn(64, 8)).argmax(dim=1)
 print(lowbit.train.prepare_(model, Int8MixedPrecision(always=True)))
 optimizer = lowbit.optim.AdamW8bit(model.parameters(), lr=1e-3)  # after prepare_
 losses = []
-for step in range(60):
+for _ in range(60):
     loss = F.cross_entropy(model(inputs), labels)
     loss.backward()
     optimizer.step()

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.forked import Forks
+from tests import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks("lowbit", "torch._dynamo", environment=dict(os.environ)) as made:
-        yield made
-
-
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs(script: Path, tmp_path: Path, forks: Forks) -> None:
+def test_an_example_runs(script: Path, tmp_path: Path) -> None:
     """It checks itself by assertions, prints what it found, and leaves no files."""
-    done = forks.run(script.read_text(encoding="utf-8"), folder=tmp_path)
+    done = forked.run(script.read_text(encoding="utf-8"), folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout
     assert not list(tmp_path.iterdir())
