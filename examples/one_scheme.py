@@ -18,7 +18,7 @@ scheme = Int4WeightOnly(group_size=64)  # the only place that says bits and grou
 inputs = torch.randn(32, 256)
 
 
-def build() -> nn.Module:
+def build() -> nn.Sequential:
     return nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 64))
 
 

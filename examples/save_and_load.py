@@ -13,7 +13,7 @@ import lowbit
 from lowbit import Int4WeightOnly, quantize_
 
 
-def build() -> nn.Module:
+def build() -> nn.Sequential:
     return nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 10))
 
 
