@@ -43,8 +43,10 @@ def in_ranks(
     deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
         inputs = (ranks, device, folder, seconds, function, arguments)
+        # With CUDA, new interpreters: it does not work in a fork of a process that has used it.
+        method = forked.start_method(spawned=device == "cuda")
         context = multiprocessing.start_processes(
-            _run_rank, inputs, ranks, join=False, daemon=True, start_method=_method(device)
+            _run_rank, inputs, ranks, join=False, daemon=True, start_method=method
         )
         try:
             while not context.join(max(0.0, deadline - time.monotonic()), GRACE_SECONDS):
@@ -59,14 +61,6 @@ def in_ranks(
                 process.kill()
                 process.join()
         return [torch.load(_answer(folder, rank), weights_only=False) for rank in range(ranks)]
-
-
-def _method(device: str) -> str:
-    """On a CPU, forks of the server of `lowbit.testing`, which has imported torch; with CUDA, new interpreters."""
-    if device == "cuda" or sys.platform != "linux":
-        return "spawn"
-    multiprocessing.get_context("forkserver").set_forkserver_preload(forked.PRELOADED)
-    return "forkserver"
 
 
 def _answer(folder: str, rank: int) -> Path:

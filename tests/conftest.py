@@ -54,10 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "pages" not in config.option.markexpr:
-        pages = [item for item in items if "pages" in item.keywords]
-        config.hook.pytest_deselected(items=pages)
-        items[:] = [item for item in items if "pages" not in item.keywords]
+    covering.leave_out("pages", config, items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False here")

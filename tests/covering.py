@@ -72,10 +72,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test may also be marked `exhaustive` by hand."""
-    if not _asks_for_all(config):
-        further = [item for item in items if "exhaustive" in item.keywords]
-        config.hook.pytest_deselected(items=further)
-        items[:] = [item for item in items if "exhaustive" not in item.keywords]
+    leave_out("exhaustive", config, items)
+
+
+def leave_out(marker: str, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests with a marker, unless `-m` names it."""
+    if marker not in config.option.markexpr:
+        config.hook.pytest_deselected(items=[item for item in items if marker in item.keywords])
+        items[:] = [item for item in items if marker not in item.keywords]
 
 
 def _asks_for_all(config: pytest.Config) -> bool:

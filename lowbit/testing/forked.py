@@ -21,6 +21,15 @@ PRELOADED = [
 """What the server imports. None of these modules may start a thread or ask for a device."""
 
 
+def start_method(spawned: bool = False) -> str:
+    """The start method of `multiprocessing` for these processes: "forkserver", or "spawn" where it is asked for or the
+    system is not Linux. The server imports `PRELOADED` when it starts; one that runs already stays as it is."""
+    if spawned or sys.platform != "linux":
+        return "spawn"
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    return "forkserver"
+
+
 def start(
     target: Callable[..., None],
     *arguments: Any,
@@ -40,10 +49,7 @@ def start(
         spawned: start an interpreter of its own instead of a fork.
         daemon: end it with this process. It may then start no processes of its own.
     """
-    spawned = spawned or sys.platform != "linux"
-    context: Any = multiprocessing.get_context("spawn" if spawned else "forkserver")
-    if not spawned:
-        context.set_forkserver_preload(PRELOADED)  # without effect on a server that runs already
+    context: Any = multiprocessing.get_context(start_method(spawned))
     saved = dict(os.environ)
     environment = {**saved, **variables}
     process = context.Process(target=_call, args=(environment, target, arguments), daemon=daemon)
