@@ -11,7 +11,7 @@ import torch
 from benchmarks.cases.block_scaled_mm import CASES, Case
 from benchmarks.registry import Problem, benchmark
 from benchmarks.scaled_mm import TABLE, Product
-from lowbit_kernels.block_scaled_mm import reference
+from lowbit_kernels.matmul.block_scaled_mm import reference
 
 E4M3 = torch.float8_e4m3fn
 CHECKED_ROWS = 256

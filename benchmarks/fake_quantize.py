@@ -16,8 +16,8 @@ from torch import Tensor
 
 from benchmarks.cases.fake_quantize import CASES, Case
 from benchmarks.registry import Candidate, Problem, benchmark
-from lowbit.learned_scales import codes_and_residual, gradients, rate_of
-from lowbit_kernels.fake_quantize import unpack_inside
+from lowbit.numerics.learned_scales import codes_and_residual, gradients, rate_of
+from lowbit_kernels.elementwise.fake_quantize import unpack_inside
 
 
 def forward_bytes(case: Case) -> int:

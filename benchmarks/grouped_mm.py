@@ -18,10 +18,10 @@ from benchmarks.report import ratio, readable
 from benchmarks.timing import measure
 from benchmarks.train_linear import LEAST_DECIBELS
 from lowbit import MixedPrecisionTensor, train
-from lowbit_kernels import grouped_columns
-from lowbit_kernels.grouped_scaled_mm import grouped_scaled_mm
-from lowbit_kernels.quantize_experts import quantize_experts
-from lowbit_kernels.quantize_grouped import quantize_grouped
+from lowbit_kernels.matmul import grouped_columns
+from lowbit_kernels.matmul.grouped_scaled_mm import grouped_scaled_mm
+from lowbit_kernels.quantize.quantize_experts import quantize_experts
+from lowbit_kernels.quantize.quantize_grouped import quantize_grouped
 
 REFERENCE = "torch._grouped_mm, bf16"
 SHAPES = [  # E, N, K, M

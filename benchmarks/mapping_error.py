@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import Machine
-from lowbit.affine import Mapping
-from lowbit.granularity import Granularity, PerGroup, PerRow
-from lowbit.scheme import Int, Spec
+from lowbit.numerics.affine import Mapping
+from lowbit.numerics.granularity import Granularity, PerGroup, PerRow
+from lowbit.numerics.number_format import Int
+from lowbit.numerics.spec import Spec
 
 SYMMETRIC: Mapping = "symmetric"
 NO_CLIPPING: Mapping = "symmetric_no_clipping_err"

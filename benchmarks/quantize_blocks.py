@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.cases.quantize_blocks import CASES, Case
 from benchmarks.registry import Candidate, Problem, benchmark
-from lowbit_kernels.quantize_blocks import reference
-from lowbit_kernels.quantize_rowcol import quantize_rowcol
+from lowbit_kernels.quantize.quantize_blocks import reference
+from lowbit_kernels.quantize.quantize_rowcol import quantize_rowcol
 
 
 def moved_bytes(case: Case) -> int:

@@ -12,8 +12,8 @@ from benchmarks.cases.quantize_rowcol import CASES, Case
 from benchmarks.registry import Candidate, Problem, Result, Row, Table, benchmark
 from benchmarks.report import readable
 from benchmarks.timing import measure
-from lowbit_kernels import quantize_rowcol_triton
-from lowbit_kernels.quantize_rowcol import allocate, reference
+from lowbit_kernels.quantize import quantize_rowcol_triton
+from lowbit_kernels.quantize.quantize_rowcol import allocate, reference
 
 WITH_PYTORCH = (
     "llama-8b-attention"  # only one shape, since compiling takes as long as all other measurements

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.cases.round_rows import CASES, Case
 from benchmarks.registry import Candidate, Problem, benchmark
-from lowbit_kernels.round_rows import reference
+from lowbit_kernels.quantize.round_rows import reference
 
 
 def moved_bytes(case: Case) -> int:

@@ -12,9 +12,9 @@ from benchmarks.cases.scaled_mm import CASES, Case
 from benchmarks.registry import Candidate, Problem, Result, Row, Table, benchmark
 from benchmarks.report import readable
 from benchmarks.timing import measure
-from lowbit_kernels import int8_mm_triton
-from lowbit_kernels.quantize_rowcol import quantize_rowcol
-from lowbit_kernels.scaled_mm import _float8_by_cublas, reference
+from lowbit_kernels.matmul import int8_mm_triton
+from lowbit_kernels.matmul.scaled_mm import _float8_by_cublas, reference
+from lowbit_kernels.quantize.quantize_rowcol import quantize_rowcol
 
 LAYOUTS = {  # for each operand: whether the product sums over its rows in memory, and so takes the transposed copy
     "NT after quantize_rowcol": (False, False),

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.cases.ternary_mm import CASES, Case
 from benchmarks.registry import Candidate, Problem, benchmark
-from lowbit_kernels.ternary_mm import reference
+from lowbit_kernels.matmul.ternary_mm import reference
 
 
 def _ternary(case: Case) -> tuple:

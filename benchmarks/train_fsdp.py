@@ -50,7 +50,7 @@ from lowbit import (
     Int8Weight,
     qat,
 )
-from lowbit_kernels import launches
+from lowbit_kernels.runtime import launches
 from recipes.llama import Llama, LlamaConfig
 
 LLAMA_8B_CONFIG = LlamaConfig(

@@ -1,7 +1,7 @@
 """Forward and backward of one linear layer: low-bit products, quantization included, beside bf16 and torchao.
 
-Each is compiled by torch.compile. The small shapes give the costs in `lowbit.least_sizes.Least`, which decide which
-layers stay plain.
+Each is compiled by torch.compile. The small shapes give the costs in `lowbit.schemes.least_sizes.Least`, which decide
+which layers stay plain.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.timing import Timing, measure
 from benchmarks.train_llama import SCHEMES
 from benchmarks.train_peers import PEERS, as_function
 from lowbit import MixedPrecisionTensor
-from lowbit.tensor.trainable import TrainableTensor
+from lowbit.tensor.trained.trainable import TrainableTensor
 
 REFERENCE = "bf16"
 LLAMA_8B = [(4096, 4096), (14336, 4096), (4096, 14336)]

@@ -2,7 +2,7 @@
 
 The model, its batch and the table are those of `train_llama`. The seven linears of each block are rounded, and not the
 head. "gradients in int8" and "in float8" multiply gradients in these formats as well. "kernel": where compiled graphs
-call the fused kernel, if it is not the default of `lowbit.tensor.fused_rounding`.
+call the fused kernel, if it is not the default of `lowbit.linear.fused_rounding`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from lowbit import (
     Scheme,
     qat,
 )
-from lowbit.tensor import fused_rounding
-from lowbit.train_scheme import MixedPrecision
+from lowbit.linear import fused_rounding
+from lowbit.schemes.training import MixedPrecision
 from recipes.llama import Llama
 
 PLAIN = "bf16"

@@ -16,7 +16,8 @@ from benchmarks.cases.weight_linear import Case
 from benchmarks.registry import Candidate, Problem, Result, Row, Table, benchmark
 from benchmarks.report import readable
 from benchmarks.timing import Timing, measure_over
-from lowbit_kernels import dynamic_linear, weight_linear
+from lowbit_kernels.composed import dynamic_linear
+from lowbit_kernels.weight_only import weight_linear
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
 LAYERS = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192))

@@ -1,5 +1,6 @@
 """``python -m benchmarks.write_linear_table`` measures every implementation of a weight-only product and rewrites the
-table of the fastest, `lowbit_kernels.linear_table.REGIMES`. Run it on the GPU that the table is for; it takes minutes.
+table of the fastest, `lowbit_kernels.weight_only.linear_table.REGIMES`. Run it on the GPU that the table is for; it
+takes minutes.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from benchmarks.cases.weight_linear import Case
 from benchmarks.registry import Candidate
 from benchmarks.timing import measure_over
 from benchmarks.weight_linear import LAYERS, ROTATED_BYTES
-from lowbit_kernels import linear_table
-from lowbit_kernels.linear_table import Regime
-from lowbit_kernels.weight_linear import IMPLEMENTATIONS, run
-from lowbit_kernels.weight_operands import WeightOperands
+from lowbit_kernels.weight_only import linear_table
+from lowbit_kernels.weight_only.linear_table import Regime
+from lowbit_kernels.weight_only.weight_linear import IMPLEMENTATIONS, run
+from lowbit_kernels.weight_only.weight_operands import WeightOperands
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 GROUPS = {4: (128,), 8: (0,)}  # 0: one scale a row; other groups take the row of the nearest

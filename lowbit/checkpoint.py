@@ -11,7 +11,7 @@ A quantized tensor `layer.weight` is stored as `layer.weight.codes`, `layer.weig
 
 `*.safetensors` keeps that text in the file's own metadata under "lowbit" (needs the safetensors package), and the
 text's SHA-256 under "lowbit_sha256"; `*.pt` is a `torch.save` of {"lowbit": text, "lowbit_sha256": …, "tensors": {…}}.
-`lowbit.tensor.affine_tensor` describes the layout of codes.
+`lowbit.tensor.frozen.affine_tensor` describes the layout of codes.
 
 The digests are those of the bytes in the file, also where another thread changes a tensor while it is saved. By them,
 loading a damaged file raises an error that names the damaged tensors. A file without digests, which an
@@ -32,11 +32,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit import container
-from lowbit.container import CheckpointError
-from lowbit.sharded import is_dtensor
-from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.state_dict import describe, joined, read_description
+from lowbit.files import container
+from lowbit.files.container import CheckpointError
+from lowbit.numerics.sharded import is_dtensor
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.core.state_dict import describe, joined, read_description
 
 FORMAT_VERSION = 1
 VERIFIED_AT_ONCE = 2**26

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from lowbit.convert import Entry, Filter, Report, Target, check_module, find_owners
 from lowbit.inference.fuse import FusedLinear, unfuse_linears_
+from lowbit.layers.joint import JointTensor, forget_siblings, joint_parts
+from lowbit.numerics.sharded import is_dtensor
 from lowbit.qat.lora import merging_layers
-from lowbit.sharded import is_dtensor
-from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.dtensor import local
-from lowbit.tensor.joint import JointTensor, forget_siblings, joint_parts
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.core.dtensor import local
 from lowbit.train.prepare import replace_prepared
 from lowbit.train.prepared import forget_prepared, was_prepared
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lowbit_kernels import compiling
+from lowbit_kernels.runtime import compiling
 
 DELAY = 1.0
 """Seconds until a bar appears. What ends before shows none."""
@@ -68,7 +68,7 @@ def waiting(what: str) -> Iterator[None]:
 
 @contextmanager
 def _compiling(what: str) -> Iterator[None]:
-    """What `lowbit_kernels.compiling` shows."""
+    """What `lowbit_kernels.runtime.compiling` shows."""
     what = f"{what}, once on this machine"
     if _is_on_terminal() and not _has_rich():
         _write_once(f"lowbit: {what}")

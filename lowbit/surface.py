@@ -3,7 +3,12 @@
 `lowbit/__init__.py` imports it, unless the program is the command line, which does so when a command runs.
 """
 
-from lowbit import inference, optim, pretrained, qat, train
+from lowbit import (
+    inference,
+    optim,
+    qat,
+    train,
+)
 from lowbit.affine import (
     choose_qparams_affine,
     dequantize_affine,
@@ -12,11 +17,22 @@ from lowbit.affine import (
 )
 from lowbit.calibration import calibrate
 from lowbit.checkpoint import CheckpointError, load, load_metadata, save
+from lowbit.convert.siblings import register_siblings
 from lowbit.dequantize import dequantize_
-from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor, PerToken
+from lowbit.granularity import (
+    PerBlock,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    PerToken,
+)
 from lowbit.inference import Report, quantize_, register_linear, unregister_linear
-from lowbit.lookup_table import E2M1, NF4, LookupTable
-from lowbit.presets import (
+from lowbit.interop import pretrained
+from lowbit.numerics.lookup_table import E2M1, NF4, LookupTable
+from lowbit.numerics.number_format import Float8, Int
+from lowbit.numerics.spec import Spec
+from lowbit.scheme import Scheme
+from lowbit.schemes.presets import (
     Float8DynamicActivationFloat8Weight,
     Float8StaticActivationFloat8Weight,
     Float8WeightOnly,
@@ -32,8 +48,14 @@ from lowbit.presets import (
     NF4WeightOnly,
     NVFP4WeightOnly,
 )
-from lowbit.scheme import Float8, Int, Scheme, Spec
-from lowbit.siblings import register_siblings
+from lowbit.schemes.training import (
+    BitNet,
+    Float8BlockMixedPrecision,
+    Float8MixedPrecision,
+    Int8MixedPrecision,
+    Int8Weight,
+    TrainingScheme,
+)
 from lowbit.tensor import (
     AffineTensor,
     BitNetTensor,
@@ -47,16 +69,8 @@ from lowbit.tensor import (
     TableTensor,
     TernaryTensor,
 )
-from lowbit.traced import Trace, TracedProduct
-from lowbit.tracer import trace
-from lowbit.train_scheme import (
-    BitNet,
-    Float8BlockMixedPrecision,
-    Float8MixedPrecision,
-    Int8MixedPrecision,
-    Int8Weight,
-    TrainingScheme,
-)
+from lowbit.trace.traced import Trace, TracedProduct
+from lowbit.trace.tracer import trace
 
 pretrained.listen()
 

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import lowbit
-from lowbit import new_path
+from lowbit.files import new_path
 from lowbit.train import TrainingScheme
 from recipes import figures, pages, quickstart, text
 from recipes.command_line import UserError, chosen_names, chosen_seeds, exit_status

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import lowbit
-from lowbit import new_path
+from lowbit.files import new_path
 from recipes import text
 from recipes.command_line import UserError, exit_status, override
 from recipes.llama import Llama, LlamaConfig

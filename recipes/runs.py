@@ -23,7 +23,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from lowbit import new_path, optional
+from lowbit import optional
+from lowbit.files import new_path
 from recipes import text
 from recipes.command_line import UserError
 

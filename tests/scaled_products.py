@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lowbit_kernels import launches
+from lowbit_kernels.runtime import launches
 
 
 @contextmanager

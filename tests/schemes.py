@@ -1,6 +1,6 @@
 """Schemes to test with: every preset by a readable id, hypothesis strategies over all specs, and a reference.
 
-`rounded` quantizes and dequantizes with the primitives of `lowbit.affine` alone: it pads, tiles and picks the
+`rounded` quantizes and dequantizes with the primitives of `lowbit.numerics.affine` alone: it pads, tiles and picks the
 ranges itself, so that a mistake in `Spec` or in a tensor class shows.
 """
 
@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lowbit as lb
-from lowbit.affine import choose_qparams_affine, dequantize_affine, quantize_affine
+from lowbit.numerics.affine import choose_qparams_affine, dequantize_affine, quantize_affine
+from lowbit.numerics.lookup_table import DYNAMIC8
 
 WEIGHT_ONLY = {
     "int4-g8": lb.Int4WeightOnly(8),
@@ -210,7 +211,7 @@ def _quantized_twice(scale: Tensor) -> Tensor:
     if scale.ndim > 2:
         return torch.stack([_quantized_twice(part) for part in scale])
     offset = scale.double().mean().float()
-    book = torch.tensor(lb.lookup_table.DYNAMIC8.values)
+    book = torch.tensor(DYNAMIC8.values)
     found = []
     for part in (scale.flatten() - offset).split(256):
         absmax = part.abs().max()

@@ -1,4 +1,4 @@
-"""The laws of lowbit.affine, against a float64 reference written block by block, and its edges and errors."""
+"""The laws of lowbit.numerics.affine, against a float64 reference written block by block, and its edges and errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowbit.affine import (
+from lowbit.numerics.affine import (
     VALUE_ZERO_POINT,
     Mapping,
     choose_qparams_affine,
@@ -21,8 +21,13 @@ from lowbit.affine import (
     fake_quantize_affine,
     quantize_affine,
 )
-from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor
-from lowbit.scheme import Int
+from lowbit.numerics.granularity import (
+    PerBlock,
+    PerGroup,
+    PerRow,
+    PerTensor,
+)
+from lowbit.numerics.number_format import Int
 
 EPS = torch.finfo(torch.float32).eps
 MAPPINGS: list[Mapping] = [

@@ -1,4 +1,4 @@
-"""lowbit.affine equals torch's own quantized ops and observers to the last bit, wherever torch has them.
+"""lowbit.numerics.affine equals torch's own quantized ops and observers to the last bit, wherever torch has them.
 
 One order everywhere in lowbit: round(x · 1/scale) + zero_point. torch's per-token and per-group ops round after adding
 the zero point, so there, with an odd zero point, an exact tie may fall to the neighbour: see the test of that name.
@@ -14,7 +14,7 @@ import torch.ao.quantization.fx._decomposed  # registers torch.ops.quantized_dec
 from torch import Tensor
 from torch.ao.quantization.observer import MinMaxObserver, PerChannelMinMaxObserver
 
-from lowbit.affine import (
+from lowbit.numerics.affine import (
     choose_qparams_affine,
     dequantize_affine,
     fake_quantize_affine,

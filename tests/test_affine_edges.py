@@ -1,4 +1,4 @@
-"""lowbit.affine at its edges: odd shapes, extreme values, float8, gradients, errors."""
+"""lowbit.numerics.affine at its edges: odd shapes, extreme values, float8, gradients, errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.affine import (
+from lowbit.numerics.affine import (
     Mapping,
     choose_qparams_affine,
     dequantize_affine,
@@ -17,7 +17,7 @@ from lowbit.affine import (
     quant_range,
     quantize_affine,
 )
-from lowbit.granularity import PerGroup, PerRow, PerTensor
+from lowbit.numerics.granularity import PerGroup, PerRow, PerTensor
 
 MAPPINGS: list[Mapping] = [
     "symmetric",

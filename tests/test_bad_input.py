@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit import qat
+from lowbit.linear.frozen import registered
 
 Lazy = nn.UninitializedParameter
 INT4, INT8 = lb.Int4WeightOnly(8), lb.Int8WeightOnly()
@@ -264,12 +265,12 @@ def test_the_wrong_kind_of_scheme_is_told_where_it_belongs(
 
 
 def test_only_functions_are_registered() -> None:
-    rows = lb.products.registered.rows
+    rows = registered.rows
     with pytest.raises(TypeError, match=r"register_linear takes functions.*got 3"):
         lb.register_linear(lambda x, weight, bias: True, 3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"register_linear takes functions.*got True"):
         lb.register_linear(True)  # type: ignore[arg-type]
-    assert lb.products.registered.rows is rows
+    assert registered.rows is rows
 
 
 def test_saving_anything_else_names_what_is_saved(tmp_path: Any) -> None:

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lowbit as lb
-from lowbit import checkpoint, digests, qat
+from lowbit import checkpoint, qat
 from lowbit.checkpoint import CheckpointError
+from lowbit.files import digests
 from tests.test_checkpoint_versions import rewrite
 
 SUFFIXES = pytest.mark.parametrize("suffix", [".safetensors", ".pt"])

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import lowbit as lb
-from lowbit import checkpoint, container, digests
+from lowbit import checkpoint
 from lowbit.checkpoint import CheckpointError
+from lowbit.files import container, digests
 from lowbit.tensor import joined
 from tests.tensor.cases import same_bits
 

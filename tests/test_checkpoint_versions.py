@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit import checkpoint, container
+from lowbit import checkpoint
 from lowbit.checkpoint import FORMAT_VERSION, CheckpointError
+from lowbit.files import container
 from tests.data.write_presets import SCHEMES
 
 DATA = Path(__file__).resolve().parent / "data"

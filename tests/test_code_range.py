@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowbit.affine import (
+from lowbit.numerics.affine import (
     VALUE_ZERO_POINT,
     Mapping,
     choose_qparams_affine,
@@ -69,7 +69,7 @@ def check_round_trip(x: Tensor, fake: Tensor, back: Tensor) -> None:
 def expected_codes(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, low: int, high: int
 ) -> Tensor:
-    """The formula of `lowbit.affine` for one block: float32 up to the code, and integers from there."""
+    """The formula of `lowbit.numerics.affine` for one block: float32 up to the code, and integers from there."""
     with np.errstate(all="ignore"):
         inverse = (1.0 / scale.double().numpy()).astype(np.float32)
         codes = np.rint(x.float().numpy() * inverse)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowbit.codebook import (
+from lowbit.numerics.codebook import (
     ABSMAX_FLOOR,
     Codebook,
     dequantize_blockwise,

@@ -22,7 +22,12 @@ from lowbit.optim import CommonOptions, LowbitOptimizer
 PACKAGES = [
     *("lowbit", "lowbit.optim", "lowbit.train", "lowbit.qat", "lowbit.inference", "lowbit.formats"),
     *("lowbit.testing", "lowbit.hf", "lowbit.torchtitan"),
-    *("lowbit.peft", "lowbit.accelerate", "lowbit.lightning", "lowbit.vllm"),
+    *(
+        "lowbit.peft",
+        "lowbit.accelerate",
+        "lowbit.lightning",
+        "lowbit.vllm",
+    ),
 ]
 NEEDS = {
     "lowbit.hf": "transformers",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowbit.codebook import (
+from lowbit.numerics.codebook import (
     ABSMAX_FLOOR,
     Codebook,
     _square_above_or_below,
@@ -35,7 +35,7 @@ def near_values(book: Codebook) -> torch.Tensor:
 
 
 def encode_exactly(book: Codebook, x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """The formulas of `lowbit.codebook` in whole numbers."""
+    """The formulas of `lowbit.numerics.codebook` in whole numbers."""
     codes = []
     for value, r in zip(x.tolist(), random.tolist(), strict=True):
         if book.signed:

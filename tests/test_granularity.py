@@ -9,8 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowbit.affine import choose_qparams_affine
-from lowbit.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
+from lowbit.numerics.affine import choose_qparams_affine
+from lowbit.numerics.granularity import (
+    Granularity,
+    PerBlock,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    PerToken,
+)
 
 CASES: list[tuple[Granularity, tuple[int, ...], tuple[int, ...]]] = [
     (PerTensor(), (), ()),

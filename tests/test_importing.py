@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import lowbit
-from lowbit_kernels.schemas import SCHEMAS
+from lowbit_kernels.runtime.schemas import SCHEMAS
 from tests.schemes import SCHEMES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,7 +24,14 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}
 SLOW = (
     *("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
     *("torch._dynamo", "torch._inductor", "torch.export", "sympy", "triton", "rich", "typer"),
-    *("matplotlib", "tomllib", "lowbit.formats", "lowbit.cli", "lowbit.testing", "lowbit.hf"),
+    *(
+        "matplotlib",
+        "tomllib",
+        "lowbit.formats",
+        "lowbit.cli",
+        "lowbit.testing",
+        "lowbit.hf",
+    ),
 )
 OPS = [line.partition("(")[0] for lines in SCHEMAS.values() for line in lines]
 MOST_SECONDS = 2.0

@@ -10,8 +10,8 @@ from torch import nn
 
 from lowbit import optim
 from lowbit.formats.report import snr
-from lowbit.long_norm import BLOCK, long_norm
-from lowbit.optim.orthogonalize import orthogonalize
+from lowbit.numerics.long_norm import BLOCK, long_norm
+from lowbit.optim.step.orthogonalize import orthogonalize
 
 COUNT = 2000 * 2048
 SMALL = torch.full((2000, 2048), 1e-3)

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit import qat
-from lowbit.affine import quantize_affine
-from lowbit.lookup_table import DYNAMIC8
-from lowbit.packing import unpack
-from lowbit.scale_format import SCALE_FORMATS, absmax_of_rows, flat_absmax
+from lowbit.numerics.affine import quantize_affine
+from lowbit.numerics.lookup_table import DYNAMIC8
+from lowbit.numerics.packing import unpack
+from lowbit.numerics.scale_format import SCALE_FORMATS, absmax_of_rows, flat_absmax
 from tests.schemes import relative_error
 
 INF = math.inf
@@ -207,8 +207,8 @@ def test_chunks_of_rows_change_nothing(scheme: lb.Scheme, monkeypatch) -> None:
     w = normal(3, 41, 130)
     whole = lb.AffineTensor.from_float(w, scheme)
     values = whole.dequantize()
-    monkeypatch.setattr("lowbit.tensor.row_chunks.CHUNK_ELEMENTS", 1000)
-    monkeypatch.setattr("lowbit.tensor.table_tensor.CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr("lowbit.tensor.core.row_chunks.CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr("lowbit.tensor.frozen.table_tensor.CHUNK_ELEMENTS", 1000)
     parts = lb.AffineTensor.from_float(w, scheme)
     assert torch.equal(parts.codes, whole.codes) and torch.equal(parts.dequantize(), values)
 

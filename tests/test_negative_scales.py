@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit.affine import (
+from lowbit.numerics.affine import (
     dequantize_affine,
     fake_quantize_affine,
     quantize_affine,
     unclamped_codes,
 )
-from lowbit_kernels import launches
+from lowbit_kernels.runtime import launches
 from tests.schemes import MAPPINGS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lowbit import new_path
+from lowbit.files import new_path
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such locks")
 

@@ -27,8 +27,8 @@ import torch
 
 from lowbit import AffineTensor, IntxWeightOnly, TrainingScheme
 from lowbit.optim.base import LowbitOptimizer
-from lowbit.tensor.base import check_weight
-from lowbit.tensor.trainable import TrainableTensor
+from lowbit.tensor.core.base import check_weight
+from lowbit.tensor.trained.trainable import TrainableTensor
 
 
 @dataclass(frozen=True)

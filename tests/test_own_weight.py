@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit.granularity import Granularity
-from lowbit.tensor.int8_weight import Int8WeightTensor
-from lowbit.tensor.trainable import TrainableTensor
+from lowbit.numerics.granularity import Granularity
+from lowbit.tensor.trained.int8_weight import Int8WeightTensor
+from lowbit.tensor.trained.trainable import TrainableTensor
 from lowbit.testing import TensorContract
-from lowbit_kernels.launches import ran
+from lowbit_kernels.runtime.launches import ran
 
 
 @dataclass(frozen=True)

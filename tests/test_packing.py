@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowbit.packing import pack, packed_size, unpack
+from lowbit.numerics.packing import pack, packed_size, unpack
 
 BITS = range(1, 9)
 SIZES = [0, 1, 2, 3, 7, 8, 9, 13, 64, 131]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit import patterns
-from lowbit.patterns import PatternError, matches
+from lowbit.convert import patterns
+from lowbit.convert.patterns import PatternError, matches
 
 WRITTEN = [
     r".*self_attn\.(q|k|v|o)_proj$",

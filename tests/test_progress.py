@@ -79,13 +79,13 @@ PROGRAMS = {
     "training": """
         model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64)) for _ in range(3)])
         lowbit.qat.prepare_(model, lowbit.Int4WeightOnly(32))
-        from lowbit.qat import blocks
+        from lowbit.qat.tools import blocks
         inner = blocks._Run.block
         blocks._Run.block = lambda *given: (time.sleep(0.1), inner(*given))[1]
         lowbit.qat.train_blocks(model, model, [torch.randn(2, 64)], epochs=1)
     """,
     "compiling": """
-        from lowbit_kernels import host_compiler
+        from lowbit_kernels.runtime import host_compiler
         inner = host_compiler._compile
         host_compiler._compile = lambda source: (time.sleep(0.2), inner(source))[1]
         host_compiler.library('extern "C" int of_progress() { return 1; }')
@@ -159,14 +159,14 @@ for _last in ("[torch.randn(2, 64)], lowbit.Int4WeightOnly(32)", "epochs=1"):
     WITH_FUNCTIONS = WITH_FUNCTIONS.replace(_last, f"{_last}, progress=lambda done: None")
 # shorter than the delay of other bars
 COMPILED_SHORTLY = """
-    from lowbit_kernels.compiling import compiling
+    from lowbit_kernels.runtime.compiling import compiling
     progress.DELAY = 60
     with progress.progress("long", 10), compiling("the CPU"):
         time.sleep(0.5)
 """
 COMPILED_TWICE = """
     sys.modules["rich"] = None
-    from lowbit_kernels.compiling import compiling
+    from lowbit_kernels.runtime.compiling import compiling
     for _ in range(2):
         with compiling("the CPU"):
             pass

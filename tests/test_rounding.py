@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowbit.rounding import _kept_multipliers, bits_at, keys, round_bf16
+from lowbit.numerics.rounding import (
+    _kept_multipliers,
+    bits_at,
+    keys,
+    round_bf16,
+)
 
 KEY = {"seed": 1234, "step": 7, "tensor": 3}
 MASK = 0xFFFFFFFF

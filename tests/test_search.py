@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lowbit as lb
-from lowbit import search
-from lowbit.search import search_qparams_affine
+from lowbit.numerics import search
+from lowbit.numerics.search import search_qparams_affine
 from tests.schemes import MAPPINGS, weight_specs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowbit.sharded import is_dtensor, is_fsdp_module
+from lowbit.numerics.sharded import is_dtensor, is_fsdp_module
 
 ASKED = {"torch.distributed.tensor": is_dtensor, "torch.distributed.fsdp": is_fsdp_module}
 

@@ -11,13 +11,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit.granularity import PerGroup, PerRow, PerTensor
 from lowbit.inference import fuse_linears_
-from lowbit.observer import BINS, Observer
-from lowbit.products import choose_linear
-from lowbit.products.eight_bits import static_linear
-from lowbit.scheme import Float8, Int, Scheme, Spec
-from lowbit_kernels import launches
+from lowbit.linear.frozen import choose_linear
+from lowbit.linear.frozen.eight_bits import static_linear
+from lowbit.numerics.granularity import PerGroup, PerRow, PerTensor
+from lowbit.numerics.number_format import Float8, Int
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
+from lowbit.trace.observer import BINS, Observer
+from lowbit_kernels.runtime import launches
 from tests.schemes import relative_error
 
 INT8 = lb.Int8StaticActivationInt8Weight()

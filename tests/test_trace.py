@@ -17,10 +17,16 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
-from lowbit import LowbitTensor, MixedPrecisionTensor, TracedProduct, trace, tracer
+from lowbit import (
+    LowbitTensor,
+    MixedPrecisionTensor,
+    TracedProduct,
+    trace,
+)
 from lowbit.inference import linear as linear_with_residual
-from lowbit.traced import weight_format
-from lowbit_kernels import launches
+from lowbit.trace import tracer
+from lowbit.trace.traced import weight_format
+from lowbit_kernels.runtime import launches
 from tests.inference.weight_ops import counted
 from tests.schemes import SCHEMES as INFERENCE_SCHEMES
 from tests.traced import low_bit, ran_in, reasons

@@ -15,8 +15,8 @@ from benchmarks import train_fsdp
 from benchmarks.ranks import in_ranks
 from benchmarks.registry import Problem, Result, Row
 from benchmarks.train_fsdp import ShardedCandidate, ShardedCost, measure_rank, measure_sharded
+from lowbit.schemes.training import TrainingScheme
 from lowbit.testing.launch import launch
-from lowbit.train_scheme import TrainingScheme
 from recipes.llama import LlamaConfig
 
 CONFIG = LlamaConfig(300, dim=64, layers=2, heads=2, kv_heads=1, hidden=64, context=16)

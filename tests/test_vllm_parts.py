@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import lowbit as lb
-from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.vllm.parts import LayerWeight, Part, Stored
+from lowbit.interop.vllm.parts import LayerWeight, Part, Stored
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from tests.tensor.cases import same_bits, values
 
 SCHEMES = {
@@ -134,7 +134,7 @@ def test_an_older_vllm_gets_a_warning(monkeypatch: Any, caplog: Any) -> None:
     """vLLM calls the plug-ins of all installed packages, and an error would stop it, whatever it serves."""
     from lowbit.vllm import register
 
-    for name in [n for n in sys.modules if n.startswith(("vllm", "lowbit.vllm.config"))]:
+    for name in [n for n in sys.modules if n.startswith(("vllm", "lowbit.interop.vllm.config"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.delattr(sys.modules["lowbit.vllm"], "config", raising=False)

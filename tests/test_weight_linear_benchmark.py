@@ -12,7 +12,7 @@ import lowbit
 from benchmarks.__main__ import main
 from benchmarks.weight_linear import Linear, _measure, shapes_of
 from benchmarks.write_linear_table import thresholds, written
-from lowbit_kernels import linear_table
+from lowbit_kernels.weight_only import linear_table
 
 
 def test_shapes_of_a_trace(tmp_path: Path) -> None:

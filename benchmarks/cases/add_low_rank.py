@@ -1,4 +1,4 @@
-"""Cases of `lowbit_kernels.add_low_rank`."""
+"""Cases of `lowbit_kernels.composed.add_low_rank`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of `lowbit_kernels.batched_mm`."""
+"""Cases of `lowbit_kernels.matmul.batched_mm`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of `lowbit_kernels.block_scaled_mm`."""
+"""Cases of `lowbit_kernels.matmul.block_scaled_mm`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit_kernels.quantize_blocks import quantize_blocks
+from lowbit_kernels.quantize.quantize_blocks import quantize_blocks
 
 
 @dataclass(frozen=True)

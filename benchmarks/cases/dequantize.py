@@ -1,4 +1,4 @@
-"""Cases of `lowbit_kernels.dequantize`."""
+"""Cases of `lowbit_kernels.weight_only.dequantize`."""
 
 from __future__ import annotations
 

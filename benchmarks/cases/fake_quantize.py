@@ -1,4 +1,4 @@
-"""Cases of `lowbit_kernels.fake_quantize`."""
+"""Cases of `lowbit_kernels.elementwise.fake_quantize`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.granularity import PerGroup, PerRow
-from lowbit.scheme import Float8, Int, Spec
-from lowbit_kernels.fake_quantize import Grid
+from lowbit.numerics.granularity import PerGroup, PerRow
+from lowbit.numerics.number_format import Float8, Int
+from lowbit.numerics.spec import Spec
+from lowbit_kernels.elementwise.grid import Grid
 
 
 @dataclass(frozen=True)

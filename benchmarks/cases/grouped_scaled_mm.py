@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lowbit_kernels import grouped_columns
+from lowbit_kernels.matmul import grouped_columns
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

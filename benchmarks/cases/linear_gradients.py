@@ -1,4 +1,4 @@
-"""Cases of `lowbit_kernels.linear_gradients`."""
+"""Cases of `lowbit_kernels.composed.linear_gradients`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit_kernels.quantize_rowcol import quantize_rowcol
+from lowbit_kernels.quantize.quantize_rowcol import quantize_rowcol
 
 
 @dataclass(frozen=True)

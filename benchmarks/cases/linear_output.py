@@ -1,4 +1,4 @@
-"""Cases of `lowbit_kernels.linear_output`."""
+"""Cases of `lowbit_kernels.composed.linear_output`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lowbit_kernels.quantize_rowcol import quantize_rowcol
+from lowbit_kernels.quantize.quantize_rowcol import quantize_rowcol
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Cases of `lowbit_kernels.normalize_matrices`."""
+"""Cases of `lowbit_kernels.elementwise.normalize_matrices`."""
 
 from __future__ import annotations
 

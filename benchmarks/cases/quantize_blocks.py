@@ -1,4 +1,4 @@
-"""Cases of `lowbit_kernels.quantize_blocks`."""
+"""Cases of `lowbit_kernels.quantize.quantize_blocks`."""
 
 from __future__ import annotations
 

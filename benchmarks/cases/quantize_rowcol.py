@@ -1,4 +1,4 @@
-"""Cases of `lowbit_kernels.quantize_rowcol`."""
+"""Cases of `lowbit_kernels.quantize.quantize_rowcol`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of `lowbit_kernels.quantize_tokens`."""
+"""Cases of `lowbit_kernels.quantize.quantize_tokens`."""
 
 from __future__ import annotations
 

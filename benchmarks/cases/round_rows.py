@@ -1,4 +1,4 @@
-"""Cases of `lowbit_kernels.round_rows`."""
+"""Cases of `lowbit_kernels.quantize.round_rows`."""
 
 from __future__ import annotations
 

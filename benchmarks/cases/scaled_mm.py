@@ -1,4 +1,4 @@
-"""Cases of `lowbit_kernels.scaled_mm`."""
+"""Cases of `lowbit_kernels.matmul.scaled_mm`."""
 
 from __future__ import annotations
 

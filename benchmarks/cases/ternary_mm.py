@@ -1,4 +1,4 @@
-"""Cases of `lowbit_kernels.ternary_mm`."""
+"""Cases of `lowbit_kernels.matmul.ternary_mm`."""
 
 from __future__ import annotations
 

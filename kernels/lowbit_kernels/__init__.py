@@ -18,29 +18,54 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lowbit_kernels import (
+    from lowbit_kernels.composed import (
         add_low_rank,
-        batched_mm,
-        block_scaled_mm,
-        dequantize,
         dynamic_linear,
-        fake_quantize,
         grouped_linear,
-        grouped_scaled_mm,
         linear_gradients,
         linear_output,
-        normalize_matrices,
+    )
+    from lowbit_kernels.elementwise import fake_quantize, normalize_matrices
+    from lowbit_kernels.matmul import (
+        batched_mm,
+        block_scaled_mm,
+        grouped_scaled_mm,
+        scaled_mm,
+        ternary_mm,
+    )
+    from lowbit_kernels.quantize import (
         quantize_blocks,
         quantize_experts,
         quantize_grouped,
         quantize_rowcol,
         quantize_tokens,
         round_rows,
-        scaled_mm,
-        ternary_mm,
         transpose_codes,
-        weight_linear,
     )
+    from lowbit_kernels.weight_only import dequantize, weight_linear
+
+_FOLDERS = {
+    "composed": (
+        "add_low_rank",
+        "dynamic_linear",
+        "grouped_linear",
+        "linear_gradients",
+        "linear_output",
+    ),
+    "elementwise": ("fake_quantize", "normalize_matrices"),
+    "matmul": ("batched_mm", "block_scaled_mm", "grouped_scaled_mm", "scaled_mm", "ternary_mm"),
+    "quantize": (
+        "quantize_blocks",
+        "quantize_experts",
+        "quantize_grouped",
+        "quantize_rowcol",
+        "quantize_tokens",
+        "round_rows",
+        "transpose_codes",
+    ),
+    "weight_only": ("dequantize", "weight_linear"),
+}
+_FOLDER_OF = {name: folder for folder, names in _FOLDERS.items() for name in names}
 
 __all__ = [
     "add_low_rank",
@@ -68,6 +93,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name in __all__:
-        return importlib.import_module(f"{__name__}.{name}")
+    if name in _FOLDER_OF:
+        return importlib.import_module(f"{__name__}.{_FOLDER_OF[name]}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its ops are {__all__}")

@@ -45,7 +45,7 @@ def calibrated(
         raise FormatError(f"{path} is in low bits already; give the folder of the plain weights")
     tokens = tokens_of(path, data, limit)
     model = load(path, device)
-    from lowbit.hf.plan import plan
+    from lowbit.interop.hf.plan import plan
 
     given = patterns if isinstance(patterns, Mapping) else {"*": patterns}
     chosen = plan(model, given, experts=False).schemes

@@ -87,7 +87,7 @@ def _compilers() -> Iterator[Finding]:
     nvcc = shutil.which("nvcc")
     detail = f"{nvcc or 'not found'}; lowbit does not need it"
     yield Finding("compilers", "nvcc", None if nvcc is None else True, detail)
-    from lowbit_kernels import disk_cache, trusted_folder
+    from lowbit_kernels.runtime import disk_cache, trusted_folder
 
     try:
         folder = disk_cache.cache_folder()
@@ -103,14 +103,14 @@ def _finding(section: str, name: str, obstacle: str | None, detail: str) -> Find
 
 
 def _host_compiler() -> str:
-    from lowbit_kernels import host_compiler
+    from lowbit_kernels.runtime import host_compiler
 
     return " ".join(host_compiler.compiler())
 
 
 def _why_no_host_compiler() -> str | None:
     """Compile a function of one line."""
-    from lowbit_kernels import host_compiler
+    from lowbit_kernels.runtime import host_compiler
 
     try:
         host_compiler.library('extern "C" int lowbit_doctor() { return 1; }')
@@ -120,7 +120,7 @@ def _why_no_host_compiler() -> str | None:
 
 
 def _why_no_nvrtc() -> str | None:
-    from lowbit_kernels import nvrtc
+    from lowbit_kernels.runtime import nvrtc
 
     if not torch.cuda.is_available():
         return "there is no GPU to compile for"

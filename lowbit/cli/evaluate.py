@@ -20,7 +20,7 @@ from lowbit.cli.language_model import check, load
 from lowbit.cli.output import print_json, print_table
 from lowbit.cli.windows import tokens_of, windows_of
 from lowbit.progress import progress
-from lowbit.qat.divergence import distillation_loss
+from lowbit.qat.tools.divergence import distillation_loss
 
 
 def evaluate(

@@ -24,11 +24,11 @@ from lowbit.cli.output import (
 )
 from lowbit.formats.base import FormatError
 from lowbit.formats.folder import Folder
-from lowbit.formats.gguf import Gguf
-from lowbit.formats.gguf_file import GgufFile
+from lowbit.formats.gguf.file import GgufFile
+from lowbit.formats.gguf.format import Gguf
 from lowbit.formats.report import snr
 from lowbit.progress import progress
-from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.core.base import LowbitTensor
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import nn
 
 from lowbit.formats.base import FormatError
 from lowbit.formats.folder import Folder
-from lowbit.formats.gguf_file import GgufFile
+from lowbit.formats.gguf.file import GgufFile
 from lowbit.formats.reading import load_pretrained, opened
 
 

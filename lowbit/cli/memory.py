@@ -29,14 +29,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowbit import optim, presets
+from lowbit import optim
 from lowbit.cli.shapes import Model, Shape, Sizes
-from lowbit.optim import state
-from lowbit.scheme import Scheme
-from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.int8_weight import Int8WeightTensor
+from lowbit.optim.state import state
+from lowbit.schemes import presets
+from lowbit.schemes.scheme import Scheme
+from lowbit.schemes.training import Int8Weight
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
+from lowbit.tensor.trained.int8_weight import Int8WeightTensor
 from lowbit.train import prepare_
-from lowbit.train_scheme import Int8Weight
 
 HIGH = torch.bfloat16
 HALF = 2

@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lowbit import new_path, optional
+from lowbit import optional
+from lowbit.files import new_path
 
 _PICTURES = (".png", ".svg", ".pdf")
 _WIDE = 10_000

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lowbit import names
-from lowbit.scheme import Scheme
+from lowbit.interop import names
+from lowbit.schemes.scheme import Scheme
 
 _NONE = "none"
 _ALL = "*"
@@ -17,7 +17,7 @@ def chosen(
     """The scheme for all layers, or patterns to schemes where `layers` names some.
 
     Args:
-        scheme: a name of `lowbit.names`, also with options: "int4(group_size=32)".
+        scheme: a name of `lowbit.interop.names`, also with options: "int4(group_size=32)".
         group_size: the option of that name, if it is given separately.
         layers: "PATTERN=SCHEME" or "PATTERN=none" each; the first that matches decides.
 

@@ -14,7 +14,7 @@ from lowbit import optional
 from lowbit.formats.base import FormatError, layer_of, weight_of
 from lowbit.formats.building import EmptyOnMeta, check_config
 from lowbit.formats.folder import Folder, read_json
-from lowbit.formats.gguf_file import GgufFile
+from lowbit.formats.gguf.file import GgufFile
 from lowbit.formats.layer_names import is_embedding, is_head, is_router
 
 Shape = tuple[int, ...]

@@ -40,10 +40,12 @@ from lowbit.formats.integers import (
     words_of,
 )
 from lowbit.formats.layer_names import left_out_by, settings_of
-from lowbit.packing import pack, unpack
-from lowbit.scheme import Int, Scheme, Spec
-from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.base import LowbitTensor
+from lowbit.numerics.number_format import Int
+from lowbit.numerics.packing import pack, unpack
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 WRITTEN, READ = (0, 2, 4, 6, 1, 3, 5, 7), (0, 4, 1, 5, 2, 6, 3, 7)
 """The order of outputs in a word, and its inverse."""

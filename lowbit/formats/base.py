@@ -19,13 +19,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lowbit.convert.patterns import PatternError
 from lowbit.formats.layer_names import is_listed
-from lowbit.granularity import PerBlock
-from lowbit.lookup_table import LookupTable
-from lowbit.patterns import PatternError
-from lowbit.scheme import Float8, Scheme
-from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.base import LowbitTensor
+from lowbit.numerics.granularity import PerBlock
+from lowbit.numerics.lookup_table import LookupTable
+from lowbit.numerics.number_format import Float8
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 Parts = dict[str, Tensor]
 """The tensors that stand for one weight, by their short names."""

@@ -28,10 +28,12 @@ import torch
 
 from lowbit.formats.base import Format, FormatError, Parts, ScalesError
 from lowbit.formats.integers import Layout, from_integers, integers_of, layout_of
-from lowbit.granularity import PerRow, PerToken
-from lowbit.scheme import Int, Scheme, Spec
-from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.base import LowbitTensor
+from lowbit.numerics.granularity import PerRow, PerToken
+from lowbit.numerics.number_format import Int
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 INVERSE = 7.874015718698502e-3
 """float32(1/127), the constant of the package."""

@@ -30,13 +30,14 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.base import Format, FormatError, Parts
-from lowbit.granularity import PerGroup
-from lowbit.lookup_table import DYNAMIC8, NF4, LookupTable
-from lowbit.scale_format import Double, absmax_of_rows, flat_absmax
-from lowbit.scheme import Scheme, Spec
-from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.table_tensor import TableTensor
+from lowbit.numerics.granularity import PerGroup
+from lowbit.numerics.lookup_table import DYNAMIC8, NF4, LookupTable
+from lowbit.numerics.scale_format import Double, absmax_of_rows, flat_absmax
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
+from lowbit.tensor.frozen.table_tensor import TableTensor
 
 _MAGNITUDES = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 FP4 = LookupTable((*(m / 12 for m in _MAGNITUDES), *(-m / 12 for m in _MAGNITUDES)))

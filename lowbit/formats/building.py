@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from lowbit import optional
 from lowbit.formats.base import FormatError, brief
 from lowbit.formats.folder import Folder
-from lowbit.formats.gguf_file import GgufFile
+from lowbit.formats.gguf.file import GgufFile
 
 SPARE = 1000
 """Layers and parameters that a model may have beyond the number of tensors in its folder: a default of a config such as

@@ -10,8 +10,8 @@ the two of `lowbit.formats.compressed_tensors_fp4`.
 | float8_e4m3fn               | float-quantized | `weight` float8 [N, K], `weight_scale`                       |
 
 `weight_scale` is [N, G] for groups, [N, 1] for rows ("channel"), [1] for a whole tensor, and a scale for each block of
-float8. `weight_packed` is lowbit's bit stream (`lowbit.packing`), each row padded to whole words of 32 bits; zero
-points are packed the same way along N, and one of a whole tensor is int8 [1]. Codes are stored with 2^(b−1) added.
+float8. `weight_packed` is lowbit's bit stream (`lowbit.numerics.packing`), each row padded to whole words of 32 bits;
+zero points are packed the same way along N, and one of a whole tensor is int8 [1]. Codes are stored with 2^(b−1) added.
 Folders of compressed-tensors before 0.18.0 pack 3, 5, 6 and 7 bits in other words
 (`lowbit.formats.compressed_tensors_words`). Both are read, and what is written states the release that reads it.
 A static scale of the inputs is `input_scale` [1].
@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.affine import Mapping as QuantizationMapping
 from lowbit.formats import compressed_tensors_fp4 as fp4
 from lowbit.formats.base import Format, FormatError, Parts, layer_of
 from lowbit.formats.compressed_tensors_words import DENSE_SINCE, crosses_words, in_dense_words
@@ -45,14 +44,24 @@ from lowbit.formats.integers import (
     words_of,
 )
 from lowbit.formats.layer_names import begins_with, is_embedding, is_listed
-from lowbit.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
-from lowbit.lookup_table import E2M1, LookupTable
-from lowbit.packing import pack, unpack
-from lowbit.scheme import Float8, Int, Scheme, Spec
-from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.float8_tensor import Float8Tensor
-from lowbit.tensor.table_tensor import TableTensor
+from lowbit.numerics.affine import Mapping as QuantizationMapping
+from lowbit.numerics.granularity import (
+    Granularity,
+    PerBlock,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    PerToken,
+)
+from lowbit.numerics.lookup_table import E2M1, LookupTable
+from lowbit.numerics.number_format import Float8, Int
+from lowbit.numerics.packing import pack, unpack
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
+from lowbit.tensor.frozen.float8_tensor import Float8Tensor
+from lowbit.tensor.frozen.table_tensor import TableTensor
 
 PACKED, INTEGERS, FLOATS, MIXED = (
     *("pack-quantized", "int-quantized", "float-quantized"),

@@ -23,11 +23,12 @@ from typing import Any
 import torch
 
 from lowbit.formats.base import FormatError, Parts
-from lowbit.granularity import PerGroup
-from lowbit.lookup_table import E2M1
-from lowbit.scheme import Scheme, Spec
-from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.table_tensor import TableTensor
+from lowbit.numerics.granularity import PerGroup
+from lowbit.numerics.lookup_table import E2M1
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.frozen.table_tensor import TableTensor
 
 
 @dataclass(frozen=True)

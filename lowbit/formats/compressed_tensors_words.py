@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lowbit.formats.base import FormatError, Parts
 from lowbit.formats.integers import words_of
-from lowbit.packing import pack
+from lowbit.numerics.packing import pack
 
 DENSE_SINCE = "0.18.0"
 """The first release of compressed-tensors that reads and writes the layout "dense"."""

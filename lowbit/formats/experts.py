@@ -28,7 +28,7 @@ from torch import Tensor
 from lowbit.formats.base import FormatError
 from lowbit.formats.folder import Folder
 from lowbit.formats.sources import Item, Source
-from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.core.base import LowbitTensor
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _STACK = re.compile(rf"(.*\.experts)\.({GATE_UP}|{DOWN})")

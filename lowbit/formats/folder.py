@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit import digests, optional
+from lowbit import optional
+from lowbit.files import digests
 from lowbit.formats.auto_round import translated
 from lowbit.formats.base import Format, FormatError, damage_of, layer_of, weight_of
 from lowbit.formats.layer_names import (

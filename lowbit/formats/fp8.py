@@ -31,11 +31,18 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.base import Format, FormatError, Parts, weight_of
-from lowbit.granularity import PerBlock, PerRow, PerTensor, PerToken
-from lowbit.scheme import Float8, Scheme, Spec
-from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.float8_tensor import Float8Tensor
-from lowbit.train_scheme import BLOCK, BLOCK_ACTIVATION, BLOCK_WEIGHT
+from lowbit.numerics.granularity import (
+    PerBlock,
+    PerRow,
+    PerTensor,
+    PerToken,
+)
+from lowbit.numerics.number_format import Float8
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
+from lowbit.schemes.training import BLOCK, BLOCK_ACTIVATION, BLOCK_WEIGHT
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.frozen.float8_tensor import Float8Tensor
 
 E4M3 = torch.float8_e4m3fn
 SCALE = "weight_scale_inv"

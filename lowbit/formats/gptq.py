@@ -35,7 +35,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.affine import Mapping as AffineMapping
 from lowbit.formats.base import Format, FormatError, Parts, layer_of
 from lowbit.formats.integers import (
     Layout,
@@ -51,11 +50,14 @@ from lowbit.formats.integers import (
     words_of,
 )
 from lowbit.formats.layer_names import left_out_by, settings_of
-from lowbit.packing import pack, unpack
-from lowbit.scheme import Int, Scheme, Spec
-from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.ordered_tensor import OrderedTensor
+from lowbit.numerics.affine import Mapping as AffineMapping
+from lowbit.numerics.number_format import Int
+from lowbit.numerics.packing import pack, unpack
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
+from lowbit.tensor.frozen.ordered_tensor import OrderedTensor
 
 BITS = (2, 3, 4, 8)
 

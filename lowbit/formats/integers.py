@@ -14,13 +14,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit.affine import Mapping
 from lowbit.formats.base import FormatError, ScalesError
-from lowbit.granularity import Granularity, PerGroup, PerRow, PerTensor
-from lowbit.packing import packed_size
-from lowbit.scheme import Int, Scheme, Spec
-from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.base import LowbitTensor
+from lowbit.numerics.affine import Mapping
+from lowbit.numerics.granularity import (
+    Granularity,
+    PerGroup,
+    PerRow,
+    PerTensor,
+)
+from lowbit.numerics.number_format import Int
+from lowbit.numerics.packing import packed_size
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from lowbit import patterns
-from lowbit.convert import matches
+from lowbit.convert import matches, patterns
 
 _EMBEDDINGS = {"wte", "wpe", "shared", "word_embeddings", "position_embeddings"}
 _HEADS = {"lm_head", "embed_out", "output", "score", "classifier"}
@@ -51,7 +50,7 @@ def is_router(layer: str) -> bool:
 def begins_with(expression: str, layer: str) -> bool:
     """Whether a regular expression of a folder's config.json matches the beginning of a name.
 
-    Raises `lowbit.patterns.PatternError`, a ValueError, for one that may take for ever.
+    Raises `lowbit.convert.patterns.PatternError`, a ValueError, for one that may take for ever.
     """
     return patterns.matches(expression, layer)
 

@@ -1,8 +1,8 @@
 """Check, while siblings are written, that they share what a server keeps once for the layers that it merges.
 
 vLLM makes q, k and v one layer. Where each of them has an entry of its own, vLLM keeps the largest, and reads the other
-weights by it without an error. So siblings (`lowbit.siblings`) wait here for each other, and what differs is refused,
-or made equal with lossy=True.
+weights by it without an error. So siblings (`lowbit.convert.siblings`) wait here for each other, and what differs is
+refused, or made equal with lossy=True.
 
 | quantity (`Format.joint`)                | with lossy=True                                                   |
 |------------------------------------------|-------------------------------------------------------------------|
@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from lowbit.convert import alike, joint_part
+from lowbit.convert.siblings import family_of, group_of
 from lowbit.formats.base import Format, FormatError, Parts, layer_of
 from lowbit.formats.report import snr
 from lowbit.formats.sources import Item
-from lowbit.scheme import Scheme
-from lowbit.siblings import family_of, group_of
-from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 Ready = tuple[Item, Parts]
 """A tensor in the target's format, and its parts."""

@@ -15,10 +15,10 @@ from lowbit.checkpoint import identity
 from lowbit.formats.base import FormatError
 from lowbit.formats.folder import copy_beside_weights
 from lowbit.formats.sources import Holder, Item
-from lowbit.sharded import is_dtensor
-from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.bitnet import BitNetTensor
-from lowbit.tensor.fake_quantized import FakeQuantizedTensor
+from lowbit.numerics.sharded import is_dtensor
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.trained.bitnet import BitNetTensor
+from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 
 _UNFINISHED = {FakeQuantizedTensor: "lowbit.qat.convert_", BitNetTensor: "lowbit.train.convert_"}
 """Weights that are still trained, and what turns each into the weight that it computes with."""

@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.base import Format, FormatError, Parts
-from lowbit.granularity import PerBlock, PerGroup
-from lowbit.lookup_table import E2M1
-from lowbit.packing import pack, unpack
-from lowbit.scheme import Scheme, Spec
-from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.table_tensor import TableTensor
+from lowbit.numerics.granularity import PerBlock, PerGroup
+from lowbit.numerics.lookup_table import E2M1
+from lowbit.numerics.packing import pack, unpack
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
+from lowbit.tensor.frozen.table_tensor import TableTensor
 
 GROUP = 32
 SPEC = Spec(E2M1, PerGroup(GROUP), "symmetric_no_clipping_err", scale_format="e8m0")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lowbit import new_path
+from lowbit.files import new_path
 from lowbit.formats.base import FormatError
 
 

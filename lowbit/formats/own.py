@@ -23,9 +23,9 @@ import torch
 
 from lowbit.checkpoint import FORMAT_VERSION
 from lowbit.formats.base import Format, FormatError, Parts
-from lowbit.scheme import Scheme
-from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.state_dict import describe, read_description
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.core.state_dict import describe, read_description
 
 
 class Own(Format):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lowbit.convert import alike, check_pattern, joint_part, matches
+from lowbit.convert.siblings import families
 from lowbit.formats.base import Format, FormatError, layer_of
 from lowbit.formats.experts import is_transposed_stack
 from lowbit.formats.folder import Folder
@@ -25,10 +26,9 @@ from lowbit.formats.layer_names import TRANSPOSED, is_embedding, why_left_alone
 from lowbit.formats.report import snr
 from lowbit.formats.sources import Item
 from lowbit.formats.tied import is_tied
-from lowbit.scheme import Scheme
-from lowbit.siblings import families
-from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.base import LowbitTensor
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 SCALES = ("minmax", "searched")
 

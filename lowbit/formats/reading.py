@@ -15,9 +15,9 @@ from lowbit.formats import building
 from lowbit.formats.base import FormatError
 from lowbit.formats.experts import Joined, joined
 from lowbit.formats.folder import Folder
-from lowbit.formats.gguf_file import GgufFile
+from lowbit.formats.gguf.file import GgufFile
 from lowbit.progress import progress
-from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.core.base import LowbitTensor
 
 
 def tensors(

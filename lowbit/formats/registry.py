@@ -12,7 +12,7 @@ from lowbit.formats.bitsandbytes import BitsandbytesInt8
 from lowbit.formats.bitsandbytes_4bit import Bitsandbytes4bit
 from lowbit.formats.compressed_tensors import CompressedTensors
 from lowbit.formats.fp8 import Float8Blocks
-from lowbit.formats.gguf import Gguf
+from lowbit.formats.gguf.format import Gguf
 from lowbit.formats.gptq import Gptq, GptqV2
 from lowbit.formats.mxfp4 import Mxfp4
 from lowbit.formats.own import Own

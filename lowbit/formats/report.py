@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lowbit.convert import Entry, Report
 from lowbit.formats.sources import Item
-from lowbit.long_norm import long_norm
-from lowbit.tensor.base import LowbitTensor
+from lowbit.numerics.long_norm import long_norm
+from lowbit.tensor.core.base import LowbitTensor
 
 
 @dataclass

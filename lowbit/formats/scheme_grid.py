@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lowbit.formats.base import Format, FormatError
 from lowbit.formats.registry import target
-from lowbit.granularity import PerGroup
-from lowbit.scheme import Scheme
-from lowbit.tensor.affine_tensor import AffineTensor
+from lowbit.numerics.granularity import PerGroup
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 Given = TypeVar("Given", Scheme, Mapping[str, Scheme | None])
 _ROWS, _COLUMNS = 256, 256

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit import digests, new_path, tensor_file
+from lowbit.files import digests, new_path, tensor_file
 from lowbit.formats.base import Format, FormatError
 from lowbit.formats.folder import INDEX, SINGLE, WEIGHT_SUFFIXES, safetensors
-from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.core.base import LowbitTensor
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

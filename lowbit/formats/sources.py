@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.core.base import LowbitTensor
 
 Holder = Literal["linear", "embedding", "custom", "other"]
 """The kind of the module that holds a tensor. "custom": a matrix of a module of transformers that multiplies by it in a

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.layer_names import is_embedding, is_head
-from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.core.base import LowbitTensor
 
 KEY = "tie_word_embeddings"
 _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")

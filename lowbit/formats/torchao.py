@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.affine import Mapping as AffineMapping
 from lowbit.formats.base import Format, FormatError, Parts
 from lowbit.formats.integers import (
     Layout,
@@ -34,11 +33,21 @@ from lowbit.formats.integers import (
     layout_of,
     whole_groups,
 )
-from lowbit.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
-from lowbit.scheme import Float8, Int, Scheme, Spec
-from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.float8_tensor import Float8Tensor
+from lowbit.numerics.affine import Mapping as AffineMapping
+from lowbit.numerics.granularity import (
+    Granularity,
+    PerBlock,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    PerToken,
+)
+from lowbit.numerics.number_format import Float8, Int
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
+from lowbit.tensor.frozen.float8_tensor import Float8Tensor
 
 E4M3 = torch.float8_e4m3fn
 QDATA, SCALE, ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"

@@ -14,8 +14,8 @@ from torch import nn
 from lowbit.formats.base import Format, FormatError, Parts, ScalesError, layer_of
 from lowbit.formats.experts import gathered, published
 from lowbit.formats.folder import Folder
-from lowbit.formats.gguf import Gguf
-from lowbit.formats.gguf_file import GgufFile, GgufWriter
+from lowbit.formats.gguf.file import GgufFile, GgufWriter
+from lowbit.formats.gguf.format import Gguf
 from lowbit.formats.heap import Trimmed
 from lowbit.formats.merged import MergedLayers, Ready
 from lowbit.formats.module import Model
@@ -29,8 +29,8 @@ from lowbit.formats.report import ExportReport, snr
 from lowbit.formats.shards import Shards, equal_bits, new_folder, size_in_bytes, write_json
 from lowbit.formats.sources import Item, Source
 from lowbit.progress import progress
-from lowbit.scheme import Scheme
-from lowbit.tensor.base import LowbitTensor
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.core.base import LowbitTensor
 
 _MOST_REFUSED = 3
 """The export ends after so many refused weights, and the message names them."""

@@ -4,7 +4,12 @@ from lowbit.convert import Report
 from lowbit.inference.float8_blocks import float8_blocks_state_dict, load_float8_blocks_
 from lowbit.inference.fuse import fuse_linears_, unfuse_linears_
 from lowbit.inference.quantize import quantize_
-from lowbit.products import grouped_linear, linear, register_linear, unregister_linear
+from lowbit.linear.frozen import (
+    grouped_linear,
+    linear,
+    register_linear,
+    unregister_linear,
+)
 
 __all__ = [
     "Report",

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import Entry, Report, find_owners
-from lowbit.scheme import Spec
-from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.float8_tensor import Float8Tensor
-from lowbit.tensor.fsdp import as_bytes
-from lowbit.train_scheme import BLOCK, BLOCK_ACTIVATION, BLOCK_WEIGHT
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.training import BLOCK, BLOCK_ACTIVATION, BLOCK_WEIGHT
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.core.fsdp import as_bytes
+from lowbit.tensor.frozen.float8_tensor import Float8Tensor
 
 SCALE = "_scale_inv"
 """The name of the scales is that of their weight and this."""

@@ -19,10 +19,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowbit.convert import find_owners, joined_name
-from lowbit.siblings import siblings
-from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.state_dict import check_described, described, hand_out_names, is_ours, take_parts
+from lowbit.convert.siblings import siblings
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.core.state_dict import (
+    check_described,
+    described,
+    hand_out_names,
+    is_ours,
+    take_parts,
+)
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
@@ -46,8 +52,8 @@ def fuse_linears_(
     Args:
         model: a module with quantized or plain weights.
         groups: names of siblings. Every module that has all names of a group is fused. Default: the table of
-            `lowbit.siblings`, with q_proj, k_proj and v_proj, gate_proj and up_proj, and the names of other families
-            of models.
+            `lowbit.convert.siblings`, with q_proj, k_proj and v_proj, gate_proj and up_proj, and the names of other
+            families of models.
 
     Returns:
         The fully qualified names of each fused group. The first module of each holds the joint weight.

@@ -18,9 +18,14 @@ from lowbit.convert import (
     replace_weights,
     rounding_owners,
 )
-from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.conv_tensor import ConvTensor
-from lowbit.tensor.static_input import check_input, held_for, input_qparams, take_input
+from lowbit.layers.static_input import (
+    check_input,
+    held_for,
+    input_qparams,
+    take_input,
+)
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
+from lowbit.tensor.frozen.conv_tensor import ConvTensor
 
 Scales = Literal["minmax", "searched"]
 
@@ -53,18 +58,19 @@ def quantize_(
             A further parameter of an `nn.Linear`, such as an adapter in a subclass, is converted only where a pattern
             or the filter names it.
         scales: how the scale (and zero point) of each block is chosen. "minmax": from its smallest and largest value.
-            "searched": with the smallest squared error, which `lowbit.search` finds; it takes about 15 times as long,
-            and the model is stored and runs the same. None: "searched" for integers of 1 and 2 bits, "minmax" for all
-            else.
+            "searched": with the smallest squared error, which `lowbit.numerics.search` finds; it takes about 15 times
+            as long, and the model is stored and runs the same. None: "searched" for integers of 1 and 2 bits, "minmax"
+            for all else.
 
     The report lists all parameters of two or more dimensions with their share of the model's bytes, and the share
     of all parameters that is now in low bits.
 
-    Siblings that servers merge into one layer, such as q, k and v (`lowbit.siblings`), share the global scale of NVFP4,
-    and the scale of a whole tensor in float8.
+    Siblings that servers merge into one layer, such as q, k and v (`lowbit.convert.siblings`), share the global scale
+    of NVFP4, and the scale of a whole tensor in float8.
 
     Weights shared by several modules stay shared. A dimension that is no multiple of the group is padded. The state
-    dict hands out plain tensors, `weight.codes`, `weight.scale` …, and takes them again (`lowbit.tensor.state_dict`).
+    dict hands out plain tensors, `weight.codes`, `weight.scale` …, and takes them again
+    (`lowbit.tensor.core.state_dict`).
 
     Raises:
         TypeError: `scheme` is neither a Scheme nor a dict.

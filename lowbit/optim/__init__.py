@@ -12,13 +12,13 @@ from lowbit.optim.adam import (
 )
 from lowbit.optim.ademamix import AdEMAMix, AdEMAMix4bit, AdEMAMix8bit, AdEMAMixFp8
 from lowbit.optim.base import LowbitOptimizer
-from lowbit.optim.checkpoint import dequantize_state_dict
 from lowbit.optim.in_backward import step_in_backward
 from lowbit.optim.lion import Lion, Lion4bit, Lion8bit, LionFp8
 from lowbit.optim.muon import Muon, Muon4bit, Muon8bit, MuonFp8
-from lowbit.optim.offload import CPUOffloadOptimizer
+from lowbit.optim.offload.offload import CPUOffloadOptimizer
 from lowbit.optim.options import CommonOptions
 from lowbit.optim.sgd import SGD, SGD4bit, SGD8bit, SGDFp8
+from lowbit.optim.state.checkpoint import dequantize_state_dict
 
 __all__ = [
     "SGD",

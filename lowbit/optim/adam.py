@@ -34,7 +34,7 @@ from lowbit.optim.base import LowbitOptimizer
 from lowbit.optim.options import CommonOptions, check_betas, check_flag, check_nonnegative
 
 if TYPE_CHECKING:
-    from lowbit_kernels.fused_step import Rule
+    from lowbit_kernels.elementwise.fused_step import Rule
 
 
 def reference(
@@ -143,7 +143,7 @@ class AdamBase(LowbitOptimizer):
 
 @functools.cache  # each step asks for it
 def _rule(decoupled: bool, maximize: bool, amsgrad: bool, clamps: bool) -> Rule:
-    from lowbit_kernels.fused_step import Rule
+    from lowbit_kernels.elementwise.fused_step import Rule
 
     lines = ["g = -g;"] if maximize else []
     if not decoupled:

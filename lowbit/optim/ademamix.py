@@ -48,7 +48,7 @@ from lowbit.optim.base import LowbitOptimizer
 from lowbit.optim.options import CommonOptions, check_betas, check_flag, check_nonnegative
 
 if TYPE_CHECKING:
-    from lowbit_kernels.fused_step import Rule
+    from lowbit_kernels.elementwise.fused_step import Rule
 
 
 def reference(
@@ -192,7 +192,7 @@ class AdEMAMix(LowbitOptimizer):
         return group["state"]
 
     def rule(self, group: dict[str, Any]) -> Rule:
-        from lowbit_kernels.fused_step import Rule
+        from lowbit_kernels.elementwise.fused_step import Rule
 
         lines = ["g = -g;"] if group["maximize"] else []
         lines += [

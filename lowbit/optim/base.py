@@ -24,12 +24,12 @@ The base provides the rest:
 
 - A parameter's first step creates its states as zeros, each a `CodebookTensor` or plain float32 or bfloat16. The states
   of a sharded parameter (DTensor, FSDP2) are sharded alike.
-- Kernels update the parameters that they take (`lowbit.optim.fused`), PyTorch operations the others
-  (`lowbit.optim.eager`). Both decode the states, compute in float32, encode, and round the weight once.
-- Random bits (`lowbit.rounding`) have the key (the group's seed, the parameter's own step, 4 * its index in the
-  optimizer + slot, index of the element in the whole parameter), with slot 0 for the weight and i + 1 for the i-th
+- Kernels update the parameters that they take (`lowbit.optim.step.fused`), PyTorch operations the others
+  (`lowbit.optim.step.eager`). Both decode the states, compute in float32, encode, and round the weight once.
+- Random bits (`lowbit.numerics.rounding`) have the key (the group's seed, the parameter's own step, 4 * its index in
+  the optimizer + slot, index of the element in the whole parameter), with slot 0 for the weight and i + 1 for the i-th
   name of `state_names`. So they are the same at any sharding and after a restart.
-- Loading a checkpoint (`lowbit.optim.checkpoint`) converts its states to this optimizer's formats.
+- Loading a checkpoint (`lowbit.optim.state.checkpoint`) converts its states to this optimizer's formats.
 """
 
 from __future__ import annotations
@@ -46,20 +46,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lowbit.optim import state as states
-from lowbit.optim.checkpoint import (
-    SteppedBy,
-    check_is_state_dict,
-    check_loadable,
-    checked_states,
-    converted,
-    fill,
-    parameter_names,
-)
-from lowbit.optim.described import described
-from lowbit.optim.eager import EagerStep
-from lowbit.optim.foreign import translated
-from lowbit.optim.job import GradScale, Job, Step, collect, grad_scale
 from lowbit.optim.options import (
     COMMON_DEFAULTS,
     KEPT_ON_LOADING,
@@ -70,12 +56,32 @@ from lowbit.optim.options import (
     check_param,
     check_shared,
 )
-from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.dtensor import local
+from lowbit.optim.state import state as states
+from lowbit.optim.state.checkpoint import (
+    SteppedBy,
+    check_is_state_dict,
+    check_loadable,
+    checked_states,
+    converted,
+    fill,
+    parameter_names,
+)
+from lowbit.optim.state.described import described
+from lowbit.optim.state.foreign import translated
+from lowbit.optim.step.eager import EagerStep
+from lowbit.optim.step.job import (
+    GradScale,
+    Job,
+    Step,
+    collect,
+    grad_scale,
+)
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.core.dtensor import local
 
 if TYPE_CHECKING:
-    from lowbit.optim.fused import FusedStep
-    from lowbit_kernels.fused_step import Rule
+    from lowbit.optim.step.fused import FusedStep
+    from lowbit_kernels.elementwise.fused_step import Rule
 
 
 _OWN_STATES = {"step", "weight_correction"}
@@ -150,7 +156,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
     def stochastic(self, group: dict[str, Any]) -> dict[str, bool]:
         """The names of `state_names`, and whether the state is rounded stochastically where it is stored in bfloat16.
-        4 bits always are (`lowbit.codebook`); other formats round to nearest.
+        4 bits always are (`lowbit.numerics.codebook`); other formats round to nearest.
 
         True for slow moments and for those without a sign. A second moment with beta2 = 0.999 shrinks by less than half
         a unit in the last place in a step, so rounded to nearest it would never shrink.
@@ -370,7 +376,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
         if self._fused is None and any(
             job.may_fuse and self.is_elementwise(job.group) for job in jobs
         ):
-            from lowbit.optim.fused import FusedStep
+            from lowbit.optim.step.fused import FusedStep
 
             self._fused = FusedStep(self, jobs)
         if self._fused is not None:
@@ -402,13 +408,13 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim. Its `_metadata` records which implementation last updated each parameter, so that a run
-        that resumes can warn if that changes (`lowbit.optim.checkpoint`)."""
+        that resumes can warn if that changes (`lowbit.optim.state.checkpoint`)."""
         made = super().state_dict()
         return self.stepped_by.attach(made) if isinstance(made, dict) else made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this optimizer in any state format, or of its namesake in torch.optim, torchao.optim or
-        bitsandbytes.optim (`lowbit.optim.foreign`).
+        bitsandbytes.optim (`lowbit.optim.state.foreign`).
 
         Options come from the checkpoint, as with torch.optim, except `state`: the format stays this optimizer's, and
         states are converted to it. They are copies: the checkpoint's tensors are not shared. The next step warns once

@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit.numerics.sharded import is_dtensor
 from lowbit.optim.base import LowbitOptimizer
-from lowbit.optim.checkpoint import parameter_names
 from lowbit.optim.muon import Muon
-from lowbit.sharded import is_dtensor
-from lowbit.tensor.dtensor import local
+from lowbit.optim.state.checkpoint import parameter_names
+from lowbit.tensor.core.dtensor import local
 
 _BUCKET_MIB = 64.0
 _MOST_STEPS = 256

@@ -39,7 +39,7 @@ from lowbit.optim.base import LowbitOptimizer
 from lowbit.optim.options import CommonOptions, check_betas, check_flag, check_nonnegative
 
 if TYPE_CHECKING:
-    from lowbit_kernels.fused_step import Rule
+    from lowbit_kernels.elementwise.fused_step import Rule
 
 
 def reference(
@@ -116,7 +116,7 @@ class Lion(LowbitOptimizer):
         group.setdefault("maximize", False)
 
     def rule(self, group: dict[str, Any]) -> Rule:
-        from lowbit_kernels.fused_step import Rule
+        from lowbit_kernels.elementwise.fused_step import Rule
 
         lines = ["g = -g;"] if group["maximize"] else []
         lines += ["float d = s[0] + c[2] * (g - s[0]);", "s[0] += c[3] * (g - s[0]);"]

@@ -15,9 +15,9 @@ With gradient G (negated to maximize) and momentum M of a matrix P [rows, cols]:
                        X = a X + (b A + c A A) X,  A = X X^T        X transposed first if it is tall
 
 These Newton-Schulz iterations of an odd polynomial of degree 5 move all singular values near 1. They run in batches of
-one shape, in float16 on CUDA and in float32 elsewhere (`lowbit.optim.orthogonalize`); U is bfloat16 on CUDA, and
+one shape, in float16 on CUDA and in float32 elsewhere (`lowbit.optim.step.orthogonalize`); U is bfloat16 on CUDA, and
 everything else is float32, from the decoded momentum. Ranks divide sharded matrices among themselves, and the result is
-that of one process (`lowbit.optim.matrix_step`). Parameters that are not hidden matrices go to AdamW
+that of one process (`lowbit.optim.step.matrix_step`). Parameters that are not hidden matrices go to AdamW
 (`lowbit.optim.adam`), in their own groups.
 """
 
@@ -30,13 +30,18 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lowbit.optim.adam import AdamBase
-from lowbit.optim.eager import EagerStep
-from lowbit.optim.job import GradScale, Job, Step
-from lowbit.optim.muon_formula import descend, direction, learning_rate_ratio, stack_shape
 from lowbit.optim.options import CommonOptions, check_flag, check_nonnegative, check_number
+from lowbit.optim.step.eager import EagerStep
+from lowbit.optim.step.job import GradScale, Job, Step
+from lowbit.optim.step.muon_formula import (
+    descend,
+    direction,
+    learning_rate_ratio,
+    stack_shape,
+)
 
 if TYPE_CHECKING:
-    from lowbit_kernels.fused_step import Rule
+    from lowbit_kernels.elementwise.fused_step import Rule
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b and c of Keller Jordan's Muon."""
@@ -60,9 +65,9 @@ def reference(
 ) -> None:
     """One step in place, on plain tensors of one shape [rows, ...]; see the module for the formula.
 
-    `lowbit.optim.matrix_step` makes the same three steps, for batches of matrices.
+    `lowbit.optim.step.matrix_step` makes the same three steps, for batches of matrices.
     """
-    from lowbit.optim.orthogonalize import orthogonalize
+    from lowbit.optim.step.orthogonalize import orthogonalize
 
     update = direction(
         grad, momentum_buffer, momentum=momentum, nesterov=nesterov, maximize=maximize
@@ -74,12 +79,12 @@ def reference(
 
 
 class MatrixStep:
-    """`lowbit.optim.job.Step` of the groups with `use_muon`; it leaves the others."""
+    """`lowbit.optim.step.job.Step` of the groups with `use_muon`; it leaves the others."""
 
     def run(self, optimizer: Any, jobs: list[Job], scale: GradScale) -> list[Job]:
         own = [job for job in jobs if job.group["use_muon"]]
         if own:
-            from lowbit.optim.matrix_step import Plan  # imports Triton
+            from lowbit.optim.step.matrix_step import Plan  # imports Triton
 
             Plan.of(optimizer, own).run(optimizer, own, scale.coefficient)
         return [job for job in jobs if not job.group["use_muon"]]
@@ -207,7 +212,7 @@ class Muon(AdamBase):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plans: dict[Any, Any] = {}  # of lowbit.optim.matrix_step
+        self._plans: dict[Any, Any] = {}  # of lowbit.optim.step.matrix_step
 
     def fix_group(self, group: dict[str, Any]) -> None:
         super().fix_group(group)

@@ -12,8 +12,8 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from lowbit.code_range import FLOATS
-from lowbit.optim import state as states
+from lowbit.numerics.code_range import FLOATS
+from lowbit.optim.state import state as states
 
 
 class CommonOptions(TypedDict, total=False):

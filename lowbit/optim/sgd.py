@@ -28,7 +28,7 @@ from lowbit.optim.base import LowbitOptimizer
 from lowbit.optim.options import CommonOptions, check_flag, check_nonnegative, check_number
 
 if TYPE_CHECKING:
-    from lowbit_kernels.fused_step import Rule
+    from lowbit_kernels.elementwise.fused_step import Rule
 
 
 def reference(
@@ -142,7 +142,7 @@ class SGD(LowbitOptimizer):
         return super()._loaded_state(group, param, saved, name)
 
     def rule(self, group: dict[str, Any]) -> Rule:
-        from lowbit_kernels.fused_step import Rule
+        from lowbit_kernels.elementwise.fused_step import Rule
 
         lines = ["g = -g;"] if group["maximize"] else []
         lines.append("g += c[3] * w;")

@@ -13,11 +13,17 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lowbit.convert import Owner, Target, find_owners
-from lowbit.sharded import is_dtensor
-from lowbit.tensor.dtensor import local
-from lowbit.tensor.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.learned_scales import SCALE, ZERO, LearnedScalesTensor, drop_scales, scales_of
-from lowbit.tensor.sharded_linear import make_plain
+from lowbit.layers.sharded_linear import make_plain
+from lowbit.numerics.sharded import is_dtensor
+from lowbit.tensor.core.dtensor import local
+from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.trained.learned_scales import (
+    SCALE,
+    ZERO,
+    LearnedScalesTensor,
+    drop_scales,
+    scales_of,
+)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowbit.convert import Owner, Target
-from lowbit.products.codes_product import codes_format
-from lowbit.tensor.coded_linear import described
-from lowbit.train_scheme import MixedPrecision
+from lowbit.linear.coded_linear import described
+from lowbit.linear.frozen.codes_product import codes_format
+from lowbit.schemes.training import MixedPrecision
 
 _ACCEPTED = "accepted: None, Int8MixedPrecision() for int8 x int8, Float8MixedPrecision() for float8 x float8"
 

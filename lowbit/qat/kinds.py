@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from lowbit.convert import Target, is_conv
-from lowbit.tensor.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.fake_quantized_conv import (
+from lowbit.layers.joint import JointTensor
+from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.trained.fake_quantized_conv import (
     ConstantCodesConvTensor,
     FakeQuantizedConvTensor,
     LearnedScalesConvTensor,
 )
-from lowbit.tensor.joint import JointTensor
-from lowbit.tensor.learned_scales import ConstantCodesTensor, LearnedScalesTensor
+from lowbit.tensor.trained.learned_scales import ConstantCodesTensor, LearnedScalesTensor
 
 
 def prepared_kind(target: Target, learned: bool, joint: bool = False) -> type[FakeQuantizedTensor]:

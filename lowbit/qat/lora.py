@@ -2,8 +2,8 @@
 
 A LoRA layer holds `base_layer`, and by the name of each adapter `lora_A`, `lora_B` (of an embedding `lora_embedding_A`,
 `lora_embedding_B`), `scaling` and `lora_dropout`; `active_adapters` says which are in use. `merge_in_products` gives it
-a subclass of its class, whose forward multiplies once, by the rounded merged weight (`lowbit.tensor.adapted`). Its
-parameters, its state dict and all its other methods are those of PEFT.
+a subclass of its class, whose forward multiplies once, by the rounded merged weight (`lowbit.tensor.trained.adapted`).
+Its parameters, its state dict and all its other methods are those of PEFT.
 
 With `disable_adapter()` the product is that of the rounded base weight. After `merge_adapter()`, W holds the adapters.
 Where the base weight is not prepared any more, the forward is PEFT's.
@@ -20,10 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import Filter, Owner, Report, Target, joined_name
-from lowbit.tensor.adapted import NONE, AdaptedTensor, Adapters, Learned
-from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.learned_scales import has_scales, scales_of
-from lowbit.tensor.sharded_linear import Linear
+from lowbit.layers.sharded_linear import Linear
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.trained.adapted import (
+    NONE,
+    AdaptedTensor,
+    Adapters,
+    Learned,
+)
+from lowbit.tensor.trained.learned_scales import has_scales, scales_of
 
 KEEP = (
     'lowbit.qat.prepare_(model, scheme, adapters="keep") rounds the base weight alone and leaves the adapters beside '

@@ -28,15 +28,28 @@ from lowbit.convert import (
     replace_weights,
     rounding_owners,
 )
+from lowbit.layers.joint import (
+    JointTensor,
+    forget_siblings,
+    joint_parts,
+    make_siblings,
+)
+from lowbit.layers.sharded_linear import make_plain, make_shardable
+from lowbit.layers.static_input import (
+    check_input,
+    input_qparams,
+    plain_input,
+    prepare_input,
+)
 from lowbit.qat import lora
 from lowbit.qat.exchange import prepared_targets
 from lowbit.qat.gradients import check_gradients, gradients_note, low_bit_gradients
 from lowbit.qat.kinds import prepared_kind
-from lowbit.tensor.adapted import AdaptedTensor, Adapters, LearnedAdaptedTensor
-from lowbit.tensor.base import check_weight
-from lowbit.tensor.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.joint import JointTensor, forget_siblings, joint_parts, make_siblings
-from lowbit.tensor.learned_scales import (
+from lowbit.schemes.training import IN_ATTENTION, MixedPrecision
+from lowbit.tensor.core.base import check_weight
+from lowbit.tensor.trained.adapted import AdaptedTensor, Adapters, LearnedAdaptedTensor
+from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.trained.learned_scales import (
     LearnedScalesTensor,
     check_scales,
     drop_scales,
@@ -45,9 +58,6 @@ from lowbit.tensor.learned_scales import (
     scales_of,
     why_not_learned,
 )
-from lowbit.tensor.sharded_linear import make_plain, make_shardable
-from lowbit.tensor.static_input import check_input, input_qparams, plain_input, prepare_input
-from lowbit.train_scheme import IN_ATTENTION, MixedPrecision
 
 
 def prepare_(
@@ -69,16 +79,17 @@ def prepare_(
         model, scheme, filter_fn: those of `lowbit.quantize_`.
         scales: "present": at every step the scales and zero points of the present weight. The state dict stays that
             of the plain model. "learned": trained along with the weight, as parameters `weight_scale` and
-            `weight_zero` of each `nn.Linear`, `nn.Embedding`, `nn.Conv1d` and `nn.Conv2d` (`lowbit.learned_scales`),
-            and as `<name>_scale` and `<name>_zero` beside each 3-D weight (experts), which the module reads rounded in
-            its forward. Other weights keep present scales, and the report says so.
+            `weight_zero` of each `nn.Linear`, `nn.Embedding`, `nn.Conv1d` and `nn.Conv2d`
+            (`lowbit.numerics.learned_scales`), and as `<name>_scale` and `<name>_zero` beside each 3-D weight
+            (experts), which the module reads rounded in its forward. Other weights keep present scales, and the report
+            says so.
         adapters: what to do about PEFT's LoRA layers around the chosen weights. Adapters themselves are never rounded.
             "merge": products see the rounded sum of the weight and its adapters, and `convert_` puts the quantized sum
             in the layer's place. "keep": products see the rounded weight and, beside it, the adapters as they are.
         gradients: None: the products of gradients run in high precision, which is the straight-through estimator
             itself. `Int8MixedPrecision()` for int8 × int8 schemes, `Float8MixedPrecision()` for float8 × float8: they
             run in these formats too, as in `lowbit.train`, which is faster and rounds gradients
-            (`lowbit.tensor.coded_linear`). Its `output` stays True, as the scheme itself says how outputs are computed.
+            (`lowbit.linear.coded_linear`). Its `output` stays True, as the scheme itself says how outputs are computed.
             Weights of other schemes keep high precision, and the report says so.
 
     A static activation has NaN for its scale until `lowbit.calibrate(model)`, unless that ran before with this scheme.

@@ -8,12 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import check_module, find_owners
-from lowbit.sharded import is_dtensor
-from lowbit.tensor.dtensor import by_rows, held_locally, local, split_as
-from lowbit.tensor.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.learned_scales import LearnedScalesTensor, named_scales, scales_of
-from lowbit.tensor.regather import reshard
-from lowbit.tensor.static_input import named_inputs
+from lowbit.layers.static_input import named_inputs
+from lowbit.numerics.sharded import is_dtensor
+from lowbit.tensor.core.dtensor import (
+    by_rows,
+    held_locally,
+    local,
+    split_as,
+)
+from lowbit.tensor.core.regather import reshard
+from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.trained.learned_scales import LearnedScalesTensor, named_scales, scales_of
 
 
 def learned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -29,9 +34,9 @@ def parameter_groups(model: nn.Module, weight_decay: float = 0.01) -> list[dict[
         ...
         torch.nn.utils.clip_grad_norm_(groups[0]["params"], 1.0)      # the norm of the weights alone
 
-    Scales need no rate of their own, since their parameters hold them times 8 or more (`lowbit.learned_scales`). Decay
-    shrinks weights and scales alike, so it matters where the weight itself is frozen, as beside LoRA adapters: there it
-    would shrink the scales alone.
+    Scales need no rate of their own, since their parameters hold them times 8 or more
+    (`lowbit.numerics.learned_scales`). Decay shrinks weights and scales alike, so it matters where the weight itself is
+    frozen, as beside LoRA adapters: there it would shrink the scales alone.
 
     Args:
         model: prepared by `lowbit.qat.prepare_`, possibly sharded by FSDP2 since.

@@ -21,13 +21,14 @@ from torch import nn
 
 from lowbit import optional
 from lowbit.calibration import Calibration, prepared_layers
-from lowbit.observer import Method
+from lowbit.numerics.number_format import Int
 from lowbit.qat.scales import learned_parameters
 from lowbit.qat.switch import change, prepared_weights
-from lowbit.scheme import Int, Scheme
-from lowbit.tensor.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.learned_scales import named_scales
-from lowbit.tensor.regather import reshard
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.core.regather import reshard
+from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.trained.learned_scales import named_scales
+from lowbit.trace.observer import Method
 
 
 class Stage(NamedTuple):

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lowbit.convert import check_module, find_owners
-from lowbit.sharded import is_fsdp_module
-from lowbit.tensor.dtensor import held_locally
-from lowbit.tensor.fake_quantized import FakeQuantizedTensor, Off
-from lowbit.tensor.regather import forget_gathered, reshard
+from lowbit.numerics.sharded import is_fsdp_module
+from lowbit.tensor.core.dtensor import held_locally
+from lowbit.tensor.core.regather import forget_gathered, reshard
+from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor, Off
 
 
 def prepared_weights(model: nn.Module) -> dict[str, FakeQuantizedTensor]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from lowbit.convert import Report, Target, check_module, replace_weights
+from lowbit.layers.joint import forget_siblings
+from lowbit.layers.sharded_linear import make_plain
+from lowbit.layers.static_input import plain_input
 from lowbit.qat.exchange import prepared_targets
 from lowbit.qat.lora import multiply_as_before
-from lowbit.tensor.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.joint import forget_siblings
-from lowbit.tensor.learned_scales import drop_scales
-from lowbit.tensor.regather import reshard
-from lowbit.tensor.sharded_linear import make_plain
-from lowbit.tensor.static_input import plain_input
+from lowbit.tensor.core.regather import reshard
+from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.trained.learned_scales import drop_scales
 
 
 def undo_(model: nn.Module) -> Report:

@@ -1,27 +1,6 @@
-"""lowbit in torchtitan: optimizers, training schemes, QAT and metrics as lines of its configuration.
+"""lowbit in torchtitan; `lowbit.interop.torchtitan` describes and holds it."""
 
-With torchtitan 0.2, `--job.custom_config_module lowbit.torchtitan` adds them to any of its language models:
+from lowbit.interop import torchtitan as _torchtitan
+from lowbit.interop.torchtitan import *  # noqa: F403
 
-    --optimizer.name AdamW8bit        an optimizer of lowbit.optim
-    --lowbit.train int8               products in int8; or float8, int8_weights, bitnet
-    --lowbit.qat "int4(group_size=32)"
-    --lowbit.metrics_freq 10          lowbit's metrics at every 10th log
-
-Importing this package imports torchtitan; nothing else in lowbit does.
-"""
-
-from lowbit.torchtitan.installed import installed_release
-from lowbit.torchtitan.metrics import Measurement
-from lowbit.torchtitan.settings import Lowbit
-
-if installed_release() == "0.2":
-    from lowbit.torchtitan.release_0_2 import JobConfig, LowbitConverter, with_lowbit
-else:
-    from lowbit.torchtitan.release_0_3 import (  # type: ignore[assignment]
-        LowbitConverter,
-        with_lowbit,
-    )
-
-__all__ = ["Lowbit", "LowbitConverter", "Measurement", "with_lowbit"]
-if installed_release() == "0.2":
-    __all__ += ["JobConfig"]
+__all__ = _torchtitan.__all__

@@ -2,11 +2,7 @@
 that restores plain weights or converts for inference."""
 
 from lowbit.convert import Report
-from lowbit.train.convert import convert_
-from lowbit.train.prepare import prepare_, restore_
-from lowbit.train.recompute import keep_products
-from lowbit.train.sharded import locate_, precompute_bitnet_scale
-from lowbit.train_scheme import (
+from lowbit.schemes.training import (
     BitNet,
     Float8BlockMixedPrecision,
     Float8MixedPrecision,
@@ -14,6 +10,10 @@ from lowbit.train_scheme import (
     Int8Weight,
     TrainingScheme,
 )
+from lowbit.train.convert import convert_
+from lowbit.train.prepare import prepare_, restore_
+from lowbit.train.recompute import keep_products
+from lowbit.train.sharded import locate_, precompute_bitnet_scale
 
 __all__ = [
     "BitNet",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from lowbit.convert import Entry, Report, Target, find_owners
-from lowbit.tensor.base import check_weight
-from lowbit.tensor.dtensor import local
-from lowbit.tensor.trainable import TrainableTensor
+from lowbit.schemes.training import TrainingScheme
+from lowbit.tensor.core.base import check_weight
+from lowbit.tensor.core.dtensor import local
+from lowbit.tensor.trained.trainable import TrainableTensor
 from lowbit.train.prepare import prepared_targets, replace_prepared
 from lowbit.train.prepared import forget_prepared
-from lowbit.train_scheme import TrainingScheme
 
 
 def convert_(model: nn.Module) -> Report:

@@ -21,13 +21,13 @@ from lowbit.convert import (
     find_targets,
     replace_weights,
 )
-from lowbit.sharded import is_dtensor
-from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.dtensor import local
-from lowbit.tensor.sharded_linear import make_plain, make_shardable
-from lowbit.tensor.trainable import TrainableTensor
+from lowbit.layers.sharded_linear import make_plain, make_shardable
+from lowbit.numerics.sharded import is_dtensor
+from lowbit.schemes.training import TrainingScheme
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.core.dtensor import local
+from lowbit.tensor.trained.trainable import TrainableTensor
 from lowbit.train.prepared import forget_prepared, remember_prepared, was_prepared
-from lowbit.train_scheme import TrainingScheme
 
 
 def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None = None) -> Report:

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from lowbit.convert import check_module
-from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.bitnet import BitNetTensor, precompute_scales
-from lowbit.tensor.dtensor import held_locally
-from lowbit.tensor.trainable import TrainableTensor
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.core.dtensor import held_locally
+from lowbit.tensor.trained.bitnet import BitNetTensor, precompute_scales
+from lowbit.tensor.trained.trainable import TrainableTensor
 from lowbit.train.prepared import was_prepared
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")

@@ -61,7 +61,7 @@ def prepared(config: Any) -> nn.Module:
 
 def convert(model: nn.Module, config: Any) -> lowbit.Report | None:
     """Give a trained model the weights for inference. None where they stay as they are."""
-    from lowbit.torchtitan.settings import scheme_of
+    from lowbit.interop.torchtitan.settings import scheme_of
 
     scheme = scheme_of(config.lowbit, torch.device("cpu"))
     if scheme is None:

@@ -17,7 +17,7 @@ import lowbit
 from lowbit import optional
 from lowbit.cli import main
 from lowbit.formats.report import snr
-from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.core.base import LowbitTensor
 from tests.cli.command import MATRICES, weights
 from tests.cli.command import lowbit as command
 from tests.formats.models import plain_folder

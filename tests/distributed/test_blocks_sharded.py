@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import lowbit
 from lowbit import Float8Tensor, train
-from lowbit.tensor.block_mixed_precision import GatheredBlocks
+from lowbit.tensor.trained.block_mixed_precision import GatheredBlocks
 from lowbit.testing.launch import launch
 from tests.distributed.test_tensor_fsdp import recorded_gathers
 from tests.distributed.test_train_fsdp import summed

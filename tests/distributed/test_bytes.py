@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from lowbit.schemes.training import BLOCK
 from lowbit.testing.launch import launch
-from lowbit.train_scheme import BLOCK
 from tests.tensor.cases import CASES, same_bits
 
 ROW_CASES = [c for c in CASES if c.row_step == 1]

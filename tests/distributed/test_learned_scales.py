@@ -24,8 +24,10 @@ from torch.distributed.tensor.parallel import (
 
 import lowbit
 from lowbit import qat
-from lowbit.granularity import PerGroup, PerRow, PerTensor
-from lowbit.scheme import Float8, Int, Scheme, Spec
+from lowbit.numerics.granularity import PerGroup, PerRow, PerTensor
+from lowbit.numerics.number_format import Float8, Int
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
 from lowbit.testing.launch import launch
 from tests.distributed.test_bytes import device
 from tests.distributed.test_train_fsdp import shard

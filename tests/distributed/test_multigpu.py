@@ -24,12 +24,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lowbit import Float8MixedPrecision, Int8MixedPrecision, optim, train
+from lowbit.layers.sharded_linear import make_shardable
 from lowbit.tensor import (
     BitNetTensor,
     LowbitTensor,
     MixedPrecisionTensor,
 )
-from lowbit.tensor.sharded_linear import make_shardable
 from lowbit.testing.launch import launch
 from tests.distributed import test_bytes, test_learned_scales
 from tests.distributed.test_bytes import device

@@ -21,8 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowbit
 from lowbit import qat
-from lowbit.granularity import PerGroup
-from lowbit.scheme import Int, Scheme, Spec
+from lowbit.numerics.granularity import PerGroup
+from lowbit.numerics.number_format import Int
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
 from lowbit.testing.launch import launch
 from tests.distributed.test_train_fsdp import shard
 from tests.train.problems import relative, values

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowbit
 from lowbit import qat
-from lowbit.tensor.adapted import AdaptedTensor
+from lowbit.tensor.trained.adapted import AdaptedTensor
 from lowbit.testing.launch import launch
 from tests.distributed.test_tensor_fsdp import recorded_gathers
 from tests.qat.lora_layers import Net

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import lowbit
 from lowbit import qat
-from lowbit.tensor.fake_quantized import GatheredWeight
+from lowbit.tensor.trained.fake_quantized import GatheredWeight
 from lowbit.testing.launch import launch
 from tests.distributed import test_train_tensor_parallel as tensor_parallel
 from tests.distributed.test_tensor_fsdp import recorded_gathers

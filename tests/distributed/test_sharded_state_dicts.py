@@ -26,8 +26,8 @@ from torch.distributed.tensor.parallel import (
 
 import lowbit
 from lowbit.tensor import LowbitTensor, joined
-from lowbit.tensor.dtensor import held_locally
-from lowbit.tensor.state_dict import split
+from lowbit.tensor.core.dtensor import held_locally
+from lowbit.tensor.core.state_dict import split
 from lowbit.testing.fsdp2 import Model, shard
 from lowbit.testing.launch import launch
 from lowbit.testing.serialization import check_loaded, gathered

@@ -20,8 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowbit
 from lowbit import qat
-from lowbit.learned_scales import RATE
-from lowbit.scheme import Int, Scheme, Spec
+from lowbit.numerics.learned_scales import RATE
+from lowbit.numerics.number_format import Int
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
 from lowbit.testing.launch import launch
 
 SCHEME = Scheme(

@@ -31,10 +31,10 @@ from lowbit import (
     MixedPrecisionTensor,
     train,
 )
-from lowbit.tensor.mixed_precision import GatheredMixedPrecision
+from lowbit.tensor.trained.mixed_precision import GatheredMixedPrecision
 from lowbit.testing.fsdp2 import shard
 from lowbit.testing.launch import launch
-from lowbit_kernels import launches
+from lowbit_kernels.runtime import launches
 from recipes.llama import Llama, LlamaConfig
 from tests.distributed.test_tensor_fsdp import recorded_gathers
 from tests.scaled_products import scaled_products

@@ -8,8 +8,8 @@ from torch import Tensor
 from lowbit import AffineTensor
 from lowbit.formats.base import Format
 from lowbit.formats.registry import FORMATS
-from lowbit.scheme import Scheme
-from lowbit.tensor.base import LowbitTensor
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.core.base import LowbitTensor
 
 NAME = "layers.0.up_proj.weight"
 

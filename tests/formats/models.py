@@ -23,8 +23,10 @@ from lowbit import (
     PerTensor,
     quantize_,
 )
-from lowbit.granularity import PerGroup
-from lowbit.scheme import Int, Scheme, Spec
+from lowbit.numerics.granularity import PerGroup
+from lowbit.numerics.number_format import Int
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
 
 SCHEMES: dict[str, Scheme] = {
     "int4 g64": Int4WeightOnly(64),

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 import lowbit
 from lowbit import Scheme, Spec
-from lowbit.granularity import PerBlock, PerToken
-from lowbit.scheme import Int
+from lowbit.numerics.granularity import PerBlock, PerToken
+from lowbit.numerics.number_format import Int
 
 FEATURES = 128
 LINEARS: dict[str, Scheme] = {

@@ -23,8 +23,10 @@ from lowbit import (
 )
 from lowbit.formats import FormatError
 from lowbit.formats.registry import by_name
-from lowbit.granularity import PerGroup, PerToken
-from lowbit.scheme import Int, Scheme, Spec
+from lowbit.numerics.granularity import PerGroup, PerToken
+from lowbit.numerics.number_format import Int
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
 from tests.formats.codec_case import NAME, assert_same, through, weight
 from tests.formats.models import TOKENS, build, low_bit
 

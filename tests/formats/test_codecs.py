@@ -19,8 +19,10 @@ from lowbit import (
 )
 from lowbit.formats import FormatError
 from lowbit.formats.registry import by_name
-from lowbit.granularity import PerGroup, PerRow
-from lowbit.scheme import Float8, Int, Scheme, Spec
+from lowbit.numerics.granularity import PerGroup, PerRow
+from lowbit.numerics.number_format import Float8, Int
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
 from tests.formats import codec_case
 from tests.formats.codec_case import NAME, assert_same, through
 from tests.formats.models import SCHEMES

@@ -27,7 +27,7 @@ from lowbit import (
 from lowbit.formats import FormatError
 from lowbit.formats.base import damage_of
 from lowbit.formats.registry import by_name
-from lowbit.scheme import Scheme
+from lowbit.schemes.scheme import Scheme
 from tests.formats.codec_case import NAME, weight
 from tests.formats.models import build, low_bit, plain_folder
 

@@ -22,10 +22,10 @@ from lowbit import (
     NF4WeightOnly,
     NVFP4WeightOnly,
     PerBlock,
-    digests,
     formats,
     quantize_,
 )
+from lowbit.files import digests
 from lowbit.formats import FormatError
 from tests.formats.models import TOKENS, build, low_bit, plain_folder
 

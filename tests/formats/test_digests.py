@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import lowbit
-from lowbit import Int4WeightOnly, digests, formats
+from lowbit import Int4WeightOnly, formats
+from lowbit.files import digests
 from lowbit.formats import FormatError
 from lowbit.formats import folder as folders
 from tests.formats.models import build, low_bit

@@ -28,7 +28,7 @@ from lowbit import (
 from lowbit.formats import FormatError, grid
 from lowbit.formats.experts import check_whole, stack_of, stacked
 from lowbit.formats.registry import by_name
-from lowbit.scheme import Scheme
+from lowbit.schemes.scheme import Scheme
 from tests.formats.codec_case import assert_same
 from tests.formats.models import plain_folder
 

@@ -20,9 +20,10 @@ from lowbit import (
 from lowbit.formats import FormatError
 from lowbit.formats.bitsandbytes_4bit import FP4, STATE
 from lowbit.formats.registry import by_name
-from lowbit.granularity import PerGroup
-from lowbit.lookup_table import E2M1, LookupTable
-from lowbit.scheme import Scheme, Spec
+from lowbit.numerics.granularity import PerGroup
+from lowbit.numerics.lookup_table import E2M1, LookupTable
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
 from tests.formats.codec_case import NAME, assert_same, through, weight
 from tests.formats.models import TOKENS, build, low_bit
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 import lowbit
 from lowbit.formats import FormatError
 from lowbit.formats.registry import by_name
-from lowbit.granularity import PerRow, PerTensor, PerToken
-from lowbit.tensor.float8_tensor import Float8Tensor
+from lowbit.numerics.granularity import PerRow, PerTensor, PerToken
+from lowbit.tensor.frozen.float8_tensor import Float8Tensor
 from tests.formats.codec_case import NAME, assert_same, through
 from tests.formats.models import TOKENS, build, plain_folder
 

@@ -21,11 +21,17 @@ from lowbit import (
     LowbitTensor,
     quantize_,
 )
-from lowbit.formats import FormatError, gguf_tokenizer
-from lowbit.formats.gguf_blocks import TYPES, decode, encode
-from lowbit.formats.gguf_llama import halved, in_transformers, interleaved, settings_of
-from lowbit.formats.gguf_rope import factors_of
-from lowbit.formats.gguf_tokenizer import SPACE
+from lowbit.formats import FormatError
+from lowbit.formats.gguf import tokenizer as gguf_tokenizer
+from lowbit.formats.gguf.blocks import TYPES, decode, encode
+from lowbit.formats.gguf.llama import (
+    halved,
+    in_transformers,
+    interleaved,
+    settings_of,
+)
+from lowbit.formats.gguf.rope import factors_of
+from lowbit.formats.gguf.tokenizer import SPACE
 from tests.formats.codec_case import assert_same, weight
 from tests.formats.models import plain_folder
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import lowbit
-from lowbit.formats import FormatError, gguf_file
-from lowbit.formats.gguf_llama import (
+from lowbit.formats import FormatError
+from lowbit.formats.gguf import file as gguf_file
+from lowbit.formats.gguf.llama import (
     check_layers,
     config_of,
     head_size,
@@ -19,7 +20,7 @@ from lowbit.formats.gguf_llama import (
     in_transformers,
     settings_of,
 )
-from lowbit.formats.gguf_rope import factors_of
+from lowbit.formats.gguf.rope import factors_of
 
 CONFIG = {
     "model_type": "llama",

@@ -21,9 +21,11 @@ from lowbit import (
 from lowbit.formats import FormatError
 from lowbit.formats.awq import WRITTEN
 from lowbit.formats.registry import by_name
-from lowbit.granularity import PerGroup, PerRow, PerTensor
-from lowbit.scheme import Int, Scheme, Spec
-from lowbit.tensor.ordered_tensor import OrderedTensor
+from lowbit.numerics.granularity import PerGroup, PerRow, PerTensor
+from lowbit.numerics.number_format import Int
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.frozen.ordered_tensor import OrderedTensor
 from tests.formats.codec_case import NAME, assert_same, through, weight
 from tests.formats.models import TOKENS, build, low_bit
 

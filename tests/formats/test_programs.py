@@ -29,7 +29,7 @@ from lowbit.formats.programs.running import (
     outputs_of,
     tolerance_of,
 )
-from lowbit_kernels import host_compiler
+from lowbit_kernels.runtime import host_compiler
 from tests import forked
 from tests.formats.programs import FEATURES, LINEARS, batch_of, every_preset, inputs, relative
 from tests.optim.conftest import needs_compiler
@@ -161,7 +161,7 @@ def test_decomposed_tables_match_the_op(bits: int) -> None:
 _LOAD = """
 import json, sys, torch
 import lowbit
-before = [name for name in sys.modules if name.startswith("lowbit_kernels.weight_linear")]
+before = [name for name in sys.modules if name.startswith("lowbit_kernels.weight_only.weight_linear")]
 program = torch.export.load(sys.argv[1])
 print(json.dumps([before, program.module()(torch.ones(2, 128, dtype=torch.bfloat16)).float().tolist()]))
 """
@@ -182,7 +182,7 @@ def test_a_saved_program_loads_after_import_lowbit(tmp_path: Path) -> None:
 _PACKAGE = """
 import json, sys, torch
 import lowbit
-assert "lowbit_kernels.weight_linear" not in sys.modules
+assert "lowbit_kernels.weight_only.weight_linear" not in sys.modules
 model = torch._inductor.aoti_load_package(sys.argv[1])
 print(json.dumps(model(torch.ones(2, 128, dtype=torch.bfloat16)).float().tolist()))
 """

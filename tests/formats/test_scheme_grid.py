@@ -20,7 +20,8 @@ from lowbit import (
     Scheme,
     qat,
 )
-from lowbit.formats import FormatError, gguf_blocks, grid
+from lowbit.formats import FormatError, grid
+from lowbit.formats.gguf import blocks as gguf_blocks
 from lowbit.formats.registry import by_name
 from tests.formats.codec_case import assert_same, through
 from tests.formats.models import build, plain_folder

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit.tensor.conv_tensor import ConvTensor
+from lowbit.tensor.frozen.conv_tensor import ConvTensor
 from tests.schemes import AFFINE, over, relative_error
 
 OPTIONS = {

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import lowbit as lb
-from lowbit.products.dequantized import plain_linear
-from lowbit_kernels import host_compiler
+from lowbit.linear.frozen.dequantized import plain_linear
+from lowbit_kernels.runtime import host_compiler
 from recipes.llama import KVCache, Llama, LlamaConfig
 from tests.schemes import WEIGHT_ONLY, over
 

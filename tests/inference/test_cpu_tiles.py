@@ -13,9 +13,11 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit import qat
-from lowbit.products import choose_linear, dequantized
-from lowbit.tensor import AffineTensor, cpu_values
-from lowbit_kernels import dequantize_cpu, host_compiler
+from lowbit.linear.frozen import choose_linear, dequantized
+from lowbit.tensor import AffineTensor
+from lowbit.tensor.frozen import cpu_values
+from lowbit_kernels.runtime import host_compiler
+from lowbit_kernels.weight_only import dequantize_cpu
 from tests.schemes import PER_TOKEN, WEIGHT_ONLY, over, relative_error
 
 needs_compiler = pytest.mark.skipif(not host_compiler.compiler(), reason="no C++ compiler")

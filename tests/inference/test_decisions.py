@@ -14,10 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit import tracer
 from lowbit.inference import linear
-from lowbit.products import BUILT_IN, Row, built_in, registered
-from lowbit.products.dequantized import plain_linear
+from lowbit.linear.frozen import (
+    BUILT_IN,
+    Row,
+    built_in,
+    registered,
+)
+from lowbit.linear.frozen.dequantized import plain_linear
+from lowbit.trace import tracer
 from tests.schemes import relative_error
 
 CASES = {

@@ -10,9 +10,9 @@ from torch import nn
 
 import lowbit as lb
 import lowbit_kernels as kernels
-from lowbit.products import BUILT_IN, built_in, choose_linear
-from lowbit.products.dequantized import plain_linear
-from lowbit.products.eight_bits import int8_dynamic_linear
+from lowbit.linear.frozen import BUILT_IN, built_in, choose_linear
+from lowbit.linear.frozen.dequantized import plain_linear
+from lowbit.linear.frozen.eight_bits import int8_dynamic_linear
 from tests.schemes import DYNAMIC, PER_TOKEN, over, relative_error, rounded
 
 INT8 = lb.Int8DynamicActivationInt8Weight()

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit.tensor import cpu_values
+from lowbit.tensor.frozen import cpu_values
 from tests.schemes import WEIGHT_ONLY, over, rounded
 
 PER_ROW = {k: v for k, v in WEIGHT_ONLY.items() if k not in ("int5-blocks", "int4-tensor")}

@@ -12,7 +12,7 @@ import lowbit as lb
 from lowbit import Float8Tensor, train
 from lowbit.inference import float8_blocks_state_dict, load_float8_blocks_
 from lowbit.train import Float8BlockMixedPrecision
-from lowbit_kernels import launches
+from lowbit_kernels.runtime import launches
 from tests.tensor.cases import same_bits
 from tests.train.problems import relative, values
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit import qat
-from lowbit.products import choose_linear
-from lowbit.products.dequantized import plain_linear
-from lowbit.tensor.coded_linear import product_of
+from lowbit.linear.coded_linear import product_of
+from lowbit.linear.frozen import choose_linear
+from lowbit.linear.frozen.dequantized import plain_linear
 from tests.inference.test_report import BOTH, Model
 from tests.schemes import (
     DYNAMIC,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit.products import choose_linear
+from lowbit.linear.frozen import choose_linear
 from tests.schemes import DYNAMIC, SCHEMES, WEIGHT_ONLY, over, relative_error
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

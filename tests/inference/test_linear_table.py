@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit.products import choose_linear
-from lowbit.products.dequantized import plain_linear
+from lowbit.linear.frozen import choose_linear
+from lowbit.linear.frozen.dequantized import plain_linear
 
 INT4 = lb.Int4WeightOnly(8)
 

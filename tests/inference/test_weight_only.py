@@ -10,8 +10,8 @@ from torch.nn import functional as F
 import lowbit as lb
 from lowbit import qat
 from lowbit.inference import grouped_linear, linear
-from lowbit.products import choose_linear
-from lowbit.products.dequantized import plain_linear
+from lowbit.linear.frozen import choose_linear
+from lowbit.linear.frozen.dequantized import plain_linear
 from tests.inference.weight_ops import CountedOps, counted
 from tests.schemes import over, relative_error, rounded
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_kernels import weight_linear
+from lowbit_kernels.weight_only import weight_linear
 
 
 def unpacked(codes: Tensor, bits: int) -> Tensor:
@@ -29,7 +29,7 @@ def values(
 
 
 class CountedOps:
-    """`op` replaces `lowbit_kernels.weight_linear`.
+    """`op` replaces `lowbit_kernels.weight_only.weight_linear`.
 
     `calls`: "int4" or "int8", M, N, K, group size, and which of bias and residual are given.
     """

@@ -25,8 +25,9 @@ from lowbit import (
 )
 from lowbit.formats.bitsandbytes_4bit import FP4
 from lowbit.formats.experts import FAMILIES, MIXTRAL
-from lowbit.granularity import PerGroup
-from lowbit.scheme import Scheme, Spec
+from lowbit.numerics.granularity import PerGroup
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
 from tests.integrations.models import SIZES as SMALL
 from tests.integrations.test_formats import assert_same_weights, error, llama, logits, low_bit
 

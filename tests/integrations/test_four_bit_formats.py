@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import lowbit as lb
-from lowbit.lookup_table import DYNAMIC8, NF4
-from lowbit.scale_format import absmax_of_rows, flat_absmax
+from lowbit.numerics.lookup_table import DYNAMIC8, NF4
+from lowbit.numerics.scale_format import absmax_of_rows, flat_absmax
 
 torch.set_num_threads(1)
 

@@ -10,7 +10,7 @@ import torch
 
 import lowbit
 from lowbit import Int4WeightOnly, IntxWeightOnly, LowbitTensor
-from lowbit.tensor.ordered_tensor import OrderedTensor
+from lowbit.tensor.frozen.ordered_tensor import OrderedTensor
 from tests.integrations.test_formats import error, llama, logits, low_bit
 from tests.integrations.test_packed_lora import sort_inputs
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lowbit as lb
-from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.core.base import LowbitTensor
 from tests.integrations.models import TOKENS, gpt_oss, llama, logits, mixtral, qwen3_moe
 from tests.schemes import relative_error
 
@@ -211,7 +211,7 @@ def test_transformers_learns_the_size_of_each_weight(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("given", [(), (None,)], ids=["before 5.21", "from 5.21 on"])
 def test_releases_of_transformers_ask_for_conversions_with_and_without_the_model(given) -> None:
-    from lowbit.hf.quantizer import LowbitQuantizer
+    from lowbit.interop.hf.quantizer import LowbitQuantizer
 
     joined = ["a conversion of the model"]
     quantizer = LowbitQuantizer(LowbitConfig("int8"), pre_quantized=False)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lowbit as lb
-from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.core.base import LowbitTensor
 from tests.integrations.models import TOKENS, is_inner_linear, llama, logits, mixtral, qwen3_moe
 from tests.schemes import relative_error
 

@@ -14,8 +14,8 @@ import lowbit
 from lowbit import Int4WeightOnly, Int8WeightOnly, IntxWeightOnly, Scheme, Spec, quantize_
 from lowbit.formats import FormatError
 from lowbit.formats.programs.onnx_file import block_size
-from lowbit.granularity import PerGroup, PerTensor
-from lowbit.scheme import Int
+from lowbit.numerics.granularity import PerGroup, PerTensor
+from lowbit.numerics.number_format import Int
 from tests.formats.programs import LINEARS, beside, relative
 
 onnx = pytest.importorskip("onnx")

@@ -21,7 +21,7 @@ from lowbit import (
     NVFP4WeightOnly,
     PerBlock,
 )
-from lowbit.tensor.ordered_tensor import OrderedTensor
+from lowbit.tensor.frozen.ordered_tensor import OrderedTensor
 from tests.integrations.models import TOKENS, train
 from tests.integrations.test_formats import error, low_bit
 from tests.integrations.test_four_bit_folders import low_bit_gpt_oss, low_bit_mixture

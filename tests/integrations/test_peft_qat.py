@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lowbit as lb
-from lowbit.tensor.adapted import AdaptedTensor
+from lowbit.tensor.trained.adapted import AdaptedTensor
 from tests.integrations.models import TOKENS, gpt2, is_inner_linear, llama, logits, train
 from tests.schemes import relative_error
 

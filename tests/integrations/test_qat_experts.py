@@ -12,8 +12,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import lowbit as lb
 from lowbit import qat
-from lowbit.granularity import PerGroup
-from lowbit.scheme import Int, Scheme, Spec
+from lowbit.numerics.granularity import PerGroup
+from lowbit.numerics.number_format import Int
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
 from tests.integrations.models import TOKENS, logits, mixtral, qwen3_moe, train
 from tests.train.problems import relative, values
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import lowbit
+from lowbit.convert.siblings import family_of
 from lowbit.formats import FormatError
-from lowbit.siblings import family_of
 from tests.integrations.models import by_compressed_tensors, llama, logits
 
 transformers = pytest.importorskip("transformers")

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import lowbit
-from lowbit import names, optim
+from lowbit import optim
+from lowbit.interop import names
 from tests.integrations.titan import ROOT, environment
 from tests.test_readme import blocks
 
@@ -64,15 +65,10 @@ if not importlib.metadata.version("torchtitan").startswith("0.2."):
 from torchtitan.config import ConfigManager  # noqa: E402
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
-from lowbit.torchtitan import (  # noqa: E402
-    Lowbit,
-    LowbitConverter,
-    optimizers,
-    release_0_2,
-    settings,
-)
-from lowbit.torchtitan.metrics import Measurement, Schedule  # noqa: E402
-from lowbit.torchtitan.settings import qat_scheme  # noqa: E402
+from lowbit.interop.torchtitan import optimizers, release_0_2, settings  # noqa: E402
+from lowbit.interop.torchtitan.metrics import Measurement, Schedule  # noqa: E402
+from lowbit.interop.torchtitan.settings import qat_scheme  # noqa: E402
+from lowbit.torchtitan import Lowbit, LowbitConverter  # noqa: E402
 
 CPU = torch.device("cpu")
 QAT = ["--lowbit.qat", "int4"]
@@ -183,7 +179,7 @@ def test_checkpoints_of_others_have_no_learned_scales():
 def test_a_scheme_that_the_device_cannot_run(monkeypatch):
     """As on an A100, which has no float8 units."""
     monkeypatch.setattr(
-        lowbit.train_scheme, "missing_units", lambda device, capability: "its compute capability is 8.0, below 8.9"
+        lowbit.schemes.training, "missing_units", lambda device, capability: "its compute capability is 8.0, below 8.9"
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"compute capability is 8.0, below 8.9.*always=True"):
         settings.scheme_of(Lowbit(train="float8"), CPU)
@@ -436,7 +432,7 @@ def test_only_scheduled_steps_are_measured():
 
     assert steps(1, 4) == [3]
     assert steps(5, 7) == [6]
-    assert not model.layer._forward_hooks and lowbit.tracer.active is None
+    assert not model.layer._forward_hooks and lowbit.trace.tracer.active is None
 
 
 def test_nothing_is_measured_without_a_schedule():

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import lowbit as lb
-from lowbit.tensor.base import LowbitTensor
-from lowbit_kernels import launches
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit_kernels.runtime import launches
 from tests.integrations.models import (
     TOKENS,
     gpt2,

@@ -146,7 +146,7 @@ def test_layers_that_stay_plain_are_vllms_own(alone: None, tmp_path: Path) -> No
 
 def test_a_damaged_or_newer_config_is_refused(tmp_path: Path) -> None:
     from lowbit.formats.base import FormatError
-    from lowbit.vllm.config import LowbitServing
+    from lowbit.interop.vllm.config import LowbitServing
 
     settings, _ = read(written(tmp_path / "low", INT4))
     for bad in ({**settings, "format_version": 99}, {**settings, "kinds": []}):
@@ -155,7 +155,7 @@ def test_a_damaged_or_newer_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_config_travels_to_other_processes(tmp_path: Path) -> None:
-    from lowbit.vllm.config import LowbitServing
+    from lowbit.interop.vllm.config import LowbitServing
 
     config = LowbitServing.from_config(read(written(tmp_path / "low", INT4))[0])
     assert pickle.loads(pickle.dumps(config)).weights == config.weights

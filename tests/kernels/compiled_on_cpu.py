@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from lowbit_kernels import host_compiler
+from lowbit_kernels.runtime import host_compiler
 
 COMPILER = host_compiler.compiler()
 OPTIONS = (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
-from lowbit_kernels import weight_mm_decode_sm90
+from lowbit_kernels.weight_only import weight_mm_decode_sm90
 from tests.kernels.compiled_on_cpu import library
 from tests.kernels.sm90_emulator import HEADER, _words, launches_on_cpu
 
@@ -28,8 +28,11 @@ extern "C" void emulated_product(unsigned grid, const uint64 *codes, const uint6
 
 def _kernel(variant: weight_mm_decode_sm90.Variant, *_: object) -> Callable[..., None]:
     code = weight_mm_decode_sm90.source(variant)
-    folder = Path(weight_mm_decode_sm90.__file__).parent
-    ptx, kernel = ((folder / f).read_text() for f in ("ptx.cuh", "weight_mm_decode_sm90.cu"))
+    folder = Path(weight_mm_decode_sm90.__file__).parents[1]
+    ptx, kernel = (
+        (folder / f).read_text()
+        for f in ("runtime/ptx.cuh", "weight_only/weight_mm_decode_sm90.cu")
+    )
     compiled = library("\n".join([code[: code.index(ptx)], HEADER.read_text(), kernel, FOOTER]))
 
     def product(stream: int, grid: int, threads: int, *arguments: tuple[int, ...]) -> None:

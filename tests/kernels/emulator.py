@@ -17,16 +17,14 @@ from unittest import mock
 
 import torch
 
-from lowbit_kernels import (
-    launch_plan,
-    launcher,
-    nvrtc,
+from lowbit_kernels.elementwise.fused_step import StepKernel, Variant
+from lowbit_kernels.quantize import (
     quantize_blocks_sm90,
     quantize_grouped_sm90,
     quantize_rowcol_sm90,
     quantize_tokens_sm90,
 )
-from lowbit_kernels.fused_step import StepKernel, Variant
+from lowbit_kernels.runtime import launch_plan, launcher, nvrtc
 from tests.kernels.compiled_on_cpu import library
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")

@@ -9,8 +9,9 @@ from unittest import mock
 
 import torch
 
-from lowbit_kernels import grouped_mm_sm90, nvrtc
-from lowbit_kernels.mm_tiles_sm90 import FORMATS, Formats
+from lowbit_kernels.matmul import grouped_mm_sm90
+from lowbit_kernels.matmul.mm_tiles_sm90 import FORMATS, Formats
+from lowbit_kernels.runtime import nvrtc
 from tests.kernels.compiled_on_cpu import library
 from tests.kernels.scaled_mm_emulator import MULTIPLY
 from tests.kernels.sm90_emulator import DESCRIBED, HEADER, _words, launches_on_cpu
@@ -29,8 +30,8 @@ def _kernel(
     out: torch.dtype, formats: Formats, ragged: bool, across: int, device: int
 ) -> Callable[..., None]:
     code = grouped_mm_sm90.source(out, formats, ragged, across)
-    folder = Path(grouped_mm_sm90.__file__).parent
-    names = ("ptx.cuh", "mm_tiles_sm90.cuh", "grouped_mm_sm90.cu")
+    folder = Path(grouped_mm_sm90.__file__).parents[1]
+    names = ("runtime/ptx.cuh", "matmul/mm_tiles_sm90.cuh", "matmul/grouped_mm_sm90.cu")
     ptx, tiles, kernel = ((folder / name).read_text() for name in names)
     defines = code[: code.index(ptx)]
     multiply = MULTIPLY.format(*(FORMATS[own] for own in formats))

@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def interpreted(code: str) -> Any:
     """The JSON that `code` prints where Triton kernels run on CPU tensors. Skips the test if Triton is missing."""
     pytest.importorskip("triton")
-    check = "from torch import device; from lowbit_kernels import triton_runtime as t; assert t.runs_on(device('cpu'))"
+    check = """import torch
+from lowbit_kernels.runtime.triton_runtime import runs_on
+assert runs_on(torch.device("cpu"))"""
     quick = "from tests.kernels import quick_interpreter; quick_interpreter.install()"
     code = f"{check}\n{quick}\n{code}"
     return in_new_process(code, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lowbit_kernels import disk_cache, host_compiler, warned
+from lowbit_kernels.runtime import disk_cache, host_compiler, warned
 
 SOURCE = 'extern "C" int answer() { return 42; }'
 MARKER = (

@@ -9,7 +9,8 @@ from unittest import mock
 
 import torch
 
-from lowbit_kernels import launch_plan, launcher, mm_tiles_sm90, nvrtc, scaled_mm_sm90
+from lowbit_kernels.matmul import mm_tiles_sm90, scaled_mm_sm90
+from lowbit_kernels.runtime import launch_plan, launcher, nvrtc
 from tests.kernels.compiled_on_cpu import library
 from tests.kernels.emulator import filled_memory
 from tests.kernels.sm90_emulator import DESCRIBED, HEADER, _words, launches_on_cpu
@@ -46,8 +47,8 @@ def _kernel(
 ) -> Callable[..., None]:
     code = scaled_mm_sm90.source(formats, out, bias, width)
     multiply = MULTIPLY.format(*(mm_tiles_sm90.FORMATS[own] for own in formats))
-    folder = Path(scaled_mm_sm90.__file__).parent
-    names = ("ptx.cuh", "mm_tiles_sm90.cuh", "scaled_mm_sm90.cu")
+    folder = Path(scaled_mm_sm90.__file__).parents[1]
+    names = ("runtime/ptx.cuh", "matmul/mm_tiles_sm90.cuh", "matmul/scaled_mm_sm90.cu")
     ptx, tiles, kernel = ((folder / f).read_text() for f in names)
     defines = code[: code.index(ptx)]
     compiled = library(

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from lowbit_kernels import weight_mm_large_batch_sm90
+from lowbit_kernels.weight_only import weight_mm_large_batch_sm90
 from tests.kernels.compiled_on_cpu import library
 
 HEADER = Path(__file__).with_name("sm90_on_cpu.h")
@@ -42,8 +42,11 @@ class _Map(tuple[int, ...]):
 
 def _kernel(dtype: torch.dtype, *macros: object) -> Callable[..., None]:
     code = weight_mm_large_batch_sm90.source(dtype, *macros[:-1])  # type: ignore[arg-type]
-    folder = Path(weight_mm_large_batch_sm90.__file__).parent
-    ptx, kernel = ((folder / f).read_text() for f in ("ptx.cuh", "weight_mm_large_batch_sm90.cu"))
+    folder = Path(weight_mm_large_batch_sm90.__file__).parents[1]
+    ptx, kernel = (
+        (folder / f).read_text()
+        for f in ("runtime/ptx.cuh", "weight_only/weight_mm_large_batch_sm90.cu")
+    )
     half = "true" if dtype == torch.float16 else "false"
     multiply = f"""
 template <int SUMS> static inline void multiply(float (&sums)[SUMS], const uint32 *a, uint64 b, int add) {{

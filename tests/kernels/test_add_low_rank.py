@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases.add_low_rank import CASES, Case
-from lowbit_kernels import add_low_rank as module
-from lowbit_kernels.add_low_rank import add_low_rank, low_rank_gradients, reference
+from lowbit_kernels.composed import add_low_rank as module
+from lowbit_kernels.composed.add_low_rank import add_low_rank, low_rank_gradients, reference
 from tests.schemes import relative_error
 
 SMALL = [c for c in CASES if not c.large]

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from benchmarks.cases.batched_mm import CASES, Case
 from benchmarks.cases.normalize_matrices import CASES as MATRICES
-from lowbit_kernels import batched_mm as module
-from lowbit_kernels.batched_mm import batched_mm
-from lowbit_kernels.launches import counted
-from lowbit_kernels.normalize_matrices import normalize_matrices
+from lowbit_kernels.elementwise.normalize_matrices import normalize_matrices
+from lowbit_kernels.matmul import batched_mm as module
+from lowbit_kernels.matmul.batched_mm import batched_mm
+from lowbit_kernels.runtime.launches import counted
 from tests.kernels.interpreted import interpreted
 
 SMALL = [case for case in CASES if not case.large]

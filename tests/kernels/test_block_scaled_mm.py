@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.cases.block_scaled_mm import CASES, Case
-from lowbit_kernels import block_scaled_mm as module
-from lowbit_kernels import launches
-from lowbit_kernels.block_scaled_mm import block_scaled_mm, reference
+from lowbit_kernels.matmul import block_scaled_mm as module
+from lowbit_kernels.matmul.block_scaled_mm import block_scaled_mm, reference
+from lowbit_kernels.runtime import launches
 
 OP = torch.ops.lowbit.block_scaled_mm
 SMALL = [case for case in CASES if not case.large]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.cases.dequantize import CASES, Case
-from lowbit_kernels.dequantize import dequantize, reference
+from lowbit_kernels.weight_only.dequantize import dequantize, reference
 from tests.kernels.interpreted import in_new_process, interpreted
 
 SMALL = [case for case in CASES if not case.large]
@@ -61,7 +61,7 @@ def test_cpu(case: Case) -> None:
 
 INTERPRETED = """
 import json, torch
-from lowbit_kernels.launches import counted
+from lowbit_kernels.runtime.launches import counted
 from tests.kernels.test_dequantize import OP, SMALL, equal_bits, reference
 
 torch.manual_seed(0)

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lowbit
-from lowbit.tensor import AffineTensor, cpu_values
-from lowbit_kernels import codes_cpu, dequantize_cpu, host_compiler
+from lowbit.tensor import AffineTensor
+from lowbit.tensor.frozen import cpu_values
+from lowbit_kernels.runtime import host_compiler
+from lowbit_kernels.weight_only import codes_cpu, dequantize_cpu
 from tests.schemes import WEIGHT_ONLY, over, specs
 
 pytestmark = pytest.mark.skipif(not host_compiler.compiler(), reason="no C++ compiler")

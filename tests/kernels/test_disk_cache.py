@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lowbit_kernels import disk_cache, trusted_folder, warned
+from lowbit_kernels.runtime import disk_cache, trusted_folder, warned
 
 
 @pytest.fixture(autouse=True)

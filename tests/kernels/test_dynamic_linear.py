@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from benchmarks.cases.dynamic_linear import CASES, E4M3, Case
-from lowbit_kernels import dynamic_linear, launches, linear_table, weight_mm_triton
-from lowbit_kernels.dynamic_linear import MOST_NUMBERS, reference
-from lowbit_kernels.weight_operands import WeightOperands
+from lowbit_kernels.composed import dynamic_linear
+from lowbit_kernels.composed.dynamic_linear import MOST_NUMBERS, reference
+from lowbit_kernels.runtime import launches
+from lowbit_kernels.weight_only import linear_table, weight_mm_triton
+from lowbit_kernels.weight_only.weight_operands import WeightOperands
 from tests.kernels.test_quantize_tokens import by_scheme
 
 SMALL = [case for case in CASES if not case.large]

@@ -10,13 +10,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.cases.fake_quantize import CASES, Case
-from lowbit.affine import unclamped_codes
-from lowbit.code_range import within_range
-from lowbit.granularity import PerRow
-from lowbit.learned_scales import RATE, learned_fake_quantize, learns_zero, rate_of
-from lowbit.scheme import Int, Spec, crop
-from lowbit_kernels import fake_quantize
-from lowbit_kernels.fake_quantize import (
+from lowbit.numerics.affine import unclamped_codes
+from lowbit.numerics.code_range import within_range
+from lowbit.numerics.granularity import PerRow
+from lowbit.numerics.learned_scales import RATE, learned_fake_quantize, learns_zero, rate_of
+from lowbit.numerics.number_format import Int
+from lowbit.numerics.spec import Spec, crop
+from lowbit_kernels.elementwise import fake_quantize
+from lowbit_kernels.elementwise.fake_quantize import (
     fake_quantize_gradients,
     gradients_reference,
     reference,
@@ -61,7 +62,7 @@ def extreme(case: Case, device: str = "cpu") -> Tensor:
 
 
 def expected(x: Tensor, case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """values and inside, and scale and zero point, as `lowbit.affine` computes them."""
+    """values and inside, and scale and zero point, as `lowbit.numerics.affine` computes them."""
     spec = case.spec
     padded = spec.pad(x)
     scale, zero_point = spec.choose_qparams(padded, case.scale_dtype)
@@ -85,7 +86,7 @@ def _float8_codes(x: Tensor, case: Case, scale: Tensor) -> Tensor:
 
 
 def _agrees(run, case: Case, x: Tensor) -> bool:
-    """Computed parameters, and the same parameters given, give the values and bits of `lowbit.affine`."""
+    """Computed parameters, and the same parameters given, give the values and bits of `lowbit.numerics.affine`."""
     values, inside, scale, zero_point = expected(x, case)
     same = True
     for parameters in ((None, None), (scale, zero_point)):
@@ -110,7 +111,7 @@ def codes_arguments(case: Case, x: Tensor, clips: bool) -> tuple:
 
 
 def _codes_agree(run, case: Case, x: Tensor) -> bool:
-    """Codes before and after the clamp, with the scales and zero points of `lowbit.affine`."""
+    """Codes before and after the clamp, with the scales and zero points of `lowbit.numerics.affine`."""
     padded = case.spec.pad(x)
     same = True
     for clips in (True, False):
@@ -164,7 +165,7 @@ def test_errors_of_codes_name_what_is_wrong(change: dict, error: type, message: 
 
 def results(names: list[str]) -> dict[str, bool]:
     """True for each case where the kernels agree; called in a process in which Triton is interpreted."""
-    from lowbit_kernels.launches import counted
+    from lowbit_kernels.runtime.launches import counted
 
     torch.manual_seed(0)
     found = {}

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from lowbit import optim
-from lowbit.codebook import Codebook
-from lowbit.optim.launch import _table
+from lowbit.numerics.codebook import Codebook
+from lowbit.optim.step.launch import _table
 from lowbit.tensor import CodebookTensor
-from lowbit_kernels import fused_step, host_compiler
-from lowbit_kernels.fused_step import COLUMN, Rule, Variant
-from lowbit_kernels.fused_step_cpu import StepKernelCpu
+from lowbit_kernels.elementwise import fused_step
+from lowbit_kernels.elementwise.fused_step import COLUMN, Rule, Variant
+from lowbit_kernels.elementwise.fused_step_cpu import StepKernelCpu
+from lowbit_kernels.runtime import host_compiler
 from tests.optim.problems import is_beside, parameters, rand, run
 
 pytestmark = pytest.mark.skipif(not host_compiler.compiler(), reason="no C++ compiler")
@@ -149,7 +150,7 @@ def test_other_processors_give_the_same_bits(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(host_compiler, "NATIVE", ("-march=native", option))
             patch.setattr(
-                "lowbit.optim.launch.compiled", lambda variant, device: StepKernelCpu(variant)
+                "lowbit.optim.step.launch.compiled", lambda variant, device: StepKernelCpu(variant)
             )
             host_compiler.library.cache_clear()
             other = trained()

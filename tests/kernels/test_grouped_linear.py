@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.cases.grouped_linear import CASES, Case
-from lowbit_kernels import grouped_linear, launches
-from lowbit_kernels.grouped_linear import reference
+from lowbit_kernels.composed import grouped_linear
+from lowbit_kernels.composed.grouped_linear import reference
+from lowbit_kernels.runtime import launches
 from tests.kernels.interpreted import interpreted
 
 SMALL = [case for case in CASES if not case.large]
@@ -67,7 +68,7 @@ def test_any_distribution_of_tokens(tokens: list[int], beyond: int) -> None:
 INTERPRETED = """
 import json, random, torch
 from benchmarks.cases.grouped_linear import CASES, Case
-from lowbit_kernels import launches
+from lowbit_kernels.runtime import launches
 from tests.kernels.test_grouped_linear import off, op
 
 torch.manual_seed(0)

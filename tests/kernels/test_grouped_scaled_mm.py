@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from benchmarks.cases.grouped_scaled_mm import CASES, Case
-from lowbit_kernels import grouped_columns, grouped_mm_sm90, launches, nvrtc
-from lowbit_kernels.grouped_scaled_mm import grouped_scaled_mm, reference
+from lowbit_kernels.matmul import grouped_columns, grouped_mm_sm90
+from lowbit_kernels.matmul.grouped_scaled_mm import grouped_scaled_mm, reference
+from lowbit_kernels.runtime import launches, nvrtc
 from tests.kernels import grouped_mm_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.interpreted import interpreted
@@ -71,7 +72,7 @@ def test_cpu(case: Case) -> None:
 
 INTERPRETED = """
 import json, torch
-from lowbit_kernels.launches import counted
+from lowbit_kernels.runtime.launches import counted
 from tests.kernels.test_grouped_scaled_mm import INT8, OP, reference
 
 torch.manual_seed(0)

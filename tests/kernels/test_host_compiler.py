@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from lowbit import optim
-from lowbit.optim import fused, launch
-from lowbit_kernels import disk_cache, host_compiler, warned
-from lowbit_kernels.fused_step import Variant
+from lowbit.optim.step import fused, launch
+from lowbit_kernels.elementwise.fused_step import Variant
+from lowbit_kernels.runtime import disk_cache, host_compiler, warned
 from tests.optim.problems import parameters, run
 
 SOURCE = 'extern "C" int answer() { return 42; }'
@@ -83,7 +83,7 @@ def test_a_truncated_file_is_compiled_again():
     whole = kept.read_bytes()
     kept.unlink()  # this process still uses it
     kept.write_bytes(whole[: len(whole) // 2])
-    code = f"from lowbit_kernels import host_compiler as c; print(c.library({SOURCE!r}).answer())"
+    code = f"from lowbit_kernels.runtime import host_compiler as c; print(c.library({SOURCE!r}).answer())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "42\n"), done.stderr
     assert kept.read_bytes() == whole
@@ -134,7 +134,7 @@ def test_another_process_compiles_nothing_and_may_fork():
     for source in (SOURCE, other):
         host_compiler.library(source)
     code = (
-        "import os; from lowbit_kernels import host_compiler as c; c._compile = None\n"
+        "import os; from lowbit_kernels.runtime import host_compiler as c; c._compile = None\n"
         f"first = c.library({SOURCE!r})\n"
         "if os.fork() == 0:\n"
         "    os.closerange(3, 64)\n"  # as daemons do
@@ -149,7 +149,7 @@ def test_another_process_compiles_nothing_and_may_fork():
 def test_two_processes_at_once():
     """Both compile, and neither ever reads a partial file."""
     code = (
-        "import sys; from lowbit_kernels import host_compiler as c; print('ready', flush=True); input()\n"
+        "import sys; from lowbit_kernels.runtime import host_compiler as c; print('ready', flush=True); input()\n"
         f"for i in range(5): print(c.library({SOURCE!r}.replace('42', str(i))).answer())"
     )
     command = [sys.executable, "-W", "error::UserWarning", "-c", code]

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowbit_kernels import launch_plan
-from lowbit_kernels.launch_plan import (
+from lowbit_kernels.runtime import launch_plan
+from lowbit_kernels.runtime.launch_plan import (
     PART,
     Address,
     Buffer,

@@ -11,8 +11,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowbit_kernels import host_compiler, launch_plan, launcher, launches, triton_runtime
-from lowbit_kernels.launch_plan import Address, Buffer, CublasProduct, Launch, Map, Part, Plan
+from lowbit_kernels.runtime import (
+    host_compiler,
+    launch_plan,
+    launcher,
+    launches,
+    triton_runtime,
+)
+from lowbit_kernels.runtime.launch_plan import (
+    Address,
+    Buffer,
+    CublasProduct,
+    Launch,
+    Map,
+    Part,
+    Plan,
+)
 
 pytestmark = pytest.mark.skipif(not host_compiler.compiler(), reason="needs a C++ compiler")
 

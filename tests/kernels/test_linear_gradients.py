@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases.linear_gradients import CASES, Case
-from lowbit_kernels import launch_plan, launcher, linear_gradients, nvrtc, scaled_mm
-from lowbit_kernels.launches import counted
-from lowbit_kernels.linear_gradients import reference
-from lowbit_kernels.quantize_rowcol import FORMATS, quantize_rowcol
-from lowbit_kernels.scaled_mm import Planned
-from lowbit_kernels.seeds import seed_of, seed_start, seed_step
-from lowbit_kernels.weight_operands import Layout, layout
+from lowbit_kernels.composed import linear_gradients
+from lowbit_kernels.composed.linear_gradients import reference
+from lowbit_kernels.matmul import scaled_mm
+from lowbit_kernels.matmul.scaled_mm import Planned
+from lowbit_kernels.quantize.quantize_rowcol import FORMATS, quantize_rowcol
+from lowbit_kernels.runtime import launch_plan, launcher, nvrtc
+from lowbit_kernels.runtime.launches import counted
+from lowbit_kernels.runtime.seeds import seed_of, seed_start, seed_step
+from lowbit_kernels.weight_only.weight_operands import Layout, layout
 from tests.kernels import emulator, scaled_mm_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 

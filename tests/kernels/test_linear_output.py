@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from benchmarks.cases.linear_output import CASES, Case
-from lowbit_kernels import launch_plan, launcher, linear_output, nvrtc, scaled_mm
-from lowbit_kernels.launches import counted
-from lowbit_kernels.linear_output import reference
-from lowbit_kernels.quantize_rowcol import quantize_rowcol
-from lowbit_kernels.weight_operands import layout
+from lowbit_kernels.composed import linear_output
+from lowbit_kernels.composed.linear_output import reference
+from lowbit_kernels.matmul import scaled_mm
+from lowbit_kernels.quantize.quantize_rowcol import quantize_rowcol
+from lowbit_kernels.runtime import launch_plan, launcher, nvrtc
+from lowbit_kernels.runtime.launches import counted
+from lowbit_kernels.weight_only.weight_operands import layout
 from tests.kernels import emulator, scaled_mm_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.test_linear_gradients import relative, same_bits

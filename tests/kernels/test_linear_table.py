@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowbit_kernels import linear_table, weight_mm_dequantized, weight_mm_triton
-from lowbit_kernels.weight_operands import layout
+from lowbit_kernels.weight_only import linear_table, weight_mm_dequantized, weight_mm_triton
+from lowbit_kernels.weight_only.weight_operands import layout
 
 
 @given(st.integers(1, 200_000), st.integers(1, 60_000), st.sampled_from([2, 4]))

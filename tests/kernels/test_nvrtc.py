@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from lowbit_kernels import nvrtc, trusted_folder, warned
+from lowbit_kernels.runtime import nvrtc, trusted_folder, warned
 
 
 def test_without_a_gpu_there_is_no_kernel(monkeypatch):

@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+import lowbit_kernels
+
 OPS = ("dequantize", "dynamic_linear", "grouped_linear", "ternary_mm", "weight_linear")
 
 
 def moved() -> Iterator[Any]:
     """Each op with each tensor but its first on another device."""
     for op in OPS:
-        import_module(f"lowbit_kernels.{op}")
+        getattr(lowbit_kernels, op)
         arguments = import_module(f"benchmarks.cases.{op}").CASES[0].arguments()
         for i, part in enumerate(arguments):
             if i and isinstance(part, Tensor):

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from lowbit_kernels import host_compiler
+from lowbit_kernels.runtime import host_compiler
 from tests.kernels.planted import (
     AS_ROOT,
     ATTACKER,
@@ -273,7 +273,7 @@ def test_a_process_of_another_user(monkeypatch):
     """A process that has given up root's rights for good, not only for a while."""
     code = (
         "import ctypes, os, sys\n"
-        "from lowbit_kernels import host_compiler as c\n"
+        "from lowbit_kernels.runtime import host_compiler as c\n"
         f"os.setgroups([]); os.setgid({SOMEBODY}); os.setuid({SOMEBODY})\n"
         f"print(c.library({SOURCE!r}).answer())\n"
         "c.library.cache_clear()\n"

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from benchmarks.cases.quantize_blocks import CASES, Case
 from lowbit import Float8, PerBlock, PerGroup, Spec
-from lowbit_kernels import nvrtc, quantize_blocks_sm90
-from lowbit_kernels.block_scaled_mm import values
-from lowbit_kernels.quantize_blocks import quantize_blocks, reference, results_of
+from lowbit_kernels.matmul.block_scaled_mm import values
+from lowbit_kernels.quantize import quantize_blocks_sm90
+from lowbit_kernels.quantize.quantize_blocks import quantize_blocks, reference, results_of
+from lowbit_kernels.runtime import nvrtc
 from tests.kernels import emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.test_quantize_rowcol import assert_same, extreme, name_of

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from benchmarks.cases.quantize_grouped import CASES, Case
-from lowbit_kernels import grouped_columns, launches, quantize_grouped_sm90
-from lowbit_kernels import quantize_experts as experts_module
-from lowbit_kernels import quantize_grouped as module
-from lowbit_kernels.quantize_experts import quantize_experts
-from lowbit_kernels.quantize_grouped import quantize_grouped, reference
-from lowbit_kernels.quantize_rowcol import quantize_rowcol
+from lowbit_kernels.matmul import grouped_columns
+from lowbit_kernels.quantize import quantize_experts as experts_module
+from lowbit_kernels.quantize import quantize_grouped as module
+from lowbit_kernels.quantize import quantize_grouped_sm90
+from lowbit_kernels.quantize.quantize_experts import quantize_experts
+from lowbit_kernels.quantize.quantize_grouped import quantize_grouped, reference
+from lowbit_kernels.quantize.quantize_rowcol import quantize_rowcol
+from lowbit_kernels.runtime import launches
 from tests.kernels import emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 

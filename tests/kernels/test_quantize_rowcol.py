@@ -12,8 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.cases.quantize_rowcol import CASES, Case
-from lowbit_kernels import nvrtc, quantize_rowcol_sm90, quantize_rowcol_triton
-from lowbit_kernels.quantize_rowcol import FORMATS, quantize_rowcol, reference, results_of
+from lowbit_kernels.quantize import quantize_rowcol_sm90, quantize_rowcol_triton
+from lowbit_kernels.quantize.quantize_rowcol import (
+    FORMATS,
+    quantize_rowcol,
+    reference,
+    results_of,
+)
+from lowbit_kernels.runtime import nvrtc
 from tests.kernels import emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.interpreted import interpreted, names
@@ -106,7 +112,7 @@ INTERPRETED_CASES = [
 ]
 INTERPRETED = """
 import json, torch
-from lowbit_kernels.launches import counted
+from lowbit_kernels.runtime.launches import counted
 from tests.kernels.test_quantize_rowcol import INTERPRETED_CASES, OP, extreme, reference, same
 
 torch.manual_seed(0)

@@ -10,9 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.cases.quantize_tokens import CASES, Case
-from lowbit.presets import Float8DynamicActivationFloat8Weight, Int8DynamicActivationInt8Weight
-from lowbit_kernels import quantize_tokens_sm90
-from lowbit_kernels.quantize_tokens import FORMATS, codes_of, quantize_tokens, reference
+from lowbit.schemes.presets import (
+    Float8DynamicActivationFloat8Weight,
+    Int8DynamicActivationInt8Weight,
+)
+from lowbit_kernels.quantize import quantize_tokens_sm90
+from lowbit_kernels.quantize.quantize_tokens import (
+    FORMATS,
+    codes_of,
+    quantize_tokens,
+    reference,
+)
 from tests.kernels import emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.interpreted import interpreted
@@ -86,7 +94,7 @@ def test_nan_and_infinity_show_in_the_scale(format: str) -> None:
 
 INTERPRETED = """
 import json, math, torch
-from lowbit_kernels.quantize_tokens import FORMATS, codes_of, reference
+from lowbit_kernels.quantize.quantize_tokens import FORMATS, codes_of, reference
 from tests.kernels.test_quantize_tokens import OP, SMALL, by_scheme, same
 
 torch.manual_seed(0)

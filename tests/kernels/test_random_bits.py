@@ -1,4 +1,4 @@
-"""Random bits: the formula in Python's integers, the stream of `lowbit.rounding`, uniformity."""
+"""Random bits: the formula in Python's integers, the stream of `lowbit.numerics.rounding`, uniformity."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import math
 import pytest
 import torch
 
-from lowbit import rounding
-from lowbit_kernels.random_bits import M, keys, random_bits, upper
-from lowbit_kernels.round_rows import KEYS
+from lowbit.numerics import rounding
+from lowbit_kernels.elementwise.random_bits import (
+    M,
+    keys,
+    random_bits,
+    upper,
+)
+from lowbit_kernels.quantize.round_rows import KEYS
 
 MASK = 2**32 - 1
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.cases.round_rows import CASES, Case
-from lowbit_kernels.round_rows import reference, round_rows
+from lowbit_kernels.quantize.round_rows import reference, round_rows
 from tests.kernels.interpreted import interpreted
 
 SMALL = [case for case in CASES if not case.large]

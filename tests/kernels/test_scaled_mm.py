@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.cases.scaled_mm import CASES, E4M3, E5M2, Case
-from lowbit_kernels import int8_mm_triton, launcher, launches, nvrtc, scaled_mm_sm90
-from lowbit_kernels import scaled_mm as module
-from lowbit_kernels.scaled_mm import int8_sums, reference, scaled_mm
+from lowbit_kernels.matmul import int8_mm_triton, scaled_mm_sm90
+from lowbit_kernels.matmul import scaled_mm as module
+from lowbit_kernels.matmul.scaled_mm import int8_sums, reference, scaled_mm
+from lowbit_kernels.runtime import launcher, launches, nvrtc
 from tests.kernels.interpreted import interpreted
 
 OP = torch.ops.lowbit.scaled_mm
@@ -66,7 +67,7 @@ FEW_TILES = {
 INTERPRETED_CASES = [dataclasses.replace(case, **FEW_TILES.get(case.name, {})) for case in INT8]
 INTERPRETED = """
 import json, torch
-from lowbit_kernels.launches import counted
+from lowbit_kernels.runtime.launches import counted
 from tests.kernels.test_scaled_mm import INTERPRETED_CASES, OP, reference
 
 torch.manual_seed(0)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.cases.scaled_mm import E4M3, E5M2, Case
-from lowbit_kernels import mm_tiles_sm90, scaled_mm_sm90
-from lowbit_kernels.weight_operands import Layout, described, layout
+from lowbit_kernels.matmul import mm_tiles_sm90, scaled_mm_sm90
+from lowbit_kernels.weight_only.weight_operands import Layout, described, layout
 from tests.kernels import scaled_mm_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.test_scaled_mm import assert_close

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from lowbit.tensor.codebook_tensor import CodebookTensor
-from lowbit_kernels import host_compiler, tensor_memory
-from lowbit_kernels.tensor_memory import Watch
+from lowbit.tensor.frozen.codebook_tensor import CodebookTensor
+from lowbit_kernels.runtime import host_compiler, tensor_memory
+from lowbit_kernels.runtime.tensor_memory import Watch
 
 pytestmark = pytest.mark.skipif(not host_compiler.compiler(), reason="needs a C++ compiler")
 

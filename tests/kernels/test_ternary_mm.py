@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.cases.ternary_mm import CASES, Case
-from lowbit_kernels import launches
-from lowbit_kernels.ternary_mm import reference, ternary_mm
+from lowbit_kernels.matmul.ternary_mm import reference, ternary_mm
+from lowbit_kernels.runtime import launches
 from tests.kernels.interpreted import interpreted
 
 SMALL = [case for case in CASES if not case.large]
@@ -65,7 +65,7 @@ def test_opcheck(case: Case) -> None:
 
 INTERPRETED = """
 import json, torch
-from lowbit_kernels.launches import counted
+from lowbit_kernels.runtime.launches import counted
 from tests.kernels.test_ternary_mm import SMALL, agree, launches_kernel, reference, ternary_mm
 
 torch.manual_seed(0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.cases.transpose_codes import CASES, Case
-from lowbit_kernels.transpose_codes import reference, transpose_codes
+from lowbit_kernels.quantize.transpose_codes import reference, transpose_codes
 from tests.kernels.interpreted import interpreted
 
 OP = torch.ops.lowbit.transpose_codes
@@ -27,7 +27,7 @@ def test_cpu(case: Case) -> None:
 
 INTERPRETED = """
 import json, torch
-from lowbit_kernels.launches import counted
+from lowbit_kernels.runtime.launches import counted
 from tests.kernels.test_transpose_codes import CASES, OP, reference
 
 results = []

@@ -10,7 +10,7 @@ import tempfile
 
 import pytest
 
-from lowbit_kernels import host_compiler, trusted_folder
+from lowbit_kernels.runtime import host_compiler, trusted_folder
 from tests.kernels.planted import AS_ROOT, ATTACKER, NEEDED, SOMEBODY, SOURCE, answer, own, staged
 
 pytestmark = NEEDED
@@ -88,7 +88,7 @@ def test_in_a_container_without_root(monkeypatch):
     code = f"""
 import ctypes, os, sys
 from pathlib import Path
-from lowbit_kernels import host_compiler as c
+from lowbit_kernels.runtime import host_compiler as c
 os.setgroups([]); os.setgid({SOMEBODY}); os.setuid({SOMEBODY})
 ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: otherwise /proc/self stays root's
 if ctypes.CDLL(None, use_errno=True).unshare(0x10000000) != 0:  # CLONE_NEWUSER

@@ -9,17 +9,21 @@ import pytest
 import torch
 
 from benchmarks.cases.weight_linear import CASES, Case
-from lowbit_kernels import (
-    host_compiler,
-    launches,
+from lowbit_kernels.runtime import host_compiler, launches
+from lowbit_kernels.weight_only import (
     weight_linear,
     weight_mm_cpu,
     weight_mm_dequantized,
     weight_mm_triton,
     weight_operands,
 )
-from lowbit_kernels.weight_linear import IMPLEMENTATIONS, ON_CUDA, reference, run
-from lowbit_kernels.weight_operands import WeightOperands
+from lowbit_kernels.weight_only.weight_linear import (
+    IMPLEMENTATIONS,
+    ON_CUDA,
+    reference,
+    run,
+)
+from lowbit_kernels.weight_only.weight_operands import WeightOperands
 from tests.kernels.interpreted import interpreted
 
 SMALL = [case for case in CASES if not case.large]
@@ -101,8 +105,9 @@ def test_cpu(case: Case) -> None:
 INTERPRETED = """
 import json, torch
 from benchmarks.cases.weight_linear import CASES
-from lowbit_kernels import launches, weight_mm_triton
-from lowbit_kernels.weight_operands import WeightOperands
+from lowbit_kernels.runtime import launches
+from lowbit_kernels.weight_only import weight_mm_triton
+from lowbit_kernels.weight_only.weight_operands import WeightOperands
 from tests.kernels.test_weight_linear import error, limit
 
 torch.manual_seed(0)

@@ -13,8 +13,9 @@ from torch import Tensor
 import lowbit
 from benchmarks.cases.weight_linear import Case
 from lowbit.tensor import AffineTensor
-from lowbit_kernels import codes_cpu, host_compiler, launches, warned, weight_linear, weight_mm_cpu
-from lowbit_kernels.weight_linear import run
+from lowbit_kernels.runtime import host_compiler, launches, warned
+from lowbit_kernels.weight_only import codes_cpu, weight_linear, weight_mm_cpu
+from lowbit_kernels.weight_only.weight_linear import run
 from tests.kernels.test_weight_linear import error, limit, op
 
 needs_compiler = pytest.mark.skipif(not host_compiler.compiler(), reason="no C++ compiler")

@@ -13,8 +13,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lowbit_kernels import nvrtc, weight_mm_decode_sm90
-from lowbit_kernels.weight_mm_decode_sm90 import (
+from lowbit_kernels.runtime import nvrtc
+from lowbit_kernels.weight_only import weight_mm_decode_sm90
+from lowbit_kernels.weight_only.weight_mm_decode_sm90 import (
     CHUNK_BYTES,
     Variant,
     neighbours,
@@ -22,7 +23,7 @@ from lowbit_kernels.weight_mm_decode_sm90 import (
     source,
     takes,
 )
-from lowbit_kernels.weight_operands import WeightOperands
+from lowbit_kernels.weight_only.weight_operands import WeightOperands
 
 KERNEL = Path(weight_mm_decode_sm90.__file__).with_suffix(".cu").read_text(encoding="utf-8")
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]

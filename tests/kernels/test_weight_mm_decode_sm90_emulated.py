@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_kernels.weight_mm_decode_sm90 import neighbours, plan
+from lowbit_kernels.weight_only.weight_mm_decode_sm90 import neighbours, plan
 from tests.kernels import decode_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.test_weight_mm_decode_sm90_gpu import (

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_kernels import nvrtc, weight_mm_decode_sm90
-from lowbit_kernels.weight_mm_decode_sm90 import DecodeProduct, Plan, plan
-from lowbit_kernels.weight_operands import WeightOperands
+from lowbit_kernels.runtime import nvrtc
+from lowbit_kernels.weight_only import weight_mm_decode_sm90
+from lowbit_kernels.weight_only.weight_mm_decode_sm90 import DecodeProduct, Plan, plan
+from lowbit_kernels.weight_only.weight_operands import WeightOperands
 
 BOUND = {torch.bfloat16: 2e-3, torch.float16: 3e-4}  # of norms, against float64
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]

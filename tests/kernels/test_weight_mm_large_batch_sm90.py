@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from lowbit_kernels import weight_mm_large_batch_sm90
-from lowbit_kernels.weight_mm_large_batch_sm90 import (
+from lowbit_kernels.weight_only import weight_mm_large_batch_sm90
+from lowbit_kernels.weight_only.weight_mm_large_batch_sm90 import (
     LargeBatchProduct,
     Plan,
     chunk_of,
@@ -16,7 +16,7 @@ from lowbit_kernels.weight_mm_large_batch_sm90 import (
     readable,
     stages,
 )
-from lowbit_kernels.weight_operands import WeightOperands, layout
+from lowbit_kernels.weight_only.weight_operands import WeightOperands, layout
 from tests.kernels import sm90_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit_kernels.weight_mm_large_batch_sm90 import Plan, takes
-from lowbit_kernels.weight_operands import WeightOperands
+from lowbit_kernels.weight_only.weight_mm_large_batch_sm90 import Plan, takes
+from lowbit_kernels.weight_only.weight_operands import WeightOperands
 from tests.kernels import sm90_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.test_weight_mm_large_batch_sm90 import BF16, FP16, FP32, Operands, planned

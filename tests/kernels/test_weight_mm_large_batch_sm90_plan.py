@@ -7,8 +7,15 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit_kernels import nvrtc, weight_mm_large_batch_sm90
-from lowbit_kernels.weight_mm_large_batch_sm90 import BAND, Plan, Tile, plan, stages
+from lowbit_kernels.runtime import nvrtc
+from lowbit_kernels.weight_only import weight_mm_large_batch_sm90
+from lowbit_kernels.weight_only.weight_mm_large_batch_sm90 import (
+    BAND,
+    Plan,
+    Tile,
+    plan,
+    stages,
+)
 
 
 def work(plan: Plan, m: int, n: int, k: int) -> list[tuple[int, int, int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit_kernels import host_compiler
+from lowbit_kernels.runtime import host_compiler
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.optim.counted import LAUNCHES, count, emulate
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from lowbit.optim import fused, launch
-from lowbit_kernels.fused_step import StepKernel, Variant
-from lowbit_kernels.fused_step_cpu import StepKernelCpu
+from lowbit.optim.step import fused, launch
+from lowbit_kernels.elementwise.fused_step import StepKernel, Variant
+from lowbit_kernels.elementwise.fused_step_cpu import StepKernelCpu
 from tests.kernels.emulator import EmulatedStep
 
 LAUNCHES: list[Variant] = []

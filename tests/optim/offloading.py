@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from lowbit import optim
-from lowbit.optim import CPUOffloadOptimizer, transfers
+from lowbit.optim import CPUOffloadOptimizer
+from lowbit.optim.offload import transfers
 from tests.optim.problems import rand
 from tests.optim.test_sharded import same_state
 

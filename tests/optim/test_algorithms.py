@@ -15,7 +15,7 @@ from torch import nn
 
 from lowbit import optim
 from lowbit.optim.ademamix import slow_moment_schedule
-from lowbit.optim.eager import bound
+from lowbit.optim.step.eager import bound
 from lowbit.tensor import CodebookTensor
 from tests.optim.algorithms import MOMENTUM, SHAPES, cases, classes, decoded, every
 from tests.optim.problems import LOW, is_beside, parameters, rand, relative, run, set_grads

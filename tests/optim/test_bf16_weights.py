@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lowbit import optim
-from lowbit.rounding import bits_at, join_bf16, keys, round_bf16, split_bf16
+from lowbit.numerics.rounding import (
+    bits_at,
+    join_bf16,
+    keys,
+    round_bf16,
+    split_bf16,
+)
 from tests.optim.problems import FORMATS, parameters, rand, relative, run, set_grads
 
 every = pytest.mark.parametrize("state", FORMATS)

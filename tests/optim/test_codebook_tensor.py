@@ -16,9 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowbit.codebook import Codebook, dequantize_blockwise, quantize_blockwise
+from lowbit.numerics.codebook import Codebook, dequantize_blockwise, quantize_blockwise
 from lowbit.tensor import CodebookTensor
-from lowbit.tensor.codebook_tensor import FORMATS, row_layout
+from lowbit.tensor.frozen.codebook_tensor import FORMATS, row_layout
 
 CASES = [(name, signed) for name in FORMATS for signed in (True, False)]
 cases = pytest.mark.parametrize(

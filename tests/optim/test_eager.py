@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lowbit import optim
-from lowbit.optim.checkpoint import converted
+from lowbit.optim.state.checkpoint import converted
 from tests.optim.problems import FORMATS, parameters, rand, run, set_grads
 
 # equal and different rows, odd columns, a partly filled last byte, large beside small, several rows in a block
@@ -34,7 +34,7 @@ OPTIONS = {
 
 
 def trained(cls, state, dtype, options, piece, monkeypatch):
-    monkeypatch.setattr("lowbit.optim.job.PIECE_CPU", piece)
+    monkeypatch.setattr("lowbit.optim.step.job.PIECE_CPU", piece)
     params = parameters(*SHAPES, dtype=dtype)
     optimizer = cls(params, lr=0.01, state=state, fused=False, **options)
     run(optimizer, params[::2], 2)  # so that steps differ from one parameter to the next

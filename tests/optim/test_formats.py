@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lowbit import optim
-from lowbit.presets import Int4WeightOnly
+from lowbit.schemes.presets import Int4WeightOnly
 from lowbit.tensor import CodebookTensor, FakeQuantizedTensor
-from lowbit.tensor.codebook_tensor import FORMATS as BLOCKWISE
+from lowbit.tensor.frozen.codebook_tensor import FORMATS as BLOCKWISE
 from tests.optim.problems import FORMATS, LOW, parameters, rand, relative, run, set_grads
 
 low = pytest.mark.parametrize("state", LOW)
@@ -303,7 +303,7 @@ def test_strides_of_parameter_and_gradient_do_not_matter(state):
 def test_pieces_of_a_large_parameter_change_nothing(state, monkeypatch):
     whole, pieces = parameters((50, 260)), parameters((50, 260))
     run(optim.AdamW(whole, state=state, fused=False), whole, 3)
-    monkeypatch.setattr("lowbit.optim.job.PIECE_CPU", 260 * 7)
+    monkeypatch.setattr("lowbit.optim.step.job.PIECE_CPU", 260 * 7)
     run(optim.AdamW(pieces, state=state, fused=False), pieces, 3)
     assert torch.equal(whole[0], pieces[0])
 

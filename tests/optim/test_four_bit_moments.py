@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from lowbit import optim
-from lowbit.codebook import Codebook, quantize_blockwise
+from lowbit.numerics.codebook import Codebook, quantize_blockwise
+from lowbit.numerics.packing import pack
+from lowbit.numerics.rounding import bits_at, keys
 from lowbit.optim import LowbitOptimizer
-from lowbit.optim import state as states
-from lowbit.packing import pack
-from lowbit.rounding import bits_at, keys
-from lowbit_kernels.fused_step import Rule
+from lowbit.optim.state import state as states
+from lowbit_kernels.elementwise.fused_step import Rule
 from tests.kernels import emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.optim.conftest import needs_compiler

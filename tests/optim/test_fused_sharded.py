@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lowbit import optim
-from lowbit.optim.state import dequantized
-from lowbit.tensor.dtensor import local as to_local
+from lowbit.optim.state.state import dequantized
+from lowbit.tensor.core.dtensor import local as to_local
 from lowbit.testing.launch import launch
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.optim.counted import LAUNCHES, count, emulate

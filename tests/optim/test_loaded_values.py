@@ -155,7 +155,7 @@ def test_random_bits_differ_in_every_step_beyond_float32():
 
 def test_rows_of_a_large_int8_weight_count_the_same_steps():
     """Each row of the kernel's table has its own counter."""
-    from lowbit.optim import job, rounded
+    from lowbit.optim.step import job, rounded
     from lowbit.train import Int8Weight, prepare_
 
     model = nn.Sequential(nn.Linear(256, 4096, bias=False))

@@ -11,9 +11,9 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lowbit import optim
-from lowbit.optim import fused
-from lowbit.rounding import join_bf16
-from lowbit_kernels import tensor_memory
+from lowbit.numerics.rounding import join_bf16
+from lowbit.optim.step import fused
+from lowbit_kernels.runtime import tensor_memory
 from tests.optim.counted import launched
 from tests.optim.problems import rand, relative
 

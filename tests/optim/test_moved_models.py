@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lowbit import Int4WeightOnly, optim, qat, train
 from lowbit.optim import CPUOffloadOptimizer
-from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.core.base import LowbitTensor
 from tests.optim.problems import relative
 
 CLASSES = {

@@ -17,9 +17,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import _muon as torchs
 
 from lowbit import optim
+from lowbit.numerics.rounding import join_bf16
 from lowbit.optim import CPUOffloadOptimizer, Muon, dequantize_state_dict, muon
-from lowbit.optim.orthogonalize import orthogonalize
-from lowbit.rounding import join_bf16
+from lowbit.optim.step.orthogonalize import orthogonalize
 from lowbit.tensor import CodebookTensor
 from lowbit.testing.launch import launch
 from tests.optim.problems import FORMATS, is_beside, parameters, rand, relative, run, set_grads

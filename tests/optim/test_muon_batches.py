@@ -11,7 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lowbit import optim
-from lowbit.optim import Muon, exchange, matrix_step
+from lowbit.optim import Muon
+from lowbit.optim.state import exchange
+from lowbit.optim.step import matrix_step
 from lowbit.testing.launch import launch
 from tests.distributed.test_bytes import device
 from tests.optim.problems import FORMATS, parameters, rand, relative, run, set_grads

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from lowbit import optim
-from lowbit.optim import CPUOffloadOptimizer, offload, transfers
+from lowbit.optim import CPUOffloadOptimizer
+from lowbit.optim.offload import offload, transfers
 from tests.optim.offloading import BASES, Late, Model, assert_same, backward, pair, train
 from tests.optim.problems import rand
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from lowbit import optim
-from lowbit.optim import CPUOffloadOptimizer, offload
+from lowbit.optim import CPUOffloadOptimizer
+from lowbit.optim.offload import offload
 from tests.optim.offloading import BASES
 from tests.optim.problems import rand
 

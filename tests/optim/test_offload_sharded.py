@@ -16,7 +16,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit import optim
-from lowbit.optim import CPUOffloadOptimizer, offload
+from lowbit.optim import CPUOffloadOptimizer
+from lowbit.optim.offload import offload
 from lowbit.testing.launch import launch
 from tests.optim.offloading import assert_same, pair
 from tests.optim.problems import rand

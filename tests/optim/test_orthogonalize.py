@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.optim import _muon as torchs
 
-from lowbit.optim import muon, orthogonalize
-from lowbit_kernels.launches import counted
+from lowbit.optim import muon
+from lowbit.optim.step import orthogonalize
+from lowbit_kernels.runtime.launches import counted
 from tests.optim.problems import rand, relative
 
 A, B, C = muon.COEFFICIENTS

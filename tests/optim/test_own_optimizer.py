@@ -13,7 +13,7 @@ from torch import nn
 from lowbit.optim import CPUOffloadOptimizer, LowbitOptimizer, dequantize_state_dict
 from lowbit.optim.options import check_flag, check_nonnegative
 from lowbit.tensor import CodebookTensor
-from lowbit_kernels.fused_step import Rule
+from lowbit_kernels.elementwise.fused_step import Rule
 from tests.optim.conftest import needs_compiler
 from tests.optim.counted import LAUNCHES, count
 from tests.optim.problems import FORMATS, parameters, rand, relative, run, set_grads

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lowbit import optim
-from lowbit.optim import state as states
 from lowbit.optim.adam import reference
+from lowbit.optim.state import state as states
 from tests.optim.problems import FORMATS, is_beside, rand
 
 shapes = st.one_of(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowbit import optim
-from lowbit.optim.eager import bound
+from lowbit.optim.step.eager import bound
 from tests.optim.algorithms import CASES
 from tests.optim.conftest import needs_compiler
 from tests.optim.problems import parameters, rand, relative, set_grads

@@ -12,7 +12,7 @@ from torch import nn
 
 from lowbit import optim
 from lowbit.optim import CPUOffloadOptimizer, dequantize_state_dict
-from lowbit_kernels import host_compiler, warned
+from lowbit_kernels.runtime import host_compiler, warned
 from tests.optim.conftest import needs_compiler
 from tests.optim.problems import parameters, run, set_grads
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lowbit import Int8Weight, Int8WeightTensor, optim
-from lowbit.optim import job
+from lowbit.optim.step import job
 from tests.optim.counted import LAUNCHES, launched
 from tests.optim.problems import FORMATS, rand
 from tests.optim.test_fused import check_alike, decoded, set_grads

@@ -11,9 +11,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lowbit import Int8Weight, Int8WeightTensor, optim, train
-from lowbit.optim import job
-from lowbit.optim import state as states
-from lowbit.tensor.dtensor import local as to_local
+from lowbit.optim.state import state as states
+from lowbit.optim.step import job
+from lowbit.tensor.core.dtensor import local as to_local
 from lowbit.testing.launch import launch
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.optim.counted import LAUNCHES

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lowbit import optim
-from lowbit.optim import state as states
+from lowbit.optim.state import state as states
 from lowbit.testing.launch import launch
 from tests.optim.problems import rand, relative
 

@@ -6,7 +6,7 @@ import contextlib
 
 import torch
 
-from lowbit.optim import transfers
+from lowbit.optim.offload import transfers
 
 
 def test_the_order_that_cuda_streams_are_given(monkeypatch):

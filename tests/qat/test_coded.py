@@ -19,12 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 import lowbit
 from lowbit import Int, PerRow, PerTensor, PerToken, Scheme, Spec, qat
-from lowbit.learned_scales import learned_fake_quantize
-from lowbit.products.codes_product import CodesProduct
-from lowbit.tensor import fake_quantized
+from lowbit.linear.frozen.codes_product import CodesProduct
+from lowbit.numerics.learned_scales import learned_fake_quantize
+from lowbit.tensor.trained import fake_quantized
 from lowbit.testing.launch import launch
 from lowbit.train import Float8BlockMixedPrecision, Float8MixedPrecision, Int8MixedPrecision
-from lowbit_kernels import launches
+from lowbit_kernels.runtime import launches
 from tests.distributed.test_train_fsdp import shard
 from tests.kernels.interpreted import interpreted
 from tests.qat.lora_layers import LoraLayer

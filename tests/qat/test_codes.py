@@ -10,8 +10,13 @@ from torch import nn
 
 import lowbit as lb
 from lowbit import qat
-from lowbit.learned_scales import learned_fake_quantize, parameters_for, qparams, rate_of
-from lowbit.scheme import Scheme
+from lowbit.numerics.learned_scales import (
+    learned_fake_quantize,
+    parameters_for,
+    qparams,
+    rate_of,
+)
+from lowbit.schemes.scheme import Scheme
 from tests.qat.test_learned_scales import CHOSEN, SPECS, model, moved, tokens, values
 
 

@@ -13,10 +13,11 @@ from torch import nn
 
 import lowbit as lb
 from lowbit import IntxWeightOnly, Scheme, Spec, qat
-from lowbit.learned_scales import RATE, learns_zero
-from lowbit.tensor import FakeQuantizedTensor, static_input
-from lowbit.tensor.conv_tensor import ConvTensor
-from lowbit.tensor.fake_quantized_conv import LearnedScalesConvTensor
+from lowbit.layers import static_input
+from lowbit.numerics.learned_scales import RATE, learns_zero
+from lowbit.tensor import FakeQuantizedTensor
+from lowbit.tensor.frozen.conv_tensor import ConvTensor
+from lowbit.tensor.trained.fake_quantized_conv import LearnedScalesConvTensor
 from tests.inference.test_conv import (
     OPTIONS,
     RANKS,

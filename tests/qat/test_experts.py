@@ -17,11 +17,18 @@ from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
 from lowbit import qat
-from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor
-from lowbit.learned_scales import learns_zero
-from lowbit.scheme import Int, Scheme, Spec
-from lowbit.tensor.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.learned_scales import LearnedScalesTensor
+from lowbit.numerics.granularity import (
+    PerBlock,
+    PerGroup,
+    PerRow,
+    PerTensor,
+)
+from lowbit.numerics.learned_scales import learns_zero
+from lowbit.numerics.number_format import Int
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.trained.learned_scales import LearnedScalesTensor
 from tests.qat.test_learned_scales import reference_gradients
 from tests.train.problems import relative, values
 from tests.train.test_grouped import TOKENS, offsets_of

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 import lowbit
 from lowbit import FakeQuantizedTensor, Float8, Int, PerGroup, PerRow, Scheme, Spec
-from lowbit.tensor import fused_rounding
-from lowbit.tensor.learned_scales import scales_of
-from lowbit_kernels.launches import counted
+from lowbit.linear import fused_rounding
+from lowbit.tensor.trained.learned_scales import scales_of
+from lowbit_kernels.runtime.launches import counted
 from tests.schemes import MAPPINGS
 
 FORMATS = {

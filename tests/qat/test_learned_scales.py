@@ -11,9 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lowbit import Int8DynamicActivationInt4Weight, IntxWeightOnly, learned_scales, qat
-from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor
-from lowbit.learned_scales import (
+from lowbit import Int8DynamicActivationInt4Weight, IntxWeightOnly, qat
+from lowbit.numerics import learned_scales
+from lowbit.numerics.granularity import (
+    PerBlock,
+    PerGroup,
+    PerRow,
+    PerTensor,
+)
+from lowbit.numerics.learned_scales import (
     RATE,
     learned_fake_quantize,
     learns_zero,
@@ -21,9 +27,11 @@ from lowbit.learned_scales import (
     qparams,
     rate_of,
 )
-from lowbit.scheme import Float8, Int, Scheme, Spec
+from lowbit.numerics.number_format import Float8, Int
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
 from lowbit.tensor import AffineTensor, FakeQuantizedTensor
-from lowbit.tensor.learned_scales import LearnedScalesTensor
+from lowbit.tensor.trained.learned_scales import LearnedScalesTensor
 
 SPECS = {
     "int4-g32": Spec(Int(4), PerGroup(32)),
@@ -139,7 +147,7 @@ def test_trained_values_equal_converted_ones(seed, name, dtype):
 
 
 def reference_gradients(w, scale, zero, spec, grad):
-    """The formulas of `lowbit.learned_scales`, in float64."""
+    """The formulas of `lowbit.numerics.learned_scales`, in float64."""
     low, high = spec.format.quant_min, spec.format.quant_max
     scales, zero_points = qparams(spec, scale, zero)
     sizes = spec.block_size(w.shape)

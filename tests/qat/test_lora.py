@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
 from lowbit import qat
-from lowbit.learned_scales import learned_fake_quantize
-from lowbit.products.dequantized import plain_linear
-from lowbit.tensor.adapted import AdaptedTensor, LearnedAdaptedTensor
-from lowbit.tensor.learned_scales import scales_of
-from lowbit_kernels.add_low_rank import add_low_rank
+from lowbit.linear.frozen.dequantized import plain_linear
+from lowbit.numerics.learned_scales import learned_fake_quantize
+from lowbit.tensor.trained.adapted import AdaptedTensor, LearnedAdaptedTensor
+from lowbit.tensor.trained.learned_scales import scales_of
+from lowbit_kernels.composed.add_low_rank import add_low_rank
 from tests.qat.lora_layers import LoraEmbedding, LoraLayer, Net
 from tests.qat.test_training import straight_through
 from tests.schemes import (

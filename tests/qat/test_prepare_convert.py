@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit import qat
-from lowbit.products.codes_product import codes_product
-from lowbit.products.dequantized import plain_linear
-from lowbit.tensor.learned_scales import scales_of
+from lowbit.linear.frozen.codes_product import codes_product
+from lowbit.linear.frozen.dequantized import plain_linear
+from lowbit.tensor.trained.learned_scales import scales_of
 from tests.schemes import (
     MAPPINGS,
     SCHEMES,

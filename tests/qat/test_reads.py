@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
 from lowbit import qat, train
-from lowbit.tensor.reading import KEEPS, in_forward
+from lowbit.tensor.core.reading import KEEPS, in_forward
 from tests.schemes import FREE_SCALES, SCHEMES, WEIGHT_ONLY, over
 
 N, K = 24, 64

@@ -14,9 +14,11 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit import qat
-from lowbit.granularity import PerGroup
-from lowbit.qat.plan import Choice, choose
-from lowbit.scheme import Int, Scheme, Spec
+from lowbit.numerics.granularity import PerGroup
+from lowbit.numerics.number_format import Int
+from lowbit.numerics.spec import Spec
+from lowbit.qat.tools.plan import Choice, choose
+from lowbit.schemes.scheme import Scheme
 
 INT2, INT3, INT8 = lb.IntxWeightOnly(2, 32), lb.IntxWeightOnly(3, 32), lb.Int8WeightOnly(32)
 DYNAMIC = lb.Int8DynamicActivationInt4Weight(32)

@@ -12,12 +12,13 @@ from torch.nn import functional as F
 
 import lowbit
 from lowbit import Scheme, qat
-from lowbit.granularity import PerGroup, PerRow, PerToken
-from lowbit.learned_scales import learned_fake_quantize
-from lowbit.scheme import Float8, Int, Spec
-from lowbit.tensor import fused_rounding
-from lowbit.tensor.learned_scales import scales_of
-from lowbit_kernels.launches import counted
+from lowbit.linear import fused_rounding
+from lowbit.numerics.granularity import PerGroup, PerRow, PerToken
+from lowbit.numerics.learned_scales import learned_fake_quantize
+from lowbit.numerics.number_format import Float8, Int
+from lowbit.numerics.spec import Spec
+from lowbit.tensor.trained.learned_scales import scales_of
+from lowbit_kernels.runtime.launches import counted
 
 DYNAMIC = Spec(Int(8), PerToken(), "asymmetric")  # of which some codes clip
 SCHEMES = {

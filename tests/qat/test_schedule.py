@@ -12,9 +12,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import lowbit as lb
 from lowbit import qat
-from lowbit.granularity import PerGroup
-from lowbit.learned_scales import RATE
-from lowbit.scheme import Int, Spec
+from lowbit.numerics.granularity import PerGroup
+from lowbit.numerics.learned_scales import RATE
+from lowbit.numerics.number_format import Int
+from lowbit.numerics.spec import Spec
 from tests.train.problems import values
 
 INT4 = lb.Int4WeightOnly(group_size=16)

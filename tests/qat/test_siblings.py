@@ -14,8 +14,13 @@ from torch.nn.utils import prune
 
 import lowbit as lb
 from lowbit import qat
-from lowbit.siblings import _GROUPS, families, family_of, siblings
-from lowbit.tensor.joint import JointTensor, Linear
+from lowbit.convert.siblings import (
+    _GROUPS,
+    families,
+    family_of,
+    siblings,
+)
+from lowbit.layers.joint import JointTensor, Linear
 from tests.qat.lora_layers import LoraLayer
 from tests.schemes import SCHEMES, relative_error
 
@@ -287,7 +292,7 @@ def test_adapters_around_some_of_them(adapters: Any) -> None:
 
 
 def test_a_group_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowbit.siblings._GROUPS", [*_GROUPS])
+    monkeypatch.setattr("lowbit.convert.siblings._GROUPS", [*_GROUPS])
     names = ("queries", "keys")
     low = model(names)
     lb.quantize_(low, lb.NVFP4WeightOnly())

@@ -25,9 +25,9 @@ from lowbit import (
     Spec,
     qat,
 )
-from lowbit.learned_scales import RATE, as_parameters, qparams
-from lowbit.products.dequantized import plain_linear
-from lowbit.tensor import static_input
+from lowbit.layers import static_input
+from lowbit.linear.frozen.dequantized import plain_linear
+from lowbit.numerics.learned_scales import RATE, as_parameters, qparams
 from tests.qat.lora_layers import LoraLayer
 
 ACTIVATIONS = {
@@ -126,7 +126,7 @@ def test_products_equal_converted_ones(seed, name, bits, dtype, scales):
 
 
 def reference(x, scale, zero, spec, grad):
-    """Gradients of x and of the parameters, by the formulas of `lowbit.learned_scales`, in float64."""
+    """Gradients of x and of the parameters, by the formulas of `lowbit.numerics.learned_scales`, in float64."""
     low, high = spec.format.quant_min, spec.format.quant_max
     _, point = qparams(spec, scale, zero)
     s = float(scale) * RATE

@@ -52,8 +52,8 @@ from lowbit.tensor import (
     TableTensor,
     TernaryTensor,
 )
-from lowbit.tensor.master_weight import MasterWeightTensor
-from lowbit.tensor.trainable import TrainableTensor
+from lowbit.tensor.trained.master_weight import MasterWeightTensor
+from lowbit.tensor.trained.trainable import TrainableTensor
 from lowbit.testing import same, same_bits, shares_memory, values
 
 __all__ = ["same", "same_bits", "shares_memory", "values"]

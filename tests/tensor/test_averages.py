@@ -18,7 +18,8 @@ from torch.optim.swa_utils import (
 
 import lowbit
 from lowbit import Int8Weight
-from lowbit.tensor import AffineTensor, Int8WeightTensor, remainder
+from lowbit.tensor import AffineTensor, Int8WeightTensor
+from lowbit.tensor.trained import remainder
 from tests.tensor.cases import CASES, by_class, every_case, every_trainable, same, values
 
 SHAPE = (8, 96)

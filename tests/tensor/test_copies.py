@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowbit.code_range import FLOAT8_DTYPES
+from lowbit.numerics.code_range import FLOAT8_DTYPES
 from lowbit.tensor import BitNetTensor, MixedPrecisionTensor, joined
 from tests.tensor.cases import (
     BY_NAME,

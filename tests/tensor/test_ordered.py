@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import lowbit as lb
 from lowbit import AffineTensor, Int4WeightOnly, IntxWeightOnly, LowbitTensor, testing
 from lowbit.formats.experts import stacked
-from lowbit.tensor.ordered_tensor import OrderedTensor
+from lowbit.tensor.frozen.ordered_tensor import OrderedTensor
 
 ROWS, COLUMNS = 24, 128
 

@@ -8,7 +8,6 @@ import multiprocessing
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,20 +16,17 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 import lowbit as lb
-from lowbit.tensor import AffineTensor, LowbitTensor, TernaryTensor, pickled
-from lowbit.tensor.int8_weight import Columns
-from lowbit.tensor.pickled import rebuild
+from lowbit.tensor import AffineTensor, LowbitTensor, TernaryTensor
+from lowbit.tensor.core import pickled
+from lowbit.tensor.core.pickled import rebuild
+from lowbit.tensor.trained.int8_weight import Columns
 from tests.tensor.cases import (
     BY_NAME,
-    CASES,
     by_class,
     every_case,
     every_trainable,
     same,
-    same_bits,
 )
-
-DATA = Path(__file__).resolve().parents[1] / "data"
 
 
 def saved(content: Any) -> io.BytesIO:
@@ -238,23 +234,6 @@ def test_of_a_data_loaders_workers():
 # ---- what earlier versions wrote -------------------------------------------------------------------------------
 
 
-def test_a_file_of_an_earlier_version_loads():
-    """Version 0.1.0 wrote it, before lowbit had its own format."""
-    found = torch.load(DATA / "pickled_by_torch.pt", weights_only=True)
-    tensors = {name: t for name, t in found.items() if isinstance(t, LowbitTensor)}
-    assert len(tensors) == 17 and {type(t) for t in tensors.values()} == {c.kind for c in CASES} - {
-        lb.tensor.MixedPrecisionTensor,
-        lb.tensor.BlockMixedPrecisionTensor,
-        lb.tensor.TableTensor,
-    }
-    for name, t in tensors.items():
-        assert same_bits(t.dequantize(), found[f"expected.{name}"]), name
-        assert isinstance(t, nn.Parameter) == name.endswith(".parameter")
-        assert same(loaded(t).detach(), t.detach())
-    assert found["qat-int4-g32.parameter"].requires_grad
-    assert not found["int4-g32-asymmetric.parameter"].requires_grad
-
-
 @every_case
 def test_pickles_in_torchs_own_format_load(case, as_torch_pickles):
     t = case.make((7, 101))
@@ -417,7 +396,7 @@ def test_a_pickle_cannot_set_attributes_of_the_class():
 
 
 def test_a_rebuild_of_another_class_is_refused():
-    from lowbit.tensor.pickled import rebuild
+    from lowbit.tensor.core.pickled import rebuild
 
     t = BY_NAME["int8-row"].make((8, 96))
     _, args = t.__reduce_ex__(2)

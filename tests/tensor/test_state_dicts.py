@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit.tensor import LowbitTensor, joined
-from lowbit.tensor.state_dict import is_ours
+from lowbit.tensor.core.state_dict import is_ours
 from lowbit.testing.serialization import Net, check_equal
 from tests.tensor.cases import (
     BY_NAME,

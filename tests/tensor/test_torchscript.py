@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import lowbit
-from lowbit.tensor.torchscript import PREPARE
+from lowbit.tensor.core.torchscript import PREPARE
 from tests.tensor.cases import each_class, every_weight, values
 
 MODES = {

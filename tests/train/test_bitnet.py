@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowbit
 from lowbit import BitNet, BitNetTensor, TernaryTensor, train
-from lowbit.tensor.ternary import pack_ternary, unpack_ternary
+from lowbit.tensor.frozen.ternary import pack_ternary, unpack_ternary
 from tests.scaled_products import scaled_products
 from tests.traced import low_bit
 from tests.train.problems import linear, outcome, prepared, relative, values

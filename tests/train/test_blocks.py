@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lowbit as lb
 from lowbit import BlockMixedPrecisionTensor, Float8Tensor, train
 from lowbit.train import Float8BlockMixedPrecision, Float8MixedPrecision
-from lowbit_kernels import launches
+from lowbit_kernels.runtime import launches
 from tests.tensor.cases import same_bits
 from tests.train.problems import linear, outcome, prepared, relative, snr, values
 

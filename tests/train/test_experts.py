@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lowbit import BitNet, BitNetTensor, Int8Weight, trace, train
-from lowbit.tensor.bitnet import GatheredBitNet
-from lowbit.tensor.ternary import pack_ternary
+from lowbit.tensor.frozen.ternary import pack_ternary
+from lowbit.tensor.trained.bitnet import GatheredBitNet
 from tests.scaled_products import scaled_products
 from tests.traced import low_bit, ran_in, reasons
 from tests.train.problems import SCHEMES, every_scheme, outcome, snr, values

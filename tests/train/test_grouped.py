@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit import Int8Weight, trace, train
-from lowbit.tensor.mixed_precision import GatheredMixedPrecision
-from lowbit_kernels import launches
+from lowbit.tensor.trained.mixed_precision import GatheredMixedPrecision
+from lowbit_kernels.runtime import launches
 from tests.traced import ran_in, reasons
 from tests.train.problems import snr, values
 

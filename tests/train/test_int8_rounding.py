@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lowbit import Int8Weight, Int8WeightTensor
-from lowbit.tensor.int8_weight import NEXT, first_offset
-from lowbit_kernels.round_rows import round_rows
+from lowbit.tensor.trained.int8_weight import NEXT, first_offset
+from lowbit_kernels.quantize.round_rows import round_rows
 from tests.train.problems import relative, values
 from tests.train.test_int8_weight import same, weight_of
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import lowbit
 from lowbit import AffineTensor, Int8Weight, Int8WeightTensor, train
-from lowbit.optim import job
+from lowbit.optim.step import job
 from tests.train.problems import linear, prepared, relative, values
 
 PRODUCTS = Int8Weight(True, True, True, always=True)

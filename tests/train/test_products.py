@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 import lowbit_kernels
 from lowbit import MixedPrecisionTensor, train
-from lowbit.tensor import low_bit_linear
+from lowbit.linear import low_bit_linear
 from lowbit.train import Float8MixedPrecision, Int8MixedPrecision, Int8Weight
-from lowbit_kernels.block_scaled_mm import values as values_of
-from lowbit_kernels.quantize_blocks import quantize_blocks
-from lowbit_kernels.quantize_rowcol import quantize_rowcol
+from lowbit_kernels.matmul.block_scaled_mm import values as values_of
+from lowbit_kernels.quantize.quantize_blocks import quantize_blocks
+from lowbit_kernels.quantize.quantize_rowcol import quantize_rowcol
 from tests.scaled_products import scaled_products
 from tests.train.problems import (
     SCHEMES,
@@ -230,7 +230,7 @@ def test_float16_overflows_to_an_infinity_as_plain_products_do():
 def test_long_sums_of_int8_products_are_cut(monkeypatch):
     low, x = prepared(linear(24, 96), SCHEMES["int8"]), values(80, 96)
     expected = outcome(low, x)
-    monkeypatch.setattr(lowbit_kernels.scaled_mm, "MOST_TERMS", 32)
+    monkeypatch.setattr(lowbit_kernels.matmul.scaled_mm, "MOST_TERMS", 32)
     with scaled_products() as calls:
         found = outcome(low, x)
     assert calls["int8"] == 3 + 1 + 3
@@ -298,7 +298,7 @@ def test_an_input_of_several_layers_is_quantized_once(monkeypatch):
             made.append(args)
         return quantize_rowcol(*args, **kwargs)
 
-    monkeypatch.setattr(lowbit_kernels.quantize_rowcol, "quantize_rowcol", counting)
+    monkeypatch.setattr(lowbit_kernels.quantize.quantize_rowcol, "quantize_rowcol", counting)
     model = prepared(Heads(), SCHEMES["int8"])
     leaf = values(128, 64).requires_grad_()
     x = leaf * 1
@@ -324,7 +324,7 @@ def test_casts_of_one_input_and_a_layer_beside_a_larger_one_share_codes(monkeypa
         made.extend([args] if args[0].shape == (128, 64) else [])
         return quantize_rowcol(*args, **kwargs)
 
-    monkeypatch.setattr(lowbit_kernels.quantize_rowcol, "quantize_rowcol", counting)
+    monkeypatch.setattr(lowbit_kernels.quantize.quantize_rowcol, "quantize_rowcol", counting)
     model, scheme = Heads(), SCHEMES["int8"]
     train.prepare_(model, {"query": scheme, "*": replace(scheme, beside=2.0)})
     x = values(128, 64).requires_grad_() * 1
@@ -341,7 +341,7 @@ def test_inference(monkeypatch):
     expected = low(values(5, 64)).detach()
     seen = []
     monkeypatch.setattr(
-        lowbit_kernels.quantize_rowcol,
+        lowbit_kernels.quantize.quantize_rowcol,
         "quantize_rowcol",
         lambda *a, **options: seen.append(options) or quantize_rowcol(*a, **options),
     )

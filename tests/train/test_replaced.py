@@ -11,7 +11,14 @@ import torch
 from torch import nn
 
 import lowbit
-from lowbit import Int4WeightOnly, Int8WeightOnly, optim, qat, replaced, train
+from lowbit import (
+    Int4WeightOnly,
+    Int8WeightOnly,
+    optim,
+    qat,
+    train,
+)
+from lowbit.convert import replaced
 from lowbit.optim import CPUOffloadOptimizer
 from tests.optim.problems import run
 

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lowbit
 from lowbit import Int8MixedPrecision, Int8Weight, MixedPrecisionTensor, train
-from lowbit_kernels import launches
-from lowbit_kernels.quantize_rowcol import quantize_rowcol
+from lowbit_kernels.quantize.quantize_rowcol import quantize_rowcol
+from lowbit_kernels.runtime import launches
 from tests.scaled_products import scaled_products
 from tests.train.problems import (
     SCHEMES,

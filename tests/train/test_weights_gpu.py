@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import lowbit
 from lowbit import BitNet, Int8Weight, TernaryTensor, train
-from lowbit_kernels import launches
+from lowbit_kernels.runtime import launches
 from tests.scaled_products import scaled_products
 from tests.train.problems import relative, values
 

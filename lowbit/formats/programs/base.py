@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lowbit import optional
 from lowbit.formats.base import FormatError, with_scales
 from lowbit.formats.sources import Item
-from lowbit.scheme import Scheme
-from lowbit.tensor.base import LowbitTensor
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.core.base import LowbitTensor
 
 
 @dataclass

@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 
 from lowbit.formats.base import FormatError
 from lowbit.formats.programs.base import Call
-from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.core.base import LowbitTensor
 
 Use = Literal["linear", "embedding", "values"]
 Replace = Callable[[str, LowbitTensor, Use], nn.Module]

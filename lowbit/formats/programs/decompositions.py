@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit.packing import unpack
-from lowbit.scheme import crop
+from lowbit.numerics.packing import unpack
+from lowbit.numerics.spec import crop
 
 _MOST_INT8_ROWS = 20
 """Tokens up to which PyTorch's int8 product is faster than unpacking and a product in the dtype of x. Its time grows
@@ -54,7 +54,8 @@ def _dequantize(
     size: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    # As `lowbit_kernels.dequantize.reference`, in views and broadcasts, which compilers vectorise, and not its gather.
+    # As `lowbit_kernels.weight_only.dequantize.reference`, in views and broadcasts, which compilers vectorise, and not
+    # its gather.
     groups = scale.shape[1]
     if codes.dtype is torch.uint8:
         codes = unpack(codes, 4, groups * group_size).view(torch.int8) - 8

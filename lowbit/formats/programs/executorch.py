@@ -40,10 +40,12 @@ from lowbit.formats.programs.capture import Use, first_line, quiet, root_cause, 
 from lowbit.formats.programs.running import called, compare, outputs_of, tolerance_of
 from lowbit.formats.report import snr
 from lowbit.formats.sources import Item
-from lowbit.granularity import PerToken
-from lowbit.scheme import Int, Scheme, Spec
-from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.base import LowbitTensor
+from lowbit.numerics.granularity import PerToken
+from lowbit.numerics.number_format import Int
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 GROUP_STEP = 32
 """XNNPACK takes groups of a multiple of it."""

@@ -14,7 +14,7 @@ from lowbit.formats.new_file import new_file
 from lowbit.formats.programs.base import Call, ProgramFormat, example
 from lowbit.formats.report import ExportReport
 from lowbit.progress import waiting
-from lowbit.tensor.base import LowbitTensor
+from lowbit.tensor.core.base import LowbitTensor
 
 
 def export_program(

@@ -37,10 +37,10 @@ from lowbit.formats.programs.base import Call, ProgramFormat, package
 from lowbit.formats.programs.capture import Use, first_line, quiet, traced_with
 from lowbit.formats.programs.running import called, compare, outputs_of_model, tolerance_of
 from lowbit.formats.sources import Item
-from lowbit.packing import pack
-from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.conv_tensor import ConvTensor
+from lowbit.numerics.packing import pack
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
+from lowbit.tensor.frozen.conv_tensor import ConvTensor
 
 OPSET = 21
 """The first one whose DequantizeLinear takes blocks."""

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lowbit.formats.base import FormatError
 from lowbit.formats.programs.base import Call
 from lowbit.formats.programs.capture import first_line, quiet
-from lowbit.tensor.affine_tensor import AffineTensor
-from lowbit.tensor.base import LowbitTensor
-from lowbit.tensor.codebook_tensor import CodebookTensor
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
+from lowbit.tensor.frozen.codebook_tensor import CodebookTensor
 
 TOLERANCE, TOLERANCE_FLOAT32 = 0.3, 0.001
 """The largest accepted ‖y − ŷ‖ / ‖y‖ of an output: of models that compute in 16 bits or TF32 or round the inputs of

@@ -1,0 +1,1 @@
+"""Ops that launch several kernels of the other folders."""

@@ -1,0 +1,221 @@
+"""Products of activations that are quantized on the fly and weights in the same 8-bit format.
+
+    q[m, k], t[m] = quantize_tokens(x)
+    out[m, n]     = (sum_k q[m, k] * codes[n, k]) * t[m] * scale[n]  +  bias[n] + residual[m, n]
+
+    x          bfloat16, float16 or float32 [..., K]
+    codes      int8 or float8_e4m3fn [N, K]
+    scale      float32, bfloat16 or float16 [N] or [N, 1]; for float8 also [1], for all rows
+    bias       [N], residual [..., N]: x's dtype, or None; "scaled_mm" adds the residual after rounding the product
+    out        x's dtype [..., N], contiguous
+
+Codes and scales of x are bit for bit those of ``lowbit``'s dynamic schemes (`quantize_tokens`), computed in one kernel.
+int8 sums are exact in int32, which 131,071 products can't exceed; a longer K raises an error.
+
+Implementations, as `launches` reports them:
+
+    decode       weight_mm_decode_sm90, up to `MOST_NUMBERS` tokens
+    large_batch  weight_mm_large_batch_sm90, up to `MOST_NUMBERS` tokens
+    scaled_mm    `scaled_mm`, for more tokens and on other devices
+
+A product of 8 bits by 8 bits has tiles of 128 tokens and takes as long for fewer. The first two kernels are faster for
+small batches, since they are bound by the weight's bytes; `linear_table` chooses between them. They take the codes of x
+as floating-point numbers, which hold them exactly: int8 codes in x's dtype, float8 codes in float16. Their float32 sums
+of int8 are exact below 2**24. Larger sums (K over 1,040 at the earliest) round at 2**-23.
+
+``tensorwise`` (float8) gives all tokens one scale. If the weight has one scale too, `scaled_mm` runs every batch size.
+`scaled_mm` needs K as a multiple of 16; other weights are padded, in a copy, at every call.
+"""
+
+from __future__ import annotations
+
+import functools
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowbit_kernels.matmul.scaled_mm import scaled_mm
+from lowbit_kernels.quantize.quantize_tokens import codes_of
+from lowbit_kernels.quantize.quantize_tokens import reference as quantized
+from lowbit_kernels.runtime.launches import ran
+from lowbit_kernels.runtime.library import FLOATS, check_one_device, register
+from lowbit_kernels.weight_only import weight_mm_decode_sm90, weight_mm_large_batch_sm90
+from lowbit_kernels.weight_only.linear_table import choose
+from lowbit_kernels.weight_only.weight_operands import (
+    E4M3,
+    HALVES,
+    Description,
+    Layout,
+    Product,
+    WeightOperands,
+    check_addends,
+    described,
+    layout_of,
+)
+
+MOST_NUMBERS = {torch.int8: 32, E4M3: 64}  # tokens whose codes are multiplied as floating point
+MOST_K = (2**31 - 1) // 2**14  # int8 products that int32 sums hold
+FORMATS = {torch.int8: "int8", E4M3: "e4m3"}  # as `quantize_tokens` names them
+
+
+def dynamic_linear(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    tensorwise: bool = False,
+) -> Tensor:
+    """int8 by int8 or float8 by float8, as the codes are; the module's docstring has shapes, dtypes and the formula.
+
+    Args:
+        tensorwise: one scale for all of x; float8 only.
+
+    Raises:
+        TypeError: a dtype other than those above.
+        ValueError: shapes that don't fit each other, tensors on several devices, or int8 with ``tensorwise``.
+    """
+    return _op(x, codes, scale, bias, residual, tensorwise)
+
+
+def reference(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    tensorwise: bool = False,
+) -> Tensor:
+    """The formula in float64, on any device."""
+    check(x, codes, scale, bias, residual, tensorwise)
+    k = x.shape[-1]
+    q, t = quantized(x.reshape(prod(x.shape[:-1]), k), FORMATS[codes.dtype], tensorwise)
+    sums = q[:, :k].double() @ codes.double().T
+    out = sums * t.double().reshape(-1, 1) * scale.double().reshape(1, -1)
+    out = out.view(*x.shape[:-1], codes.shape[0])
+    for part in (bias, residual):
+        out = out if part is None else out + part.double()
+    return out.to(x.dtype)
+
+
+class Plan(NamedTuple):
+    """How calls with operands of the same layouts run."""
+
+    implementation: str
+    product: Product | None  # of codes as numbers; None for "scaled_mm"
+    numbers: torch.dtype  # of x's codes
+    rows: tuple[int, int]  # x's shape as a matrix
+    shape: tuple[int, ...]  # of the result
+    padding: int  # of K, for "scaled_mm"
+
+
+@functools.lru_cache(maxsize=8192)
+def planned(tensors: tuple[Description | None, ...], tensorwise: bool) -> Plan:
+    """The plan for x, codes, scale, bias and residual that are `described` so; errors as of `dynamic_linear`."""
+    x, codes, scale, bias, residual = tensors
+    assert x and codes and scale
+    given, weight, scales = Layout(*x), Layout(*codes), Layout(*scale)
+    ends = (layout_of(bias), layout_of(residual))
+    check(given, weight, scales, *ends, tensorwise)
+    (n, k), m = weight.shape, prod(given.shape[:-1])
+    shape, has_one_scale = (*given.shape[:-1], n), prod(scales.shape) == 1
+    if m * n * k and not (tensorwise and has_one_scale):
+        numbers = given.dtype if weight.dtype == torch.int8 else torch.float16
+        q = Layout((m, k), (k + -k % 16, 1), numbers, given.device, 0)  # as `codes_of` makes it
+        step = 0 if has_one_scale and n > 1 else scales.strides[0]
+        by_row = scales._replace(shape=(n, 1), strides=(step, 1))
+        flat_ends = (ends[0] and ends[0].contiguous((n,)), ends[1] and ends[1].contiguous((m, n)))
+        operands = WeightOperands(q, weight, by_row, None, *flat_ends, None, k, given.dtype)
+        if found := of_numbers(operands):
+            return Plan(*found, numbers, (m, k), shape, 0)
+    return Plan("scaled_mm", None, weight.dtype, (m, k), shape, -k % 16)
+
+
+def of_numbers(operands: WeightOperands) -> tuple[str, Product] | None:
+    """The implementation and product for codes as numbers; None where there are too many tokens or no kernel."""
+    m, n, k = operands.m, operands.n, operands.k
+    if operands.x.device.type != "cuda" or operands.out not in HALVES:
+        return None
+    if m > MOST_NUMBERS[operands.codes.dtype]:
+        return None
+    is_decode = choose(m, n, k, 8, k) == "decode"
+    kernel = weight_mm_decode_sm90 if is_decode else weight_mm_large_batch_sm90
+    product = kernel.product(operands)
+    return None if product is None else ("decode" if is_decode else "large_batch", product)
+
+
+def _run(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    tensorwise: bool = False,
+) -> Tensor:
+    layouts = (
+        *(described(x), described(codes), described(scale)),
+        None if bias is None else described(bias),
+        None if residual is None else described(residual),
+    )
+    plan = planned(layouts, tensorwise)
+    ran("dynamic_linear", plan.implementation)
+    (m, k), n, format = plan.rows, codes.shape[0], FORMATS[codes.dtype]
+    rows = x.reshape(m, k)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    q, t = codes_of(rows, format, plan.numbers, tensorwise)
+    if plan.product is not None:
+        by_row, t = scale.reshape(-1, 1).expand(n, 1), t.expand(m).contiguous()
+        residual = None if residual is None else residual.reshape(m, n).contiguous()
+        tensors = (q[:, :k], codes, by_row, None, bias, residual, t)
+        return plan.product(tensors).view(plan.shape)
+    if plan.padding:
+        codes = F.pad(codes.view(torch.int8), (0, plan.padding)).view(codes.dtype)
+    by_column = scale.reshape(-1).float()
+    out = scaled_mm(q, codes, t, by_column, bias=bias, out_dtype=x.dtype).view(plan.shape)
+    return out if residual is None else out.add_(residual)
+
+
+def _fake(x: Tensor, codes: Tensor, *others: Any) -> Tensor:
+    check(x, codes, *others)
+    return x.new_empty((*x.shape[:-1], codes.shape[0]))
+
+
+def check(
+    x: Any, codes: Any, scale: Any, bias: Any, residual: Any, tensorwise: bool = False
+) -> None:
+    """Errors of `dynamic_linear`. Operands are tensors or their `Layout`s; shapes may be symbolic."""
+    check_one_device(x=x, codes=codes, scale=scale, bias=bias, residual=residual)
+    if codes.dtype not in FORMATS:
+        raise TypeError(f"codes must be torch.int8 or {E4M3}, got {codes.dtype}")
+    if tensorwise and codes.dtype == torch.int8:
+        raise ValueError("int8 codes have a scale for each token; tensorwise takes float8 codes")
+    for name, dtype in (("x", x.dtype), ("scale", scale.dtype)):
+        if dtype not in FLOATS:
+            raise TypeError(f"{name} must be one of {', '.join(map(str, FLOATS))}; got {dtype}")
+    if len(x.shape) < 1 or len(codes.shape) != 2 or x.shape[-1] != codes.shape[1]:
+        raise ValueError(
+            f"dynamic_linear takes x [..., K] and codes [N, K], got {tuple(x.shape)} and {tuple(codes.shape)}"
+        )
+    if codes.dtype == torch.int8 and codes.shape[1] > MOST_K:
+        raise ValueError(
+            f"int8 sums of more than {MOST_K} products may exceed int32, got K = {codes.shape[1]}; split K"
+        )
+    n = codes.shape[0]
+    shapes = [(n,), (n, 1)] + [(1,)] * (codes.dtype == E4M3)
+    if tuple(scale.shape) not in shapes:
+        raise ValueError(
+            f"scale must have the shape {' or '.join(map(str, shapes))}, got {tuple(scale.shape)}"
+        )
+    check_addends(x, n, bias, residual)
+
+
+_op = register(
+    "dynamic_linear",
+    _run,
+    _fake,
+)

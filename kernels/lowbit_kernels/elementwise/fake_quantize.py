@@ -1,0 +1,527 @@
+"""Fake quantization in one pass: round to a grid and back, with the gradients of values, scales and zero points.
+
+Each row of x [R, C] is cut into blocks of G elements, the last one shorter. A block has a scale s and, for most
+mappings, a zero point. Either both are given, or they are computed from the block's range, stretched to include zero,
+by the formulas of ``lowbit.numerics.affine.choose_qparams_affine``. With mid = (low + high + 1) // 2:
+
+    zero point   code                                          value
+    none, code   round(x * (1/s)) + zero_point                 (code - zero_point) * s
+    value        round((x - m) * (1/s)) + low,                 (code - mid) * s + zero_point
+                 m = zero_point - (mid - low) * s
+    float8       x * (1/s), which the conversion rounds        code * s
+
+A code is clamped to low .. high before it gives the value. `inside` says where it did not need to be. Zero points are
+codes for "asymmetric" and for unsigned symmetric formats (there mid), values for "float_zero_point" and "half_integer".
+
+    x            float32, bfloat16 or float16 [R, C]; rows may be strided
+    scale        given: float32, bfloat16 or float16 [R, ceil(C / G)]; it may be negative
+    zero_point   given: int8 or uint8, or the dtype of the scale, of the same shape; None where it is always 0
+    values       [R, C], contiguous, in a dtype of those of x; rounded once, from float32
+    inside       uint8 [R, ceil(C / G), ceil(G / 8)]: bit e % 8 of byte e // 8 belongs to element e of the block
+
+Every float32 operation is rounded once, and sums of products run in float64, where the product is exact. So values and
+`inside` equal those of ``Spec.fake_quantize`` to the bit. On GPUs a clamp stands between each product and a sum of
+float32, since compilers fuse a product and a sum that follow each other directly.
+
+`fake_quantize_codes` gives the codes before the clamp, with the scales and zero points, of integer grids. A code beyond
+the range is one step beyond it, whatever its distance.
+
+The gradients for given parameters are those of ``lowbit.numerics.learned_scales``, with g the gradient of the values:
+
+    grad_x     = g where inside, else 0
+    grad_scale = sum over the block of g * ((value - x)/s where inside, else code - c)
+    grad_zero  = sum over the block of g where not inside
+
+c is the code of z, the value that the zero point stands for: 0 for float8 and "asymmetric", mid - 1/2 for
+"half_integer", otherwise mid. With constant codes, the factor inside is the number of steps from z to the value.
+The sums are float32 and deterministic.
+
+On GPUs a Triton kernel runs: a program computes several short blocks, or one of up to 16,384 elements, and reads each
+element once. It reads longer blocks twice. On a CPU, PyTorch's operations run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowbit_kernels.elementwise import fake_quantize_triton
+from lowbit_kernels.elementwise.grid import CODE, FORMATS, MAPPINGS, NO_ZERO, VALUE, Grid
+from lowbit_kernels.quantize.quantize_rowcol_triton import takes
+from lowbit_kernels.runtime.launcher import called, planned_op
+from lowbit_kernels.runtime.launches import ran
+from lowbit_kernels.runtime.library import FLOATS, check_one_device
+from lowbit_kernels.runtime.triton_runtime import runs_on
+
+MOST_BLOCKS = 2**31 - 2**16
+
+
+def fake_quantize(
+    x: Tensor,
+    grid: Grid,
+    *,
+    group_size: int,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+    scale_dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
+    inside: bool = False,
+    after: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """values and inside; shapes, dtypes and the formula are in the module's docstring.
+
+    Args:
+        x: [R, C].
+        group_size: G.
+        scale, zero_point: given parameters; None to compute them from x.
+        scale_dtype: the dtype that computed scales, and zero points that are values, are rounded to.
+        dtype: of the values; None for that of x.
+        inside: whether to write `inside`; otherwise it is empty.
+        after: not read. Given the gradient, it makes torch.compile compute the values again in the backward pass. The
+            values of the forward pass are then not kept until there.
+
+    Raises:
+        TypeError: a dtype other than those above.
+        ValueError: an unknown mapping or format, or shapes that do not fit each other.
+    """
+    return called(
+        _op,
+        x,
+        scale,
+        zero_point,
+        group_size,
+        grid.name,
+        scale_dtype,
+        dtype or x.dtype,
+        inside,
+        after,
+    )
+
+
+def fake_quantize_gradients(
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    grid: Grid,
+    *,
+    group_size: int,
+    constant_codes: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """grad_x in the dtype of `grad`, and grad_scale and grad_zero, float32 [R, ceil(C / G)]; see the module.
+
+    Args:
+        grad: gradient of the values, float32, bfloat16 or float16 [R, C].
+        x, scale, zero_point: as given to `fake_quantize`.
+        constant_codes: whether grad_scale is that of constant codes.
+
+    Raises:
+        TypeError, ValueError: as `fake_quantize`.
+    """
+    return called(_gradients_op, grad, x, scale, zero_point, group_size, grid.name, constant_codes)
+
+
+def fake_quantize_codes(
+    x: Tensor,
+    grid: Grid,
+    *,
+    group_size: int,
+    code_dtype: torch.dtype,
+    scale_dtype: torch.dtype = torch.float32,
+    clips: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes before the clamp [R, C], scale [R, ceil(C / G)], and zero points of that shape, or [0] where they are
+    always 0. One kernel where PyTorch needs about 28 operations, for tensors whose codes are sent elsewhere.
+
+    Args:
+        x, scale_dtype: as of `fake_quantize`; scales are computed from x.
+        grid: of integers.
+        group_size: G.
+        code_dtype: int8, uint8 or int16, which holds the range of codes, and with `clips` one step beyond either end.
+        clips: whether codes may lie beyond the range; otherwise they are clamped to it.
+
+    Raises:
+        TypeError: another dtype of x, scales or codes.
+        ValueError: a grid of float8 or an unknown one, codes that `code_dtype` does not hold, or shapes that do not
+            fit.
+    """
+    return called(_codes_op, x, group_size, grid.name, scale_dtype, code_dtype, clips)
+
+
+def unpack_inside(inside: Tensor, group_size: int, columns: int) -> Tensor:
+    """`inside` as bool [R, C], by PyTorch operations, which torch.compile fuses with those that follow."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=inside.device)
+    bits = (inside.unsqueeze(-1) >> shifts) & 1
+    return bits.flatten(-2)[..., :group_size].flatten(1)[:, :columns] != 0
+
+
+def zero_outside(grad: Tensor, inside: Tensor, group_size: int) -> Tensor:
+    """`grad` [R, C] where `inside`, elsewhere 0: the gradient of x. In a graph of torch.compile, other operations fuse
+    with it. While autograd traces such a graph's backward pass, only the class of the tensors shows it."""
+    traced = torch.compiler.is_compiling() or type(grad) is not Tensor
+    if traced or not (grad.numel() and runs_on(grad.device)):
+        return torch.where(unpack_inside(inside, group_size, grad.shape[1]), grad, 0.0)
+    return fake_quantize_triton.zero_outside(grad, inside, group_size)
+
+
+# ---- the formulas in PyTorch ---------------------------------------------------------------------------------------
+
+
+def reference(
+    x: Tensor,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    group_size: int,
+    grid_name: str,
+    scale_dtype: torch.dtype,
+    dtype: torch.dtype,
+    inside: bool,
+    after: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The formula in PyTorch ops, on any device. Divisions through float64 give the quotients of float32."""
+    grid = Grid.named(grid_name)
+    blocks = _blocks(x, group_size)
+    if scale is None:
+        scale, zero_point = _parameters(blocks, grid, scale_dtype)
+    _, kept, values = _rounded_blocks(blocks, scale, zero_point, grid)
+    values = values.flatten(1)[:, : x.shape[1]].to(dtype).contiguous()
+    return values, _packed(kept) if inside else x.new_empty(0, dtype=torch.uint8)
+
+
+def codes_reference(
+    x: Tensor,
+    group_size: int,
+    grid_name: str,
+    scale_dtype: torch.dtype,
+    code_dtype: torch.dtype,
+    clips: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`fake_quantize_codes` in PyTorch ops, on any device."""
+    grid = Grid.named(grid_name)
+    blocks = _blocks(x, group_size)
+    scale, zero_point = _parameters(blocks, grid, scale_dtype)
+    found, _, _ = _rounded_blocks(blocks, scale, zero_point, grid)
+    codes = found.flatten(1)[:, : x.shape[1]].clamp(grid.low - clips, grid.high + clips)
+    codes = codes.to(code_dtype).contiguous()
+    return codes, scale, _no_zero(x) if zero_point is None else zero_point
+
+
+def _no_zero(x: Tensor) -> Tensor:
+    return x.new_empty(0, dtype=torch.int8)
+
+
+def gradients_reference(
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    group_size: int,
+    grid_name: str,
+    constant_codes: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients in PyTorch ops, on any device."""
+    grid = Grid.named(grid_name)
+    blocks, wide = _blocks(x, group_size), _blocks(grad, group_size)
+    codes, inside, values = _rounded_blocks(blocks, scale, zero_point, grid)
+    factor = (values - blocks) / scale.float().unsqueeze(-1)
+    if constant_codes:
+        factor = codes - _code_of_z(grid, zero_point)
+    factor = torch.where(inside, factor, codes.clamp(grid.low, grid.high) - grid.code_of_z)
+    columns = grad.shape[1]
+    return (
+        torch.where(inside.flatten(1)[:, :columns], grad, 0.0),
+        (wide * factor).sum(-1),
+        torch.where(inside, 0.0, wide).sum(-1),
+    )
+
+
+def _code_of_z(grid: Grid, zero_point: Tensor | None) -> Any:
+    """`Grid.code_of_z`, but that of zero itself where zero points are codes."""
+    if grid.zero == CODE:
+        assert zero_point is not None
+        return zero_point.float().unsqueeze(-1)
+    return grid.code_of_z
+
+
+def _blocks(x: Tensor, group_size: int) -> Tensor:
+    """x as float32 [R, blocks of a row, G], padded with zeros."""
+    rows, columns = x.shape
+    groups = -(-columns // group_size)
+    return F.pad(x.float(), (0, groups * group_size - columns)).view(rows, groups, group_size)
+
+
+def _divided(x: Tensor, divisor: float | Tensor) -> Tensor:
+    other = divisor.double() if isinstance(divisor, Tensor) else divisor
+    return (x.double() / other).float()
+
+
+def _parameters(
+    blocks: Tensor, grid: Grid, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    low, high, mid = grid.low, grid.high, grid.mid
+    least, most = blocks.amin(-1).clamp(max=0.0), blocks.amax(-1).clamp(min=0.0)
+    if grid.mapping in ("symmetric", "half_integer"):
+        scale = _divided(torch.maximum(-least, most), (high - low) / 2)
+    elif grid.mapping == "symmetric_no_clipping_err":
+        scale = torch.maximum(_divided(least, low - mid), _divided(most, high - mid))
+    else:
+        span, levels = most - least, high - low
+        apart = _divided(most, levels) - _divided(least, levels)
+        scale = torch.where(span.isinf(), apart, _divided(span, levels))
+    scale = scale.clamp(min=_smallest(scale_dtype)).to(scale_dtype)
+    if grid.mapping == "half_integer":
+        return scale, (scale.float() * 0.5).to(scale_dtype)
+    if grid.mapping == "float_zero_point":
+        return scale, (scale.double() * (mid - low) + least.double()).float().to(scale_dtype)
+    if grid.mapping == "asymmetric":
+        steps = _divided(least, scale).round().nan_to_num(0.0)
+        return scale, (low - steps).clamp(low, high).to(FORMATS[grid.format])
+    if grid.zero == CODE:
+        return scale, torch.full_like(scale, mid, dtype=FORMATS[grid.format])
+    return scale, None
+
+
+def _rounded_blocks(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, grid: Grid
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes before the clamp, where they are inside, and values: float32, as `x` is."""
+    low, high, mid = grid.low, grid.high, grid.mid
+    s = scale.float().unsqueeze(-1)
+    z = None if zero_point is None else zero_point.unsqueeze(-1)
+    inverse = _divided(torch.ones_like(s), s)
+    if grid.is_float8:
+        codes = x * inverse
+        own = codes.clamp(low, high).to(FORMATS[grid.format]).float()
+    elif grid.zero == VALUE:
+        assert z is not None
+        start = (s.double() * (low - mid) + z.double()).float()
+        codes = ((x - start) * inverse).round().nan_to_num(mid - low, torch.inf, -torch.inf) + low
+        own = codes.clamp(low, high)
+    else:
+        codes = (x * inverse).round().nan_to_num(0.0, torch.inf, -torch.inf)
+        codes = codes if z is None else codes + z
+        own = codes.clamp(low, high) + 0.0  # no negative zero, as of an integer
+    if grid.zero == VALUE:
+        assert z is not None
+        values = (s.double() * (own - mid).double() + z.double()).float()
+    else:
+        values = (own if z is None else own - z) * s
+    least, most = grid.limits
+    return codes, (codes >= least) & (codes <= most), values
+
+
+def _packed(inside: Tensor) -> Tensor:
+    bits = F.pad(inside.to(torch.int32), (0, -inside.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    return (bits << torch.arange(8, dtype=torch.int32, device=bits.device)).sum(-1).to(torch.uint8)
+
+
+def _smallest(scale_dtype: torch.dtype) -> float:
+    return 2.0**-24 if scale_dtype == torch.float16 else 2.0**-126
+
+
+# ---- the ops -------------------------------------------------------------------------------------------------------
+
+
+def _runs_triton(x: Tensor, grid: Grid, group_size: int) -> bool:
+    if not (x.numel() and runs_on(x.device)):
+        return False
+    total = x.shape[0] * -(-x.shape[1] // group_size)
+    return total < MOST_BLOCKS and (not grid.is_float8 or takes(grid.format, x.device))
+
+
+def _launch(
+    x: Tensor,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    group_size: int,
+    grid_name: str,
+    scale_dtype: torch.dtype,
+    dtype: torch.dtype,
+    inside: bool,
+    after: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    grid = _checked(x, scale, zero_point, group_size, Grid.named(grid_name))
+    _check_dtypes(scale_dtype, dtype)
+    arguments = (scale_dtype, dtype, inside)
+    if _runs_triton(x, grid, group_size):
+        ran("fake_quantize", "triton")
+        return fake_quantize_triton.quantize(
+            x, scale, zero_point, group_size, grid, *arguments, _smallest(scale_dtype)
+        )
+    ran("fake_quantize", "torch")
+    if not x.numel():
+        return _fake(x, scale, zero_point, group_size, grid_name, *arguments)
+    return reference(x, scale, zero_point, group_size, grid_name, *arguments)
+
+
+def _fake(
+    x: Tensor,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    group_size: int,
+    grid_name: str,
+    scale_dtype: torch.dtype,
+    dtype: torch.dtype,
+    inside: bool,
+    after: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    _checked(x, scale, zero_point, group_size, Grid.named(grid_name))
+    _check_dtypes(scale_dtype, dtype)
+    rows, columns = x.shape
+    shape = (rows, -(-columns // group_size), -(-group_size // 8)) if inside else (0,)
+    return x.new_empty((rows, columns), dtype=dtype), x.new_empty(shape, dtype=torch.uint8)
+
+
+def _launch_gradients(
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    group_size: int,
+    grid_name: str,
+    constant_codes: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grid = _checked(x, scale, zero_point, group_size, Grid.named(grid_name), grad)
+    if _runs_triton(x, grid, group_size):
+        ran("fake_quantize_gradients", "triton")
+        return fake_quantize_triton.gradients(
+            grad, x, scale, zero_point, group_size, grid, constant_codes
+        )
+    ran("fake_quantize_gradients", "torch")
+    return gradients_reference(grad, x, scale, zero_point, group_size, grid_name, constant_codes)
+
+
+def _fake_gradients(
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    group_size: int,
+    grid_name: str,
+    constant_codes: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _checked(x, scale, zero_point, group_size, Grid.named(grid_name), grad)
+    of_scale = x.new_empty(scale.shape, dtype=torch.float32)
+    return grad.new_empty(grad.shape), of_scale, torch.empty_like(of_scale)
+
+
+def _launch_codes(
+    x: Tensor,
+    group_size: int,
+    grid_name: str,
+    scale_dtype: torch.dtype,
+    code_dtype: torch.dtype,
+    clips: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grid = _checked(x, None, None, group_size, Grid.named(grid_name))
+    zero_dtype = _check_codes(grid, scale_dtype, code_dtype, clips)
+    if _runs_triton(x, grid, group_size):
+        ran("fake_quantize_codes", "triton")
+        dtypes = (scale_dtype, code_dtype, zero_dtype)
+        return fake_quantize_triton.codes(
+            x, group_size, grid, *dtypes, int(clips), _smallest(scale_dtype)
+        )
+    ran("fake_quantize_codes", "torch")
+    if not x.numel():
+        return _fake_codes(x, group_size, grid_name, scale_dtype, code_dtype, clips)
+    return codes_reference(x, group_size, grid_name, scale_dtype, code_dtype, clips)
+
+
+def _fake_codes(
+    x: Tensor,
+    group_size: int,
+    grid_name: str,
+    scale_dtype: torch.dtype,
+    code_dtype: torch.dtype,
+    clips: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grid = _checked(x, None, None, group_size, Grid.named(grid_name))
+    zero_dtype = _check_codes(grid, scale_dtype, code_dtype, clips)
+    rows, columns = x.shape
+    shape = rows, -(-columns // group_size)
+    zero = _no_zero(x) if zero_dtype is None else x.new_empty(shape, dtype=zero_dtype)
+    return (
+        x.new_empty((rows, columns), dtype=code_dtype),
+        x.new_empty(shape, dtype=scale_dtype),
+        zero,
+    )
+
+
+def _check_codes(
+    grid: Grid, scale_dtype: torch.dtype, code_dtype: torch.dtype, clips: bool
+) -> torch.dtype | None:
+    """The dtype of the grid's zero points; None where it has none."""
+    _check_dtypes(scale_dtype)
+    if grid.is_float8:
+        raise ValueError(f'fake_quantize_codes takes "int8" or "uint8", got {grid.format!r}')
+    if code_dtype not in (torch.int8, torch.uint8, torch.int16):
+        raise TypeError(f"codes are int8, uint8 or int16, got {code_dtype}")
+    limits = torch.iinfo(code_dtype)
+    if grid.low - clips < limits.min or grid.high + clips > limits.max:
+        raise ValueError(
+            f"codes of {grid.low:g} to {grid.high:g}{', and one step beyond,' if clips else ''} do not fit into "
+            f"{code_dtype}; take torch.int16"
+        )
+    return {NO_ZERO: None, CODE: FORMATS[grid.format], VALUE: scale_dtype}[grid.zero]
+
+
+def _check_dtypes(*dtypes: torch.dtype) -> None:
+    for dtype in dtypes:
+        if dtype not in FLOATS:
+            raise TypeError(f"fake_quantize takes {', '.join(map(str, FLOATS))}; got {dtype}")
+
+
+def _checked(
+    x: Tensor,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    group_size: int,
+    grid: Grid,
+    grad: Tensor | None = None,
+) -> Grid:
+    check_one_device(x=x, scale=scale, zero_point=zero_point, grad=grad)
+    _check_dtypes(*(t.dtype for t in (x, scale, grad) if t is not None))
+    if grid.mapping not in MAPPINGS:
+        raise ValueError(f"mapping must be one of {', '.join(MAPPINGS)}, got {grid.mapping!r}")
+    if grid.format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {grid.format!r}")
+    if grid.is_float8 and grid.mapping != "symmetric":
+        raise ValueError(f'float8 takes the mapping "symmetric", got {grid.mapping!r}')
+    if x.dim() != 2 or (grad is not None and grad.shape != x.shape):
+        shapes = [tuple(t.shape) for t in (x, grad) if t is not None]
+        raise ValueError(
+            f"fake_quantize takes x [R, C], and a gradient of its shape, got {shapes}; flatten leading dimensions first"
+        )
+    if group_size < 1:
+        raise ValueError(f"group_size must be 1 or more elements, got {group_size}")
+    blocks = (x.shape[0], -(-x.shape[1] // group_size))
+    for name, given in (("scale", scale), ("zero_point", zero_point)):
+        if given is not None and tuple(given.shape) != blocks:
+            raise ValueError(
+                f"{name} of x {tuple(x.shape)} in blocks of {group_size} has the shape {blocks}, got "
+                f"{tuple(given.shape)}"
+            )
+    if scale is not None and (grid.zero == NO_ZERO) != (zero_point is None):
+        takes = "no zero_point" if grid.zero == NO_ZERO else "a zero_point beside its scale"
+        raise ValueError(f"{grid.mapping} {grid.format} takes {takes}")
+    return grid
+
+
+_op = planned_op(
+    "fake_quantize",
+    _launch,
+    _fake,
+)
+_codes_op = planned_op(
+    "fake_quantize_codes",
+    _launch_codes,
+    _fake_codes,
+)
+_gradients_op = planned_op(
+    "fake_quantize_gradients",
+    _launch_gradients,
+    _fake_gradients,
+)

@@ -1,0 +1,522 @@
+"""``fake_quantize``, its codes, gradients and mask in Triton, for GPUs and for Triton's interpreter.
+
+`lowbit_kernels.elementwise.fake_quantize` has the formulas, and says which elements a program reads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels.quantize.quantize_rowcol_triton import rounded_to_float8
+from lowbit_kernels.quantize.quantize_tokens import extremes
+from lowbit_kernels.runtime.library import FLOATS
+from lowbit_kernels.runtime.triton_runtime import (
+    jit,
+    launch,
+    stored_dtype,
+    tl,
+    triton,
+)
+
+if TYPE_CHECKING:
+    from lowbit_kernels.elementwise.grid import Grid
+
+MOST_KEPT = 16384
+"""Elements of a block that a Triton program keeps in registers."""
+SMALL_TILE = 2048
+"""Elements of the short blocks that one program computes."""
+
+
+@jit
+def _divide(a, b: tl.constexpr):
+    return tl.div_rn(a, tl.full(a.shape, b, tl.float32))
+
+
+@jit
+def _to_dtype(x, DTYPE: tl.constexpr):
+    """x rounded to float32 (0), bfloat16 (1) or float16 (2), as float32."""
+    if DTYPE == 1:  # on its bits, because Triton's interpreter truncates
+        bits = x.to(tl.int32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        x = tl.where(x == x, (bits & -65536).to(tl.float32, bitcast=True), x)
+    elif DTYPE == 2:
+        x = x.to(tl.float16).to(tl.float32)
+    return x
+
+
+@jit
+def _nearest(q, OTHERWISE: tl.constexpr):
+    """q, a product, rounded to an integer within -1024 .. 1024; OTHERWISE for NaN. The clamp between the product and
+    the sum keeps compilers from fusing them."""
+    q = tl.where(q == q, tl.minimum(tl.maximum(q, -1024.0), 1024.0), OTHERWISE)
+    return (q + 12582912.0) - 12582912.0  # 1.5 * 2**23, whose unit in the last place is 1
+
+
+@jit
+def _chosen(
+    low_bits,
+    high_bits,
+    MAPPING: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    MID: tl.constexpr,
+    LEAST: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr,
+):
+    """Scale and zero point, both float32, from the bits of the extremes."""
+    negative = low_bits.to(tl.float32, bitcast=True)
+    positive = high_bits.to(tl.float32, bitcast=True)
+    if MAPPING == "symmetric" or MAPPING == "half_integer":
+        s = _divide(tl.maximum(negative, positive), (HIGH - LOW) / 2)
+    elif MAPPING == "symmetric_no_clipping_err":
+        s = tl.maximum(_divide(negative, MID - LOW), _divide(positive, HIGH - MID))
+    else:
+        span = positive + negative
+        apart = _divide(positive, HIGH - LOW) + _divide(negative, HIGH - LOW)
+        s = tl.where(span == float("inf"), apart, _divide(span, HIGH - LOW))
+    s = _to_dtype(tl.maximum(s, LEAST), SCALE_DTYPE)
+    s = tl.where(tl.maximum(low_bits, high_bits) > 0x7F800000, float("nan"), s)
+    if MAPPING == "asymmetric":
+        z = LOW - _nearest(tl.div_rn(-negative, s), 0.0)
+        z = tl.minimum(tl.maximum(z, LOW), HIGH)
+    elif MAPPING == "float_zero_point":
+        wide = s.to(tl.float64) * (MID - LOW) - negative.to(tl.float64)
+        z = _to_dtype(wide.to(tl.float32), SCALE_DTYPE)
+    elif MAPPING == "half_integer":
+        z = _to_dtype(s * 0.5, SCALE_DTYPE)
+    else:
+        z = s * 0 + MID
+        z = tl.where(z == z, z, MID)
+    return s, z
+
+
+@jit
+def _round(
+    x,  # [blocks, elements]
+    scale,  # [blocks]
+    zero,
+    ZERO: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    MID: tl.constexpr,
+    MARGIN: tl.constexpr,  # by which a code inside may exceed the range
+):
+    """Codes before the clamp (those far outside: nearer), where they are inside, codes after it, and values."""
+    s, z = scale[:, None], zero[:, None]
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
+    if FLOAT8:
+        code = x * inverse
+        own = rounded_to_float8(tl.minimum(tl.maximum(code, LOW), HIGH), code, False, HIGH)
+        own = tl.where(code == code, own, code)
+        value = own * s
+    elif ZERO == 2:
+        wide_s, wide_z = s.to(tl.float64), z.to(tl.float64)
+        start = (wide_s * (LOW - MID) + wide_z).to(tl.float32)
+        code = _nearest((x - start) * inverse, MID - LOW) + LOW
+        own = tl.minimum(tl.maximum(code, LOW), HIGH)
+        value = (wide_s * (own - MID).to(tl.float64) + wide_z).to(tl.float32)
+    else:
+        code = _nearest(x * inverse, 0.0)
+        if ZERO == 1:
+            code += z
+        own = tl.minimum(tl.maximum(code, LOW), HIGH)
+        value = (own - z) * s if ZERO == 1 else own * s
+    inside = (code >= LOW - MARGIN) & (code <= HIGH + MARGIN)
+    return code, inside, own, value
+
+
+@jit
+def _place(groups, total, BLOCKS: tl.constexpr):
+    """Numbers of the program's blocks, their rows, their groups within the row, and whether they exist."""
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    row = (block // groups).to(tl.int64)
+    return block, row, block % groups, block < total
+
+
+@jit
+def _tile(row, group, exists, start, columns, stride, GROUP: tl.constexpr, SIZE: tl.constexpr):
+    """Offsets of SIZE elements of each block from `start` on, and a mask."""
+    element = start + tl.arange(0, SIZE)
+    column = group[:, None] * GROUP + element[None, :]
+    mask = exists[:, None] & (element < GROUP)[None, :] & (column < columns)
+    return row[:, None] * stride + column, mask
+
+
+@jit
+def _given(scale, zero, block, exists, ZERO: tl.constexpr):
+    s = tl.load(scale + block, mask=exists, other=1).to(tl.float32)
+    z = s * 0
+    if ZERO != 0:
+        z = tl.load(zero + block, mask=exists, other=0).to(tl.float32)
+    return s, z
+
+
+@jit
+def _store_bits(
+    bits,
+    inside,  # [BLOCKS, SIZE], elements of the blocks from `start` on
+    block,
+    exists,
+    start,
+    GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    BYTES: tl.constexpr = (GROUP + 7) // 8
+    bit = 1 << (tl.arange(0, SIZE) % 8)
+    set_bits = tl.where(inside, bit[None, :], 0)
+    packed = tl.sum(tl.reshape(set_bits, (BLOCKS, SIZE // 8, 8)), 2)
+    byte = start // 8 + tl.arange(0, SIZE // 8)
+    place = block.to(tl.int64)[:, None] * BYTES + byte[None, :]
+    tl.store(bits + place, packed.to(tl.uint8), mask=exists[:, None] & (byte < BYTES)[None, :])
+
+
+@jit
+def _extremes_of(
+    x,
+    row,
+    group,
+    exists,
+    columns,
+    stride,
+    GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """`extremes` of blocks that are read in parts."""
+    low = tl.zeros((BLOCKS, SIZE), tl.int32)
+    high = tl.zeros((BLOCKS, SIZE), tl.int32)
+    for start in tl.range(0, GROUP, SIZE):
+        at, mask = _tile(row, group, exists, start, columns, stride, GROUP, SIZE)
+        found = tl.load(x + at, mask=mask, other=0).to(tl.float32)
+        negative, positive = extremes(found)
+        low = tl.maximum(low, negative)
+        high = tl.maximum(high, positive)
+    return low, high
+
+
+@jit
+def _store_parameters(scale, zero, s, z, block, exists, ZERO: tl.constexpr):
+    tl.store(scale + block, s.to(scale.dtype.element_ty), mask=exists)
+    if ZERO == 1:
+        tl.store(zero + block, z.to(tl.int32).to(zero.dtype.element_ty), mask=exists)
+    elif ZERO == 2:
+        tl.store(zero + block, z.to(zero.dtype.element_ty), mask=exists)
+
+
+@jit
+def _forward(
+    x,
+    scale,  # read if GIVEN, written if CODES
+    zero,  # the same, unused unless ZERO
+    out,  # values; codes before the clamp if CODES
+    bits,  # unused unless INSIDE
+    columns,
+    groups,  # of a row
+    total,  # blocks
+    stride,  # of a row of x
+    GIVEN: tl.constexpr,
+    CODES: tl.constexpr,
+    INSIDE: tl.constexpr,
+    MAPPING: tl.constexpr,
+    ZERO: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    MID: tl.constexpr,
+    MARGIN: tl.constexpr,
+    BEYOND: tl.constexpr,  # steps that codes may lie beyond the range
+    LEAST: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    KEPT: tl.constexpr,  # SIZE holds a whole block
+):
+    block, row, group, exists = _place(groups, total, BLOCKS)
+    if KEPT:
+        at, mask = _tile(row, group, exists, 0, columns, stride, GROUP, SIZE)
+        values = tl.load(x + at, mask=mask, other=0).to(tl.float32)
+    if GIVEN:
+        s, z = _given(scale, zero, block, exists, ZERO)
+    else:
+        if KEPT:
+            low, high = extremes(values)
+        else:
+            low, high = _extremes_of(x, row, group, exists, columns, stride, GROUP, BLOCKS, SIZE)
+        low, high = tl.max(low, 1), tl.max(high, 1)
+        s, z = _chosen(low, high, MAPPING, LOW, HIGH, MID, LEAST, SCALE_DTYPE)
+    if CODES:
+        _store_parameters(scale, zero, s, z, block, exists, ZERO)
+    for start in tl.range(0, GROUP, SIZE):
+        to, mask = _tile(row, group, exists, start, columns, columns, GROUP, SIZE)
+        if not KEPT:
+            at, mask = _tile(row, group, exists, start, columns, stride, GROUP, SIZE)
+            values = tl.load(x + at, mask=mask, other=0).to(tl.float32)
+        code, inside, _, value = _round(values, s, z, ZERO, FLOAT8, LOW, HIGH, MID, MARGIN)
+        if CODES:
+            kept = tl.minimum(tl.maximum(code, LOW - BEYOND), HIGH + BEYOND).to(tl.int32)
+            tl.store(out + to, kept.to(out.dtype.element_ty), mask=mask)
+        else:
+            tl.store(out + to, value.to(out.dtype.element_ty), mask=mask)
+        if INSIDE:
+            _store_bits(bits, inside & mask, block, exists, start, GROUP, BLOCKS, SIZE)
+
+
+@jit
+def _gradients(
+    grad,
+    x,
+    scale,
+    zero,  # unused unless ZERO
+    grad_x,
+    grad_scale,
+    grad_zero,
+    columns,
+    groups,
+    total,
+    grad_stride,
+    stride,
+    CONSTANT: tl.constexpr,
+    CODE_OF_Z: tl.constexpr,
+    ZERO: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    MID: tl.constexpr,
+    MARGIN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    block, row, group, exists = _place(groups, total, BLOCKS)
+    s, z = _given(scale, zero, block, exists, ZERO)
+    of_scale = tl.zeros((BLOCKS, SIZE), tl.float32)
+    of_zero = tl.zeros((BLOCKS, SIZE), tl.float32)
+    for start in tl.range(0, GROUP, SIZE):
+        at, mask = _tile(row, group, exists, start, columns, stride, GROUP, SIZE)
+        values = tl.load(x + at, mask=mask, other=0).to(tl.float32)
+        at, mask = _tile(row, group, exists, start, columns, grad_stride, GROUP, SIZE)
+        g = tl.load(grad + at, mask=mask, other=0).to(tl.float32)
+        code, inside, own, value = _round(values, s, z, ZERO, FLOAT8, LOW, HIGH, MID, MARGIN)
+        if CONSTANT:  # noqa: SIM108, a condition of the compiler
+            factor = code - z[:, None] if ZERO == 1 else code - CODE_OF_Z
+        else:
+            factor = (value - values) / s[:, None]
+        of_scale += g * tl.where(inside, factor, own - CODE_OF_Z)
+        of_zero += tl.where(inside, 0.0, g)
+        to, mask = _tile(row, group, exists, start, columns, columns, GROUP, SIZE)
+        kept = tl.where(inside, g, 0.0)
+        tl.store(grad_x + to, kept.to(grad_x.dtype.element_ty), mask=mask)
+    tl.store(grad_scale + block, tl.sum(of_scale, 1), mask=exists)
+    tl.store(grad_zero + block, tl.sum(of_zero, 1), mask=exists)
+
+
+@jit
+def _zero_outside(
+    grad,
+    inside,
+    out,
+    columns,
+    chunks,  # programs of a row
+    stride,  # of a row of grad
+    groups,
+    bytes,  # of a block
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = (tl.program_id(0) // chunks).to(tl.int64)
+    column = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
+    element = column % GROUP
+    byte = (row * groups + column // GROUP) * bytes + element // 8
+    bit = (tl.load(inside + byte, mask=mask, other=0).to(tl.int32) >> (element % 8)) & 1
+    g = tl.load(grad + row * stride + column, mask=mask & (bit == 1), other=0)
+    tl.store(out + row * columns + column, g, mask=mask)
+
+
+def _tiling(columns: int, group_size: int, total: int) -> dict[str, int]:
+    """Blocks of a program and elements of each that it holds at once."""
+    size = max(8, min(triton.next_power_of_2(min(group_size, columns)), MOST_KEPT))
+    blocks = max(1, min(SMALL_TILE // size, triton.next_power_of_2(total)))
+    return {
+        "BLOCKS": blocks,
+        "SIZE": size,
+        "num_warps": 4 if size * blocks <= 2048 else 8 if size <= 8192 else 16,
+    }
+
+
+def _constants(grid: Grid) -> dict[str, Any]:
+    return {
+        "ZERO": grid.zero,
+        "FLOAT8": grid.is_float8,
+        "LOW": float(grid.low),
+        "HIGH": float(grid.high),
+        "MID": float(grid.mid),
+        "MARGIN": grid.limits[1] - grid.high,
+    }
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    return _as_read(x if x.stride(1) == 1 else x.contiguous())
+
+
+def _as_read(x: Tensor) -> Tensor:
+    """The interpreter (triton 3.7) also misreads subnormal numbers of bfloat16."""
+    return x.to(stored_dtype(x.dtype, x.device))
+
+
+def quantize(
+    x: Tensor,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    group_size: int,
+    grid: Grid,
+    scale_dtype: torch.dtype,
+    dtype: torch.dtype,
+    inside: bool,
+    least: float,
+) -> tuple[Tensor, Tensor]:
+    """``lowbit::fake_quantize``; the arguments have been checked, R and C are > 0. `least`: the smallest scale."""
+    operands = x, scale, zero_point, None
+    x = _dense_rows(x)
+    rows, columns = x.shape
+    groups = -(-columns // group_size)
+    total = rows * groups
+    out = x.new_empty((rows, columns), dtype=stored_dtype(dtype, x.device))
+    shape = (rows, groups, -(-group_size // 8)) if inside else (0,)
+    bits = x.new_empty(shape, dtype=torch.uint8)
+    tiling = _tiling(columns, group_size, total)
+    scales = x if scale is None else _as_read(scale.contiguous())
+    zeros = x if zero_point is None else _as_read(zero_point.contiguous())
+    launch(
+        "fake_quantize",
+        operands,
+        (out, bits),
+        _forward,
+        triton.cdiv(total, tiling["BLOCKS"]),
+        (x, scales, zeros, out, bits, columns, groups, total, x.stride(0)),
+        {
+            "GIVEN": scale is not None,
+            "CODES": False,
+            "INSIDE": inside,
+            "MAPPING": grid.mapping,
+            "BEYOND": 0,
+            "LEAST": least,
+            "SCALE_DTYPE": FLOATS.index(scale_dtype),
+            "GROUP": group_size,
+            "KEPT": tiling["SIZE"] >= min(group_size, columns),
+            **_constants(grid),
+            **tiling,
+        },
+    )
+    return out.to(dtype), bits
+
+
+def codes(
+    x: Tensor,
+    group_size: int,
+    grid: Grid,
+    scale_dtype: torch.dtype,
+    code_dtype: torch.dtype,
+    zero_dtype: torch.dtype | None,
+    beyond: int,
+    least: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``lowbit::fake_quantize_codes``; the arguments have been checked, R and C are > 0. `least`: the smallest scale.
+    `zero_dtype`: None where the grid has no zero points."""
+    operand, x = x, _dense_rows(x)
+    rows, columns = x.shape
+    groups = -(-columns // group_size)
+    total = rows * groups
+    out = x.new_empty((rows, columns), dtype=code_dtype)
+    scale = x.new_empty((rows, groups), dtype=stored_dtype(scale_dtype, x.device))
+    kind = torch.int8 if zero_dtype is None else stored_dtype(zero_dtype, x.device)
+    zero = x.new_empty((0,) if zero_dtype is None else (rows, groups), dtype=kind)
+    tiling = _tiling(columns, group_size, total)
+    launch(
+        "fake_quantize_codes",
+        (operand,),
+        (out, scale, zero),
+        _forward,
+        triton.cdiv(total, tiling["BLOCKS"]),
+        (x, scale, zero, out, out, columns, groups, total, x.stride(0)),
+        {
+            "GIVEN": False,
+            "CODES": True,
+            "INSIDE": False,
+            "MAPPING": grid.mapping,
+            "BEYOND": beyond,
+            "LEAST": least,
+            "SCALE_DTYPE": FLOATS.index(scale_dtype),
+            "GROUP": group_size,
+            "KEPT": tiling["SIZE"] >= min(group_size, columns),
+            **_constants(grid),
+            **tiling,
+        },
+    )
+    return out, scale.to(scale_dtype), zero if zero_dtype is None else zero.to(zero_dtype)
+
+
+def gradients(
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    group_size: int,
+    grid: Grid,
+    constant_codes: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``lowbit::fake_quantize_gradients``; the arguments have been checked, R and C are > 0."""
+    rows, columns = x.shape
+    groups = -(-columns // group_size)
+    dtype, stored = grad.dtype, stored_dtype(grad.dtype, grad.device)
+    operands = grad, x, scale, zero_point
+    grad, x = _dense_rows(grad), _dense_rows(x)
+    grad_x = grad.new_empty((rows, columns), dtype=stored)
+    sums = [x.new_empty((rows, groups), dtype=torch.float32) for _ in range(2)]
+    tiling = _tiling(columns, group_size, rows * groups)
+    if tiling["SIZE"] > 2048:  # it reads each element once, however long the block is
+        tiling |= {"SIZE": 2048, "num_warps": 4}
+    scale = _as_read(scale.contiguous())
+    zeros = scale if zero_point is None else _as_read(zero_point.contiguous())
+    launch(
+        "fake_quantize_gradients",
+        operands,
+        (grad_x, *sums),
+        _gradients,
+        triton.cdiv(rows * groups, tiling["BLOCKS"]),
+        (
+            *(grad, x, scale, zeros, grad_x, *sums),
+            *(columns, groups, rows * groups, grad.stride(0), x.stride(0)),
+        ),
+        {
+            "CONSTANT": constant_codes,
+            "CODE_OF_Z": float(grid.code_of_z),
+            "GROUP": group_size,
+            **_constants(grid),
+            **tiling,
+        },
+    )
+    return grad_x.to(dtype), sums[0], sums[1]
+
+
+def zero_outside(grad: Tensor, inside: Tensor, group_size: int) -> Tensor:
+    """`grad` [R, C] where `inside`, elsewhere 0; R and C are > 0."""
+    grad = grad if grad.stride(1) == 1 else grad.contiguous()
+    rows, columns = grad.shape
+    out = grad.new_empty((rows, columns))
+    block = min(1024, triton.next_power_of_2(columns))
+    chunks = triton.cdiv(columns, block)
+    with torch.cuda.device_of(grad):
+        _zero_outside[(rows * chunks,)](
+            *(grad, inside, out, columns, chunks, grad.stride(0), *inside.shape[1:]),
+            GROUP=group_size,
+            BLOCK=block,
+            num_warps=4,
+        )
+    return out

@@ -1,0 +1,272 @@
+"""One optimizer step over any number of tensors in one launch: the kernel of ``fused_step.cu``, and what it shares with
+the CPU's kernel in ``fused_step_cpu.cpp``, which ``fused_step_cpu.py`` runs.
+
+The tensors are given as a table of pointers, in the memory of their device. For each element the kernel decodes the
+states to float32, updates them and the weight by an algorithm (`Rule`), and stores all of them again. Nothing is
+materialised in between, and the host reads nothing. Options, step counters and the learning rate are read on the
+device, so that a change compiles nothing, and a step can be captured in a CUDA graph.
+
+The step is no operator of ``torch.ops``: its operands are addresses in a table, which no operator's schema can name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from lowbit_kernels.runtime import nvrtc
+from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
+
+STATES = {
+    "fp32": "STATE_FP32",
+    "bf16": "STATE_BF16",
+    "float8": "STATE_FLOAT8",
+    "8bit": "STATE_8BIT",
+    "4bit": "STATE_4BIT",
+}
+ROUNDINGS = ("nearest", "stochastic", "corrected")
+TILE = 256  # elements of a row, the work of a warp
+LOCATE = 256  # tiles for each entry of `locate`
+# Threads on a multiprocessor at once, which leaves each one 64 registers; measured, see benchmarks/LOG.md.
+RESIDENT_THREADS = 1024
+MAX_HYPER, MAX_STATES = 8, 3
+
+# The structs of fused_step.h in words of 64 bits: the fields of `Tensor`, the sizes of `Group` and `Scalars`.
+TENSOR = (
+    *("grad", "param", "state_0", "state_1", "state_2", "correction"),
+    *("scale_0", "scale_1", "scale_2", "step", "first_tile", "cols", "tiles_a_row"),
+    *("aligned", "key", "first_index", "run", "stride"),
+    *("group", "numel"),
+)
+COLUMN = {name: i for i, name in enumerate(TENSOR)}
+GROUP_WORDS = 4 + MAX_HYPER
+SCALARS_WORDS = 12
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An algorithm in C++, for GPUs and CPUs.
+
+    Args:
+        hyper: names of its options (never lr), at most 8.
+        prepare: statements in double, run once a tensor: reads ``lr``, ``t`` (the step, from 1) and the options by
+            name, writes ``c[0]`` .. ``c[11]``.
+        update: statements in float, run for each element: reads ``c`` and the gradient ``g`` (unscaled and clipped,
+            not negated), changes the weight ``w`` and the states ``s[0]`` .. ``s[2]``. ``quotient(a, b)`` is ``a / b``;
+            on a GPU it is faster than ``/``, which would take most of the time. ``limit_magnitude(x, most)``
+            clamps x to ``-most .. most`` and keeps a NaN. Multiply a factor with ``g`` before the second ``g``:
+            ``g * g`` alone may overflow.
+    """
+
+    hyper: tuple[str, ...]
+    prepare: str
+    update: str
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The lookup tables of a state's codes: ``values`` by code (float32) and ``cells`` by magnitude (uint32), with the
+    number of the first cell and of the bits below a cell's (`lowbit.numerics.codebook.Cells`). Codes of 4 bits have no
+    cells, because the kernel computes them."""
+
+    values: np.ndarray
+    first: int = 0
+    shift: int = 1
+    cells: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint32))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The compile-time parameters of a kernel.
+
+    Args:
+        rule: the algorithm.
+        param, grad: dtypes of weights and gradients: float32, bfloat16 or float16.
+        formats: the format of each state, a key of `STATES`.
+        signed: for each state, whether its values have a sign.
+        stochastic: for each state, whether it is rounded stochastically where it is stored in bf16; 4 bits always are.
+        rounding: the rounding of bf16 weights, one of `ROUNDINGS`; "corrected" keeps 8 more bits of each weight in an
+            array of bytes.
+        scaled: whether gradients are multiplied by the first number of `control`.
+        tables: the table of each state; None where there are no codes.
+    """
+
+    rule: Rule
+    param: torch.dtype
+    grad: torch.dtype
+    formats: tuple[str, ...]
+    signed: tuple[bool, ...]
+    stochastic: tuple[bool, ...]
+    rounding: str = "nearest"
+    scaled: bool = False
+    tables: tuple[Table | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("param", self.param), ("grad", self.grad)):
+            if dtype not in FLOAT_MACROS:
+                raise TypeError(
+                    f"{name} must be one of {', '.join(map(str, FLOAT_MACROS))}, got {dtype}"
+                )
+        for format in self.formats:
+            if format not in STATES:
+                raise ValueError(f"a format must be one of {', '.join(STATES)}, got {format!r}")
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(
+                f"rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}"
+            )
+        if len(self.signed) > MAX_STATES or len(self.rule.hyper) > MAX_HYPER:
+            raise ValueError(
+                f"at most {MAX_STATES} states and {MAX_HYPER} options are taken, got {len(self.signed)} states and "
+                f"the options {', '.join(self.rule.hyper)}"
+            )
+
+    @property
+    def uses_codes(self) -> bool:
+        return any(format in ("8bit", "4bit") for format in self.formats)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether anything is rounded stochastically: the weights, or a state."""
+        each = zip(self.formats, self.stochastic, strict=True)
+        return self.rounding == "stochastic" or any(
+            format == "4bit" or (format == "bf16" and stochastic) for format, stochastic in each
+        )
+
+    @functools.cached_property
+    def is_scaled(self) -> bool:
+        """Whether some state has scales. Then a tile takes enough work that the warps of a block should share tiles."""
+        return any(format in ("float8", "8bit", "4bit") for format in self.formats)
+
+    @functools.cached_property
+    def threads(self) -> int:
+        """Threads of a block: all of a multiprocessor, or few where the kernel only moves bytes."""
+        return RESIDENT_THREADS if self.is_scaled else 256
+
+    def table_words(self) -> np.ndarray:
+        """The lookup tables as the kernel reads them (on a GPU from shared memory): the values of every state, then the
+        cells of every state."""
+        if not self.uses_codes:
+            return np.zeros(1, np.uint32)
+        values, cells = [], []
+        for table, signed in zip(self.tables, self.signed, strict=True):
+            if table is not None:
+                values.append(table.values)
+                cells.append(_kernel_cells(table, signed))
+        return np.concatenate([*(v.view(np.uint32) for v in values), *cells])
+
+    def source(
+        self, primitives: str = "runtime/ptx.cuh", kernel: str = "elementwise/fused_step.cu"
+    ) -> str:
+        """The C++ to compile: this variant as macros, then the machine's primitives (a file of this folder, or source
+        text), what all kernels share, and the kernel."""
+        defines: dict[str, object] = {
+            "PARAM": FLOAT_MACROS[self.param],
+            "GRAD": FLOAT_MACROS[self.grad],
+            "STATES": len(self.signed),
+            "SIGNED": _bits(self.signed),
+            "STOCHASTIC_STATES": _bits(self.stochastic),
+            "ROUNDING": self.rounding.upper(),
+            "SCALED": self.scaled,
+            "THREADS": self.threads,
+            "HYPER": " ".join(f"const double {n} = h[{i}];" for i, n in enumerate(self.rule.hyper)),
+            "PREPARE": " ".join(self.rule.prepare.split()),
+            "UPDATE": " ".join(self.rule.update.split()),
+        }
+        for i in range(MAX_STATES):
+            table = self.tables[i] if i < len(self.tables) else None
+            defines[f"FORMAT_{i}"] = STATES[self.formats[i] if i < len(self.formats) else "fp32"]
+            defines[f"CELLS_{i}"] = len(table.cells) if table else 0
+            defines[f"BASE_{i}"] = table.first if table else 0
+            defines[f"SHIFT_{i}"] = table.shift if table else 1
+        return program(
+            defines, primitives, "elementwise/random_bits.h", "elementwise/fused_step.h", kernel
+        )
+
+
+def _bits(flags: Sequence[bool]) -> int:
+    """Bit n is flag n."""
+    return sum(flag << i for i, flag in enumerate(flags))
+
+
+def tiles(numel: np.ndarray, cols: np.ndarray) -> np.ndarray:
+    """The number of tiles of tensors with `numel` elements in rows of `cols`: int64."""
+    rows = np.divide(numel, cols, out=np.zeros_like(numel), where=cols > 0, casting="unsafe")
+    return rows * -(-cols // TILE)
+
+
+def locate(first_tile: np.ndarray, total: int) -> np.ndarray:
+    """For tensors that begin at these tiles: the tensor of every `LOCATE`-th tile, and that of the last tile; int32."""
+    marks = np.append(np.arange(0, total, LOCATE), max(total - 1, 0))
+    return (np.searchsorted(first_tile, marks, side="right") - 1).astype(np.int32)
+
+
+class StepKernel:
+    """The kernel of one variant, on one device.
+
+    Args:
+        variant: what it is compiled for.
+        device: a CUDA device.
+    """
+
+    def __init__(self, variant: Variant, device: torch.device) -> None:
+        self.variant, self.device = variant, device
+        with torch.cuda.device(device):
+            module = nvrtc.Module(nvrtc.compiled(variant.source(), nvrtc.architecture(device)))
+            self._prepare, self._step = module.kernel("prepare", 5), module.kernel("step", 6)
+        self._multiprocessors = nvrtc.multiprocessors(device)
+        self._tables = torch.from_numpy(variant.table_words().view(np.int32)).to(device)
+
+    def __call__(
+        self,
+        tensors: int,
+        groups: int,
+        scalars: torch.Tensor,
+        locate: torch.Tensor,
+        count: int,
+        tiles: int,
+        control: torch.Tensor | None,
+    ) -> None:
+        """Launch the step on the device's current stream. The device must be the current one.
+
+        Args:
+            tensors, groups: addresses on the device of the rows of `TENSOR` words, and of `GROUP_WORDS`.
+            scalars: int64 [count, SCALARS_WORDS], scratch.
+            locate: int32, see `locate`.
+            count, tiles: the number of tensors, and of all their tiles.
+            control: float32 [2], the factor of the gradients and whether to skip the step (not 0); or None.
+        """
+        flag = 0 if control is None else control.data_ptr()
+        stream = self._stream()
+        self._prepare(
+            stream, -(-count // 128), 128, tensors, groups, scalars.data_ptr(), count, flag
+        )
+        if tiles == 0:
+            return
+        self._step(
+            stream,
+            self._blocks(tiles),
+            self.variant.threads,
+            *(tensors, scalars.data_ptr(), locate.data_ptr(), self._tables.data_ptr(), tiles, flag),
+        )
+
+    def _blocks(self, tiles: int) -> int:
+        """The number of blocks: a warp for each tile; where warps share tiles, at most as many as run at once."""
+        blocks = -(-tiles // (self.variant.threads // 32))
+        return min(blocks, self._multiprocessors) if self.variant.is_scaled else blocks
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream
+
+
+def _kernel_cells(table: Table, signed: bool) -> np.ndarray:
+    """The cells as `ranked` of the .cu reads them: the rank in the highest byte, the cell's own bits subtracted."""
+    rank = table.cells >> table.shift
+    words = table.cells.astype(np.int64)
+    if not signed:  # a second moment never becomes zero
+        words[rank == 0] = 1 << table.shift
+    cell = np.arange(table.first, table.first + len(words), dtype=np.int64)
+    return (((words << (24 - table.shift)) - (cell << 24)) & 0xFFFFFFFF).astype(np.uint32)

@@ -1,0 +1,324 @@
+"""Products of many matrices of one shape, of which only one half is computed where the product is symmetric.
+
+    out[i] = alpha * a[i] @ b[i] + beta * addend[i] + gamma * I
+
+    a         float16 or bfloat16 [count, m, k]
+    b         [count, k, n], dtype of a
+    addend    [count, m, n], contiguous, dtype of a; None: no sum, and alpha must be 1
+    out       [count, m, n] in `out_dtype`, contiguous
+
+Each operand is contiguous, or the transposed view (``.mT``) of a contiguous tensor; any other is copied first. Products
+are summed in float32 and rounded once. gamma is added on the diagonal.
+
+``symmetric``: the caller knows that every product is a symmetric matrix, as ``x @ x.mT`` and the product of two
+polynomials of one symmetric matrix are. The kernel then computes the tiles on and below the diagonal, and stores each
+of those below a second time, transposed. That is nearly half the work. A tile on the diagonal is stored as computed.
+
+The bits of ``out[i]`` do not depend on the other matrices of the batch or on their number: the tiles are chosen by m, n
+and k alone, and each element is one sum in the order of k. Optimizers rely on this, since ranks hold different parts
+of a batch.
+
+The kernel runs a program for each multiprocessor, which works through the tiles of all matrices. On Hopper and later
+the copy engine loads the tiles (tensor maps made on the host) if m, n and k are multiples of 64; elsewhere each thread
+loads its elements. Without Triton, and on the CPU, PyTorch multiplies one matrix after another.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels.runtime.launches import ran
+from lowbit_kernels.runtime.library import aligned, check_one_device, register
+from lowbit_kernels.runtime.triton_runtime import (
+    jit,
+    runs_on,
+    stored_dtype,
+    tl,
+    triton,
+)
+
+DTYPES = (torch.float16, torch.bfloat16)
+GRANULE = 64
+"""The tensor maps see all matrices as one. A tile along k stays inside its matrix only if this number divides the
+sizes."""
+LARGEST = 2**31 - 2**20
+"""Elements of a matrix, and rows of all matrices, that the kernel can count."""
+
+
+def batched_mm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    symmetric: bool = False,
+    addend: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    gamma: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The products; shapes and the formula are in the module's docstring. `out_dtype`: by default that of `a`.
+
+    Raises TypeError for other dtypes, ValueError for shapes that don't fit each other.
+    """
+    wanted = a.dtype if out_dtype is None else out_dtype
+    return torch.ops.lowbit.batched_mm(a, b, addend, symmetric, alpha, beta, gamma, wanted)
+
+
+def reference(
+    a: Tensor,
+    b: Tensor,
+    addend: Tensor | None,
+    symmetric: bool,
+    alpha: float,
+    beta: float,
+    gamma: float,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The formula in PyTorch ops, on any device."""
+    _check(a, b, addend, symmetric, alpha, beta, gamma, out_dtype)
+    out = a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=out_dtype)
+    for i in range(
+        a.shape[0]
+    ):  # not a batched product, whose bits may depend on the number of matrices
+        product = a[i].float() @ b[i].float()
+        if addend is not None:
+            product = product.mul_(alpha).add_(addend[i].float(), alpha=beta)
+            product.diagonal().add_(gamma)
+        out[i] = product
+    return out
+
+
+# ---- the kernel -------------------------------------------------------------------------------------------------
+
+
+@jit
+def _tile(
+    x, matrix, row, column, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MAPS: tl.constexpr
+):  # fmt: skip
+    """ROWS x COLUMNS elements of a matrix of x [count, rows, columns]. Outside there are zeros, but a tensor map gives
+    the rows of the next matrix below the last row."""
+    if MAPS:
+        return x.load([matrix * rows + row, column])
+    else:
+        at_row = row + tl.arange(0, ROWS)
+        at_column = column + tl.arange(0, COLUMNS)
+        start = x + matrix.to(tl.int64) * rows * columns
+        at = at_row.to(tl.int64)[:, None] * columns + at_column[None, :]
+        inside = (at_row < rows)[:, None] & (at_column < columns)[None, :]
+        return tl.load(start + at, mask=inside, other=0)
+
+
+@jit
+def _below_diagonal(tile):
+    """(row, column), column <= row, of the tile of this number, counted along the rows of the triangle."""
+    row = ((tl.sqrt(8.0 * tile + 1.0) - 1.0) * 0.5).to(tl.int32)
+    row = tl.where(row * (row + 1) // 2 > tile, row - 1, row)
+    row = tl.where((row + 1) * (row + 2) // 2 <= tile, row + 1, row)
+    return row, tile - row * (row + 1) // 2
+
+
+@jit
+def _in_groups(tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """(row, column) of the tile of this number. GROUP rows of tiles are counted together, column by column."""
+    tiles_m = tl.cdiv(m, BLOCK_M)
+    tiles_n = tl.cdiv(n, BLOCK_N)
+    first = tile // (GROUP * tiles_n) * GROUP
+    height = min(tiles_m - first, GROUP)
+    within = tile % (GROUP * tiles_n)
+    return first + within % height, within // height
+
+
+@jit(do_not_specialize=["tiles", "total"])
+def _kernel(
+    a,  # [count, m, k], or [count, k, m] if A_TRANSPOSED; a pointer or a tensor map
+    b,  # [count, k, n], or [count, n, k] if B_TRANSPOSED
+    addend,  # unused unless HAS_ADDEND
+    out,
+    m,
+    n,
+    k,
+    alpha,
+    beta,
+    gamma,
+    tiles,  # of a matrix
+    total,  # of all matrices
+    SYMMETRIC: tl.constexpr,
+    A_TRANSPOSED: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
+    MAPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,  # rows of tiles whose tiles follow each other, to share b in the L2 cache
+):
+    for work in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=True):
+        matrix = work // tiles
+        tile = work % tiles
+        if SYMMETRIC:
+            tile_row, tile_column = _below_diagonal(tile)
+            is_below = tile_row != tile_column
+        else:
+            tile_row, tile_column = _in_groups(tile, m, n, BLOCK_M, BLOCK_N, GROUP)
+        row = tile_row * BLOCK_M
+        column = tile_column * BLOCK_N
+        sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for start in tl.range(0, k, BLOCK_K):
+            if A_TRANSPOSED:
+                x = tl.trans(_tile(a, matrix, start, row, k, m, BLOCK_K, BLOCK_M, MAPS))
+            else:
+                x = _tile(a, matrix, row, start, m, k, BLOCK_M, BLOCK_K, MAPS)
+            if B_TRANSPOSED:
+                y = tl.trans(_tile(b, matrix, column, start, n, k, BLOCK_N, BLOCK_K, MAPS))
+            else:
+                y = _tile(b, matrix, start, column, k, n, BLOCK_K, BLOCK_N, MAPS)
+            sums = tl.dot(x, y, sums)
+
+        rows = row + tl.arange(0, BLOCK_M)
+        columns = column + tl.arange(0, BLOCK_N)
+        inside = (rows < m)[:, None] & (columns < n)[None, :]
+        base = matrix.to(tl.int64) * m * n
+        at = rows[:, None] * n + columns[None, :]
+        if HAS_ADDEND:
+            added = tl.load(addend + base + at, mask=inside, other=0).to(tl.float32)
+            sums = alpha * sums + beta * added
+            sums = tl.where(rows[:, None] == columns[None, :], sums + gamma, sums)
+        result = sums.to(out.dtype.element_ty)
+        tl.store(out + base + at, result, mask=inside)
+        if SYMMETRIC:
+            turned = columns[:, None] * n + rows[None, :]
+            inside = (columns < n)[:, None] & (rows < m)[None, :] & is_below
+            tl.store(out + base + turned, tl.trans(result), mask=inside)
+
+
+def _launch(
+    a: Tensor,
+    b: Tensor,
+    addend: Tensor | None,
+    symmetric: bool,
+    alpha: float,
+    beta: float,
+    gamma: float,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The Triton kernel where it runs, else the reference."""
+    _check(a, b, addend, symmetric, alpha, beta, gamma, out_dtype)
+    count, (m, k), n = a.shape[0], a.shape[1:], b.shape[2]
+    is_countable = max(m * k, k * n, m * n, count * m, count * k, count * n) < LARGEST
+    if not runs_on(a.device) or 0 in (count, m, k, n) or not is_countable:
+        ran("batched_mm", "torch")
+        return reference(a, b, addend, symmetric, alpha, beta, gamma, out_dtype)
+    a_turned, b_turned = _is_transposed(a), _is_transposed(b)
+    a, b = (aligned(x.mT if turned else x) for x, turned in ((a, a_turned), (b, b_turned)))
+    out = a.new_empty((count, m, n), dtype=stored_dtype(out_dtype, a.device))
+    maps = _has_copy_engine(a.device) and all(size % GRANULE == 0 for size in (m, n, k))
+    blocks = _blocks(a.device, symmetric)
+    size_m, size_n, size_k = (blocks[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
+    tiles_m, tiles_n = triton.cdiv(m, size_m), triton.cdiv(n, size_n)
+    tiles = tiles_m * (tiles_m + 1) // 2 if symmetric else tiles_m * tiles_n
+    ran("batched_mm", "maps" if maps else "triton")
+    with torch.cuda.device_of(a):
+        _kernel[(min(count * tiles, _programs(a.device)),)](
+            _map(a, (size_k, size_m) if a_turned else (size_m, size_k)) if maps else a,
+            _map(b, (size_n, size_k) if b_turned else (size_k, size_n)) if maps else b,
+            out if addend is None else addend.contiguous(),
+            out,
+            *(m, n, k, alpha, beta, gamma, tiles, count * tiles),
+            SYMMETRIC=symmetric,
+            A_TRANSPOSED=a_turned,
+            B_TRANSPOSED=b_turned,
+            HAS_ADDEND=addend is not None,
+            MAPS=maps,
+            **blocks,
+        )
+    return out.to(out_dtype)
+
+
+def _is_transposed(x: Tensor) -> bool:
+    """Whether x is read as the transposed view of a contiguous tensor."""
+    return not x.is_contiguous() and x.mT.is_contiguous()
+
+
+def _map(x: Tensor, block: tuple[int, int]) -> Any:
+    """The tensor map by which the copy engine loads blocks of x, whose matrices lie below each other."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    rows, columns = x.shape[0] * x.shape[1], x.shape[2]
+    return TensorDescriptor(x, [rows, columns], [columns, 1], list(block))
+
+
+@functools.cache
+def _blocks(device: torch.device, symmetric: bool) -> dict[str, int]:
+    """Sizes of the tiles, which are fixed, so that no call waits for autotuning; measured, see benchmarks/LOG.md."""
+    if device.type == "cpu":  # the interpreter: small blocks
+        return {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "GROUP": 2}
+    sizes = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP": 8, "num_warps": 4}
+    if not _has_copy_engine(device):
+        return {**sizes, "num_stages": 3, "num_warps": 8}
+    if symmetric:  # square tiles
+        return {**sizes, "num_stages": 4}
+    return {**sizes, "BLOCK_N": 256, "num_warps": 8, "num_stages": 3}
+
+
+@functools.cache
+def _has_copy_engine(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@functools.cache
+def _programs(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _fake(a: Tensor, b: Tensor, addend: Tensor | None, *others: Any) -> Tensor:
+    _check(a, b, addend, *others)
+    return a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=others[-1])
+
+
+def _check(
+    a: Tensor,
+    b: Tensor,
+    addend: Tensor | None,
+    symmetric: bool,
+    alpha: float,
+    beta: float,
+    gamma: float,
+    out_dtype: torch.dtype,
+) -> None:
+    check_one_device(a=a, b=b, addend=addend)
+    parts = {"a": a, "b": b} | ({} if addend is None else {"addend": addend})
+    for name, part in parts.items():
+        if part.dtype not in DTYPES or part.dtype != a.dtype:
+            raise TypeError(
+                f"batched_mm takes a, b and addend of one dtype, float16 or bfloat16, got {name} of {part.dtype}"
+            )
+    if out_dtype not in (*DTYPES, torch.float32):
+        raise TypeError(
+            f"out_dtype must be float16, bfloat16 or float32, got {out_dtype}; convert the result"
+        )
+    if a.dim() != 3 or b.dim() != 3 or a.shape[0] != b.shape[0] or a.shape[2] != b.shape[1]:
+        raise ValueError(
+            f"batched_mm takes a [count, m, k] and b [count, k, n], got {tuple(a.shape)} and {tuple(b.shape)}"
+        )
+    shape = (a.shape[0], a.shape[1], b.shape[2])
+    if symmetric and shape[1] != shape[2]:
+        raise ValueError(f"a symmetric product is square, got m={shape[1]} and n={shape[2]}")
+    if addend is not None and tuple(addend.shape) != shape:
+        raise ValueError(f"addend must have the shape {shape}, got {tuple(addend.shape)}")
+    if addend is None and (alpha, beta, gamma) != (1.0, 0.0, 0.0):
+        raise ValueError(
+            f"without addend, alpha, beta and gamma must be 1, 0 and 0, got {alpha}, {beta} and {gamma}"
+        )
+
+
+register(
+    "batched_mm",
+    _launch,
+    _fake,
+)

@@ -1,0 +1,201 @@
+"""Products of the rows of experts in int8 or float8, scaled back: all experts in one launch.
+
+The rows (tokens) are sorted by expert. `offsets` (int32 [E]) holds the end of each expert's rows, as in
+``torch._grouped_mm``; only the device reads it. There are two products, told apart by the dimensions of b:
+
+    b [E, N, K]    out[m, n]    = (sum_k a[m, k] * b[e, n, k]) * a_scale[m] * b_scale[e, n]
+                                  for the expert e of row m, offsets[e - 1] <= m < offsets[e]
+    b [K, P]       out[e, n, k] = (sum_p a[n, p] * b[k, p]) * a_scale[e, n] * b_scale[e, k]
+                                  over the columns p of expert e
+
+The first is the output of experts, or the gradient of their inputs; the second is the gradient of their weights.
+
+    a           int8 or float8 [M, K], K a multiple of 16; or [N, P], transposed copies with the columns of
+                `grouped_columns`, as ``quantize_grouped`` writes them
+    b           the same [E, N, K] or [K, P], contiguous along the dimension that the product sums over
+    a_scale     float32 [M] or [E, N]
+    b_scale     float32 [E, N] or [E, K]; [1] for all
+    offsets     int32 [E]; ascending, 0 to M. The op does not check the values, because reading them waits for the GPU.
+                Offsets that fall or exceed M count as the nearest ones that do not
+    out         out_dtype: float32, bfloat16 or float16 [M, N] or [E, N, K], contiguous. Rows that no expert has, and
+                weights of experts without rows, are 0
+
+Formats and arithmetic are those of `scaled_mm`: int8 sums are exact in int32 and wrap beyond 2**31, which takes more
+than 133,000 products of 127 by 127. float8 sums have about 14 bits on Hopper.
+
+Implementations, as `launches` reports them, after "int8" or "float8":
+
+    sm90     compute capability 9.0: grouped_mm_sm90.cu, compiled at first use
+    triton   other GPUs; float8 from capability 8.9 on, with both operands in one format
+    torch    elsewhere: expert by expert. On a GPU the host waits for the offsets
+    empty    a size is 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels.matmul import grouped_columns, grouped_mm_sm90, grouped_mm_triton
+from lowbit_kernels.matmul.scaled_mm import OPERANDS, int8_sums
+from lowbit_kernels.runtime import nvrtc
+from lowbit_kernels.runtime.launches import ran
+from lowbit_kernels.runtime.library import FLOATS, check_one_device, register
+from lowbit_kernels.runtime.triton_runtime import runs_on
+
+
+def grouped_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """The scaled products of all experts; shapes, dtypes and the formulas are in the module's docstring.
+
+    Raises:
+        TypeError: a dtype, or a pair of dtypes, other than those above.
+        ValueError: shapes that do not fit each other, or tensors on several devices.
+    """
+    return torch.ops.lowbit.grouped_scaled_mm(a, b, a_scale, b_scale, offsets, out_dtype)
+
+
+def reference(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """The formulas in PyTorch ops, on any device; the sums in float64, which is exact for int8."""
+
+    def exact(a: Tensor, b: Tensor) -> Tensor:
+        return (a.double() @ b.double().T).to(torch.float32)
+
+    _check(a, b, a_scale, b_scale, offsets, out_dtype)
+    return _by_expert(exact, a, b, a_scale, b_scale, offsets, out_dtype)
+
+
+def _by_expert(
+    multiply: Callable[[Tensor, Tensor], Tensor],
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Expert by expert; `multiply` gives a @ b.T in float32."""
+    ragged = b.dim() == 2
+    tokens = grouped_columns.counts(offsets, a.shape[1] if ragged else a.shape[0])
+    first = grouped_columns.starts(tokens) if ragged else tokens.cumsum(0) - tokens
+    out = a.new_zeros(_shape(a, b, offsets), dtype=out_dtype)
+    for e, (start, count) in enumerate(zip(first.tolist(), tokens.tolist(), strict=True)):
+        if count == 0 or 0 in (a.shape[0], b.shape[-2]):
+            continue
+        of_columns = b_scale if b_scale.dim() == 1 else b_scale[e]
+        if ragged:
+            sums = multiply(a[:, start : start + count], b[:, start : start + count])
+            of_rows, to = a_scale[e], out[e]
+        else:
+            rows = slice(start, start + count)
+            sums, of_rows, to = multiply(a[rows], b[e]), a_scale[rows], out[rows]
+        to.copy_(sums * of_rows[:, None] * of_columns[None, :])
+    return out
+
+
+def _float8_sums(a: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast(a.device.type, enabled=False):  # products of codes overflow float16
+        return a.float() @ b.float().T
+
+
+def _launch(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    _check(a, b, a_scale, b_scale, offsets, out_dtype)
+    is_int8, device = a.dtype == torch.int8, a.device
+    name = "int8" if is_int8 else "float8"
+    operands = (a, b, a_scale, b_scale, offsets, out_dtype)
+    if 0 in (*a.shape, *b.shape, offsets.shape[0]):
+        ran("grouped_scaled_mm", f"{name} empty")
+        return a.new_zeros(_shape(a, b, offsets), dtype=out_dtype)
+    if nvrtc.runs_on_hopper(device):
+        ran("grouped_scaled_mm", f"{name} sm90")
+        return grouped_mm_sm90.grouped_mm(*operands)
+    if runs_on(device) and grouped_mm_triton.takes(a.dtype, b.dtype, device):
+        ran("grouped_scaled_mm", f"{name} triton")
+        return grouped_mm_triton.grouped_mm(*operands)
+    ran("grouped_scaled_mm", f"{name} torch")
+    return _by_expert(_int8_sums if is_int8 else _float8_sums, *operands)
+
+
+def _int8_sums(a: Tensor, b: Tensor) -> Tensor:
+    return int8_sums(a, b).to(torch.float32)
+
+
+def _shape(a: Tensor, b: Tensor, offsets: Tensor) -> tuple[int, ...]:
+    return (offsets.shape[0], a.shape[0], b.shape[0]) if b.dim() == 2 else (a.shape[0], b.shape[1])
+
+
+def _fake(a, b, a_scale, b_scale, offsets, out_dtype=torch.bfloat16) -> Tensor:
+    _check(a, b, a_scale, b_scale, offsets, out_dtype)
+    return a.new_empty(_shape(a, b, offsets), dtype=out_dtype)
+
+
+def _check(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+) -> None:
+    if a.dim() != 2 or b.dim() not in (2, 3) or a.shape[1] != b.shape[-1]:
+        raise ValueError(
+            f"grouped_scaled_mm takes a [M, K] and b [E, N, K], or a [N, P] and b [K, P], got {tuple(a.shape)} and "
+            f"{tuple(b.shape)}; pass b transposed"
+        )
+    if a.shape[1] % 16:
+        raise ValueError(
+            f"both operands must have a multiple of 16 columns, got {a.shape[1]}; pad them with zeros"
+        )
+    check_one_device(a=a, b=b, a_scale=a_scale, b_scale=b_scale, offsets=offsets)
+    if offsets.dtype != torch.int32:
+        raise TypeError(f"offsets must be torch.int32, got {offsets.dtype}")
+    experts = offsets.shape[0] if b.dim() == 2 else b.shape[0]
+    if offsets.dim() != 1 or offsets.shape[0] != experts:
+        raise ValueError(f"offsets must have the shape ({experts},), got {tuple(offsets.shape)}")
+    of_rows = (experts, a.shape[0]) if b.dim() == 2 else (a.shape[0],)
+    for name, scale, shapes in (
+        ("a_scale", a_scale, [of_rows]),
+        ("b_scale", b_scale, [(experts, b.shape[-2]), (1,)]),
+    ):
+        if scale.dtype != torch.float32:
+            raise TypeError(f"{name} must be torch.float32, got {scale.dtype}")
+        if all(tuple(scale.shape) != shape for shape in shapes):
+            wanted = " or ".join(map(str, shapes))
+            raise ValueError(f"{name} must have the shape {wanted}, got {tuple(scale.shape)}")
+    if out_dtype not in FLOATS:
+        raise TypeError(f"out_dtype must be one of {', '.join(map(str, FLOATS))}, got {out_dtype}")
+    if (a.dtype, b.dtype) not in OPERANDS:
+        raise TypeError(
+            "both operands must be torch.int8, or both float8 (torch.float8_e4m3fn, one of them possibly "
+            f"torch.float8_e5m2), got {a.dtype} and {b.dtype}"
+        )
+
+
+register(
+    "grouped_scaled_mm",
+    _launch,
+    _fake,
+)

@@ -1,0 +1,1 @@
+"""Ops that round a matrix to codes and scales."""

@@ -1,0 +1,98 @@
+"""Launches ``quantize_blocks_sm90.cu`` on GPUs of compute capability 9.0."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels.quantize.quantize_rowcol_sm90 import SHARED, THREADS, TILE
+from lowbit_kernels.runtime import launch_plan, launcher, nvrtc
+from lowbit_kernels.runtime.launch_plan import (
+    Address,
+    Buffer,
+    Launch,
+    Plan,
+)
+from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
+from lowbit_kernels.weight_only.weight_operands import Description, Layout, described
+
+OF_ROWCOL = {
+    "FORMAT": "E4M3",
+    "TENSORWISE": 0,
+    "STOCHASTIC": 0,
+    "FACTOR": 0,
+    "ROW_SCALES": 0,
+    "STEPS": -1,
+}
+"""The macros that ``quantize_rowcol_sm90.cu`` needs; these STEPS compile none of its kernels."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The options of a compiled kernel; the head of ``quantize_blocks_sm90.cu`` explains each field."""
+
+    input: str
+    tiles: bool
+    rows: bool
+    columns: bool
+    power_of_two: bool
+    aligned: bool
+
+
+def quantize(
+    x: Tensor,
+    tiles: bool,
+    rows: bool,
+    columns: bool,
+    power_of_two: bool,
+    results: tuple[Buffer, ...],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``lowbit::quantize_blocks``; x has been checked, M and K are > 0. `results`: the op's four."""
+    given, x = x, x if x.stride(1) == 1 else x.contiguous()
+    plan = planned(described(x), tiles, rows, columns, power_of_two, results)
+    if x is given:
+        launcher.take_over("quantize_blocks")
+        launcher.learn("quantize_blocks", plan)
+    codes, scale, codes_t, scale_t = launch_plan.run(plan, (x,))
+    return codes, scale, codes_t, scale_t
+
+
+@functools.lru_cache(maxsize=4096)
+def planned(
+    layout: Description,
+    tiles: bool,
+    rows: bool,
+    columns: bool,
+    power_of_two: bool,
+    results: tuple[Buffer, ...],
+) -> Plan:
+    """The plan for x of this layout, with elements of a row side by side."""
+    x = Layout(*layout)
+    m, k = x.shape
+    is_aligned = x.misaligned == 0 and x.strides[0] * x.dtype.itemsize % 16 == 0
+    variant = Variant(FLOAT_MACROS[x.dtype], tiles, rows, columns, power_of_two, is_aligned)
+    out = (Address(1), Address(2), Address(3), Address(4))
+    arguments = (Address(0), x.strides[0], *out, m, k)
+    blocks = -(-m // TILE) * -(-k // TILE)
+    return Plan(results, (), (Launch(_kernel(variant, x.device), blocks, THREADS, arguments),))
+
+
+def source(variant: Variant, primitives: str = "runtime/ptx.cuh") -> str:
+    """The CUDA C++ to compile."""
+    macros = {**asdict(variant), **OF_ROWCOL}
+    files = (
+        "elementwise/random_bits.h",
+        "quantize/quantize_rowcol_sm90.cu",
+        "quantize/quantize_blocks_sm90.cu",
+    )
+    return program(macros, primitives, *files)
+
+
+@functools.cache
+def _kernel(variant: Variant, device: torch.device) -> nvrtc.Kernel:
+    with torch.cuda.device(device):
+        module = nvrtc.Module(nvrtc.compiled(source(variant), nvrtc.architecture(device)))
+    return module.kernel("quantize_blocks", 8, shared=SHARED)

@@ -1,0 +1,129 @@
+"""The codes of experts' weights, along rows or transposed.
+
+    scale[e, n]    = max_k |weight[e, n, k]| / L             L = 127 (int8), 448 (e4m3), 57344 (e5m2)
+    codes[e, n, k] = round(weight[e, n, k] / scale[e, n])    to nearest even
+
+    weight    float32, bfloat16 or float16 [E, N, K], any strides
+    codes     int8, float8_e4m3fn or float8_e5m2 [E, N, K rounded up to a multiple of 16], 0 in the padding;
+              ``transposed``: [E, K, N rounded up to a multiple of 16]
+    scale     float32 [E, N]
+
+So the gradient of an expert's input can read the same codes as its output. Scales of zeros, NaN and infinities are as
+in `quantize_rowcol`. A transposed copy with the scales of an earlier call, ``scale``, reads the weight once, without a
+pass for the largest magnitudes.
+
+On Hopper, a row of at most 2048 elements stays in the registers of a warp. The kernel of `quantize_rowcol`, which gives
+a row to a block, is slower for so many short rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowbit_kernels.quantize import quantize_grouped_sm90, quantize_rowcol
+from lowbit_kernels.quantize.quantize_rowcol import FORMATS, encode
+from lowbit_kernels.runtime import nvrtc
+from lowbit_kernels.runtime.launches import ran
+from lowbit_kernels.runtime.library import FLOATS, check_one_device, register
+
+
+def quantize_experts(
+    weight: Tensor, format: str, *, transposed: bool = False, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """codes and scale; shapes, dtypes and the formula are in the module's docstring.
+
+    Args:
+        weight: [E, N, K].
+        format: "int8", "e4m3" or "e5m2".
+        transposed: codes are [E, K, N].
+        scale: the scales of these rows and this format, where they are known; only with `transposed`.
+
+    Raises:
+        TypeError: a dtype other than those above.
+        ValueError: an unknown format, a weight or scale of another shape, or a scale for codes along rows.
+    """
+    return torch.ops.lowbit.quantize_experts(weight, format, transposed, scale)
+
+
+def reference(
+    weight: Tensor, format: str, transposed: bool = False, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The formula in PyTorch ops, on any device."""
+    _check(weight, format, transposed, scale)
+    experts, n, k = weight.shape
+    flat = weight.reshape(experts * n, k)
+    codes, found, _, _ = quantize_rowcol.reference(flat, format, columns=False)
+    if scale is not None:
+        values = encode(flat.float(), scale.reshape(-1, 1), format, None)
+        codes = F.pad(values.view(torch.uint8), (0, -k % 16)).view(codes.dtype)
+    found = found.view(experts, n) if scale is None else scale.clone()
+    codes = codes.view(experts, n, codes.shape[1])
+    if transposed:
+        own = codes[..., :k].mT.view(torch.uint8)
+        codes = F.pad(own, (0, -n % 16)).contiguous().view(codes.dtype)
+    return codes, found
+
+
+def allocate(weight: Tensor, format: str, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Uninitialised results."""
+    experts, n, k = weight.shape
+    across, along = (k, n) if transposed else (n, k)
+    codes = weight.new_empty((experts, across, along + -along % 16), dtype=FORMATS[format][0])
+    return codes, weight.new_empty((experts, n), dtype=torch.float32)
+
+
+def _launch(
+    weight: Tensor, format: str, transposed: bool = False, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    _check(weight, format, transposed, scale)
+    if not (weight.numel() and nvrtc.runs_on_hopper(weight.device)):
+        ran("quantize_experts", "torch")
+        return reference(weight, format, transposed, scale)
+    ran("quantize_experts", "sm90")
+    experts, n, k = weight.shape
+    if not transposed and k > quantize_grouped_sm90.MOST_SHORT:
+        flat = weight.reshape(experts * n, k)
+        codes, found, _, _ = quantize_rowcol.quantize_rowcol(flat, format, columns=False)
+        return codes.view(experts, n, codes.shape[1]), found.view(experts, n)
+    codes, found = allocate(weight, format, transposed)
+    if not transposed:
+        quantize_grouped_sm90.weights(weight, format, codes, found)
+    else:
+        found = found if scale is None else scale.clone()
+        quantize_grouped_sm90.weights_t(weight, format, codes, found, scale is not None)
+    return codes, found
+
+
+def _fake(weight, format, transposed=False, scale=None) -> tuple[Tensor, Tensor]:
+    _check(weight, format, transposed, scale)
+    return allocate(weight, format, transposed)
+
+
+def _check(weight: Tensor, format: str, transposed: bool, scale: Tensor | None) -> None:
+    if weight.dtype not in FLOATS:
+        raise TypeError(
+            f"quantize_experts takes a weight of {', '.join(map(str, FLOATS))}; got {weight.dtype}"
+        )
+    if weight.dim() != 3:
+        raise ValueError(f"quantize_experts takes a weight [E, N, K], got {tuple(weight.shape)}")
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+    if scale is None:
+        return
+    check_one_device(weight=weight, scale=scale)
+    if scale.dtype != torch.float32:
+        raise TypeError(f"scale must be torch.float32, got {scale.dtype}")
+    if not transposed or tuple(scale.shape) != tuple(weight.shape[:2]):
+        raise ValueError(
+            f"scale must have the shape {tuple(weight.shape[:2])}, with transposed=True; got {tuple(scale.shape)}, "
+            f"transposed={transposed}"
+        )
+
+
+register(
+    "quantize_experts",
+    _launch,
+    _fake,
+)

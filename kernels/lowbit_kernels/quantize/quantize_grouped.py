@@ -1,0 +1,187 @@
+"""The rows of experts quantized along rows and, in the same pass, along the columns of each expert.
+
+The rows (tokens) are sorted by expert; `offsets` holds the end of each expert's rows, as in ``torch._grouped_mm``. This
+is `quantize_rowcol` for each expert e with the rows R(e), of which only the device knows how many there are:
+
+    scale[m]              = max_k |x[m, k] * f[k]| / L             f = row_factor[e] for m in R(e), or 1
+    codes[m, k]           = round(x[m, k] * f[k] / scale[m])       L = 127 (int8), 448 (e4m3), 57344 (e5m2)
+    scale_t[e, k]         = max_{m in R(e)} |x[m, k]| / L
+    codes_t[k, place(m)]  = round(x[m, k] / scale_t[e, k])
+
+    x           float32, bfloat16 or float16 [M, K], any strides
+    offsets     int32 [E]; ascending, 0 to M
+    row_factor  float32 [E, K], or None
+    codes       int8, float8_e4m3fn or float8_e5m2 [M, K rounded up to a multiple of 16], 0 in the padding
+    scale       float32 [M]
+    codes_t     like codes, [K, W]: the columns of experts as `grouped_columns` places them
+    scale_t     float32 [E, K]; 1 for experts without rows
+
+Codes and scales of rows that no expert has, and columns of codes_t after the last expert's, have any values. A pair
+that is not requested comes back empty. Scales of zeros, NaN and infinities, and stochastic rounding with ``seed``, are
+as in `quantize_rowcol`.
+
+So the products of experts (`grouped_scaled_mm`) sum over contiguous elements: those of a weight over `codes`, those of
+its gradient over `codes_t`. Where the other operand has scales along the dimension that is summed over, `row_factor`
+multiplies them in.
+
+On Hopper `quantize_grouped_sm90.cu` makes both passes over x in one launch. Elsewhere PyTorch operations do the same,
+without waiting for the offsets.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels.matmul import grouped_columns
+from lowbit_kernels.quantize import quantize_grouped_sm90, quantize_rowcol
+from lowbit_kernels.quantize.quantize_rowcol import (
+    FORMATS,
+    Result,
+    draws_of,
+    encode,
+    scale_of,
+)
+from lowbit_kernels.runtime import nvrtc
+from lowbit_kernels.runtime.launches import ran
+from lowbit_kernels.runtime.library import FLOATS, check_one_device, register
+
+
+def quantize_grouped(
+    x: Tensor,
+    offsets: Tensor,
+    format: str,
+    *,
+    rows: bool = True,
+    columns: bool = True,
+    seed: Tensor | None = None,
+    row_factor: Tensor | None = None,
+) -> Result:
+    """codes, scale, codes_t, scale_t; shapes, dtypes and the formula are in the module's docstring.
+
+    Args:
+        x: [M, K].
+        offsets: [E].
+        format: "int8", "e4m3" or "e5m2".
+        rows, columns: which pairs are computed.
+        seed: int64, one element, on x's device; with it the rounding is stochastic.
+        row_factor: [E, K], multiplied into the row copy.
+
+    Raises:
+        TypeError: a dtype other than those above.
+        ValueError: an unknown format, shapes that do not fit each other, or tensors on several devices.
+    """
+    return torch.ops.lowbit.quantize_grouped(x, offsets, format, rows, columns, seed, row_factor)
+
+
+def reference(
+    x: Tensor,
+    offsets: Tensor,
+    format: str,
+    rows: bool = True,
+    columns: bool = True,
+    seed: Tensor | None = None,
+    row_factor: Tensor | None = None,
+) -> Result:
+    """The formula in PyTorch ops, on any device, which does not wait for the offsets."""
+    _check(x, offsets, format, seed, row_factor)
+    (m, k), experts = x.shape, offsets.shape[0]
+    codes, scale, codes_t, scale_t = allocate(x, offsets, format, rows, columns)
+    values, counts = x.to(torch.float32), grouped_columns.counts(offsets, m)
+    ends = counts.cumsum(0)
+    row = torch.arange(m, device=x.device)
+    owner = torch.searchsorted(ends, row, right=True)  # `experts` for rows that no expert has
+    if rows:
+        factored = values
+        if row_factor is not None:
+            factored = values * torch.cat([row_factor, row_factor.new_ones(1, k)])[owner]
+        codes, scale, _, _ = quantize_rowcol.reference(factored, format, columns=False, seed=seed)
+    if columns:
+        magnitude = torch.where(values.isfinite(), values.abs(), torch.inf)
+        index = owner[:, None].expand(m, k)
+        found = values.new_zeros(experts + 1, k).scatter_reduce_(0, index, magnitude, "amax")
+        scale_all = scale_of(found, FORMATS[format][1])
+        draws = None if seed is None else draws_of(m, k, seed)
+        own = encode(values, scale_all[owner], format, draws)
+        width = codes_t.shape[1]
+        first = torch.cat([grouped_columns.starts(counts), counts.new_full((1,), width)])
+        before = torch.cat([ends - counts, ends[-1:] if experts else counts.new_zeros(1)])
+        place = torch.where(owner < experts, first[owner] + row - before[owner], width)
+        spread = own.new_zeros((width + 1, k)).view(torch.uint8)
+        spread.index_copy_(0, place, own.view(torch.uint8))
+        codes_t = spread[:width].T.contiguous().view(own.dtype)
+        scale_t = scale_all[:experts]
+    return codes, scale, codes_t, scale_t
+
+
+def allocate(x: Tensor, offsets: Tensor, format: str, rows: bool, columns: bool) -> Result:
+    """The results before they are written; scales of columns are 1."""
+    (m, k), experts, dtype = x.shape, offsets.shape[0], FORMATS[format][0]
+    one = torch.float32
+    codes, scale = x.new_empty((0, 0), dtype=dtype), x.new_empty((0,), dtype=one)
+    codes_t, scale_t = codes.clone(), x.new_empty((0, 0), dtype=one)
+    if rows:
+        codes = codes.new_empty((m, k + -k % 16))
+        scale = scale.new_empty((m,))
+    if columns:
+        codes_t = codes_t.new_empty((k, grouped_columns.width(m, experts)))
+        scale_t = scale_t.new_ones((experts, k))
+    return codes, scale, codes_t, scale_t
+
+
+def _launch(
+    x: Tensor,
+    offsets: Tensor,
+    format: str,
+    rows: bool = True,
+    columns: bool = True,
+    seed: Tensor | None = None,
+    row_factor: Tensor | None = None,
+) -> Result:
+    _check(x, offsets, format, seed, row_factor)
+    arguments = (x, offsets, format, rows, columns, seed, row_factor)
+    if x.numel() and offsets.numel() and (rows or columns) and nvrtc.runs_on_hopper(x.device):
+        ran("quantize_grouped", "sm90")
+        out = allocate(x, offsets, format, rows, columns)
+        quantize_grouped_sm90.tokens(*arguments, out)
+        return out
+    ran("quantize_grouped", "torch")
+    return reference(*arguments)
+
+
+def _fake(x, offsets, format, rows=True, columns=True, seed=None, row_factor=None) -> Result:
+    _check(x, offsets, format, seed, row_factor)
+    return allocate(x, offsets, format, rows, columns)
+
+
+def _check(
+    x: Tensor, offsets: Tensor, format: str, seed: Tensor | None, row_factor: Tensor | None
+) -> None:
+    if x.dtype not in FLOATS:
+        raise TypeError(f"quantize_grouped takes x of {', '.join(map(str, FLOATS))}; got {x.dtype}")
+    if x.dim() != 2 or offsets.dim() != 1:
+        raise ValueError(
+            f"quantize_grouped takes x [M, K] and offsets [E], got {tuple(x.shape)} and {tuple(offsets.shape)}"
+        )
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+    check_one_device(x=x, offsets=offsets, seed=seed, row_factor=row_factor)
+    for name, part, dtype in (
+        ("offsets", offsets, torch.int32),
+        ("seed", seed, torch.int64),
+        ("row_factor", row_factor, torch.float32),
+    ):
+        if part is not None and part.dtype != dtype:
+            raise TypeError(f"{name} must be {dtype}, got {part.dtype}")
+    if seed is not None and seed.numel() != 1:
+        raise ValueError(f"seed must hold one element, got {tuple(seed.shape)}")
+    wanted = (offsets.shape[0], x.shape[1])
+    if row_factor is not None and tuple(row_factor.shape) != wanted:
+        raise ValueError(f"row_factor must have the shape {wanted}, got {tuple(row_factor.shape)}")
+
+
+register(
+    "quantize_grouped",
+    _launch,
+    _fake,
+)

@@ -1,0 +1,295 @@
+"""A matrix quantized along its rows and, in the same pass, along its columns; the second copy is transposed.
+
+    scale[m]      = max_k |x[m, k]| / L            L = 127 (int8), 448 (e4m3), 57344 (e5m2)
+    codes[m, k]   = round(x[m, k] / scale[m])      to nearest even
+    scale_t[k]    = max_m |x[m, k]| / L
+    codes_t[k, m] = round(x[m, k] / scale_t[k])
+
+    x         float32, bfloat16 or float16 [M, K], any strides
+    codes     int8, float8_e4m3fn or float8_e5m2 [M, K rounded up to a multiple of 16], 0 in the padding
+    scale     float32 [M]
+    codes_t   like codes, [K, M rounded up to a multiple of 16]
+    scale_t   float32 [K]
+
+So a product (`scaled_mm`) can sum over contiguous elements of either copy. ``tensorwise`` (float8 only): one scale, the
+largest magnitude of the matrix divided by L; scale and scale_t are then [1]. A pair that is not requested comes back as
+[0, 0] and [0].
+
+With ``row_factor``, float32 [K], the row copy is that of x[m, k] * row_factor[k], the product rounded to float32; the
+transposed copy is still that of x. With ``row_scales`` the transposed copy takes over the row copy: codes_t[k, m] =
+codes[m, k], and scale_t is [M], the scales of the rows. So the products of a weight [N, K] for its output and for its
+input's gradient can read the same codes. These scales vary along the sum of the input's gradient, so the product cannot
+apply them at the end. As ``row_factor`` they are multiplied into the output's gradient [M, N] first.
+
+A row of zeros has scale 1, and no scale is smaller than 2**-126. A row with a NaN or an infinity has scale NaN and
+codes 0, so that its products are NaN.
+
+With ``seed`` the rounding is stochastic: up with a probability equal to the distance from the number below, so that the
+expectation is x (to 2**-16 of a step). Both copies of element (m, k) use the same bits,
+`lowbit_kernels.elementwise.random_bits` with the index m * (K rounded up to a multiple of 8) + k::
+
+    int8:    floor((round(x / scale * 2**15) + the draw's upper 15 bits) / 2**15)
+    float8:  the bits that x / scale has beyond the format's are summed with as many bits of the draw, then cut off
+
+No scale is known before the whole matrix is read, so x is read twice: 6 bytes move for each 16-bit element and two
+codes. On an H200 `quantize_rowcol_sm90.cu` moves them at 84 to 91% of the speed of a copy (``benchmarks/LOG.md``).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowbit_kernels.elementwise.random_bits import (
+    hashed,
+    keys,
+    multipliers,
+    upper,
+)
+from lowbit_kernels.quantize import quantize_rowcol_sm90, quantize_rowcol_triton
+from lowbit_kernels.runtime import nvrtc
+from lowbit_kernels.runtime.launch_plan import Buffer
+from lowbit_kernels.runtime.launcher import called, planned_op
+from lowbit_kernels.runtime.launches import ran
+from lowbit_kernels.runtime.library import FLOATS
+from lowbit_kernels.runtime.triton_runtime import runs_on
+
+FORMATS = {
+    "int8": (torch.int8, 127.0),
+    "e4m3": (torch.float8_e4m3fn, 448.0),
+    "e5m2": (torch.float8_e5m2, 57344.0),
+}
+
+Result = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def quantize_rowcol(
+    x: Tensor,
+    format: str,
+    *,
+    rows: bool = True,
+    columns: bool = True,
+    tensorwise: bool = False,
+    seed: Tensor | None = None,
+    row_factor: Tensor | None = None,
+    row_scales: bool = False,
+) -> Result:
+    """codes, scale, codes_t, scale_t; shapes, dtypes and the formula are in the module's docstring.
+
+    Args:
+        x: [M, K].
+        format: "int8", "e4m3" or "e5m2".
+        rows, columns: which pairs are computed.
+        tensorwise: one scale for all; float8 only.
+        seed: int64, one element, on x's device; with it the rounding is stochastic.
+        row_factor: float32 [K], on x's device: multiplied into the row copy. Not with ``tensorwise``.
+        row_scales: the transposed copy has the codes and scales of the row copy. Not with ``row_factor``.
+
+    Raises:
+        TypeError: a dtype other than those above.
+        ValueError: an unknown format, a shape other than [M, K], int8 with ``tensorwise``, a seed of other than one
+            element, a row_factor of another shape, either of them on another device, or options that exclude each
+            other.
+    """
+    return called(_op, x, format, rows, columns, tensorwise, seed, row_factor, row_scales)
+
+
+def reference(
+    x: Tensor,
+    format: str,
+    rows: bool = True,
+    columns: bool = True,
+    tensorwise: bool = False,
+    seed: Tensor | None = None,
+    row_factor: Tensor | None = None,
+    row_scales: bool = False,
+) -> Result:
+    """The formula in PyTorch ops, on any device."""
+    _check(x, format, tensorwise, seed, row_factor, row_scales)
+    values, largest = x.to(torch.float32), FORMATS[format][1]
+    draws = None if seed is None else draws_of(x.shape[0], x.shape[1], seed)
+    pairs: list[Tensor] = []
+    for wanted, along in ((rows, 1), (columns, 0)):
+        codes, scale = _empty(x, format)
+        if wanted:
+            own = values if row_factor is None or not along else values * row_factor
+            dim = 1 if row_scales else along
+            scale = _scale(own, largest, None if tensorwise else dim)
+            spread = scale if tensorwise else scale.unsqueeze(dim)
+            codes = encode(own, spread, format, draws)
+            codes = _padded(codes if along else codes.T.contiguous())
+        pairs += [codes, scale]
+    return pairs[0], pairs[1], pairs[2], pairs[3]
+
+
+def _scale(x: Tensor, largest: float, dim: int | None) -> Tensor:
+    magnitude = x.abs()
+    if dim is None:
+        found = magnitude.amax().reshape(1) if x.numel() else x.new_zeros(1)
+    else:
+        found = magnitude.amax(dim) if x.shape[dim] else x.new_zeros(x.shape[1 - dim])
+    return scale_of(found, largest)
+
+
+def scale_of(found: Tensor, largest: float) -> Tensor:
+    """The scales for rows or columns with the largest magnitudes `found`."""
+    # The divisor is a tensor, since CUDA multiplies by the reciprocal of a Python number.
+    scale = (found / torch.full_like(found, largest)).clamp(min=2.0**-126)
+    scale = torch.where(found == 0, 1.0, scale)
+    return torch.where(found.isfinite(), scale, torch.nan)
+
+
+def encode(x: Tensor, scale: Tensor, format: str, draws: Tensor | None) -> Tensor:
+    dtype, largest = FORMATS[format]
+    q = torch.where(scale.isnan(), 0.0, x / scale)  # also where x became NaN by a factor
+    if draws is not None:
+        q = _round_stochastically(q, format, draws)
+    elif format == "int8":
+        q = q.round()
+    return q.clamp(-largest, largest).to(dtype)
+
+
+def _round_stochastically(q: Tensor, format: str, draws: Tensor) -> Tensor:
+    if format == "int8":
+        steps = (q * 32768.0).round().to(torch.int32)
+        return ((steps + upper(draws, 15)) >> 15).to(torch.float32)
+    dropped, normal = (20, 2.0**-6) if format == "e4m3" else (21, 2.0**-14)
+    magnitude = q.abs()
+    # Below `normal`, the format's numbers are as far apart as between `normal` and 2 * `normal`.
+    shift = torch.where(magnitude < normal, normal, 0.0)
+    bits = (magnitude + shift).view(torch.int32)
+    bits = (bits + upper(draws, dropped)) & (-1 << dropped)
+    return (bits.view(torch.float32) - shift).copysign(q)
+
+
+def draws_of(m: int, k: int, seed: Tensor) -> Tensor:
+    """The draw of each element of [m, k], int32."""
+    octets = -(-k // 8)
+    h = hashed(torch.arange(m * octets, device=seed.device), *keys(seed.reshape(())))
+    return (h[:, None] * multipliers(seed.device)).view(m, 8 * octets)[:, :k]
+
+
+def _padded(codes: Tensor) -> Tensor:
+    extra = -codes.shape[1] % 16
+    if not extra:
+        return codes
+    return F.pad(codes.view(torch.uint8), (0, extra)).view(codes.dtype)
+
+
+def _empty(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    codes = x.new_empty((0, 0), dtype=FORMATS[format][0])
+    return codes, x.new_empty((0,), dtype=torch.float32)
+
+
+def results_of(
+    m: int, k: int, format: str, rows: bool, columns: bool, tensorwise: bool, row_scales: bool
+) -> tuple[Buffer, ...]:
+    """codes, scale, codes_t and scale_t for x [m, k]."""
+    dtype, _ = FORMATS[format]
+    found: list[Buffer] = []
+    for wanted, across, along in ((rows, m, k), (columns, k, m)):
+        scales = 1 if tensorwise else m if row_scales else across
+        found.append(Buffer((across, along + -along % 16) if wanted else (0, 0), dtype))
+        found.append(Buffer((scales,) if wanted else (0,), torch.float32))
+    return tuple(found)
+
+
+def allocate(
+    x: Tensor, format: str, rows: bool, columns: bool, tensorwise: bool, row_scales: bool = False
+) -> Result:
+    """Uninitialised results."""
+    m, k = x.shape
+    buffers = results_of(m, k, format, rows, columns, tensorwise, row_scales)
+    codes, scale, codes_t, scale_t = (x.new_empty(b.shape, dtype=b.dtype) for b in buffers)
+    return codes, scale, codes_t, scale_t
+
+
+def _launch(
+    x: Tensor,
+    format: str,
+    rows: bool = True,
+    columns: bool = True,
+    tensorwise: bool = False,
+    seed: Tensor | None = None,
+    row_factor: Tensor | None = None,
+    row_scales: bool = False,
+) -> Result:
+    _check(x, format, tensorwise, seed, row_factor, row_scales)
+    arguments = (x, format, rows, columns, tensorwise, seed, row_factor, row_scales)
+    if x.numel() and (rows or columns):
+        if nvrtc.runs_on_hopper(x.device):
+            ran("quantize_rowcol", "sm90")
+            m, k = x.shape
+            results = results_of(m, k, format, rows, columns, tensorwise, row_scales)
+            return quantize_rowcol_sm90.quantize(*arguments, results)
+        if runs_on(x.device) and quantize_rowcol_triton.takes(format, x.device):
+            ran("quantize_rowcol", "triton")
+            out = allocate(x, format, rows, columns, tensorwise, row_scales)
+            quantize_rowcol_triton.quantize(*arguments, out)
+            return out
+    ran("quantize_rowcol", "torch")
+    return reference(*arguments)
+
+
+def _fake(
+    x,
+    format,
+    rows=True,
+    columns=True,
+    tensorwise=False,
+    seed=None,
+    row_factor=None,
+    row_scales=False,
+) -> Result:
+    _check(x, format, tensorwise, seed, row_factor, row_scales)
+    return allocate(x, format, rows, columns, tensorwise, row_scales)
+
+
+def check_format(format: str, tensorwise: bool) -> None:
+    """Raise ValueError for an unknown format, and for one scale of int8 codes."""
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+    if tensorwise and format == "int8":
+        raise ValueError('tensorwise takes "e4m3" or "e5m2", got "int8"; leave it out')
+
+
+def _check(
+    x: Tensor,
+    format: str,
+    tensorwise: bool,
+    seed: Tensor | None,
+    row_factor: Tensor | None,
+    row_scales: bool,
+) -> None:
+    if x.dtype not in FLOATS:
+        raise TypeError(f"quantize_rowcol takes x of {', '.join(map(str, FLOATS))}; got {x.dtype}")
+    if x.dim() != 2:
+        raise ValueError(
+            f"quantize_rowcol takes x [M, K], got {tuple(x.shape)}; flatten leading dimensions first"
+        )
+    check_format(format, tensorwise)
+    if seed is not None:
+        if seed.dtype != torch.int64:
+            raise TypeError(f"seed must be torch.int64, got {seed.dtype}")
+        if seed.numel() != 1 or seed.device != x.device:
+            raise ValueError(
+                f"seed must hold one element on {x.device}, got {tuple(seed.shape)} on {seed.device}"
+            )
+    if row_factor is not None:
+        if row_factor.dtype != torch.float32:
+            raise TypeError(f"row_factor must be torch.float32, got {row_factor.dtype}")
+        if row_factor.shape != x.shape[1:] or row_factor.device != x.device:
+            raise ValueError(
+                f"row_factor must have the shape {tuple(x.shape[1:])} on {x.device}, got "
+                f"{tuple(row_factor.shape)} on {row_factor.device}"
+            )
+        if tensorwise or row_scales:
+            raise ValueError("row_factor takes neither tensorwise nor row_scales; leave them out")
+
+
+_op = planned_op(
+    "quantize_rowcol",
+    _launch,
+    _fake,
+)

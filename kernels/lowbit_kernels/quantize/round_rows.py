@@ -1,0 +1,211 @@
+"""Rows of float32 rounded to int8 with a scale a row, to nearest or stochastically.
+
+    scale[r]    = largest magnitude of row r / 127. The old scale if the largest magnitude is 127 times it, so that an
+                  unchanged row is stored as it was. 1 for a row of zeros, NaN for a row with a NaN or an infinity.
+    q           = x[r, k] / scale[r]
+    codes[r, k] = the integer n nearest to q, or with probability |q - n| (short by at most 2**-16) the integer on the
+                  other side of q. 0 if the scale is NaN.
+
+So the expectation of a code is within 2**-16 of q, and a q within 2**-16 of an integer becomes that integer: the error
+of the division moves nothing. The random bits of an element are the upper 16 of
+`lowbit_kernels.elementwise.random_bits`, with the 64-bit index first[r] + start + k and the keys `KEYS`.
+
+    values     float32 [R, K]
+    old        float32 [R], the scales so far, or None
+    largest    float32 [R], the largest magnitude of each row if `values` are only some of its columns, else None
+    first      int64 [R], the random offset of each row's first column; None rounds to nearest
+    start      the first of these columns in the row
+    codes      int8 [R, K], scale float32 [R]
+
+The Triton kernel makes two passes over a row; PyTorch ops make some forty passes over all of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels.elementwise.random_bits import (
+    hash_of,
+    multiplier_of,
+    random_bits,
+    upper,
+)
+from lowbit_kernels.runtime.launches import ran
+from lowbit_kernels.runtime.library import register
+from lowbit_kernels.runtime.triton_runtime import (
+    jit,
+    runs_on,
+    tl,
+    triton,
+)
+
+KEYS = (0x45E50725, 0xE4A20C3)
+"""k0 and k1: two arbitrary numbers, which must never change."""
+TINY = torch.finfo(torch.float32).tiny
+
+
+def round_rows(
+    values: Tensor,
+    old: Tensor | None = None,
+    largest: Tensor | None = None,
+    first: Tensor | None = None,
+    start: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """(codes, scale); shapes, dtypes and the formula are in the module's docstring.
+
+    Raises TypeError for other dtypes, ValueError for shapes that don't fit each other.
+    """
+    return torch.ops.lowbit.round_rows(values, old, largest, first, start)
+
+
+def reference(
+    values: Tensor, old: Tensor | None, largest: Tensor | None, first: Tensor | None, start: int
+) -> tuple[Tensor, Tensor]:
+    """The formula in PyTorch ops, on any device."""
+    _check(values, old, largest, first)
+    if largest is None:
+        padded = values if values.shape[1] else values.new_zeros((values.shape[0], 1))
+        largest = padded.abs().amax(1)
+    # The divisor is a tensor, since CUDA multiplies by the reciprocal of a Python number.
+    scale = (largest / torch.full_like(largest, 127)).clamp(min=TINY)
+    if old is not None:
+        scale = torch.where(largest == old * 127, old, scale)
+    scale = torch.where(largest == 0, 1.0, scale)
+    scale = torch.where(largest.isfinite(), scale, torch.nan)
+    exact = values / scale[:, None]
+    codes = exact.round()
+    if first is not None:
+        index = first[:, None] + torch.arange(start, start + values.shape[1], device=values.device)
+        rest = exact - codes
+        codes = codes + torch.where(
+            upper(random_bits(index, *KEYS), 16) + 1 < rest.abs() * 65536, rest.sign(), 0.0
+        )
+    return codes.nan_to_num_(0.0).clamp_(-127, 127).to(torch.int8), scale
+
+
+@jit
+def _kernel(
+    values,  # [rows, columns], row stride values_stride
+    old,  # unused unless HAS_OLD
+    largest,  # unused unless HAS_LARGEST
+    first,  # unused unless STOCHASTIC
+    codes,  # [rows, columns], contiguous
+    scales,
+    columns,
+    start,
+    values_stride,
+    HAS_OLD: tl.constexpr,
+    HAS_LARGEST: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    K0: tl.constexpr,
+    K1: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    source = values + row * values_stride
+    infinity = float("inf")
+    if HAS_LARGEST:
+        most = tl.load(largest + row)
+        finite = most < infinity  # false for NaN
+    else:
+        seen = tl.zeros((BLOCK,), tl.float32)
+        bad = tl.zeros((BLOCK,), tl.int32)
+        for begin in tl.range(0, columns, BLOCK):
+            column = begin + tl.arange(0, BLOCK)
+            x = tl.abs(tl.load(source + column, mask=column < columns, other=0))
+            seen = tl.maximum(seen, x)
+            bad += tl.where(x < infinity, 0, 1)
+        most = tl.max(seen)
+        finite = tl.sum(bad) == 0
+    scale = tl.maximum(tl.div_rn(most, 127.0), 1.1754943508222875e-38)
+    if HAS_OLD:
+        before = tl.load(old + row)
+        scale = tl.where(most == before * 127, before, scale)
+    scale = tl.where(most == 0, 1.0, scale)
+    tl.store(scales + row, tl.where(finite, scale, float("nan")))
+    if STOCHASTIC:
+        offset = tl.load(first + row) + start
+        # Valid for every block: 8 divides BLOCK, or there is only one block.
+        multiplier = multiplier_of(offset + tl.arange(0, BLOCK))
+    for begin in tl.range(0, columns, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        inside = column < columns
+        exact = tl.div_rn(tl.load(source + column, mask=inside, other=0), scale)
+        code = (exact + 12582912.0) - 12582912.0  # 1.5 * 2**23: rounds half to even
+        if STOCHASTIC:
+            h = hash_of((offset + column) >> 3, K0, K1)
+            bits = ((h * multiplier) >> 16).to(tl.float32)
+            rest = exact - code
+            step = tl.where(rest > 0, 1.0, -1.0)
+            code += tl.where(bits + 1 < tl.abs(rest) * 65536, step, 0.0)
+        code = tl.where(finite, tl.minimum(tl.maximum(code, -127.0), 127.0), 0.0)
+        tl.store(codes + row * columns + column, code.to(tl.int8), mask=inside)
+
+
+def _launch(
+    values: Tensor, old: Tensor | None, largest: Tensor | None, first: Tensor | None, start: int
+) -> tuple[Tensor, Tensor]:
+    """The Triton kernel where it runs, else the reference."""
+    if not runs_on(values.device) or values.numel() == 0:
+        ran("round_rows", "torch")
+        return reference(values, old, largest, first, start)
+    ran("round_rows", "triton")
+    _check(values, old, largest, first)
+    values = values if values.stride(1) == 1 else values.contiguous()
+    codes = torch.empty(values.shape, dtype=torch.int8, device=values.device)
+    scale = values.new_empty(values.shape[0])
+    parts = [scale if part is None else part.contiguous() for part in (old, largest, first)]
+    with torch.cuda.device_of(values):
+        _kernel[(values.shape[0],)](
+            values,
+            *parts,
+            codes,
+            scale,
+            values.shape[1],
+            start,
+            values.stride(0),
+            HAS_OLD=old is not None,
+            HAS_LARGEST=largest is not None,
+            STOCHASTIC=first is not None,
+            K0=KEYS[0],
+            K1=KEYS[1],
+            BLOCK=min(2048, triton.next_power_of_2(values.shape[1])),
+            num_warps=4,
+        )
+    return codes, scale
+
+
+def _fake(values: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    _check(values, *others[:3])
+    codes = torch.empty(values.shape, dtype=torch.int8, device=values.device)
+    return codes, values.new_empty(values.shape[0])
+
+
+def _check(
+    values: Tensor, old: Tensor | None, largest: Tensor | None, first: Tensor | None
+) -> None:
+    parts = {"old": (old, torch.float32), "largest": (largest, torch.float32)}
+    parts |= {"first": (first, torch.int64)}
+    if values.dtype != torch.float32:
+        raise TypeError(f"round_rows takes values of torch.float32, got {values.dtype}")
+    if values.dim() != 2:
+        raise ValueError(
+            f"round_rows takes values [R, K], got {tuple(values.shape)}; flatten leading dimensions first"
+        )
+    for name, (part, dtype) in parts.items():
+        if part is not None and part.dtype != dtype:
+            raise TypeError(f"round_rows takes {name} as {dtype}, got {part.dtype}")
+        if part is not None and tuple(part.shape) != (values.shape[0],):
+            raise ValueError(
+                f"{name} must have one element a row, ({values.shape[0]},), got {tuple(part.shape)}"
+            )
+
+
+register(
+    "round_rows",
+    _launch,
+    _fake,
+)

@@ -1,0 +1,117 @@
+"""Compiled kernels on disk: in ``$LOWBIT_CACHE_DIR``, or else ``$XDG_CACHE_HOME/lowbit``, or else ``~/.cache/lowbit``.
+
+For a user without a home, the folder is ``lowbit-UID`` among the temporary folders.
+
+This module reads code that is then executed. So it reads a file only if no user except this one and root can have
+written it (`trusted_folder`). It does not use an untrusted folder, and warns once a process. It never changes the mode
+of an existing folder, since the path may name any folder, even /tmp. It replaces an untrusted file.
+
+A file's name is a digest of everything that its machine code depends on (source, compiler, options, processor). The
+file holds the code and then a digest of name and code, so that a truncated, damaged or renamed file is detected. Tools
+for ELF files ignore the bytes after the code.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+from lowbit_kernels.runtime import trusted_folder
+from lowbit_kernels.runtime.warned import warn_once
+
+LARGEST = 64 << 20
+"""64 MiB. Kernels are under 2 MiB, and reading 64 MiB is faster than compiling a kernel."""
+DIGEST = 32  # bytes
+
+
+def cache_folder() -> Path:
+    """The folder of compiled kernels; an absolute path.
+
+    Raises:
+        OSError: the path needs a folder for temporary files or a current folder, and there is none.
+    """
+    if chosen := os.environ.get("LOWBIT_CACHE_DIR"):
+        return _absolute(chosen)
+    if chosen := os.environ.get("XDG_CACHE_HOME"):
+        return _absolute(chosen) / "lowbit"
+    try:
+        return Path.home().absolute() / ".cache" / "lowbit"
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()).absolute() / f"lowbit-{os.getuid()}"
+
+
+def find(suffix: str, *parts: str) -> bytes | None:
+    """The machine code of the kernel that depends on `parts`; None if it is missing or, after a warning, untrusted."""
+    try:
+        with trusted_folder.opened(cache_folder()) as folder:
+            return _read(folder, suffix, parts)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _warn_of_folder(error)
+        return None
+
+
+def keep(code: bytes, suffix: str, *parts: str) -> bool:
+    """Write a kernel atomically. False, after a warning, if the folder cannot be written to or is untrusted."""
+    name = _name(suffix, parts)
+    content = code + _digest(name, code)
+    try:
+        with trusted_folder.opened(cache_folder(), make=True) as folder:
+            if len(content) > LARGEST:
+                reason = f"would have {len(content)} bytes, and at most {LARGEST} can be read"
+                raise OSError(errno.EFBIG, reason, str(folder.path / name))
+            folder.write(name, content)
+    except OSError as error:
+        _warn_of_folder(error)
+        return False
+    return True
+
+
+def _read(folder: trusted_folder.Folder, suffix: str, parts: tuple[str, ...]) -> bytes | None:
+    name = _name(suffix, parts)
+    try:
+        content = folder.read(name, LARGEST)
+        code, digest = content[:-DIGEST], content[-DIGEST:]
+        if digest != _digest(name, code):
+            raise trusted_folder.Untrusted(folder.path / name, "is damaged")
+    except trusted_folder.Untrusted as error:
+        warn_once(
+            error.reason,
+            f"a compiled kernel is not run: {error}. lowbit compiles it again and replaces the file. If this recurs, "
+            "remove the file, or set LOWBIT_CACHE_DIR to a folder of your own",
+        )
+        return None
+    return code
+
+
+def _warn_of_folder(error: OSError) -> None:
+    if isinstance(error, trusted_folder.Untrusted):
+        warn_once(
+            error.reason,
+            f"compiled kernels are neither read from the disk nor kept there: {error}, and others could plant code. "
+            "Each process compiles its own. Set LOWBIT_CACHE_DIR to a folder of your own: it and each folder above it "
+            "must belong to you or to root, and nobody else may write to it (chmod go-w, if it is for you alone)",
+        )
+    else:
+        warn_once(
+            str(error.strerror),
+            f"a compiled kernel cannot be kept on disk: {error}. Each process compiles its own. Set LOWBIT_CACHE_DIR "
+            "to a folder that you can write to",
+        )
+
+
+def _absolute(folder: str) -> Path:
+    """The absolute path; "~" stays for a user without a home, where `Path.expanduser` would raise."""
+    return Path(os.path.expanduser(folder)).absolute()
+
+
+def _name(suffix: str, parts: tuple[str, ...]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest() + suffix
+
+
+def _digest(name: str, code: bytes) -> bytes:
+    return hashlib.sha256(name.encode() + code).digest()

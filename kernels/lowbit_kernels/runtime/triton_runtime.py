@@ -1,0 +1,144 @@
+"""Triton, where it is installed.
+
+Without Triton, ``jit``, with options or without, returns the plain function that it decorates. Nobody calls that
+function, so modules of ops need no condition around their kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels.runtime import launcher
+from lowbit_kernels.runtime.compiling import compiling
+from lowbit_kernels.runtime.launch_plan import (
+    Address,
+    Buffer,
+    Launch,
+    Plan,
+    TritonKernel,
+)
+
+triton: Any
+tl: Any
+jit: Callable[..., Any]
+
+try:
+    import triton  # type: ignore[no-redef]
+    import triton.language as tl  # type: ignore[no-redef]
+except ImportError:
+    triton = tl = None
+
+    def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+        return jit if function is None else function
+else:
+
+    def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+        """``triton.jit``, whose compiler tells a waiting user."""
+        if function is None:
+            return functools.partial(jit, **options)
+        kernel = triton.jit(function, **options)
+        compile = getattr(kernel, "_do_compile", None)  # absent from the interpreter
+        if compile is not None:
+
+            def told(*arguments: Any, **named: Any) -> Any:
+                with compiling("the GPU by Triton"):
+                    return compile(*arguments, **named)
+
+            kernel._do_compile = told
+        return kernel
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether Triton kernels run on tensors of ``device``. On the CPU they do under ``TRITON_INTERPRET=1`` only."""
+    if triton is None:
+        return False
+    return device.type == "cuda" or (device.type == "cpu" and triton.knobs.runtime.interpret)
+
+
+def stored_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype in which a kernel writes a result of ``dtype``; the op converts it afterwards.
+
+    The interpreter (triton 3.7) truncates float32 to bfloat16, where a GPU rounds to nearest even.
+    """
+    return torch.float32 if device.type == "cpu" and dtype == torch.bfloat16 else dtype
+
+
+_launched: dict[int, Any] = {}
+"""The kernels of plans, by their handle: a plan itself does not keep them loaded."""
+
+
+def launch(
+    op: str | None,
+    operands: Sequence[Tensor | None],
+    results: Sequence[Tensor],
+    kernel: Any,
+    programs: int,
+    arguments: tuple[Tensor | int, ...],
+    constants: dict[str, Any],
+) -> None:
+    """Launch a kernel that does all of a call of a planned op. On CUDA the launcher does so from the next call on, and
+    from the one after that where this is the op's first call in the process, which only brings the launcher in.
+
+    Args:
+        op: its name; None where the call is that of another op, which Python runs.
+        operands: its tensors, in order, as the call got them.
+        results: the contiguous tensors that it returns.
+        programs: of the kernel's grid.
+        arguments: of the kernel. Python launches the next call too if a tensor begins where no operand or result does,
+            such as a copy, or where two of them do.
+        constants: the kernel's ``tl.constexpr`` and ``num_warps``.
+    """
+    with torch.cuda.device_of(results[0]):
+        compiled = kernel[(programs,)](*arguments, **constants)
+    plannable = (
+        compiled is not None and results[0].is_cuda
+    )  # nothing comes back from the interpreter
+    if op is None or not plannable or torch.version.hip or not _is_known():
+        return
+    launcher.take_over(op)
+    named = dict(zip(kernel.arg_names, arguments, strict=False))
+    words = _words(compiled, named, (*operands, *results))
+    if words is None:
+        return
+    _launched[compiled.function] = compiled
+    found = compiled.metadata
+    one = Launch(
+        TritonKernel(compiled.function, found.shared), programs, 32 * found.num_warps, words
+    )
+    buffers = tuple(Buffer(tuple(t.shape), t.dtype) for t in results)
+    launcher.learn(op, Plan(buffers, (), (one,)))
+
+
+@functools.cache
+def _is_known() -> bool:
+    """Whether this version of Triton passes its kernels what `_words` says; later ones may pass more."""
+    return tuple(map(int, triton.__version__.split(".")[:2])) in ((3, 6), (3, 7))
+
+
+def _words(
+    compiled: Any, arguments: dict[str, Tensor | int], tensors: Sequence[Tensor | None]
+) -> tuple[int | Address, ...] | None:
+    """What the compiled kernel takes; None where it cannot be planned."""
+    found = compiled.metadata
+    scratch = found.global_scratch_size or found.profile_scratch_size
+    if found.num_ctas != 1 or scratch or found.launch_cooperative_grid or found.launch_pdl:
+        return None
+    words: list[int | Address] = []
+    for name, kind in compiled.src.signature.items():
+        if kind == "constexpr":  # also an argument of 1, which Triton compiles in
+            continue
+        value = arguments[name]
+        if isinstance(value, Tensor):
+            at = value.data_ptr()
+            numbers = [i for i, t in enumerate(tensors) if t is not None and t.data_ptr() == at]
+            if not numbers or (len(numbers) > 1 and value.numel()):
+                return None  # a copy, or one of two operands that may differ in another call
+            words.append(Address(numbers[0]))
+        else:
+            words.append(value)
+    return *words, 0, 0  # two pointers to scratch memory, which this kernel does not use

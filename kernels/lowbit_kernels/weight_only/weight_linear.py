@@ -1,0 +1,281 @@
+"""Products of activations and a weight of 4 or 8 bits.
+
+    out[m, n] = sum_k x[m, k] * (code[n, k] - zero_point[n, k // G]) * scale[n, k // G]  +  bias[n] + residual[m, n]
+
+    x           bfloat16, float16 or float32 [..., K]
+    codes       4 bits: uint8 [N, ceil(Kp / 2)], even k in the low nibble, nibble = code + 8, code in -8 .. 7
+                8 bits: int8 [N, Kp]
+    scale       float32, bfloat16 or float16 [N, Kp / G]
+    zero_point  int8 [N, Kp / G], on the grid of the codes, or None for 0
+    bias        [N], residual [..., N]: x's dtype, or None
+    out         x's dtype [..., N], contiguous
+
+The group size G (`group_size`) is any positive number; K or more means one scale a row. Kp is K padded to a multiple of
+G, and the values in the padding don't count. Rows of the weight may be strided, offsets are 64-bit, NaN and infinities
+pass.
+
+Sums are float32, and a group's sum is scaled in float32, so the weight is not rounded (`weight_mm_large_batch_sm90`
+states an exception). "dequantize" rounds the weight to x's dtype first. There, and on CPUs, bias and residual may be
+added with a rounding each.
+
+Implementations, as `launches` reports them:
+
+    decode       weight_mm_decode_sm90: CUDA C++ for compute capability 9.0, up to 16 tokens, bound by memory
+    large_batch  weight_mm_large_batch_sm90: CUDA C++ for compute capability 9.0, with wgmma
+    triton       weight_mm_triton: other GPUs, and layouts that the CUDA kernels don't take, up to 64 tokens
+    dequantize   weight_mm_dequantized: cuBLAS, or PyTorch on CPUs, on a chunk of the dequantized weight at a time
+    cpu          weight_mm_cpu: C++ compiled at first use, for few tokens in 16 bits on a CPU
+    empty        no product: M, N or K is 0
+
+`linear_table` chooses among those for GPUs. A call looks up its plan by the layouts of its operands; only new layouts
+are checked and planned. The op has no gradient: callers compute that of x with the dequantized weight.
+"""
+
+from __future__ import annotations
+
+import functools
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels.runtime.launches import ran
+from lowbit_kernels.runtime.library import FLOATS, check_one_device, register
+from lowbit_kernels.weight_only import (
+    linear_table,
+    weight_mm_cpu,
+    weight_mm_decode_sm90,
+    weight_mm_dequantized,
+    weight_mm_large_batch_sm90,
+    weight_mm_triton,
+)
+from lowbit_kernels.weight_only.weight_operands import (
+    HALVES,
+    Description,
+    Layout,
+    Product,
+    Tensors,
+    WeightOperands,
+    bits_of,
+    check_addends,
+    described,
+    layout_of,
+)
+
+IMPLEMENTATIONS = {
+    "decode": weight_mm_decode_sm90,
+    "large_batch": weight_mm_large_batch_sm90,
+    "triton": weight_mm_triton,
+    "cpu": weight_mm_cpu,
+    "dequantize": weight_mm_dequantized,
+}
+ON_CUDA = ("decode", "large_batch", "triton", "dequantize")
+ON_CPU = ("triton", "cpu", "dequantize")  # Triton only under its interpreter
+
+
+def weight_linear(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    group_size: int,
+) -> Tensor:
+    """x times a weight of 4 bits (uint8 codes) or 8 (int8); the module's docstring has shapes, dtypes and the formula.
+
+    Raises:
+        TypeError: a dtype other than those above.
+        ValueError: shapes that don't fit each other, or tensors on several devices.
+    """
+    return _op(x, codes, scale, zero_point, bias, residual, group_size)
+
+
+def reference(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    group_size: int = 128,
+) -> Tensor:
+    """The formula in float64, on any device."""
+    check(x, codes, scale, zero_point, bias, residual, group_size)
+    k = x.shape[-1]
+    if bits_of(codes.dtype) == 4:
+        codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).to(torch.int8) - 8
+    weight = codes[:, :k].double()
+    group = torch.arange(k, device=x.device) // group_size
+    if zero_point is not None:
+        weight = weight - zero_point.double()[:, group]
+    out = x.double() @ (weight * scale.double()[:, group]).T
+    for part in (bias, residual):
+        out = out if part is None else out + part.double()
+    return out.to(x.dtype)
+
+
+class Plan(NamedTuple):
+    """How calls with operands of the same layouts run."""
+
+    implementation: str
+    product: Product
+    shape: tuple[int, ...]  # of the result
+    is_direct: bool  # the product takes the operands as they are
+    copies_x: bool
+
+
+@functools.lru_cache(maxsize=8192)
+def planned(
+    tensors: tuple[Description | None, ...], group_size: int, implementation: str | None = None
+) -> Plan:
+    """The plan for x, codes, scale, zero_point, bias and residual that are `described` so.
+
+    Args:
+        implementation: one of IMPLEMENTATIONS, for tests and benchmarks. ValueError where it doesn't take the operands.
+
+    Raises: as `weight_linear`.
+    """
+    x, codes, scale, *optional = tensors
+    assert x and codes and scale
+    given = Layout(*x)
+    weight = (Layout(*codes), Layout(*scale), layout_of(optional[0]))
+    ends = (layout_of(optional[1]), layout_of(optional[2]))
+    check(given, *weight, *ends, group_size)
+    n = weight[0].shape[0]
+    m, shape = prod(given.shape[:-1]), (*given.shape[:-1], n)
+    if 0 in (*given.shape, n):
+        return Plan("empty", functools.partial(_empty, shape), shape, True, False)
+    rows = given.rows()
+    flat = rows or given.copied((m, given.shape[-1]))
+    flat_ends = (ends[0] and ends[0].contiguous((n,)), ends[1] and ends[1].contiguous((m, n)))
+    operands = WeightOperands(flat, *weight, *flat_ends, None, group_size, given.dtype)
+    name, product = _chosen(operands, implementation)
+    is_direct = rows is not None and flat.shape == given.shape and flat_ends == ends
+    return Plan(name, product, shape, is_direct, rows is None)
+
+
+def _chosen(operands: WeightOperands, implementation: str | None) -> tuple[str, Product]:
+    """The first implementation in the order of preference that takes the operands; or the given one."""
+    names = _preferred(operands) if implementation is None else (implementation,)
+    for name in names:
+        product = IMPLEMENTATIONS[name].product(operands)
+        if product is not None:
+            return name, product
+    raise ValueError(f"{implementation} does not take {operands}; see its product()")
+
+
+def _preferred(operands: WeightOperands) -> tuple[str, ...]:
+    x = operands.x
+    if x.device.type != "cuda":
+        return ON_CPU
+    if x.dtype not in HALVES:
+        return ("dequantize",)
+    fastest = linear_table.choose(
+        operands.m, operands.n, operands.k, operands.bits, operands.group_size
+    )
+    return ON_CUDA[ON_CUDA.index(fastest) :]
+
+
+def _empty(shape: tuple[int, ...], tensors: Tensors) -> Tensor:
+    """The result where there is nothing to multiply: bias and residual alone."""
+    x, *_, bias, residual, _ = tensors
+    out = x.new_zeros(shape)
+    for part in (bias, residual):
+        out = out if part is None else out + part
+    return out
+
+
+def run(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    group_size: int,
+    implementation: str | None = None,
+) -> Tensor:
+    """The op's kernel on every device, by the implementation that `planned` chooses or is given."""
+    layouts = (
+        *(described(x), described(codes), described(scale)),
+        None if zero_point is None else described(zero_point),
+        None if bias is None else described(bias),
+        None if residual is None else described(residual),
+    )
+    plan = planned(layouts, group_size, implementation)
+    ran("weight_linear", plan.implementation)
+    if plan.is_direct:
+        return plan.product((x, codes, scale, zero_point, bias, residual, None))
+    n, k = plan.shape[-1], x.shape[-1]
+    if plan.copies_x:
+        x = x.clone(memory_format=torch.contiguous_format)
+    x = x.view(-1, k)
+    bias = None if bias is None else bias.contiguous()
+    residual = None if residual is None else residual.reshape(-1, n).contiguous()
+    return plan.product((x, codes, scale, zero_point, bias, residual, None)).view(plan.shape)
+
+
+def _fake(x: Tensor, codes: Tensor, scale: Tensor, *others: Any) -> Tensor:
+    check(x, codes, scale, *others)
+    return x.new_empty((*x.shape[:-1], scale.shape[0]))
+
+
+def check(
+    x: Any, codes: Any, scale: Any, zero_point: Any, bias: Any, residual: Any, group_size: int
+) -> None:
+    """Errors of `weight_linear`. Operands are tensors or their `Layout`s; shapes may be symbolic."""
+    check_one_device(
+        x=x, codes=codes, scale=scale, zero_point=zero_point, bias=bias, residual=residual
+    )
+    _check_dtypes(x, codes, scale, zero_point)
+    if group_size < 1:
+        raise ValueError(f"group_size must be 1 or more elements, got {group_size}")
+    if len(x.shape) < 1 or len(codes.shape) != 2 or len(scale.shape) != 2:
+        raise ValueError(
+            f"weight_linear takes x [..., K], codes [N, .] and scale [N, Kp/G], got {tuple(x.shape)}, "
+            f"{tuple(codes.shape)} and {tuple(scale.shape)}"
+        )
+    n, groups = scale.shape
+    padded = groups * group_size
+    width = (padded + 1) // 2 if bits_of(codes.dtype) == 4 else padded
+    if tuple(codes.shape) != (n, width):
+        raise ValueError(
+            f"a scale of shape {(n, groups)} with group_size {group_size} takes {codes.dtype} codes of shape "
+            f"{(n, width)}, got {tuple(codes.shape)}"
+        )
+    if not padded - group_size < x.shape[-1] <= padded and (x.shape[-1] or groups):
+        raise ValueError(
+            f"x has K = {x.shape[-1]}, but {groups} groups of {group_size} hold a K of "
+            f"{max(padded - group_size + 1, 0)} to {padded}"
+        )
+    if zero_point is not None and tuple(zero_point.shape) != (n, groups):
+        raise ValueError(
+            f"zero_point must have the shape {(n, groups)}, got {tuple(zero_point.shape)}"
+        )
+    check_addends(x, n, bias, residual)
+
+
+def _check_dtypes(x: Any, codes: Any, scale: Any, zero_point: Any) -> None:
+    if codes.dtype not in (torch.uint8, torch.int8):
+        raise TypeError(
+            f"weight_linear takes codes as torch.uint8 (4 bits, two in a byte) or torch.int8, got {codes.dtype}"
+        )
+    for name, dtype in (("x", x.dtype), ("scale", scale.dtype)):
+        if dtype not in FLOATS:
+            raise TypeError(
+                f"weight_linear takes {name} of {', '.join(map(str, FLOATS))}; got {dtype}"
+            )
+    if zero_point is not None and zero_point.dtype != torch.int8:
+        raise TypeError(
+            f"weight_linear takes zero_point as torch.int8 or None, got {zero_point.dtype}; it lies on the codes' grid"
+        )
+
+
+_op = register(
+    "weight_linear",
+    run,
+    _fake,
+)

@@ -1,0 +1,349 @@
+"""The decode kernel: launches ``weight_mm_decode_sm90.cu``, a small-batch GEMM bound by the weight's bytes.
+
+    out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] - zero_point[n, k // G]) * scale[n, k // G]
+                + bias[n] + residual[m, n]
+
+It takes at most 16 tokens and weights of 4 or 8 bits, integers or float8, on GPUs of compute capability 9.0. The weight
+is never rounded: codes minus zero points are exact in x's dtype, sums and scales are float32. float8 codes are exact
+only in float16, so x has to be float16 for them, and they have no zero points.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels.runtime import nvrtc
+from lowbit_kernels.runtime.library import aligned
+from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
+from lowbit_kernels.runtime.tensor_map import takes_rows, tensor_map
+from lowbit_kernels.weight_only.weight_operands import (
+    CODE_MACROS,
+    E4M3,
+    GROUP_STEP,
+    Tensors,
+    WeightOperands,
+    addresses,
+)
+
+MAX_TOKENS, ROWS, WARPS, MAX_STAGES = 16, 16, 16, 6
+THREADS = 32 * (WARPS + 4)
+CHUNK_BYTES = 64  # of a row's codes
+CHUNK = 128  # codes in a chunk, at 4 bits
+BOX_BYTES = 2048  # most bytes of a row that one copy loads
+X_BYTES = 1024  # most bytes of a token's x that one copy loads
+# Bytes of tiles that a block loads at once. With more in flight they arrive later, and out of order.
+IN_FLIGHT = 112 * 1024
+KEPT_LIMIT = 32 * 1024  # bytes of shared memory for sums that wait for those of other blocks
+X_REGISTERS = 64  # registers of a thread that hold x
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The macros that the kernel is compiled with; the head of ``weight_mm_decode_sm90.cu`` explains each."""
+
+    codes: str
+    group: int
+    x: str
+    out: str
+    scale: str
+    zero: bool
+    tokens: int
+    chunks: int
+    height: int
+    split: int
+    parts: int
+    whole: bool
+    even: bool
+    box: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a product is divided among blocks and warps."""
+
+    tokens: int  # computed, a power of 2
+    height: int  # of a tile, in 16 rows
+    split: int  # blocks of a cluster, which share K (split-K)
+    parts: int  # of a block's K, loaded one after the other
+    chunks: int  # of a part, for one warp
+    pitch: int  # bytes from row to row of a part in shared memory
+    grid: int  # blocks
+    stages: int  # of the pipeline
+    shared: int  # bytes of shared memory
+    box: int  # chunks whose x one copy loads; 0: x is loaded without the TMA's boxes
+    apart: int  # stages that share no memory with x
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(
+    m: int,
+    n: int,
+    k: int,
+    bits: int,
+    multiprocessors: int,
+    *,
+    scale_bytes: int = 0,
+    vector: int = 4,
+    splits: tuple[int, ...] = (1, 2, 4, 8),
+    heights: tuple[int, ...] | None = None,
+) -> Plan | None:
+    """The plan with the least estimated time; None where k is too long for any.
+
+    Args:
+        k: the codes' K, padded.
+        scale_bytes: bytes of the scales and zero points of a row.
+        vector: see `neighbours`.
+        splits, heights: the choices; by default no higher tiles where they were never faster.
+    """
+    heights = heights or ((1,) if m <= 8 or bits == 4 else (1, 2))
+    least = 1 << (m - 1).bit_length()
+    # At 8 bits compute 8 tokens where their x fits: 5 to 13% faster for 4, whose x would pass through shared memory.
+    for tokens in (8, least) if bits == 8 and 1 < m < 8 else (least,):
+        shape = (m, tokens, n, k, bits, multiprocessors, scale_bytes, vector)
+        plans = [_divided(*shape, split, height) for split in splits for height in heights]
+        if possible := [one for one in plans if one is not None]:
+            break
+    # Higher tiles leave enough registers only with one chunk a warp, and were faster only with at most two blocks.
+    low = [p for p in possible if p.height == 1 or (p.parts * p.chunks == 1 and p.split <= 2)]
+    possible = low or possible
+    if not possible:
+        return None
+    return min(possible, key=lambda one: _nanoseconds(one, m, n, k, bits, multiprocessors))
+
+
+def _nanoseconds(one: Plan, m: int, n: int, k: int, bits: int, multiprocessors: int) -> float:
+    """The estimated time without the 2.2 us of every launch, fitted to measurements on an H200.
+
+    All blocks together load 4,100 bytes of the weight a nanosecond; a tile takes at least the time of its chunks.
+    Before that a block loads 31 bytes of x a nanosecond, partly hidden. At the end blocks exchange their sums.
+    """
+    slice_ = k * bits / (8 * one.split)
+    waves = math.ceil(one.grid / multiprocessors)
+    rounds = waves * math.ceil(-(-n // (ROWS * one.height)) / (one.grid // one.split))
+    chunks = one.height * one.parts * one.chunks * 4 / bits  # of a warp, in those of 4 bits
+    seen = 0.6 if bits == 8 or one.box > 0 else 1.0
+    work, exchange = 380 + 170 * chunks, 525 + 250 * one.split
+    if m > 8:
+        work = 450 + 400 * chunks
+    if m > 8 and one.box > 0:
+        seen, work, exchange = 0.35, 640 * chunks, 200 * one.split
+    elif one.box > 0:
+        exchange = 450 + 125 * one.split
+    tile = max(one.height * ROWS * slice_ * one.grid / waves / 4100, work)
+    x = m * slice_ * 16 / bits / 31 * seen
+    return rounds * tile + waves * x + (exchange if one.split > 1 else 0)
+
+
+def _divided(
+    m: int,
+    tokens: int,
+    n: int,
+    k: int,
+    bits: int,
+    multiprocessors: int,
+    scale_bytes: int,
+    vector: int,
+    split: int,
+    height: int,
+) -> Plan | None:
+    """The plan for clusters of `split` blocks, tiles of `height` and m tokens computed as `tokens`; None if registers
+    or shared memory are too small."""
+    chunks = -(-k * bits // (8 * CHUNK_BYTES))
+    if split > chunks:
+        return None
+    slice_ = -(-chunks // split)
+    parts = _parts(slice_, bits, vector)
+    part = -(-slice_ // parts)
+    own = -(-part // WARPS)  # of a warp
+    sets = -(-parts * own // max(8 // tokens, 1))
+    if sets * max(tokens // 8, 1) * 64 // bits > X_REGISTERS:
+        return None
+    # Lanes read rows from different banks at once. With reads of 16 bytes two rows share a bank, which costs little.
+    pitch = part * CHUNK_BYTES
+    pitch += (16 * vector - pitch) % 128 if vector < 4 else 0
+    # A cluster lies in one part of the GPU: 30 clusters of 4 or 15 of 8 fit on an H200 with 132 multiprocessors.
+    usable = multiprocessors if split <= 2 else multiprocessors * 10 // 11
+    tiles, pieces = -(-n // (ROWS * height)), height * -(-tokens // 8)
+    clusters = min(tiles, max(usable // split, 1))
+    # A cluster gets as many tiles as it can keep sums of. More clusters start when it is done.
+    if split > 1:
+        clusters *= -(-tiles * pieces * 512 // (clusters * KEPT_LIMIT))
+        clusters = min(tiles, clusters)
+    rounds = -(-tiles // clusters)
+    # 128 bytes more: for the last chunk of a row the kernel reads past the scales, and ignores what it reads.
+    fixed = 512 + 128 + 2 * WARPS * pieces * 512
+    if split > 1:
+        fixed += -(-rounds // split) * split * pieces * 512
+    if tokens == 1 or (tokens < 8 and parts > 2):  # x
+        fixed += m * (-(-slice_ * CHUNK_BYTES * 16 // bits // 128) * 128 + 32)
+    stage = -(-ROWS * height * (pitch + scale_bytes) // 128) * 128
+    # With up to 4 parts more than 4 stages were no faster.
+    wanted = min(MAX_STAGES if parts > 4 else 4, rounds * parts)
+    wanted = min(wanted, max(IN_FLIGHT // stage, 2))
+    stages = min((nvrtc.SHARED_LIMIT - fixed) // stage, wanted)
+    if stages < min(2, wanted):
+        return None
+    shared, box, apart = fixed + stages * stage, 0, stages
+    if bits == 4 and tokens >= 8:  # at 8 bits loading x takes less time than loading codes
+        most, x = _boxes(slice_, tokens)
+        if fixed + x + stage <= nvrtc.SHARED_LIMIT:
+            box, apart = most, min((nvrtc.SHARED_LIMIT - fixed - x) // stage, stages)
+            shared = max(shared, fixed + apart * stage + x)
+    grid = clusters * split
+    return Plan(tokens, height, split, parts, own, pitch, grid, stages, shared, box, apart)
+
+
+def _parts(slice_: int, bits: int, vector: int) -> int:
+    """The number of parts of a slice of so many chunks."""
+    gap = 0 if vector == 4 else 112  # most bytes between rows
+    parts = -(-slice_ // ((BOX_BYTES - gap) // CHUNK_BYTES))
+    if bits == 8 and slice_ <= 4 * WARPS and slice_ % WARPS == 0:
+        parts = slice_ // WARPS  # measured: 7% faster with K in four parts
+    even = (n for n in range(parts, 2 * parts + 1) if slice_ % (n * WARPS) == 0)
+    return next(even, parts)  # equal shares for all warps are 3 to 5% faster, even with more parts
+
+
+def _boxes(slice_: int, tokens: int) -> tuple[int, int]:
+    """The x of `slice_` chunks in equal boxes: chunks of a box, and bytes of all boxes."""
+    count = -(-slice_ * CHUNK * 2 // X_BYTES)
+    box = -(-slice_ // count)
+    return box, -(-slice_ // box) * box * CHUNK * 2 * tokens
+
+
+def neighbours(bits: int, group: int) -> int:
+    """Words of a row that a lane reads at once: 4, or fewer where groups begin within a chunk (group 0: one a row)."""
+    words = group * bits // 32
+    return 4 if words % 16 == 0 else 2 if words % 8 == 0 else 1
+
+
+def takes(operands: WeightOperands) -> bool:
+    """Whether the kernel multiplies these: 1 to 16 tokens, and codes whose rows begin at multiples of 16 bytes and hold
+    whole groups. For float8 K is not padded, since the padding may hold NaN."""
+    x, codes, k = operands.x, operands.codes, operands.padded_k
+    pitch = codes.strides[0]
+    return (
+        1 <= operands.m <= MAX_TOKENS
+        and 1 <= operands.k <= k
+        and (x.strides[1] == 1 or operands.k == 1)
+        and (x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and codes.dtype != E4M3))
+        and (operands.k == k or codes.dtype != E4M3)
+        and codes.dtype in CODE_MACROS
+        and operands.scale.dtype in FLOAT_MACROS
+        and operands.n > 0
+        and k % 32 == 0
+        and k % operands.group_size == 0
+        and operands.group_size % GROUP_STEP == 0
+        and (codes.strides[1] == 1 or codes.shape[1] == 1)
+        and codes.misaligned == 0
+        and (operands.n == 1 or takes_rows(pitch, codes.shape[1]))
+    )
+
+
+def product(operands: WeightOperands) -> DecodeProduct | None:
+    """The planned product; None where the device or the operands are not the kernel's."""
+    if not (nvrtc.runs_on_hopper(operands.x.device) and takes(operands)):
+        return None
+    scale, zero = operands.scale, operands.zero_point is not None
+    chosen = plan(
+        *(operands.m, operands.n, operands.padded_k, operands.bits),
+        nvrtc.multiprocessors(operands.codes.device),
+        scale_bytes=operands.groups * (scale.dtype.itemsize + zero),
+        vector=neighbours(operands.bits, operands.group),
+    )
+    return None if chosen is None else DecodeProduct(operands, chosen)
+
+
+class DecodeProduct:
+    """The product of operands for which `takes` holds, divided as `plan` says."""
+
+    def __init__(self, operands: WeightOperands, plan: Plan) -> None:
+        (m, k), (n, row) = operands.x.shape, operands.codes.shape
+        x_stride = operands.x.strides[0] if m > 1 else 0
+        pitch = operands.codes.strides[0] if n > 1 else row
+        chunks = -(-row // CHUNK_BYTES)
+        self.plan, self.shape, self.dtype = plan, (m, n), operands.out
+        self.is_ready = operands.has_aligned_scales
+        self.codes_map = (8, n, row // 8, pitch // 8, ROWS * plan.height, plan.pitch // 8)
+        self.x_map = _x_map(operands, plan)
+        shape = (x_stride, m, n, k, chunks, operands.groups)
+        self.sizes = (*shape, plan.pitch, plan.stages, plan.apart)
+        self.variant = Variant(
+            CODE_MACROS[operands.codes.dtype],
+            operands.group,
+            FLOAT_MACROS[operands.x.dtype],
+            FLOAT_MACROS[operands.out],
+            FLOAT_MACROS[operands.scale.dtype],
+            operands.zero_point is not None,
+            plan.tokens,
+            plan.chunks,
+            plan.height,
+            plan.split,
+            plan.parts,
+            plan.parts * plan.split == 1 and plan.pitch == operands.codes.strides[0] == row,
+            plan.split * plan.parts * plan.chunks * WARPS == chunks,
+            0 if self.x_map is None else plan.box,
+        )
+
+    @functools.cached_property
+    def kernel(self) -> nvrtc.Kernel:
+        """On the current device."""
+        return _kernel(self.variant, self.plan.shared, torch.cuda.current_device())
+
+    def __call__(self, tensors: Tensors) -> Tensor:
+        x, codes, scale, zero_point, bias, residual, token_scale = tensors
+        if not self.is_ready:
+            scale = aligned(scale)
+            zero_point = None if zero_point is None else aligned(zero_point)
+        out = x.new_empty(self.shape, dtype=self.dtype)
+        x_at, codes_at = x.data_ptr(), codes.data_ptr()
+        codes_map = tensor_map(codes_at, *self.codes_map).getPtr()
+        x_map = codes_map if self.x_map is None else tensor_map(x_at, *self.x_map).getPtr()
+        with torch.cuda.device_of(x):
+            self.kernel(
+                torch.cuda.current_stream().cuda_stream,
+                self.plan.grid,
+                THREADS,
+                codes_map,
+                x_map,
+                x_at,
+                codes_at,
+                *addresses(scale, zero_point, bias, residual, token_scale, out),
+                *self.sizes,
+            )
+        return out
+
+
+def _x_map(operands: WeightOperands, plan: Plan) -> tuple[int, ...] | None:
+    """The tensor map of x in boxes, without its address; None where the plan has none or the TMA can't read x."""
+    (m, k), x = operands.x.shape, operands.x
+    stride = x.strides[0] if m > 1 else k
+    if plan.box == 0 or x.misaligned or k % 8 or not takes_rows(2 * stride, 2 * k):
+        return None
+    return (8, m, k // 4, stride // 4, plan.tokens, plan.box * CHUNK // 4)
+
+
+def source(variant: Variant) -> str:
+    """The CUDA C++ to compile."""
+    return program(
+        asdict(variant),
+        "runtime/ptx.cuh",
+        "runtime/sm90.cuh",
+        "weight_only/weight_mm_decode_sm90.cu",
+    )
+
+
+@functools.cache
+def _kernel(variant: Variant, shared: int, device: int) -> nvrtc.Kernel:
+    return _module(variant, device).kernel(
+        "decode_mm", 19, structs=2, shared=shared, cluster=variant.split, overlaps=True
+    )
+
+
+@functools.cache
+def _module(variant: Variant, device: int) -> nvrtc.Module:
+    return nvrtc.Module(nvrtc.compiled(source(variant), "sm_90a"))

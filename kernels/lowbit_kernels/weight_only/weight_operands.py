@@ -1,0 +1,196 @@
+"""Descriptions of the operands of a product with a low-bit weight: everything that its plan depends on, no values.
+
+An op describes its tensors at each call and looks up the plan of this description. It checks and plans only
+descriptions that it has not seen. An implementation reads the same descriptions, so it plans a product without tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels.runtime.library import contiguous_strides
+
+HALVES = (torch.bfloat16, torch.float16)
+GROUP_STEP = 32
+"""The fast kernels of `weight_linear` take groups of a multiple of this size, or one scale a row."""
+E4M3 = torch.float8_e4m3fn
+
+# Names of the dtypes of codes in the CUDA sources.
+CODE_MACROS = {torch.uint8: "INT4", torch.int8: "INT8", E4M3: "E4M3"}
+
+ALIGNMENT = 16  # bytes: the widest load of any kernel, and the requirement of the TMA
+
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""x, codes, scale, zero_point, bias, residual and token_scale of a product."""
+
+Product = Callable[[Tensors], Tensor]
+"""A planned product."""
+
+
+class Layout(NamedTuple):
+    """Shape, strides (in elements), dtype and device of a tensor, and its address modulo ALIGNMENT."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    misaligned: int
+
+    @property
+    def is_contiguous(self) -> bool:
+        """As ``Tensor.is_contiguous``: strides of dimensions of size 1 do not matter."""
+        wanted = contiguous_strides(self.shape)
+        each = zip(self.shape, self.strides, wanted, strict=True)
+        return all(size == 1 or own == other for size, own, other in each)
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether `library.aligned` returns the tensor itself."""
+        return self.is_contiguous and self.misaligned == 0
+
+    def copied(self, shape: tuple[int, ...] | None = None) -> Layout:
+        """The layout of a contiguous copy, in this shape or another one."""
+        shape = self.shape if shape is None else shape
+        return Layout(shape, contiguous_strides(shape), self.dtype, self.device, 0)
+
+    def contiguous(self, shape: tuple[int, ...]) -> Layout:
+        """The layout of ``reshape(shape).contiguous()``, which copies only a tensor with gaps."""
+        return self.copied(shape)._replace(misaligned=self.misaligned if self.is_contiguous else 0)
+
+    def rows(self) -> Layout | None:
+        """The layout of a view [M, K] of this [..., K]; None where that takes a copy, or elements of K have gaps."""
+        *leading, last = self.shape
+        count, step, expected = 1, last, None
+        for size, stride in zip(reversed(leading), reversed(self.strides[:-1]), strict=True):
+            count *= size
+            if size == 1:
+                continue
+            if expected is None:
+                step = stride
+            elif stride != expected:
+                return None
+            expected = stride * size
+        if self.strides[-1] != 1 and last != 1:
+            return None
+        return self._replace(shape=(count, last), strides=(step, 1))
+
+
+Description = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device, int]
+
+
+def described(t: Tensor) -> Description:
+    """The fields of the tensor's `Layout` as a plain tuple, the cheapest key for a cache of plans."""
+    return t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % ALIGNMENT
+
+
+def layout(t: Tensor | None) -> Layout | None:
+    """The tensor's `Layout`; None for None."""
+    return None if t is None else Layout(*described(t))
+
+
+def layout_of(description: Description | None) -> Layout | None:
+    """The `Layout` with these fields; None for None."""
+    return None if description is None else Layout(*description)
+
+
+class WeightOperands(NamedTuple):
+    """Operands of one product: x [M, K]; codes, scale, zero_point and bias as in `weight_linear`; residual [M, N].
+
+    token_scale: float32 [M], multiplied into the sums; out: the dtype of the result, the bias and the residual. Bias,
+    residual and token_scale are contiguous.
+    """
+
+    x: Layout
+    codes: Layout
+    scale: Layout
+    zero_point: Layout | None
+    bias: Layout | None
+    residual: Layout | None
+    token_scale: Layout | None
+    group_size: int
+    out: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        codes: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None = None,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        token_scale: Tensor | None = None,
+        *,
+        group_size: int,
+        out: torch.dtype | None = None,
+    ) -> WeightOperands:
+        """The operands of a product of these tensors; x and residual are matrices already."""
+        return cls(
+            Layout(*described(x)),
+            Layout(*described(codes)),
+            Layout(*described(scale)),
+            layout(zero_point),
+            layout(bias),
+            layout(residual),
+            layout(token_scale),
+            group_size,
+            out or x.dtype,
+        )
+
+    @property
+    def m(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def k(self) -> int:
+        return self.x.shape[1]
+
+    @property
+    def n(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def bits(self) -> int:
+        return bits_of(self.codes.dtype)
+
+    @property
+    def padded_k(self) -> int:
+        """K as the codes have it, padded to whole groups (and to whole bytes)."""
+        return self.codes.shape[1] * 8 // self.bits
+
+    @property
+    def groups(self) -> int:
+        return self.scale.shape[1]
+
+    @property
+    def group(self) -> int:
+        """The group size; 0 where a row has one scale."""
+        return 0 if self.groups == 1 else self.group_size
+
+    @property
+    def has_aligned_scales(self) -> bool:
+        """Whether kernels can read scale and zero point without a copy."""
+        return self.scale.is_aligned and (self.zero_point is None or self.zero_point.is_aligned)
+
+
+def check_addends(x: Any, n: int, bias: Any, residual: Any) -> None:
+    """TypeError or ValueError unless bias [N] and residual [..., N] fit x [..., K]; all are tensors or `Layout`s."""
+    for name, part, shape in (("bias", bias, (n,)), ("residual", residual, (*x.shape[:-1], n))):
+        if part is not None and tuple(part.shape) != shape:
+            raise ValueError(f"{name} must have the shape {shape}, got {tuple(part.shape)}")
+        if part is not None and part.dtype != x.dtype:
+            raise TypeError(f"{name} must be of x's dtype, {x.dtype}; got {part.dtype}")
+
+
+def addresses(*tensors: Tensor | None) -> list[int]:
+    """Their addresses; 0 for None, a null pointer."""
+    return [0 if t is None else t.data_ptr() for t in tensors]
+
+
+def bits_of(codes: torch.dtype) -> int:
+    """4 for uint8, two codes in a byte; else 8."""
+    return 4 if codes == torch.uint8 else 8

@@ -1,0 +1,53 @@
+"""Walk a model, choose a scheme for each weight, replace the weights, and report them.
+
+`lowbit.quantize_`, `lowbit.qat` and `lowbit.train` share it. All weights are checked before the first one is replaced,
+so a refused model stays as it was. A tensor that several modules share is converted once and stays shared.
+"""
+
+from lowbit.convert.by_name import check_pattern, matches
+from lowbit.convert.replace import replace_weights
+from lowbit.convert.report import Entry, Report, followers, tell
+from lowbit.convert.walk import (
+    USES,
+    Filter,
+    Owner,
+    Schemes,
+    Target,
+    TrainingSchemes,
+    alike,
+    check_module,
+    families_of,
+    find_owners,
+    find_targets,
+    is_conv,
+    joined_name,
+    joint_part,
+    joint_parts,
+    rounding_owners,
+)
+
+__all__ = [
+    "USES",
+    "Entry",
+    "Filter",
+    "Owner",
+    "Report",
+    "Schemes",
+    "Target",
+    "TrainingSchemes",
+    "alike",
+    "check_module",
+    "check_pattern",
+    "families_of",
+    "find_owners",
+    "find_targets",
+    "followers",
+    "is_conv",
+    "joined_name",
+    "joint_part",
+    "joint_parts",
+    "matches",
+    "replace_weights",
+    "rounding_owners",
+    "tell",
+]

@@ -1,0 +1,62 @@
+"""Schemes that patterns choose by the names of weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from lowbit.convert.patterns import is_refused
+from lowbit.convert.patterns import matches as matches_expression
+from lowbit.schemes.scheme import Scheme
+from lowbit.schemes.training import TrainingScheme
+
+_ACCEPTED: dict[type, tuple[str, str, str]] = {
+    Scheme: ("a Scheme", "Scheme", "lowbit.Int4WeightOnly(group_size=128)"),
+    TrainingScheme: ("a training scheme", "training scheme", "lowbit.train.Int8MixedPrecision()"),
+}
+"""How messages name a kind of schemes, with an example."""
+
+
+def _check_schemes(schemes: Any, kind: type) -> None:
+    by_pattern = isinstance(schemes, Mapping)
+    for scheme in schemes.values() if by_pattern else [schemes]:
+        if not (isinstance(scheme, kind) or (scheme is None and by_pattern)):
+            one, name, example = _ACCEPTED[kind]
+            raise TypeError(
+                f"unknown scheme {scheme!r}; accepted: {one}, e.g. {example}, or a dict of name patterns to a {name} "
+                f"or None, e.g. {{'lm_head': None, '*': {example}}}{_remedy(scheme)}"
+            )
+    for pattern in schemes if by_pattern else ():
+        check_pattern(pattern)
+
+
+def check_pattern(pattern: Any) -> None:
+    """Raise TypeError for anything but a str, and ValueError for "re:" and what is no regular expression."""
+    if not isinstance(pattern, str):
+        raise TypeError(f"a pattern must be a str, got {pattern!r}")
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern[3:])
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+
+
+def _remedy(scheme: Any) -> str:
+    """The end of the message about an object that is no scheme of the kind that a flow takes."""
+    if isinstance(scheme, Scheme):
+        return ". A Scheme is for lowbit.quantize_ and lowbit.qat.prepare_"
+    if isinstance(scheme, TrainingScheme):
+        return ". A training scheme is for lowbit.train.prepare_"
+    name = getattr(scheme, "__name__", None)
+    return f". To make one, call it: {name}()" if name and callable(scheme) else ""
+
+
+def matches(pattern: str, name: str) -> bool:
+    if pattern.startswith("re:"):
+        expression = pattern[3:]
+        if is_refused(expression):  # a user's own back reference, for example
+            return re.fullmatch(expression, name) is not None
+        return matches_expression(expression, name, whole=True)
+    return fnmatchcase(name, pattern)

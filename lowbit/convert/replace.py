@@ -1,0 +1,59 @@
+"""Replace the weights of a model that a walk has found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from lowbit.convert.replaced import hand_over
+from lowbit.convert.report import Entry, Report
+from lowbit.convert.walk import Target, is_conv
+from lowbit.progress import progress
+from lowbit.tensor.frozen.conv_tensor import matrix_shape
+
+
+def replace_weights(
+    targets: list[Target],
+    report: Report,
+    make: Callable[[Target], Tensor],
+    trainable: bool,
+    note: str | None = None,
+) -> Report:
+    """Replace each target by `make(target)` in every module that holds it, and complete the report.
+
+    A weight that stays trainable keeps its accumulated gradient and its hooks. A quantized weight that training starts
+    from becomes trainable. An optimizer that holds the old
+    parameters raises at its next step (`lowbit.convert.replaced`). Empties `targets`, so that the memory of each old
+    weight is free before the next one is replaced.
+
+    Args:
+        note: what the report says of each; None for the scheme's description.
+    """
+    with progress("converting weights", sum(t.weight.nbytes for t in targets)) as advance:
+        while targets:
+            size = targets[0].weight.nbytes
+            _replace(targets.pop(0), report, make, trainable, note)
+            advance(size)
+    return report
+
+
+def _replace(
+    target: Target,
+    report: Report,
+    make: Callable[[Target], Tensor],
+    trainable: bool,
+    note: str | None,
+) -> None:
+    starts = getattr(target.weight, "stored_as", None) is not None and target.scheme is not None
+    keeps_grad = trainable and (starts or target.weight.requires_grad)
+    new = nn.Parameter(make(target), requires_grad=keeps_grad)
+    for module, name, _ in target.owners:
+        module.register_parameter(name, new)
+    first, *others = (owner.fqn for owner in target.owners)
+    left_behind = hand_over(target.weight, new, first, trainable)
+    shape = matrix_shape(new.shape) if is_conv(target) else new.shape
+    about = note or target.scheme.describe(shape)
+    about = f"{about}; {left_behind}" if left_behind else about
+    report.entries.append(Entry(first, tuple(new.shape), True, about))
+    report.entries += [Entry(fqn, tuple(new.shape), True, f"tied to {first}") for fqn in others]

@@ -1,0 +1,471 @@
+"""Walk a model, choose a scheme for each weight, replace the weights, and report them.
+
+`lowbit.quantize_`, `lowbit.qat` and `lowbit.train` share it. All weights are checked before the first one is replaced,
+so a refused model stays as it was. A tensor that several modules share is converted once and stays shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.convert.by_name import _check_schemes, matches
+from lowbit.convert.report import Entry, Report
+from lowbit.convert.siblings import families, group_of
+from lowbit.numerics.sharded import is_dtensor
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
+from lowbit.schemes.training import TrainingScheme
+from lowbit.tensor.core.base import LowbitTensor, check_weight
+from lowbit.tensor.frozen.affine_tensor import representation_of
+from lowbit.tensor.frozen.conv_tensor import CONVOLUTIONS, check_spec, matrix_shape
+from lowbit.tensor.trained.learned_scales import weight_scaled_by
+
+Filter = Callable[[nn.Module, str], bool]
+Schemes = Scheme | Mapping[str, Scheme | None]
+TrainingSchemes = TrainingScheme | Mapping[str, TrainingScheme | None]
+USES = ("linear", "embedding", "conv", "attention", "other")
+"""How a module uses its weight, as schemes ask; "attention" is the `out_proj` of nn.MultiheadAttention."""
+
+
+class Owner(NamedTuple):
+    """A module that holds a parameter, the attribute, and the parameter's fully qualified name there."""
+
+    module: nn.Module
+    attribute: str
+    fqn: str
+
+
+@dataclass(frozen=True)
+class Target:
+    """A weight to convert, its scheme (a `Scheme` or `TrainingScheme`), and every module that holds it."""
+
+    weight: Tensor
+    scheme: Any
+    owners: tuple[Owner, ...]
+
+
+def rounding_owners(target: Target) -> list[Owner]:
+    """The modules, linears or convolutions, that round their inputs by the scheme of the weight that they hold. With a
+    static scale the input of the first one stands for those of all."""
+    kinds = (nn.Linear, *CONVOLUTIONS)
+    return [owner for owner in target.owners if isinstance(owner.module, kinds)]
+
+
+def is_conv(target: Target) -> bool:
+    """Whether the weight is stored as `lowbit.tensor.frozen.conv_tensor` says."""
+    return _is_of_conv(target.owners[0])
+
+
+def _is_of_conv(owner: Owner) -> bool:
+    return isinstance(owner.module, CONVOLUTIONS) and owner.attribute == "weight"
+
+
+# ---- siblings -------------------------------------------------------------------------------------------------
+
+
+def families_of(targets: Sequence[Target]) -> list[list[Target]]:
+    """The targets, two or more at a time, that are siblings (`lowbit.convert.siblings`) and share a part of their
+    scales, as their schemes join."""
+    by_name = {target.owners[0].fqn: target for target in targets if _joins(target)}
+    weights = {
+        name: (
+            [owner.fqn for owner in target.owners],
+            alike(target.scheme.weight, target.weight.shape),
+        )
+        for name, target in by_name.items()
+    }
+    return [[by_name[name] for name in group] for group in families(weights)]
+
+
+def _joins(target: Target) -> bool:
+    return target.scheme.weight.joins and target.weight.ndim >= 2 and not is_conv(target)
+
+
+def alike(spec: Spec, shape: Sequence[int]) -> Hashable:
+    """What siblings must agree in to share a part of their scales."""
+    return spec, tuple(shape[:-2]), shape[-1]
+
+
+def joint_parts(targets: Sequence[Target], searched: bool = False) -> dict[str, Tensor]:
+    """What the weights of each family share, by the first name of each of them. `searched`: as for `joint_part`."""
+    found: dict[str, Tensor] = {}
+    for family in families_of(targets):
+        weights = [target.weight for target in family]
+        shared = joint_part(family[0].scheme.weight, weights, searched)
+        found |= {target.owners[0].fqn: shared for target in family}
+    return found
+
+
+@torch.no_grad()
+def joint_part(spec: Spec, weights: Sequence[Tensor], searched: bool = False) -> Tensor:
+    """`Spec.joint_part` of plain weights, with scales of the dtype that these get. `searched`: with the smallest
+    squared error over all of them, as `Spec.search_qparams` finds it."""
+    dtype = representation_of(spec).scale_dtype(spec, weights[0].dtype)
+    own = [weight.detach() for weight in weights]
+    if searched:
+        return spec.search_qparams(torch.cat([w.to(own[0].device) for w in own], -2), dtype)[0]
+    return spec.joint_part(own, dtype)
+
+
+# ---- the report -----------------------------------------------------------------------------------------------
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------
+
+
+def check_module(model: Any) -> None:
+    """Raise TypeError for anything but a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be an nn.Module, got {type(model).__name__}: it is changed in place, where its modules hold "
+            "the weights"
+        )
+
+
+def joined_name(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def find_owners(model: nn.Module) -> dict[int, list[Owner]]:
+    """id of a parameter → everything that holds it. Raises TypeError for anything but a module."""
+    check_module(model)
+    owners: dict[int, list[Owner]] = {}
+    for prefix, module in model.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                owners.setdefault(id(param), []).append(
+                    Owner(module, name, joined_name(prefix, name))
+                )
+    return owners
+
+
+def find_targets(
+    model: nn.Module,
+    schemes: Schemes | TrainingSchemes,
+    filter_fn: Filter | None,
+    kind: type = Scheme,
+) -> tuple[list[Target], Report]:
+    """The weights to convert, all of them checked, and a report of the ones left alone.
+
+    Args:
+        schemes: one of `kind`, `Scheme` or `TrainingScheme`; or a dict of name patterns to one of `kind` or None.
+        filter_fn: chooses modules; None chooses every `nn.Linear`.
+
+    Raises:
+        TypeError: not a scheme, not a module, not a filter.
+        ValueError: a pattern that chooses nothing, unless it stands for None and matches a layer that stays in high
+            precision anyway; nothing to convert, unless a rule of a training scheme left a weight alone; an integer,
+            complex, NaN or infinite weight; tied weights with different schemes; a model already sharded.
+    """
+    _check_schemes(schemes, kind)
+    if filter_fn is None:
+        filter_fn = _is_linear
+    if not callable(filter_fn):
+        raise TypeError(
+            f"filter_fn must be a function of a module and its name, or None, got {filter_fn!r}; to choose by name "
+            "give patterns, {'layers.*': scheme}"
+        )
+    patterns = schemes if isinstance(schemes, Mapping) else {"*": schemes}
+    walk = _Walk(model, patterns, filter_fn, trains=kind is TrainingScheme)
+    for prefix, module in model.named_modules():
+        walk.visit(prefix, module)
+    walk.settle_small()
+    targets, report = list(walk.targets.values()), walk.report
+    for target in targets:
+        _check_target(target)
+    if isinstance(schemes, Mapping):
+        _check_patterns(walk)
+    if not targets and not walk.left_by_rule:
+        reasons = "; ".join(f"{fqn}: {why}" for fqn, why in list(report.left.items())[:4])
+        raise ValueError(
+            f"nothing to convert in {type(model).__name__} ({reasons or 'it has no nn.Linear'}); "
+            "choose modules with filter_fn(module, name), or by patterns that give them a scheme"
+        )
+    shared = {owner.fqn for target in targets for owner in target.owners}
+    report.entries = [e for e in report.entries if e.fqn not in shared]
+    return targets, report
+
+
+def _check_target(target: Target) -> None:
+    fqn = target.owners[0].fqn
+    if is_dtensor(target.weight):
+        raise ValueError(
+            f"{fqn} is a DTensor: convert the model before fully_shard or parallelize_module"
+        )
+    if isinstance(target.weight, nn.UninitializedParameter):
+        raise ValueError(
+            f"{fqn} has no shape yet: run the model once, so that its lazy modules are initialised"
+        )
+    if not isinstance(target.weight, LowbitTensor):  # training may start from a quantized one
+        check_weight(target.weight, fqn)
+    try:
+        if is_conv(target):
+            check_spec(target.scheme.weight)
+            target.scheme.check(torch.empty(matrix_shape(target.weight.shape), device="meta"))
+        else:
+            target.scheme.check(target.weight)
+    except ValueError as error:
+        raise ValueError(f"{fqn}: {error}") from error
+
+
+def _check_patterns(walk: _Walk) -> None:
+    """Raise ValueError for a pattern that does nothing. None for a layer that stays in high precision anyway says how
+    it is, and is no mistake."""
+    unused = [
+        pattern
+        for pattern, scheme in walk.patterns.items()
+        if pattern not in walk.used and not (scheme is None and walk.leaves_alone(pattern))
+    ]
+    if unused:
+        targets = walk.targets.values()
+        names = [e.fqn for e in walk.report.entries][:3] or [t.owners[0].fqn for t in targets][:3]
+        left = [
+            f"{e.fqn}: {e.note}"
+            for e in walk.report.entries
+            if any(matches(p, e.fqn) or matches(p, e.fqn.rpartition(".")[0]) for p in unused)
+        ]
+        why = f"; left alone: {'; '.join(left[:3])}" if left else ""
+        raise ValueError(
+            f"the patterns {unused} chose no weight (a pattern before them may match first); names end like {names}"
+            f"{why}"
+        )
+
+
+class _Walk:
+    """Visits each module and sorts its weights: to convert, by which scheme, or left alone, and why."""
+
+    def __init__(
+        self, model: nn.Module, patterns: Mapping[str, Any], filter_fn: Filter, trains: bool
+    ) -> None:
+        self.patterns, self.filter_fn, self.trains = patterns, filter_fn, trains
+        self.owners = find_owners(model)
+        attentions = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
+        self.attentions = {id(m.out_proj) for m in attentions}
+        self.report = Report()
+        self.targets: dict[int, Target] = {}
+        self.used: set[str] = set()
+        """The patterns that chose a weight, or left one alone."""
+        self.schemes: dict[int, tuple[str, Any]] = {}
+        """id of a parameter → the first name that a pattern matched, and its scheme or None."""
+        self.left_by_rule = False
+        """Whether a training scheme left a weight alone."""
+        self.small: set[int] = set()
+        """The ids of `targets` that are linear layers' weights, and that their training scheme leaves alone."""
+        self.model = model
+
+    def visit(self, prefix: str, module: nn.Module) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            note = "of a TorchScript module, which holds no low-bit weights: convert the module it was made of"
+            for name, param in module.named_parameters(prefix, recurse=False):
+                self.report.entries.append(Entry(name, _shape(param), False, note))
+            return
+        selected = self.filter_fn(module, prefix) or hasattr(module, "converted_as")
+        if _has_own_product(module) and module._parameters.get("weight") is None:
+            note = "computed from other parameters, so none to convert"
+            self.report.entries.append(Entry(joined_name(prefix, "weight"), (), False, note))
+        for name, param in _weights_of(module, selected):
+            owner = Owner(module, name, joined_name(prefix, name))
+            choice = self._choose(owner, prefix, param, selected)
+            if isinstance(choice, str):
+                self.report.entries.append(Entry(owner.fqn, _shape(param), False, choice))
+            else:
+                owners = tuple(self.owners[id(param)])
+                self.targets.setdefault(id(param), Target(param, choice, owners))
+
+    def settle_small(self) -> None:
+        """Of weights that are too small alone, keep those whose layer follows a larger one, as key and value follow the
+        query."""
+        for key in self.small:
+            small = self.targets[key]
+            shape, scheme = small.weight.shape, small.scheme
+            larger = filter(None, (self._larger_before(owner, small) for owner in small.owners))
+            found = filter(None, (scheme.after_larger(shape, other) for other in larger))
+            if beside := next(found, None):
+                self.targets[key] = replace(small, scheme=beside)
+            else:
+                del self.targets[key]
+
+    def _larger_before(self, owner: Owner, small: Target) -> Sequence[int] | None:
+        """The shape of a larger weight with the scheme of `small` that multiplies the same input: that of a sibling
+        by name, or else probably one of the linear layers with as many inputs that the module of both has right before
+        this one."""
+        path, _, name = owner.fqn.rpartition(".")[0].rpartition(".")
+        parent = self.model.get_submodule(path)
+        if isinstance(parent, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+            return None
+        if group := group_of(name):
+            children = [parent._modules.get(other) for other in group if other != name]
+        else:
+            children = list(takewhile(lambda child: child is not owner.module, parent.children()))
+        found: Sequence[int] | None = None
+        for child in children:
+            if not isinstance(child, nn.Linear) or child.in_features != owner.module.in_features:
+                found = found if group else None
+                continue
+            weight = child._parameters.get("weight")  # the attribute may compute it
+            target = None if id(weight) in self.small else self.targets.get(id(weight))
+            if weight is not None and target is not None and target.scheme == small.scheme:
+                found = tuple(weight.shape)
+        return found
+
+    def leaves_alone(self, pattern: str) -> bool:
+        """Whether `pattern`, which stands for None, is the first that matches a parameter or the layer that holds it.
+
+        Raises ValueError where another name of such a parameter is converted.
+        """
+        found = False
+        for prefix, module in self.model.named_modules():
+            own = [(name, p) for name, p in module._parameters.items() if p is not None]
+            is_layer = bool(own) and not any(
+                True for c in module.children() for _ in c.parameters()
+            )
+            for name, param in own:
+                fqn = joined_name(prefix, name)
+                if self._first_match(*([prefix] if is_layer else []), fqn) != pattern:
+                    continue
+                found = True
+                if id(param) in self.targets and id(param) in self.schemes:
+                    self._check_ties(fqn, param, None)
+        return found
+
+    def _first_match(self, *names: str) -> str | None:
+        """The pattern that decides on a weight with these names."""
+        return next((p for p in self.patterns if any(matches(p, n) for n in names)), None)
+
+    def _choose(self, owner: Owner, prefix: str, param: nn.Parameter, selected: bool) -> Any:
+        """The scheme for this weight, or as a str the reason why it is left alone."""
+        if (weight := weight_scaled_by(owner.module, owner.attribute)) is not None:
+            return f"learned scales or zero points of {joined_name(prefix, weight)}"
+        pattern = self._first_match(prefix, owner.fqn)
+        scheme = None if pattern is None else self.patterns[pattern]
+        starts = self.trains and scheme is not None and scheme.starts_from(param)
+        refusal = _refusal(self.owners[id(param)], param, self.trains, starts)
+        if not self._is_selected(owner, prefix, pattern, selected):
+            return _why_not_selected(owner, refusal)
+        if refusal is not None:
+            return refusal
+        if pattern is not None:
+            self.used.add(pattern)
+            self._check_ties(owner.fqn, param, scheme)
+        if scheme is None:
+            return "no scheme for this name"
+        if isinstance(param, nn.UninitializedParameter):
+            return scheme
+        uses = {_use(other.module, self.attentions) for other in self.owners[id(param)]}
+        obstacle = scheme.obstacle(_shape(param), uses)
+        if obstacle is not None and self.trains:
+            self.left_by_rule = True
+            if uses == {"linear"}:
+                self.small.add(id(param))
+                self.targets[id(param)] = Target(param, scheme, tuple(self.owners[id(param)]))
+        return scheme if obstacle is None else obstacle
+
+    def _is_selected(self, owner: Owner, prefix: str, pattern: str | None, selected: bool) -> bool:
+        """Whether the filter or a pattern asks for this parameter. `selected`: the filter takes the module."""
+        if _has_own_product(owner.module):
+            if owner.attribute == "weight":
+                return selected
+            if selected:  # an adapter beside the weight must not be frozen along with it
+                return pattern is not None and not matches(pattern, prefix)
+        return selected or self._filter_names(owner, prefix)
+
+    def _filter_names(self, owner: Owner, prefix: str) -> bool:
+        """Whether the filter takes this parameter by its name. Example: `name != "up"` refuses the module "up" and
+        accepts "up.weight". It accepts "up.<no parameter>" too, so it means the module, and chooses no parameter."""
+        others = joined_name(prefix, _NO_PARAMETER)
+        return self.filter_fn(owner.module, owner.fqn) and not self.filter_fn(owner.module, others)
+
+    def _check_ties(self, fqn: str, param: nn.Parameter, scheme: Any) -> None:
+        first, its_scheme = self.schemes.setdefault(id(param), (fqn, scheme))
+        if its_scheme != scheme:
+            raise ValueError(
+                f"{first} and {fqn} are one tied weight, but the patterns give them {its_scheme} and {scheme}; give "
+                "both one scheme, or leave both alone"
+            )
+
+
+_NO_PARAMETER = "<no parameter>"
+"""A name that no parameter has."""
+
+
+def _is_linear(module: nn.Module, fqn: str) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def _has_own_product(module: nn.Module) -> bool:
+    """Whether the module multiplies by, convolves with, or looks up its parameter `weight` and no other."""
+    return isinstance(module, (nn.Linear, nn.Embedding, *CONVOLUTIONS))
+
+
+def _shape(param: nn.Parameter) -> tuple[int, ...]:
+    return () if isinstance(param, nn.UninitializedParameter) else tuple(param.shape)
+
+
+def _weights_of(module: nn.Module, selected: bool) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of two or more dimensions by attribute; of a selected module also those without a shape yet."""
+    for name, param in module._parameters.items():
+        if param is None:
+            continue
+        is_own = _has_own_product(module) and name == "weight"
+        if isinstance(param, nn.UninitializedParameter):
+            is_weight = is_own if _has_own_product(module) else selected
+        else:
+            is_weight = is_own or param.ndim >= 2
+        if is_weight:
+            yield name, param
+
+
+def _refusal(owners: list[Owner], weight: Tensor, trains: bool, starts: bool) -> str | None:
+    """Why no scheme can convert this weight, or None. `trains`: the schemes are training schemes. `starts`: the scheme
+    of this weight trains from its codes."""
+    if isinstance(weight, LowbitTensor) and not starts:
+        return weight.already or f"already in low bits ({type(weight).__name__})"
+    for module, _, _ in owners:
+        if hasattr(module, "converted_as"):  # a module of lowbit that stands for others
+            return str(module.converted_as)
+        if isinstance(module, nn.Embedding) and module.max_norm is not None:
+            return "its max_norm rewrites rows at every lookup"
+        if isinstance(module, nn.Embedding) and module.sparse and trains:
+            return "its embedding has sparse=True, and a low-bit weight takes dense gradients"
+        without = trains and isinstance(module, CONVOLUTIONS)
+        if without or (
+            type(module).__module__.startswith("torch.nn") and not _has_own_product(module)
+        ):
+            return f"no low-bit product for {type(module).__name__}"
+    of_convolutions = [_is_of_conv(owner) for owner in owners]
+    if any(of_convolutions):
+        return None if all(of_convolutions) else "one weight of a convolution and of another module"
+    if not isinstance(weight, nn.UninitializedParameter) and weight.ndim > 3:
+        return f"no low-bit product takes {weight.ndim} dimensions"
+    return None
+
+
+def _why_not_selected(owner: Owner, refusal: str | None) -> str:
+    kind = type(owner.module).__name__
+    if not _has_own_product(owner.module):
+        return refusal or (
+            f"a parameter of a {kind}: filter_fn can select it, the default takes nn.Linear only"
+        )
+    if owner.attribute == "weight":
+        return "not selected by the filter"
+    return f"beside the weight of a {kind}: a pattern or filter that names it converts it"
+
+
+def _use(module: nn.Module, attentions: set[int]) -> str:
+    """One of `USES`. `attentions`: ids of the modules whose weight nn.MultiheadAttention multiplies by itself."""
+    if id(module) in attentions:
+        return "attention"
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if isinstance(module, CONVOLUTIONS):
+        return "conv"
+    return "embedding" if isinstance(module, nn.Embedding) else "other"
+
+
+# ---- the replacement ------------------------------------------------------------------------------------------

@@ -1,0 +1,76 @@
+"""GGUF, "gguf", as llama.cpp reads it: what a tensor of such a file holds.
+
+A GGUF checkpoint is one file, not a folder: `lowbit.formats.gguf.file` writes and reads it, and
+`lowbit.formats.gguf.blocks` the bytes of its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.base import Format, FormatError, Parts
+from lowbit.formats.gguf import blocks as gguf_blocks
+from lowbit.formats.gguf.llama import in_gguf
+from lowbit.formats.integers import with_scales_of
+from lowbit.numerics.granularity import PerGroup
+from lowbit.numerics.number_format import Int
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.core.base import LowbitTensor
+
+
+class Gguf(Format):
+    """How a GGUF file stores one weight: as one tensor, whose part has the name of its GGUF type, such as "Q4_0"."""
+
+    name = "gguf"
+    holds_embeddings = True
+    holds_custom = True
+    scale_dtype = torch.float16
+
+    def reads(self, config: Mapping[str, Any]) -> bool:
+        return False
+
+    def suffixes(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(gguf_blocks.TYPES)
+
+    def stored_name(self, weight: str, part: str) -> str:
+        in_gguf(weight)
+        return f"{weight}.{part}"
+
+    def decode(
+        self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
+    ) -> LowbitTensor:
+        ((kind, rows),) = parts.items()
+        made = gguf_blocks.decode(kind, rows, dtype or torch.float16)
+        if not isinstance(made, LowbitTensor):
+            raise FormatError(f"no low-bit weight has the values of its {kind} blocks")
+        return made
+
+    def encode(self, weight: LowbitTensor) -> Parts:
+        return dict([gguf_blocks.encode(weight)])
+
+    def config(self, weights: Mapping[str, LowbitTensor], plain: Collection[str]) -> dict[str, Any]:
+        return {}
+
+    def grid(self, scheme: Scheme) -> Scheme:
+        """Zero points of 4 bits become the smallest values of Q4_1, in float16."""
+        spec = scheme.weight
+        if spec.format == Int(4) and spec.mapping == "asymmetric":
+            scheme = replace(scheme, weight=replace(spec, mapping="float_zero_point"))
+        return super().grid(scheme)
+
+    def nearest(self, weight: LowbitTensor) -> Scheme | None:
+        """Groups of 32 in 4 bits, or in 8 where the weight has more than 4."""
+        spec = getattr(weight, "spec", None)
+        if weight.ndim != 2 or weight.shape[1] % gguf_blocks.SMALL or not isinstance(spec, Spec):
+            return None
+        bits = 4 if spec.format.bits <= 4 else 8
+        return Scheme(Spec(Int(bits), PerGroup(gguf_blocks.SMALL)))
+
+    def rounded(self, values: Tensor, scheme: Scheme) -> LowbitTensor:
+        return with_scales_of(torch.float16, values, scheme)

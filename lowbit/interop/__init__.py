@@ -1,0 +1,1 @@
+"""lowbit inside of other libraries. Only their users import these modules."""

@@ -1,0 +1,165 @@
+"""`LowbitConfig`: what `from_pretrained(…, quantization_config=…)` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self, get_args
+
+from transformers.quantizers.auto import register_quantization_config
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from lowbit.convert import check_pattern, patterns
+from lowbit.inference.quantize import Scales
+from lowbit.interop import names
+from lowbit.schemes.scheme import Scheme
+
+Given = str | Scheme | Mapping[str, str | Scheme | None]
+METHOD = "lowbit"
+
+
+@register_quantization_config(METHOD)
+class LowbitConfig(QuantizationConfigMixin):
+    """How `from_pretrained` quantizes weights while it reads them.
+
+        LowbitConfig("int4", group_size=128)
+        LowbitConfig(lowbit.Int8DynamicActivationInt8Weight())
+        LowbitConfig({"lm_head": "int8", "re:.*layers\\\\.0\\\\..*": None, "*": "int4(group_size=32)"})
+
+    A bare scheme and the pattern "*" take every `nn.Linear` and the stacked weights of experts. They leave the output
+    head, routers and embeddings alone, as `lowbit.export(folder, …, scheme=…)` does. Another pattern takes the head and
+    the embeddings that it matches, and a router only where it names it outright, as "*.mlp.gate" does.
+    Tied weights stay tied.
+
+    Args:
+        scheme: a `Scheme`; a name: "int4", "int8", "float8", "int8_int8", "int8_int4", "float8_float8", "nf4", "mxfp4",
+            "nvfp4" or a preset's, also with options, "int4(group_size=32)"; or a dict of patterns to one of these or
+            None (leave alone), with the patterns of `lowbit.quantize_`, the first match counts.
+        scales: "minmax", "searched" or None, as in `lowbit.quantize_`.
+        experts: whether a bare scheme and patterns take the stacked weights of experts.
+        options: those of the preset that `scheme` names.
+
+    Attributes:
+        stored: for a model that is quantized already, its entry "quantization_config" in config.json; else None.
+
+    Raises:
+        TypeError: `scheme` is none of these, or options beside something else than a name.
+        ValueError: an unknown name or scales; options that the preset refuses; a static activation, which needs a
+            calibration.
+    """
+
+    def __init__(
+        self, scheme: Given, *, scales: Scales | None = None, experts: bool = True, **options: Any
+    ) -> None:
+        self.quant_method = METHOD
+        if scales is not None and scales not in get_args(Scales):
+            raise ValueError(
+                f"unknown scales {scales!r}; accepted: {', '.join(get_args(Scales))} or None"
+            )
+        self.scales, self.experts = scales, experts
+        self.scheme = _schemes(scheme, options)
+        self.stored: dict[str, Any] | None = None
+
+    @property
+    def patterns(self) -> dict[str, Scheme | None]:
+        """Pattern → Scheme or None; {} where the config describes stored weights only."""
+        return {"*": self.scheme} if isinstance(self.scheme, Scheme) else dict(self.scheme)
+
+    @classmethod
+    def from_dict(
+        cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> Any:
+        """The config of what `to_dict` gives. Raises ValueError for other settings."""
+        given = dict(config_dict)
+        given.pop("quant_method", None)
+        if "tensors" in given or "kinds" in given:
+            made = cls._of_stored({"quant_method": METHOD, **given})
+        else:
+            try:
+                own = given.pop("schemes")
+                listed = {p: None if s is None else Scheme.from_dict(s) for p, s in own}
+                _check_expressions(listed)
+                made = cls(listed, **given)
+            except (LookupError, TypeError) as error:
+                raise ValueError(
+                    f"quantization_config {config_dict!r} of lowbit has neither schemes nor tensors; write the folder "
+                    "by save_pretrained or lowbit.export(…, format='lowbit')"
+                ) from error
+        return (made, kwargs) if return_unused_kwargs else made
+
+    @classmethod
+    def _of_stored(cls, stored: dict[str, Any]) -> Self:
+        made = cls({})
+        made.stored = stored
+        return made
+
+    def with_stored(self, stored: dict[str, Any]) -> Self:
+        """This config for a model whose weights `stored` describes."""
+        made = type(self)(self.scheme, scales=self.scales, experts=self.experts)
+        made.stored = stored
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        """In JSON types: the entry of config.json for stored weights, the schemes otherwise."""
+        if self.stored is not None:
+            return dict(self.stored)
+        schemes = [[p, None if s is None else s.to_dict()] for p, s in self.patterns.items()]
+        own = {"scales": self.scales, "experts": self.experts}
+        return {"quant_method": METHOD, "schemes": schemes, **own}
+
+    def __iter__(self) -> Any:
+        yield from self.to_dict().items()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LowbitConfig) and self.to_dict() == other.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        stored = "" if self.stored is None else f", {len(self.stored.get('tensors', ()))} weights"
+        return f"LowbitConfig({self.scheme!r}, scales={self.scales!r}{stored})"
+
+
+def _check_expressions(listed: Mapping[str, Any]) -> None:
+    """Refuse expressions of a folder that only Python's `re` runs, where one may take for ever."""
+    refused = [p for p in listed if p.startswith("re:") and patterns.is_refused(p[3:])]
+    if refused:
+        raise ValueError(
+            f"{refused[0]!r:.80} of quantization_config is an expression that lowbit does not run; accepted: without "
+            "back references and lookbehind"
+        )
+
+
+def _schemes(given: Given, options: Mapping[str, Any]) -> Scheme | dict[str, Scheme | None]:
+    """Names replaced by the schemes that they stand for."""
+    if isinstance(given, str):
+        return _dynamic(names.scheme_of(given, options) if options else names.scheme(given))
+    if options:
+        raise TypeError(
+            f"{', '.join(options)}: options belong to a scheme that is given by name, as in LowbitConfig('int4', "
+            f"group_size=32); got {given!r}"
+        )
+    if isinstance(given, Scheme):
+        return _dynamic(given)
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"unknown scheme {given!r}; accepted: a name such as 'int4', a Scheme, e.g. lowbit.Int4WeightOnly(), or a "
+            "dict of name patterns to one of these or None"
+        )
+    for pattern in given:
+        check_pattern(pattern)
+    return {p: None if one is None else _one(p, one) for p, one in given.items()}
+
+
+def _one(pattern: str, given: Any) -> Scheme:
+    if not isinstance(given, str | Scheme):
+        raise TypeError(f"{pattern!r}: {given!r}; accepted: a str, and a name, a Scheme or None")
+    return _dynamic(names.scheme(given) if isinstance(given, str) else given)
+
+
+def _dynamic(scheme: Scheme) -> Scheme:
+    if scheme.is_static:
+        raise ValueError(
+            "a static activation needs a calibration: load the model, call lowbit.calibrate and lowbit.quantize_, and "
+            "save it by lowbit.export(model, folder, format='lowbit')"
+        )
+    return scheme

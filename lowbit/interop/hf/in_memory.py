@@ -1,0 +1,172 @@
+"""The entry "quantization_config" of a model of transformers whose weights became low-bit in memory.
+
+transformers writes two things: the model's state dict, which holds the parts of each low-bit weight, and its config.
+Without a description of the parts `from_pretrained` would fill those weights with random values. `describe` puts an
+`InMemory` into the config, which describes the weights as they are when config.json is written, by whatever function:
+`save_pretrained`, the Trainer's `save_model`, or `config.save_pretrained` beside accelerate's `save_model`. Weights
+that are trained in high precision have no parts: their values are written, which need no description.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from lowbit.formats.base import FormatError
+from lowbit.formats.registry import by_name
+from lowbit.interop.hf.config import METHOD, LowbitConfig
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.core.dtensor import local
+from lowbit.tensor.core.state_dict import split
+
+
+class InMemory(LowbitConfig):
+    """Describes the low-bit weights of the model that is saved, or else of `model`.
+
+    Args:
+        model: whose config has it; None where only a part of the model is known, and for a copy of the config alone.
+        is_part: a part of some model became low-bit, which only the model that is saved can tell.
+    """
+
+    def __init__(self, model: PreTrainedModel | None = None, is_part: bool = False) -> None:
+        self.quant_method = METHOD
+        self.scheme, self.scales, self.experts = {}, "minmax", True
+        self._model = None if model is None else weakref.ref(model)
+        self._is_part = is_part
+
+    @property
+    def model(self) -> PreTrainedModel | None:
+        return None if self._model is None else self._model()
+
+    @property
+    def stored(self) -> dict[str, Any] | None:  # type: ignore[override]
+        saved = _being_saved()
+        model = self.model if saved is None else saved
+        if model is None:
+            # the reader refuses a description without weights, and asks for save_pretrained
+            return {"quant_method": METHOD} if self._is_part else None
+        weights = dict(_in_parts(model, saved is not None))
+        return by_name(METHOD).config(weights, ()) if weights else None
+
+    def to_dict(self) -> Any:
+        """The entry of config.json; None where all weights are plain."""
+        return self.stored
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """transformers asks a config that is given to `from_pretrained` as it asks a dict."""
+        return (self.stored or {}).get(key, default)
+
+    def __bool__(self) -> bool:
+        return self.stored is not None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InMemory:
+        """A copy of the model has one of its own, and a copy of the config alone describes nothing."""
+        model = self.model
+        return InMemory(None if model is None else memo.get(id(model)))
+
+    def __reduce__(self) -> Any:
+        return InMemory, ()
+
+
+def describe(model: nn.Module) -> None:
+    """Let the config of `model` describe its low-bit weights, or no longer where it has none.
+
+    Args:
+        model: of transformers, or a module that has such models in it, or a part of one.
+    """
+    tops = list(_models_in(model))
+    for top in tops:
+        has_parts = any(_in_parts(top, False))
+        _attach(top.config, top, has_parts)
+        if not has_parts:
+            _convert_names_again(top)
+    if tops:
+        return
+    owners = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(c): c for c in owners if isinstance(c, PreTrainedConfig)}
+    if configs and any(_in_parts(model, False)):
+        for config in configs.values():
+            _attach(config, None, True)
+
+
+def _models_in(model: nn.Module) -> Iterator[PreTrainedModel]:
+    """The models of transformers in `model` that are in no other one."""
+    if isinstance(model, PreTrainedModel):
+        yield model
+        return
+    for child in model.children():
+        yield from _models_in(child)
+
+
+def _attach(config: PreTrainedConfig, model: PreTrainedModel | None, has_parts: bool) -> None:
+    held = getattr(config, "quantization_config", None)
+    own = held if isinstance(held, InMemory) else None
+    is_newer = own is not None and model is not None and own.model is not model
+    if has_parts and (held is None or is_newer):
+        config.quantization_config = InMemory(model, is_part=model is None)
+    is_here = own is not None and model is not None and own.model in [*model.modules()]
+    if is_here and not has_parts:
+        del config.quantization_config
+
+
+def _in_parts(model: nn.Module, is_saved: bool) -> Iterator[tuple[str, LowbitTensor]]:
+    """The weights of which the state dict holds parts, by name, of their whole shape; tied ones once.
+
+    Raises FormatError for a model that is saved, with weights that no reader would find.
+    """
+    for name, param in model.named_parameters():
+        own = local(param)
+        if not isinstance(own, LowbitTensor) or own.updated_in_place() is not None:
+            continue
+        if is_saved and ".base_layer." in f".{name}":
+            raise FormatError(
+                f"{name} lies in a layer of PEFT, and save_pretrained of the base model would write it under a name "
+                "that no model has: save the PeftModel for the adapters, and merge_and_unload() or unload() gives a "
+                "model to save"
+            )
+        if is_saved and split(param) is None:
+            raise FormatError(
+                f"{name} is a {type(own).__name__} whose parts alone do not describe it, as of a transposed view or of "
+                "shards that share scales: write the folder by lowbit.export(model, folder, format='lowbit')"
+            )
+        yield name, own._with(shape=tuple(param.shape))
+
+
+def _being_saved() -> PreTrainedModel | None:
+    """The model whose `save_pretrained` is running.
+
+    transformers does not tell a config which model it is written for, and the models that share a config, as a decoder
+    and the language model around it do, name their weights differently.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "save_pretrained":
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, PreTrainedModel):
+                if any(_in_parts(owner, False)):
+                    _keep_names(owner)
+                return owner
+        frame = frame.f_back
+    return None
+
+
+_CONVERSIONS = "_conversions_of_plain_weights"
+
+
+def _keep_names(model: Any) -> None:
+    """Let transformers write the names that the model has. The conversions by which it goes back to the names of
+    published checkpoints, and splits experts, are those of plain weights."""
+    if _CONVERSIONS not in model.__dict__:
+        setattr(model, _CONVERSIONS, getattr(model, "_weight_conversions", None))
+        model._weight_conversions = []
+
+
+def _convert_names_again(model: Any) -> None:
+    """Undo `_keep_names`, where all weights are plain again."""
+    if _CONVERSIONS in model.__dict__:
+        model._weight_conversions = model.__dict__.pop(_CONVERSIONS)

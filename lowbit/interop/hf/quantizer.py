@@ -1,0 +1,455 @@
+"""The quantizer that transformers calls while it loads and saves a model.
+
+Loading plain weights: transformers builds the model on meta and reads one weight after another. Each weight that
+`lowbit.interop.hf.plan` chose becomes low-bit as soon as it is read, so that high precision takes the memory of one
+weight. Stacked experts are first joined from their matrices by transformers itself.
+
+Loading a folder in lowbit's format, and saving: `lowbit.formats.own` decodes and encodes the parts, so the folder is
+that of `lowbit.export(…, format="lowbit")`. Its weights have the names of the model's own state dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
+from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging
+
+from lowbit.convert import Entry, Report, joint_part
+from lowbit.dequantize import dequantize_
+from lowbit.formats.base import Format, FormatError
+from lowbit.formats.folder import open_shard
+from lowbit.formats.module import Model
+from lowbit.formats.registry import by_name
+from lowbit.interop.hf.config import METHOD, LowbitConfig
+from lowbit.interop.hf.plan import Plan, plan
+from lowbit.numerics.sharded import is_dtensor
+from lowbit.numerics.spec import Spec
+from lowbit.tensor.core.base import LowbitTensor, check_weight
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
+
+logger = logging.get_logger("transformers.lowbit")
+
+
+@register_quantizer(METHOD)
+class LowbitQuantizer(HfQuantizer):
+    """`model.hf_quantizer` of a model that was loaded with lowbit.
+
+    Args:
+        quantization_config: the `lowbit.hf.LowbitConfig` that `from_pretrained` was given or read.
+        kwargs: what transformers gives its quantizers.
+
+    Attributes:
+        report: what is in low bits and what is not, with the share of the model's bytes; `print(report)`. Complete
+            once the model is loaded.
+    """
+
+    requires_calibration = False
+    quantization_config: LowbitConfig
+
+    def __init__(self, quantization_config: LowbitConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.report = Report()
+        self.errors: dict[str, Exception] = {}
+        """The first weight that cannot be converted, by its name."""
+        self._plan: Plan | None = None
+        self._sizes: dict[str, int] = {}
+        """Bytes of each low-bit weight, by its name."""
+        self._conversions: Any = None
+        """Those by which the weights got the names of the model, which a plain model reverts when it is saved."""
+        self._waiting: dict[tuple[str, ...], _Siblings] = {}
+        """Weights that wait for their siblings, by the names of all of them."""
+        self._whole: Any = None
+        """The handle of the hook `_whole`, until the weights are on their devices."""
+
+    @property
+    def own_format(self) -> Format:
+        return by_name(METHOD)
+
+    # ---- what transformers may do ----------------------------------------------------------------------------------
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters beside the weights train: gradients reach the inputs."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ValueError for a device_map with "disk"."""
+        devices = kwargs.get("device_map")
+        if isinstance(devices, dict) and "disk" in devices.values():
+            raise ValueError(
+                'device_map places modules on "disk", from where lowbit\'s weights are not read back; accepted: '
+                'devices and "cpu", or load the model with device_map="cpu" and call '
+                "lowbit.accelerate.disk_offload(model, folder, device)"
+            )
+
+    # ---- loading ---------------------------------------------------------------------------------------------------
+
+    def _process_model_before_weight_loading(
+        self,
+        model: Any,
+        checkpoint_files: list[str] | None = None,
+        device_map: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        config = self.quantization_config
+        if isinstance(device_map, dict) and len(set(device_map.values())) > 1:
+            self._whole = model.register_state_dict_post_hook(_whole)
+        if self.pre_quantized:
+            if config.stored is None:
+                raise FormatError(
+                    "config.json names schemes of lowbit and no weights that are stored in them; write the folder by "
+                    "save_pretrained or lowbit.export(…, format='lowbit')"
+                )
+            self._sizes = self._stored_sizes(checkpoint_files or [])
+            return
+        self._plan = plan(model, config.patterns, config.experts)
+        for name in self._plan.schemes:
+            like = model.get_parameter(name).detach().to("meta")
+            self._sizes[name] = self.quantized(name, like, "minmax").nbytes_stored()
+
+    def _stored_sizes(self, files: list[str]) -> dict[str, int]:
+        """Bytes of each weight in `files`. Raises FormatError for a damaged file, and where parts are missing."""
+        sizes: dict[str, int] = {}
+        for file in files:
+            with open_shard(file) as opened:
+                sizes |= {name: _bytes(opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
+        if not files:
+            return {}
+        found = self.own_format.find(sizes.keys(), self._stored)
+        return {weight: sum(sizes[n] for n in parts.values()) for weight, parts in found.items()}
+
+    @property
+    def _stored(self) -> dict[str, Any]:
+        return self.quantization_config.stored or {}
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        return self._plan is not None and param_name in self._plan.schemes
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Bytes of an element, by which transformers distributes a model over devices and reserves memory."""
+        name = self.stored_name(model, param_name) if self.pre_quantized else param_name
+        size = self._sizes.get(name or "")
+        return param.element_size() if size is None else size / max(1, param.numel())
+
+    def stored_name(self, model: Any, name: str) -> str | None:
+        """The name in the folder of a weight of the model, which may be the base of the one that was saved."""
+        base = f"{model.base_model_prefix}."
+        known = self._stored.get("tensors", {})
+        return next((n for n in (name, base + name, name.removeprefix(base)) if n in known), None)
+
+    def quantized(
+        self, name: str, value: Tensor, scales: str | None = None, joint: Tensor | None = None
+    ) -> LowbitTensor:
+        """`value` in the scheme that was chosen for the weight of this name; `scales` defaults to the config's.
+        `joint`: as `AffineTensor.from_float` takes it."""
+        assert self._plan is not None
+        scheme, scales = self._plan.schemes[name], scales or self.quantization_config.scales
+        if name in self._plan.transposed:
+            value = value.mT.contiguous()
+            return AffineTensor.quantized(value, scheme, scales, joint=joint)._transposed()
+        return AffineTensor.quantized(value, scheme, scales, joint=joint)
+
+    def waiting_with(self, name: str) -> _Siblings | None:
+        """The siblings for which the weight of this name waits; None where it shares nothing."""
+        assert self._plan is not None
+        names = self._plan.siblings.get(name)
+        if names is None:
+            return None
+        spec = self._plan.schemes[name].weight
+        return self._waiting.setdefault(names, _Siblings(names, spec))
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Quantize(self)
+
+    def update_weight_conversions(
+        self, weight_conversions: list[Any], model: Any = None
+    ) -> list[Any]:
+        """A folder of lowbit has the names of the model and its tensors as they are, so that nothing is converted.
+
+        `model`: releases of transformers before 5.21 do not pass it.
+        """
+        if not self.pre_quantized:
+            return weight_conversions
+        renamings = [one for one in weight_conversions if isinstance(one, WeightRenaming)]
+        return [*renamings, *self.get_weight_conversions()]
+
+    def get_weight_conversions(self) -> list[Any]:
+        """For each last name of a weight ("weight", "gate_up_proj"), the operation that joins its parts."""
+        if not self.pre_quantized:
+            return []
+        parts = self.own_format.suffixes(self._stored)
+        attributes = sorted({n.rpartition(".")[2] for n in self._stored.get("tensors", {})})
+        return [
+            # By keyword: releases of transformers order these arguments in several ways.
+            WeightConverter(
+                source_patterns=[_pattern(attribute, part) for part in parts],
+                target_patterns=f".{attribute}",
+                operations=[_Decode(self)],
+            )
+            for attribute in attributes
+        ]
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        if self._whole is not None:
+            self._whole.remove()
+            self._whole = None
+        for waiting in self._waiting.values():  # for siblings that the checkpoint lacks
+            for name, weight in _Quantize(self).together(model, waiting).items():
+                layer, _, attribute = name.rpartition(".")
+                model.get_submodule(layer).register_parameter(attribute, weight)
+        for name, error in self.errors.items():
+            raise FormatError(f"{name}: {error}") from error
+        self._conversions = None if self.pre_quantized else model._weight_conversions
+        model._weight_conversions = []
+        if self._plan is not None:
+            self.report = self._plan.report
+            self.report.entries += list(self._converted(model, self._plan))
+            weights = {n: p for n, p in model.named_parameters() if isinstance(p, LowbitTensor)}
+            self._describe(model, self.own_format.config(weights, ()))
+        else:
+            self.report.entries = list(_entries(model))
+        logger.info("%s", self.report.count(model))
+
+    def _converted(self, model: Any, plan: Plan) -> Iterator[Entry]:
+        seen: dict[int, str] = {}
+        for name, scheme in plan.schemes.items():
+            weight = model.get_parameter(name)
+            first = seen.setdefault(id(weight), name)
+            is_low = isinstance(weight, LowbitTensor)
+            shape = weight.mT.shape if name in plan.transposed else weight.shape
+            note = scheme.describe(shape) if is_low else "not in the checkpoint, so plain"
+            note = note if first == name else f"tied to {first}"
+            yield Entry(name, tuple(weight.shape), is_low, note)
+
+    def _describe(self, model: Any, stored: dict[str, Any]) -> None:
+        """The config of this model describes what it holds, and the config that the user gave stays as it is."""
+        self.quantization_config = self.quantization_config.with_stored(stored)
+        model.config.quantization_config = self.quantization_config
+
+    # ---- saving, and the way back ----------------------------------------------------------------------------------
+
+    def get_state_dict_and_metadata(
+        self, model: Any
+    ) -> tuple[dict[str, Tensor] | None, dict[str, Any]]:
+        """The tensors of the folder. Raises FormatError for weights that are still trained or sharded."""
+        if getattr(model, "_hf_peft_config_loaded", False):  # only adapters are saved
+            return None, {}
+        state, stored = _state(model, self.own_format)
+        self._describe(model, stored)
+        return state, {}
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """See `lowbit.dequantize_`. The weights that were in low bits get `dtype`."""
+        report = dequantize_(model)
+        names = set(report.converted)
+        if isinstance(dtype, torch.dtype):
+            for name, param in model.named_parameters():
+                if name in names:
+                    param.data = param.data.to(dtype)
+        model._weight_conversions = self._conversions
+        return model
+
+
+def _bytes(stored: Any) -> int:
+    bits = "".join(c for c in stored.get_dtype().split("_")[0] if c.isdigit())
+    count = 1
+    for size in stored.get_shape():
+        count *= size
+    return count * max(1, int(bits or 8) // 8)
+
+
+def _pattern(attribute: str, part: str) -> str:
+    return rf"\.{attribute}\.{part}$"
+
+
+def _state(model: Any, own: Format) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors that a folder in lowbit's format holds, by name, and its "quantization_config"."""
+    state: dict[str, Tensor] = {}
+    weights: dict[str, LowbitTensor] = {}
+    for item in Model(model).items():
+        if isinstance(item.value, LowbitTensor):
+            weights[item.name] = item.value
+            parts = own.encode(item.value)
+            state |= {own.stored_name(item.name, part): t for part, t in parts.items()}
+        else:
+            state[item.name] = item.value
+    return state, own.config(weights, ())
+
+
+def _whole(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A hook that puts low-bit weights into the state dict whole. accelerate takes those weights from there that wait
+    on the CPU, by the names of parameters."""
+    for name, param in model.named_parameters(prefix.rstrip("."), remove_duplicate=False):
+        if isinstance(param, LowbitTensor):
+            for part in param.tensor_attrs:
+                state.pop(f"{name}.{part}", None)
+            state[name] = param  # a parameter has an address, by which accelerate knows tied ones
+
+
+def _entries(model: nn.Module) -> Iterator[Entry]:
+    """The weights of a model that was read in low bits."""
+    for name, param in model.named_parameters():
+        if param.ndim >= 2:
+            weight: Tensor = param
+            is_low = isinstance(weight, LowbitTensor)
+            note = (
+                weight.stored_format()
+                if isinstance(weight, LowbitTensor)
+                else "plain in the folder"
+            )
+            yield Entry(name, tuple(param.shape), is_low, note)
+
+
+# ---- operations of the loader --------------------------------------------------------------------------------------
+
+
+class _Operation(ConversionOps):
+    """Converts weights and keeps errors: transformers would print a stack trace for each, and raise a general one."""
+
+    def __init__(self, hf_quantizer: LowbitQuantizer) -> None:
+        self.hf_quantizer = hf_quantizer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """transformers copies an operation for each weight. A copy of the quantizer would keep errors for itself, and
+        copy the description of all weights."""
+        return self
+
+    def _made(self, model: Any, name: str, make: Callable[[Tensor], LowbitTensor]) -> Any:
+        """The low-bit parameter that `make` gives for the one of the skeleton. After an error, in which the load ends,
+        a placeholder that takes no memory."""
+        held, errors = model.get_parameter(name), self.hf_quantizer.errors
+        if not errors:
+            try:
+                if is_dtensor(held):
+                    raise ValueError(
+                        "it is sharded while it loads, and lowbit quantizes whole weights: load the model without "
+                        "tp_plan, and shard it afterwards"
+                    )
+                return nn.Parameter(make(held), requires_grad=False)
+            except (ValueError, TypeError, NotImplementedError) as error:
+                errors[name] = error
+        return _placeholder(model, name)
+
+
+def _placeholder(model: Any, name: str) -> Tensor:
+    """A tensor for the parameter `name` that takes no memory."""
+    held = model.get_parameter(name)
+    return torch.zeros((), dtype=held.dtype).expand(held.shape)
+
+
+@dataclass
+class _Siblings:
+    """Plain weights that wait for their siblings, with which they share a part of their scales.
+
+    Attributes:
+        names: of all of them.
+        spec: theirs.
+        values: those that have been read, by name.
+    """
+
+    names: tuple[str, ...]
+    spec: Spec
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.values) == len(self.names)
+
+
+class _Quantize(_Operation):
+    """Plain weights, as they are read, to low-bit ones."""
+
+    def convert(
+        self, input_dict: dict[str, Any], model: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for name in list(input_dict):
+            value = input_dict.pop(name)
+            value = value[0] if isinstance(value, list) else value
+            if not self.hf_quantizer.param_needs_quantization(model, name):
+                made[name] = value
+            elif (waiting := self.hf_quantizer.waiting_with(name)) is None:
+                made[name] = self._made(model, name, partial(self._quantized, name, value))
+            else:
+                waiting.values[name] = value
+                made |= (
+                    self.together(model, waiting)
+                    if waiting.is_complete
+                    else {name: _placeholder(model, name)}
+                )
+        return made
+
+    def together(self, model: Any, waiting: _Siblings) -> dict[str, Any]:
+        """The weights of siblings that have all been read, and share a part of their scales."""
+        values, waiting.values = waiting.values, {}
+        if not values:
+            return {}
+        try:
+            searched = self.hf_quantizer.quantization_config.scales == "searched"
+            joint = joint_part(waiting.spec, list(values.values()), searched)
+        except (ValueError, RuntimeError) as error:
+            self.hf_quantizer.errors.setdefault(next(iter(values)), error)
+            joint = None
+        return {
+            name: self._made(model, name, partial(self._quantized, name, value, joint=joint))
+            for name, value in values.items()
+        }
+
+    def _quantized(
+        self, name: str, value: Tensor, held: Tensor, joint: Tensor | None = None
+    ) -> LowbitTensor:
+        """Raises ValueError for values that cannot be quantized, and for another shape than the model has."""
+        if held.shape != value.shape:
+            raise ValueError(
+                f"it has the shape {tuple(value.shape)} in the checkpoint, and the model takes {tuple(held.shape)}"
+            )
+        check_weight(value, "it")
+        return self.hf_quantizer.quantized(name, value, joint=joint)
+
+
+class _Decode(_Operation):
+    """The parts of a weight in lowbit's format to the weight."""
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        model: Any = None,
+        full_layer_name: str = "",
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        parts = {
+            pattern.split(r"\.")[-1].removesuffix("$"): t[0] if isinstance(t, list) else t
+            for pattern, t in input_dict.items()
+        }
+        make = partial(self._decoded, model, full_layer_name, parts)
+        return {full_layer_name: self._made(model, full_layer_name, make)}
+
+    def _decoded(
+        self, model: Any, name: str, parts: dict[str, Tensor], held: Tensor
+    ) -> LowbitTensor:
+        """Raises FormatError for parts that do not fit their description, or that have none."""
+        stored = self.hf_quantizer.stored_name(model, name)
+        if stored is None:
+            raise FormatError("config.json does not describe it")
+        settings = self.hf_quantizer.quantization_config.stored or {}
+        weight = self.hf_quantizer.own_format.decode(parts, settings, stored, None)
+        if weight.shape != held.shape:
+            raise FormatError(
+                f"it has the shape {tuple(weight.shape)} in the folder, and the model takes {tuple(held.shape)}"
+            )
+        return weight if weight.dtype == held.dtype else weight.to(held.dtype)  # type: ignore[return-value]

@@ -1,0 +1,103 @@
+"""Parts for the Trainer of transformers: lowbit's optimizers by name, and QAT as a callback."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainingArguments
+
+from lowbit.interop import names
+from lowbit.qat.run import QATRun
+
+
+def optimizer(
+    name: str, args: TrainingArguments, **options: Any
+) -> tuple[type[Any], dict[str, Any]]:
+    """What `Trainer(optimizer_cls_and_kwargs=…)` takes, for an optimizer of lowbit.
+
+        args = TrainingArguments("out", learning_rate=1e-4, weight_decay=0.1)
+        Trainer(model, args, optimizer_cls_and_kwargs=lowbit.hf.optimizer("AdamW4bit", args), …)
+
+    `TrainingArguments(optim=…)` takes only the names that transformers lists, so a name is given here. The learning
+    rate, the betas and epsilon come from `args` where the optimizer has them. The Trainer forms the groups with and
+    without weight decay.
+
+    Args:
+        name: a class of `lowbit.optim`, also with options, "AdamW8bit(bf16_stochastic_round=True)", or in the manner of
+            transformers, "adamw_4bit_lowbit".
+        args: of the Trainer.
+        options: further ones of the class; they win over those of `name` and `args`.
+
+    Raises ValueError: an unknown name; an optimizer whose groups the Trainer cannot form; an option that the class does
+    not have. TypeError: a name that is no str.
+    """
+    if not isinstance(name, str):
+        raise TypeError(
+            f"the name of an optimizer must be a str, such as 'AdamW8bit', got {name!r}"
+        )
+    kind, own = names.optimizer(_class_named(name))
+    known = inspect.signature(kind).parameters
+    if "adamw_lr" in known:
+        raise ValueError(
+            f"{name} takes matrices and other parameters in groups of its own, which the Trainer does not form; pass "
+            f"Trainer(optimizers=(lowbit.optim.{kind.__name__}(…), None))"
+        )
+    given: dict[str, Any] = {"lr": args.learning_rate, "eps": args.adam_epsilon}
+    betas = (args.adam_beta1, args.adam_beta2)
+    if "betas" in known:
+        default = known["betas"].default
+        given["betas"] = (*betas, *default[len(betas) :])
+    chosen = {**{n: v for n, v in given.items() if n in known}, **own, **options}
+    try:  # the Trainer makes it when it has loaded data and model; an error should come now
+        kind([nn.Parameter(torch.zeros(1))], **chosen)
+    except TypeError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return kind, chosen
+
+
+def _class_named(line: str) -> str:
+    """The line with the name of a class in place of one such as "adamw_4bit_lowbit"."""
+    name, bracket, options = line.partition("(")
+    key = name.strip().removesuffix("_lowbit").replace("_", "").lower()
+    known = {n.lower(): n for n in names.OPTIMIZERS}
+    return known.get(key, name) + bracket + options
+
+
+class QATCallback(QATRun, TrainerCallback):
+    """Quantization-aware training by the Trainer: prepares the model, runs a schedule, converts at the end.
+
+        callback = lowbit.hf.QATCallback(lowbit.Int4WeightOnly(32), start=100, bits={100: 8, 300: 4})
+        Trainer(model, args, callbacks=[callback], …).train()       # model is in int4 afterwards
+        lowbit.export(model, "model-int4", format="lowbit")
+
+    The model is prepared when the Trainer is made, before it makes the optimizer. Checkpoints hold the plain weights
+    that are trained, and a resumed training continues the schedule. The arguments are those of
+    `lowbit.qat.run.QATRun`: `scheme`, `filter_fn`, `convert`, `start`, `bits`, `freeze_scales` and further ones of
+    `prepare_`. `report` is that of `prepare_`, and after the end that of `convert_`.
+
+    Raises RuntimeError when the training begins with another model than the prepared one, as `model_init=` makes it.
+    """
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Prepare the model."""
+        self.prepare(kwargs["model"])
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set the schedule to the step that a resumed training begins with."""
+        if not self.prepared(kwargs["model"]):
+            raise RuntimeError(
+                "QATCallback prepared another model than the one that trains: give it in Trainer(callbacks=[…]), and "
+                "the model by model= and not by model_init="
+            )
+        self.follow(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Continue the schedule."""
+        self.follow(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Convert the model."""
+        self.finish(kwargs["model"])

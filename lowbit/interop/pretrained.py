@@ -1,0 +1,108 @@
+"""What lowbit does for models of transformers without importing it: they are described when they are saved, and read.
+
+- A flow that changes such a model in memory lets its config describe the low-bit weights
+  (`lowbit.interop.hf.in_memory`), so that what `save_pretrained` writes can be read.
+- transformers knows the format "lowbit" as soon as both packages are imported, in whatever order. It would fill the
+  weights of a folder in a format that it does not know with random values, and only log a warning.
+
+`lowbit.hf` does the work, and is imported when there is such a model or folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import warnings
+from importlib.abc import MetaPathFinder
+from typing import Any
+
+from torch import nn
+
+from lowbit import convert
+
+METHOD = "lowbit"
+_TABLE = "transformers.quantizers.auto"
+"""The module with transformers' table of formats."""
+
+
+def listen() -> None:
+    """Follow what every flow changes, and enter the format into transformers' table, now or when that is imported."""
+    convert.followers.append(follow)
+    if _TABLE in sys.modules:
+        _enter()
+    else:
+        sys.meta_path.insert(0, _WhenImported())
+
+
+def follow(model: nn.Module) -> None:
+    """Let the configs of transformers' models in `model`, which has changed, describe its low-bit weights."""
+    transformers = sys.modules.get("transformers.configuration_utils")
+    known = getattr(transformers, "PreTrainedConfig", None)
+    if known is None:
+        return
+    if any(isinstance(getattr(module, "config", None), known) for module in model.modules()):
+        try:
+            in_memory = importlib.import_module("lowbit.interop.hf.in_memory")
+        except ImportError as error:
+            # An old transformers can still compute with such weights.
+            warnings.warn(
+                f"from_pretrained will not find the low-bit weights of a folder that save_pretrained writes: {error}. "
+                "lowbit.export writes one for other programs, lowbit.save the weights",
+                stacklevel=1,
+            )
+            return
+        in_memory.describe(model)
+
+
+class Announced:
+    """Stands in transformers' table for `lowbit.hf.LowbitConfig`, until the first folder asks for it."""
+
+    @classmethod
+    def from_dict(cls, *args: Any, **kwargs: Any) -> Any:
+        """`LowbitConfig.from_dict`. That class takes the place of this one."""
+        importlib.import_module("lowbit.hf")
+        return _configs()[METHOD].from_dict(*args, **kwargs)
+
+
+def make_room() -> None:
+    """Remove `Announced` from the table, into which `LowbitConfig` enters itself: a name can be entered once."""
+    if _configs().get(METHOD) is Announced:
+        del _configs()[METHOD]
+
+
+def _enter() -> None:
+    _configs().setdefault(METHOD, Announced)
+
+
+def _configs() -> dict[str, Any]:
+    table = importlib.import_module(_TABLE)
+    found: dict[str, Any] = getattr(table, "AUTO_QUANTIZATION_CONFIG_MAPPING", {})
+    return found
+
+
+class _WhenImported(MetaPathFinder):
+    """Calls `_enter` after the module with the table was imported. Somebody who only looks for it does not end that."""
+
+    def __init__(self) -> None:
+        self._asks = False
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != _TABLE or self._asks:
+            return None
+        self._asks = True  # the other finders
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asks = False
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def then_enter(module: Any) -> None:
+                execute(module)
+                sys.meta_path.remove(self)
+                _enter()
+
+            loader.exec_module = then_enter
+        return spec

@@ -1,0 +1,197 @@
+"""JointTensor: a FakeQuantizedTensor that shares a part of its scales with sibling weights (`Spec.joins`).
+
+A product rounds the weight by the global scale that it and its siblings have now: that of the one with the largest
+magnitude (`Spec.joint_part`). So `make_siblings` makes each `nn.Linear` a `Linear`, which knows the others. Nothing is
+stored besides the weights, and state dicts are those of the plain model. A parameter finds its siblings through its
+module, also outside of forward. A copy of the parameter, or what FSDP2 gathers, has none and raises an error.
+
+Under FSDP2 the siblings are gathered together: they belong to one `fully_shard` unit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.layers import sharded_linear
+from lowbit.linear.coded_linear import CodedWeight, coded_weight
+from lowbit.numerics.sharded import is_dtensor
+from lowbit.numerics.spec import Spec
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.frozen.affine_tensor import representation_of
+from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor, Qparams
+from lowbit.tensor.trained.trainable import TrainableTensor, Values
+
+
+class JointTensor(FakeQuantizedTensor):
+    """See the module."""
+
+    is_described = False  # read from a file, it would be without its siblings
+
+    def rounded_with(self, joint: Tensor) -> Tensor:
+        """The weight as its products see it: plain, differentiable, equal to the converted weight's values. `joint`: of
+        it and its siblings."""
+        return self.rounded(Values.apply(self), joint)
+
+    def coded_with(self, joint: Tensor) -> CodedWeight:
+        """`rounded_with` for a product of codes."""
+        return coded_weight(Values.apply(self), self.scheme.weight, joint)
+
+    def dequantized_with(self, joint: Tensor) -> Tensor:
+        """The values that the converted weight will have, in this tensor's dtype, without gradient."""
+        return self.rounded(self.weight.detach(), joint).to(self.dtype)
+
+    def frozen_with(self, joint: Tensor, input_qparams: Qparams | None = None) -> LowbitTensor:
+        """`frozen` with the part of the scales that siblings share."""
+        found = self.frozen_as.from_float(
+            self.weight, self.scheme, input_qparams=input_qparams, joint=joint
+        )
+        return found.to(self.dtype)  # type: ignore[return-value]
+
+    def joint(self, what: str) -> Tensor:
+        """What its scales share with those of its siblings now. Raises NotImplementedError for a tensor that is not the
+        parameter of a module that knows them, such as a copy; `what` then needs them."""
+        held: _Holder = self.__dict__.get("_holder", _Holder())
+        module = None if torch.compiler.is_compiling() else held.module()
+        if module is None or _weight_of(module) is not self:
+            raise self._unsupported(
+                f"{what} without its siblings, with which it shares a part of its scales; call the module, whose "
+                "forward has them, or make it a weight for inference by lowbit.qat.convert_(model)"
+            )
+        return joint_of(module)
+
+    @property
+    def swaps_last(self) -> bool:
+        return False  # a view has no siblings; its values have been rounded with them
+
+    def fake_quantized(self) -> Tensor:
+        return self.rounded_with(self.joint("a product"))
+
+    def coded(self) -> CodedWeight:
+        return self.coded_with(self.joint("a product"))
+
+    def dequantize(self) -> Tensor:
+        return self.dequantized_with(self.joint("dequantization"))
+
+    def frozen(self, input_qparams: Qparams | None = None) -> LowbitTensor:
+        return self.frozen_with(self.joint("conversion"), input_qparams)
+
+    @classmethod
+    def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        cls.check_operands(input, weight)
+        return cls.product(input, weight, weight.operand, weight.coded, bias)
+
+
+class _Holder:
+    """Knows the module of a weight, without keeping it alive. It is empty in a copy, which another module holds."""
+
+    def __init__(self, module: Linear | None = None) -> None:
+        self.module: Callable[[], Linear | None] = lambda: None
+        if module is not None:
+            self.module = weakref.ref(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Holder, ()
+
+
+class Linear(sharded_linear.Linear):
+    """nn.Linear whose weight shares a part of its scales with those of its siblings."""
+
+    siblings: tuple[nn.Module, ...]
+    """All modules that share it, this one included."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight: Any = self.weight
+        if not isinstance(weight, JointTensor) or not weight.rounds_weight:
+            return super().forward(input)
+        joint = joint_of(self)
+        seen, coded = operands(weight, joint)
+        return FakeQuantizedTensor.product(input, weight, seen, coded, self.bias, joint=joint)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy's weight knows its module too."""
+        super().__setstate__(state)
+        weight: Any = _weight_of(self)
+        if weight is not None:
+            weight._holder = _Holder(self)
+
+
+def operands(weight: JointTensor, joint: Tensor) -> tuple[Any, Any]:
+    """What products see of the weight, and the same as codes. It is no method, since Dynamo takes each method of a
+    tensor for one of its operations, which return tensors."""
+    return partial(weight.rounded_with, joint), partial(weight.coded_with, joint)
+
+
+sharded_linear.MADE.append(Linear)
+
+
+def _weight_of(module: nn.Module) -> Tensor | None:
+    """The parameter that is the weight of a linear. Pruning gives it another name. None: the module has none."""
+    joint = (p for p in module._parameters.values() if isinstance(p, JointTensor))
+    return next(joint, module._parameters.get("weight"))
+
+
+@torch.no_grad()
+def joint_of(module: Linear) -> Tensor:
+    """The part of the scales that the weight of `module` and its siblings share now.
+
+    Raises NotImplementedError for siblings that are sharded while this module's weight is not, and for one whose weight
+    a parametrization computes.
+    """
+    held: Any = _weight_of(module)
+    spec: Spec = held.scheme.weight
+    values = []
+    for sibling in module.siblings:
+        weight = _weight_of(sibling)
+        if weight is None:
+            raise NotImplementedError(
+                f"a weight {tuple(held.shape)} prepared for QAT in {spec} shares a part of its scales with a "
+                f"{type(sibling).__name__} that has no weight of its own, as under torch.nn.utils.parametrize; "
+                "accepted: torch.nn.utils.parametrize.remove_parametrizations, or None for that layer in prepare_"
+            )
+        if is_dtensor(weight):
+            raise NotImplementedError(
+                f"a sibling of a weight {tuple(held.shape)} prepared for QAT in {spec} is sharded while this one is "
+                "gathered, and both share a part of their scales; accepted: siblings in one fully_shard unit, such as "
+                "their block"
+            )
+        own = weight.values() if isinstance(weight, TrainableTensor) else weight
+        if not isinstance(own, LowbitTensor):  # one that is converted has its scales
+            values.append(own.detach())
+    dtype = representation_of(spec).scale_dtype(spec, values[0].dtype)
+    return spec.joint_part(values, dtype)
+
+
+def joint_parts(targets: Iterable[Any]) -> dict[str, Tensor]:
+    """`joint_of` of each target whose weight is a JointTensor, by its first name, before any is replaced."""
+    found: dict[int, Tensor] = {}
+    for target in targets:
+        module = target.owners[0].module
+        if isinstance(target.weight, JointTensor) and id(module) not in found:
+            joint = joint_of(module)
+            found |= {id(sibling): joint for sibling in module.siblings}
+    return {
+        target.owners[0].fqn: found[id(target.owners[0].module)]
+        for target in targets
+        if isinstance(target.weight, JointTensor)
+    }
+
+
+def make_siblings(modules: Sequence[nn.Module]) -> None:
+    """Make these linears, whose weights are JointTensors, know each other."""
+    for module in modules:
+        made = cast(Linear, module)
+        made.__class__ = Linear
+        made.siblings = tuple(modules)
+        made.weight._holder = _Holder(made)  # type: ignore[attr-defined]
+
+
+def forget_siblings(modules: Iterable[nn.Module]) -> None:
+    """Undo `make_siblings`, apart from the class of the modules."""
+    for module in modules:
+        module.__dict__.pop("siblings", None)

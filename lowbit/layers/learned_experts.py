@@ -1,0 +1,103 @@
+"""Modules that multiply by 3-D weights with learned scales: the experts of a mixture.
+
+Such a module has several stacked weights [E, …] and a forward of its own, which indexes them, transposes them, and
+multiplies by all of them at once. `scaled` makes a subclass of its class. While its forward runs, each of
+these weights reads as what products see: the whole weight rounded once by its scales, plain and differentiable. So any
+product that forward contains is that of a plain weight. Outside of forward the module holds its parameters.
+
+Where the scheme rounds the inputs too, the weight reads as a FakeQuantizedTensor over the rounded values, or as their
+codes, whose products round the inputs as they do with present scales.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from lowbit.layers.holds_scales import HoldsScales
+from lowbit.numerics.sharded import is_dtensor
+from lowbit.tensor.core.dtensor import by_rows, held_locally, placed_as
+from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
+
+
+class _Scaled(HoldsScales):
+    """Mixin of a class of modules: see the file."""
+
+    plain: ClassVar[type[nn.Module]]
+    """The class without it."""
+    scaled: ClassVar[tuple[str, ...]]
+    """The names of the weights with scales beside them."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = self._parameters
+        weights = {
+            name: parameters[name]
+            for name in self.scaled
+            if isinstance(held_locally(parameters[name]), FakeQuantizedTensor)
+        }
+        try:
+            for name, weight in weights.items():
+                parameters[name] = _seen(
+                    weight, parameters[f"{name}_scale"], parameters[f"{name}_zero"]
+                )
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            parameters.update(weights)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """Copies and pickles name the plain class, since the subclass exists in this process alone."""
+        return _restored, (self.plain, self.scaled), self.__dict__
+
+
+def _seen(weight: Any, scale: Any, zero: Any) -> Tensor:
+    """The weight as the products of its module see it now, in its dtype; a DTensor where the weight is one."""
+    if not is_dtensor(weight):
+        return _seen_locally(weight, scale, zero)
+    placements = weight.placements
+    parts = [t for t in (weight, scale, zero) if t is not None]
+    split_alike = all(is_dtensor(t) and t.placements == placements for t in parts)
+    if not split_alike or not by_rows(placements):
+        raise NotImplementedError(
+            f"experts {tuple(weight.shape)} with learned scales, placed as {placements}, and scales that are not split "
+            "alike; accepted: whole experts on each rank (Shard(0)), for the parameters of scales too, or prepare_ "
+            "with scales='present'"
+        )
+    own: list[Any] = [
+        None if t is None else t.to_local(grad_placements=placements) for t in (weight, scale, zero)
+    ]
+    return placed_as(weight, _seen_locally(*own))
+
+
+def _seen_locally(weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
+    found: Tensor = weight.settled_by(scale, zero)
+    return found
+
+
+_MADE: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+"""The plain class and the names of the weights → the subclass."""
+
+
+def scaled(kind: type[nn.Module], name: str) -> type[nn.Module]:
+    """The subclass of a class of modules whose weight `name` has scales beside it, beside those that have already."""
+    names, plain = scaled_by(kind)
+    return _made(plain, (*names, name))
+
+
+def scaled_by(kind: type[nn.Module]) -> tuple[tuple[str, ...], type[nn.Module]]:
+    """The names of the weights with scales, and the plain class; none and `kind` for other classes."""
+    own = kind.__dict__
+    return (own["scaled"], own["plain"]) if kind in _MADE.values() else ((), kind)
+
+
+def _made(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    if (kind, names) not in _MADE:
+        own = {"plain": kind, "scaled": names, "__module__": __name__, "__doc__": kind.__doc__}
+        _MADE[kind, names] = type(kind.__name__, (_Scaled, kind), own)
+    return _MADE[kind, names]
+
+
+def _restored(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    made = _made(kind, names)
+    module: nn.Module = made.__new__(made)
+    return module

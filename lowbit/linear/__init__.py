@@ -1,0 +1,1 @@
+"""The products of low-bit weights, trained (this folder) and frozen (`frozen/`)."""

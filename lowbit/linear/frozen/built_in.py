@@ -1,0 +1,79 @@
+"""The built-in products of a frozen weight: one literal list, in the order in which its rows are tried."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lowbit.linear.frozen.dequantized import (
+    cpu_half_linear,
+    cpu_linear,
+    is_any,
+    is_float32_on_cpu,
+    is_half_on_cpu,
+    plain_linear,
+)
+from lowbit.linear.frozen.eight_bits import (
+    block_linear,
+    can_int_mm,
+    can_static_int_mm,
+    dynamic_linear,
+    has_block_kernel,
+    has_dynamic_kernel,
+    has_static_kernel,
+    int8_dynamic_linear,
+    int8_static_linear,
+    static_linear,
+)
+from lowbit.linear.frozen.registered import registered_row
+from lowbit.linear.frozen.row import Row, Weight
+from lowbit.linear.frozen.ternary import is_ternary, ternary_linear
+from lowbit.linear.frozen.weight_only import has_weight_kernel, weight_linear
+
+
+def choose_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Row:
+    """The first row whose condition holds for this product."""
+    return registered_row(x, weight, bias) or built_in_row(x, weight, bias)
+
+
+def built_in_row(x: Tensor, weight: Weight, bias: Tensor | None) -> Row:
+    return next(row for row in BUILT_IN if row.condition(x, weight, bias))
+
+
+# ---- weights with sorted inputs ------------------------------------------------------------------------------
+
+
+def _is_ordered(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    return weight.stored_as == "ordered" and not weight.transposed
+
+
+def ordered_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """The inputs in the order of the stored columns, by whatever multiplies the sorted matrix."""
+    sorted_x, matrix = weight.in_order(x), weight.sorted_matrix
+    return choose_linear(sorted_x, matrix, bias).implementation(sorted_x, matrix, bias)
+
+
+# ---- the list ------------------------------------------------------------------------------------------------
+
+BUILT_IN = (
+    # int4 weights, and int8 weights without a quantized activation, in bfloat16 or float16: kernels for GPU and CPU
+    Row("weight_linear", has_weight_kernel, weight_linear, takes_residual=True),
+    # int8 weights and activations in 16 bits on a GPU, and float8 ones in bfloat16 on a GPU that has float8 units
+    Row("dynamic_linear", has_dynamic_kernel, dynamic_linear, takes_residual=True),
+    # float8 weights and activations in blocks of 128, on a GPU that multiplies them
+    Row("block_linear", has_block_kernel, block_linear),
+    # int8 weights and activations elsewhere: torch._int_mm
+    Row("int8_dynamic_linear", can_int_mm, int8_dynamic_linear),
+    # the same two for static activations
+    Row("static_linear", has_static_kernel, static_linear),
+    Row("int8_static_linear", can_static_int_mm, int8_static_linear),
+    # ternary weights: int8 tokens by 2-bit codes
+    Row("ternary_linear", is_ternary, ternary_linear),
+    # columns in the order of GPTQ's act-order: a gather of the input, then the row for a weight of such codes
+    Row("ordered_linear", _is_ordered, ordered_linear),
+    # any other weight in float32 on a CPU: codes read by one kernel, then PyTorch's product
+    Row("cpu_linear", is_float32_on_cpu, cpu_linear),
+    # any other weight in bfloat16 or float16 on a CPU: the same for many tokens, a kernel that multiplies for few
+    Row("cpu_half_linear", is_half_on_cpu, cpu_half_linear),
+    # everything else: PyTorch operations
+    Row("plain_linear", is_any, plain_linear),
+)

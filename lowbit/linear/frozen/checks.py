@@ -1,0 +1,125 @@
+"""Checks and casts of the operands of a linear, of frozen and of trained weights.
+
+The ops of lowbit_kernels check the tensors that they get, when the layouts are new. These checks come first, because
+PyTorch's products would broadcast a bias or a residual of another shape, and because only they can name the weight.
+They run once for each decision that a frozen weight remembers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.linear.frozen.row import Weight
+from lowbit.trace import tracer
+
+_has_transforms = torch._C._are_functorch_transforms_active
+
+
+TRANSFORMS = (
+    "torch.func's transforms, such as grad and vmap (accepted: backward() and torch.autograd.grad)"
+)
+"""What no product of a low-bit weight supports, for messages."""
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func runs, as seen above autograd."""
+    return not torch.compiler.is_compiling() and _has_transforms()
+
+
+def refuse_transforms(weight: Any) -> None:
+    """Raise NotImplementedError inside of a transform of torch.func."""
+    if in_transform():
+        raise weight._unsupported(TRANSFORMS)
+
+
+def check_linear(x: Any, weight: Weight) -> None:
+    """Raise ValueError unless x [..., K] and a weight [N, K] fit and are on one device, and NotImplementedError for an
+    x in low bits and inside of torch.func."""
+    if weight.ndim != 2:
+        raise ValueError(
+            f"linear takes a weight [N, K], got {weight!r}; index one expert of a 3-D weight first"
+        )
+    if tracer.is_low_bit(x):
+        raise x._unsupported(
+            "linear with it as the input (accepted: a plain input and a low-bit weight)"
+        )
+    if x.device != weight.device:
+        raise ValueError(
+            f"linear of an input on {x.device} with a weight on {weight.device}; accepted: both on one device, by "
+            "model.to(device) or input.to(device)"
+        )
+    if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"linear of input {tuple(x.shape)} with weight {tuple(weight.shape)}: K differs"
+        )
+    refuse_transforms(weight)
+
+
+def check_addend(
+    name: str, addend: Tensor | None, shape: tuple[int, ...], x: Tensor, weight: Tensor
+) -> None:
+    """Raise ValueError unless the bias or residual has this shape and is on the weight's device."""
+    if addend is not None and addend.shape != shape:
+        raise ValueError(
+            f"linear of input {tuple(x.shape)} with weight {tuple(weight.shape)} takes a {name} of shape {shape}, got "
+            f"{tuple(addend.shape)}"
+        )
+    if addend is not None and addend.device != weight.device:
+        raise ValueError(
+            f"linear of a {name} on {addend.device} with a weight on {weight.device}; accepted: both on one device, by "
+            f"model.to(device) or {name}.to(device)"
+        )
+
+
+def check_first_derivative(weight: Weight) -> None:
+    """Raise NotImplementedError in a backward pass that itself should be differentiated."""
+    if _is_differentiated():
+        raise weight._unsupported(f"second derivatives ({_FIRST_ONLY})")
+
+
+def refuse_second_derivative(what: str) -> None:
+    """`check_first_derivative` where no weight is at hand, for an error that names `what`."""
+    if _is_differentiated():
+        raise NotImplementedError(f"{what} does not support second derivatives ({_FIRST_ONLY})")
+
+
+_FIRST_ONLY = "accepted: backward() and autograd.grad without create_graph=True"
+
+
+def _is_differentiated() -> bool:
+    # AOTAutograd needs no second derivative, but traces with gradients enabled.
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def autocast_inputs(
+    x: Tensor, weight: Tensor, bias: Tensor | None, product: str = "linear"
+) -> tuple[Tensor, Tensor | None]:
+    """Cast x and bias as `F.linear` does under autocast; the weight's values are cast once dequantized.
+
+    Raises ValueError where, without autocast, x and the weight or the bias differ in dtype. `product`: how the message
+    names it.
+    """
+    takes_part = not x.is_meta and x.dtype is not torch.float64
+    kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # the last takes longer
+    if takes_part and torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))
+        return x, None if bias is None else bias.to(x.dtype)
+    if x.dtype != weight.dtype:
+        raise ValueError(
+            f"{product} of a {x.dtype} input with a weight of dtype {weight.dtype}: convert one "
+            "(model.to(dtype) keeps the codes) or use torch.autocast"
+        )
+    if bias is not None and bias.dtype != x.dtype:
+        raise ValueError(
+            f"{product} of a {x.dtype} input with a bias of dtype {bias.dtype}: convert it (bias.to(x.dtype)) or use "
+            "torch.autocast"
+        )
+    return x, bias
+
+
+def unflattened(y: Tensor, x: Tensor) -> Tensor:
+    """The product y [M, N] of a flattened input as [..., N], where x is [..., K]; no view, of which FSDP2 warns."""
+    return y if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y, [*x.shape[:-1], y.shape[1]])

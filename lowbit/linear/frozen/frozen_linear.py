@@ -1,0 +1,186 @@
+"""The linear of a frozen quantized weight: checks, the choice of a row, autograd.
+
+A condition of `BUILT_IN` decides by shapes, dtypes, devices and the weight's metadata alone. So the weight caches its
+last decisions with everything that decided them (`_Known`), and the next product with equal arguments checks nothing
+again. A registered condition may read anything, such as strides or global flags. So each product asks it again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowbit.linear.frozen import built_in, registered
+from lowbit.linear.frozen.checks import autocast_inputs, check_addend, check_linear
+from lowbit.linear.frozen.row import Row, Weight
+from lowbit.trace import tracer
+
+# Names of this module, because looking up an attribute takes as long as some of these calls.
+_is_compiling = torch.compiler.is_dynamo_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_has_transforms = torch._C._are_functorch_transforms_active
+# Without this, reading the shape or dtype of a weight goes through its __torch_function__, at microseconds each.
+_PlainAttributes = torch._C.DisableTorchFunctionSubclass
+
+
+def quantized_linear(
+    input: Tensor, weight: Weight, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """input [..., K] times weight [N, K] transposed, plus bias [N], plus residual [..., N]: [..., N].
+
+    Differentiable in input, bias and residual.
+
+    Raises:
+        RuntimeError: the weight requires a gradient; it is quantized for inference and has none.
+        ValueError: shapes or dtypes that do not fit, or tensors on several devices.
+        NotImplementedError: an input in low bits, or a transform of torch.func.
+    """
+    x: Tensor = input
+    row: Any = None
+    arguments: Any = None
+    if not _is_compiling():
+        is_autocast = _is_any_autocast_enabled()
+        if is_autocast:
+            x, bias = autocast_inputs(x, weight, bias)
+        # All that conditions and checks depend on and that can change during the life of a weight object.
+        arguments = (x.shape, x.dtype, x.device, weight.spec, weight.activation, is_autocast)
+        if bias is not None:
+            arguments += ("bias", bias.shape, bias.dtype, bias.device)
+        if residual is not None:
+            arguments += ("residual", residual.shape, residual.dtype, residual.device)
+        if type(x) is Tensor and not _has_transforms():
+            for known in weight._known_products:
+                if known.arguments == arguments:
+                    row = known.row
+                    break
+    if row is None:
+        with _PlainAttributes():
+            x, bias, row = _decide(x, weight, bias, residual, arguments)
+    if registered.rows:
+        with _PlainAttributes():
+            row = registered.registered_row(x, weight, bias) or row
+    if _is_grad_enabled():
+        with _PlainAttributes():
+            if weight.requires_grad:
+                raise RuntimeError(
+                    f"{weight!r} is quantized and cannot be trained: call .requires_grad_(False) on it, or train with "
+                    "lowbit.qat.prepare_ and convert afterwards"
+                )
+            if (
+                x.requires_grad
+                or (bias is not None and bias.requires_grad)
+                or (residual is not None and residual.requires_grad)
+            ):
+                y = _Linear.apply(x, weight, bias, row)
+                return y if residual is None else y + residual
+    return _run(row, x, weight, bias, residual)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """`x` [..., K] times `weight` [N, K] transposed, plus `bias` [N] and `residual` [..., N].
+
+    Returns [..., N] in x's dtype, or in the dtype that a residual of another dtype promotes it to. On a GPU, in
+    16 bits, the decode and large-batch kernels of `lowbit_kernels` add the residual before they round: it costs neither
+    a launch nor a second rounding. All other products, and those that autograd differentiates, add it afterwards.
+
+        h = lowbit.inference.linear(attended, block.out.weight, residual=h)
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+        RuntimeError: the same with a plain weight, from F.linear.
+    """
+    if getattr(weight, "stored_as", None) is not None:
+        return quantized_linear(x, weight, bias, residual)
+    check_addend("residual", residual, (*x.shape[:-1], weight.shape[0]), x, weight)
+    y = F.linear(x, weight, bias)
+    return y if residual is None else y + residual
+
+
+# ---- the decision ------------------------------------------------------------------------------------------
+
+
+_MOST_KNOWN = 4
+"""Decisions that a weight remembers: prefill and decoding alternate, with and without a residual."""
+
+
+class _Known:
+    """A decision on a weight: for such `arguments`, this row of `BUILT_IN`. Never changed, only replaced."""
+
+    __slots__ = ("arguments", "row")
+
+    def __init__(self, arguments: tuple[Any, ...], row: Row) -> None:
+        self.arguments, self.row = arguments, row
+
+    def __deepcopy__(self, memo: Any) -> _Known:
+        """The decision holds for a copy of the weight too."""
+        return self
+
+
+def _decide(
+    input: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None, arguments: Any
+) -> tuple[Tensor, Tensor | None, Row]:
+    """Check the arguments, cast them as autocast does, choose the built-in row, and let the weight remember it."""
+    check_linear(input, weight)
+    n = weight.shape[0]
+    check_addend("bias", bias, (n,), input, weight)
+    check_addend("residual", residual, (*input.shape[:-1], n), input, weight)
+    x, bias = autocast_inputs(input, weight, bias)
+    row = built_in.built_in_row(x, weight, bias)
+    if arguments is not None and type(x) is Tensor:
+        # A list is searched faster than a spec is hashed. It is replaced, because other threads may search it.
+        latest = weight._known_products[: _MOST_KNOWN - 1]
+        weight._known_products = (_Known(arguments, row), *latest)
+    return x, bias, row
+
+
+def _run(
+    row: Row, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    """Run a product that autograd does not see."""
+    if tracer.active is not None:
+        with tracer.running(x, weight, row.name):
+            return _product(row, x, weight, bias, residual)
+    return _product(row, x, weight, bias, residual)
+
+
+def _product(
+    row: Row, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    if residual is None:
+        return row.implementation(x, weight, bias)
+    if row.takes_residual and residual.dtype is x.dtype:
+        return row.implementation(x, weight, bias, residual)
+    return row.implementation(x, weight, bias) + residual
+
+
+class _Linear(torch.autograd.Function):
+    """The same for every implementation: the gradient of the input is a product with the dequantized weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None, row: Row) -> Tensor:
+        # Save an alias: a weight that a graph holds could not be moved or cast, because torch then swaps the tensors.
+        ctx.save_for_backward(weight.detach())
+        ctx.note = None
+        if tracer.active is None:
+            return _product(row, x, weight, bias, None)
+        with tracer.running(x, weight, row.name) as ctx.note:
+            return _product(row, x, weight, bias, None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        (grad,) = grads
+        (weight,) = ctx.saved_tensors
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            tracer.record(ctx.note, "grad_input", grad.dtype)
+            with _PlainAttributes():
+                grad_x = grad @ weight.dequantize().to(grad.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.flatten(0, -2).sum(0) if grad.ndim > 1 else grad
+        return grad_x, None, grad_bias, None

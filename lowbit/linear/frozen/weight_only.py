@@ -1,0 +1,47 @@
+"""int4 and int8 weights times activations in 16 bits, by kernels that unpack the codes in registers.
+
+Not for float32, where a converted model has the outputs of the model prepared for QAT, to the bit. In 16 bits the
+weights are equal to the bit, but the decode kernel does not round them to 16 bits.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+import lowbit_kernels as kernels
+from lowbit.linear.frozen.row import Weight
+from lowbit.numerics.granularity import PerGroup, PerRow
+from lowbit.numerics.number_format import Int
+from lowbit_kernels.weight_only.weight_operands import GROUP_STEP, HALVES
+
+
+def has_weight_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    """For a weight [..., N, K] in signed integers of 4 or 8 bits, with integer zero points or none."""
+    if x.dtype not in HALVES or x.device.type not in ("cpu", "cuda"):
+        return False
+    if weight.stored_as != "integers" or weight.transposed:
+        return False
+    spec = weight.spec
+    if spec.format not in (Int(4), Int(8)) or spec.zero_point_is_value:
+        return False
+    if spec.format.bits == 8 and weight.activation is not None:
+        return False  # int8 by int8 is faster
+    if isinstance(spec.granularity, PerGroup):
+        return spec.granularity.group_size % GROUP_STEP == 0
+    return isinstance(spec.granularity, PerRow)
+
+
+def weight_linear(
+    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None = None
+) -> Tensor:
+    """A kernel unpacks the codes in registers. The activation is rounded before, if the scheme quantizes it."""
+    if weight.activation is not None:
+        x = weight.rounded_input(x)
+    tensors = (x, weight.codes, weight.scale, weight.zero_point, bias, residual)
+    return kernels.weight_linear.weight_linear(*tensors, group_size=group_size_of(x, weight))
+
+
+def group_size_of(x: Tensor, weight: Weight) -> int:
+    """Elements of a row that share a scale."""
+    granularity = weight.spec.granularity
+    return granularity.group_size if type(granularity) is PerGroup else max(x.shape[-1], 1)

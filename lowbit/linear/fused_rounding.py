@@ -1,0 +1,282 @@
+"""Fake quantization of plain tensors by the fused kernel of `lowbit_kernels.elementwise.fake_quantize`, where it runs.
+
+Elsewhere `lowbit.schemes.scheme` and `lowbit.numerics.learned_scales` compute the same by PyTorch's operations. Values
+and masks are equal to the bit. The kernel runs on CUDA devices, for blocks that are parts of a row, float32, bfloat16
+and float16.
+
+Eager PyTorch takes about ten passes over a tensor and several float32 temporaries, the kernel one pass and none.
+Inductor fuses the operations into a pass or two, and with those before and after them. So in graphs of torch.compile
+the kernel runs only where it saves memory (`IN_GRAPHS`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import lowbit_kernels as kernels
+from lowbit.numerics import learned_scales
+from lowbit.numerics.learned_scales import (
+    RATE,
+    codes_and_residual,
+    gradients,
+    qparams,
+    rate_of,
+    steps_of,
+)
+from lowbit.numerics.lookup_table import LookupTable
+from lowbit.numerics.number_format import Int
+from lowbit.numerics.spec import Spec
+from lowbit_kernels.runtime.library import FLOATS
+
+Qparams = tuple[Tensor, Tensor | None]
+"""A scale and a zero point."""
+IN_GRAPHS: Literal["nowhere", "backward", "everywhere"] = "backward"
+"""Where graphs of torch.compile call the kernel. The one switch for measurements.
+
+"backward": only to round weights again for the backward pass. By PyTorch's operations, torch.compile would find that
+forward has computed them already, and keep the rounded weights of all layers until backward.
+"""
+
+
+def runs(spec: Spec, x: Tensor, in_backward: bool = False) -> bool:
+    """Whether the kernel rounds this tensor now. `in_backward`: for the backward pass of a product."""
+    if torch.compiler.is_compiling():
+        accepted = ("backward", "everywhere") if in_backward else ("everywhere",)
+        found = IN_GRAPHS in accepted and in_graphs(x)
+    else:
+        found = kernels.fake_quantize.runs_on(x.device)
+    return (
+        found
+        and type(spec) is Spec  # a subclass may observe what it rounds
+        and not spec.static
+        and not isinstance(spec.format, LookupTable)
+        and x.dtype in FLOATS
+        and all(size == 1 for size in spec.block_size(x.shape)[:-1])
+    )
+
+
+def in_graphs(x: Tensor) -> bool:
+    """Whether compiled graphs on the device of x may call the kernel."""
+    return x.is_cuda
+
+
+def _grid(spec: Spec) -> Any:
+    fmt = spec.format
+    names = {dtype: name for name, dtype in kernels.fake_quantize.FORMATS.items()}
+    return kernels.fake_quantize.Grid(
+        spec.mapping, names[fmt.dtype], float(fmt.quant_min), float(fmt.quant_max)
+    )
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _in_blocks(found: Qparams) -> tuple[Tensor | None, Tensor | None]:
+    scale, zero_point = found
+    return _flat(scale), None if zero_point is None else _flat(zero_point)
+
+
+# ---- without gradient ------------------------------------------------------------------------------------------------
+
+
+class Inside:
+    """Where the gradient of a tensor passes its rounding: a mask, the kernel's bits, or everywhere."""
+
+    def __init__(self, mask: Tensor | None, group_size: int = 0) -> None:
+        self.mask, self.group_size = mask, group_size
+
+    def passed(self, grad: Tensor) -> Tensor:
+        """`grad` where it passes, else 0."""
+        if self.mask is None:
+            return grad
+        if not self.group_size:
+            return torch.where(self.mask, grad, 0.0)
+        flat = _flat(grad)
+        if torch.is_grad_enabled():  # differentiable
+            kept = kernels.fake_quantize.unpack_inside(self.mask, self.group_size, flat.shape[1])
+            return torch.where(kept, flat, 0.0).view(grad.shape)
+        return kernels.fake_quantize.zero_outside(flat, self.mask, self.group_size).view(grad.shape)
+
+
+def rounded(
+    x: Tensor,
+    spec: Spec,
+    scale_dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
+    after: Tensor | None = None,
+    masked: bool = True,
+    joint: Tensor | None = None,
+) -> tuple[Tensor, Inside]:
+    """x [..., K] rounded by its own scales, in `dtype` (None: its own), and where the gradient passes.
+
+    `after`: the gradient of a product, where the rounding belongs to its backward pass. `masked`: False where nobody
+    asks where the gradient passes. `joint`: as for `Spec.choose_qparams`.
+    """
+    x, scale_dtype = x.detach(), spec.scale_dtype or scale_dtype
+    clips = masked and spec.may_clip(scale_dtype)
+    runs_here = joint is None and not spec.rounds_minimum and x.numel() > 0
+    if not runs_here or not runs(spec, x, after is not None):
+        values, mask = spec.rounded(x, scale_dtype, clips, joint)
+        return values if dtype is None else values.to(dtype), Inside(mask)
+    group_size = spec.block_size(x.shape)[-1]
+    # Values of float32 are rounded to `dtype` by the kernel. Others are first rounded to their own dtype.
+    direct = dtype if x.dtype is torch.float32 and dtype in FLOATS else None
+    values, bits = kernels.fake_quantize.fake_quantize(
+        _flat(x),
+        _grid(spec),
+        group_size=group_size,
+        scale_dtype=scale_dtype,
+        dtype=direct,
+        inside=clips,
+        after=after,
+    )
+    values = values.view(x.shape)
+    inside = Inside(bits if clips else None, group_size)
+    return values if dtype is None else values.to(dtype), inside
+
+
+def unclamped_codes(
+    x: Tensor, spec: Spec, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`spec.unclamped_codes(x, scale_dtype)` of x [..., K]."""
+    fits = isinstance(spec.format, Int) and not spec.rounds_minimum and runs(spec, x)
+    if not fits or x.numel() == 0 or spec.padded_shape(x.shape) != tuple(x.shape):
+        return spec.unclamped_codes(x, scale_dtype)
+    scale_dtype = spec.scale_dtype or scale_dtype
+    clips = spec.may_clip(scale_dtype)
+    codes, scale, zero_point = kernels.fake_quantize.fake_quantize_codes(
+        _flat(x),
+        _grid(spec),
+        group_size=spec.block_size(x.shape)[-1],
+        code_dtype=spec.unclamped_dtype(clips),
+        scale_dtype=scale_dtype,
+        clips=clips,
+    )
+    blocks = spec.blocks(x.shape)
+    zeros = zero_point.view(blocks) if spec.has_zero_point else None
+    return codes.view(x.shape), scale.view(blocks), zeros
+
+
+def rounded_by(
+    x: Tensor, spec: Spec, found: Qparams, dtype: torch.dtype, after: Tensor | None = None
+) -> Tensor:
+    """x [..., K] rounded by a scale and a zero point that are given, in `dtype`."""
+    x = x.detach()
+    if not runs(spec, x, after is not None):
+        codes = spec.quantize(x, qparams=found)
+        return spec.dequantize(*codes, x.shape, x.dtype).to(dtype)
+    scale, zero_point = _in_blocks(found)
+    direct = dtype if x.dtype is torch.float32 and dtype in FLOATS else None
+    values, _ = kernels.fake_quantize.fake_quantize(
+        _flat(x),
+        _grid(spec),
+        group_size=spec.block_size(x.shape)[-1],
+        scale=scale,
+        zero_point=zero_point,
+        dtype=direct,
+        after=after,
+    )
+    return values.view(x.shape).to(dtype)
+
+
+def learned_gradients(
+    grad: Tensor,
+    x: Tensor,
+    spec: Spec,
+    parameters: Qparams,
+    constant_codes: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of x [..., K] and of the parameters of its scales and zero points, from that of its rounded values.
+
+    They follow `lowbit.numerics.learned_scales`, as do `parameters` and `constant_codes`.
+    """
+    scale_parameter, zero_parameter = parameters
+    scale, zero_point = qparams(spec, scale_parameter, zero_parameter)
+    if not runs(spec, x, in_backward=True):
+        codes, residual = codes_and_residual(x, spec, scale, zero_point)
+        if constant_codes:
+            residual = steps_of(codes, spec, zero_point)
+        return gradients(grad, codes, residual, spec, scale_parameter, zero_parameter)
+    blocks, zeros = _in_blocks((scale, zero_point))
+    assert blocks is not None
+    grad_x, of_scale, of_zero = kernels.fake_quantize.fake_quantize_gradients(
+        _flat(grad),
+        _flat(x),
+        blocks,
+        zeros,
+        _grid(spec),
+        group_size=spec.block_size(x.shape)[-1],
+        constant_codes=constant_codes,
+    )
+    grad_scale = (of_scale.view(scale.shape) * rate_of(spec)).to(scale_parameter.dtype)
+    grad_zero = None
+    if zero_parameter is not None:
+        grad_zero = (of_zero.view(scale.shape) * RATE).to(zero_parameter.dtype)
+    return grad_x.view(grad.shape), grad_scale, grad_zero
+
+
+# ---- differentiable --------------------------------------------------------------------------------------------------
+
+
+class _FakeQuantize(torch.autograd.Function):
+    """Keeps a bit an element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spec: Spec, scale_dtype: torch.dtype) -> Tensor:
+        values, inside = rounded(x, spec, scale_dtype)
+        ctx.save_for_backward(inside.mask)
+        ctx.group_size = inside.group_size
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        return Inside(mask, ctx.group_size).passed(grads[0]), None, None
+
+
+class _LearnedFakeQuantize(torch.autograd.Function):
+    """Keeps its arguments alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        spec: Spec,
+        constant_codes: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x, scale, zero)
+        ctx.spec, ctx.constant_codes = spec, constant_codes
+        return rounded_by(x, spec, qparams(spec, scale, zero), x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        x, *parameters = ctx.saved_tensors
+        found = learned_gradients(grads[0], x, ctx.spec, tuple(parameters), ctx.constant_codes)
+        return *found, None, None
+
+
+def fake_quantize(
+    x: Tensor, spec: Spec, scale_dtype: torch.dtype = torch.float32, joint: Tensor | None = None
+) -> Tensor:
+    """`spec.fake_quantize(x, scale_dtype, joint)`: the same values and gradients to the bit."""
+    if joint is not None:
+        return spec.fake_quantize(x, scale_dtype, joint)
+    if not runs(spec, x) or x.numel() == 0:
+        return spec.fake_quantize(x, scale_dtype)
+    return _FakeQuantize.apply(x, spec, scale_dtype)
+
+
+def learned_fake_quantize(
+    x: Tensor, scale: Tensor, zero: Tensor | None, spec: Spec, constant_codes: bool = False
+) -> Tensor:
+    """`lowbit.numerics.learned_scales.learned_fake_quantize`: the same values to the bit, and gradients of scales up to
+    the order of their sums."""
+    if not runs(spec, x) or x.numel() == 0:
+        return learned_scales.learned_fake_quantize(x, scale, zero, spec, constant_codes)
+    return _LearnedFakeQuantize.apply(x, scale, zero, spec, constant_codes)

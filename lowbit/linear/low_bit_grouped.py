@@ -1,0 +1,118 @@
+"""The products of experts in int8 or float8, forward and backward, for 3-D weights of schemes with `LowbitProducts`.
+
+A grouped product multiplies rows (tokens), sorted by expert, by the weights of their experts; only the device knows how
+many rows each has. As in `low_bit_linear`, every product reads both operands along the dimension that it sums over:
+
+    output       y[m]  = x[m] · w[e]ᵀ        rows of x, rows of w[e], both with a scale a row
+    grad_input   dx[m] = dy[m] · w[e]        the same codes of w[e], transposed. Their scales belong to the dimension
+                                             that is summed over, so they multiply dy before it is quantized along rows
+    grad_weight  dw[e] = dyᵀ · x             over the rows of e: columns of x and dy, a scale a column and expert
+
+So the weight is rounded once. Backward keeps the columns of x, one byte an element. It does not keep the codes of the
+weight, which would add half to the memory of all experts in bfloat16. It makes them again, with the same scales.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lowbit_kernels as kernels
+from lowbit.linear.frozen.checks import check_first_derivative
+from lowbit.linear.low_bit_linear import quantized_input
+from lowbit.tensor.trained.trainable import grouped_in_high_precision
+from lowbit.trace import tracer
+from lowbit.trace.tracer import Note
+from lowbit_kernels.runtime.seeds import seed_of
+
+
+def low_bit_grouped_mm(x: Tensor, weight: Any, offsets: Tensor) -> Tensor:
+    """x [M, K] times the experts [E, K, N] of `weight`: [M, N] in x's dtype. Rows that no expert has are 0 after a
+    product in low bits, here and in the gradient of x. PyTorch's product leaves them uninitialized.
+
+    `weight`: a TrainableTensor with a scheme of `LowbitProducts`, `expert_codes()` and `expert_codes_t()` of its
+    transpose. Runs in high precision where `LowbitProducts.grouped_plain_because` has a reason.
+    """
+    stored = weight.transpose(-2, -1)
+    experts, n, k = stored.shape
+    m, scheme = x.shape[0], weight.scheme
+    why = scheme.grouped_plain_because(x.device, m, experts, n, k)
+    most = kernels.scaled_mm.MOST_TERMS
+    if why is None and max(n, k) > most:
+        why = f"sums over more than {most} products may overflow"
+    note = tracer.note(m, n, k, why, stored)
+    if why is not None:
+        return grouped_in_high_precision(x, weight, offsets)
+    scheme.check_dtype(x.dtype)
+    learns = weight.requires_grad and torch.is_grad_enabled()
+    columns = scheme.grad_weight and learns
+    quantized = quantized_input(x, scheme, rows=scheme.output, columns=columns, offsets=offsets)
+    return _Grouped.apply(x, stored, offsets, note, *quantized)
+
+
+class _Grouped(torch.autograd.Function):
+    """x [M, K] times the transposed weights [E, N, K] of the rows' experts: the products that the scheme names in low
+    bits. `quantized`: codes and scales of x along rows and columns, as far as the products need them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Any, offsets: Tensor, note: Note | None, *quantized: Tensor
+    ) -> Tensor:
+        scheme = weight.scheme
+        codes, scale, codes_t, scale_t = quantized
+        ctx.note, ctx.dtype = note, x.dtype
+        kept = (codes_t, scale_t) if scheme.grad_weight else (x,)
+        # an alias of the weight, as in low_bit_linear
+        w_codes: Any = None
+        w_scale: Any = None
+        if scheme.output:
+            w_codes, w_scale = weight.expert_codes()
+        saved = (offsets, weight.detach(), w_scale, *(kept if ctx.needs_input_grad[1] else ()))
+        ctx.save_for_backward(*saved)
+        if scheme.output:
+            tracer.record(note, "output", scheme.forward_format)
+            return kernels.grouped_scaled_mm.grouped_scaled_mm(
+                codes, w_codes, scale, w_scale, offsets, out_dtype=x.dtype
+            )
+        tracer.record(note, "output", x.dtype)
+        values = weight.values().to(x.dtype).transpose(-2, -1)
+        return torch._grouped_mm(x, values, offs=offsets)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0]
+        offsets, weight, w_scale, *kept = ctx.saved_tensors
+        check_first_derivative(weight)
+        scheme, note = weight.scheme, ctx.note
+        for_x, for_weight = ctx.needs_input_grad[:2]
+        rows, columns = for_x and scheme.grad_input, for_weight and scheme.grad_weight
+        fmt = scheme.backward_format
+        multiply = kernels.grouped_scaled_mm.grouped_scaled_mm
+        grad_x = grad_weight = None
+        if rows or columns:
+            w_codes: Any = None
+            if rows:
+                w_codes, w_scale = weight.expert_codes_t(w_scale, after=grad)
+            else:
+                w_scale = None
+            seed = seed_of(grad, scheme.seed) if scheme.rounds_stochastically else None
+            codes, scale, codes_t, scale_t = kernels.quantize_grouped.quantize_grouped(
+                grad, offsets, fmt, rows=rows, columns=columns, seed=seed, row_factor=w_scale
+            )
+        if rows:
+            tracer.record(note, "grad_input", fmt)
+            one = scale.new_ones(1)  # the gradient's rows have the weight's scales
+            grad_x = multiply(codes, w_codes, scale, one, offsets, out_dtype=ctx.dtype)
+        elif for_x:
+            tracer.record(note, "grad_input", grad.dtype)
+            grad_x = torch._grouped_mm(grad, weight.values().to(grad.dtype), offs=offsets)
+        if columns:
+            tracer.record(note, "grad_weight", fmt)
+            own, dtype = (codes_t, scale_t), weight.dtype
+            grad_weight = multiply(own[0], kept[0], own[1], kept[1], offsets, out_dtype=dtype)
+        elif for_weight:
+            tracer.record(note, "grad_weight", grad.dtype)
+            grad_weight = torch._grouped_mm(grad.t(), kept[0], offs=offsets)
+        return grad_x, grad_weight, *(None,) * 6

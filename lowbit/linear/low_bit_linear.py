@@ -1,0 +1,331 @@
+"""The products of a linear in int8 or float8, forward and backward, for weights of schemes with `LowbitProducts`.
+
+    y  = x̂ ŵᵀ                   x rounded along its rows; ŵ = scale[n] · codes[n, k], a scale a row
+    dx = (dy · scale)^ codes    dy times the weight's scales, rounded along its rows
+    dw = dŷᵀ x̂                  both rounded along the columns of dy and x
+
+Both products of the weight read the same codes, since its scales can be moved into dy. So the gradient is that of the
+weight that the output saw. With a scale a row it is the same where FSDP2 gathers codes and where the weight is whole;
+with one scale a tensor, each shard has its own. The input is quantized once, along rows and, transposed, along columns.
+Backward keeps the latter, one byte an element, and not the input.
+
+`Float8BlockMixedPrecision` has a scale for each 128 elements along that dimension instead. Its products are
+`block_scaled_mm`, and scales are then matrices.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import lowbit_kernels as kernels
+from lowbit.linear.frozen.checks import (
+    autocast_inputs,
+    check_linear,
+    refuse_second_derivative,
+    unflattened,
+)
+from lowbit.tensor.trained.trainable import Values
+from lowbit.trace import tracer
+from lowbit.trace.tracer import Note
+
+Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Codes and scales of a matrix along its rows, and of its transpose along its columns."""
+Codes = tuple[Tensor, Tensor]
+"""Codes [rows, columns rounded up to 16], and the scale of each row or of all. In blocks: codes [rows, columns rounded
+up to 128], and scales as `lowbit_kernels.matmul.block_scaled_mm` takes them."""
+Operand = tuple[Tensor, Tensor | None]
+"""Codes and scales of a weight, or its values in high precision and None."""
+
+
+def low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N] in x's dtype.
+
+    `weight`: a TrainableTensor with a scheme of `LowbitProducts` and `product_operand()`, or for scales of blocks
+    `row_codes()` and `transposed_codes()`. Runs in high precision where `LowbitProducts.plain_because` has a reason.
+    Raises ValueError in float64 where it has none.
+    """
+    # Each attribute of the weight, such as its shape, would pass through `__torch_function__`, in Python.
+    with torch._C.DisableTorchFunctionSubclass():
+        return _low_bit_linear(x, weight, bias)
+
+
+def _low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    check_linear(x, weight)
+    given = x
+    x, bias = autocast_inputs(x, weight, bias)
+    scheme = weight.scheme
+    n, k = weight.shape
+    m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
+    why = scheme.plain_because(x.device, m, n, k)
+    note = tracer.note(m, n, k, why, weight)
+    if why is not None:
+        return F.linear(x, Values.apply(weight).to(x.dtype), bias)
+    scheme.check_dtype(x.dtype)
+    learns = weight.requires_grad and torch.is_grad_enabled()
+    columns = scheme.grad_weight and learns
+    quantized = quantized_input(x, scheme, rows=scheme.output, columns=columns, given=given)
+    flat = x if x.ndim == 2 else x.reshape(m, k)
+    y = _Linear.apply(flat, weight, bias, note, *quantized)
+    return unflattened(y, x)
+
+
+class _Linear(torch.autograd.Function):
+    """x [M, K] times weight [N, K] transposed, plus bias [N]: the products that the scheme names in low bits.
+
+    `quantized`: codes and scales of x along rows and columns, as far as the products need them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, note: Note | None, *quantized: Tensor
+    ) -> Tensor:
+        scheme = weight.scheme
+        codes, scale, codes_t, scale_t = quantized
+        ctx.note, ctx.scheme = note, scheme
+        ctx.weight_dtype, ctx.k, ctx.kind = weight.dtype, x.shape[1], type(weight).__name__
+        # Not the weight itself: one that a graph holds could not be moved or cast, which swaps the tensors of a
+        # subclass. Autograd compares the versions of what is kept, so it refuses a backward pass after an update of the
+        # weight. `detach`, an alias, takes longer.
+        operand = None if scheme.in_blocks else weight.product_operand()
+        if operand is None or not scheme.grad_input:
+            own = weight.detach(), None, None
+        else:
+            own = *operand, weight.row_counter()
+        kept = (codes_t, scale_t) if scheme.grad_weight else (x,)
+        ctx.save_for_backward(*own, *(kept if ctx.needs_input_grad[1] else ()))
+        if scheme.output:
+            return _output(note, (codes, scale), weight, operand, x.dtype, bias)
+        tracer.record(note, "output", x.dtype)
+        return F.linear(x, weight.values().to(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(f"a linear of {ctx.kind}")
+        grad, note, scheme = grads[0], ctx.note, ctx.scheme
+        stored, w_scale, _, *kept = ctx.saved_tensors
+        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
+        low = scheme.grad_input and for_x, scheme.grad_weight and for_weight
+        grad_x = grad_weight = None
+        if any(low):
+            turned: Operand | None = None
+            if low[0] and scheme.in_blocks:
+                turned = stored.transposed_codes(after=grad)
+            elif low[0] and w_scale is None:
+                turned = stored, None
+            elif low[0]:
+                turned = transposed(stored, ctx.k, grad), w_scale
+            own = tuple(kept) if low[1] else None
+            found = low_bit_gradients(note, scheme, grad, turned, own, ctx.weight_dtype)
+            grad_x, grad_weight = found
+        if for_x and not low[0]:
+            tracer.record(note, "grad_input", grad.dtype)
+            grad_x = grad @ stored.values().to(grad.dtype)
+        if for_weight and not low[1]:
+            tracer.record(note, "grad_weight", grad.dtype)
+            grad_weight = grad.t() @ kept[0]
+        grad_bias = grad.sum(0) if for_bias else None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _output(
+    note: Note | None,
+    x: Codes,
+    weight: Any,
+    operand: Operand | None,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+) -> Tensor:
+    """The output [M, N] for codes of x along its rows. `operand`: the weight's, or None in blocks."""
+    scheme = weight.scheme
+    fmt = scheme.forward_format
+    if operand is None:
+        return low_bit_product(note, "output", fmt, x, weight.row_codes(), dtype, bias)
+    stored, scale = operand
+    if scale is not None:
+        codes = F.pad(stored, (0, extra)) if (extra := -stored.shape[1] % 16) else stored
+        return low_bit_product(note, "output", fmt, x, (codes, scale), dtype, bias)
+    tracer.record(note, "output", fmt)
+    return kernels.linear_output.linear_output(
+        *x, stored, fmt, tensorwise=scheme.one_scale, bias=bias, out_dtype=dtype
+    )
+
+
+def low_bit_gradients(
+    note: Note | None,
+    scheme: Any,
+    grad: Tensor,
+    weight: Operand | None,
+    x: Codes | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x [M, K], in grad's dtype, and of the weight [N, K], in `dtype`, from grad [M, N].
+
+    Args:
+        weight: codes [K, N16] and scales [N] or [1], or the weight [N, K] in high precision and None. With several
+            scales, as shards have, the gradient gets a scale a row even in a tensorwise scheme.
+        x: codes [K, M16] and scales [K] or [1].
+
+    None in place of one: the gradient that it would give is not wanted.
+    """
+    fmt = scheme.backward_format
+    if scheme.in_blocks:
+        return _block_gradients(note, scheme, grad, weight, x, dtype)
+    several = weight is not None and weight[1] is not None and weight[1].numel() != 1
+    how: dict[str, Any] = {
+        "seed": scheme.seed if scheme.rounds_stochastically else None,
+        "tensorwise": scheme.one_scale and not several,
+        "dtype": dtype,
+    }
+    multiply = kernels.linear_gradients.linear_gradients
+    if note is None:
+        return multiply(grad, fmt, weight, x, **how)
+    # A trace tells the kernels of two products apart by the calls between which they run.
+    grad_x = grad_weight = None
+    if weight is not None:
+        tracer.record(note, "grad_input", fmt)
+        grad_x, _ = multiply(grad, fmt, weight, None, **how)
+    if x is not None:
+        tracer.record(note, "grad_weight", fmt)
+        _, grad_weight = multiply(grad, fmt, None, x, **how)
+    return grad_x, grad_weight
+
+
+def _block_gradients(
+    note: Note | None,
+    scheme: Any,
+    grad: Tensor,
+    weight: Any,
+    x: Codes | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None]:
+    """`low_bit_gradients` where scales are those of blocks, which no product moves into the gradient."""
+    fmt = scheme.backward_format
+    codes, scale, codes_t, scale_t = _quantize(
+        grad, scheme, rows=weight is not None, columns=x is not None
+    )
+    grad_x = grad_weight = None
+    if weight is not None:
+        grad_x = low_bit_product(note, "grad_input", fmt, (codes, scale), weight, grad.dtype)
+    if x is not None:
+        grad_weight = low_bit_product(note, "grad_weight", fmt, (codes_t, scale_t), x, dtype)
+    return grad_x, grad_weight
+
+
+def transposed(codes: Tensor, columns: int, after: Tensor | None = None) -> Tensor:
+    """The first `columns` columns of codes [N, K16] as codes [columns, N16]; `after` as of the kernel."""
+    return kernels.transpose_codes.transpose_codes(codes.unsqueeze(0), columns, after).squeeze(0)
+
+
+def low_bit_product(
+    note: Note | None,
+    name: str,
+    fmt: str,
+    a: Codes,
+    b: Codes,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """a @ b.T, scaled."""
+    tracer.record(note, name, fmt)
+    if a[1].dim() == 2:
+        return kernels.block_scaled_mm.block_scaled_mm(
+            a[0], b[0], a[1], b[1], bias=bias, out_dtype=dtype
+        )
+    return kernels.scaled_mm.scaled_mm(a[0], b[0], a[1], b[1], bias=bias, out_dtype=dtype)
+
+
+# ---- the quantized input, shared by layers that read the same one ---------------------------------------------------
+
+Made = TypeVar("Made", bound=tuple[Tensor, ...])
+
+_last: tuple[weakref.ref[Tensor], Any, Any] | None = None
+
+
+def _quantize(x: Tensor, scheme: Any, *, rows: bool, columns: bool) -> Quantized:
+    """Codes and scales of x [M, K] along its rows, and of its transpose along its columns, in the scheme's forward
+    format, which those of blocks have for gradients too."""
+    if scheme.in_blocks:
+        return kernels.quantize_blocks.quantize_blocks(
+            x, tiles=False, rows=rows, columns=columns, power_of_two=scheme.power_of_two
+        )
+    return kernels.quantize_rowcol.quantize_rowcol(
+        x, scheme.forward_format, rows=rows, columns=columns, tensorwise=scheme.one_scale
+    )
+
+
+class _Same:
+    """A tensor in a key, equal to itself only."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor, tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Same)
+            and self.tensor is other.tensor
+            and self.version == other.version
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def quantized_input(
+    x: Tensor,
+    scheme: Any,
+    *,
+    rows: bool,
+    columns: bool,
+    offsets: Tensor | None = None,
+    given: Tensor | None = None,
+) -> Quantized:
+    """`_quantize` of x [..., K], viewed as [M, K], in the scheme's forward format, without gradient; with `offsets`,
+    `quantize_grouped`. Shared as `of_last_input` says. `given`: the layer's input, of which x is a cast, or None.
+    """
+    grouped = None if offsets is None or torch.compiler.is_compiling() else _Same(offsets)
+
+    def found() -> Quantized:
+        flat, fmt = x.detach(), scheme.forward_format
+        flat = flat if flat.ndim == 2 else flat.reshape(-1, x.shape[-1])
+        if offsets is None:
+            return _quantize(flat, scheme, rows=rows, columns=columns)
+        if columns:
+            return kernels.quantize_grouped.quantize_grouped(flat, offsets, fmt, rows=rows)
+        # rows do not depend on the expert
+        return kernels.quantize_rowcol.quantize_rowcol(flat, fmt, rows=rows, columns=False)
+
+    key = scheme.input_rounding, rows, columns, grouped, x.dtype
+    return of_last_input(x if given is None else given, key, found)
+
+
+def of_last_input(x: Tensor, key: tuple[Any, ...], found: Callable[[], Made]) -> Made:
+    """`found()`, a function of x and `key`, or the last result again if both are the last ones, as for the layers of
+    query, key and value.
+
+    Only results of autograd are shared. Leaves may be rewritten without a new version, as a CUDA graph does with its
+    inputs and results. Under torch.compile the compiler merges equal operations itself.
+    """
+    global _last
+    if torch.compiler.is_compiling() or x.grad_fn is None:
+        return found()
+    captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    key = (x._version, captured, *key)
+    last = _last
+    if last is not None and last[0]() is x and last[1] == key:
+        return last[2]
+    made = found()
+    _last = (weakref.ref(x, _forget), key, made)
+    return made
+
+
+def _forget(reference: weakref.ref[Tensor]) -> None:
+    """Frees the codes together with their input."""
+    global _last
+    if _last is not None and _last[0] is reference:
+        _last = None

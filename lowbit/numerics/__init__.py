@@ -1,0 +1,1 @@
+"""Number formats, granularities, scales and rounding: arithmetic on plain tensors, without kernels."""

@@ -1,0 +1,302 @@
+"""Fake quantization whose scales and zero points are trained along with the weight.
+
+    ŵ = dequantize(quantize(w))                     by `lowbit.numerics.affine`, with the trained scale s and zero z
+
+    ∂ŵ/∂w = 1 where the code lies within the range, else 0
+    ∂ŵ/∂s = (ŵ − w)/s within the range, else the code at its end, counted from that of z
+    ∂ŵ/∂z = 0 within the range, else 1
+
+Where scales train alone, from weights on the grid (`lowbit.qat.freeze_codes_`), codes stay what they are. Then ∂ŵ/∂s
+within the range is that of constant codes: (ŵ − z)/s where z is a value, ŵ/s elsewhere.
+
+s is the scale of a block. z is the value that its zero point stands for: −zero_point · s for mappings with an integer
+zero point, which is rounded; the zero point itself for "float_zero_point"; 0 for mappings that have none to choose.
+Sources: LSQ (arXiv 1902.08153) for s, LSQ+ (arXiv 2004.09576) for z; ParetoQ (arXiv 2502.02631) uses the same rules at
+2 and 3 bits. Their factor on the gradient of s is left out, since Adam does not depend on it.
+
+The parameters hold z divided by `RATE` and s divided by `rate_of` the spec. An optimizer like Adam moves an element by
+about its learning rate, and scales learn best at a tenth of the rate of the weights (at the same rate they lose what
+plain rounding wins). With more than 4 bits s is small beside the weights, and at a tenth the ends of the range, s times
+the largest code, would move by several times the rate: there s moves by the rate divided by that code. So one learning
+rate serves all parameters, in any optimizer. Division by a power of two keeps every bit. The gradients of the
+parameters are smaller by this factor too, and hardly enter the norm that gradients are clipped by. Weight decay shrinks
+weights and scales alike, which leaves the codes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.numerics.affine import (
+    computed_again,
+    dequantize_affine,
+    half_step,
+    round_to_dtype,
+    smallest_scale,
+    unclamped_codes,
+)
+from lowbit.numerics.code_range import clamped, within_range
+from lowbit.numerics.number_format import Int
+from lowbit.numerics.spec import Spec, crop
+
+RATE = 0.125
+"""Scale or zero point per unit of its parameter, at most."""
+PART = 2**24
+"""Elements of experts that are rounded at a time."""
+
+
+def rate_of(spec: Spec) -> float:
+    """Scale per unit of its parameter, a power of two: 1/8 for up to 4 bits, 1/128 for 8, 1/512 for float8 (e4m3).
+
+    1/8 for the scales of inputs (`static`), which are larger than those of weights."""
+    if spec.static:
+        return RATE
+    largest = (spec.format.quant_max - spec.format.quant_min) / 2
+    return min(RATE, 2.0 ** -round(math.log2(largest)))
+
+
+def learns_zero(spec: Spec) -> bool:
+    """Whether the mapping chooses zero points, so that a parameter holds them."""
+    return spec.mapping in ("asymmetric", "float_zero_point")
+
+
+def parameters_for(weight: Tensor, spec: Spec, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The values of `dtype` that training starts from, for scales and zero points of `weight`, each [blocks along each
+    dimension]. Where the spec has a `scale_dtype`, `qparams` rounds to it."""
+    if weight.is_meta:
+        scale = torch.empty(spec.blocks(weight.shape), dtype=dtype, device="meta")
+        return scale, torch.empty_like(scale) if learns_zero(spec) else None
+    scale, zero_point = spec.search_qparams(weight.detach(), spec.scale_dtype or dtype)
+    return as_parameters(spec, scale.to(dtype), zero_point)
+
+
+def as_parameters(
+    spec: Spec, scale: Tensor, zero_point: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The parameters from which `qparams` computes this scale and zero point."""
+    if not learns_zero(spec):
+        return scale / rate_of(spec), None
+    assert zero_point is not None
+    if not zero_point.is_floating_point():
+        zero_point = -zero_point.float() * scale.float()
+    return scale / rate_of(spec), (zero_point / RATE).to(scale.dtype)
+
+
+def qparams(
+    spec: Spec, scale_parameter: Tensor, zero_parameter: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """(scale, zero_point) as `lowbit.numerics.affine` takes them, from the parameters. The one place that computes
+    them: for training and for conversion, to the same bits.
+
+    Scales are rounded to the `scale_dtype` of the spec. A scale whose magnitude fell below the smallest that
+    `lowbit.numerics.affine` chooses in its dtype has that magnitude.
+    """
+    scale = scale_parameter.detach() * rate_of(spec)
+    scale = round_to_dtype(scale, spec.scale_dtype or scale.dtype)
+    least = smallest_scale(scale.dtype)
+    scale = torch.where(scale.abs() < least, torch.full_like(scale, least).copysign(scale), scale)
+    fmt = spec.format
+    if not isinstance(fmt, Int) or not spec.has_zero_point:
+        return scale, None
+    if spec.mapping == "half_integer":
+        return _of_exact_half(scale)
+    if spec.rounds_minimum:
+        assert zero_parameter is not None
+        return spec.with_minimum(scale, zero_parameter.detach().float() * RATE)
+    if zero_parameter is None:  # codes of an unsigned symmetric format
+        return scale, torch.full_like(scale, _code_of_z(spec), dtype=fmt.dtype)
+    value = zero_parameter.detach() * RATE
+    if spec.mapping == "float_zero_point":
+        return scale, round_to_dtype(value, scale.dtype)
+    steps = (-value.double() / scale.double()).float().round()
+    steps = torch.where(steps == steps, steps, 0.0)
+    return scale, clamped(steps, torch.int32, fmt.quant_min, fmt.quant_max).to(fmt.dtype)
+
+
+def _of_exact_half(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale, and its half as the zero point. A scale among the smallest numbers of its dtype, whose half is not
+    exact, becomes the double of the nearest one: formats that store integers need both."""
+    half = half_step(scale, scale.dtype)
+    least = smallest_scale(scale.dtype)
+    half = torch.where(half == 0, torch.full_like(half, least).copysign(scale), half)
+    return half * 2, half
+
+
+def learned_fake_quantize(
+    weight: Tensor,
+    scale_parameter: Tensor,
+    zero_parameter: Tensor | None,
+    spec: Spec,
+    constant_codes: bool = False,
+) -> Tensor:
+    """ŵ in `weight`'s shape and dtype, differentiable in the weight and in the parameters.
+
+    Equal to the last bit to `spec.dequantize` of `spec.quantize(weight, qparams=qparams(…))`. NaN in an input, whose
+    spec is `static`, stays NaN.
+    """
+    return _LearnedFakeQuantize.apply(
+        weight, scale_parameter, zero_parameter, spec, constant_codes, True
+    )
+
+
+def with_gradients_of(
+    weight: Tensor,
+    scale_parameter: Tensor,
+    zero_parameter: Tensor | None,
+    spec: Spec,
+    constant_codes: bool = False,
+) -> Tensor:
+    """The values of `weight` with the gradients of `learned_fake_quantize`, for a product that has the codes."""
+    return _LearnedFakeQuantize.apply(
+        weight, scale_parameter, zero_parameter, spec, constant_codes, False
+    )
+
+
+def _parts(weight: Tensor, spec: Spec) -> list[slice]:
+    """Parts of the experts of a weight [E, …], one after another of which is rounded.
+
+    Temporaries take some 14 times the bytes of a bfloat16 part. torch.compile, which has no temporaries, gets one part.
+    """
+    whole = [slice(None)]
+    if weight.ndim < 3 or torch.compiler.is_compiling() or spec.block_size(weight.shape)[0] > 1:
+        return whole
+    step = max(PART // max(weight.shape[1:].numel(), 1), 1)
+    return [slice(i, i + step) for i in range(0, weight.shape[0], step)] or whole
+
+
+class _LearnedFakeQuantize(torch.autograd.Function):
+    """Backward computes the codes again, so that forward keeps nothing but its arguments."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        spec: Spec,
+        constant_codes: bool,
+        rounds: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(weight, scale, zero)
+        ctx.spec, ctx.constant_codes, ctx.rounds = spec, constant_codes, rounds
+        if not rounds:
+            return weight.view_as(weight)
+        scale, zero_point = qparams(spec, scale, zero)
+
+        def rounded(part: slice) -> Tensor:
+            own = scale[part], None if zero_point is None else zero_point[part]
+            x = weight[part]
+            values = spec.dequantize(*spec.quantize(x, qparams=own), x.shape, x.dtype)
+            return torch.where(x.isnan(), x, values) if spec.static else values
+
+        parts = _parts(weight, spec)
+        if len(parts) == 1:
+            return rounded(parts[0])
+        values = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        for part in parts:
+            values[part] = rounded(part)
+        return values
+
+    @staticmethod
+    def backward(
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, None, None, None]:
+        weight, scale_parameter, zero_parameter = ctx.saved_tensors
+        spec, grad = ctx.spec, grads[0]
+        again = scale_parameter if ctx.rounds else computed_again(scale_parameter)
+        scale, zero_point = qparams(spec, again, zero_parameter)
+
+        def found(part: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+            own, zero = (None if t is None else t[part] for t in (zero_point, zero_parameter))
+            codes, residual = codes_and_residual(weight[part], spec, scale[part], own)
+            if ctx.constant_codes:
+                residual = steps_of(codes, spec, own)
+            return gradients(grad[part], codes, residual, spec, scale_parameter[part], zero)
+
+        parts = _parts(weight, spec)
+        if len(parts) == 1:
+            return *found(parts[0]), None, None, None
+        grad_weight = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        of_scales, of_zeros = [], []
+        for part in parts:
+            grad_weight[part], of_scale, of_zero = found(part)
+            of_scales.append(of_scale)
+            of_zeros += [] if of_zero is None else [of_zero]
+        of_zero = torch.cat(of_zeros) if of_zeros else None
+        return grad_weight, torch.cat(of_scales), of_zero, None, None, None
+
+
+def codes_and_residual(
+    weight: Tensor, spec: Spec, scale: Tensor, zero_point: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Codes before the clamp and (ŵ − w)/s of each element of the padded weight, both float32; the latter counts within
+    the range only."""
+    x, fmt = spec.pad(weight), spec.format
+    block, limits = spec.block_size(x.shape), (fmt.quant_min, fmt.quant_max)
+    codes = unclamped_codes(x, block, scale, zero_point, fmt.dtype, *limits)
+    own = clamped(codes, fmt.dtype, *limits)
+    values = dequantize_affine(own, block, scale, zero_point, *limits)
+    return codes, _in_blocks(values - x.float(), block).div(_spread(scale)).view(x.shape)
+
+
+def steps_of(codes: Tensor, spec: Spec, zero_point: Tensor | None) -> Tensor:
+    """∂ŵ/∂s within the range where codes are constants: the steps of size s from z to ŵ, float32.
+
+    `gradients` takes them in place of the residual."""
+    if zero_point is None:
+        return codes.float()
+    if spec.zero_point_is_value:
+        return codes.float() - _code_of_z(spec)
+    block = spec.block_size(codes.shape)
+    return _in_blocks(codes.float(), block).sub(_spread(zero_point)).view(codes.shape)
+
+
+def gradients(
+    grad: Tensor,
+    codes: Tensor,
+    residual: Tensor,
+    spec: Spec,
+    scale_parameter: Tensor,
+    zero_parameter: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of the weight and of the parameters, from that of ŵ and the result of `codes_and_residual`."""
+    fmt, block = spec.format, spec.block_size(codes.shape)
+    low, high = fmt.quant_min, fmt.quant_max
+    inside = within_range(codes, fmt.dtype, low, high)
+    ends = codes.clamp(low, high) - _code_of_z(spec)
+    wide = spec.pad(grad.float())
+    sums = _block_sums(wide * torch.where(inside, residual, ends), block)
+    grad_scale = (sums * rate_of(spec)).to(scale_parameter.dtype)
+    grad_zero = None
+    if zero_parameter is not None:
+        sums = _block_sums(torch.where(inside, 0.0, wide), block)
+        grad_zero = (sums * RATE).to(zero_parameter.dtype)
+    return torch.where(crop(inside, grad.shape), grad, 0.0), grad_scale, grad_zero
+
+
+def _code_of_z(spec: Spec) -> float:
+    """The code, also between two, whose value is z."""
+    fmt = spec.format
+    if not isinstance(fmt, Int) or spec.mapping == "asymmetric":
+        return 0
+    middle = (int(fmt.quant_min) + int(fmt.quant_max) + 1) // 2
+    return middle - 0.5 if spec.mapping == "half_integer" else middle
+
+
+def _in_blocks(x: Tensor, block: Sequence[int]) -> Tensor:
+    """x as [n0, b0, n1, b1, …], with n blocks of size b along each dimension."""
+    return x.reshape([s for n, b in zip(x.shape, block, strict=True) for s in (n // b, b)])
+
+
+def _spread(scale: Tensor) -> Tensor:
+    """One number a block as [n0, 1, n1, 1, …]."""
+    return scale.float().reshape([s for n in scale.shape for s in (n, 1)])
+
+
+def _block_sums(x: Tensor, block: Sequence[int]) -> Tensor:
+    return _in_blocks(x, block).sum(list(range(1, 2 * x.ndim, 2)))

@@ -1,0 +1,585 @@
+"""A `Spec`: how one tensor is quantized, and the arithmetic that this means.
+
+A `Spec` is format + granularity + mapping. It computes what it describes (`quantize`, `dequantize`, `fake_quantize`)
+through `lowbit.numerics.affine`, so every flow gives the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowbit.numerics.affine import (
+    VALUE_ZERO_POINT,
+    Mapping,
+    absmax_of_blocks,
+    chosen_qparams,
+    dequantize_affine,
+    fake_quantize_affine,
+    quantize_affine,
+    round_to_dtype,
+    rounded_affine,
+    unclamped_codes,
+)
+from lowbit.numerics.code_range import (
+    FLOATS,
+    clamped,
+    within_range,
+)
+from lowbit.numerics.granularity import (
+    Granularity,
+    PerBlock,
+    PerTensor,
+)
+from lowbit.numerics.lookup_table import LookupTable
+from lowbit.numerics.number_format import Float8, Format, Int
+from lowbit.numerics.scale_format import SCALE_FORMATS, ScaleFormat
+from lowbit.numerics.search import search_qparams_affine
+
+Scales = Literal["float", "e8m0", "e4m3", "double"]
+
+
+MOST_PADDING, ALWAYS_PADDED = 256, 2**20
+"""The most elements that a whole number of blocks may have, as a multiple of the tensor's own, and the elements up to
+which any multiple is taken."""
+SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+"""What `Spec.scale_dtype` takes, by the name in files and on the command line."""
+
+
+def crop(t: Tensor, shape: Sequence[int]) -> Tensor:
+    """The leading `shape` of a padded tensor that was just computed: a contiguous copy, as modules may choose a product
+    by the strides of a weight. `t` itself where nothing was padded."""
+    if t.shape == torch.Size(shape):
+        return t
+    if t.is_cpu and torch.compiler.is_compiling():
+        # Inductor (torch 2.13) merges a slice into what computed `t`, and on CPUs the merged loop over groups of more
+        # than 8 elements leaves out the last, cut one: its elements stay uninitialized. It computes all of a strided
+        # tensor.
+        return t.as_strided(shape, t.stride()).contiguous()
+    for dim, size in enumerate(shape):
+        t = t.narrow(dim, 0, size)
+    return t.contiguous()
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How one tensor is quantized.
+
+    Args:
+        format: `Int(bits, signed)`, `Float8(dtype)` or a `LookupTable`, such as `NF4` and `E2M1`.
+        granularity: which elements share a scale: `PerTensor`, `PerRow`, `PerGroup(g)`, `PerToken`, `PerBlock`.
+        mapping: "symmetric", "symmetric_no_clipping_err", "asymmetric", "float_zero_point" or "half_integer" (see
+            `lowbit.numerics.affine`).
+        static: for an activation, with `PerTensor()`. False: the scale is dynamic, computed from each input. True: all
+            inputs have one scale, which `lowbit.calibrate` finds before and which the layer stores.
+        scale_format: for a LookupTable, how scales are stored: "float", "e8m0", "e4m3" or "double" (see
+            `lowbit.numerics.scale_format`).
+        scale_dtype: for the weight of an Int or Float8 scheme, the dtype that scales are rounded to: torch.float16,
+            torch.bfloat16 or torch.float32. None: the dtype of the weight (float32 for float64, and for float8 in
+            blocks). GPTQ, AWQ and GGUF store float16 scales; `lowbit.formats.grid` gives the dtype of a format. With
+            "float_zero_point" and a dtype of 16 bits, the smallest value of each block is rounded to it too, as GGUF's
+            Q4_1 stores it. The weight then keeps scale and zero point in float32, which represents both exactly.
+
+    Raises:
+        ValueError, TypeError: an impossible combination, e.g. float8 with a zero point.
+    """
+
+    format: Format
+    granularity: Granularity
+    mapping: Mapping = "symmetric"
+    static: bool = field(default=False, kw_only=True)
+    scale_format: Scales = field(default="float", kw_only=True)
+    scale_dtype: torch.dtype | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.format, Format):
+            raise TypeError(
+                f"format must be Int(bits) or Float8(), or a LookupTable, got {self.format!r}"
+            )
+        if not isinstance(self.granularity, Granularity):
+            raise TypeError(
+                f"granularity must be PerTensor(), PerRow(), PerGroup(g), PerToken(), PerBlock(...) or another "
+                f"lowbit.numerics.granularity.Granularity, got {self.granularity!r}"
+            )
+        if self.mapping not in get_args(Mapping):
+            raise ValueError(
+                f"unknown mapping {self.mapping!r}; accepted: {', '.join(get_args(Mapping))}"
+            )
+        if isinstance(self.format, Float8) and self.mapping != "symmetric":
+            raise ValueError(
+                f"float8 has no zero point: mapping must be 'symmetric', got {self.mapping!r}"
+            )
+        self._check_scale_format()
+        self._check_scale_dtype()
+        one_bit = isinstance(self.format, Int) and self.format.bits == 1
+        if one_bit and self.mapping.startswith("symmetric"):
+            raise ValueError(
+                f"one bit with mapping {self.mapping!r} rounds every value to zero; use 'asymmetric' or "
+                "'half_integer'"
+            )
+        if not isinstance(self.static, bool):
+            raise TypeError(f"static must be True or False, got {self.static!r}")
+        if self.static and not isinstance(self.granularity, PerTensor):
+            raise ValueError(
+                f"static=True gives all inputs one scale: the granularity must be PerTensor(), got {self.granularity!r}"
+            )
+
+    def __repr__(self) -> str:
+        left_out: tuple[str, ...] = () if self.scales is not None else ("scale_format",)
+        left_out += () if self.scale_dtype is not None else ("scale_dtype",)
+        shown = [f.name for f in fields(self) if f.name not in left_out]
+        return f"Spec({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+    def _check_scale_format(self) -> None:
+        if self.scale_format not in SCALE_FORMATS:
+            raise ValueError(
+                f"unknown scale_format {self.scale_format!r}; accepted: {', '.join(SCALE_FORMATS)}"
+            )
+        if not isinstance(self.format, LookupTable):
+            if self.scale_format != "float":
+                raise ValueError(
+                    f"scale_format={self.scale_format!r} is for a LookupTable, such as NF4 and E2M1; {self.format} "
+                    "takes 'float'"
+                )
+            return
+        accepted = ["symmetric"]
+        if self.scale_format == "e8m0":
+            accepted.append("symmetric_no_clipping_err")
+        if self.mapping not in accepted:
+            raise ValueError(
+                f"a LookupTable with scale_format={self.scale_format!r} has no zero point: mapping must be "
+                f"{' or '.join(map(repr, accepted))}, got {self.mapping!r}"
+            )
+
+    def _check_scale_dtype(self) -> None:
+        dtype = self.scale_dtype
+        if dtype is None:
+            return
+        if dtype not in SCALE_DTYPES.values():
+            accepted = ", ".join(map(str, SCALE_DTYPES.values()))
+            raise ValueError(f"scale_dtype must be {accepted} or None, got {dtype!r}")
+        if isinstance(self.format, LookupTable):
+            raise ValueError(
+                f"scale_dtype={dtype} is for Int and Float8; the scales of a LookupTable are stored as scale_format "
+                f"says, got {self.scale_format!r}"
+            )
+        is_float8 = isinstance(self.format, Float8)
+        if is_float8 and isinstance(self.granularity, PerBlock) and dtype is not torch.float32:
+            raise ValueError(
+                f"float8 in blocks has scales of torch.float32, got scale_dtype={dtype}; leave it None"
+            )
+
+    @property
+    def scales(self) -> ScaleFormat | None:
+        """How scales are stored; None: as they are, in a floating dtype."""
+        return SCALE_FORMATS[self.scale_format]
+
+    def same_values(self, other: Spec) -> bool:
+        """Whether codes and scales mean the same values under both specs. The two symmetric mappings choose different
+        scales but decode them alike. So do specs that differ in `scale_dtype`."""
+        own, others = replace(self, scale_dtype=None), replace(other, scale_dtype=None)
+        symmetric = all(s.mapping.startswith("symmetric") for s in (self, other))
+        if not symmetric:
+            return own == others
+        return replace(own, mapping="symmetric") == replace(others, mapping="symmetric")
+
+    def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """`shape` with each dimension rounded up to a whole number of blocks."""
+        block = self.granularity.block_size(shape)
+        return tuple(-(-size // b) * b for size, b in zip(shape, block, strict=True))
+
+    def check_padding(self, shape: Sequence[int]) -> None:
+        """Raise ValueError where blocks are so much larger than a tensor of this shape that it would be padding."""
+        padded, size = self.padded_shape(shape), math.prod(shape)
+        if size and math.prod(padded) > max(MOST_PADDING * size, ALWAYS_PADDED):
+            raise ValueError(
+                f"{self.granularity} pads {'x'.join(map(str, shape))} to {'x'.join(map(str, padded))}, more than "
+                f"{MOST_PADDING} times its elements; take a block of up to {shape[-1]} inputs, or PerRow() "
+                "(group_size=None)"
+            )
+
+    def blocks(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Blocks along each dimension: the shape of scale and zero point."""
+        block = self.block_size(shape)
+        return tuple(n // b for n, b in zip(self.padded_shape(shape), block, strict=True))
+
+    def block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return self.granularity.block_size(shape)
+
+    def pad(self, x: Tensor) -> Tensor:
+        """`x` padded with zeros to `padded_shape`. Zeros never change a range, which always includes zero."""
+        padding = [n - m for n, m in zip(self.padded_shape(x.shape), x.shape, strict=True)]
+        if not any(padding):
+            return x
+        return F.pad(x, [p for extra in reversed(padding) for p in (0, extra)])
+
+    @property
+    def joins(self) -> bool:
+        """Whether a part of the scales is one for all layers that a server merges, so that siblings must share it: the
+        global scale of NVFP4, and the scale of a whole tensor in float8."""
+        if self.scales is not None:
+            return self.scales.joint is not None
+        return isinstance(self.format, Float8) and isinstance(self.granularity, PerTensor)
+
+    def joint_part(self, weights: Sequence[Tensor], scale_dtype: torch.dtype) -> Tensor:
+        """The part of the scales that these weights share as siblings, where the spec `joins`: that of the one with the
+        largest magnitude. float32 [..., 1, 1] for a `scale_format`; else the scale of each weight.
+
+        `weights`: plain, of the same number of dimensions, and of the same size in all but the last two.
+        """
+        device = weights[0].device
+        if self.scales is None:
+            found = [self.choose_qparams(self.pad(w), scale_dtype)[0].to(device) for w in weights]
+            return torch.stack(found).amax(0)
+        assert isinstance(self.format, LookupTable)
+        most = []
+        for x in weights:
+            whole = (
+                *(1 for _ in x.shape[:-2]),
+                *x.shape[-2:],
+            )  # a matrix at once: ten times as fast
+            own = absmax_of_blocks(x, whole) if x.numel() else x.new_zeros((*x.shape[:-2], 1, 1))
+            most.append(own.float().to(device))
+        return self.scales.joint_part(torch.stack(most).amax(0), self.format)
+
+    def choose_qparams(
+        self, x: Tensor, scale_dtype: torch.dtype, joint: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(scale, zero_point) of `x` (already padded), both of shape [blocks along each dimension].
+
+        Args:
+            scale_dtype: in every method, the dtype of scales where the spec names none.
+            joint: in every method, what `joint_part` gives for x and its siblings. None: x has none.
+
+        zero_point is None where it is 0 by definition: for float8, and for signed symmetric codes.
+
+        Raises ValueError for a static spec, which takes no scale from the tensor itself.
+        """
+        if self.static:
+            raise ValueError(
+                f"{self} is static: its scale belongs to the layer, not to the present input; call the module itself "
+                "(not F.linear with its weight), or take a dynamic activation (static=False)"
+            )
+        if self.scales is not None:
+            return self.scales.decode(self.choose_scales(x, joint=joint)), None
+        if joint is not None:
+            return joint, None
+        scale, zero_point = chosen_qparams(
+            *self._affine_arguments(x), **self._qparam_dtypes(scale_dtype)
+        )
+        return self._as_stored(scale, zero_point)
+
+    def choose_scales(
+        self,
+        x: Tensor,
+        kept: dict[str, Tensor] | None = None,
+        joint: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """The scales of `x` (already padded) as they are stored, by name, where `scales` says how.
+
+        `kept`: the parts of a weight that keeps what all of its blocks share.
+        """
+        assert self.scales is not None and isinstance(self.format, LookupTable)
+        if joint is not None and self.scales.joint is not None:
+            kept = {self.scales.joint: joint}
+        if x.ndim < 2:
+            raise ValueError(
+                f"{self} is for matrices [..., N, K], got shape {tuple(x.shape)}; reshape it"
+            )
+        absmax = absmax_of_blocks(x, self.block_size(x.shape))
+        return self.scales.encode(absmax, self.format, self.mapping, kept)
+
+    def check_free_scales(self, what: str, way_out: str) -> None:
+        """Raise ValueError if scales cannot take any floating value. `what` needs such scales."""
+        if self.scales is not None:
+            raise ValueError(
+                f"{what} needs scales that take any value, and {self} stores them as {self.scale_format!r}; "
+                f"{way_out}, or take scale_format='float'"
+            )
+
+    def search_qparams(
+        self, x: Tensor, scale_dtype: torch.dtype, importance: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """`choose_qparams` with the smallest Σ importance · (x − x̂)² that `lowbit.numerics.search` finds.
+
+        The error is never above that of `choose_qparams`, unless smallest values are rounded to a `scale_dtype`: this
+        rounding comes after the search. Scales of symmetric integers may be negative.
+
+        Args:
+            x: real floating tensor, padded or not.
+            importance: broadcastable to x, finite, not negative; None for 1. The mean square of each input channel [K]
+                makes it the error of the layer's output, if channels are uncorrelated.
+
+        Raises:
+            ValueError: an importance that does not fit; a `scale_format` other than "float".
+        """
+        self.check_free_scales("a search of scales", "call quantize_ with scales='minmax'")
+        padded = self.pad(x)
+        if padded is not x and (importance is not None or self.zero_point_is_value):
+            importance = self._pad_importance(importance, x)
+        scale, zero_point = search_qparams_affine(
+            *self._affine_arguments(padded),
+            **self._qparam_dtypes(scale_dtype),
+            importance=importance,
+        )
+        return self._as_stored(scale, zero_point)
+
+    def _pad_importance(self, importance: Tensor | None, x: Tensor) -> Tensor:
+        """The padding has no importance. Dimensions that are not padded stay broadcast."""
+        own = x.new_ones((), dtype=torch.float32) if importance is None else importance
+        if own.ndim > x.ndim:
+            return own  # refused by the search
+        own = own[(None,) * (x.ndim - own.ndim)]
+        padding: list[int] = []
+        for dim, size in reversed(list(enumerate(self.padded_shape(x.shape)))):
+            if size != x.shape[dim] and own.shape[dim] == 1:
+                own = own.expand(*own.shape[:dim], x.shape[dim], *own.shape[dim + 1 :])
+            padding += [0, size - x.shape[dim] if own.shape[dim] == x.shape[dim] else 0]
+        return F.pad(own, padding)
+
+    def _affine_arguments(self, x: Tensor) -> tuple[Any, ...]:
+        fmt = self.format
+        block = self.block_size(x.shape)
+        return (x, self.mapping, block, fmt.dtype, fmt.quant_min, fmt.quant_max)
+
+    def _qparam_dtypes(self, scale_dtype: torch.dtype) -> dict[str, Any]:
+        """The dtypes that scales and zero points are chosen in."""
+        if self.rounds_minimum:
+            return {"scale_dtype": self.scale_dtype, "zero_point_dtype": torch.float32}
+        own = self.scale_dtype or scale_dtype
+        return {"scale_dtype": own, "zero_point_dtype": self._zero_code_dtype}
+
+    def _as_stored(self, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The chosen scale and zero point in the form that weights store."""
+        if not self.has_zero_point:
+            return scale, None
+        return self.with_minimum(scale, zero_point) if self.rounds_minimum else (scale, zero_point)
+
+    @property
+    def rounds_minimum(self) -> bool:
+        """Whether the smallest value of each block is rounded to `scale_dtype`, beside its scale."""
+        is_short = self.scale_dtype in (torch.float16, torch.bfloat16)
+        return is_short and self.mapping == "float_zero_point"
+
+    @property
+    def stored_scale_dtype(self) -> torch.dtype | None:
+        """The dtype of scales in a weight; None: any."""
+        return torch.float32 if self.rounds_minimum else self.scale_dtype
+
+    def with_minimum(self, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(scale, zero_point) in float32, after the smallest value of each block, m = z − steps · s, is rounded to
+        `scale_dtype`. z = m + steps · s must be exact in float32: where m is too small beside s for that, it becomes 0.
+        """
+        assert zero_point is not None and isinstance(self.format, Int) and self.scale_dtype
+        steps = 2 ** (self.format.bits - 1)
+        first = scale.double() * steps
+        least = round_to_dtype((zero_point.double() - first).float(), self.scale_dtype)
+        exact = least.double() + first
+        point = exact.float()
+        return scale.float(), torch.where(point.double() == exact, point, first.float())
+
+    @property
+    def _zero_code_dtype(self) -> torch.dtype | None:
+        """The dtype of zero points that are codes."""
+        is_code = isinstance(self.format, Int) and not self.zero_point_is_value
+        return self.format.dtype if is_code else None
+
+    @property
+    def has_zero_point(self) -> bool:
+        """Whether each scale has a zero point beside it; otherwise the zero point is 0."""
+        if not isinstance(self.format, Int):
+            return False
+        return not (self.format.signed and self.mapping.startswith("symmetric"))
+
+    @property
+    def zero_point_is_value(self) -> bool:
+        """Whether zero points are values in the dtype of the scales, and not codes."""
+        return self.mapping in VALUE_ZERO_POINT
+
+    def quantize(
+        self,
+        x: Tensor,
+        scale_dtype: torch.dtype = torch.float32,
+        qparams: tuple[Tensor, Tensor | None] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(codes, scale, zero_point) of `x`.
+
+        codes: `padded_shape(x.shape)`, dtype of the format, and for a LookupTable its values in float32; scale and
+        zero_point: blocks along each dimension. These are `qparams` where given, and otherwise those of
+        `choose_qparams`.
+        """
+        x = self.pad(x)
+        scale, zero_point = self.choose_qparams(x, scale_dtype) if qparams is None else qparams
+        fmt = self.format
+        block = self.block_size(x.shape)
+        codes = quantize_affine(
+            x, block, scale, zero_point, fmt.dtype, fmt.quant_min, fmt.quant_max
+        )
+        return codes, scale, zero_point
+
+    def quantize_by(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """The codes of `quantize` by a scale that is given, without zero points, and where they do not clip."""
+        x, fmt = self.pad(x), self.format
+        low, high = fmt.quant_min, fmt.quant_max
+        codes = unclamped_codes(x, self.block_size(x.shape), scale, None, fmt.dtype, low, high)
+        inside = within_range(codes, fmt.dtype, low, high)
+        return clamped(codes, fmt.dtype, low, high), inside
+
+    def may_clip(self, scale_dtype: torch.dtype) -> bool:
+        """Whether values may clip by the scale that `choose_qparams` gives in this dtype; else backward needs no mask.
+
+        "symmetric_no_clipping_err" and float8 put the largest value on the last code. The rounding of a scale to
+        bfloat16 moves it by 2^-8 of itself, which is half a step of 8 bits at most: -128 to -128.5, which rounds to
+        -128. Unsigned codes reach 128.5 - 128.5 = 0 too. In float16 small scales are subnormal and have fewer digits.
+        """
+        scale_dtype = self.scale_dtype or scale_dtype
+        if self.static or scale_dtype is torch.float16 or isinstance(self.format, LookupTable):
+            return True
+        is_float8 = isinstance(self.format, Float8)
+        return not is_float8 and self.mapping != "symmetric_no_clipping_err"
+
+    def check_qparams(self, shape: Sequence[int], scale: Tensor, zero_point: Tensor | None) -> None:
+        """Raise ValueError for a scale or zero point that cannot be those of a tensor of this shape.
+
+        A scale is finite, not zero, and not so small that its reciprocal overflows float32. It may be negative, unless
+        the `scale_format` has no sign. It has the `stored_scale_dtype`, if there is one.
+        """
+        blocks, own = self.blocks(shape), self.stored_scale_dtype
+        fits = scale.dtype in FLOATS if own is None else scale.dtype is own
+        if not fits or tuple(scale.shape) != blocks:
+            raise ValueError(
+                f"the scale of a tensor {tuple(shape)} in {self} is {own or 'floating'}, of shape {blocks}, got "
+                f"{scale.dtype} {tuple(scale.shape)}; reshape or convert it"
+            )
+        if self.has_zero_point != (zero_point is not None):
+            takes = (
+                "takes a zero point" if self.has_zero_point else "takes no zero point: give None"
+            )
+            raise ValueError(f"{self} {takes}")
+        if zero_point is not None:
+            dtype = self._zero_code_dtype or scale.dtype
+            if zero_point.dtype is not dtype or tuple(zero_point.shape) != blocks:
+                raise ValueError(
+                    f"the zero point of a tensor {tuple(shape)} in {self} is {dtype} {blocks}, got {zero_point.dtype} "
+                    f"{tuple(zero_point.shape)}"
+                )
+        if scale.is_meta or torch.compiler.is_compiling():
+            return
+        bad = ~(scale.isfinite() & scale.float().reciprocal().isfinite())
+        if bool(bad.any()):
+            raise ValueError(
+                f"{int(bad.sum())} of {scale.numel()} scales cannot be used, such as {scale[bad][0].item()}: a scale, "
+                f"negative or not, is finite (the largest of {scale.dtype} is {torch.finfo(scale.dtype).max:g}), not "
+                "zero, and has a finite reciprocal; `choose_qparams` and `search_qparams` give such scales where the "
+                "dtype holds them"
+            )
+        if self.scales is not None:
+            self.scales.encode_given(scale)
+
+    def unclamped_codes(
+        self, x: Tensor, scale_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`quantize` without the clamp: codes in the narrowest dtype that still shows which of them clip.
+
+        The dtype is int8, which holds one step beyond the range on either side; int16 for 8-bit codes of which some may
+        clip; float8 for float8, which never clips at its own scale; float32 for a LookupTable.
+        """
+        x = self.pad(x)
+        scale, zero_point = self.choose_qparams(x, scale_dtype)
+        fmt = self.format
+        low, high = fmt.quant_min, fmt.quant_max
+        codes = unclamped_codes(
+            x, self.block_size(x.shape), scale, zero_point, fmt.dtype, low, high
+        )
+        return self.narrowed(codes, self.may_clip(scale_dtype)), scale, zero_point
+
+    def narrowed(self, codes: Tensor, may_clip: bool = True) -> Tensor:
+        """float32 codes before the clamp, in the dtype that `unclamped_codes` names."""
+        fmt = self.format
+        if isinstance(fmt, LookupTable):
+            return codes
+        beyond = may_clip and not isinstance(fmt, Float8)
+        return codes.clamp(fmt.quant_min - beyond, fmt.quant_max + beyond).to(
+            self.unclamped_dtype(may_clip)
+        )
+
+    def unclamped_dtype(self, may_clip: bool = True) -> torch.dtype:
+        """The dtype that `unclamped_codes` names, for an Int or Float8."""
+        fmt = self.format
+        if isinstance(fmt, Float8) or not may_clip:
+            return fmt.dtype
+        return torch.int8 if fmt.quant_min > -128 and fmt.quant_max < 127 else torch.int16
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether the scale of a row (an index of dimension 0) may depend on other rows."""
+        return self.granularity.shares_rows or (
+            self.scales is not None and bool(self.scales.shared)
+        )
+
+    def dequantize(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        shape: Sequence[int],
+        output_dtype: torch.dtype,
+    ) -> Tensor:
+        """The values of `codes` without the padding, as a tensor of `shape` and `output_dtype`."""
+        fmt = self.format
+        block = self.block_size(shape)
+        values = dequantize_affine(
+            codes, block, scale, zero_point, fmt.quant_min, fmt.quant_max, output_dtype=output_dtype
+        )
+        return crop(values, shape)
+
+    def rounded(
+        self,
+        x: Tensor,
+        scale_dtype: torch.dtype = torch.float32,
+        masked: bool = True,
+        joint: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The values of `fake_quantize`, without gradient, and, if `masked`, where the gradient passes."""
+        if x.numel() == 0:
+            return x.detach(), None
+        padded, fmt = self.pad(x.detach()), self.format
+        values, inside = rounded_affine(
+            padded,
+            self.block_size(padded.shape),
+            *self.choose_qparams(padded, scale_dtype, joint),
+            fmt.dtype,
+            fmt.quant_min,
+            fmt.quant_max,
+            masked,
+        )
+        return crop(values, x.shape), None if inside is None else crop(inside, x.shape)
+
+    def fake_quantize(
+        self, x: Tensor, scale_dtype: torch.dtype = torch.float32, joint: Tensor | None = None
+    ) -> Tensor:
+        """`dequantize(*quantize(x))` to the bit, in `x`'s shape and dtype, with straight-through gradients."""
+        padded = self.pad(x)
+        with torch.no_grad():
+            scale, zero_point = self.choose_qparams(padded.detach(), scale_dtype, joint)
+        return self._fake_quantize(x, scale, zero_point, self.may_clip(scale_dtype))
+
+    def fake_quantize_by(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+        """`fake_quantize` with a scale and zero point that are given, one element a block. NaN stays NaN."""
+        return self._fake_quantize(x, scale, zero_point, clips=True)
+
+    def _fake_quantize(
+        self, x: Tensor, scale: Tensor, zero_point: Tensor | None, clips: bool
+    ) -> Tensor:
+        if x.numel() == 0:  # no block, for which one scale would be too many
+            return x
+        padded, fmt = self.pad(x), self.format
+        block, limits = self.block_size(padded.shape), (fmt.quant_min, fmt.quant_max)
+        values = fake_quantize_affine(padded, block, scale, zero_point, fmt.dtype, *limits, clips)
+        return crop(values, x.shape)

@@ -1,0 +1,1 @@
+"""States of optimizers: their formats, checkpoints, and states of other libraries."""

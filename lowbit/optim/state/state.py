@@ -1,0 +1,146 @@
+"""The states of a parameter in any format: how they are created and placed, and which tensor a step writes to."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.numerics.sharded import is_dtensor
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.core.dtensor import local, own_region, placed
+from lowbit.tensor.frozen.codebook_tensor import FORMATS, CodebookTensor, row_layout
+
+STATE_FORMATS = (*FORMATS, "bf16", "fp32")
+SMALLEST_TENSOR = 4096  # elements over all shards; a smaller tensor keeps float32 states
+SHORTEST_ROW = 32  # elements; scales of shorter rows would take as much memory as their codes
+STEP = torch.float64
+"""Dtype of step counters. float32 stops counting at 2**24; float64 counts to 2**53."""
+
+
+def memory(param: Tensor) -> Tensor:
+    """The tensor that a step writes to: this rank's part of `param`, or the weight inside of that part where a low-bit
+    tensor keeps its weight in high precision."""
+    own = local(param)
+    inner = own.updated_in_place() if isinstance(own, LowbitTensor) else None
+    return own if inner is None else inner
+
+
+def like_param(param: Tensor, state: Tensor) -> Tensor:
+    """`state`, contiguous and shaped like the local part of `param`, as a DTensor where `param` is one."""
+    if not is_dtensor(param):
+        return state
+    return placed(param, state, param.placements, param.shape)
+
+
+def stored_format(shape: torch.Size, format: str) -> str:
+    """The format of a state of a parameter of this (global) shape if the user asks for `format`."""
+    if format == "fp32" or len(shape) < 2 or shape.numel() < SMALLEST_TENSOR:
+        return "fp32"
+    if format in FORMATS and row_layout(shape, FORMATS[format].block_size)[1] < SHORTEST_ROW:
+        return "fp32"
+    return format
+
+
+def new_state(param: Tensor, format: str, signed: bool) -> Tensor:
+    """Zeros with the shape, device and placements of `param`, in `format`, or in float32 for a small parameter."""
+    if format not in STATE_FORMATS:
+        formats = ", ".join(map(repr, STATE_FORMATS))
+        raise ValueError(f"state must be one of {formats}, got {format!r}")
+    part = local(param)
+    format = stored_format(param.shape, format)
+    if format in FORMATS:
+        zeros: Tensor = CodebookTensor.zeros(part.shape, format, signed=signed, device=part.device)
+    else:
+        dtype = torch.float32 if format == "fp32" else torch.bfloat16
+        zeros = torch.zeros(part.shape, dtype=dtype, device=part.device)
+    return like_param(param, zeros)
+
+
+def new_step(param: Tensor, count: float = 0) -> Tensor:
+    """A step counter on the device of `param`."""
+    return torch.full((), count, dtype=STEP, device=local(param).device)
+
+
+def moved(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    """The states of a parameter that are on another device, moved to the parameter's, because the model was moved. A
+    step counter of another dtype than `STEP`, which older versions made, is converted as well."""
+    device = local(param).device
+    step = state.get("step")
+    if step is not None and step.dtype == STEP and step.device == device:
+        return {}  # all states of a parameter are on one device
+    made: dict[str, Any] = {}
+    for name, value in state.items():
+        if name == "step" and (value.dtype != STEP or value.device != device):
+            made[name] = value.to(device, STEP)
+        elif isinstance(value, Tensor) and local(value).device != device:
+            made[name] = like_param(param, local(value).to(device))
+    return made
+
+
+def on_todays_grid(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The states of a parameter that an earlier version stored on another grid, with their values rounded to
+    today's."""
+    made = {}
+    for name, value in state.items():
+        part = local(value)
+        if isinstance(part, CodebookTensor) and part.is_earlier:
+            today = CodebookTensor.from_float(
+                part.dequantize(), part.format, signed=part.signed, block_size=part.block_size
+            )
+            made[name] = like_param(value, today)
+    return made
+
+
+def rounds_itself(param: Tensor) -> bool:
+    """Whether a parameter rounds float32 values that it is given (`LowbitTensor.update_`), as int8 weights do."""
+    part = local(param)
+    return isinstance(part, LowbitTensor) and part.updated_in_place() is None
+
+
+def has_correction(group: dict[str, Any], param: Tensor) -> bool:
+    """Whether a parameter of this group has the state "weight_correction"."""
+    if group["weight_correction"] is None or rounds_itself(param):
+        return False
+    return memory(param).dtype == torch.bfloat16
+
+
+def new_correction(param: Tensor) -> Tensor:
+    """The state "weight_correction" of a parameter: int8 zeros."""
+    part = local(param)
+    return like_param(param, torch.zeros(part.shape, dtype=torch.int8, device=part.device))
+
+
+def global_index(param: Tensor) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """The base and the runs of this rank's part of `param`, for the offsets of random bits.
+
+    Element i of the part, in row-major order, is element `base + i` of the whole parameter if dimension 0 alone is
+    sharded: there are no runs. Each other sharded dimension gives a pair (run, stride), the outer ones first. A run of
+    the part lies in one piece of the whole, if inner dimensions are not sharded, and runs begin `stride` apart:
+
+        index = base
+        for run, stride in runs:
+            index += i // run * stride
+            i %= run
+        index += i
+    """
+    if not is_dtensor(param):
+        return 0, ()
+    shape, offset = own_region(param)
+    base = sum(start * math.prod(param.shape[dim + 1 :]) for dim, start in enumerate(offset))
+    inner = [dim for dim in range(1, param.ndim) if shape[dim] != param.shape[dim]]
+    return base, tuple((math.prod(shape[dim:]), math.prod(param.shape[dim:])) for dim in inner)
+
+
+def dequantized(value: Any) -> Any:
+    """A low-bit tensor, or a DTensor over low-bit ones, in float32; anything else as it is."""
+    part = local(value)
+    return like_param(value, part.dequantize()) if isinstance(part, LowbitTensor) else value
+
+
+def nbytes(value: Tensor) -> int:
+    """Bytes that a state takes on this rank."""
+    part = local(value)
+    return part.nbytes_stored() if isinstance(part, LowbitTensor) else part.nbytes

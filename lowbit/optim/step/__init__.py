@@ -1,0 +1,1 @@
+"""How a step runs: in one kernel, or piece by piece in PyTorch."""

@@ -1,0 +1,59 @@
+"""Muon's formula before and after the orthogonalization, in PyTorch operations and for the kernels.
+
+Both halves are elementwise. A step of a matrix calls the first one, orthogonalizes its result, and calls the second.
+The whole formula stands in `lowbit.optim.muon`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def direction(
+    grad: Tensor, momentum_buffer: Tensor, *, momentum: float, nesterov: bool, maximize: bool
+) -> Tensor:
+    """U of `lowbit.optim.muon`: updates the momentum in place, and leaves `grad` alone."""
+    if maximize:
+        grad = -grad
+    momentum_buffer.lerp_(grad, 1 - momentum)
+    return grad.lerp(momentum_buffer, momentum) if nesterov else momentum_buffer
+
+
+def descend(
+    param: Tensor, update: Tensor, *, lr: float | Tensor, weight_decay: float, ratio: float
+) -> None:
+    """The end of a step, in place: decay the weight, and subtract the update."""
+    param.mul_(1 - lr * weight_decay).sub_(update * (lr * ratio))
+
+
+# Arguments of `lowbit_kernels.elementwise.fused_step.Rule`, which is imported where it is used. The "weight" of the
+# first rule is U, which is written only.
+DIRECTION: dict[str, Any] = {
+    "hyper": ("momentum", "nesterov", "maximize"),
+    "prepare": "c[0] = maximize ? -1.0 : 1.0; c[1] = 1.0 - momentum; c[2] = nesterov ? c[1] : 0.0;",
+    "update": "const float d = c[0] * g; s[0] += c[1] * (d - s[0]); w = s[0] + c[2] * (d - s[0]);",
+}
+DESCENT: dict[str, Any] = {
+    "hyper": ("weight_decay", "ratio"),
+    "prepare": "c[0] = 1.0 - lr * weight_decay; c[1] = lr * ratio;",
+    "update": "w = w * c[0] - c[1] * g;",
+}
+
+
+def stack_shape(shape: torch.Size, stacked: bool) -> tuple[int, int, int]:
+    """Number of matrices, rows and columns of a parameter of this shape."""
+    if stacked:
+        return shape[0], shape[1], shape[2]
+    return 1, shape[0], math.prod(shape[1:])
+
+
+def learning_rate_ratio(shape: torch.Size, group: dict[str, Any]) -> float:
+    """The factor of the orthogonal update of a parameter of this (global) shape; `ratio` of `lowbit.optim.muon`."""
+    _, rows, cols = stack_shape(shape, group["stacked"])
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, cols))
+    return math.sqrt(max(1.0, rows / max(cols, 1)))

@@ -1,0 +1,1 @@
+"""Tools around QAT: training block by block, distillation, sensitivities and plans."""

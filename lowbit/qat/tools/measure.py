@@ -1,0 +1,357 @@
+"""report: round one weight at a time, and measure what it costs.
+
+    report = lowbit.qat.report(model, batches, [Int4WeightOnly(32), IntxWeightOnly(3, 32)])
+    print(report)                                        # a table, the most sensitive weight first
+    lowbit.qat.prepare_(model, report.plan(bits=4))      # more bits where they count
+
+The model runs once in high precision, and once for each weight and scheme with this weight rounded as QAT rounds it
+(its activations too, where the scheme has them). Rounding exchanges a parameter for a while and copies none. So the
+measured model holds one rounded weight more than the plain one.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.convert import Filter, Schemes, Target, check_module, find_targets
+from lowbit.numerics.code_range import within_range
+from lowbit.numerics.learned_scales import codes_and_residual, qparams
+from lowbit.numerics.spec import Spec, crop
+from lowbit.progress import progress as bar
+from lowbit.qat.exchange import (
+    Held,
+    check_dynamic,
+    eval_mode,
+    exchanged,
+    in_high_precision,
+    learned_scales,
+    plain_weight,
+    prepared_targets,
+    without_scales,
+)
+from lowbit.qat.kinds import prepared_kind
+from lowbit.qat.tools.batches import call
+from lowbit.qat.tools.sensitivity import Sensitivity, SensitivityReport
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.frozen.affine_tensor import representation_of
+from lowbit.trace.tracer import state_restored
+
+Loss = Callable[[nn.Module, Any], Tensor]
+"""A function of the model and a batch that gives a scalar."""
+MOST_DECIBELS = 200.0
+KL_ROWS = 1024
+"""Rows of logits that are in float32 at a time."""
+
+
+def report(
+    model: nn.Module,
+    batches: Iterable[Any],
+    scheme: Schemes | Sequence[Schemes] | None = None,
+    filter_fn: Filter | None = None,
+    *,
+    loss: Loss | Literal["kl", "error"] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> SensitivityReport:
+    """Measure what the rounding of each weight alone costs.
+
+    The model runs in eval mode without gradients. Afterwards it is as it was, to the bit: parameters, modes of its
+    modules, buffers and random states. A compiled model runs eagerly here. A run costs one forward pass of the batches
+    for each weight and scheme; a few batches are enough, as all runs see the same ones.
+
+    Args:
+        model: a plain model, or one that `lowbit.qat.prepare_` prepared.
+        batches: each is a mapping of keyword arguments, a tuple or list of arguments, or one argument of the model; on
+            its device. Read once.
+        scheme: a `Scheme` or dict of patterns, as `lowbit.quantize_` takes it; or several, the candidates of
+            `SensitivityReport.plan`. Weights of a prepared model are rounded as their plain ones, by present scales.
+            None: the schemes, and the learned scales, of the prepared weights.
+        filter_fn: that of `lowbit.quantize_`: by default every `nn.Linear`; embeddings, convolutions and experts as it
+            chooses.
+        loss: a function of model and batch, e.g. `lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])`.
+            "kl": the divergence of the output's logits from those in high precision, in nats a row (a token; padding
+            counts). "error": ‖y − ŷ‖² / ‖y‖² of the output y. None: the output's `loss` where it has one, else "kl" of
+            its `logits`, else "error". The measure is the mean over batches.
+        progress: called after each forward pass of a rounded weight, with the number of these so far. None: a bar on a
+            terminal.
+
+    Tied weights are rounded together, as one. `SensitivityReport` describes the result.
+
+    Raises:
+        NotImplementedError: a scheme with a static activation.
+        TypeError: an output without a tensor, where no loss is given, or a loss that is no number.
+        ValueError: no batches; a batch whose measure in high precision is not finite; `scheme=None` for a model that
+            is not prepared; errors of `lowbit.quantize_`.
+    """
+    check_module(model)
+    if isinstance(loss, str) and loss not in ("kl", "error"):
+        raise ValueError(f"loss must be a function, 'kl', 'error' or None, got {loss!r}")
+    plain = in_high_precision(prepared_targets(model))
+    if scheme is not None:
+        plain = [without_scales(held) for held in plain]
+    with exchanged(plain if scheme is not None else ()):
+        targets = _targets(model, scheme, filter_fn)
+        check_dynamic(target for own in targets for target in own)
+        candidates = [[_Rounding(target) for target in own] for own in targets]
+        alone = [rounding for own in candidates for rounding in own]
+        passes = [[rounding.held(watched=True)] for rounding in alone]
+        passes += [[rounding.held(watched=False) for rounding in own] for own in candidates]
+    known = operator.length_hint(batches) * len(passes) or None
+    totals, baseline, count = [0.0] * len(passes), 0.0, 0
+    meter = _Meter(model, loss)
+    eager = torch.compiler.set_stance("force_eager")
+    shown = bar("measuring weights", known, unit="passes", hidden=progress is not None)
+    with eval_mode(model), eager, torch.no_grad(), exchanged(plain), shown as advance:
+        for batch in batches:
+            measured = meter.reference(batch)
+            if not math.isfinite(measured):
+                raise ValueError(
+                    f"batch {count}: the {meter.measure} of the model in high precision is {measured}, with which "
+                    "nothing compares; leave the batch out, or repair the model"
+                )
+            baseline += measured
+            for i, rounded in enumerate(passes):
+                with exchanged(held for helds in rounded for held in helds):
+                    totals[i] += meter.score(batch)
+                advance(1)
+                if progress is not None:
+                    progress(count * len(passes) + i + 1)
+            count += 1
+    if not count:
+        raise ValueError("report was given no batches; accepted: at least one")
+    means = [total / count for total in totals]
+    rows = tuple(rounding.row(mean) for rounding, mean in zip(alone, means, strict=False))
+    return SensitivityReport(meter.measure, baseline / count, tuple(means[len(alone) :]), rows)
+
+
+def _targets(
+    model: nn.Module, scheme: Schemes | Sequence[Schemes] | None, filter_fn: Filter | None
+) -> list[list[Target]]:
+    """The weights to round, for each candidate scheme."""
+    if scheme is not None:
+        several = isinstance(scheme, Sequence)
+        candidates: Any = scheme if several else [scheme]
+        if not len(candidates):
+            raise ValueError("report was given no schemes; accepted: one or more")
+        return [find_targets(model, one, filter_fn)[0] for one in candidates]
+    found = prepared_targets(model)
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no prepared weights; give report a scheme, such as "
+            "lowbit.Int4WeightOnly(group_size=32), or call lowbit.qat.prepare_ first"
+        )
+    return [found]
+
+
+# ---- one rounded weight ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Tally:
+    """Sums over the tensors that a watched spec rounded."""
+
+    calls: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
+
+    def add(self, x: Tensor, rounded: Tensor) -> None:
+        self.signal += float(x.float().square().sum(dtype=torch.float64))
+        self.noise += float((x.float() - rounded.float()).square().sum(dtype=torch.float64))
+
+    def decibels(self) -> float:
+        return _decibels(self.signal, self.noise)
+
+
+@dataclass(frozen=True)
+class _WatchedSpec(Spec):
+    """A Spec that notes when it rounds, and how far, if it is one of activations."""
+
+    tally: _Tally = field(default_factory=_Tally, compare=False, repr=False)
+    adds_up: bool = field(default=False, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, spec: Spec, tally: _Tally, adds_up: bool) -> _WatchedSpec:
+        values = {f.name: getattr(spec, f.name) for f in fields(spec)}
+        return cls(**values, tally=tally, adds_up=adds_up)
+
+    def fake_quantize(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found = super().fake_quantize(x, *args, **kwargs)
+        self.tally.calls += 1
+        if self.adds_up:
+            self.tally.add(x, found)
+        return found
+
+    def quantize(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.tally.calls += 1
+        return super().quantize(x, *args, **kwargs)
+
+
+class _Rounding:
+    """One weight, rounded by one scheme: how modules hold it, and what is known of it."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.weight_tally, self.activation_tally = _Tally(), _Tally()
+        weight, scheme = plain_weight(target.weight), target.scheme
+        if weight.is_meta:
+            raise ValueError(
+                f"{target.owners[0].fqn} is on the meta device; accepted: a model with weights"
+            )
+        parameters = learned_scales(target)
+        self.learned = parameters
+        self.kind = prepared_kind(target, learned=parameters is not None)
+        tensor: Any = self.kind(weight, scheme)
+        frozen: LowbitTensor = (
+            tensor.frozen() if parameters is None else tensor.frozen_by(*parameters)
+        )
+        self.nbytes, self.plain_nbytes = frozen.nbytes_stored(), weight.nbytes
+        self.format = tensor.stored_format().removeprefix("QAT ")
+        self.clipped = _clipped_share(tensor.rows(weight), scheme.weight, parameters)
+        errors = _Tally()
+        errors.add(weight, frozen.dequantize())
+        self.weight_snr = errors.decibels()
+
+    def held(self, watched: bool) -> list[Held]:
+        """The modules with the rounded weight. `watched`: its products add to the tallies."""
+        target, scheme = self.target, self.target.scheme
+        if watched:
+            activation = scheme.activation
+            if activation is not None:
+                activation = _WatchedSpec.of(activation, self.activation_tally, adds_up=True)
+            watched_weight = _WatchedSpec.of(scheme.weight, self.weight_tally, adds_up=False)
+            scheme = Scheme(watched_weight, activation)
+        rounded = nn.Parameter(self.kind(plain_weight(target.weight), scheme), requires_grad=False)
+        return [
+            Held(owner.module, type(owner.module), {owner.attribute: rounded})
+            for owner in target.owners
+        ]
+
+    def row(self, loss: float) -> Sensitivity:
+        first, *others = (owner.fqn for owner in self.target.owners)
+        activations = self.activation_tally
+        return Sensitivity(
+            weight=first,
+            tied=tuple(others),
+            shape=tuple(self.target.weight.shape),
+            scheme=self.target.scheme,
+            format=self.format,
+            nbytes=self.nbytes,
+            plain_nbytes=self.plain_nbytes,
+            weight_snr=self.weight_snr,
+            activation_snr=activations.decibels() if activations.calls else None,
+            clipped=self.clipped,
+            loss=loss,
+            reached=self.weight_tally.calls > 0,
+        )
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if noise <= 0.0:
+        return MOST_DECIBELS
+    return min(10 * math.log10(signal / noise), MOST_DECIBELS) if signal > 0 else 0.0
+
+
+def _clipped_share(
+    weight: Tensor, spec: Spec, parameters: tuple[Tensor, Tensor | None] | None
+) -> float:
+    """The share of elements whose code, before the clamp, lies beyond the range."""
+    if parameters is None:
+        dtype = representation_of(spec).scale_dtype(spec, weight.dtype)
+        scale, zero_point = spec.choose_qparams(spec.pad(weight), dtype)
+    else:
+        scale, zero_point = qparams(spec, *parameters)
+    codes, _ = codes_and_residual(weight, spec, scale, zero_point)
+    fmt = spec.format
+    inside = crop(within_range(codes, fmt.dtype, fmt.quant_min, fmt.quant_max), weight.shape)
+    return 1.0 - float(inside.sum()) / max(inside.numel(), 1)
+
+
+# ---- the measure ----------------------------------------------------------------------------------------------
+
+
+class _Meter:
+    """Runs the model, and compares what it gives with what it gave in high precision."""
+
+    def __init__(self, model: nn.Module, loss: Loss | str | None) -> None:
+        self.model = model
+        self.loss = loss if callable(loss) else None
+        self.measure = "loss" if callable(loss) else loss or ""
+        self.expected: Tensor | None = None
+
+    def reference(self, batch: Any) -> float:
+        """The measure of the model as it is now, with which `score` compares."""
+        if self.loss is not None:
+            return self.score(batch)
+        output = self._run(batch)
+        if not self.measure:
+            found = [name for name in ("loss", "logits") if _entry(output, name) is not None]
+            self.measure = {"loss": "loss", "logits": "kl"}[found[0]] if found else "error"
+        if self.measure == "loss":
+            return float(_entry(output, "loss"))
+        self.expected = _output_tensor(output)
+        return math.nan if bool(self.expected.isnan().any()) else 0.0
+
+    def score(self, batch: Any) -> float:
+        if self.loss is not None:
+            with state_restored(self.model):
+                found = self.loss(self.model, batch)
+            if isinstance(found, Tensor) and found.numel() != 1:
+                raise TypeError(
+                    f"loss(model, batch) gave a tensor of shape {tuple(found.shape)}; accepted: a scalar, such as its "
+                    "mean"
+                )
+            return float(found)
+        output = self._run(batch)
+        if self.measure == "loss":
+            return float(_entry(output, "loss"))
+        found, expected = _output_tensor(output), self.expected
+        assert expected is not None
+        return _divergence(expected, found) if self.measure == "kl" else _error(expected, found)
+
+    def _run(self, batch: Any) -> Any:
+        with state_restored(self.model):
+            return call(self.model, batch)
+
+
+def _entry(output: Any, name: str) -> Any:
+    if isinstance(output, Mapping):
+        return output.get(name)
+    return getattr(output, name, None)
+
+
+def _output_tensor(output: Any) -> Tensor:
+    """The logits, the last hidden state, the tensor itself, or the first one in a tuple or list."""
+    named = [_entry(output, name) for name in ("logits", "last_hidden_state")]
+    several = list(output) if isinstance(output, tuple | list) else []
+    for found in (output, *named, *several):
+        if isinstance(found, Tensor):
+            return found
+    raise TypeError(
+        f"the model's output is a {type(output).__name__} without loss, logits or a tensor; accepted: "
+        "loss=lambda model, batch: ..., which gives a scalar"
+    )
+
+
+def _divergence(expected: Tensor, found: Tensor) -> float:
+    """KL(softmax(expected) ‖ softmax(found)), the mean over rows, in nats."""
+    total, rows = 0.0, 0
+    pairs = (t.reshape(-1, t.shape[-1]).split(KL_ROWS) for t in (expected, found))
+    for before, after in zip(*pairs, strict=True):
+        p, q = before.float().log_softmax(-1), after.float().log_softmax(-1)
+        terms = torch.where(p.isneginf(), 0.0, p.exp() * (p - q))
+        total += float(terms.sum(dtype=torch.float64))
+        rows += len(before)
+    return total / max(rows, 1)
+
+
+def _error(expected: Tensor, found: Tensor) -> float:
+    tally = _Tally()
+    tally.add(expected, found)
+    return tally.noise / tally.signal if tally.signal else tally.noise

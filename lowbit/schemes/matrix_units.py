@@ -1,0 +1,37 @@
+"""Which devices have the matrix units that training schemes multiply on."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+def missing_units(device: torch.device, capability: tuple[int, int]) -> str | None:
+    """Why a device lacks the matrix units of a GPU of this capability; None if it has them, and for CPU and meta."""
+    if device.type in ("cpu", "meta"):
+        return None
+    if device.type != "cuda" or torch.version.cuda is None:
+        return "it is no NVIDIA GPU"
+    found = _capability(device)
+    needed = ".".join(map(str, capability))
+    has = ".".join(map(str, found))
+    return None if found >= capability else f"its compute capability is {has}, below {needed}"
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Cached, because torch's query takes 10 us, and each call of each layer asks."""
+    return torch.cuda.get_device_capability(device)
+
+
+def missing_block_products(device: torch.device) -> str | None:
+    """Why a GPU from compute capability 9.0 on has no products of float8 blocks; None if it has them."""
+    if device.type != "cuda":
+        return None
+    found, version = _capability(device), torch.version.cuda or "0.0"
+    if found != (9, 0):
+        return f"its compute capability is {'.'.join(map(str, found))}, and cuBLAS has products of blocks for 9.0"
+    if tuple(map(int, version.split(".")[:2])) < (12, 9):
+        return f"torch is built for CUDA {version}, and cuBLAS has products of blocks from CUDA 12.9 on"
+    return None

@@ -1,0 +1,568 @@
+"""Training schemes: how `lowbit.train.prepare_` stores a weight and computes its products.
+
+A scheme is a frozen dataclass that validates itself. `Int8MixedPrecision` and `Float8MixedPrecision` keep the weight
+in high precision and run the three products of a linear, each unless switched off, in 8 bits:
+
+    output       y[M, N]  = x[M, K] · w[N, K]ᵀ
+    grad_input   dx[M, K] = dy[M, N] · w[N, K]
+    grad_weight  dw[N, K] = dy[M, N]ᵀ · x[M, K]
+
+The tensor class that carries a scheme out names it in its `schemes` (`lowbit.tensor.trained.trainable`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lowbit.numerics import class_names
+from lowbit.numerics.code_range import FLOATS
+from lowbit.numerics.granularity import PerBlock, PerGroup
+from lowbit.numerics.number_format import Float8
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.least_sizes import Least, LeastExperts
+from lowbit.schemes.matrix_units import missing_block_products, missing_units
+
+TRAINED_DTYPES = tuple(dtype for dtype in FLOATS if dtype is not torch.float64)
+"""Dtypes of weights and inputs that training schemes take."""
+PRODUCTS = ("output", "grad_input", "grad_weight")
+LOOKED_UP = "an embedding looks rows up and multiplies nothing"
+IN_ATTENTION = "nn.MultiheadAttention has its own product"
+BLOCK = 128
+"""Elements along each side of the blocks of `Float8BlockMixedPrecision`."""
+BLOCK_WEIGHT = Spec(Float8(), PerBlock(BLOCK, BLOCK))
+"""How `Float8BlockMixedPrecision` rounds a weight, and how such a weight is stored."""
+BLOCK_ACTIVATION = Spec(Float8(), PerGroup(BLOCK))
+"""How it rounds inputs, along the dimension that a product sums over."""
+
+
+class TrainingScheme:
+    """The rules of a training scheme that the walk over a model (`lowbit.convert`) asks for. Subclasses are frozen
+    dataclasses."""
+
+    kinds: ClassVar[dict[str, type[TrainingScheme]]] = {}
+    """Every training scheme by the name that checkpoints use. Each class enters itself. A name that another class has
+    raises TypeError."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        class_names.enter(TrainingScheme.kinds, cls)
+        torch.serialization.add_safe_globals([cls])  # the metadata of a pickled tensor
+
+    def obstacle(self, shape: Sequence[int], uses: Collection[str]) -> str | None:
+        """Why a weight of this shape is left alone; None if it is prepared. `uses`: the kinds of the modules that hold
+        it, of `lowbit.convert.USES`."""
+        return None
+
+    def after_larger(self, shape: Sequence[int], larger: Sequence[int]) -> TrainingScheme | None:
+        """The scheme of a weight that is too small alone, whose layer has the same input as one with this scheme and a
+        weight of the shape `larger`. None: the weight is left alone there too."""
+        return None
+
+    def starts_from(self, weight: Any) -> bool:
+        """Whether training may start from this quantized weight, from the values that its codes stand for."""
+        return False
+
+    def check(self, weight: Tensor) -> None:
+        """Raise ValueError for a weight that this scheme cannot take."""
+        if weight.dtype not in TRAINED_DTYPES:
+            raise ValueError(
+                f"its dtype is {weight.dtype}; {type(self).__name__} takes {', '.join(map(str, TRAINED_DTYPES))}: "
+                "convert the model, or leave this weight out with filter_fn"
+            )
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raise ValueError where the model was cast, after preparing, to a dtype without products."""
+        if dtype not in TRAINED_DTYPES:
+            raise ValueError(
+                f"a layer in {dtype} has no products of {type(self).__name__}, which takes "
+                f"{', '.join(map(str, TRAINED_DTYPES))}: cast the model to one of them, or make it plain again by "
+                "lowbit.train.restore_(model)"
+            )
+
+    def describe(self, shape: Sequence[int]) -> str:
+        """The report's note on a weight that was prepared."""
+        return str(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; `TrainingScheme.from_dict` reads it back."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {"name": type(self).__name__, **values}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> TrainingScheme:
+        """Raises ValueError for a dict that `to_dict` does not produce."""
+        try:
+            values = dict(data)
+            return TrainingScheme.kinds[values.pop("name")](**values)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{data!r} is not what to_dict of a training scheme gives: {type(error).__name__} {error}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class LowbitProducts(TrainingScheme):
+    """The fields and rules of schemes that choose which products run in low bits.
+
+    Args:
+        output, grad_input, grad_weight: which of the products run in low bits; the others run in high precision.
+        stochastic_rounding: round gradients up or down at random, so that their mean is exact, or to nearest. None: as
+            the format of gradients needs it (`rounds_stochastically`).
+        seed: of this rounding. The random numbers are a function of seed and gradient, so they are equal on every
+            replica and after a restart.
+        always: low-bit products also where they gain nothing: for small weights and few rows, and on devices without
+            units for them, where plain operations replace them. For tests and for studies of numerics on a CPU.
+
+    Raises TypeError, ValueError for other values.
+    """
+
+    output: bool = True
+    grad_input: bool = True
+    grad_weight: bool = True
+    stochastic_rounding: bool | None = field(default=None, kw_only=True)
+    seed: int = field(default=0, kw_only=True)
+    always: bool = field(default=False, kw_only=True)
+
+    capability: ClassVar[tuple[int, int]]
+    """The lowest CUDA compute capability of GPUs with units for these products."""
+    least: ClassVar[Least] = Least()
+    least_experts: ClassVar[LeastExperts] = LeastExperts()
+    forward_format: ClassVar[str]
+    """The format of inputs and weights, of `lowbit_kernels.quantize.quantize_rowcol`."""
+
+    def __post_init__(self) -> None:
+        _check_bools(self)
+        if self.stochastic_rounding not in (None, True, False):
+            raise TypeError(
+                f"stochastic_rounding must be True, False or None, got {self.stochastic_rounding!r}"
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise TypeError(f"seed must be an int, got {self.seed!r}")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed must be 0 to 2**31 - 1, got {self.seed}")
+
+    @property
+    def products(self) -> list[str]:
+        """The members of `PRODUCTS` that run in low bits."""
+        return [name for name in PRODUCTS if getattr(self, name)]
+
+    @property
+    def backward_format(self) -> str:
+        """The format of gradients of outputs."""
+        return self.forward_format
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether gradients are.
+
+        By default in int8, whose numbers are equally far apart. To nearest, the many small gradients beside a large one
+        become 0 in every step, and a Llama of 316M parameters loses 4% in its first 120 steps (`benchmarks/LOG.md`).
+        float8 keeps them, and loses nothing.
+        """
+        if self.stochastic_rounding is None:
+            return self.backward_format == "int8"
+        return self.stochastic_rounding
+
+    @property
+    def one_scale(self) -> bool:
+        """Whether each tensor has one scale, instead of one for each row or column."""
+        return False
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether operands have a scale for each block (`lowbit_kernels.quantize.quantize_blocks`)."""
+        return False
+
+    @property
+    def input_rounding(self) -> tuple[Any, ...]:
+        """Equal for schemes that round an input alike."""
+        return self.forward_format, self.one_scale, self.in_blocks
+
+    def describe(self, shape: Sequence[int]) -> str:
+        scale = "one scale a tensor" if self.one_scale else "a scale a row"
+        note = f"{self.forward_format}, {scale}: {', '.join(self.products)}"
+        if self.backward_format != self.forward_format:
+            note += f"; gradients {self.backward_format}"
+        if self.rounds_stochastically and {"grad_input", "grad_weight"} & set(self.products):
+            note += "; gradients rounded stochastically"
+        return note + self._note_of_experts(shape)
+
+    def _note_of_experts(self, shape: Sequence[int]) -> str:
+        in_high_precision = len(shape) > 2 and (self.one_scale or self.in_blocks)
+        return "; grouped products in high precision" if in_high_precision else ""
+
+    def check(self, weight: Tensor) -> None:
+        super().check(weight)
+        refusal = self._refusal_of(weight.device)
+        if refusal is not None:
+            raise ValueError(refusal)
+
+    def _missing_units(self, device: torch.device) -> str | None:
+        """Why `device` does not run these products; None if it does."""
+        return missing_units(device, self.capability)
+
+    def _refusal_of(self, device: torch.device) -> str | None:
+        """Error message for devices without int8 or float8 matrix units; None for those that have them."""
+        reason = None if self.always else self._missing_units(device)
+        if reason is None:
+            return None
+        return (
+            f"{type(self).__name__} on {device}: {reason}, so it has no units for these products; train without it "
+            "(lowbit.train.restore_(model) undoes it), or slowly, by plain operations, with always=True"
+        )
+
+    def _too_small(self, n: int, k: int) -> str | None:
+        if n * k >= self.least.weight * (n + k):
+            return None
+        return f"too small to gain: N·K / (N + K) of {n} x {k} is below {self.least.weight}"
+
+    def _too_little(self, m: int, n: int, k: int) -> str | None:
+        """Why products of these sizes gain nothing; None if they gain."""
+        too_small = self._too_small(n, k)
+        if too_small is not None:
+            return too_small
+        rows = self.least.rows(n, k)
+        return f"too few rows to gain: {m} is below {rows}" if m < rows else None
+
+    def plain_because(self, device: torch.device, m: int, n: int, k: int) -> str | None:
+        """Why products of an input [m, k] and a weight [n, k] run in high precision; None if they run in low bits.
+
+        Raises RuntimeError on a GPU that has no units for them.
+        """
+        if m == 0 or n == 0 or k == 0:
+            return "there is nothing to multiply"
+        if self.always:
+            return None
+        if device.type in ("cpu", "meta"):
+            return f"on {device.type} low-bit products are not faster"
+        too_little = self._too_little(m, n, k)
+        if too_little is None:
+            self._check_units(device)
+        return too_little
+
+    def grouped_plain_because(
+        self, device: torch.device, m: int, experts: int, n: int, k: int
+    ) -> str | None:
+        """The same for a grouped product of rows [m, k] and experts [experts, n, k]. The number of rows of an expert is
+        known to the device only, so that the decision depends on their mean."""
+        if 0 in (m, experts, n, k):
+            return "there is nothing to multiply"
+        if self.one_scale or self.in_blocks:
+            kind = "one a tensor" if self.one_scale else "one a block"
+            return f"grouped products take a scale a row, and the scheme {kind}"
+        if self.always:
+            return None
+        if device.type in ("cpu", "meta"):
+            return f"on {device.type} low-bit products are not faster"
+        if not self.least_experts.gains(m, experts, n, k):
+            return f"too small to gain: {m} rows for {experts} experts of {n} x {k}"
+        self._check_units(device)
+        return None
+
+    def _check_units(self, device: torch.device) -> None:
+        refusal = self._refusal_of(device)
+        if refusal is not None:
+            raise RuntimeError(refusal)
+
+
+@dataclass(frozen=True)
+class Int8Products(LowbitProducts):
+    """Both operands in int8, with a scale a row of each."""
+
+    capability = (8, 0)
+    forward_format = "int8"
+
+
+@dataclass(frozen=True)
+class MixedPrecision(LowbitProducts):
+    """Low-bit products with weights that stay in high precision; see `LowbitProducts` for the arguments.
+
+    `beside`: another layer with this scheme multiplies the same input, and has so many times the outputs. This one then
+    gains with a smaller weight and fewer rows.
+    """
+
+    beside: float | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.products:
+            raise ValueError(
+                f"{type(self).__name__} with output, grad_input and grad_weight all False changes nothing; turn one "
+                "on, or leave the model as it is"
+            )
+        if self.beside is not None:
+            self._check_beside(self.beside)
+
+    def _check_beside(self, beside: float) -> None:
+        if isinstance(beside, bool) or not isinstance(beside, int | float):
+            raise TypeError(f"beside must be a number or None, got {beside!r}")
+        if not 1 <= beside < math.inf:
+            raise ValueError(
+                "beside is how many times the outputs of this layer a larger one has that multiplies the same input, "
+                f"1 or more; got {beside}"
+            )
+        if self.in_blocks or not (self.output and self.grad_weight):
+            raise ValueError(
+                f"{type(self).__name__}: beside={beside} has no effect, since layers share codes with a scale a row or "
+                "a tensor, of inputs that both output and grad_weight read; leave it out"
+            )
+
+    def obstacle(self, shape: Sequence[int], uses: Collection[str]) -> str | None:
+        if set(uses) <= {"embedding", "attention"}:
+            return IN_ATTENTION if "attention" in uses else LOOKED_UP
+        if self.always or (len(shape) > 2 and self.least_experts.may_gain(*shape[-2:])):
+            return None
+        if self._rows_beside(*shape[-2:]) is not None:
+            return None
+        return self._too_small(*shape[-2:])
+
+    def gathers_codes(self, weight: Tensor) -> bool:
+        """Whether FSDP2 gathers codes of this weight in high precision: where each product with it quantizes it. In 16
+        bits, one `beside` a larger weight travels as it is: as codes it would be two tensors, which cost the host more
+        than the bytes take."""
+        quantizes = self.output and self.grad_input and (self.always or weight.is_cuda)
+        return quantizes and (self.beside is None or weight.dtype.itemsize > 2)
+
+    def after_larger(self, shape: Sequence[int], larger: Sequence[int]) -> MixedPrecision | None:
+        if self.in_blocks or not (self.output and self.grad_weight) or len(shape) != 2:
+            return None
+        found = replace(self, beside=larger[0] / shape[0])
+        return None if found._rows_beside(*shape) is None else found
+
+    def _rows_beside(self, n: int, k: int) -> int | None:
+        """The fewest rows with which a weight [N, K] gains where the larger layer does too. None: with no number, or no
+        layer is `beside`. Tensor parallelism divides the outputs of both layers."""
+        if self.beside is None or n * k < self.least.weight_beside:
+            return None
+        larger = round(self.beside * n)
+        if self._too_small(larger, k) is not None:
+            return None
+        return max(self.least.rows_beside(n, k), self.least.rows(larger, k))
+
+    def _too_little(self, m: int, n: int, k: int) -> str | None:
+        rows = self._rows_beside(n, k)
+        if rows is None:
+            return super()._too_little(m, n, k)
+        if m >= rows:
+            return None
+        return f"too few rows to gain beside a larger layer: {m} is below {rows}"
+
+    def describe(self, shape: Sequence[int]) -> str:
+        note = super().describe(shape)
+        return note if self.beside is None else f"{note}; input shared with a larger layer"
+
+
+@dataclass(frozen=True)
+class Int8MixedPrecision(Int8Products, MixedPrecision):
+    """int8 products with exact int32 sums, a scale a row of each operand (absmax / 127). Weights stay as they are.
+
+    Args:
+        output, grad_input, grad_weight: which of the products run in int8; the others run in high precision.
+        stochastic_rounding: round gradients up or down at random, so that their mean is exact, or to nearest. None: as
+            the format of gradients needs it.
+        seed: of this rounding. The random numbers are a function of seed and gradient, so they are equal on every
+            replica and after a restart.
+        always: low-bit products also where they gain nothing: for small weights and few rows, and on devices without
+            units for them, where plain operations replace them. For tests and for studies of numerics on a CPU.
+        beside: another layer with this scheme multiplies the same input, and has so many times the outputs. Its codes
+            serve both, so that smaller weights and fewer rows gain. `lowbit.train.prepare_` sets it for key and value
+            layers; give it where it does not find them.
+
+    Raises TypeError, ValueError for other values.
+    """
+
+
+@dataclass(frozen=True)
+class Float8MixedPrecision(MixedPrecision):
+    """float8 products, inputs and weights in e4m3, a scale a row of each operand. Weights stay as they are.
+
+    Args:
+        output, grad_input, grad_weight, stochastic_rounding, seed, always, beside: as for
+            `lowbit.Int8MixedPrecision`.
+        backward: format of gradients, "e4m3" (3 bits of mantissa) or "e5m2" (2, and a wider range).
+        tensorwise: one scale a tensor instead.
+    """
+
+    backward: str = field(default="e4m3", kw_only=True)
+    tensorwise: bool = field(default=False, kw_only=True)
+
+    capability = (8, 9)
+    forward_format = "e4m3"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.backward not in ("e4m3", "e5m2"):
+            raise ValueError(f"backward must be 'e4m3' or 'e5m2', got {self.backward!r}")
+
+    @property
+    def backward_format(self) -> str:
+        return self.backward
+
+    @property
+    def one_scale(self) -> bool:
+        return self.tensorwise
+
+
+@dataclass(frozen=True)
+class Float8BlockMixedPrecision(MixedPrecision):
+    """float8 (e4m3) products with scales of blocks, as DeepSeek-V3 was trained (arXiv 2412.19437, 3.3).
+
+    Inputs and gradients have a scale for each 128 elements along the dimension that a product sums over, weights one
+    for each 128 x 128 elements. An outlying value costs precision in its own block only. The output and the input's
+    gradient see the same rounded weight, and `lowbit.train.convert_` makes it a `Float8Tensor` for inference. Training
+    may also start from such a weight: `lowbit.train.prepare_` takes it. These products
+    run on GPUs of compute capability 9.0 (H100, H200), with a torch built for CUDA 12.9 or newer.
+
+    Args:
+        output, grad_input, grad_weight, seed, always: as for `lowbit.Int8MixedPrecision`.
+        stochastic_rounding: None or False.
+        beside: None.
+        power_of_two: round each scale up to a power of two, as float8_e8m0fnu (UE8M0) stores it.
+
+    Raises TypeError, ValueError for other values, and ValueError for stochastic rounding, which the recipe lacks.
+    """
+
+    power_of_two: bool = field(default=False, kw_only=True)
+
+    capability = (9, 0)
+    # The products of blocks save two thirds of what those of rows save (benchmarks/LOG.md), at the same launches.
+    least = Least(launches=2.2e10)
+    forward_format = "e4m3"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stochastic_rounding:
+            raise ValueError(
+                "Float8BlockMixedPrecision rounds gradients to nearest, and takes no stochastic_rounding=True; "
+                "accepted: False, or another scheme, such as Float8MixedPrecision"
+            )
+
+    @property
+    def in_blocks(self) -> bool:
+        return True
+
+    @property
+    def input_rounding(self) -> tuple[Any, ...]:
+        return *super().input_rounding, self.power_of_two
+
+    def _missing_units(self, device: torch.device) -> str | None:
+        return super()._missing_units(device) or missing_block_products(device)
+
+    def starts_from(self, weight: Any) -> bool:
+        is_float8 = getattr(weight, "stored_as", None) == "float8"
+        return is_float8 and weight.spec == BLOCK_WEIGHT and not weight.transposed
+
+    def describe(self, shape: Sequence[int]) -> str:
+        note = f"e4m3, a scale a block of {BLOCK} x {BLOCK}: {', '.join(self.products)}"
+        note += "; scales are powers of two" if self.power_of_two else ""
+        return note + self._note_of_experts(shape)
+
+
+@dataclass(frozen=True)
+class Int8Weight(Int8Products):
+    """The weight itself is int8, with a scale a row and no high-precision copy; see
+    `lowbit.tensor.trained.int8_weight`.
+
+    Every rank loads a state dict of such weights itself: torch's `broadcast_from_rank0=True` takes plain values only,
+    `value.dequantize()`. DistributedDataParallel sends the weights as they are stored, random-number offsets included.
+
+    Args:
+        output, grad_input, grad_weight: which of the products run int8 x int8; by default none: the weight is
+            dequantized for them, which is exact.
+        stochastic_rounding, always: of those products, as for `Int8MixedPrecision`.
+        seed: of all random numbers, those of the weight's updates included, which are always stochastic.
+
+    Raises TypeError, ValueError for other values, and ValueError for options of products if there are none.
+    """
+
+    output: bool = False
+    grad_input: bool = False
+    grad_weight: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("stochastic_rounding", "always"):
+            if getattr(self, name) and not self.products:
+                raise ValueError(
+                    f"Int8Weight: {name}=True has no effect, because no product runs in int8; turn on output, "
+                    f"grad_input or grad_weight, or leave {name} out (updates of the weight always round "
+                    "stochastically)"
+                )
+
+    def check(self, weight: Tensor) -> None:
+        if self.products:
+            super().check(weight)
+        else:
+            TrainingScheme.check(self, weight)
+
+    def plain_because(self, device: torch.device, m: int, n: int, k: int) -> str | None:
+        if not self.products:
+            return "none was asked for"
+        return super().plain_because(device, m, n, k)
+
+    def grouped_plain_because(
+        self, device: torch.device, m: int, experts: int, n: int, k: int
+    ) -> str | None:
+        if not self.products:
+            return "none was asked for"
+        return super().grouped_plain_because(device, m, experts, n, k)
+
+    def describe(self, shape: Sequence[int]) -> str:
+        note = "int8, a scale a row, no high-precision copy"
+        return f"{note}; products {super().describe(shape)}" if self.products else note
+
+
+@dataclass(frozen=True)
+class BitNet(TrainingScheme):
+    """BitNet b1.58 (arXiv 2402.17764): products see the weight as -1, 0 or 1 times its mean magnitude, and the input
+    in int8, a scale a token.
+
+    Args:
+        grad_input, grad_weight: whether these products run int8 x int8 as well; the output's always does.
+    """
+
+    grad_input: bool = False
+    grad_weight: bool = False
+
+    capability: ClassVar[tuple[int, int]] = Int8Products.capability
+
+    def __post_init__(self) -> None:
+        _check_bools(self)
+
+    def check(self, weight: Tensor) -> None:
+        super().check(weight)
+        reason = missing_units(weight.device, self.capability)
+        if reason is not None:
+            raise ValueError(
+                f"BitNet on {weight.device}: {reason}, so it has no units for int8 products; accepted: the CPU, and "
+                "NVIDIA GPUs from compute capability 8.0 on (prepare the model there), or train without BitNet"
+            )
+
+    def obstacle(self, shape: Sequence[int], uses: Collection[str]) -> str | None:
+        if "attention" in uses:
+            return IN_ATTENTION
+        if "embedding" not in uses:
+            return None
+        tied = len(set(uses)) > 1
+        return "tied to an embedding, which looks up exact rows" if tied else LOOKED_UP
+
+    def describe(self, shape: Sequence[int]) -> str:
+        return "ternary, a scale a tensor; activation int8, a scale a token"
+
+
+def _check_bools(scheme: Any) -> None:
+    for each in fields(scheme):
+        value = getattr(scheme, each.name)
+        if each.type == "bool" and not isinstance(value, bool):
+            raise TypeError(f"{each.name} must be True or False, got {value!r}")
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler along with lowbit.
+missing_units._dynamo_marked_constant = True  # type: ignore[attr-defined]
+missing_block_products._dynamo_marked_constant = True  # type: ignore[attr-defined]

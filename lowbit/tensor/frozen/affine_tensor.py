@@ -1,0 +1,638 @@
+"""AffineTensor: integer codes of 1 to 8 bits with a scale and a zero point for each block.
+
+Storage, all row-major, sliceable along dimension 0 without unpacking:
+
+- `codes`: 8 bits: int8 or uint8 [..., K]. Fewer: the code minus the format's smallest, packed as a little-endian
+  bit stream along the last dimension (`lowbit.numerics.packing`); 4 bits: uint8 [..., K/2], even k in the low nibble.
+- `scale`, `zero_point`: one element a block, [..., K/group]. Signed symmetric codes have no zero point.
+- `input_scale` (float32), `input_zero_point`: one element, [1, 1]. Those of the input of its product, where the spec of
+  the activation is static.
+
+K, and every blocked dimension, is padded to a whole number of blocks; `shape` is the logical one.
+
+Arithmetic, as tools that merge adapters into a model do it:
+
+    weight + delta, weight.norm(), ...     reads the dequantized values and gives a plain tensor
+    weight += delta, weight.data = values  quantizes the result again, in the weight's own scheme
+
+A write quantizes again, so a change smaller than half a quantization step is mostly lost. Each block keeps its scale
+unless a new one has the smaller error, so values that do not change keep their bits. `lowbit.dequantize_(model)` before
+merging loses nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+import lowbit_kernels as kernels
+from lowbit.linear.frozen import quantized_linear
+from lowbit.numerics.granularity import PerGroup, PerRow
+from lowbit.numerics.lookup_table import LookupTable
+from lowbit.numerics.number_format import Float8, Int
+from lowbit.numerics.packing import pack, packed_size, unpack
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.core.base import (
+    InnerShapes,
+    LowbitTensor,
+    aten,
+    check_not_flat,
+    check_weight,
+)
+from lowbit.tensor.core.base_ops import product_below_autograd
+from lowbit.tensor.core.contracted import of_stack, of_swapped
+from lowbit.tensor.core.row_chunks import count_nonfinite, encode_in_chunks
+from lowbit.tensor.core.torchscript import is_traced, refuse_trace
+from lowbit.tensor.frozen.blocked import BlockedTensor
+from lowbit.tensor.frozen.cpu_values import ReadOnCpu, rows_of_embedding
+from lowbit.tensor.frozen.frozen import asks_for_gradient
+from lowbit.tensor.frozen.requantize import holds, requantize
+from lowbit.tensor.trained.trainable import GROUPED, MATMULS
+from lowbit.trace.traced import specs_name
+
+torch.serialization.add_safe_globals([Int, Float8, LookupTable, Spec, Scheme])
+SEARCHED_BITS = 2
+"""The most bits of an integer format whose scales are searched by default. With so few codes min-max loses most: random
+weights in 1 bit and groups of 32 had a relative error of 0.96, and 0.49 after a search."""
+_LINEAR = F.linear  # a name of this module: an attribute lookup takes time at each product
+_BEFORE_MERGING = "call lowbit.dequantize_(model) before merging into it"
+
+
+class AffineTensor(ReadOnCpu, BlockedTensor):
+    """A weight in integer codes; see the module for the layout. Make one with `AffineTensor.from_float`.
+
+    It is frozen: `requires_grad_()` leaves `requires_grad` False, and warns where the tensor is a parameter. Gradients
+    flow through its linear to the input. `weight[i]` is a row, as plain values.
+    """
+
+    tensor_attrs: ClassVar[tuple[str, ...]] = (
+        *("codes", "scale", "zero_point"),
+        *("input_scale", "input_zero_point"),
+    )
+    meta_attrs: ClassVar[tuple[str, ...]] = ("spec", "activation", "transposed")
+    way_out: ClassVar[str] = (
+        "call .dequantize() for a plain tensor first, or lowbit.dequantize_(model) for a plain model"
+    )
+
+    caches = ("_known_products", "_reader")
+    stored_as: ClassVar[str | None] = "integers"
+    _kinds: ClassVar[list[type[AffineTensor]]] = []
+    """The classes that define `stores`, the newest first."""
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    input_scale: Tensor | None = None
+    input_zero_point: Tensor | None = None
+    spec: Spec
+    """How the weight is quantized."""
+    activation: Spec | None
+    """How the activation of its linear is quantized, or None."""
+    _known_products: tuple[Any, ...] = ()
+    """The last decisions of `lowbit.linear.frozen` on products of this weight."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "stores" in cls.__dict__:
+            AffineTensor._kinds.insert(0, cls)
+
+    def __new__(
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        spec: Spec,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        activation: Spec | None = None,
+    ) -> Self:
+        """Assemble inner tensors as the module describes them.
+
+        Args:
+            codes: integers, packed where `spec` packs them.
+            scale: floating, one a block.
+            zero_point: one a block; None where `spec` has none.
+            spec: how the weight is quantized.
+            shape: that of the weight, without padding.
+            dtype: that of its values.
+            activation: how the input of its products is quantized; None: not at all.
+
+        Raises ValueError for a misfit, as `check_parts`.
+        """
+        tensors = {"codes": codes, "scale": scale, "zero_point": zero_point}
+        meta = {"spec": spec, "activation": activation, "transposed": False}
+        self = cls.from_inner(tensors, meta, shape, dtype)
+        if spec.has_zero_point != (zero_point is not None):
+            takes = "takes a" if spec.has_zero_point else "takes no"
+            got = "none" if zero_point is None else f"one of shape {tuple(zero_point.shape)}"
+            raise ValueError(f"{spec} {takes} zero_point, got {got}")
+        self.check_parts()
+        return self
+
+    @classmethod
+    def from_float(
+        cls,
+        weight: Tensor,
+        scheme: Scheme | Spec,
+        qparams: tuple[Tensor, Tensor | None] | None = None,
+        input_qparams: tuple[Tensor, Tensor | None] | None = None,
+        joint: Tensor | None = None,
+    ) -> AffineTensor:
+        """Quantize `weight` [..., N, K], rounding to nearest. A Float8 format gives a `Float8Tensor`, a LookupTable a
+        `TableTensor`.
+
+        Args:
+            qparams: scale and zero point of each block, as `Spec.search_qparams` and `Spec.choose_qparams` give them;
+                their dtypes stay, and a `scale_dtype` of the scheme must be that of the scale. A scale may be negative.
+                None chooses them by the mapping, in the `scale_dtype`, or else in `weight`'s dtype (float32 for
+                float64, and for float8 in blocks).
+            input_qparams: scale and zero point of the input, one element each, for a static activation.
+            joint: what `Spec.joint_part` gives for this weight and its siblings, in place of `qparams`.
+
+        Raises:
+            ValueError: integer, complex, low-bit, 1-D, NaN or infinite weights; scales and zero points of another shape
+                or dtype; scales that are zero or not finite, as those of weights too large for a `scale_dtype` of
+                float16; a static activation without `input_qparams`.
+        """
+        spec, activation = (
+            (scheme.weight, scheme.activation) if isinstance(scheme, Scheme) else (scheme, None)
+        )
+        check_weight(weight)
+        spec.check_padding(weight.shape)
+        if qparams is not None:
+            spec.check_qparams(weight.shape, *qparams)
+        kind = representation_of(spec)
+        scale_dtype = kind.scale_dtype(spec, weight.dtype)
+        meta = {"spec": spec, "activation": activation, "transposed": False}
+        joint = None if joint is None else joint.clone()  # each weight has its own memory
+        if joint is not None and spec.scales is None:
+            qparams, joint = (joint, None), None
+        tensors = kind._encode_as(weight.detach(), spec, scale_dtype, qparams, joint)
+        _check_reach(spec, tensors)
+        tensors.update(_parts_of_input(activation, input_qparams))
+        return kind.from_inner(tensors, meta, weight.shape, weight.dtype)
+
+    @classmethod
+    def searched(
+        cls,
+        weight: Tensor,
+        scheme: Scheme | Spec,
+        importance: Tensor | None = None,
+        input_qparams: tuple[Tensor, Tensor | None] | None = None,
+    ) -> AffineTensor:
+        """`from_float` with the scales and zero points of `Spec.search_qparams`, which lose less by rounding.
+
+        Arguments are those of both. Raises ValueError as they do.
+        """
+        spec = scheme.weight if isinstance(scheme, Scheme) else scheme
+        check_weight(weight)
+        scale_dtype = representation_of(spec).scale_dtype(spec, weight.dtype)
+        qparams = spec.search_qparams(weight.detach(), scale_dtype, importance)
+        return cls.from_float(weight, scheme, qparams, input_qparams)
+
+    @classmethod
+    def quantized(
+        cls,
+        weight: Tensor,
+        scheme: Scheme | Spec,
+        scales: str | None = None,
+        input_qparams: tuple[Tensor, Tensor | None] | None = None,
+        joint: Tensor | None = None,
+    ) -> AffineTensor:
+        """`from_float` where `scales` is "minmax", `searched` where it is "searched".
+
+        None takes the search for integers of up to `SEARCHED_BITS` bits, and "minmax" for all else. With `joint`, the
+        scales are those of `from_float`. Raises ValueError as both do.
+        """
+        if joint is not None:
+            return cls.from_float(weight, scheme, input_qparams=input_qparams, joint=joint)
+        spec = scheme.weight if isinstance(scheme, Scheme) else scheme
+        if scales is None:
+            few = isinstance(spec.format, Int) and spec.format.bits <= SEARCHED_BITS
+            scales = "searched" if few else "minmax"
+        make = cls.searched if scales == "searched" else cls.from_float
+        return make(weight, scheme, input_qparams=input_qparams)
+
+    @classmethod
+    def _encode_as(
+        cls,
+        weight: Tensor,
+        spec: Spec,
+        scale_dtype: torch.dtype,
+        qparams: tuple[Tensor, Tensor | None] | None = None,
+        joint: Tensor | None = None,
+    ) -> dict[str, Tensor | None]:
+        def encode(
+            part: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None
+        ) -> dict[str, Tensor | None]:
+            own = None if scale is None else (scale.contiguous(), zero_point)
+            codes, scale, zero_point = spec.quantize(part.contiguous(), scale_dtype, own)
+            return {"codes": cls._store(codes, spec), "scale": scale, "zero_point": zero_point}
+
+        given = qparams or ()
+        if spec.shares_rows:
+            return encode(weight, *given)
+        return encode_in_chunks(weight, encode, *given)
+
+    # ---- storage of the codes, overridden by other representations ------------------------------------------
+
+    @classmethod
+    def stores(cls, spec: Spec) -> bool:
+        """Whether this class stores weights of this spec. The newest class that does is the one that
+        `lowbit.quantize_`, QAT and `from_float` make."""
+        return isinstance(spec.format, Int)
+
+    @classmethod
+    def _stored_bits(cls, spec: Spec) -> int:
+        """Bits that a code takes in `codes`; 8: codes are stored one by one, in the dtype of the format."""
+        return spec.format.bits
+
+    @classmethod
+    def _store(cls, codes: Tensor, spec: Spec) -> Tensor:
+        if cls._stored_bits(spec) == 8:
+            return codes.contiguous()
+        return pack((codes - int(spec.format.quant_min)).view(torch.uint8), spec.format.bits)
+
+    @classmethod
+    def scale_dtype(cls, spec: Spec, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of new scales, for a weight of `dtype`."""
+        return spec.stored_scale_dtype or (torch.float32 if dtype is torch.float64 else dtype)
+
+    @classmethod
+    def _code_dtype(cls, spec: Spec) -> torch.dtype:
+        return spec.format.dtype if cls._stored_bits(spec) == 8 else torch.uint8
+
+    def _load(self, columns: int) -> Tensor:
+        """Codes [..., columns] in the format's own dtype, on its own grid."""
+        fmt = self.spec.format
+        if self._stored_bits(self.spec) == 8:
+            return self.codes
+        return (unpack(self.codes, fmt.bits, columns).view(fmt.dtype)) + int(fmt.quant_min)
+
+    # ---- LowbitTensor's methods ------------------------------------------------------------------------------
+
+    def dequantize(self) -> Tensor:
+        """Values [..., N, K] in this tensor's dtype: (code − zero_point) · scale in float32, rounded once."""
+        if self.flat_from is not None:
+            return self._with(shape=self.flat_from).dequantize().reshape(-1)
+        if self.transposed:
+            return self._transposed().dequantize().transpose(-2, -1)
+        if 0 in self.shape:  # an empty slice keeps the scales of the original
+            return self.scale.new_empty(tuple(self.shape), dtype=self.dtype)
+        shape = self.shape_of_codes(self.shape)
+        if self.codes.is_cuda and self._fits_dequantize_op():
+            return self._dequantize_by_op()
+        if (values := self._dequantize_on_cpu()) is not None:
+            return values
+        return self._dequantized(shape)
+
+    def _dequantized(self, shape: Sequence[int]) -> Tensor:
+        """The values of a matrix, or a stack of them, of the shape of the codes, by PyTorch's operations."""
+        codes = self._load(self.spec.padded_shape(shape)[-1])
+        return self.spec.dequantize(codes, self.scale, self.zero_point, shape, self.dtype)
+
+    def scale_values(self) -> Tensor:
+        """The scale of each block, as `lowbit.numerics.affine` takes it."""
+        return self.scale
+
+    def _fits_dequantize_op(self) -> bool:
+        spec = self.spec
+        return (
+            self.stored_as == "integers"
+            and spec.format in (Int(4), Int(8))
+            and isinstance(spec.granularity, PerGroup | PerRow)
+            and not spec.zero_point_is_value
+            and self.dtype is not torch.float64
+        )
+
+    def _dequantize_by_op(self) -> Tensor:
+        """`dequantize` in one kernel, with the same bits."""
+        shape = self.shape_of_codes(self.shape)
+        zero_point = None if self.zero_point is None else self.zero_point.flatten(0, -2)
+        values = kernels.dequantize.dequantize(
+            self.codes.flatten(0, -2),
+            self.scale.flatten(0, -2),
+            zero_point,
+            group_size=self.spec.block_size(shape)[-1],
+            size=shape[-1],
+            dtype=self.dtype,
+        )
+        return values.view(self.shape)
+
+    def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
+        if self.transposed:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        shape = self.shape_of_codes(shape)
+        padded, blocks = self.spec.padded_shape(shape), self.spec.blocks(shape)
+        bits = self._stored_bits(self.spec)
+        found: InnerShapes = {
+            "codes": ((*padded[:-1], packed_size(padded[-1], bits)), self._code_dtype(self.spec)),
+            "scale": (blocks, self.spec.stored_scale_dtype or self.scale.dtype),
+        }
+        if self.spec.has_zero_point:  # the spec decides, so a checkpoint without it does not fit
+            is_value = self.spec.zero_point_is_value
+            dtype = self.scale.dtype if is_value else self.spec.format.dtype
+            found["zero_point"] = (blocks, dtype)
+        if self.activation is not None and self.activation.static:
+            found["input_scale"] = ((1, 1), torch.float32)
+            if self.activation.has_zero_point:
+                found["input_zero_point"] = ((1, 1), _zero_point_dtype(self.activation))
+        return found
+
+    def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
+        """Raises ValueError for NaN and infinite values, since one makes its whole block useless."""
+        is_known = not values.is_meta and not torch.compiler.is_compiling()
+        if is_known and (bad := count_nonfinite(values)):
+            raise ValueError(
+                f"{bad} NaN or infinite values of {values.numel()} cannot be written into {self!r}: repair or reload "
+                "them first"
+            )
+        if self.transposed:
+            values = values.transpose(-2, -1)
+        found = type(self)._encode_as(values, self.spec, self.scale.dtype)
+        _check_reach(self.spec, found)
+        return {**found, **self._of_input()}
+
+    def _takes_meta_of(self, other: Tensor) -> bool:
+        """Accepts the other symmetric mapping, as in a checkpoint of a preset that had it, and another `scale_dtype`
+        where the scales have one dtype all the same."""
+        if type(self) is not type(other) or not self.spec.same_values(other.spec):
+            return False
+        if (
+            self.spec.scale_dtype != other.spec.scale_dtype
+            and self.scale.dtype != other.scale.dtype
+        ):
+            return False  # a copy would round the scales
+        return {**self.meta(), "spec": None} == {**other.meta(), "spec": None}
+
+    def check_meta(self) -> None:
+        super().check_meta()
+        if not isinstance(self.transposed, bool):
+            raise ValueError(f"transposed must be True or False, got {self.transposed!r}")
+        if not self.stores(self.spec):
+            raise ValueError(f"{type(self).__name__} does not store {self.spec}")
+
+    def stored_format(self) -> str:
+        return specs_name(self.spec, self.activation)
+
+    def meta_to_json(self) -> dict[str, Any]:
+        return {"scheme": Scheme(self.spec, self.activation).to_dict()}
+
+    @classmethod
+    def meta_from_json(cls, data: Any) -> dict[str, Any]:
+        scheme = Scheme.from_dict(data["scheme"])
+        return {"spec": scheme.weight, "activation": scheme.activation, "transposed": False}
+
+    # ---- reading and writing values ---------------------------------------------------------------------------
+
+    def requantize_(self, values: Tensor) -> None:
+        """Write `values` [..., N, K], in the weight's scheme; each block keeps its scale where that is nearer.
+
+        Warns that it rounds. Raises ValueError for values that are not finite or of another shape. The weight is then
+        as it was.
+        """
+        if values.shape != self.shape:
+            raise ValueError(f"values of shape {tuple(values.shape)} for {self!r}")
+        check_weight(values, f"the new value of {type(self).__name__} {tuple(self.shape)}")
+        warnings.warn(
+            f"{type(self).__name__} of {self.spec.format} takes new values, rounded to its own codes: changes below "
+            f"half the distance of two of them are lost. To lose nothing, {_BEFORE_MERGING}",
+            stacklevel=1,  # this line, so that all weights together warn once
+        )
+        weight: AffineTensor = self
+        if self.transposed:
+            weight, values = self._transposed(), values.transpose(-2, -1)
+        requantize(weight, values)
+
+    def holds(self, values: Tensor) -> bool:
+        if self.flat_from is not None:
+            return False
+        if self.transposed:
+            return self._transposed().holds(values.transpose(-2, -1))
+        return holds(self, values)
+
+    def _new_scales(self, x: Tensor) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor | None]]:
+        """Scales and zero points of padded values x: the inner tensors, by name, and as `lowbit.numerics.affine` takes
+        them."""
+        scale, zero_point = self.spec.choose_qparams(x, self.scale.dtype)
+        parts = (
+            {"scale": scale} if zero_point is None else {"scale": scale, "zero_point": zero_point}
+        )
+        return parts, (scale, zero_point)
+
+    def _assign_data(self, values: Any) -> None:
+        """`self.data = values`: takes over a low-bit tensor with its codes, its dtype and its device, or quantizes
+        plain values. Raises ValueError for another shape, for low-bit data that is stored differently, for plain values
+        of another dtype or device, and as `requantize_`."""
+        facts: dict[str, tuple[Any, Any]] = {"shape": (tuple(values.shape), tuple(self.shape))}
+        if not isinstance(values, LowbitTensor):
+            facts["dtype"] = values.dtype, self.dtype
+            facts["device"] = values.device, self.device
+        for what, (got, own) in facts.items():
+            if got != own:
+                raise ValueError(f"assigning .data of {what} {got} to {self!r}, which has {own}")
+        if not isinstance(values, LowbitTensor):
+            source: Any = self.clone()
+            source.requantize_(values)
+        elif self._is_stored_like(values):
+            source = values
+        else:
+            raise ValueError(
+                f"assigning {values!r} as .data of {self!r}: they are stored differently; assign values.dequantize() "
+                "to quantize them again"
+            )
+        self._take_over(source)
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether its products round their inputs."""
+        return self.activation is not None
+
+    def rounded_input(self, x: Tensor) -> Tensor:
+        """x [..., K] as this weight's products round it, for one that runs in high precision."""
+        if self.activation is None:
+            return x
+        if self.input_scale is None:
+            return self.activation.fake_quantize(x)
+        return self.activation.fake_quantize_by(x, self.input_scale, self.input_zero_point)
+
+    def quantized_input(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes [M, K], scale and zero point of x [M, K], by the static scale of this weight's input."""
+        assert self.activation is not None and self.input_scale is not None
+        return self.activation.quantize(x, qparams=(self.input_scale, self.input_zero_point))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _LINEAR and isinstance(
+            args[1] if len(args) > 1 else kwargs["weight"], AffineTensor
+        ):
+            if is_traced() is not None:
+                refuse_trace()
+            return quantized_linear(*args, **kwargs) if kwargs else quantized_linear(*args)
+        kwargs = kwargs or {}
+        arranged = _arranged(*args) if func in _MATMUL and len(args) == 2 and not kwargs else None
+        if arranged is not None:
+            return arranged
+        if func in _OF_EXPERTS and len(args) > 1:
+            args = (*_rounded_for_experts(*args[:2]), *args[2:])
+        if func is F.embedding and (rows := rows_of_embedding(*args, **kwargs)) is not None:
+            return rows
+        if asks_for_gradient(func, args, kwargs):
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def representation_of(spec: Spec) -> type[AffineTensor]:
+    """The class that stores a weight of this spec."""
+    return next((kind for kind in AffineTensor._kinds if kind.stores(spec)), AffineTensor)
+
+
+def _zero_point_dtype(spec: Spec) -> torch.dtype:
+    """The dtype of zero points beside float32 scales."""
+    return torch.float32 if spec.zero_point_is_value else spec.format.dtype
+
+
+def _check_reach(spec: Spec, tensors: Mapping[str, Tensor | None]) -> None:
+    """Raise ValueError where new scales, or smallest values beside them, are too large for float16: the `scale_dtype`,
+    or the dtype of the weight."""
+    scale = tensors.get("scale")
+    own = spec.scale_dtype or (None if scale is None else scale.dtype)
+    if own is not torch.float16 or torch.compiler.is_compiling():
+        return
+    kinds = {
+        "scale": "scales",
+        **({"zero_point": "smallest values"} if spec.rounds_minimum else {}),
+    }
+    for name, what in kinds.items():
+        t = tensors[name]
+        if t is not None and not t.is_meta and (bad := count_nonfinite(t)):
+            raise ValueError(
+                f"{bad} of {t.numel()} {what} are beyond 65504, the largest of torch.float16; take torch.bfloat16 or "
+                "torch.float32 as scale_dtype"
+            )
+
+
+def _parts_of_input(
+    activation: Spec | None, qparams: tuple[Tensor, Tensor | None] | None
+) -> dict[str, Tensor | None]:
+    """The inner tensors for a static activation; none for another."""
+    if activation is None or not activation.static:
+        return {}
+    if qparams is None:
+        raise ValueError(
+            f"{activation} is static, and no scale of the input is given: call lowbit.calibrate(model, scheme) first, "
+            "or give input_qparams"
+        )
+    scale, zero_point = qparams
+    found: dict[str, Tensor | None] = {"input_scale": scale.detach().float().clone().view(1, 1)}
+    if zero_point is not None:
+        zero_point = zero_point.detach().to(_zero_point_dtype(activation), copy=True).view(1, 1)
+    return {**found, "input_zero_point": zero_point}
+
+
+# ---- products of experts -----------------------------------------------------------------------------------------
+
+_OF_EXPERTS = {*GROUPED, *MATMULS}
+_MATMUL = {torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
+
+
+def _arranged(x: Any, weight: Any) -> Tensor | None:
+    """x @ weight, where the weight stands first or is a stack, by the product that it has; None for x @ matrix."""
+    if isinstance(x, LowbitTensor) and isinstance(weight, LowbitTensor):
+        return None
+    if isinstance(x, AffineTensor):
+        return of_swapped(x, weight)
+    return of_stack(x, weight) if weight.ndim == 3 else None
+
+
+def _rounded_for_experts(x: Any, weight: Any) -> tuple[Any, Any]:
+    """Both operands of a product of stacked weights [E, K, N], which runs in high precision: x rounded as the weight's
+    products round it, and the weight without that rule."""
+    if isinstance(x, AffineTensor) and not isinstance(weight, LowbitTensor) and weight.ndim == 3:
+        inputs, plain = _rounded_for_experts(
+            weight.transpose(-2, -1), x
+        )  # experts [E, N, K] from the left
+        return plain, inputs.transpose(-2, -1)
+    is_stack = isinstance(weight, AffineTensor) and weight.ndim == 3
+    if not is_stack or isinstance(x, LowbitTensor):
+        return x, weight
+    plain = weight if weight.activation is None else weight._with(activation=None)
+    return weight.rounded_input(x), plain
+
+
+# ---- aten operations ---------------------------------------------------------------------------------------------
+
+
+@AffineTensor.implements(aten.embedding.default)
+def _embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Gathers the codes of the rows, and dequantizes only those."""
+    self, indices = args[0], args[1]
+    if self.transposed:
+        raise self._unsupported("an embedding of its transpose")
+    rows = self._take(indices.reshape(-1)).dequantize()
+    return rows.view(*indices.shape, *self.shape[1:])
+
+
+@AffineTensor.implements(aten.mm.default, aten.addmm.default, aten.linear.default)
+def _matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
+    return product_below_autograd(quantized_linear, func, args, kwargs)
+
+
+@AffineTensor.implements(aten.bmm.default, aten._grouped_mm.default)
+def _products_of_experts(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Products of all experts at once, in high precision. The weight may be either operand."""
+    for weight in (x for x in args[:2] if isinstance(x, AffineTensor)):
+        if weight.activation is not None:  # inputs cannot be told from gradients here
+            raise weight._unsupported(
+                f"{func} with it as the first operand, as its scheme quantizes inputs (accepted: input @ weight, or a "
+                "weight-only scheme)"
+            )
+    plain = [x for x in args[:2] if not isinstance(x, LowbitTensor)]
+    if not plain:
+        raise args[0]._unsupported(f"{func} of two low-bit tensors (accepted: one of them plain)")
+    dtype = plain[0].dtype
+    first, second = (
+        x.dequantize().to(dtype) if isinstance(x, AffineTensor) else x for x in args[:2]
+    )
+    return func(first, second, *args[2:], **kwargs)
+
+
+@AffineTensor.implements(
+    *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.where.self),
+    *(aten.add.Scalar, aten.sub.Scalar, aten.mul.Scalar, aten.div.Scalar, aten.pow.Tensor_Scalar),
+    *(aten.neg.default, aten.abs.default, aten.isfinite.default, aten.isnan.default),
+    *(aten.eq.Tensor, aten.ne.Tensor, aten.eq.Scalar, aten.ne.Scalar),
+    *(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim),
+    *(aten.amax.default, aten.amin.default, aten.std.correction),
+    *(aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim),
+    *(aten._weight_norm_interface.default, aten._weight_norm_interface_backward.default),
+)
+def _read(func: Any, args: Any, kwargs: Any) -> Tensor:
+    return func(*tree_map(_values, args), **tree_map(_values, kwargs))
+
+
+def _values(x: Any) -> Any:
+    return x.dequantize() if isinstance(x, AffineTensor) else x
+
+
+@AffineTensor.implements(
+    *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor),
+    *(aten.add_.Scalar, aten.mul_.Scalar, aten.div_.Scalar),
+)
+def _change(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Computes in float32, or in float64 for float64 weights."""
+    target, *others = args
+    others = tree_map(_values, others)
+    if not isinstance(target, AffineTensor):
+        return func(target, *others, **kwargs)
+    check_not_flat(target, "a change")
+    wide = torch.promote_types(target.dtype, torch.float32)
+    target.requantize_(func(target._with(dtype=wide).dequantize(), *others, **kwargs))
+    return target

@@ -1,0 +1,66 @@
+"""Float8Tensor: float8 values (e4m3 or e5m2) with a scale for each block.
+
+x̂ = value · scale with scale = max|x| / 448 (e4m3; 57,344 for e5m2). Codes are stored as the float8 dtype itself,
+in the logical shape padded to whole blocks. All else is as in `AffineTensor`, without a zero point.
+
+Scales of `PerBlock` are float32 whatever the weight's dtype, as checkpoints of DeepSeek-V3 have them (arXiv 2412.19437)
+and as the products of blocks read them. One scale is shared by thousands of elements, so its bytes do not count.
+Source: Micikevicius et al., arXiv 2209.05433.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowbit.numerics.granularity import PerBlock
+from lowbit.numerics.number_format import Float8
+from lowbit.numerics.spec import Spec
+from lowbit.tensor.core.fsdp import as_bytes
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
+
+
+class Float8Tensor(AffineTensor):
+    """A weight in float8; make one with `Float8Tensor.from_float(weight, Float8WeightOnly())`."""
+
+    stored_as = "float8"
+
+    @classmethod
+    def stores(cls, spec: Spec) -> bool:
+        return isinstance(spec.format, Float8)
+
+    @classmethod
+    def scale_dtype(cls, spec: Spec, dtype: torch.dtype) -> torch.dtype:
+        in_blocks = isinstance(spec.granularity, PerBlock)
+        return torch.float32 if in_blocks else super().scale_dtype(spec, dtype)
+
+    @classmethod
+    def from_blocks(
+        cls,
+        values: Tensor,
+        scale: Tensor,
+        block: tuple[int, int],
+        dtype: torch.dtype,
+        activation: Spec | None = None,
+    ) -> Self:
+        """A weight of `dtype` from float8 values [..., N, K] and the scales of blocks of a x b, as checkpoints have
+        them.
+
+        scale: [..., N/a rounded up, K/b rounded up], of a floating dtype; stored as float32. Raises ValueError for
+        another shape, and for blocks that are so much larger than the weight that it would be padding.
+        """
+        spec = Spec(Float8(values.dtype), PerBlock(*block))
+        blocks = spec.blocks(values.shape)
+        if tuple(scale.shape) != blocks:
+            raise ValueError(
+                f"a float8 weight {tuple(values.shape)} with scales {tuple(scale.shape)}; in blocks of {block[0]} x "
+                f"{block[1]} it has scales {blocks}"
+            )
+        spec.check_padding(values.shape)
+        rows, columns = values.shape[-2:]
+        padding = (0, -columns % block[1], 0, -rows % block[0])
+        codes = F.pad(as_bytes(values), padding).view(values.dtype) if any(padding) else values
+        return cls(codes.contiguous(), scale.float(), None, spec, values.shape, dtype, activation)

@@ -1,0 +1,1 @@
+"""Weights that an optimizer trains."""

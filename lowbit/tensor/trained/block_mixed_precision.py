@@ -1,0 +1,146 @@
+"""BlockMixedPrecisionTensor: a high-precision weight whose products see it in float8 with a scale for each 128 x 128
+elements (`Float8BlockMixedPrecision`).
+
+Both products of the weight read the same codes. The input's gradient reads their transpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import lowbit_kernels as kernels
+from lowbit.linear.low_bit_linear import Codes, transposed
+from lowbit.numerics.spec import crop
+from lowbit.schemes.training import (
+    BLOCK,
+    BLOCK_ACTIVATION,
+    BLOCK_WEIGHT,
+    Float8BlockMixedPrecision,
+)
+from lowbit.tensor.core.base import InnerShapes, LowbitTensor
+from lowbit.tensor.core.fsdp import Wire, as_bytes
+from lowbit.tensor.frozen.float8_tensor import Float8Tensor
+from lowbit.tensor.trained.master_weight import GatheredForm
+from lowbit.tensor.trained.mixed_precision import MixedPrecisionTensor
+
+
+class BlockMixedPrecisionTensor(MixedPrecisionTensor):
+    """A trainable weight [..., N, K] with products in float8 blocks. `weight` is the high-precision tensor inside."""
+
+    schemes = (Float8BlockMixedPrecision,)
+    stays = ""
+
+    scheme: Float8BlockMixedPrecision
+
+    @classmethod
+    def prepared(cls, weight: Tensor, scheme: Any, name: str) -> Self:
+        """A quantized weight in the same blocks is trained from the values that its codes stand for."""
+        return cls(weight.dequantize() if isinstance(weight, LowbitTensor) else weight, scheme)
+
+    def row_codes(self) -> Codes:
+        """The weight [N, K] as the output's product reads it: codes [N, K128] and the scales of tiles."""
+        codes, scale, _, _ = self._quantize(self.weight, columns=False)
+        return codes, scale
+
+    def transposed_codes(self, after: Tensor | None = None) -> Codes:
+        """The weight [N, K] as the product for the input's gradient reads it: codes [K, N128] and the scales of
+        tiles."""
+        _, _, codes, scale = self._quantize(self.weight, rows=False)
+        return codes, scale
+
+    def _quantize(self, weight: Tensor, **copies: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return kernels.quantize_blocks.quantize_blocks(
+            weight, tiles=True, power_of_two=self.scheme.power_of_two, **copies
+        )
+
+    def _stacked_codes(self) -> Codes:
+        """`row_codes` of each expert [..., N, K]."""
+        if self.weight.ndim == 2:
+            return self.row_codes()
+        pairs = [self._quantize(expert, columns=False)[:2] for expert in self.weight]
+        codes, scale = zip(*pairs, strict=True)
+        stacked = torch.stack([as_bytes(one) for one in codes])
+        return stacked.view(codes[0].dtype), torch.stack(scale)
+
+    def frozen(self) -> Float8Tensor:
+        """The weight for inference: the codes that the output's product reads."""
+        codes, scale = self._stacked_codes()
+        padded = F.pad(as_bytes(codes), (0, 0, 0, -self.shape[-2] % BLOCK)).view(codes.dtype)
+        return Float8Tensor(
+            padded, scale, None, BLOCK_WEIGHT, self.shape, self.dtype, BLOCK_ACTIVATION
+        )
+
+    def _on_the_wire(self) -> Wire | None:
+        """Under FSDP2 one byte an element travels, and a scale a block, where the scheme `gathers_codes`."""
+        if not self.scheme.gathers_codes(self.weight) or not self.numel():
+            return None
+        codes, scale = self._stacked_codes()
+        return Wire(GatheredBlocks, {"codes": codes, "scale": scale})
+
+    def _wire_fits(self, shape: torch.Size, ranks: int) -> bool:
+        """Whether shards hold whole blocks. Otherwise the high-precision weight travels."""
+        return len(shape) > 2 or shape[0] % (BLOCK * ranks) == 0
+
+
+class GatheredBlocks(GatheredForm, BlockMixedPrecisionTensor):
+    """The form that FSDP2 gathers a BlockMixedPrecisionTensor to: codes [..., N, K128] and scales [..., N/128,
+    K/128]."""
+
+    tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale")
+
+    codes: Tensor
+    scale: Tensor
+
+    def dequantize(self) -> Tensor:
+        pairs = zip(self.codes, self.scale, strict=True) if self.ndim > 2 else None
+        if pairs is None:
+            return self._values(self.codes, self.scale)
+        return torch.stack([self._values(codes, scale) for codes, scale in pairs])
+
+    def _values(self, codes: Tensor, scale: Tensor) -> Tensor:
+        found = kernels.block_scaled_mm.values(codes, scale)
+        return crop(found.to(self.dtype), (len(found), self.shape[-1]))
+
+    def values(self) -> Tensor:
+        return self.dequantize()
+
+    def rows(self, indices: Tensor) -> Tensor:
+        codes = as_bytes(self.codes)[indices].view(self.codes.dtype)
+        scale = self.scale[indices // BLOCK].repeat_interleave(BLOCK, -1)
+        return crop((codes.float() * scale).to(self.dtype), (*indices.shape, self.shape[-1]))
+
+    def row_codes(self) -> Codes:
+        return self.codes, self.scale
+
+    def transposed_codes(self, after: Tensor | None = None) -> Codes:
+        codes = self.codes
+        if extra := -self.shape[0] % BLOCK:
+            codes = F.pad(as_bytes(codes), (0, 0, 0, extra)).view(codes.dtype)
+        return transposed(codes, self.shape[1], after), self.scale.t().contiguous()
+
+    def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
+        *experts, n, k = shape
+        blocks = (-(-n // BLOCK), -(-k // BLOCK))
+        return {
+            "codes": ((*experts, n, blocks[1] * BLOCK), self.codes.dtype),
+            "scale": ((*experts, *blocks), torch.float32),
+        }
+
+    def _slice(self, dim: int, start: int, end: int) -> Self:
+        size = self.shape[dim]
+        if self.ndim > 2 or (start, end) == (0, size):
+            return super()._slice(dim, start, end)
+        if dim != 0 or start % BLOCK or (end % BLOCK and end != size):
+            raise self._unsupported(
+                f"slicing dimension {dim} at {start}:{end} (accepted: rows in whole blocks of {BLOCK})"
+            )
+        tensors = {
+            "codes": self.codes[start:end],
+            "scale": self.scale[start // BLOCK : -(-end // BLOCK)],
+        }
+        return self._with(tensors, (end - start, *self.shape[1:]))

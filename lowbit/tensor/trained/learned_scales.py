@@ -1,0 +1,720 @@
+"""LearnedScalesTensor: a FakeQuantizedTensor whose scales and zero points are trained, as parameters of its module.
+
+Beside the parameter `weight` a module has its scales in the parameter `weight_scale`, and zero points that the mapping
+chooses in `weight_zero`; `lowbit.numerics.learned_scales` defines both. Those of experts in a parameter `up` are
+`up_scale` and `up_zero`. An optimizer, a state dict, FSDP2 and a checkpoint treat them as any other parameter.
+
+A product needs the weight and the scales. `F.linear(x, module.weight)` has the weight alone, so here the module
+multiplies: `give_scales` makes each `nn.Linear` a `Linear`, each `nn.Embedding` an `Embedding`, and so for `nn.Conv1d`
+and `nn.Conv2d`, and gives a module of experts a class of `lowbit.layers.learned_experts`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowbit.layers import sharded_linear
+from lowbit.layers.holds_scales import (
+    SCALE,
+    ZERO,
+    HoldsScales,
+    hold,
+)
+from lowbit.layers.learned_experts import scaled, scaled_by
+from lowbit.linear.coded_linear import CodedWeight, codes_again
+from lowbit.linear.frozen.checks import refuse_transforms
+from lowbit.linear.fused_rounding import learned_fake_quantize
+from lowbit.numerics.learned_scales import (
+    RATE,
+    codes_and_residual,
+    gradients,
+    parameters_for,
+    qparams,
+    rate_of,
+    with_gradients_of,
+)
+from lowbit.numerics.lookup_table import LookupTable
+from lowbit.numerics.number_format import Int
+from lowbit.numerics.sharded import is_dtensor
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.core.base import InnerShapes, LowbitTensor
+from lowbit.tensor.core.dtensor import (
+    held_locally,
+    local,
+    replicated,
+    split_as,
+)
+from lowbit.tensor.core.fsdp import pre_all_gather
+from lowbit.tensor.core.reading import rounding_inputs
+from lowbit.tensor.core.row_chunks import count_nonfinite
+from lowbit.tensor.frozen.affine_tensor import representation_of
+from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor, GatheredWeight, Qparams
+from lowbit.tensor.trained.master_weight import GatheredForm
+from lowbit.tensor.trained.trainable import Values
+from lowbit.trace import tracer
+
+_RATE = "scale_rate"
+"""The key of `rate_of` in the description of a weight."""
+RESIDUAL_STEPS = 254
+"""Steps of the residual of a code, from −1/2 to 1/2, that one byte holds."""
+
+
+class LearnedScalesTensor(FakeQuantizedTensor):
+    """A trainable weight that its module quantizes by trained scales in every product."""
+
+    meta_attrs: ClassVar[tuple[str, ...]] = (*FakeQuantizedTensor.meta_attrs, "attribute")
+
+    caches = ("holder",)
+
+    attribute: str
+    """The name of the weight in its module, where FSDP2 looks for the scales."""
+    holder: weakref.ref[nn.Module] | None = None
+    """The module with the scales, by which operations other than its products read the weight (`hold`)."""
+
+    @classmethod
+    def _meta_of(cls, weight: Tensor) -> dict[str, Any]:
+        return {**super()._meta_of(weight), "attribute": "weight"}
+
+    @classmethod
+    def meta_from_json(cls, data: Any) -> dict[str, Any]:
+        return {**super().meta_from_json(data), "attribute": "weight"}
+
+    def _with(self, *args: Any, **kwargs: Any) -> Self:
+        made = super()._with(*args, **kwargs)
+        made.holder = self.holder
+        return made
+
+    def _take_over(self, other: Any) -> None:
+        holder = self.holder  # a cache, which other data would end
+        super()._take_over(other)
+        self.holder = holder
+
+    def read(self) -> Tensor:
+        if self.transposed:
+            whole: Any = self.transpose(-2, -1)
+            return whole.read().transpose(-2, -1)
+        if not self.rounds_weight:
+            return self.high_precision()
+        return self.seen_by(*self._held_scales())
+
+    def settled(self) -> Tensor:
+        if self.transposed or not self.rounds_weight:
+            return super().settled()
+        return self.settled_by(*self._held_scales())
+
+    def factor(self) -> Tensor:
+        return self.settled()
+
+    def settled_by(self, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """`settled` by these scales. In codes where the converted weight may multiply codes."""
+        values, spec = self.seen_by(scale, zero).to(self.dtype), self.scheme.weight
+        if self.input_spec is None:
+            return values
+        has_codes = self.rounds_weight and not spec.shares_rows and self.dtype is torch.float32
+        if not has_codes or isinstance(spec.format, LookupTable):
+            return rounding_inputs(self, values)
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.ops.lowbit.in_codes(self, values, *self._codes_by(scale, zero))
+
+    def _codes_by(self, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes on the grid of the format, their scales and zero points, without gradient."""
+        spec = self.scheme.weight
+        found = qparams(spec, scale.detach(), None if zero is None else zero.detach())
+        codes, _, _ = spec.quantize(self.weight.detach(), qparams=found)
+        return codes, *found
+
+    def _held_scales(self) -> tuple[Tensor, Tensor | None]:
+        """The scales and zero points of its module. Raises NotImplementedError for a part of a weight, and for one
+        that no module holds."""
+        module = None if self.holder is None else self.holder()
+        scale, zero = (None, None) if module is None else scales_of(module, self.attribute)
+        blocks = self.scheme.weight.blocks(self.matrix_shape)
+        if scale is None or is_dtensor(scale) or tuple(scale.shape) != tuple(blocks):
+            raise self._without_scales("reading its values")
+        return scale, zero
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """The shape that the blocks of its scheme divide."""
+        return tuple(self.shape)
+
+    @property
+    def has_rows_alone(self) -> bool:
+        return not self.rounds_weight
+
+    @property
+    def has_experts_alone(self) -> bool:
+        """A part of it has no scales."""
+        return self.ndim == 3 and not self.rounds_weight
+
+    def _is_stored_like(self, other: Tensor) -> bool:
+        """Whatever the names of both."""
+        if isinstance(other, LearnedScalesTensor):
+            other = other._with(attribute=self.attribute)
+        return super()._is_stored_like(other)
+
+    def quantized_by(self, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """The weight as its products see it: plain, equal to the converted weight's values, differentiable in the
+        weight and in the parameters `scale` and `zero`."""
+        spec, weight = self.scheme.weight, Values.apply(self)
+        rows = self.rows(weight)
+        found = learned_fake_quantize(rows, scale, zero, spec, self.constant_codes)
+        return found.reshape(weight.shape)
+
+    def seen_by(self, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """`quantized_by`, or the high-precision weight while its rounding is off."""
+        refuse_transforms(self)
+        if not self.rounds_weight:
+            return self.high_precision()
+        values = self.quantized_by(scale, zero)
+        tracer.rounded(values, self)
+        return values
+
+    def coded_by(self, scale: Tensor, zero: Tensor | None) -> CodedWeight:
+        """`quantized_by` for a product of codes."""
+        return self.coded_values(Values.apply(self), scale, zero)
+
+    def coded_values(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> CodedWeight:
+        """Plain `values` [N, K] for a product of codes."""
+        spec, own = self.scheme.weight, values.detach()
+        by, _ = qparams(spec, scale, zero)
+        codes, _, _ = spec.quantize(own, qparams=(by, None))
+        handle = with_gradients_of(values, scale, zero, spec, self.constant_codes)
+        return CodedWeight(codes, by, handle, own)
+
+    @classmethod
+    def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        """Without scales, only while the rounding of the weight is off."""
+        cls.check_operands(input, weight)
+        return cls.product(input, weight, weight.operand, None, bias)
+
+    def frozen_by(
+        self, scale: Tensor, zero: Tensor | None, input_qparams: Qparams | None = None
+    ) -> LowbitTensor:
+        """The weight for inference, in this tensor's dtype. `input_qparams`: as of `frozen`."""
+        own = qparams(self.scheme.weight, scale, zero)
+        found = self.frozen_as.from_float(self.weight, self.scheme, own, input_qparams)
+        return found.to(self.dtype)  # type: ignore[return-value]
+
+    def starting_parameters(self, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """What its scales and zero points start from: those of a search, for plain `values` of all of this weight.
+        None: for its present ones."""
+        values, spec = self.weight if values is None else values, self.scheme.weight
+        free = replace(spec, scale_dtype=None)
+        dtype = representation_of(free).scale_dtype(free, values.dtype)
+        return parameters_for(self.rows(values), spec, dtype)
+
+    def entries_beside(
+        self,
+        module: nn.Module,
+        name: str,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        entry: Any,
+        assign: bool,
+    ) -> dict[str, Tensor]:
+        """Searched scales and zero points, for a state dict of a plain model, which has this weight and no scales. For
+        one whose scales were held by another factor, the scale times the quotient.
+
+        Raises ValueError for scales whose description, `entry`, is of another scheme."""
+        value = state_dict.get(prefix + name)
+        plain = isinstance(value, Tensor) and not isinstance(local(value), LowbitTensor)
+        own = scales_of(module, name)
+        keys = [prefix + name + end for end in (SCALE, ZERO)]
+        # torch's set_model_state_dict gives the model's own parameters for entries that are not there
+        entries = [state_dict.get(key) for key in keys]
+        given = [e is not None and e is not p for e, p in zip(entries, own, strict=True)]
+        if any(given):
+            self._check_described(prefix + name, entry)
+        if (
+            isinstance(entries[0], Tensor)
+            and given[0]
+            and (factor := self._factor_of(entry)) != 1.0
+        ):
+            return {keys[0]: entries[0] * factor}
+        if self.constant_codes or not plain or any(given):
+            return {}
+        assert isinstance(value, Tensor)
+        if value.is_meta or value.shape != module._parameters[name].shape:  # type: ignore[union-attr]
+            return {}  # load_state_dict reports the shape
+        whole = value.full_tensor() if is_dtensor(value) else value
+        found = self.starting_parameters(whole if assign else whole.to(self.weight.dtype))
+        return {
+            key: split_as(old, new)
+            for key, new, old in zip(keys, found, own, strict=True)
+            if new is not None
+        }
+
+    def meta_to_json(self) -> dict[str, Any]:
+        return {**super().meta_to_json(), _RATE: rate_of(self.scheme.weight)}
+
+    def _factor_of(self, entry: Any) -> float:
+        """The factor for the scale parameter of a state dict, whose description is `entry`. Versions that did not name
+        the rate held every scale divided by `RATE`."""
+        if not isinstance(entry, Mapping):
+            return 1.0
+        return entry.get(_RATE, RATE) / rate_of(self.scheme.weight)
+
+    def _check_described(self, key: str, entry: Any) -> None:
+        if not isinstance(entry, Mapping) or "scheme" not in entry:
+            return
+        spec, found = self.scheme.weight, Scheme.from_dict(entry["scheme"]).weight
+        if not spec.same_values(found):
+            raise ValueError(
+                f"{key} has learned scales of {found} in the state dict, and of {spec} in the model; prepare the model "
+                f"by the same scheme, or leave out the entries {key}{SCALE} and {key}{ZERO}, which are then searched"
+            )
+
+    def _without_scales(self, what: str) -> NotImplementedError:
+        return self._unsupported(
+            f"{what} without its scales, which are parameters of its module; call the module, whose forward has both, "
+            "prepare this weight with scales='present', or make it one for inference by lowbit.qat.convert_(model)"
+        )
+
+    def fake_quantized(self) -> Tensor:
+        raise self._without_scales("a product")
+
+    def coded(self) -> CodedWeight:
+        raise self._without_scales("a product")
+
+    def dequantize(self) -> Tensor:
+        raise self._without_scales("dequantization")
+
+    def frozen(self, input_qparams: Qparams | None = None) -> LowbitTensor:
+        raise self._without_scales("conversion")
+
+    def _look_up(self, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        raise self._without_scales("a lookup")
+
+    def check_placement(self, param: Any) -> None:
+        """Parts of a row may share its scale, which is given."""
+        spec = self.scheme.weight
+        if self.scheme.is_static or spec.shares_rows or not spec.granularity.spans(1, 2):
+            super().check_placement(param)
+
+    def _takes_meta_of(self, other: Tensor) -> bool:
+        return False
+
+    # ---- FSDP2 -----------------------------------------------------------------------------------------------
+
+    @pre_all_gather
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+        """Float32 weights travel as codes with their residuals and scales, 2 bytes an element; others as they are."""
+        if self.scheme.is_static and mp_policy.param_dtype not in (None, torch.float32):
+            raise NotImplementedError(
+                f"a learned scale of the input, gathered as {mp_policy.param_dtype}, which would round it, so that "
+                "convert_ stores another; accepted: autocast instead of the policy's param_dtype, or prepare_ with "
+                "scales='present'"
+            )
+        scale, zero = scales_of(module, self.attribute)
+        scale, zero = local(scale), None if zero is None else local(zero)
+        self.holder = weakref.ref(module)
+        sent: Any = self
+        if self.rounds_weight:
+            if self.weight.dtype is torch.float32 and self._has_scales_of_rows():
+                sent = self._in_codes(scale, zero)
+            else:
+                self.check_exact(module, mp_policy)
+        return LowbitTensor.fsdp_pre_all_gather(
+            sent, mesh, outer_size, outer_stride, module, mp_policy
+        )
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        found = super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=out)
+        if found is not None:
+            whole: Any = found[0]
+            whole.holder = self.holder
+        return found
+
+    def _on_the_wire(self) -> None:
+        """Itself: what `FakeQuantizedTensor` sends is rounded by scales of its own."""
+        return None
+
+    def check_exact(self, module: nn.Module, mp_policy: Any) -> None:
+        """Raise NotImplementedError where FSDP2 would round the scales before the product sees them."""
+        scale, _ = scales_of(module, self.attribute)
+        if mp_policy.param_dtype not in (None, scale.dtype):
+            raise NotImplementedError(
+                f"a weight of {self.weight.dtype} with learned scales of {self.scheme.weight}, gathered as "
+                f"{mp_policy.param_dtype}, which would round its scales, so that convert_ stores others; accepted: "
+                "autocast instead of the policy's param_dtype, or prepare_ with scales='present'"
+            )
+
+    def _has_scales_of_rows(self) -> bool:
+        spec = self.scheme.weight
+        return isinstance(spec.format, Int) and not spec.shares_rows
+
+    def _in_codes(self, scale: Tensor, zero: Tensor | None) -> GatheredLearnedScales:
+        spec = self.scheme.weight
+        scale, zero_point = qparams(spec, scale, zero)
+        codes, residual = codes_and_residual(self.weight.detach(), spec, scale, zero_point)
+        tensors = {
+            "codes": spec.narrowed(codes),
+            "residual": (residual * RESIDUAL_STEPS).round().clamp(-127, 127).to(torch.int8),
+            "scale": scale,
+            "zero_point": zero_point,
+        }
+        made = GatheredLearnedScales.from_inner(tensors, self.meta(), self.shape, self.dtype)
+        made.holder = self.holder
+        return made
+
+
+class ConstantCodesTensor(LearnedScalesTensor):
+    """A frozen weight on the grid of its scales, which train alone. FSDP2 gathers the weight itself."""
+
+    constant_codes = True
+
+    def _has_scales_of_rows(self) -> bool:
+        return False
+
+
+_LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
+_LIBRARY.define(
+    "in_codes(Tensor weight, Tensor values, Tensor codes, Tensor scale, Tensor? zero_point) -> Tensor"
+)
+
+
+@LearnedScalesTensor.implements(torch.ops.lowbit.in_codes.default)
+def _in_codes(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """`values` as a weight whose products multiply codes, which lie within the range, so that every gradient passes."""
+    weight, _, *tensors = args
+    inner = dict(zip(GatheredWeight.tensor_attrs, tensors, strict=True))
+    meta = {name: getattr(weight, name) for name in GatheredWeight.meta_attrs}
+    meta["transposed"] = False
+    return GatheredWeight.from_inner(inner, meta, weight.shape, weight.dtype)
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    pass
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None, None]:
+    return None, grad, None, None, None
+
+
+torch.library.register_autograd("lowbit::in_codes", _backward, setup_context=_setup, lib=_LIBRARY)
+
+
+class _FromCodes(torch.autograd.Function):
+    """`learned_fake_quantize` of a GatheredLearnedScales."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight.detach(), scale, zero)
+        return weight.decoded()[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        weight, scale, zero = ctx.saved_tensors
+        return weight.gradients_by(grads[0], scale, zero)
+
+
+class _Connected(_FromCodes):
+    """Its gradients, of a tensor whose values nothing reads."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight.detach(), scale, zero)
+        return weight.scale.new_empty(()).expand(weight.shape)
+
+
+class GatheredLearnedScales(GatheredForm, LearnedScalesTensor):
+    """The form that FSDP2 gathers a LearnedScalesTensor to: its codes before the clamp, which give the same products
+    and gradients of the weight to the bit. The gradient of a scale takes (ŵ − w)/s to 1/254."""
+
+    tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "residual", "scale", "zero_point")
+
+    codes: Tensor
+    residual: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+
+    def operand_of_rounding(self) -> Tensor:
+        return self
+
+    def decoded(self) -> tuple[Tensor, None]:
+        """The values in float32, by the scales that travelled. Those of the module may have been rounded for the
+        forward pass."""
+        fmt = self.scheme.weight.format
+        codes = self.codes.clamp(int(fmt.quant_min), int(fmt.quant_max)).to(fmt.dtype)
+        return self.scheme.weight.dequantize(
+            codes, self.scale, self.zero_point, self.shape, torch.float32
+        ), None
+
+    def gradients_by(
+        self, grad: Tensor, scale: Tensor, zero: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Gradients of the weight and of the parameters `scale` and `zero`, from that of its values."""
+        residual = self.residual.float() / RESIDUAL_STEPS
+        return gradients(grad, self.codes.float(), residual, self.scheme.weight, scale, zero)
+
+    def quantized_by(self, scale: Tensor, zero: Tensor | None) -> Tensor:
+        return _FromCodes.apply(self, scale, zero)
+
+    def _codes_by(self, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        fmt = self.scheme.weight.format
+        codes = self.codes.clamp(int(fmt.quant_min), int(fmt.quant_max)).to(fmt.dtype)
+        return codes, self.scale, self.zero_point
+
+    def coded_by(self, scale: Tensor, zero: Tensor | None) -> CodedWeight:
+        codes, _ = codes_again(self.scheme.weight, self.codes, self.scale)
+        return CodedWeight(codes, self.scale, _Connected.apply(self, scale, zero), self.codes)
+
+    def fsdp_pre_all_gather(self, *args: Any) -> Any:
+        return LowbitTensor.fsdp_pre_all_gather(self, *args)
+
+    def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
+        spec = self.scheme.weight
+        blocks, padded = spec.blocks(shape), spec.padded_shape(shape)
+        shapes: InnerShapes = {name: (blocks, t.dtype) for name, t in self.inner_tensors().items()}
+        shapes["codes"] = (padded, self.codes.dtype)
+        shapes["residual"] = (padded, self.residual.dtype)
+        return shapes
+
+
+def operands(
+    weight: LearnedScalesTensor, scale: Tensor, zero: Tensor | None
+) -> tuple[Callable[[], Tensor], Callable[[], CodedWeight]]:
+    """What `FakeQuantizedTensor.product` takes of a weight with these scales. No method, as torch.compile takes methods
+    of tensors for operations, which return tensors."""
+    return partial(weight.seen_by, scale, zero), partial(weight.coded_by, scale, zero)
+
+
+class Linear(HoldsScales, sharded_linear.Linear):
+    """nn.Linear whose weight is quantized by scales of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight: Any = self.weight
+        if is_dtensor(weight):
+            return sharded_linear.sharded_linear(input, weight, self.bias, self._local_product)
+        if not isinstance(weight, LearnedScalesTensor):  # computed from it, as by prune
+            return F.linear(input, weight, self.bias)
+        if weight.off == "all":
+            return F.linear(input, weight.high_precision(), self.bias)
+        scales = scales_of(self)
+        seen, coded = operands(weight, *scales)
+        return FakeQuantizedTensor.product(input, weight, seen, coded, self.bias, scales=scales)
+
+    def _local_product(self, x: Tensor, weight: Any, grad_placements: list[Any]) -> Tensor:
+        """The product of the local parts. Scales of parts of rows are split as the weight is; each rank has a term of
+        the gradient of those of whole rows."""
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
+        sharded: Any = self.weight
+        placements = sharded.placements
+        splits = not weight.scheme.weight.granularity.spans(1, 2)
+        own = [p if p != Shard(1) or splits else Replicate() for p in placements]
+        pairs = zip(own, placements, grad_placements, strict=True)
+        grads = [g if p == w else Partial() for p, w, g in pairs]
+
+        def part(scale: Any) -> Any:
+            if scale is None:
+                return None
+            if not is_dtensor(scale):
+                scale = replicated(scale, sharded.device_mesh)
+            return scale.redistribute(placements=own).to_local(grad_placements=grads)
+
+        seen, coded = operands(weight, *map(part, scales_of(self)))
+        return FakeQuantizedTensor.product(x, weight, seen, coded, None)
+
+
+class Embedding(HoldsScales, nn.Embedding):
+    """nn.Embedding whose weight is quantized by scales of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight: Any = self.weight
+        if is_dtensor(weight):
+            raise NotImplementedError(
+                f"tensor parallelism of an embedding {tuple(weight.shape)} with learned scales; leave it out of "
+                "prepare_, or give it scales='present'"
+            )
+        if not isinstance(weight, LearnedScalesTensor):  # computed from it, as by prune
+            return super().forward(input)
+        spec = weight.scheme.weight
+        options = self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, self.sparse
+        if isinstance(weight, GatheredLearnedScales) and self.sparse:
+            raise weight._unsupported(
+                "nn.Embedding(sparse=True) under FSDP2, which reduces no sparse gradients (accepted: sparse=False)"
+            )
+        whole = (spec.shares_rows and not self.sparse) or isinstance(weight, GatheredLearnedScales)
+        if whole or not weight.rounds_weight:
+            values = weight.seen_by(*scales_of(self))
+            return F.embedding(input, values.to(weight.dtype), *options)
+        refuse_transforms(weight)
+        index = input.reshape(-1)
+        rows = F.embedding(index, Values.apply(weight), *options)
+        scale, zero = scales_of(self)
+        if not spec.shares_rows:  # one scale for the table is that of any rows of it
+            scale, zero = (
+                None if t is None else F.embedding(index, t, *options) for t in (scale, zero)
+            )
+        found = learned_fake_quantize(rows, scale, zero, spec, weight.constant_codes)
+        return found.view(*input.shape, weight.shape[1]).to(weight.dtype)
+
+
+class _Convolution(HoldsScales):
+    """The forward of a convolution whose weight is quantized by scales of its own."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        weight: Any = self.weight
+        if not isinstance(weight, LearnedScalesTensor):  # computed from it, as by prune
+            return self._conv_forward(input, weight, self.bias)
+        values = weight.seen_by(*scales_of(self))
+        operands = FakeQuantizedTensor.operands(
+            input, weight, values, self.bias, product="convolution"
+        )
+        return self._conv_forward(*operands)
+
+
+class Conv1d(_Convolution, nn.Conv1d):
+    """nn.Conv1d whose weight is quantized by scales of its own."""
+
+
+class Conv2d(_Convolution, nn.Conv2d):
+    """nn.Conv2d whose weight is quantized by scales of its own."""
+
+
+_KINDS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: Linear,
+    nn.Embedding: Embedding,
+    nn.Conv1d: Conv1d,
+    nn.Conv2d: Conv2d,
+}
+
+
+def with_scales(plain: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of nn.Linear, nn.Embedding … that `give_scales` makes of a module of this class."""
+    return _KINDS[plain]
+
+
+# ---- the parameters of a module ------------------------------------------------------------------------------------
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether the module is an `nn.Linear`, `nn.Embedding`, `nn.Conv1d` or `nn.Conv2d` and no subclass of it, so that
+    its product is known."""
+    return type(module) in _KINDS
+
+
+def why_not_learned(module: nn.Module, attribute: str) -> str | None:
+    """Why this weight of the module cannot have learned scales; None if it can."""
+    kind = type(module).__name__
+    weight = module._parameters[attribute]
+    if not (is_layer(module) and attribute == "weight"):
+        assert weight is not None
+        if weight.ndim != 3:
+            return f"{kind} multiplies by itself"
+        if type(module).forward is nn.Module.forward:
+            return f"{kind} has no forward, in which its products would see them"
+    taken = [attribute + end for end in (SCALE, ZERO) if hasattr(module, attribute + end)]
+    return f"{kind} has a {taken[0]} of its own" if taken else None
+
+
+def give_scales(weight: LearnedScalesTensor, holders: Iterable[tuple[nn.Module, str]]) -> None:
+    """Register the scales and zero points of `weight` in the modules that hold it, which share them. `holders`: a
+    module and the name of the weight there."""
+    scale, zero = weight.starting_parameters()
+    made = {SCALE: nn.Parameter(scale), ZERO: None if zero is None else nn.Parameter(zero)}
+    for i, (module, attribute) in enumerate(holders):
+        if i == 0:
+            weight.attribute = attribute  # FSDP2 asks the first holder
+        for end, parameter in made.items():
+            module.register_parameter(attribute + end, parameter)
+        layer = next((k for plain, k in _KINDS.items() if isinstance(module, plain)), None)
+        module.__class__ = layer or scaled(type(module), attribute)
+        if i == 0:
+            hold(module)
+
+
+def has_scales(module: nn.Module) -> bool:
+    """Whether `give_scales` was called for the weight of this layer."""
+    return "weight" + SCALE in module._parameters
+
+
+def named_scales(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Fully qualified name → learned scales and zero points, those of tied weights once."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for prefix, module in model.named_modules():
+        for name, weight in module._parameters.items():
+            if isinstance(held_locally(weight), LearnedScalesTensor):
+                own = _name_of_scales(module, name)
+                for end in (SCALE, ZERO):
+                    parameter = module._parameters[own + end]
+                    if parameter is not None:
+                        fqn = f"{prefix}.{own}{end}" if prefix else own + end
+                        found.setdefault(id(parameter), (fqn, parameter))
+    return dict(found.values())
+
+
+def weight_scaled_by(module: nn.Module, name: str) -> str | None:
+    """The name of the weight whose learned scales or zero points the module's parameter `name` is."""
+    for end in (SCALE, ZERO):
+        weight = name.removesuffix(end)
+        held = held_locally(module._parameters.get(weight))
+        if weight != name and isinstance(held, LearnedScalesTensor):
+            return weight
+    return None
+
+
+def scales_of(module: nn.Module, attribute: str = "weight") -> tuple[Any, Any]:
+    """The parameters of scales and zero points; None for zero points that the mapping does not choose.
+
+    Raises NotImplementedError where another module has them, as for the weight of a parametrization.
+    """
+    name = _name_of_scales(module, attribute)
+    return module._parameters[name + SCALE], module._parameters[name + ZERO]
+
+
+def _name_of_scales(module: nn.Module, attribute: str) -> str:
+    """The name that the scales of a weight are named by: the one that it was prepared under. Pruning and weight_norm
+    give the weight another one."""
+    if attribute + SCALE in module._parameters:
+        return attribute
+    own: Any = held_locally(module._parameters.get(attribute))
+    name = getattr(own, "attribute", attribute)
+    if name + SCALE not in module._parameters:
+        raise NotImplementedError(
+            f"a weight {attribute} of {type(module).__name__} with learned scales, which are parameters of another "
+            "module; accepted: torch.nn.utils.parametrize.remove_parametrizations before, or prepare_ with "
+            "scales='present'"
+        )
+    return name
+
+
+def check_scales(module: nn.Module, attribute: str, fqn: str) -> None:
+    """Raise ValueError for scales or zero points that are NaN or infinite. `fqn`: the name of the weight."""
+    for end, parameter in zip((SCALE, ZERO), scales_of(module, attribute), strict=True):
+        if parameter is not None and (bad := count_nonfinite(parameter.detach())):
+            raise ValueError(
+                f"{fqn}{end} has {bad} NaN or infinite values of {parameter.numel()}; go back to a checkpoint before "
+                "they came, and train on with a lower learning rate"
+            )
+
+
+def drop_scales(module: nn.Module) -> None:
+    """Undo `give_scales` for a module, if it was called for it."""
+    for plain, kind in _KINDS.items():
+        if type(module) is kind:
+            _delete(module, ("weight",), plain)
+    names, plain = scaled_by(type(module))
+    if names:
+        _delete(module, names, plain)
+
+
+def _delete(module: nn.Module, names: Sequence[str], plain: type[nn.Module]) -> None:
+    for name in names:
+        for end in (SCALE, ZERO):
+            del module._parameters[name + end]
+    module.__class__ = plain

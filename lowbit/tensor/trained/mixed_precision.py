@@ -1,0 +1,162 @@
+"""MixedPrecisionTensor: a high-precision weight with products in int8 or float8 (`lowbit.linear.low_bit_linear`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import lowbit_kernels as kernels
+from lowbit.linear.low_bit_grouped import low_bit_grouped_mm
+from lowbit.linear.low_bit_linear import Codes, Operand, low_bit_linear
+from lowbit.schemes.training import MixedPrecision
+from lowbit.tensor.core.base import (
+    InnerShapes,
+    aten,
+    check_not_flat,
+    stored_shape,
+)
+from lowbit.tensor.core.fsdp import Wire, as_bytes
+from lowbit.tensor.trained.master_weight import GatheredForm, MasterWeightTensor
+from lowbit.tensor.trained.trainable import TrainableTensor
+
+
+class MixedPrecisionTensor(MasterWeightTensor):
+    """A trainable weight [..., N, K] with low-bit products. `weight` is the high-precision tensor inside."""
+
+    already = "prepared for training already; lowbit.train.restore_(model) gives back plain weights"
+
+    schemes = (MixedPrecision,)
+    cast_attrs = ("weight",)
+    rounds_reads = False  # nothing rounds it later
+    stays = "a weight in high precision: lowbit.train.restore_(model) makes it plain"
+    # an embedding tied to it arrives as aten.embedding below
+    products: ClassVar[dict[Any, str]] = {
+        function: name
+        for function, name in TrainableTensor.products.items()
+        if function is not F.embedding
+    }
+
+    scheme: MixedPrecision
+
+    @classmethod
+    def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        cls.check_operands(input, weight)
+        return low_bit_linear(input, weight, bias)
+
+    @classmethod
+    def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
+        return low_bit_grouped_mm(x, weight, offs)
+
+    def dequantize(self) -> Tensor:
+        """The high-precision weight, in this tensor's dtype, without gradient."""
+        return self.weight.detach().to(self.dtype).reshape(self.shape)
+
+    def product_operand(self) -> Operand:
+        """The weight [N, K] as products read it: here in high precision, for them to round. They do so in each
+        direction, since torch.compile would keep the codes of the forward pass until the backward pass."""
+        return self.weight, None
+
+    def expert_codes(self) -> Codes:
+        """The experts [E, N, K] as the output's product reads them: codes [E, N, K16], scale [E, N]."""
+        return kernels.quantize_experts.quantize_experts(self.weight, self.scheme.forward_format)
+
+    def expert_codes_t(self, scale: Tensor | None = None, after: Tensor | None = None) -> Codes:
+        """The same codes as the product for the input's gradient reads them: [E, K, N16], and the same scales, which
+        `expert_codes` may have given."""
+        return kernels.quantize_experts.quantize_experts(
+            self.weight, self.scheme.forward_format, transposed=True, scale=scale
+        )
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Some rows of `values()`."""
+        return self.weight[indices].to(self.dtype)
+
+    def _on_the_wire(self) -> Wire | None:
+        """Under FSDP2 one byte an element travels, and a scale a row, where the scheme `gathers_codes`."""
+        scheme, weight = self.scheme, self.weight  # other attributes of `self` take Python longer
+        if not scheme.gathers_codes(weight):
+            return None
+        shape = weight.shape
+        rows = weight if weight.ndim == 2 else weight.reshape(shape[:-1].numel(), shape[-1])
+        codes, scale, _, _ = kernels.quantize_rowcol.quantize_rowcol(
+            rows, scheme.forward_format, columns=False, tensorwise=scheme.one_scale
+        )
+        scale = scale.expand(len(rows)).contiguous() if scheme.one_scale else scale
+        if rows is not weight:
+            codes = codes.view(*shape[:-1], codes.shape[1])
+        tensors = {"codes": codes, "scale": scale.view(*shape[:-1], 1)}
+        return Wire(GatheredMixedPrecision, tensors)
+
+
+class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
+    """The form that FSDP2 gathers a MixedPrecisionTensor to: the codes of its rows. Products in high precision, and an
+    embedding tied to it, read the dequantized weight."""
+
+    tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale")
+    meta_attrs: ClassVar[tuple[str, ...]] = ("scheme", "transposed")
+
+    codes: Tensor
+    scale: Tensor
+
+    def dequantize(self) -> Tensor:
+        if self.transposed:
+            return self._transposed().dequantize().transpose(-2, -1)
+        codes = self.codes[..., : self.shape[-1]]
+        # int8 times float32 is one operation; float8 has no such product
+        is_int8 = codes.dtype is torch.int8
+        values = codes * self.scale if is_int8 else codes.float().mul_(self.scale)
+        return values.to(self.dtype)
+
+    def product_operand(self) -> Operand:
+        return self.codes, self.scale.view(-1)
+
+    def expert_codes(self) -> Codes:
+        return self.codes, self.scale.squeeze(-1)
+
+    def expert_codes_t(self, scale: Tensor | None = None, after: Tensor | None = None) -> Codes:
+        codes = kernels.transpose_codes.transpose_codes(self.codes, self.shape[-1], after)
+        return codes, self.scale.squeeze(-1)
+
+    def values(self) -> Tensor:
+        return self.dequantize()
+
+    def rows(self, indices: Tensor) -> Tensor:
+        codes = as_bytes(self.codes)[indices].view(self.codes.dtype)[..., : self.shape[-1]]
+        return (codes.float() * self.scale[indices]).to(self.dtype)
+
+    def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
+        shape = stored_shape(self, shape)
+        padded = -(-shape[-1] // 16) * 16
+        return {
+            "codes": ((*shape[:-1], padded), self.codes.dtype),
+            "scale": ((*shape[:-1], 1), torch.float32),
+        }
+
+
+@GatheredMixedPrecision.implements(aten.transpose.int)
+def _transpose_gathered(func: Any, args: Any, kwargs: Any) -> MixedPrecisionTensor:
+    """Experts keep their codes, which grouped products read."""
+    self, dims = args[0], {dim % args[0].ndim for dim in args[1:]}
+    if self.ndim == 3 and dims == {1, 2}:
+        return self._transposed()
+    return _transpose(func, args, kwargs)
+
+
+@MixedPrecisionTensor.implements(aten.t.default, aten.transpose.int, aten.permute.default)
+def _transpose(func: Any, args: Any, kwargs: Any) -> TrainableTensor:
+    """The gathered form is transposed over the weight that its codes represent."""
+    self = args[0]
+    check_not_flat(self, "transposition")
+    weight = func(self.values(), *args[1:], **kwargs)
+    kind = TrainableTensor.of(self.scheme)
+    return kind.from_inner({"weight": weight}, self.meta(), weight.shape, self.dtype)
+
+
+@MixedPrecisionTensor.implements(aten.embedding.default)
+def _embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """For a weight that an embedding and a linear share. Dequantizes only the rows that it looks up."""
+    return args[0].rows(args[1])

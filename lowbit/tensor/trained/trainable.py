@@ -1,0 +1,505 @@
+"""`TrainableTensor`, the base of every weight that lowbit trains. Those that keep a high-precision master weight derive
+`lowbit.tensor.trained.master_weight.MasterWeightTensor`.
+
+A representation is one subclass in one file. Besides what `LowbitTensor` asks for it gives
+
+- `schemes`: the schemes that it carries out. `lowbit.train.prepare_` finds the class by them;
+- `_encode` (to nearest), and `update_`, which takes what an optimizer computed from `master()`;
+- `linear`, and other entries of `products`, where the defaults do not fit: they dequantize the weight, multiply in high
+  precision, and pass the gradient straight through to the weight;
+- `frozen()`: the weight for inference, or `stays`, why there is none.
+
+Every other function (optimizers, norms, initialisers) sees the master values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lowbit.linear.frozen.checks import (
+    TRANSFORMS,
+    autocast_inputs,
+    check_first_derivative,
+    check_linear,
+    in_transform,
+    unflattened,
+)
+from lowbit.numerics import class_names
+from lowbit.schemes.training import IN_ATTENTION
+from lowbit.tensor.core.base import (
+    LowbitTensor,
+    aten,
+    count_change,
+    written,
+)
+from lowbit.trace import tracer
+
+KEEP_OUT = (
+    "leave this weight out by filter_fn, call lowbit.dequantize_(model) for a plain model, or .dequantize() for a "
+    "plain tensor, from which no gradient reaches it"
+)
+"""The way out for a weight that is trained: a plain tensor in its place would silently stop learning."""
+
+MATMULS = (
+    *(torch.matmul, Tensor.matmul, Tensor.__matmul__),
+    *(torch.mm, Tensor.mm, torch.bmm, Tensor.bmm),
+)
+GROUPED = (torch._grouped_mm, getattr(F, "grouped_mm", torch._grouped_mm))
+_ON_LISTS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
+"""Prefixes of the operations by which torch's optimizers and weight averages update many weights at once."""
+
+
+class Values(torch.autograd.Function):
+    """`weight.values()`, a plain tensor, whose gradient is the weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: TrainableTensor) -> Tensor:
+        return weight.values()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class TrainableTensor(LowbitTensor):
+    """See the module. `cls(weight, scheme)` makes one from a plain weight [..., N, K]."""
+
+    meta_attrs: ClassVar[tuple[str, ...]] = ("scheme",)
+    way_out = KEEP_OUT
+    schemes: ClassVar[tuple[type[Any], ...]] = ()
+    """The classes of schemes, subclasses included, that this class carries out."""
+    stays: ClassVar[str] = ""
+    """Why `lowbit.train.convert_` leaves such a weight as it is; "" where `frozen` makes one for inference."""
+    products: ClassVar[dict[Any, str]] = {
+        F.linear: "linear",
+        F.embedding: "embedding",
+        F.multi_head_attention_forward: "attention",
+        **dict.fromkeys(MATMULS, "matmul"),
+        **dict.fromkeys((torch.addmm, Tensor.addmm), "addmm"),
+        torch._grouped_mm: "grouped_mm",
+        GROUPED[1]: "grouped_mm",
+    }
+    """torch's functions that it replaces, and the name of the classmethod, called with the same arguments, for each."""
+    _by_scheme: ClassVar[dict[type, type[TrainableTensor]]] = {}
+
+    scheme: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        schemes = cls.__dict__.get("schemes", ())
+        for scheme in schemes:
+            holder = TrainableTensor._by_scheme.get(scheme)
+            class_names.check_free(holder, cls, f"the scheme {scheme.__name__}")
+        super().__init_subclass__(**kwargs)
+        TrainableTensor._by_scheme.update(dict.fromkeys(schemes, cls))
+
+    @staticmethod
+    def of(scheme: Any) -> type[TrainableTensor]:
+        """The class that carries `scheme` out. Raises TypeError where there is none."""
+        for kind in type(scheme).__mro__:
+            if kind in TrainableTensor._by_scheme:
+                return TrainableTensor._by_scheme[kind]
+        known = ", ".join(kind.__name__ for kind in TrainableTensor._by_scheme)
+        raise TypeError(f"no representation carries out {scheme!r}; schemes that have one: {known}")
+
+    @staticmethod
+    def for_schemes(base: type) -> tuple[type[TrainableTensor], ...]:
+        """The classes that carry out subclasses of `base`."""
+        table = TrainableTensor._by_scheme.items()
+        return tuple({kind: None for scheme, kind in table if issubclass(scheme, base)})
+
+    @classmethod
+    def prepared(cls, weight: Tensor, scheme: Any, name: str) -> TrainableTensor:
+        """The tensor that trains in place of the parameter `name` of a model."""
+        return cls(weight, scheme)
+
+    def frozen(self) -> LowbitTensor:
+        """The weight for inference with the values that this one has now. Subclasses with `stays` have none."""
+        raise self._unsupported("conversion for inference")
+
+    def over(self, values: Tensor) -> Self:
+        """One like this from other plain values of this shape, in their dtype. Raises ValueError as making one does."""
+        made: Any = torch.empty_like(self, device=values.device if self.is_meta else None)
+        return made.copy_(values)
+
+    # ---- values ----------------------------------------------------------------------------------------------
+
+    def master(self) -> Tensor:
+        """The values in float32, a new tensor: `update_` takes what an optimizer computes from them."""
+        return self._with(dtype=torch.float32).dequantize()
+
+    def values(self) -> Tensor:
+        """The operand of high-precision products: plain, without gradient."""
+        return self.dequantize()
+
+    def row_counter(self) -> Tensor | None:
+        """What autograd keeps beside the inner tensors so that it sees writes to rows. None where rows are copies."""
+        return None
+
+    def was_read(self) -> None:
+        """Arithmetic outside of products, such as that of an average, reads the values."""
+
+    def operand(self) -> Tensor:
+        """The operand of such arithmetic: plain, in this tensor's dtype, without gradient."""
+        self.was_read()
+        return self.dequantize()
+
+    def values_again(self, dtype: torch.dtype) -> Tensor:
+        """`values()` in this dtype, for a backward pass."""
+        return self.values().to(dtype)
+
+    def scale_(self, factor: Any) -> bool:
+        """Multiply by `factor` in place and without rounding, where the representation can. Returns whether it did."""
+        return False
+
+    # ---- sharding --------------------------------------------------------------------------------------------
+
+    def check_placement(self, param: Tensor) -> None:
+        """Raise NotImplementedError where `param`, a DTensor over this tensor, cuts through blocks of this one."""
+
+    def was_placed(self, param: Tensor) -> None:
+        """`param`, a DTensor over this tensor, is now a module's parameter."""
+
+    def locate(self, param: Tensor, name: str) -> None:
+        """Learn which part of the parameter `name` this tensor is. `param`: a DTensor over this tensor, or itself."""
+
+    def sharded_product(self, x: Tensor, param: Tensor) -> Tensor:
+        """x [M, K] times this part of the DTensor `param`, transposed."""
+        return F.linear(x, self)
+
+    # ---- products --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def check_operands(cls, x: Any, weight: Any) -> None:
+        """Raise NotImplementedError unless `weight` is the low-bit operand, and the only one."""
+        if not isinstance(weight, TrainableTensor) or isinstance(x, LowbitTensor):
+            raise NotImplementedError(
+                f"a product of a {type(x).__name__} and a {type(weight).__name__}: only the weight, the second, may be "
+                f"in low bits; accepted: input @ weight, or {KEEP_OUT}"
+            )
+
+    @classmethod
+    def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        """input [..., K] times weight [N, K] transposed, plus bias [N]."""
+        cls.check_operands(input, weight)
+        return dequantized_linear(input, weight, bias, "weight dequantized")
+
+    @classmethod
+    def embedding(cls, input: Tensor, weight: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return F.embedding(input, Values.apply(weight), *args, **kwargs)
+
+    @classmethod
+    def matmul(cls, x: Tensor, weight: Any) -> Tensor:
+        """x [..., K] by weight [K, N], or x [E, M, K] by weight [E, K, N]: the linear of the transposed weight, one
+        for each expert."""
+        cls.check_operands(x, weight)
+        cls.check_stacked(x, weight)
+        stored_as_linear = weight.transpose(-2, -1)
+        if weight.ndim == 2:
+            return F.linear(x, stored_as_linear)
+        pairs = zip(x.unbind(), stored_as_linear.unbind(), strict=True)
+        return torch.stack([cls.product_of_expert(own, expert) for own, expert in pairs])
+
+    @classmethod
+    def product_of_expert(cls, x: Tensor, weight: Any) -> Tensor:
+        """x [M, K] times one expert [N, K], transposed."""
+        return F.linear(x, weight)
+
+    @classmethod
+    def check_stacked(cls, x: Tensor, weight: Tensor) -> None:
+        """Raise NotImplementedError or ValueError unless x and the weight have shapes that `matmul` takes."""
+        if weight.ndim != 2 and not x.ndim == weight.ndim == 3:
+            raise NotImplementedError(
+                f"a product of {tuple(x.shape)} and {weight!r}; accepted: a weight [K, N], or [E, K, N] with an input "
+                "[E, M, K]"
+            )
+        if x.shape[-1] != weight.shape[-2] or (weight.ndim == 3 and x.shape[0] != weight.shape[0]):
+            raise ValueError(
+                f"a product of {tuple(x.shape)} and {tuple(weight.shape)}: K or the number of experts differs"
+            )
+
+    @classmethod
+    def addmm(
+        cls, input: Tensor, mat1: Tensor, mat2: Any, *, beta: float = 1, alpha: float = 1
+    ) -> Tensor:
+        """`mat1` [M, K] by the weight `mat2` [K, N], plus `input`."""
+        cls.check_operands(mat1, mat2)
+        if (beta, alpha) != (1, 1):
+            raise mat2._unsupported(f"addmm with beta={beta}, alpha={alpha} (accepted: 1, 1)")
+        product = cls.matmul(mat1, mat2)
+        return product + input.to(product.dtype)
+
+    @classmethod
+    def grouped_mm(
+        cls,
+        x: Tensor,
+        weight: Any,
+        offs: Tensor | None = None,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """x [M, K] by the experts [E, K, N] of `weight`; `offs`, int32 [E]: the end of each expert's rows. Without
+        `offs`, x [E, M, K] by the same."""
+        cls.check_operands(x, weight)
+        if bias is not None:
+            raise weight._unsupported("a grouped product with a bias, as torch has none either")
+        if offs is None:
+            y = cls.matmul(x, weight)
+        else:
+            cls.check_grouped(x, weight, offs)
+            y = cls.product_of_experts(x, weight, offs)
+        return y if out_dtype is None else y.to(out_dtype)
+
+    @classmethod
+    def check_grouped(cls, x: Tensor, weight: Any, offs: Tensor) -> None:
+        """Raise ValueError for shapes, dtypes or devices of a grouped product that do not fit."""
+        if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[1]:
+            raise ValueError(
+                f"a grouped product of {tuple(x.shape)} and {tuple(weight.shape)}; accepted: [M, K] and [E, K, N] with "
+                "offs, such as w.transpose(-2, -1) of experts stored as [E, N, K]"
+            )
+        if offs.dtype is not torch.int32 or tuple(offs.shape) != (weight.shape[0],):
+            raise ValueError(
+                f"offs of a grouped product must be int32 [{weight.shape[0]}], the end of each expert's rows, got "
+                f"{offs.dtype} {tuple(offs.shape)}"
+            )
+        if not x.device == weight.device == offs.device:
+            raise ValueError(
+                f"a grouped product of an input on {x.device}, a weight on {weight.device} and offs on {offs.device}; "
+                "accepted: all on one device"
+            )
+
+    @classmethod
+    def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
+        """`grouped_mm` of checked operands: by default in high precision, since torch has no product of codes."""
+        n, k = weight.shape[-1], weight.shape[-2]
+        tracer.note(x.shape[0], n, k, "grouped products run in high precision", weight)
+        return grouped_in_high_precision(cls.rounded_input(x), weight, offs)
+
+    @classmethod
+    def rounded_input(cls, x: Tensor) -> Tensor:
+        """`x` [..., K] as the low-bit products of this class round it, for one that runs in high precision."""
+        return x
+
+    @classmethod
+    def attention(cls, *args: Any, **kwargs: Any) -> Any:
+        """nn.MultiheadAttention multiplies by its out_proj.weight in C++, where F.linear is not overridden."""
+        rows = args[0].shape[:-1].numel()
+
+        def plain(x: Any) -> Any:
+            return x.in_attention(rows) if isinstance(x, TrainableTensor) else x
+
+        return F.multi_head_attention_forward(*map(plain, args), **tree_map(plain, kwargs))
+
+    def in_attention(self, rows: int) -> Tensor:
+        """The plain differentiable weight that nn.MultiheadAttention multiplies `rows` rows by."""
+        n, k = self.shape
+        tracer.note(rows, n, k, f"{IN_ATTENTION}, in high precision", self)
+        return Values.apply(self).to(self.dtype)
+
+    # ---- torch protocols --------------------------------------------------------------------------------------
+
+    @classmethod
+    def computed(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if in_transform():
+            operands = (x for x in tree_leaves((args, kwargs)) if isinstance(x, TrainableTensor))
+            raise next(operands)._unsupported(TRANSFORMS)
+        return super().computed(func, args, kwargs)
+
+    @classmethod
+    def on_lists(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A `_foreach_` or `_fused_` operation. Runs one tensor at a time, so that one at a time is dequantized."""
+        return _one_at_a_time(func, args, kwargs)
+
+    def meta_to_json(self) -> dict[str, Any]:
+        return {"scheme": self.scheme.to_dict()}
+
+    @classmethod
+    def meta_from_json(cls, data: Any) -> dict[str, Any]:
+        """Raises ValueError for another scheme than `schemes`."""
+        scheme = cls.schemes[0].from_dict(data["scheme"])
+        if not isinstance(scheme, cls.schemes):
+            raise ValueError(f"{scheme} is no {' or '.join(s.__name__ for s in cls.schemes)}")
+        return {"scheme": scheme}
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.startswith(_ON_LISTS):
+            result = cls.on_lists(func, args, kwargs or {})
+            if func._schema.is_mutable:
+                changed = written(func, args)
+                count_change(changed)
+                # torch counts changes of lists of plain tensors where it changes them, which is below these
+                torch.autograd.graph.increment_version(
+                    [t for t in changed if isinstance(t, LowbitTensor)]
+                )
+            return result
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+# ---- the default product -----------------------------------------------------------------------------------------
+
+
+class _DequantizedLinear(torch.autograd.Function):
+    """x [M, K] times the dequantized weight [N, K], transposed, plus bias [N]. Backward dequantizes again, to save
+    memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: TrainableTensor, bias: Tensor | None) -> Tensor:
+        # an alias: a weight that a graph holds could not be moved or cast, which swaps the tensors of a subclass
+        ctx.save_for_backward(x, weight.detach())
+        return F.linear(x, weight.values().to(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ weight.values_again(grad.dtype)
+        if ctx.needs_input_grad[1]:
+            check_first_derivative(weight)  # the weight's term would be missing
+            grad_weight = (grad.t() @ x).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.sum(0)
+        return grad_x, grad_weight, grad_bias
+
+
+def dequantized_linear(x: Tensor, weight: Any, bias: Tensor | None, why: str) -> Tensor:
+    """x [..., K] times the values of the weight [N, K], transposed, plus bias [N]. `why`: for the tracer."""
+    check_linear(x, weight)
+    x, bias = autocast_inputs(x, weight, bias)
+    n, k = weight.shape
+    m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
+    tracer.note(m, n, k, why, weight)
+    return unflattened(_DequantizedLinear.apply(x.reshape(m, k), weight, bias), x)
+
+
+def grouped_in_high_precision(x: Tensor, weight: Any, offs: Tensor) -> Tensor:
+    """torch's grouped product of x [M, K] and the values of the weight [E, K, N]."""
+    return torch._grouped_mm(x, Values.apply(weight).to(x.dtype), offs=offs)
+
+
+# ---- operations of optimizers, initialisers and norms --------------------------------------------------------------
+
+INITIALISE = (
+    *(aten.zero_.default, aten.fill_.Scalar, aten.normal_.default, aten.uniform_.default),
+    *(aten.clamp_.default, aten.erfinv_.default),
+)
+UPDATE = (
+    *(aten.add_.Tensor, aten.add_.Scalar, aten.sub_.Tensor, aten.mul_.Tensor, aten.mul_.Scalar),
+    *(aten.div_.Tensor, aten.div_.Scalar, aten.addcmul_.default, aten.addcdiv_.default),
+    *(aten.lerp_.Scalar, aten.lerp_.Tensor),
+)
+ARITHMETIC = (
+    *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor),
+    *(aten.add.Scalar, aten.sub.Scalar, aten.div.Scalar),
+    *(aten.lerp.Scalar, aten.lerp.Tensor),
+)
+READ = (
+    *ARITHMETIC,
+    *(aten.pow.Tensor_Scalar, aten.neg.default, aten.abs.default, aten.sgn.default),
+    *(aten.eq.Tensor, aten.ne.Tensor, aten.eq.Scalar, aten.ne.Scalar),
+    *(aten.isfinite.default, aten.isnan.default, aten.where.self),
+    *(aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar),
+    *(aten.sum.default, aten.mean.default, aten.amax.default, aten.std.correction),
+    *(aten.sum.dim_IntList, aten.mean.dim, aten.amin.default),
+    *(aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim),
+    *(aten._weight_norm_interface.default, aten._weight_norm_interface_backward.default),
+)
+
+
+@TrainableTensor.implements(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
+def _like(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Optimizer states and gradients of a trainable weight are plain tensors.
+
+    Only `empty_like` makes another trainable weight, because `Module.to_empty` calls it to move a model off meta.
+    """
+    self = args[0]
+    options = {"dtype": self.dtype, "device": self.device}
+    options |= {name: value for name, value in kwargs.items() if value is not None}
+    return func(torch.empty(self.shape, device="meta"), *args[1:], **options)
+
+
+@TrainableTensor.implements(*INITIALISE)
+def _initialise(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Rounds to nearest."""
+    self = args[0]
+    self.copy_(func(self.master(), *args[1:], **kwargs))
+    return self
+
+
+@TrainableTensor.implements(*UPDATE)
+def _update(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Computes in float32, then `update_` rounds."""
+    if not (func.__name__.startswith("mul_") and _scales(args[0], args[1])):
+        _on_masters(func, args, kwargs)
+    return args[0]
+
+
+@TrainableTensor.implements(*READ)
+def _read(func: Any, args: Any, kwargs: Any) -> Any:
+    """Norms and checks read the values; averages compute with the operands."""
+
+    def values(x: Any) -> Any:
+        if not isinstance(x, TrainableTensor):
+            return x
+        return x.operand() if func in ARITHMETIC else x.dequantize()
+
+    return func(*tree_map(values, args), **tree_map(values, kwargs))
+
+
+def _scales(target: Any, factor: Any) -> bool:
+    """Multiply by a number without rounding, where `target` can. Returns whether it did."""
+    return isinstance(target, TrainableTensor) and target.scale_(factor)
+
+
+def _one_at_a_time(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func.__name__.startswith("_foreach_copy_"):
+        for target, source in zip(args[0], args[1], strict=True):
+            target.copy_(source)
+        return None
+    count = next(len(a) for a in args if isinstance(a, list | tuple))
+
+    def entry(i: int) -> Callable[[Any], Any]:
+        return lambda a: [a[i]] if isinstance(a, list | tuple) and len(a) == count else a
+
+    results = []
+    for i in range(count):
+        own_args = tuple(map(entry(i), args))
+        own_kwargs = {k: entry(i)(v) for k, v in kwargs.items()}
+        factor = own_args[1] if len(own_args) > 1 else None
+        factor = factor[0] if isinstance(factor, list) else factor
+        if not (func.__name__.startswith("_foreach_mul_") and _scales(own_args[0][0], factor)):
+            results.append(_on_masters(func, own_args, own_kwargs))
+    return None if func._schema.is_mutable else [r[0] for r in results]
+
+
+def _on_masters(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call `func` on float32 values, and write back those that it changed."""
+    work: dict[int, tuple[Any, Tensor]] = {}
+
+    def widened(x: Any) -> Any:
+        if isinstance(x, TrainableTensor):
+            if not func._schema.is_mutable:
+                x.was_read()
+            work[id(x)] = (x, x.master())
+        elif isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16):
+            work[id(x)] = (x, x.float())
+        return work[id(x)][1] if id(x) in work else x
+
+    result = func(*tree_map(widened, args), **tree_map(widened, kwargs))
+    for tensor in written(func, args):
+        if id(tensor) in work:
+            target, values = work[id(tensor)]
+            if isinstance(target, TrainableTensor):
+                target.update_(values)
+            else:
+                target.copy_(values)
+    return result

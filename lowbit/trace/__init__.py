@@ -1,0 +1,1 @@
+"""What each product of a model ran in, and statistics of what layers read."""
