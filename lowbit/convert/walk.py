@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -279,40 +278,28 @@ class _Walk:
                 self.targets.setdefault(id(param), Target(param, choice, owners))
 
     def settle_small(self) -> None:
-        """Of weights that are too small alone, keep those whose layer follows a larger one, as key and value follow the
-        query."""
+        """Keep the weights that are too small alone but have a larger sibling, as key and value have the query."""
         for key in self.small:
             small = self.targets[key]
             shape, scheme = small.weight.shape, small.scheme
-            larger = filter(None, (self._larger_before(owner, small) for owner in small.owners))
+            larger = (other for owner in small.owners for other in self._siblings_of(owner, small))
             found = filter(None, (scheme.after_larger(shape, other) for other in larger))
             if beside := next(found, None):
                 self.targets[key] = replace(small, scheme=beside)
             else:
                 del self.targets[key]
 
-    def _larger_before(self, owner: Owner, small: Target) -> Sequence[int] | None:
-        """The shape of a larger weight with the scheme of `small` that multiplies the same input: that of a sibling
-        by name, or else probably one of the linear layers with as many inputs that the module of both has right before
-        this one."""
+    def _siblings_of(self, owner: Owner, small: Target) -> Iterator[Sequence[int]]:
+        """The shapes of the siblings' weights that the scheme of `small` converts by itself."""
         path, _, name = owner.fqn.rpartition(".")[0].rpartition(".")
         parent = self.model.get_submodule(path)
-        if isinstance(parent, nn.Sequential | nn.ModuleList | nn.ModuleDict):
-            return None
-        if group := group_of(name):
-            children = [parent._modules.get(other) for other in group if other != name]
-        else:
-            children = list(takewhile(lambda child: child is not owner.module, parent.children()))
-        found: Sequence[int] | None = None
-        for child in children:
-            if not isinstance(child, nn.Linear) or child.in_features != owner.module.in_features:
-                found = found if group else None
-                continue
-            weight = child._parameters.get("weight")  # the attribute may compute it
-            target = None if id(weight) in self.small else self.targets.get(id(weight))
-            if weight is not None and target is not None and target.scheme == small.scheme:
-                found = tuple(weight.shape)
-        return found
+        for other in group_of(name):
+            child = parent._modules.get(other)
+            if isinstance(child, nn.Linear) and child.in_features == owner.module.in_features:
+                weight = child._parameters.get("weight")  # the attribute may compute it
+                target = None if id(weight) in self.small else self.targets.get(id(weight))
+                if target is not None and target.scheme == small.scheme:
+                    yield target.weight.shape
 
     def leaves_alone(self, pattern: str) -> bool:
         """Whether `pattern`, which stands for None, is the first that matches a parameter or the layer that holds it.

@@ -96,12 +96,13 @@ def test_weights_too_small_to_gain_are_left_alone():
 
 
 class Attention(nn.Module):
-    """A query layer, smaller ones after it, and others that do not have its input."""
+    """A query layer, its smaller siblings, and others with as many inputs."""
 
     def __init__(self):
         super().__init__()
         self.early = nn.Linear(2048, 512)
         self.query, self.key, self.value = (nn.Linear(2048, n) for n in (2048, 512, 512))
+        self.right_after = nn.Linear(2048, 512)
         self.few_rows, self.few_columns = nn.Linear(2048, 8), nn.Linear(512, 2048)
         self.late = nn.Linear(2048, 512)
         self.in_turn = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 512))
@@ -111,11 +112,11 @@ LARGE = ["query.weight", "in_turn.0.weight"]
 SMALL = ["key.weight", "value.weight"]
 
 
-def test_a_small_weight_after_a_larger_one_shares_its_input():
+def test_a_small_weight_shares_the_input_of_its_larger_sibling():
     model = Attention()
     report = train.prepare_(model, Int8MixedPrecision())
     assert report.converted == [LARGE[0], *SMALL, LARGE[1]]  # in the order of the model
-    left = ("early", "few_rows", "few_columns", "late", "in_turn.1")
+    left = ("early", "right_after", "few_rows", "few_columns", "late", "in_turn.1")
     assert list(report.left) == [f"{name}.weight" for name in left]
     assert all(why.startswith("too small to gain: N·K") for why in report.left.values())
     assert str(report).count("input shared with a larger layer") == len(SMALL)
