@@ -28,7 +28,7 @@ positive scales; `lowbit.numerics.search` gives both.
 
 Source: Jacob et al., arXiv 1712.05877, and the conventions of `torch.ops.quantized_decomposed` and torch.ao's
 observers, to which this module is bit-exact except for exact ties, NaN, and the ends of int32, where those wrap
-(tests/test_affine_against_torch.py).
+(tests/numerics/test_affine_against_torch.py).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from benchmarks.timing import (
     number_of_sets,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MACHINE = Machine("Some GPU", "sm_90", "2.13.0", "3.7.1", "CUDA 13.0", "3.11")
 
 
