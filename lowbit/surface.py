@@ -69,7 +69,7 @@ from lowbit.tensor import (
     TableTensor,
     TernaryTensor,
 )
-from lowbit.trace.traced import Trace, TracedProduct
+from lowbit.trace.report import Trace, TracedProduct
 from lowbit.trace.tracer import trace
 
 pretrained.listen()

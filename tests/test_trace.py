@@ -25,7 +25,7 @@ from lowbit import (
 )
 from lowbit.inference import linear as linear_with_residual
 from lowbit.trace import tracer
-from lowbit.trace.traced import weight_format
+from lowbit.trace.report import weight_format
 from lowbit_kernels.runtime import launches
 from tests.inference.weight_ops import counted
 from tests.schemes import SCHEMES as INFERENCE_SCHEMES

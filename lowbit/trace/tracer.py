@@ -10,11 +10,11 @@ Products are noted as they run:
 - `lowbit.linear.frozen` runs each product of a quantized weight inside of `running`, and calls `record` in backward.
 - A torch function mode sees the products of all other parameters: plain layers, QAT, nn.MultiheadAttention.
 - Where PyTorch computes the backward products, a hook on the output's autograd node notes them.
-- Kernels report which variant runs (`lowbit_kernels.runtime.launches`); the report belongs to the product that runs
-then.
+- Kernels report which variant runs (`lowbit_kernels.runtime.launches`). The report belongs to the product that runs
+  then.
 
-Without a trace, a product pays one test: whether `active` is None. Of plain weights, the mode sees only the functions
-in `_OPERANDS` with the weight as second operand; it does not see an einsum.
+Without a trace, a product pays one test: is `active` None? The mode sees the products of a plain weight that are
+functions in `_OPERANDS` with the weight as second operand. It does not see an einsum.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import IN_ATTENTION, LOOKED_UP, PRODUCTS
-from lowbit.trace.traced import (
+from lowbit.trace.report import (
     LOW_BITS,
     Trace,
     TracedProduct,
@@ -60,7 +60,7 @@ OPERAND_OPS = (
 """The ops of `lowbit_kernels` that only prepare operands; a trace counts the others."""
 LEFT_ALONE = "_lowbit_left"
 """Attribute of the modules of a prepared model: the reason by name for each weight that `lowbit.train.prepare_` left
-alone. It shows that a model was prepared even if no weight was. It is no part of the state dict."""
+alone. It shows that a model was prepared even if no weight was. State dicts do not hold it."""
 
 
 # ---- the functions that products call -------------------------------------------------------------------------
@@ -147,7 +147,7 @@ _OFF: AbstractContextManager[None] = nullcontext(None)
 
 
 @contextmanager
-def _running(watch: Watch, x: Tensor, weight: Tensor, implementation: str) -> Iterator[Note]:
+def _running(watch: Notes, x: Tensor, weight: Tensor, implementation: str) -> Iterator[Note]:
     n, k = weight.shape[-2:]
     thread = watch.thread
     was_inside, outer = thread.inside, thread.product  # an implementation may run another one
@@ -172,7 +172,7 @@ RoundedWeight = tuple[str, str | None]
 class ThreadState(threading.local):
     """The modules and the product that run in this thread; autograd has a thread for each device.
 
-    `modules`: the innermost last. `product`: the one to which launches belong. `inside`: whether `running` is active.
+    `modules`: the innermost last. `product`: the one to which launches belong. `inside`: `running` is active.
     """
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class ThreadState(threading.local):
         self.inside = False
 
 
-class Watch:
+class Notes:
     """The notes on one model."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -267,13 +267,13 @@ class Watch:
             yield replace(product, calls=calls)
 
 
-active: Watch | None = None
+active: Notes | None = None
 """The notes of the running trace; None without one."""
 _one_at_a_time = threading.Lock()
 
 
 @contextmanager
-def watched(model: nn.Module) -> Iterator[Watch]:
+def watched(model: nn.Module) -> Iterator[Notes]:
     """Note all products that run inside. Raises RuntimeError while another trace runs, in any thread."""
     global active
     # Products and launches are noted for the whole process, so two traces would mix their notes.
@@ -282,7 +282,7 @@ def watched(model: nn.Module) -> Iterator[Watch]:
             "another lowbit.trace runs in this process; trace one model at a time, in threads one after the other"
         )
     try:
-        active = watch = Watch(model)
+        active = watch = Notes(model)
         with launches.listening(watch.launched), _hooked(model, watch.thread, _Products(watch)):
             yield watch
     finally:
@@ -344,12 +344,12 @@ def _local(weight: Tensor) -> Tensor:
 
 
 def is_low_bit(weight: Any) -> bool:
-    """Whether a local tensor is a LowbitTensor, whose module imports this one."""
+    """True if a local tensor is a LowbitTensor, whose module imports this one."""
     return hasattr(type(weight), "inner_tensors")
 
 
 def _is_qat(weight: Any) -> bool:
-    """Whether a local tensor is a weight that `lowbit.qat` prepared."""
+    """True if `lowbit.qat` prepared this local tensor."""
     return is_low_bit(weight) and isinstance(getattr(weight, "scheme", None), Scheme)
 
 
@@ -393,7 +393,7 @@ _CONVOLUTIONS = (F.conv1d, F.conv2d)
 class _Products(TorchFunctionMode):
     """Notes the products of parameters that don't note themselves, and those that PyTorch computes in backward."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Notes) -> None:
         super().__init__()
         self.watch = watch
 
@@ -442,7 +442,7 @@ class _Products(TorchFunctionMode):
         return result
 
     def _is_stack(self, x: Any) -> bool:
-        """Whether x is a weight of experts, or a copy of some."""
+        """True if x is a weight of experts, or a copy of some."""
         if not isinstance(x, Tensor) or x.ndim != 3:
             return False
         return is_low_bit(_local(x)) or self.watch.find(x) is not None
@@ -561,7 +561,7 @@ def trace(model: nn.Module, *args: Any, backward: bool | None = None, **kwargs: 
     Hooks of modules do. Under FSDP2 and tensor parallelism all ranks must call it.
 
     Raises:
-        TypeError: the model is no module.
+        TypeError: the model is not a module.
         ValueError: `backward=True`, but no output requires a gradient.
         RuntimeError: another trace runs, in this thread or another one.
     """
@@ -600,7 +600,7 @@ def _detached(args: Any, kwargs: Any) -> Any:
 
 
 def _learns(model: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether a parameter or an argument requires a gradient."""
+    """True if a parameter or an argument requires a gradient."""
     tensors = (*model.parameters(), *tree_leaves((args, kwargs)))
     return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 

@@ -40,7 +40,7 @@ from lowbit.tensor.trained.learned_scales import LearnedScalesTensor, scales_of
 from lowbit.tensor.trained.master_weight import MasterWeightTensor
 from lowbit.tensor.trained.mixed_precision import MixedPrecisionTensor
 from lowbit.tensor.trained.trainable import TrainableTensor
-from lowbit.trace.tracer import Watch, watched
+from lowbit.trace.tracer import Notes, watched
 
 SAMPLES = 2**16
 """At most so many elements of each parameter are looked at for lost updates."""
@@ -110,7 +110,7 @@ class Measurement:
         self._open = ExitStack()
         # The models themselves run already, too late for hooks of their own; what they hold has yet to run.
         parts = nn.ModuleList(child for model in models for child in model.children())
-        self._watch: Watch = self._open.enter_context(watched(parts))
+        self._watch: Notes = self._open.enter_context(watched(parts))
         # Hooks that are added to a compiled module do not run.
         self._open.enter_context(torch.compiler.set_stance("force_eager"))
         for model in models:

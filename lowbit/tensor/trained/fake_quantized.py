@@ -46,7 +46,7 @@ from lowbit.tensor.frozen.affine_tensor import AffineTensor, representation_of
 from lowbit.tensor.trained.master_weight import GatheredForm, MasterWeightTensor
 from lowbit.tensor.trained.trainable import GROUPED, MATMULS, Values
 from lowbit.trace import tracer
-from lowbit.trace.traced import specs_name
+from lowbit.trace.report import specs_name
 
 Qparams = tuple[Tensor, Tensor | None]
 """A scale and a zero point."""

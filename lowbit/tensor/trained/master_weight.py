@@ -27,7 +27,7 @@ from lowbit.tensor.trained.trainable import (
     TrainableTensor,
     Values,
 )
-from lowbit.trace.traced import dtype_name
+from lowbit.trace.report import dtype_name
 
 
 class _RowCounter:
