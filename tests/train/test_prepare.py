@@ -106,17 +106,18 @@ class Attention(nn.Module):
         self.few_rows, self.few_columns = nn.Linear(2048, 8), nn.Linear(512, 2048)
         self.late = nn.Linear(2048, 512)
         self.in_turn = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 512))
+        self.gate, self.up = nn.Linear(2048, 2048), nn.Linear(4096, 256)  # of another input
 
 
-LARGE = ["query.weight", "in_turn.0.weight"]
+LARGE = ["query.weight", "in_turn.0.weight", "gate.weight"]
 SMALL = ["key.weight", "value.weight"]
 
 
 def test_a_small_weight_shares_the_input_of_its_larger_sibling():
     model = Attention()
     report = train.prepare_(model, Int8MixedPrecision())
-    assert report.converted == [LARGE[0], *SMALL, LARGE[1]]  # in the order of the model
-    left = ("early", "right_after", "few_rows", "few_columns", "late", "in_turn.1")
+    assert report.converted == [LARGE[0], *SMALL, *LARGE[1:]]  # in the order of the model
+    left = ("early", "right_after", "few_rows", "few_columns", "late", "in_turn.1", "up")
     assert list(report.left) == [f"{name}.weight" for name in left]
     assert all(why.startswith("too small to gain: N·K") for why in report.left.values())
     assert str(report).count("input shared with a larger layer") == len(SMALL)
