@@ -303,7 +303,9 @@ def test_models_that_run_need_transformers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """None installed, and another release than lowbit.hf takes, as its description says."""
-    for name in [name for name in sys.modules if name.startswith("lowbit.hf")]:
+    for name in [
+        name for name in sys.modules if name.startswith(("lowbit.hf", "lowbit.interop.hf"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     version = importlib.metadata.version
 

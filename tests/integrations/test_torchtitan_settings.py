@@ -69,6 +69,7 @@ from lowbit.interop.torchtitan import optimizers, release_0_2, settings  # noqa:
 from lowbit.interop.torchtitan.metrics import Measurement, Schedule  # noqa: E402
 from lowbit.interop.torchtitan.settings import qat_scheme  # noqa: E402
 from lowbit.torchtitan import Lowbit, LowbitConverter  # noqa: E402
+from lowbit.trace import tracer  # noqa: E402
 
 CPU = torch.device("cpu")
 QAT = ["--lowbit.qat", "int4"]
@@ -432,7 +433,7 @@ def test_only_scheduled_steps_are_measured():
 
     assert steps(1, 4) == [3]
     assert steps(5, 7) == [6]
-    assert not model.layer._forward_hooks and lowbit.trace.tracer.active is None
+    assert not model.layer._forward_hooks and tracer.active is None
 
 
 def test_nothing_is_measured_without_a_schedule():

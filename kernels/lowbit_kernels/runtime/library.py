@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+import lowbit_kernels
 from lowbit_kernels.runtime.schemas import SCHEMAS
 
 LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
@@ -36,7 +36,7 @@ def _define(module: str, schema: str) -> None:
     def found() -> tuple[Callable[..., Any], Callable[..., Any]]:
         if name not in _registered:
             with _disable_current_modes():  # tensors that the module makes are real ones
-                importlib.import_module(f"lowbit_kernels.{module}")
+                getattr(lowbit_kernels, module)  # imports it
         return _registered[name]
 
     LIBRARY.define(schema)
