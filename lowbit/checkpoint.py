@@ -14,18 +14,15 @@ text's SHA-256 under "lowbit_sha256"; `*.pt` is a `torch.save` of {"lowbit": tex
 `lowbit.tensor.frozen.affine_tensor` describes the layout of codes.
 
 The digests are those of the bytes in the file, also where another thread changes a tensor while it is saved. By them,
-loading a damaged file raises an error that names the damaged tensors. A file without digests, which an
-earlier version wrote, loads unverified. `load` verifies up to 64 MiB at once. In a larger file it verifies each tensor
-at the first access: hashing takes 0.6 s a GB and core, and a `*.safetensors` file is mapped into memory in
-milliseconds.
-
-When the format changes, its version rises by one and `MIGRATIONS` gains a function from the old version to the new.
+loading a damaged file raises an error that names the damaged tensors. `load` verifies up to 64 MiB at once. In a larger
+file it verifies each tensor at the first access: hashing takes 0.6 s a GB and core, and a `*.safetensors` file is
+mapped into memory in milliseconds.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +44,6 @@ _NESTED_STATES = (
 )
 Plain = tuple[dict[str, Tensor], dict[str, Any]]
 """Tensors by name, and the JSON beside them."""
-MIGRATIONS: dict[int, Callable[[dict[str, Tensor], dict[str, Any]], Plain]] = {}
-"""From a format version to the next: `MIGRATIONS[v](tensors, info)` returns those of version v + 1."""
 
 
 def identity(t: Tensor) -> tuple[Any, ...]:
@@ -191,11 +186,12 @@ def _describe(name: str, t: LowbitTensor) -> dict[str, Any]:
 
 
 def from_plain(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict that `to_plain` stored, from its tensors and its description, of this version or an earlier one.
+    """The state dict that `to_plain` stored, from its tensors and its description.
 
-    Raises CheckpointError for a newer version, an unknown kind, or a missing or misshapen part.
+    Raises CheckpointError for another version, an unknown kind, or a missing or misshapen part.
     """
-    tensors, info = _migrate(dict(tensors), dict(info))
+    _check_version(info)
+    tensors = dict(tensors)
     for section in ("tensors", "ties", "values"):
         if not isinstance(info.get(section), dict):
             raise CheckpointError(f"its description has no {section!r}, or a damaged one")
@@ -229,21 +225,13 @@ def _assemble(name: str, entry: Any, tensors: dict[str, Tensor]) -> LowbitTensor
     return t
 
 
-def _check_version(info: Mapping[str, Any]) -> int:
+def _check_version(info: Mapping[str, Any]) -> None:
     version = info.get("format_version")
-    if type(version) is not int or version < 1:
-        raise CheckpointError(f"format_version is {version!r}; accepted: 1 to {FORMAT_VERSION}")
-    if version > FORMAT_VERSION:
+    if version != FORMAT_VERSION or type(version) is not int:
+        way_out = ": upgrade it" if type(version) is int and version > FORMAT_VERSION else ""
         raise CheckpointError(
-            f"the checkpoint has format version {version}; this lowbit reads versions 1 to {FORMAT_VERSION}: upgrade it"
+            f"the checkpoint has format version {version!r}; this lowbit reads version {FORMAT_VERSION}{way_out}"
         )
-    return version
-
-
-def _migrate(tensors: dict[str, Tensor], info: dict[str, Any]) -> Plain:
-    for v in range(_check_version(info), FORMAT_VERSION):
-        tensors, info = MIGRATIONS[v](tensors, info)
-    return tensors, info
 
 
 def save(
@@ -265,7 +253,7 @@ def save(
     path = Path(path)
     container.check_suffix(path)
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path.parent} is no folder; make it first")
+        raise FileNotFoundError(f"{path.parent} is not a folder; make it first")
     state_dict = model.state_dict() if isinstance(model, nn.Module) else model
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"save takes an nn.Module or a state dict, got {type(model).__name__}")
@@ -290,7 +278,7 @@ def load(
             newer format version.
     """
     tensors, info, unverified = container.read(Path(path), device, verify=verify)
-    at_once = unverified.nbytes <= VERIFIED_AT_ONCE or info.get("format_version") != FORMAT_VERSION
+    at_once = unverified.nbytes <= VERIFIED_AT_ONCE
     if at_once:
         unverified.check()
     try:

@@ -239,7 +239,6 @@ def test_a_damaged_dict_is_a_value_error(damage) -> None:
 
 
 def test_a_scale_dtype_is_in_the_dict_only_where_given() -> None:
-    """Files of earlier versions have none."""
     assert "scale_dtype" not in lb.Int4WeightOnly().to_dict()["weight"]
     named = lb.Int4WeightOnly(scale_dtype=torch.float16).to_dict()
     assert named["weight"]["scale_dtype"] == "float16"

@@ -119,7 +119,7 @@ def read(
     """
     check_suffix(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is no file")
+        raise FileNotFoundError(f"{path} is not a file")
     torch.empty(0, device=device)  # raises torch's own error for a device that does not exist
     reader = _read_safetensors if path.suffix == ".safetensors" else _read_pt
     try:
@@ -142,7 +142,7 @@ def read(
         raise CheckpointError(
             f"{path} was not written by lowbit.save; load it with its own library"
         )
-    if not verify or (seal is None and "stored" not in info):  # an earlier version's
+    if not verify:
         return tensors, info, Unverified(path, {}, {})
     if seal is None or "stored" not in info:
         lost = "its description" if seal is None else "its tensors"

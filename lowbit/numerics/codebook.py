@@ -42,8 +42,6 @@ root is off by some units in the last place, so i is wrong only if z lies next t
 place of k, or k in place of k - 1. With ``i = k - 1`` the left side is almost ``65536 (2 i + 1)``, above the right side
 for all r. With ``i = k`` it is almost 0 or negative, below the right side for all r. The level is k in both cases.
 
-Earlier versions stored the tables of the paper: the grids "dynamic" and "linear".
-
 Nearest in constant time
 ------------------------
 A search of the table costs log2(size) dependent reads an element. Instead, the upper 16 bits of a float32
@@ -81,15 +79,6 @@ FLOAT8_MAX = 448.0
 _CELLS = 2**16
 
 
-GRIDS = {
-    (8, True): ("dynamic",),
-    (8, False): ("dynamic",),
-    (4, True): ("squares", "dynamic"),
-    (4, False): ("powers", "linear"),
-}
-"""By bits and sign: the grid of states, and after it that of earlier versions."""
-
-
 @dataclass(frozen=True)
 class Codebook:
     """The table of a width and a sign.
@@ -97,36 +86,26 @@ class Codebook:
     Args:
         bits: 4 or 8.
         signed: values in [-1, 1] (first moments) or in [0, 1] (second moments).
-        grid: the name of the values, one of `GRIDS`. None is the first, in which states are stored.
     """
 
     bits: int
     signed: bool
-    grid: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or self.bits not in (4, 8):
             raise ValueError(f"a codebook has 4 or 8 bits, got bits={self.bits!r}")
         if not isinstance(self.signed, bool):
             raise ValueError(f"signed must be True or False, got {self.signed!r}")
-        accepted = GRIDS[self.bits, self.signed]
-        if self.grid is None:
-            object.__setattr__(self, "grid", accepted[0])
-        elif self.grid not in accepted:
-            raise ValueError(
-                f"grid must be {' or '.join(map(repr, accepted))} with {self.bits} bits and signed={self.signed}, got "
-                f"{self.grid!r}"
-            )
 
     @property
     def rounds_stochastically(self) -> bool:
-        """Whether `encode_stochastically` takes this book."""
-        return self.grid in ("squares", "powers")
+        """True if `encode_stochastically` takes this book: the ones of 4 bits."""
+        return self.bits == 4
 
     @property
     def scales_are_powers(self) -> bool:
-        """Whether blocks of this book are divided by a power of two, not below their largest magnitude."""
-        return self.grid == "powers"
+        """True if blocks of this book are divided by a power of two, not below their largest magnitude."""
+        return self.bits == 4 and not self.signed
 
     def table(self, device: torch.device | str = "cpu") -> Tensor:
         """float32 ``[2**bits]``, ascending. One tensor per device, shared: do not write to it.
@@ -150,7 +129,7 @@ class Codebook:
         """
         if x.dtype != torch.float32:
             raise TypeError(f"encode takes float32, got {x.dtype}; convert with x.float()")
-        return torch.ops.lowbit.codebook_encode(x, self.bits, self.signed, self.grid)
+        return torch.ops.lowbit.codebook_encode(x, self.bits, self.signed)
 
     def encode_stochastically(self, x: Tensor, random: Tensor) -> Tensor:
         """The codes of the values above and below, in proportion to the distances: see the module.
@@ -168,9 +147,7 @@ class Codebook:
             ValueError: the book rounds to nearest only, or ``random`` has another shape.
         """
         if not self.rounds_stochastically:
-            raise ValueError(
-                f"{self} is not rounded stochastically; accepted: the grids 'squares' and 'powers'"
-            )
+            raise ValueError(f"{self} is not rounded stochastically; accepted: books of 4 bits")
         if x.dtype != torch.float32:
             raise TypeError(
                 f"encode_stochastically takes float32, got {x.dtype}; convert with x.float()"
@@ -191,12 +168,12 @@ class Codebook:
         """float32 values of uint8 ``codes`` (each below ``2**bits``), any shape."""
         if codes.dtype != torch.uint8:
             raise TypeError(f"decode takes uint8 codes, got {codes.dtype}")
-        return torch.ops.lowbit.codebook_decode(codes, self.bits, self.signed, self.grid)
+        return torch.ops.lowbit.codebook_decode(codes, self.bits, self.signed)
 
     def decode_packed(self, packed: Tensor, size: int) -> Tensor:
         """float32 values ``[..., size]`` of codes packed by ``lowbit.numerics.packing.pack(codes, 4)``; 4-bit books
         only."""
-        values = torch.ops.lowbit.codebook_decode_packed(packed, self.signed, self.grid)
+        values = torch.ops.lowbit.codebook_decode_packed(packed, self.signed)
         return values if values.shape[-1] == size else values[..., :size].contiguous()
 
     def cells(self) -> Cells:
@@ -333,11 +310,9 @@ def _check_block(book: Codebook | torch.dtype, block: int) -> None:
 def _values(book: Codebook) -> np.ndarray:
     """The table, computed in float64 and rounded once: float32 ``[2**bits]``, ascending."""
     bits, signed, codes = book.bits, book.signed, np.arange(16.0)
-    if book.grid == "powers":
+    if book.scales_are_powers:
         return (2 ** (codes - 15)).astype(np.float32)
-    if book.grid == "linear":
-        return ((codes + 1) / 16).astype(np.float32)
-    if book.grid == "squares":
+    if bits == 4:
         return ((codes - 7) * np.abs(codes - 7) / 49).astype(np.float32)
     first, last = (1, bits - 2) if signed else (2, bits - 1)
     rank = np.arange(first, 2 ** (last + 1), dtype=np.float64)
@@ -457,14 +432,14 @@ def _from_float8(codes: Tensor) -> Tensor:
 
 # Operators hide the cached tables from tracing (torch.compile, fake tensors, a tensor subclass under either).
 _LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
-_LIBRARY.define("codebook_encode(Tensor x, int bits, bool signed, str grid) -> Tensor")
-_LIBRARY.define("codebook_decode(Tensor codes, int bits, bool signed, str grid) -> Tensor")
-_LIBRARY.define("codebook_decode_packed(Tensor packed, bool signed, str grid) -> Tensor")
+_LIBRARY.define("codebook_encode(Tensor x, int bits, bool signed) -> Tensor")
+_LIBRARY.define("codebook_decode(Tensor codes, int bits, bool signed) -> Tensor")
+_LIBRARY.define("codebook_decode_packed(Tensor packed, bool signed) -> Tensor")
 _LIBRARY.define("float8_decode(Tensor codes) -> Tensor")
 
 
-def _encode(x: Tensor, bits: int, signed: bool, grid: str) -> Tensor:
-    step = _on_device(Codebook(bits, signed, grid), x.device).step
+def _encode(x: Tensor, bits: int, signed: bool) -> Tensor:
+    step = _on_device(Codebook(bits, signed), x.device).step
     return ranks(x, step).to(torch.uint8)
 
 
@@ -475,13 +450,13 @@ def ranks(x: Tensor, step: Tensor) -> Tensor:
     return code.add_(raw).bitwise_right_shift_(16).abs_().view(x.shape)
 
 
-def _decode(codes: Tensor, bits: int, signed: bool, grid: str) -> Tensor:
-    values = _on_device(Codebook(bits, signed, grid), codes.device).values
+def _decode(codes: Tensor, bits: int, signed: bool) -> Tensor:
+    values = _on_device(Codebook(bits, signed), codes.device).values
     return values.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
 
-def _decode_packed(packed: Tensor, signed: bool, grid: str) -> Tensor:
-    pairs = _on_device(Codebook(4, signed, grid), packed.device).pairs
+def _decode_packed(packed: Tensor, signed: bool) -> Tensor:
+    pairs = _on_device(Codebook(4, signed), packed.device).pairs
     values = pairs.index_select(0, packed.reshape(-1).to(torch.int32)).view(torch.float32)
     return values.view(*packed.shape[:-1], 2 * packed.shape[-1])
 

@@ -193,7 +193,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
         check_common(group)
 
     def fix_group(self, group: dict[str, Any]) -> None:
-        """Add the options that a loaded group lacks, because an older version saved it."""
+        """Add the options that a loaded group lacks, such as one of torch.optim."""
         for name, value in COMMON_DEFAULTS.items():
             group.setdefault(name, value)
 
@@ -502,10 +502,6 @@ class LowbitOptimizer(torch.optim.Optimizer):
         self._fused, self.stepped_by = None, SteppedBy()
         for group in self.param_groups:
             self.fix_group(group)
-        for group in self.param_groups:  # of an optimizer that was pickled as a whole
-            for param in group["params"]:
-                if param in self.state:
-                    self.state[param].update(states.on_todays_grid(self.state[param]))
 
     def state_bytes(self) -> int:
         """Bytes that the states take on this rank now. States are created at the first step."""

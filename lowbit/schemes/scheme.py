@@ -156,7 +156,7 @@ def _spec_to_dict(spec: Spec) -> dict[str, Any]:
         "granularity": granularity,
         "mapping": spec.mapping,
     }
-    # others as in files of earlier versions
+    # what has its usual value is left out
     if spec.static:
         found["static"] = True
     if spec.scales is not None:

@@ -20,16 +20,13 @@ from lowbit.numerics.codebook import (
 )
 
 SQUARES, POWERS = Codebook(4, True), Codebook(4, False)
-DYNAMIC, LINEAR = Codebook(4, True, "dynamic"), Codebook(4, False, "linear")
 BOOKS = [Codebook(bits, signed) for bits, signed in itertools.product((4, 8), (True, False))]
-BOOKS += [DYNAMIC, LINEAR]
 FORMATS = [*BOOKS, torch.float8_e4m3fn]
-IDS = ["signed4", "unsigned4", "signed8", "unsigned8", "dynamic4", "linear4", "float8"]
+IDS = ["signed4", "unsigned4", "signed8", "unsigned8", "float8"]
 
 
 def name(book: Codebook) -> str:
-    kind = book.grid if book in (DYNAMIC, LINEAR) else "signed" if book.signed else "unsigned"
-    return f"{kind}{book.bits}"
+    return f"{'signed' if book.signed else 'unsigned'}{book.bits}"
 
 
 def encode_by_search(book: Codebook, x: torch.Tensor) -> torch.Tensor:
@@ -59,13 +56,6 @@ def test_4_bit_tables() -> None:
     assert POWERS.table().tolist() == [2.0**-k for k in range(15, -1, -1)]
 
 
-def test_4_bit_tables_of_earlier_versions() -> None:
-    positive = [0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875]
-    expected = [-v for v in reversed(positive)] + [0.0, *positive, 1.0]
-    assert torch.equal(DYNAMIC.table(), torch.tensor(expected))
-    assert torch.equal(LINEAR.table(), torch.arange(1, 17) / 16)
-
-
 @pytest.mark.parametrize("signed", [True, False], ids=["signed8", "unsigned8"])
 def test_8_bit_tables_are_the_dynamic_map(signed: bool) -> None:
     # Decade by decade, as arXiv 2110.02861 builds it: means of 2**k equal parts of [0.1, 1].
@@ -87,10 +77,8 @@ def test_8_bit_tables_are_the_dynamic_map(signed: bool) -> None:
         (POWERS, "7e026c92d3a8759e"),
         (Codebook(8, True), "035c4114538df2a0"),
         (Codebook(8, False), "02a9b523750e2134"),
-        (DYNAMIC, "6190892bf956c63b"),
-        (LINEAR, "0aeb670b8c9b6b0f"),
     ],
-    ids=IDS[:6],
+    ids=IDS[:4],
 )
 def test_the_tables_never_change(book: Codebook, digest: str) -> None:
     table = book.table()
@@ -138,7 +126,7 @@ def test_an_exact_tie_takes_the_lower_code(book: Codebook) -> None:
     values = book.table().double()
     midpoints = (values[1:] + values[:-1]) / 2
     exact = midpoints.float().double() == midpoints
-    assert exact.sum() >= (15 if book in (POWERS, LINEAR) else 1)
+    assert exact.sum() >= (15 if book == POWERS else 1)
     assert torch.equal(book.encode(midpoints[exact].float()).long(), exact.nonzero().flatten())
 
 
@@ -192,9 +180,9 @@ def test_strides_and_empty_tensors(book: Codebook) -> None:
 @pytest.mark.parametrize("book", BOOKS, ids=name)
 def test_operators_are_registered_well(book: Codebook) -> None:
     x = torch.rand(3, 5)
-    arguments = (x, book.bits, book.signed, book.grid)
+    arguments = (x, book.bits, book.signed)
     torch.library.opcheck(torch.ops.lowbit.codebook_encode.default, arguments)
-    arguments = (book.encode(x), book.bits, book.signed, book.grid)
+    arguments = (book.encode(x), book.bits, book.signed)
     torch.library.opcheck(torch.ops.lowbit.codebook_decode.default, arguments)
 
 
@@ -326,9 +314,6 @@ def test_wrong_arguments() -> None:
         Codebook(5, True)
     with pytest.raises(ValueError, match="signed must be"):
         Codebook(8, 1)  # type: ignore[arg-type]
-    for bits, signed, grid in ((8, True, "squares"), (4, False, "dynamic"), (4, True, "powers")):
-        with pytest.raises(ValueError, match=f"grid must be .* with {bits} bits .*, got '{grid}'"):
-            Codebook(bits, signed, grid)
     with pytest.raises(TypeError, match=r"encode takes float32, got torch\.float64"):
         book.encode(x.double())
     with pytest.raises(TypeError, match=r"decode takes uint8 codes, got torch\.int64"):

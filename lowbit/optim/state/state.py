@@ -66,7 +66,7 @@ def new_step(param: Tensor, count: float = 0) -> Tensor:
 
 def moved(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
     """The states of a parameter that are on another device, moved to the parameter's, because the model was moved. A
-    step counter of another dtype than `STEP`, which older versions made, is converted as well."""
+    step counter of another dtype than `STEP`, as of torch.optim, is converted as well."""
     device = local(param).device
     step = state.get("step")
     if step is not None and step.dtype == STEP and step.device == device:
@@ -77,20 +77,6 @@ def moved(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
             made[name] = value.to(device, STEP)
         elif isinstance(value, Tensor) and local(value).device != device:
             made[name] = like_param(param, local(value).to(device))
-    return made
-
-
-def on_todays_grid(state: dict[str, Any]) -> dict[str, Tensor]:
-    """The states of a parameter that an earlier version stored on another grid, with their values rounded to
-    today's."""
-    made = {}
-    for name, value in state.items():
-        part = local(value)
-        if isinstance(part, CodebookTensor) and part.is_earlier:
-            today = CodebookTensor.from_float(
-                part.dequantize(), part.format, signed=part.signed, block_size=part.block_size
-            )
-            made[name] = like_param(value, today)
     return made
 
 

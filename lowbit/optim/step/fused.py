@@ -265,7 +265,7 @@ def options_of(optimizer: Any, group: dict[str, Any]) -> tuple[Any, ...]:
 def kernel_format(state: Tensor) -> str | None:
     """The kernel's name of a state's format; None for a state that it cannot read."""
     if isinstance(state, CodebookTensor):
-        is_todays = state.block_size == FORMATS[state.format].block_size and not state.is_earlier
+        is_todays = state.block_size == FORMATS[state.format].block_size
         contiguous = state.codes.is_contiguous() and state.scale.is_contiguous()
         return state.format if is_todays and contiguous else None
     if not state.is_contiguous():

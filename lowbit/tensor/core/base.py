@@ -242,10 +242,6 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         """Whether `copy_` from `other`, which is stored differently, copies inner tensors and metadata."""
         return False
 
-    def _takes_values_of(self, other: Tensor) -> bool:
-        """Whether `copy_` from `other`, which is stored differently, encodes the values of `other`."""
-        return False
-
     def _row_attrs(self) -> tuple[str, ...]:
         """Names of the inner tensors whose dimension 0 runs along this tensor's; all rows share the others."""
         return tuple(self.inner_tensors())

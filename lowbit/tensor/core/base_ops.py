@@ -65,8 +65,6 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
         source = {**src.inner_tensors()}
     elif dst._takes_meta_of(src):
         source, meta = {**src.inner_tensors()}, src.meta()
-    elif dst._takes_values_of(src):
-        source = dst._encode(src.dequantize())
     else:
         raise ValueError(
             f"cannot copy {src!r} into {dst!r}: they are stored differently. To replace the tensor use "

@@ -2,7 +2,7 @@
 
 A pickle holds a call of `rebuild` on plain inner tensors and metadata. torch's own pickling of wrapper subclasses
 records the device of the wrapper beside the storages of the inner tensors. It refuses a `map_location` that is a
-function, and it checks nothing. Files that earlier versions wrote in this way still load, through `__setstate__`.
+function, and it checks nothing.
 
 Code that assembles a tensor from parts of another origin (a pickle, `lowbit.load`, an optimizer's state dict) calls
 `check_parts`. Without it, codes of the wrong shape are broadcast, or read as zeros.
@@ -74,24 +74,6 @@ class Pickling:
         kinds = frozenset({*type(self).__mro__, *used, *Granularity.kinds.values()})
         return f"{_digest_of_sources(kinds)}{registered_sources()}"
 
-    def __setstate__(self: Any, state: Any) -> None:
-        """Restore from torch's own pickle format: a wrapper and its attributes. Raises ValueError as `check_parts`."""
-        label = f"the pickled {type(self).__name__}"
-        if not isinstance(state, dict):
-            raise ValueError(f"{label} has the state {state!r}; expected its attributes by name")
-        # earlier versions had no static activations
-        added = dict.fromkeys({"input_scale", "input_zero_point"} & {*self.tensor_attrs})
-        state = {**added, **self.missing_in_earlier_files(state), **state}
-        missing = [n for n in (*self.tensor_attrs, *self.meta_attrs) if n not in state]
-        if missing:
-            raise ValueError(f"{label} has no {' and no '.join(missing)}; it has {[*state]}")
-        self.flat_from = state.get("flat_from")
-        for name in (*self.tensor_attrs, *self.meta_attrs):
-            setattr(self, name, state[name])
-        own = {*self.tensor_attrs, *self.meta_attrs, "flat_from", *self.caches}
-        _set_others(self, {name: value for name, value in state.items() if name not in own})
-        self.check_parts()
-
     def check_parts(self: Any) -> None:
         """Raise ValueError unless the inner tensors are plain, on one device, and of the shapes and dtypes that the
         class, the logical shape and the metadata require. The message names the class, the part, its shape and the
@@ -116,18 +98,8 @@ class Pickling:
                 raise ValueError(f"{name} of {part.dtype} does not fit {label}; accepted: {FLOATS}")
 
     def is_floating(self: Any, name: str) -> bool:
-        """Whether the inner tensor of this name may have any dtype of `lowbit.numerics.code_range.FLOATS`, and no
-        other."""
+        """True if the inner tensor of this name may have any dtype of `lowbit.numerics.code_range.FLOATS`."""
         return name in ("scale", "weight")
-
-    @classmethod
-    def missing_in_earlier_files(cls: Any, found: Mapping[str, Any]) -> dict[str, Any]:
-        """The metadata that a file of an earlier version lacks, beside what was `found` in it: QAT weights, with a
-        scheme, could be neither transposed nor switched off, and those with learned scales were called "weight"."""
-        missing = {*cls.meta_attrs} - {*found}
-        added = {"transposed": False, "off": None, "gradients": None, "attribute": "weight"}
-        is_earlier = missing <= {*added} and "scheme" in found
-        return {name: value for name, value in added.items() if name in missing and is_earlier}
 
     def check_meta(self: Any) -> None:
         """Raise ValueError, or another error that a damaged attribute causes, for impossible metadata."""
@@ -251,9 +223,8 @@ def rebuild(
     `check_parts`.
     """
     if not (isinstance(kind, type) and issubclass(kind, Pickling)):
-        raise ValueError(f"{kind!r} is no class of low-bit tensors")
+        raise ValueError(f"{kind!r} is not a class of low-bit tensors")
     cls: Any = kind
-    meta = {**cls.missing_in_earlier_files(meta), **meta}
     unknown = {*tensors} - {*cls.tensor_attrs}
     if unknown or {*meta} != {*cls.meta_attrs} or not tensors:
         raise ValueError(

@@ -21,10 +21,6 @@ Unsigned formats hold second moments, which are divisors. A positive value never
 would round to zero takes the smallest positive code (the 4-bit table has no zero). Otherwise the division of a first
 moment by a second moment of zero makes updates thousands of times too large, as soon as the magnitudes of the gradients
 in a block differ by a factor of a thousand.
-
-4 bits have another table than in earlier versions, and the metadata `grid` names it: "squares" (signed) and "powers"
-(unsigned) today, "dynamic" and "linear" for files of earlier versions, which lack the name; None for all other formats.
-Tensors of earlier versions decode as before, and `copy_` into a new tensor takes their values.
 """
 
 from __future__ import annotations
@@ -38,7 +34,6 @@ import torch
 from torch import Tensor
 
 from lowbit.numerics.codebook import (
-    GRIDS,
     Codebook,
     dequantize_blockwise,
     quantize_blockwise,
@@ -55,11 +50,6 @@ class _Format:
 
 
 FORMATS = {"4bit": _Format(4, 128), "8bit": _Format(8, 256), "float8": _Format(8, 256)}
-
-
-def grids(format: str, signed: bool) -> tuple[str | None, ...]:
-    """The grid of a format today, and that of earlier versions; None where the format has one table."""
-    return GRIDS[4, signed] if format == "4bit" else (None,)
 
 
 def row_layout(shape: Sequence[int], block_size: int) -> tuple[tuple[int, ...], int]:
@@ -79,7 +69,7 @@ class CodebookTensor(LowbitTensor):
     """
 
     tensor_attrs = ("codes", "scale")
-    meta_attrs = ("format", "signed", "block_size", "grid")
+    meta_attrs = ("format", "signed", "block_size")
     way_out = (
         "call .dequantize() for a plain tensor, or lowbit.optim.dequantize_state_dict(state_dict) for what torch.optim "
         "loads"
@@ -89,7 +79,6 @@ class CodebookTensor(LowbitTensor):
     format: str
     signed: bool
     block_size: int
-    grid: str | None
 
     @classmethod
     def zeros(
@@ -116,12 +105,7 @@ class CodebookTensor(LowbitTensor):
         if block_size is None and format in FORMATS:
             block_size = FORMATS[format].block_size
         signed = bool(signed)
-        meta = cls.meta_from_json(
-            {
-                **{"format": format, "signed": signed, "block_size": block_size},
-                "grid": grids(format, signed)[0],
-            }
-        )
+        meta = cls.meta_from_json({"format": format, "signed": signed, "block_size": block_size})
         shapes = inner_shapes(shape, format, meta["block_size"])
         tensors = {
             name: torch.zeros(s, dtype=dtype, device=device) for name, (s, dtype) in shapes.items()
@@ -155,14 +139,9 @@ class CodebookTensor(LowbitTensor):
 
     @property
     def rounds_stochastically(self) -> bool:
-        """Whether `encode_rows` takes random bits."""
+        """True if `encode_rows` takes random bits."""
         book = self._book()
         return isinstance(book, Codebook) and book.rounds_stochastically
-
-    @property
-    def is_earlier(self) -> bool:
-        """Whether this is a tensor of an earlier version, on another grid than today's."""
-        return self.grid != grids(self.format, self.signed)[0]
 
     def encode_rows(self, values: Tensor, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Codes (packed) and scale of float32 rows `values` [..., cols], in the form that this tensor stores.
@@ -190,7 +169,7 @@ class CodebookTensor(LowbitTensor):
     def _book(self) -> Codebook | torch.dtype:
         if self.format == "float8":
             return torch.float8_e4m3fn
-        return Codebook(FORMATS[self.format].bits, self.signed, self.grid)
+        return Codebook(FORMATS[self.format].bits, self.signed)
 
     def _layout(self) -> tuple[tuple[int, ...], int]:
         return row_layout(self.flat_from or self.shape, self.block_size)
@@ -205,25 +184,9 @@ class CodebookTensor(LowbitTensor):
         codes, scale = self.encode_rows(values.reshape(*lead, cols))
         return {"codes": codes, "scale": scale}
 
-    def _takes_values_of(self, other: Tensor) -> bool:
-        """A file of an earlier version is read into a tensor of this one."""
-        return isinstance(other, CodebookTensor) and self.meta() == {
-            **other.meta(),
-            "grid": self.grid,
-        }
-
-    def meta_to_json(self) -> dict[str, Any]:
-        return {name: value for name, value in self.meta().items() if value is not None}
-
-    @classmethod
-    def missing_in_earlier_files(cls, found: Mapping[str, Any]) -> dict[str, Any]:
-        if "grid" in found or not {"format", "signed"} <= {*found}:
-            return {}
-        return {"grid": grids(found["format"], bool(found["signed"]))[-1]}
-
     @classmethod
     def meta_from_json(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises ValueError, as `zeros` does, or for a grid that the format does not have."""
+        """Raises ValueError, as `zeros` does."""
         format, signed, block_size = (data[name] for name in ("format", "signed", "block_size"))
         if format not in FORMATS:
             raise ValueError(
@@ -233,14 +196,7 @@ class CodebookTensor(LowbitTensor):
             raise ValueError(f"signed must be True or False, got {signed!r}")
         if type(block_size) is not int or block_size < 2 or block_size % 2:
             raise ValueError(f"block_size must be a positive even integer, got {block_size!r}")
-        grid = {**cls.missing_in_earlier_files(data), **data}["grid"]
-        accepted = grids(format, signed)
-        if grid not in accepted:
-            raise ValueError(
-                f"grid must be {' or '.join(map(repr, accepted))} with format={format!r} and signed={signed}, got "
-                f"{grid!r}"
-            )
-        return {"format": format, "signed": signed, "block_size": block_size, "grid": grid}
+        return {"format": format, "signed": signed, "block_size": block_size}
 
     def _slice(self, dim: int, start: int, end: int) -> Self:
         """Dimension 0 and `mid` can be cut anywhere, the other dimensions at the ends of blocks."""
