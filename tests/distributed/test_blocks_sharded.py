@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 
 import lowbit
 from lowbit import Float8Tensor, train
-from lowbit.tensor.trained.block_mixed_precision import GatheredBlocks
+from lowbit.tensor.trained.gathered import GatheredTensor
 from lowbit.testing.launch import launch
+from tests.as_sent import as_sent
 from tests.distributed.test_tensor_fsdp import recorded_gathers
 from tests.distributed.test_train_fsdp import summed
 from tests.scaled_products import scaled_products
@@ -78,8 +79,8 @@ def check_tied_embedding(rank, world_size):
 def check_gathered_rows(rank, world_size):
     """Parts of a gathered weight: whole blocks of rows, and single rows by their values."""
     weight = train.prepare_(layer := nn.Sequential(linear(256, 200)), BLOCKS) and layer[0].weight
-    gathered = weight.detach()._wire()
-    assert isinstance(gathered, GatheredBlocks)
+    gathered = as_sent(weight.detach())
+    assert isinstance(gathered, GatheredTensor)
     whole = gathered.dequantize()
     assert torch.equal(gathered[128:256].dequantize(), whole[128:])
     assert torch.equal(gathered[130], whole[130])

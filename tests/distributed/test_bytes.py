@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from lowbit.schemes.training import BLOCK
 from lowbit.testing.launch import launch
+from tests.as_sent import as_sent
 from tests.tensor.cases import CASES, same_bits
 
 ROW_CASES = [c for c in CASES if c.row_step == 1]
@@ -64,7 +65,7 @@ def filled(case, rows, shift, dtype=torch.bfloat16, wire=False):
     """A tensor, as stored or as FSDP2 gathers it, whose codes are all pairs of bytes."""
     t = case.make((rows, COLUMNS), dtype=dtype).to(device())
     if wire:
-        t = t._wire()
+        t = as_sent(t)
     for inner in t.inner_tensors().values():
         if inner.dtype.itemsize == 1:
             byte_pairs(inner, shift)
@@ -114,12 +115,16 @@ def check_gathered(rank, world_size):
     with copies_as_on_cuda():
         for case in WEIGHTS:
             stored = filled(case, 2, 0)
-            rows, as_sent = rows_of(case, True), stored._wire()
-            if as_sent._row_attrs() == ("weight",):  # values travel, in their own dtype
+            rows, sent = rows_of(case, True), as_sent(stored)
+            if sent._row_attrs() == ("weight",):  # values travel, in their own dtype
                 continue
             for mesh in meshes():
                 for shift, count in ((0, rows), (1, rows), (0, rows + 1)):
-                    if not stored._wire_fits(torch.Size((count, COLUMNS)), world_size):
+                    size = torch.Size((count, COLUMNS))
+                    if (
+                        sent is not stored
+                        and as_sent(stored, ranks=world_size, shape=size) is stored
+                    ):
                         count = -(-count // (BLOCK * world_size)) * BLOCK * world_size
                     whole = filled(case, count, shift, wire=True)
                     model = shard(Holder(whole.clone()), mesh)

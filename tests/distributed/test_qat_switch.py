@@ -14,7 +14,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import lowbit
 from lowbit import qat
-from lowbit.tensor.trained.fake_quantized import GatheredWeight
 from lowbit.testing.launch import launch
 from tests.distributed import test_train_tensor_parallel as tensor_parallel
 from tests.distributed.test_tensor_fsdp import recorded_gathers
@@ -105,12 +104,12 @@ def check_what_travels(rank, world_size):
         return sum(t.nbytes for _, inputs in seen for t in inputs), kinds
 
     low, kinds = gathered()
-    assert kinds == [GatheredWeight] * 2
+    assert kinds == [lowbit.FakeQuantizedTensor.gathered] * 2
     with qat.high_precision(prepared):
         high, kinds = gathered()
         assert kinds == [lowbit.FakeQuantizedTensor] * 2
         assert high > 2.5 * low
-    assert gathered() == (low, [GatheredWeight] * 2)
+    assert gathered() == (low, [lowbit.FakeQuantizedTensor.gathered] * 2)
     return True
 
 

@@ -31,11 +31,12 @@ from lowbit import (
     MixedPrecisionTensor,
     train,
 )
-from lowbit.tensor.trained.mixed_precision import GatheredMixedPrecision
+from lowbit.tensor.trained.gathered import GatheredTensor
 from lowbit.testing.fsdp2 import shard
 from lowbit.testing.launch import launch
 from lowbit_kernels.runtime import launches
 from recipes.llama import Llama, LlamaConfig
+from tests.as_sent import as_sent
 from tests.distributed.test_tensor_fsdp import recorded_gathers
 from tests.scaled_products import scaled_products
 from tests.traced import low_bit
@@ -62,9 +63,10 @@ def as_gathered(model):
     gradients of the high-precision weights. Weights in blocks, of which shards hold parts, travel as they are."""
     model = copy.deepcopy(model)
     for layer in (model.first, model.second):
-        if not layer.weight._wire_fits(layer.weight.shape, dist.get_world_size()):
+        ranks, shape = dist.get_world_size(), layer.weight.shape
+        parts = [as_sent(w, ranks=ranks, shape=shape) for w in layer.weight.detach().chunk(ranks)]
+        if not isinstance(parts[0], GatheredTensor):
             continue
-        parts = [w._wire() for w in layer.weight.detach().chunk(dist.get_world_size())]
         whole = parts[0]._cat(parts, 0) if len(parts) > 1 else parts[0]
         layer.weight = nn.Parameter(whole)
     return model
@@ -333,7 +335,7 @@ def check_traced_and_refused(rank, world_size):
             call()
     gathered = whole_weight(model.first.weight)
     assert isinstance(gathered, MixedPrecisionTensor)
-    assert not isinstance(gathered, GatheredMixedPrecision), "full_tensor() has all of it"
+    assert not isinstance(gathered, GatheredTensor), "full_tensor() has all of it"
     return True
 
 

@@ -12,6 +12,7 @@ from lowbit import FakeQuantizedTensor, Float8, Int, PerGroup, PerRow, Scheme, S
 from lowbit.linear import fused_rounding
 from lowbit.tensor.trained.learned_scales import scales_of
 from lowbit_kernels.runtime.launches import counted
+from tests.as_sent import as_sent
 from tests.schemes import MAPPINGS
 
 FORMATS = {
@@ -23,7 +24,7 @@ FORMATS = {
 
 def _check(spec: Spec) -> None:
     weight = FakeQuantizedTensor(torch.randn(9, 40), Scheme(spec))
-    own, gathered = nn.Parameter(weight), nn.Parameter(weight._wire())
+    own, gathered = nn.Parameter(weight), nn.Parameter(as_sent(weight))
     assert type(gathered) is not type(own)
     assert torch.equal(gathered.dequantize(), own.dequantize())
     x = torch.randn(5, 40)
@@ -54,7 +55,7 @@ def test_values_are_float32_whatever_the_dtype_of_the_scales(mapping, scales: to
     layer = model[0]
     scale, zero = scales_of(layer, "weight")
     values = layer.weight.quantized_by(scale, zero)
-    gathered, _ = layer.weight._in_codes(scale, zero).decoded()
+    gathered, _ = as_sent(layer.weight, layer).decoded()
     assert gathered.dtype is torch.float32 and torch.equal(gathered, values)
 
 
@@ -84,10 +85,10 @@ def test_the_kernel_of_codes(fmt: Int, mapping, monkeypatch: pytest.MonkeyPatch)
 
 def test_one_byte_an_element() -> None:
     weight = FakeQuantizedTensor(torch.randn(8, 64), lowbit.Int4WeightOnly(group_size=32))
-    codes = weight._wire().codes
+    codes = as_sent(weight).codes
     assert codes.dtype is torch.int8 and codes.shape == (8, 64)
     weight = FakeQuantizedTensor(torch.randn(8, 64), lowbit.Int8DynamicActivationInt8Weight())
-    assert weight._wire().codes.dtype is torch.int8  # of which none clips
+    assert as_sent(weight).codes.dtype is torch.int8  # of which none clips
 
 
 @pytest.mark.cover("pairs")
@@ -98,7 +99,7 @@ def test_nan_and_infinity_are_the_same(fmt: Int, mapping, bad: float) -> None:
     """The values and the gradient of a weight that diverged in training."""
     weight = FakeQuantizedTensor(torch.randn(3, 40), Scheme(Spec(fmt, PerGroup(16), mapping)))
     weight.weight[1, 20] = bad
-    own, gathered = nn.Parameter(weight), nn.Parameter(weight._wire())
+    own, gathered = nn.Parameter(weight), nn.Parameter(as_sent(weight))
     values = own.dequantize()
     broken = torch.zeros(3, 40, dtype=torch.bool)
     broken[1, 16:32] = True

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from lowbit import train
 from lowbit.testing.compiled import compiled, outcome
+from tests.as_sent import as_sent
 from tests.tensor.cases import (
     CASES,
     named,
@@ -87,7 +88,7 @@ def test_gathered_blocks_by_inductor(rows):
     """200 values in blocks of 128: FSDP2 gathers the second one whole."""
     layer = nn.Sequential(nn.Linear(200, rows, bias=False))
     train.prepare_(layer, train.Float8BlockMixedPrecision(always=True))
-    gathered = layer[0].weight.detach()._wire()
+    gathered = as_sent(layer[0].weight.detach())
     fn, _ = compiled(lambda w: w.dequantize() * 2 + 1, "inductor")
     torch.testing.assert_close(fn(gathered), gathered.dequantize() * 2 + 1)
 

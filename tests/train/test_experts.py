@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from lowbit import BitNet, BitNetTensor, Int8Weight, trace, train
 from lowbit.tensor.frozen.ternary import pack_ternary
-from lowbit.tensor.trained.bitnet import GatheredBitNet
 from tests.scaled_products import scaled_products
 from tests.traced import low_bit, ran_in, reasons
 from tests.train.problems import SCHEMES, every_scheme, outcome, snr, values
@@ -125,7 +124,7 @@ def test_a_ternary_weight_turned():
         assert torch.equal(turned.dequantize(), expected.mT)
     scale = weight.own_scale()
     codes = {"codes": pack_ternary(weight.ternary()[0]), "scale": scale}
-    gathered = GatheredBitNet.from_inner(codes, weight.meta(), weight.shape, weight.dtype)
+    gathered = BitNetTensor.gathered.from_inner(codes, weight.meta(), weight.shape, weight.dtype)
     assert torch.equal(gathered.mT.dequantize(), weight.dequantize().mT)
     assert gathered.mT.shape == (3, 64, 24)
     with pytest.raises(NotImplementedError, match="last two swapped"):

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit import Int8Weight, trace, train
-from lowbit.tensor.trained.mixed_precision import GatheredMixedPrecision
+from lowbit.tensor.trained.gathered import GatheredTensor
 from lowbit_kernels.runtime import launches
+from tests.as_sent import as_sent
 from tests.traced import ran_in, reasons
 from tests.train.problems import snr, values
 
@@ -107,8 +108,8 @@ def test_the_weight_is_rounded_once(name: str) -> None:
     codes_t, scale_t = low.up.expert_codes_t()
     assert torch.equal(codes[..., :K].float().mT, codes_t[..., :N].float())
     assert torch.equal(scale, scale_t)
-    gathered = low.up._wire()
-    assert isinstance(gathered, GatheredMixedPrecision)
+    gathered = as_sent(low.up)
+    assert isinstance(gathered, GatheredTensor)
     for own, other in zip(gathered.expert_codes_t(), (codes_t, scale_t), strict=True):
         assert torch.equal(own.float(), other.float())
 
@@ -118,9 +119,9 @@ def test_the_gathered_form_gives_the_same_bits(name: str) -> None:
     low = prepared(Experts(), FORMATS[name])
     x, grad, offsets = values(ROWS, K), values(ROWS, N, seed=3), offsets_of(TOKENS["ragged"])
     expected = outcome(low, x, offsets, grad)
-    whole = low.up.detach()._wire()
+    whole = as_sent(low.up.detach())
     turned = whole.transpose(-2, -1)
-    assert type(turned) is GatheredMixedPrecision and turned.shape == (4, K, N)
+    assert type(turned) is type(whole) and turned.shape == (4, K, N)
     assert torch.equal(turned.dequantize(), whole.dequantize().mT)
     low.up = nn.Parameter(whole)
     for key, value in outcome(low, x, offsets, grad).items():

@@ -98,12 +98,27 @@ class pre_all_gather:
             return self.hook(tensor, *args)
 
 
+class Gather(NamedTuple):
+    """What FSDP2 says of an all-gather: the mesh and how many ranks it has, the shape of the whole parameter, its
+    module, and the policy of mixed precision."""
+
+    mesh: Any
+    ranks: int
+    shape: torch.Size
+    module: Any
+    policy: Any
+
+
 class Wire(NamedTuple):
-    """The form in which a shard travels: a tensor of class `kind` over these inner tensors, whose rows are the shard's,
-    with the metadata that the shard has. FSDP2 asks for it in each gather, but makes a tensor only in the first one."""
+    """The form in which a shard travels: a tensor of class `kind` over these inner tensors, with the metadata that the
+    shard has. FSDP2 asks for it in each gather, but makes a tensor only in the first one.
+
+    The rows of the tensors are the shard's, except of those in `shared`, which every rank has.
+    """
 
     kind: type[Any]
     tensors: dict[str, Tensor]
+    shared: tuple[str, ...] = ()
 
     def over(self, shard: Any, tensors: dict[str, Tensor], shape: Any, dtype: torch.dtype) -> Any:
         """The tensor of this form over `tensors`."""
@@ -114,18 +129,10 @@ class Wire(NamedTuple):
 class FSDPHooks:
     """Mixin of LowbitTensor: `fsdp_pre_all_gather` and `fsdp_post_all_gather`."""
 
-    def _on_the_wire(self: Any) -> Wire | None:
-        """The form in which this shard travels and which the next product reads; None: as it is."""
+    def _on_the_wire(self: Any, gather: Gather) -> Wire | None:
+        """The form in which this shard travels and which the next product reads; None: as it is. All ranks decide
+        alike."""
         return None
-
-    def _wire(self: Any) -> Any:
-        """`_on_the_wire` as a tensor."""
-        wire = self._on_the_wire()
-        return self if wire is None else wire.over(self, wire.tensors, self.shape, self.dtype)
-
-    def _wire_fits(self, shape: torch.Size, ranks: int) -> bool:
-        """Whether each of `ranks` shards of a weight of `shape` has this form. All ranks decide alike."""
-        return True
 
     @pre_all_gather
     def fsdp_pre_all_gather(
@@ -134,7 +141,7 @@ class FSDPHooks:
         """The tensors to gather, and (the shard, its form, the full size, the names of the tensors, or None for
         planes)."""
         ranks = mesh.size()
-        wire = self._on_the_wire() if self._wire_fits(outer_size, ranks) else None
+        wire = self._on_the_wire(Gather(mesh, ranks, outer_size, module, mp_policy))
         if outer_size[0] % ranks:
             sent = self if wire is None else wire.over(self, wire.tensors, self.shape, self.dtype)
             planes = _to_planes(sent, -(-outer_size[0] // ranks))
@@ -142,7 +149,7 @@ class FSDPHooks:
         if wire is None:
             wire, names = Wire(type(self), self.inner_tensors()), self._row_attrs()
         else:
-            names = tuple(wire.tensors)
+            names = tuple([name for name in wire.tensors if name not in wire.shared])
         # torch 2.13 gathers only the first tensor on a mesh of one rank; the shard already holds the others.
         if ranks == 1:
             names = names[:1]

@@ -26,7 +26,7 @@ from lowbit.linear.coded_linear import CodedWeight, coded_weight
 from lowbit.linear.frozen.checks import check_first_derivative
 from lowbit.linear.fused_rounding import learned_fake_quantize
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.core.fsdp import pre_all_gather
+from lowbit.tensor.core.fsdp import Gather
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import LearnedScalesTensor
 from lowbit.tensor.trained.trainable import Values
@@ -73,14 +73,11 @@ def merged_weight(weight: Tensor, adapters: Adapters) -> Tensor:
     return _AddLowRank.apply(tuple(adapters.scales), weight, *adapters.a, *adapters.b)
 
 
-class AdaptedTensor(FakeQuantizedTensor):
-    """See the module. A product with the weight alone rounds W, without adapters."""
+class AdaptedTensor(FakeQuantizedTensor, codec=None):
+    """See the module. A product with the weight alone rounds W, without adapters. FSDP2 gathers W unrounded, since the
+    adapters are added before the rounding."""
 
     is_described: ClassVar[bool] = False  # read from a file, it would be without its layer
-
-    def _on_the_wire(self) -> None:
-        """The adapters are added before the rounding, so W travels unrounded."""
-        return None
 
     def frozen_with(self, adapters: Adapters, learned: Learned = NONE) -> LowbitTensor:
         """The merged weight for inference."""
@@ -171,11 +168,5 @@ class LearnedAdaptedTensor(AdaptedTensor, LearnedScalesTensor):
             else self.coded_values(merged, scale, zero)
         )
 
-    @pre_all_gather
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-        self.check_exact(module, mp_policy)
-        return LowbitTensor.fsdp_pre_all_gather(
-            self, mesh, outer_size, outer_stride, module, mp_policy
-        )
+    def _on_the_wire(self, gather: Gather) -> None:
+        self.check_exact(gather)

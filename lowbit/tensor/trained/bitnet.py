@@ -40,7 +40,7 @@ from lowbit.numerics.sharded import is_dtensor
 from lowbit.schemes.training import BitNet
 from lowbit.tensor.core.base import InnerShapes, LowbitTensor
 from lowbit.tensor.core.dtensor import held_locally
-from lowbit.tensor.core.fsdp import pre_all_gather
+from lowbit.tensor.core.fsdp import Gather, Wire
 from lowbit.tensor.core.reading import in_forward, rounding_inputs
 from lowbit.tensor.frozen.ternary import (
     TernaryTensor,
@@ -50,7 +50,7 @@ from lowbit.tensor.frozen.ternary import (
     ternarize,
     unpack_ternary,
 )
-from lowbit.tensor.trained.master_weight import GatheredForm, MasterWeightTensor
+from lowbit.tensor.trained.master_weight import MasterWeightTensor
 from lowbit.trace import tracer
 from lowbit.trace.tracer import Note
 
@@ -58,7 +58,53 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-class BitNetTensor(MasterWeightTensor):
+class PackedTernary:
+    """The codec of a BitNetTensor: its ternary codes, packed at 2 bits, and its scale, which all ranks know before."""
+
+    tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale")
+
+    @staticmethod
+    def encode(shard: Any, gather: Gather) -> Wire:
+        scale = shard.known_scale()
+        if scale is None:
+            scale = shard._reduced_scale(gather.mesh, gather.shape)
+        codes, _ = shard.ternary(scale)
+        tensors = {"codes": pack_ternary(codes), "scale": scale}
+        return Wire(shard.gathered, tensors, ("scale",) if shard.ndim == 2 else ())
+
+    def inner_shapes(self: Any, shape: Sequence[int]) -> InnerShapes:
+        return {
+            "codes": ((*shape[:-1], packed_size(shape[-1], 2)), torch.uint8),
+            "scale": ((*shape[:-2], 1, 1), torch.float32),
+        }
+
+    def _row_attrs(self: Any) -> tuple[str, ...]:
+        return ("codes",) if self.ndim == 2 else ("codes", "scale")
+
+    def decoded_values(self: Any) -> Tensor:
+        return unpack_ternary(self.codes, self.shape[-1]) * self.scale
+
+    def ternary(self: Any, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return unpack_ternary(self.codes, self.shape[-1]), self.scale
+
+    def own_scale(self: Any) -> Tensor:
+        return self.scale
+
+    def settled(self: Any) -> Tensor:
+        return self
+
+    @property
+    def has_rows_alone(self: Any) -> bool:
+        return self.ndim == 2
+
+    def _transposed(self: Any) -> Any:
+        codes = pack_ternary(unpack_ternary(self.codes, self.shape[-1]).mT)
+        n, k = self.matrix
+        meta, shape = {**self.meta(), "matrix": (k, n)}, (*self.shape[:-2], *self.shape[:-3:-1])
+        return self.from_inner({"codes": codes, "scale": self.scale}, meta, shape, self.dtype)
+
+
+class BitNetTensor(MasterWeightTensor, codec=PackedTernary):
     """A trainable weight [..., N, K] with ternary products. `weight` is the high-precision tensor inside."""
 
     meta_attrs = ("scheme", "matrix")
@@ -170,18 +216,6 @@ class BitNetTensor(MasterWeightTensor):
 
     # ---- FSDP2 -----------------------------------------------------------------------------------------------
 
-    @pre_all_gather
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-        scale = self.known_scale()
-        if scale is None:
-            scale = self._reduced_scale(mesh, outer_size)
-        codes, _ = self.ternary(scale)
-        tensors = {"codes": pack_ternary(codes), "scale": scale}
-        wire = GatheredBitNet.from_inner(tensors, self.meta(), self.shape, self.dtype)
-        return wire.fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
-
     def _reduced_scale(self, mesh: Any, outer_size: torch.Size) -> Tensor:
         total = magnitude(self.weight.detach())
         if tuple(outer_size[-2:]) != self.matrix:  # split by tensor parallelism as well
@@ -243,7 +277,7 @@ class BitNetTensor(MasterWeightTensor):
     def _scale_across(self, param: DTensor) -> Tensor | None:
         """The scale of the whole weight `param`; None where this tensor has it."""
         dims = split_dims(param)
-        if isinstance(self, GatheredBitNet) or not dims:
+        if self.is_gathered or not dims:
             return None
         known = None if torch.compiler.is_compiling() else self.known_scale()
         if known is not None:
@@ -255,52 +289,12 @@ class BitNetTensor(MasterWeightTensor):
         return scale_of(total, n * k)
 
 
-class GatheredBitNet(GatheredForm, BitNetTensor):
-    """The form that FSDP2 gathers a BitNetTensor to: its ternary codes, packed at 2 bits, and its scale."""
-
-    tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale")
-
-    codes: Tensor
-    scale: Tensor
-
-    def ternary(self, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return unpack_ternary(self.codes, self.shape[-1]), self.scale
-
-    def own_scale(self) -> Tensor:
-        return self.scale
-
-    def settled(self) -> Tensor:
-        return self
-
-    @property
-    def has_rows_alone(self) -> bool:
-        return self.ndim == 2
-
-    def _transposed(self) -> Any:
-        codes = pack_ternary(unpack_ternary(self.codes, self.shape[-1]).mT)
-        n, k = self.matrix
-        meta, shape = {**self.meta(), "matrix": (k, n)}, (*self.shape[:-2], *self.shape[:-3:-1])
-        return self.from_inner({"codes": codes, "scale": self.scale}, meta, shape, self.dtype)
-
-    def fsdp_pre_all_gather(self, *args: Any) -> Any:
-        return LowbitTensor.fsdp_pre_all_gather(self, *args)
-
-    def _row_attrs(self) -> tuple[str, ...]:
-        return ("codes",) if self.ndim == 2 else ("codes", "scale")
-
-    def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
-        return {
-            "codes": ((*shape[:-1], packed_size(shape[-1], 2)), torch.uint8),
-            "scale": ((*shape[:-2], 1, 1), torch.float32),
-        }
-
-
 @BitNetTensor.implements(torch.ops.lowbit.rounding_inputs.default)
 def _rounding_inputs(func: Any, args: Any, kwargs: Any) -> Tensor:
     weight = args[0]
     codes, scale = weight.ternary()
     tensors = {"codes": pack_ternary(codes), "scale": scale}
-    return GatheredBitNet.from_inner(tensors, weight.meta(), weight.shape, weight.dtype)
+    return BitNetTensor.gathered.from_inner(tensors, weight.meta(), weight.shape, weight.dtype)
 
 
 def _ternary_product(
@@ -340,7 +334,7 @@ class _Linear(torch.autograd.Function):
         ctx.dtype, ctx.note = x.dtype, note
         # A gathered weight has its own scale, which FSDP2 overwrites at the next gather. Save an alias, because a
         # weight that a graph holds could not be moved or cast, which swaps the tensors of a subclass.
-        own = None if isinstance(weight, GatheredBitNet) else scale
+        own = None if weight.is_gathered else scale
         kept = tokens if ctx.needs_input_grad[1] else ()
         ctx.save_for_backward(weight.detach(), own, *kept)
         tracer.record(note, "output", "int8")
@@ -442,7 +436,7 @@ def precompute_scales(params: Iterable[Tensor]) -> None:
     found: defaultdict[Any, list[Any]] = defaultdict(list)
     for param in params:
         own = held_locally(param)
-        is_shard = isinstance(own, BitNetTensor) and not isinstance(own, GatheredBitNet)
+        is_shard = isinstance(own, BitNetTensor) and not own.is_gathered
         if is_dtensor(param) and is_shard:
             found[param.device_mesh, split_dims(param)].append(own)
     for (mesh, dims), members in found.items():

@@ -23,13 +23,73 @@ from lowbit.schemes.training import (
     Float8BlockMixedPrecision,
 )
 from lowbit.tensor.core.base import InnerShapes, LowbitTensor
-from lowbit.tensor.core.fsdp import Wire, as_bytes
+from lowbit.tensor.core.fsdp import Gather, Wire, as_bytes
 from lowbit.tensor.frozen.float8_tensor import Float8Tensor
-from lowbit.tensor.trained.master_weight import GatheredForm
 from lowbit.tensor.trained.mixed_precision import MixedPrecisionTensor
 
 
-class BlockMixedPrecisionTensor(MixedPrecisionTensor):
+class BlockCodes:
+    """The codec of a BlockMixedPrecisionTensor: codes [..., N, K128], one byte an element, and scales [..., N/128,
+    K/128]. Where shards do not hold whole blocks, the weight itself travels."""
+
+    tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale")
+    meta_attrs: ClassVar[tuple[str, ...]] = ("scheme",)
+
+    @staticmethod
+    def encode(shard: Any, gather: Gather) -> Wire | None:
+        whole_blocks = len(gather.shape) > 2 or gather.shape[0] % (BLOCK * gather.ranks) == 0
+        if not (whole_blocks and shard.scheme.gathers_codes(shard.weight) and shard.numel()):
+            return None
+        codes, scale = shard.stacked_codes()
+        return Wire(shard.gathered, {"codes": codes, "scale": scale})
+
+    def inner_shapes(self: Any, shape: Sequence[int]) -> InnerShapes:
+        *experts, n, k = shape
+        blocks = (-(-n // BLOCK), -(-k // BLOCK))
+        return {
+            "codes": ((*experts, n, blocks[1] * BLOCK), self.codes.dtype),
+            "scale": ((*experts, *blocks), torch.float32),
+        }
+
+    def decoded_values(self: Any) -> Tensor:
+        def values(codes: Tensor, scale: Tensor) -> Tensor:
+            found = kernels.block_scaled_mm.values(codes, scale).to(self.dtype)
+            return crop(found, (len(found), self.shape[-1]))
+
+        if self.ndim == 2:
+            return values(self.codes, self.scale)
+        return torch.stack([values(*pair) for pair in zip(self.codes, self.scale, strict=True)])
+
+    def rows(self: Any, indices: Tensor) -> Tensor:
+        codes = as_bytes(self.codes)[indices].view(self.codes.dtype)
+        scale = self.scale[indices // BLOCK].repeat_interleave(BLOCK, -1)
+        return crop((codes.float() * scale).to(self.dtype), (*indices.shape, self.shape[-1]))
+
+    def row_codes(self: Any) -> Codes:
+        return self.codes, self.scale
+
+    def transposed_codes(self: Any, after: Tensor | None = None) -> Codes:
+        codes = self.codes
+        if extra := -self.shape[0] % BLOCK:
+            codes = F.pad(as_bytes(codes), (0, 0, 0, extra)).view(codes.dtype)
+        return transposed(codes, self.shape[1], after), self.scale.t().contiguous()
+
+    def _slice(self: Any, dim: int, start: int, end: int) -> Any:
+        size = self.shape[dim]
+        if self.ndim > 2 or (start, end) == (0, size):
+            return LowbitTensor._slice(self, dim, start, end)
+        if dim != 0 or start % BLOCK or (end % BLOCK and end != size):
+            raise self._unsupported(
+                f"slicing dimension {dim} at {start}:{end} (accepted: rows in whole blocks of {BLOCK})"
+            )
+        tensors = {
+            "codes": self.codes[start:end],
+            "scale": self.scale[start // BLOCK : -(-end // BLOCK)],
+        }
+        return self._with(tensors, (end - start, *self.shape[1:]))
+
+
+class BlockMixedPrecisionTensor(MixedPrecisionTensor, codec=BlockCodes):
     """A trainable weight [..., N, K] with products in float8 blocks. `weight` is the high-precision tensor inside."""
 
     schemes = (Float8BlockMixedPrecision,)
@@ -58,7 +118,7 @@ class BlockMixedPrecisionTensor(MixedPrecisionTensor):
             weight, tiles=True, power_of_two=self.scheme.power_of_two, **copies
         )
 
-    def _stacked_codes(self) -> Codes:
+    def stacked_codes(self) -> Codes:
         """`row_codes` of each expert [..., N, K]."""
         if self.weight.ndim == 2:
             return self.row_codes()
@@ -69,78 +129,8 @@ class BlockMixedPrecisionTensor(MixedPrecisionTensor):
 
     def frozen(self) -> Float8Tensor:
         """The weight for inference: the codes that the output's product reads."""
-        codes, scale = self._stacked_codes()
+        codes, scale = self.stacked_codes()
         padded = F.pad(as_bytes(codes), (0, 0, 0, -self.shape[-2] % BLOCK)).view(codes.dtype)
         return Float8Tensor(
             padded, scale, None, BLOCK_WEIGHT, self.shape, self.dtype, BLOCK_ACTIVATION
         )
-
-    def _on_the_wire(self) -> Wire | None:
-        """Under FSDP2 one byte an element travels, and a scale a block, where the scheme `gathers_codes`."""
-        if not self.scheme.gathers_codes(self.weight) or not self.numel():
-            return None
-        codes, scale = self._stacked_codes()
-        return Wire(GatheredBlocks, {"codes": codes, "scale": scale})
-
-    def _wire_fits(self, shape: torch.Size, ranks: int) -> bool:
-        """Whether shards hold whole blocks. Otherwise the high-precision weight travels."""
-        return len(shape) > 2 or shape[0] % (BLOCK * ranks) == 0
-
-
-class GatheredBlocks(GatheredForm, BlockMixedPrecisionTensor):
-    """The form that FSDP2 gathers a BlockMixedPrecisionTensor to: codes [..., N, K128] and scales [..., N/128,
-    K/128]."""
-
-    tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale")
-
-    codes: Tensor
-    scale: Tensor
-
-    def dequantize(self) -> Tensor:
-        pairs = zip(self.codes, self.scale, strict=True) if self.ndim > 2 else None
-        if pairs is None:
-            return self._values(self.codes, self.scale)
-        return torch.stack([self._values(codes, scale) for codes, scale in pairs])
-
-    def _values(self, codes: Tensor, scale: Tensor) -> Tensor:
-        found = kernels.block_scaled_mm.values(codes, scale)
-        return crop(found.to(self.dtype), (len(found), self.shape[-1]))
-
-    def values(self) -> Tensor:
-        return self.dequantize()
-
-    def rows(self, indices: Tensor) -> Tensor:
-        codes = as_bytes(self.codes)[indices].view(self.codes.dtype)
-        scale = self.scale[indices // BLOCK].repeat_interleave(BLOCK, -1)
-        return crop((codes.float() * scale).to(self.dtype), (*indices.shape, self.shape[-1]))
-
-    def row_codes(self) -> Codes:
-        return self.codes, self.scale
-
-    def transposed_codes(self, after: Tensor | None = None) -> Codes:
-        codes = self.codes
-        if extra := -self.shape[0] % BLOCK:
-            codes = F.pad(as_bytes(codes), (0, 0, 0, extra)).view(codes.dtype)
-        return transposed(codes, self.shape[1], after), self.scale.t().contiguous()
-
-    def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
-        *experts, n, k = shape
-        blocks = (-(-n // BLOCK), -(-k // BLOCK))
-        return {
-            "codes": ((*experts, n, blocks[1] * BLOCK), self.codes.dtype),
-            "scale": ((*experts, *blocks), torch.float32),
-        }
-
-    def _slice(self, dim: int, start: int, end: int) -> Self:
-        size = self.shape[dim]
-        if self.ndim > 2 or (start, end) == (0, size):
-            return super()._slice(dim, start, end)
-        if dim != 0 or start % BLOCK or (end % BLOCK and end != size):
-            raise self._unsupported(
-                f"slicing dimension {dim} at {start}:{end} (accepted: rows in whole blocks of {BLOCK})"
-            )
-        tensors = {
-            "codes": self.codes[start:end],
-            "scale": self.scale[start // BLOCK : -(-end // BLOCK)],
-        }
-        return self._with(tensors, (end - start, *self.shape[1:]))

@@ -40,10 +40,10 @@ from lowbit.numerics.spec import Spec, crop
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import MixedPrecision
 from lowbit.tensor.core.base import InnerShapes, LowbitTensor, stored_shape
-from lowbit.tensor.core.fsdp import Wire
+from lowbit.tensor.core.fsdp import Gather, Wire
 from lowbit.tensor.core.reading import rounding_inputs
 from lowbit.tensor.frozen.affine_tensor import AffineTensor, representation_of
-from lowbit.tensor.trained.master_weight import GatheredForm, MasterWeightTensor
+from lowbit.tensor.trained.master_weight import MasterWeightTensor
 from lowbit.tensor.trained.trainable import GROUPED, MATMULS, Values
 from lowbit.trace import tracer
 from lowbit.trace.report import specs_name
@@ -54,7 +54,105 @@ Off = Literal["weights", "activations", "all", None]
 """Which rounding of a weight's products is switched off."""
 
 
-class FakeQuantizedTensor(MasterWeightTensor):
+class _FromCodes(torch.autograd.Function):
+    """The values of a gathered weight; gradient: identity for codes within the range, zero for those that clip."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any) -> Tensor:
+        values, inside = weight.decoded()
+        ctx.save_for_backward(inside.mask)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return Inside(*ctx.saved_tensors).passed(grads[0])
+
+
+class _Connected(_FromCodes):
+    """Its gradient, of a tensor whose values nothing reads."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any) -> Tensor:
+        ctx.save_for_backward(weight.inside().mask)
+        return weight.scale.new_empty((), dtype=torch.float32).expand(weight.shape)
+
+
+class CodesBeforeClamp:
+    """What the codecs of both kinds of scales share: codes before the clamp, one byte an element, and scales."""
+
+    def inner_shapes(self: Any, shape: Sequence[int]) -> InnerShapes:
+        spec, shape = self.scheme.weight, stored_shape(self, shape)
+        of_elements, of_blocks = spec.padded_shape(shape), spec.blocks(shape)
+        return {
+            name: (of_elements if name in ("codes", "residual") else of_blocks, t.dtype)
+            for name, t in self.inner_tensors().items()
+        }
+
+    def clamped(self: Any) -> Tensor:
+        """The codes on the grid of the format."""
+        fmt, codes = self.scheme.weight.format, self.codes
+        if not isinstance(fmt, Float8):
+            codes = codes.clamp(int(fmt.quant_min), int(fmt.quant_max))
+        return codes.to(fmt.dtype)
+
+    def decoded_values(self: Any) -> Tensor:
+        """In float32, which the weights had that travel as codes."""
+        spec = self.scheme.weight
+        return spec.dequantize(
+            self.clamped(), self.scale, self.zero_point, self.shape, torch.float32
+        )
+
+
+class UnclampedCodes(CodesBeforeClamp):
+    """The codec of a FakeQuantizedTensor: codes before the clamp and scales, which give the same products and gradients
+    to the bit.
+
+    A weight that products see in high precision travels itself. So does a weight of two bytes an element: finding
+    its codes takes many operations before the gather, and takes longer than the byte that they would save.
+    """
+
+    tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale", "zero_point")
+
+    @staticmethod
+    def encode(shard: Any, gather: Gather) -> Wire | None:
+        weight, spec = shard.weight, shard.scheme.weight
+        if weight.dtype.itemsize <= 2 or not shard.rounds_weight or spec.shares_rows:
+            return None
+        if isinstance(spec.format, LookupTable):  # whose codes before the clamp are float32
+            return None
+        weight = weight.detach()
+        dtype = representation_of(spec).scale_dtype(spec, weight.dtype)
+        found = zip(UnclampedCodes.tensor_attrs, unclamped_codes(weight, spec, dtype), strict=True)
+        return Wire(shard.gathered, {name: t for name, t in found if t is not None})
+
+    def inside(self: Any) -> Inside:
+        """Where the gradient of the values passes to the weight."""
+        fmt = self.scheme.weight.format
+        mask = within_range(self.codes.float(), fmt.dtype, fmt.quant_min, fmt.quant_max)
+        return Inside(crop(mask, self.shape))
+
+    def decoded(self: Any) -> tuple[Tensor, Any]:
+        """The values, and where their gradient passes."""
+        return self.decoded_values(), self.inside()
+
+    def fake_quantized(self: Any) -> Tensor:
+        if self.transposed:
+            return self.transpose(-2, -1).fake_quantized().transpose(-2, -1)
+        return _FromCodes.apply(self)
+
+    def coded(self: Any) -> CodedWeight:
+        codes, _ = codes_again(self.scheme.weight, self.codes, self.scale)
+        return CodedWeight(codes, self.scale, _Connected.apply(self), self.codes)
+
+    def _look_up(self: Any, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if is_sparse(args, kwargs):
+            raise self._unsupported(
+                "nn.Embedding(sparse=True) under FSDP2, which reduces no sparse gradients (accepted: sparse=False)"
+            )
+        return F.embedding(indices, self.fake_quantized().to(self.dtype), *args, **kwargs)
+
+
+class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
     """A trainable weight that is quantized in every product. `weight` is the high-precision tensor inside."""
 
     is_described = True
@@ -454,25 +552,6 @@ class FakeQuantizedTensor(MasterWeightTensor):
                     "under RowwiseParallel, or PerRow() under ColwiseParallel"
                 )
 
-    def _on_the_wire(self) -> Wire | None:
-        """Under FSDP2 codes and scales of float32 weights travel, 1 byte an element.
-
-        A weight that products see in high precision travels itself. So does a weight of two bytes an element: finding
-        its codes takes many operations before the gather, and takes longer than the byte that they would save.
-        """
-        weight, spec = self.weight, self.scheme.weight
-        if weight.dtype.itemsize <= 2 or not self.rounds_weight or spec.shares_rows:
-            return None
-        if isinstance(spec.format, LookupTable):  # whose codes before the clamp are float32
-            return None
-        weight = weight.detach()
-        dtype = representation_of(spec).scale_dtype(spec, weight.dtype)
-        codes, scale, zero_point = unclamped_codes(weight, spec, dtype)
-        tensors = {"codes": codes, "scale": scale}
-        if zero_point is not None:
-            tensors["zero_point"] = zero_point
-        return Wire(GatheredWeight, tensors)
-
 
 @FakeQuantizedTensor.implements(torch.ops.lowbit.rounding_inputs.default)
 def _rounding_inputs(func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -512,81 +591,3 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return grads[0] * ctx.saved_tensors[0], None, None
-
-
-class _FromCodes(torch.autograd.Function):
-    """The values of a GatheredWeight; gradient: identity for codes within the range, zero for those that clip."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: GatheredWeight) -> Tensor:
-        values, inside = weight.decoded()
-        ctx.save_for_backward(inside.mask)
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return Inside(*ctx.saved_tensors).passed(grads[0])
-
-
-class _Connected(_FromCodes):
-    """Its gradient, of a tensor whose values nothing reads."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: GatheredWeight) -> Tensor:
-        fmt = weight.scheme.weight.format
-        low, high = fmt.quant_min, fmt.quant_max
-        inside = within_range(weight.codes.float(), fmt.dtype, low, high)
-        ctx.save_for_backward(crop(inside, weight.shape))
-        return weight.scale.new_empty((), dtype=torch.float32).expand(weight.shape)
-
-
-class GatheredWeight(GatheredForm, FakeQuantizedTensor):
-    """The form that FSDP2 gathers a FakeQuantizedTensor to: codes before the clamp, which give the same products and
-    gradients to the bit."""
-
-    tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale", "zero_point")
-
-    codes: Tensor
-    scale: Tensor
-    zero_point: Tensor | None
-
-    def operand_of_rounding(self) -> Tensor:
-        return self
-
-    def decoded(self) -> tuple[Tensor, Inside]:
-        """The values in float32, which the weights had that travel as codes, and where their gradient passes."""
-        fmt, codes = self.scheme.weight.format, self.codes
-        low, high = fmt.quant_min, fmt.quant_max
-        inside = within_range(codes.float(), fmt.dtype, low, high)
-        clamped = codes if isinstance(fmt, Float8) else codes.clamp(int(low), int(high))
-        values = self.scheme.weight.dequantize(
-            clamped.to(fmt.dtype), self.scale, self.zero_point, self.shape, torch.float32
-        )
-        return values, Inside(crop(inside, self.shape))
-
-    def fake_quantized(self) -> Tensor:
-        if self.transposed:
-            return super().fake_quantized()
-        return _FromCodes.apply(self)
-
-    def coded(self) -> CodedWeight:
-        codes, _ = codes_again(self.scheme.weight, self.codes, self.scale)
-        return CodedWeight(codes, self.scale, _Connected.apply(self), self.codes)
-
-    def dequantize(self) -> Tensor:
-        with torch.no_grad():
-            return self.fake_quantized().to(self.dtype)
-
-    def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
-        spec, shape = self.scheme.weight, stored_shape(self, shape)
-        blocks = spec.blocks(shape)
-        shapes: InnerShapes = {name: (blocks, t.dtype) for name, t in self.inner_tensors().items()}
-        shapes["codes"] = (spec.padded_shape(shape), self.codes.dtype)
-        return shapes
-
-    def _look_up(self, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if is_sparse(args, kwargs):
-            raise self._unsupported(
-                "nn.Embedding(sparse=True) under FSDP2, which reduces no sparse gradients (accepted: sparse=False)"
-            )
-        return F.embedding(indices, self.fake_quantized().to(self.dtype), *args, **kwargs)

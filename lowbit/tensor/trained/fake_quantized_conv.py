@@ -17,7 +17,7 @@ from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import ConstantCodesTensor, LearnedScalesTensor
 
 
-class OfConv(FakeQuantizedTensor):
+class OfConv(FakeQuantizedTensor, codec=None):
     """The part of the classes below that differs from those of other weights."""
 
     is_described = False
@@ -26,9 +26,6 @@ class OfConv(FakeQuantizedTensor):
 
     def rows(self, values: Tensor) -> Tensor:
         return values.flatten(1)
-
-    def _on_the_wire(self) -> None:
-        return None
 
     def settled(self) -> Tensor:
         return self.read()  # a part of its rows is no weight of a convolution
@@ -75,9 +72,6 @@ class FakeQuantizedConvTensor(OfConv):
 
 class LearnedScalesConvTensor(OfConv, LearnedScalesTensor):
     """A `LearnedScalesTensor` of a convolution."""
-
-    def _has_scales_of_rows(self) -> bool:
-        return False  # so it travels itself
 
 
 class ConstantCodesConvTensor(OfConv, ConstantCodesTensor):

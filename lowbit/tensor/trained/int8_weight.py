@@ -47,7 +47,7 @@ from lowbit.tensor.core.base import (
 )
 from lowbit.tensor.core.base_ops import copy_, product_below_autograd, to_copy
 from lowbit.tensor.core.dtensor import own_region
-from lowbit.tensor.core.fsdp import Wire
+from lowbit.tensor.core.fsdp import Gather, Wire
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.cpu_values import ReadOnCpu
 from lowbit.tensor.trained import remainder
@@ -399,7 +399,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
             made.place.copy_(self.place)
         return made
 
-    def _on_the_wire(self) -> Wire:
+    def _on_the_wire(self, gather: Gather) -> Wire:
         """A gathered weight is not updated, so its offsets do not travel."""
         return Wire(type(self), {"codes": self.codes, "scale": self.scale})
 

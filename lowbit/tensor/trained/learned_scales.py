@@ -45,19 +45,18 @@ from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Int
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.schemes.scheme import Scheme
-from lowbit.tensor.core.base import InnerShapes, LowbitTensor
+from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import (
     held_locally,
     local,
     replicated,
     split_as,
 )
-from lowbit.tensor.core.fsdp import pre_all_gather
+from lowbit.tensor.core.fsdp import Gather, Wire
 from lowbit.tensor.core.reading import rounding_inputs
 from lowbit.tensor.core.row_chunks import count_nonfinite
 from lowbit.tensor.frozen.affine_tensor import representation_of
-from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor, GatheredWeight, Qparams
-from lowbit.tensor.trained.master_weight import GatheredForm
+from lowbit.tensor.trained.fake_quantized import CodesBeforeClamp, FakeQuantizedTensor, Qparams
 from lowbit.tensor.trained.trainable import Values
 from lowbit.trace import tracer
 
@@ -67,7 +66,78 @@ RESIDUAL_STEPS = 254
 """Steps of the residual of a code, from −1/2 to 1/2, that one byte holds."""
 
 
-class LearnedScalesTensor(FakeQuantizedTensor):
+class _FromCodes(torch.autograd.Function):
+    """`learned_fake_quantize` of a gathered weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight.detach(), scale, zero)
+        return weight.decoded_values()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        weight, scale, zero = ctx.saved_tensors
+        return weight.gradients_by(grads[0], scale, zero)
+
+
+class _Connected(_FromCodes):
+    """Its gradients, of a tensor whose values nothing reads."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight.detach(), scale, zero)
+        return weight.scale.new_empty(()).expand(weight.shape)
+
+
+class CodesAndResiduals(CodesBeforeClamp):
+    """The codec of a LearnedScalesTensor: codes before the clamp, their residuals, one byte each, and scales. Products
+    and gradients of the weight are the same to the bit. The gradient of a scale takes (ŵ − w)/s to 1/254.
+
+    Values are by the scales that travelled. Those of the module may have been rounded for the forward pass.
+    """
+
+    tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "residual", "scale", "zero_point")
+
+    @staticmethod
+    def encode(shard: Any, gather: Gather) -> Wire | None:
+        weight, spec = shard.weight.detach(), shard.scheme.weight
+        of_rows = isinstance(spec.format, Int) and not spec.shares_rows
+        if not (of_rows and shard.rounds_weight and weight.dtype is torch.float32):
+            return None
+        scale, zero = map(local, scales_of(gather.module, shard.attribute))
+        scale, zero_point = qparams(spec, scale, zero)
+        codes, residual = codes_and_residual(weight, spec, scale, zero_point)
+        residual = (residual * RESIDUAL_STEPS).round().clamp(-127, 127).to(torch.int8)
+        tensors = {"codes": spec.narrowed(codes), "residual": residual, "scale": scale}
+        if zero_point is not None:
+            tensors["zero_point"] = zero_point
+        return Wire(shard.gathered, tensors)
+
+    def dequantize(self: Any) -> Tensor:
+        return LearnedScalesTensor.dequantize(self)  # refuses, as for the weight itself
+
+    def decoded(self: Any) -> tuple[Tensor, None]:
+        return self.decoded_values(), None
+
+    def gradients_by(
+        self: Any, grad: Tensor, scale: Tensor, zero: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Gradients of the weight and of the parameters `scale` and `zero`, from that of its values."""
+        residual = self.residual.float() / RESIDUAL_STEPS
+        return gradients(grad, self.codes.float(), residual, self.scheme.weight, scale, zero)
+
+    def quantized_by(self: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
+        return _FromCodes.apply(self, scale, zero)
+
+    def _codes_by(self: Any, scale: Tensor, zero: Tensor | None) -> tuple[Tensor | None, ...]:
+        return self.clamped(), self.scale, self.zero_point
+
+    def coded_by(self: Any, scale: Tensor, zero: Tensor | None) -> CodedWeight:
+        codes, _ = codes_again(self.scheme.weight, self.codes, self.scale)
+        return CodedWeight(codes, self.scale, _Connected.apply(self, scale, zero), self.codes)
+
+
+class LearnedScalesTensor(FakeQuantizedTensor, codec=CodesAndResiduals):
     """A trainable weight that its module quantizes by trained scales in every product."""
 
     meta_attrs: ClassVar[tuple[str, ...]] = (*FakeQuantizedTensor.meta_attrs, "attribute")
@@ -305,29 +375,18 @@ class LearnedScalesTensor(FakeQuantizedTensor):
 
     # ---- FSDP2 -----------------------------------------------------------------------------------------------
 
-    @pre_all_gather
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-        """Float32 weights travel as codes with their residuals and scales, 2 bytes an element; others as they are."""
-        if self.scheme.is_static and mp_policy.param_dtype not in (None, torch.float32):
+    def _on_the_wire(self, gather: Gather) -> Wire | None:
+        if self.scheme.is_static and gather.policy.param_dtype not in (None, torch.float32):
             raise NotImplementedError(
-                f"a learned scale of the input, gathered as {mp_policy.param_dtype}, which would round it, so that "
+                f"a learned scale of the input, gathered as {gather.policy.param_dtype}, which would round it, so that "
                 "convert_ stores another; accepted: autocast instead of the policy's param_dtype, or prepare_ with "
                 "scales='present'"
             )
-        scale, zero = scales_of(module, self.attribute)
-        scale, zero = local(scale), None if zero is None else local(zero)
-        self.holder = weakref.ref(module)
-        sent: Any = self
-        if self.rounds_weight:
-            if self.weight.dtype is torch.float32 and self._has_scales_of_rows():
-                sent = self._in_codes(scale, zero)
-            else:
-                self.check_exact(module, mp_policy)
-        return LowbitTensor.fsdp_pre_all_gather(
-            sent, mesh, outer_size, outer_stride, module, mp_policy
-        )
+        self.holder = weakref.ref(gather.module)
+        wire = super()._on_the_wire(gather)
+        if wire is None and self.rounds_weight:
+            self.check_exact(gather)
+        return wire
 
     def fsdp_post_all_gather(
         self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
@@ -338,46 +397,21 @@ class LearnedScalesTensor(FakeQuantizedTensor):
             whole.holder = self.holder
         return found
 
-    def _on_the_wire(self) -> None:
-        """Itself: what `FakeQuantizedTensor` sends is rounded by scales of its own."""
-        return None
-
-    def check_exact(self, module: nn.Module, mp_policy: Any) -> None:
+    def check_exact(self, gather: Gather) -> None:
         """Raise NotImplementedError where FSDP2 would round the scales before the product sees them."""
-        scale, _ = scales_of(module, self.attribute)
-        if mp_policy.param_dtype not in (None, scale.dtype):
+        (scale, _), dtype = scales_of(gather.module, self.attribute), gather.policy.param_dtype
+        if dtype not in (None, scale.dtype):
             raise NotImplementedError(
                 f"a weight of {self.weight.dtype} with learned scales of {self.scheme.weight}, gathered as "
-                f"{mp_policy.param_dtype}, which would round its scales, so that convert_ stores others; accepted: "
+                f"{dtype}, which would round its scales, so that convert_ stores others; accepted: "
                 "autocast instead of the policy's param_dtype, or prepare_ with scales='present'"
             )
 
-    def _has_scales_of_rows(self) -> bool:
-        spec = self.scheme.weight
-        return isinstance(spec.format, Int) and not spec.shares_rows
 
-    def _in_codes(self, scale: Tensor, zero: Tensor | None) -> GatheredLearnedScales:
-        spec = self.scheme.weight
-        scale, zero_point = qparams(spec, scale, zero)
-        codes, residual = codes_and_residual(self.weight.detach(), spec, scale, zero_point)
-        tensors = {
-            "codes": spec.narrowed(codes),
-            "residual": (residual * RESIDUAL_STEPS).round().clamp(-127, 127).to(torch.int8),
-            "scale": scale,
-            "zero_point": zero_point,
-        }
-        made = GatheredLearnedScales.from_inner(tensors, self.meta(), self.shape, self.dtype)
-        made.holder = self.holder
-        return made
-
-
-class ConstantCodesTensor(LearnedScalesTensor):
+class ConstantCodesTensor(LearnedScalesTensor, codec=None):
     """A frozen weight on the grid of its scales, which train alone. FSDP2 gathers the weight itself."""
 
     constant_codes = True
-
-    def _has_scales_of_rows(self) -> bool:
-        return False
 
 
 _LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
@@ -390,10 +424,11 @@ _LIBRARY.define(
 def _in_codes(func: Any, args: Any, kwargs: Any) -> Tensor:
     """`values` as a weight whose products multiply codes, which lie within the range, so that every gradient passes."""
     weight, _, *tensors = args
-    inner = dict(zip(GatheredWeight.tensor_attrs, tensors, strict=True))
-    meta = {name: getattr(weight, name) for name in GatheredWeight.meta_attrs}
+    kind: Any = FakeQuantizedTensor.gathered
+    inner = dict(zip(kind.tensor_attrs, tensors, strict=True))
+    meta = {name: getattr(weight, name) for name in kind.meta_attrs}
     meta["transposed"] = False
-    return GatheredWeight.from_inner(inner, meta, weight.shape, weight.dtype)
+    return kind.from_inner(inner, meta, weight.shape, weight.dtype)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -405,83 +440,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None, None]:
 
 
 torch.library.register_autograd("lowbit::in_codes", _backward, setup_context=_setup, lib=_LIBRARY)
-
-
-class _FromCodes(torch.autograd.Function):
-    """`learned_fake_quantize` of a GatheredLearnedScales."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight.detach(), scale, zero)
-        return weight.decoded()[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        weight, scale, zero = ctx.saved_tensors
-        return weight.gradients_by(grads[0], scale, zero)
-
-
-class _Connected(_FromCodes):
-    """Its gradients, of a tensor whose values nothing reads."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight.detach(), scale, zero)
-        return weight.scale.new_empty(()).expand(weight.shape)
-
-
-class GatheredLearnedScales(GatheredForm, LearnedScalesTensor):
-    """The form that FSDP2 gathers a LearnedScalesTensor to: its codes before the clamp, which give the same products
-    and gradients of the weight to the bit. The gradient of a scale takes (ŵ − w)/s to 1/254."""
-
-    tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "residual", "scale", "zero_point")
-
-    codes: Tensor
-    residual: Tensor
-    scale: Tensor
-    zero_point: Tensor | None
-
-    def operand_of_rounding(self) -> Tensor:
-        return self
-
-    def decoded(self) -> tuple[Tensor, None]:
-        """The values in float32, by the scales that travelled. Those of the module may have been rounded for the
-        forward pass."""
-        fmt = self.scheme.weight.format
-        codes = self.codes.clamp(int(fmt.quant_min), int(fmt.quant_max)).to(fmt.dtype)
-        return self.scheme.weight.dequantize(
-            codes, self.scale, self.zero_point, self.shape, torch.float32
-        ), None
-
-    def gradients_by(
-        self, grad: Tensor, scale: Tensor, zero: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients of the weight and of the parameters `scale` and `zero`, from that of its values."""
-        residual = self.residual.float() / RESIDUAL_STEPS
-        return gradients(grad, self.codes.float(), residual, self.scheme.weight, scale, zero)
-
-    def quantized_by(self, scale: Tensor, zero: Tensor | None) -> Tensor:
-        return _FromCodes.apply(self, scale, zero)
-
-    def _codes_by(self, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        fmt = self.scheme.weight.format
-        codes = self.codes.clamp(int(fmt.quant_min), int(fmt.quant_max)).to(fmt.dtype)
-        return codes, self.scale, self.zero_point
-
-    def coded_by(self, scale: Tensor, zero: Tensor | None) -> CodedWeight:
-        codes, _ = codes_again(self.scheme.weight, self.codes, self.scale)
-        return CodedWeight(codes, self.scale, _Connected.apply(self, scale, zero), self.codes)
-
-    def fsdp_pre_all_gather(self, *args: Any) -> Any:
-        return LowbitTensor.fsdp_pre_all_gather(self, *args)
-
-    def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
-        spec = self.scheme.weight
-        blocks, padded = spec.blocks(shape), spec.padded_shape(shape)
-        shapes: InnerShapes = {name: (blocks, t.dtype) for name, t in self.inner_tensors().items()}
-        shapes["codes"] = (padded, self.codes.dtype)
-        shapes["residual"] = (padded, self.residual.dtype)
-        return shapes
 
 
 def operands(
@@ -544,11 +502,11 @@ class Embedding(HoldsScales, nn.Embedding):
             return super().forward(input)
         spec = weight.scheme.weight
         options = self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, self.sparse
-        if isinstance(weight, GatheredLearnedScales) and self.sparse:
+        if weight.is_gathered and self.sparse:
             raise weight._unsupported(
                 "nn.Embedding(sparse=True) under FSDP2, which reduces no sparse gradients (accepted: sparse=False)"
             )
-        whole = (spec.shares_rows and not self.sparse) or isinstance(weight, GatheredLearnedScales)
+        whole = (spec.shares_rows and not self.sparse) or weight.is_gathered
         if whole or not weight.rounds_weight:
             values = weight.seen_by(*scales_of(self))
             return F.embedding(input, values.to(weight.dtype), *options)

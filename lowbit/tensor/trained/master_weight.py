@@ -1,4 +1,4 @@
-"""MasterWeightTensor: a trainable weight that stays in high precision, and GatheredForm, what FSDP2 gathers it to.
+"""MasterWeightTensor: a trainable weight that stays in high precision.
 
 `lowbit.tensor.core.reading` says which operations get the weight itself, and which its rounded values.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import EllipsisType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -19,7 +20,9 @@ from lowbit.tensor.core.base import (
     aten,
     check_weight,
 )
+from lowbit.tensor.core.fsdp import Gather, Wire
 from lowbit.tensor.core.reading import below_transform, in_forward
+from lowbit.tensor.trained.gathered import Codec, gathered_form
 from lowbit.tensor.trained.trainable import (
     INITIALISE,
     READ,
@@ -50,8 +53,23 @@ class MasterWeightTensor(TrainableTensor):
     tensor_attrs: ClassVar[tuple[str, ...]] = ("weight",)
     is_described = False
     rounds_reads = True
+    codec: ClassVar[type[Codec] | None] = None
+    gathered: ClassVar[Any]
+    """The class of what FSDP2 gathers by `codec`."""
+    is_gathered: ClassVar[bool] = False
 
     weight: Tensor
+
+    def __init_subclass__(
+        cls, codec: type[Codec] | EllipsisType | None = ..., **kwargs: Any
+    ) -> None:
+        """`codec`: how FSDP2 gathers weights in low bits. None: they travel themselves. Left out: as in the base."""
+        super().__init_subclass__(**kwargs)
+        if isinstance(codec, EllipsisType):
+            return
+        cls.codec = codec
+        if codec is not None:
+            cls.gathered = gathered_form(cls, codec)
 
     def __new__(cls, weight: Tensor, scheme: Any) -> Self:
         """Wrap `weight` [..., N, K] for `scheme`, sharing its memory if it is contiguous.
@@ -100,6 +118,9 @@ class MasterWeightTensor(TrainableTensor):
 
         Raises ValueError for entries that do not fit."""
         return {}
+
+    def _on_the_wire(self, gather: Gather) -> Wire | None:
+        return None if self.codec is None else self.codec.encode(self, gather)
 
     def master(self) -> Tensor:
         """The high-precision weight itself: update it in place."""
@@ -232,38 +253,3 @@ def _seen(x: Any) -> Any:
         return _master(x)
     _refuse_transforms(x)
     return x.dequantize()
-
-
-class GatheredForm:
-    """Mixin of the form that FSDP2 gathers a `MasterWeightTensor` to. It has no high-precision weight: the shards
-    have, and the optimizer works on them."""
-
-    is_described = False
-
-    def master(self: Any) -> Tensor:
-        raise self._unsupported(
-            "master(): only the sharded parameter has the high-precision weight"
-        )
-
-    def updated_in_place(self) -> None:
-        return None
-
-    def row_counter(self) -> None:
-        return None
-
-    def _encode(self: Any, values: Tensor) -> dict[str, Tensor | None]:
-        raise self._unsupported("copying values into it: write to the sharded parameter")
-
-    def _on_the_wire(self) -> None:
-        return None
-
-    # along rows only, since the columns of codes may be padded
-    _slice, _cat, _row, _all_rows = (
-        LowbitTensor._slice,
-        LowbitTensor._cat,
-        LowbitTensor._row,
-        LowbitTensor._all_rows,
-    )
-
-    def _view(self, shape: tuple[int, ...]) -> None:
-        return None

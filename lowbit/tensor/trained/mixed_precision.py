@@ -19,12 +19,65 @@ from lowbit.tensor.core.base import (
     check_not_flat,
     stored_shape,
 )
-from lowbit.tensor.core.fsdp import Wire, as_bytes
-from lowbit.tensor.trained.master_weight import GatheredForm, MasterWeightTensor
+from lowbit.tensor.core.fsdp import Gather, Wire, as_bytes
+from lowbit.tensor.trained.master_weight import MasterWeightTensor
 from lowbit.tensor.trained.trainable import TrainableTensor
 
 
-class MixedPrecisionTensor(MasterWeightTensor):
+class RowCodes:
+    """The codec of a MixedPrecisionTensor: codes of its rows, one byte an element, and a scale a row. Products in high
+    precision, and an embedding tied to it, read the dequantized weight."""
+
+    tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale")
+    meta_attrs: ClassVar[tuple[str, ...]] = ("scheme", "transposed")
+
+    @staticmethod
+    def encode(shard: Any, gather: Gather) -> Wire | None:
+        scheme, weight = (
+            shard.scheme,
+            shard.weight,
+        )  # other attributes of `shard` take Python longer
+        if not scheme.gathers_codes(weight):
+            return None
+        shape = weight.shape
+        rows = weight if weight.ndim == 2 else weight.reshape(shape[:-1].numel(), shape[-1])
+        codes, scale, _, _ = kernels.quantize_rowcol.quantize_rowcol(
+            rows, scheme.forward_format, columns=False, tensorwise=scheme.one_scale
+        )
+        scale = scale.expand(len(rows)).contiguous() if scheme.one_scale else scale
+        if rows is not weight:
+            codes = codes.view(*shape[:-1], codes.shape[1])
+        return Wire(shard.gathered, {"codes": codes, "scale": scale.view(*shape[:-1], 1)})
+
+    def inner_shapes(self: Any, shape: Sequence[int]) -> InnerShapes:
+        *rows, k = stored_shape(self, shape)
+        codes = (*rows, -(-k // 16) * 16), self.codes.dtype
+        return {"codes": codes, "scale": ((*rows, 1), torch.float32)}
+
+    def decoded_values(self: Any) -> Tensor:
+        codes = self.codes[..., : self.shape[-1]]
+        # int8 times float32 is one operation; float8 has no such product
+        is_int8 = codes.dtype is torch.int8
+        return codes * self.scale if is_int8 else codes.float().mul_(self.scale)
+
+    def rows(self: Any, indices: Tensor) -> Tensor:
+        codes = as_bytes(self.codes)[indices].view(self.codes.dtype)[..., : self.shape[-1]]
+        return (codes.float() * self.scale[indices]).to(self.dtype)
+
+    def product_operand(self: Any) -> Operand:
+        return self.codes, self.scale.view(-1)
+
+    def expert_codes(self: Any) -> Codes:
+        return self.codes, self.scale.squeeze(-1)
+
+    def expert_codes_t(
+        self: Any, scale: Tensor | None = None, after: Tensor | None = None
+    ) -> Codes:
+        codes = kernels.transpose_codes.transpose_codes(self.codes, self.shape[-1], after)
+        return codes, self.scale.squeeze(-1)
+
+
+class MixedPrecisionTensor(MasterWeightTensor, codec=RowCodes):
     """A trainable weight [..., N, K] with low-bit products. `weight` is the high-precision tensor inside."""
 
     already = "prepared for training already; lowbit.train.restore_(model) gives back plain weights"
@@ -75,82 +128,15 @@ class MixedPrecisionTensor(MasterWeightTensor):
         """Some rows of `values()`."""
         return self.weight[indices].to(self.dtype)
 
-    def _on_the_wire(self) -> Wire | None:
-        """Under FSDP2 one byte an element travels, and a scale a row, where the scheme `gathers_codes`."""
-        scheme, weight = self.scheme, self.weight  # other attributes of `self` take Python longer
-        if not scheme.gathers_codes(weight):
-            return None
-        shape = weight.shape
-        rows = weight if weight.ndim == 2 else weight.reshape(shape[:-1].numel(), shape[-1])
-        codes, scale, _, _ = kernels.quantize_rowcol.quantize_rowcol(
-            rows, scheme.forward_format, columns=False, tensorwise=scheme.one_scale
-        )
-        scale = scale.expand(len(rows)).contiguous() if scheme.one_scale else scale
-        if rows is not weight:
-            codes = codes.view(*shape[:-1], codes.shape[1])
-        tensors = {"codes": codes, "scale": scale.view(*shape[:-1], 1)}
-        return Wire(GatheredMixedPrecision, tensors)
-
-
-class GatheredMixedPrecision(GatheredForm, MixedPrecisionTensor):
-    """The form that FSDP2 gathers a MixedPrecisionTensor to: the codes of its rows. Products in high precision, and an
-    embedding tied to it, read the dequantized weight."""
-
-    tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale")
-    meta_attrs: ClassVar[tuple[str, ...]] = ("scheme", "transposed")
-
-    codes: Tensor
-    scale: Tensor
-
-    def dequantize(self) -> Tensor:
-        if self.transposed:
-            return self._transposed().dequantize().transpose(-2, -1)
-        codes = self.codes[..., : self.shape[-1]]
-        # int8 times float32 is one operation; float8 has no such product
-        is_int8 = codes.dtype is torch.int8
-        values = codes * self.scale if is_int8 else codes.float().mul_(self.scale)
-        return values.to(self.dtype)
-
-    def product_operand(self) -> Operand:
-        return self.codes, self.scale.view(-1)
-
-    def expert_codes(self) -> Codes:
-        return self.codes, self.scale.squeeze(-1)
-
-    def expert_codes_t(self, scale: Tensor | None = None, after: Tensor | None = None) -> Codes:
-        codes = kernels.transpose_codes.transpose_codes(self.codes, self.shape[-1], after)
-        return codes, self.scale.squeeze(-1)
-
-    def values(self) -> Tensor:
-        return self.dequantize()
-
-    def rows(self, indices: Tensor) -> Tensor:
-        codes = as_bytes(self.codes)[indices].view(self.codes.dtype)[..., : self.shape[-1]]
-        return (codes.float() * self.scale[indices]).to(self.dtype)
-
-    def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
-        shape = stored_shape(self, shape)
-        padded = -(-shape[-1] // 16) * 16
-        return {
-            "codes": ((*shape[:-1], padded), self.codes.dtype),
-            "scale": ((*shape[:-1], 1), torch.float32),
-        }
-
-
-@GatheredMixedPrecision.implements(aten.transpose.int)
-def _transpose_gathered(func: Any, args: Any, kwargs: Any) -> MixedPrecisionTensor:
-    """Experts keep their codes, which grouped products read."""
-    self, dims = args[0], {dim % args[0].ndim for dim in args[1:]}
-    if self.ndim == 3 and dims == {1, 2}:
-        return self._transposed()
-    return _transpose(func, args, kwargs)
-
 
 @MixedPrecisionTensor.implements(aten.t.default, aten.transpose.int, aten.permute.default)
 def _transpose(func: Any, args: Any, kwargs: Any) -> TrainableTensor:
-    """The gathered form is transposed over the weight that its codes represent."""
+    """Gathered experts keep their codes, which grouped products read. Other gathered forms become weights again."""
     self = args[0]
     check_not_flat(self, "transposition")
+    swaps = func is aten.transpose.int and {dim % self.ndim for dim in args[1:]} == {1, 2}
+    if swaps and "transposed" in self.meta_attrs:
+        return self._transposed()
     weight = func(self.values(), *args[1:], **kwargs)
     kind = TrainableTensor.of(self.scheme)
     return kind.from_inner({"weight": weight}, self.meta(), weight.shape, self.dtype)
