@@ -43,6 +43,7 @@ from lowbit.tensor.core.base import InnerShapes, LowbitTensor, stored_shape
 from lowbit.tensor.core.fsdp import Gather, Wire
 from lowbit.tensor.core.reading import rounding_inputs
 from lowbit.tensor.frozen.affine_tensor import AffineTensor, representation_of
+from lowbit.tensor.trained.gathered import Decoded
 from lowbit.tensor.trained.master_weight import MasterWeightTensor
 from lowbit.tensor.trained.trainable import GROUPED, MATMULS, Values
 from lowbit.trace import tracer
@@ -52,29 +53,6 @@ Qparams = tuple[Tensor, Tensor | None]
 """A scale and a zero point."""
 Off = Literal["weights", "activations", "all", None]
 """Which rounding of a weight's products is switched off."""
-
-
-class _FromCodes(torch.autograd.Function):
-    """The values of a gathered weight; gradient: identity for codes within the range, zero for those that clip."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Any) -> Tensor:
-        values, inside = weight.decoded()
-        ctx.save_for_backward(inside.mask)
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return Inside(*ctx.saved_tensors).passed(grads[0])
-
-
-class _Connected(_FromCodes):
-    """Its gradient, of a tensor whose values nothing reads."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Any) -> Tensor:
-        ctx.save_for_backward(weight.inside().mask)
-        return weight.scale.new_empty((), dtype=torch.float32).expand(weight.shape)
 
 
 class CodesBeforeClamp:
@@ -101,6 +79,10 @@ class CodesBeforeClamp:
         return spec.dequantize(
             self.clamped(), self.scale, self.zero_point, self.shape, torch.float32
         )
+
+    def coded_by(self: Any, scale: Tensor | None, zero: Tensor | None) -> CodedWeight:
+        codes, _ = codes_again(self.scheme.weight, self.codes, self.scale)
+        return CodedWeight(codes, self.scale, Decoded.apply(self, scale, zero, False), self.codes)
 
 
 class UnclampedCodes(CodesBeforeClamp):
@@ -131,6 +113,9 @@ class UnclampedCodes(CodesBeforeClamp):
         mask = within_range(self.codes.float(), fmt.dtype, fmt.quant_min, fmt.quant_max)
         return Inside(crop(mask, self.shape))
 
+    def gradients_by(self: Any, grad: Tensor, scale: None, zero: None) -> tuple[Any, ...]:
+        return self.inside().passed(grad), None, None
+
     def decoded(self: Any) -> tuple[Tensor, Any]:
         """The values, and where their gradient passes."""
         return self.decoded_values(), self.inside()
@@ -138,11 +123,10 @@ class UnclampedCodes(CodesBeforeClamp):
     def fake_quantized(self: Any) -> Tensor:
         if self.transposed:
             return self.transpose(-2, -1).fake_quantized().transpose(-2, -1)
-        return _FromCodes.apply(self)
+        return Decoded.apply(self, None, None, True)
 
     def coded(self: Any) -> CodedWeight:
-        codes, _ = codes_again(self.scheme.weight, self.codes, self.scale)
-        return CodedWeight(codes, self.scale, _Connected.apply(self), self.codes)
+        return self.coded_by(None, None)
 
     def _look_up(self: Any, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if is_sparse(args, kwargs):

@@ -88,6 +88,25 @@ class GatheredTensor:
         return None
 
 
+class Decoded(torch.autograd.Function):
+    """The values of a gathered weight, by the codec's `decoded_values` and `gradients_by`. `scale` and `zero` are the
+    parameters of learned scales, or None. The values are left out where only their gradients are wanted."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Any, scale: Tensor | None, zero: Tensor | None, is_read: bool
+    ) -> Tensor:
+        ctx.save_for_backward(weight.detach(), scale, zero)
+        if is_read:
+            return weight.decoded_values()
+        return weight.scale.new_empty((), dtype=torch.float32).expand(weight.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight, scale, zero = ctx.saved_tensors
+        return *weight.gradients_by(grads[0], scale, zero), None
+
+
 def gathered_form(kind: Any, codec: type[Codec]) -> type[GatheredTensor]:
     """`GatheredTensor` for the weights of class `kind`, named after it and found in its module, where pickles look."""
     name = f"Gathered{kind.__name__.removesuffix('Tensor')}"

@@ -29,7 +29,7 @@ from lowbit.layers.holds_scales import (
     hold,
 )
 from lowbit.layers.learned_experts import scaled, scaled_by
-from lowbit.linear.coded_linear import CodedWeight, codes_again
+from lowbit.linear.coded_linear import CodedWeight
 from lowbit.linear.frozen.checks import refuse_transforms
 from lowbit.linear.fused_rounding import learned_fake_quantize
 from lowbit.numerics.learned_scales import (
@@ -57,6 +57,7 @@ from lowbit.tensor.core.reading import rounding_inputs
 from lowbit.tensor.core.row_chunks import count_nonfinite
 from lowbit.tensor.frozen.affine_tensor import representation_of
 from lowbit.tensor.trained.fake_quantized import CodesBeforeClamp, FakeQuantizedTensor, Qparams
+from lowbit.tensor.trained.gathered import Decoded
 from lowbit.tensor.trained.trainable import Values
 from lowbit.trace import tracer
 
@@ -64,29 +65,6 @@ _RATE = "scale_rate"
 """The key of `rate_of` in the description of a weight."""
 RESIDUAL_STEPS = 254
 """Steps of the residual of a code, from −1/2 to 1/2, that one byte holds."""
-
-
-class _FromCodes(torch.autograd.Function):
-    """`learned_fake_quantize` of a gathered weight."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight.detach(), scale, zero)
-        return weight.decoded_values()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        weight, scale, zero = ctx.saved_tensors
-        return weight.gradients_by(grads[0], scale, zero)
-
-
-class _Connected(_FromCodes):
-    """Its gradients, of a tensor whose values nothing reads."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight.detach(), scale, zero)
-        return weight.scale.new_empty(()).expand(weight.shape)
 
 
 class CodesAndResiduals(CodesBeforeClamp):
@@ -127,14 +105,10 @@ class CodesAndResiduals(CodesBeforeClamp):
         return gradients(grad, self.codes.float(), residual, self.scheme.weight, scale, zero)
 
     def quantized_by(self: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
-        return _FromCodes.apply(self, scale, zero)
+        return Decoded.apply(self, scale, zero, True)
 
     def _codes_by(self: Any, scale: Tensor, zero: Tensor | None) -> tuple[Tensor | None, ...]:
         return self.clamped(), self.scale, self.zero_point
-
-    def coded_by(self: Any, scale: Tensor, zero: Tensor | None) -> CodedWeight:
-        codes, _ = codes_again(self.scheme.weight, self.codes, self.scale)
-        return CodedWeight(codes, self.scale, _Connected.apply(self, scale, zero), self.codes)
 
 
 class LearnedScalesTensor(FakeQuantizedTensor, codec=CodesAndResiduals):

@@ -64,11 +64,10 @@ class RowCodes:
         codes = as_bytes(self.codes)[indices].view(self.codes.dtype)[..., : self.shape[-1]]
         return (codes.float() * self.scale[indices]).to(self.dtype)
 
-    def product_operand(self: Any) -> Operand:
-        return self.codes, self.scale.view(-1)
-
     def expert_codes(self: Any) -> Codes:
         return self.codes, self.scale.squeeze(-1)
+
+    product_operand = expert_codes
 
     def expert_codes_t(
         self: Any, scale: Tensor | None = None, after: Tensor | None = None
