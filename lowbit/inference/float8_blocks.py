@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import Entry, Report, find_owners
+from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.training import BLOCK, BLOCK_ACTIVATION, BLOCK_WEIGHT
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.core.fsdp import as_bytes
 from lowbit.tensor.frozen.float8_tensor import Float8Tensor
 
 SCALE = "_scale_inv"

@@ -1,4 +1,4 @@
-"""Codes of 1 to 8 bits to bytes and back.
+"""Codes of 1 to 8 bits to bytes and back, and float8 codes as bytes.
 
 The last dimension is a little-endian bit stream: code ``i`` occupies the bits ``[i * bits, (i + 1) *
 bits)`` of its row, bit 0 being the least significant bit of byte 0. So an even int4 code is the low
@@ -25,6 +25,13 @@ _CYCLES = {
     6: (4, 3, torch.int32),
     7: (8, 7, torch.int64),
 }
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    """A float8 tensor viewed as uint8, which every collective backend moves and every operation takes; other tensors
+    unchanged."""
+    dtype = t.dtype
+    return t.view(torch.uint8) if dtype.itemsize == 1 and dtype.is_floating_point else t
 
 
 def packed_size(size: int, bits: int) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowbit.checkpoint import load, save
-from lowbit.tensor.core.fsdp import as_bytes
+from lowbit.numerics.packing import as_bytes
 from lowbit.testing.comparison import same, same_bits, values
 from lowbit.testing.fsdp2 import Model, shard
 from lowbit.testing.launch import launch

@@ -19,9 +19,9 @@ import lowbit
 from lowbit import Int8StaticActivationInt8Weight, IntxWeightOnly, qat
 from lowbit.numerics.granularity import PerTensor
 from lowbit.numerics.number_format import Int
+from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
-from lowbit.tensor.core.fsdp import as_bytes
 from lowbit.testing.launch import launch
 from tests.distributed.test_learned_scales import whole
 from tests.distributed.test_train_fsdp import shard

@@ -122,7 +122,7 @@ def test_given_parameters_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> 
         scheme = lb.Int4WeightOnly(16, "asymmetric")
         whole = lb.AffineTensor.searched(weight, scheme)
         with monkeypatch.context() as patch:
-            patch.setattr("lowbit.tensor.core.row_chunks.CHUNK_ELEMENTS", 300)
+            patch.setattr("lowbit.numerics.row_chunks.CHUNK_ELEMENTS", 300)
             parts = lb.AffineTensor.from_float(weight, scheme, (whole.scale, whole.zero_point))
         assert torch.equal(parts.codes, whole.codes) and torch.equal(parts.scale, whole.scale)
         assert torch.equal(parts.zero_point, whole.zero_point)

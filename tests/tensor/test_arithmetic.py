@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import lowbit
 from lowbit import AffineTensor, Int8WeightOnly
+from lowbit.numerics.row_chunks import CHUNK_ELEMENTS
 from lowbit.tensor import TernaryTensor
-from lowbit.tensor.core.row_chunks import CHUNK_ELEMENTS
 from tests.schemes import relative_error
 from tests.tensor.cases import (
     BY_NAME,

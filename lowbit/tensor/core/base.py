@@ -30,12 +30,13 @@ import torch
 from torch import Tensor
 
 from lowbit.numerics import class_names
+from lowbit.numerics.packing import as_bytes
+from lowbit.numerics.row_chunks import count_nonfinite
 from lowbit.tensor.core.contracted import CONTRACTIONS, contracted
-from lowbit.tensor.core.fsdp import FSDPHooks, as_bytes
+from lowbit.tensor.core.fsdp import FSDPHooks
 from lowbit.tensor.core.indexing import READS, as_copies, write
 from lowbit.tensor.core.pickled import Pickling
 from lowbit.tensor.core.reading import KEEPS, read, reads
-from lowbit.tensor.core.row_chunks import count_nonfinite
 from lowbit.tensor.core.torchscript import is_traced, refuse_trace
 from lowbit_kernels.runtime.library import contiguous_strides
 
@@ -69,6 +70,8 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     is_described: ClassVar[bool] = True
     """Whether state dicts and checkpoints describe a tensor of this class, so that reading them restores it. False
     where they hold plain values only."""
+    is_stored_plain: ClassVar[bool] = False
+    """Whether a state dict holds its inner tensor `weight` under the parameter's own name, and not its parts."""
     kinds: ClassVar[dict[str, type[LowbitTensor]]] = {}
     """The classes that a description may name, by that name. Each class enters itself. A name that another class has
     raises TypeError."""
@@ -213,6 +216,11 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
             setattr(self, name, t)
         for name in self.caches:
             self.__dict__.pop(name, None)
+
+    def over(self, values: Tensor) -> Self | None:
+        """A tensor like this one over other plain values of its shape, where it trains; None where a plain tensor takes
+        its place."""
+        return None
 
     def nbytes_stored(self) -> int:
         """Bytes that the inner tensors take."""

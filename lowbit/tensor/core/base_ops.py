@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lowbit.numerics.packing import as_bytes
 from lowbit.tensor.core.base import LowbitTensor, aten, check_not_flat
 from lowbit.tensor.core.collectives import Concatenated
-from lowbit.tensor.core.fsdp import as_bytes
 
 _implements = LowbitTensor.implements
 

@@ -18,8 +18,8 @@ import torch.distributed._functional_collectives  # defines the operators of tha
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from lowbit.numerics.packing import as_bytes
 from lowbit.tensor.core.base import LowbitTensor, aten, check_not_flat
-from lowbit.tensor.core.fsdp import as_bytes
 
 _funcol = torch.ops._c10d_functional
 _implements = LowbitTensor.implements

@@ -19,11 +19,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 ACCEPTED = (
     "accepted: two operands, of which one is the weight, that share its last dimension or the one before, such as "
     "'bk,nk->bn', 'ebk,enk->ebn' and 'bk,enk->ebn'"
 )
+MATMULS = (
+    *(torch.matmul, Tensor.matmul, Tensor.__matmul__),
+    *(torch.mm, Tensor.mm, torch.bmm, Tensor.bmm),
+)
+GROUPED = (torch._grouped_mm, getattr(F, "grouped_mm", torch._grouped_mm))
+"""torch's functions that multiply by a weight as the second operand, and those of experts."""
 
 
 class NoProduct(NotImplementedError):

@@ -20,11 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-
-def as_bytes(t: Tensor) -> Tensor:
-    """A float8 tensor viewed as uint8, which every collective backend moves; other tensors unchanged."""
-    dtype = t.dtype
-    return t.view(torch.uint8) if dtype.itemsize == 1 and dtype.is_floating_point else t
+from lowbit.numerics.packing import as_bytes
 
 
 def _to_planes(tensor: Any, rows: int) -> tuple[Tensor, ...]:

@@ -49,6 +49,7 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit.numerics.code_range import FLOATS
+from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import (
@@ -57,11 +58,8 @@ from lowbit.tensor.core.dtensor import (
     placed,
     placed_as,
 )
-from lowbit.tensor.core.fsdp import as_bytes
 from lowbit.tensor.core.pickled import describe_part
 from lowbit.tensor.core.torchscript import PREPARE, refuse_script
-from lowbit.tensor.trained.master_weight import MasterWeightTensor
-from lowbit.tensor.trained.trainable import TrainableTensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -107,7 +105,7 @@ def _let_parts_be_found(param: DTensor) -> None:
     value. None keeps no memory alive, and code that asks for such attributes sees none.
     """
     own = held_locally(param)
-    if isinstance(own, LowbitTensor) and not isinstance(own, MasterWeightTensor):
+    if isinstance(own, LowbitTensor) and not own.is_stored_plain:
         for part in own.tensor_attrs:
             if not hasattr(param, part):
                 setattr(param, part, None)
@@ -165,13 +163,13 @@ def take(
             key = prefix + name
             if param is None or not isinstance(local(param), LowbitTensor):
                 continue
-            if not isinstance(local(param), MasterWeightTensor):
+            if not local(param).is_stored_plain:
                 take_parts(param, key, state_dict, described(metadata, name), assign, errors)
                 if key not in state_dict:
                     missing += [f"{key}.{part}" for part in local(param).inner_tensors()]
                     state_dict[key] = _itself(param)  # else torch reports this name too
             else:
-                own: MasterWeightTensor = local(param)
+                own = local(param)
                 entry = described(metadata, name)
                 try:
                     beside = own.entries_beside(module, name, state_dict, prefix, entry, assign)
@@ -249,7 +247,7 @@ def _keys_of_parts(module: nn.Module, prefix: str) -> Iterator[str]:
     """The keys of the parts of all low-bit parameters, without the names that wrappers add."""
     for name, param in module._parameters.items():
         own = None if param is None else held_locally(param)
-        if isinstance(own, LowbitTensor) and not isinstance(own, MasterWeightTensor):
+        if isinstance(own, LowbitTensor) and not own.is_stored_plain:
             yield from (f"{prefix}{name}.{part}" for part in own.tensor_attrs)
     for name, child in module._modules.items():
         if child is not None:
@@ -317,8 +315,9 @@ def _take_plain(param: nn.Parameter, key: str, state_dict: dict[str, Any]) -> No
         return
     if value.shape != param.shape:  # load_state_dict reports it
         return
-    if isinstance(own, TrainableTensor):
-        state_dict[key] = placed_as(value, own.over(given))
+    made = own.over(given)
+    if made is not None:
+        state_dict[key] = placed_as(value, made)
     else:
         warnings.warn(
             f"load_state_dict(assign=True) puts plain tensors in place of low-bit weights, such as {key}, which are in "
@@ -353,7 +352,7 @@ def joined(state_dict: Mapping[str, Any], model: nn.Module | None = None) -> dic
     for key, entry in entries.items():
         kind, meta, shape, dtype = read_description(key, entry)
         names = {part: f"{key}.{part}" for part in kind.tensor_attrs}
-        if issubclass(kind, MasterWeightTensor):
+        if kind.is_stored_plain:
             names = {"weight": key}
         given = {part: state_dict[name] for part, name in names.items() if name in state_dict}
         if not given or any(isinstance(local(t), LowbitTensor) for t in given.values()):

@@ -37,6 +37,7 @@ from lowbit.numerics.granularity import PerGroup, PerRow
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8, Int
 from lowbit.numerics.packing import pack, packed_size, unpack
+from lowbit.numerics.row_chunks import count_nonfinite, encode_in_chunks
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import (
@@ -47,14 +48,12 @@ from lowbit.tensor.core.base import (
     check_weight,
 )
 from lowbit.tensor.core.base_ops import product_below_autograd
-from lowbit.tensor.core.contracted import of_stack, of_swapped
-from lowbit.tensor.core.row_chunks import count_nonfinite, encode_in_chunks
+from lowbit.tensor.core.contracted import GROUPED, MATMULS, of_stack, of_swapped
 from lowbit.tensor.core.torchscript import is_traced, refuse_trace
 from lowbit.tensor.frozen.blocked import BlockedTensor
 from lowbit.tensor.frozen.cpu_values import ReadOnCpu, rows_of_embedding
 from lowbit.tensor.frozen.frozen import asks_for_gradient
 from lowbit.tensor.frozen.requantize import holds, requantize
-from lowbit.tensor.trained.trainable import GROUPED, MATMULS
 from lowbit.trace.report import specs_name
 
 torch.serialization.add_safe_globals([Int, Float8, LookupTable, Spec, Scheme])

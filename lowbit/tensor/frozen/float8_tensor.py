@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from lowbit.numerics.granularity import PerBlock
 from lowbit.numerics.number_format import Float8
+from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.spec import Spec
-from lowbit.tensor.core.fsdp import as_bytes
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.tensor.core.fsdp import as_bytes
-from lowbit.tensor.core.row_chunks import row_chunks
+from lowbit.numerics.packing import as_bytes
+from lowbit.numerics.row_chunks import row_chunks
 
 
 def requantize(weight: Any, values: Tensor) -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import lowbit_kernels as kernels
 from lowbit.linear.low_bit_linear import Codes, transposed
+from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.spec import crop
 from lowbit.schemes.training import (
     BLOCK,
@@ -23,7 +24,7 @@ from lowbit.schemes.training import (
     Float8BlockMixedPrecision,
 )
 from lowbit.tensor.core.base import InnerShapes, LowbitTensor
-from lowbit.tensor.core.fsdp import Gather, Wire, as_bytes
+from lowbit.tensor.core.fsdp import Gather, Wire
 from lowbit.tensor.frozen.float8_tensor import Float8Tensor
 from lowbit.tensor.trained.mixed_precision import MixedPrecisionTensor
 

@@ -45,7 +45,7 @@ from lowbit.tensor.core.reading import rounding_inputs
 from lowbit.tensor.frozen.affine_tensor import AffineTensor, representation_of
 from lowbit.tensor.trained.gathered import Decoded
 from lowbit.tensor.trained.master_weight import MasterWeightTensor
-from lowbit.tensor.trained.trainable import GROUPED, MATMULS, Values
+from lowbit.tensor.trained.trainable import Values
 from lowbit.trace import tracer
 from lowbit.trace.report import specs_name
 
@@ -142,14 +142,6 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
     is_described = True
     already = "prepared for QAT already; lowbit.qat.convert_(model) converts it"
     schemes = (Scheme,)
-    products: ClassVar[dict[Any, str]] = {
-        F.linear: "linear",
-        F.embedding: "embedding",
-        F.multi_head_attention_forward: "attention",
-        **dict.fromkeys(MATMULS, "matmul"),
-        **dict.fromkeys((torch.addmm, Tensor.addmm), "addmm"),
-        **dict.fromkeys(GROUPED, "grouped_mm"),
-    }
     meta_attrs: ClassVar[tuple[str, ...]] = ("scheme", "transposed", "off", "gradients")
 
     frozen_as: ClassVar[type[AffineTensor]] = AffineTensor

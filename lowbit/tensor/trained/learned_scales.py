@@ -43,6 +43,7 @@ from lowbit.numerics.learned_scales import (
 )
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Int
+from lowbit.numerics.row_chunks import count_nonfinite
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
@@ -54,7 +55,6 @@ from lowbit.tensor.core.dtensor import (
 )
 from lowbit.tensor.core.fsdp import Gather, Wire
 from lowbit.tensor.core.reading import rounding_inputs
-from lowbit.tensor.core.row_chunks import count_nonfinite
 from lowbit.tensor.frozen.affine_tensor import representation_of
 from lowbit.tensor.trained.fake_quantized import CodesBeforeClamp, FakeQuantizedTensor, Qparams
 from lowbit.tensor.trained.gathered import Decoded

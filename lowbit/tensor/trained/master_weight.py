@@ -52,6 +52,7 @@ class MasterWeightTensor(TrainableTensor):
 
     tensor_attrs: ClassVar[tuple[str, ...]] = ("weight",)
     is_described = False
+    is_stored_plain = True
     rounds_reads = True
     codec: ClassVar[type[Codec] | None] = None
     gathered: ClassVar[Any]

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import lowbit_kernels as kernels
 from lowbit.linear.low_bit_grouped import low_bit_grouped_mm
 from lowbit.linear.low_bit_linear import Codes, Operand, low_bit_linear
+from lowbit.numerics.packing import as_bytes
 from lowbit.schemes.training import MixedPrecision
 from lowbit.tensor.core.base import (
     InnerShapes,
@@ -19,9 +20,8 @@ from lowbit.tensor.core.base import (
     check_not_flat,
     stored_shape,
 )
-from lowbit.tensor.core.fsdp import Gather, Wire, as_bytes
+from lowbit.tensor.core.fsdp import Gather, Wire
 from lowbit.tensor.trained.master_weight import MasterWeightTensor
-from lowbit.tensor.trained.trainable import TrainableTensor
 
 
 class RowCodes:
@@ -88,7 +88,7 @@ class MixedPrecisionTensor(MasterWeightTensor, codec=RowCodes):
     # an embedding tied to it arrives as aten.embedding below
     products: ClassVar[dict[Any, str]] = {
         function: name
-        for function, name in TrainableTensor.products.items()
+        for function, name in MasterWeightTensor.products.items()
         if function is not F.embedding
     }
 
@@ -129,7 +129,7 @@ class MixedPrecisionTensor(MasterWeightTensor, codec=RowCodes):
 
 
 @MixedPrecisionTensor.implements(aten.t.default, aten.transpose.int, aten.permute.default)
-def _transpose(func: Any, args: Any, kwargs: Any) -> TrainableTensor:
+def _transpose(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Gathered experts keep their codes, which grouped products read. Other gathered forms become weights again."""
     self = args[0]
     check_not_flat(self, "transposition")
@@ -137,7 +137,7 @@ def _transpose(func: Any, args: Any, kwargs: Any) -> TrainableTensor:
     if swaps and "transposed" in self.meta_attrs:
         return self._transposed()
     weight = func(self.values(), *args[1:], **kwargs)
-    kind = TrainableTensor.of(self.scheme)
+    kind = MasterWeightTensor.of(self.scheme)
     return kind.from_inner({"weight": weight}, self.meta(), weight.shape, self.dtype)
 
 

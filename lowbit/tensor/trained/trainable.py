@@ -39,6 +39,7 @@ from lowbit.tensor.core.base import (
     count_change,
     written,
 )
+from lowbit.tensor.core.contracted import GROUPED, MATMULS
 from lowbit.trace import tracer
 
 KEEP_OUT = (
@@ -47,11 +48,6 @@ KEEP_OUT = (
 )
 """The way out for a weight that is trained: a plain tensor in its place would silently stop learning."""
 
-MATMULS = (
-    *(torch.matmul, Tensor.matmul, Tensor.__matmul__),
-    *(torch.mm, Tensor.mm, torch.bmm, Tensor.bmm),
-)
-GROUPED = (torch._grouped_mm, getattr(F, "grouped_mm", torch._grouped_mm))
 _ON_LISTS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
 """Prefixes of the operations by which torch's optimizers and weight averages update many weights at once."""
 

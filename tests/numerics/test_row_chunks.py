@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowbit as lb
-from lowbit.tensor.core import row_chunks
+from lowbit.numerics import row_chunks
 from lowbit.tensor.core.base import check_weight
 from tests.schemes import SCHEMES, over
 
