@@ -14,15 +14,17 @@ weight, which would add half to the memory of all experts in bfloat16. It makes 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import lowbit_kernels as kernels
+from lowbit.linear.dequantized import grouped_in_high_precision
 from lowbit.linear.frozen.checks import check_first_derivative
 from lowbit.linear.low_bit_linear import quantized_input
-from lowbit.tensor.trained.trainable import grouped_in_high_precision
+from lowbit.linear.operands import Kept, RoundedLinear
 from lowbit.trace import tracer
 from lowbit.trace.tracer import Note
 from lowbit_kernels.runtime.seeds import seed_of
@@ -49,44 +51,49 @@ def low_bit_grouped_mm(x: Tensor, weight: Any, offsets: Tensor) -> Tensor:
     learns = weight.requires_grad and torch.is_grad_enabled()
     columns = scheme.grad_weight and learns
     quantized = quantized_input(x, scheme, rows=scheme.output, columns=columns, offsets=offsets)
-    return _Grouped.apply(x, stored, offsets, note, *quantized)
+    how = GroupedOperands(scheme, note)
+    return RoundedLinear.apply(x, stored, None, how, offsets, *quantized)
 
 
-class _Grouped(torch.autograd.Function):
-    """x [M, K] times the transposed weights [E, N, K] of the rows' experts: the products that the scheme names in low
-    bits. `quantized`: codes and scales of x along rows and columns, as far as the products need them."""
+class GroupedOperands(NamedTuple):
+    """x [M, K] and the transposed weights [E, N, K] of the rows' experts: `LowBitOperands` of grouped products."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Any, offsets: Tensor, note: Note | None, *quantized: Tensor
-    ) -> Tensor:
-        scheme = weight.scheme
-        codes, scale, codes_t, scale_t = quantized
-        ctx.note, ctx.dtype = note, x.dtype
-        kept = (codes_t, scale_t) if scheme.grad_weight else (x,)
-        # an alias of the weight, as in low_bit_linear
-        w_codes: Any = None
-        w_scale: Any = None
-        if scheme.output:
-            w_codes, w_scale = weight.expert_codes()
-        saved = (offsets, weight.detach(), w_scale, *(kept if ctx.needs_input_grad[1] else ()))
-        ctx.save_for_backward(*saved)
-        if scheme.output:
-            tracer.record(note, "output", scheme.forward_format)
-            return kernels.grouped_scaled_mm.grouped_scaled_mm(
-                codes, w_codes, scale, w_scale, offsets, out_dtype=x.dtype
-            )
-        tracer.record(note, "output", x.dtype)
-        values = weight.values().to(x.dtype).transpose(-2, -1)
-        return torch._grouped_mm(x, values, offs=offsets)
+    scheme: Any
+    note: Note | None
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad = grads[0]
-        offsets, weight, w_scale, *kept = ctx.saved_tensors
+    def output(
+        self,
+        x: Tensor,
+        weight: Any,
+        bias: None,
+        needs: Sequence[bool],
+        offsets: Tensor,
+        codes: Tensor,
+        scale: Tensor,
+        codes_t: Tensor,
+        scale_t: Tensor,
+    ) -> tuple[Tensor, Kept]:
+        scheme = self.scheme
+        kept = ((codes_t, scale_t) if scheme.grad_weight else (x,)) if needs[1] else ()
+        if not scheme.output:
+            tracer.record(self.note, "output", x.dtype)
+            values = weight.values().to(x.dtype).transpose(-2, -1)
+            y = torch._grouped_mm(x, values, offs=offsets)
+            return y, (offsets, weight.detach(), None, *kept)
+        w_codes, w_scale = weight.expert_codes()
+        tracer.record(self.note, "output", scheme.forward_format)
+        y = kernels.grouped_scaled_mm.grouped_scaled_mm(
+            codes, w_codes, scale, w_scale, offsets, out_dtype=x.dtype
+        )
+        return y, (offsets, weight.detach(), w_scale, *kept)
+
+    def gradients(
+        self, grad: Tensor, kept: Sequence[Any], needs: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        offsets, weight, w_scale, *of_x = kept
         check_first_derivative(weight)
-        scheme, note = weight.scheme, ctx.note
-        for_x, for_weight = ctx.needs_input_grad[:2]
+        scheme, note = self.scheme, self.note
+        for_x, for_weight = needs[:2]
         rows, columns = for_x and scheme.grad_input, for_weight and scheme.grad_weight
         fmt = scheme.backward_format
         multiply = kernels.grouped_scaled_mm.grouped_scaled_mm
@@ -104,15 +111,16 @@ class _Grouped(torch.autograd.Function):
         if rows:
             tracer.record(note, "grad_input", fmt)
             one = scale.new_ones(1)  # the gradient's rows have the weight's scales
-            grad_x = multiply(codes, w_codes, scale, one, offsets, out_dtype=ctx.dtype)
+            grad_x = multiply(codes, w_codes, scale, one, offsets, out_dtype=grad.dtype)
         elif for_x:
             tracer.record(note, "grad_input", grad.dtype)
             grad_x = torch._grouped_mm(grad, weight.values().to(grad.dtype), offs=offsets)
         if columns:
             tracer.record(note, "grad_weight", fmt)
-            own, dtype = (codes_t, scale_t), weight.dtype
-            grad_weight = multiply(own[0], kept[0], own[1], kept[1], offsets, out_dtype=dtype)
+            grad_weight = multiply(
+                codes_t, of_x[0], scale_t, of_x[1], offsets, out_dtype=weight.dtype
+            )
         elif for_weight:
             tracer.record(note, "grad_weight", grad.dtype)
-            grad_weight = torch._grouped_mm(grad.t(), kept[0], offs=offsets)
-        return grad_x, grad_weight, *(None,) * 6
+            grad_weight = torch._grouped_mm(grad.t(), of_x[0], offs=offsets)
+        return grad_x, grad_weight

@@ -17,21 +17,22 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 import lowbit_kernels as kernels
+from lowbit.linear.dequantized import Values
 from lowbit.linear.frozen.checks import (
     autocast_inputs,
     check_linear,
     refuse_second_derivative,
     unflattened,
 )
-from lowbit.tensor.trained.trainable import Values
+from lowbit.linear.operands import Kept, RoundedLinear
 from lowbit.trace import tracer
 from lowbit.trace.tracer import Note
 
@@ -72,45 +73,61 @@ def _low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     columns = scheme.grad_weight and learns
     quantized = quantized_input(x, scheme, rows=scheme.output, columns=columns, given=given)
     flat = x if x.ndim == 2 else x.reshape(m, k)
-    y = _Linear.apply(flat, weight, bias, note, *quantized)
+    how = LowBitOperands(scheme, note, type(weight).__name__, weight.dtype, k)
+    y = RoundedLinear.apply(flat, weight, bias, how, *quantized)
     return unflattened(y, x)
 
 
-class _Linear(torch.autograd.Function):
-    """x [M, K] times weight [N, K] transposed, plus bias [N]: the products that the scheme names in low bits.
+class LowBitOperands(NamedTuple):
+    """The products that `scheme` names run in low bits, the others in high precision.
 
-    `quantized`: codes and scales of x along rows and columns, as far as the products need them.
+    `output` takes besides x, the weight and the bias what `quantized_input` gave: codes and scales of x along its rows
+    and along its columns, [0, 0] for those that no product needs.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, note: Note | None, *quantized: Tensor
-    ) -> Tensor:
-        scheme = weight.scheme
-        codes, scale, codes_t, scale_t = quantized
-        ctx.note, ctx.scheme = note, scheme
-        ctx.weight_dtype, ctx.k, ctx.kind = weight.dtype, x.shape[1], type(weight).__name__
-        # Not the weight itself: one that a graph holds could not be moved or cast, which swaps the tensors of a
-        # subclass. Autograd compares the versions of what is kept, so it refuses a backward pass after an update of the
-        # weight. `detach`, an alias, takes longer.
+    scheme: Any
+    note: Note | None
+    kind: str
+    """The name of the weight's class, for an error."""
+    dtype: torch.dtype
+    """Of the weight."""
+    k: int
+
+    def output(
+        self,
+        x: Tensor,
+        weight: Any,
+        bias: Tensor | None,
+        needs: Sequence[bool],
+        codes: Tensor,
+        scale: Tensor,
+        codes_t: Tensor,
+        scale_t: Tensor,
+    ) -> tuple[Tensor, Kept]:
+        scheme = self.scheme
+        # Autograd compares the versions of what is kept, so it refuses a backward pass after an update of the weight.
+        # The inner tensors have the weight's version, and making them takes less time than an alias.
         operand = None if scheme.in_blocks else weight.product_operand()
+        own: Kept
         if operand is None or not scheme.grad_input:
             own = weight.detach(), None, None
         else:
             own = *operand, weight.row_counter()
-        kept = (codes_t, scale_t) if scheme.grad_weight else (x,)
-        ctx.save_for_backward(*own, *(kept if ctx.needs_input_grad[1] else ()))
+        kept = ((codes_t, scale_t) if scheme.grad_weight else (x,)) if needs[1] else ()
         if scheme.output:
-            return _output(note, (codes, scale), weight, operand, x.dtype, bias)
-        tracer.record(note, "output", x.dtype)
-        return F.linear(x, weight.values().to(x.dtype), bias)
+            y = _output(self.note, (codes, scale), weight, operand, x.dtype, bias)
+        else:
+            tracer.record(self.note, "output", x.dtype)
+            y = F.linear(x, weight.values().to(x.dtype), bias)
+        return y, (*own, *kept)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(f"a linear of {ctx.kind}")
-        grad, note, scheme = grads[0], ctx.note, ctx.scheme
-        stored, w_scale, _, *kept = ctx.saved_tensors
-        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
+    def gradients(
+        self, grad: Tensor, kept: Sequence[Any], needs: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        refuse_second_derivative(f"a linear of {self.kind}")
+        scheme, note = self.scheme, self.note
+        stored, w_scale, _, *of_x = kept
+        for_x, for_weight = needs[:2]
         low = scheme.grad_input and for_x, scheme.grad_weight and for_weight
         grad_x = grad_weight = None
         if any(low):
@@ -120,18 +137,16 @@ class _Linear(torch.autograd.Function):
             elif low[0] and w_scale is None:
                 turned = stored, None
             elif low[0]:
-                turned = transposed(stored, ctx.k, grad), w_scale
-            own = tuple(kept) if low[1] else None
-            found = low_bit_gradients(note, scheme, grad, turned, own, ctx.weight_dtype)
-            grad_x, grad_weight = found
+                turned = transposed(stored, self.k, grad), w_scale
+            own = tuple(of_x) if low[1] else None
+            grad_x, grad_weight = low_bit_gradients(note, scheme, grad, turned, own, self.dtype)
         if for_x and not low[0]:
             tracer.record(note, "grad_input", grad.dtype)
             grad_x = grad @ stored.values().to(grad.dtype)
         if for_weight and not low[1]:
             tracer.record(note, "grad_weight", grad.dtype)
-            grad_weight = grad.t() @ kept[0]
-        grad_bias = grad.sum(0) if for_bias else None
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+            grad_weight = grad.t() @ of_x[0]
+        return grad_x, grad_weight
 
 
 def _output(

@@ -7,6 +7,7 @@ again. A registered condition may read anything, such as strides or global flags
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from lowbit.linear.frozen import built_in, registered
 from lowbit.linear.frozen.checks import autocast_inputs, check_addend, check_linear
 from lowbit.linear.frozen.row import Row, Weight
+from lowbit.linear.operands import Kept, RoundedLinear
 from lowbit.trace import tracer
 
 # Names of this module, because looking up an attribute takes as long as some of these calls.
@@ -75,7 +77,7 @@ def quantized_linear(
                 or (bias is not None and bias.requires_grad)
                 or (residual is not None and residual.requires_grad)
             ):
-                y = _Linear.apply(x, weight, bias, row)
+                y = RoundedLinear.apply(x, weight, bias, FrozenOperands(row))
                 return y if residual is None else y + residual
     return _run(row, x, weight, bias, residual)
 
@@ -159,28 +161,29 @@ def _product(
     return row.implementation(x, weight, bias) + residual
 
 
-class _Linear(torch.autograd.Function):
-    """The same for every implementation: the gradient of the input is a product with the dequantized weight."""
+class FrozenOperands:
+    """x, and a frozen weight that `row` multiplies. The gradient of x is a product with the dequantized weight."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None, row: Row) -> Tensor:
-        # Save an alias: a weight that a graph holds could not be moved or cast, because torch then swaps the tensors.
-        ctx.save_for_backward(weight.detach())
-        ctx.note = None
+    __slots__ = ("note", "row")
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+        self.note: Any = None
+
+    def output(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, needs: Sequence[bool]
+    ) -> tuple[Tensor, Kept]:
+        kept = (weight.detach(),)
         if tracer.active is None:
-            return _product(row, x, weight, bias, None)
-        with tracer.running(x, weight, row.name) as ctx.note:
-            return _product(row, x, weight, bias, None)
+            return _product(self.row, x, weight, bias, None), kept
+        with tracer.running(x, weight, self.row.name) as self.note:
+            return _product(self.row, x, weight, bias, None), kept
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
-        (grad,) = grads
-        (weight,) = ctx.saved_tensors
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            tracer.record(ctx.note, "grad_input", grad.dtype)
-            with _PlainAttributes():
-                grad_x = grad @ weight.dequantize().to(grad.dtype)
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad.flatten(0, -2).sum(0) if grad.ndim > 1 else grad
-        return grad_x, None, grad_bias, None
+    def gradients(
+        self, grad: Tensor, kept: Sequence[Any], needs: Sequence[bool]
+    ) -> tuple[Tensor | None, None]:
+        if not needs[0]:
+            return None, None
+        tracer.record(self.note, "grad_input", grad.dtype)
+        with _PlainAttributes():
+            return grad @ kept[0].dequantize().to(grad.dtype), None

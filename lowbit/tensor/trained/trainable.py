@@ -14,7 +14,6 @@ Every other function (optimizers, norms, initialisers) sees the master values.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
@@ -23,14 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lowbit.linear.frozen.checks import (
-    TRANSFORMS,
-    autocast_inputs,
-    check_first_derivative,
-    check_linear,
-    in_transform,
-    unflattened,
-)
+from lowbit.linear.dequantized import Values, dequantized_linear, grouped_in_high_precision
+from lowbit.linear.frozen.checks import TRANSFORMS, in_transform
 from lowbit.numerics import class_names
 from lowbit.schemes.training import IN_ATTENTION
 from lowbit.tensor.core.base import (
@@ -50,18 +43,6 @@ KEEP_OUT = (
 
 _ON_LISTS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
 """Prefixes of the operations by which torch's optimizers and weight averages update many weights at once."""
-
-
-class Values(torch.autograd.Function):
-    """`weight.values()`, a plain tensor, whose gradient is the weight's."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: TrainableTensor) -> Tensor:
-        return weight.values()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
 
 
 class TrainableTensor(LowbitTensor):
@@ -337,49 +318,6 @@ class TrainableTensor(LowbitTensor):
                 )
             return result
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-# ---- the default product -----------------------------------------------------------------------------------------
-
-
-class _DequantizedLinear(torch.autograd.Function):
-    """x [M, K] times the dequantized weight [N, K], transposed, plus bias [N]. Backward dequantizes again, to save
-    memory."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: TrainableTensor, bias: Tensor | None) -> Tensor:
-        # an alias: a weight that a graph holds could not be moved or cast, which swaps the tensors of a subclass
-        ctx.save_for_backward(x, weight.detach())
-        return F.linear(x, weight.values().to(x.dtype), bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        (grad,) = grads
-        x, weight = ctx.saved_tensors
-        grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ weight.values_again(grad.dtype)
-        if ctx.needs_input_grad[1]:
-            check_first_derivative(weight)  # the weight's term would be missing
-            grad_weight = (grad.t() @ x).to(weight.dtype)
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad.sum(0)
-        return grad_x, grad_weight, grad_bias
-
-
-def dequantized_linear(x: Tensor, weight: Any, bias: Tensor | None, why: str) -> Tensor:
-    """x [..., K] times the values of the weight [N, K], transposed, plus bias [N]. `why`: for the tracer."""
-    check_linear(x, weight)
-    x, bias = autocast_inputs(x, weight, bias)
-    n, k = weight.shape
-    m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
-    tracer.note(m, n, k, why, weight)
-    return unflattened(_DequantizedLinear.apply(x.reshape(m, k), weight, bias), x)
-
-
-def grouped_in_high_precision(x: Tensor, weight: Any, offs: Tensor) -> Tensor:
-    """torch's grouped product of x [M, K] and the values of the weight [E, K, N]."""
-    return torch._grouped_mm(x, Values.apply(weight).to(x.dtype), offs=offs)
 
 
 # ---- operations of optimizers, initialisers and norms --------------------------------------------------------------
