@@ -19,6 +19,7 @@ Backward keeps codes of x, one byte an element, and not x. It computes the weigh
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from lowbit.linear.low_bit_linear import (
     of_last_input,
     transposed,
 )
+from lowbit.linear.operands import Kept, RoundedLinear
 from lowbit.numerics.affine import computed_again
 from lowbit.numerics.packing import pack, unpack
 from lowbit.numerics.spec import Spec
@@ -182,70 +184,78 @@ def coded_linear(
         codes, handle, scale = static.coded(flat)
         columns = (transposed(codes, k), scale.view(1)) if turned_as else None
         found = CodedInput(codes, scale_of_rows(flat, scale, codes), handle, columns)
-    how = _How(product, weight.scheme.weight, gradients, note, x.dtype, own.handle.dtype)
-    kept = (None, None) if found.turned is None else found.turned
-    operands = (found.codes, found.scale, own.codes, own.scale, own.source, *kept)
-    y = _CodedLinear.apply(found.handle, own.handle, bias, how, *operands)
+    how = CodedOperands(
+        product, weight.scheme.weight, gradients, note, x.dtype, own.handle.dtype, own.handle.shape
+    )
+    turned = (None, None) if found.turned is None else found.turned
+    parts = (found.codes, found.scale, own.codes, own.scale, own.source, *turned)
+    y = RoundedLinear.apply(found.handle, own.handle, bias, how, *parts)
     return unflattened(y, x)
 
 
-class _How(NamedTuple):
-    """What the two directions of a product need besides tensors."""
+class CodedOperands(NamedTuple):
+    """The formula of the module. `output` takes the handles of x and the weight, and the parts of both."""
 
     product: CodesProduct
     spec: Spec
-    gradients: MixedPrecision | None
+    gradients_in: MixedPrecision | None
+    """The scheme of backward products in low bits."""
     note: Note | None
     dtype: torch.dtype
+    """Of y."""
     weight_dtype: torch.dtype
+    shape: torch.Size
+    """Of the weight."""
 
+    def output(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needs: Sequence[bool],
+        x_codes: Tensor,
+        x_scale: Tensor,
+        codes: Tensor,
+        scale: Tensor,
+        source: Tensor,
+        *turned: Tensor | None,
+    ) -> tuple[Tensor, Kept]:
+        of_weight = (source, scale) if needs[0] else (None, None)
+        of_x = ((x_codes, x_scale) if turned[0] is None else turned) if needs[1] else ()
+        tracer.record(self.note, "output", _name(x_codes))
+        y = self.product.multiply(x_codes, x_scale, codes, scale, bias, self.dtype)
+        return y, (*of_weight, *of_x)
 
-class _CodedLinear(torch.autograd.Function):
-    """The formula of the module. Arguments: the handles of x and the weight, the bias, a `_How`; codes and scales of
-    both, the source of the weight's codes, and what backward keeps of x."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How, *operands: Any
-    ) -> Tensor:
-        codes, scale, w_codes, w_scale, source, *turned = operands
-        kept = (codes, scale) if turned[0] is None else turned
-        for_x, for_weight = ctx.needs_input_grad[:2]
-        ctx.how, ctx.shape = how, weight.shape
-        ctx.kept_of_weight = 2 if for_x else 0
-        ctx.save_for_backward(*((source, w_scale) if for_x else ()), *(kept if for_weight else ()))
-        tracer.record(how.note, "output", _name(codes))
-        return how.product.multiply(codes, scale, w_codes, w_scale, bias, how.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def gradients(
+        self, grad: Tensor, kept: Sequence[Any], needs: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
         refuse_second_derivative("a product of codes (lowbit.qat)")
-        grad, how, saved = grads[0], ctx.how, ctx.saved_tensors
-        of_weight, of_x = saved[: ctx.kept_of_weight], saved[ctx.kept_of_weight :]
-        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-        scheme = how.gradients
+        source, w_scale, *of_x = kept
+        for_x, for_weight = needs[:2]
+        scheme = self.gradients_in
         low = (
             for_x and scheme is not None and scheme.grad_input,
             for_weight and scheme is not None and scheme.grad_weight,
         )
-        own: Any = codes_again(how.spec, *of_weight) if for_x else None
+        own: Any = codes_again(self.spec, source, w_scale) if for_x else None
         grad_x = grad_weight = None
         if any(low):
             turned = None
             if low[0]:
-                codes = transposed(own[0], ctx.shape[1], after=grad)
+                codes = transposed(own[0], self.shape[1], after=grad)
                 turned = codes, own[1].float().flatten()
-            kept = tuple(of_x) if low[1] else None
-            found = low_bit_gradients(how.note, scheme, grad, turned, kept, how.weight_dtype)
-            grad_x, grad_weight = found
+            columns = tuple(of_x) if low[1] else None
+            grad_x, grad_weight = low_bit_gradients(
+                self.note, scheme, grad, turned, columns, self.weight_dtype
+            )
         if for_x and not low[0]:
-            tracer.record(how.note, "grad_input", grad.dtype)
-            grad_x = grad @ how.spec.dequantize(*own, None, ctx.shape, grad.dtype)
+            tracer.record(self.note, "grad_input", grad.dtype)
+            grad_x = grad @ self.spec.dequantize(own[0], own[1], None, self.shape, grad.dtype)
         if for_weight and not low[1]:
-            tracer.record(how.note, "grad_weight", grad.dtype)
-            values = of_x[0][:, : ctx.shape[1]].float() * of_x[1]
-            grad_weight = (grad.t() @ values.to(grad.dtype)).to(how.weight_dtype)
-        return grad_x, grad_weight, grad.sum(0) if for_bias else None, *[None] * 8
+            tracer.record(self.note, "grad_weight", grad.dtype)
+            values = of_x[0][:, : self.shape[1]].float() * of_x[1]
+            grad_weight = (grad.t() @ values.to(grad.dtype)).to(self.weight_dtype)
+        return grad_x, grad_weight
 
 
 def _name(codes: Tensor) -> str:
