@@ -15,7 +15,6 @@ the ranks have reduced γ: for one weight at its gather, or for all in one reduc
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -24,17 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce
-from torch.nn import functional as F
 
-import lowbit_kernels as kernels
-from lowbit.linear.frozen.checks import (
-    autocast_inputs,
-    check_first_derivative,
-    check_linear,
-    unflattened,
-)
-from lowbit.linear.frozen.ternary import quantize_tokens, rounded_tokens
-from lowbit.linear.low_bit_linear import low_bit_product, transposed
+from lowbit.linear.frozen.ternary import rounded_tokens
+from lowbit.linear.ternary import bitnet_linear
 from lowbit.numerics.packing import packed_size
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.schemes.training import BitNet
@@ -51,8 +42,6 @@ from lowbit.tensor.frozen.ternary import (
     unpack_ternary,
 )
 from lowbit.tensor.trained.master_weight import MasterWeightTensor
-from lowbit.trace import tracer
-from lowbit.trace.tracer import Note
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -295,129 +284,6 @@ def _rounding_inputs(func: Any, args: Any, kwargs: Any) -> Tensor:
     codes, scale = weight.ternary()
     tensors = {"codes": pack_ternary(codes), "scale": scale}
     return BitNetTensor.gathered.from_inner(tensors, weight.meta(), weight.shape, weight.dtype)
-
-
-def _ternary_product(
-    tokens: tuple[Tensor, Tensor],
-    codes: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The product [M, N] of `quantize_tokens`'s tokens with int8 `codes` [N, K] and their `scale`.
-
-    `lowbit.linear.frozen.ternary` gives the same from codes in 2 bits. Training ternarizes the weight anew for every
-    product, so packing the codes would only add work.
-    """
-    codes = F.pad(codes, (0, -codes.shape[1] % 16))
-    out = torch.float32 if dtype is torch.float64 else dtype
-    bias = None if bias is None else bias.to(out)
-    scales = tokens[1], scale.view(1)
-    y = kernels.scaled_mm.scaled_mm(tokens[0], codes, *scales, bias=bias, out_dtype=out)
-    return y.to(dtype)
-
-
-class _Linear(torch.autograd.Function):
-    """x [M, K] times the ternary weight [N, K] transposed, plus bias [N]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: BitNetTensor,
-        bias: Tensor | None,
-        scale: Tensor | None,
-        note: Note | None,
-    ) -> Tensor:
-        tokens = quantize_tokens(x)
-        codes, scale = weight.ternary(scale)
-        ctx.dtype, ctx.note = x.dtype, note
-        # A gathered weight has its own scale, which FSDP2 overwrites at the next gather. Save an alias, because a
-        # weight that a graph holds could not be moved or cast, which swaps the tensors of a subclass.
-        own = None if weight.is_gathered else scale
-        kept = tokens if ctx.needs_input_grad[1] else ()
-        ctx.save_for_backward(weight.detach(), own, *kept)
-        tracer.record(note, "output", "int8")
-        return _ternary_product(tokens, codes, scale, bias, x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        weight, scale, *tokens = ctx.saved_tensors
-        scheme, note = weight.scheme, ctx.note
-        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-        rows, columns = for_x and scheme.grad_input, for_weight and scheme.grad_weight
-        grad_x = grad_weight = grad_bias = None
-        if rows or for_weight:
-            check_first_derivative(weight)
-        if rows or columns:
-            codes, scales, codes_t, scales_t = kernels.quantize_rowcol.quantize_rowcol(
-                grad.to(_narrow(grad.dtype)), "int8", rows=rows, columns=columns
-            )
-        if for_x:
-            ternary, scale = weight.ternary(scale)
-            tracer.record(note, "grad_input", "int8" if rows else grad.dtype)
-            if rows:
-                turned = transposed(ternary, ternary.shape[1], after=grad)
-                both = scales, scale.view(1)
-                grad_x = kernels.scaled_mm.scaled_mm(
-                    codes, turned, *both, out_dtype=_narrow(ctx.dtype)
-                )
-                grad_x = grad_x.to(ctx.dtype)
-            else:
-                grad_x = grad @ (ternary * scale).to(grad.dtype)
-        if for_weight:
-            x = (tokens[0][:, : weight.shape[1]] * tokens[1][:, None]).to(grad.dtype)
-            if columns:
-                _, _, *own = kernels.quantize_rowcol.quantize_rowcol(
-                    x.to(_narrow(x.dtype)), "int8", rows=False
-                )
-                terms = (codes_t, scales_t), (own[0], own[1])
-                out = _narrow(weight.dtype)
-                grad_weight = low_bit_product(note, "grad_weight", "int8", *terms, out)
-                grad_weight = grad_weight.to(weight.dtype)
-            else:
-                tracer.record(note, "grad_weight", grad.dtype)
-                grad_weight = (grad.t() @ x).to(weight.dtype)
-        if for_bias:
-            grad_bias = grad.sum(0)
-        return grad_x, grad_weight, grad_bias, None, None
-
-
-def _narrow(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that int8 products read and write for tensors of `dtype`."""
-    return torch.float32 if dtype is torch.float64 else dtype
-
-
-class _Zeros(torch.autograd.Function):
-    """Zeros in place of the weight, for products without terms or results. Their gradient is the weight's."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: BitNetTensor) -> Tensor:
-        return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
-def bitnet_linear(
-    x: Tensor, weight: BitNetTensor, bias: Tensor | None, scale: Tensor | None = None
-) -> Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N] in x's dtype. `scale`: that of the whole
-    weight, where `weight` is a part of it.
-
-    Raises ValueError for sizes that do not fit, NotImplementedError for a part without scale.
-    """
-    check_linear(x, weight)
-    n, k = weight.shape
-    x, bias = autocast_inputs(x, weight, bias)
-    m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
-    if 0 in (m, n, k):
-        tracer.note(m, n, k, "there is nothing to multiply", weight)
-        return F.linear(x, _Zeros.apply(weight).to(x.dtype), bias)
-    note = tracer.note(m, n, k, None, weight)
-    return unflattened(_Linear.apply(x.reshape(m, k), weight, bias, scale, note), x)
 
 
 # ---- the scales of sharded weights -------------------------------------------------------------------------------
