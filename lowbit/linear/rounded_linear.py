@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,21 +28,24 @@ from torch.nn import functional as F
 from lowbit.linear import fused_rounding
 from lowbit.linear.frozen.checks import unflattened
 from lowbit.linear.fused_rounding import fake_quantize, learned_fake_quantize
+from lowbit.linear.operands import Kept, RoundedLinear
 from lowbit.numerics.learned_scales import qparams
 from lowbit.numerics.spec import Spec
-from lowbit.tensor.core.base import LowbitTensor
 from lowbit.trace import tracer
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How a product rounds its operands.
+    """How a product rounds its operands; the operands of a plain weight, that `RoundedLinear` takes.
+
+    `output` takes besides x, the weight and the bias: the parameters of learned scales and zero points, or None; and
+    what the scales of siblings share, or None.
 
     Attributes:
         weight: the spec of the weight.
         scale_dtype: of its scales, where they are computed from it.
         activation: the spec of the input; None where it is not rounded.
-        constant_codes: whether the gradient of learned scales is that of constant codes.
+        constant_codes: the gradient of learned scales is that of constant codes.
     """
 
     weight: Spec
@@ -50,134 +53,152 @@ class Rounding:
     activation: Spec | None = None
     constant_codes: bool = False
 
+    def output(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needs: Sequence[bool],
+        scale: Tensor | None,
+        zero: Tensor | None,
+        joint: Tensor | None,
+    ) -> tuple[Tensor, Kept]:
+        own = x
+        if self.activation is not None:
+            own, _ = fused_rounding.rounded(x, self.activation, masked=False)
+        values, _ = self.values(weight, (scale, zero, joint), x.dtype)
+        tracer.rounded(values, weight)
+        return F.linear(own, values, bias), (x, self.alias(weight), scale, zero, joint)
 
-class _RoundedLinear(torch.autograd.Function):
-    """See the module. `scale` and `zero` are the parameters of learned scales, or None; `joint` is what the scales of
-    siblings share, or None."""
+    def gradients(
+        self, grad: Tensor, kept: Sequence[Any], needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        x, weight, *scales = kept
+        scale, zero, _ = scales
+        learn = needs[0], needs[1], needs[4], needs[5]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return self._differentiable_gradients(grad, kept, learn)
+        own, from_x = x, None
+        if self.activation is not None:
+            own, from_x = fused_rounding.rounded(x, self.activation)
+        grad_x = grad_weight = grad_scale = grad_zero = from_weight = None
+        if needs[0] or scale is None:
+            values, from_weight = self.values(weight, scales, grad.dtype, grad)
+        if needs[0]:
+            grad_x = grad @ values
+            grad_x = grad_x if from_x is None else from_x.passed(grad_x)
+        if any(learn[1:]):
+            grad_weight = (grad.t() @ own).to(weight.dtype)
+            if scale is None:
+                grad_weight = from_weight.passed(grad_weight)  # type: ignore[union-attr]
+            else:
+                grad_weight, grad_scale, grad_zero = self.learned(grad_weight, weight, scale, zero)
+        return grad_x, grad_weight, grad_scale, grad_zero
 
-    @staticmethod
-    def forward(
-        ctx: Any,
+    def _differentiable_gradients(
+        self, grad: Tensor, kept: Sequence[Any], learn: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        """The gradients with a graph, for second derivatives. `learn`: those of x, the weight, its scale and its zero
+        point that are wanted."""
+        x, weight, *scales = kept
+        y = self.recorded(x, weight, None, *scales)
+        wanted = [t for t, need in zip(kept[:4], learn, strict=True) if need and t is not None]
+        found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True) if wanted else ())
+        return [next(found) if need else None for need in learn]
+
+    def recorded(
+        self,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         scale: Tensor | None,
         zero: Tensor | None,
         joint: Tensor | None,
-        rounding: Rounding,
     ) -> Tensor:
-        ctx.save_for_backward(x, _alias(weight), scale, zero, joint)
-        ctx.rounding = rounding
-        own = x
-        if rounding.activation is not None:
-            own, _ = fused_rounding.rounded(x, rounding.activation, masked=False)
-        values, _ = _rounded_weight(weight, (scale, zero, joint), rounding, x.dtype)
+        """The product as operations that autograd records one by one."""
+        if self.activation is not None:
+            x = fake_quantize(x, self.activation)
+        values = self.differentiable(weight, scale, zero, joint).to(x.dtype)
         tracer.rounded(values, weight)
-        return F.linear(own, values, bias)
+        return F.linear(x, values, bias)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *scales = ctx.saved_tensors
-        scale, zero, _ = scales
-        (grad,), rounding, needs = grads, ctx.rounding, ctx.needs_input_grad
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return _differentiable_gradients(grad, ctx.saved_tensors, rounding, needs)
-        own, from_x = x, None
-        if rounding.activation is not None:
-            own, from_x = fused_rounding.rounded(x, rounding.activation)
-        grad_x = grad_weight = grad_bias = grad_scale = grad_zero = from_weight = None
-        if needs[0] or scale is None:
-            values, from_weight = _rounded_weight(weight, scales, rounding, grad.dtype, grad)
-        if needs[0]:
-            grad_x = grad @ values
-            grad_x = grad_x if from_x is None else from_x.passed(grad_x)
-        if needs[1] or needs[3] or needs[4]:
-            grad_weight = (grad.t() @ own).to(weight.dtype)
-            if scale is None:
-                grad_weight = from_weight.passed(grad_weight)  # type: ignore[union-attr]
-            elif isinstance(weight, LowbitTensor):
-                found = weight.gradients_by(grad_weight, scale, zero)  # type: ignore[attr-defined]
-                grad_weight, grad_scale, grad_zero = found
-            else:
-                grad_weight, grad_scale, grad_zero = fused_rounding.learned_gradients(
-                    grad_weight, weight, rounding.weight, (scale, zero), rounding.constant_codes
-                )
-        if needs[2]:
-            grad_bias = grad.sum(0)
-        return grad_x, grad_weight, grad_bias, grad_scale, grad_zero, None, None
+    # ---- the weight ------------------------------------------------------------------------------------------
+
+    def alias(self, weight: Any) -> Any:
+        """What a graph keeps of the weight."""
+        return weight
+
+    def values(
+        self,
+        weight: Any,
+        scales: Sequence[Tensor | None],
+        dtype: torch.dtype,
+        after: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:
+        """The weight as the product sees it, and where its gradient passes (not for learned scales). `scales`: scale,
+        zero and joint."""
+        scale, zero, joint = scales
+        if scale is None:
+            own, masked = self.scale_dtype, after is not None
+            return fused_rounding.rounded(weight, self.weight, own, dtype, after, masked, joint)
+        found = qparams(self.weight, scale, zero)
+        return fused_rounding.rounded_by(weight, self.weight, found, dtype, after), None
+
+    def learned(
+        self, grad: Tensor, weight: Any, scale: Tensor, zero: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The gradients of the weight, its scale and its zero point from that of its rounded values."""
+        return fused_rounding.learned_gradients(
+            grad, weight, self.weight, (scale, zero), self.constant_codes
+        )
+
+    def differentiable(
+        self, weight: Any, scale: Tensor | None, zero: Tensor | None, joint: Tensor | None
+    ) -> Tensor:
+        """The rounded values, as operations that autograd records."""
+        if scale is None:
+            return fake_quantize(weight, self.weight, self.scale_dtype, joint)
+        return learned_fake_quantize(weight, scale, zero, self.weight, self.constant_codes)
+
+    def runs_in_graphs(self, weight: Any) -> bool:
+        """True if graphs of torch.compile can round the weight again in their backward pass."""
+        return fused_rounding.runs(self.weight, weight, in_backward=True)
 
 
-def _alias(weight: Tensor) -> Tensor:
-    """A low-bit weight that a graph holds could not be moved or cast, which swaps the tensors of a subclass."""
-    return weight.detach() if isinstance(weight, LowbitTensor) else weight
+class RoundingOfGathered(Rounding):
+    """`Rounding` of the form of codes that FSDP2 gathers, which decodes itself."""
 
+    def alias(self, weight: Any) -> Any:
+        """A low-bit weight that a graph holds could not be moved or cast, which swaps the tensors of a subclass."""
+        return weight.detach()
 
-def _rounded_weight(
-    weight: Tensor,
-    scales: Sequence[Tensor | None],
-    rounding: Rounding,
-    dtype: torch.dtype,
-    after: Tensor | None = None,
-) -> tuple[Tensor, Any]:
-    """The weight as the product sees it, and where its gradient passes (not for learned scales). `scales`: scale, zero
-    and joint."""
-    spec, (scale, zero, joint) = rounding.weight, scales
-    if isinstance(weight, LowbitTensor):
-        values, inside = weight.decoded()  # type: ignore[attr-defined]
+    def values(
+        self,
+        weight: Any,
+        scales: Sequence[Tensor | None],
+        dtype: torch.dtype,
+        after: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:
+        values, inside = weight.decoded()
         return values.to(dtype), inside
-    if scale is None:
-        masked = after is not None
-        own = rounding.scale_dtype
-        return fused_rounding.rounded(weight, spec, own, dtype, after, masked, joint)
-    found = qparams(spec, scale, zero)
-    return fused_rounding.rounded_by(weight, spec, found, dtype, after), None
 
+    def learned(
+        self, grad: Tensor, weight: Any, scale: Tensor, zero: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return weight.gradients_by(grad, scale, zero)
 
-def _differentiable_gradients(
-    grad: Tensor,
-    operands: tuple[Tensor | None, ...],
-    rounding: Rounding,
-    needs: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
-    """The gradients with a graph, for second derivatives. `operands`: x, the weight, its scale, its zero point, and
-    joint."""
-    x, weight, *scales = operands
-    y = _kept(x, weight, None, *scales, rounding)  # type: ignore[arg-type, call-arg]
-    learn = needs[0], needs[1], needs[3], needs[4]
-    wanted = [t for t, need in zip(operands[:4], learn, strict=True) if need and t is not None]
-    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True) if wanted else ())
-    of_x, of_weight, of_scale, of_zero = (next(found) if need else None for need in learn)
-    return of_x, of_weight, grad.sum(0) if needs[2] else None, of_scale, of_zero, None, None
+    def differentiable(
+        self, weight: Any, scale: Tensor | None, zero: Tensor | None, joint: Tensor | None
+    ) -> Tensor:
+        return weight.fake_quantized() if scale is None else weight.quantized_by(scale, zero)
 
-
-def _kept(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    zero: Tensor | None,
-    joint: Tensor | None,
-    rounding: Rounding,
-) -> Tensor:
-    """The product as operations that autograd records one by one."""
-    if rounding.activation is not None:
-        x = fake_quantize(x, rounding.activation)
-    if isinstance(weight, LowbitTensor):
-        own: Any = weight
-        values = own.fake_quantized() if scale is None else own.quantized_by(scale, zero)
-    elif scale is None:
-        values = fake_quantize(weight, rounding.weight, rounding.scale_dtype, joint)
-    else:
-        spec, constant = rounding.weight, rounding.constant_codes
-        values = learned_fake_quantize(weight, scale, zero, spec, constant)
-    values = values.to(x.dtype)
-    tracer.rounded(values, weight)
-    return F.linear(x, values, bias)
+    def runs_in_graphs(self, weight: Any) -> bool:
+        return False
 
 
 def rounded_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Any,
     bias: Tensor | None,
     rounding: Rounding,
     scale: Tensor | None = None,
@@ -186,21 +207,20 @@ def rounded_linear(
 ) -> Tensor:
     """x [..., K] times the weight [N, K] transposed, both rounded, plus bias [N]: differentiable in all tensors.
 
-    The weight is plain, or the form of codes that FSDP2 gathers: `decoded()` gives its values and where their gradient
-    passes, and `gradients_by` the gradients where scales are learned. `scale` and `zero` are the parameters of learned
-    scales; None for scales that the weight itself gives. `joint`: what these share with those of siblings, or None.
+    Args:
+        x: [..., K].
+        weight: [N, K], plain or gathered, as `rounding` takes it.
+        bias: [N].
+        rounding: how both are rounded.
+        scale, zero: the parameters of learned scales; None for scales that the weight itself gives.
+        joint: what these share with those of siblings, or None.
     """
     compiling = torch.compiler.is_compiling()
-    keeps = False
-    if compiling:
-        is_plain = not isinstance(weight, LowbitTensor)
-        keeps = not (is_plain and fused_rounding.runs(rounding.weight, weight, in_backward=True))
+    keeps = compiling and not rounding.runs_in_graphs(weight)
     if keeps or not torch.is_grad_enabled():
-        return _kept(x, weight, bias, scale, zero, joint, rounding)
+        return rounding.recorded(x, weight, bias, scale, zero, joint)
     if compiling and rounding.activation is not None:
         x = fake_quantize(x, rounding.activation)
-        own = rounding
-        rounding = Rounding(own.weight, own.scale_dtype, constant_codes=own.constant_codes)
+        rounding = replace(rounding, activation=None)
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 would not do for K = 0
-    y = _RoundedLinear.apply(flat, weight, bias, scale, zero, joint, rounding)
-    return unflattened(y, x)
+    return unflattened(RoundedLinear.apply(flat, weight, bias, rounding, scale, zero, joint), x)

@@ -32,7 +32,7 @@ from lowbit.linear.fused_rounding import (
     rounded,
     unclamped_codes,
 )
-from lowbit.linear.rounded_linear import Rounding, rounded_linear
+from lowbit.linear.rounded_linear import Rounding, RoundingOfGathered, rounded_linear
 from lowbit.numerics.code_range import within_range
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8
@@ -544,7 +544,8 @@ def rounding_of(weight: FakeQuantizedTensor, dtype: torch.dtype) -> Rounding:
     """
     spec = weight.scheme.weight
     scale_dtype = representation_of(spec).scale_dtype(spec, dtype)
-    return Rounding(spec, scale_dtype, weight.input_spec, weight.constant_codes)
+    kind = RoundingOfGathered if weight.is_gathered else Rounding
+    return kind(spec, scale_dtype, weight.input_spec, weight.constant_codes)
 
 
 def _plain(x: Any) -> Any:
