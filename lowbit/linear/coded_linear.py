@@ -36,8 +36,8 @@ from lowbit.linear.low_bit_linear import (
     transposed,
 )
 from lowbit.linear.operands import Kept, RoundedLinear
-from lowbit.numerics.affine import computed_again
-from lowbit.numerics.packing import pack, unpack
+from lowbit.numerics.affine import StraightThrough, computed_again, where_bits
+from lowbit.numerics.packing import pack
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import MixedPrecision
@@ -99,22 +99,12 @@ def coded_weight(values: Tensor, spec: Spec, joint: Tensor | None = None) -> Cod
         codes, _, _ = spec.quantize(own, qparams=(scale, None))
         return CodedWeight(codes, scale, values, own)
     codes, inside = spec.quantize_by(own, scale)
-    return CodedWeight(codes, scale, _Inside.apply(values, inside), own)
+    return CodedWeight(codes, scale, _passing(values, inside), own)
 
 
-class _Inside(torch.autograd.Function):
+def _passing(x: Tensor, inside: Tensor) -> Tensor:
     """x, with a gradient of zero where it clips. Keeps a bit an element."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, inside: Tensor) -> Tensor:
-        ctx.save_for_backward(pack(inside.to(torch.uint8), 1))
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (bits,) = ctx.saved_tensors
-        inside = unpack(bits, 1, grads[0].shape[-1]).to(torch.bool)
-        return torch.where(inside, grads[0], 0.0), None
+    return StraightThrough.apply(x, x.detach(), pack(inside.to(torch.uint8), 1), where_bits)
 
 
 def dynamic_input(
@@ -134,14 +124,14 @@ def dynamic_input(
     codes, scale, *turned = of_last_input(given, (x.dtype, spec, product, turned_as), found)
     handle = x
     if spec.may_clip(torch.float32):
-        handle = _Inside.apply(x, spec.quantize_by(own, scale)[1])
+        handle = _passing(x, spec.quantize_by(own, scale)[1])
     return CodedInput(codes, scale, handle, (turned[0], turned[1]) if turned else None)
 
 
 def constant_input(x: Tensor, spec: Spec, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Codes of x [M, K] by a static scale [1, 1] that is a constant, and the handle."""
     codes, inside = spec.quantize_by(x.detach(), scale)
-    return codes, _Inside.apply(x, inside)
+    return codes, _passing(x, inside)
 
 
 # ---- the product -----------------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ the kernel runs only where it saves memory (`IN_GRAPHS`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 
 import lowbit_kernels as kernels
 from lowbit.numerics import learned_scales
+from lowbit.numerics.affine import StraightThrough, everywhere, where_set
 from lowbit.numerics.learned_scales import (
     RATE,
     codes_and_residual,
@@ -87,19 +90,22 @@ class Inside:
     """Where the gradient of a tensor passes its rounding: a mask, the kernel's bits, or everywhere."""
 
     def __init__(self, mask: Tensor | None, group_size: int = 0) -> None:
-        self.mask, self.group_size = mask, group_size
+        self.mask = mask
+        self.rule: Callable[..., Tensor] = everywhere if mask is None else where_set
+        if mask is not None and group_size:
+            self.rule = partial(_where_kernel_bits, group_size=group_size)
 
     def passed(self, grad: Tensor) -> Tensor:
         """`grad` where it passes, else 0."""
-        if self.mask is None:
-            return grad
-        if not self.group_size:
-            return torch.where(self.mask, grad, 0.0)
-        flat = _flat(grad)
-        if torch.is_grad_enabled():  # differentiable
-            kept = kernels.fake_quantize.unpack_inside(self.mask, self.group_size, flat.shape[1])
-            return torch.where(kept, flat, 0.0).view(grad.shape)
-        return kernels.fake_quantize.zero_outside(flat, self.mask, self.group_size).view(grad.shape)
+        return self.rule(grad, self.mask)
+
+
+def _where_kernel_bits(grad: Tensor, bits: Tensor, group_size: int) -> Tensor:
+    flat = _flat(grad)
+    if torch.is_grad_enabled():  # differentiable
+        kept = kernels.fake_quantize.unpack_inside(bits, group_size, flat.shape[1])
+        return torch.where(kept, flat, 0.0).view(grad.shape)
+    return kernels.fake_quantize.zero_outside(flat, bits, group_size).view(grad.shape)
 
 
 def rounded(
@@ -222,22 +228,6 @@ def learned_gradients(
 # ---- differentiable --------------------------------------------------------------------------------------------------
 
 
-class _FakeQuantize(torch.autograd.Function):
-    """Keeps a bit an element."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, spec: Spec, scale_dtype: torch.dtype) -> Tensor:
-        values, inside = rounded(x, spec, scale_dtype)
-        ctx.save_for_backward(inside.mask)
-        ctx.group_size = inside.group_size
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (mask,) = ctx.saved_tensors
-        return Inside(mask, ctx.group_size).passed(grads[0]), None, None
-
-
 class _LearnedFakeQuantize(torch.autograd.Function):
     """Keeps its arguments alone."""
 
@@ -269,7 +259,8 @@ def fake_quantize(
         return spec.fake_quantize(x, scale_dtype, joint)
     if not runs(spec, x) or x.numel() == 0:
         return spec.fake_quantize(x, scale_dtype)
-    return _FakeQuantize.apply(x, spec, scale_dtype)
+    values, inside = rounded(x, spec, scale_dtype)
+    return StraightThrough.apply(x, values, inside.mask, inside.rule)
 
 
 def learned_fake_quantize(

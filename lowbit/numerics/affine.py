@@ -34,7 +34,7 @@ observers, to which this module is bit-exact except for exact ties, NaN, and the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -48,6 +48,7 @@ from lowbit.numerics.code_range import (
     quant_range,
     within_range,
 )
+from lowbit.numerics.packing import unpack
 
 Mapping = Literal[
     "symmetric", "symmetric_no_clipping_err", "asymmetric", "float_zero_point", "half_integer"
@@ -494,30 +495,38 @@ def dequantize_affine(
     return values.reshape(codes.shape).to(output_dtype)
 
 
-class _StraightThrough(torch.autograd.Function):
-    """`values`, with the gradient of the identity where `inside` and none elsewhere."""
+def everywhere(grad: Tensor, mask: None) -> Tensor:
+    """`grad`: it passes everywhere."""
+    return grad
+
+
+def where_set(grad: Tensor, mask: Tensor) -> Tensor:
+    """`grad` where `mask` is True, else 0."""
+    return torch.where(mask, grad, 0.0)
+
+
+def where_bits(grad: Tensor, bits: Tensor) -> Tensor:
+    """`where_set` of a mask that `packing.pack(mask, 1)` packed."""
+    return torch.where(unpack(bits, 1, grad.shape[-1]).to(torch.bool), grad, 0.0)
+
+
+class StraightThrough(torch.autograd.Function):
+    """`values` in place of `input`, whose gradient is `passed(grad, mask)`. It keeps the mask alone.
+
+    The straight-through estimator of rounding, arXiv 1308.3432.
+    """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, values: Tensor, inside: Tensor) -> Tensor:
-        ctx.save_for_backward(inside)
+    def forward(
+        ctx: Any, input: Tensor, values: Tensor, mask: Tensor | None, passed: Callable[..., Tensor]
+    ) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.passed = passed
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (inside,) = ctx.saved_tensors
-        return torch.where(inside, grads[0], 0.0), None, None
-
-
-class _StraightThroughAll(torch.autograd.Function):
-    """`values`, with the gradient of the identity. It keeps nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, values: Tensor) -> Tensor:
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.passed(grads[0], *ctx.saved_tensors), None, None, None
 
 
 @torch.no_grad()
@@ -570,6 +579,5 @@ def fake_quantize_affine(
     values, inside = rounded_affine(
         input, block_size, scale, zero_point, quant_dtype, quant_min, quant_max, clips
     )
-    if inside is None:
-        return _StraightThroughAll.apply(input, values)
-    return _StraightThrough.apply(input, values, inside)
+    passed = everywhere if inside is None else where_set
+    return StraightThrough.apply(input, values, inside, passed)
