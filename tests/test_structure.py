@@ -131,8 +131,8 @@ FLOORS: list[set[str]] = [
     {"elsewhere", "tests", "benchmarks"},
 ]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-STILL_UP = {("linear", "tensor"), ("tensor", "layers")}
-"""Arrows that go up until `linear` takes operands and the modules with learned scales leave `tensor`."""
+STILL_UP = {("tensor", "layers")}
+"""Arrows that go up until the modules with learned scales leave `tensor`."""
 
 
 def part(name: str) -> str:

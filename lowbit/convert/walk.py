@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from lowbit.convert.by_name import _check_schemes, matches
 from lowbit.convert.report import Entry, Report
 from lowbit.convert.siblings import families, group_of
+from lowbit.linear.frozen.kinds import representation_of
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import TrainingScheme
 from lowbit.tensor.core.base import LowbitTensor, check_weight
-from lowbit.tensor.frozen.affine_tensor import representation_of
 from lowbit.tensor.frozen.conv_tensor import CONVOLUTIONS, check_spec, matrix_shape
 from lowbit.tensor.trained.learned_scales import weight_scaled_by
 

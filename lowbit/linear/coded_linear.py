@@ -29,6 +29,7 @@ import lowbit_kernels as kernels
 from lowbit.linear.frozen.checks import check_linear, refuse_second_derivative, unflattened
 from lowbit.linear.frozen.codes_product import CodesProduct, Described, codes_product
 from lowbit.linear.frozen.eight_bits import scale_of_rows
+from lowbit.linear.frozen.kinds import representation_of
 from lowbit.linear.low_bit_linear import (
     Codes,
     low_bit_gradients,
@@ -41,7 +42,6 @@ from lowbit.numerics.packing import pack
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import MixedPrecision
-from lowbit.tensor.frozen.affine_tensor import representation_of
 from lowbit.trace import tracer
 from lowbit.trace.tracer import Note
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import Filter, Schemes, Target, check_module, find_targets
+from lowbit.linear.frozen.kinds import representation_of
 from lowbit.numerics.code_range import within_range
 from lowbit.numerics.learned_scales import codes_and_residual, qparams
 from lowbit.numerics.spec import Spec, crop
@@ -41,7 +42,6 @@ from lowbit.qat.tools.batches import call
 from lowbit.qat.tools.sensitivity import Sensitivity, SensitivityReport
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.frozen.affine_tensor import representation_of
 from lowbit.trace.tracer import state_restored
 
 Loss = Callable[[nn.Module, Any], Tensor]

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_map
 
 import lowbit_kernels as kernels
 from lowbit.linear.frozen import quantized_linear
+from lowbit.linear.frozen.kinds import KINDS, representation_of
 from lowbit.numerics.granularity import PerGroup, PerRow
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8, Int
@@ -82,7 +83,6 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
 
     caches = ("_known_products", "_reader")
     stored_as: ClassVar[str | None] = "integers"
-    _kinds: ClassVar[list[type[AffineTensor]]] = []
     """The classes that define `stores`, the newest first."""
 
     codes: Tensor
@@ -100,7 +100,7 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "stores" in cls.__dict__:
-            AffineTensor._kinds.insert(0, cls)
+            KINDS.insert(0, cls)
 
     def __new__(
         cls,
@@ -488,9 +488,7 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def representation_of(spec: Spec) -> type[AffineTensor]:
-    """The class that stores a weight of this spec."""
-    return next((kind for kind in AffineTensor._kinds if kind.stores(spec)), AffineTensor)
+KINDS.append(AffineTensor)
 
 
 def _zero_point_dtype(spec: Spec) -> torch.dtype:

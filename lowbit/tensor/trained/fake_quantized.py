@@ -26,6 +26,7 @@ from lowbit.linear.coded_linear import (
     product_of,
 )
 from lowbit.linear.frozen.checks import autocast_inputs, in_transform, refuse_transforms
+from lowbit.linear.frozen.kinds import representation_of
 from lowbit.linear.fused_rounding import (
     Inside,
     fake_quantize,
@@ -42,7 +43,7 @@ from lowbit.schemes.training import MixedPrecision
 from lowbit.tensor.core.base import InnerShapes, LowbitTensor, stored_shape
 from lowbit.tensor.core.fsdp import Gather, Wire
 from lowbit.tensor.core.reading import rounding_inputs
-from lowbit.tensor.frozen.affine_tensor import AffineTensor, representation_of
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.trained.gathered import Decoded
 from lowbit.tensor.trained.master_weight import MasterWeightTensor
 from lowbit.tensor.trained.trainable import Values

@@ -31,6 +31,7 @@ from lowbit.layers.holds_scales import (
 from lowbit.layers.learned_experts import scaled, scaled_by
 from lowbit.linear.coded_linear import CodedWeight
 from lowbit.linear.frozen.checks import refuse_transforms
+from lowbit.linear.frozen.kinds import representation_of
 from lowbit.linear.fused_rounding import learned_fake_quantize
 from lowbit.numerics.learned_scales import (
     RATE,
@@ -55,7 +56,6 @@ from lowbit.tensor.core.dtensor import (
 )
 from lowbit.tensor.core.fsdp import Gather, Wire
 from lowbit.tensor.core.reading import rounding_inputs
-from lowbit.tensor.frozen.affine_tensor import representation_of
 from lowbit.tensor.trained.fake_quantized import CodesBeforeClamp, FakeQuantizedTensor, Qparams
 from lowbit.tensor.trained.gathered import Decoded
 from lowbit.tensor.trained.trainable import Values
