@@ -15,14 +15,14 @@ plus 0 and 1, and mirrored (without -1) where signed.
 nearest. A Llama of 316M parameters ends 2.1% higher with them than with float32 states, for two reasons, measured in
 benchmarks/LOG.md ("4 bits: squares and powers of two").
 
-*Rounded to nearest, a momentum stays where it is.* In a step it moves by a tenth of the way to the gradient. That is
-often less than half the way to the next of 16 values. An optimizer's step therefore rounds 4 bits stochastically, so
+*Rounding to nearest leaves a momentum where it is.* A step moves a momentum by a tenth of the way to the gradient. That
+is often less than half the way to the next of 16 values. An optimizer's step therefore rounds 4 bits stochastically, so
 that the mean of what is stored is the moment itself.
 
-*Second moments of a block differ by more than 16 times.* A smaller one is stored as a sixteenth of the largest, and its
-weight moves too little. So the book without a sign holds powers of two, ``2**(code - 15)``. It has no zero, because an
-update divided by the root of zero blows up. Scales are powers of two as well: a moment that stays the same keeps its
-value when the largest of its block changes.
+*Second moments of a block differ by more than 16 times.* The linear table stores a smaller moment as a sixteenth of the
+largest, and its weight moves too little. So the book without a sign holds powers of two, ``2**(code - 15)``. This book
+has no zero, because an update divided by the root of zero blows up. Scales are powers of two as well: a moment that
+stays the same keeps its value when the largest of its block changes.
 
 The signed book holds squares, ``(i / 7)**2`` and their negatives, i = 0..7, at ``code = 7 + i`` and ``7 - i``. Code 15
 is the next square, which no block has. With y the value divided by its block's scale, and 16 random bits ``r``, all in
@@ -35,7 +35,7 @@ float32::
                 level = i + ((z - i**2) * 65536 > (r + 0.5) * (2 i + 1))
                 code = 7 + level, or 7 - level for negative y
 
-A NaN counts as 0; it is kept in the scale. The mantissa of y is its distance from the power of two below it, so adding
+A NaN counts as 0; the scale keeps the NaN. The mantissa of y is its distance from the power of two below it, so adding
 random bits to the mantissa carries into the exponent with the right probability. ``2 i + 1`` is the distance to the
 next square. Only the root is inexact, and the comparison repairs it, so that GPUs may take an approximate root. The
 root is off by some units in the last place, so i is wrong only if z lies next to a square ``k**2``: it is then k - 1 in
@@ -99,12 +99,12 @@ class Codebook:
 
     @property
     def rounds_stochastically(self) -> bool:
-        """True if `encode_stochastically` takes this book: the ones of 4 bits."""
+        """True if `encode_stochastically` takes this book: those of 4 bits."""
         return self.bits == 4
 
     @property
     def scales_are_powers(self) -> bool:
-        """True if blocks of this book are divided by a power of two, not below their largest magnitude."""
+        """True if each block is divided by a power of two that is not below its largest magnitude."""
         return self.bits == 4 and not self.signed
 
     def table(self, device: torch.device | str = "cpu") -> Tensor:
@@ -387,14 +387,14 @@ def _on_device(book: Codebook, device: torch.device) -> _Tables:
 
 
 def pairs(values: np.ndarray) -> Tensor:
-    """int64 [256], of each byte: the two float32 values of its 4-bit codes. `values`: float32, one a code."""
+    """int64 [256]: for each byte, the two float32 values of its 4-bit codes. `values`: float32, one a code."""
     byte = np.arange(256)
     both = np.stack([values[byte & 15], values[byte >> 4]], axis=-1)
     return torch.from_numpy(both).view(torch.int64).squeeze(-1)
 
 
 def share_a_cell(boundary: np.ndarray) -> bool:
-    """Whether two of these boundaries fall into one cell, so that `steps` cannot tell them apart."""
+    """True if two of these boundaries fall into one cell, so that `steps` cannot tell them apart."""
     return len(set(boundary.view(np.uint32) >> 16)) < len(boundary)
 
 

@@ -68,7 +68,7 @@ class LookupTable:
 
     @property
     def dtype(self) -> Any:
-        """The type of a code, as `lowbit.numerics.affine` takes it: the table itself, which is no torch.dtype."""
+        """The type of a code, as `lowbit.numerics.affine` takes it: the table itself, which is not a torch.dtype."""
         return self
 
     @property
@@ -136,7 +136,7 @@ E2M1 = LookupTable((*_MAGNITUDES, *(-v for v in _MAGNITUDES)), ties_to_even=True
 
 
 def _dynamic_values() -> tuple[float, ...]:
-    """Seven decades. Each has twice as many values as the one below, in the middle of equal parts of it. float32."""
+    """float32 values of seven decades. A decade holds the middles of equal parts, twice as many as the one below."""
     found = [0.0, 1.0]
     for decade in range(7):
         count = 2**decade
@@ -163,9 +163,7 @@ TABLES = {"nf4": NF4, "e2m1": E2M1, "dynamic8": DYNAMIC8}
 class _Tables(NamedTuple):
     ascending: Tensor  # float32 [2**bits], -0.0 before 0.0
     last: Tensor  # float32 [2**bits - 1]: the largest x that takes each value but the last
-    step: (
-        Tensor | None
-    )  # the same for `lowbit.numerics.codebook.ranks`; None where it cannot tell two of them apart
+    step: Tensor | None  # `last` for `lowbit.numerics.codebook.ranks`; None where `share_a_cell`
     codes: Tensor  # uint8 [2**bits], of the ascending values
     values: Tensor  # float32 [2**bits], in the order of codes
     pairs: Tensor | None  # int64 [256], for 4 bits

@@ -41,15 +41,15 @@ PartShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class ScaleFormat:
-    """One row of the table of the module but "float"."""
+    """A row of the module's table, except "float"."""
 
     shared: ClassVar[tuple[str, ...]] = ()
     """The parts that a whole matrix shares, of shape [..., 1, 1]."""
 
     joint: ClassVar[str | None] = None
-    """The part of `shared` that a server has once for layers that it merges, so that siblings must agree in it."""
+    """The part of `shared` that siblings must agree in, because a server has it once for the layers that it merges."""
     is_byte: ClassVar[bool] = False
-    """Whether a byte, together with what its matrix shares, is a scale."""
+    """True if a byte, together with what its matrix shares, is a scale."""
 
     def shapes(self, blocks: tuple[int, ...]) -> PartShapes:
         """Shape and dtype of each part, for scales of shape `blocks`, [..., N, G]."""
@@ -62,8 +62,8 @@ class ScaleFormat:
     def encode(
         self, absmax: Tensor, table: LookupTable, mapping: str, kept: Parts | None = None
     ) -> dict[str, Tensor]:
-        """The parts for blocks with these largest magnitudes, float32 [..., N, G]. `kept`: parts of a weight that keeps
-        what its blocks share."""
+        """The parts for blocks with the largest magnitudes `absmax`, float32 [..., N, G], of codes in `table`.
+        `mapping`: that of the `Spec`. `kept`: parts from which comes what several blocks share; None: from `absmax`."""
         raise NotImplementedError
 
     def decode(self, parts: Parts) -> Tensor:

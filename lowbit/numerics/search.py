@@ -82,7 +82,7 @@ class _Format:
 
     @property
     def has_values(self) -> bool:
-        """Whether codes are values: those of float8 or of a table."""
+        """True if codes are values: those of float8 or of a table."""
         return is_value(self.dtype)
 
     @property
@@ -95,12 +95,12 @@ class _Format:
 
     @property
     def has_zero_at_zero(self) -> bool:
-        """Whether every zero point is the code 0."""
+        """True if every zero point is the code 0."""
         return self.mapping.startswith("symmetric") and self.mid == 0
 
     @property
     def may_be_negative(self) -> bool:
-        """Whether a scale of the other sign gives other values."""
+        """True if a scale of the other sign gives other values."""
         return self.mapping.startswith("symmetric") and not self.has_values
 
     def min_max(self, x: Tensor, block_size: Sequence[int], *ends: Tensor) -> QParams:
@@ -331,10 +331,8 @@ def _fit(blocks: _Blocks) -> None:
         offset = (x - free * c) / h
         moved = fmt.stored((free / blocks.unit).float())
         offset = (offset / blocks.unit).float()
-        if (
-            fmt.mapping == "asymmetric"
-        ):  # c counts from the zero point, which becomes the code of −offset
-            zero = best.zero_point
+        if fmt.mapping == "asymmetric":
+            zero = best.zero_point  # c counts from it; it becomes the code of −offset
             assert zero is not None
             offset = offset + moved.float() * (fmt.mid - zero.float())
         blocks.offer(fmt.of_offset(moved, offset, best))
@@ -390,8 +388,8 @@ def search_qparams_affine(
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of each block with the smallest Σ importance · (x − x̂)² that the search finds.
 
-    Arguments and errors are those of `choose_qparams_affine`, and so is the result with keepdim=True, but for scales
-    that may be negative (symmetric integer mappings). The error is never above that of `choose_qparams_affine`.
+    Arguments and errors are those of `choose_qparams_affine`. So is the result with keepdim=True, except that scales
+    may be negative (symmetric integer mappings). The error is never above that of `choose_qparams_affine`.
 
     Args:
         input: real floating tensor; a meta tensor gets min-max's shapes.
