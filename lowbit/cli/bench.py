@@ -1,7 +1,7 @@
 """`lowbit bench`: how fast this machine's optimizers and linears are, beside PyTorch's own.
 
-The times are medians of repeated runs, the device waited for. They hold for this machine, and for the sizes that the
-table names. `python -m benchmarks` of the source tree measures much more.
+The times are medians of repeated runs, including the wait for the device. They hold for this machine and for the sizes
+in the table. `python -m benchmarks` of the source tree measures much more.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Sizes:
 
 _SIZES = {"cpu": Sizes(2048, 2, 0.5), "cuda": Sizes(4096, 16, 0.5)}
 _QUICK = {"cpu": Sizes(2048, 1, 0.03), "cuda": Sizes(4096, 2, 0.03)}
-"""The same width: smaller layers fit the caches, and calls take longer than what they compute."""
+"""The same width: smaller layers would fit the caches, and the overhead of calls would hide their products."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Row:
 
 
 def bench(device: str | None, quick: bool, json: bool, picture: Path | None) -> None:
-    """The command `bench`."""
+    """The command `bench`. Args: those of `lowbit.cli.app.bench`."""
     check_picture(picture)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type not in _SIZES:
@@ -97,7 +97,7 @@ def measured(device: torch.device, sizes: Sizes) -> list[Row]:
 
 
 _Made = tuple[Callable[[], object], Callable[[], float]]
-"""What is timed, and afterwards the bytes a parameter that it keeps."""
+"""A call to time, and a call that afterwards gives the bytes kept for each parameter."""
 _Run = tuple[str, str, Callable[[], _Made]]
 
 

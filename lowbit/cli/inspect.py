@@ -1,4 +1,4 @@
-"""`lowbit inspect`: what a folder holds, and how near it is to the original."""
+"""`lowbit inspect`: what a folder holds, and how near its weights are to the original."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lowbit.tensor.core.base import LowbitTensor
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of the folder. stored_as: its scheme, or its dtype; snr_db: None without an original."""
+    """A tensor of the folder. `stored_as`: the scheme or the dtype. `snr_db`: None without an original."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Weight:
 
 
 def inspect(model: Path, against: Path | None, json: bool, picture: Path | None) -> None:
-    """The command `inspect`."""
+    """The command `inspect`. Args: those of `lowbit.cli.app.inspect`."""
     check_picture(picture)
     folder = check(model)
     original = None if against is None else check(against)

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from lowbit import optim
-from lowbit.cli.shapes import Model, Shape, Sizes
+from lowbit.cli.shapes import ModelShapes, Shape, Sizes
 from lowbit.optim.state import state
 from lowbit.schemes import presets
 from lowbit.schemes.scheme import Scheme
@@ -41,9 +41,9 @@ from lowbit.train import prepare_
 
 HIGH = torch.bfloat16
 HALF = 2
-"""Bytes of an element of it."""
+"""Bytes of an element of HIGH."""
 RANK = 16
-"""Of the adapters of LoRA."""
+"""The rank of LoRA's adapters."""
 _STEP = 4
 """Bytes of torch's step counter, one a parameter."""
 
@@ -77,8 +77,8 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Bytes of one choice. activations: of inference, the cache of keys and values and one layer at work."""
+class MemoryUse:
+    """Bytes of one choice. `activations`: in inference, the cache of keys and values and one layer at work."""
 
     weights: int
     gradients: int
@@ -90,11 +90,11 @@ class Part:
         return self.weights + self.gradients + self.states + self.activations
 
 
-def plain_bytes(model: Model) -> int:
+def plain_bytes(model: ModelShapes) -> int:
     return HALF * model.parameters
 
 
-def quantized_bytes(model: Model, scheme: Scheme) -> int:
+def quantized_bytes(model: ModelShapes, scheme: Scheme) -> int:
     """Bytes of all weights with the matrices in `scheme`, the others in bfloat16."""
     matrices = {*model.matrices()}
     return sum(
@@ -111,7 +111,7 @@ def _in_scheme(shape: Shape, scheme: Scheme) -> int:
     return AffineTensor.from_float(empty, scheme).nbytes_stored()
 
 
-def int8_weight_bytes(model: Model) -> int:
+def int8_weight_bytes(model: ModelShapes) -> int:
     """Bytes of all weights with the matrices as `Int8Weight` trains them."""
     matrices = {*model.matrices()}
     return sum(
@@ -154,7 +154,7 @@ def _states_of(shape: Shape, kind: type[optim.AdamW]) -> int:
     return sum(map(state.nbytes, [state.new_step(weight), *made]))
 
 
-def adapters(model: Model, rank: int = RANK) -> dict[str, Shape]:
+def adapters(model: ModelShapes, rank: int = RANK) -> dict[str, Shape]:
     """The two factors of LoRA for each matrix of two dimensions."""
     found: dict[str, Shape] = {}
     for name in model.matrices():
@@ -165,7 +165,7 @@ def adapters(model: Model, rank: int = RANK) -> dict[str, Shape]:
 
 
 def activation_bytes(sizes: Sizes, run: Run, input_bytes: float = HALF) -> int:
-    """What one training step keeps for its backward pass. input_bytes: of an element of a product's input."""
+    """Bytes that a training step keeps for its backward pass. `input_bytes`: of an element of a product's input."""
     layer, inputs = _kept_by_layer(sizes, run)
     each = HALF * layer + input_bytes * inputs
     layers = sizes.layers * each
@@ -176,7 +176,7 @@ def activation_bytes(sizes: Sizes, run: Run, input_bytes: float = HALF) -> int:
 
 
 def _kept_by_layer(sizes: Sizes, run: Run) -> tuple[int, int]:
-    """Elements per token: all but the inputs of products, and those inputs."""
+    """Elements per token that a layer keeps: those that are not inputs of products, and those that are."""
     h, q, k, i = sizes.hidden, sizes.query, sizes.key_value, sizes.inner
     return 2 * run.norm_elements * h + q + 2 * k + 3 * i, 2 * h + q + i
 
@@ -188,7 +188,7 @@ def cache_bytes(sizes: Sizes, run: Run) -> int:
     return cache + run.batch * (HALF * (layer + inputs) + run.logit_bytes * sizes.vocabulary)
 
 
-def training(model: Model, run: Run) -> dict[str, Part]:
+def training(model: ModelShapes, run: Run) -> dict[str, MemoryUse]:
     """Each way to train, by its name."""
     shapes, sizes = model.weights, model.sizes
     plain, kept = plain_bytes(model), activation_bytes(sizes, run)
@@ -199,13 +199,13 @@ def training(model: Model, run: Run) -> dict[str, Part]:
     factors = HALF * sum(map(math.prod, small.values()))
     frozen = quantized_bytes(model, presets.Int4WeightOnly())
     return {
-        "bf16, torch AdamW": Part(plain, plain, torch_states(shapes), kept),
-        "bf16, AdamW8bit": Part(plain, plain, eight, kept),
-        "bf16, AdamW4bit": Part(plain, plain, four, kept),
-        "int8 products, AdamW8bit": Part(plain, plain, eight, low_inputs),
-        "int8 weights, AdamW8bit": Part(int8_weight_bytes(model), plain, eight, kept),
-        "QAT int4, AdamW8bit": Part(plain, plain, eight, kept),
-        f"LoRA rank {RANK} over int4": Part(
+        "bf16, torch AdamW": MemoryUse(plain, plain, torch_states(shapes), kept),
+        "bf16, AdamW8bit": MemoryUse(plain, plain, eight, kept),
+        "bf16, AdamW4bit": MemoryUse(plain, plain, four, kept),
+        "int8 products, AdamW8bit": MemoryUse(plain, plain, eight, low_inputs),
+        "int8 weights, AdamW8bit": MemoryUse(int8_weight_bytes(model), plain, eight, kept),
+        "QAT int4, AdamW8bit": MemoryUse(plain, plain, eight, kept),
+        f"LoRA rank {RANK} over int4": MemoryUse(
             frozen + factors, factors, lowbit_states(small, optim.AdamW8bit), kept
         ),
     }
@@ -218,11 +218,11 @@ _SERVED: dict[str, Callable[[], Scheme] | None] = {
 }
 
 
-def serving(model: Model, run: Run) -> dict[str, Part]:
+def serving(model: ModelShapes, run: Run) -> dict[str, MemoryUse]:
     """Each way to serve, by its name."""
     cache = cache_bytes(model.sizes, run)
     return {
-        f"inference {name}": Part(
+        f"inference {name}": MemoryUse(
             plain_bytes(model) if make is None else quantized_bytes(model, make()), 0, 0, cache
         )
         for name, make in _SERVED.items()

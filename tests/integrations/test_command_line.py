@@ -177,7 +177,7 @@ REFUSED = {
     "quantize untokenized --scheme int8_int8_static --data text.txt --out out": "has no tokenizer",
     "quantize model --scheme int8_int8_static --data text.txt --layers x.*=int4 --out out": "x.*",
     "eval model-int4 --data missing.txt": "missing.txt cannot be read: No such file",
-    "eval model-int4 --data binary": "no text in UTF-8",
+    "eval model-int4 --data binary": "not a text in UTF-8",
     "eval model-int4 --data short.txt": "at least 2",
     "eval model-int4 --data text.txt --context 65": "2 to 64",
     "eval model-int4 --data text.txt --context 1": "2 to 64",
