@@ -16,7 +16,8 @@ from lowbit.tensor.core.base import LowbitTensor
 
 @dataclass
 class ExportReport(Report):
-    """The report of an export; `print(report)`. `converted`: the weights that are in low bits in what was written.
+    """The report of an export; `print(report)`. `converted`: the weights that are in low bits in the new folder or
+    file.
 
     The other attributes are those of `lowbit.Report`.
 
@@ -24,7 +25,7 @@ class ExportReport(Report):
         snr: for each weight whose values were rounded on the way, the signal-to-noise ratio in dB.
         format: the name of the format.
         path: the folder or file.
-        notes: what is left out of it, and which readers take it, a line each.
+        notes: what is left out, and which readers take the result, a line each.
     """
 
     snr: dict[str, float] = field(default_factory=dict)
@@ -58,7 +59,7 @@ class ExportReport(Report):
 
 
 def snr(values: Tensor, weight: Tensor) -> float:
-    """10 · log10(Σ w² / Σ (w − ŵ)²) in dB, over chunks of rows; infinite where nothing was lost."""
+    """10 · log10(Σ w² / Σ (w − ŵ)²) in dB, over chunks of rows; infinite if nothing was lost."""
     signal = noise = 0.0
     rounded = weight.dequantize() if isinstance(weight, LowbitTensor) else weight
     if values.ndim == 0:
