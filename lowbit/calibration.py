@@ -154,7 +154,6 @@ class Calibration:
         return _set_scales(self.watched)
 
     def remove(self) -> None:
-        """Take the observers away."""
         for hook in self.hooks:
             hook.remove()
         if self.left_alone is None:

@@ -108,7 +108,6 @@ def package(name: str, extra: str) -> Package:
 
 
 def install(extra: str, upgrade: bool = False) -> str:
-    """The command that installs an extra."""
     return f"pip install {'--upgrade ' if upgrade else ''}'lowbit[{extra}]'"
 
 

@@ -189,7 +189,6 @@ def cache_bytes(sizes: Sizes, run: Run) -> int:
 
 
 def training(model: ModelShapes, run: Run) -> dict[str, MemoryUse]:
-    """Each way to train, by its name."""
     shapes, sizes = model.weights, model.sizes
     plain, kept = plain_bytes(model), activation_bytes(sizes, run)
     low_inputs = activation_bytes(sizes, run, input_bytes=1)
@@ -219,7 +218,6 @@ _SERVED: dict[str, Callable[[], Scheme] | None] = {
 
 
 def serving(model: ModelShapes, run: Run) -> dict[str, MemoryUse]:
-    """Each way to serve, by its name."""
     cache = cache_bytes(model.sizes, run)
     return {
         f"inference {name}": MemoryUse(

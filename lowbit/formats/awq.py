@@ -53,8 +53,6 @@ BITS = 4
 
 
 class Awq(Format):
-    """The format "awq"; see the module."""
-
     name = "awq"
     holds_experts = True
     scale_dtype = torch.float16

@@ -42,8 +42,6 @@ _LAYOUT = IntegerLayout(8, None, False)
 
 
 class BitsandbytesInt8(Format):
-    """The format "bitsandbytes-int8"; see the module."""
-
     name = "bitsandbytes-int8"
     scale_dtype = torch.bfloat16  # the constant of the package does not change its values
 

@@ -55,8 +55,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Bitsandbytes4bit(Format):
-    """The format "bitsandbytes-4bit"; see the module."""
-
     name = "bitsandbytes-4bit"
 
     def reads(self, config: Mapping[str, Any]) -> bool:

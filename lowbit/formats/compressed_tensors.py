@@ -76,8 +76,6 @@ E4M3 = torch.float8_e4m3fn
 
 
 class CompressedTensors(Format):
-    """The format "compressed-tensors"; see the module."""
-
     name = "compressed-tensors"
     holds_experts = True
 

@@ -143,15 +143,12 @@ class Published:
                 ) from error
 
     def names(self) -> list[str]:
-        """The names of the source, as published."""
         return [self._names.published(name) for name in self._source.names()]
 
     def linears(self) -> set[str]:
-        """The names of the source, as published."""
         return {self._names.published(name) for name in self._source.linears()}
 
     def copy_files(self, folder: Path) -> None:
-        """Copy the files of the source."""
         self._source.copy_files(folder)
 
 
@@ -191,15 +188,12 @@ class Gathered:
                 yield _gathered(place, own)
 
     def names(self) -> list[str]:
-        """The names of the source, as in memory."""
         return list(self._sizes)
 
     def linears(self) -> set[str]:
-        """The names of the source, as in memory."""
         return {self._names.in_memory(name)[0] for name in self._source.linears()}
 
     def copy_files(self, folder: Path) -> None:
-        """Copy the files of the source."""
         self._source.copy_files(folder)
 
 
@@ -257,7 +251,6 @@ class Joined:
         return name
 
     def names(self) -> list[str]:
-        """Names in the model."""
         return list(dict.fromkeys(self._names.values()))
 
     def items(self) -> Iterator[Item]:

@@ -316,7 +316,6 @@ class Folder:
 
     @property
     def left_out(self) -> list[str]:
-        """See `lowbit.formats.sources.Source`."""
         if not self.cache_scales:
             return []
         return [
@@ -412,7 +411,6 @@ class Folder:
             self._opened = ("", None)
 
     def items(self) -> Iterator[Item]:
-        """See `lowbit.formats.sources.Source`."""
         for name in self.in_order():
             value = self.read(name)
             holder = holder_of(name, value)
@@ -421,7 +419,6 @@ class Folder:
             yield Item(name, value, holder)
 
     def copy_files(self, folder: Path) -> None:
-        """See `copy_beside_weights`."""
         copy_beside_weights(self.path, folder)
 
     def linears(self) -> set[str]:

@@ -60,8 +60,6 @@ _SCHEMES = {
 
 
 class Float8Blocks(Format):
-    """The format "fp8"; see the module."""
-
     name = "fp8"
     holds_experts = True
 

@@ -41,7 +41,6 @@ class IntegerLayout:
 
     @property
     def spec(self) -> Spec:
-        """The spec of a weight in this layout."""
         granularity: Granularity = PerGroup(self.group_size) if self.group_size else PerRow()
         mapping: Mapping = "asymmetric" if self.has_zero_point else "symmetric"
         return Spec(Int(self.bits), granularity, mapping)

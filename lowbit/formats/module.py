@@ -58,12 +58,10 @@ class ModelSource:
         )
 
     def items(self) -> Iterator[Item]:
-        """See `lowbit.formats.sources.Source`."""
         for name, value in self.tensors.items():
             yield Item(name, value, self._holder(name))
 
     def names(self) -> list[str]:
-        """See `lowbit.formats.sources.Source`."""
         return [*self.tensors]
 
     def _holder(self, name: str) -> Holder:

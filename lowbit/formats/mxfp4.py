@@ -41,8 +41,6 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 class Mxfp4(Format):
-    """The format "mxfp4"; see the module."""
-
     name = "mxfp4"
     holds_stacks = True
 

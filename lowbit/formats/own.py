@@ -29,8 +29,6 @@ from lowbit.tensor.core.state_dict import describe, read_description
 
 
 class Own(Format):
-    """The format "lowbit"; see the module."""
-
     name = "lowbit"
     holds_embeddings = True
     holds_custom = True

@@ -100,7 +100,6 @@ class Quantizing:
             raise FormatError(f"{folder.path} has no matrix named ….weight that the scheme chooses")
 
     def items(self) -> Iterator[Item]:
-        """See `lowbit.formats.sources.Source`."""
         for item in self._folder.items():
             choice = self._plan[item.name]
             scheme = choice.scheme
@@ -130,15 +129,12 @@ class Quantizing:
         return self._joints.pop(name)
 
     def names(self) -> list[str]:
-        """The names in the folder."""
         return self._folder.names()
 
     def linears(self) -> set[str]:
-        """See `lowbit.formats.sources.Source`."""
         return self._folder.linears()
 
     def copy_files(self, folder: Path) -> None:
-        """Copy the files of the folder."""
         self._folder.copy_files(folder)
 
 

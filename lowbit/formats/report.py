@@ -37,7 +37,6 @@ class ExportReport(Report):
         return "\n".join([super().__str__(), *(f"  ! {note}" for note in self.notes)])
 
     def enter(self, item: Item, size: int) -> None:
-        """Count an item that takes `size` bytes."""
         value: Tensor = item.value
         is_low = isinstance(value, LowbitTensor)
         self.parameters += value.numel()

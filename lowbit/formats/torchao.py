@@ -62,8 +62,6 @@ _INTS = {f"int{bits}" for bits in range(1, 9)}
 
 
 class TorchAo(Format):
-    """The format "torchao"; see the module."""
-
     name = "torchao"
 
     def reads(self, config: Mapping[str, Any]) -> bool:

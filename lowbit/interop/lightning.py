@@ -26,7 +26,6 @@ class QATCallback(QATRun, Callback):
     """
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Prepare the module."""
         if stage == "fit" and not self.prepared(pl_module):
             self.prepare(pl_module)
 
@@ -35,7 +34,6 @@ class QATCallback(QATRun, Callback):
         self.follow(trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        """Continue the schedule."""
         self.follow(trainer.global_step)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:

@@ -32,7 +32,6 @@ class Block(nn.Module):
 
 
 def outcome(model: Any) -> dict[str, Tensor]:
-    """Output and gradients by name."""
     model.zero_grad()
     x = values((5, 192), 9).requires_grad_()
     y = model(x)

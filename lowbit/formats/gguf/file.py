@@ -174,14 +174,12 @@ class GgufFile:
         return plain.to(self.dtype)
 
     def items(self) -> Iterator[Item]:
-        """See `lowbit.formats.sources.Source`."""
         for name in self._tensors:
             with damage_of(f"{self.path}: {name}"):
                 value = self.read(name)
             yield Item(name, value, holder_of(name, value))
 
     def linears(self) -> set[str]:
-        """Empty: names and shapes of tensors say what is a linear."""
         return set()
 
     def copy_files(self, folder: Path) -> None:

@@ -28,8 +28,6 @@ _OF_TORCH = {"aten", "prims", "prim"}
 
 
 class Aoti(ProgramFormat):
-    """See the module."""
-
     name = "aoti"
     suffix = ".pt2"
 

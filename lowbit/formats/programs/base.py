@@ -52,7 +52,6 @@ class ProgramFormat(ABC):
     """As in `lowbit.formats.Format`."""
 
     def grid(self, scheme: Scheme) -> Scheme:
-        """As in `lowbit.formats.Format`."""
         return with_scales(scheme, self.scale_dtype)
 
     @abstractmethod

@@ -56,8 +56,6 @@ _ACCEPTED = (
 
 
 class ExecuTorch(ProgramFormat):
-    """See the module."""
-
     name = "executorch"
     suffix = ".pte"
     scale_dtype = torch.bfloat16

@@ -54,8 +54,6 @@ _MOST_IN_ONE_FILE = 2**30
 
 
 class Onnx(ProgramFormat):
-    """See the module."""
-
     name = "onnx"
     suffix = ".onnx"
 

@@ -82,7 +82,6 @@ class QATCallback(QATRun, TrainerCallback):
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Prepare the model."""
         self.prepare(kwargs["model"])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -95,9 +94,7 @@ class QATCallback(QATRun, TrainerCallback):
         self.follow(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Continue the schedule."""
         self.follow(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Convert the model."""
         self.finish(kwargs["model"])
