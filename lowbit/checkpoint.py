@@ -248,7 +248,7 @@ def save(
 
     Raises:
         CheckpointError: an entry that the file cannot hold; see `to_plain`.
-        OSError: the system refuses to write, as where no space is left. It names `path`.
+        OSError: the system refuses to write, for example because the disk is full. The message names `path`.
     """
     path = Path(path)
     container.check_suffix(path)

@@ -1,4 +1,4 @@
-"""Optional packages: which is installed, whether its release fits, and the extra of lowbit that brings it.
+"""Optional packages: which is installed, if its release fits, and which extra of lowbit brings it.
 
 The extras are those of lowbit's own metadata: of pyproject.toml in a source tree, else of what pip installed.
 """

@@ -1,4 +1,4 @@
-"""Bars with the time left for whatever takes more than a second: quantizing, loading, exporting, compiling kernels.
+"""Bars with the time left for work that takes more than a second: quantizing, loading, exporting, compiling kernels.
 
     with progress("quantizing", total=nbytes) as advance:
         for weight in weights:

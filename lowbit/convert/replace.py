@@ -27,7 +27,7 @@ def replace_weights(
     (`lowbit.convert.replaced`).
 
     Args:
-        targets: from `find_targets`. They are removed one by one, which frees each old weight before the next one.
+        targets: from `find_targets`; removed one by one, which frees each old weight before the next one.
         report: the one that `find_targets` began.
         make: the new weight of a target.
         trainable: keep `requires_grad`, gradients and hooks.

@@ -35,7 +35,7 @@ _INSTALLED: list[Any] = []
 
 
 def hand_over(old: Tensor, new: nn.Parameter, name: str, trainable: bool) -> str:
-    """Move hooks, attributes and gradient of a parameter to the one that replaces it, and remember the old one.
+    """Move hooks, attributes and gradient of a parameter to the parameter that replaces it, and remember `old`.
 
     Both parameters share their hooks (`register_hook`, `register_post_accumulate_grad_hook`) from now on: a handle
     removes its hook from both. Hooks get the gradient, a plain tensor, and the new parameter. Attributes are copied by

@@ -74,7 +74,7 @@ class Report:
         self.parameters = self.low_bits = self.prepared = 0
         self.nbytes = self.low_bit_nbytes = self.vectors = self.vector_nbytes = 0
         sizes: dict[str, int] = {}
-        for name, param in model.named_parameters():  # tied ones once
+        for name, param in model.named_parameters():  # a tied parameter once
             if isinstance(param, nn.UninitializedParameter):
                 continue
             sizes[name] = size = _nbytes(param)

@@ -44,8 +44,8 @@ def write_safetensors(
     """Write a new file of safetensors, and return the entries of its tensors.
 
     Args:
-        tensors: contiguous ones by name, on any device.
-        describe: gives the file's own metadata. It is called before and after the tensors are written: all digests have
+        tensors: contiguous tensors by name, on any device.
+        describe: gives the file's own metadata, once before and once after the tensors are written: all digests have
             one length, so the header keeps its size.
 
     Raises:

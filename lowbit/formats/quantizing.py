@@ -41,7 +41,7 @@ class Quantizing:
         scheme: a Scheme, or a dict of patterns to a Scheme or None, as `lowbit.quantize_` takes them.
         scales: "minmax", "searched" or None, as in `lowbit.quantize_`.
         device: where weights are quantized.
-        target: the format to write. It decides the scales, and if stacks of experts are quantized.
+        target: the format to write, which decides the scales and the treatment of stacks of experts.
 
     Raises FormatError for weights that are quantized already, a pattern that chooses nothing, nothing to quantize, and
     a scheme with a static activation, which needs a calibration.

@@ -65,7 +65,7 @@ def disk_offload(
         execution_device, options: as for `cpu_offload`.
 
     Raises:
-        ImportError, ValueError: as in `cpu_offload`; an `offload_dir` that lacks parts of a weight, or has other ones.
+        ImportError, ValueError: as in `cpu_offload`; an `offload_dir` that lacks or differs in parts of a weight.
     """
     accelerate = _accelerate()
     check_module(model)

@@ -5,7 +5,7 @@
     report.unmerge_()                       # W again, to the bit
     model = model.merge_and_unload()        # or: the model without adapters, in low bits
 
-PEFT's own `merge_adapter` works too. It rounds once for each adapter, and `unmerge_adapter` once more, so W does not
+PEFT's own `merge_adapter` works too, but rounds once for each adapter, and `unmerge_adapter` once more, so W does not
 come back. `merge_` dequantizes the base to float32, lets PEFT add all adapters by its own formula of LoRA, DoRA, LoHa,
 IA3 and the others, and rounds the sum once. A block keeps its scale if that scale is nearer.
 

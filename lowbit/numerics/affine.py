@@ -484,7 +484,7 @@ def dequantize_affine(
     Args:
         codes: those of `quantize_affine`.
         block_size, scale, zero_point: those that `quantize_affine` was given.
-        quant_min, quant_max: the range of codes. It matters only for a floating zero point, whose formula names the
+        quant_min, quant_max: the range of codes, which matters only for a floating zero point, whose formula names the
             middle of the range.
         output_dtype: a floating dtype.
     """

@@ -1,7 +1,7 @@
 """Lookup tables of 4 and 8 bits, and blockwise quantization of optimizer states with them.
 
 A codebook holds ``2**bits`` values in [-1, 1] (signed) or [0, 1] (unsigned), ascending; a code is an index into it.
-Those of 8 bits are *dynamic maps* (8-bit optimizers, arXiv 2110.02861), which spend their codes evenly over decades.
+8-bit codebooks are *dynamic maps* (8-bit optimizers, arXiv 2110.02861), which spend their codes evenly over decades.
 With q the rank of a positive value, starting at 1 (signed) or 2 (unsigned), ``k = floor(log2 q)`` its decade and n the
 last decade (bits - 2 signed, bits - 1 unsigned)::
 
@@ -214,7 +214,7 @@ def quantize_blockwise(
             ``x``, round stochastically; for today's books of 4 bits.
 
     Returns:
-        codes ``[..., C]``, uint8 (one code a byte whatever its bits; see :mod:`lowbit.numerics.packing`) or
+        codes ``[..., C]``, uint8 (one code a byte for any number of bits; see :mod:`lowbit.numerics.packing`) or
         float8_e4m3fn; and scale, float32 ``[..., ceil(C / block)]``: ``max(absmax, 2**-100)`` of the block,
         divided by 448 for float8, rounded up to a power of two (at most ``2**127``) for 4 bits without a sign. A
         block that holds a NaN or an infinity gets a NaN scale, and dequantizes to NaN throughout.

@@ -19,7 +19,7 @@ _LEAST = 1e-12
 def long_norm(x: Tensor) -> Tensor:
     """The root of the sum of the squares of all elements, float64 without dimensions, on the device of `x`.
 
-    It is finite exactly if every element is, since squares that float32 cannot hold are added in float64.
+    The norm is finite exactly if every element is, since squares that float32 cannot hold are added in float64.
     """
     if x.device.type == "cpu" and x.numel() > BLOCK and x.dtype != torch.float64:
         found = _of_blocks(x.detach().reshape(-1))

@@ -19,8 +19,8 @@ global scale and offset. All arithmetic is float32.
   as compressed-tensors stores it. The scale of a block is at least 2^-9, the smallest e4m3 number: none is zero.
   Siblings that a server merges (`lowbit.convert.siblings`) share it: then max|X| is that of all of them.
 - "double" (QLoRA, arXiv 2305.14314): offset = mean of all s. Each 256 consecutive s − offset of the matrix share an
-  absmax, and each is the nearest value of `DYNAMIC8`. bitsandbytes stores these absmax values in one list. Here each
-  row has its own copies, A = G / gcd(G, 256) of them, so that rows can be sliced. The values are the same.
+  absmax, and each is the nearest value of `DYNAMIC8`. bitsandbytes stores these absmax values in one list. In lowbit
+  each row has its own copies, A = G / gcd(G, 256) of them, so that rows can be sliced. The values are the same.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def _block_rows(t: Tensor, block_size: Sequence[int]) -> tuple[Tensor, list[int]
     """`t` as [R, …], whose rows hold whole blocks, the order of dimensions that puts the sizes of a block last, and how
     many dimensions come before those.
 
-    It is a view where the strides allow it.
+    The result is a view where the strides allow one.
     """
     counts = [size // block for size, block in zip(t.shape, block_size, strict=True)]
     lead = 0  # dimensions without blocks, except the last

@@ -1,7 +1,7 @@
 """A `Spec`: how one tensor is quantized, and the arithmetic that this means.
 
-A `Spec` is format + granularity + mapping. It computes what it describes (`quantize`, `dequantize`, `fake_quantize`)
-through `lowbit.numerics.affine`, so every flow gives the same bits.
+A `Spec` is format + granularity + mapping. A `Spec` also does its arithmetic (`quantize`, `dequantize`,
+`fake_quantize`) through `lowbit.numerics.affine`, so every flow gives the same bits.
 """
 
 from __future__ import annotations
@@ -445,8 +445,8 @@ class Spec:
     def check_qparams(self, shape: Sequence[int], scale: Tensor, zero_point: Tensor | None) -> None:
         """Raise ValueError for a scale or zero point that a tensor of this shape cannot have.
 
-        A scale is finite, not zero, and not so small that its reciprocal overflows float32. It may be negative, unless
-        the `scale_format` has no sign. It has the `stored_scale_dtype`, if there is one.
+        A scale is finite, not zero, and not so small that its reciprocal overflows float32. A scale may be negative,
+        unless the `scale_format` has no sign, and has the `stored_scale_dtype`, if there is one.
         """
         blocks, own = self.blocks(shape), self.stored_scale_dtype
         fits = scale.dtype in FLOATS if own is None else scale.dtype is own

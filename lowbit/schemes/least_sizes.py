@@ -50,7 +50,7 @@ class LeastExperts:
     """The smallest grouped products of E experts [N, K] and M rows that gain, forward and backward together.
 
     As for `Least`, low-bit products save time in proportion to M·N·K, and quantization of the rows costs time in
-    proportion to M·(N + K). Here the weights count too, in proportion to E·N·K, since an expert may have few rows. In
+    proportion to M·(N + K). The weights count too, in proportion to E·N·K, since an expert may have few rows. In
     units of M·N·K, experts gain where M·N·K exceeds `rows`·M·(N + K) + `weights`·E·N·K + `launches`. Measured on an
     H200 (`benchmarks/LOG.md`): the products of 131,072 rows and 128 experts of 1536 x 2048 take 1,837 us less in int8
     than in bfloat16; quantization takes 783 us for the rows and 568 us for the weights. That makes the costs 374 and

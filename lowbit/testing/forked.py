@@ -42,7 +42,7 @@ def start(
     Args:
         target: a function of a module that can be imported.
         arguments: its arguments, which can be pickled.
-        variables: environment variables beside those of this process. Those that torch reads at import are the
+        variables: environment variables beside those of this process. Variables that torch reads at import are the
             server's, which starts at the first call.
         spawned: start an interpreter of its own instead of a fork.
         daemon: end the new process with this one. A daemon must not start processes of its own.

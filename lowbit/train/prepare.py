@@ -60,9 +60,9 @@ def _prepared(target: Target) -> Tensor:
 
 
 def restore_(model: nn.Module) -> Report:
-    """Give a prepared `model` plain weights again, in place: the trained ones, in their dtype, still trainable.
+    """Give a prepared `model` plain weights again, in place: the trained values, in their dtype, still trainable.
 
-    The parameters are replaced (those of mixed precision share the old ones' memory).
+    The parameters are replaced (those of mixed precision share the memory of the old ones).
 
     If `prepare_` left all weights alone, nothing changes, and the report says so.
 

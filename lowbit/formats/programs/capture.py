@@ -25,8 +25,7 @@ from lowbit.tensor.core.base import LowbitTensor
 
 Use = Literal["linear", "embedding", "values"]
 Replace = Callable[[str, LowbitTensor, Use], nn.Module]
-"""(name, weight, use) -> a module: (x, bias or None) -> y, (indices) -> rows, or () -> values. It may raise
-FormatError."""
+"""(name, weight, use) -> a module: (x, bias or None) -> y, (indices) -> rows, or () -> values. It may raise."""
 
 _aten = torch.ops.aten
 

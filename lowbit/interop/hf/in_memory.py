@@ -2,7 +2,7 @@
 
 transformers writes two things: the model's state dict, which holds the parts of each low-bit weight, and its config.
 Without a description of the parts `from_pretrained` would fill those weights with random values. `describe` puts an
-`InMemory` into the config. It describes the weights at the time when any function writes config.json:
+`InMemory` into the config. `InMemory` describes the weights when a function writes config.json:
 `save_pretrained`, the Trainer's `save_model`, or `config.save_pretrained` beside accelerate's `save_model`. Weights
 that are trained in high precision have no parts: transformers writes their values, which need no description.
 """

@@ -374,7 +374,7 @@ class _Siblings:
 
 
 class _Quantize(_Operation):
-    """Plain weights, as they are read, to low-bit ones."""
+    """Converts plain weights, as they are read, to low-bit weights."""
 
     def convert(
         self, input_dict: dict[str, Any], model: Any = None, **kwargs: Any
@@ -425,7 +425,7 @@ class _Quantize(_Operation):
 
 
 class _Decode(_Operation):
-    """The parts of a weight in lowbit's format to the weight."""
+    """Joins the parts of a weight in lowbit's format to the weight."""
 
     def convert(
         self,
