@@ -36,7 +36,7 @@ _LEFT_ALONE = "_ddp_params_and_buffers_to_ignore"
 overwrite the statistics of all ranks by those of the first."""
 
 
-class _Watched(NamedTuple):
+class _Calibrated(NamedTuple):
     """The modules that share a weight, by their names, and the observer of their inputs."""
 
     names: list[str]
@@ -123,7 +123,7 @@ class Calibration:
             mode = modules[0].training
             observer.begin(mode if training is None else training)
             observer.train(mode)
-            self.watched.append(_Watched(names, modules, spec, observer))
+            self.watched.append(_Calibrated(names, modules, spec, observer))
         self.hooks = [hook for each in self.watched for hook in _watch(each)]
         self.model, self.left_alone = model, getattr(model, _LEFT_ALONE, None)
         names = [n for n, _ in model.named_buffers() if f"{static_input.OBSERVER}." in n]
@@ -214,7 +214,7 @@ def _check_forward(module: nn.Module, fqn: str) -> None:
         )
 
 
-def _watch(each: _Watched) -> Iterator[RemovableHandle]:
+def _watch(each: _Calibrated) -> Iterator[RemovableHandle]:
     """Put the observer into its modules. A hook calls the observer in a plain module; a prepared module calls it."""
     for module in each.modules:
         module.add_module(static_input.OBSERVER, each.observer)
@@ -227,7 +227,7 @@ def _observe(module: nn.Module, args: Any, kwargs: Any) -> None:
     observer.observe(args[0] if args else kwargs["input"])
 
 
-def _set_scales(watched: list[_Watched]) -> dict[str, tuple[float, float]]:
+def _set_scales(watched: list[_Calibrated]) -> dict[str, tuple[float, float]]:
     """Set the scales from the statistics. Returns the ranges by name."""
     for count, what in (("batches", "saw no batch"), ("nonfinite", "saw NaN or infinite values")):
         bad = [
@@ -249,7 +249,7 @@ def _set_scales(watched: list[_Watched]) -> dict[str, tuple[float, float]]:
     return ranges
 
 
-def _set_scale(each: _Watched) -> tuple[float, float]:
+def _set_scale(each: _Calibrated) -> tuple[float, float]:
     """Choose the range of a layer's input from the statistics, set it in all modules, and return it."""
     values = each.observer.range()
     if not isinstance(each.modules[0], static_input.RoundsInput):

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from lowbit import optim
-from lowbit.cli.shapes import ModelShapes, Shape, Sizes
+from lowbit.cli.shapes import DecoderSizes, ModelShapes, Shape
 from lowbit.optim.state import state
 from lowbit.schemes import presets
 from lowbit.schemes.scheme import Scheme
@@ -164,7 +164,7 @@ def adapters(model: ModelShapes, rank: int = RANK) -> dict[str, Shape]:
     return found
 
 
-def activation_bytes(sizes: Sizes, run: Run, input_bytes: float = HALF) -> int:
+def activation_bytes(sizes: DecoderSizes, run: Run, input_bytes: float = HALF) -> int:
     """Bytes that a training step keeps for its backward pass. `input_bytes`: of an element of a product's input."""
     layer, inputs = _kept_by_layer(sizes, run)
     each = HALF * layer + input_bytes * inputs
@@ -175,13 +175,13 @@ def activation_bytes(sizes: Sizes, run: Run, input_bytes: float = HALF) -> int:
     return int(run.tokens * (layers + end))
 
 
-def _kept_by_layer(sizes: Sizes, run: Run) -> tuple[int, int]:
+def _kept_by_layer(sizes: DecoderSizes, run: Run) -> tuple[int, int]:
     """Elements per token that a layer keeps: those that are not inputs of products, and those that are."""
     h, q, k, i = sizes.hidden, sizes.query, sizes.key_value, sizes.inner
     return 2 * run.norm_elements * h + q + 2 * k + 3 * i, 2 * h + q + i
 
 
-def cache_bytes(sizes: Sizes, run: Run) -> int:
+def cache_bytes(sizes: DecoderSizes, run: Run) -> int:
     """Keys and values of all positions in bfloat16, one layer at work on one token a sequence, and its logits."""
     cache = 2 * HALF * sizes.layers * sizes.key_value * run.tokens
     layer, inputs = _kept_by_layer(sizes, run)

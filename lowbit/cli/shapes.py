@@ -33,11 +33,11 @@ _FIELDS = (
     "num_key_value_heads",
     "head_dim",
 )
-"""The fields of config.json that `Sizes` is made of."""
+"""The fields of config.json that `DecoderSizes` is made of."""
 
 
 @dataclass(frozen=True)
-class Sizes:
+class DecoderSizes:
     """What activations and the cache of keys and values depend on.
 
     Attributes:
@@ -59,7 +59,7 @@ class ModelShapes:
     """`weights`: every tensor once, by name. `source`: where the shapes come from, for the report."""
 
     weights: Mapping[str, Shape]
-    sizes: Sizes
+    sizes: DecoderSizes
     source: str
 
     @property
@@ -122,7 +122,7 @@ def _of_decoder(written: Mapping[str, Any], text: Any) -> dict[str, Any]:
     return config
 
 
-def _sizes(config: Mapping[str, Any], file: Path, why: str) -> Sizes:
+def _sizes(config: Mapping[str, Any], file: Path, why: str) -> DecoderSizes:
     wrong = [name for name in _NEEDED if not _is_size(config.get(name))]
     width_name = "moe_intermediate_size"
     if not config.get(width_name):
@@ -143,7 +143,7 @@ def _sizes(config: Mapping[str, Any], file: Path, why: str) -> Sizes:
     groups = int(config.get("num_key_value_heads") or heads)
     visited = int(config.get("num_experts_per_tok") or 1) if _experts(config) else 1
     width = int(inner or 0) * visited
-    return Sizes(layers, hidden, heads * head, groups * head, width, vocabulary)
+    return DecoderSizes(layers, hidden, heads * head, groups * head, width, vocabulary)
 
 
 def _is_size(value: Any) -> bool:
@@ -203,7 +203,9 @@ _LIKE_LLAMA = {
 }
 
 
-def _like_llama(config: Mapping[str, Any], sizes: Sizes, file: Path, why: str) -> dict[str, Shape]:
+def _like_llama(
+    config: Mapping[str, Any], sizes: DecoderSizes, file: Path, why: str
+) -> dict[str, Shape]:
     """The weights of a decoder with four projections of attention and three of an MLP a layer, or a router and experts.
 
     `why`: why transformers does not give the shapes. Raises FormatError for another kind of model.

@@ -46,7 +46,7 @@ def matches(pattern: str, text: str, whole: bool = False) -> bool:
     Raises PatternError for an expression that is wrong or refused (see the module), and if the match takes too long.
     """
     program = _compiled(pattern)
-    return _Run(pattern, program, text).reaches_end(0, 0, whole)
+    return _Matching(pattern, program, text).reaches_end(0, 0, whole)
 
 
 def is_refused(pattern: str) -> bool:
@@ -195,7 +195,7 @@ def _member(kind: Any, value: Any) -> Test:
 # ---- steps -> an answer ----------------------------------------------------------------------------------------------
 
 
-class _Run:
+class _Matching:
     """One match of a text."""
 
     def __init__(self, pattern: str, program: list[tuple[Any, ...]], text: str) -> None:

@@ -154,7 +154,7 @@ def _check_schemes(patterns: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _TensorChoice:
     """What happens to a tensor of the folder.
 
     Attributes:
@@ -173,7 +173,7 @@ def _choose_tied(
     shape: tuple[int, ...],
     patterns: Mapping[str, Scheme | None],
     is_stack: bool,
-) -> _Choice:
+) -> _TensorChoice:
     """The choice for a tensor with these names, several for a tied tensor.
 
     Raises FormatError if patterns give the names different schemes.
@@ -195,7 +195,7 @@ def _choose_tied(
     chosen = next(iter(choices.values()))
     tied = f"tied to {', '.join(others)}"
     note = f"; {tied}" if chosen.scheme is not None else f"{chosen.note}; {tied}"
-    return _Choice(chosen.scheme, note, tuple(p for c in own.values() for p in c.patterns))
+    return _TensorChoice(chosen.scheme, note, tuple(p for c in own.values() for p in c.patterns))
 
 
 def _first_match(name: str, patterns: Iterable[str]) -> str | None:
@@ -209,23 +209,25 @@ def _choose(
     patterns: Mapping[str, Scheme | None],
     is_stack: bool,
     uses: Collection[str],
-) -> _Choice:
+) -> _TensorChoice:
     """The choice for a tensor of this name. `uses`: those of `lowbit.convert.USES`; empty: as the name says."""
     layer, _, last = name.rpartition(".")
     if not is_stack and (last != "weight" or len(shape) != 2):
-        return _Choice(None, "no matrix named ….weight")
+        return _TensorChoice(None, "no matrix named ….weight")
     pattern = _first_match(name, patterns)
     scheme = None if pattern is None else patterns[pattern]
     own = () if pattern is None else (pattern,)
     if scheme is None:
-        return _Choice(None, "no scheme for this name", own)
+        return _TensorChoice(None, "no scheme for this name", own)
     if (why := why_left_alone(layer, pattern)) is not None:
-        return _Choice(None, why)
+        return _TensorChoice(None, why)
     uses = uses or {"embedding" if is_embedding(layer) else "linear"}
     if is_stack:
         shape, uses = (shape[0], shape[2], shape[1]), {"other"}
     obstacle = scheme.obstacle(shape, uses)
-    return _Choice(scheme, "", own) if obstacle is None else _Choice(None, obstacle, own)
+    return (
+        _TensorChoice(scheme, "", own) if obstacle is None else _TensorChoice(None, obstacle, own)
+    )
 
 
 def quantized(

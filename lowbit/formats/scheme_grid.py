@@ -21,12 +21,12 @@ from lowbit.numerics.granularity import PerGroup
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
-Given = TypeVar("Given", Scheme, Mapping[str, Scheme | None])
+SchemeOrPatterns = TypeVar("SchemeOrPatterns", Scheme, Mapping[str, Scheme | None])
 _ROWS, _COLUMNS = 256, 256
 """The least size of the weight that `grid` tries."""
 
 
-def grid(format: str, scheme: Given) -> Given:
+def grid(format: str, scheme: SchemeOrPatterns) -> SchemeOrPatterns:
     """`scheme` with the scales that a format stores. Weights that `lowbit.qat.prepare_` trains by it are exported to
     the bit.
 

@@ -368,18 +368,18 @@ def _cells(signed: bool) -> Cells:
     return Cells(first, low + 1, ((rank << (low + 1)) + carry).astype(np.uint32))
 
 
-class _Tables(NamedTuple):
+class _CodebookTables(NamedTuple):
     values: Tensor  # float32 [2**bits]
     step: Tensor  # int32 [_CELLS], at cell + _CELLS / 2
     pairs: Tensor  # int64 [256]: two float32 values, for the two codes of 4 bits in a byte
 
 
 @functools.cache
-def _on_device(book: Codebook, device: torch.device) -> _Tables:
+def _on_device(book: Codebook, device: torch.device) -> _CodebookTables:
     if device.type != "cpu":
-        return _Tables(*(t.to(device) for t in _on_device(book, torch.device("cpu"))))
+        return _CodebookTables(*(t.to(device) for t in _on_device(book, torch.device("cpu"))))
     values = _values(book)
-    return _Tables(
+    return _CodebookTables(
         torch.from_numpy(values.copy()),
         torch.from_numpy(steps(boundaries(values)[1])),
         pairs(values[:16]),

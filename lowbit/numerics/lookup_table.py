@@ -160,7 +160,7 @@ TABLES = {"nf4": NF4, "e2m1": E2M1, "dynamic8": DYNAMIC8}
 # ---- the operators ----------------------------------------------------------------------------------------------
 
 
-class _Tables(NamedTuple):
+class _LookupTables(NamedTuple):
     ascending: Tensor  # float32 [2**bits], -0.0 before 0.0
     last: Tensor  # float32 [2**bits - 1]: the largest x that takes each value but the last
     step: Tensor | None  # `last` for `lowbit.numerics.codebook.ranks`; None where `share_a_cell`
@@ -170,10 +170,12 @@ class _Tables(NamedTuple):
 
 
 @functools.cache
-def _on_device(values: tuple[float, ...], ties_to_even: bool, device: torch.device) -> _Tables:
+def _on_device(
+    values: tuple[float, ...], ties_to_even: bool, device: torch.device
+) -> _LookupTables:
     if device.type != "cpu":
         on_cpu = _on_device(values, ties_to_even, torch.device("cpu"))
-        return _Tables(*(None if t is None else t.to(device) for t in on_cpu))  # type: ignore[arg-type]
+        return _LookupTables(*(None if t is None else t.to(device) for t in on_cpu))  # type: ignore[arg-type]
     order = sorted(range(len(values)), key=lambda code: _key(values[code]))
     ascending = np.array([values[code] for code in order], dtype=np.float32)
     midpoints, last = boundaries(ascending)
@@ -182,7 +184,7 @@ def _on_device(values: tuple[float, ...], ties_to_even: bool, device: torch.devi
         up = upper & (last.astype(np.float64) == midpoints)
         last = np.where(up, np.nextafter(last, np.float32(-np.inf)), last)
     own = np.array(values, dtype=np.float32)
-    return _Tables(
+    return _LookupTables(
         torch.from_numpy(ascending),
         torch.from_numpy(last),
         None if share_a_cell(last) else torch.from_numpy(steps(last)),
@@ -192,7 +194,7 @@ def _on_device(values: tuple[float, ...], ties_to_even: bool, device: torch.devi
     )
 
 
-def _ranks(x: Tensor, tables: _Tables) -> Tensor:
+def _ranks(x: Tensor, tables: _LookupTables) -> Tensor:
     """int32 [x.numel()]: the index of the nearest among the ascending values."""
     x = x.float().contiguous()
     if tables.step is not None:

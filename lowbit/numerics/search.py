@@ -70,7 +70,7 @@ class QParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Format:
+class _SearchedFormat:
     """What is searched for: a mapping, a code range, and the dtypes of scale and zero point."""
 
     mapping: Mapping
@@ -182,7 +182,9 @@ def _chunks(t: Tensor, block_size: Sequence[int], most: int) -> Iterator[Tensor]
 class _Blocks:
     """Some blocks [B, sizes of a block …] and their importance, and the error of parameters for them."""
 
-    def __init__(self, x: Tensor, importance: Tensor | None, fmt: _Format, most: int) -> None:
+    def __init__(
+        self, x: Tensor, importance: Tensor | None, fmt: _SearchedFormat, most: int
+    ) -> None:
         self.fmt = fmt
         step = max(most // max(x[:, 0].numel(), 1), 1)  # even one block may be too long
         self.pieces = x.split(step, 1)
@@ -273,7 +275,7 @@ class _Blocks:
 # ---- candidates -------------------------------------------------------------------------------------------------
 
 
-def _ratios(fmt: _Format, count: int) -> list[float]:
+def _ratios(fmt: _SearchedFormat, count: int) -> list[float]:
     """Shares of min-max's range, evenly spaced."""
     largest = 1.0
     if fmt.may_be_negative:  # to where neither end clips
@@ -401,7 +403,7 @@ def search_qparams_affine(
         ValueError: as `choose_qparams_affine`; a range of more than 8 bits; an importance that does not fit.
     """
     low, high = quant_range(target_dtype, quant_min, quant_max)
-    fmt = _Format(mapping, target_dtype, low, high, scale_dtype, zero_point_dtype)
+    fmt = _SearchedFormat(mapping, target_dtype, low, high, scale_dtype, zero_point_dtype)
     if not fmt.has_values and high - low > 255:
         raise ValueError(
             f"the search takes ranges of up to 8 bits, got {low}..{high}; use choose_qparams_affine"

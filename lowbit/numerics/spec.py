@@ -38,11 +38,11 @@ from lowbit.numerics.granularity import (
     PerTensor,
 )
 from lowbit.numerics.lookup_table import LookupTable
-from lowbit.numerics.number_format import Float8, Format, Int
+from lowbit.numerics.number_format import Float8, Int, NumberFormat
 from lowbit.numerics.scale_format import SCALE_FORMATS, ScaleFormat
 from lowbit.numerics.search import search_qparams_affine
 
-Scales = Literal["float", "e8m0", "e4m3", "double"]
+ScaleFormatName = Literal["float", "e8m0", "e4m3", "double"]
 
 
 MOST_PADDING, ALWAYS_PADDED = 256, 2**20
@@ -90,15 +90,15 @@ class Spec:
         ValueError, TypeError: an impossible combination, e.g. float8 with a zero point.
     """
 
-    format: Format
+    format: NumberFormat
     granularity: Granularity
     mapping: Mapping = "symmetric"
     static: bool = field(default=False, kw_only=True)
-    scale_format: Scales = field(default="float", kw_only=True)
+    scale_format: ScaleFormatName = field(default="float", kw_only=True)
     scale_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.format, Format):
+        if not isinstance(self.format, NumberFormat):
             raise TypeError(
                 f"format must be Int(bits) or Float8(), or a LookupTable, got {self.format!r}"
             )

@@ -26,7 +26,7 @@ from lowbit.numerics.granularity import (
     PerToken,
 )
 from lowbit.numerics.lookup_table import TABLES, LookupTable
-from lowbit.numerics.number_format import Float8, Format, Int
+from lowbit.numerics.number_format import Float8, Int, NumberFormat
 from lowbit.numerics.spec import SCALE_DTYPES, Spec
 
 
@@ -192,7 +192,7 @@ def _scale_dtype_from(name: Any) -> torch.dtype | None:
     return SCALE_DTYPES[name]
 
 
-def _format_from_dict(described: dict[str, Any]) -> Format:
+def _format_from_dict(described: dict[str, Any]) -> NumberFormat:
     if "float8" in described:
         return Float8(getattr(torch, described["float8"]))
     if "table" not in described:

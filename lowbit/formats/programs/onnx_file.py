@@ -159,9 +159,9 @@ def _module_of(weight: LowbitTensor, use: Use) -> tuple[nn.Module, str]:
     """The module that takes the place of a use of the weight, and the name of its op."""
     matrix, layout = _integers(weight)
     if use == "linear":
-        return _Linear(matrix, layout), "MatMulNBits"
+        return _MatMulNBits(matrix, layout), "MatMulNBits"
     if use == "embedding":
-        return _Rows(matrix, layout), "GatherBlockQuantized"
+        return _GatherBlockQuantized(matrix, layout), "GatherBlockQuantized"
     if layout.bits == 4:
         raise FormatError(
             "onnxruntime unpacks int4 in linears and embeddings only, int8 also elsewhere"
@@ -217,7 +217,7 @@ class _Packed(nn.Module):
         self.register_buffer("zero_point", zero_point)
 
 
-class _Linear(_Packed):
+class _MatMulNBits(_Packed):
     """x [..., K] times a weight [N, K]."""
 
     def __init__(self, weight: AffineTensor, layout: IntegerLayout) -> None:
@@ -251,8 +251,8 @@ class _Linear(_Packed):
         return y if bias is None else y + bias
 
 
-class _Rows(_Packed):
-    """Rows of an embedding [N, K]. The codes are those of `_Linear`, so that a tied head shares them."""
+class _GatherBlockQuantized(_Packed):
+    """Rows of an embedding [N, K]. The codes are those of `_MatMulNBits`, so that a tied head shares them."""
 
     def __init__(self, weight: AffineTensor, layout: IntegerLayout) -> None:
         columns = weight.shape[1]

@@ -13,7 +13,7 @@ from lowbit.inference.quantize import Scales
 from lowbit.interop import names
 from lowbit.schemes.scheme import Scheme
 
-Given = str | Scheme | Mapping[str, str | Scheme | None]
+GivenScheme = str | Scheme | Mapping[str, str | Scheme | None]
 METHOD = "lowbit"
 
 
@@ -48,7 +48,12 @@ class LowbitConfig(QuantizationConfigMixin):
     """
 
     def __init__(
-        self, scheme: Given, *, scales: Scales | None = None, experts: bool = True, **options: Any
+        self,
+        scheme: GivenScheme,
+        *,
+        scales: Scales | None = None,
+        experts: bool = True,
+        **options: Any,
     ) -> None:
         self.quant_method = METHOD
         if scales is not None and scales not in get_args(Scales):
@@ -129,7 +134,7 @@ def _check_expressions(listed: Mapping[str, Any]) -> None:
         )
 
 
-def _schemes(given: Given, options: Mapping[str, Any]) -> Scheme | dict[str, Scheme | None]:
+def _schemes(given: GivenScheme, options: Mapping[str, Any]) -> Scheme | dict[str, Scheme | None]:
     """Names replaced by the schemes that they stand for."""
     if isinstance(given, str):
         return _dynamic(names.scheme_of(given, options) if options else names.scheme(given))

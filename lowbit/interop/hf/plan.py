@@ -38,7 +38,7 @@ def plan(model: Any, patterns: Mapping[str, Scheme | None], experts: bool) -> We
     Raises ValueError: nothing to quantize, a pattern that chooses nothing, a weight that its scheme does not take, tied
     weights with different schemes.
     """
-    chosen = _Choice(model, patterns, experts)
+    chosen = _WalkFilter(model, patterns, experts)
     with _tied(model):
         targets, report = find_targets(model, dict(patterns), chosen)
     owners = [(owner, t.scheme) for t in targets for owner in t.owners]
@@ -71,7 +71,7 @@ def _tied(model: Any) -> Iterator[None]:
             module._parameters[attribute] = param
 
 
-class _Choice:
+class _WalkFilter:
     """The filter of the walk. `reasons`: why it refused a weight, by name."""
 
     def __init__(self, model: Any, patterns: Mapping[str, Scheme | None], experts: bool) -> None:

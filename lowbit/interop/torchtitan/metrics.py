@@ -44,7 +44,7 @@ from lowbit.trace.tracer import Notes, watched
 
 SAMPLES = 2**16
 """The most elements of a parameter in which lost updates are counted."""
-Rounding = Callable[[Tensor], Tensor]
+RoundingFunction = Callable[[Tensor], Tensor]
 _SUMS = (
     *("low_products", "products", "lost", "stepped", "state_bytes", "parameters"),
     *(
@@ -139,7 +139,7 @@ class Measurement:
     def _add(self, name: str, value: Tensor | float) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + value
 
-    def _compare(self, kind: str, values: Tensor, rounding: Rounding) -> None:
+    def _compare(self, kind: str, values: Tensor, rounding: RoundingFunction) -> None:
         """Add the energy of `values` and of the errors that `rounding` makes, under `kind`."""
         if values.numel():
             exact = values.detach().float()
@@ -288,7 +288,9 @@ def nbytes(state: Any) -> int:
 # ---- what the schemes round ------------------------------------------------------------------------------------
 
 
-def rounding_of_products(weight: TrainableTensor) -> tuple[Rounding | None, Rounding | None]:
+def rounding_of_products(
+    weight: TrainableTensor,
+) -> tuple[RoundingFunction | None, RoundingFunction | None]:
     """How the products of this weight round their inputs, and the gradients of their outputs. None: not at all."""
     scheme = weight.scheme
     if isinstance(scheme, Scheme):
@@ -320,7 +322,7 @@ def scales_of_weights(model: nn.Module) -> dict[Tensor, tuple[Any, Any]]:
     return found
 
 
-def rounding_of_weight(weight: Any, *scales: Any) -> Rounding | None:
+def rounding_of_weight(weight: Any, *scales: Any) -> RoundingFunction | None:
     """How products round the high-precision `weight.weight`, by its learned `scales` if it has any. None: the products
     do not round, the weight has no high-precision values, or this rank lacks the scales of its part."""
     if isinstance(weight, LearnedScalesTensor):
@@ -340,7 +342,7 @@ def rounding_of_weight(weight: Any, *scales: Any) -> Rounding | None:
     return None
 
 
-def _rows(fmt: str, one_scale: bool) -> Rounding:
+def _rows(fmt: str, one_scale: bool) -> RoundingFunction:
     """Rounding to codes with a scale a row, or with one scale."""
 
     def rounded(values: Tensor) -> Tensor:
