@@ -167,7 +167,7 @@ def _extras() -> Iterator[Finding]:
 
 
 def _why_not(package: optional.Package) -> str:
-    """Why the installed package does not do."""
+    """Why the extra cannot use the installed package."""
     found = package.version()
     if found is None:
         return f"without {package.name}"

@@ -8,7 +8,7 @@ Until then the new file lies in a hidden folder beside its place, the workplace:
         old      the old folder, between two renames where the system exchanges nothing
 
 So a lock that is free marks the workplace of a killed process. The next process that writes `out` removes the
-workplace. If a process was killed between the two renames, that process first puts the old folder back.
+workplace, and first puts the old folder back if the killed process stopped between the two renames.
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ class Awq(Format):
         }
 
     def nearest(self, weight: LowbitTensor) -> Scheme | None:
-        """With zero points, which cost no bytes in this format. Without them for a weight that fills the four bits and
-        has none, also as half-integers of three bits (`layout_of`)."""
+        """A weight of four bits without zero points, also half-integers of three bits (`layout_of`), stays symmetric.
+        All others get zero points, which cost no bytes in this format."""
         if weight.ndim != 2 or weight.shape[0] % 8:
             return None
         spec = getattr(weight, "spec", None)

@@ -124,7 +124,7 @@ def from_integers(
     """The weight of these integers. The last group of a row may have fewer inputs.
 
     Args:
-        layout, codes, scale, zero_point: as for `integers_of`, which are checked.
+        layout, codes, scale, zero_point: as `integers_of` takes and gives them; checked.
         dtype: of the weight, and of the scales if it represents them exactly.
         activation: how inputs are rounded.
 

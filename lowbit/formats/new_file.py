@@ -44,9 +44,7 @@ def new_file(out: Path, overwrite: bool, format: str, suffix: str) -> Iterator[P
                 raise
             beside = [path for path in folder.iterdir() if path.name != out.name]
             written = [*beside, folder / out.name]
-            for path in (
-                written
-            ):  # a second check: another program may have written files during the export
+            for path in written:  # again: another program may have written files meanwhile
                 _check_free(out.parent / path.name, overwrite)
             new_path.put_files(written, out.parent)
     except OSError as error:

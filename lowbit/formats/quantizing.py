@@ -117,8 +117,7 @@ class Quantizing:
             yield Item(item.name, weight, item.holder, note, ratio)
 
     def _joint(self, name: str, scheme: Scheme) -> Tensor | None:
-        """The part of the scales that a weight shares with its siblings, after reading all of them; None without
-        any."""
+        """The part of the scales that a weight shares with its siblings, which are all read; None without siblings."""
         family = self._siblings.get(name)
         if family is None:
             return None

@@ -122,9 +122,8 @@ def _fill(model: nn.Module, folder: Folder | Joined | GgufFile, device: torch.de
         else:
             for module, attribute in places:
                 module._buffers[attribute] = t.clone()
-    for module in (
-        model.modules()
-    ):  # those that no checkpoint holds, such as frequencies of rotary embeddings
+    # buffers that no checkpoint holds, such as frequencies of rotary embeddings
+    for module in model.modules():
         for attribute, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 module._buffers[attribute] = buffer.to(device)

@@ -16,8 +16,7 @@ from lowbit.tensor.core.base import LowbitTensor
 
 @dataclass
 class ExportReport(Report):
-    """The report of an export; `print(report)`. `converted`: the weights that are in low bits in the new folder or
-    file.
+    """The report of an export; `print(report)`. `converted`: the weights that are in low bits in the result.
 
     The other attributes are those of `lowbit.Report`.
 

@@ -93,7 +93,7 @@ def qparams(
     """(scale, zero_point) as `lowbit.numerics.affine` takes them, from the parameters. Training and conversion both
     call this function, so they agree to the bit.
 
-    Scales are rounded to the `scale_dtype` of the spec. A smaller magnitude than `smallest_scale` becomes that one.
+    Scales are rounded to the `scale_dtype` of the spec. Scales of a smaller magnitude get `smallest_scale`.
     """
     scale = scale_parameter.detach() * rate_of(spec)
     scale = round_to_dtype(scale, spec.scale_dtype or scale.dtype)

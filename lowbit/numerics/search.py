@@ -390,8 +390,8 @@ def search_qparams_affine(
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of each block with the smallest Σ importance · (x − x̂)² that the search finds.
 
-    Arguments and errors are those of `choose_qparams_affine`. So is the result with keepdim=True, except that scales
-    may be negative (symmetric integer mappings). The error is never above that of `choose_qparams_affine`.
+    Arguments and errors are those of `choose_qparams_affine`, and the shapes of the result those of keepdim=True.
+    Scales may be negative (symmetric integer mappings). The error is never above that of `choose_qparams_affine`.
 
     Args:
         input: real floating tensor; a meta tensor gets min-max's shapes.

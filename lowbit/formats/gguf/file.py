@@ -160,7 +160,7 @@ class GgufFile:
         self.nbytes = sum(int(t.n_bytes) for t in stored.values())
 
     def names(self) -> list[str]:
-        """Names of all tensors in transformers."""
+        """Names of all tensors, as in transformers."""
         return [*self._tensors]
 
     def read(self, name: str) -> Tensor:
@@ -190,9 +190,7 @@ class GgufFile:
             found = transformers.AutoTokenizer.from_pretrained(
                 self.path.parent, gguf_file=self.path.name, **own
             )
-            found.init_kwargs.pop(
-                "local_files_only", None
-            )  # else the tokenizer's file gets this option
+            found.init_kwargs.pop("local_files_only", None)  # else the new file gets this option
             found.save_pretrained(folder)
         except Exception as error:  # transformers raises many classes
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -11,8 +11,8 @@ first training, and the configured `factor`, `low_freq_factor` and `high_freq_fa
 
     λ < L / high: 1      λ > L / low: factor      between: 1 / ((1 − t) / factor + t),  t = (L/λ − low) / (high − low)
 
-GGUF does not store these four numbers. To find them again, lowbit tries lengths that are powers of two, with the low =
-1 and high = 4 of Llama 3.1 and later releases.
+GGUF does not store these four numbers. To find them again, lowbit tries lengths that are powers of two, with low = 1
+and high = 4 as in Llama 3.1 and later releases.
 
 Source: Grattafiori et al., "The Llama 3 Herd of Models", arXiv 2407.21783.
 """

@@ -41,8 +41,7 @@ class Call:
 
 
 class ProgramFormat(ABC):
-    """A format that holds a program. A format of your own is a subclass, which `lowbit.formats.register` makes
-    known."""
+    """A format that holds a program. A format of your own is a subclass that `lowbit.formats.register` gets."""
 
     name: ClassVar[str]
     """The name that `lowbit.export(…, format=name)` takes."""

@@ -25,7 +25,7 @@ from lowbit.tensor.core.base import LowbitTensor
 
 Use = Literal["linear", "embedding", "values"]
 Replace = Callable[[str, LowbitTensor, Use], nn.Module]
-"""(name, weight, use) -> a module: (x, bias or None) -> y, (indices) -> rows, or () -> values. It may raise."""
+"""(name, weight, use) -> a module: (x, bias or None) -> y, (indices) -> rows, or () -> values; or FormatError."""
 
 _aten = torch.ops.aten
 
@@ -81,9 +81,7 @@ def traced_with(call: Call, replace: Replace) -> ExportedProgram:
     known = {id(weight): (name, weight) for name, weight in call.weights.items()}
     stand_ins: dict[int, nn.Parameter] = {}
     for key, (_, weight) in known.items():
-        values = torch.empty(
-            weight.shape, dtype=weight.dtype
-        )  # takes no memory: no page is ever touched
+        values = torch.empty(weight.shape, dtype=weight.dtype)  # no page is ever touched
         stand_ins[key] = nn.Parameter(values, requires_grad=False)
     names = {
         name: known[id(t)]

@@ -298,9 +298,7 @@ def _whole(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) 
         if isinstance(param, LowbitTensor):
             for part in param.tensor_attrs:
                 state.pop(f"{name}.{part}", None)
-            state[name] = (
-                param  # a parameter has an address, by which accelerate knows tied weights
-            )
+            state[name] = param  # a parameter, by whose address accelerate knows tied weights
 
 
 def _entries(model: nn.Module) -> Iterator[Entry]:

@@ -75,8 +75,7 @@ class MeasuredSteps:
         self.models, self.optimizers = list(models), list(optimizers)
 
     def begin(self, step: int | None = None) -> None:
-        """A step begins, or goes on with its next batch. `step`: its number; None: one more than that of the last
-        step."""
+        """A step begins, or goes on with its next batch. `step`: its number; None: the number after the last step's."""
         if not self.every or self._running is not None or not torch.is_grad_enabled():
             return
         if step is None:
