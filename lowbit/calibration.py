@@ -7,8 +7,8 @@
     with lowbit.calibrate(model):                # a model of qat.prepare_, before or during training
         ...
 
-Inside, an `Observer` in each layer counts its inputs, which products take as they are. At the end the ranks sum their
-statistics once, and each layer has a scale that then stays, or is learned.
+Inside the context, an `Observer` in each layer counts its inputs, and products do not round inputs. At the end the
+ranks sum their statistics once, and each layer gets a scale, which stays or is learned.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from lowbit.tensor.frozen.conv_tensor import CONVOLUTIONS
 from lowbit.trace.observer import Method, Observer, sum_over_ranks
 
 _LEFT_ALONE = "_ddp_params_and_buffers_to_ignore"
-"""Where DistributedDataParallel finds the names of buffers that it leaves alone. At each forward pass it would
+"""Where DistributedDataParallel finds the names of buffers that it leaves alone. Otherwise each forward pass would
 overwrite the statistics of all ranks by those of the first."""
 
 
-class _Watched(NamedTuple):
+class _Calibrated(NamedTuple):
     """The modules that share a weight, by their names, and the observer of their inputs."""
 
     names: list[str]
@@ -59,12 +59,12 @@ def calibrate(
 
     `with … as ranges` gives a dict, filled at the end: the name of each layer to its range (low, high). A batch counts
     in the mode, train or eval, that the model has at the start: an evaluation in the midst of training changes nothing.
-    Inside, products of a prepared model round its weights and not its inputs. If the context ends by an exception the
-    scales stay as they were. An earlier calibration is replaced.
+    Inside, products of a prepared model round weights but not inputs. If the context ends by an exception, the scales
+    stay as they were. A calibration replaces an earlier one.
 
     Args:
         model: a plain model, or one of `lowbit.qat.prepare_`, sharded or not. To compile it, call `compile` afterwards.
-        scheme, filter_fn: for a plain model, those that `quantize_` or `prepare_` will get. For a prepared one: None.
+        scheme, filter_fn: for a plain model, those that `quantize_` or `prepare_` will get. For a prepared model: None.
         method: how the range is chosen, "minmax", "moving_average", "percentile" or "squared_error"
             (`lowbit.trace.observer`).
         percentile: for "percentile", the share of values in % below the upper end, and above the lower.
@@ -72,7 +72,7 @@ def calibrate(
             take part, with the same layers, and get the same scales.
 
     Raises:
-        TypeError: no module, no scheme; as `quantize_`.
+        TypeError: not a module or not a scheme, as in `quantize_`.
         ValueError: no layer has a static activation; at the end, a layer saw no batch, or NaN or infinite values. The
             scales of all layers are then as they were.
     """
@@ -91,12 +91,12 @@ class Calibration:
     """Observers in the layers of a model: what `calibrate` does, in steps.
 
     Args:
-        model: for the message of an error.
+        model: the model, for error messages and DistributedDataParallel.
         found: names, modules and activation of each weight.
         method, percentile: those of `calibrate`.
-        training: the mode whose batches count; None: the one that each layer has now.
+        training: the mode whose batches count; None: the present mode of each layer.
 
-    Raises ValueError where one of the layers has an observer already.
+    Raises ValueError if one of the layers has an observer already.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Calibration:
             mode = modules[0].training
             observer.begin(mode if training is None else training)
             observer.train(mode)
-            self.watched.append(_Watched(names, modules, spec, observer))
+            self.watched.append(_Calibrated(names, modules, spec, observer))
         self.hooks = [hook for each in self.watched for hook in _watch(each)]
         self.model, self.left_alone = model, getattr(model, _LEFT_ALONE, None)
         names = [n for n, _ in model.named_buffers() if f"{static_input.OBSERVER}." in n]
@@ -132,7 +132,7 @@ class Calibration:
 
     @classmethod
     def of_training(cls, model: nn.Module, method: Method, percentile: float) -> Calibration:
-        """That of a prepared model, of batches in train mode. Raises ValueError as `calibrate` does."""
+        """The calibration of a prepared model on batches in train mode. Raises ValueError as `calibrate` does."""
         return cls(model, prepared_layers(model), method, percentile, training=True)
 
     def finish(
@@ -140,7 +140,7 @@ class Calibration:
     ) -> dict[str, tuple[float, float]]:
         """Sum the statistics of the ranks, and set the scales. Returns the ranges by name.
 
-        `keep`: where no rank saw any batch and the scales are known, as after loading them, they stay.
+        `keep`: known scales, such as loaded ones, stay if no rank saw a batch.
 
         Raises ValueError as `calibrate` does at its end.
         """
@@ -154,7 +154,6 @@ class Calibration:
         return _set_scales(self.watched)
 
     def remove(self) -> None:
-        """Take the observers away."""
         for hook in self.hooks:
             hook.remove()
         if self.left_alone is None:
@@ -206,7 +205,7 @@ def _plain(
 
 
 def _check_forward(module: nn.Module, fqn: str) -> None:
-    """Raise ValueError for a linear or convolution that may multiply something else than its input."""
+    """Raise ValueError for a linear or convolution that may not multiply its input as it is."""
     plain = {kind.forward for kind in (nn.Linear, *CONVOLUTIONS)}
     if type(module).forward not in plain:
         raise ValueError(
@@ -215,8 +214,8 @@ def _check_forward(module: nn.Module, fqn: str) -> None:
         )
 
 
-def _watch(each: _Watched) -> Iterator[RemovableHandle]:
-    """Put the observer into its modules. Plain ones call it by a hook, prepared ones themselves."""
+def _watch(each: _Calibrated) -> Iterator[RemovableHandle]:
+    """Put the observer into its modules. A hook calls the observer in a plain module; a prepared module calls it."""
     for module in each.modules:
         module.add_module(static_input.OBSERVER, each.observer)
         if not isinstance(module, static_input.RoundsInput):
@@ -228,7 +227,7 @@ def _observe(module: nn.Module, args: Any, kwargs: Any) -> None:
     observer.observe(args[0] if args else kwargs["input"])
 
 
-def _set_scales(watched: list[_Watched]) -> dict[str, tuple[float, float]]:
+def _set_scales(watched: list[_Calibrated]) -> dict[str, tuple[float, float]]:
     """Set the scales from the statistics. Returns the ranges by name."""
     for count, what in (("batches", "saw no batch"), ("nonfinite", "saw NaN or infinite values")):
         bad = [
@@ -250,8 +249,8 @@ def _set_scales(watched: list[_Watched]) -> dict[str, tuple[float, float]]:
     return ranges
 
 
-def _set_scale(each: _Watched) -> tuple[float, float]:
-    """Choose the range of a layer's input from its statistics, and set it in all modules. Returns it."""
+def _set_scale(each: _Calibrated) -> tuple[float, float]:
+    """Choose the range of a layer's input from the statistics, set it in all modules, and return it."""
     values = each.observer.range()
     if not isinstance(each.modules[0], static_input.RoundsInput):
         unknown = values.new_full((1,), torch.nan)

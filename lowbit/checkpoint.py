@@ -6,15 +6,15 @@ A quantized tensor `layer.weight` is stored as `layer.weight.codes`, `layer.weig
     {"format_version": 1,
      "tensors": {"layer.weight": {"kind": "AffineTensor", "shape": [N, K], "dtype": "bfloat16", …}},
      "ties": {"lm_head.weight": "embedding.weight"},      tensors that share memory, stored once
-     "values": {…}, "metadata": {…},                      entries that are no tensors; the user's own
+     "values": {…}, "metadata": {…},                      entries that are not tensors; the user's own
      "stored": {"layer.weight.codes": {"dtype": "uint8", "shape": [N, K / 2], "sha256": "…"}, …}}
 
 `*.safetensors` keeps that text in the file's own metadata under "lowbit" (needs the safetensors package), and the
 text's SHA-256 under "lowbit_sha256"; `*.pt` is a `torch.save` of {"lowbit": text, "lowbit_sha256": …, "tensors": {…}}.
 `lowbit.tensor.frozen.affine_tensor` describes the layout of codes.
 
-The digests are those of the bytes in the file, also where another thread changes a tensor while it is saved. By them,
-loading a damaged file raises an error that names the damaged tensors. `load` verifies up to 64 MiB at once. In a larger
+The digests are those of the bytes in the file, even if another thread changes a tensor while it is saved. Loading a
+damaged file raises an error that names the damaged tensors. `load` verifies up to 64 MiB at once. In a larger
 file it verifies each tensor at the first access: hashing takes 0.6 s a GB and core, and a `*.safetensors` file is
 mapped into memory in milliseconds.
 """
@@ -248,7 +248,7 @@ def save(
 
     Raises:
         CheckpointError: an entry that the file cannot hold; see `to_plain`.
-        OSError: the system refuses to write, as where no space is left. It names `path`.
+        OSError: the system refuses to write, for example because the disk is full. The message names `path`.
     """
     path = Path(path)
     container.check_suffix(path)

@@ -45,7 +45,7 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
         A report of the weights.
 
     Raises:
-        TypeError: `model` is no module, or `filter_fn` no function.
+        TypeError: `model` is not a module, or `filter_fn` is not a function.
         ValueError: no chosen weight is in low bits, unless `lowbit.train.prepare_` left all alone; a weight is sharded;
             a filter with fused linears; a weight that products see with LoRA adapters merged. The model is then as it
             was.
@@ -85,8 +85,8 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
 
 
 def _targets(model: nn.Module, filter_fn: Filter | None, left: Report) -> list[Target]:
-    """The chosen low-bit weights; `left` gets the others. Raises ValueError for a sharded one, and for one that a LoRA
-    layer merges with its adapters."""
+    """The chosen low-bit weights; `left` gets the others. Raises ValueError for a sharded weight, and for a weight that
+    a LoRA layer merges with its adapters."""
     targets, merging = [], merging_layers(model)
     for owners in find_owners(model).values():
         module, name, fqn = owners[0]
@@ -116,7 +116,7 @@ def _targets(model: nn.Module, filter_fn: Filter | None, left: Report) -> list[T
 
 
 def _plain(target: Target, joint: Mapping[str, Tensor] | None = None) -> Tensor:
-    """`joint`: what siblings share, by the names of the weights."""
+    """The plain values of a weight. `joint`: what siblings share, by the names of the weights."""
     if isinstance(target.weight, JointTensor):
         assert joint is not None
         forget_siblings(owner.module for owner in target.owners)

@@ -1,4 +1,4 @@
-"""Optional packages: which is installed, whether its release fits, and the extra of lowbit that brings it.
+"""Optional packages: which is installed, if its release fits, and which extra of lowbit brings it.
 
 The extras are those of lowbit's own metadata: of pyproject.toml in a source tree, else of what pip installed.
 """
@@ -32,11 +32,11 @@ class Package:
         return f"{self.name} {spaced}".rstrip()
 
     def version(self) -> str | None:
-        """That of the installed one; None: it is not installed."""
+        """The version of the installed package; None: it is not installed."""
         return version(self.name)
 
     def obstacle(self) -> str | None:
-        """Why lowbit cannot use it, as the end of a sentence. None: it can."""
+        """Why lowbit cannot use the package, as the end of a sentence. None: it can."""
         found = self.version()
         if found is None:
             return "which is not installed"
@@ -47,7 +47,7 @@ class Package:
 
 
 def version(name: str) -> str | None:
-    """That of the installed package of this name; None: it is not installed."""
+    """The version of the installed package of this name; None: it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -61,7 +61,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 @functools.cache
 def extras() -> dict[str, tuple[Package, ...]]:
-    """The packages of each extra that a user installs, on this platform. Empty where lowbit has no metadata."""
+    """The packages of each extra that a user installs, on this platform. Empty if lowbit has no metadata."""
     lines = {k: v for k, v in _lines().items() if k not in _FOR_DEVELOPERS}
     return {extra: tuple(dict.fromkeys(_packages(extra, lines))) for extra in lines}
 
@@ -108,18 +108,17 @@ def package(name: str, extra: str) -> Package:
 
 
 def install(extra: str, upgrade: bool = False) -> str:
-    """The command that installs an extra."""
     return f"pip install {'--upgrade ' if upgrade else ''}'lowbit[{extra}]'"
 
 
 def check(use: str, names: Iterable[str], extra: str, error: type[Exception] = ImportError) -> None:
-    """Raise `error` where one of the packages is missing, or of a release that the extra does not allow.
+    """Raise `error` if one of the packages is missing, or of a release that the extra does not allow.
 
     Args:
-        use: what needs them, the beginning of the message: "the command line needs".
+        use: what needs the packages, the beginning of the message: "the command line needs".
         names: of the packages, as pip knows them.
-        extra: that brings them.
-        error: the class that is raised.
+        extra: the extra of lowbit that brings the packages.
+        error: the class of the exception.
     """
     for name in names:
         needed = package(name, extra)
@@ -130,7 +129,10 @@ def check(use: str, names: Iterable[str], extra: str, error: type[Exception] = I
 
 
 def imported(module: str, use: str, extra: str, error: type[Exception] = ImportError) -> Any:
-    """A module of an optional package, of any release. Raises `error`, as `check` does, where it cannot be imported."""
+    """A module of an optional package, of any release. If it cannot be imported, raises `error`, as `check` does.
+
+    Args: `module`, its dotted name; the others are those of `check`.
+    """
     name = module.partition(".")[0]
     needed = package(name, extra)
     try:
@@ -142,7 +144,7 @@ def imported(module: str, use: str, extra: str, error: type[Exception] = ImportE
 
 
 def bringing(module: str) -> tuple[str, str] | None:
-    """The extra that brings a module, and the package of the extra that needs it. None: no extra does.
+    """The extra that brings a module, and the package of the extra that needs the module. None: no extra does.
 
     Packages that an installed package of the extra depends on count too.
     """
@@ -159,7 +161,7 @@ def bringing(module: str) -> tuple[str, str] | None:
 
 
 def _needs(name: str) -> set[str]:
-    """The packages that an installed one requires without extras of its own."""
+    """The packages that an installed package requires without extras of its own."""
     lines = importlib.metadata.requires(name) or []
     plain = (_LINE.match(line) for line in lines if "extra ==" not in line)
     return {_normal(found[1]) for found in plain if found is not None}

@@ -1,4 +1,4 @@
-"""Bars with the time left for whatever takes more than a second: quantizing, loading, exporting, compiling kernels.
+"""Bars with the time left for work that takes more than a second: quantizing, loading, exporting, compiling kernels.
 
     with progress("quantizing", total=nbytes) as advance:
         for weight in weights:
@@ -8,8 +8,8 @@
 A bar appears one second after the start, where rich is installed and stderr is a terminal, on rank 0 of a process
 group. Everywhere else nothing is written, and the calls cost nothing. Bars inside of bars share one display.
 
-A kernel that a compiler makes at its first use on a machine shows a bar after a fifth of a second. Without rich the
-first one of a process writes a line to the terminal.
+The compilation of a kernel, at its first use on a machine, shows a bar after a fifth of a second. Without rich the
+first compilation of a process writes a line to the terminal.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import torch.distributed as dist
 from lowbit_kernels.runtime import compiling
 
 DELAY = 1.0
-"""Seconds until a bar appears. What ends before shows none."""
+"""Seconds until a bar appears. Work that ends before shows no bar."""
 COMPILING_DELAY = 0.2
-"""The same for a compiler, which takes 0.3 to 2.7 seconds in the middle of what is otherwise short."""
+"""`DELAY` for a compiler, which takes 0.3 to 2.7 seconds in the middle of work that is otherwise short."""
 
 
 @contextmanager
@@ -44,10 +44,10 @@ def progress(
 
     Args:
         what: the text before the bar: "quantizing".
-        total: None where nobody knows it. The bar then shows that the program runs, and for how long.
+        total: None if unknown. The bar then shows that the program runs, and for how long.
         unit: "bytes", which the bar shows as MB and MB/s, or what is counted: "layers".
-        hidden: no bar, because the caller's own function tells how far it is.
-        delay: seconds until it appears; by default `DELAY`.
+        hidden: no bar, because the caller's own function shows the progress.
+        delay: seconds until the bar appears; by default `DELAY`.
     """
     if hidden or not _is_seen():
         yield _nothing
@@ -61,7 +61,7 @@ def progress(
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """A bar without an end, for work that does not say how far it is."""
+    """A bar without an end, for work that does not report its progress."""
     with progress(what, None, unit=""):
         yield
 
@@ -86,7 +86,7 @@ def _nothing(count: int) -> None:
 
 
 def _is_seen() -> bool:
-    """Whether somebody sees a bar of this process."""
+    """True if somebody sees a bar of this process."""
     return _is_on_terminal() and _has_rich()
 
 

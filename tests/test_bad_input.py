@@ -72,7 +72,7 @@ def test_unknown_schemes(flow: Flow, scheme: Any) -> None:
 @pytest.mark.parametrize(
     ("patterns", "error", "match"),
     [
-        ({"re:(": INT4}, ValueError, r"'re:\(' is no regular expression"),
+        ({"re:(": INT4}, ValueError, r"'re:\(' is not a regular expression"),
         ({"re:[a": INT4, "*": INT8}, ValueError, r"'re:\[a'"),
         ({3: INT4}, TypeError, r"a pattern must be a str, got 3"),
         ({None: INT4}, TypeError, r"got None"),

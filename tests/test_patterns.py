@@ -92,7 +92,7 @@ def test_it_ends_soon(case: str) -> None:
 
 
 REFUSED = {
-    "wrong": ("(a", "is no regular expression"),
+    "wrong": ("(a", "is not a regular expression"),
     "a back reference": (r"(a)\1", "has a groupref, which may take for ever"),
     "possessive": ("a++b", "has a possessive_repeat"),
     "an atomic group": ("(?>a)b", "has a atomic_group"),

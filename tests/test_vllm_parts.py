@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import lowbit as lb
-from lowbit.interop.vllm.parts import LayerWeight, Part, Stored
+from lowbit.interop.vllm.parts import LayerWeight, PartLayout, Stored
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from tests.tensor.cases import same_bits, values
 
@@ -42,7 +42,7 @@ def stored_as(weight: AffineTensor) -> Stored:
 
 
 def cut(
-    part: Part, tensors: list[Tensor], rows: tuple[int, ...], inputs: bool, rank: int
+    part: PartLayout, tensors: list[Tensor], rows: tuple[int, ...], inputs: bool, rank: int
 ) -> Tensor:
     """The parameter of one of two processes, filled from the parts of each merged layer. `inputs`: cut along them."""
     if part.per_layer:

@@ -1,4 +1,4 @@
-"""The commands by name: what each takes, and its help.
+"""The commands by name, with their arguments and help. `lowbit.cli.arguments` explains the arguments.
 
 No module that imports torch is imported before a command runs, so that help and errors about arguments come at once.
 """

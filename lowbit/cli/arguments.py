@@ -11,18 +11,18 @@ FORMATS = (
     *("lowbit", "compressed-tensors", "fp8", "gptq", "gptq_v2", "awq"),
     *("bitsandbytes-int8", "bitsandbytes-4bit", "mxfp4", "torchao", "gguf"),
 )
-"""The names of `lowbit.formats.registry.FORMATS`, whose import takes seconds. A test holds that they are the same."""
+"""The names of `lowbit.formats.registry.FORMATS`, whose import takes seconds. A test compares the two."""
 
 
 def path(given: str) -> Path:
-    """The path. Raises BadParameter for an empty one, which a shell makes of a variable that is not set."""
+    """The path. Raises BadParameter for an empty path, which a shell makes of a variable that is not set."""
     if not given:
         raise typer.BadParameter("it is empty; give a path")
     return Path(given)
 
 
 def usable_device(given: str | None) -> str | None:
-    """`given`, where torch can use it. Raises ValueError for a device that it does not know or see."""
+    """`given`, if torch can use it. Raises ValueError for a device that torch does not know or see."""
     if given in (None, "cpu"):
         return given
     import torch

@@ -1,7 +1,7 @@
 """`lowbit bench`: how fast this machine's optimizers and linears are, beside PyTorch's own.
 
-The times are medians of repeated runs, the device waited for. They hold for this machine, and for the sizes that the
-table names. `python -m benchmarks` of the source tree measures much more.
+The times are medians of repeated runs, including the wait for the device. They hold for this machine and for the sizes
+in the table. `python -m benchmarks` of the source tree measures much more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SCHEMES = {
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BenchSizes:
     """What is measured: a linear of `width` x `width`, optimizers of `matrices` such weights, `seconds` each."""
 
     width: int
@@ -39,13 +39,13 @@ class Sizes:
     seconds: float
 
 
-_SIZES = {"cpu": Sizes(2048, 2, 0.5), "cuda": Sizes(4096, 16, 0.5)}
-_QUICK = {"cpu": Sizes(2048, 1, 0.03), "cuda": Sizes(4096, 2, 0.03)}
-"""The same width: smaller layers fit the caches, and calls take longer than what they compute."""
+_SIZES = {"cpu": BenchSizes(2048, 2, 0.5), "cuda": BenchSizes(4096, 16, 0.5)}
+_QUICK = {"cpu": BenchSizes(2048, 1, 0.03), "cuda": BenchSizes(4096, 2, 0.03)}
+"""The same width: smaller layers would fit the caches, and the overhead of calls would hide their products."""
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One measurement. speedup: how many times as fast as the baseline of its group."""
 
     group: str
@@ -56,7 +56,7 @@ class Row:
 
 
 def bench(device: str | None, quick: bool, json: bool, picture: Path | None) -> None:
-    """The command `bench`."""
+    """The command `bench`. Args: those of `lowbit.cli.app.bench`."""
     check_picture(picture)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type not in _SIZES:
@@ -78,10 +78,10 @@ def bench(device: str | None, quick: bool, json: bool, picture: Path | None) -> 
     print_table(title, header, lines)
 
 
-def measured(device: torch.device, sizes: Sizes) -> list[Row]:
+def measured(device: torch.device, sizes: BenchSizes) -> list[BenchRow]:
     """All rows. In each group the first is PyTorch's, the baseline of the others."""
     runs = [*_optimizers(device, sizes), *_linears(device, sizes)]
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     with progress("measuring", len(runs), unit="runs") as advance:
         baseline: dict[str, float] = {}
         for group, name, make in runs:
@@ -91,17 +91,19 @@ def measured(device: torch.device, sizes: Sizes) -> list[Row]:
                 min_run_time=sizes.seconds
             )
             first = baseline.setdefault(group, seconds.median)
-            rows.append(Row(group, name, 1e3 * seconds.median, first / seconds.median, nbytes()))
+            rows.append(
+                BenchRow(group, name, 1e3 * seconds.median, first / seconds.median, nbytes())
+            )
             advance(1)
     return rows
 
 
 _Made = tuple[Callable[[], object], Callable[[], float]]
-"""What is timed, and afterwards the bytes a parameter that it keeps."""
+"""A call to time, and a call that afterwards gives the bytes kept for each parameter."""
 _Run = tuple[str, str, Callable[[], _Made]]
 
 
-def _optimizers(device: torch.device, sizes: Sizes) -> Iterator[_Run]:
+def _optimizers(device: torch.device, sizes: BenchSizes) -> Iterator[_Run]:
     def weights() -> list[nn.Parameter]:
         torch.manual_seed(0)
         shape = sizes.matrices, sizes.width, sizes.width
@@ -129,7 +131,7 @@ def _optimizers(device: torch.device, sizes: Sizes) -> Iterator[_Run]:
         yield "optimizer step", name, low(kind)
 
 
-def _linears(device: torch.device, sizes: Sizes) -> Iterator[_Run]:
+def _linears(device: torch.device, sizes: BenchSizes) -> Iterator[_Run]:
     def product(tokens: int, scheme: Any) -> Callable[[], _Made]:
         def make() -> _Made:
             torch.manual_seed(0)
@@ -162,7 +164,7 @@ def _name(device: torch.device) -> str:
     return f"CPU, {torch.get_num_threads()} threads"
 
 
-def _draw(rows: list[Row], path: Path) -> None:
+def _draw(rows: list[BenchRow], path: Path) -> None:
     figure, (axis,) = new_figure(1, 8, 5)
     baselines = {row.group: row for row in reversed(rows)}
     low = [row for row in rows if row is not baselines[row.group]]

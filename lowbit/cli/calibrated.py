@@ -18,7 +18,7 @@ from lowbit.progress import progress
 
 
 def has_static(patterns: Schemes) -> bool:
-    """Whether a scheme has an activation whose scale a calibration finds."""
+    """True if a scheme has an activation whose scale a calibration finds."""
     schemes = patterns.values() if isinstance(patterns, Mapping) else (patterns,)
     return any(scheme is not None and scheme.is_static for scheme in schemes)
 
@@ -35,7 +35,7 @@ def calibrated(
     """The model of the folder `path`, whole in memory, calibrated on the text `data` and quantized.
 
     The patterns choose the layers that `lowbit.export(path, scheme=patterns)` would take, but no stacks of experts:
-    a static scale belongs to one linear layer.
+    a static scale belongs to one linear layer. Args: those of `lowbit.cli.app.quantize`.
 
     Raises ValueError for a text or a window that cannot be used, and for what `lowbit.calibrate` and `lowbit.quantize_`
     refuse; ImportError without transformers.

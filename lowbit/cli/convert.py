@@ -42,7 +42,7 @@ def quantize(
     device: str,
     json: bool,
 ) -> None:
-    """The command `quantize`."""
+    """The command `quantize`. Args: those of `lowbit.cli.app.quantize`."""
     _check_format(format)
     patterns = chosen(scheme, group_size, layers)
     options = {"lossy": lossy, "overwrite": overwrite, "max_shard_size": max_shard_size}
@@ -78,7 +78,7 @@ def export(
     max_shard_size: str,
     json: bool,
 ) -> None:
-    """The command `export`."""
+    """The command `export`. Args: those of `lowbit.cli.app.export`."""
     _check_format(format)
     if scheme is None and group_size is not None:
         raise ValueError("--group-size belongs to a scheme; give --scheme too")
@@ -88,7 +88,7 @@ def export(
 
 
 def _check_format(name: str) -> None:
-    """Raises ValueError for an unknown format, and for one of programs."""
+    """Raise ValueError for an unknown format, and for a format of programs."""
     if isinstance(target(name), ProgramFormat):
         raise ValueError(
             f"{name} holds a program, which is traced with inputs: write it from Python, by lowbit.export(model, out, "
@@ -104,7 +104,7 @@ def _write(
     as_json: bool,
     options: dict[str, Any],
 ) -> None:
-    """Export `source`, which is `model` or was made of it, and print the report. options: of `lowbit.export`."""
+    """Export `source`, which is `model` or was made of it, and print the report. `options`: of `lowbit.export`."""
     before = check(model).nbytes
     start = time.monotonic()
     report = formats.export(source, out, format, **options)

@@ -19,7 +19,7 @@ from lowbit.cli.output import print_json
 
 @dataclass(frozen=True)
 class Finding:
-    """One line. usable: None for a version, which is neither good nor bad. detail: the reason and the way out."""
+    """A line of the report. `usable`: None for a version. `detail`: the reason and the way out."""
 
     section: str
     name: str
@@ -30,7 +30,7 @@ class Finding:
 def doctor(json: bool) -> None:
     """The command `doctor`."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the findings say the same
+        warnings.simplefilter("ignore")  # the findings repeat these warnings
         found = [*_versions(), *_gpus(), *_compilers(), *_kernels(), *_extras()]
     if json:
         print_json({"findings": [asdict(finding) for finding in found]})
@@ -109,7 +109,7 @@ def _host_compiler() -> str:
 
 
 def _why_no_host_compiler() -> str | None:
-    """Compile a function of one line."""
+    """Why the compiler does not compile a function of one line; None: it does."""
     from lowbit_kernels.runtime import host_compiler
 
     try:
@@ -167,7 +167,7 @@ def _extras() -> Iterator[Finding]:
 
 
 def _why_not(package: optional.Package) -> str:
-    """What is wrong with the installed package."""
+    """Why the extra cannot use the installed package."""
     found = package.version()
     if found is None:
         return f"without {package.name}"

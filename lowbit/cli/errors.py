@@ -13,7 +13,7 @@ FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 """Exit codes: the command failed; it was called wrongly; the user stopped it."""
 
 _EXPECTED = (ValueError, TypeError, ImportError, OSError, NotImplementedError)
-"""What lowbit raises with a message that names the way out."""
+"""The exceptions that lowbit raises with a message that names the way out."""
 
 _OPTIONS = {
     "call lowbit.quantize_ first, or give a folder and scheme=": "call `lowbit quantize` first",
@@ -25,7 +25,7 @@ _OPTIONS = {
     "lossy=True": "--lossy",
     "scheme=": "--scheme",
 }
-"""How messages of the Python interface name what the command line has an option for."""
+"""What messages of the Python interface say → what the command line says."""
 
 
 def exit_code(error: Exception) -> int:
@@ -33,7 +33,7 @@ def exit_code(error: Exception) -> int:
 
 
 def one_line(error: Exception, arguments: Sequence[str] = ()) -> str:
-    """The message on one line. arguments: those of the command, of which the parser's messages leave out some."""
+    """The message on one line. `arguments`: those of the command, which complete the parser's messages."""
     if _is_of_parser(error):
         return _of_parser(error, arguments)
     text = _joined(str(error))
@@ -49,7 +49,7 @@ def one_line(error: Exception, arguments: Sequence[str] = ()) -> str:
 
 
 def _of_parser(error: Any, arguments: Sequence[str]) -> str:
-    """What typer says, the value that it got, and the command whose help says more."""
+    """typer's message, the value that typer got, and the command whose help says more."""
     text = _joined(error.format_message())
     option = re.match(r"Invalid value for '(--[\w-]+)'", text)
     got = None if option is None else _value_of(option[1], arguments)
@@ -84,13 +84,13 @@ def _of_missing(error: ModuleNotFoundError) -> str:
 
 
 def _is_full_gpu(error: Exception) -> bool:
-    """Whether it is torch's OutOfMemoryError. Only who imported torch can have raised it."""
+    """True for torch's OutOfMemoryError, which only a process that imported torch can raise."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def _is_of_parser(error: Exception) -> bool:
-    """Whether typer raised it for the arguments. typer's releases have these classes in different modules."""
+    """True if typer raised `error` for the arguments. typer's releases have these classes in different modules."""
     return hasattr(error, "format_message")
 
 

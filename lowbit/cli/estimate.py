@@ -1,4 +1,4 @@
-"""`lowbit estimate`: what trains and what serves on which GPU, from the shapes alone."""
+"""`lowbit estimate`: which training and serving fits on which GPU, from the shapes alone."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import typer
 
 from lowbit.cli import shapes
 from lowbit.cli.gpus import CONTEXT, GIB, Gpu, smallest
-from lowbit.cli.memory import Part, Run, serving, training
+from lowbit.cli.memory import MemoryUse, Run, serving, training
 from lowbit.cli.output import print_json, print_table
 
 
 def estimate(
     config: Path, batch: int, sequence: int, recompute: bool, compiled: bool, json: bool
 ) -> None:
-    """The command `estimate`."""
+    """The command `estimate`. Args: those of `lowbit.cli.app.estimate`."""
     model = shapes.read(config)
     run = Run(batch, sequence, recompute, compiled)
     parts = {**training(model, run), **serving(model, run)}
@@ -40,7 +40,7 @@ def estimate(
     )
 
 
-def _row(name: str, part: Part) -> tuple[str, ...]:
+def _row(name: str, part: MemoryUse) -> tuple[str, ...]:
     numbers = (part.weights, part.gradients, part.states, part.activations, part.total)
     gpu = _gpu(smallest(part.total)) or "more than one"
     return (name, *(f"{n / GIB:.2f} GiB" if n else "-" for n in numbers), gpu)

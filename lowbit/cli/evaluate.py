@@ -32,7 +32,7 @@ def evaluate(
     device: str,
     json: bool,
 ) -> None:
-    """The command `eval`."""
+    """The command `eval`. Args: those of `lowbit.cli.app.evaluate`."""
     for path in (model, *([] if against is None else [against])):
         check(path)
     tokens = tokens_of(model, data, limit)
@@ -57,7 +57,8 @@ def evaluate(
 def measure(
     model: nn.Module, original: nn.Module | None, windows: list[Tensor], device: torch.device
 ) -> dict[str, Any]:
-    """The figures of the module's docstring. windows: token ids [1, T]."""
+    """The figures of the module's docstring, of `model` against `original` (None: alone) on `device`. `windows`: token
+    ids [1, T]."""
     sums = dict.fromkeys(("nll", "nll_original", "kl", "agreement"), 0.0)
     count = sum(w.numel() - 1 for w in windows)
     with progress("evaluating", count, unit="tokens") as advance:
@@ -84,7 +85,7 @@ def measure(
 
 
 def _perplexity(nll: float) -> float:
-    """exp(nll); infinite where a float cannot hold it, as for a model that its scales broke."""
+    """exp(nll); infinite if a float cannot hold it, as for a model that its scales broke."""
     try:
         return math.exp(nll)
     except OverflowError:
@@ -92,7 +93,7 @@ def _perplexity(nll: float) -> float:
 
 
 def _logits(model: nn.Module, ids: Tensor) -> Tensor:
-    """[T − 1, V]: those that predict the next token of the window."""
+    """The logits [T − 1, V] that predict the next token of the window."""
     logits: Tensor = model(input_ids=ids, use_cache=False).logits
     return logits[0, :-1]
 

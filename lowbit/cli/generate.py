@@ -24,7 +24,7 @@ def generate(
     device: str,
     json: bool,
 ) -> None:
-    """The command `generate`."""
+    """The command `generate`. Args: those of `lowbit.cli.app.generate`."""
     check(model)
     tokenizer = tokenizer_of(model)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
@@ -54,7 +54,7 @@ def generate(
 
 
 class _Counter:
-    """What transformers calls a streamer: it gets the prompt first, then each token as it is made."""
+    """A streamer for transformers: it gets the prompt first, then each new token."""
 
     def __init__(self, advance: Callable[[int], None]) -> None:
         self._advance, self._had_prompt = advance, False
@@ -71,7 +71,7 @@ class _Counter:
 def continuation(tokenizer: Any, tokens: torch.Tensor, start: int) -> str:
     """The text of tokens [T] from `start` on, as it continues the text before.
 
-    Tokenizers of SentencePiece strip the space before the first token that they decode, so the whole is decoded too.
+    Tokenizers of SentencePiece strip the space before the first token, so all tokens are decoded too.
     """
     head, whole, tail = (
         str(tokenizer.decode(ids, skip_special_tokens=True))

@@ -34,9 +34,9 @@ GPUS = (
 """In order of their memory."""
 
 CONTEXT = 1 * GIB
-"""What CUDA, its libraries and the fragments of torch's allocator take besides tensors. An assumption."""
+"""Bytes that CUDA, its libraries and the fragments of torch's allocator take besides tensors. An assumption."""
 
 
 def smallest(nbytes: float) -> Gpu | None:
-    """The first GPU that holds tensors of so many bytes; None where no single one does."""
+    """The first GPU that holds tensors of so many bytes; None if no single GPU does."""
     return next((gpu for gpu in GPUS if nbytes + CONTEXT <= gpu.gib * GIB), None)

@@ -1,4 +1,4 @@
-"""`lowbit inspect`: what a folder holds, and how near it is to the original."""
+"""`lowbit inspect`: what a folder holds, and how near its weights are to the original."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from lowbit.tensor.core.base import LowbitTensor
 
 
 @dataclass(frozen=True)
-class Weight:
-    """A tensor of the folder. stored_as: its scheme, or its dtype; snr_db: None without an original."""
+class StoredWeight:
+    """A tensor of the folder. `stored_as`: the scheme or the dtype. `snr_db`: None without an original."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Weight:
 
 
 def inspect(model: Path, against: Path | None, json: bool, picture: Path | None) -> None:
-    """The command `inspect`."""
+    """The command `inspect`. Args: those of `lowbit.cli.app.inspect`."""
     check_picture(picture)
     folder = check(model)
     original = None if against is None else check(against)
@@ -65,7 +65,9 @@ def _format_of(folder: Folder | GgufFile) -> str | None:
     return None if folder.format is None else folder.format.name
 
 
-def _weights(folder: Folder | GgufFile, original: Folder | GgufFile | None) -> Iterable[Weight]:
+def _weights(
+    folder: Folder | GgufFile, original: Folder | GgufFile | None
+) -> Iterable[StoredWeight]:
     known = set() if original is None else {*original.names()}
     with progress(f"reading {folder.path.name}", folder.nbytes) as advance:
         for item in folder.items():
@@ -79,7 +81,7 @@ def _weights(folder: Folder | GgufFile, original: Folder | GgufFile | None) -> I
                         f"{original.path} has no {item.name}: --against takes the model that was quantized"
                     )
                 ratio = _snr(original.read(item.name), value, original.path)
-            yield Weight(item.name, tuple(value.shape), stored_as, low, item.nbytes, ratio)
+            yield StoredWeight(item.name, tuple(value.shape), stored_as, low, item.nbytes, ratio)
             advance(item.nbytes)
 
 
@@ -94,7 +96,7 @@ def _snr(original: Tensor, value: Tensor, path: Path) -> float | None:
     return snr(original, value) if value.is_floating_point() else None
 
 
-def summary(weights: Iterable[Weight]) -> dict[str, Any]:
+def summary(weights: Iterable[StoredWeight]) -> dict[str, Any]:
     """The sums, a row a scheme, and all weights."""
     weights = list(weights)
     schemes: dict[str, dict[str, int]] = {}
@@ -113,16 +115,16 @@ def summary(weights: Iterable[Weight]) -> dict[str, Any]:
     }
 
 
-def _in_order(weight: Weight) -> list[tuple[int, str]]:
+def _in_order(weight: StoredWeight) -> list[tuple[int, str]]:
     """Sorts layer 2 before layer 10."""
     return [(int(p), "") if p.isdecimal() else (-1, p) for p in weight.name.split(".")]
 
 
-def _numel(weight: Weight) -> int:
+def _numel(weight: StoredWeight) -> int:
     return math.prod(weight.shape)
 
 
-def _print(folder: Folder | GgufFile, weights: list[Weight]) -> None:
+def _print(folder: Folder | GgufFile, weights: list[StoredWeight]) -> None:
     found = summary(weights)
     low = percent(found["low_bit_nbytes"], found["nbytes"])
     kind = _format_of(folder) or "plain"
@@ -162,7 +164,7 @@ def _print(folder: Folder | GgufFile, weights: list[Weight]) -> None:
     print_table("", columns, lines)
 
 
-def _draw(weights: list[Weight], title: str, path: Path) -> None:
+def _draw(weights: list[StoredWeight], title: str, path: Path) -> None:
     """Bytes by scheme and, with an original, the ratio of each low-bit weight at its number in the table."""
     compared = [(n, w) for n, w in enumerate(weights, 1) if w.low_bit and w.snr_db is not None]
     figure, axes = new_figure(2 if compared else 1, 6, 4)

@@ -22,14 +22,14 @@ def load(path: Path, device: str) -> nn.Module:
     with _quiet():
         model = load_pretrained(path, device=device)
     if not hasattr(model, "generate"):
-        raise FormatError(f"{path} is a {type(model).__name__}, which is no language model")
+        raise FormatError(f"{path} is a {type(model).__name__}, which is not a language model")
     return model
 
 
 def check(path: Path) -> Folder | GgufFile:
-    """The headers of a folder or GGUF file, read before the seconds that the import of transformers takes.
+    """The headers of a folder or GGUF file, read before the import of transformers, which takes seconds.
 
-    Raises FormatError for no model, or a damaged one.
+    Raises FormatError if the path is not a model, or a damaged one.
     """
     if not path.exists():
         raise FormatError(f"{path} does not exist; give a folder with config.json, or a GGUF file")
@@ -37,7 +37,7 @@ def check(path: Path) -> Folder | GgufFile:
 
 
 def tokenizer_of(path: Path) -> Any:
-    """The tokenizer in the folder or GGUF file. Raises FormatError where there is none."""
+    """The tokenizer in the folder or GGUF file. Raises FormatError if neither has one."""
     # Otherwise transformers asks whether it may run code of the folder.
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     if path.is_file():
@@ -66,9 +66,7 @@ def _quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:
-        importlib.import_module(
-            "lowbit.hf"
-        )  # checks what is installed, before transformers is imported
+        importlib.import_module("lowbit.hf")  # checks packages before it imports transformers
         import transformers
 
         transformers.logging.set_verbosity_error()

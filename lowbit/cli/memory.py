@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from lowbit import optim
-from lowbit.cli.shapes import Model, Shape, Sizes
+from lowbit.cli.shapes import DecoderSizes, ModelShapes, Shape
 from lowbit.optim.state import state
 from lowbit.schemes import presets
 from lowbit.schemes.scheme import Scheme
@@ -41,9 +41,9 @@ from lowbit.train import prepare_
 
 HIGH = torch.bfloat16
 HALF = 2
-"""Bytes of an element of it."""
+"""Bytes of an element of HIGH."""
 RANK = 16
-"""Of the adapters of LoRA."""
+"""The rank of LoRA's adapters."""
 _STEP = 4
 """Bytes of torch's step counter, one a parameter."""
 
@@ -77,8 +77,8 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Bytes of one choice. activations: of inference, the cache of keys and values and one layer at work."""
+class MemoryUse:
+    """Bytes of one choice. `activations`: in inference, the cache of keys and values and one layer at work."""
 
     weights: int
     gradients: int
@@ -90,11 +90,11 @@ class Part:
         return self.weights + self.gradients + self.states + self.activations
 
 
-def plain_bytes(model: Model) -> int:
+def plain_bytes(model: ModelShapes) -> int:
     return HALF * model.parameters
 
 
-def quantized_bytes(model: Model, scheme: Scheme) -> int:
+def quantized_bytes(model: ModelShapes, scheme: Scheme) -> int:
     """Bytes of all weights with the matrices in `scheme`, the others in bfloat16."""
     matrices = {*model.matrices()}
     return sum(
@@ -111,7 +111,7 @@ def _in_scheme(shape: Shape, scheme: Scheme) -> int:
     return AffineTensor.from_float(empty, scheme).nbytes_stored()
 
 
-def int8_weight_bytes(model: Model) -> int:
+def int8_weight_bytes(model: ModelShapes) -> int:
     """Bytes of all weights with the matrices as `Int8Weight` trains them."""
     matrices = {*model.matrices()}
     return sum(
@@ -154,7 +154,7 @@ def _states_of(shape: Shape, kind: type[optim.AdamW]) -> int:
     return sum(map(state.nbytes, [state.new_step(weight), *made]))
 
 
-def adapters(model: Model, rank: int = RANK) -> dict[str, Shape]:
+def adapters(model: ModelShapes, rank: int = RANK) -> dict[str, Shape]:
     """The two factors of LoRA for each matrix of two dimensions."""
     found: dict[str, Shape] = {}
     for name in model.matrices():
@@ -164,8 +164,8 @@ def adapters(model: Model, rank: int = RANK) -> dict[str, Shape]:
     return found
 
 
-def activation_bytes(sizes: Sizes, run: Run, input_bytes: float = HALF) -> int:
-    """What one training step keeps for its backward pass. input_bytes: of an element of a product's input."""
+def activation_bytes(sizes: DecoderSizes, run: Run, input_bytes: float = HALF) -> int:
+    """Bytes that a training step keeps for its backward pass. `input_bytes`: of an element of a product's input."""
     layer, inputs = _kept_by_layer(sizes, run)
     each = HALF * layer + input_bytes * inputs
     layers = sizes.layers * each
@@ -175,21 +175,20 @@ def activation_bytes(sizes: Sizes, run: Run, input_bytes: float = HALF) -> int:
     return int(run.tokens * (layers + end))
 
 
-def _kept_by_layer(sizes: Sizes, run: Run) -> tuple[int, int]:
-    """Elements per token: all but the inputs of products, and those inputs."""
+def _kept_by_layer(sizes: DecoderSizes, run: Run) -> tuple[int, int]:
+    """Elements per token that a layer keeps: those that are not inputs of products, and those that are."""
     h, q, k, i = sizes.hidden, sizes.query, sizes.key_value, sizes.inner
     return 2 * run.norm_elements * h + q + 2 * k + 3 * i, 2 * h + q + i
 
 
-def cache_bytes(sizes: Sizes, run: Run) -> int:
+def cache_bytes(sizes: DecoderSizes, run: Run) -> int:
     """Keys and values of all positions in bfloat16, one layer at work on one token a sequence, and its logits."""
     cache = 2 * HALF * sizes.layers * sizes.key_value * run.tokens
     layer, inputs = _kept_by_layer(sizes, run)
     return cache + run.batch * (HALF * (layer + inputs) + run.logit_bytes * sizes.vocabulary)
 
 
-def training(model: Model, run: Run) -> dict[str, Part]:
-    """Each way to train, by its name."""
+def training(model: ModelShapes, run: Run) -> dict[str, MemoryUse]:
     shapes, sizes = model.weights, model.sizes
     plain, kept = plain_bytes(model), activation_bytes(sizes, run)
     low_inputs = activation_bytes(sizes, run, input_bytes=1)
@@ -199,13 +198,13 @@ def training(model: Model, run: Run) -> dict[str, Part]:
     factors = HALF * sum(map(math.prod, small.values()))
     frozen = quantized_bytes(model, presets.Int4WeightOnly())
     return {
-        "bf16, torch AdamW": Part(plain, plain, torch_states(shapes), kept),
-        "bf16, AdamW8bit": Part(plain, plain, eight, kept),
-        "bf16, AdamW4bit": Part(plain, plain, four, kept),
-        "int8 products, AdamW8bit": Part(plain, plain, eight, low_inputs),
-        "int8 weights, AdamW8bit": Part(int8_weight_bytes(model), plain, eight, kept),
-        "QAT int4, AdamW8bit": Part(plain, plain, eight, kept),
-        f"LoRA rank {RANK} over int4": Part(
+        "bf16, torch AdamW": MemoryUse(plain, plain, torch_states(shapes), kept),
+        "bf16, AdamW8bit": MemoryUse(plain, plain, eight, kept),
+        "bf16, AdamW4bit": MemoryUse(plain, plain, four, kept),
+        "int8 products, AdamW8bit": MemoryUse(plain, plain, eight, low_inputs),
+        "int8 weights, AdamW8bit": MemoryUse(int8_weight_bytes(model), plain, eight, kept),
+        "QAT int4, AdamW8bit": MemoryUse(plain, plain, eight, kept),
+        f"LoRA rank {RANK} over int4": MemoryUse(
             frozen + factors, factors, lowbit_states(small, optim.AdamW8bit), kept
         ),
     }
@@ -218,11 +217,10 @@ _SERVED: dict[str, Callable[[], Scheme] | None] = {
 }
 
 
-def serving(model: Model, run: Run) -> dict[str, Part]:
-    """Each way to serve, by its name."""
+def serving(model: ModelShapes, run: Run) -> dict[str, MemoryUse]:
     cache = cache_bytes(model.sizes, run)
     return {
-        f"inference {name}": Part(
+        f"inference {name}": MemoryUse(
             plain_bytes(model) if make is None else quantized_bytes(model, make()), 0, 0, cache
         )
         for name, make in _SERVED.items()

@@ -18,11 +18,11 @@ from lowbit.files import new_path
 
 _PICTURES = (".png", ".svg", ".pdf")
 _WIDE = 10_000
-"""Columns of a table, so that nothing is cut off. A terminal with fewer wraps the lines."""
+"""Columns of a table, so that nothing is cut off. A narrower terminal wraps the lines."""
 
 
 def print_json(content: Any) -> None:
-    """Infinite numbers and NaN become null, as JSON has none."""
+    """Print `content` as JSON, which has no infinite numbers and no NaN: they become null."""
     typer.echo(json.dumps(_finite(content), indent=2, allow_nan=False))
 
 
@@ -35,7 +35,7 @@ def _finite(content: Any) -> Any:
 
 
 def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table whose first column is text, and whose others are numbers unless they are text too."""
+    """Print a table. The first column is text; each other column is aligned as numbers if all of its entries are."""
     if title:
         typer.echo(title)
     options: dict[str, Any] = {"box": None, "pad_edge": False, "show_header": any(header)}
@@ -67,14 +67,14 @@ def percent(part: float, whole: float) -> str:
 
 
 def decibel(snr: float | None) -> str:
-    """A signal-to-noise ratio: "21.3 dB"; "∞" where nothing was lost; "" for None."""
+    """A signal-to-noise ratio: "21.3 dB"; "∞" if nothing was lost; "" for None."""
     if snr is None:
         return ""
     return f"{snr:.1f} dB" if math.isfinite(snr) else "∞"
 
 
 def check_picture(path: Path | None) -> None:
-    """Raise before the work begins where a picture could not be drawn or written.
+    """Raise, before the work begins, if a picture cannot be drawn or written.
 
     Raises ImportError without matplotlib, and ValueError for another suffix or a folder that is missing.
     """
@@ -85,12 +85,12 @@ def check_picture(path: Path | None) -> None:
             f"--picture {path}: the suffix is {path.suffix!r}; accepted: {', '.join(_PICTURES)}"
         )
     if not path.parent.is_dir():
-        raise ValueError(f"--picture {path}: {path.parent} is no folder; make it first")
+        raise ValueError(f"--picture {path}: {path.parent} is not a folder; make it first")
     optional.imported("matplotlib", "--picture needs", "cli")
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure. The file appears whole or not at all. Raises ValueError where it cannot be written."""
+    """Write a matplotlib figure. The file appears whole or not at all. Raises ValueError if it cannot be written."""
     try:
         with new_path.new_file(path) as file:
             figure.savefig(file, dpi=150, bbox_inches="tight")

@@ -18,11 +18,11 @@ def chosen(
 
     Args:
         scheme: a name of `lowbit.interop.names`, also with options: "int4(group_size=32)".
-        group_size: the option of that name, if it is given separately.
+        group_size: the option of that name, if given separately.
         layers: "PATTERN=SCHEME" or "PATTERN=none" each; the first that matches decides.
 
-    Raises ValueError for an unknown name, for options that the scheme refuses, for an entry without "=", for a
-    pattern that is given twice, and for "*", which is the pattern of `scheme`.
+    Raises ValueError for an unknown name, options that the scheme refuses, an entry without "=", a pattern that is
+    given twice, and "*", which is the pattern of `scheme`.
     """
     name, options = names.parsed(scheme, "scheme", "int4(group_size=32)")
     if group_size is not None:

@@ -33,17 +33,17 @@ _FIELDS = (
     "num_key_value_heads",
     "head_dim",
 )
-"""The fields of config.json that `Sizes` is made of."""
+"""The fields of config.json that `DecoderSizes` is made of."""
 
 
 @dataclass(frozen=True)
-class Sizes:
+class DecoderSizes:
     """What activations and the cache of keys and values depend on.
 
     Attributes:
         hidden: width of the residual stream.
         query, key_value: outputs of the query projection, and of the key projection.
-        inner: width between up and down; with experts, that of all experts that one token visits.
+        inner: width between up and down; with experts, the sum over the experts that one token visits.
     """
 
     layers: int
@@ -55,11 +55,11 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Model:
-    """weights: every tensor once, by name. source: where the shapes come from, for the report."""
+class ModelShapes:
+    """`weights`: every tensor once, by name. `source`: where the shapes come from, for the report."""
 
     weights: Mapping[str, Shape]
-    sizes: Sizes
+    sizes: DecoderSizes
     source: str
 
     @property
@@ -67,7 +67,7 @@ class Model:
         return sum(math.prod(shape) for shape in self.weights.values())
 
     def matrices(self) -> Iterator[str]:
-        """The weights that schemes convert: no embeddings, heads, routers, norms or biases."""
+        """The weights that schemes convert: not embeddings, heads, routers, norms or biases."""
         for name, shape in self.weights.items():
             layer = layer_of(name) if name.endswith(".weight") else name
             plain = is_embedding(layer) or is_head(layer) or is_router(layer)
@@ -75,10 +75,11 @@ class Model:
                 yield name
 
 
-def read(path: Path) -> Model:
+def read(path: Path) -> ModelShapes:
     """The model of a folder, or of a config.json.
 
-    Raises FormatError: no such file, no JSON, a model whose shapes neither shards nor transformers nor the fields give.
+    Raises FormatError: no such file, not JSON, or a model whose shapes neither shards nor transformers nor the fields
+    give.
     """
     file = path / "config.json" if path.is_dir() else path
     written = _config(file)
@@ -91,11 +92,11 @@ def read(path: Path) -> Model:
         folder = Folder(path)
         if folder.format is None:
             weights = {name: folder.plain_shape(name) for name in folder.plain}
-            return Model(weights, sizes, "the shards")
+            return ModelShapes(weights, sizes, "the shards")
     built, why = _built_by_transformers(made, why)
     if built is not None:
-        return Model(built, sizes, "transformers")
-    return Model(_like_llama(config, sizes, file, why), sizes, "config.json, as of a Llama")
+        return ModelShapes(built, sizes, "transformers")
+    return ModelShapes(_like_llama(config, sizes, file, why), sizes, "config.json, as of a Llama")
 
 
 def _config(file: Path) -> dict[str, Any]:
@@ -121,7 +122,7 @@ def _of_decoder(written: Mapping[str, Any], text: Any) -> dict[str, Any]:
     return config
 
 
-def _sizes(config: Mapping[str, Any], file: Path, why: str) -> Sizes:
+def _sizes(config: Mapping[str, Any], file: Path, why: str) -> DecoderSizes:
     wrong = [name for name in _NEEDED if not _is_size(config.get(name))]
     width_name = "moe_intermediate_size"
     if not config.get(width_name):
@@ -142,7 +143,7 @@ def _sizes(config: Mapping[str, Any], file: Path, why: str) -> Sizes:
     groups = int(config.get("num_key_value_heads") or heads)
     visited = int(config.get("num_experts_per_tok") or 1) if _experts(config) else 1
     width = int(inner or 0) * visited
-    return Sizes(layers, hidden, heads * head, groups * head, width, vocabulary)
+    return DecoderSizes(layers, hidden, heads * head, groups * head, width, vocabulary)
 
 
 def _is_size(value: Any) -> bool:
@@ -154,7 +155,7 @@ def _experts(config: Mapping[str, Any]) -> int:
 
 
 def _made_by_transformers(written: Mapping[str, Any]) -> tuple[Any, Any, str]:
-    """transformers' config and its part for the language model. None, None and the reason, a sentence, where
+    """transformers' config, the part of it for the language model, and "". None, None and the reason, a sentence, if
     transformers is missing or refuses the fields."""
     try:
         import transformers
@@ -169,7 +170,7 @@ def _made_by_transformers(written: Mapping[str, Any]) -> tuple[Any, Any, str]:
 
 
 def _built_by_transformers(made: Any, why: str) -> tuple[dict[str, Shape] | None, str]:
-    """The parameters of the model that transformers builds on meta; None and the reason where it does not."""
+    """The parameters of the model that transformers builds on meta, and ""; None and the reason if it does not."""
     if made is None:
         return None, why
     import transformers
@@ -202,13 +203,12 @@ _LIKE_LLAMA = {
 }
 
 
-def _like_llama(config: Mapping[str, Any], sizes: Sizes, file: Path, why: str) -> dict[str, Shape]:
+def _like_llama(
+    config: Mapping[str, Any], sizes: DecoderSizes, file: Path, why: str
+) -> dict[str, Shape]:
     """The weights of a decoder with four projections of attention and three of an MLP a layer, or a router and experts.
 
-    Args:
-        why: a sentence for the message: why transformers does not give the shapes.
-
-    Raises FormatError for another kind of model.
+    `why`: why transformers does not give the shapes. Raises FormatError for another kind of model.
     """
     kind = config.get("model_type")
     if kind not in _LIKE_LLAMA:

@@ -22,7 +22,9 @@ def tokens_of(model: Path, data: Path, limit: int | None) -> Tensor:
     try:
         text = data.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{data} is no text in UTF-8: {error.reason}; convert it first") from error
+        raise ValueError(
+            f"{data} is not a text in UTF-8: {error.reason}; convert it first"
+        ) from error
     except OSError as error:
         raise ValueError(
             f"--data {data} cannot be read: {error.strerror}; give a file of text"
@@ -36,8 +38,8 @@ def tokens_of(model: Path, data: Path, limit: int | None) -> Tensor:
 def windows_of(tokens: Tensor, model: nn.Module, context: int | None) -> list[Tensor]:
     """`tokens` [N] cut into [1, T] each, without overlap. The last window may be shorter, and has at least two tokens.
 
-    T is `context`, or as many as the model takes, at most 2,048. Raises ValueError for a `context` of fewer than 2, and
-    of more than the model takes.
+    T is `context`, or as many tokens as the model takes, at most 2,048. Raises ValueError for a `context` of fewer than
+    2 tokens, or more than the model takes.
     """
     config: Any = model.config
     longest = getattr(config, "max_position_embeddings", None) or _LONGEST

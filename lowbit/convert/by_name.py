@@ -33,18 +33,18 @@ def _check_schemes(schemes: Any, kind: type) -> None:
 
 
 def check_pattern(pattern: Any) -> None:
-    """Raise TypeError for anything but a str, and ValueError for "re:" and what is no regular expression."""
+    """Raise TypeError unless `pattern` is a str, ValueError if "re:" precedes what is not a regular expression."""
     if not isinstance(pattern, str):
         raise TypeError(f"a pattern must be a str, got {pattern!r}")
     if pattern.startswith("re:"):
         try:
             re.compile(pattern[3:])
         except re.error as error:
-            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
 
 
 def _remedy(scheme: Any) -> str:
-    """The end of the message about an object that is no scheme of the kind that a flow takes."""
+    """The end of the message about an object that is not a scheme of the kind that a flow takes."""
     if isinstance(scheme, Scheme):
         return ". A Scheme is for lowbit.quantize_ and lowbit.qat.prepare_"
     if isinstance(scheme, TrainingScheme):

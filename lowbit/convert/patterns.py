@@ -1,8 +1,8 @@
 """Regular expressions that are matched without backtracking.
 
-Python's `re` tries one way through an expression after another, and "(a+)+b" has 2^n ways through n letters. Here all
-ways are followed at once (Thompson, Communications of the ACM 11, 1968): a text of n letters takes at most n times the
-steps of the expression. So a folder's expressions cannot stop its reader.
+Python's `re` tries one way through an expression after another, and "(a+)+b" has 2^n ways through n letters. This
+module follows all ways at once (Thompson, Communications of the ACM 11, 1968): a text of n letters takes at most n
+times the steps of the expression. So an expression in a model folder cannot hang the process that reads it.
 
 Python parses the expression and says what it means. Back references, lookbehind, conditional and atomic groups,
 possessive repetition and flags other than (?i) are refused, and so are expressions and texts that take too many steps.
@@ -41,16 +41,16 @@ class PatternError(ValueError):
 
 
 def matches(pattern: str, text: str, whole: bool = False) -> bool:
-    """Whether the expression matches `text` from its beginning, as `re.match`; `whole`: to its end, as `re.fullmatch`.
+    """True if the expression matches `text` from its beginning, as `re.match`; `whole`: to its end, as `re.fullmatch`.
 
-    Raises PatternError for an expression that is wrong or refused (see the module), and where it takes too long.
+    Raises PatternError for an expression that is wrong or refused (see the module), and if the match takes too long.
     """
     program = _compiled(pattern)
-    return _Run(pattern, program, text).reaches_end(0, 0, whole)
+    return _Matching(pattern, program, text).reaches_end(0, 0, whole)
 
 
 def is_refused(pattern: str) -> bool:
-    """Whether `matches` refuses this expression for every text."""
+    """True if `matches` refuses this expression for every text."""
     try:
         _compiled(pattern)
     except PatternError:
@@ -73,7 +73,7 @@ def _compiled(pattern: str) -> list[tuple[Any, ...]]:
         program.add(parsed)
         program.put("end")
     except re.error as error:
-        raise PatternError(f"{pattern!r} is no regular expression: {error}") from error
+        raise PatternError(f"{pattern!r} is not a regular expression: {error}") from error
     except (RecursionError, OverflowError) as error:
         raise PatternError(f"the expression {pattern[:40]!r}… is nested too deep") from error
     return program.steps
@@ -195,14 +195,14 @@ def _member(kind: Any, value: Any) -> Test:
 # ---- steps -> an answer ----------------------------------------------------------------------------------------------
 
 
-class _Run:
+class _Matching:
     """One match of a text."""
 
     def __init__(self, pattern: str, program: list[tuple[Any, ...]], text: str) -> None:
         self._pattern, self._program, self._text, self._work = pattern, program, text, 0
 
     def reaches_end(self, step: int, begin: int, whole: bool) -> bool:
-        """Whether a way from `step` at letter `begin` reaches an end; `whole`: that of the text too."""
+        """True if a way from `step` at letter `begin` reaches an end; `whole`: and the text ends there too."""
         places = {step}
         for at in range(begin, len(self._text) + 1):
             places, is_end = self._reached(places, at)
@@ -216,7 +216,7 @@ class _Run:
         return False
 
     def _reached(self, places: set[int], at: int) -> tuple[set[int], bool]:
-        """The letters that may come next, and whether an end is reached."""
+        """The places of letters that may come next, and True if an end is reached."""
         waiting, seen, letters, is_end = [*places], {*places}, set(), False
         while waiting:
             place = waiting.pop()

@@ -23,12 +23,15 @@ def replace_weights(
     """Replace each target by `make(target)` in every module that holds it, and complete the report.
 
     A weight that stays trainable keeps its accumulated gradient and its hooks. A quantized weight that training starts
-    from becomes trainable. An optimizer that holds the old
-    parameters raises at its next step (`lowbit.convert.replaced`). Empties `targets`, so that the memory of each old
-    weight is free before the next one is replaced.
+    from becomes trainable. An optimizer that holds the old parameters raises at its next step
+    (`lowbit.convert.replaced`).
 
     Args:
-        note: what the report says of each; None for the scheme's description.
+        targets: from `find_targets`; removed one by one, which frees each old weight before the next one.
+        report: the one that `find_targets` began.
+        make: the new weight of a target.
+        trainable: keep `requires_grad`, gradients and hooks.
+        note: what the report says of each weight; None for the scheme's description.
     """
     with progress("converting weights", sum(t.weight.nbytes for t in targets)) as advance:
         while targets:

@@ -1,9 +1,8 @@
-"""Parameters that a conversion replaced: the new ones take over hooks and attributes, and an optimizer that still holds
-the old ones raises an error.
+"""Parameters that a conversion replaced: the new ones take over hooks and attributes.
 
-An optimizer that was made before the conversion holds the old parameters, which get no gradients any more: its steps
-would silently skip them. So this module keeps weak references to the old parameters, and every step of every torch
-optimizer checks for them.
+An optimizer that was made before the conversion holds the old parameters. They get no gradients any more, so its steps
+would silently skip them. This module keeps weak references to the old parameters, and the next step of an optimizer
+that holds one raises an error.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _INSTALLED: list[Any] = []
 
 
 def hand_over(old: Tensor, new: nn.Parameter, name: str, trainable: bool) -> str:
-    """Move hooks, attributes and gradient of a parameter to the one that replaces it, and remember the old one.
+    """Move hooks, attributes and gradient of a parameter to the parameter that replaces it, and remember `old`.
 
     Both parameters share their hooks (`register_hook`, `register_post_accumulate_grad_hook`) from now on: a handle
     removes its hook from both. Hooks get the gradient, a plain tensor, and the new parameter. Attributes are copied by
@@ -45,7 +44,7 @@ def hand_over(old: Tensor, new: nn.Parameter, name: str, trainable: bool) -> str
     Args:
         old, new: the parameters.
         name: of both, for messages.
-        trainable: whether gradients reach the new one. Hooks stay behind otherwise.
+        trainable: True if gradients reach the new parameter. Otherwise hooks stay behind.
 
     Returns:
         The hooks and attributes that could not be moved, for the report; "" if all were.
@@ -89,7 +88,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Where a closure makes the gradients, they are there now."""
+    """The check for a step with a closure, which has made the gradients by now."""
     if _REPLACED and _has_closure(args, kwargs):
         _check(optimizer)
 
@@ -99,8 +98,8 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _check(optimizer: Optimizer) -> None:
-    """Raise RuntimeError if the optimizer holds replaced parameters that get no gradients. One that does is in use by
-    another model."""
+    """Raise RuntimeError if the optimizer holds replaced parameters without gradients. A replaced parameter that gets
+    gradients is in use by another model."""
     params = (p for group in optimizer.param_groups for p in group["params"])
     stale = [_REPLACED[id(p)] for p in params if id(p) in _REPLACED and _is_idle(p)]
     if not stale:
@@ -117,5 +116,5 @@ def _check(optimizer: Optimizer) -> None:
 
 
 def _is_idle(param: Tensor) -> bool:
-    """Without a gradient since it was replaced."""
+    """True if `param` got no gradient since it was replaced."""
     return param.requires_grad and (param.grad is None or hasattr(param.grad, _HANDED_OVER))

@@ -12,7 +12,7 @@ from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local
 
 followers: list[Callable[[nn.Module], None]] = []
-"""Functions that get each model whose weights were replaced, once it is complete."""
+"""Functions that get each model whose weights were replaced, once the model is complete."""
 
 
 def tell(model: nn.Module) -> None:
@@ -21,14 +21,11 @@ def tell(model: nn.Module) -> None:
         follow(model)
 
 
-# ---- the walk -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Entry:
-    """One weight: its fully qualified name, shape, whether it was converted, and how or why not.
+    """One weight: its fully qualified name, its shape, if it was converted, and how or why not.
 
-    nbytes: the bytes that it takes now; for a tied weight, only in the first entry.
+    nbytes: the bytes that the weight takes now; for a tied weight, only in the first entry.
     """
 
     fqn: str
@@ -45,12 +42,12 @@ class Report:
     Attributes:
         entries: every weight of two or more dimensions that was looked at.
         parameters: elements of all parameters of the model.
-        low_bits: how many of them are now stored in low bits.
-        prepared: how many are kept in high precision, with products in low bits.
+        low_bits: elements that are now stored in low bits.
+        prepared: elements that stay in high precision, with products in low bits.
         nbytes: bytes that all parameters take now.
-        low_bit_nbytes: how many of them those in low bits take.
-        vectors: how many parameters of fewer than two dimensions there are, such as biases and norms.
-        vector_nbytes: bytes that these take.
+        low_bit_nbytes: bytes of the parameters in low bits.
+        vectors: parameters of fewer than two dimensions, such as biases and norms.
+        vector_nbytes: bytes of these vectors.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -69,15 +66,15 @@ class Report:
 
     @property
     def left(self) -> dict[str, str]:
-        """Fully qualified name → reason, of the weights that were left alone."""
+        """Fully qualified name → reason, for the weights that were left alone."""
         return {e.fqn: e.note for e in self.entries if not e.converted}
 
     def count(self, model: nn.Module) -> Self:
-        """Fill in the numbers from `model` as it is now, and tell `followers` of it. Returns the report."""
+        """Fill in the numbers of `model` as it is now, and call the `followers`. Returns the report."""
         self.parameters = self.low_bits = self.prepared = 0
         self.nbytes = self.low_bit_nbytes = self.vectors = self.vector_nbytes = 0
         sizes: dict[str, int] = {}
-        for name, param in model.named_parameters():  # tied ones once
+        for name, param in model.named_parameters():  # a tied parameter once
             if isinstance(param, nn.UninitializedParameter):
                 continue
             sizes[name] = size = _nbytes(param)
@@ -127,7 +124,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _nbytes(param: Any) -> int:
-    """Bytes of the whole parameter, also where it is sharded."""
+    """Bytes of the whole parameter, sharded or not."""
     own = local(param)
     if not isinstance(own, LowbitTensor) or own.numel() == 0:
         return param.numel() * param.element_size()

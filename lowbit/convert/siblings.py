@@ -43,7 +43,7 @@ def register_siblings(*names: str) -> None:
         names: of modules, or of parameters with one matrix an expert, that one module has and that multiply its input.
 
     Raises:
-        TypeError: a name that is no str.
+        TypeError: a name that is not a str.
         ValueError: fewer than two names, a name with a dot, or one that is in another group.
     """
     for name in names:
@@ -85,7 +85,7 @@ def families(weights: Mapping[str, tuple[Iterable[str], Hashable]]) -> list[list
     of all.
 
     Args:
-        weights: for each weight, by any key, its fully qualified names, and what siblings must agree in.
+        weights: for each weight, by any key, the fully qualified names of the weight, and what siblings must agree in.
     """
     groups: dict[str, list[str]] = {}
     """The members of each group, which all of its keys share."""

@@ -1,8 +1,4 @@
-"""Walk a model, choose a scheme for each weight, replace the weights, and report them.
-
-`lowbit.quantize_`, `lowbit.qat` and `lowbit.train` share it. All weights are checked before the first one is replaced,
-so a refused model stays as it was. A tensor that several modules share is converted once and stays shared.
-"""
+"""Walk a model and choose a scheme for each of its weights."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ Filter = Callable[[nn.Module, str], bool]
 Schemes = Scheme | Mapping[str, Scheme | None]
 TrainingSchemes = TrainingScheme | Mapping[str, TrainingScheme | None]
 USES = ("linear", "embedding", "conv", "attention", "other")
-"""How a module uses its weight, as schemes ask; "attention" is the `out_proj` of nn.MultiheadAttention."""
+"""How a module may use its weight. "attention" is the `out_proj` of nn.MultiheadAttention."""
 
 
 class Owner(NamedTuple):
@@ -50,14 +46,14 @@ class Target:
 
 
 def rounding_owners(target: Target) -> list[Owner]:
-    """The modules, linears or convolutions, that round their inputs by the scheme of the weight that they hold. With a
-    static scale the input of the first one stands for those of all."""
+    """The linears and convolutions that round their inputs by the scheme of the weight that they hold. A static scale
+    is calibrated on the input of the first one, for all of them."""
     kinds = (nn.Linear, *CONVOLUTIONS)
     return [owner for owner in target.owners if isinstance(owner.module, kinds)]
 
 
 def is_conv(target: Target) -> bool:
-    """Whether the weight is stored as `lowbit.tensor.frozen.conv_tensor` says."""
+    """True if the weight is stored as `lowbit.tensor.frozen.conv_tensor` says."""
     return _is_of_conv(target.owners[0])
 
 
@@ -69,8 +65,8 @@ def _is_of_conv(owner: Owner) -> bool:
 
 
 def families_of(targets: Sequence[Target]) -> list[list[Target]]:
-    """The targets, two or more at a time, that are siblings (`lowbit.convert.siblings`) and share a part of their
-    scales, as their schemes join."""
+    """The targets, two or more at a time, that are siblings (`lowbit.convert.siblings`) and whose schemes join a part
+    of their scales."""
     by_name = {target.owners[0].fqn: target for target in targets if _joins(target)}
     weights = {
         name: (
@@ -92,7 +88,7 @@ def alike(spec: Spec, shape: Sequence[int]) -> Hashable:
 
 
 def joint_parts(targets: Sequence[Target], searched: bool = False) -> dict[str, Tensor]:
-    """What the weights of each family share, by the first name of each of them. `searched`: as for `joint_part`."""
+    """What the weights of each family share, by the first name of each weight. `searched`: as for `joint_part`."""
     found: dict[str, Tensor] = {}
     for family in families_of(targets):
         weights = [target.weight for target in family]
@@ -103,8 +99,8 @@ def joint_parts(targets: Sequence[Target], searched: bool = False) -> dict[str, 
 
 @torch.no_grad()
 def joint_part(spec: Spec, weights: Sequence[Tensor], searched: bool = False) -> Tensor:
-    """`Spec.joint_part` of plain weights, with scales of the dtype that these get. `searched`: with the smallest
-    squared error over all of them, as `Spec.search_qparams` finds it."""
+    """`Spec.joint_part` of plain weights, with scales of the dtype that these weights get. `searched`: the scales with
+    the smallest squared error over all weights, as `Spec.search_qparams` finds them."""
     dtype = representation_of(spec).scale_dtype(spec, weights[0].dtype)
     own = [weight.detach() for weight in weights]
     if searched:
@@ -112,14 +108,11 @@ def joint_part(spec: Spec, weights: Sequence[Tensor], searched: bool = False) ->
     return spec.joint_part(own, dtype)
 
 
-# ---- the report -----------------------------------------------------------------------------------------------
-
-
 # ---- arguments ------------------------------------------------------------------------------------------------
 
 
 def check_module(model: Any) -> None:
-    """Raise TypeError for anything but a module."""
+    """Raise TypeError unless `model` is a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be an nn.Module, got {type(model).__name__}: it is changed in place, where its modules hold "
@@ -132,7 +125,7 @@ def joined_name(prefix: str, name: str) -> str:
 
 
 def find_owners(model: nn.Module) -> dict[int, list[Owner]]:
-    """id of a parameter → everything that holds it. Raises TypeError for anything but a module."""
+    """id of a parameter → everything that holds the parameter. Raises TypeError unless `model` is a module."""
     check_module(model)
     owners: dict[int, list[Owner]] = {}
     for prefix, module in model.named_modules():
@@ -153,8 +146,10 @@ def find_targets(
     """The weights to convert, all of them checked, and a report of the ones left alone.
 
     Args:
-        schemes: one of `kind`, `Scheme` or `TrainingScheme`; or a dict of name patterns to one of `kind` or None.
+        model: whose modules hold the weights.
+        schemes: one of `kind`; or a dict of name patterns to one of `kind` or None.
         filter_fn: chooses modules; None chooses every `nn.Linear`.
+        kind: `Scheme` or `TrainingScheme`.
 
     Raises:
         TypeError: not a scheme, not a module, not a filter.
@@ -214,8 +209,8 @@ def _check_target(target: Target) -> None:
 
 
 def _check_patterns(walk: _Walk) -> None:
-    """Raise ValueError for a pattern that does nothing. None for a layer that stays in high precision anyway says how
-    it is, and is no mistake."""
+    """Raise ValueError for a pattern that does nothing. A pattern that gives None to a layer that stays in high
+    precision anyway is not a mistake."""
     unused = [
         pattern
         for pattern, scheme in walk.patterns.items()
@@ -253,9 +248,9 @@ class _Walk:
         self.schemes: dict[int, tuple[str, Any]] = {}
         """id of a parameter → the first name that a pattern matched, and its scheme or None."""
         self.left_by_rule = False
-        """Whether a training scheme left a weight alone."""
+        """True once a training scheme left a weight alone."""
         self.small: set[int] = set()
-        """The ids of `targets` that are linear layers' weights, and that their training scheme leaves alone."""
+        """The ids of `targets` that are weights of linear layers and too small for their training scheme."""
         self.model = model
 
     def visit(self, prefix: str, module: nn.Module) -> None:
@@ -278,7 +273,7 @@ class _Walk:
                 self.targets.setdefault(id(param), Target(param, choice, owners))
 
     def settle_small(self) -> None:
-        """Keep the weights that are too small alone but have a larger sibling, as key and value have the query."""
+        """Keep a weight that is too small alone if it has a larger sibling, as key and value have the query."""
         for key in self.small:
             small = self.targets[key]
             shape, scheme = small.weight.shape, small.scheme
@@ -302,9 +297,9 @@ class _Walk:
                     yield target.weight.shape
 
     def leaves_alone(self, pattern: str) -> bool:
-        """Whether `pattern`, which stands for None, is the first that matches a parameter or the layer that holds it.
+        """True if `pattern`, which gives None, is the first that matches a parameter or the layer that holds it.
 
-        Raises ValueError where another name of such a parameter is converted.
+        Raises ValueError if another name of such a parameter is converted.
         """
         found = False
         for prefix, module in self.model.named_modules():
@@ -326,7 +321,7 @@ class _Walk:
         return next((p for p in self.patterns if any(matches(p, n) for n in names)), None)
 
     def _choose(self, owner: Owner, prefix: str, param: nn.Parameter, selected: bool) -> Any:
-        """The scheme for this weight, or as a str the reason why it is left alone."""
+        """The scheme for this weight; or, as a str, why the weight is left alone."""
         if (weight := weight_scaled_by(owner.module, owner.attribute)) is not None:
             return f"learned scales or zero points of {joined_name(prefix, weight)}"
         pattern = self._first_match(prefix, owner.fqn)
@@ -354,7 +349,7 @@ class _Walk:
         return scheme if obstacle is None else obstacle
 
     def _is_selected(self, owner: Owner, prefix: str, pattern: str | None, selected: bool) -> bool:
-        """Whether the filter or a pattern asks for this parameter. `selected`: the filter takes the module."""
+        """True if the filter or a pattern asks for this parameter. `selected`: the filter takes the module."""
         if _has_own_product(owner.module):
             if owner.attribute == "weight":
                 return selected
@@ -363,8 +358,8 @@ class _Walk:
         return selected or self._filter_names(owner, prefix)
 
     def _filter_names(self, owner: Owner, prefix: str) -> bool:
-        """Whether the filter takes this parameter by its name. Example: `name != "up"` refuses the module "up" and
-        accepts "up.weight". It accepts "up.<no parameter>" too, so it means the module, and chooses no parameter."""
+        """True if the filter takes this parameter by its name. Example: `name != "up"` refuses the module "up" and
+        accepts "up.weight". That filter accepts "up.<no parameter>" too, so it means the module, not a parameter."""
         others = joined_name(prefix, _NO_PARAMETER)
         return self.filter_fn(owner.module, owner.fqn) and not self.filter_fn(owner.module, others)
 
@@ -386,7 +381,7 @@ def _is_linear(module: nn.Module, fqn: str) -> bool:
 
 
 def _has_own_product(module: nn.Module) -> bool:
-    """Whether the module multiplies by, convolves with, or looks up its parameter `weight` and no other."""
+    """True if the module multiplies by, convolves with, or looks up its parameter `weight` and no other."""
     return isinstance(module, (nn.Linear, nn.Embedding, *CONVOLUTIONS))
 
 
@@ -395,7 +390,7 @@ def _shape(param: nn.Parameter) -> tuple[int, ...]:
 
 
 def _weights_of(module: nn.Module, selected: bool) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of two or more dimensions by attribute; of a selected module also those without a shape yet."""
+    """The parameters of two or more dimensions by attribute, and those of a selected module that have no shape yet."""
     for name, param in module._parameters.items():
         if param is None:
             continue
@@ -410,7 +405,7 @@ def _weights_of(module: nn.Module, selected: bool) -> Iterator[tuple[str, nn.Par
 
 def _refusal(owners: list[Owner], weight: Tensor, trains: bool, starts: bool) -> str | None:
     """Why no scheme can convert this weight, or None. `trains`: the schemes are training schemes. `starts`: the scheme
-    of this weight trains from its codes."""
+    trains from the codes of this weight."""
     if isinstance(weight, LowbitTensor) and not starts:
         return weight.already or f"already in low bits ({type(weight).__name__})"
     for module, _, _ in owners:
@@ -453,6 +448,3 @@ def _use(module: nn.Module, attentions: set[int]) -> str:
     if isinstance(module, CONVOLUTIONS):
         return "conv"
     return "embedding" if isinstance(module, nn.Embedding) else "other"
-
-
-# ---- the replacement ------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def check_suffix(path: Path) -> None:
 
 
 def _safetensors() -> Any:
-    """The package. Raises CheckpointError where it is not installed."""
+    """The package. Raises CheckpointError if it is not installed."""
     optional.imported(
         "safetensors.torch",
         "*.pt needs nothing more, and *.safetensors needs",
@@ -55,8 +55,8 @@ def _safetensors() -> Any:
 def write(path: Path, tensors: dict[str, Tensor], info: Mapping[str, Any]) -> None:
     """Write tensors and description to `path`, with their digests. The file appears whole or not at all.
 
-    Raises CheckpointError for a name or a dtype that *.safetensors cannot hold, and OSError, which names `path`, where
-    the system refuses to write.
+    Raises CheckpointError for a name or a dtype that *.safetensors cannot hold, and OSError, which names `path`, if the
+    system refuses to write.
     """
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder; give the name of a file in it")
@@ -90,9 +90,9 @@ class Unverified:
         self.nbytes = sum(t.nbytes for t in tensors.values())
 
     def check(self, names: Iterable[str] | None = None) -> None:
-        """Compare the tensors of these names (default: all) with their digests, and some that follow them in the file.
+        """Compare the tensors of these names (default: all) and some that follow them in the file with their digests.
 
-        Each tensor is compared once. Raises CheckpointError, which names the damaged ones among `names`.
+        Each tensor is compared once. Raises CheckpointError, which names the damaged tensors among `names`.
         """
         asked = [*self._tensors] if names is None else list(names)
         if any(name in self._tensors for name in asked):
@@ -115,7 +115,8 @@ def read(
 ) -> tuple[dict[str, Tensor], dict[str, Any], Unverified]:
     """The tensors on `device`, the description, and the tensors whose values are still unverified.
 
-    Raises FileNotFoundError for a missing file and CheckpointError for everything else.
+    Args: those of `lowbit.load`; without `with_tensors` only the description is read. Raises FileNotFoundError for a
+    missing file and CheckpointError for everything else.
     """
     check_suffix(path)
     if not path.is_file():
@@ -182,8 +183,8 @@ def _read_pt(path: Path, device: str | torch.device, _: bool) -> _Content:
 class VerifiedOnAccess(dict[str, Any]):
     """A state dict that compares each value with its digests at the first access to it.
 
-    A copy or a pickle is an ordinary dict, so making one verifies all values. Each access raises CheckpointError where
-    the value is damaged.
+    A copy or a pickle is an ordinary dict, so making one verifies all values. An access raises CheckpointError if the
+    value is damaged.
     """
 
     def __init__(

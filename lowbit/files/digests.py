@@ -42,7 +42,7 @@ def of_text(text: str) -> str:
 
 
 def of_tensor(t: Tensor) -> str:
-    """The digest of a plain tensor's elements in row-major order, whatever its strides and device."""
+    """The digest of a plain tensor's elements in row-major order, for any strides and device."""
     elements = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(elements.numpy().data).hexdigest()
 
@@ -50,7 +50,7 @@ def of_tensor(t: Tensor) -> str:
 def while_written(t: Tensor, write: Callable[[memoryview], Any]) -> str:
     """The digest of the bytes that `write` gets: the elements of `t`, contiguous and on any device, in pieces.
 
-    A piece is a copy, which no other thread changes between its hashing and its writing.
+    Each piece is a copy, so that no other thread changes it between hashing and writing.
     """
     digest = hashlib.sha256()
     elements = t.detach().reshape(-1).view(torch.uint8)
@@ -88,7 +88,7 @@ def texts(entries: Entries) -> dict[str, str]:
 def taken(metadata: dict[str, str]) -> Entries | None:
     """The entries in the metadata of a shard, which are removed there; None for a shard without digests.
 
-    Raises ValueError where they are damaged.
+    Raises ValueError if the entries are damaged.
     """
     text, seal = metadata.pop(TEXT, None), metadata.pop(SEAL, None)
     if text is None and seal is None:
@@ -132,9 +132,9 @@ def each(
     what: str,
     most: int | None = None,
 ) -> dict[str, _D]:
-    """`digest` of each name and tensor, by name, in up to `most` threads, under the bar `what`.
+    """`digest` of each of the `tensors`, by name, in up to `most` threads, under the bar `what`.
 
-    After an error none begins.
+    After an error no further digest begins.
     """
     found: dict[str, _D] = {}
     total = sum(t.nbytes for t in tensors.values())

@@ -1,14 +1,14 @@
 """A new file or folder that takes its place whole, and only once its bytes are on the disk.
 
-Until it is done it lies in a hidden folder beside its place, the workplace:
+Until then the new file lies in a hidden folder beside its place, the workplace:
 
     .out.lowbit-0123456789ab/
         lock     locked while the process runs that writes; the system unlocks it when the process ends, in any way
         out      the new file or folder; after an exchange, the old folder
         old      the old folder, between two renames where the system exchanges nothing
 
-So the workplace of a killed process is known by its lock. The next process that writes `out` removes it, and first puts
-the old folder back where a process was killed between the two renames.
+So a lock that is free marks the workplace of a killed process. The next process that writes `out` removes the
+workplace, and first puts the old folder back if the killed process stopped between the two renames.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOCK, _UNLOCKED, _OLD = "lock", "unlocked", "old"
 _AT_FDCWD, _EXCHANGE = -100, 2
 """Constants of Linux; macOS has the same number for its swap."""
 _RUNNING: set[Path] = set()
-"""Workplaces of this process. Where there are no locks, nothing else tells them from those of killed processes."""
+"""Workplaces of this process. Without locks, only this set tells them from those of killed processes."""
 
 
 # ---- places ----------------------------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ _RUNNING: set[Path] = set()
 def new_file(out: Path) -> Iterator[Path]:
     """A path to write a file to, which takes the place of `out` at the end. After an error `out` is as it was.
 
-    Raises OSError, which names `out`, where the system refuses to write.
+    Raises OSError, which names `out`, if the system refuses to write.
     """
     try:
         with workplace(out) as place:
@@ -58,10 +58,7 @@ def new_file(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def workplace(out: Path) -> Iterator[Path]:
-    """A hidden folder beside `out` to write in, which is gone at the end.
-
-    Raises OSError where it cannot be made.
-    """
+    """A hidden folder beside `out` to write in, which is gone at the end. Raises OSError if it cannot be made."""
     clear(out)
     place, lock = _new_place(out)
     _RUNNING.add(place)
@@ -97,7 +94,7 @@ def put_folder(new: Path, out: Path) -> None:
 
 
 def _rename_both(new: Path, out: Path) -> None:
-    """The old folder away, then the new one to its place. After Ctrl-C one of both is there."""
+    """Move the old folder away, then the new one to its place. After Ctrl-C `out` is one of the two."""
     old = new.parent / _OLD
     try:
         if out.exists():
@@ -115,9 +112,9 @@ def _rename_both(new: Path, out: Path) -> None:
 
 
 def clear(out: Path) -> None:
-    """Remove what killed processes left beside `out`. Warns of each folder.
+    """Remove what killed processes left beside `out`, with a warning for each folder.
 
-    A folder that may belong to a process that runs, because its file system has no locks, stays and is named.
+    On a file system without locks a folder may belong to a running process. The folder stays, and the warning names it.
     """
     pattern = glob.escape(f".{out.name}.lowbit-") + "[0-9a-f]" * 12
     for place in sorted({*out.parent.glob(pattern)} - _RUNNING):
@@ -159,7 +156,7 @@ def _clear_place(place: Path, out: Path) -> None:
 
 
 def _new_place(out: Path) -> tuple[Path, int | None]:
-    """A workplace and the handle of its lock; None where there are no locks."""
+    """A workplace and the handle of its lock; None on a file system without locks."""
     while True:
         place = out.parent / f".{out.name}.lowbit-{secrets.token_hex(6)}"
         place.mkdir()
@@ -182,7 +179,7 @@ def _new_place(out: Path) -> tuple[Path, int | None]:
 
 
 def _lock(handle: int) -> None:
-    """Raises BlockingIOError where another handle holds the lock, and OSError where there are no locks."""
+    """Raises BlockingIOError if another handle holds the lock, and OSError on a file system without locks."""
     if fcntl is None:
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -200,7 +197,7 @@ def _remove(place: Path, lock: int | None) -> None:
 
 
 def _remove_all(place: Path) -> None:
-    """The lock goes last: without it the rest would not be known for that of a killed process."""
+    """The lock goes last: without a lock the rest would not be known for that of a killed process."""
     for path in place.glob("*"):
         if path.name != _LOCK:
             with suppress(OSError):
@@ -229,7 +226,7 @@ def _flush(path: Path) -> None:
 
 
 def _exchanged(a: Path, b: Path) -> bool:
-    """Whether the system exchanged two names at once. False where the system or the file system cannot."""
+    """True if the system exchanged two names at once. False if the system or the file system cannot."""
     exchange = _exchange()
     return exchange is not None and exchange(os.fsencode(a), os.fsencode(b)) == 0
 

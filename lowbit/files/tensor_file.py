@@ -1,7 +1,7 @@
 """Writing tensors to a file, *.safetensors or *.pt, each byte hashed as it is written.
 
-The digests stand in the file beside the tensors. A piece of a tensor is copied, and the copy is hashed and written, so
-a digest is that of the bytes in the file even where another thread changes the tensor meanwhile. Memory: a piece of
+The file holds the digests beside the tensors. A copy of each piece of a tensor is hashed and written, so a digest is
+that of the bytes in the file even if another thread changes the tensor meanwhile. Memory: a piece of
 `lowbit.files.digests.PIECE` bytes a thread.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from lowbit.files import digests
 
 Describe = Callable[[digests.Entries], dict[str, str]]
-"""The texts that stand beside the tensors, of the entries of the tensors with their digests."""
+"""The texts that the file holds beside the tensors, made from the entries of the tensors with their digests."""
 
 _ALIGNED = 64
 """Bytes at whose multiples tensors of a *.pt begin, as `torch.save` places them."""
@@ -44,9 +44,9 @@ def write_safetensors(
     """Write a new file of safetensors, and return the entries of its tensors.
 
     Args:
-        tensors: contiguous ones by name, on any device.
-        describe: gives the file's own metadata. Called before and after the tensors are written: digests have one
-            length, so the header keeps its size.
+        tensors: contiguous tensors by name, on any device.
+        describe: gives the file's own metadata, once before and once after the tensors are written: all digests have
+            one length, so the header keeps its size.
 
     Raises:
         ImportError: safetensors is not installed.
@@ -111,7 +111,7 @@ def _is_utf8(name: str) -> bool:
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
-    """What the package calls it."""
+    """The name of `dtype` in the package safetensors."""
     import safetensors.torch
 
     try:
@@ -129,8 +129,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def write_pt(path: Path, tensors: Mapping[str, Tensor], describe: Describe) -> digests.Entries:
     """Write a new file that `torch.load` reads: a dict of the texts of `describe`, and "tensors".
 
-    Arguments, errors and what it returns are those of `write_safetensors`. `torch.save` writes the texts before the
-    tensors, whose digests they hold; here they come last. Tensors are stored as tensors of the CPU.
+    Arguments, errors and result are those of `write_safetensors`. `torch.save` would write the texts before the
+    tensors, whose digests they hold; this function writes them last. Tensors are stored as tensors of the CPU.
     """
     keys: dict[int, str] = {}
 
@@ -193,11 +193,11 @@ _CALLED = {
     *("collections OrderedDict", "torch.storage UntypedStorage"),
 }
 _MOST_CODES = 100
-"""Codes of the pickle for each tensor; they are about 40."""
+"""The most codes of the pickle for each tensor. About 40 are usual."""
 
 
 def is_pt_of_tensors(path: Path) -> bool:
-    """Whether a file of torch holds what `write_pt` writes and nothing else, so that `torch.load` takes its size.
+    """True if a file of torch holds only what `write_pt` writes, so that `torch.load` takes no more than its size.
 
     `torch.load` inflates compressed records before it looks at them, and makes any number of empty sets of a byte each.
 

@@ -1,8 +1,8 @@
 """Checkpoints in the formats of other programs: folders with config.json and *.safetensors, in and out.
 
-`lowbit.export` and `lowbit.load_pretrained` are the whole of it for most users. `tensors(path)` reads a folder one
-tensor at a time. A format of your own is one file, a subclass of `Format`, and `register(MyFormat())`. `export` also
-writes programs, for AOTInductor, ExecuTorch and ONNX: `lowbit.formats.programs`.
+Most users need only `lowbit.export` and `lowbit.load_pretrained`. `tensors(path)` reads a folder one tensor at a time.
+A format of your own is one file, a subclass of `Format`, and `register(MyFormat())`. `export` also writes programs, for
+AOTInductor, ExecuTorch and ONNX: `lowbit.formats.programs`.
 """
 
 from lowbit.formats.base import Format, FormatError

@@ -1,4 +1,4 @@
-"""The settings of AutoRound, quant_method "auto-round", as those of GPTQ or AWQ, whose words such a folder holds.
+"""Translates the settings of AutoRound, quant_method "auto-round", to those of GPTQ or AWQ, whose words it writes.
 
 | packing_format                                       | words | zero points  |
 |------------------------------------------------------|-------|--------------|
@@ -6,8 +6,8 @@
 | auto_round, auto_round:gptqmodel, and other kernels  | GPTQ  | as they are  |
 | auto_round:auto_awq, auto_round:awq                  | AWQ   | as they are  |
 
-There is no `g_idx`. Symmetric scales have the sign of the value that goes to the lowest code, so that half of them are
-negative. "extra_config" has the settings of single layers, by name or by an expression; 16 bits and more: none.
+AutoRound writes no `g_idx`. Symmetric scales have the sign of the value that goes to the lowest code, so half of them
+are negative. "extra_config" has the settings of single layers, by name or by an expression; 16 bits or more: plain.
 
 Source: Cheng et al., arXiv 2309.05516.
 """
@@ -29,9 +29,9 @@ _ROTATIONS = ("rotation_config", "spinquant_config")
 
 
 def translated(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The "quantization_config" of GPTQ or AWQ that one of AutoRound means; another one as it is.
+    """A "quantization_config" of AutoRound as one of GPTQ or AWQ; any other config as it is.
 
-    Raises FormatError for what AutoRound packs in other words, and for weights that are rotated.
+    Raises FormatError for weights that AutoRound packs in other words, and for rotated weights.
     """
     if config.get("quant_method") not in METHODS:
         return config
@@ -58,7 +58,7 @@ _DEFAULTS = {"bits": 4, "group_size": 128, "sym": True}
 
 
 def _check(settings: Mapping[str, Any]) -> None:
-    """Refuse other numbers than integers, and rounded inputs, for which AutoRound has tensors of other names."""
+    """Raise FormatError for numbers other than integers, and for rounded inputs, whose tensors have other names."""
     if _is_plain(settings):
         return
     kind, inputs = settings.get("data_type") or "int", settings.get("act_bits") or 16
@@ -79,7 +79,7 @@ def _is_expression(name: str) -> bool:
 
 
 def _entry(name: str, settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The entry of "dynamic", as GPTQModel has it."""
+    """The entry of GPTQModel's "dynamic" for a layer."""
     expression = name if _is_expression(name) else f"^{re.escape(name)}$"
     if _is_plain(settings):
         return f"-:{expression}", {}

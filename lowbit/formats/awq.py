@@ -8,8 +8,8 @@
 
     value[n, k] = (q[k, n] − z[k // g, n]) · scales[k // g, n]
 
-G is K / g. Where the group size g does not divide K, the last group has fewer inputs. Such a weight is read, and not
-written, as AutoAWQ and vLLM refuse it.
+G is K / g. If the group size g does not divide K, the last group has fewer inputs. Such a weight is read, but not
+written: AutoAWQ and vLLM refuse it.
 
 The nibble i of a word, from the lowest, is output 8j + (0, 2, 4, 6, 1, 3, 5, 7)[i] of word j. A symmetric weight has
 zero points of 8.
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lowbit.formats.base import Format, FormatError, Parts, layer_of
 from lowbit.formats.integers import (
-    Layout,
+    IntegerLayout,
     bytes_of,
     exact_scales,
     from_integers,
@@ -53,8 +53,6 @@ BITS = 4
 
 
 class Awq(Format):
-    """The format "awq"; see the module."""
-
     name = "awq"
     holds_experts = True
     scale_dtype = torch.float16
@@ -87,7 +85,7 @@ class Awq(Format):
         rows = scales.shape[-1]
         codes, zeros = (_unpacked(parts[name], rows) for name in ("qweight", "qzeros"))
         symmetric = not config.get("zero_point", True) and bool((zeros == 0).all())
-        layout = Layout(BITS, None if group == -1 else group, not symmetric)
+        layout = IntegerLayout(BITS, None if group == -1 else group, not symmetric)
         zero_point = None if symmetric else zeros.T
         return from_integers(layout, codes.T, scales.T, zero_point, dtype or scales.dtype)
 
@@ -102,7 +100,7 @@ class Awq(Format):
             "scales": exact_scales(scale, torch.float16, self.name).T.contiguous(),
         }
 
-    def _layout(self, weight: LowbitTensor) -> Layout:
+    def _layout(self, weight: LowbitTensor) -> IntegerLayout:
         layout = layout_of(weight, self.name)
         assert isinstance(weight, AffineTensor)
         if layout.bits != BITS:
@@ -130,8 +128,8 @@ class Awq(Format):
         }
 
     def nearest(self, weight: LowbitTensor) -> Scheme | None:
-        """Zero points, which cost no bytes there, unless the weight has four bits and none, as half-integers of three
-        bits do here (`layout_of`)."""
+        """A weight of four bits without zero points, also half-integers of three bits (`layout_of`), stays symmetric.
+        All others get zero points, which cost no bytes in this format."""
         if weight.ndim != 2 or weight.shape[0] % 8:
             return None
         spec = getattr(weight, "spec", None)

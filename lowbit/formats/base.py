@@ -1,11 +1,11 @@
 """What a checkpoint format is: how it stores one weight, and how its config.json says so.
 
-A folder of such a checkpoint holds *.safetensors shards and a config.json, whose "quantization_config" describes the
-weights. A `Format` translates between that and lowbit's tensors, one weight at a time, so that a folder is read and
+The folder of a checkpoint holds *.safetensors shards and a config.json, whose "quantization_config" describes the
+weights. A `Format` translates between these and lowbit's tensors, one weight at a time, so that a folder is read and
 written in the memory of a few tensors. `lowbit.formats.registry` lists the formats.
 
-A weight has its full name, `model.layers.0.mlp.up_proj.weight`. Its parts have short names, such as "weight_packed",
-and `stored_name` says under which name of the shard a part lies.
+A weight has a full name, `model.layers.0.mlp.up_proj.weight`. The parts of a weight have short names, such as
+"weight_packed", and `stored_name` gives the name of a part in the shard.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ Parts = dict[str, Tensor]
 
 
 class FormatError(ValueError):
-    """A weight or a checkpoint that a format cannot hold, or that cannot be read or written; and the way out."""
+    """A weight or a checkpoint that a format cannot hold, read or write, and the way out."""
 
 
 class ScalesError(FormatError):
-    """Scales that a format does not represent. It represents those of a scheme from `lowbit.formats.grid`."""
+    """Scales that a format does not represent. A scheme from `lowbit.formats.grid` has scales that it does."""
 
 
 @contextmanager
 def damage_of(what: str) -> Iterator[None]:
     """Raise a FormatError that begins with `what`, on one line, for the errors of code that reads a damaged file.
 
-    Formats check what they read. Values of JSON may have any type and tensors any shape, so that Python and PyTorch may
-    find a fault first.
+    Formats check what they read. But values of JSON may have any type and tensors any shape, so Python or PyTorch may
+    raise first.
     """
     try:
         yield
@@ -69,7 +69,7 @@ _ERRORS_OF_DAMAGE = (
 
 
 def with_scales(scheme: Scheme, dtype: torch.dtype | None) -> Scheme:
-    """`scheme` with scales of `dtype`, unless it names a dtype itself or its format fixes the dtype of scales."""
+    """`scheme` with scales of `dtype`, unless `scheme` names a dtype itself or its format fixes the dtype of scales."""
     spec = scheme.weight
     in_blocks = isinstance(spec.format, Float8) and isinstance(spec.granularity, PerBlock)
     if spec.scale_dtype is not None or isinstance(spec.format, LookupTable) or in_blocks:
@@ -90,20 +90,20 @@ def weight_of(layer: str) -> str:
 class Format(ABC):
     """A format of quantized weights in a folder of safetensors.
 
-    A format of your own subclasses it in one file, and one line in `lowbit.formats.registry` makes it known.
+    A format of your own is a subclass in one file, and one line in `lowbit.formats.registry`.
     """
 
     name: ClassVar[str]
-    """What `lowbit.export(…, format=name)` takes."""
+    """The name that `lowbit.export(…, format=name)` takes."""
     holds_embeddings: ClassVar[bool] = False
-    """Whether loaders of this format take a quantized embedding."""
+    """True if loaders of this format take a quantized embedding."""
     holds_custom: ClassVar[bool] = False
-    """Whether loaders of this format take quantized weights of other modules of transformers than nn.Linear. Those of
-    most formats replace each nn.Linear, and leave such a weight to its random start."""
+    """True if loaders of this format take quantized weights of modules of transformers besides nn.Linear. Most loaders
+    replace each nn.Linear, and leave the random start values in such a weight."""
     holds_stacks: ClassVar[bool] = False
-    """Whether loaders of this format take the weights of all experts of a layer as one tensor."""
+    """True if loaders of this format take the weights of all experts of a layer as one tensor."""
     holds_experts: ClassVar[bool] = False
-    """Whether loaders of this format take a matrix for each expert, in the names of published checkpoints. Then
+    """True if loaders of this format take a matrix for each expert, in the names of published checkpoints. Then
     `lowbit.formats.experts` splits the stacks that models have in memory."""
     scale_dtype: ClassVar[torch.dtype | None] = None
     """The dtype in which this format stores scales; None: any dtype."""
@@ -112,12 +112,11 @@ class Format(ABC):
 
     @abstractmethod
     def reads(self, config: Mapping[str, Any]) -> bool:
-        """Whether a config.json's "quantization_config" describes this format."""
+        """True if this "quantization_config" of a config.json describes the format."""
 
     @abstractmethod
     def suffixes(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """The short names of the parts. The first one marks a quantized weight: a layer without it is stored
-        plainly."""
+        """The short names of the parts. The first one marks a quantized weight: a layer without this part is plain."""
 
     def stored_name(self, weight: str, part: str) -> str:
         """The name in a shard of a part of `weight`. Raises FormatError for a weight that is not named "weight"."""
@@ -127,7 +126,7 @@ class Format(ABC):
         return f"{layer}.{part}" if layer else part
 
     def find(self, names: Collection[str], config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-        """The weights that are stored under `names`: for each one the stored name of each part by its short name.
+        """The weights that are stored under `names`: for each weight, the stored name of each part by its short name.
 
         Raises FormatError for parts that belong to no weight.
         """
@@ -154,24 +153,26 @@ class Format(ABC):
         """The weight of this name.
 
         Args:
+            parts: from the folder, by their short names.
             config: the "quantization_config".
-            dtype: that of the weights of the model, where its config.json names one.
+            weight: its full name.
+            dtype: of the model's weights; None: config.json names no dtype.
 
         Raises FormatError for parts that are missing or misshapen, and for settings that lowbit cannot represent.
         """
 
     def skips(self, config: Mapping[str, Any], layer: str) -> bool:
-        """Whether the "quantization_config" says that the linear `layer` is stored plainly.
+        """True if the "quantization_config" says that the linear `layer` is stored plainly.
 
-        Tensors decide how a weight is read. This tells a folder whose layers were all skipped from one with the
-        config.json of another.
+        Tensors decide how a weight is read. This method distinguishes a folder whose layers were all skipped from a
+        folder with the config.json of another.
         """
         keys = ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
         return any(is_listed(layer, config.get(key)) for key in keys)
 
     def settings(self, config: Mapping[str, Any], metadata: Mapping[str, str]) -> Mapping[str, Any]:
-        """What the other methods get as the config: the "quantization_config", with what a format takes from the text
-        that its shards have beside their tensors."""
+        """The `config` of the other methods: the "quantization_config", and what a format takes from `metadata`, the
+        text that the shards have beside their tensors."""
         return config
 
     # ---- writing -------------------------------------------------------------------------------------------------
@@ -185,20 +186,19 @@ class Format(ABC):
 
     @abstractmethod
     def config(self, weights: Mapping[str, LowbitTensor], plain: Collection[str]) -> dict[str, Any]:
-        """The "quantization_config" of these weights by name, and of the modules `plain`, whose weights are not
-        quantized.
+        """The "quantization_config" of these weights, by name, and of the modules `plain` with plain weights.
 
         The weights may be meta tensors. Raises FormatError for weights that one config cannot describe together.
         """
 
     def notes(self, weights: Mapping[str, LowbitTensor]) -> list[str]:
-        """What a user has to know about the readers of these weights, which may be on meta, for the report."""
+        """Lines for the report about the readers of these weights, which may be on meta."""
         return []
 
     @abstractmethod
     def nearest(self, weight: LowbitTensor) -> Scheme | None:
-        """The scheme with the smallest loss, among those that the format holds, for a weight that it cannot hold as it
-        is. None: the weight stays in high precision."""
+        """For a weight that the format cannot hold as it is, the scheme with the smallest loss among those that the
+        format holds. None: the weight stays in high precision."""
 
     def rounded(self, values: Tensor, scheme: Scheme) -> LowbitTensor:
         """`values` in the scheme that `nearest` names, with scales that the format holds.
@@ -208,18 +208,18 @@ class Format(ABC):
         return AffineTensor.searched(values, scheme)
 
     def joint(self, weight: AffineTensor) -> dict[str, Tensor]:
-        """What readers of this format have once for siblings that they merge, by name: siblings must agree in it
-        (`lowbit.formats.merged`)."""
+        """The tensors, by name, that readers of this format have once for siblings that they merge, so that siblings
+        must agree in them (`lowbit.formats.merged`)."""
         return {}
 
     def grid(self, scheme: Scheme) -> Scheme:
-        """`scheme` with the scales that the format stores, where the scheme leaves them open; see
+        """`scheme` with the scales that the format stores, if the scheme leaves them open; see
         `lowbit.formats.grid`."""
         return with_scales(scheme, self.scale_dtype)
 
     def metadata(
         self, weights: Mapping[str, LowbitTensor], plain: Collection[str]
     ) -> dict[str, str]:
-        """The text that a shard has beside its tensors. These weights and plain tensors are its own and those of all
-        earlier shards, as transformers keeps the text of the last one."""
+        """The text that a shard has beside its tensors. `weights` and `plain` are those of this shard and of all
+        earlier shards, since transformers keeps the text of the last shard."""
         return {"format": "pt"}

@@ -8,12 +8,12 @@
 
     "quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": true, "llm_int8_threshold": 6.0, …}
 
-bitsandbytes multiplies by float32(1/127) after the scale. `encode` takes weights for which this gives the same values,
-as it does for scales of bfloat16. `decode` takes SCB / 127 in float32 as the scale. Two roundings of the package may
-then differ from lowbit's one in the last bit, in few values.
+bitsandbytes multiplies by float32(1/127) after the scale. `encode` takes weights for which this product gives the same
+values, such as those with scales of bfloat16. `decode` takes SCB / 127 in float32 as the scale. The package then rounds
+twice and lowbit once, so few values differ in the last bit.
 
-The package rounds inputs to int8, a scale a token, but for the columns that have a value above `llm_int8_threshold`. A
-threshold of 0 rounds all of them, which is the activation of `Int8DynamicActivationInt8Weight`. With any other
+The package rounds inputs to int8, a scale a token, except columns that have a value above `llm_int8_threshold`. A
+threshold of 0 rounds all columns, which is the activation of `Int8DynamicActivationInt8Weight`. With any other
 threshold lowbit reads the weights only.
 
 Source: Dettmers et al., arXiv 2208.07339.
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from lowbit.formats.base import Format, FormatError, Parts, ScalesError
-from lowbit.formats.integers import Layout, from_integers, integers_of, layout_of
+from lowbit.formats.integers import IntegerLayout, from_integers, integers_of, layout_of
 from lowbit.numerics.granularity import PerRow, PerToken
 from lowbit.numerics.number_format import Int
 from lowbit.numerics.spec import Spec
@@ -38,12 +38,10 @@ from lowbit.tensor.frozen.affine_tensor import AffineTensor
 INVERSE = 7.874015718698502e-3
 """float32(1/127), the constant of the package."""
 ROUNDED_INPUT = Spec(Int(8), PerToken(), "symmetric_no_clipping_err")
-_LAYOUT = Layout(8, None, False)
+_LAYOUT = IntegerLayout(8, None, False)
 
 
 class BitsandbytesInt8(Format):
-    """The format "bitsandbytes-int8"; see the module."""
-
     name = "bitsandbytes-int8"
     scale_dtype = torch.bfloat16  # the constant of the package does not change its values
 
@@ -77,7 +75,7 @@ class BitsandbytesInt8(Format):
         if changed := int((theirs != weight.dequantize()).sum()):
             raise ScalesError(
                 f"bitsandbytes would compute other values of {changed} of its elements: its scales, {scale.dtype}, are "
-                "no multiples of 1/127"
+                "not multiples of 1/127"
             )
         order = torch.tensor(0, dtype=torch.uint8)
         return {"weight": codes, "SCB": largest.flatten(), "weight_format": order}

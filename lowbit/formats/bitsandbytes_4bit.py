@@ -13,9 +13,9 @@
     "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": true, "bnb_4bit_quant_type": "nf4",
                             "bnb_4bit_use_double_quant": false, …}
 
-The name of quant_state ends in "bitsandbytes__fp4" for FP4. nested_offset stands in the JSON. Blocks of the flattened
-weight are those of lowbit where B divides K, and only such weights are held. The package can store the codes as another
-dtype with the same bytes (bnb_4bit_quant_storage), which is read too.
+The name of quant_state ends in "bitsandbytes__fp4" for FP4. nested_offset stands in the JSON. Only weights whose K is a
+multiple of B are held: blocks of the flattened weight are then those of lowbit. The package can store the codes as
+another dtype with the same bytes (bnb_4bit_quant_storage), which is read too.
 
 Source: Dettmers et al., QLoRA, arXiv 2305.14314.
 """
@@ -41,7 +41,7 @@ from lowbit.tensor.frozen.table_tensor import TableTensor
 
 _MAGNITUDES = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 FP4 = LookupTable((*(m / 12 for m in _MAGNITUDES), *(-m / 12 for m in _MAGNITUDES)))
-"""FP4 as bitsandbytes defines it, in [-1, 1]: other values than those of E2M1. Code 8 is zero, here with a sign."""
+"""FP4 as bitsandbytes defines it, in [-1, 1], which is not E2M1. Code 8 is zero, in this table with a sign."""
 TABLES = {"nf4": NF4, "fp4": FP4}
 BLOCK = 64
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -55,8 +55,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Bitsandbytes4bit(Format):
-    """The format "bitsandbytes-4bit"; see the module."""
-
     name = "bitsandbytes-4bit"
 
     def reads(self, config: Mapping[str, Any]) -> bool:
@@ -66,7 +64,7 @@ class Bitsandbytes4bit(Format):
         return *(STATE + name for name in TABLES), *_PARTS
 
     def find(self, names: Collection[str], config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-        """Parts have dots in their names here, so that they are found by the ends of names."""
+        """Names of parts have dots in this format, so parts are found by the ends of names."""
         marks, known = self.suffixes(config)[: len(TABLES)], {*names}
         found: dict[str, dict[str, str]] = {}
         for mark in marks:
@@ -195,7 +193,7 @@ class Bitsandbytes4bit(Format):
         return None if weight.shape[1] % block else Scheme(_spec(NF4, block, False))
 
     def rounded(self, values: Tensor, scheme: Scheme) -> LowbitTensor:
-        """With the largest magnitude of each block as its scale, as the package does."""
+        """`values` with the largest magnitude of each block as its scale, as in the package."""
         return AffineTensor.from_float(values, scheme)
 
 
@@ -204,7 +202,7 @@ def _spec(table: LookupTable, block: int, is_double: bool) -> Spec:
 
 
 def _swapped(codes: Tensor) -> Tensor:
-    """The other order of the two nibbles of each byte."""
+    """`codes` with the two nibbles of each byte exchanged."""
     return (codes & 15) << 4 | codes >> 4
 
 
@@ -216,7 +214,7 @@ def _state_of(parts: Parts) -> dict[str, Any]:
     try:
         state = json.loads(bytes(parts[name].tolist()))
     except (TypeError, ValueError) as error:
-        raise FormatError(f"its quant_state is no JSON: {error}") from error
+        raise FormatError(f"its quant_state is not JSON: {error}") from error
     if not isinstance(state, dict) or state.get("quant_type") != name.removeprefix(STATE):
         raise FormatError(
             f"its quant_state is {state!r:.80}; accepted: quant_type as its name says"
@@ -241,7 +239,7 @@ def _checked(state: Mapping[str, Any]) -> tuple[tuple[int, int], int, torch.dtyp
 
 def _check_table(given: Tensor, table: LookupTable, what: str) -> None:
     if given.flatten().tolist() != list(table.values):
-        raise FormatError(f"its {what} {tuple(given.shape)} is none that lowbit knows")
+        raise FormatError(f"its {what} {tuple(given.shape)} is not one that lowbit knows")
 
 
 def _nested(parts: Parts, state: Mapping[str, Any], rows: int, groups: int) -> dict[str, Tensor]:

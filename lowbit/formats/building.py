@@ -1,8 +1,8 @@
-"""The model of transformers that a config.json names, without memory for its weights, and within what its folder holds.
+"""The model of transformers that a config.json names, without memory for its weights, as large as its folder allows.
 
-A config.json is a stranger's: 10⁹ layers would be built for ever. The names of the tensors are known from the headers,
-so a count of layers is compared with their number before anything is built, and building ends where it makes more
-parameters than the folder can fill.
+A config.json may come from a stranger: building 10⁹ layers would take for ever. The headers give the number of tensors,
+so `check_config` compares counts of layers with it before the model is built, and building ends with an error when it
+has made more parameters than the folder can fill.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from lowbit.formats.gguf.file import GgufFile
 
 SPARE = 1000
 """Layers and parameters that a model may have beyond the number of tensors in its folder: a default of a config such as
-28 `max_window_layers`, tied weights, parameters that the folder lacks, which the message then names."""
+28 `max_window_layers`, tied weights, and parameters that the folder lacks, which another message then names."""
 MOST_LABELS = 10**6
 MOST_CONSTANT = 2**30
 """Bytes of a tensor that a model makes by itself, such as frequencies of rotary embeddings."""
 _OF_LAYERS = ("layer", "block", "depth", "stage")
-"""What names of counts of layers contain."""
+"""Words that names of counts of layers contain."""
 _OF_SIZES = ("size", "channel")
-"""What other names with these words contain, such as the `vocab_size_per_layer_input` of Gemma 3n."""
+"""Words that mark other names, such as the `vocab_size_per_layer_input` of Gemma 3n."""
 _MAKERS = (torch.arange, torch.zeros, torch.ones, torch.full, torch.linspace, torch.eye)
 
 
 def check_config(config: Mapping[str, Any], tensors: int = 0) -> None:
-    """Raises FormatError where config.json counts more layers or labels than a model of so many tensors has, or names
-    code of the Hub that transformers would run."""
+    """Raise FormatError if config.json counts more layers or labels than a model of so many tensors has, or names code
+    of the Hub that transformers would run."""
     for key, value in _values(config):
         is_count = not any(part in key for part in _OF_SIZES)
         is_of_layers = is_count and any(part in key for part in _OF_LAYERS)
@@ -60,8 +60,8 @@ def _values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class EmptyOnMeta(TorchFunctionMode):
-    """Uninitialised tensors, which parameters of layers begin as, are made on meta. All others, such as buffers with
-    the frequencies of rotary embeddings, keep their values.
+    """Makes uninitialised tensors, as which parameters of layers begin, on meta. All other tensors, such as buffers
+    with the frequencies of rotary embeddings, keep their values.
 
     Raises FormatError beyond `most` uninitialised tensors, and for a constant of absurd size.
     """
@@ -89,7 +89,7 @@ class EmptyOnMeta(TorchFunctionMode):
 def built(folder: Folder | GgufFile) -> nn.Module:
     """The model of transformers that config.json names, with parameters on meta.
 
-    Raises FormatError for no architecture, one that transformers lacks, and settings that it cannot build.
+    Raises FormatError if config.json names no architecture, or transformers lacks or cannot build it.
     """
     names = folder.config.get("architectures")
     if not isinstance(names, list) or not names:

@@ -10,11 +10,11 @@ the two of `lowbit.formats.compressed_tensors_fp4`.
 | float8_e4m3fn               | float-quantized | `weight` float8 [N, K], `weight_scale`                       |
 
 `weight_scale` is [N, G] for groups, [N, 1] for rows ("channel"), [1] for a whole tensor, and a scale for each block of
-float8. `weight_packed` is lowbit's bit stream (`lowbit.numerics.packing`), each row padded to whole words of 32 bits;
-zero points are packed the same way along N, and one of a whole tensor is int8 [1]. Codes are stored with 2^(b−1) added.
+float8. `weight_packed` is lowbit's bit stream (`lowbit.numerics.packing`), each row padded to whole words of 32 bits.
+Zero points are packed the same way along N; that of a whole tensor is int8 [1]. Codes are stored with 2^(b−1) added.
 Folders of compressed-tensors before 0.18.0 pack 3, 5, 6 and 7 bits in other words
-(`lowbit.formats.compressed_tensors_words`). Both are read, and what is written states the release that reads it.
-A static scale of the inputs is `input_scale` [1].
+(`lowbit.formats.compressed_tensors_words`). lowbit reads both, and states in a new folder which release reads it. A
+static scale of the inputs is `input_scale` [1].
 
 "half_integer" weights of b bits, whose zero points are half a scale, are stored as b + 1 bits with the same values:
 (c + ½)·s = (2c + 1)·(s/2).
@@ -76,8 +76,6 @@ E4M3 = torch.float8_e4m3fn
 
 
 class CompressedTensors(Format):
-    """The format "compressed-tensors"; see the module."""
-
     name = "compressed-tensors"
     holds_experts = True
 
@@ -137,7 +135,7 @@ class CompressedTensors(Format):
         assert isinstance(weight, AffineTensor)
         if weight.ndim != 2 or weight.transposed or weight.flat_from is not None:
             raise FormatError(f"compressed-tensors holds matrices [N, K], got {weight!r}")
-        settings = _settings(weight)  # refuses what they cannot say
+        settings = _settings(weight)  # raises for a weight that no settings describe
         of_input = {
             name: part.flatten()
             for name in ("input_scale", "input_zero_point")
@@ -210,7 +208,7 @@ class CompressedTensors(Format):
         return sorted(filter(crosses_words, bits))
 
     def joint(self, weight: AffineTensor) -> dict[str, Tensor]:
-        """vLLM keeps the largest of each."""
+        """See `Format.joint`: vLLM keeps the largest of each."""
         own = {n: getattr(weight, n) for n in ("input_scale", "input_zero_point")}
         if isinstance(weight, TableTensor):
             own["weight_global_scale"] = weight.global_scale
@@ -219,7 +217,7 @@ class CompressedTensors(Format):
         return {name: t for name, t in own.items() if t is not None}
 
     def nearest(self, weight: LowbitTensor) -> Scheme | None:
-        """Rows of the same number of bits, with zero points where the weight has any; float8 stays float8."""
+        """Rows of the same number of bits, with zero points if the weight has any; float8 stays float8."""
         spec, activation = getattr(weight, "spec", None), getattr(weight, "activation", None)
         if not isinstance(spec, Spec) or weight.ndim != 2:
             return None
@@ -237,7 +235,7 @@ class CompressedTensors(Format):
         return Scheme(Spec(Int(spec.format.bits), whole_groups(weight), mapping), activation)
 
     def rounded(self, values: Tensor, scheme: Scheme) -> LowbitTensor:
-        """A search needs scales that take any value, which those of FP4 do not."""
+        """Searched scales, which must take any value: not for FP4, whose scales do not."""
         is_table = isinstance(scheme.weight.format, LookupTable)
         return (AffineTensor.from_float if is_table else AffineTensor.searched)(values, scheme)
 
@@ -246,7 +244,7 @@ class CompressedTensors(Format):
 
 
 def _check_plain_weights(config: Mapping[str, Any]) -> None:
-    """Refuse what changes the meaning of all weights."""
+    """Raise FormatError for settings that change the meaning of all weights."""
     sparsity = config.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
         raise FormatError(
@@ -259,7 +257,7 @@ def _check_plain_weights(config: Mapping[str, Any]) -> None:
 
 
 def _group_of(config: Mapping[str, Any], layer: str) -> Mapping[str, Any]:
-    """The settings of a layer. Raises FormatError where no group has it among its targets."""
+    """The settings of a layer. Raises FormatError if no group has the layer among its targets."""
     if (group := _group_for(config, layer)) is None:
         raise FormatError("no group of quantization_config has it among its targets")
     return group
@@ -288,10 +286,10 @@ _GRANULARITIES: dict[str, Callable[[Mapping[str, Any]], Granularity]] = {
     "block": lambda args: PerBlock(*args["block_structure"]),
     "token": lambda args: PerToken(),
 }
-"""What a "strategy" shares scales by."""
+"""The granularity that a "strategy" means."""
 
 _SYMMETRIC_INPUT: QuantizationMapping = "symmetric_no_clipping_err"
-"""How kernels choose the scale of a dynamic symmetric input of integers. The file does not say it."""
+"""How kernels choose the scale of a dynamic symmetric input of integers, which the file does not say."""
 
 
 def _spec_from(args: Any, what: str) -> Spec:
@@ -319,12 +317,12 @@ def _spec_from(args: Any, what: str) -> Spec:
         return Spec(format, granularity, mapping, static=of_input and not dynamic)
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(
-            f"{what} {dict(args)} are nothing that lowbit represents: {error}"
+            f"{what} {dict(args)} are not settings that lowbit represents: {error}"
         ) from error
 
 
 def _settings(weight: LowbitTensor) -> dict[str, Any]:
-    """The format, weights and input activations of the group of this weight. Raises FormatError where there is none."""
+    """The format, weights and input activations of a group for this weight. Raises FormatError if none can hold it."""
     assert isinstance(weight, AffineTensor)
     spec, activation = weight.spec, weight.activation
     if activation is not None and (why := _why_no_activation(activation)):
@@ -351,7 +349,7 @@ def _settings(weight: LowbitTensor) -> dict[str, Any]:
     if isinstance(granularity, PerGroup) and args["type"] == "int":
         group = granularity.group_size
         if columns % group:
-            raise FormatError(f"its {columns} inputs are no multiple of the group size {group}")
+            raise FormatError(f"its {columns} inputs are not a multiple of the group size {group}")
         args |= {"strategy": "group", "group_size": group}
     elif isinstance(granularity, PerRow):
         args["strategy"] = "channel"
@@ -391,7 +389,7 @@ def _why_no_activation(spec: Spec) -> str | None:
 
 
 def _is_clipping(spec: Spec) -> bool:
-    """Whether these are dynamic inputs of integers whose scale other readers choose in another way."""
+    """True for dynamic inputs of integers whose scale other readers choose in another way."""
     return isinstance(spec.format, Int) and spec.mapping == "symmetric" and not spec.static
 
 
@@ -463,7 +461,7 @@ def _integers(
         codes = bytes_of(parts["weight_packed"], shape[1], bits)
         codes = (codes ^ 0x80).view(torch.int8) if bits == 8 else codes
     if any(size != padded for size, padded in zip(shape, spec.padded_shape(shape), strict=True)):
-        raise ValueError(f"its shape {shape} is no multiple of its groups, {spec.granularity}")
+        raise ValueError(f"its shape {shape} is not a multiple of its groups, {spec.granularity}")
     scale = _for_each_block(parts["weight_scale"], "weight_scale", spec, shape)
     inner = {"codes": codes, "scale": scale, **of_input}
     if zero_point is not None and zero_point.dtype is torch.int32 and "weight_packed" in parts:

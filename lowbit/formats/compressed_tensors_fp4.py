@@ -10,7 +10,7 @@
 
 These are the parts of a `TableTensor` with scales "e4m3" and "e8m0": even k lies in the low nibble in both.
 
-Many folders also round inputs to FP4, with an `input_global_scale`. lowbit reads their weights only, with a warning.
+Many folders also round inputs to FP4, with an `input_global_scale`. lowbit then reads the weights only, and warns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lowbit.tensor.frozen.table_tensor import TableTensor
 
 @dataclass(frozen=True)
 class Fp4:
-    """One of the two formats: its name, its spec, and what the arguments of its weights say."""
+    """One of the two formats: its name, its spec, and the arguments of its weights."""
 
     format: str
     spec: Spec
@@ -75,13 +75,13 @@ MXFP4 = Fp4(
 
 
 def is_fp4(arguments: Any) -> bool:
-    """Whether these arguments, of weights or activations, describe floats of 4 bits."""
+    """True if these arguments, of weights or activations, describe floats of 4 bits."""
     given = arguments if isinstance(arguments, Mapping) else {}
     return (given.get("type"), given.get("num_bits")) == ("float", 4)
 
 
 def warn_of_fp4_inputs() -> None:
-    """Say that inputs are not rounded here."""
+    """Warn that lowbit does not round the inputs."""
     warnings.warn(
         "other programs round the inputs of these layers to FP4, which lowbit does not do: it reads their weights only",
         stacklevel=2,
@@ -89,7 +89,7 @@ def warn_of_fp4_inputs() -> None:
 
 
 def kind_of(arguments: Any) -> Fp4:
-    """The format of weights with these arguments, of which `is_fp4` holds.
+    """The format of weights with these arguments, for which `is_fp4` is True.
 
     Raises FormatError for another group size or strategy.
     """
@@ -104,7 +104,7 @@ def kind_of(arguments: Any) -> Fp4:
 
 
 def kind_for(weight: LowbitTensor) -> Fp4:
-    """The format that holds this weight, which may be on meta. Raises FormatError where none does."""
+    """The format that holds this weight, which may be on meta. Raises FormatError if none does."""
     spec = getattr(weight, "spec", None)
     kind = next((k for k in (NVFP4, MXFP4) if spec is not None and k.spec.same_values(spec)), None)
     if type(weight) is not TableTensor or kind is None:
@@ -114,7 +114,7 @@ def kind_for(weight: LowbitTensor) -> Fp4:
         )
     if weight.shape[-1] % kind.group_size:
         raise FormatError(
-            f"its {weight.shape[-1]} inputs are no multiple of the group size {kind.group_size}"
+            f"its {weight.shape[-1]} inputs are not a multiple of the group size {kind.group_size}"
         )
     return kind
 
@@ -130,7 +130,8 @@ def parts_of(weight: TableTensor) -> Parts:
 def from_parts(
     parts: Parts, kind: Fp4, dtype: torch.dtype, activation: Spec | None
 ) -> LowbitTensor:
-    """The weight of these parts. Raises KeyError for one that is missing, ValueError for a misfit."""
+    """The weight of these parts in the format `kind`, with values of `dtype` and the `activation` of its inputs. Raises
+    KeyError for a missing part, ValueError for a misfit."""
     packed, scale = parts["weight_packed"], parts["weight_scale"]
     if packed.dtype is not torch.uint8 or packed.ndim != 2:
         raise ValueError(
@@ -143,12 +144,12 @@ def from_parts(
         scales["global_scale"] = parts["weight_global_scale"].float().reshape(1, 1)
     shape = (packed.shape[0], 2 * packed.shape[1])
     if shape[1] % kind.group_size:
-        raise ValueError(f"its {shape[1]} inputs are no multiple of {kind.group_size}")
+        raise ValueError(f"its {shape[1]} inputs are not a multiple of {kind.group_size}")
     return TableTensor(packed.contiguous(), scales, kind.spec, shape, dtype, activation)
 
 
 def nearest_scheme(weight: LowbitTensor, activation: Spec | None) -> Scheme | None:
-    """NVFP4, or MXFP4 for scales that are powers of two; None where its groups do not divide the inputs."""
+    """NVFP4, or MXFP4 for scales that are powers of two; None if its groups do not divide the inputs."""
     is_mx = weight.spec.scale_format == MXFP4.spec.scale_format  # type: ignore[attr-defined]
     kind = MXFP4 if is_mx else NVFP4
     return None if weight.shape[-1] % kind.group_size else Scheme(kind.spec, activation)

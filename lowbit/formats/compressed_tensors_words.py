@@ -5,10 +5,10 @@
 | since 0.18.0 | "dense": a little-endian bit stream, where codes cross words   | ⌈K·b/32⌉         |
 | up to 0.17.1 | "whole": 32 // b codes a word, whose highest bits stay empty   | ⌈K / (32 // b)⌉  |
 
-The layouts differ for 3, 5, 6 and 7 bits, where a row has more than 32 // b codes. A reader of the other layout gets
-wrong codes, and no error where both need the same number of words, as 40 codes of 3 bits do. The file does not say
-its layout, so the number of words decides here. Where it is the same, "version" of "quantization_config" decides, in
-which compressed-tensors writes its release.
+The layouts differ for 3, 5, 6 and 7 bits, in rows of more than 32 // b codes. A reader of the other layout gets wrong
+codes, without an error if both layouts need the same number of words, as for 40 codes of 3 bits. The file does not say
+its layout, so lowbit goes by the number of words. If both need the same number, "version" of "quantization_config"
+decides: the release of compressed-tensors that wrote the folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WHOLE_UNTIL = "0.17.1"
 
 
 def crosses_words(bits: int) -> bool:
-    """Whether a code of so many bits may lie in two words of "dense"."""
+    """True if a code of so many bits may lie in two words of "dense"."""
     return 32 % bits != 0
 
 
@@ -39,9 +39,9 @@ def in_dense_words(parts: Parts, bits: int, version: Any) -> Parts:
 
     Args:
         parts: those of a weight of `bits` bits, in either layout.
-        version: of "quantization_config"; None where it has none.
+        version: of "quantization_config"; None if it has no version.
 
-    Raises FormatError where no layout has this number of words, and where both have it and `version` does not decide.
+    Raises FormatError if no layout has this number of words, or both have it and `version` does not decide.
     """
     packed, zeros = parts.get("weight_packed"), parts.get("weight_zero_point")
     if packed is None or packed.dtype is not torch.int32 or not crosses_words(bits):
@@ -77,7 +77,7 @@ def _whole_codes(words: Tensor, size: int, bits: int) -> Tensor:
 
 
 def _is_dense(streams: Sequence[tuple[int, Tensor]], bits: int, version: Any) -> bool:
-    """Whether this is the layout of the words [..., W] of rows of so many codes."""
+    """True if the words [..., W] of rows of so many codes are in the layout "dense"."""
     fits = [
         dense
         for dense in (True, False)

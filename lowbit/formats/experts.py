@@ -6,10 +6,10 @@ for each expert, and vLLM and the programs that quantize checkpoints go by their
     mlp.experts.gate_up_proj [E, 2I, H]     mlp.experts.0.gate_proj.weight, mlp.experts.0.up_proj.weight [I, H], …
     mlp.experts.down_proj    [E, H, I]      mlp.experts.0.down_proj.weight [H, I], …
 
-`Published` is a source whose stacks are split so while they are written. `joined` gives a folder with the names of a
-model, whose stacks are put together while they are read. `Gathered` puts them together for a format that holds stacks.
-All of them move codes and scales as they are. Mixtral has other names: `block_sparse_moe` for `mlp`, and w1, w3 and w2
-for the three matrices.
+`Published` is a source that splits stacks while they are written. `joined` gives a folder in the names of a model, and
+puts stacks together while they are read. `Gathered` puts stacks together for a format that holds them. All three move
+codes and scales as they are. Mixtral has other names: `block_sparse_moe` for `mlp`, and w1, w3 and w2 for the three
+matrices.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ Matrix = tuple[int, int]
 
 @dataclass(frozen=True)
 class Names:
-    """The names of a family of models: those of the three matrices of an expert, and parts of names that differ
-    otherwise, as (published, in memory)."""
+    """The names of a family of models: those of the three matrices of an expert, and another part of names that
+    differs, as (published, in memory)."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -50,15 +50,15 @@ class Names:
     module: tuple[str, str] | None = None
 
     def published(self, name: str) -> str:
-        """The name of a tensor, that is no stack, in a published checkpoint."""
+        """The name of a tensor that is not a stack in a published checkpoint."""
         if self.module is None:
             return name
         published, in_memory = self.module
         return name.replace(in_memory, published)
 
     def in_memory(self, name: str) -> tuple[str, Matrix | None]:
-        """The name in memory of a tensor of a published checkpoint; that of its stack for a matrix of an expert, and
-        which one it is."""
+        """The name in memory of a tensor of a published checkpoint, and None; for a matrix of an expert the name of its
+        stack, and which matrix it is."""
         own = name if self.module is None else name.replace(*self.module)
         found = _MATRIX.fullmatch(own)
         kinds = {self.gate: (GATE_UP, 0), self.up: (GATE_UP, 1), self.down: (DOWN, 0)}
@@ -82,13 +82,13 @@ FAMILIES = {
         QWEN,
     ),
 }
-"""The families by the "model_type" of config.json: those that transformers converts so, and in no other way."""
+"""The families by the "model_type" of config.json: those that transformers converts in this way only."""
 TRANSPOSED = {"gpt_oss"}
-"""Models whose published checkpoints, too, have stacks, [E, K, N] with the inputs before the outputs."""
+"""Models whose published checkpoints also have stacks, [E, K, N] with the inputs before the outputs."""
 
 
 def is_transposed_stack(config: Mapping[str, Any], name: str, shape: Sequence[int]) -> bool:
-    """Whether this tensor of a folder with this config.json is a stack [E, K, N]."""
+    """True if this tensor of a folder with this config.json is a stack [E, K, N]."""
     is_stack = len(shape) == 3 and _STACK.fullmatch(name) is not None
     return is_stack and config.get("model_type") in TRANSPOSED
 
@@ -99,7 +99,7 @@ def is_transposed_stack(config: Mapping[str, Any], name: str, shape: Sequence[in
 class Published:
     """`source`, a model or a folder with stacks, as a source in the names of published checkpoints.
 
-    A plain stack stays as it is: transformers takes every matrix of an expert beside packed weights for a packed one.
+    A plain stack stays as it is: beside packed weights, transformers takes every matrix of an expert for a packed one.
     """
 
     def __init__(self, source: Source, names: Names) -> None:
@@ -143,20 +143,17 @@ class Published:
                 ) from error
 
     def names(self) -> list[str]:
-        """Those of the source, under their published names."""
         return [self._names.published(name) for name in self._source.names()]
 
     def linears(self) -> set[str]:
-        """Those of the source, under their published names."""
         return {self._names.published(name) for name in self._source.linears()}
 
     def copy_files(self, folder: Path) -> None:
-        """Those of the source."""
         self._source.copy_files(folder)
 
 
 def published(source: Source) -> Source:
-    """The source in the names of the published checkpoint of its model, where lowbit knows them."""
+    """The source in the names of the published checkpoint of its model, if lowbit knows these names."""
     names = FAMILIES.get(str(source.config.get("model_type")))
     return source if names is None else Published(source, names)
 
@@ -164,7 +161,7 @@ def published(source: Source) -> Source:
 class Gathered:
     """`source`, a folder in the names of a published checkpoint, as a source with stacks, in the names of the model.
 
-    The matrices of a stack are in memory together. The SNR of a stack is the lowest of its matrices'.
+    The matrices of a stack are in memory together. The SNR of a stack is the lowest of those of its matrices.
     """
 
     def __init__(self, source: Source, stored: Collection[str], names: Names) -> None:
@@ -191,15 +188,12 @@ class Gathered:
                 yield _gathered(place, own)
 
     def names(self) -> list[str]:
-        """Those of the source, by their names in memory."""
         return list(self._sizes)
 
     def linears(self) -> set[str]:
-        """Those of the source, by their names in memory."""
         return {self._names.in_memory(name)[0] for name in self._source.linears()}
 
     def copy_files(self, folder: Path) -> None:
-        """Those of the source."""
         self._source.copy_files(folder)
 
 
@@ -215,7 +209,7 @@ def _gathered(stack: str, matrices: dict[Matrix, Item]) -> Item:
 
 
 def gathered(source: Source, stored: Collection[str]) -> Source:
-    """A folder, with the tensors `stored`, in the names of its model, where lowbit knows them."""
+    """A folder with the tensors `stored`, in the names of its model, if lowbit knows these names."""
     names = FAMILIES.get(str(source.config.get("model_type")))
     return source if names is None else Gathered(source, stored, names)
 
@@ -224,7 +218,7 @@ def gathered(source: Source, stored: Collection[str]) -> Source:
 
 
 class Joined:
-    """A folder in the names of a model; see `joined`. Attributes as those of `Folder`."""
+    """A folder in the names of a model; see `joined`. The attributes are those of `Folder`."""
 
     def __init__(self, folder: Folder, wanted: Collection[str]) -> None:
         self.path, self.config, self.nbytes = folder.path, folder.config, folder.nbytes
@@ -232,7 +226,7 @@ class Joined:
         self._stacks: dict[str, dict[Matrix, str]] = {}
         """For each stack of the model, the names of its matrices in the folder."""
         self._names: dict[str, str] = {}
-        """The name in the model of each tensor of the folder; that of a stack for its matrices."""
+        """The name in the model of each tensor of the folder; for a matrix, the name of its stack."""
         for name in folder.names():
             self._names[name] = self._place(name, wanted)
         for stack, matrices in self._stacks.items():
@@ -257,7 +251,6 @@ class Joined:
         return name
 
     def names(self) -> list[str]:
-        """Names in the model."""
         return list(dict.fromkeys(self._names.values()))
 
     def items(self) -> Iterator[Item]:
@@ -284,9 +277,9 @@ class Joined:
 
 
 def joined(folder: Folder, wanted: Collection[str]) -> Folder | Joined:
-    """`folder` in the names of a model whose tensors are named `wanted`, where its own differ.
+    """`folder` in the names `wanted` of the tensors of a model, if its own names differ.
 
-    Raises FormatError for a stack of which the folder lacks a matrix.
+    Raises FormatError if the folder lacks a matrix of a stack.
     """
     found = Joined(folder, wanted)
     return folder if found.names() == folder.names() else found
@@ -296,11 +289,11 @@ def joined(folder: Folder, wanted: Collection[str]) -> Folder | Joined:
 
 
 def check_whole(stack: str, matrices: Collection[Matrix]) -> None:
-    """Raises FormatError where one of the matrices of the experts is missing."""
+    """Raise FormatError if a matrix of the experts is missing."""
     count = 1 + max(expert for expert, _ in matrices)
     parts = 2 if stack.endswith(GATE_UP) else 1
     if lost := count * parts - len(matrices):
-        # A name may have any number, so that not all of them are listed.
+        # A name may have any number, so the message does not list all.
         every = ((e, p) for e in range(count) for p in range(parts))
         first, _ = next(key for key in every if key not in matrices)
         raise FormatError(
@@ -309,7 +302,7 @@ def check_whole(stack: str, matrices: Collection[Matrix]) -> None:
 
 
 def stack_of(matrices: Mapping[Matrix, Tensor]) -> Tensor:
-    """The stack of all matrices, gate above up. Raises FormatError as `stacked`."""
+    """The stack of all matrices, gate above up. Raises FormatError as `stacked` does."""
     experts: dict[int, list[Tensor]] = {}
     for expert, part in sorted(matrices):
         experts.setdefault(expert, []).append(matrices[expert, part])
@@ -323,7 +316,7 @@ def stack_of(matrices: Mapping[Matrix, Tensor]) -> Tensor:
 def stacked(experts: list[Tensor]) -> Tensor:
     """One tensor [E, N, K] of matrices [N, K], with their codes and scales.
 
-    Raises FormatError for matrices in different schemes or shapes, or whose parts a stack does not have.
+    Raises FormatError for matrices in different schemes or shapes, or with parts that a stack does not have.
     """
     low: list[Any] = _alike(experts)
     if not isinstance(low[0], LowbitTensor):

@@ -1,10 +1,9 @@
 """A folder with config.json and *.safetensors shards, as Hugging Face lays it out, read a tensor at a time.
 
-Nothing but headers is read before a tensor is asked for, except a tied weight that is stored twice
-(`lowbit.formats.tied`). A tensor is compared with its SHA-256 where its shard has digests, as those of `lowbit.export`
-have. One shard is mapped at a time, and mapped again after every `MOST_MAPPED` bytes: the pages of a mapping leave
-memory when no tensor holds it. Otherwise a whole shard would stay, and two where a loop holds the last tensor of a
-shard while it reads the next one.
+Only headers are read before a tensor is asked for, except a tied weight that is stored twice (`lowbit.formats.tied`). A
+tensor is compared with its SHA-256 if its shard has digests, as `lowbit.export` writes them. One shard is mapped at a
+time, and mapped again after every `MOST_MAPPED` bytes: the pages of a mapping leave memory when no tensor holds it.
+Otherwise a whole shard would stay in memory, and two while a loop still holds the last tensor of the shard before.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ from lowbit.formats.tied import second_names
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MOST_MAPPED = 2**27
-"""Bytes of tensors that are read by one handle of a file."""
+"""Bytes of tensors that one handle of a file reads."""
 MOST_AHEAD = 2**25
 """Bytes of tensors that are compared with their digests together."""
 _WAY_OUT = "copy the folder anew from where it came from"
 _MOST_JSON, _MOST_LEVELS = 2**28, 100
 """Bytes and levels of a file of JSON."""
 _HIGH_PRECISION = ("F64", "F32", "F16", "BF16")
-"""As headers of safetensors name them."""
+"""The names of these dtypes in headers of safetensors."""
 _NO_CODES = (*_HIGH_PRECISION, "I64", "U64", "BOOL", "C64")
-"""Dtypes in which no format stores codes, and models store indices and masks."""
+"""Dtypes in which no format stores codes; models store indices and masks in some of them."""
 WEIGHT_SUFFIXES = {
     *(".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt"),
 }
@@ -55,12 +54,12 @@ WEIGHT_SUFFIXES = {
 _SETTINGS_OF_WEIGHTS = {
     *("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json"),
 }
-"""Files that describe the weights beside them, also those of AutoGPTQ, AutoAWQ and ModelOpt. In a copy they would
-describe other weights."""
+"""Files that describe the weights beside them, also those of AutoGPTQ, AutoAWQ and ModelOpt. Copied beside new weights
+they would be wrong."""
 
 
 def safetensors() -> Any:
-    """The package. Raises FormatError where it is not installed."""
+    """The package. Raises FormatError if it is not installed."""
     optional.imported(
         "safetensors.torch", "folders of *.safetensors need", "safetensors", FormatError
     )
@@ -68,7 +67,7 @@ def safetensors() -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises FormatError where it cannot be read, or is too large or too deep for a file of
+    """The JSON object in a file. Raises FormatError if the file cannot be read, or is too large or too deep for
     settings or names."""
     try:
         if (size := path.stat().st_size) > _MOST_JSON:
@@ -99,14 +98,14 @@ def _is_file(path: Path) -> bool:
 
 
 def open_shard(path: str | os.PathLike[str]) -> Any:
-    """The file of safetensors, of which only the header is read. Raises FormatError where it cannot be read."""
+    """The file of safetensors, of which only the header is read. Raises FormatError if it cannot be read."""
     try:
         return safetensors().safe_open(path, framework="pt")
     except FormatError:
         raise
     except Exception as error:  # safetensors raises its own class, or an OSError
         raise FormatError(
-            f"{path} cannot be read: it is truncated, damaged or no safetensors file ({error})"
+            f"{path} cannot be read: it is truncated, damaged or not a safetensors file ({error})"
         ) from error
 
 
@@ -123,25 +122,25 @@ class Folder:
 
     Attributes:
         config: config.json without "quantization_config".
-        settings: the "quantization_config"; None where all weights are plain.
+        settings: the "quantization_config"; None if all weights are plain.
         format: the format of the low-bit weights, or None.
-        weights: the low-bit weights: for each one the stored name of each part.
+        weights: the low-bit weights: for each weight the stored name of each part.
         plain: names of the plain tensors.
-        cache_scales: names of the scales of a KV cache, which lowbit leaves out: it keeps keys and values as they are.
+        cache_scales: names of the scales of a KV cache. lowbit leaves them out, since it keeps keys and values plain.
         tied: second names of tied weights that are stored twice, and the first name of each, which alone is in
             `weights` or `plain`.
         dtype: the dtype that config.json names for the weights, or None.
         nbytes: bytes of all shards.
 
-    Raises FormatError: no folder, no model in it, a missing or damaged shard, a format that lowbit does not read, or
-    another one than config.json says.
+    Raises FormatError for a path that is not a folder of a model, a missing or damaged shard, a format that lowbit does
+    not read, or one that config.json does not name.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
             raise FormatError(
-                f"{self.path} is no folder; give that of a checkpoint, with config.json"
+                f"{self.path} is not a folder; give that of a checkpoint, with config.json"
             )
         self.config = self._json("config.json")
         with damage_of(f"{self.path}"):
@@ -150,7 +149,7 @@ class Folder:
         self._metadata: dict[str, str] = {}
         """The text that all shards have beside their tensors, without digests."""
         self._unverified: digests.Entries = {}
-        """The entries, with digests, of the tensors that were not yet compared with them."""
+        """The entries, with digests, of the tensors that were not yet compared with their digests."""
         self._shards = self._find_shards()
         """The file of each stored tensor."""
         self.nbytes = sum((self.path / f).stat().st_size for f in {*self._shards.values()})
@@ -182,7 +181,7 @@ class Folder:
     def _json(self, name: str) -> dict[str, Any]:
         path = self.path / name
         if not _is_file(path):
-            raise FormatError(f"{self.path} has no {name}, so it is no folder of a model")
+            raise FormatError(f"{self.path} has no {name}, so it is not a folder of a model")
         return read_json(path)
 
     def _find_shards(self) -> dict[str, str]:
@@ -213,7 +212,7 @@ class Folder:
             for name in [*opened.keys()]:
                 place = file if listed is None else listed.get(name, file)
                 if place != file:
-                    continue  # left in a shard that the index does not name for it
+                    continue  # a remnant: the index names another shard for this tensor
                 if name in found:
                     raise FormatError(
                         f"{self.path}: {name} is in {found[name]} and in {file}; keep the shards of one model only"
@@ -243,12 +242,10 @@ class Folder:
         return open_shard(self.path / file)
 
     def _check_claims(self, is_foreign: bool) -> None:
-        """Refuse a folder that holds other weights than its config.json says.
+        """Raise FormatError for a folder that holds other weights than its config.json says.
 
-        One without a low-bit weight is that of a plain model where its config.json says so: every layer was skipped,
-        or only the cache is in low bits.
-
-        is_foreign: whether it has the format of another program.
+        A folder without low-bit weights is a plain model if its config.json says so: every layer was skipped, or only
+        the cache is in low bits. `is_foreign`: the folder has the format of another program.
         """
         if self.format is not None:
             mark = self.format.suffixes(self.settings or {})[0]
@@ -272,7 +269,7 @@ class Folder:
             self._refuse_undescribed_parts()
 
     def _refuse_undescribed_parts(self) -> None:
-        """Codes of a format that config.json does not name would be taken for values."""
+        """Raise FormatError for codes of a format that config.json does not name: they would pass for values."""
         for format in FORMATS:
             try:
                 weights = format.find(self.plain, {})
@@ -287,7 +284,7 @@ class Folder:
                     )
 
     def _promised(self) -> list[str]:
-        """Plain weights of linears that config.json does not say to be plain."""
+        """Plain weights of linears that should not be plain by config.json."""
         assert self.format is not None and self.settings is not None
         linears = [
             layer_of(name)
@@ -303,7 +300,7 @@ class Folder:
             ]
 
     def _is_undescribed(self, name: str) -> bool:
-        """Whether a plain tensor has the shape and dtype of codes."""
+        """True if a plain tensor has the shape and dtype of codes."""
         header = self._handle(self._shards[name]).get_slice(name)
         return str(header.get_dtype()) not in _NO_CODES and len(header.get_shape()) > 1
 
@@ -314,12 +311,11 @@ class Folder:
     # ---- tensors ---------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Names of all tensors, a low-bit one as one."""
+        """Names of all tensors; a low-bit weight is one tensor."""
         return [*self.weights, *self.plain]
 
     @property
     def left_out(self) -> list[str]:
-        """See `lowbit.formats.sources.Source`."""
         if not self.cache_scales:
             return []
         return [
@@ -328,7 +324,7 @@ class Folder:
         ]
 
     def keep(self, wanted: Collection[str]) -> None:
-        """Take tensors that are named as scales of a cache as plain ones, where a model has them: `wanted`."""
+        """Take tensors with names of cache scales for plain ones if a model has them among its names, `wanted`."""
         self.plain += [name for name in self.cache_scales if name in wanted]
         self.cache_scales = [name for name in self.cache_scales if name not in wanted]
 
@@ -345,7 +341,7 @@ class Folder:
         return found
 
     def _verify(self, tensors: Mapping[str, Tensor]) -> None:
-        """Compare tensors with their digests, in several threads. Each is compared once."""
+        """Compare tensors with their digests, in several threads. Each tensor is compared once."""
         stored = {name: self._unverified[name] for name in tensors}
         misplaced = digests.misplaced(stored, tensors)
         if misplaced is not None:
@@ -358,8 +354,8 @@ class Folder:
             self._unverified.pop(name, None)  # another thread may have compared it meanwhile
 
     def _verify_ahead(self, names: Iterable[str]) -> Iterator[str]:
-        """The names, the tensors of each compared with their digests before it is given: those of `MOST_AHEAD` bytes
-        together, since one tensor after another would keep one core busy."""
+        """The names, each after its tensors were compared with their digests. Tensors of `MOST_AHEAD` bytes are
+        compared together, on all cores."""
         waiting: dict[str, Tensor] = {}
         together: list[str] = []
         nbytes = 0
@@ -394,7 +390,7 @@ class Folder:
         return tuple(self._handle(self._shards[name]).get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
-        """The tensor of this name, low-bit or plain, on the CPU; a plain one is a view of the file."""
+        """The tensor of this name, low-bit or plain, on the CPU; a plain tensor is a view of the file."""
         if name not in self.weights:
             return self._stored(name)
         assert self.format is not None and self.settings is not None
@@ -403,8 +399,8 @@ class Folder:
             return self.format.decode(parts, self.settings, name, self.dtype)
 
     def in_order(self) -> Iterator[str]:
-        """All names, shard by shard, a low-bit weight where its first part lies. Raises FormatError for tensors that
-        differ from their digests."""
+        """All names, shard by shard; a low-bit weight counts to the shard of its first part. Raises FormatError for
+        tensors that differ from their digests."""
         by_file: dict[str, list[str]] = {}
         for name, parts in self.weights.items():
             by_file.setdefault(self._shards[next(iter(parts.values()))], []).append(name)
@@ -415,7 +411,6 @@ class Folder:
             self._opened = ("", None)
 
     def items(self) -> Iterator[Item]:
-        """See `lowbit.formats.sources.Source`."""
         for name in self.in_order():
             value = self.read(name)
             holder = holder_of(name, value)
@@ -424,16 +419,15 @@ class Folder:
             yield Item(name, value, holder)
 
     def copy_files(self, folder: Path) -> None:
-        """See `copy_beside_weights`."""
         copy_beside_weights(self.path, folder)
 
     def linears(self) -> set[str]:
-        """None: in a folder, names and shapes of tensors say what is a linear."""
+        """Empty: in a folder, names and shapes of tensors say what is a linear."""
         return set()
 
 
 def copy_beside_weights(source: Path, folder: Path) -> None:
-    """Copy all files but weights, indices and settings of weights. Hidden files and folders stay behind."""
+    """Copy all files except weights, indices, settings of weights and hidden files. Folders stay behind too."""
     for path in sorted(source.iterdir()):
         is_of_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         skips = is_of_weights or path.name in _SETTINGS_OF_WEIGHTS or path.name[0] == "."
@@ -442,9 +436,9 @@ def copy_beside_weights(source: Path, folder: Path) -> None:
 
 
 def _take_settings(config: dict[str, Any]) -> Mapping[str, Any] | None:
-    """Remove "quantization_config" from `config`, and from that of its language model, and return the first.
+    """Remove "quantization_config" from `config` and from the config of its language model, and return the first.
 
-    Raises FormatError for one that is no JSON object.
+    Raises FormatError for a value that is not a JSON object.
     """
     text = config.get("text_config")
     taken: list[Mapping[str, Any]] = []

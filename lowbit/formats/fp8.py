@@ -8,16 +8,16 @@
                             "weight_block_size": [128, 128], "modules_to_not_convert": […]}
 
 Scales as float8_e8m0fnu, or as uint8 with its bits, are read too. Engines of this format round the input of every
-product to float8, with a scale for each 128 elements of a token, whether or not the weight was made for it.
-transformers computes the size of a block as N / rows of the scale, so a ragged N would give wrong weights there without
+product to float8, with a scale for each 128 elements of a token, even if the weight was not made for that.
+transformers computes the size of a block as N / rows of the scale, so it would read wrong weights of a ragged N without
 an error: `encode` takes whole blocks only.
 
-Without "weight_block_size" a weight has one scale, or one a row. These are read, and not written:
+Without "weight_block_size" a weight has one scale, or one a row. Such weights are read, but not written:
 
     layer.weight         float8_e4m3fn [N, K]
     layer.weight_scale   float32, one element, or [N, 1]; it multiplies
-    layer.input_scale    float32, one element, where activation_scheme is "static": inputs are rounded by it.
-                         "dynamic": they are rounded with a scale for each token
+    layer.input_scale    float32, one element, if activation_scheme is "static": the scale of inputs.
+                         "dynamic": inputs have a scale for each token
 
 These are the names of AutoFP8 and vLLM. transformers calls the scales weight_scale_inv and activation_scale.
 """
@@ -51,17 +51,15 @@ _NAMES = {
     "weight_scale_inv": "weight_scale",
     "activation_scale": "input_scale",
 }
-"""The part of a weight without blocks that a tensor of each name is."""
+"""The part of a weight without blocks for each name of a tensor."""
 _SCHEMES = {
     "dynamic": Spec(Float8(), PerToken()),
     "static": Spec(Float8(), PerTensor(), static=True),
 }
-"""How inputs of weights without blocks are rounded, by the activation_scheme."""
+"""How inputs of weights without blocks are rounded, by activation_scheme."""
 
 
 class Float8Blocks(Format):
-    """The format "fp8"; see the module."""
-
     name = "fp8"
     holds_experts = True
 
@@ -132,7 +130,7 @@ class Float8Blocks(Format):
             raise FormatError(f"fp8 holds matrices [N, K], got {weight!r}")
         if any(size % BLOCK for size in weight.shape):
             raise FormatError(
-                f"its shape {tuple(weight.shape)} is no multiple of {BLOCK}: transformers would read its blocks wrongly"
+                f"its shape {tuple(weight.shape)} is not a multiple of {BLOCK}: transformers would misread its blocks"
             )
         if weight.activation not in (None, BLOCK_ACTIVATION):
             raise FormatError(
@@ -161,7 +159,7 @@ def _check_floating(scale: Tensor, name: str) -> None:
 
 
 def _in_blocks(config: Mapping[str, Any]) -> bool:
-    """Whether weights have scales of blocks, as in a folder without settings too."""
+    """True if weights have scales of blocks. They also have them in a folder without settings."""
     return not config or config.get("weight_block_size") is not None
 
 

@@ -3,24 +3,24 @@
 | tensor beside `layer.` | shape                  | holds                                                        |
 |------------------------|------------------------|--------------------------------------------------------------|
 | `qweight`              | int32 [⌈K·b/32⌉, N]    | unsigned codes, a little-endian bit stream along K           |
-| `qzeros`               | int32 [G, ⌈N·b/32⌉]    | unsigned zero points, the same along N; "gptq": less one     |
+| `qzeros`               | int32 [G, ⌈N·b/32⌉]    | unsigned zero points, likewise along N; "gptq": less one     |
 | `scales`               | float16 [G, N]         |                                                              |
 | `g_idx`                | int32 [K]              | the group of each input                                      |
 
     value[n, k] = (q[n, k] − z[g_idx[k], n]) · scales[g_idx[k], n]
 
-G is ⌈K/g⌉ for groups of g inputs: the last one may have fewer, as GPTQModel writes them. vLLM refuses such a folder.
+G is ⌈K/g⌉ for groups of g inputs. GPTQModel also writes last groups with fewer inputs; vLLM refuses such a folder.
 
-"gptq" stores z − 1 with b bits, and loaders add one to all fields of a word at once. A zero point of 0 is stored with
-all bits set and would carry into its neighbour, so "gptq" does not hold it; "gptq_v2" stores z itself.
+"gptq" stores z − 1 with b bits, and loaders add one to all fields of a word at once. A zero point of 0 would be stored
+with all bits set and carry into its neighbour, so "gptq" does not hold it; "gptq_v2" stores z itself.
 
 `desc_act` sorts inputs by their importance before they are grouped. Then `g_idx` is any map of inputs to groups of one
-size. Such a weight is an `OrderedTensor`: its codes are sorted by groups, and a product gathers the columns of its
-input first. Both directions keep every value. vLLM does not run such a folder unless a group is a whole row.
+size. Such a weight is read as an `OrderedTensor`: its codes are sorted by groups, and a product first gathers the
+columns of its input. Reading and writing keep every value. vLLM runs such a folder only if a group is a whole row.
 
 Folders of AutoRound hold the same words, without g_idx, of 5, 6 and 7 bits too (`lowbit.formats.auto_round`).
 
-vLLM takes symmetric weights of 4 and 8 bits of these formats. An asymmetric one goes there by "awq" or
+vLLM takes symmetric weights of 4 and 8 bits in these formats. Write asymmetric weights for vLLM as "awq" or
 "compressed-tensors".
 
 Source: Frantar et al., arXiv 2210.17323.
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from lowbit.formats.base import Format, FormatError, Parts, layer_of
 from lowbit.formats.integers import (
-    Layout,
+    IntegerLayout,
     bytes_of,
     exact_scales,
     from_integers,
@@ -119,7 +119,7 @@ class Gptq(Format):
                 f"sym is true, and its zero points are not all {2 ** (bits - 1)}: checkpoint_format is another one "
                 f"than {self.name!r}, or sym is false"
             )
-        layout = Layout(bits, None if group == -1 else group, not symmetric)
+        layout = IntegerLayout(bits, None if group == -1 else group, not symmetric)
         zero_point = None if symmetric else zeros.T
         made = from_integers(
             layout, signed(codes, bits), scales.T, zero_point, dtype or scales.dtype
@@ -162,7 +162,7 @@ class Gptq(Format):
             "g_idx": groups,
         }
 
-    def _layout(self, weight: LowbitTensor) -> Layout:
+    def _layout(self, weight: LowbitTensor) -> IntegerLayout:
         _, weight = _unordered(weight)
         layout = layout_of(weight, self.name, ragged=True)
         assert isinstance(weight, AffineTensor)
@@ -207,9 +207,10 @@ class Gptq(Format):
         ]
 
     def nearest(self, weight: LowbitTensor) -> Scheme | None:
-        """The same number of bits where it is held, otherwise the next larger one; symmetric for "gptq".
+        """The number of bits of the weight if the format holds it, otherwise the next larger number; symmetric for
+        "gptq".
 
-        Half-integers take one bit more, in which `layout_of` writes them: no scale of as many bits fits their values.
+        Half-integers take one bit more, as `layout_of` writes them: no scale of as many bits fits their values.
         """
         spec = getattr(weight, "spec", None)
         if not isinstance(spec, Spec) or weight.ndim != 2:
@@ -237,7 +238,7 @@ class GptqV2(Gptq):
 
 
 def _sizes(settings: Mapping[str, Any]) -> tuple[int, int]:
-    """Bits and group size; -1: a row. Raises FormatError for others than are read."""
+    """Bits and group size; -1: a row. Raises FormatError for sizes that lowbit does not read."""
     bits, group = settings.get("bits"), settings.get("group_size", -1)
     held = tuple(range(2, 9)) if settings.get("dense_words") else BITS
     if (
@@ -253,28 +254,28 @@ def _sizes(settings: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _inputs(qweight: Tensor, g_idx: Tensor | None, bits: int) -> int:
-    """K: as many as g_idx has, where these codes end in the last word, or else as the words hold."""
+    """K: the inputs of g_idx, if their codes end in the last word; otherwise as many codes as the words hold."""
     if g_idx is not None and -(-len(g_idx) * bits // 32) == qweight.shape[0]:
         return len(g_idx)
     return int(qweight.shape[0] * 32 // bits)
 
 
 def _version(config: Mapping[str, Any]) -> Any:
-    """The layout: "format" is what newer releases of GPTQModel call it too."""
+    """The layout. Newer releases of GPTQModel also call it "format"."""
     if config.get("is_marlin_format"):
         return "marlin"
     return config.get("checkpoint_format") or config.get("format") or "gptq"
 
 
 def _order(g_idx: Tensor | None, columns: int, group: int) -> Tensor | None:
-    """The inputs sorted by their groups, int64 [K]; None where they are already. Raises FormatError for groups of
+    """The inputs sorted by their groups, int64 [K]; None if they are sorted already. Raises FormatError for groups of
     different sizes."""
     natural = torch.arange(columns) // group
     if g_idx is None or (g_idx.shape == natural.shape and torch.equal(g_idx.long(), natural)):
         return None
     if g_idx.shape != natural.shape:
         raise FormatError(
-            f"its g_idx {tuple(g_idx.shape)} is no group for each of {columns} inputs"
+            f"its g_idx {tuple(g_idx.shape)} is not a group for each of {columns} inputs"
         )
     order = g_idx.long().argsort(stable=True)
     if not torch.equal(g_idx.long()[order], natural):
@@ -283,7 +284,7 @@ def _order(g_idx: Tensor | None, columns: int, group: int) -> Tensor | None:
 
 
 def _unordered(weight: LowbitTensor) -> tuple[Tensor | None, LowbitTensor]:
-    """The order of an OrderedTensor and its sorted matrix; None and the weight itself for another one."""
+    """The order of an OrderedTensor and its sorted matrix; for any other weight None and the weight itself."""
     is_matrix = weight.ndim == 2 and not weight.transposed and weight.flat_from is None
     if type(weight) is not OrderedTensor or not is_matrix:
         return None, weight
@@ -291,8 +292,8 @@ def _unordered(weight: LowbitTensor) -> tuple[Tensor | None, LowbitTensor]:
 
 
 def _left_out(layers: Collection[str], plain: Collection[str]) -> dict[str, Any]:
-    """What tells loaders that some linears of the blocks are plain: "dynamic" for GPTQModel and vLLM, the names within
-    a block for transformers, where all blocks have the same."""
+    """The settings by which loaders know plain linears of the blocks: "dynamic" for GPTQModel and vLLM, and for
+    transformers the names within a block, if all blocks have the same names."""
     inside = [name for name in sorted(plain) if name.rpartition(".")[2] != "lm_head"]
     if not inside:
         return {}

@@ -1,4 +1,4 @@
-"""Giving freed memory back to the system, where the C library keeps it."""
+"""Gives freed memory that the C library keeps back to the system."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def _malloc_trim() -> Callable[[int], int] | None:
 class Trimmed:
     """Returns freed pages of the heap to the system from time to time.
 
-    A walk over a large model frees temporary tensors of many megabytes and keeps small objects between them, which land
-    in the holes. The next temporary tensors then fit into no hole, and the heap grows: by 1.4 GB in a walk over 1.1
-    billion parameters. The pages of the holes can leave memory all the same.
+    A walk over a large model frees temporary tensors of many megabytes and keeps small objects between them. These land
+    in the holes, the next temporary tensors fit into no hole, and the heap grows: by 1.4 GB in a walk over 1.1 billion
+    parameters. `malloc_trim` lets the pages of the holes leave memory.
     """
 
     EVERY = 2**26

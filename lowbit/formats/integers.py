@@ -2,7 +2,7 @@
 
     value[n, k] = (codes[n, k] − zero_point[n, k // g]) · scale[n, k // g]
 
-`layout_of` says whether a weight is such a matrix, `integers_of` gives its parts, `from_integers` makes a weight of
+`layout_of` checks that a weight is such a matrix, `integers_of` gives the parts, `from_integers` makes a weight of
 them. "half_integer" weights of b bits are integers of b + 1 bits: (c + ½)·s = (2c + 1)·(s/2).
 """
 
@@ -31,7 +31,7 @@ from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 
 @dataclass(frozen=True)
-class Layout:
+class IntegerLayout:
     """Integers of `bits` bits, −2^(b−1) … 2^(b−1)−1, with a scale for each `group_size` inputs of a row; None: for a
     row."""
 
@@ -41,22 +41,19 @@ class Layout:
 
     @property
     def spec(self) -> Spec:
-        """The spec of a weight in this layout."""
         granularity: Granularity = PerGroup(self.group_size) if self.group_size else PerRow()
         mapping: Mapping = "asymmetric" if self.has_zero_point else "symmetric"
         return Spec(Int(self.bits), granularity, mapping)
 
     @property
     def middle(self) -> int:
-        """What an unsigned code has more than a signed one: 2^(b−1)."""
+        """Unsigned code minus signed code: 2^(b−1)."""
         return 2 ** (self.bits - 1)
 
 
-def layout_of(weight: LowbitTensor, format: str, ragged: bool = False) -> Layout:
-    """The layout of a weight, which may be on meta. Raises FormatError, in the name of `format`, where it has none.
-
-    ragged: whether the last group of a row may have fewer inputs.
-    """
+def layout_of(weight: LowbitTensor, format: str, ragged: bool = False) -> IntegerLayout:
+    """The layout of a weight, which may be on meta. `ragged`: the last group of a row may have fewer inputs. Raises
+    FormatError, in the name of `format`, for other weights."""
     if type(weight) is not AffineTensor:
         raise FormatError(f"{format} holds integers, got a {type(weight).__name__}")
     if weight.ndim != 2 or weight.transposed or weight.flat_from is not None:
@@ -73,13 +70,13 @@ def layout_of(weight: LowbitTensor, format: str, ragged: bool = False) -> Layout
         group = spec.granularity.group_size
         if weight.shape[1] % group and not ragged:
             raise FormatError(
-                f"its {weight.shape[1]} inputs are no multiple of the group size {group}"
+                f"its {weight.shape[1]} inputs are not a multiple of the group size {group}"
             )
     elif not isinstance(spec.granularity, PerRow | PerTensor):
         raise FormatError(
             f"{format} holds scales of rows or groups of inputs, got {spec.granularity}"
         )
-    return Layout(bits, group, spec.has_zero_point and spec.mapping != "half_integer")
+    return IntegerLayout(bits, group, spec.has_zero_point and spec.mapping != "half_integer")
 
 
 def codes_of(weight: AffineTensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -103,11 +100,11 @@ def codes_of(weight: AffineTensor) -> tuple[Tensor, Tensor, Tensor | None]:
     return codes, scale, zero_point
 
 
-def integers_of(weight: AffineTensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes int8 [N, K], scale [N, G] and zero point int8 [N, G]: `layout_of` gave the layout.
-
-    Raises FormatError as `codes_of`.
-    """
+def integers_of(
+    weight: AffineTensor, layout: IntegerLayout
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes int8 [N, K], scale [N, G] and zero point int8 [N, G] in a layout that `layout_of` gave. Raises FormatError
+    as `codes_of` does."""
     codes, scale, zero_point = codes_of(weight)
     rows, columns = codes.shape
     groups = 1 if layout.group_size is None else -(-columns // layout.group_size)
@@ -117,15 +114,19 @@ def integers_of(weight: AffineTensor, layout: Layout) -> tuple[Tensor, Tensor, T
 
 
 def from_integers(
-    layout: Layout,
+    layout: IntegerLayout,
     codes: Tensor,
     scale: Tensor,
     zero_point: Tensor | None,
     dtype: torch.dtype,
     activation: Spec | None = None,
 ) -> AffineTensor:
-    """A weight of `dtype`; arguments as `integers_of` gives them, checked. Scales that `dtype` represents take it. The
-    last group of a row may have fewer inputs.
+    """The weight of these integers. The last group of a row may have fewer inputs.
+
+    Args:
+        layout, codes, scale, zero_point: as `integers_of` takes and gives them; checked.
+        dtype: of the weight, and of the scales if it represents them exactly.
+        activation: how inputs are rounded.
 
     Raises FormatError for parts that do not fit each other.
     """
@@ -146,7 +147,7 @@ def from_integers(
             )
     zero_point = None if zero_point is None else zero_point.contiguous()
     padded = F.pad(codes, (0, -codes.shape[1] % (layout.group_size or 1)))
-    if zero_point is not None:  # what pads a row is zero, as in a weight that lowbit quantized
+    if zero_point is not None:  # the padding is zero, as in a weight that lowbit quantized
         padded[:, codes.shape[1] :] = zero_point[:, -1:]
     stored = AffineTensor._store(padded.contiguous(), spec)
     try:
@@ -181,7 +182,7 @@ def in_range(codes: Tensor, bits: int, what: str) -> Tensor:
 def words_of(packed: Tensor) -> Tensor:
     """uint8 [..., B] as little-endian int32 [..., ⌈B/4⌉]."""
     padded = F.pad(packed, (0, -packed.shape[-1] % 4))
-    # Flat, as a dimension of size 1 may have a stride that no view as int32 takes.
+    # Flat: a dimension of size 1 may have a stride that a view as int32 refuses.
     words = padded.reshape(-1).view(torch.int32)
     return words.view(*padded.shape[:-1], padded.shape[-1] // 4)
 
@@ -203,7 +204,7 @@ def bytes_of(words: Tensor, size: int, bits: int) -> Tensor:
 
 
 def exact_scales(scale: Tensor, dtype: torch.dtype, format: str) -> Tensor:
-    """The scales in `dtype`. Raises FormatError where that would change one."""
+    """The scales in `dtype`. Raises FormatError if that would change a scale."""
     own = scale.to(dtype)
     if changed := int((own.float() != scale.float()).sum()):
         name = str(dtype).removeprefix("torch.")
@@ -214,7 +215,7 @@ def exact_scales(scale: Tensor, dtype: torch.dtype, format: str) -> Tensor:
 
 
 def with_scales_of(dtype: torch.dtype, values: Tensor, scheme: Scheme) -> AffineTensor:
-    """`values` in the scheme with searched scales of `dtype`. Raises FormatError where they have no such scales."""
+    """`values` in the scheme with searched scales of `dtype`. Raises FormatError if they have no such scales."""
     qparams = scheme.weight.search_qparams(values, dtype)
     try:
         return AffineTensor.from_float(values, scheme, qparams)
@@ -223,7 +224,7 @@ def with_scales_of(dtype: torch.dtype, values: Tensor, scheme: Scheme) -> Affine
 
 
 def whole_groups(weight: LowbitTensor, sizes: tuple[int, ...] = ()) -> PerGroup | PerRow:
-    """The groups of a weight where they divide its inputs and, if given, have one of `sizes`; otherwise rows."""
+    """The groups of a weight if they divide its inputs and, if given, have one of `sizes`; otherwise rows."""
     granularity = getattr(getattr(weight, "spec", None), "granularity", None)
     if not isinstance(granularity, PerGroup) or weight.shape[-1] % granularity.group_size:
         return PerRow()

@@ -1,12 +1,12 @@
-"""Check, while siblings are written, that they share what a server keeps once for the layers that it merges.
+"""Checks, while siblings are written, that they share the quantities that a server keeps once for merged layers.
 
-vLLM makes q, k and v one layer. Where each of them has an entry of its own, vLLM keeps the largest, and reads the other
-weights by it without an error. So siblings (`lowbit.convert.siblings`) wait here for each other, and what differs is
-refused, or made equal with lossy=True.
+vLLM makes q, k and v one layer. If their entries differ, vLLM keeps the largest, and reads the other weights wrongly
+without an error. So siblings (`lowbit.convert.siblings`) wait for each other. Differing quantities raise an error, or
+become equal with lossy=True.
 
 | quantity (`Format.joint`)                | with lossy=True                                                   |
 |------------------------------------------|-------------------------------------------------------------------|
-| the global scale of NVFP4, the scale of  | the values are rounded again, by the part of the scales that      |
+| the global scale of NVFP4, the scale of  | the values are rounded again, by the joint part that              |
 | a whole tensor in float8                 | `lowbit.quantize_` gives siblings                                 |
 | the scale and zero point of static       | those of the joint range, as vLLM computes them                   |
 | inputs                                   |                                                                   |
@@ -36,7 +36,7 @@ Ready = tuple[Item, Parts]
 
 @dataclass
 class _Family:
-    """Siblings that are waiting. `missing`: how many are still to come."""
+    """Siblings that are waiting. `missing`: the number that are still to come."""
 
     missing: int
     waiting: list[Ready] = field(default_factory=list)
@@ -47,7 +47,7 @@ class MergedLayers:
 
     Args:
         target: the format that is written.
-        lossy: whether to make equal what differs.
+        lossy: make differing quantities equal, instead of an error.
         names: of all tensors, as far as they are known.
     """
 
@@ -57,9 +57,9 @@ class MergedLayers:
         self._families: dict[str, _Family] = {}
 
     def take(self, item: Item, parts: Parts | None) -> list[Ready]:
-        """The tensors that can be written, now that this one has come. `parts`: None where it is refused.
+        """The tensors that can be written, now that `item` has come. `parts`: None if the target refuses the item.
 
-        Raises FormatError for siblings that differ in what the target's readers have once.
+        Raises FormatError for siblings that differ in a quantity that the target's readers have once.
         """
         name = family_of(item.name)
         ready = [] if parts is None else [(item, parts)]
@@ -77,8 +77,8 @@ class MergedLayers:
         return ready
 
     def rest(self) -> Iterator[tuple[str, Callable[[], list[Ready]]]]:
-        """The siblings that still wait: for each family the name of the first, and a call that gives them. The call
-        raises FormatError as `take`."""
+        """The siblings that still wait: for each family the name of the first, and a call that gives them all. The call
+        raises FormatError as `take` does."""
         for family in self._families.values():
             if family.waiting:
                 yield family.waiting[0][0].name, partial(self._settled, family.waiting)
@@ -107,7 +107,7 @@ class MergedLayers:
         return found
 
     def _differing(self, items: list[Item]) -> dict[str, list[Tensor]]:
-        """The quantities that these do not all have alike, with that of each."""
+        """The quantities in which the items differ, with the value of each item."""
         own = [self._joint(item) for item in items]
         columns = {name: [joint[name].flatten().cpu() for joint in own] for name in own[0]}
         return {n: ts for n, ts in columns.items() if any(not torch.equal(t, ts[0]) for t in ts)}
@@ -136,7 +136,7 @@ def _refusal(items: list[Item], differing: dict[str, list[Tensor]]) -> str:
 
 
 def _made_equal(items: list[Item], differing: dict[str, list[Tensor]]) -> list[Item]:
-    """The same with equal quantities, and notes on what that changed."""
+    """The items with equal quantities, and notes on what changed."""
     weights: list[AffineTensor] = [item.value for item in items]  # type: ignore[misc]
     of_input = {name for name in differing if name.startswith("input_")}
     names = ", ".join(sorted({item.name.rpartition(".")[0].rpartition(".")[2] for item in items}))

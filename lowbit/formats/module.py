@@ -21,18 +21,18 @@ from lowbit.tensor.trained.bitnet import BitNetTensor
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 
 _UNFINISHED = {FakeQuantizedTensor: "lowbit.qat.convert_", BitNetTensor: "lowbit.train.convert_"}
-"""Weights that are still trained, and what turns each into the weight that it computes with."""
+"""Weights that are still trained, and the function that turns each into the weight that products see."""
 
 
-class Model:
-    """The state dict of a module, without second names of tied tensors, and the settings that transformers' models
-    have.
+class ModelSource:
+    """The state dict of a module, without second names of tied tensors, and the config of a model of transformers.
 
     Args:
+        model: the module.
         tokenizer: an object with `save_pretrained`, a folder whose files are copied, or None.
 
-    Raises FormatError for weights that are sharded, on meta, or prepared for training and not converted. Another
-    tokenizer is refused too.
+    Raises FormatError for weights that are sharded, on meta, or prepared for training and not converted, and for
+    another tokenizer.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any = None) -> None:
@@ -58,16 +58,14 @@ class Model:
         )
 
     def items(self) -> Iterator[Item]:
-        """See `lowbit.formats.sources.Source`."""
         for name, value in self.tensors.items():
             yield Item(name, value, self._holder(name))
 
     def names(self) -> list[str]:
-        """See `lowbit.formats.sources.Source`."""
         return [*self.tensors]
 
     def _holder(self, name: str) -> Holder:
-        """A weight that an embedding shares with a linear is that of an embedding."""
+        """The kind of module that holds a weight. An embedding comes before a linear that shares its weight."""
         owners = self._owners.get(name, [])
         if any(isinstance(m, nn.Embedding) for m in owners):
             return "embedding"
@@ -93,11 +91,11 @@ class Model:
         return self._found_owners
 
     def linears(self) -> set[str]:
-        """The names of all nn.Linear, also of those whose weight another module holds under its first name."""
+        """The names of all nn.Linear, even if their weight has the name of another module that shares it."""
         return {name for name, m in self.model.named_modules() if isinstance(m, nn.Linear)}
 
     def copy_files(self, folder: Path) -> None:
-        """The tokenizer, and generation_config.json, which is the model's own where it has one."""
+        """Write the tokenizer, and the generation_config.json of the model if it has one."""
         if hasattr(self.tokenizer, "save_pretrained"):
             self.tokenizer.save_pretrained(folder)
         elif self.tokenizer is not None:
@@ -109,7 +107,7 @@ class Model:
 
 
 def _state_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The entries of the state dict, with parameters themselves, and each tensor under its first name only."""
+    """The entries of the state dict, parameters as they are, and each tensor under its first name only."""
     seen: set[Any] = set()
     for name, value in model.state_dict(keep_vars=True).items():
         key = identity(value) if isinstance(value, Tensor) and not value.is_meta else id(value)
@@ -141,7 +139,7 @@ def _own(name: str, value: Any) -> Tensor:
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
-    """config.json of a model of transformers; for another module an empty one."""
+    """The config.json of a model of transformers; {} for any other module."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         return {}

@@ -8,7 +8,7 @@
     "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": […]}
 
 The model has these weights as [E, K, N]. The file has them transposed, so that blocks run along the inputs. A weight
-that is read from a file stays so: a transposed `TableTensor`. `quantize_` and QAT keep the order of the model, with
+from a file stays in that order, as a transposed `TableTensor`. `quantize_` and QAT keep the order of the model, with
 `PerBlock(32, 1)`, and give the same values. Only experts are in low bits in this format.
 
 Source: OpenAI, gpt-oss model card, 2025; OCP Microscaling Formats v1.0.
@@ -41,8 +41,6 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 class Mxfp4(Format):
-    """The format "mxfp4"; see the module."""
-
     name = "mxfp4"
     holds_stacks = True
 
@@ -122,12 +120,12 @@ class Mxfp4(Format):
                 f"{self.name} holds stacks of experts that the model has as [E, K, N], got {weight!r}"
             )
         if weight.shape[1] % GROUP:
-            raise FormatError(f"its {weight.shape[1]} inputs are no multiple of {GROUP}")
+            raise FormatError(f"its {weight.shape[1]} inputs are not a multiple of {GROUP}")
         if weight.activation is not None:
             raise FormatError(f"{self.name} rounds no inputs, got {weight.activation}")
 
     def grid(self, scheme: Scheme) -> Scheme:
-        """Groups of inputs, which are the second dimension of the model's weights."""
+        """Groups along the inputs, the second dimension of the model's weights."""
         spec = scheme.weight
         if spec.granularity == SPEC.granularity and SPEC.same_values(spec):
             return replace(scheme, weight=replace(spec, granularity=TURNED.granularity))
@@ -141,7 +139,7 @@ class Mxfp4(Format):
         return Scheme(SPEC) if is_stack and weight.shape[1] % GROUP == 0 else None
 
     def rounded(self, values: Tensor, scheme: Scheme) -> LowbitTensor:
-        """Groups run along the inputs, the second dimension of `values`."""
+        """`values` in groups along the inputs, their second dimension."""
         made = AffineTensor.from_float(values.mT.contiguous(), scheme)
         return made._transposed()
 

@@ -14,17 +14,19 @@ from lowbit.formats.base import FormatError
 def new_file(out: Path, overwrite: bool, format: str, suffix: str) -> Iterator[Path]:
     """A path for a new file, in a temporary folder beside `out`. At the end the file takes the place of `out`.
 
-    Other files of that folder, such as the tensors of a large ONNX model, take their places beside it. After an error
+    Other files of that folder, such as the tensors of a large ONNX model, take places beside `out`. After an error
     nothing is left.
 
     Args:
-        format: how messages name the file.
-        suffix: what its name ends in.
+        out: where the file goes.
+        overwrite: replace files that exist.
+        format: the name of the format, for messages.
+        suffix: the end of the file's name.
 
-    Raises FormatError where `out` has another suffix, exists and may not be replaced, or cannot be written.
+    Raises FormatError if `out` has another suffix, exists and may not be replaced, or cannot be written.
     """
     if not out.parent.is_dir():
-        raise FormatError(f"{out.parent} is no folder; make it first")
+        raise FormatError(f"{out.parent} is not a folder; make it first")
     if out.is_dir():
         raise FormatError(f"{out} is a folder; {format} is one file, such as model{suffix}")
     if not out.name.endswith(suffix):
@@ -42,7 +44,7 @@ def new_file(out: Path, overwrite: bool, format: str, suffix: str) -> Iterator[P
                 raise
             beside = [path for path in folder.iterdir() if path.name != out.name]
             written = [*beside, folder / out.name]
-            for path in written:  # again: another program may have written them during the export
+            for path in written:  # again: another program may have written files meanwhile
                 _check_free(out.parent / path.name, overwrite)
             new_path.put_files(written, out.parent)
     except OSError as error:
@@ -50,8 +52,8 @@ def new_file(out: Path, overwrite: bool, format: str, suffix: str) -> Iterator[P
 
 
 def _refusal(folder: Path) -> OSError | None:
-    """The system's error, where it takes no more bytes. The packages that write programs have errors of their own for
-    a full disk, such as "unexpected pos"."""
+    """The system's error if the disk is full. The packages that write programs raise errors of their own for it, such
+    as "unexpected pos"."""
     try:
         for path in (*folder.iterdir(), folder / "more"):
             if not path.is_dir():

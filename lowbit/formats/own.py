@@ -11,7 +11,7 @@ An entry with "transposed": true describes a weight whose last two dimensions ar
 of shape [E, K, N] whose groups run along K. The parts and the "shape" are those of [E, N, K].
 
 A "kind" is an index of "kinds", so that thousands of weights do not repeat their scheme. The format holds every
-representation that a state dict describes, also of embeddings, convolutions and stacks of experts, without loss.
+representation that a state dict describes without loss, also those of embeddings, convolutions and stacks of experts.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from lowbit.tensor.core.state_dict import describe, read_description
 
 
 class Own(Format):
-    """The format "lowbit"; see the module."""
-
     name = "lowbit"
     holds_embeddings = True
     holds_custom = True

@@ -1,10 +1,10 @@
 """A folder of plain weights as a source whose weights are quantized on the way, one after another.
 
-No module says here which tensor is the weight of a linear, so names and shapes do. Under a scheme for all, or under the
-pattern "*", every matrix named `….weight` is quantized but embeddings, the output head and the routers of experts. A
-pattern that names one of these quantizes it: {"lm_head": Int8WeightOnly(), "*": Int4WeightOnly()}. A tied weight that
-is stored under two names (`lowbit.formats.tied`) is one weight, which a pattern for either name quantizes. The stacked
-experts of gpt-oss are quantized too where the format to write holds stacks, in groups along their inputs.
+A folder has no modules, so names and shapes decide which tensor is the weight of a linear. A scheme for all, and the
+pattern "*", take every matrix named `….weight` except embeddings, the output head and the routers of experts. A pattern
+that names one of these takes it: {"lm_head": Int8WeightOnly(), "*": Int4WeightOnly()}. A tied weight that is stored
+under two names (`lowbit.formats.tied`) is one weight, which a pattern for either name takes. The stacked experts of
+gpt-oss are also quantized, in groups along their inputs, if the format to write holds stacks.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ class Quantizing:
     """See the module.
 
     Args:
+        folder: of plain weights.
         scheme: a Scheme, or a dict of patterns to a Scheme or None, as `lowbit.quantize_` takes them.
-        scales: "minmax", "searched" or None, as there.
+        scales: "minmax", "searched" or None, as in `lowbit.quantize_`.
         device: where weights are quantized.
-        target: the format to write, which says what scales are, and whether stacks of experts are quantized.
+        target: the format to write, which decides the scales and the treatment of stacks of experts.
 
-    Raises FormatError: weights that are quantized already, a pattern that chooses nothing, nothing to quantize, a
-    scheme with a static activation, which needs a calibration.
+    Raises FormatError for weights that are quantized already, a pattern that chooses nothing, nothing to quantize, and
+    a scheme with a static activation, which needs a calibration.
     """
 
     def __init__(
@@ -99,7 +100,6 @@ class Quantizing:
             raise FormatError(f"{folder.path} has no matrix named ….weight that the scheme chooses")
 
     def items(self) -> Iterator[Item]:
-        """See `lowbit.formats.sources.Source`."""
         for item in self._folder.items():
             choice = self._plan[item.name]
             scheme = choice.scheme
@@ -117,7 +117,7 @@ class Quantizing:
             yield Item(item.name, weight, item.holder, note, ratio)
 
     def _joint(self, name: str, scheme: Scheme) -> Tensor | None:
-        """The part of its scales that a weight shares with its siblings, which are read for it; None without any."""
+        """The part of the scales that a weight shares with its siblings, which are all read; None without siblings."""
         family = self._siblings.get(name)
         if family is None:
             return None
@@ -128,15 +128,12 @@ class Quantizing:
         return self._joints.pop(name)
 
     def names(self) -> list[str]:
-        """Those of the folder."""
         return self._folder.names()
 
     def linears(self) -> set[str]:
-        """See `lowbit.formats.sources.Source`."""
         return self._folder.linears()
 
     def copy_files(self, folder: Path) -> None:
-        """Those of the folder."""
         self._folder.copy_files(folder)
 
 
@@ -156,12 +153,12 @@ def _check_schemes(patterns: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class _Choice:
-    """What becomes of a tensor of the folder.
+class _TensorChoice:
+    """What happens to a tensor of the folder.
 
     Attributes:
-        scheme: None where it stays plain.
-        note: why it stays plain; of a quantized one, what follows its scheme in the report.
+        scheme: None if the tensor stays plain.
+        note: why the tensor stays plain; for a quantized tensor, what follows its scheme in the report.
         patterns: those that decided.
     """
 
@@ -175,10 +172,10 @@ def _choose_tied(
     shape: tuple[int, ...],
     patterns: Mapping[str, Scheme | None],
     is_stack: bool,
-) -> _Choice:
-    """What becomes of a tensor with these names, several where it is tied.
+) -> _TensorChoice:
+    """The choice for a tensor with these names, several for a tied tensor.
 
-    Raises FormatError where patterns give the names different schemes.
+    Raises FormatError if patterns give the names different schemes.
     """
     first, *others = names
     if not others:
@@ -197,7 +194,7 @@ def _choose_tied(
     chosen = next(iter(choices.values()))
     tied = f"tied to {', '.join(others)}"
     note = f"; {tied}" if chosen.scheme is not None else f"{chosen.note}; {tied}"
-    return _Choice(chosen.scheme, note, tuple(p for c in own.values() for p in c.patterns))
+    return _TensorChoice(chosen.scheme, note, tuple(p for c in own.values() for p in c.patterns))
 
 
 def _first_match(name: str, patterns: Iterable[str]) -> str | None:
@@ -211,32 +208,32 @@ def _choose(
     patterns: Mapping[str, Scheme | None],
     is_stack: bool,
     uses: Collection[str],
-) -> _Choice:
-    """What becomes of a tensor of this name. `uses`: those of `lowbit.convert.USES`; none: as the name says."""
+) -> _TensorChoice:
+    """The choice for a tensor of this name. `uses`: those of `lowbit.convert.USES`; empty: as the name says."""
     layer, _, last = name.rpartition(".")
     if not is_stack and (last != "weight" or len(shape) != 2):
-        return _Choice(None, "no matrix named ….weight")
+        return _TensorChoice(None, "no matrix named ….weight")
     pattern = _first_match(name, patterns)
     scheme = None if pattern is None else patterns[pattern]
     own = () if pattern is None else (pattern,)
     if scheme is None:
-        return _Choice(None, "no scheme for this name", own)
+        return _TensorChoice(None, "no scheme for this name", own)
     if (why := why_left_alone(layer, pattern)) is not None:
-        return _Choice(None, why)
+        return _TensorChoice(None, why)
     uses = uses or {"embedding" if is_embedding(layer) else "linear"}
     if is_stack:
         shape, uses = (shape[0], shape[2], shape[1]), {"other"}
     obstacle = scheme.obstacle(shape, uses)
-    return _Choice(scheme, "", own) if obstacle is None else _Choice(None, obstacle, own)
+    return (
+        _TensorChoice(scheme, "", own) if obstacle is None else _TensorChoice(None, obstacle, own)
+    )
 
 
 def quantized(
     name: str, values: Tensor, scheme: Scheme, scales: str | None, joint: Tensor | None = None
 ) -> LowbitTensor:
-    """`values` in the scheme, on their device. `joint`: as `AffineTensor.from_float` takes it.
-
-    Raises FormatError for values that cannot be quantized.
-    """
+    """`values` in `scheme`, on their device, with `scales` and `joint` as `AffineTensor.quantized` takes them. Raises
+    FormatError, with `name`, for values that cannot be quantized."""
     try:
         return AffineTensor.quantized(values, scheme, scales, joint=joint)
     except ValueError as error:

@@ -25,8 +25,8 @@ def tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint's folder one after another: (name, low-bit or plain tensor).
 
-    On the CPU plain tensors are views of the file. A tied weight that is stored under two names comes once, under that
-    of the embedding.
+    On the CPU plain tensors are views of the file. A tied weight that is stored under two names comes once, under the
+    name of the embedding.
 
     Args:
         path: a folder that `load_pretrained` takes.
@@ -75,11 +75,11 @@ def load_pretrained(
         device: where the tensors go.
 
     Returns:
-        The model; one of transformers in evaluation mode.
+        The model; a model of transformers in evaluation mode.
 
-    Raises FormatError: no folder of a model; a missing or damaged shard, with the tensors whose bytes differ from those
-    that `lowbit.export` wrote; a format that lowbit does not read, or another one than config.json says; names or
-    shapes that do not fit the model, which is then as it was where names are concerned; more layers in config.json than
+    Raises FormatError for a path that is not a folder of a model; a missing or damaged shard, with the tensors whose
+    bytes differ from those that `lowbit.export` wrote; a format that lowbit does not read or config.json does not name;
+    names that do not fit the model, which is then as it was; shapes that do not fit; more layers in config.json than
     the folder has tensors for.
     """
     folder = opened(path)
@@ -122,9 +122,8 @@ def _fill(model: nn.Module, folder: Folder | Joined | GgufFile, device: torch.de
         else:
             for module, attribute in places:
                 module._buffers[attribute] = t.clone()
-    for module in (
-        model.modules()
-    ):  # those that no checkpoint holds, such as frequencies of rotary embeddings
+    # buffers that no checkpoint holds, such as frequencies of rotary embeddings
+    for module in model.modules():
         for attribute, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 module._buffers[attribute] = buffer.to(device)
@@ -156,7 +155,7 @@ def _places(model: nn.Module) -> dict[str, Places]:
 def _second_places(
     folder: Folder | Joined | GgufFile, owners: dict[str, Places]
 ) -> dict[str, Places]:
-    """For the first name of a tied weight that the folder stores twice, the places of its second names in a model that
+    """For the first name of a tied weight that the folder stores twice, the places of the second names in a model that
     does not tie them."""
     tied = folder.tied if isinstance(folder, Folder | Joined) else {}
     found: dict[str, Places] = {}
@@ -172,8 +171,8 @@ def _check_names(
     owners: dict[str, Places],
     seconds: dict[str, Places],
 ) -> None:
-    """Refuse names that the model lacks, names that the folder lacks under all names of a tied tensor, and two tensors
-    for one that the model ties."""
+    """Raise FormatError for names that the model lacks, tensors of the model for which the folder has no name, and two
+    tensors for one that the model ties."""
     given = {*folder.names()}
     unknown = sorted(given - owners.keys())
     filled: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""The formats, each by a line. One of your own is a subclass of `lowbit.formats.Format` or
+"""The formats, a line each. A format of your own is a subclass of `lowbit.formats.Format` or
 `lowbit.formats.ProgramFormat`, and `register(MyFormat())`."""
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ FORMATS: list[Format] = [
     TorchAo(),
     Gguf(),
 ]
-"""Reading asks them in this order."""
+"""Formats of weights. Reading asks them in this order."""
 PROGRAMS: list[ProgramFormat] = [Aoti(), ExecuTorch(), Onnx()]
-"""They are written only."""
+"""Formats of programs, which are written but not read."""
 
 
 def register(format: Format | ProgramFormat) -> None:
-    """Add `format` to those of `lowbit.export`. Raises ValueError for a name that another one has."""
+    """Add `format` to those of `lowbit.export`. Raises ValueError for a name that another format has."""
     if format.name in names():
         raise ValueError(f"there is a format {format.name!r} already; give yours another name")
     if isinstance(format, ProgramFormat):
@@ -58,12 +58,12 @@ def names() -> list[str]:
 
 
 def by_name(name: str) -> Format:
-    """Raises FormatError for a name that no format of weights has."""
+    """The format of weights with this name. Raises FormatError for an unknown name."""
     return _found(name, FORMATS)
 
 
 def target(name: str) -> Format | ProgramFormat:
-    """What `lowbit.export` writes. Raises FormatError for a name that no format has."""
+    """The format, of weights or programs, with this name. Raises FormatError for an unknown name."""
     return _found(name, _all())
 
 
@@ -80,11 +80,11 @@ def _found(name: str, known: Sequence[Named]) -> Named:
 
 
 def by_config(config: Mapping[str, Any]) -> Format:
-    """The format that a "quantization_config" describes. Raises FormatError for one that lowbit does not read."""
+    """The format that a "quantization_config" describes. Raises FormatError for a format that lowbit does not read."""
     found = next((format for format in FORMATS if format.reads(config)), None)
     if found is None:
         raise FormatError(
-            f"quant_method {config.get('quant_method')!r} in config.json is none that lowbit reads; accepted: "
+            f"quant_method {config.get('quant_method')!r} in config.json is not one that lowbit reads; accepted: "
             f"{', '.join(format.name for format in FORMATS)}, auto-round"
         )
     return found

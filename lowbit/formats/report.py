@@ -16,7 +16,7 @@ from lowbit.tensor.core.base import LowbitTensor
 
 @dataclass
 class ExportReport(Report):
-    """The report of an export; `print(report)`. `converted`: the weights that are in low bits in what was written.
+    """The report of an export; `print(report)`. `converted`: the weights that are in low bits in the result.
 
     The other attributes are those of `lowbit.Report`.
 
@@ -24,7 +24,7 @@ class ExportReport(Report):
         snr: for each weight whose values were rounded on the way, the signal-to-noise ratio in dB.
         format: the name of the format.
         path: the folder or file.
-        notes: what is left out of it, and which readers take it, a line each.
+        notes: what is left out, and which readers take the result, a line each.
     """
 
     snr: dict[str, float] = field(default_factory=dict)
@@ -36,7 +36,6 @@ class ExportReport(Report):
         return "\n".join([super().__str__(), *(f"  ! {note}" for note in self.notes)])
 
     def enter(self, item: Item, size: int) -> None:
-        """Count an item that takes `size` bytes."""
         value: Tensor = item.value
         is_low = isinstance(value, LowbitTensor)
         self.parameters += value.numel()
@@ -58,7 +57,7 @@ class ExportReport(Report):
 
 
 def snr(values: Tensor, weight: Tensor) -> float:
-    """10 · log10(Σ w² / Σ (w − ŵ)²) in dB, over chunks of rows; infinite where nothing was lost."""
+    """10 · log10(Σ w² / Σ (w − ŵ)²) in dB, over chunks of rows; infinite if nothing was lost."""
     signal = noise = 0.0
     rounded = weight.dequantize() if isinstance(weight, LowbitTensor) else weight
     if values.ndim == 0:

@@ -1,7 +1,7 @@
-"""The grid of a format as a scheme: what QAT trains is then what the format stores, to the bit.
+"""The grid of a format as a scheme: the format then stores the weights that QAT trains, to the bit.
 
 A grid is the set of values that a weight can take. Codes, zero points and the dtype of scales decide it. Scales have
-the weight's dtype unless the scheme names another one, and several formats store float16 only. GGUF's Q4_1 stores the
+the dtype of the weight unless the scheme names another, and several formats store float16 only. GGUF's Q4_1 stores the
 smallest value of each group in place of a zero point.
 """
 
@@ -21,12 +21,12 @@ from lowbit.numerics.granularity import PerGroup
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
-Given = TypeVar("Given", Scheme, Mapping[str, Scheme | None])
+SchemeOrPatterns = TypeVar("SchemeOrPatterns", Scheme, Mapping[str, Scheme | None])
 _ROWS, _COLUMNS = 256, 256
-"""The least size of the weight that is tried."""
+"""The least size of the weight that `grid` tries."""
 
 
-def grid(format: str, scheme: Given) -> Given:
+def grid(format: str, scheme: SchemeOrPatterns) -> SchemeOrPatterns:
     """`scheme` with the scales that a format stores. Weights that `lowbit.qat.prepare_` trains by it are exported to
     the bit.
 
@@ -38,9 +38,9 @@ def grid(format: str, scheme: Given) -> Given:
         scheme: a Scheme, or a dict of patterns to a Scheme or None. A `scale_dtype` of its own stays.
 
     Raises:
-        FormatError: an unknown format; a scheme whose weights the format cannot hold. `grid` finds out by a small
-            weight. It does not try the programs ("aoti", "executorch", "onnx").
-        TypeError: no Scheme.
+        FormatError: an unknown format; a scheme whose weights the format cannot hold. `grid` tries a small weight, but
+            not for programs ("aoti", "executorch", "onnx").
+        TypeError: not a Scheme.
     """
     found = target(format)
     given: Mapping[str, Scheme | None] = scheme if isinstance(scheme, Mapping) else {"*": scheme}
@@ -59,7 +59,7 @@ def grid(format: str, scheme: Given) -> Given:
 
 
 def _check(format: Format, scheme: Scheme) -> None:
-    """Raise FormatError where the format holds no weight of this scheme."""
+    """Raise FormatError if the format holds no weight of this scheme."""
     shapes: list[tuple[int, ...]] = [(_ROWS, _columns(scheme))]
     if format.holds_stacks:
         shapes.append((2, *shapes[0]))
@@ -75,7 +75,7 @@ def _check(format: Format, scheme: Scheme) -> None:
 
 
 def _columns(scheme: Scheme) -> int:
-    """Inputs of which every group of the scheme, and of formats, is a divisor."""
+    """A number of inputs that every group of the scheme, and of formats, divides."""
     sizes = scheme.weight.granularity
     group = sizes.group_size if isinstance(sizes, PerGroup) else 1
     return math.lcm(group, _COLUMNS)

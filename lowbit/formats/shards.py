@@ -1,5 +1,4 @@
-"""Writing a folder: shards of a largest size, each read back and compared, under a name that is temporary until all is
-done."""
+"""Writing a folder: shards of a largest size, each read back and compared, under a temporary name until all is done."""
 
 from __future__ import annotations
 
@@ -33,9 +32,9 @@ def size_in_bytes(size: int | str) -> int:
 
 @contextmanager
 def new_folder(out: Path, overwrite: bool) -> Iterator[Path]:
-    """A folder that takes the place of `out` at the end; after an error nothing is left of it.
+    """A folder that takes the place of `out` at the end; after an error nothing of the folder is left.
 
-    Raises FormatError where `out` exists and may not be replaced, or cannot be written.
+    Raises FormatError if `out` exists and may not be replaced, or cannot be written.
     """
     check_free(out, overwrite)
     try:
@@ -43,27 +42,27 @@ def new_folder(out: Path, overwrite: bool) -> Iterator[Path]:
             folder = place / out.name
             folder.mkdir()
             yield folder
-            check_free(out, overwrite)  # again: another program may have written it meanwhile
+            check_free(out, overwrite)  # again: another program may have written `out` meanwhile
             new_path.put_folder(folder, out)
     except OSError as error:
         raise FormatError(f"{out} cannot be written: {error.strerror or error}") from error
 
 
 def check_free(out: Path, overwrite: bool) -> None:
-    """Remove what killed processes left beside `out`. Raises FormatError where `new_folder` would, except for a folder
-    that may not be written."""
+    """Remove what killed processes left beside `out`. Raises FormatError if `new_folder` would, except for a folder
+    that cannot be written."""
     if not out.parent.is_dir():
-        raise FormatError(f"{out.parent} is no folder; make it first")
+        raise FormatError(f"{out.parent} is not a folder; make it first")
     new_path.clear(out)
     if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise FormatError(f"{out} is no folder; give the name of a new one")
+        raise FormatError(f"{out} is not a folder; give the name of a new one")
     if not out.exists() or not any(out.iterdir()):
         return
     if not overwrite:
         raise FormatError(f"{out} exists already; give another name, or overwrite=True")
     if not (out / "config.json").is_file():
         raise FormatError(
-            f"{out} is no checkpoint, which overwrite=True could replace: no config.json"
+            f"{out} is not a checkpoint, which overwrite=True could replace: no config.json"
         )
     if kept := _kept_folder(out):
         raise FormatError(
@@ -72,7 +71,7 @@ def check_free(out: Path, overwrite: bool) -> None:
 
 
 def _kept_folder(out: Path) -> Path | None:
-    """What an export never writes into its folder: another checkpoint inside, or the history of a repository."""
+    """A path that an export never writes into its folder: a checkpoint inside, or the history of a repository."""
     for inner in sorted(path for path in out.iterdir() if path.is_dir()):
         if inner.name == ".git":
             return inner
@@ -103,7 +102,7 @@ class Shards:
         self.nbytes = 0
 
     def add(self, tensors: Mapping[str, Tensor], name: str, weight: LowbitTensor | None) -> None:
-        """The tensors that stand for `name`, which stay in one shard. weight: the low-bit tensor, on meta."""
+        """Add the tensors that stand for `name`, which stay in one shard. `weight`: the low-bit tensor, on meta."""
         size = sum(t.nbytes for t in tensors.values())
         if self._tensors and self._waiting + size > self._largest:
             self._write()
@@ -139,7 +138,7 @@ class Shards:
         self._tensors, self._waiting = {}, 0
 
     def finish(self) -> None:
-        """Write the last shard, give all their names, and write the index if there are several."""
+        """Write the last shard, give all shards their names, and write the index if there are several."""
         if self._tensors:
             self._write()
         count = len(self._files)
@@ -159,7 +158,7 @@ class Shards:
 
 
 def equal_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether both have one shape, dtype and the same bytes. NaN equals itself."""
+    """True if both have one shape, dtype and the same bytes. NaN equals itself."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     as_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]

@@ -1,4 +1,4 @@
-"""What `lowbit.export` reads from: a model in memory or a folder, as items one after another."""
+"""The sources of `lowbit.export`: a model in memory or a folder, as items one after another."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Item:
     """A tensor of a checkpoint: a low-bit tensor, or a plain one.
 
     Attributes:
-        note: why it is stored as it is, for the report.
-        snr: the signal-to-noise ratio in dB, where its values were rounded on the way.
+        note: for the report, why the tensor is stored as it is.
+        snr: the signal-to-noise ratio in dB, if the values were rounded on the way.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Source(Protocol):
 
     @property
     def left_out(self) -> Sequence[str]:
-        """What the checkpoint holds and the items do not, a line each for the report."""
+        """Lines for the report: what the checkpoint holds but the items do not."""
         ...
 
     def items(self) -> Iterator[Item]:
@@ -56,13 +56,13 @@ class Source(Protocol):
         ...
 
     def names(self) -> list[str]:
-        """The names of the items, but that of a stack of experts that is split on the way."""
+        """The names of the items. A stack of experts that is split on the way has one name here."""
         ...
 
     def linears(self) -> set[str]:
-        """Modules that are known to be linears, whether or not a tensor of their own is among the items."""
+        """Modules that are known to be linears, even if no item is a tensor of their own."""
         ...
 
     def copy_files(self, folder: Path) -> None:
-        """Write what belongs to the checkpoint beside its weights: tokenizer, settings of generation …"""
+        """Write the files of the checkpoint besides its weights: tokenizer, settings of generation …"""
         ...

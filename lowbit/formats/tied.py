@@ -1,8 +1,8 @@
-"""A tied weight that a folder stores twice: an output head beside the embedding that it is.
+"""A tied weight that a folder stores twice: an output head beside the embedding.
 
 config.json says `"tie_word_embeddings": true`, and the shards hold both `model.embed_tokens.weight` and
-`lm_head.weight`. transformers compares the two: it ties equal ones, and keeps both where they differ. A `Folder` does
-the same. Equal ones are one weight, which has the name of the embedding. Where they differ, config.json no longer ties
+`lm_head.weight`. transformers compares the two, ties equal tensors, and keeps both if they differ. So does a `Folder`:
+equal tensors are one weight, with the name of the embedding. If they differ, the config of the `Folder` no longer ties
 them, so that every reader keeps both.
 """
 
@@ -23,15 +23,15 @@ _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
 def places_of(config: Mapping[str, Any]) -> list[Any]:
-    """The parts of a config.json that may tie: itself, and that of its language model."""
+    """The parts of a config.json that may tie: the whole, and the config of its language model."""
     return [place for place in (config, config.get("text_config")) if isinstance(place, Mapping)]
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
-    """Whether a model with this config.json may tie its output head to its embedding.
+    """True if a model with this config.json may tie its output head to its embedding.
 
-    Files of older releases leave the key out where it has the default of the architecture. Then the tensors decide,
-    except for a model with code of its own.
+    Files of older releases leave the key out if it has the default of the architecture. Then the tensors decide, except
+    for a model with code of its own.
     """
     named = [bool(place[KEY]) for place in places_of(config) if KEY in place]
     return any(named) if named else "auto_map" not in config
@@ -42,11 +42,8 @@ def second_names(
 ) -> dict[str, str]:
     """For each name of `names` that is a second name of a tied weight, the first name.
 
-    `config` is changed where two tensors that it ties differ: it no longer ties them. Where it does not say whether it
-    ties two equal ones, it says so.
-
-    Args:
-        read: the tensor of a name, low-bit or plain, as a view of the file.
+    Changes `config` to say what the tensors show: tied if the two are equal, not tied if they differ. `read`: the
+    tensor of a name, low-bit or plain, as a view of the file.
     """
     if not is_tied(config):
         return {}
@@ -72,7 +69,7 @@ def second_names(
 
 
 def _say(config: dict[str, Any], tied: bool) -> None:
-    """Where config.json says whether it ties, or nowhere, it says `tied`."""
+    """Set the key to `tied` in every part of config.json that has it; if none has it, in the first."""
     places = places_of(config)
     for place in [p for p in places if KEY in p] or places[:1]:
         place[KEY] = tied
@@ -83,7 +80,7 @@ def _layer(weight: str) -> str:
 
 
 def _is_equal(a: Tensor, b: Tensor) -> bool:
-    """Whether both have equal values, and are stored alike where they are in low bits."""
+    """True if both have equal values and, in low bits, are stored alike."""
     if isinstance(a, LowbitTensor) or isinstance(b, LowbitTensor):
         return type(a) is type(b) and a.dtype is b.dtype and torch.equal(a, b)
     if a.shape != b.shape or a.is_floating_point() != b.is_floating_point():

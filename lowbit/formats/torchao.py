@@ -3,7 +3,7 @@
 | class                      | weights                                | tensors beside `layer.`                      |
 |----------------------------|----------------------------------------|----------------------------------------------|
 | `Int8Tensor`               | int8 in rows, inputs int8 or not       | `_weight_qdata` int8, `_weight_scale`        |
-| `IntxUnpackedToInt8Tensor` | integers of 1 to 8 bits, rows or       | the same, and `_weight_zero_point` int8;     |
+| `IntxUnpackedToInt8Tensor` | integers of 1 to 8 bits, rows or       | these, and `_weight_zero_point` int8;        |
 |                            | groups, inputs int8 asymmetric or not  | a byte a code                                |
 | `Float8Tensor`             | float8_e4m3fn, rows, tensors or blocks | `_weight_qdata` float8, `_weight_scale`      |
 |                            |                                        | float32                                      |
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lowbit.formats.base import Format, FormatError, Parts
 from lowbit.formats.integers import (
-    Layout,
+    IntegerLayout,
     from_integers,
     in_range,
     integers_of,
@@ -53,7 +53,7 @@ E4M3 = torch.float8_e4m3fn
 QDATA, SCALE, ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
 _PREFIX = "_weight_"
 _UNREAD = tuple(f"{_PREFIX}act_{name}" for name in ("quant_scale", "quant_zero_point", "pre_scale"))
-"""Static scales of inputs, and numbers that multiply them: without these a layer computes something else."""
+"""Static scales of inputs, and factors of inputs: without these a layer computes something else."""
 INT8_INPUT = Spec(Int(8), PerToken(), "symmetric_no_clipping_err")
 INTX_INPUT = Spec(Int(8), PerToken(), "asymmetric")
 FLOAT8_INPUT = Spec(Float8(), PerToken())
@@ -62,8 +62,6 @@ _INTS = {f"int{bits}" for bits in range(1, 9)}
 
 
 class TorchAo(Format):
-    """The format "torchao"; see the module."""
-
     name = "torchao"
 
     def reads(self, config: Mapping[str, Any]) -> bool:
@@ -75,7 +73,7 @@ class TorchAo(Format):
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def settings(self, config: Mapping[str, Any], metadata: Mapping[str, str]) -> Mapping[str, Any]:
-        """Adds "tensors": the class and attributes of each weight."""
+        """`config` with "tensors": the class and attributes of each weight."""
         described: dict[str, Any] = {}
         for name, text in metadata.items():
             if name in (_NAMED, "format"):
@@ -120,7 +118,7 @@ class TorchAo(Format):
         has_zero = bits == 1 or bool(zeros.any())  # no symmetric mapping has codes of one bit
         codes = in_range(codes, bits, "its codes")
         zeros = in_range(zeros, bits, "its zero points")
-        layout = Layout(bits, None if block[1] == codes.shape[1] else block[1], has_zero)
+        layout = IntegerLayout(bits, None if block[1] == codes.shape[1] else block[1], has_zero)
         if scale.shape != layout.spec.blocks(codes.shape):
             raise FormatError(f"its scales are {tuple(scale.shape)} for blocks of {block}")
         return from_integers(layout, codes, scale, zeros if has_zero else None, own, activation)
@@ -210,7 +208,7 @@ _ROW = _typed("PerRow", {"dim": -1})
 
 
 def _described(weight: LowbitTensor) -> dict[str, Any]:
-    """The class and attributes of a weight, which may be on meta. Raises FormatError where torchao has no class."""
+    """The class and attributes of a weight, which may be on meta. Raises FormatError if torchao has no class."""
     if isinstance(weight, Float8Tensor):
         return _described_float8(weight)
     layout = layout_of(weight, "torchao")
@@ -218,7 +216,7 @@ def _described(weight: LowbitTensor) -> dict[str, Any]:
     activation, columns = weight.activation, weight.shape[1]
     block = [1, layout.group_size or columns]
     head = {"block_size": block, "dtype": _dtype_json(weight.dtype)}
-    rows_of_8 = layout == Layout(8, None, False)
+    rows_of_8 = layout == IntegerLayout(8, None, False)
     if rows_of_8 and activation in (None, INT8_INPUT):
         symmetric = {"mapping_type": _typed("MappingType", "SYMMETRIC"), "reduce_range": False}
         rounds = _typed("QuantizeTensorToInt8Kwargs", {"granularity": _ROW, **symmetric})
@@ -262,7 +260,7 @@ def _described_float8(weight: Float8Tensor) -> dict[str, Any]:
 
 
 def _config_of(weight: LowbitTensor) -> dict[str, Any]:
-    """The configuration whose weights are of this class, as transformers reads it."""
+    """The configuration, for transformers, whose weights are of this class."""
     kind = _described(weight)["_type"]
     assert isinstance(weight, AffineTensor)
     rounds = weight.activation is not None

@@ -1,4 +1,4 @@
-"""`lowbit.export`: a model, or a folder of one, as a folder in a format that other programs read."""
+"""`lowbit.export`: writes a model, from memory or a folder, to a folder in a format that other programs read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lowbit.formats.gguf.file import GgufFile, GgufWriter
 from lowbit.formats.gguf.format import Gguf
 from lowbit.formats.heap import Trimmed
 from lowbit.formats.merged import MergedLayers, Ready
-from lowbit.formats.module import Model
+from lowbit.formats.module import ModelSource
 from lowbit.formats.new_file import new_file
 from lowbit.formats.programs.base import ProgramFormat
 from lowbit.formats.programs.exporting import export_program
@@ -58,7 +58,7 @@ def export(
         lowbit.export("model-bf16", "model-int4", scheme=lowbit.Int4WeightOnly())    # quantize while writing
         lowbit.export(model, "model.onnx", "onnx", example_inputs=(tokens,))         # a program for another runtime
 
-    Weights keep their values to the bit: each one is decoded again before it is written, and each shard is read back
+    Weights keep their values to the bit: each weight is decoded again before it is written, and each shard is read back
     and compared. `out` appears whole, at the end, or not at all. Memory: a shard and a few tensors, beyond a model that
     is in memory already.
 
@@ -69,13 +69,13 @@ def export(
         format: a name of `lowbit.formats.names()`.
         scheme: for a folder of plain weights: a Scheme, or a dict of name patterns to a Scheme or None. A bare Scheme
             and the pattern "*" leave embeddings, the output head and routers alone. Another pattern takes those that it
-            matches, and a router only where it names it outright, as "*.mlp.gate" does. Scales have the dtype that the
-            format stores (`lowbit.formats.grid`).
+            matches, but a router only if it names the router outright, such as "*.mlp.gate". Scales have the dtype that
+            the format stores (`lowbit.formats.grid`).
         scales: how `scheme` chooses scales, "minmax", "searched" or None, as in `lowbit.quantize_`.
-        lossy: round a weight that the format cannot hold to the nearest scheme that it holds, or store it plainly where
-            it holds none. The report states the loss of each. False: such a weight is refused.
-        overwrite: replace an `out` that is a checkpoint, with all that lies in it. One that holds another checkpoint in
-            a folder inside, or a .git, is refused.
+        lossy: round a weight that the format cannot hold to the nearest scheme that it holds, or store the weight
+            plainly if there is none. The report states each loss. False: such a weight raises an error.
+        overwrite: replace an `out` that is a checkpoint, with all that lies in it, except an `out` with another
+            checkpoint or a .git inside.
         max_shard_size: the largest size of a shard, in bytes or as "500MB". The tensors of one shard are in memory.
         tokenizer: for a module: an object with `save_pretrained`, or a folder whose files are copied. A folder's own
             files (tokenizer, chat template, code) are copied always.
@@ -89,7 +89,7 @@ def export(
 
     Raises:
         FormatError, a ValueError: a weight that the format cannot hold, with its name and the reason; a source that is
-            no model, damaged or of another format than it says; an `out` that exists or cannot be written.
+            not a model, damaged or of another format than it says; an `out` that exists or cannot be written.
     """
     target, out = target_of(format), Path(out)
     if isinstance(target, ProgramFormat):
@@ -99,7 +99,7 @@ def export(
         return export_program(model, out, target, example_inputs, dynamic_shapes, lossy, overwrite)
     given = {"example_inputs": example_inputs is not None}
     given |= {"dynamic_shapes": dynamic_shapes is not None}
-    _refuse_options(given, f"{target.name} holds weights, no program")
+    _refuse_options(given, f"{target.name} holds weights, not a program")
     largest = size_in_bytes(max_shard_size)
     source = _source_of(model, out, target, scheme, scales, tokenizer, device)
     if target.holds_experts:
@@ -149,7 +149,7 @@ def _source_of(
     if isinstance(model, nn.Module):
         if scheme is not None:
             raise FormatError("scheme= is for a folder; for a module call lowbit.quantize_ first")
-        return Model(model, tokenizer)
+        return ModelSource(model, tokenizer)
     if not isinstance(model, str | os.PathLike):
         raise TypeError(
             f"export takes an nn.Module, a folder or a GGUF file, got {type(model).__name__}"
@@ -173,7 +173,7 @@ def _source_of(
 def _write_all(
     source: Source, shards: Shards | GgufWriter, target: Format, lossy: bool, report: ExportReport
 ) -> tuple[dict[str, LowbitTensor], set[str]]:
-    """The low-bit weights by name, on meta, and the modules of linears that stay plain."""
+    """Write all items. Returns the low-bit weights by name, on meta, and the modules of linears that stay plain."""
     weights: dict[str, LowbitTensor] = {}
     plain: set[str] = set()
     refused: dict[str, FormatError] = {}
@@ -217,7 +217,7 @@ def _write_all(
 def _ready(
     source: Source, target: Format, lossy: bool, merged: MergedLayers
 ) -> Iterator[tuple[str, int, Callable[[], list[Ready]]]]:
-    """For each item its name, its size, and a call that gives what can be written now. The call raises FormatError."""
+    """For each item its name, its size, and a call that gives all that can now be written, or raises FormatError."""
 
     def of(item: Item) -> list[Ready]:
         try:
@@ -243,7 +243,7 @@ def _remedy(target: Format, errors: Iterable[FormatError]) -> str:
 
 
 def _in_format(item: Item, target: Format, lossy: bool) -> tuple[Item, Parts]:
-    """The item as the format holds it, and its parts. Raises FormatError where it does not hold it."""
+    """The item as the format holds it, and its parts. Raises FormatError if the format does not hold it."""
     weight = item.value
     if not isinstance(weight, LowbitTensor):
         return item, {}
@@ -273,7 +273,7 @@ def _check_place(item: Item, target: Format) -> None:
         )
     if item.holder == "custom" and not target.holds_custom:
         raise FormatError(
-            f"it belongs to no nn.Linear but to a module of transformers' own, such as Conv1D or a router, and loaders "
+            f"it belongs not to an nn.Linear but to a module of transformers, such as Conv1D or a router, and loaders "
             f"of {target.name} would leave it random; lowbit.export(…, format='lowbit') holds it"
         )
     target.stored_name(item.name, "weight")  # refuses names that the format has no place for
@@ -288,7 +288,7 @@ def _has_place(item: Item, target: Format) -> bool:
 
 
 def _encoded(item: Item, weight: LowbitTensor, target: Format) -> Parts:
-    """The parts, after they were decoded again and compared."""
+    """The parts of a weight, after they were decoded again and compared."""
     _check_place(item, target)
     parts = target.encode(weight)
     for part in parts:
@@ -312,8 +312,8 @@ def _same_values(a: LowbitTensor, b: LowbitTensor) -> bool:
 
 
 def _check_readable(folder: Path, target: Format, weights: Mapping[str, LowbitTensor]) -> None:
-    """Read the new folder as a reader does. Raises FormatError unless it finds the same weights, and in all tensors the
-    bytes that were written."""
+    """Read the new folder. Raises FormatError unless it has the same weights, and all tensors the bytes that were
+    written."""
     found = Folder(folder)
     try:
         for _ in found.in_order():

@@ -24,7 +24,7 @@ from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.float8_tensor import Float8Tensor
 
 SCALE = "_scale_inv"
-"""The name of the scales is that of their weight and this."""
+"""What the name of the scales adds to that of their weight."""
 E4M3 = torch.float8_e4m3fn
 
 
@@ -94,7 +94,7 @@ def float8_blocks_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state dict of `model` with its weights in float8 blocks under their names, and their scales as `_scale_inv`
     beside them, for `safetensors.torch.save_file`. All other entries are those of `model.state_dict()`.
 
-    Raises ValueError if no weight is stored in blocks of 128 x 128, or another one in other low bits.
+    Raises ValueError if no weight is stored in blocks of 128 x 128, or a weight is stored in other low bits.
     """
     found: dict[str, Tensor] = {}
     parameters: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))

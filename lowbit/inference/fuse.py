@@ -2,11 +2,11 @@
 
     q, k, v = q_proj(x), k_proj(x), v_proj(x)     one product with the rows of all three, computed by the first
 
-The first module of a group holds the joint weight. Whichever module is called first computes the outputs of all. Each
-of the others takes its slice, once, when it is called with the same input in the same state. The model's code stays as
-it is, and so do its state dicts: the joint weight is saved and loaded under the names of its parts. Checkpoints
-therefore pass between fused and plain models in both directions. Where memory is short, load first and fuse afterwards:
-fusing holds one group twice, loading into a fused model holds the whole state dict besides the joint weights.
+The first module of a group holds the joint weight. The module that is called first computes the outputs of all. Each
+other module takes its slice, once, when it is called with the same input in the same state. The model's code and state
+dicts stay as they are: the joint weight is saved and loaded under the names of its parts, so checkpoints pass between
+fused and plain models in both directions. Where memory is short, load first and fuse afterwards: fusing holds one group
+twice, loading into a fused model holds the whole state dict besides the joint weights.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def fuse_linears_(
         lowbit.inference.fuse_linears_(model)
 
     A decoded token then takes one launch for q, k and v, and one for gate and up. Do not write to the input between the
-    calls where its version counter does not show it (in compiled code, or to an inference tensor). Only one thread at a
+    calls in a way that its version counter misses (in compiled code, or to an inference tensor). Only one thread at a
     time may call the model. Where the parts read different inputs, as in cross attention, each computes all outputs.
 
     Args:
@@ -98,10 +98,10 @@ def fuse_linears_(
 
 
 def unfuse_linears_(model: nn.Module) -> list[tuple[str, ...]]:
-    """Undo `fuse_linears_` on `model`, in place: every linear has its own weight again. Returns the names as
-    `fuse_linears_`.
+    """Undo `fuse_linears_` on `model`, in place: every linear has its own weight again. Returns the names that
+    `fuse_linears_` returned.
 
-    Raises ValueError where nothing is fused.
+    Raises ValueError if nothing is fused.
     """
     undone = []
     for prefix, parent in list(model.named_modules()):
@@ -126,7 +126,7 @@ class FusedLinear(nn.Module):
     converted_as = (
         "fused with its neighbours: convert first, or after lowbit.inference.unfuse_linears_"
     )
-    """How reports of conversions describe it."""
+    """How reports of conversions describe this module."""
 
     def __init__(self, names: Sequence[str], parts: Sequence[nn.Linear]) -> None:
         super().__init__()
@@ -199,11 +199,11 @@ class FusedLinear(nn.Module):
 
 
 class FusedPart(nn.Module):
-    """Another linear of the group: its output is a slice of the product that the first one holds."""
+    """Another linear of the group: its output is a slice of the product that the first linear holds."""
 
     def __init__(self, lead: FusedLinear, index: int) -> None:
         super().__init__()
-        self._lead = (lead,)  # in a tuple, so that it is no submodule here
+        self._lead = (lead,)  # a tuple hides the module, which would become a submodule here
         self.index = index
         self.in_features, self.out_features = lead.in_features, lead.sizes[index]
         self.train(lead.training)
@@ -315,7 +315,7 @@ def _obstacle(names: Sequence[str], modules: Sequence[Any], uses: Mapping[int, i
 
 
 def _has_scales_of_rows(weight: LowbitTensor) -> bool:
-    """Whether no two rows share a scale, so that the rows of several weights can be joined and split anywhere."""
+    """True if no two rows share a scale, so that the rows of several weights can be joined and split anywhere."""
     own = getattr(weight, "spec", None)
     if own is not None and own.shares_rows:
         return False

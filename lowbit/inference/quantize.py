@@ -46,21 +46,21 @@ def quantize_(
             convolutions `ConvTensor`.
         scheme: a `Scheme`, or a dict of patterns to a Scheme or None (leave alone). A pattern is a shell-style glob, or
             "re:" and a regular expression, over the name of the module or of its weight; the first match counts.
-        filter_fn: `(module, name) -> bool`, which modules to convert; default: every `nn.Linear`. It can choose
+        filter_fn: `(module, name) -> bool`, which modules to convert; default: every `nn.Linear`. A filter can choose
             `nn.Embedding`, `nn.Conv1d`, `nn.Conv2d` and modules of your own, whose 2-D and 3-D parameters (experts) are
             converted.
 
-            The filter is called with the name of a module, e.g. "blocks.0.experts". If it refuses the module, it is
-            called with the name of each parameter, so that `lambda module, name: name.endswith("experts.up")` converts
+            The filter is called with the name of a module, e.g. "blocks.0.experts", and, where it refuses that, with
+            the name of each parameter, so that `lambda module, name: name.endswith("experts.up")` converts
             one parameter alone. A filter such as `lambda module, name: name != "blocks.0.experts"`, which accepts every
             name inside a module that it refuses, leaves the whole module alone.
 
             A further parameter of an `nn.Linear`, such as an adapter in a subclass, is converted only where a pattern
             or the filter names it.
         scales: how the scale (and zero point) of each block is chosen. "minmax": from its smallest and largest value.
-            "searched": with the smallest squared error, which `lowbit.numerics.search` finds; it takes about 15 times
-            as long, and the model is stored and runs the same. None: "searched" for integers of 1 and 2 bits, "minmax"
-            for all else.
+            "searched": with the smallest squared error, by `lowbit.numerics.search`. The search takes about 15 times as
+            long; the model is stored and runs the same. None: "searched" for integers of 1 and 2 bits, "minmax" for all
+            else.
 
     The report lists all parameters of two or more dimensions with their share of the model's bytes, and the share
     of all parameters that is now in low bits.
@@ -68,7 +68,7 @@ def quantize_(
     Siblings that servers merge into one layer, such as q, k and v (`lowbit.convert.siblings`), share the global scale
     of NVFP4, and the scale of a whole tensor in float8.
 
-    Weights shared by several modules stay shared. A dimension that is no multiple of the group is padded. The state
+    Weights shared by several modules stay shared. A dimension that is not a multiple of the group is padded. The state
     dict hands out plain tensors, `weight.codes`, `weight.scale` …, and takes them again
     (`lowbit.tensor.core.state_dict`).
 

@@ -3,12 +3,12 @@
     lowbit.accelerate.cpu_offload(model, "cuda")              # accelerate.cpu_offload
     lowbit.accelerate.disk_offload(model, "folder", "cuda")   # accelerate.disk_offload
 
-accelerate takes the weights from `model.state_dict()` by the names of the parameters. There a low-bit weight stands as
-its parts, `weight.codes`, `weight.scale` …, so that accelerate's own functions end in a KeyError. The functions here
-give it the weights by name. The rest is accelerate's: before a layer runs, a hook moves its weights to the execution
-device, and afterwards to meta.
+accelerate takes the weights from `model.state_dict()` by the names of the parameters. A state dict holds the parts of a
+low-bit weight, `weight.codes`, `weight.scale` …, so accelerate's own functions end in a KeyError. The functions of this
+module give accelerate the weights by name. Then accelerate's hooks move the weights of a layer to the execution device
+before the layer runs, and to meta afterwards.
 
-`Accelerator.prepare`, `save_state`, `load_state` and FSDP2 need nothing of this module.
+`Accelerator.prepare`, `save_state`, `load_state` and FSDP2 do not need this module.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def cpu_offload(
     """`accelerate.cpu_offload` for a model with low-bit weights.
 
     Args:
-        model: in place; its parameters are on meta afterwards, but while their layer runs.
+        model: changed in place. Its parameters are then on meta, except while their layer runs.
         execution_device: where layers run; None: the device of the first parameter.
         options: `offload_buffers` and `preload_module_classes`, as accelerate takes them.
 
@@ -60,12 +60,12 @@ def disk_offload(
     """`accelerate.disk_offload` for a model with low-bit weights, whose parts are files of `offload_dir`.
 
     Args:
-        model: in place; as for `cpu_offload`.
-        offload_dir: a folder. If accelerate's index is in it, its files are read and not written.
+        model: changed in place, as by `cpu_offload`.
+        offload_dir: a folder. If accelerate's index is in it, the files are read, not written.
         execution_device, options: as for `cpu_offload`.
 
     Raises:
-        ImportError, ValueError: as `cpu_offload`; an `offload_dir` that lacks parts of a weight, or has others.
+        ImportError, ValueError: as in `cpu_offload`; an `offload_dir` that lacks or differs in parts of a weight.
     """
     accelerate = _accelerate()
     check_module(model)
@@ -90,7 +90,7 @@ def disk_offload(
 
 
 class _Stored(Mapping[str, Tensor]):
-    """The tensors of a folder by the names of the model's parameters. `low`: its low-bit weights, on meta."""
+    """The tensors of a folder by the names of the model's parameters. `low`: the low-bit weights, on meta."""
 
     def __init__(self, files: Mapping[str, Tensor], low: Mapping[str, Any]) -> None:
         self.files, self.low = files, low
@@ -114,7 +114,7 @@ class _Stored(Mapping[str, Tensor]):
         return len(self.names)
 
     def check(self, name: str, tensor: Tensor) -> None:
-        """Raise ValueError if the files of `tensor` are missing, or of another shape or dtype."""
+        """Raise ValueError if files of `tensor` are missing, or differ in shape or dtype."""
         try:
             for file, part in _parts(name, tensor):
                 held = self.files[file]

@@ -3,7 +3,7 @@
     callback = lowbit.lightning.QATCallback(lowbit.Int4WeightOnly(32), start=100, bits={100: 8, 300: 4})
     lightning.Trainer(callbacks=[callback]).fit(module, data)               # module is in int4 afterwards
 
-lowbit's optimizers, `lowbit.train.prepare_` and models of `lowbit.quantize_` need nothing of this module.
+lowbit's optimizers, `lowbit.train.prepare_` and models of `lowbit.quantize_` do not need this module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning.pytorch import Callback  # noqa: E402
 
 
 class QATCallback(QATRun, Callback):
-    """Prepares the module before it makes its optimizers, runs a schedule, and converts when `fit` ends.
+    """Prepares the module before its optimizers are made, runs a schedule, and converts when `fit` ends.
 
     Checkpoints hold the plain weights that are trained. A run that Lightning resumes continues the schedule. The
     arguments are those of `lowbit.qat.run.QATRun`: `scheme`, `filter_fn`, `convert`, `start`, `bits`, `freeze_scales`
@@ -26,7 +26,6 @@ class QATCallback(QATRun, Callback):
     """
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Prepare the module."""
         if stage == "fit" and not self.prepared(pl_module):
             self.prepare(pl_module)
 
@@ -35,7 +34,6 @@ class QATCallback(QATRun, Callback):
         self.follow(trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        """Continue the schedule."""
         self.follow(trainer.global_step)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:

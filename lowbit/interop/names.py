@@ -71,7 +71,7 @@ def optimizer(line: str) -> tuple[type[LowbitOptimizer], dict[str, Any]]:
 
 
 def training_scheme(line: str) -> TrainingScheme:
-    """Raises ValueError for an unknown name, and for options that the scheme refuses."""
+    """The training scheme of a line. Raises ValueError for an unknown name, and for options that the scheme refuses."""
     name, options = parsed(line, "training scheme", "int8(grad_weight=False)")
     classes = {kind.__name__: kind for kind in TRAINING.values()}
     own = {n: k for n, k in TrainingScheme.kinds.items() if k.__module__ != BitNet.__module__}
@@ -79,7 +79,7 @@ def training_scheme(line: str) -> TrainingScheme:
 
 
 def scheme(line: str) -> Scheme:
-    """Raises ValueError for an unknown name, and for options that the scheme refuses."""
+    """The scheme of a line. Raises ValueError for an unknown name, and for options that the scheme refuses."""
     name, options = parsed(line, "scheme", "int4(group_size=32)")
     return scheme_of(name, options)
 
@@ -96,7 +96,7 @@ def scheme_of(name: str, options: Mapping[str, Any]) -> Scheme:
 
 
 def parsed(line: str, what: str, example: str) -> tuple[str, dict[str, Any]]:
-    """The name and the keyword arguments of a line. Raises ValueError for anything else than a name or a call."""
+    """The name and the keyword arguments of a line. Raises ValueError for a line that is not a name or a call."""
     try:
         call = ast.parse(line.strip(), mode="eval").body
         if not isinstance(call, ast.Call):

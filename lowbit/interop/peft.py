@@ -5,11 +5,11 @@
     report.unmerge_()                       # W again, to the bit
     model = model.merge_and_unload()        # or: the model without adapters, in low bits
 
-PEFT's own `merge_adapter` works too. It rounds once for each adapter, and `unmerge_adapter` once more, so W does not
-come back. Here the base is dequantized to float32, PEFT adds all adapters by its own formula of LoRA, DoRA, LoHa,
-IA3 and the others, and the sum is rounded once. Each block keeps its scale where that is nearer.
+PEFT's own `merge_adapter` works too, but rounds once for each adapter, and `unmerge_adapter` once more, so W does not
+come back. `merge_` dequantizes the base to float32, lets PEFT add all adapters by its own formula of LoRA, DoRA, LoHa,
+IA3 and the others, and rounds the sum once. A block keeps its scale if that scale is nearer.
 
-`lowbit.dequantize_(model)` before merging loses nothing, and QAT of adapters (`lowbit.qat`) trains what is rounded.
+`lowbit.dequantize_(model)` before merging loses nothing. QAT of adapters (`lowbit.qat`) trains the rounded weight.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Merged:
     Args:
         name: of the layer.
         snr: 10 · log10(Σ m² / Σ (m − m̂)²) in dB, of the merged weight m and its rounded form m̂.
-        update_snr: the same with the change by the adapters, m − W, in place of m. Below 0 the rounding is larger than
-            what the adapters add.
+        update_snr: as `snr`, with Σ (m − W)², the change by the adapters, in place of Σ m². Below 0 the rounding error
+            is larger than the change.
     """
 
     name: str
@@ -53,7 +53,7 @@ class MergeReport:
     """What `merge_` did; `print(report)`.
 
     Attributes:
-        layers: those with low-bit weights.
+        layers: the layers with low-bit weights.
         plain: the names of layers with other weights, which PEFT merges without rounding.
     """
 
@@ -98,12 +98,12 @@ def merge_(
 
     Args:
         model: with layers of PEFT; a layer whose weight is not in low bits is merged as by `merge_adapter`.
-        adapter_names: which ones, in this order; None: those in use.
-        keep_base: whether the report keeps a copy of each low-bit weight, for `unmerge_`. Without copies, a merge that
-            PEFT refuses in one layer leaves the layers before it merged.
+        adapter_names: the adapters to merge, in this order; None: those in use.
+        keep_base: keep a copy of each low-bit weight in the report, for `unmerge_`. Without copies, a merge that PEFT
+            refuses in one layer leaves the layers before it merged.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
         ValueError: no layer of PEFT; adapters that are merged already; NaN or infinite adapters. The model is then as
             it was.
         NotImplementedError: a base weight that trains in low bits, as `lowbit.train.prepare_` makes them from

@@ -1,11 +1,11 @@
-"""What lowbit does for models of transformers without importing it: they are described when they are saved, and read.
+"""How lowbit describes models of transformers for saving, and reads them, without importing transformers.
 
 - A flow that changes such a model in memory lets its config describe the low-bit weights
-  (`lowbit.interop.hf.in_memory`), so that what `save_pretrained` writes can be read.
-- transformers knows the format "lowbit" as soon as both packages are imported, in whatever order. It would fill the
-  weights of a folder in a format that it does not know with random values, and only log a warning.
+  (`lowbit.interop.hf.in_memory`), so that `from_pretrained` reads what `save_pretrained` writes.
+- transformers knows the format "lowbit" as soon as both packages are imported, in any order. Without that, transformers
+  fills the weights of such a folder with random values, and only logs a warning.
 
-`lowbit.hf` does the work, and is imported when there is such a model or folder.
+`lowbit.hf` does the work. This module imports it at the first such model or folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TABLE = "transformers.quantizers.auto"
 
 
 def listen() -> None:
-    """Follow what every flow changes, and enter the format into transformers' table, now or when that is imported."""
+    """Follow the changes of every flow, and enter the format into transformers' table, now or at its import."""
     convert.followers.append(follow)
     if _TABLE in sys.modules:
         _enter()
@@ -36,7 +36,7 @@ def listen() -> None:
 
 
 def follow(model: nn.Module) -> None:
-    """Let the configs of transformers' models in `model`, which has changed, describe its low-bit weights."""
+    """Let the configs of transformers' models in `model`, which has changed, describe the low-bit weights."""
     transformers = sys.modules.get("transformers.configuration_utils")
     known = getattr(transformers, "PreTrainedConfig", None)
     if known is None:
@@ -60,13 +60,13 @@ class Announced:
 
     @classmethod
     def from_dict(cls, *args: Any, **kwargs: Any) -> Any:
-        """`LowbitConfig.from_dict`. That class takes the place of this one."""
+        """`LowbitConfig.from_dict`. `LowbitConfig` then takes the place of this class."""
         importlib.import_module("lowbit.hf")
         return _configs()[METHOD].from_dict(*args, **kwargs)
 
 
 def make_room() -> None:
-    """Remove `Announced` from the table, into which `LowbitConfig` enters itself: a name can be entered once."""
+    """Remove `Announced` from the table, so that `LowbitConfig` can enter itself under the same name."""
     if _configs().get(METHOD) is Announced:
         del _configs()[METHOD]
 
@@ -82,7 +82,7 @@ def _configs() -> dict[str, Any]:
 
 
 class _WhenImported(MetaPathFinder):
-    """Calls `_enter` after the module with the table was imported. Somebody who only looks for it does not end that."""
+    """Calls `_enter` after the import of the module with the table. A search for the module alone changes nothing."""
 
     def __init__(self) -> None:
         self._asks = False

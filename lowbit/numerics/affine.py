@@ -160,8 +160,8 @@ def round_to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def computed_again(x: Tensor) -> Tensor:
-    """x for a backward pass that computes something again. torch.compile would merge that with the forward pass, and
-    keep the result meanwhile; it cannot see through this op. In eager mode x itself."""
+    """`x` for a backward pass that computes a value again. An opaque op in compiled code, since torch.compile would
+    otherwise keep the value of the forward pass. `x` itself in eager code."""
     return torch.ops.lowbit.cast(x, x.dtype) if torch.compiler.is_compiling() else x
 
 
@@ -193,7 +193,10 @@ def check_choice(
     quant_max: float | None,
     zero_point_dtype: torch.dtype | None,
 ) -> tuple[float, float, float]:
-    """The range of codes and its middle, after the checks of `choose_qparams_affine` that need no block size."""
+    """The range of codes and its middle, after the checks of `choose_qparams_affine` that need no block size.
+
+    Args: those of `choose_qparams_affine`.
+    """
     _check_input(input)
     if mapping not in get_args(Mapping):
         raise ValueError(f"unknown mapping {mapping!r}; accepted: {', '.join(get_args(Mapping))}")
@@ -236,7 +239,7 @@ def choose_qparams_affine(
     - "asymmetric": scale = (max − min)/(quant_max − quant_min), zero_point = clamp(quant_min − round(min/scale)).
     - "float_zero_point": the same scale, zero_point = min + scale · (mid − quant_min), floating.
     - "half_integer": the scale of "symmetric", zero_point = scale/2, floating. Neither end clips. The half is exact,
-      but for float16 scales below 2^−13, whose half is rounded to a subnormal number.
+      except that float16 rounds the half of a scale below 2^−13 to a subnormal number.
 
     Args:
         input: real floating tensor of any shape. With `min_val` and `max_val` only its shape is used.
@@ -482,7 +485,7 @@ def dequantize_affine(
     Args:
         codes: those of `quantize_affine`.
         block_size, scale, zero_point: those that `quantize_affine` was given.
-        quant_min, quant_max: the range of codes. It matters only for a floating zero point, whose formula names the
+        quant_min, quant_max: the range of codes, which matters only for a floating zero point, whose formula names the
             middle of the range.
         output_dtype: a floating dtype.
     """
@@ -540,10 +543,9 @@ def rounded_affine(
     quant_max: float | None = None,
     clips: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """The values of `fake_quantize_affine`, without gradient, and where codes do not clip.
+    """The values of `fake_quantize_affine`, without gradient, and the mask of the codes that do not clip.
 
-    `clips`: whether codes may clip at all. None stands for "nowhere" where it is False.
-    NaN stays NaN, so that no product hides it.
+    Args: those of `fake_quantize_affine`. With `clips=False` the mask is None. NaN stays NaN, which no product hides.
     """
     low, high = quant_range(quant_dtype, quant_min, quant_max)
     codes = unclamped_codes(input, block_size, scale, zero_point, quant_dtype, low, high)

@@ -12,10 +12,10 @@ def enter(table: dict[str, Any], cls: type) -> None:
 
 
 def check_free(holder: type | None, cls: type, key: str) -> None:
-    """Raise TypeError where `holder`, the class that has this key now, is another one than `cls`.
+    """Raise TypeError if `holder`, the class that has this key now, is not `cls`.
 
-    A class of the same module and `__qualname__` is the same one, defined again: in a notebook cell, by a reload, or by
-    `@dataclass(slots=True)`, which makes the class twice. It replaces the old one.
+    A class of the same module and `__qualname__` is `cls`, defined again: in a notebook cell, by a reload, or by
+    `@dataclass(slots=True)`, which makes the class twice. The new class replaces the old one.
     """
     if holder is not None and _path(holder) != _path(cls):
         raise TypeError(

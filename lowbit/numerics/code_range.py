@@ -27,14 +27,14 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def is_value(dtype: CodeType) -> bool:
-    """Whether codes are values, to which the cast rounds, and not integers."""
+    """True if codes are values, to which the cast rounds, and not integers."""
     return isinstance(dtype, LookupTable) or dtype in FLOAT8_DTYPES
 
 
 def quant_range(
     dtype: CodeType, quant_min: float | None, quant_max: float | None
 ) -> tuple[float, float]:
-    """The given code range, or the whole range of `dtype`. That of a table is symmetric, and cannot be chosen.
+    """The given code range, or the whole range of `dtype`. The range of a table is symmetric and fixed.
 
     Raises ValueError where the range is empty, does not fit `dtype`, or ends between two of its numbers.
     """

@@ -1,7 +1,7 @@
 """Lookup tables of 4 and 8 bits, and blockwise quantization of optimizer states with them.
 
 A codebook holds ``2**bits`` values in [-1, 1] (signed) or [0, 1] (unsigned), ascending; a code is an index into it.
-Those of 8 bits are *dynamic maps* (8-bit optimizers, arXiv 2110.02861), which spend their codes evenly over decades.
+8-bit codebooks are *dynamic maps* (8-bit optimizers, arXiv 2110.02861), which spend their codes evenly over decades.
 With q the rank of a positive value, starting at 1 (signed) or 2 (unsigned), ``k = floor(log2 q)`` its decade and n the
 last decade (bits - 2 signed, bits - 1 unsigned)::
 
@@ -15,14 +15,14 @@ plus 0 and 1, and mirrored (without -1) where signed.
 nearest. A Llama of 316M parameters ends 2.1% higher with them than with float32 states, for two reasons, measured in
 benchmarks/LOG.md ("4 bits: squares and powers of two").
 
-*Rounded to nearest, a momentum stays where it is.* In a step it moves by a tenth of the way to the gradient. That is
-often less than half the way to the next of 16 values. An optimizer's step therefore rounds 4 bits stochastically, so
+*Rounding to nearest leaves a momentum where it is.* A step moves a momentum by a tenth of the way to the gradient. That
+is often less than half the way to the next of 16 values. An optimizer's step therefore rounds 4 bits stochastically, so
 that the mean of what is stored is the moment itself.
 
-*Second moments of a block differ by more than 16 times.* A smaller one is stored as a sixteenth of the largest, and its
-weight moves too little. So the book without a sign holds powers of two, ``2**(code - 15)``. It has no zero, because an
-update divided by the root of zero blows up. Scales are powers of two as well: a moment that stays the same keeps its
-value when the largest of its block changes.
+*Second moments of a block differ by more than 16 times.* The linear table stores a smaller moment as a sixteenth of the
+largest, and its weight moves too little. So the book without a sign holds powers of two, ``2**(code - 15)``. This book
+has no zero, because an update divided by the root of zero blows up. Scales are powers of two as well: a moment that
+stays the same keeps its value when the largest of its block changes.
 
 The signed book holds squares, ``(i / 7)**2`` and their negatives, i = 0..7, at ``code = 7 + i`` and ``7 - i``. Code 15
 is the next square, which no block has. With y the value divided by its block's scale, and 16 random bits ``r``, all in
@@ -35,7 +35,7 @@ float32::
                 level = i + ((z - i**2) * 65536 > (r + 0.5) * (2 i + 1))
                 code = 7 + level, or 7 - level for negative y
 
-A NaN counts as 0; it is kept in the scale. The mantissa of y is its distance from the power of two below it, so adding
+A NaN counts as 0; the scale keeps the NaN. The mantissa of y is its distance from the power of two below it, so adding
 random bits to the mantissa carries into the exponent with the right probability. ``2 i + 1`` is the distance to the
 next square. Only the root is inexact, and the comparison repairs it, so that GPUs may take an approximate root. The
 root is off by some units in the last place, so i is wrong only if z lies next to a square ``k**2``: it is then k - 1 in
@@ -99,12 +99,12 @@ class Codebook:
 
     @property
     def rounds_stochastically(self) -> bool:
-        """True if `encode_stochastically` takes this book: the ones of 4 bits."""
+        """True if `encode_stochastically` takes this book: those of 4 bits."""
         return self.bits == 4
 
     @property
     def scales_are_powers(self) -> bool:
-        """True if blocks of this book are divided by a power of two, not below their largest magnitude."""
+        """True if each block is divided by a power of two that is not below its largest magnitude."""
         return self.bits == 4 and not self.signed
 
     def table(self, device: torch.device | str = "cpu") -> Tensor:
@@ -214,7 +214,7 @@ def quantize_blockwise(
             ``x``, round stochastically; for today's books of 4 bits.
 
     Returns:
-        codes ``[..., C]``, uint8 (one code a byte whatever its bits; see :mod:`lowbit.numerics.packing`) or
+        codes ``[..., C]``, uint8 (one code a byte for any number of bits; see :mod:`lowbit.numerics.packing`) or
         float8_e4m3fn; and scale, float32 ``[..., ceil(C / block)]``: ``max(absmax, 2**-100)`` of the block,
         divided by 448 for float8, rounded up to a power of two (at most ``2**127``) for 4 bits without a sign. A
         block that holds a NaN or an infinity gets a NaN scale, and dequantizes to NaN throughout.
@@ -368,18 +368,18 @@ def _cells(signed: bool) -> Cells:
     return Cells(first, low + 1, ((rank << (low + 1)) + carry).astype(np.uint32))
 
 
-class _Tables(NamedTuple):
+class _CodebookTables(NamedTuple):
     values: Tensor  # float32 [2**bits]
     step: Tensor  # int32 [_CELLS], at cell + _CELLS / 2
     pairs: Tensor  # int64 [256]: two float32 values, for the two codes of 4 bits in a byte
 
 
 @functools.cache
-def _on_device(book: Codebook, device: torch.device) -> _Tables:
+def _on_device(book: Codebook, device: torch.device) -> _CodebookTables:
     if device.type != "cpu":
-        return _Tables(*(t.to(device) for t in _on_device(book, torch.device("cpu"))))
+        return _CodebookTables(*(t.to(device) for t in _on_device(book, torch.device("cpu"))))
     values = _values(book)
-    return _Tables(
+    return _CodebookTables(
         torch.from_numpy(values.copy()),
         torch.from_numpy(steps(boundaries(values)[1])),
         pairs(values[:16]),
@@ -387,14 +387,14 @@ def _on_device(book: Codebook, device: torch.device) -> _Tables:
 
 
 def pairs(values: np.ndarray) -> Tensor:
-    """int64 [256], of each byte: the two float32 values of its 4-bit codes. `values`: float32, one a code."""
+    """int64 [256]: for each byte, the two float32 values of its 4-bit codes. `values`: float32, one a code."""
     byte = np.arange(256)
     both = np.stack([values[byte & 15], values[byte >> 4]], axis=-1)
     return torch.from_numpy(both).view(torch.int64).squeeze(-1)
 
 
 def share_a_cell(boundary: np.ndarray) -> bool:
-    """Whether two of these boundaries fall into one cell, so that `steps` cannot tell them apart."""
+    """True if two of these boundaries fall into one cell, so that `steps` cannot tell them apart."""
     return len(set(boundary.view(np.uint32) >> 16)) < len(boundary)
 
 

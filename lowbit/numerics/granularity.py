@@ -60,7 +60,7 @@ class Granularity:
     """Every granularity by the name that checkpoints use. Each class enters itself. A name that another class has
     raises TypeError."""
     shares_rows: ClassVar[bool] = False
-    """Whether elements of several rows (indices of dimension 0 of a matrix) may share a scale."""
+    """True if elements of several rows (indices of dimension 0 of a matrix) may share a scale."""
 
     def __init_subclass__(cls) -> None:
         class_names.enter(Granularity.kinds, cls)
@@ -71,11 +71,11 @@ class Granularity:
         raise NotImplementedError(f"{type(self).__name__} defines no block_size(shape)")
 
     def spans(self, dim: int, rank: int) -> bool:
-        """Whether one block covers all of dimension `dim` of a tensor of `rank` dimensions, however long it is."""
+        """True if one block covers all of dimension `dim` of a tensor of `rank` dimensions, of any length."""
         return False
 
     def sizes(self) -> tuple[int, ...]:
-        """The arguments that make it: `type(self)(*self.sizes())` is equal to it."""
+        """The arguments of the constructor: `type(self)(*self.sizes())` is equal to `self`."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
 

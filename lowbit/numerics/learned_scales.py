@@ -6,13 +6,13 @@
     ∂ŵ/∂s = (ŵ − w)/s within the range, else the code at its end, counted from that of z
     ∂ŵ/∂z = 0 within the range, else 1
 
-Where scales train alone, from weights on the grid (`lowbit.qat.freeze_codes_`), codes stay what they are. Then ∂ŵ/∂s
-within the range is that of constant codes: (ŵ − z)/s where z is a value, ŵ/s elsewhere.
+Where scales train alone, from weights on the grid (`lowbit.qat.freeze_codes_`), codes are constants. Then ∂ŵ/∂s within
+the range is (ŵ − z)/s where z is a value, and ŵ/s elsewhere.
 
 s is the scale of a block. z is the value that its zero point stands for: −zero_point · s for mappings with an integer
 zero point, which is rounded; the zero point itself for "float_zero_point"; 0 for mappings that have none to choose.
 Sources: LSQ (arXiv 1902.08153) for s, LSQ+ (arXiv 2004.09576) for z; ParetoQ (arXiv 2502.02631) uses the same rules at
-2 and 3 bits. Their factor on the gradient of s is left out, since Adam does not depend on it.
+2 and 3 bits. The factor of these papers on the gradient of s is left out: Adam does not depend on it.
 
 The parameters hold z divided by `RATE` and s divided by `rate_of` the spec. An optimizer like Adam moves an element by
 about its learning rate, and scales learn best at a tenth of the rate of the weights (at the same rate they lose what
@@ -61,7 +61,7 @@ def rate_of(spec: Spec) -> float:
 
 
 def learns_zero(spec: Spec) -> bool:
-    """Whether the mapping chooses zero points, so that a parameter holds them."""
+    """True if the mapping chooses zero points, so that a parameter holds them."""
     return spec.mapping in ("asymmetric", "float_zero_point")
 
 
@@ -90,11 +90,10 @@ def as_parameters(
 def qparams(
     spec: Spec, scale_parameter: Tensor, zero_parameter: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """(scale, zero_point) as `lowbit.numerics.affine` takes them, from the parameters. The one place that computes
-    them: for training and for conversion, to the same bits.
+    """(scale, zero_point) as `lowbit.numerics.affine` takes them, from the parameters. Training and conversion both
+    call this function, so they agree to the bit.
 
-    Scales are rounded to the `scale_dtype` of the spec. A scale whose magnitude fell below the smallest that
-    `lowbit.numerics.affine` chooses in its dtype has that magnitude.
+    Scales are rounded to the `scale_dtype` of the spec. Scales of a smaller magnitude get `smallest_scale`.
     """
     scale = scale_parameter.detach() * rate_of(spec)
     scale = round_to_dtype(scale, spec.scale_dtype or scale.dtype)
@@ -119,8 +118,8 @@ def qparams(
 
 
 def _of_exact_half(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale, and its half as the zero point. A scale among the smallest numbers of its dtype, whose half is not
-    exact, becomes the double of the nearest one: formats that store integers need both."""
+    """The scale, and its half as the zero point. A scale so small that its half is not exact becomes the double of the
+    rounded half: formats that store integers need both."""
     half = half_step(scale, scale.dtype)
     least = smallest_scale(scale.dtype)
     half = torch.where(half == 0, torch.full_like(half, least).copysign(scale), half)
@@ -138,6 +137,12 @@ def learned_fake_quantize(
 
     Equal to the last bit to `spec.dequantize` of `spec.quantize(weight, qparams=qparams(…))`. NaN in an input, whose
     spec is `static`, stays NaN.
+
+    Args:
+        weight: [N, K] or [E, N, K], or an input of any shape.
+        scale_parameter, zero_parameter: as `parameters_for` gives them.
+        spec: how the weight is quantized.
+        constant_codes: True where scales train alone: see the module.
     """
     return _LearnedFakeQuantize.apply(
         weight, scale_parameter, zero_parameter, spec, constant_codes, True
@@ -151,17 +156,16 @@ def with_gradients_of(
     spec: Spec,
     constant_codes: bool = False,
 ) -> Tensor:
-    """The values of `weight` with the gradients of `learned_fake_quantize`, for a product that has the codes."""
+    """The values of `weight` with the gradients of `learned_fake_quantize`, for a product that has the codes.
+    Args: those of `learned_fake_quantize`."""
     return _LearnedFakeQuantize.apply(
         weight, scale_parameter, zero_parameter, spec, constant_codes, False
     )
 
 
 def _parts(weight: Tensor, spec: Spec) -> list[slice]:
-    """Parts of the experts of a weight [E, …], one after another of which is rounded.
-
-    Temporaries take some 14 times the bytes of a bfloat16 part. torch.compile, which has no temporaries, gets one part.
-    """
+    """Slices of the experts of a weight [E, …], to round one after another: temporaries take some 14 times the bytes of
+    a bfloat16 slice. torch.compile, which has no temporaries, gets one slice."""
     whole = [slice(None)]
     if weight.ndim < 3 or torch.compiler.is_compiling() or spec.block_size(weight.shape)[0] > 1:
         return whole
@@ -234,8 +238,8 @@ class _LearnedFakeQuantize(torch.autograd.Function):
 def codes_and_residual(
     weight: Tensor, spec: Spec, scale: Tensor, zero_point: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Codes before the clamp and (ŵ − w)/s of each element of the padded weight, both float32; the latter counts within
-    the range only."""
+    """Codes before the clamp and the residual (ŵ − w)/s of each element of the padded weight, both float32. The
+    residual counts within the range only."""
     x, fmt = spec.pad(weight), spec.format
     block, limits = spec.block_size(x.shape), (fmt.quant_min, fmt.quant_max)
     codes = unclamped_codes(x, block, scale, zero_point, fmt.dtype, *limits)
@@ -264,7 +268,13 @@ def gradients(
     scale_parameter: Tensor,
     zero_parameter: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of the weight and of the parameters, from that of ŵ and the result of `codes_and_residual`."""
+    """Gradients of the weight and of the two parameters.
+
+    Args:
+        grad: the gradient of ŵ.
+        codes, residual: from `codes_and_residual`.
+        spec, scale_parameter, zero_parameter: those of `learned_fake_quantize`.
+    """
     fmt, block = spec.format, spec.block_size(codes.shape)
     low, high = fmt.quant_min, fmt.quant_max
     inside = within_range(codes, fmt.dtype, low, high)
@@ -280,7 +290,7 @@ def gradients(
 
 
 def _code_of_z(spec: Spec) -> float:
-    """The code, also between two, whose value is z."""
+    """The code whose value is z. It may lie between two codes."""
     fmt = spec.format
     if not isinstance(fmt, Int) or spec.mapping == "asymmetric":
         return 0

@@ -68,7 +68,7 @@ class LookupTable:
 
     @property
     def dtype(self) -> Any:
-        """The type of a code, as `lowbit.numerics.affine` takes it: the table itself, which is no torch.dtype."""
+        """The type of a code, as `lowbit.numerics.affine` takes it: the table itself, which is not a torch.dtype."""
         return self
 
     @property
@@ -136,7 +136,7 @@ E2M1 = LookupTable((*_MAGNITUDES, *(-v for v in _MAGNITUDES)), ties_to_even=True
 
 
 def _dynamic_values() -> tuple[float, ...]:
-    """Seven decades. Each has twice as many values as the one below, in the middle of equal parts of it. float32."""
+    """float32 values of seven decades. A decade holds the middles of equal parts, twice as many as the one below."""
     found = [0.0, 1.0]
     for decade in range(7):
         count = 2**decade
@@ -160,22 +160,22 @@ TABLES = {"nf4": NF4, "e2m1": E2M1, "dynamic8": DYNAMIC8}
 # ---- the operators ----------------------------------------------------------------------------------------------
 
 
-class _Tables(NamedTuple):
+class _LookupTables(NamedTuple):
     ascending: Tensor  # float32 [2**bits], -0.0 before 0.0
     last: Tensor  # float32 [2**bits - 1]: the largest x that takes each value but the last
-    step: (
-        Tensor | None
-    )  # the same for `lowbit.numerics.codebook.ranks`; None where it cannot tell two of them apart
+    step: Tensor | None  # `last` for `lowbit.numerics.codebook.ranks`; None where `share_a_cell`
     codes: Tensor  # uint8 [2**bits], of the ascending values
     values: Tensor  # float32 [2**bits], in the order of codes
     pairs: Tensor | None  # int64 [256], for 4 bits
 
 
 @functools.cache
-def _on_device(values: tuple[float, ...], ties_to_even: bool, device: torch.device) -> _Tables:
+def _on_device(
+    values: tuple[float, ...], ties_to_even: bool, device: torch.device
+) -> _LookupTables:
     if device.type != "cpu":
         on_cpu = _on_device(values, ties_to_even, torch.device("cpu"))
-        return _Tables(*(None if t is None else t.to(device) for t in on_cpu))  # type: ignore[arg-type]
+        return _LookupTables(*(None if t is None else t.to(device) for t in on_cpu))  # type: ignore[arg-type]
     order = sorted(range(len(values)), key=lambda code: _key(values[code]))
     ascending = np.array([values[code] for code in order], dtype=np.float32)
     midpoints, last = boundaries(ascending)
@@ -184,7 +184,7 @@ def _on_device(values: tuple[float, ...], ties_to_even: bool, device: torch.devi
         up = upper & (last.astype(np.float64) == midpoints)
         last = np.where(up, np.nextafter(last, np.float32(-np.inf)), last)
     own = np.array(values, dtype=np.float32)
-    return _Tables(
+    return _LookupTables(
         torch.from_numpy(ascending),
         torch.from_numpy(last),
         None if share_a_cell(last) else torch.from_numpy(steps(last)),
@@ -194,7 +194,7 @@ def _on_device(values: tuple[float, ...], ties_to_even: bool, device: torch.devi
     )
 
 
-def _ranks(x: Tensor, tables: _Tables) -> Tensor:
+def _ranks(x: Tensor, tables: _LookupTables) -> Tensor:
     """int32 [x.numel()]: the index of the nearest among the ascending values."""
     x = x.float().contiguous()
     if tables.step is not None:

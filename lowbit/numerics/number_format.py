@@ -71,4 +71,4 @@ class Float8:
         return torch.finfo(self.dtype).max
 
 
-Format = Int | Float8 | LookupTable
+NumberFormat = Int | Float8 | LookupTable

@@ -123,7 +123,7 @@ def unpack(packed: Tensor, bits: int, size: int) -> Tensor:
 
 
 def _is_aligned(codes: Tensor) -> bool:
-    """Whether pairs of these bytes can be viewed as words. False in compiled code: Dynamo traces no storage offset."""
+    """True if pairs of these bytes can be viewed as words. False in compiled code: Dynamo traces no storage offset."""
     if torch.compiler.is_compiling():
         return False
     return codes.is_contiguous() and codes.storage_offset() % 2 == 0

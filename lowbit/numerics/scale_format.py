@@ -19,8 +19,8 @@ global scale and offset. All arithmetic is float32.
   as compressed-tensors stores it. The scale of a block is at least 2^-9, the smallest e4m3 number: none is zero.
   Siblings that a server merges (`lowbit.convert.siblings`) share it: then max|X| is that of all of them.
 - "double" (QLoRA, arXiv 2305.14314): offset = mean of all s. Each 256 consecutive s − offset of the matrix share an
-  absmax, and each is the nearest value of `DYNAMIC8`. bitsandbytes stores these absmax values in one list. Here each
-  row has its own copies, A = G / gcd(G, 256) of them, so that rows can be sliced. The values are the same.
+  absmax, and each is the nearest value of `DYNAMIC8`. bitsandbytes stores these absmax values in one list. In lowbit
+  each row has its own copies, A = G / gcd(G, 256) of them, so that rows can be sliced. The values are the same.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from torch.nn import functional as F
 from lowbit.numerics.affine import divide, round_to_dtype
 from lowbit.numerics.lookup_table import DYNAMIC8, LookupTable
 
-Parts = Mapping[str, Tensor]
+ScaleParts = Mapping[str, Tensor]
 PartShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class ScaleFormat:
-    """One row of the table of the module but "float"."""
+    """A row of the module's table, except "float"."""
 
     shared: ClassVar[tuple[str, ...]] = ()
     """The parts that a whole matrix shares, of shape [..., 1, 1]."""
 
     joint: ClassVar[str | None] = None
-    """The part of `shared` that a server has once for layers that it merges, so that siblings must agree in it."""
+    """The part of `shared` that siblings must agree in, because a server has it once for the layers that it merges."""
     is_byte: ClassVar[bool] = False
-    """Whether a byte, together with what its matrix shares, is a scale."""
+    """True if a byte, together with what its matrix shares, is a scale."""
 
     def shapes(self, blocks: tuple[int, ...]) -> PartShapes:
         """Shape and dtype of each part, for scales of shape `blocks`, [..., N, G]."""
@@ -60,17 +60,17 @@ class ScaleFormat:
         raise NotImplementedError
 
     def encode(
-        self, absmax: Tensor, table: LookupTable, mapping: str, kept: Parts | None = None
+        self, absmax: Tensor, table: LookupTable, mapping: str, kept: ScaleParts | None = None
     ) -> dict[str, Tensor]:
-        """The parts for blocks with these largest magnitudes, float32 [..., N, G]. `kept`: parts of a weight that keeps
-        what its blocks share."""
+        """The parts for blocks with the largest magnitudes `absmax`, float32 [..., N, G], of codes in `table`.
+        `mapping`: that of the `Spec`. `kept`: parts from which comes what several blocks share; None: from `absmax`."""
         raise NotImplementedError
 
-    def decode(self, parts: Parts) -> Tensor:
+    def decode(self, parts: ScaleParts) -> Tensor:
         """The scales, float32 [..., N, G]."""
         raise NotImplementedError
 
-    def of_byte(self, parts: Parts) -> Tensor:
+    def of_byte(self, parts: ScaleParts) -> Tensor:
         """The scale that each byte stands for in one matrix with these parts, float32 [256], where `is_byte`."""
         every = torch.arange(256, dtype=torch.uint8, device=parts["scale"].device)
         stored = every.view(parts["scale"].dtype).view(1, 256)
@@ -94,7 +94,7 @@ class E8M0(ScaleFormat):
         return {"scale": (blocks, torch.uint8)}
 
     def encode(
-        self, absmax: Tensor, table: LookupTable, mapping: str, kept: Parts | None = None
+        self, absmax: Tensor, table: LookupTable, mapping: str, kept: ScaleParts | None = None
     ) -> dict[str, Tensor]:
         emax = math.floor(math.log2(table.largest))
         bits = absmax.view(torch.int32)
@@ -107,7 +107,7 @@ class E8M0(ScaleFormat):
         byte = torch.where(absmax.isfinite(), byte.clamp(1, 254), 255)
         return {"scale": byte.to(torch.uint8)}
 
-    def decode(self, parts: Parts) -> Tensor:
+    def decode(self, parts: ScaleParts) -> Tensor:
         byte = parts["scale"].to(torch.int32)
         bits = torch.where(byte == 0, 0x400000, byte << 23)  # 2^-127 is a subnormal number
         return torch.where(byte == 255, 0x7FC00000, bits).view(torch.float32)
@@ -139,7 +139,7 @@ class E4M3(ScaleFormat):
         }
 
     def encode(
-        self, absmax: Tensor, table: LookupTable, mapping: str, kept: Parts | None = None
+        self, absmax: Tensor, table: LookupTable, mapping: str, kept: ScaleParts | None = None
     ) -> dict[str, Tensor]:
         if kept is not None:
             whole = kept["global_scale"]
@@ -154,7 +154,7 @@ class E4M3(ScaleFormat):
         whole = divide(torch.full_like(largest, self.largest * table.largest), largest)
         return torch.where(largest == 0, 1.0, whole.clamp(max=self.most_global))
 
-    def decode(self, parts: Parts) -> Tensor:
+    def decode(self, parts: ScaleParts) -> Tensor:
         return divide(parts["scale"].float(), parts["global_scale"])
 
 
@@ -173,7 +173,7 @@ class Double(ScaleFormat):
         }
 
     def encode(
-        self, absmax: Tensor, table: LookupTable, mapping: str, kept: Parts | None = None
+        self, absmax: Tensor, table: LookupTable, mapping: str, kept: ScaleParts | None = None
     ) -> dict[str, Tensor]:
         scale = divide(absmax, table.largest)
         if kept is not None:
@@ -195,7 +195,7 @@ class Double(ScaleFormat):
         codes = DYNAMIC8.codes(DYNAMIC8.nearest(ratio))
         return {"scale": codes, "scale_absmax": of_block, "scale_offset": offset}
 
-    def decode(self, parts: Parts) -> Tensor:
+    def decode(self, parts: ScaleParts) -> Tensor:
         values = DYNAMIC8.look_up(parts["scale"], parts["scale"].shape[-1])
         return values * _spread(parts["scale_absmax"], values) + parts["scale_offset"]
 

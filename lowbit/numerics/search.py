@@ -70,7 +70,7 @@ class QParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Format:
+class _SearchedFormat:
     """What is searched for: a mapping, a code range, and the dtypes of scale and zero point."""
 
     mapping: Mapping
@@ -82,7 +82,7 @@ class _Format:
 
     @property
     def has_values(self) -> bool:
-        """Whether codes are values: those of float8 or of a table."""
+        """True if codes are values: those of float8 or of a table."""
         return is_value(self.dtype)
 
     @property
@@ -95,12 +95,12 @@ class _Format:
 
     @property
     def has_zero_at_zero(self) -> bool:
-        """Whether every zero point is the code 0."""
+        """True if every zero point is the code 0."""
         return self.mapping.startswith("symmetric") and self.mid == 0
 
     @property
     def may_be_negative(self) -> bool:
-        """Whether a scale of the other sign gives other values."""
+        """True if a scale of the other sign gives other values."""
         return self.mapping.startswith("symmetric") and not self.has_values
 
     def min_max(self, x: Tensor, block_size: Sequence[int], *ends: Tensor) -> QParams:
@@ -154,7 +154,7 @@ def _block_rows(t: Tensor, block_size: Sequence[int]) -> tuple[Tensor, list[int]
     """`t` as [R, …], whose rows hold whole blocks, the order of dimensions that puts the sizes of a block last, and how
     many dimensions come before those.
 
-    It is a view where the strides allow it.
+    The result is a view where the strides allow one.
     """
     counts = [size // block for size, block in zip(t.shape, block_size, strict=True)]
     lead = 0  # dimensions without blocks, except the last
@@ -182,7 +182,9 @@ def _chunks(t: Tensor, block_size: Sequence[int], most: int) -> Iterator[Tensor]
 class _Blocks:
     """Some blocks [B, sizes of a block …] and their importance, and the error of parameters for them."""
 
-    def __init__(self, x: Tensor, importance: Tensor | None, fmt: _Format, most: int) -> None:
+    def __init__(
+        self, x: Tensor, importance: Tensor | None, fmt: _SearchedFormat, most: int
+    ) -> None:
         self.fmt = fmt
         step = max(most // max(x[:, 0].numel(), 1), 1)  # even one block may be too long
         self.pieces = x.split(step, 1)
@@ -273,7 +275,7 @@ class _Blocks:
 # ---- candidates -------------------------------------------------------------------------------------------------
 
 
-def _ratios(fmt: _Format, count: int) -> list[float]:
+def _ratios(fmt: _SearchedFormat, count: int) -> list[float]:
     """Shares of min-max's range, evenly spaced."""
     largest = 1.0
     if fmt.may_be_negative:  # to where neither end clips
@@ -331,10 +333,8 @@ def _fit(blocks: _Blocks) -> None:
         offset = (x - free * c) / h
         moved = fmt.stored((free / blocks.unit).float())
         offset = (offset / blocks.unit).float()
-        if (
-            fmt.mapping == "asymmetric"
-        ):  # c counts from the zero point, which becomes the code of −offset
-            zero = best.zero_point
+        if fmt.mapping == "asymmetric":
+            zero = best.zero_point  # c counts from it; it becomes the code of −offset
             assert zero is not None
             offset = offset + moved.float() * (fmt.mid - zero.float())
         blocks.offer(fmt.of_offset(moved, offset, best))
@@ -390,8 +390,8 @@ def search_qparams_affine(
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of each block with the smallest Σ importance · (x − x̂)² that the search finds.
 
-    Arguments and errors are those of `choose_qparams_affine`, and so is the result with keepdim=True, but for scales
-    that may be negative (symmetric integer mappings). The error is never above that of `choose_qparams_affine`.
+    Arguments and errors are those of `choose_qparams_affine`, and the shapes of the result those of keepdim=True.
+    Scales may be negative (symmetric integer mappings). The error is never above that of `choose_qparams_affine`.
 
     Args:
         input: real floating tensor; a meta tensor gets min-max's shapes.
@@ -403,7 +403,7 @@ def search_qparams_affine(
         ValueError: as `choose_qparams_affine`; a range of more than 8 bits; an importance that does not fit.
     """
     low, high = quant_range(target_dtype, quant_min, quant_max)
-    fmt = _Format(mapping, target_dtype, low, high, scale_dtype, zero_point_dtype)
+    fmt = _SearchedFormat(mapping, target_dtype, low, high, scale_dtype, zero_point_dtype)
     if not fmt.has_values and high - low > 255:
         raise ValueError(
             f"the search takes ranges of up to 8 bits, got {low}..{high}; use choose_qparams_affine"

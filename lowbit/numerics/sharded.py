@@ -1,7 +1,7 @@
-"""Is this a DTensor, or a module of FSDP2? Asked without importing either.
+"""Tests for a DTensor and for a module of FSDP2, which import neither.
 
-`import torch.distributed.tensor` takes more than half a second, and most programs never shard. Where nobody has
-imported it there is no DTensor. While another thread imports it, the module lacks the class: then there is none either.
+`import torch.distributed.tensor` takes more than half a second, and most programs never shard. No DTensor exists before
+this import, nor while another thread still runs it and the module lacks the class.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: object) -> TypeIs[DTensor]:
-    """Whether `value` is a `torch.distributed.tensor.DTensor`."""
+    """True if `value` is a `torch.distributed.tensor.DTensor`."""
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and isinstance(value, getattr(tensor, "DTensor", ()))
 
 
 def is_fsdp_module(value: object) -> TypeIs[FSDPModule]:
-    """Whether `value` is a module that `torch.distributed.fsdp.fully_shard` has sharded."""
+    """True if `value` is a module that `torch.distributed.fsdp.fully_shard` has sharded."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(value, getattr(fsdp, "FSDPModule", ()))

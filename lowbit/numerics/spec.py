@@ -1,7 +1,7 @@
 """A `Spec`: how one tensor is quantized, and the arithmetic that this means.
 
-A `Spec` is format + granularity + mapping. It computes what it describes (`quantize`, `dequantize`, `fake_quantize`)
-through `lowbit.numerics.affine`, so every flow gives the same bits.
+A `Spec` is format + granularity + mapping. A `Spec` also does its arithmetic (`quantize`, `dequantize`,
+`fake_quantize`) through `lowbit.numerics.affine`, so every flow gives the same bits.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from lowbit.numerics.granularity import (
     PerTensor,
 )
 from lowbit.numerics.lookup_table import LookupTable
-from lowbit.numerics.number_format import Float8, Format, Int
+from lowbit.numerics.number_format import Float8, Int, NumberFormat
 from lowbit.numerics.scale_format import SCALE_FORMATS, ScaleFormat
 from lowbit.numerics.search import search_qparams_affine
 
-Scales = Literal["float", "e8m0", "e4m3", "double"]
+ScaleFormatName = Literal["float", "e8m0", "e4m3", "double"]
 
 
 MOST_PADDING, ALWAYS_PADDED = 256, 2**20
@@ -90,15 +90,15 @@ class Spec:
         ValueError, TypeError: an impossible combination, e.g. float8 with a zero point.
     """
 
-    format: Format
+    format: NumberFormat
     granularity: Granularity
     mapping: Mapping = "symmetric"
     static: bool = field(default=False, kw_only=True)
-    scale_format: Scales = field(default="float", kw_only=True)
+    scale_format: ScaleFormatName = field(default="float", kw_only=True)
     scale_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.format, Format):
+        if not isinstance(self.format, NumberFormat):
             raise TypeError(
                 f"format must be Int(bits) or Float8(), or a LookupTable, got {self.format!r}"
             )
@@ -181,7 +181,7 @@ class Spec:
         return SCALE_FORMATS[self.scale_format]
 
     def same_values(self, other: Spec) -> bool:
-        """Whether codes and scales mean the same values under both specs. The two symmetric mappings choose different
+        """True if codes and scales mean the same values under both specs. The two symmetric mappings choose different
         scales but decode them alike. So do specs that differ in `scale_dtype`."""
         own, others = replace(self, scale_dtype=None), replace(other, scale_dtype=None)
         symmetric = all(s.mapping.startswith("symmetric") for s in (self, other))
@@ -195,7 +195,7 @@ class Spec:
         return tuple(-(-size // b) * b for size, b in zip(shape, block, strict=True))
 
     def check_padding(self, shape: Sequence[int]) -> None:
-        """Raise ValueError where blocks are so much larger than a tensor of this shape that it would be padding."""
+        """Raise ValueError if nearly all of a tensor of this shape would be padding."""
         padded, size = self.padded_shape(shape), math.prod(shape)
         if size and math.prod(padded) > max(MOST_PADDING * size, ALWAYS_PADDED):
             raise ValueError(
@@ -221,15 +221,15 @@ class Spec:
 
     @property
     def joins(self) -> bool:
-        """Whether a part of the scales is one for all layers that a server merges, so that siblings must share it: the
-        global scale of NVFP4, and the scale of a whole tensor in float8."""
+        """True if all layers that a server merges have one part of the scales in common, so that siblings must share
+        that part: the global scale of NVFP4, and the scale of a whole tensor in float8."""
         if self.scales is not None:
             return self.scales.joint is not None
         return isinstance(self.format, Float8) and isinstance(self.granularity, PerTensor)
 
     def joint_part(self, weights: Sequence[Tensor], scale_dtype: torch.dtype) -> Tensor:
-        """The part of the scales that these weights share as siblings, where the spec `joins`: that of the one with the
-        largest magnitude. float32 [..., 1, 1] for a `scale_format`; else the scale of each weight.
+        """The part of the scales that these weights share as siblings, where the spec `joins`. The weight with the
+        largest magnitude decides it. float32 [..., 1, 1] for a `scale_format`; otherwise the scale of each weight.
 
         `weights`: plain, of the same number of dimensions, and of the same size in all but the last two.
         """
@@ -240,10 +240,7 @@ class Spec:
         assert isinstance(self.format, LookupTable)
         most = []
         for x in weights:
-            whole = (
-                *(1 for _ in x.shape[:-2]),
-                *x.shape[-2:],
-            )  # a matrix at once: ten times as fast
+            whole = (*(1 for _ in x.shape[:-2]), *x.shape[-2:])  # by matrix: ten times as fast
             own = absmax_of_blocks(x, whole) if x.numel() else x.new_zeros((*x.shape[:-2], 1, 1))
             most.append(own.float().to(device))
         return self.scales.joint_part(torch.stack(most).amax(0), self.format)
@@ -363,7 +360,7 @@ class Spec:
 
     @property
     def rounds_minimum(self) -> bool:
-        """Whether the smallest value of each block is rounded to `scale_dtype`, beside its scale."""
+        """True if the smallest value of each block is rounded to `scale_dtype`, like its scale."""
         is_short = self.scale_dtype in (torch.float16, torch.bfloat16)
         return is_short and self.mapping == "float_zero_point"
 
@@ -392,14 +389,14 @@ class Spec:
 
     @property
     def has_zero_point(self) -> bool:
-        """Whether each scale has a zero point beside it; otherwise the zero point is 0."""
+        """True if each scale has a zero point beside it. Otherwise the zero point is 0."""
         if not isinstance(self.format, Int):
             return False
         return not (self.format.signed and self.mapping.startswith("symmetric"))
 
     @property
     def zero_point_is_value(self) -> bool:
-        """Whether zero points are values in the dtype of the scales, and not codes."""
+        """True if zero points are values in the dtype of the scales, and not codes."""
         return self.mapping in VALUE_ZERO_POINT
 
     def quantize(
@@ -424,7 +421,7 @@ class Spec:
         return codes, scale, zero_point
 
     def quantize_by(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """The codes of `quantize` by a scale that is given, without zero points, and where they do not clip."""
+        """The codes of `quantize` for a given scale, without zero points, and the mask of those that do not clip."""
         x, fmt = self.pad(x), self.format
         low, high = fmt.quant_min, fmt.quant_max
         codes = unclamped_codes(x, self.block_size(x.shape), scale, None, fmt.dtype, low, high)
@@ -432,7 +429,8 @@ class Spec:
         return clamped(codes, fmt.dtype, low, high), inside
 
     def may_clip(self, scale_dtype: torch.dtype) -> bool:
-        """Whether values may clip by the scale that `choose_qparams` gives in this dtype; else backward needs no mask.
+        """True if values may clip at the scale that `choose_qparams` gives in this dtype. If False, backward needs no
+        mask.
 
         "symmetric_no_clipping_err" and float8 put the largest value on the last code. The rounding of a scale to
         bfloat16 moves it by 2^-8 of itself, which is half a step of 8 bits at most: -128 to -128.5, which rounds to
@@ -445,10 +443,10 @@ class Spec:
         return not is_float8 and self.mapping != "symmetric_no_clipping_err"
 
     def check_qparams(self, shape: Sequence[int], scale: Tensor, zero_point: Tensor | None) -> None:
-        """Raise ValueError for a scale or zero point that cannot be those of a tensor of this shape.
+        """Raise ValueError for a scale or zero point that a tensor of this shape cannot have.
 
-        A scale is finite, not zero, and not so small that its reciprocal overflows float32. It may be negative, unless
-        the `scale_format` has no sign. It has the `stored_scale_dtype`, if there is one.
+        A scale is finite, not zero, and not so small that its reciprocal overflows float32. A scale may be negative,
+        unless the `scale_format` has no sign, and has the `stored_scale_dtype`, if there is one.
         """
         blocks, own = self.blocks(shape), self.stored_scale_dtype
         fits = scale.dtype in FLOATS if own is None else scale.dtype is own
@@ -518,7 +516,7 @@ class Spec:
 
     @property
     def shares_rows(self) -> bool:
-        """Whether the scale of a row (an index of dimension 0) may depend on other rows."""
+        """True if the scale of a row (an index of dimension 0) may depend on other rows."""
         return self.granularity.shares_rows or (
             self.scales is not None and bool(self.scales.shared)
         )
@@ -531,7 +529,8 @@ class Spec:
         shape: Sequence[int],
         output_dtype: torch.dtype,
     ) -> Tensor:
-        """The values of `codes` without the padding, as a tensor of `shape` and `output_dtype`."""
+        """The values of `codes`, `scale` and `zero_point`, which `quantize` gave, without the padding: a tensor of
+        `shape` and `output_dtype`."""
         fmt = self.format
         block = self.block_size(shape)
         values = dequantize_affine(
@@ -546,7 +545,8 @@ class Spec:
         masked: bool = True,
         joint: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The values of `fake_quantize`, without gradient, and, if `masked`, where the gradient passes."""
+        """The values of `fake_quantize`, without gradient. If `masked`, also the mask of where the gradient passes.
+        Args: those of `fake_quantize`."""
         if x.numel() == 0:
             return x.detach(), None
         padded, fmt = self.pad(x.detach()), self.format
@@ -571,7 +571,7 @@ class Spec:
         return self._fake_quantize(x, scale, zero_point, self.may_clip(scale_dtype))
 
     def fake_quantize_by(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-        """`fake_quantize` with a scale and zero point that are given, one element a block. NaN stays NaN."""
+        """`fake_quantize` for a given scale and zero point, one element a block. NaN stays NaN."""
         return self._fake_quantize(x, scale, zero_point, clips=True)
 
     def _fake_quantize(

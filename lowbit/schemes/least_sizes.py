@@ -17,9 +17,9 @@ class Least:
     (`benchmarks/results/train_linear-nvidia-h200.md`): 16384 rows of a 2048 x 2048 weight run at 1.25 times the speed,
     1024 at 0.59. That makes the costs 343 and 1.24e10; the limit is a fifth higher.
 
-    A layer whose input is quantized anyway, for a larger one, pays for its gradient alone: it gains where
-    M·(N·K - quantizing·N) exceeds `launches_beside`. Measured on an H100 (`benchmarks/LOG.md`): all with 1.4e10 or more
-    gain, and of those with 7.2e9 to 7.9e9 about half do.
+    If the input is quantized anyway, for a larger layer, only the gradient costs: the layer gains where
+    M·(N·K - quantizing·N) exceeds `launches_beside`. Measured on an H100 (`benchmarks/LOG.md`): all layers with 1.4e10
+    or more gain, and about half of those with 7.2e9 to 7.9e9.
 
     Attributes:
         weight: the smallest measured N·K / (N + K) with a gain; `prepare_` leaves smaller weights alone.
@@ -37,7 +37,7 @@ class Least:
         return self._rows(self.launches, n * k - self.quantizing * (n + k))
 
     def rows_beside(self, n: int, k: int) -> int:
-        """The same where the input is quantized anyway."""
+        """`rows` where the input is quantized anyway."""
         return self._rows(self.launches_beside, n * k - self.quantizing * n)
 
     @staticmethod
@@ -50,7 +50,7 @@ class LeastExperts:
     """The smallest grouped products of E experts [N, K] and M rows that gain, forward and backward together.
 
     As for `Least`, low-bit products save time in proportion to M·N·K, and quantization of the rows costs time in
-    proportion to M·(N + K). Here the weights count too, in proportion to E·N·K, since an expert may have few rows. In
+    proportion to M·(N + K). The weights count too, in proportion to E·N·K, since an expert may have few rows. In
     units of M·N·K, experts gain where M·N·K exceeds `rows`·M·(N + K) + `weights`·E·N·K + `launches`. Measured on an
     H200 (`benchmarks/LOG.md`): the products of 131,072 rows and 128 experts of 1536 x 2048 take 1,837 us less in int8
     than in bfloat16; quantization takes 783 us for the rows and 568 us for the weights. That makes the costs 374 and
@@ -66,5 +66,5 @@ class LeastExperts:
         return m * n * k > spent
 
     def may_gain(self, n: int, k: int) -> bool:
-        """Whether such experts gain with enough rows."""
+        """True if experts [N, K] gain with enough rows."""
         return n * k > self.rows * (n + k)

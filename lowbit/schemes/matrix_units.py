@@ -12,7 +12,7 @@ def missing_units(device: torch.device, capability: tuple[int, int]) -> str | No
     if device.type in ("cpu", "meta"):
         return None
     if device.type != "cuda" or torch.version.cuda is None:
-        return "it is no NVIDIA GPU"
+        return "it is not an NVIDIA GPU"
     found = _capability(device)
     needed = ".".join(map(str, capability))
     has = ".".join(map(str, found))

@@ -21,7 +21,7 @@ from lowbit.numerics.granularity import (
 )
 from lowbit.numerics.lookup_table import E2M1, NF4
 from lowbit.numerics.number_format import Float8, Int
-from lowbit.numerics.spec import Scales, Spec
+from lowbit.numerics.spec import ScaleFormatName, Spec
 from lowbit.schemes.scheme import Scheme
 
 _LARGEST_GROUP_WITHOUT_CLIPPING = {2: 0, 3: 0, 4: 64, 5: 128}
@@ -154,7 +154,7 @@ def NF4WeightOnly(group_size: int = 64, double_quantization: bool = False) -> Sc
     `double_quantization` stores each scale in 8 bits, and one float32 for up to 256 scales: 4.13 to 4.25 bits a weight
     instead of 4.5, in groups of 64. The values are those of bitsandbytes' nf4 where `group_size` divides in_features.
     """
-    scales: Scales = "double" if double_quantization else "float"
+    scales: ScaleFormatName = "double" if double_quantization else "float"
     return Scheme(Spec(NF4, PerGroup(group_size), scale_format=scales))
 
 

@@ -2,8 +2,7 @@
 
 A `Spec` describes one quantized tensor: format + granularity + mapping. A `Scheme` holds the `Spec` of a weight and,
 where activations are quantized too, the `Spec` of the activation. The same Scheme drives `quantize_`, `qat.prepare_`
-and checkpoints, so nothing is configured twice. `Spec` also computes what it describes (`quantize`, `dequantize`,
-`fake_quantize`) through `lowbit.numerics.affine`, so every flow gives the same bits.
+and checkpoints, so nothing is configured twice.
 
 `lowbit.schemes.presets` defines the usual schemes (`Int4WeightOnly(group_size=128)`, …) as functions that return a
 `Scheme`.
@@ -27,7 +26,7 @@ from lowbit.numerics.granularity import (
     PerToken,
 )
 from lowbit.numerics.lookup_table import TABLES, LookupTable
-from lowbit.numerics.number_format import Float8, Format, Int
+from lowbit.numerics.number_format import Float8, Int, NumberFormat
 from lowbit.numerics.spec import SCALE_DTYPES, Spec
 
 
@@ -36,8 +35,8 @@ class Scheme:
     """How a layer is quantized.
 
     Args:
-        weight: how its weight is.
-        activation: how the input of its product is; None: it stays in high precision.
+        weight: how the weight is quantized.
+        activation: how the input of the product is quantized; None: the input stays in high precision.
     """
 
     weight: Spec
@@ -69,8 +68,8 @@ class Scheme:
             )
 
     def obstacle(self, shape: Sequence[int], uses: Collection[str]) -> str | None:
-        """Why a weight of this shape is left alone, or None if it is converted. `uses`: the kinds of the modules that
-        hold the weight, each one of `lowbit.convert.USES`."""
+        """Why a weight of this shape is left alone; None: it is converted. `uses`: the kinds of the modules that hold
+        the weight, each one of `lowbit.convert.USES`."""
         gran = self.weight.granularity
         rows = gran.shape[0] if isinstance(gran, PerBlock) and len(gran.shape) > 1 else 1
         if "embedding" in uses and rows > 1:
@@ -92,7 +91,7 @@ class Scheme:
 
     @property
     def is_static(self) -> bool:
-        """Whether the input of the product has a scale that `lowbit.calibrate` finds."""
+        """True if the input of the product has a scale that `lowbit.calibrate` finds."""
         return self.activation is not None and self.activation.static
 
     def check(self, weight: Tensor) -> None:
@@ -156,7 +155,7 @@ def _spec_to_dict(spec: Spec) -> dict[str, Any]:
         "granularity": granularity,
         "mapping": spec.mapping,
     }
-    # what has its usual value is left out
+    # defaults are left out
     if spec.static:
         found["static"] = True
     if spec.scales is not None:
@@ -193,7 +192,7 @@ def _scale_dtype_from(name: Any) -> torch.dtype | None:
     return SCALE_DTYPES[name]
 
 
-def _format_from_dict(described: dict[str, Any]) -> Format:
+def _format_from_dict(described: dict[str, Any]) -> NumberFormat:
     if "float8" in described:
         return Float8(getattr(torch, described["float8"]))
     if "table" not in described:

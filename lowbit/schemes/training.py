@@ -38,7 +38,7 @@ BLOCK = 128
 BLOCK_WEIGHT = Spec(Float8(), PerBlock(BLOCK, BLOCK))
 """How `Float8BlockMixedPrecision` rounds a weight, and how such a weight is stored."""
 BLOCK_ACTIVATION = Spec(Float8(), PerGroup(BLOCK))
-"""How it rounds inputs, along the dimension that a product sums over."""
+"""How `Float8BlockMixedPrecision` rounds inputs, along the dimension that a product sums over."""
 
 
 class TrainingScheme:
@@ -55,17 +55,17 @@ class TrainingScheme:
         torch.serialization.add_safe_globals([cls])  # the metadata of a pickled tensor
 
     def obstacle(self, shape: Sequence[int], uses: Collection[str]) -> str | None:
-        """Why a weight of this shape is left alone; None if it is prepared. `uses`: the kinds of the modules that hold
-        it, of `lowbit.convert.USES`."""
+        """Why a weight of this shape is left alone; None: it is prepared. `uses`: the kinds of the modules that hold
+        the weight, of `lowbit.convert.USES`."""
         return None
 
     def after_larger(self, shape: Sequence[int], larger: Sequence[int]) -> TrainingScheme | None:
-        """The scheme of a weight that is too small alone, whose layer has the same input as one with this scheme and a
-        weight of the shape `larger`. None: the weight is left alone there too."""
+        """The scheme of a weight that is too small alone, for a layer that shares its input with a layer of this scheme
+        and a weight of the shape `larger`. None: the weight is left alone there too."""
         return None
 
     def starts_from(self, weight: Any) -> bool:
-        """Whether training may start from this quantized weight, from the values that its codes stand for."""
+        """True if training may start from this quantized weight, from the values that its codes stand for."""
         return False
 
     def check(self, weight: Tensor) -> None:
@@ -77,7 +77,7 @@ class TrainingScheme:
             )
 
     def check_dtype(self, dtype: torch.dtype) -> None:
-        """Raise ValueError where the model was cast, after preparing, to a dtype without products."""
+        """Raise ValueError if the prepared model was cast to a dtype without products."""
         if dtype not in TRAINED_DTYPES:
             raise ValueError(
                 f"a layer in {dtype} has no products of {type(self).__name__}, which takes "
@@ -159,11 +159,11 @@ class LowbitProducts(TrainingScheme):
 
     @property
     def rounds_stochastically(self) -> bool:
-        """Whether gradients are.
+        """True if gradients round stochastically: by default in int8, whose numbers are equally far apart.
 
-        By default in int8, whose numbers are equally far apart. To nearest, the many small gradients beside a large one
-        become 0 in every step, and a Llama of 316M parameters loses 4% in its first 120 steps (`benchmarks/LOG.md`).
-        float8 keeps them, and loses nothing.
+        Rounding to nearest makes the many small gradients beside a large one 0 in every step, and a Llama of 316M
+        parameters loses 4% in its first 120 steps (`benchmarks/LOG.md`). float8 keeps small gradients, and loses
+        nothing.
         """
         if self.stochastic_rounding is None:
             return self.backward_format == "int8"
@@ -171,12 +171,12 @@ class LowbitProducts(TrainingScheme):
 
     @property
     def one_scale(self) -> bool:
-        """Whether each tensor has one scale, instead of one for each row or column."""
+        """True if each tensor has one scale, instead of one for each row or column."""
         return False
 
     @property
     def in_blocks(self) -> bool:
-        """Whether operands have a scale for each block (`lowbit_kernels.quantize.quantize_blocks`)."""
+        """True if operands have a scale for each block (`lowbit_kernels.quantize.quantize_blocks`)."""
         return False
 
     @property
@@ -249,8 +249,8 @@ class LowbitProducts(TrainingScheme):
     def grouped_plain_because(
         self, device: torch.device, m: int, experts: int, n: int, k: int
     ) -> str | None:
-        """The same for a grouped product of rows [m, k] and experts [experts, n, k]. The number of rows of an expert is
-        known to the device only, so that the decision depends on their mean."""
+        """`plain_because` for a grouped product of rows [m, k] and experts [experts, n, k]. Only the device knows the
+        rows of each expert, so the decision depends on their mean."""
         if 0 in (m, experts, n, k):
             return "there is nothing to multiply"
         if self.one_scale or self.in_blocks:
@@ -283,8 +283,8 @@ class Int8Products(LowbitProducts):
 class MixedPrecision(LowbitProducts):
     """Low-bit products with weights that stay in high precision; see `LowbitProducts` for the arguments.
 
-    `beside`: another layer with this scheme multiplies the same input, and has so many times the outputs. This one then
-    gains with a smaller weight and fewer rows.
+    `beside`: how many times the outputs of this layer another layer has that multiplies the same input by this scheme.
+    This layer then gains with a smaller weight and fewer rows.
     """
 
     beside: float | None = field(default=None, kw_only=True)
@@ -323,9 +323,10 @@ class MixedPrecision(LowbitProducts):
         return self._too_small(*shape[-2:])
 
     def gathers_codes(self, weight: Tensor) -> bool:
-        """Whether FSDP2 gathers codes of this weight in high precision: where each product with it quantizes it. In 16
-        bits, one `beside` a larger weight travels as it is: as codes it would be two tensors, which cost the host more
-        than the bytes take."""
+        """True if FSDP2 gathers codes of this high-precision weight, because every product quantizes the weight.
+
+        A 16-bit weight `beside` a larger one is gathered as it is: codes and scales are two tensors, and the second one
+        costs the host more time than the smaller transfer saves."""
         quantizes = self.output and self.grad_input and (self.always or weight.is_cuda)
         return quantizes and (self.beside is None or weight.dtype.itemsize > 2)
 
@@ -336,8 +337,8 @@ class MixedPrecision(LowbitProducts):
         return None if found._rows_beside(*shape) is None else found
 
     def _rows_beside(self, n: int, k: int) -> int | None:
-        """The fewest rows with which a weight [N, K] gains where the larger layer does too. None: with no number, or no
-        layer is `beside`. Tensor parallelism divides the outputs of both layers."""
+        """The fewest rows with which both a weight [N, K] and the larger layer gain. None: no number of rows suffices,
+        or no layer is `beside`. Tensor parallelism divides the outputs of both layers."""
         if self.beside is None or n * k < self.least.weight_beside:
             return None
         larger = round(self.beside * n)
@@ -370,9 +371,9 @@ class Int8MixedPrecision(Int8Products, MixedPrecision):
             replica and after a restart.
         always: low-bit products also where they gain nothing: for small weights and few rows, and on devices without
             units for them, where plain operations replace them. For tests and for studies of numerics on a CPU.
-        beside: another layer with this scheme multiplies the same input, and has so many times the outputs. Its codes
-            serve both, so that smaller weights and fewer rows gain. `lowbit.train.prepare_` sets it for key and value
-            layers; give it where it does not find them.
+        beside: how many times the outputs of this layer another layer has that multiplies the same input by this
+            scheme. One set of codes serves both, so that smaller weights and fewer rows gain. `lowbit.train.prepare_`
+            sets `beside` for the key and value layers that it finds; give it for others.
 
     Raises TypeError, ValueError for other values.
     """
@@ -380,7 +381,7 @@ class Int8MixedPrecision(Int8Products, MixedPrecision):
 
 @dataclass(frozen=True)
 class Float8MixedPrecision(MixedPrecision):
-    """float8 products, inputs and weights in e4m3, a scale a row of each operand. Weights stay as they are.
+    """float8 products: inputs and weights in e4m3, a scale a row of each operand. Weights stay as they are.
 
     Args:
         output, grad_input, grad_weight, stochastic_rounding, seed, always, beside: as for
@@ -416,8 +417,8 @@ class Float8BlockMixedPrecision(MixedPrecision):
     Inputs and gradients have a scale for each 128 elements along the dimension that a product sums over, weights one
     for each 128 x 128 elements. An outlying value costs precision in its own block only. The output and the input's
     gradient see the same rounded weight, and `lowbit.train.convert_` makes it a `Float8Tensor` for inference. Training
-    may also start from such a weight: `lowbit.train.prepare_` takes it. These products
-    run on GPUs of compute capability 9.0 (H100, H200), with a torch built for CUDA 12.9 or newer.
+    may also start from such a weight (`lowbit.train.prepare_`). These products run on GPUs of compute capability 9.0
+    (H100, H200), with a torch built for CUDA 12.9 or newer.
 
     Args:
         output, grad_input, grad_weight, seed, always: as for `lowbit.Int8MixedPrecision`.
@@ -473,9 +474,9 @@ class Int8Weight(Int8Products):
     `value.dequantize()`. DistributedDataParallel sends the weights as they are stored, random-number offsets included.
 
     Args:
-        output, grad_input, grad_weight: which of the products run int8 x int8; by default none: the weight is
-            dequantized for them, which is exact.
-        stochastic_rounding, always: of those products, as for `Int8MixedPrecision`.
+        output, grad_input, grad_weight: which of the products run int8 x int8. The default is none: the weight is
+            dequantized for each product, which is exact.
+        stochastic_rounding, always: for those products, as in `Int8MixedPrecision`.
         seed: of all random numbers, those of the weight's updates included, which are always stochastic.
 
     Raises TypeError, ValueError for other values, and ValueError for options of products if there are none.
@@ -524,7 +525,7 @@ class BitNet(TrainingScheme):
     in int8, a scale a token.
 
     Args:
-        grad_input, grad_weight: whether these products run int8 x int8 as well; the output's always does.
+        grad_input, grad_weight: True runs this product int8 x int8 as well; the output's product always does.
     """
 
     grad_input: bool = False

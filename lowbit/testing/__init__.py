@@ -13,15 +13,14 @@ pytest collects the inherited tests with the class. `TensorContract` holds them 
 - `CompileContract`: `torch.compile(fullgraph=True)`;
 - `FSDP2Contract`, `TensorParallelContract`: two gloo processes against one;
 - `TorchSaveContract`: `torch.save` with `weights_only=True`;
-- `SerializationContract`: the same, `state_dict`, `lowbit.save` and distributed checkpoints.
+- `SerializationContract`: `TorchSaveContract`, `state_dict`, `lowbit.save` and distributed checkpoints.
 
 `Subject` names what a contract needs to know: override its attributes and methods in the test class. The first four
 and `TorchSaveContract` take any subclass of torch.Tensor with `dequantize()`; the other two need what
 `lowbit.LowbitTensor` gives. `launch` runs a function in several processes.
 
-The tests call assert. For messages with the values in them, put
-`pytest.register_assert_rewrite("lowbit.testing")` into `conftest.py`. `import lowbit` does not import this package, and
-this package does not import pytest until a test runs.
+The tests call assert. `pytest.register_assert_rewrite("lowbit.testing")` in `conftest.py` puts the values into their
+messages. `import lowbit` does not import this package, which itself imports pytest only when a test runs.
 """
 
 from lowbit.testing.autograd import AutogradContract

@@ -100,8 +100,8 @@ class AutogradContract(Subject):
             assert losses[-1] < losses[0], losses
 
     def test_backward_after_an_update_of_the_weight(self) -> None:
-        """PyTorch refuses it for a plain weight. A weight that was rounded in the forward pass may also give the
-        gradient of what the output saw, but never that of the new values."""
+        """PyTorch refuses this backward pass for a plain weight. A weight that was rounded in the forward pass may also
+        give the gradient of the values that the output saw, but never that of the new values."""
         if not self.trainable:
             return
         weight, x = nn.Parameter(self.make((24, 96))), values((5, 96), 1).requires_grad_()

@@ -1,4 +1,4 @@
-"""Values to test with, and what it means that two tensors are the same."""
+"""Values to test with, and comparisons of tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def inner_tensors(t: Any) -> dict[str, Tensor]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether `a` and `b` are equal in class, shape, strides, dtype, device and metadata, and every inner tensor to the
+    """True if `a` and `b` are equal in class, shape, strides, dtype, device and metadata, and every inner tensor to the
     bit."""
     return (
         type(a) is type(b)
@@ -38,7 +38,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether `a` and `b` are equal in shape, dtype, and every bit: NaN equals itself, and 0 differs from −0."""
+    """True if `a` and `b` are equal in shape, dtype, and every bit: NaN equals itself, and 0 differs from −0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     a, b = (torch.empty(x.shape, dtype=x.dtype).copy_(x).view(-1) for x in (a, b))
@@ -46,7 +46,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def shares_memory(a: Any, b: Any) -> bool:
-    """Whether the first inner tensors of `a` and `b`, which hold the codes, start at the same address."""
+    """True if the first inner tensors of `a` and `b`, which hold the codes, start at the same address."""
     first, second = (next(iter(inner_tensors(t).values())) for t in (a, b))
     return first.data_ptr() == second.data_ptr()
 

@@ -20,7 +20,7 @@ def compiled(fn: Any, backend: str = "aot_eager") -> tuple[Any, Any]:
 
 
 def outcome(fn: Any, linear: nn.Linear, x: Tensor) -> dict[str, Tensor]:
-    """Output and gradients by name, of `fn`, which calls `linear`."""
+    """Output and gradients of `fn`, which calls `linear`, by name."""
     linear.zero_grad()
     x.grad = None
     y = fn(x)

@@ -18,12 +18,12 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
 ]
-"""What the server imports. None of these modules may start a thread or ask for a device."""
+"""The modules that the server imports. None of them may start a thread or ask for a device."""
 
 
 def start_method(spawned: bool = False) -> str:
-    """The start method of `multiprocessing` for these processes: "forkserver", or "spawn" where it is asked for or the
-    system is not Linux. The server imports `PRELOADED` when it starts; one that runs already stays as it is."""
+    """The start method of `multiprocessing` for these processes: "forkserver", or "spawn" if `spawned` or outside
+    Linux. A server that starts imports `PRELOADED`; a server that runs already stays as it is."""
     if spawned or sys.platform != "linux":
         return "spawn"
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
@@ -37,17 +37,15 @@ def start(
     spawned: bool = False,
     daemon: bool = True,
 ) -> Any:
-    """Start a process that calls `target`, and return its `multiprocessing.Process`.
-
-    It finds modules where this process does.
+    """Start a process that calls `target`, and return its `multiprocessing.Process`. Both find modules in one place.
 
     Args:
         target: a function of a module that can be imported.
         arguments: its arguments, which can be pickled.
-        variables: environment variables beside those of this process. Those that torch reads at import are the
+        variables: environment variables beside those of this process. Variables that torch reads at import are the
             server's, which starts at the first call.
         spawned: start an interpreter of its own instead of a fork.
-        daemon: end it with this process. It may then start no processes of its own.
+        daemon: end the new process with this one. A daemon must not start processes of its own.
     """
     context: Any = multiprocessing.get_context(start_method(spawned))
     saved = dict(os.environ)

@@ -16,7 +16,7 @@ from lowbit.testing.launch import launch
 from lowbit.testing.subject import Subject
 
 
-class Model(nn.Module):
+class TwoLinears(nn.Module):
     """100 → rows → 96, both weights as the subject makes them, a bias on the first. `seed`: of all values."""
 
     def __init__(self, subject: Any, rows: int, seed: int = 0) -> None:
@@ -33,8 +33,8 @@ class Model(nn.Module):
 
 
 def shard(model: Any, dtype: torch.dtype | None = None, mesh: DeviceMesh | None = None) -> Any:
-    """`fully_shard` of both layers and the model over `mesh`; None: over all processes. `dtype`: in which the
-    parameters are gathered."""
+    """`fully_shard` of both layers and the model over `mesh`; None: over all processes. FSDP2 gathers the parameters in
+    `dtype`."""
     if mesh is None:
         device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
         mesh = init_device_mesh(device, (dist.get_world_size(),))
@@ -79,13 +79,13 @@ def check_forward_and_backward(rank: int, world_size: int, subject: Any) -> bool
     for rows in subject.fsdp_rows:
         for dtype in (torch.float32, torch.bfloat16):
             where = (rows, dtype)
-            whole = Model(subject, rows).to(dtype)
+            whole = TwoLinears(subject, rows).to(dtype)
             x = batch_of(rank, dtype)
             expected = whole(x)
             expected.float().square().sum().backward()
             expected_x, expected_grads = x.grad, mean_over_ranks(whole, world_size)
             assert expected_x is not None
-            model = shard(Model(subject, rows), None if dtype is torch.float32 else dtype)
+            model = shard(TwoLinears(subject, rows), None if dtype is torch.float32 else dtype)
             for _ in range(2):
                 x = batch_of(rank, torch.float32)
                 y = model(x)
@@ -101,8 +101,8 @@ def check_forward_and_backward(rank: int, world_size: int, subject: Any) -> bool
 
 
 class FSDP2Contract(Subject):
-    """A model of two such weights under `fully_shard`, with rows that divide and rows that do not, in float32 and
-    gathered as bfloat16."""
+    """A model of two weights under `fully_shard`, with rows that divide and rows that do not, in float32 and gathered
+    as bfloat16."""
 
     def test_two_processes_give_the_results_of_one(self) -> None:
         assert launch(check_forward_and_backward, 2, self) == [True, True]

@@ -9,11 +9,11 @@
     def test_it():
         first, second = launch(check, 2, 33)
 
-The processes communicate over gloo, or with ``nccl=True`` over NCCL with a GPU each (gloo still moves what lies in host
-memory). They are started once per ``world_size`` and transport and reused; the process group stays up between calls. A
-call that raises, dies or runs out of time takes its processes down, and the next one starts fresh ones. ``fresh=True``
-starts fresh ones at once, for a function that needs processes without global state of earlier calls. Workers end when
-this process does, however it ends.
+The processes communicate over gloo, or with ``nccl=True`` over NCCL with a GPU each (gloo still moves tensors in host
+memory). Calls with the same ``world_size`` and transport share their processes and the process group. A call that
+raises, dies or runs out of time takes its processes down, and the next call starts fresh ones. ``fresh=True`` starts
+fresh ones at once, for a function that needs processes without global state of earlier calls. Workers end when this
+process ends, in any way.
 
 On Linux, processes of gloo are forks of one server that has imported torch and lowbit, because importing torch costs
 seconds. Environment variables that torch reads at import are therefore those of the first call.
@@ -59,8 +59,8 @@ def launch(
     Args:
         fn: a function that can be pickled.
         world_size: number of processes, which are one process group, of gloo unless `nccl`.
-        args: its other arguments.
-        timeout: seconds that all processes together may take. More than that of the running processes starts new ones,
+        args: the other arguments of `fn`.
+        timeout: seconds that the call may take. A longer timeout than that of the running processes starts new ones,
             because a process group keeps the limit of its first call.
         fresh: start new processes. Otherwise calls with the same `world_size` and `nccl` share theirs.
         nccl: a process group of NCCL, one CUDA device a rank.
@@ -96,8 +96,7 @@ class _Group:
         for rank in range(world_size):
             ours, theirs = multiprocessing.Pipe()
             arguments = (theirs, rank, world_size, f"{self.folder}/store", nccl, timeout)
-            # CUDA does not work in a fork of a process that has used it. A server that only imports has not, but
-            # nothing is gained by relying on that.
+            # CUDA does not work in a fork of a process that used CUDA. The server did not, but a fork gains nothing.
             process = forked.start(_serve, *arguments, variables=variables, spawned=nccl)
             theirs.close()
             self.pipes.append(ours)
@@ -183,7 +182,7 @@ def _serve(
                 fn = getattr(fn, part)
             value = fn(rank, world_size, *pickle.loads(packed))
             answer = pickle.dumps((True, value))
-        except BaseException:  # SystemExit and CheckpointException are no Exceptions
+        except BaseException:  # SystemExit and CheckpointException are not Exceptions
             answer = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)
 

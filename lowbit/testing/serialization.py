@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from lowbit.checkpoint import load, save
 from lowbit.numerics.packing import as_bytes
 from lowbit.testing.comparison import same, same_bits, values
-from lowbit.testing.fsdp2 import Model, shard
+from lowbit.testing.fsdp2 import TwoLinears, shard
 from lowbit.testing.launch import launch
 from lowbit.testing.subject import Subject
 
@@ -73,7 +73,7 @@ def check_loaded(model: Any, expected: Any, where: Any) -> None:
 
 def check_save(rank: int, world_size: int, subject: Any, folder: str) -> bool:
     for rows in subject.fsdp_rows:
-        model = shard(Model(subject, rows, seed=20))
+        model = shard(TwoLinears(subject, rows, seed=20))
         dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/{rows}")
     return True
 
@@ -81,9 +81,12 @@ def check_save(rank: int, world_size: int, subject: Any, folder: str) -> bool:
 def check_load_and_save_again(
     rank: int, world_size: int, subject: Any, source: str, target: str
 ) -> bool:
-    """Load into a model with other values, over any number of processes."""
+    """Load the checkpoint `source` into a model with other values, over any number of processes; save to `target`."""
     for rows in subject.fsdp_rows:
-        model, expected = shard(Model(subject, rows, seed=50)), Model(subject, rows, seed=20)
+        model, expected = (
+            shard(TwoLinears(subject, rows, seed=50)),
+            TwoLinears(subject, rows, seed=20),
+        )
         state = model.state_dict()
         dcp.load({"model": state}, checkpoint_id=f"{source}/{rows}")
         model.load_state_dict(state)
@@ -93,8 +96,8 @@ def check_load_and_save_again(
 
 
 class TorchSaveContract(Subject):
-    """What `torch.save` writes is loaded to the bit with `weights_only=True`. The class must be among torch's safe
-    globals, as every `lowbit.LowbitTensor` is."""
+    """`torch.load` with `weights_only=True` gives every bit that `torch.save` wrote. The class must be among torch's
+    safe globals, as every `lowbit.LowbitTensor` is."""
 
     def test_torch_save_with_weights_only(self) -> None:
         t, buffer = self.make((7, 101)), io.BytesIO()

@@ -18,13 +18,13 @@ class Subject:
     """
 
     trainable: bool = False
-    """Gradients reach the weight. Without it, the weight must get none."""
+    """Gradients reach the weight. If False, the weight must get none."""
     row_step: int = 1
-    """Dimension 0 may be cut at multiples of it, a divisor of 8."""
+    """Dimension 0 may be cut at multiples of this number, a divisor of 8."""
     column_step: int = 1
-    """The last dimension may be cut at multiples of it; 0: not at all."""
+    """The last dimension may be cut at multiples of this number; 0: not at all."""
     casts_values: bool = True
-    """`to(dtype)` changes the dtype of the values and no stored bit."""
+    """`to(dtype)` changes the dtype of the values, but not a stored bit."""
     dtypes: ClassVar[Sequence[torch.dtype]] = (torch.float32, torch.bfloat16)
     """Dtypes of values that the tensor takes and keeps as its own."""
     shapes: ClassVar[Sequence[tuple[int, int]]] = (
@@ -37,10 +37,10 @@ class Subject:
     tolerance: float = 2e-6
     """Largest relative error of a product in float32, against float64."""
     gradient_tolerance: float = 2e-6
-    """Largest relative error of its gradients. Products that quantize the gradient need more."""
+    """Largest relative error of gradients. Products that quantize the gradient need more."""
     parallel_tolerance: float = 1e-5
-    """Largest relative error of a tensor-parallel block against one process. Parts of an activation that are
-    quantized with scales of their own need more."""
+    """Largest relative error of a tensor-parallel block against one process. An activation whose parts have scales of
+    their own needs more."""
 
     def encode(self, weight: Tensor) -> Any:
         """The tensor under test, made from high-precision values [N, K]."""
@@ -50,16 +50,16 @@ class Subject:
         return self.encode(values(shape, seed, dtype))
 
     def values_of(self, t: Any) -> Tensor:
-        """The values with which slicing commutes: `dequantize()`, or the high-precision weight that it keeps."""
+        """The values with which slicing commutes: `dequantize()`, or the high-precision weight that `t` keeps."""
         return t.dequantize()
 
     def rounded_input(self, x: Tensor) -> Tensor:
-        """x as the product rounds it: override it where the product quantizes its input."""
+        """x as the product rounds it: override this method if the product quantizes its input."""
         return x
 
     def passes(self, weight: Any) -> Tensor:
-        """Where the gradient passes straight through to a trainable weight: True for each such element."""
+        """True for each element of a trainable weight to which the gradient passes straight through."""
         return torch.ones(weight.shape, dtype=torch.bool)
 
     def check(self, t: Any) -> None:
-        """Raise AssertionError where the parts of `t` do not fit together. Every piece of a tensor is checked."""
+        """Raise AssertionError if the parts of `t` do not fit together. Contracts check every piece of a tensor."""

@@ -15,7 +15,7 @@ from lowbit.testing.launch import launch
 from lowbit.testing.subject import Subject
 
 
-class Block(nn.Module):
+class ParallelBlock(nn.Module):
     """192 → 192 → 64; both ranks' parts of 64 and 192 hold whole groups of 32 and 48."""
 
     def __init__(self, subject: Any) -> None:
@@ -32,7 +32,6 @@ class Block(nn.Module):
 
 
 def outcome(model: Any) -> dict[str, Tensor]:
-    """Output and gradients by name."""
     model.zero_grad()
     x = values((5, 192), 9).requires_grad_()
     y = model(x)
@@ -46,7 +45,7 @@ def outcome(model: Any) -> dict[str, Tensor]:
 def check_parallel_block(rank: int, world_size: int, subject: Any) -> bool:
     """Columns then rows, as in a transformer's MLP: outputs, and gradients of the input and the parameters."""
     mesh = init_device_mesh("cpu", (world_size,))
-    whole, model = Block(subject), Block(subject)
+    whole, model = ParallelBlock(subject), ParallelBlock(subject)
     parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     for name, dim in (("up", 0), ("down", 1)):
         full: Any = getattr(whole, name).weight.detach()

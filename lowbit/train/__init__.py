@@ -1,5 +1,5 @@
-"""Train with int8 or float8 matrix products, with int8 weights, or BitNet: one call before the loop, and one after it
-that restores plain weights or converts for inference."""
+"""Train with int8 or float8 matrix products, with int8 weights, or BitNet: one call before the loop, and one after the
+loop that restores plain weights or converts for inference."""
 
 from lowbit.convert import Report
 from lowbit.schemes.training import (

@@ -1,4 +1,4 @@
-"""convert_: a trained model as one for inference, of the very same weights."""
+"""convert_: make a trained model one for inference, with the very same weights."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from lowbit.train.prepared import forget_prepared
 
 
 def convert_(model: nn.Module) -> Report:
-    """Make the low-bit weights that `prepare_` made frozen ones for inference, in place.
+    """Freeze the low-bit weights of a prepared model for inference, in place.
 
     BitNet weights become `TernaryTensor`, 2 bits an element, and give the outputs of training, to the bit. int8
     weights become `AffineTensor` of `Int8WeightOnly()`. Their values are the same, and so are outputs, unless training
     multiplied int8 x int8 (`Int8Weight(output=True)`). Weights of `Float8BlockMixedPrecision` become `Float8Tensor`
-    with `PerBlock(128, 128)`, the codes that the output's product read. Other weights of mixed precision are left, and
-    reported. Where `prepare_` left all weights alone, nothing is done, and the report says so.
+    with `PerBlock(128, 128)`, the codes that the output's product read. The report lists other weights of mixed
+    precision, which stay. If `prepare_` left all weights alone, nothing changes, and the report says so.
 
     Args:
         model: prepared by `lowbit.train.prepare_`.
 
     Raises:
-        ValueError: there are none, the model is sharded, or a weight has NaN or infinite values. It is then as it was.
+        ValueError: the model has no such weights or is sharded, or a weight has NaN or infinite values. The model is
+            then as it was.
     """
     kinds = TrainableTensor.for_schemes(TrainingScheme)
     targets = prepared_targets(model, tuple(k for k in kinds if not k.stays), "convert")

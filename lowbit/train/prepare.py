@@ -31,13 +31,12 @@ from lowbit.train.prepared import forget_prepared, remember_prepared, was_prepar
 
 
 def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None = None) -> Report:
-    """Make the weights of `model` train by `scheme`, in place. The report lists the weights that do, and those that
-    were left alone.
+    """Make the weights of `model` train by `scheme`, in place. The report lists these weights, and those left alone.
 
     `scheme`, `filter_fn` and errors are those of `lowbit.quantize_`, with training schemes. The parameters are replaced
-    (those of mixed precision share the old ones' memory; all keep their gradients): make the optimizer afterwards, and
-    shard afterwards too. Each `nn.Linear` becomes a subclass of it, for tensor parallelism. Weights that are kept in
-    high precision have the same entries in the state dict as those of the plain model.
+    (those of mixed precision share the memory of the old ones; all keep their gradients): make the optimizer, and
+    shard, afterwards. Each `nn.Linear` becomes a subclass of it, for tensor parallelism. Weights that are kept in high
+    precision have the same entries in the state dict as those of the plain model.
 
     Low-bit products run on GPUs with units for them (int8: compute capability 8.0, float8: 8.9), where measurements
     show a gain: `prepare_` leaves too small weights alone, and products with too few rows run in high precision. The
@@ -45,7 +44,7 @@ def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None
     products run in high precision, unless the scheme has `always=True`. `lowbit.trace` reports the format of each
     product.
 
-    Raises also ValueError for weights on a GPU that has no such units.
+    Also raises ValueError for weights on a GPU that has no such units.
     """
     targets, report = find_targets(model, scheme, filter_fn, TrainingScheme)
     owners = {module for target in targets for module, _, _ in target.owners}
@@ -61,14 +60,14 @@ def _prepared(target: Target) -> Tensor:
 
 
 def restore_(model: nn.Module) -> Report:
-    """Give a prepared `model` plain weights again, in place: the trained ones, in their dtype, still trainable.
+    """Give a prepared `model` plain weights again, in place: the trained values, in their dtype, still trainable.
 
-    The parameters are replaced (those of mixed precision share the old ones' memory).
+    The parameters are replaced (those of mixed precision share the memory of the old ones).
 
-    Where `prepare_` left all weights alone, nothing is done, and the report says so.
+    If `prepare_` left all weights alone, nothing changes, and the report says so.
 
     Raises:
-        ValueError: the model was never prepared, or is sharded. It is then as it was.
+        ValueError: the model was never prepared, or is sharded. The model is then as it was.
     """
     targets = prepared_targets(model, TrainableTensor.for_schemes(TrainingScheme), "restore")
     report = replace_prepared(targets, _plain, "plain again", trainable=True)
@@ -76,8 +75,8 @@ def restore_(model: nn.Module) -> Report:
 
 
 def prepared_targets(model: nn.Module, kinds: tuple[type, ...], what: str) -> list[Target]:
-    """The prepared weights of these classes. Raises ValueError for sharded ones, and if there are none, unless
-    `prepare_` left all weights alone."""
+    """The prepared weights of these classes. Raises ValueError for a sharded weight, and if the model has none of these
+    weights, unless `prepare_` left all alone."""
     all_kinds = TrainableTensor.for_schemes(TrainingScheme)
     targets: list[Target] = []
     other: type[TrainableTensor] | None = None
@@ -114,7 +113,7 @@ def replace_prepared(
     trainable: bool,
     report: Report | None = None,
 ) -> Report:
-    """Replace prepared weights, undo what `prepare_` did to their modules, and complete the report."""
+    """`replace_weights` for prepared weights. Also undoes what `prepare_` did to their modules. The same `Args:`."""
     modules: set[nn.Module] = {module for target in targets for module, _, _ in target.owners}
     report = replace_weights(targets, report or Report(), make, trainable=trainable, note=note)
     make_plain(modules)

@@ -17,12 +17,12 @@ def remember_prepared(model: nn.Module, report: Report) -> None:
 
 
 def was_prepared(model: nn.Module) -> bool:
-    """Whether `prepare_` was called on it, or on a part of it, and not undone."""
+    """True if `prepare_` was called on `model`, or on a part of it, and not undone."""
     return any(hasattr(module, LEFT_ALONE) for module in model.modules())
 
 
 def forget_prepared(model: nn.Module, report: Report) -> Report:
-    """Forget that `model` was prepared. If no weight was converted, the report gets those that were left alone."""
+    """Forget that `model` was prepared. If no weight was converted, the report gets all that were left alone."""
     for prefix, module in model.named_modules():
         left = module.__dict__.pop(LEFT_ALONE, {})
         if report.converted:

@@ -2,7 +2,7 @@
 
 A linear with low-bit products keeps its input as codes, one byte an element. The operations between two products keep
 their own inputs in high precision: a SwiGLU its gate and its up projection, an RMSNorm the residual stream. So the
-codes can be computed again from tensors that are kept anyway. `keep_products` does that for everything between the
+codes can be computed again from tensors that are kept anyway. `keep_products` recomputes everything between the
 products, by PyTorch's selective activation checkpointing.
 
 For one block of a Llama, in bytes a token (D the model's width, H the width of its SwiGLU; attention with as many key
@@ -35,8 +35,8 @@ ATTENTION = "aten::_scaled_dot_product_"
 def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The `context_fn` of `torch.utils.checkpoint.checkpoint` that keeps the results of matrix products and attention.
 
-    Norms, activation functions, rotations and the codes of low-bit products run again in the backward pass. No product
-    does, so that a step takes a few percent longer. Gradients have the same bits as without checkpointing::
+    Norms, activation functions, rotations and the codes of low-bit products run again in the backward pass; products do
+    not. So a step takes a few percent longer. Gradients have the same bits as without checkpointing::
 
         y = checkpoint(block, x, use_reentrant=False, context_fn=lowbit.train.keep_products)
 

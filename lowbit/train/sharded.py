@@ -1,4 +1,4 @@
-"""Facts that sharded weights need beyond their own part: its offset, and the scale of the whole weight."""
+"""What a rank must know of a sharded weight besides its own part: the offset of the part, the scale of the whole."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 @torch.no_grad()
 def locate_(model: nn.Module) -> None:
-    """Tell the int8 weights of `model` where their parts lie, after it has been sharded, or moved from meta to memory.
+    """Tell the int8 weights of `model` where their parts lie, after the model was sharded or left meta.
 
-    Updates ask for this in two cases: a model that was prepared on meta (`model.to_empty(...)` first; loading a
-    checkpoint of int8 weights does it too), and weights other than `nn.Linear`'s whose columns are split over ranks.
+    Updates ask for this call in two cases: a model that was prepared on meta (`model.to_empty(...)` first; loading a
+    checkpoint of int8 weights does the same), and weights other than `nn.Linear`'s whose columns are split over ranks.
 
     Raises NotImplementedError for columns split along two dimensions of a mesh.
     """
@@ -36,8 +36,8 @@ def locate_(model: nn.Module) -> None:
 
 @torch.no_grad()
 def precompute_bitnet_scale(model: nn.Module) -> None:
-    """Compute the scales of all sharded BitNet weights of `model` in one reduction, where FSDP2's gathers would make
-    one for each weight.
+    """Compute the scales of all sharded BitNet weights of `model` in one reduction, instead of one for each weight that
+    FSDP2 gathers.
 
         optimizer.step()
         train.precompute_bitnet_scale(model)        # on all ranks, before the next forward
@@ -45,7 +45,7 @@ def precompute_bitnet_scale(model: nn.Module) -> None:
     Call it after every optimizer step; the scale of a weight that has changed since is not used. FSDP2 together with
     tensor parallelism needs it, since a gather knows only one of the two.
 
-    Raises ValueError if the model has no such weights, unless `prepare_` left all alone.
+    Raises ValueError if the model has no such weights, unless `prepare_` left all weights alone.
     """
     check_module(model)
     params = list(model.parameters())

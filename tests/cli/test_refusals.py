@@ -124,7 +124,7 @@ REFUSED = {
     "quantize model --out new --layers 'lm_head=int8' --layers 'lm_head=none'": "it is given twice",
     "quantize model --out new --layers '*=int8'": "give --scheme alone",
     "quantize model --out new --layers '*=none'": "give --scheme alone",
-    "quantize model --out new --layers 're:(=int8'": "is no regular expression",
+    "quantize model --out new --layers 're:(=int8'": "is not a regular expression",
     "quantize model --out new --max-shard-size huge": "--max-shard-size is 'huge'",
     "quantize model --out new --scheme ''": "names no scheme (invalid syntax); accepted",
     "quantize model --out new --device ''": "--device '' cannot be used",

@@ -28,7 +28,7 @@ import lowbit
 from lowbit.tensor import LowbitTensor, joined
 from lowbit.tensor.core.dtensor import held_locally
 from lowbit.tensor.core.state_dict import split
-from lowbit.testing.fsdp2 import Model, shard
+from lowbit.testing.fsdp2 import TwoLinears, shard
 from lowbit.testing.launch import launch
 from lowbit.testing.serialization import check_loaded, gathered
 from tests.distributed.test_tensor_fsdp import ROWS, WEIGHTS
@@ -43,7 +43,7 @@ SOME = named(
 def check_save(rank, world_size, folder, sharded):
     for case in SOME:
         for rows in ROWS:
-            model = Model(case, rows, seed=20)
+            model = TwoLinears(case, rows, seed=20)
             state = (shard(model) if sharded else model).state_dict()
             assert all(type(getattr(t, "_local_tensor", t)) is torch.Tensor for t in state.values())
             dcp.save({"model": state}, checkpoint_id=f"{folder}/{case.name}-{rows}")
@@ -53,7 +53,7 @@ def check_save(rank, world_size, folder, sharded):
 def check_load(rank, world_size, folder, sharded):
     for case in SOME:
         for rows in ROWS:
-            model, expected = Model(case, rows, seed=50), Model(case, rows, seed=20)
+            model, expected = TwoLinears(case, rows, seed=50), TwoLinears(case, rows, seed=20)
             model = shard(model) if sharded else model
             state = model.state_dict()
             dcp.load({"model": state}, checkpoint_id=f"{folder}/{case.name}-{rows}")
@@ -73,7 +73,7 @@ def test_between_sharded_models_and_unsharded_ones(saved, loaded, tmp_path):
 def check_get_and_set(rank, world_size):
     """torch's functions for model state dicts give and take what state_dict and load_state_dict do."""
     for case in SOME:
-        expected = Model(case, 33, seed=20)
+        expected = TwoLinears(case, 33, seed=20)
         for options in ({}, {"cpu_offload": True}, {"full_state_dict": True}):
             if options.get("full_state_dict") and case.name == "e4m3-row":
                 continue  # gloo gathers no float8
@@ -82,14 +82,14 @@ def check_get_and_set(rank, world_size):
                     (case.name, options, strict),
                     StateDictOptions(**options, strict=strict),
                 )
-                state = get_model_state_dict(shard(Model(case, 33, seed=20)), options=told)
+                state = get_model_state_dict(shard(TwoLinears(case, 33, seed=20)), options=told)
                 assert list(state) == list(expected.state_dict()), where
                 assert all(
                     isinstance(t, DTensor) is ("full_state_dict" not in options)
                     for t in state.values()
                 )
                 assert all(type(held_locally(t)) is torch.Tensor for t in state.values()), where
-                model = shard(Model(case, 33, seed=50))
+                model = shard(TwoLinears(case, 33, seed=50))
                 found = set_model_state_dict(model, state, options=told)
                 assert not found.missing_keys and not found.unexpected_keys, where
                 check_loaded(model, expected, where)
@@ -103,7 +103,7 @@ def test_get_and_set():
 def check_parts_keep_no_memory(rank, world_size):
     """The attributes by which torch finds the parts are None, on a copy of the parameter too."""
     for case in SOME:
-        model = shard(Model(case, 33, seed=20))
+        model = shard(TwoLinears(case, 33, seed=20))
         get_model_state_dict(model)
         parts = set() if case.has_master else {*case.make((2, 128)).tensor_attrs}
         for p in (model.first.weight, copy.deepcopy(model.first.weight)):
@@ -119,7 +119,7 @@ def test_parts_keep_no_memory():
 def check_some_of_the_parameters(rank, world_size):
     """As of a LoRA: low-bit weights are frozen, what trains is saved and loaded by itself."""
     for case in SOME:
-        expected, model = Model(case, 33, seed=20), shard(Model(case, 33, seed=50))
+        expected, model = TwoLinears(case, 33, seed=20), shard(TwoLinears(case, 33, seed=50))
         before, names = model.state_dict(), list(expected.state_dict())
         before = {name: gathered(t).clone() for name, t in before.items()}
         for full in (False, True):
@@ -148,15 +148,15 @@ def check_frozen(rank, world_size):
     """torch leaves frozen parameters out by their own names, which frozen low-bit weights do not have."""
     frozen = StateDictOptions(ignore_frozen_params=True)
     for case in SOME:
-        expected = Model(case, 33, seed=20)
-        for model in (shard(Model(case, 33, seed=20)), expected):
+        expected = TwoLinears(case, 33, seed=20)
+        for model in (shard(TwoLinears(case, 33, seed=20)), expected):
             if case.is_trainable:
                 state = get_model_state_dict(model, options=frozen)
                 assert list(state) == list(expected.state_dict())
             else:
                 with pytest.raises(KeyError, match=r"first\.weight"):
                     get_model_state_dict(model, options=frozen)
-    model = shard(Model(*named("qat-int4-g32"), 33, seed=20))
+    model = shard(TwoLinears(*named("qat-int4-g32"), 33, seed=20))
     model.first.weight.requires_grad_(False)
     assert {*get_model_state_dict(model, options=frozen)} == {"first.bias", "second.weight"}
     return True
@@ -168,14 +168,14 @@ def test_frozen():
 
 def check_save_by_names(rank, world_size, folder):
     for case in SOME:
-        state = get_model_state_dict(shard(Model(case, 33, seed=20)))
+        state = get_model_state_dict(shard(TwoLinears(case, 33, seed=20)))
         dcp.save({"model": state}, checkpoint_id=f"{folder}/{case.name}")
     return True
 
 
 def check_load_by_names(rank, world_size, source, target):
     for case in SOME:
-        model, expected = shard(Model(case, 33, seed=50)), Model(case, 33, seed=20)
+        model, expected = shard(TwoLinears(case, 33, seed=50)), TwoLinears(case, 33, seed=20)
         state = {name: t.clone() for name, t in get_model_state_dict(model).items()}
         dcp.load({"model": state}, checkpoint_id=f"{source}/{case.name}")
         set_model_state_dict(model, state, options=StateDictOptions(strict=False))
@@ -201,12 +201,12 @@ def check_wrapped(rank, world_size):
 
     wraps = (torch.compile, ddp, lambda m: ddp(torch.compile(m)), layers_compiled)
     for case in SOME:
-        expected = Model(case, 33, seed=20)
+        expected = TwoLinears(case, 33, seed=20)
         for wrap in wraps:
             where = (case.name, wrap)
             state = get_model_state_dict(wrap(copy.deepcopy(expected)))
             assert {*state} == {*expected.state_dict()}, where
-            wrapped = wrap(Model(case, 33, seed=50))
+            wrapped = wrap(TwoLinears(case, 33, seed=50))
             if not case.has_master:
                 with pytest.raises(RuntimeError, match=r"Missing key: first\.weight"):
                     set_model_state_dict(wrapped, dict(state))
@@ -214,7 +214,7 @@ def check_wrapped(rank, world_size):
             assert not found.missing_keys and not found.unexpected_keys, where
             found = get_model_state_dict(wrapped)
             assert all(same_bits(found[name], t) for name, t in expected.state_dict().items())
-        blocks = shard(layers_compiled(Model(case, 33, seed=50)))
+        blocks = shard(layers_compiled(TwoLinears(case, 33, seed=50)))
         state = get_model_state_dict(shard(copy.deepcopy(expected)))
         found = set_model_state_dict(blocks, state, options=loose)
         assert not found.missing_keys and not found.unexpected_keys, case.name
@@ -231,9 +231,12 @@ def check_whole_tensors(rank, world_size):
     """Low-bit tensors under the parameters' names load as well, full or sharded as the model is."""
     everywhere = StateDictOptions(full_state_dict=True)
     for case in SOME:
-        expected = Model(case, 33, seed=20)
-        for options, given in ((everywhere, expected), (None, shard(Model(case, 33, seed=20)))):
-            model = shard(Model(case, 33, seed=50))
+        expected = TwoLinears(case, 33, seed=20)
+        for options, given in (
+            (everywhere, expected),
+            (None, shard(TwoLinears(case, 33, seed=20))),
+        ):
+            model = shard(TwoLinears(case, 33, seed=50))
             whole = {name: p.detach() for name, p in given.named_parameters()}
             assert isinstance(held_locally(whole["first.weight"]), LowbitTensor)
             set_model_state_dict(model, whole, options=options)
@@ -250,7 +253,10 @@ def check_full(rank, world_size, folder):
     everywhere = StateDictOptions(full_state_dict=True)
     for case in SOME:
         for rows in ROWS:
-            model, expected = shard(Model(case, rows, seed=50)), Model(case, rows, seed=20)
+            model, expected = (
+                shard(TwoLinears(case, rows, seed=50)),
+                TwoLinears(case, rows, seed=20),
+            )
             parts = {name: t.clone() for name, t in expected.state_dict().items()}
             set_model_state_dict(model, dict(parts), options=everywhere)
             check_loaded(model, expected, (case.name, rows))
@@ -259,7 +265,7 @@ def check_full(rank, world_size, folder):
             state = get_model_state_dict(model, options=everywhere)
             path = f"{folder}/{case.name}-{rows}-{rank}.safetensors"
             lowbit.save(state, path)
-            again = Model(case, rows, seed=50)
+            again = TwoLinears(case, rows, seed=50)
             again.load_state_dict(lowbit.load(path))
             check_loaded(again, expected, (case.name, rows))
             assert all(same_bits(state[name], t) for name, t in parts.items()), (case.name, rows)
@@ -276,7 +282,7 @@ def check_joined(rank, world_size):
     for case in SOME:
         if case.name == "e4m3-row":
             continue  # gloo gathers no float8
-        expected, model = Model(case, 33, seed=20), shard(Model(case, 33, seed=20))
+        expected, model = TwoLinears(case, 33, seed=20), shard(TwoLinears(case, 33, seed=20))
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         found = joined(state, model)
         for name, t in joined(expected.state_dict()).items():
@@ -296,7 +302,7 @@ def check_broadcast(rank, world_size):
     for case in SOME:
         if case.has_master or case.name == "e4m3-row":  # gloo sends no float8
             continue
-        model, expected = shard(Model(case, 33, seed=50)), Model(case, 33, seed=20)
+        model, expected = shard(TwoLinears(case, 33, seed=50)), TwoLinears(case, 33, seed=20)
         told = ""
         try:
             state = dict(expected.state_dict()) if rank == 0 else {}
@@ -394,7 +400,7 @@ def test_tensor_parallel():
 def check_onto_meta(rank, world_size):
     """Loading as accelerate does: onto a meta model, each tensor of the full state dict sharded and assigned."""
     for case in SOME:
-        whole = Model(case, 33, seed=20)
+        whole = TwoLinears(case, 33, seed=20)
         model = shard(copy.deepcopy(whole).to("meta"))
         state = model.state_dict()
         assert list(state) == list(whole.state_dict())
@@ -419,7 +425,7 @@ def test_sharded_parts_into_an_unsharded_model():
 
 def check_sharded_into_unsharded(rank, world_size):
     for case in named("int4-g32", "train-int8-weight"):
-        model, sharded = Model(case, 33, seed=50), shard(Model(case, 33, seed=20))
+        model, sharded = TwoLinears(case, 33, seed=50), shard(TwoLinears(case, 33, seed=20))
         state = sharded.state_dict()
         with pytest.raises(RuntimeError, match=r"first\.weight\.codes is a DTensor.*full_tensor"):
             model.load_state_dict(state)
@@ -430,5 +436,5 @@ def check_sharded_into_unsharded(rank, world_size):
         assert dist.get_rank() == rank
         model.load_state_dict(state)
         found = joined(state)["first.weight"]
-        assert same(found, Model(case, 33, seed=20).first.weight.detach())
+        assert same(found, TwoLinears(case, 33, seed=20).first.weight.detach())
     return True

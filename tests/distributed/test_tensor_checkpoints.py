@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lowbit.tensor import LowbitTensor
-from lowbit.testing.fsdp2 import Model, shard
+from lowbit.testing.fsdp2 import TwoLinears, shard
 from lowbit.testing.launch import launch
 from lowbit.testing.serialization import check_loaded
 from tests.distributed.test_tensor_fsdp import ROWS, WEIGHTS
@@ -63,7 +63,10 @@ def check_full_state_dicts(rank, world_size):
     everywhere = StateDictOptions(full_state_dict=True)
     for case in WEIGHTS:
         for rows in ROWS:
-            model, expected = shard(Model(case, rows, seed=20)), Model(case, rows, seed=20)
+            model, expected = (
+                shard(TwoLinears(case, rows, seed=20)),
+                TwoLinears(case, rows, seed=20),
+            )
             if any(
                 t.dtype.itemsize == 1 and t.is_floating_point() for t in model.state_dict().values()
             ):
@@ -76,11 +79,11 @@ def check_full_state_dicts(rank, world_size):
             for name, value in state.items():
                 assert type(value) is type(unsharded[name]) is torch.Tensor
                 assert same_bits(value, unsharded[name]), (case.name, rows, name)
-            plain = Model(case, rows, seed=50)
+            plain = TwoLinears(case, rows, seed=50)
             plain.load_state_dict(state)
             x = values((4, 100), 1)
             assert same_bits(plain(x), expected(x)), (case.name, rows)
-            other = shard(Model(case, rows, seed=50))
+            other = shard(TwoLinears(case, rows, seed=50))
             set_model_state_dict(other, state, options=everywhere)
             check_loaded(other, expected, (case.name, rows))
     return True
@@ -119,9 +122,9 @@ def test_every_representation_is_placed():
 
 def check_async_save(rank, world_size, folder):
     for case in named("int4-g32", "e4m3-row", "qat-int4-g32"):
-        model = shard(Model(case, 33, seed=20))
+        model = shard(TwoLinears(case, 33, seed=20))
         dcp.async_save({"m": model.state_dict()}, checkpoint_id=f"{folder}/{case.name}").result()
-        other, expected = shard(Model(case, 33, seed=50)), Model(case, 33, seed=20)
+        other, expected = shard(TwoLinears(case, 33, seed=50)), TwoLinears(case, 33, seed=20)
         state = other.state_dict()
         dcp.load({"m": state}, checkpoint_id=f"{folder}/{case.name}")
         other.load_state_dict(state)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from lowbit import AffineTensor, FakeQuantizedTensor, Int4WeightOnly, NF4WeightOnly, NVFP4WeightOnly
 from lowbit.tensor import Int8WeightTensor, LowbitTensor
 from lowbit.testing.fsdp2 import (
-    Model,
+    TwoLinears,
     batch_of,
     check_gradient,
     gradients,
@@ -58,7 +58,7 @@ def check_bytes_on_the_wire(rank, world_size):
     for name, limit in most.items():
         (case,) = named(name)
         for rows in (64, 33):
-            model = shard(Model(case, rows))
+            model = shard(TwoLinears(case, rows))
             with recorded_gathers() as seen, torch.no_grad():
                 model(batch_of(rank))
             weights = [(local, inputs) for local, inputs in seen if local.shape[-1] == 100]
@@ -79,7 +79,7 @@ def check_training(rank, world_size):
     """QAT with clipped gradients: sharded equals one process that sees the batches of all ranks."""
     for case in TRAINABLE:
         for rows in (64, 33, 1):
-            whole, model = Model(case, rows), shard(Model(case, rows))
+            whole, model = TwoLinears(case, rows), shard(TwoLinears(case, rows))
             optimizers = [
                 torch.optim.AdamW(m.parameters(), lr=1e-3, weight_decay=0.1) for m in (whole, model)
             ]
@@ -110,7 +110,7 @@ def check_training(rank, world_size):
 
 def check_training_without_clipping_is_exact(rank, world_size):
     for case in TRAINABLE:
-        whole, model = Model(case, 33), shard(Model(case, 33))
+        whole, model = TwoLinears(case, 33), shard(TwoLinears(case, 33))
         for step in range(3):
             whole.zero_grad()
             model.zero_grad()
@@ -132,7 +132,7 @@ def check_full_tensors_and_shards(rank, world_size):
     """full_tensor() returns the weight, and each shard holds its own rows; so does a 3-D expert weight."""
     for case in WEIGHTS:
         for rows in ROWS:
-            whole, model = Model(case, rows), shard(Model(case, rows))
+            whole, model = TwoLinears(case, rows), shard(TwoLinears(case, rows))
             for layer in ("first", "second"):
                 expected = getattr(whole, layer).weight.detach()
                 p = getattr(model, layer).weight
@@ -151,19 +151,19 @@ def check_blocks_of_rows_are_sharded_whole(rank, world_size):
     """Shards of 32 rows hold whole blocks of 8. Those of 36 or 33 would cut through blocks."""
     for case in named("int4-block-8x16", "e4m3dyn-e4m3-block-8x16"):
         x = batch_of(rank)
-        assert same_bits(shard(Model(case, 64))(x), Model(case, 64)(x))
+        assert same_bits(shard(TwoLinears(case, 64))(x), TwoLinears(case, 64)(x))
         for rows in (72, 33, 15):
             with pytest.raises(NotImplementedError, match=r"blocks.*dequantize"):
-                shard(Model(case, rows))(x)
+                shard(TwoLinears(case, rows))(x)
     return True
 
 
 def check_sharded_parameters_are_printed_copied_and_replaced(rank, world_size):
     for name in ("int4-g32", "qat-int4-g32"):
         (case,) = named(name)
-        model, other = shard(Model(case, 33)), shard(Model(case, 33))
+        model, other = shard(TwoLinears(case, 33)), shard(TwoLinears(case, 33))
         assert case.kind.__name__ in repr(model.first.weight)
-        source = shard(Model(case, 33))
+        source = shard(TwoLinears(case, 33))
         with torch.no_grad():
             for layer in (source.first, source.second):
                 part = layer.weight.to_local()

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 import lowbit
 from lowbit.testing import relative_error
 from lowbit.testing.launch import launch
-from lowbit.testing.tensor_parallel import Block
+from lowbit.testing.tensor_parallel import ParallelBlock
 from tests.tensor.cases import CASES, named, values
 
 FROZEN = [c for c in CASES if c.is_weight and not c.is_trainable and c.row_step == 1]
@@ -97,7 +97,7 @@ def check_qat(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     for scheme in (lowbit.Int4WeightOnly(32), lowbit.Int8DynamicActivationInt4Weight(32)):
-        plain = Block(named("int8-row")[0])
+        plain = ParallelBlock(named("int8-row")[0])
         for layer in (plain.up, plain.down):
             layer.weight = nn.Parameter(values(layer.weight.shape, 7))
         whole, model = copy.deepcopy(plain), copy.deepcopy(plain)

@@ -84,7 +84,7 @@ def test_blocks_that_end_within_the_weight() -> None:
     parts = CT.encode(w)
     assert parts["weight"].shape == (200, 130) and parts["weight_scale"].shape == (2, 2)
     assert_same(through(CT, w), w)
-    with pytest.raises(FormatError, match="no multiple of 128"):
+    with pytest.raises(FormatError, match="not a multiple of 128"):
         FP8.encode(w)
 
 
@@ -104,7 +104,7 @@ def test_scales_of_float8_blocks(scales: str) -> None:
 
 REFUSED = {
     "float zero points": (Scheme(Spec(Int(4), PerGroup(32), "float_zero_point")), "are values"),
-    "ragged groups": (Int4WeightOnly(96), "no multiple of the group size 96"),
+    "ragged groups": (Int4WeightOnly(96), "not a multiple of the group size 96"),
     "e5m2": (Scheme(Spec(Float8(torch.float8_e5m2), PerRow())), "float8_e5m2"),
     "int blocks": (Scheme(Spec(Int(8), PerBlock(16, 16))), "no int weights with PerBlock"),
     "float8 groups": (Float8WeightOnly(PerGroup(32)), "no float weights with PerGroup"),
@@ -203,9 +203,9 @@ def test_damaged_parts(case: str) -> None:
     ("settings", "why"),
     [
         ({"num_bits": 4, "type": "float"}, "float of 4 bits"),
-        ({"strategy": "tensor_group"}, "nothing that lowbit represents"),
+        ({"strategy": "tensor_group"}, "not settings that lowbit represents"),
         ({"actorder": "group"}, "actorder"),
-        ({"strategy": "group", "group_size": None}, "nothing that lowbit represents"),
+        ({"strategy": "group", "group_size": None}, "not settings that lowbit represents"),
     ],
 )
 def test_settings_that_lowbit_does_not_know(settings: dict[str, object], why: str) -> None:

@@ -75,10 +75,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a lost shard": (lambda f: first_shard(f).unlink(), "lacks the shard model-00001"),
     "a truncated shard": (
         lambda f: os.truncate(first_shard(f), first_shard(f).stat().st_size - 9),
-        "truncated, damaged or no safetensors file",
+        "truncated, damaged or not a safetensors file",
     ),
-    "a shard of text": (lambda f: first_shard(f).write_text("hello"), "truncated, damaged or no"),
-    "an empty shard": (lambda f: first_shard(f).write_bytes(b""), "truncated, damaged or no"),
+    "a shard of text": (
+        lambda f: first_shard(f).write_text("hello"),
+        "truncated, damaged or not a",
+    ),
+    "an empty shard": (lambda f: first_shard(f).write_bytes(b""), "truncated, damaged or not a"),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "half a config": (lambda f: os.truncate(f / "config.json", 40), "config.json cannot be read"),
     "a list as config": (lambda f: (f / "config.json").write_text("[]"), "holds a list"),
@@ -93,7 +96,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "lacks the shard ../../secret",
     ),
     "no weights": (lambda f: [p.unlink() for p in f.glob("*.safe*")], "no .*safetensors"),
-    "an unknown method": (settings("quant_method", "hqq"), "'hqq' in config.json is none"),
+    "an unknown method": (settings("quant_method", "hqq"), "'hqq' in config.json is not one"),
     "another method": (settings("quant_method", "fp8"), "config.json says fp8"),
     "other tensors": (rename_parts, "claims another format than it has"),
     "a lost part": (without_scales, "no weight_scale beside them"),
@@ -140,8 +143,8 @@ def test_no_folder_and_folders_of_no_model(tmp_path: Path) -> None:
     (tmp_path / "pickled/config.json").write_text("{}")
     (tmp_path / "pickled/pytorch_model.bin").write_bytes(b"")
     for name, why in [
-        ("nowhere", "is no folder"),
-        ("file", "is no folder"),
+        ("nowhere", "is not a folder"),
+        ("file", "is not a folder"),
         (".", "no config.json"),
         ("pickled", "convert pytorch_model.bin to safetensors"),
     ]:

@@ -353,7 +353,7 @@ def test_an_output_is_replaced_only_where_asked(tmp_path: Path) -> None:
     assert config_of(out)["quantization_config"]["quant_method"] == "lowbit"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/diary.txt").write_text("dear")
-    with pytest.raises(FormatError, match="is no checkpoint"):
+    with pytest.raises(FormatError, match="is not a checkpoint"):
         lowbit.export(model, tmp_path / "mine", overwrite=True)
     with pytest.raises(FormatError, match="is the folder that is read"):
         lowbit.export(out, out, overwrite=True)

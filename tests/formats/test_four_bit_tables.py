@@ -99,7 +99,7 @@ REFUSED = {
     "ragged blocks": (BNB, NF4WeightOnly(64), 96, "divide the 96 inputs"),
     "nf4 by compressed-tensors": (CT, NF4WeightOnly(), 128, "holds FP4"),
     "e2m1 with float scales": (CT, Scheme(Spec(E2M1, PerGroup(16))), 128, "holds FP4"),
-    "ragged groups": (CT, NVFP4WeightOnly(), 40, "no multiple of the group size 16"),
+    "ragged groups": (CT, NVFP4WeightOnly(), 40, "not a multiple of the group size 16"),
 }
 
 
@@ -130,7 +130,7 @@ DAMAGED = {
     "no absmax": (lambda p: p.pop("weight.absmax"), "no weight.absmax"),
     "no table": (lambda p: p.pop("weight.nested_quant_map"), "no nested_quant_map"),
     "table": (lambda p: p["weight.quant_map"].mul_(2), "quant_map"),
-    "state": (lambda p: p[STATE + "nf4"].fill_(7), "is no JSON"),
+    "state": (lambda p: p[STATE + "nf4"].fill_(7), "is not JSON"),
     "codes": (lambda p: p.update(weight=p["weight"][2:]), "bytes of codes"),
     "absmax": (lambda p: p.update({"weight.absmax": p["weight.absmax"][1:]}), "shape"),
     "nested": (lambda p: p.update({"weight.nested_absmax": torch.ones(9)}), "nested_blocksize"),

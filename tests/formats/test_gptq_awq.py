@@ -120,7 +120,7 @@ REFUSED = {
     "inputs of awq": (AWQ, Int8DynamicActivationInt4Weight(32), "rounds no inputs"),
     "float8": (V2, Float8WeightOnly(), "holds integers"),
     "float zero points": (AWQ, Scheme(Spec(Int(4), PerGroup(32), "float_zero_point")), "values"),
-    "ragged groups": (AWQ, Int4WeightOnly(96), "no multiple of the group size 96"),
+    "ragged groups": (AWQ, Int4WeightOnly(96), "not a multiple of the group size 96"),
 }
 
 
@@ -231,7 +231,7 @@ def test_act_order_goes_to_other_formats_with_its_loss_stated(tmp_path: Path) ->
     [
         (torch.zeros(128), "each group 64 inputs"),
         (torch.arange(128) % 3, "each group 64 inputs"),
-        (torch.arange(64) // 32, "no group for each of 128 inputs"),
+        (torch.arange(64) // 32, "not a group for each of 128 inputs"),
     ],
 )
 def test_a_damaged_order(index: Tensor, why: str) -> None:
@@ -293,7 +293,7 @@ def test_a_last_group_that_is_not_full(format, bits: int, columns: int, sym: boo
         assert torch.equal(found.dequantize(), values)
         assert_same(through(by_name("lowbit"), found), found)
         if format is AWQ or columns * bits % 32:
-            with pytest.raises(FormatError, match=r"no multiple of the group|whole words"):
+            with pytest.raises(FormatError, match=r"not a multiple of the group|whole words"):
                 format.encode(found)
             continue
         written = format.encode(found)

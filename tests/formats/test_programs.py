@@ -470,13 +470,13 @@ def test_outputs_that_exist_or_cannot_be_written(tmp_path: Path) -> None:
     assert out.read_text() == "mine"
     with pytest.raises(FormatError, match=r"is a folder; onnx is one file, such as model\.onnx"):
         lowbit.export(model, tmp_path, **options)
-    with pytest.raises(FormatError, match="is no folder; make it first"):
+    with pytest.raises(FormatError, match="is not a folder; make it first"):
         lowbit.export(model, tmp_path / "none" / "model.onnx", **options)
 
 
 def test_weight_formats_take_no_inputs(tmp_path: Path) -> None:
     with pytest.raises(
-        FormatError, match="lowbit holds weights, no program, and takes no example_"
+        FormatError, match="lowbit holds weights, not a program, and takes no example_"
     ):
         lowbit.export(network(Int4WeightOnly(32)), tmp_path / "m", "lowbit", example_inputs=(X,))
 

@@ -64,7 +64,7 @@ STRANGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a long shard name": (index("a" * 5000 + ".safetensors"), "lacks the shard aaaa"),
     "a shard name with a zero": (index("a\0.safetensors"), "lacks the shard"),
-    "an expression that is wrong": (targets("re:(a"), "is no regular expression"),
+    "an expression that is wrong": (targets("re:(a"), "is not a regular expression"),
     "a back reference": (targets(r"re:(a)\1"), "may take for ever; accepted: letters"),
     "a large expression": (targets("re:(a{900}){900}"), "more than 5000 steps"),
     "a long expression": (targets("re:" + "a" * 10**6), "1000000 letters; accepted: 2000"),

@@ -177,7 +177,7 @@ REFUSED = {
     "quantize untokenized --scheme int8_int8_static --data text.txt --out out": "has no tokenizer",
     "quantize model --scheme int8_int8_static --data text.txt --layers x.*=int4 --out out": "x.*",
     "eval model-int4 --data missing.txt": "missing.txt cannot be read: No such file",
-    "eval model-int4 --data binary": "no text in UTF-8",
+    "eval model-int4 --data binary": "not a text in UTF-8",
     "eval model-int4 --data short.txt": "at least 2",
     "eval model-int4 --data text.txt --context 65": "2 to 64",
     "eval model-int4 --data text.txt --context 1": "2 to 64",
@@ -252,7 +252,7 @@ def test_estimate_takes_a_model_of_text_and_images(tmp_path: Path) -> None:
     assert found.source == "transformers"
     assert found.weights["model.language_model.embed_tokens.weight"] == (262208, 64)
     assert any("vision_tower" in name for name in found.weights)
-    assert found.sizes == shapes.Sizes(2, 64, 8 * 256, 4 * 256, 96, 262208)
+    assert found.sizes == shapes.DecoderSizes(2, 64, 8 * 256, 4 * 256, 96, 262208)
 
 
 def test_estimate_says_why_transformers_refuses_a_model(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_estimated_activations_are_those_that_autograd_keeps(
     import transformers
 
     from lowbit.cli.memory import Run, activation_bytes
-    from lowbit.cli.shapes import Sizes
+    from lowbit.cli.shapes import DecoderSizes
 
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": vocabulary}
@@ -299,7 +299,7 @@ def test_estimated_activations_are_those_that_autograd_keeps(
         F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
     measured = sum(t.untyped_storage().nbytes() for t in kept.values())
     run = Run(2, 256)
-    shape = Sizes(layers, hidden, hidden, hidden // 2, inner, vocabulary)
+    shape = DecoderSizes(layers, hidden, hidden, hidden // 2, inner, vocabulary)
     estimated = activation_bytes(shape, run) - 6 * run.tokens * vocabulary
     assert measured == pytest.approx(estimated, rel=0.02)
 

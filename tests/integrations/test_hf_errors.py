@@ -71,7 +71,7 @@ def test_safetensors_is_missing() -> None:
         ((3,), {}, TypeError, "unknown scheme 3; accepted: a name such as 'int4'"),
         ((lb.Int8WeightOnly(),), {"group_size": 3}, TypeError, "group_size: options belong to"),
         (({"*": 4},), {}, TypeError, r"'\*': 4; accepted"),
-        (({"re:(": "int4"},), {}, ValueError, r"'re:\(' is no regular expression"),
+        (({"re:(": "int4"},), {}, ValueError, r"'re:\(' is not a regular expression"),
         (({0: None},), {}, TypeError, "a pattern must be a str, got 0"),
         (("int4",), {"scales": "best"}, ValueError, "unknown scales 'best'; accepted: minmax"),
         (("Int8StaticActivationInt8Weight",), {}, ValueError, "needs a calibration"),

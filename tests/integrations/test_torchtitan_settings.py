@@ -66,7 +66,7 @@ from torchtitan.config import ConfigManager  # noqa: E402
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
 from lowbit.interop.torchtitan import optimizers, release_0_2, settings  # noqa: E402
-from lowbit.interop.torchtitan.metrics import Measurement, Schedule  # noqa: E402
+from lowbit.interop.torchtitan.metrics import MeasuredSteps, Measurement  # noqa: E402
 from lowbit.interop.torchtitan.settings import qat_scheme  # noqa: E402
 from lowbit.torchtitan import Lowbit, LowbitConverter  # noqa: E402
 from lowbit.trace import tracer  # noqa: E402
@@ -418,7 +418,7 @@ def test_only_scheduled_steps_are_measured():
     made = optim.AdamW8bit(model.parameters())
 
     def steps(first: int, last: int) -> list[int]:
-        schedule, found = Schedule(3), []
+        schedule, found = MeasuredSteps(3), []
         schedule.watch([model], [made])
         for step in range(first, last + 1):
             schedule.begin()
@@ -437,7 +437,7 @@ def test_only_scheduled_steps_are_measured():
 
 
 def test_nothing_is_measured_without_a_schedule():
-    schedule = Schedule(0)
+    schedule = MeasuredSteps(0)
     schedule.watch([Model()], [])
     schedule.begin()
     schedule.begin(1)

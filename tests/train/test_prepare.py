@@ -334,9 +334,9 @@ def test_the_compiler_takes_the_answer_for_a_constant():
 
 
 def test_other_devices_are_refused():
-    assert missing_units(torch.device("mps"), (8, 0)) == "it is no NVIDIA GPU"
+    assert missing_units(torch.device("mps"), (8, 0)) == "it is not an NVIDIA GPU"
     assert missing_units(torch.device("meta"), (8, 0)) is None
-    with pytest.raises(RuntimeError, match="no NVIDIA GPU"):
+    with pytest.raises(RuntimeError, match="not an NVIDIA GPU"):
         Int8MixedPrecision().plain_because(torch.device("xpu"), 2**20, 4096, 4096)
 
 

@@ -74,7 +74,7 @@ def test_weights_on_gpus_without_units_are_refused(monkeypatch, capability, fits
             scheme.check(weight)
     Int8Weight().check(weight)  # which asks for no products in int8
     weight.device = torch.device("mps")
-    with pytest.raises(ValueError, match=r"BitNet on mps: it is no NVIDIA GPU.*accepted"):
+    with pytest.raises(ValueError, match=r"BitNet on mps: it is not an NVIDIA GPU.*accepted"):
         BitNet().check(weight)
 
 

@@ -16,11 +16,12 @@
 | IQ4_XS | 4    | 256, 136        | d · (s − 32) · IQ4[q] for groups of 32       | no      |
 
 d, m and dmin are float16; s and m of K-quants are small integers. A minimum becomes a zero point that is a value, in
-float32: x̂ = (q − 2^(b−1)) · scale + zero_point. Where float32 cannot hold that zero point exactly, the weight is given
-in high precision. `IQ4` is a table of 16 values, so that weights of the last two types are a `TableTensor`.
+float32: x̂ = (q − 2^(b−1)) · scale + zero_point. If float32 cannot hold that zero point exactly, the weight is read in
+high precision. `IQ4` is a table of 16 values, so weights of the last two types become a `TableTensor`.
 
-Files of one name mix types: a "Q4_K_M" also has Q6_K. Rows that are not a multiple of 256 have a type with blocks of
-32 in place of the K-quant: Q4_0 of Q2_K and Q3_K, Q5_0 of Q4_K, Q5_1 of Q5_K, Q8_0 of Q6_K, IQ4_NL of IQ4_XS.
+Files of one name mix types: a "Q4_K_M" also has Q6_K. If the length of rows is not a multiple of 256, a type with
+blocks of 32 replaces the K-quant: Q4_0 for Q2_K and Q3_K, Q5_0 for Q4_K, Q5_1 for Q5_K, Q8_0 for Q6_K, IQ4_NL for
+IQ4_XS.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.base import FormatError
-from lowbit.formats.integers import Layout, exact_scales, from_integers, integers_of, layout_of
+from lowbit.formats.integers import (
+    IntegerLayout,
+    exact_scales,
+    from_integers,
+    integers_of,
+    layout_of,
+)
 from lowbit.numerics.granularity import PerGroup
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Int
@@ -43,8 +50,8 @@ from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.table_tensor import TableTensor
 
 Block = tuple[Tensor, Tensor, Tensor | None]
-"""Of blocks [N, B, bytes]: unsigned codes [N, B, elements], scales [N, B, groups], and minimums that are added, or None
-where 2^(bits − 1) is subtracted from each code, or a table has its value."""
+"""What blocks [N, B, bytes] hold: unsigned codes [N, B, elements], scales [N, B, groups], and minimums that are added.
+None for minimums: 2^(bits − 1) is subtracted from each code, or a table gives its value."""
 
 IQ4 = LookupTable((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
 """The values of IQ4_NL and IQ4_XS: dense around zero, as weights are."""
@@ -57,7 +64,7 @@ SMALL = 32
 
 
 def encode(weight: LowbitTensor) -> tuple[str, Tensor]:
-    """The type and the bytes [N, …] of a weight, with the same values. Raises FormatError where no type holds it."""
+    """The type and the bytes [N, …] of a weight, with the same values. Raises FormatError if no type holds it."""
     has_minimum = getattr(getattr(weight, "spec", None), "mapping", None) == "float_zero_point"
     layout = _layout_with_minimum(weight) if has_minimum else layout_of(weight, "gguf")
     assert isinstance(weight, AffineTensor)
@@ -89,7 +96,7 @@ def encode(weight: LowbitTensor) -> tuple[str, Tensor]:
     )
 
 
-def _layout_with_minimum(weight: LowbitTensor) -> Layout:
+def _layout_with_minimum(weight: LowbitTensor) -> IntegerLayout:
     """`layout_of` of a weight whose zero points are values."""
     assert isinstance(weight, AffineTensor)
     spec = replace(weight.spec, mapping="asymmetric", scale_dtype=None)
@@ -115,15 +122,17 @@ def _bytes(half: Tensor) -> Tensor:
 
 
 def decode(kind: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight of `dtype` that bytes [N, …] of a type hold; plain where no low-bit one has the same values.
+    """The weight of `dtype` that bytes [N, …] of a type hold; plain if no low-bit weight has the same values.
 
-    Raises FormatError for a type that lowbit does not read, and for rows that are no whole blocks.
+    Raises FormatError for a type that lowbit does not read, and for rows that are not whole blocks.
     """
     if kind not in TYPES:
         raise FormatError(f"its type is {kind}; lowbit reads {', '.join(TYPES)} and plain ones")
     format, size, read = TYPES[kind]
     if rows.ndim != 2 or rows.shape[1] % size:
-        raise FormatError(f"rows of {tuple(rows.shape)} bytes are no whole {kind} blocks of {size}")
+        raise FormatError(
+            f"rows of {tuple(rows.shape)} bytes are not whole {kind} blocks of {size}"
+        )
     codes, scale, minimum = read(rows.unflatten(1, (-1, size)))
     q, scale = codes.flatten(1), scale.flatten(1).contiguous()
     group = q.shape[1] // scale.shape[1]
@@ -133,7 +142,7 @@ def decode(kind: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
     bits = format.bits
     signed = (q.short() - 2 ** (bits - 1)).to(torch.int8)
     if minimum is None:
-        return from_integers(Layout(bits, group, False), signed, scale, None, dtype)
+        return from_integers(IntegerLayout(bits, group, False), signed, scale, None, dtype)
     return _added(q, signed, scale, minimum.flatten(1), bits, dtype)
 
 
@@ -145,7 +154,7 @@ def _added(
     zero = (-minimum.double() / scale.double()).nan_to_num(0, 0, 0).round().clamp(0, 2**bits - 1)
     if torch.equal(-zero * scale.double(), minimum.double()):
         point = (zero - 2 ** (bits - 1)).to(torch.int8)
-        return from_integers(Layout(bits, group, True), signed, scale, point, dtype)
+        return from_integers(IntegerLayout(bits, group, True), signed, scale, point, dtype)
     exact = minimum.double() + 2 ** (bits - 1) * scale.double()
     if not torch.equal(exact.float().double(), exact):
         values = q.float() * scale.repeat_interleave(group, 1) + minimum.repeat_interleave(group, 1)
@@ -180,7 +189,7 @@ def _q4_1(b: Tensor) -> Block:
 
 
 def _fifth_bit(b: Tensor, at: int) -> Tensor:
-    """[N, B, 32], 0 or 16: bit j of the four bytes at `at` is the highest one of element j."""
+    """[N, B, 32], 0 or 16: bit j of the four bytes at `at` is the highest bit of element j."""
     shifts = torch.arange(8, dtype=torch.uint8)
     return (((b[..., at : at + 4, None] >> shifts) & 1) << 4).flatten(2)
 
@@ -258,4 +267,4 @@ TYPES: dict[str, tuple[Int | LookupTable, int, Callable[[Tensor], Block]]] = {
     "IQ4_NL": (IQ4, 18, _q4_0),
     "IQ4_XS": (IQ4, 136, _iq4_xs),
 }
-"""For each type its format, the bytes of a block, and what reads it."""
+"""For each type its format, the bytes of a block, and the function that reads blocks."""

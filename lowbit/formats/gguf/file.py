@@ -1,7 +1,7 @@
 """A GGUF file: one file with weights, settings and tokenizer.
 
-`lowbit.formats.gguf.llama` lists the models that it holds and the names of their tensors.
-`lowbit.formats.gguf.tokenizer` describes how it stores the tokenizer. The package `gguf` reads and writes the file.
+`lowbit.formats.gguf.llama` lists the models and the names of their tensors, `lowbit.formats.gguf.tokenizer` how the
+file stores the tokenizer. The package `gguf` reads and writes the file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DTYPES = {kind: dtype for dtype, kind in _PLAIN.items()}
 
 
 def package() -> Any:
-    """The package. Raises FormatError where it is not installed, or older than the extra `gguf` allows."""
+    """The package. Raises FormatError if it is not installed, or older than the extra `gguf` allows."""
     found = optional.imported("gguf", "gguf files need", "gguf", FormatError)
     if optional.version("gguf") is not None:  # a source tree of llama.cpp has no version
         optional.check("gguf files need", ["gguf"], "gguf", FormatError)
@@ -55,12 +55,12 @@ def package() -> Any:
 
 
 class GgufWriter:
-    """A file that is written. It has the methods of `lowbit.formats.shards.Shards`."""
+    """Writes a GGUF file, by the methods of `lowbit.formats.shards.Shards`."""
 
     def __init__(self, path: Path, source: Source) -> None:
         self._gguf, self._path, self._config = package(), path, source.config
         whole, floats, texts = settings_of(source.config)
-        # Tensors wait in a temporary file, as the header with all their names comes first.
+        # Tensors wait in a temporary file: the header with all their names comes first.
         kind = architecture_of(source.config)
         self._writer = self._gguf.GGUFWriter(path, kind, use_temp_file=True)
         for key, number in whole.items():
@@ -99,7 +99,7 @@ class GgufWriter:
         self.nbytes += data.nbytes
 
     def finish(self) -> None:
-        """Write the file, read it back and compare. Raises FormatError for other bytes than were given."""
+        """Write the file, read it back and compare. Raises FormatError if bytes differ."""
         self._writer.write_header_to_file()
         self._writer.write_kv_data_to_file()
         self._writer.write_tensors_to_file()
@@ -119,7 +119,7 @@ class GgufWriter:
 class GgufFile:
     """A GGUF file of a Llama, with what `lowbit.formats.folder.Folder` offers to readers.
 
-    Raises FormatError: no such file, a damaged one, another architecture, types that lowbit does not read.
+    Raises FormatError: no such file, a damaged file, another architecture, or types that lowbit does not read.
     """
 
     left_out = ()
@@ -137,11 +137,13 @@ class GgufFile:
             raise
         except Exception as error:  # the package raises what numpy, struct or the file system raise
             raise FormatError(
-                f"{self.path} cannot be read: it is damaged or no GGUF file ({error})"
+                f"{self.path} cannot be read: it is damaged or not a GGUF file ({error})"
             ) from error
         stored = {t.name: t for t in self._read.tensors}
         if "token_embd.weight" not in stored:
-            raise FormatError(f"{self.path} has no token_embd.weight, so it is no language model")
+            raise FormatError(
+                f"{self.path} has no token_embd.weight, so it is not a language model"
+            )
         rows = int(stored["token_embd.weight"].shape[1])
         factors = stored.pop(gguf_rope.TENSOR, None)
         with damage_of(f"{self.path}"):
@@ -158,7 +160,7 @@ class GgufFile:
         self.nbytes = sum(int(t.n_bytes) for t in stored.values())
 
     def names(self) -> list[str]:
-        """Names of all tensors, as transformers has them."""
+        """Names of all tensors, as in transformers."""
         return [*self._tensors]
 
     def read(self, name: str) -> Tensor:
@@ -172,25 +174,23 @@ class GgufFile:
         return plain.to(self.dtype)
 
     def items(self) -> Iterator[Item]:
-        """See `lowbit.formats.sources.Source`."""
         for name in self._tensors:
             with damage_of(f"{self.path}: {name}"):
                 value = self.read(name)
             yield Item(name, value, holder_of(name, value))
 
     def linears(self) -> set[str]:
-        """Empty: names and shapes of tensors say what is a linear."""
         return set()
 
     def copy_files(self, folder: Path) -> None:
-        """The tokenizer, which transformers takes out of the file. Warns where it does not."""
+        """Write the tokenizer, which transformers takes out of the file. Warns if it does not."""
         own: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         try:
             transformers = optional.imported("transformers", "that needs", "hf")
             found = transformers.AutoTokenizer.from_pretrained(
                 self.path.parent, gguf_file=self.path.name, **own
             )
-            found.init_kwargs.pop("local_files_only", None)  # it would be written
+            found.init_kwargs.pop("local_files_only", None)  # else the new file gets this option
             found.save_pretrained(folder)
         except Exception as error:  # transformers raises many classes
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -65,7 +65,7 @@ class Gguf(Format):
         return super().grid(scheme)
 
     def nearest(self, weight: LowbitTensor) -> Scheme | None:
-        """Groups of 32 in 4 bits, or in 8 where the weight has more than 4."""
+        """Groups of 32 in 4 bits, or in 8 if the weight has more than 4."""
         spec = getattr(weight, "spec", None)
         if weight.ndim != 2 or weight.shape[1] % gguf_blocks.SMALL or not isinstance(spec, Spec):
             return None

@@ -1,7 +1,7 @@
-"""The header of a GGUF file, walked over before the package `gguf` reads it.
+"""Checks the header of a GGUF file before the package `gguf` reads it.
 
-The package believes what a header says: it reads an array of 2⁶⁰ elements for ever, and keeps some 300 bytes for each
-element. Here every size is compared with that of the file first.
+The package believes a header: it would read an array of 2⁶⁰ elements for ever, and keep some 300 bytes for each
+element. `check` compares every size with that of the file first.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of the scalar types."""
 _STRING, _ARRAY = 8, 9
 _MOST_ENTRIES, _MOST_ELEMENTS = 2**17, 2**22
-"""Tensors or fields, and elements of all arrays. A vocabulary of 256,000 tokens takes about a million."""
+"""Tensors or fields, and elements of all arrays. A vocabulary of 256,000 tokens takes about a million elements."""
 _MOST_DIMENSIONS = 8
 
 
 def check(path: Path) -> None:
-    """Raises FormatError for a header that lies about sizes, and for another byte order than this machine's."""
+    """Raise FormatError for a header with impossible sizes, and for another byte order than this machine's."""
     with path.open("rb") as file:
         try:
             _Header(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)).check()
         except (struct.error, ValueError, OverflowError) as error:
             raise FormatError(
-                f"{path} cannot be read: it is damaged or no GGUF file ({error})"
+                f"{path} cannot be read: it is damaged or not a GGUF file ({error})"
             ) from error
 
 

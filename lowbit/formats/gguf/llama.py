@@ -2,11 +2,11 @@
 
 | model_type        | architecture of GGUF | beside the tensors of a Llama              |
 |-------------------|----------------------|--------------------------------------------|
-| llama, mistral    | llama                | biases, where the model has them           |
+| llama, mistral    | llama                | biases, if the model has them              |
 | qwen2             | qwen2                | biases of query, key and value             |
 | qwen3             | qwen3                | norms of the heads of query and key        |
 
-In a "llama" GGUF interleaves the two halves of each head of q_proj and k_proj, as llama.cpp rotates neighbours there:
+For "llama" GGUF interleaves the two halves of each head of q_proj and k_proj, because llama.cpp rotates neighbours:
 
     row (h, i, j) of [heads, 2, half] becomes row (h, j, i) of [heads, half, 2]
 
@@ -25,7 +25,7 @@ from lowbit.formats.base import FormatError
 from lowbit.formats.gguf import rope as gguf_rope
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""What GGUF calls each "model_type" of config.json."""
+"""The architecture in GGUF of each "model_type" of config.json."""
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _OUTSIDE = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -60,7 +60,7 @@ EPSILON = "attention.layer_norm_rms_epsilon"
 
 
 def in_gguf(name: str) -> str:
-    """The name in GGUF of a tensor of transformers' Llama. Raises FormatError for another one."""
+    """The name in GGUF of a tensor of transformers' Llama. Raises FormatError for any other tensor."""
     if name in _OUTSIDE:
         return _OUTSIDE[name]
     head, _, rest = name.removeprefix("model.layers.").partition(".")
@@ -79,11 +79,11 @@ def in_transformers(name: str) -> str:
     for own, theirs in _INSIDE.items():
         if len(parts) == 4 and parts[0] == "blk" and parts[2] == theirs:
             return f"model.layers.{parts[1]}.{own}.{parts[3]}"
-    raise FormatError(f"{name} is no tensor of a Llama")
+    raise FormatError(f"{name} is not a tensor of a Llama")
 
 
 def heads_of(name: str, config: Mapping[str, Any]) -> int:
-    """The heads whose rows are interleaved in a tensor of this name (transformers'); 0: none are."""
+    """The heads whose rows are interleaved in the tensor with this name in transformers; 0: none are."""
     if ARCHITECTURES.get(config.get("model_type", "")) != "llama":
         return 0
     heads = int(given(config, "num_attention_heads"))
@@ -93,14 +93,14 @@ def heads_of(name: str, config: Mapping[str, Any]) -> int:
 
 
 def given(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a setting that GGUF needs. Raises FormatError where config.json lacks it."""
+    """The value of a setting that GGUF needs. Raises FormatError if config.json lacks it."""
     if config.get(key) is None:
         raise FormatError(f"config.json has no {key}, which gguf needs: add it")
     return config[key]
 
 
 def interleaved(rows: Tensor, heads: int) -> Tensor:
-    """Rows [N, …] of q_proj or k_proj as GGUF has them."""
+    """Rows [N, …] of q_proj or k_proj in the order of GGUF."""
     if not heads:
         return rows
     return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
@@ -126,8 +126,8 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 def settings_of(
     config: Mapping[str, Any],
 ) -> tuple[dict[str, int], dict[str, float], dict[str, str]]:
-    """The integers, floats and texts of GGUF for a config.json. Raises FormatError for a model that llama.cpp would
-    compute otherwise."""
+    """The integers, floats and texts of GGUF for a config.json. Raises FormatError for a model that llama.cpp computes
+    differently."""
     own = architecture_of(config)
     if (act := config.get("hidden_act", "silu")) not in _ACTIVATIONS:
         raise FormatError(
@@ -166,7 +166,7 @@ def _warn_of_window(config: Mapping[str, Any]) -> None:
 
 
 def check_layers(config: Mapping[str, Any], names: Collection[str]) -> None:
-    """Raises FormatError where the tensors, by their names in GGUF, are those of another number of layers."""
+    """Raise FormatError if the tensors, by their names in GGUF, are those of another number of layers."""
     layers = {name.split(".")[1] for name in names if name.startswith("blk.")}
     if (count := config["num_hidden_layers"]) != len(layers):
         raise FormatError(
@@ -180,10 +180,12 @@ def config_of(
     """config.json of transformers' model for the metadata of a GGUF file.
 
     Args:
+        fields: the metadata.
         names: of the tensors, in GGUF.
-        factors: the tensor rope_freqs.weight; None where the file has none.
+        vocabulary: rows of the embedding.
+        factors: the tensor rope_freqs.weight; None if the file has none.
 
-    Raises FormatError for another architecture, for sizes that are missing, and for other rotary embeddings.
+    Raises FormatError for another architecture, missing sizes, and other rotary embeddings.
     """
     own = fields.get("general.architecture")
     if own not in _CLASSES:

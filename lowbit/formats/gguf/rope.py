@@ -6,13 +6,13 @@
 | linear    | and rope.scaling.type, rope.scaling.factor                             |
 | llama3    | and a tensor rope_freqs.weight, which divides the frequencies of a head |
 
-The factors of "llama3" for a frequency f = theta^(−2i/d), with the wavelength λ = 2π/f, the length L of the texts of
-the first training, and the configured `factor`, `low_freq_factor` and `high_freq_factor`:
+The factors of "llama3" for a frequency f = theta^(−2i/d), with the wavelength λ = 2π/f, the context length L of the
+first training, and the configured `factor`, `low_freq_factor` and `high_freq_factor`:
 
     λ < L / high: 1      λ > L / low: factor      between: 1 / ((1 − t) / factor + t),  t = (L/λ − low) / (high − low)
 
-GGUF does not store these four numbers. To find them again, lowbit tries lengths that are powers of two, with the
-factors low = 1 and high = 4 that Llama 3.1 and later releases have.
+GGUF does not store these four numbers. To find them again, lowbit tries lengths that are powers of two, with low = 1
+and high = 4 as in Llama 3.1 and later releases.
 
 Source: Grattafiori et al., "The Llama 3 Herd of Models", arXiv 2407.21783.
 """
@@ -56,7 +56,7 @@ def settings_of(config: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, 
 
 
 def factors_of(config: Mapping[str, Any], size: int) -> Tensor | None:
-    """The tensor `TENSOR`, float32 [size / 2], for heads of `size` elements; None where GGUF needs none."""
+    """The tensor `TENSOR`, float32 [size / 2], for heads of `size` elements; None if GGUF needs none."""
     kind, rope, theta = _rope_of(config)
     return _llama3(rope, theta, size) if kind == "llama3" else None
 
@@ -73,7 +73,7 @@ def _llama3(rope: Mapping[str, Any], theta: float, size: int) -> Tensor:
 
 
 def _published(factors: Tensor, theta: float, size: int) -> dict[str, Any] | None:
-    """Settings of "llama3" that give these factors; None where none of those that are tried does."""
+    """Settings of "llama3" that give these factors; None if no setting that is tried does."""
     own: dict[str, Any] = {"rope_type": "llama3", "factor": float(factors.max()), **_PUBLISHED}
     for length in _LENGTHS:
         own["original_max_position_embeddings"] = length
@@ -93,8 +93,8 @@ def _number(rope: Mapping[str, Any], key: str) -> float:
 
 
 def config_of(stored: Mapping[str, Any], size: int, factors: Tensor | None) -> dict[str, Any]:
-    """The part of a config.json for settings as `settings_of` gives them, and for the tensor `TENSOR`. Raises
-    FormatError for rotary embeddings that lowbit does not know."""
+    """The part of a config.json for the settings that `settings_of` gives and the tensor `TENSOR`. Raises FormatError
+    for rotary embeddings that lowbit does not know."""
     theta, kind = float(stored.get(THETA, 10000.0)), stored.get(KIND, "none")
     factor = float(stored.get(FACTOR, stored.get("rope.scale_linear", 1.0)))  # in older files
     if kind not in ("none", "linear"):

@@ -5,8 +5,8 @@
 | byte-level BPE (Llama 3, Qwen)        | gpt2                 | tokenizer.ggml.merges     |
 | SentencePiece's BPE with bytes as a fallback (Llama 2, Mistral) | llama | tokenizer.ggml.scores |
 
-llama.cpp joins those neighbours first whose joined token has the highest score. The score of a token is minus the place
-of the first merge that makes it, which is the order of tokenizer.json. A token that no merge makes has the lowest one.
+llama.cpp first joins the neighbours whose joined token has the highest score. The score of a token is minus the place
+of the first merge in tokenizer.json that makes it. A token that no merge makes has the lowest score.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from lowbit.formats.gguf.llama import given
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Types of tokens."""
 _SPLITS = {"(?i:'s|'t|'re|'ve|'m|'ll|'d)": "llama-bpe", "|\\p{N}|": "qwen2"}
-"""A part of the pre-tokenizer's pattern, and what llama.cpp calls it."""
+"""A part of the pre-tokenizer's pattern, and llama.cpp's name of that pre-tokenizer."""
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 SPACE = "\u2581"
-"""What SentencePiece writes in place of a space."""
+"""The letter that SentencePiece writes in place of a space."""
 
 
 def add_tokenizer(writer: Any, folder: Path, config: Mapping[str, Any], gguf: Any) -> None:
-    """Add the tokenizer of `folder` to a `gguf.GGUFWriter`. Rows of the embedding without a token get an unused one.
+    """Add the tokenizer of `folder` to a `gguf.GGUFWriter`. Rows of the embedding without a token get an unused token.
 
-    Raises FormatError where the folder has no tokenizer.json of the kinds of the module.
+    Args: `config`, that of the model; `gguf`, the package. Raises FormatError if the folder has no tokenizer.json of
+    the kinds in the module's table.
     """
     path = folder / "tokenizer.json"
     found = read_json(path) if path.is_file() else {}
@@ -93,7 +94,7 @@ def _scores(model: Mapping[str, Any], texts: list[str]) -> list[float]:
 
 
 def _begins_with_space(found: Mapping[str, Any]) -> bool:
-    """Whether the tokenizer puts a space before a text."""
+    """True if the tokenizer puts a space before a text."""
     before, normal = found.get("pre_tokenizer") or {}, found.get("normalizer") or {}
     steps = normal.get("normalizers", [normal])
     prepends = any(s.get("type") == "Prepend" and s.get("prepend") == SPACE for s in steps)

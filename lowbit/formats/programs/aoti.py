@@ -1,12 +1,12 @@
 """A package of AOTInductor, "aoti": the model compiled for this machine, which C++ and Python load without lowbit.
 
-The package holds a shared library and the packed weights. `lowbit.formats.decompositions` writes lowbit's ops in
-PyTorch's, so the library needs libtorch alone:
+The package holds a shared library and the packed weights. `lowbit.formats.decompositions` writes lowbit's ops as ops of
+PyTorch, so the library needs libtorch alone:
 
     model = torch._inductor.aoti_load_package("model.pt2")                        # Python, without lowbit
     torch::inductor::AOTIModelPackageLoader model("model.pt2");                   // C++, without Python
 
-The package is loaded once after it was written, and its outputs are compared with the model's.
+After writing, the package is loaded once, and its outputs are compared with those of the model.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ _OF_TORCH = {"aten", "prims", "prim"}
 
 
 class Aoti(ProgramFormat):
-    """See the module."""
-
     name = "aoti"
     suffix = ".pt2"
 

@@ -27,6 +27,7 @@ class Call:
     """A model and a call of it, which torch.export traces.
 
     Attributes:
+        model: the module.
         args, kwargs: the example inputs.
         dynamic_shapes: as torch.export takes it; None: the shapes of the example.
         weights: the low-bit weights by name, each once.
@@ -40,17 +41,16 @@ class Call:
 
 
 class ProgramFormat(ABC):
-    """A format that holds a program. One of your own subclasses it, and `lowbit.formats.register` makes it known."""
+    """A format that holds a program. A format of your own is a subclass that `lowbit.formats.register` gets."""
 
     name: ClassVar[str]
-    """What `lowbit.export(…, format=name)` takes."""
+    """The name that `lowbit.export(…, format=name)` takes."""
     suffix: ClassVar[str]
     """The end of the file's name, with the dot."""
     scale_dtype: ClassVar[torch.dtype | None] = None
-    """As of `lowbit.formats.Format`."""
+    """As in `lowbit.formats.Format`."""
 
     def grid(self, scheme: Scheme) -> Scheme:
-        """As of `lowbit.formats.Format`."""
         return with_scales(scheme, self.scale_dtype)
 
     @abstractmethod
@@ -62,7 +62,7 @@ class ProgramFormat(ABC):
 
 
 def example(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments and keyword arguments of the example call, of a tuple, a dict or one tensor."""
+    """Arguments and keyword arguments of the example call, from a tuple, a dict or one tensor."""
     if isinstance(inputs, Tensor):
         return (inputs,), {}
     if isinstance(inputs, Mapping):
@@ -76,5 +76,5 @@ def example(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def package(name: str, extra: str) -> Any:
-    """An optional package. Raises FormatError that names the extra where it is not installed."""
+    """An optional package. If it is not installed, raises a FormatError that names the extra."""
     return optional.imported(name, f"{extra} programs need", extra, FormatError)

@@ -1,9 +1,9 @@
 """Trace a model, with its low-bit weights as they are or replaced by modules that a runtime understands.
 
-To replace them, a copy of the model gets plain weights in their place, of the same shape and without values.
-torch.export shows where each one is used: as the weight of a linear, as the table of an embedding, or for its values.
-A module takes the place of each use, and torch.export traces the result again. So functional calls, tied weights and
-weights in modules of the user's own are found as those in nn.Linear are.
+To replace low-bit weights, a copy of the model gets plain weights of the same shape in their place, without values.
+torch.export shows each use of a weight: as the weight of a linear, as the table of an embedding, or for its values. A
+module takes the place of each use, and torch.export traces the result again. This also finds functional calls, tied
+weights and weights in modules of the user's own.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from lowbit.tensor.core.base import LowbitTensor
 
 Use = Literal["linear", "embedding", "values"]
 Replace = Callable[[str, LowbitTensor, Use], nn.Module]
-"""(name, weight, use) -> a module: (x, bias or None) -> y, (indices) -> rows, or () -> values. It may raise
-FormatError."""
+"""(name, weight, use) -> a module: (x, bias or None) -> y, (indices) -> rows, or () -> values; or FormatError."""
 
 _aten = torch.ops.aten
 
 
 def traced(call: Call, model: nn.Module | None = None) -> ExportedProgram:
-    """The program of the call. Raises FormatError, one line, where torch.export cannot trace it."""
+    """The program of the call. Raises FormatError, on one line, if torch.export cannot trace it."""
     model = call.model if model is None else model
     shapes = call.dynamic_shapes
     try:
@@ -51,7 +50,7 @@ def first_line(error: BaseException) -> str:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The error at the end of the chain of causes: exporters wrap the one that says what they cannot do."""
+    """The error at the end of the chain of causes: exporters wrap the error that says what they cannot do."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -59,7 +58,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without warnings of exporters about their own packages."""
+    """Silence the warnings of exporters about their own packages."""
     names = "torch.onnx", "torch.export", "onnx_ir", "executorch"
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
@@ -77,12 +76,12 @@ def quiet() -> Iterator[None]:
 def traced_with(call: Call, replace: Replace) -> ExportedProgram:
     """The program of the call, with a module of `replace` in place of each use of a low-bit weight.
 
-    Raises FormatError as `traced`, and where `replace` raises it for a weight: the message has the reasons of three.
+    Raises FormatError as `traced` does, and if `replace` raises it: the message gives the reasons for three weights.
     """
     known = {id(weight): (name, weight) for name, weight in call.weights.items()}
     stand_ins: dict[int, nn.Parameter] = {}
     for key, (_, weight) in known.items():
-        values = torch.empty(weight.shape, dtype=weight.dtype)  # no page of it is ever touched
+        values = torch.empty(weight.shape, dtype=weight.dtype)  # no page is ever touched
         stand_ins[key] = nn.Parameter(values, requires_grad=False)
     names = {
         name: known[id(t)]
@@ -103,7 +102,7 @@ def _memo(model: nn.Module, stand_ins: dict[int, nn.Parameter]) -> dict[int, Any
 
 
 class _Replacing:
-    """Changes `graph`, whose attributes of these names are stand-ins."""
+    """Replaces the uses of stand-ins in `graph`, its attributes with these names."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""lowbit's ops as ops of PyTorch, so that a program runs where lowbit is not.
+"""lowbit's ops as ops of PyTorch, so that a program runs without lowbit.
 
     program = torch.export.export(model, inputs)
     program = program.run_decompositions(lowbit.formats.decompositions())
@@ -7,8 +7,8 @@
 program must define: `import lowbit` does. These decompositions write the same formulas in aten: the weight stays packed
 in the program, and each call unpacks and multiplies it. A compiler fuses the unpacking into one loop.
 
-Weights are rounded to the dtype of x before the product, as PyTorch's own path in lowbit rounds them, and as the CPU
-kernel for few tokens does not: in 16 bits the two differ by that rounding.
+Weights are rounded to the dtype of x before the product, as in lowbit's path of PyTorch operations. lowbit's CPU kernel
+for few tokens does not round them, so in 16 bits the results differ by that rounding.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from lowbit.numerics.packing import unpack
 from lowbit.numerics.spec import crop
 
 _MOST_INT8_ROWS = 20
-"""Tokens up to which PyTorch's int8 product is faster than unpacking and a product in the dtype of x. Its time grows
-with each token: 2048 x 2048 on one core took 0.1, 1.1 and 3.0 ms for 1, 24 and 64 tokens, and the other way 0.6, 1.0
-and 1.5 ms."""
+"""Tokens up to which PyTorch's int8 product is faster than unpacking and a product in the dtype of x. For 1, 24 and 64
+tokens and 2048 x 2048 on one core the int8 product took 0.1, 1.1 and 3.0 ms, unpacking and a product 0.6, 1.0 and
+1.5 ms."""
 
 _INT8_STEP = 16
-"""It reads so many elements of a row at a time, those behind the row's end included (torch 2.13.0)."""
+"""Elements of a row that the int8 product reads at a time, even beyond the end of the row (torch 2.13.0)."""
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """A table for `torch.export.ExportedProgram.run_decompositions`: by the op of lowbit, a function of aten ops.
+    """A table for `torch.export.ExportedProgram.run_decompositions`: op of lowbit → function of aten ops.
 
-    It has the ops of weights on a CPU. A program that was traced on a GPU has others, which only lowbit computes.
+    The table has the ops of weights on a CPU. A program that was traced on a GPU has ops that only lowbit computes.
     """
     ops = torch.ops.lowbit
     return {
@@ -54,8 +54,8 @@ def _dequantize(
     size: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    # As `lowbit_kernels.weight_only.dequantize.reference`, in views and broadcasts, which compilers vectorise, and not
-    # its gather.
+    # `lowbit_kernels.weight_only.dequantize.reference` with views and broadcasts, which compilers vectorise, for its
+    # gather.
     groups = scale.shape[1]
     if codes.dtype is torch.uint8:
         codes = unpack(codes, 4, groups * group_size).view(torch.int8) - 8
@@ -87,9 +87,9 @@ def _weight_linear(
 
 
 def _is_plain_int8(x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> bool:
-    """Whether PyTorch has a fast product of such a weight: int8 with a scale for each row, on a CPU, for few tokens.
+    """True if PyTorch has a fast product of such a weight: int8 with a scale for each row, on a CPU, for few tokens.
 
-    A size that may change when the program runs counts as few, as it decodes then.
+    A size that may change when the program runs counts as few tokens: such a program decodes.
     """
     tokens = x.numel() // max(1, x.shape[-1])
     if isinstance(tokens, int) and tokens > _MOST_INT8_ROWS:
@@ -102,9 +102,8 @@ def _is_plain_int8(x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor |
 
 def _table_values(packed: Tensor, values: Sequence[float], size: int) -> Tensor:
     bits = len(values).bit_length() - 1
-    table = torch.cat(
-        [packed.new_full((1,), value, dtype=torch.float32) for value in values]
-    )  # no constant, which a decomposition cannot add to a program
+    # not a constant, which a decomposition cannot add to a program
+    table = torch.cat([packed.new_full((1,), value, dtype=torch.float32) for value in values])
     codes = unpack(packed, bits, size)
     return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 

@@ -7,14 +7,14 @@ its own kernels:
     int8 inputs of dynamic scale             asymmetric, a scale a token     int8 or int4 in rows, int4 in groups
     int8 inputs of static scale              the scale of the scheme         int8 in rows
 
-- XNNPACK rounds dynamic inputs asymmetrically, whatever the mapping of the scheme. Its step is no larger than that of
+- XNNPACK rounds dynamic inputs asymmetrically, for any mapping of the scheme. The step is never larger than that of
   symmetric rounding. `Spec(Int(8), PerToken(), "asymmetric")` as the activation of a Scheme trains with that rounding.
 - XNNPACK stores scales of groups in bfloat16. Weights whose scales are other numbers are refused, or rounded (`lossy`).
-- XNNPACK multiplies static int8 only where the next op is a static int8 one too, up to a ReLU between them. Elsewhere
-  ExecuTorch dequantizes the weight at each call and multiplies in float32, with the same values.
+- XNNPACK multiplies static int8 only if the next op, after a ReLU or none, is static int8 too. Otherwise ExecuTorch
+  dequantizes the weight at each call and multiplies in float32, with the same values.
 - int8 embeddings in rows stay packed too, by `quantized_decomposed.embedding_byte`.
 
-The program is run once after it was written, and its outputs are compared with those of the graph that was lowered.
+After writing, the program runs once, and its outputs are compared with those of the graph that was lowered.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from lowbit.formats.base import FormatError
 from lowbit.formats.integers import (
-    Layout,
+    IntegerLayout,
     exact_scales,
     integers_of,
     layout_of,
@@ -48,7 +48,7 @@ from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 GROUP_STEP = 32
-"""XNNPACK takes groups of a multiple of it."""
+"""XNNPACK takes groups of multiples of this size."""
 _ACCEPTED = (
     "Int8DynamicActivationInt8Weight, Int8DynamicActivationInt4Weight with groups of a multiple of 32, "
     "Int8StaticActivationInt8Weight, and int8 embeddings in rows"
@@ -56,8 +56,6 @@ _ACCEPTED = (
 
 
 class ExecuTorch(ProgramFormat):
-    """See the module."""
-
     name = "executorch"
     suffix = ".pte"
     scale_dtype = torch.bfloat16
@@ -116,7 +114,7 @@ def _packages() -> tuple[Any, Any]:
 
 
 def _module_of(name: str, weight: LowbitTensor, use: Use, lossy: bool) -> tuple[nn.Module, Item]:
-    """What takes the place of a use of the weight, and what the report says of it."""
+    """The module that takes the place of a use of the weight, and the entry of the report."""
     matrix, layout = _integers(weight, use)
     note, loss = weight.stored_format(), None
     if layout.group_size is not None:
@@ -129,8 +127,8 @@ def _module_of(name: str, weight: LowbitTensor, use: Use, lossy: bool) -> tuple[
     return linear(matrix, layout), item
 
 
-def _integers(weight: LowbitTensor, use: Use) -> tuple[AffineTensor, Layout]:
-    """Raises FormatError for a weight that XNNPACK has no kernel for."""
+def _integers(weight: LowbitTensor, use: Use) -> tuple[AffineTensor, IntegerLayout]:
+    """The weight and its layout. Raises FormatError for a weight that XNNPACK has no kernel for."""
     if type(weight) is not AffineTensor:
         raise FormatError(f"executorch holds {_ACCEPTED}; got {weight.stored_format()}")
     spec, activation = weight.spec, weight.activation
@@ -153,8 +151,8 @@ def _integers(weight: LowbitTensor, use: Use) -> tuple[AffineTensor, Layout]:
     return weight, layout
 
 
-def _fits(activation: Spec | None, layout: Layout) -> bool:
-    """Whether XNNPACK multiplies inputs of this spec by such weights."""
+def _fits(activation: Spec | None, layout: IntegerLayout) -> bool:
+    """True if XNNPACK multiplies inputs of this spec by such weights."""
     if activation is None or activation.format != Int(8) or activation.zero_point_is_value:
         return False
     if activation.static:
@@ -163,7 +161,7 @@ def _fits(activation: Spec | None, layout: Layout) -> bool:
 
 
 def _with_short_scales(weight: AffineTensor, lossy: bool) -> tuple[AffineTensor, float | None]:
-    """The weight with scales of bfloat16, and the signal-to-noise ratio where its values changed."""
+    """The weight with scales of bfloat16, and the signal-to-noise ratio if its values changed."""
     try:
         exact_scales(weight.scale, torch.bfloat16, "XNNPACK")
         return weight, None
@@ -185,7 +183,7 @@ class _Weight(nn.Module):
     scale: Tensor
     zeros: Tensor
 
-    def __init__(self, weight: AffineTensor, layout: Layout) -> None:
+    def __init__(self, weight: AffineTensor, layout: IntegerLayout) -> None:
         super().__init__()
         codes, scale, _ = integers_of(weight, layout)
         self.group_size = layout.group_size
@@ -221,7 +219,7 @@ class _DynamicLinear(_Weight):
 
 
 class _StaticLinear(_Weight):
-    def __init__(self, weight: AffineTensor, layout: Layout) -> None:
+    def __init__(self, weight: AffineTensor, layout: IntegerLayout) -> None:
         super().__init__(weight, layout)
         activation = weight.activation
         assert activation is not None and weight.input_scale is not None

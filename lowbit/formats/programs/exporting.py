@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lowbit.formats.base import FormatError
-from lowbit.formats.module import Model
+from lowbit.formats.module import ModelSource
 from lowbit.formats.new_file import new_file
 from lowbit.formats.programs.base import Call, ProgramFormat, example
 from lowbit.formats.report import ExportReport
@@ -26,9 +26,9 @@ def export_program(
     lossy: bool,
     overwrite: bool,
 ) -> ExportReport:
-    """See `lowbit.export`, for which this writes programs. Raises FormatError."""
+    """`lowbit.export` for a format of programs. Args: those of `lowbit.export`. Raises FormatError."""
     call = _call(model, target, example_inputs, dynamic_shapes)
-    source = Model(call.model)
+    source = ModelSource(call.model)
     low = {n: t for n, t in source.tensors.items() if isinstance(t, LowbitTensor)}
     if not low:
         raise FormatError("no weight is in low bits: call lowbit.quantize_ first")
@@ -37,7 +37,7 @@ def export_program(
             f"{target.name} programs are made on a CPU, and {away} is on {low[away].device}: call model.cpu() first. "
             "torch.export.export traces a model on a GPU, for programs that run lowbit's kernels"
         )
-    # Those of the model itself: `Model` gives detached aliases.
+    # The tensors of the model itself: `ModelSource` gives detached aliases.
     own = call.model.state_dict(keep_vars=True)
     call.weights = {name: own[name] for name in low}
     report = ExportReport(format=target.name, path=str(out))

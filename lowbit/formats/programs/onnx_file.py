@@ -5,17 +5,17 @@
     embedding                  GatherBlockQuantized (com.microsoft)    GatherBlockQuantized (com.microsoft)
     any other, a convolution   refused                                 DequantizeLinear
 
-The two ops of com.microsoft take codes as lowbit packs them: code + 2^(b−1), two of 4 bits in a byte, the even one in
-the low half. A head that is tied to an embedding shares its codes in the file. onnxruntime has these ops on CPUs and
-GPUs; they are no part of standard ONNX.
+The two ops of com.microsoft take codes as lowbit packs them: code + 2^(b−1), two codes of 4 bits in a byte, the even
+one in the low half. A head that is tied to an embedding shares its codes in the file. onnxruntime has these ops on CPUs
+and GPUs; they are not part of standard ONNX.
 
 A weight with a scale for each row is stored in blocks of equal scales, because MatMulNBits has blocks only. The size of
 the blocks is the power of two from 16 to 256 that takes the fewest bytes.
 
 onnxruntime multiplies in the dtype of the inputs, float32 or float16, and sums in float32.
 
-The codes in the file are compared with those of the weights. Where onnxruntime is installed, it runs the file once, and
-its outputs are compared with the model's: the traced graph has ops that only onnxruntime computes.
+After writing, the codes in the file are compared with those of the weights. If onnxruntime is installed, it runs the
+file once, and the outputs are compared with the model's: the traced graph has ops that only onnxruntime computes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from lowbit.formats.base import FormatError
-from lowbit.formats.integers import Layout, exact_scales, integers_of, layout_of, unsigned
+from lowbit.formats.integers import IntegerLayout, exact_scales, integers_of, layout_of, unsigned
 from lowbit.formats.programs.base import Call, ProgramFormat, package
 from lowbit.formats.programs.capture import Use, first_line, quiet, traced_with
 from lowbit.formats.programs.running import called, compare, outputs_of_model, tolerance_of
@@ -43,19 +43,17 @@ from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor
 
 OPSET = 21
-"""The first one whose DequantizeLinear takes blocks."""
+"""The first opset whose DequantizeLinear takes blocks."""
 BLOCKS = (16, 32, 64, 128, 256)
 """Sizes of blocks that MatMulNBits takes."""
 _ACCEPTED = (
     "int4 and int8 weights, symmetric or asymmetric, in rows or groups of 16, 32, 64, 128 or 256"
 )
 _MOST_IN_ONE_FILE = 2**30
-"""Bytes of tensors. protobuf holds less than 2 GiB; above, they lie in a file of their own beside the program."""
+"""Bytes of tensors, since protobuf holds less than 2 GiB. More go to a file of their own beside the program."""
 
 
 class Onnx(ProgramFormat):
-    """See the module."""
-
     name = "onnx"
     suffix = ".onnx"
 
@@ -109,8 +107,8 @@ def _share(model: Any) -> None:
         for value in graph.initializers.values():
             tensor = value.const_value
             array = tensor.numpy()
-            # The pass hashes contiguous memory only, and the exporter folds the transposition of a plain weight into
-            # a view of it.
+            # The pass hashes contiguous memory only, and the exporter folds the transposition of a plain weight into a
+            # view.
             if not array.flags.c_contiguous:
                 value.const_value = ir.Tensor(array.copy("C"), tensor.dtype, name=tensor.name)
     passes.DeduplicateHashedInitializersPass(size_limit=2**62)(model)
@@ -158,12 +156,12 @@ def _reason(error: BaseException) -> str:
 
 
 def _module_of(weight: LowbitTensor, use: Use) -> tuple[nn.Module, str]:
-    """What takes the place of a use of the weight, and the name of its op."""
+    """The module that takes the place of a use of the weight, and the name of its op."""
     matrix, layout = _integers(weight)
     if use == "linear":
-        return _Linear(matrix, layout), "MatMulNBits"
+        return _MatMulNBits(matrix, layout), "MatMulNBits"
     if use == "embedding":
-        return _Rows(matrix, layout), "GatherBlockQuantized"
+        return _GatherBlockQuantized(matrix, layout), "GatherBlockQuantized"
     if layout.bits == 4:
         raise FormatError(
             "onnxruntime unpacks int4 in linears and embeddings only, int8 also elsewhere"
@@ -171,8 +169,8 @@ def _module_of(weight: LowbitTensor, use: Use) -> tuple[nn.Module, str]:
     return _Values(matrix, layout, tuple(weight.shape)), "DequantizeLinear"
 
 
-def _integers(weight: LowbitTensor) -> tuple[AffineTensor, Layout]:
-    """The matrix [N, K] of the weight. Raises FormatError for one that onnxruntime has no op for."""
+def _integers(weight: LowbitTensor) -> tuple[AffineTensor, IntegerLayout]:
+    """The matrix [N, K] of the weight. Raises FormatError for a weight that onnxruntime has no op for."""
     matrix = weight.matrix if isinstance(weight, ConvTensor) else weight
     spec = getattr(matrix, "spec", None)
     if type(matrix) is not AffineTensor or spec is None:
@@ -205,7 +203,7 @@ class _Packed(nn.Module):
     scale: Tensor
     zero_point: Tensor | None
 
-    def __init__(self, weight: AffineTensor, layout: Layout, size: int) -> None:
+    def __init__(self, weight: AffineTensor, layout: IntegerLayout, size: int) -> None:
         super().__init__()
         codes, scale, zero_point = integers_of(weight, layout)
         self._bits, self._size, (rows, self._columns) = layout.bits, size, codes.shape
@@ -219,10 +217,10 @@ class _Packed(nn.Module):
         self.register_buffer("zero_point", zero_point)
 
 
-class _Linear(_Packed):
+class _MatMulNBits(_Packed):
     """x [..., K] times a weight [N, K]."""
 
-    def __init__(self, weight: AffineTensor, layout: Layout) -> None:
+    def __init__(self, weight: AffineTensor, layout: IntegerLayout) -> None:
         size = layout.group_size or block_size(weight.shape[1], layout.bits)
         super().__init__(weight, layout, size)
         if self.zero_point is not None and layout.bits == 4:
@@ -253,10 +251,10 @@ class _Linear(_Packed):
         return y if bias is None else y + bias
 
 
-class _Rows(_Packed):
-    """Rows of an embedding [N, K]. Its codes are those of `_Linear`, so that a tied head shares them."""
+class _GatherBlockQuantized(_Packed):
+    """Rows of an embedding [N, K]. The codes are those of `_MatMulNBits`, so that a tied head shares them."""
 
-    def __init__(self, weight: AffineTensor, layout: Layout) -> None:
+    def __init__(self, weight: AffineTensor, layout: IntegerLayout) -> None:
         columns = weight.shape[1]
         if columns % BLOCKS[0]:
             raise FormatError(f"onnx holds embeddings of a multiple of 16 columns, got {columns}")
@@ -293,7 +291,7 @@ class _Values(nn.Module):
     scale: Tensor
     zero_point: Tensor | None
 
-    def __init__(self, weight: AffineTensor, layout: Layout, shape: tuple[int, ...]) -> None:
+    def __init__(self, weight: AffineTensor, layout: IntegerLayout, shape: tuple[int, ...]) -> None:
         super().__init__()
         codes, scale, zero_point = integers_of(weight, layout)
         self._attrs: dict[str, Any] = {"axis": 0}

@@ -1,7 +1,6 @@
-"""Run a program that was written, and compare its outputs with those that it should have.
+"""Runs a new program, and compares its outputs with the expected ones, for the example call that was traced.
 
-A compiler or a lowering that goes wrong makes a program that runs and computes something else. The example call that
-was traced finds it.
+A faulty compiler or lowering makes a program that runs and computes something else.
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.codebook_tensor import CodebookTensor
 
 TOLERANCE, TOLERANCE_FLOAT32 = 0.3, 0.001
-"""The largest accepted ‖y − ŷ‖ / ‖y‖ of an output: of models that compute in 16 bits or TF32 or round the inputs of
-products, and of others. Another order of sums moves the outputs by less. A wrong weight in each layer gives values near
-1."""
+"""The largest accepted ‖y − ŷ‖ / ‖y‖ of an output: for models that compute in 16 bits or TF32 or round the inputs of
+products, and for others. Another order of sums moves the outputs by less. A wrong weight in each layer gives values
+near 1."""
 
 
 def outputs_of(program: ExportedProgram, call: Call) -> list[Tensor]:
-    """What the traced graph gives for the example call. The model and the inputs stay as they are."""
+    """The outputs of the traced graph for the example call. The model and the inputs stay as they are."""
     with quiet():
         module = program.module(check_guards=False)
     own = {buffer.data_ptr() for buffer in call.model.buffers()}
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
-            if buffer is not None and buffer.data_ptr() in own:  # a call may write to it
+            if buffer is not None and buffer.data_ptr() in own:  # a call may write to the buffer
                 owner._buffers[name] = buffer.clone()
     return called(module, call)
 
 
 def outputs_of_model(call: Call) -> list[Tensor]:
-    """What the model gives for the example call. Its buffers and the inputs stay as they are."""
+    """The outputs of the model for the example call. Its buffers and the inputs stay as they are."""
     buffers = {name: buffer.clone() for name, buffer in call.model.named_buffers()}
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -72,13 +71,14 @@ def compare(
     reference: Callable[[], list[Tensor]],
     tolerance: float,
 ) -> None:
-    """Raise FormatError where the program of the format `name` fails, or gives other outputs than the reference.
+    """Raise FormatError if the program fails, or gives other outputs than the reference.
 
     Args:
+        name: of the format.
         run: loads the program and calls it.
         reference: gives the expected outputs. A model that draws random numbers gives others at each call, and is not
             compared.
-        tolerance: as `tolerance_of` gives it.
+        tolerance: from `tolerance_of`.
     """
     expected = reference()
     try:

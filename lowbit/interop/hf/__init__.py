@@ -7,8 +7,8 @@
     model.save_pretrained("model-int4")                             # the format "lowbit" of lowbit.export
     model = AutoModelForCausalLM.from_pretrained("model-int4")      # the same logits
 
-Importing this package registers lowbit with transformers. `import lowbit` alone lets `from_pretrained` read such a
-folder: `lowbit.interop.pretrained` imports this package then, and when a flow changes a model of transformers.
+Importing this package registers lowbit with transformers. `import lowbit` alone is enough for `from_pretrained` to read
+such a folder: `lowbit.interop.pretrained` imports this package then, and when a flow changes a model of transformers.
 """
 
 from lowbit import optional

@@ -13,7 +13,7 @@ from lowbit.inference.quantize import Scales
 from lowbit.interop import names
 from lowbit.schemes.scheme import Scheme
 
-Given = str | Scheme | Mapping[str, str | Scheme | None]
+GivenScheme = str | Scheme | Mapping[str, str | Scheme | None]
 METHOD = "lowbit"
 
 
@@ -27,7 +27,7 @@ class LowbitConfig(QuantizationConfigMixin):
 
     A bare scheme and the pattern "*" take every `nn.Linear` and the stacked weights of experts. They leave the output
     head, routers and embeddings alone, as `lowbit.export(folder, …, scheme=…)` does. Another pattern takes the head and
-    the embeddings that it matches, and a router only where it names it outright, as "*.mlp.gate" does.
+    the embeddings that it matches. Only a pattern that names a router outright, such as "*.mlp.gate", takes the router.
     Tied weights stay tied.
 
     Args:
@@ -35,20 +35,25 @@ class LowbitConfig(QuantizationConfigMixin):
             "nvfp4" or a preset's, also with options, "int4(group_size=32)"; or a dict of patterns to one of these or
             None (leave alone), with the patterns of `lowbit.quantize_`, the first match counts.
         scales: "minmax", "searched" or None, as in `lowbit.quantize_`.
-        experts: whether a bare scheme and patterns take the stacked weights of experts.
+        experts: True lets a bare scheme and patterns take the stacked weights of experts.
         options: those of the preset that `scheme` names.
 
     Attributes:
-        stored: for a model that is quantized already, its entry "quantization_config" in config.json; else None.
+        stored: the entry "quantization_config" in config.json of a model that is quantized already; otherwise None.
 
     Raises:
-        TypeError: `scheme` is none of these, or options beside something else than a name.
+        TypeError: `scheme` is none of these, or options stand beside a scheme that is not a name.
         ValueError: an unknown name or scales; options that the preset refuses; a static activation, which needs a
             calibration.
     """
 
     def __init__(
-        self, scheme: Given, *, scales: Scales | None = None, experts: bool = True, **options: Any
+        self,
+        scheme: GivenScheme,
+        *,
+        scales: Scales | None = None,
+        experts: bool = True,
+        **options: Any,
     ) -> None:
         self.quant_method = METHOD
         if scales is not None and scales not in get_args(Scales):
@@ -61,14 +66,14 @@ class LowbitConfig(QuantizationConfigMixin):
 
     @property
     def patterns(self) -> dict[str, Scheme | None]:
-        """Pattern → Scheme or None; {} where the config describes stored weights only."""
+        """Pattern → Scheme or None; {} if the config describes stored weights only."""
         return {"*": self.scheme} if isinstance(self.scheme, Scheme) else dict(self.scheme)
 
     @classmethod
     def from_dict(
         cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
     ) -> Any:
-        """The config of what `to_dict` gives. Raises ValueError for other settings."""
+        """The config that `to_dict` described. Raises ValueError for other settings."""
         given = dict(config_dict)
         given.pop("quant_method", None)
         if "tensors" in given or "kinds" in given:
@@ -120,7 +125,7 @@ class LowbitConfig(QuantizationConfigMixin):
 
 
 def _check_expressions(listed: Mapping[str, Any]) -> None:
-    """Refuse expressions of a folder that only Python's `re` runs, where one may take for ever."""
+    """Raise ValueError for an expression of a folder that only Python's `re` runs, perhaps for ever."""
     refused = [p for p in listed if p.startswith("re:") and patterns.is_refused(p[3:])]
     if refused:
         raise ValueError(
@@ -129,7 +134,7 @@ def _check_expressions(listed: Mapping[str, Any]) -> None:
         )
 
 
-def _schemes(given: Given, options: Mapping[str, Any]) -> Scheme | dict[str, Scheme | None]:
+def _schemes(given: GivenScheme, options: Mapping[str, Any]) -> Scheme | dict[str, Scheme | None]:
     """Names replaced by the schemes that they stand for."""
     if isinstance(given, str):
         return _dynamic(names.scheme_of(given, options) if options else names.scheme(given))

@@ -2,9 +2,9 @@
 
 transformers writes two things: the model's state dict, which holds the parts of each low-bit weight, and its config.
 Without a description of the parts `from_pretrained` would fill those weights with random values. `describe` puts an
-`InMemory` into the config, which describes the weights as they are when config.json is written, by whatever function:
+`InMemory` into the config. `InMemory` describes the weights when a function writes config.json:
 `save_pretrained`, the Trainer's `save_model`, or `config.save_pretrained` beside accelerate's `save_model`. Weights
-that are trained in high precision have no parts: their values are written, which need no description.
+that are trained in high precision have no parts: transformers writes their values, which need no description.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from lowbit.tensor.core.state_dict import split
 
 
 class InMemory(LowbitConfig):
-    """Describes the low-bit weights of the model that is saved, or else of `model`.
+    """Describes the low-bit weights of the model that is being saved; otherwise those of `model`.
 
     Args:
-        model: whose config has it; None where only a part of the model is known, and for a copy of the config alone.
-        is_part: a part of some model became low-bit, which only the model that is saved can tell.
+        model: the model with this config. None: only a part of the model is known, or the config alone was copied.
+        is_part: only a part of a model became low-bit, so only the model that is being saved can name the weights.
     """
 
     def __init__(self, model: PreTrainedModel | None = None, is_part: bool = False) -> None:
@@ -54,18 +54,18 @@ class InMemory(LowbitConfig):
         return by_name(METHOD).config(weights, ()) if weights else None
 
     def to_dict(self) -> Any:
-        """The entry of config.json; None where all weights are plain."""
+        """The entry of config.json; None if all weights are plain."""
         return self.stored
 
     def get(self, key: str, default: Any = None) -> Any:
-        """transformers asks a config that is given to `from_pretrained` as it asks a dict."""
+        """transformers reads the config that `from_pretrained` gets like a dict."""
         return (self.stored or {}).get(key, default)
 
     def __bool__(self) -> bool:
         return self.stored is not None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InMemory:
-        """A copy of the model has one of its own, and a copy of the config alone describes nothing."""
+        """A copy of the model gets its own `InMemory`. A copy of the config alone describes nothing."""
         model = self.model
         return InMemory(None if model is None else memo.get(id(model)))
 
@@ -74,10 +74,10 @@ class InMemory(LowbitConfig):
 
 
 def describe(model: nn.Module) -> None:
-    """Let the config of `model` describe its low-bit weights, or no longer where it has none.
+    """Let the config of `model` describe its low-bit weights. If the model has none, remove the description.
 
     Args:
-        model: of transformers, or a module that has such models in it, or a part of one.
+        model: a model of transformers, a module that holds such models, or a part of a model.
     """
     tops = list(_models_in(model))
     for top in tops:
@@ -95,7 +95,7 @@ def describe(model: nn.Module) -> None:
 
 
 def _models_in(model: nn.Module) -> Iterator[PreTrainedModel]:
-    """The models of transformers in `model` that are in no other one."""
+    """The models of transformers in `model` that lie in no other model of transformers."""
     if isinstance(model, PreTrainedModel):
         yield model
         return
@@ -115,9 +115,9 @@ def _attach(config: PreTrainedConfig, model: PreTrainedModel | None, has_parts: 
 
 
 def _in_parts(model: nn.Module, is_saved: bool) -> Iterator[tuple[str, LowbitTensor]]:
-    """The weights of which the state dict holds parts, by name, of their whole shape; tied ones once.
+    """The weights whose parts the state dict holds, by name and in their whole shape; a tied weight once.
 
-    Raises FormatError for a model that is saved, with weights that no reader would find.
+    Raises FormatError for a model that is being saved, with weights that no reader would find.
     """
     for name, param in model.named_parameters():
         own = local(param)
@@ -140,8 +140,8 @@ def _in_parts(model: nn.Module, is_saved: bool) -> Iterator[tuple[str, LowbitTen
 def _being_saved() -> PreTrainedModel | None:
     """The model whose `save_pretrained` is running.
 
-    transformers does not tell a config which model it is written for, and the models that share a config, as a decoder
-    and the language model around it do, name their weights differently.
+    transformers does not tell a config which model it is written for. Models that share a config, such as a decoder and
+    the language model around it, name their weights differently.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -159,14 +159,14 @@ _CONVERSIONS = "_conversions_of_plain_weights"
 
 
 def _keep_names(model: Any) -> None:
-    """Let transformers write the names that the model has. The conversions by which it goes back to the names of
-    published checkpoints, and splits experts, are those of plain weights."""
+    """Let transformers write the names that the model has. Its conversions to the names of published checkpoints, which
+    also split experts, take plain weights only."""
     if _CONVERSIONS not in model.__dict__:
         setattr(model, _CONVERSIONS, getattr(model, "_weight_conversions", None))
         model._weight_conversions = []
 
 
 def _convert_names_again(model: Any) -> None:
-    """Undo `_keep_names`, where all weights are plain again."""
+    """Undo `_keep_names`, since all weights are plain again."""
     if _CONVERSIONS in model.__dict__:
         model._weight_conversions = model.__dict__.pop(_CONVERSIONS)

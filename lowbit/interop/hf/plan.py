@@ -15,14 +15,15 @@ from lowbit.schemes.scheme import Scheme
 
 
 @dataclass
-class Plan:
+class WeightChoice:
     """What is quantized, and a report of the other weights.
 
     Attributes:
-        schemes: the scheme of each weight that is quantized, by every name that it has.
-        transposed: names of those that the model stores as [experts, inputs, outputs]. They are quantized as
+        schemes: the scheme of each weight that is quantized, by every name of the weight.
+        transposed: names of the weights that the model stores as [experts, inputs, outputs]. They are quantized as
             [experts, outputs, inputs], so that groups run along the inputs, and transposed.
-        siblings: for each weight that shares a part of its scales with others, the names of all of them.
+        report: of the other weights.
+        siblings: for each weight that shares a part of its scales with others, the names of all of these weights.
     """
 
     schemes: dict[str, Scheme]
@@ -31,17 +32,13 @@ class Plan:
     siblings: dict[str, tuple[str, ...]]
 
 
-def plan(model: Any, patterns: Mapping[str, Scheme | None], experts: bool) -> Plan:
-    """Choose by `patterns` as `LowbitConfig` says.
-
-    Args:
-        model: of transformers, on meta.
-        experts: whether the stacked weights of experts are chosen.
+def plan(model: Any, patterns: Mapping[str, Scheme | None], experts: bool) -> WeightChoice:
+    """Choose by `patterns` and `experts` as `LowbitConfig` says, in a `model` of transformers on meta.
 
     Raises ValueError: nothing to quantize, a pattern that chooses nothing, a weight that its scheme does not take, tied
     weights with different schemes.
     """
-    chosen = _Choice(model, patterns, experts)
+    chosen = _WalkFilter(model, patterns, experts)
     with _tied(model):
         targets, report = find_targets(model, dict(patterns), chosen)
     owners = [(owner, t.scheme) for t in targets for owner in t.owners]
@@ -55,12 +52,12 @@ def plan(model: Any, patterns: Mapping[str, Scheme | None], experts: bool) -> Pl
     report.entries = [replace(e, note=chosen.reasons.get(e.fqn, e.note)) for e in report.entries]
     families = [tuple(t.owners[0].fqn for t in family) for family in families_of(targets)]
     siblings = {name: family for family in families for name in family}
-    return Plan(schemes, transposed, report, siblings)
+    return WeightChoice(schemes, transposed, report, siblings)
 
 
 @contextmanager
 def _tied(model: Any) -> Iterator[None]:
-    """Tie the weights that transformers ties once they are read, so that the walk finds one weight."""
+    """Tie the weights that transformers ties after it read them, so that the walk finds one weight."""
     apart = []
     for name, source in model.all_tied_weights_keys.items():
         layer, _, attribute = name.rpartition(".")
@@ -74,7 +71,7 @@ def _tied(model: Any) -> Iterator[None]:
             module._parameters[attribute] = param
 
 
-class _Choice:
+class _WalkFilter:
     """The filter of the walk. `reasons`: why it refused a weight, by name."""
 
     def __init__(self, model: Any, patterns: Mapping[str, Scheme | None], experts: bool) -> None:
@@ -99,7 +96,7 @@ class _Choice:
         return why is None
 
     def _takes_experts(self, module: nn.Module, name: str) -> bool:
-        """Their stacked weights, of three dimensions, and not their stacked biases, of two."""
+        """True for the stacked weights of experts, of three dimensions, not for their stacked biases, of two."""
         stacked = _stacks(module)
         matrices = [n for n, p in module._parameters.items() if p is not None and p.ndim >= 2]
         last = name.rpartition(".")[2]
@@ -111,7 +108,7 @@ class _Choice:
 
 
 def _stacks(module: nn.Module) -> list[str]:
-    """The parameters of a module, that is no layer of torch, with one matrix for each expert."""
+    """The parameters with one matrix for each expert, of a module that is not a layer of torch."""
     if type(module).__module__.startswith("torch.nn"):
         return []
     return [n for n, p in module._parameters.items() if p is not None and p.ndim == 3]

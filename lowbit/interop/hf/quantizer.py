@@ -2,10 +2,10 @@
 
 Loading plain weights: transformers builds the model on meta and reads one weight after another. Each weight that
 `lowbit.interop.hf.plan` chose becomes low-bit as soon as it is read, so that high precision takes the memory of one
-weight. Stacked experts are first joined from their matrices by transformers itself.
+weight. transformers itself first stacks the matrices of experts.
 
 Loading a folder in lowbit's format, and saving: `lowbit.formats.own` decodes and encodes the parts, so the folder is
-that of `lowbit.export(…, format="lowbit")`. Its weights have the names of the model's own state dict.
+that of `lowbit.export(…, format="lowbit")`, with the names of the model's own state dict.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from lowbit.convert import Entry, Report, joint_part
 from lowbit.dequantize import dequantize_
 from lowbit.formats.base import Format, FormatError
 from lowbit.formats.folder import open_shard
-from lowbit.formats.module import Model
+from lowbit.formats.module import ModelSource
 from lowbit.formats.registry import by_name
 from lowbit.interop.hf.config import METHOD, LowbitConfig
-from lowbit.interop.hf.plan import Plan, plan
+from lowbit.interop.hf.plan import WeightChoice, plan
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.core.base import LowbitTensor, check_weight
@@ -47,8 +47,8 @@ class LowbitQuantizer(HfQuantizer):
         kwargs: what transformers gives its quantizers.
 
     Attributes:
-        report: what is in low bits and what is not, with the share of the model's bytes; `print(report)`. Complete
-            once the model is loaded.
+        report: what is in low bits and what is not, with the share of the model's bytes; `print(report)`. The report is
+            complete once the model is loaded.
     """
 
     requires_calibration = False
@@ -58,12 +58,12 @@ class LowbitQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.report = Report()
         self.errors: dict[str, Exception] = {}
-        """The first weight that cannot be converted, by its name."""
-        self._plan: Plan | None = None
+        """The error of the first weight that cannot be converted, by the name of the weight."""
+        self._plan: WeightChoice | None = None
         self._sizes: dict[str, int] = {}
         """Bytes of each low-bit weight, by its name."""
         self._conversions: Any = None
-        """Those by which the weights got the names of the model, which a plain model reverts when it is saved."""
+        """The conversions that gave the weights the names of the model. A plain model reverts them when it is saved."""
         self._waiting: dict[tuple[str, ...], _Siblings] = {}
         """Weights that wait for their siblings, by the names of all of them."""
         self._whole: Any = None
@@ -80,7 +80,7 @@ class LowbitQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Adapters beside the weights train: gradients reach the inputs."""
+        """True: adapters beside the weights train, since gradients reach the inputs."""
         return True
 
     @property
@@ -123,7 +123,7 @@ class LowbitQuantizer(HfQuantizer):
             self._sizes[name] = self.quantized(name, like, "minmax").nbytes_stored()
 
     def _stored_sizes(self, files: list[str]) -> dict[str, int]:
-        """Bytes of each weight in `files`. Raises FormatError for a damaged file, and where parts are missing."""
+        """Bytes of each weight in `files`. Raises FormatError for a damaged file, and for missing parts."""
         sizes: dict[str, int] = {}
         for file in files:
             with open_shard(file) as opened:
@@ -147,7 +147,7 @@ class LowbitQuantizer(HfQuantizer):
         return param.element_size() if size is None else size / max(1, param.numel())
 
     def stored_name(self, model: Any, name: str) -> str | None:
-        """The name in the folder of a weight of the model, which may be the base of the one that was saved."""
+        """The name in the folder of a weight of `model`, which may be the base model of the saved one."""
         base = f"{model.base_model_prefix}."
         known = self._stored.get("tensors", {})
         return next((n for n in (name, base + name, name.removeprefix(base)) if n in known), None)
@@ -155,7 +155,7 @@ class LowbitQuantizer(HfQuantizer):
     def quantized(
         self, name: str, value: Tensor, scales: str | None = None, joint: Tensor | None = None
     ) -> LowbitTensor:
-        """`value` in the scheme that was chosen for the weight of this name; `scales` defaults to the config's.
+        """`value` in the scheme that was chosen for the weight `name`. `scales`: None takes those of the config.
         `joint`: as `AffineTensor.from_float` takes it."""
         assert self._plan is not None
         scheme, scales = self._plan.schemes[name], scales or self.quantization_config.scales
@@ -165,7 +165,7 @@ class LowbitQuantizer(HfQuantizer):
         return AffineTensor.quantized(value, scheme, scales, joint=joint)
 
     def waiting_with(self, name: str) -> _Siblings | None:
-        """The siblings for which the weight of this name waits; None where it shares nothing."""
+        """The siblings for which the weight of this name waits; None if it shares nothing with others."""
         assert self._plan is not None
         names = self._plan.siblings.get(name)
         if names is None:
@@ -179,7 +179,7 @@ class LowbitQuantizer(HfQuantizer):
     def update_weight_conversions(
         self, weight_conversions: list[Any], model: Any = None
     ) -> list[Any]:
-        """A folder of lowbit has the names of the model and its tensors as they are, so that nothing is converted.
+        """A folder of lowbit has the names and tensors of the model as they are, so no conversion is left.
 
         `model`: releases of transformers before 5.21 do not pass it.
         """
@@ -225,7 +225,7 @@ class LowbitQuantizer(HfQuantizer):
             self.report.entries = list(_entries(model))
         logger.info("%s", self.report.count(model))
 
-    def _converted(self, model: Any, plan: Plan) -> Iterator[Entry]:
+    def _converted(self, model: Any, plan: WeightChoice) -> Iterator[Entry]:
         seen: dict[int, str] = {}
         for name, scheme in plan.schemes.items():
             weight = model.get_parameter(name)
@@ -237,7 +237,7 @@ class LowbitQuantizer(HfQuantizer):
             yield Entry(name, tuple(weight.shape), is_low, note)
 
     def _describe(self, model: Any, stored: dict[str, Any]) -> None:
-        """The config of this model describes what it holds, and the config that the user gave stays as it is."""
+        """Let a config of this model describe its weights. The config that the user gave stays as it is."""
         self.quantization_config = self.quantization_config.with_stored(stored)
         model.config.quantization_config = self.quantization_config
 
@@ -278,10 +278,10 @@ def _pattern(attribute: str, part: str) -> str:
 
 
 def _state(model: Any, own: Format) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors that a folder in lowbit's format holds, by name, and its "quantization_config"."""
+    """The tensors by name, and the "quantization_config", of a folder in lowbit's format."""
     state: dict[str, Tensor] = {}
     weights: dict[str, LowbitTensor] = {}
-    for item in Model(model).items():
+    for item in ModelSource(model).items():
         if isinstance(item.value, LowbitTensor):
             weights[item.name] = item.value
             parts = own.encode(item.value)
@@ -292,13 +292,13 @@ def _state(model: Any, own: Format) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _whole(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A hook that puts low-bit weights into the state dict whole. accelerate takes those weights from there that wait
-    on the CPU, by the names of parameters."""
+    """A hook that puts low-bit weights into the state dict whole: accelerate takes weights that wait on the CPU from
+    there, by the names of parameters."""
     for name, param in model.named_parameters(prefix.rstrip("."), remove_duplicate=False):
         if isinstance(param, LowbitTensor):
             for part in param.tensor_attrs:
                 state.pop(f"{name}.{part}", None)
-            state[name] = param  # a parameter has an address, by which accelerate knows tied ones
+            state[name] = param  # a parameter, by whose address accelerate knows tied weights
 
 
 def _entries(model: nn.Module) -> Iterator[Entry]:
@@ -319,19 +319,19 @@ def _entries(model: nn.Module) -> Iterator[Entry]:
 
 
 class _Operation(ConversionOps):
-    """Converts weights and keeps errors: transformers would print a stack trace for each, and raise a general one."""
+    """Converts weights and keeps errors, of which transformers would print stack traces and raise a general one."""
 
     def __init__(self, hf_quantizer: LowbitQuantizer) -> None:
         self.hf_quantizer = hf_quantizer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """transformers copies an operation for each weight. A copy of the quantizer would keep errors for itself, and
-        copy the description of all weights."""
+        """transformers copies an operation for each weight. A copy of the quantizer would keep its own errors, and copy
+        the description of all weights."""
         return self
 
     def _made(self, model: Any, name: str, make: Callable[[Tensor], LowbitTensor]) -> Any:
-        """The low-bit parameter that `make` gives for the one of the skeleton. After an error, in which the load ends,
-        a placeholder that takes no memory."""
+        """The low-bit parameter that `make` gives for the parameter of the skeleton. After an error, which ends the
+        load, a placeholder that takes no memory."""
         held, errors = model.get_parameter(name), self.hf_quantizer.errors
         if not errors:
             try:
@@ -357,9 +357,9 @@ class _Siblings:
     """Plain weights that wait for their siblings, with which they share a part of their scales.
 
     Attributes:
-        names: of all of them.
-        spec: theirs.
-        values: those that have been read, by name.
+        names: of all siblings.
+        spec: of all siblings.
+        values: the weights that have been read, by name.
     """
 
     names: tuple[str, ...]
@@ -372,7 +372,7 @@ class _Siblings:
 
 
 class _Quantize(_Operation):
-    """Plain weights, as they are read, to low-bit ones."""
+    """Converts plain weights, as they are read, to low-bit weights."""
 
     def convert(
         self, input_dict: dict[str, Any], model: Any = None, **kwargs: Any
@@ -395,7 +395,7 @@ class _Quantize(_Operation):
         return made
 
     def together(self, model: Any, waiting: _Siblings) -> dict[str, Any]:
-        """The weights of siblings that have all been read, and share a part of their scales."""
+        """The low-bit weights of siblings, once all have been read."""
         values, waiting.values = waiting.values, {}
         if not values:
             return {}
@@ -413,7 +413,7 @@ class _Quantize(_Operation):
     def _quantized(
         self, name: str, value: Tensor, held: Tensor, joint: Tensor | None = None
     ) -> LowbitTensor:
-        """Raises ValueError for values that cannot be quantized, and for another shape than the model has."""
+        """Raises ValueError for values that cannot be quantized, and for a shape that differs from the model's."""
         if held.shape != value.shape:
             raise ValueError(
                 f"it has the shape {tuple(value.shape)} in the checkpoint, and the model takes {tuple(held.shape)}"
@@ -423,7 +423,7 @@ class _Quantize(_Operation):
 
 
 class _Decode(_Operation):
-    """The parts of a weight in lowbit's format to the weight."""
+    """Joins the parts of a weight in lowbit's format to the weight."""
 
     def convert(
         self,
@@ -442,7 +442,7 @@ class _Decode(_Operation):
     def _decoded(
         self, model: Any, name: str, parts: dict[str, Tensor], held: Tensor
     ) -> LowbitTensor:
-        """Raises FormatError for parts that do not fit their description, or that have none."""
+        """Raises FormatError for parts that do not fit their description, or have no description."""
         stored = self.hf_quantizer.stored_name(model, name)
         if stored is None:
             raise FormatError("config.json does not describe it")

@@ -21,18 +21,18 @@ def optimizer(
         args = TrainingArguments("out", learning_rate=1e-4, weight_decay=0.1)
         Trainer(model, args, optimizer_cls_and_kwargs=lowbit.hf.optimizer("AdamW4bit", args), …)
 
-    `TrainingArguments(optim=…)` takes only the names that transformers lists, so a name is given here. The learning
-    rate, the betas and epsilon come from `args` where the optimizer has them. The Trainer forms the groups with and
-    without weight decay.
+    `TrainingArguments(optim=…)` takes only the names that transformers lists, hence this function. The learning rate,
+    the betas and epsilon come from `args` if the optimizer has them. The Trainer forms the groups with and without
+    weight decay.
 
     Args:
         name: a class of `lowbit.optim`, also with options, "AdamW8bit(bf16_stochastic_round=True)", or in the manner of
             transformers, "adamw_4bit_lowbit".
-        args: of the Trainer.
-        options: further ones of the class; they win over those of `name` and `args`.
+        args: the arguments of the Trainer.
+        options: further options of the class; they win over those of `name` and `args`.
 
     Raises ValueError: an unknown name; an optimizer whose groups the Trainer cannot form; an option that the class does
-    not have. TypeError: a name that is no str.
+    not have. TypeError: a name that is not a str.
     """
     if not isinstance(name, str):
         raise TypeError(
@@ -51,7 +51,7 @@ def optimizer(
         default = known["betas"].default
         given["betas"] = (*betas, *default[len(betas) :])
     chosen = {**{n: v for n, v in given.items() if n in known}, **own, **options}
-    try:  # the Trainer makes it when it has loaded data and model; an error should come now
+    try:  # the Trainer makes the optimizer after it loaded data and model; an error should come now
         kind([nn.Parameter(torch.zeros(1))], **chosen)
     except TypeError as error:
         raise ValueError(f"{name}: {error}") from error
@@ -59,7 +59,7 @@ def optimizer(
 
 
 def _class_named(line: str) -> str:
-    """The line with the name of a class in place of one such as "adamw_4bit_lowbit"."""
+    """The line with the name of a class in place of a name such as "adamw_4bit_lowbit"."""
     name, bracket, options = line.partition("(")
     key = name.strip().removesuffix("_lowbit").replace("_", "").lower()
     known = {n.lower(): n for n in names.OPTIMIZERS}
@@ -73,16 +73,15 @@ class QATCallback(QATRun, TrainerCallback):
         Trainer(model, args, callbacks=[callback], …).train()       # model is in int4 afterwards
         lowbit.export(model, "model-int4", format="lowbit")
 
-    The model is prepared when the Trainer is made, before it makes the optimizer. Checkpoints hold the plain weights
-    that are trained, and a resumed training continues the schedule. The arguments are those of
-    `lowbit.qat.run.QATRun`: `scheme`, `filter_fn`, `convert`, `start`, `bits`, `freeze_scales` and further ones of
+    The model is prepared when the Trainer is made, before the Trainer makes the optimizer. Checkpoints hold the plain
+    weights that are trained, and a resumed training continues the schedule. The arguments are those of
+    `lowbit.qat.run.QATRun`: `scheme`, `filter_fn`, `convert`, `start`, `bits`, `freeze_scales` and further arguments of
     `prepare_`. `report` is that of `prepare_`, and after the end that of `convert_`.
 
-    Raises RuntimeError when the training begins with another model than the prepared one, as `model_init=` makes it.
+    Raises RuntimeError if the training begins with another model than the prepared one, such as that of `model_init=`.
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Prepare the model."""
         self.prepare(kwargs["model"])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -95,9 +94,7 @@ class QATCallback(QATRun, TrainerCallback):
         self.follow(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Continue the schedule."""
         self.follow(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Convert the model."""
         self.finish(kwargs["model"])

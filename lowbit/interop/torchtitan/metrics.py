@@ -4,14 +4,14 @@
 |----------------------------------|----------------------------------------------------------------------------------|
 | lowbit/products_in_low_bits      | share of the multiplications by weights that ran in int8 or float8               |
 | lowbit/snr_weights(dB)           | 10 log10(Σ w² / Σ (w - ŵ)²) of low-bit weights, ŵ as the products see the weight |
-| lowbit/snr_activations(dB)       | the same of the inputs of linear layers with low-bit weights                     |
-| lowbit/snr_gradients(dB)         | the same of the gradients of their outputs                                       |
+| lowbit/snr_activations(dB)       | that ratio for the inputs of linear layers with low-bit weights                  |
+| lowbit/snr_gradients(dB)         | that ratio for the gradients of their outputs                                    |
 | lowbit/updates_lost              | share of the weights with a gradient that the step left exactly as they were     |
 | lowbit/state_bytes               | bytes of the optimizer states of all ranks together                              |
-| lowbit/state_bytes_per_parameter | the same for each element of a parameter                                         |
+| lowbit/state_bytes_per_parameter | these bytes for each element of a parameter                                      |
 
-A metric is left out where it has no meaning: int8 weights have no high-precision values to compare with, weight-only
-QAT rounds no activation. Weights that are rounded stochastically lose no update on average, and are not counted.
+A metric without a meaning is left out: int8 weights have no high-precision values to compare with, weight-only QAT
+rounds no activation. Weights that are rounded stochastically lose no update on average, and are not counted.
 
 A measured step runs eagerly, with hooks on all modules. Other steps run as if there were no metrics.
 """
@@ -43,8 +43,8 @@ from lowbit.tensor.trained.trainable import TrainableTensor
 from lowbit.trace.tracer import Notes, watched
 
 SAMPLES = 2**16
-"""At most so many elements of each parameter are looked at for lost updates."""
-Rounding = Callable[[Tensor], Tensor]
+"""The most elements of a parameter in which lost updates are counted."""
+RoundingFunction = Callable[[Tensor], Tensor]
 _SUMS = (
     *("low_products", "products", "lost", "stepped", "state_bytes", "parameters"),
     *(
@@ -58,8 +58,8 @@ _SUMS = (
 # ---- when ------------------------------------------------------------------------------------------------------
 
 
-class Schedule:
-    """Measures the steps whose number divides by `every`, so that a resumed run measures the same ones. 0: none."""
+class MeasuredSteps:
+    """Measures the steps whose number divides by `every`, also in a resumed run. 0: none."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -71,11 +71,11 @@ class Schedule:
     def watch(
         self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]
     ) -> None:
-        """The models and optimizers of the run."""
+        """Set the models and optimizers of the run."""
         self.models, self.optimizers = list(models), list(optimizers)
 
     def begin(self, step: int | None = None) -> None:
-        """A step begins, or goes on with its next batch. `step`: its number; None: one more than the last one's."""
+        """A step begins, or goes on with its next batch. `step`: its number; None: the number after the last step's."""
         if not self.every or self._running is not None or not torch.is_grad_enabled():
             return
         if step is None:
@@ -85,7 +85,7 @@ class Schedule:
             self._running = Measurement(self.models, self.optimizers)
 
     def end(self, step: int) -> dict[str, float]:
-        """Step number `step` is done. Returns its metrics; none unless it was measured."""
+        """Step number `step` is done. Returns its metrics; {} if it was not measured."""
         self._next = step + 1
         measured, self._running = self._running, None
         return {} if measured is None else measured.finish()
@@ -95,11 +95,11 @@ class Schedule:
 
 
 class Measurement:
-    """From now on everything is measured, until `finish`.
+    """Measures everything from now on, until `finish`.
 
     Args:
         models: the parts of the model that this rank runs.
-        optimizers: those of their parameters.
+        optimizers: of the parameters of these parts.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Measurement:
         self.models, self.optimizers = models, optimizers
         self.sums: dict[str, Tensor | float] = {}
         self._open = ExitStack()
-        # The models themselves run already, too late for hooks of their own; what they hold has yet to run.
+        # The models themselves run already, too late for hooks of their own; their children have yet to run.
         parts = nn.ModuleList(child for model in models for child in model.children())
         self._watch: Notes = self._open.enter_context(watched(parts))
         # Hooks that are added to a compiled module do not run.
@@ -119,7 +119,7 @@ class Measurement:
         self._before = {p: sample(p, self._state_of(p)) for p in self._rounded_to_nearest()}
 
     def finish(self) -> dict[str, float]:
-        """The metrics of the step, over all ranks, which all must call it."""
+        """The metrics of the step over all ranks. All ranks must call this method."""
         self._open.close()
         for product in self._watch.products():
             size = float(product.m * product.n * product.k * product.calls)
@@ -138,8 +138,8 @@ class Measurement:
     def _add(self, name: str, value: Tensor | float) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + value
 
-    def _compare(self, kind: str, values: Tensor, rounding: Rounding) -> None:
-        """Add the energy of `values`, and of their rounding errors."""
+    def _compare(self, kind: str, values: Tensor, rounding: RoundingFunction) -> None:
+        """Add the energy of `values` and of the errors that `rounding` makes, under `kind`."""
         if values.numel():
             exact = values.detach().float()
             self._add(f"{kind}_signal", exact.square().sum())
@@ -156,7 +156,7 @@ class Measurement:
     # ---- products --------------------------------------------------------------------------------------------
 
     def _hook(self, module: nn.Module) -> None:
-        """Measure what the module multiplies, if its weight is in low bits."""
+        """Measure the inputs of the module and the gradients of its outputs, if its weight is in low bits."""
         weight = held_locally(module._parameters.get("weight"))
         if not isinstance(module, nn.Linear) or not isinstance(weight, TrainableTensor):
             return
@@ -202,7 +202,7 @@ class Measurement:
         ]
 
     def _count(self, param: Tensor, *scales: Any) -> None:
-        """Add what is known of one parameter after the step. `scales`: its learned scales and zero points."""
+        """Add the sums of one parameter after the step. `scales`: its learned scales and zero points."""
         own, state = held_locally(param), self._state_of(param)
         self._add("parameters", float(own.numel()))
         self._add("state_bytes", float(sum(map(nbytes, state.values()))))
@@ -255,7 +255,7 @@ def strided(values: Tensor) -> Tensor:
 
 
 def _holds_its_values(own: Tensor) -> bool:
-    """Whether this is a plain weight or has one inside, and not one that is rounded stochastically, such as int8."""
+    """True for a plain weight, and for one with plain values inside; False if it is rounded stochastically, as int8."""
     return isinstance(own, MasterWeightTensor) or not isinstance(own, LowbitTensor)
 
 
@@ -287,8 +287,10 @@ def nbytes(state: Any) -> int:
 # ---- what the schemes round ------------------------------------------------------------------------------------
 
 
-def rounding_of_products(weight: TrainableTensor) -> tuple[Rounding | None, Rounding | None]:
-    """How the products of this weight round their inputs, and the gradients of their outputs. None: they don't."""
+def rounding_of_products(
+    weight: TrainableTensor,
+) -> tuple[RoundingFunction | None, RoundingFunction | None]:
+    """How the products of this weight round their inputs, and the gradients of their outputs. None: not at all."""
     scheme = weight.scheme
     if isinstance(scheme, Scheme):
         activation = scheme.activation
@@ -319,9 +321,9 @@ def scales_of_weights(model: nn.Module) -> dict[Tensor, tuple[Any, Any]]:
     return found
 
 
-def rounding_of_weight(weight: Any, *scales: Any) -> Rounding | None:
-    """How products round the high-precision `weight.weight`, by learned `scales` where it has some. None: they don't,
-    or it has none, or this rank has not the scales of its part."""
+def rounding_of_weight(weight: Any, *scales: Any) -> RoundingFunction | None:
+    """How products round the high-precision `weight.weight`, by its learned `scales` if it has any. None: the products
+    do not round, the weight has no high-precision values, or this rank lacks the scales of its part."""
     if isinstance(weight, LearnedScalesTensor):
         scale, zero = scales
         blocks = weight.scheme.weight.blocks(weight.rows(weight.weight).shape)
@@ -339,8 +341,8 @@ def rounding_of_weight(weight: Any, *scales: Any) -> Rounding | None:
     return None
 
 
-def _rows(fmt: str, one_scale: bool) -> Rounding:
-    """Rounding to codes of a scale a row, or of one scale."""
+def _rows(fmt: str, one_scale: bool) -> RoundingFunction:
+    """Rounding to codes with a scale a row, or with one scale."""
 
     def rounded(values: Tensor) -> Tensor:
         k = values.shape[-1]

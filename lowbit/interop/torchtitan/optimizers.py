@@ -13,7 +13,7 @@ from lowbit.interop import names
 from lowbit.optim import LowbitOptimizer, Muon
 
 OF_ADAM = ("betas", "eps", "weight_decay")
-"""Options that torchtitan gives to every optimizer. One that has no such option leaves it out."""
+"""Options that torchtitan gives to every optimizer. An optimizer that lacks an option leaves it out."""
 
 
 def check_line(line: str, given: Iterable[str]) -> tuple[type[LowbitOptimizer], dict[str, Any]]:
@@ -36,7 +36,8 @@ def made(
     """The optimizer of a line.
 
     Args:
-        groups: "params" and torchtitan's options. Its `fused` asks for a kernel where there is one.
+        line: as for `check_line`.
+        groups: "params" and torchtitan's options, whose `fused` asks for a kernel if there is one.
         name_of: names of the parameters, by id. Muon takes the matrices of layers, and AdamW the other parameters,
             stacked experts among them, with the line's `adamw_lr`.
     """
@@ -52,7 +53,7 @@ def made(
 
 
 def _accepted(kind: type[LowbitOptimizer], group: dict[str, Any]) -> dict[str, Any]:
-    """The options of a group that this class has. A third beta, which torchtitan has none of, is the class's own."""
+    """The options of a group that this class has. A third beta, which torchtitan lacks, is that of the class."""
     known = inspect.signature(kind).parameters
     own = {n: v for n, v in group.items() if n in known or n not in (*OF_ADAM, "foreach")}
     if "betas" in own:
@@ -64,7 +65,7 @@ def _accepted(kind: type[LowbitOptimizer], group: dict[str, Any]) -> dict[str, A
 def _for_muon(
     group: dict[str, Any], given: dict[str, Any], name_of: Mapping[int, str]
 ) -> list[dict[str, Any]]:
-    """A group in two: one for Muon, with `group`, and one for AdamW, with what `given` says of it."""
+    """A group split in two: one for Muon, with `group`, and one for AdamW, with its options in `given`."""
     parts: dict[bool, list[Tensor]] = {True: [], False: []}
     for param in group["params"]:
         parts[param.ndim == 2 and "layers." in name_of[id(param)]].append(param)
@@ -88,7 +89,7 @@ def _for_muon(
 def _named(
     group: dict[str, Any], params: list[Tensor], name_of: Mapping[int, str]
 ) -> dict[str, list[str]]:
-    """The names of these parameters, where the group has names."""
+    """The names of these parameters, if the group has names."""
     if "param_names" not in group:
         return {}
     known = {id(p): n for p, n in zip(group["params"], group["param_names"], strict=True)}
@@ -96,7 +97,7 @@ def _named(
 
 
 def steps_done(optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """The steps that these optimizers have made, also before a restart. The host waits for the device."""
+    """The steps that these optimizers have made, including those before a restart. The host waits for the device."""
     counts = (
         state["step"]
         for optimizer in optimizers

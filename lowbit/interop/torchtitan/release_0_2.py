@@ -6,7 +6,7 @@
 - registers the language models of torchtitan again under their own names, with `with_lowbit`. torchtitan looks up
   registered models before its own ones.
 
-Its optimizers are built by torchtitan, for the hooks and checks that a model adds, and then replaced.
+torchtitan first builds its own optimizers, with the hooks and checks that a model adds. lowbit's then replace them.
 """
 
 # torchtitan reads the types of JobConfig's fields, so annotations must not become strings here.
@@ -28,7 +28,7 @@ from torchtitan.tools.utils import device_type
 
 from lowbit import qat, train
 from lowbit.interop.torchtitan import optimizers, settings
-from lowbit.interop.torchtitan.metrics import Schedule, shown
+from lowbit.interop.torchtitan.metrics import MeasuredSteps, shown
 from lowbit.interop.torchtitan.settings import Lowbit
 from lowbit.layers.static_input import SCALE as INPUT_SCALE
 from lowbit.layers.static_input import ZERO as INPUT_ZERO
@@ -44,7 +44,7 @@ from lowbit.tensor.trained.learned_scales import SCALE, ZERO, named_scales
 CONVERTER = "lowbit"
 MODELS = ("llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss")
 OWN_OPTIMIZERS = ("Adam", "AdamW")
-"""torchtitan's optimizers, which keep their meaning; "lowbit.AdamW" is lowbit's."""
+"""The names that keep torchtitan's meaning; "lowbit.AdamW" is lowbit's."""
 BUILT_BY_TITAN = "AdamW"
 
 
@@ -52,7 +52,7 @@ BUILT_BY_TITAN = "AdamW"
 
 
 @dataclass
-class Model:
+class ModelSection:
     """The section `model`, with lowbit's converter on."""
 
     converters: list[str] = field(default_factory=lambda: [CONVERTER])
@@ -63,11 +63,11 @@ class JobConfig:
     """What torchtitan merges into its own configuration.
 
     Args:
-        model: its section `model`, with lowbit's converter on.
+        model: the section `model`, with lowbit's converter on.
         lowbit: `lowbit.torchtitan.Lowbit`.
     """
 
-    model: Model = field(default_factory=Model)
+    model: ModelSection = field(default_factory=ModelSection)
     lowbit: Lowbit = field(default_factory=Lowbit)
 
 
@@ -98,7 +98,7 @@ def check(config: TitanConfig, parallel_dims: Any) -> None:
 
 
 def _check_one_backward(training: Any, parallel_dims: Any) -> None:
-    """Raise ValueError where gradients are accumulated over several backwards."""
+    """Raise ValueError if gradients are accumulated over several backwards."""
     at_once = training.local_batch_size * parallel_dims.dp_replicate * parallel_dims.dp_shard
     if training.global_batch_size > at_once:
         raise ValueError(
@@ -145,8 +145,8 @@ def with_lowbit(spec: TrainSpec) -> TrainSpec:
     """The model of `spec` with lowbit's optimizers, weights and metrics; register it by `register_train_spec`."""
 
     class Located(spec.model_cls):
-        """Weights that are int8 take values only once they know where they lie. Learned scales follow from the weights,
-        and the memory of static ones, which has no values, becomes NaN."""
+        """int8 weights take values only once they know where their parts lie. Learned scales follow from the weights.
+        The memory of static scales, which has no values, becomes NaN."""
 
         def init_weights(self, *args: Any, **kwargs: Any) -> None:
             train.locate_(self)
@@ -170,7 +170,7 @@ def with_lowbit(spec: TrainSpec) -> TrainSpec:
 
 
 def _given(config: Any) -> dict[str, Any]:
-    """torchtitan's options of optimizers, by the names that torch's have."""
+    """torchtitan's options of optimizers, by the names in torch."""
     return {
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),
@@ -222,7 +222,7 @@ def optimizers_builder(original: Callable[..., Any]) -> Callable[..., Any]:
 # ---- schedules of QAT ------------------------------------------------------------------------------------------
 
 _SCHEDULE = "lowbit_schedule"
-"""Where the converter leaves the arguments of a model's `lowbit.qat.Schedule`, and later what follows it."""
+"""The attribute of a model with the arguments of its `lowbit.qat.Schedule`, from the converter; later `_Following`."""
 
 
 def lr_schedulers_builder(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -243,11 +243,12 @@ def lr_schedulers_builder(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Following:
-    """A forward hook of a model, and its schedule. It makes the schedule at the first forward pass, when a checkpoint
-    has been loaded: the checkpoints have no observers. The learning rate counts the steps, also of a resumed run.
+    """A forward hook of a model, and its schedule. The first forward pass makes the schedule, after a checkpoint was
+    loaded: the checkpoints have no observers. The scheduler of the learning rate counts the steps, also those before a
+    restart.
 
-    While they have no effect, learned scales have no gradients. In the first step they get zeros, so that the optimizer
-    has states for them, which torch's checkpoints need of all parameters."""
+    Learned scales that have no effect yet have no gradients. In the first step they get zeros, so that the optimizer
+    has states for them: torch's checkpoints need states of all parameters."""
 
     def __init__(self, chosen: dict[str, Any], counts: Any, optimizer: Any) -> None:
         self.chosen, self.counts, self.optimizer = chosen, counts, optimizer
@@ -262,7 +263,7 @@ class _Following:
             self.schedule.load_state_dict({"steps": self.counts.last_epoch})
 
     def stepped(self) -> None:
-        """Count an optimizer step, before a checkpoint is written and the learning rate follows."""
+        """Count an optimizer step, before the checkpoint and the step of the learning rate."""
         if self.schedule is not None:
             self.schedule.load_state_dict({"steps": self.counts.last_epoch + 1})
 
@@ -282,7 +283,7 @@ def without_scales(adapter: Any) -> Any:
 
 
 def plain_entries(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict without learned scales, zero points, and those of inputs."""
+    """A state dict without learned scales and zero points, of weights and of inputs."""
     ends = (SCALE, ZERO)
 
     def is_added(key: str) -> bool:
@@ -311,22 +312,20 @@ class LowbitMetrics(MetricsProcessor):
                 f"lowbit; add it, or leave model.converters out"
             )
         super().__init__(job_config, *args, **kwargs)
-        self.schedule = Schedule(job_config.lowbit.metrics_freq * job_config.metrics.log_freq)
+        self.measured = MeasuredSteps(job_config.lowbit.metrics_freq * job_config.metrics.log_freq)
         self.found: dict[str, float] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if (
-            name == "model_parts" and value is not None
-        ):  # the trainer sets it last, before the first step
-            self.schedule.watch(value, self.optimizers)
-            if self.schedule.every:
+        if name == "model_parts" and value is not None:  # set last, before the first step
+            self.measured.watch(value, self.optimizers)
+            if self.measured.every:
                 for model in value:
-                    model.register_forward_pre_hook(lambda module, args: self.schedule.begin())
+                    model.register_forward_pre_hook(lambda module, args: self.measured.begin())
 
     def should_log(self, step: int) -> bool:
-        """torchtitan calls it after each step."""
-        self.found = self.schedule.end(step)
+        """torchtitan calls this method after each step."""
+        self.found = self.measured.end(step)
         return super().should_log(step)
 
     def log(self, step: int, *args: Any, extra_metrics: Any = None, **kwargs: Any) -> None:
@@ -347,7 +346,7 @@ def build_metrics_processor(
 def register() -> None:
     register_model_converter(LowbitConverter, CONVERTER)
     for name in MODELS:
-        with suppress(ImportError):  # torchtitan raises it for whoever asks for that model
+        with suppress(ImportError):  # torchtitan raises it again for a user of that model
             register_train_spec(name, with_lowbit(get_train_spec(name)))
 
 

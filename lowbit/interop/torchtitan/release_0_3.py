@@ -7,7 +7,7 @@
         return with_lowbit(llama3_8b(), Lowbit(train="int8"), optimizer="AdamW8bit")
 
 The model is a subclass that prepares its weights once it is built, on meta. The optimizers are a subclass of
-torchtitan's container that also resolves names of lowbit. torchtitan looks for the names of its own ones first.
+torchtitan's container that also resolves names of lowbit, after torchtitan's own names.
 
 The release needs a later torch than 2.13: docs/torchtitan.md says what was tried, and what was not.
 """
@@ -29,7 +29,7 @@ from torchtitan.tools.utils import device_type
 
 from lowbit import train
 from lowbit.interop.torchtitan import optimizers, settings
-from lowbit.interop.torchtitan.metrics import Schedule, shown
+from lowbit.interop.torchtitan.metrics import MeasuredSteps, shown
 from lowbit.interop.torchtitan.settings import Lowbit
 
 FUSED = "wqkv"
@@ -41,6 +41,7 @@ def with_lowbit(config: Any, lowbit: Lowbit | None = None, optimizer: str = "") 
     """Change `config`, a `Trainer.Config`, and return it.
 
     Args:
+        config: of torchtitan.
         lowbit: how weights train, and which metrics are logged.
         optimizer: the line of an optimizer of lowbit, for all parameter groups of `config`, which keep their options.
             "" leaves the optimizers as they are.
@@ -118,7 +119,7 @@ def _prepared_class(parent: Any) -> Any:
                 logger.info(f"lowbit: {settings.summary(report, scheme, device)}")
 
         def init_states(self, **kwargs: Any) -> None:
-            train.locate_(self)  # int8 weights take values only once they know where they lie
+            train.locate_(self)  # before that, int8 weights do not take values
             super().init_states(**kwargs)
 
     Prepared.__name__, Prepared.__qualname__ = parent.__name__, parent.__qualname__
@@ -169,16 +170,16 @@ class LowbitMetrics(MetricsProcessor):
 
     def __init__(self, config: Any, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
-        self.schedule = Schedule(config.lowbit_every)
+        self.measured = MeasuredSteps(config.lowbit_every)
 
     def should_log(self, step: int) -> bool:
-        """torchtitan calls it before each step."""
-        self.schedule.watch(self.model_parts, self.optimizers)
-        self.schedule.begin(step)
+        """torchtitan calls this method before each step."""
+        self.measured.watch(self.model_parts, self.optimizers)
+        self.measured.begin(step)
         return super().should_log(step)
 
     def log(self, step: int, *args: Any, extra_metrics: Any = None, **kwargs: Any) -> None:
-        found = self.schedule.end(step)
+        found = self.measured.end(step)
         super().log(step, *args, extra_metrics={**(extra_metrics or {}), **found}, **kwargs)
         if found:
             logger.info(f"lowbit: step {step}: {shown(found)}")

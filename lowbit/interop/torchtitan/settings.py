@@ -20,8 +20,8 @@ from lowbit.tensor.core.dtensor import held_locally
 from lowbit.tensor.trained.bitnet import BitNetTensor
 
 LEFT_OUT = ("output", "lm_head", "router.gate")
-"""Parts of the names of layers that stay as they are: the output head, under the names that it has in the models of
-torchtitan, and the router of a mixture of experts."""
+"""Parts of the names of layers that stay as they are: the output head, under its names in torchtitan's models, and the
+router of a mixture of experts."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Lowbit:
         qat_bits: bits of the weights from a step on, step:bits with commas, such as "0:8,300:6,500:4".
         qat_freeze_scales: steps that train learned scales; 0: all.
         qat_freeze_observers: steps that observe the inputs of layers with a static activation, before their scales are
-            set; a scheme with one needs it. 0: none.
+            set. A scheme with static activations needs such steps. 0: none.
         filter_fqns: layers whose name contains one of these stay as they are, as for torchtitan's own float8.
         experts: also the stacked weights of experts, which are parameters of three dimensions.
         metrics_freq: how many logging steps lie between two measurements of lowbit's metrics. 0: none.
@@ -56,7 +56,7 @@ class Lowbit:
 
 
 def scheme_of(settings: Lowbit, device: torch.device) -> TrainingScheme | Scheme | None:
-    """The scheme that the settings ask for; None for none.
+    """The scheme that the settings ask for, if any.
 
     Raises ValueError for settings that contradict each other, unknown names, and a scheme that the device cannot run.
     """
@@ -82,7 +82,8 @@ def scheme_of(settings: Lowbit, device: torch.device) -> TrainingScheme | Scheme
 
 
 def qat_scheme(line: str, observes: bool = False) -> Scheme:
-    """Raises ValueError for a line that names no scheme, and for a static activation where nothing `observes` it."""
+    """The scheme of a line. Raises ValueError for an unknown name, and for a static activation that nothing
+    `observes`."""
     scheme = names.scheme(line)
     if scheme.is_static and not observes:
         raise ValueError(
@@ -113,9 +114,9 @@ def _check_qat(settings: Lowbit) -> None:
 
 
 def schedule_of(settings: Lowbit, scheme: Scheme) -> dict[str, Any]:
-    """The arguments of `lowbit.qat.Schedule`; none for training that is the same at each step.
+    """The arguments of `lowbit.qat.Schedule`; {} for training that is the same at each step.
 
-    Raises ValueError for a line of bits that names none, and for settings that contradict each other.
+    Raises ValueError for a wrong line of bits, and for settings that contradict each other.
     """
     found: dict[str, Any] = {}
     if settings.qat_start:
@@ -173,12 +174,12 @@ def prepare(model: nn.Module, scheme: TrainingScheme | Scheme, settings: Lowbit)
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether a module holds the stacked weights of experts."""
+    """True if a module holds the stacked weights of experts."""
     return any(p is not None and p.ndim == 3 for p in module._parameters.values())
 
 
 def summary(report: Report, scheme: TrainingScheme | Scheme, device: torch.device) -> str:
-    """The report in a line: weights that were left alone are counted by their reason."""
+    """The report in a line, with the number of weights that were left alone for each reason."""
     head = str(report).split("\n", 1)[0]
     reasons = Counter(report.left.values())
     parts = [head, *(f"{count} left alone: {why}" for why, count in reasons.items())]

@@ -5,8 +5,8 @@
 vLLM finds `register` by the entry point "lowbit" of the group `vllm.general_plugins`, and calls it in each of its
 processes. vLLM uses it for folders with `"quant_method": "lowbit"` in their config.json.
 
-- `parts`: which parameters a layer needs for a weight, how they are cut and merged, and the weights that they make. It
-  does not import vLLM.
+- `parts`: which parameters a layer needs for a weight, how they are cut and merged, and the weights that they make,
+  without importing vLLM.
 - `linear`: these parameters as vLLM's own classes, and the product.
 - `config`: which layers have which weights.
 
@@ -24,8 +24,8 @@ FIRST = "0.33"
 def register() -> None:
     """Make vLLM know the method "lowbit". A second call changes nothing.
 
-    vLLM calls the plug-ins of all installed packages, whatever it serves. So an older vLLM, whose interfaces differ,
-    gets a warning and no error.
+    vLLM calls the plug-ins of all installed packages for every model. So an older vLLM, whose interfaces differ, gets a
+    warning, not an error.
     """
     try:
         from lowbit.interop.vllm import config

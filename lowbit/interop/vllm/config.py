@@ -37,7 +37,7 @@ class LowbitServing(QuantizationConfig):
     Attributes:
         weights: how the folder stores each weight, by its name in vLLM's model.
 
-    Raises FormatError: settings of a newer lowbit, or that describe no weights.
+    Raises FormatError for settings of a newer lowbit, and for settings that describe no weights.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -78,10 +78,10 @@ class LowbitServing(QuantizationConfig):
         self.weights = hf_to_vllm_mapper.apply_dict(self.weights)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """How the layer of this name holds its weight; None: as vLLM does it.
+        """How the layer of this name holds its weight; None: vLLM's own way.
 
-        Raises ValueError for low-bit weights that vLLM has no place for: embeddings, experts, and merged layers that
-        are not all stored alike.
+        Raises ValueError for low-bit weights that the plug-in does not serve: embeddings, experts, and merged layers
+        that are not all stored alike.
         """
         is_linear = isinstance(layer, LinearBase)
         if is_linear or isinstance(layer, ParallelLMHead):
@@ -100,7 +100,7 @@ class LowbitServing(QuantizationConfig):
         return None
 
     def _stored(self, prefix: str) -> Stored | None:
-        """How the weights are stored that vLLM merges in this layer. Raises ValueError if not all alike."""
+        """How the weights that vLLM merges in this layer are stored. Raises ValueError unless all are stored alike."""
         parent, _, last = prefix.rpartition(".")
         names = [prefix]
         if f"{prefix}.weight" not in self.weights:
@@ -131,7 +131,7 @@ def _check_head(name: str, stored: Stored, is_linear: bool) -> None:
 
 
 def _read(settings: dict[str, Any], name: str) -> Stored:
-    """Raises FormatError for a damaged description."""
+    """How the folder stores the weight `name`. Raises FormatError for a damaged description."""
     try:
         kind, meta, _, dtype = stored_as(settings, name)
     except (LookupError, TypeError, ValueError) as error:

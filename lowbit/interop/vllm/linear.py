@@ -22,10 +22,10 @@ from vllm.model_executor.parameter import (
     PerTensorScaleParameter,
 )
 
-from lowbit.interop.vllm.parts import LayerWeight, Part, Stored
+from lowbit.interop.vllm.parts import LayerWeight, PartLayout, Stored
 
 PREFIX = "weight_"
-"""Before the name of a part: a parameter cannot have the name "weight.codes"."""
+"""What precedes the name of a part: a parameter cannot have the name "weight.codes"."""
 
 
 @register_weight_loader_v2_supported_method
@@ -50,7 +50,8 @@ class LowbitLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Give the layer an empty parameter for each part. Raises ValueError as `LayerWeight` does."""
+        """Give the layer an empty parameter for each part. The arguments are vLLM's. Raises ValueError as `LayerWeight`
+        does."""
         weight = LayerWeight(
             self.stored, output_partition_sizes, input_size_per_partition, input_size, self.name
         )
@@ -58,11 +59,11 @@ class LowbitLinearMethod(LinearMethodBase):
         for part in weight.parts:
             made = parameter(part, extra_weight_attrs["weight_loader"])
             layer.register_parameter(PREFIX + part.name, made)
-            if part.rows > 1:  # vLLM divides the outputs of merged layers by it
+            if part.rows > 1:  # vLLM divides the outputs of merged layers by this size
                 layer.weight_block_size = list(weight.block)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Make the weights from the parts, which are then filled."""
+        """Make the weights from the parts, which vLLM has filled."""
         weight: Any = layer.__dict__.pop("lowbit_weight", None)
         if weight is None:  # done already
             return
@@ -96,7 +97,7 @@ class LowbitLinearMethod(LinearMethodBase):
         )
 
 
-def parameter(part: Part, weight_loader: Callable[..., Any]) -> nn.Parameter:
+def parameter(part: PartLayout, weight_loader: Callable[..., Any]) -> nn.Parameter:
     """An empty parameter of vLLM that its layers fill as the layout of `part` says."""
     given = {"data": torch.empty(part.shape, dtype=part.dtype), "weight_loader": weight_loader}
     if part.per_layer:

@@ -1,19 +1,19 @@
 """The parameters that a layer of vLLM needs for a weight in lowbit's format, and the weights that they make.
 
 vLLM merges layers (q, k and v; gate and up) into one, and each of its processes holds a part of the outputs or of the
-inputs. It makes empty parameters first, which its own classes then fill from the parts in the folder. So each
-parameter has to declare its layout:
+inputs. vLLM first makes empty parameters, and then fills them from the parts in the folder. So each parameter declares
+its layout:
 
 | part                                      | shape here        | cut along                                  |
 |-------------------------------------------|-------------------|--------------------------------------------|
 | `codes`                                   | [N, bytes of K]   | outputs and inputs                         |
 | `scale`, `zero_point` of groups           | [N, G]            | outputs and inputs                         |
-| the same, one for a row                   | [N, 1]            | outputs                                    |
-| the same, one for a x b of the weight     | [⌈N/a⌉, ⌈K/b⌉]    | outputs and inputs, a outputs at a time    |
+| these, one for a row                      | [N, 1]            | outputs                                    |
+| these, one for a x b of the weight        | [⌈N/a⌉, ⌈K/b⌉]    | outputs and inputs, a outputs at a time    |
 | `global_scale`, `scale_offset`, `input_…` | [merged, 1]       | nothing: one for each merged layer         |
 
 N are the outputs of all merged layers in this process, K their inputs. Merged weights with a part of the last kind stay
-separate weights, with a product each. The others become one weight.
+separate, with a product each. Other merged weights become one weight.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Part:
+class PartLayout:
     """An empty parameter of a layer, as the table of the module says.
 
     Args:
+        name: of the part.
         shape: in this process, of all merged layers together.
-        per_layer: whether it has one entry for each merged layer.
-        cuts_inputs: whether a part of the inputs has a part of it.
+        per_layer: True if the parameter has one entry for each merged layer.
+        cuts_inputs: True if a process with a part of the inputs holds a part of the parameter.
         codes_per_byte: of packed codes; 1 otherwise.
         rows: outputs that share an entry.
     """
@@ -124,13 +125,14 @@ class LayerWeight:
         return made._with(**self.stored.meta)
 
     @cached_property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[PartLayout]:
         shapes = self._example.inner_shapes(tuple(self._example.shape))
         return [self._part(name, *found) for name, found in shapes.items()]
 
-    def _part(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Part:
+    def _part(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> PartLayout:
         if self._is_per_layer(name):
-            return Part(name, (len(self.outputs), 1), self._staged(name, dtype), per_layer=True)
+            shape = (len(self.outputs), 1)
+            return PartLayout(name, shape, self._staged(name, dtype), per_layer=True)
         columns, cuts = shape[-1], name == "codes" or not self._inputs_share
         cuts = cuts and not (name == "scale_absmax" and columns == 1)  # of all groups of a row
         if cuts and self.inputs != self.whole_inputs:
@@ -143,7 +145,7 @@ class LayerWeight:
         bits = self.stored.spec.format.bits
         packed = 8 / bits if name == "codes" and dtype == torch.uint8 else 1
         rows = 1 if name == "codes" else self.block[0]
-        return Part(
+        return PartLayout(
             name,
             (shape[0], columns),
             self._staged(name, dtype),
@@ -159,7 +161,7 @@ class LayerWeight:
         return of_tensor or name in shared or name.startswith("input_")
 
     def _staged(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """A folder may hold scales in more precision than new ones have. float32 holds all of them."""
+        """The dtype to fill: float32 for scales, which a folder may hold in more precision than lowbit makes them."""
         return torch.float32 if self._takes_any_dtype(name) else dtype
 
     def _takes_any_dtype(self, name: str) -> bool:
@@ -169,7 +171,7 @@ class LayerWeight:
         return spec.scales is None and self._example.is_floating(name)
 
     def assembled(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> list[AffineTensor]:
-        """The weights [N, K] of `dtype` that filled parameters make: one for all merged layers, or one for each.
+        """The weights [N, K] of `dtype`, made of filled parameters: one for all merged layers, or one for each.
 
         Raises ValueError for parts that do not fit each other.
         """
@@ -191,7 +193,7 @@ class LayerWeight:
         return made
 
     def _narrowed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parts, with scales in the dtype of new ones if it holds all of them exactly."""
+        """The parts, with scales in lowbit's own dtype for them if it holds all of them exactly."""
         plain = {name: t.detach().contiguous() for name, t in tensors.items()}
         dtype = self.stored.kind.scale_dtype(self.stored.spec, self.stored.dtype)
         narrow = {n: t.to(dtype) for n, t in plain.items() if self._takes_any_dtype(n)}
