@@ -39,11 +39,15 @@ from lowbit.numerics.number_format import Float8
 from lowbit.numerics.spec import Spec, crop
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import MixedPrecision
-from lowbit.tensor.core.base import InnerShapes, LowbitTensor, stored_shape
-from lowbit.tensor.core.fsdp import Gather, Wire
-from lowbit.tensor.core.reading import rounding_inputs
+from lowbit.tensor.core import (
+    Gather,
+    InnerShapes,
+    LowbitTensor,
+    Wire,
+    rounding_inputs,
+    stored_shape,
+)
 from lowbit.tensor.frozen.affine_tensor import AffineTensor, representation_of
-from lowbit.tensor.trained.gathered import Decoded
 from lowbit.tensor.trained.master_weight import MasterWeightTensor
 from lowbit.tensor.trained.trainable import Values
 from lowbit.trace import tracer
@@ -82,7 +86,9 @@ class CodesBeforeClamp:
 
     def coded_by(self: Any, scale: Tensor | None, zero: Tensor | None) -> CodedWeight:
         codes, _ = codes_again(self.scheme.weight, self.codes, self.scale)
-        return CodedWeight(codes, self.scale, Decoded.apply(self, scale, zero, False), self.codes)
+        return CodedWeight(
+            codes, self.scale, self.differentiable_values(scale, zero, False), self.codes
+        )
 
 
 class UnclampedCodes(CodesBeforeClamp):
@@ -123,7 +129,7 @@ class UnclampedCodes(CodesBeforeClamp):
     def fake_quantized(self: Any) -> Tensor:
         if self.transposed:
             return self.transpose(-2, -1).fake_quantized().transpose(-2, -1)
-        return Decoded.apply(self, None, None, True)
+        return self.differentiable_values()
 
     def coded(self: Any) -> CodedWeight:
         return self.coded_by(None, None)

@@ -46,18 +46,18 @@ from lowbit.numerics.number_format import Int
 from lowbit.numerics.row_chunks import count_nonfinite
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.schemes.scheme import Scheme
-from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.core.dtensor import (
+from lowbit.tensor.core import (
+    Gather,
+    LowbitTensor,
+    Wire,
     held_locally,
     local,
     replicated,
+    rounding_inputs,
     split_as,
 )
-from lowbit.tensor.core.fsdp import Gather, Wire
-from lowbit.tensor.core.reading import rounding_inputs
 from lowbit.tensor.frozen.affine_tensor import representation_of
 from lowbit.tensor.trained.fake_quantized import CodesBeforeClamp, FakeQuantizedTensor, Qparams
-from lowbit.tensor.trained.gathered import Decoded
 from lowbit.tensor.trained.trainable import Values
 from lowbit.trace import tracer
 
@@ -105,7 +105,7 @@ class CodesAndResiduals(CodesBeforeClamp):
         return gradients(grad, self.codes.float(), residual, self.scheme.weight, scale, zero)
 
     def quantized_by(self: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
-        return Decoded.apply(self, scale, zero, True)
+        return self.differentiable_values(scale, zero)
 
     def _codes_by(self: Any, scale: Tensor, zero: Tensor | None) -> tuple[Tensor | None, ...]:
         return self.clamped(), self.scale, self.zero_point

@@ -14,13 +14,7 @@ from lowbit.linear.low_bit_grouped import low_bit_grouped_mm
 from lowbit.linear.low_bit_linear import Codes, Operand, low_bit_linear
 from lowbit.numerics.packing import as_bytes
 from lowbit.schemes.training import MixedPrecision
-from lowbit.tensor.core.base import (
-    InnerShapes,
-    aten,
-    check_not_flat,
-    stored_shape,
-)
-from lowbit.tensor.core.fsdp import Gather, Wire
+from lowbit.tensor.core import Gather, InnerShapes, Wire, aten, check_not_flat, stored_shape
 from lowbit.tensor.trained.master_weight import MasterWeightTensor
 
 
