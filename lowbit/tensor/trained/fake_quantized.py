@@ -25,6 +25,7 @@ from lowbit.linear.coded_linear import (
     codes_again,
     product_of,
 )
+from lowbit.linear.dequantized import Values
 from lowbit.linear.frozen.checks import autocast_inputs, in_transform, refuse_transforms
 from lowbit.linear.fused_rounding import (
     Inside,
@@ -49,7 +50,6 @@ from lowbit.tensor.core import (
 )
 from lowbit.tensor.frozen.affine_tensor import AffineTensor, representation_of
 from lowbit.tensor.trained.master_weight import MasterWeightTensor
-from lowbit.tensor.trained.trainable import Values
 from lowbit.trace import tracer
 from lowbit.trace.report import specs_name
 

@@ -30,6 +30,7 @@ from lowbit.layers.holds_scales import (
 )
 from lowbit.layers.learned_experts import scaled, scaled_by
 from lowbit.linear.coded_linear import CodedWeight
+from lowbit.linear.dequantized import Values
 from lowbit.linear.frozen.checks import refuse_transforms
 from lowbit.linear.fused_rounding import learned_fake_quantize
 from lowbit.numerics.learned_scales import (
@@ -58,7 +59,6 @@ from lowbit.tensor.core import (
 )
 from lowbit.tensor.frozen.affine_tensor import representation_of
 from lowbit.tensor.trained.fake_quantized import CodesBeforeClamp, FakeQuantizedTensor, Qparams
-from lowbit.tensor.trained.trainable import Values
 from lowbit.trace import tracer
 
 _RATE = "scale_rate"

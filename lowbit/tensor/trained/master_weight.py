@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lowbit.linear.dequantized import Values
 from lowbit.linear.frozen.checks import TRANSFORMS
 from lowbit.tensor.core import (
     Gather,
@@ -30,7 +31,6 @@ from lowbit.tensor.trained.trainable import (
     READ,
     UPDATE,
     TrainableTensor,
-    Values,
 )
 from lowbit.trace.report import dtype_name
 
