@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from lowbit.layers import sharded_linear
 from lowbit.linear.coded_linear import CodedWeight, coded_weight
+from lowbit.linear.dequantized import Values
 from lowbit.linear.frozen.kinds import representation_of
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor, Qparams
-from lowbit.tensor.trained.trainable import TrainableTensor, Values
+from lowbit.tensor.trained.trainable import TrainableTensor
 
 
 class JointTensor(FakeQuantizedTensor):

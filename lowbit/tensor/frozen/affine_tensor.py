@@ -41,16 +41,20 @@ from lowbit.numerics.packing import pack, packed_size, unpack
 from lowbit.numerics.row_chunks import count_nonfinite, encode_in_chunks
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
-from lowbit.tensor.core.base import (
+from lowbit.tensor.core import (
+    GROUPED,
+    MATMULS,
     InnerShapes,
     LowbitTensor,
     aten,
     check_not_flat,
     check_weight,
+    is_traced,
+    of_stack,
+    of_swapped,
+    product_below_autograd,
+    refuse_trace,
 )
-from lowbit.tensor.core.base_ops import product_below_autograd
-from lowbit.tensor.core.contracted import GROUPED, MATMULS, of_stack, of_swapped
-from lowbit.tensor.core.torchscript import is_traced, refuse_trace
 from lowbit.tensor.frozen.blocked import BlockedTensor
 from lowbit.tensor.frozen.cpu_values import ReadOnCpu, rows_of_embedding
 from lowbit.tensor.frozen.frozen import asks_for_gradient

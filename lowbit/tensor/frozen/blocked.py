@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowbit.numerics.packing import packed_size
 from lowbit.numerics.spec import Spec
-from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.core import LowbitTensor
 
 
 class BlockedTensor(LowbitTensor):

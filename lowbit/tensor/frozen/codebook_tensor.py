@@ -40,7 +40,7 @@ from lowbit.numerics.codebook import (
     scale_blocks,
 )
 from lowbit.numerics.packing import pack, packed_size
-from lowbit.tensor.core.base import InnerShapes, LowbitTensor
+from lowbit.tensor.core import InnerShapes, LowbitTensor
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from lowbit.linear.frozen.checks import autocast_inputs
 from lowbit.linear.frozen.kinds import representation_of
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
-from lowbit.tensor.core.base import LowbitTensor, check_weight
-from lowbit.tensor.core.torchscript import is_traced, refuse_trace
+from lowbit.tensor.core import LowbitTensor, check_weight, is_traced, refuse_trace
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.float8_tensor import Float8Tensor
 

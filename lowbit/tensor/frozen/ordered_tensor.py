@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from lowbit.tensor.core.base import InnerShapes
+from lowbit.tensor.core import InnerShapes
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 

@@ -26,7 +26,7 @@ from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.packing import pack
 from lowbit.numerics.row_chunks import CHUNK_ELEMENTS, encode_in_chunks
 from lowbit.numerics.spec import Spec
-from lowbit.tensor.core.base import InnerShapes
+from lowbit.tensor.core import InnerShapes
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 

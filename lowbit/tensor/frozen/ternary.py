@@ -24,7 +24,7 @@ from lowbit.numerics.granularity import PerTensor
 from lowbit.numerics.number_format import Int
 from lowbit.numerics.packing import pack, packed_size, unpack
 from lowbit.numerics.spec import Spec
-from lowbit.tensor.core.base import InnerShapes, check_weight
+from lowbit.tensor.core import InnerShapes, check_weight
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 

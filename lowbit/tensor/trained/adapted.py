@@ -23,13 +23,12 @@ from torch.utils.checkpoint import checkpoint
 
 import lowbit_kernels as kernels
 from lowbit.linear.coded_linear import CodedWeight, coded_weight
+from lowbit.linear.dequantized import Values
 from lowbit.linear.frozen.checks import check_first_derivative
 from lowbit.linear.fused_rounding import learned_fake_quantize
-from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.core.fsdp import Gather
+from lowbit.tensor.core import LowbitTensor
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import LearnedScalesTensor
-from lowbit.tensor.trained.trainable import Values
 from lowbit.trace import tracer
 
 
@@ -167,6 +166,3 @@ class LearnedAdaptedTensor(AdaptedTensor, LearnedScalesTensor):
             if scale is None
             else self.coded_values(merged, scale, zero)
         )
-
-    def _on_the_wire(self, gather: Gather) -> None:
-        self.check_exact(gather)

@@ -29,10 +29,15 @@ from lowbit.linear.ternary import bitnet_linear
 from lowbit.numerics.packing import packed_size
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.schemes.training import BitNet
-from lowbit.tensor.core.base import InnerShapes, LowbitTensor
-from lowbit.tensor.core.dtensor import held_locally
-from lowbit.tensor.core.fsdp import Gather, Wire
-from lowbit.tensor.core.reading import in_forward, rounding_inputs
+from lowbit.tensor.core import (
+    Gather,
+    InnerShapes,
+    LowbitTensor,
+    Wire,
+    held_locally,
+    in_forward,
+    rounding_inputs,
+)
 from lowbit.tensor.frozen.ternary import (
     TernaryTensor,
     magnitude,

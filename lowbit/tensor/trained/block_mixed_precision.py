@@ -23,8 +23,7 @@ from lowbit.schemes.training import (
     BLOCK_WEIGHT,
     Float8BlockMixedPrecision,
 )
-from lowbit.tensor.core.base import InnerShapes, LowbitTensor
-from lowbit.tensor.core.fsdp import Gather, Wire
+from lowbit.tensor.core import Gather, InnerShapes, LowbitTensor, Wire
 from lowbit.tensor.frozen.float8_tensor import Float8Tensor
 from lowbit.tensor.trained.mixed_precision import MixedPrecisionTensor
 

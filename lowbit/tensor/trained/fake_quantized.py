@@ -25,6 +25,7 @@ from lowbit.linear.coded_linear import (
     codes_again,
     product_of,
 )
+from lowbit.linear.dequantized import Values
 from lowbit.linear.frozen.checks import autocast_inputs, in_transform, refuse_transforms
 from lowbit.linear.frozen.kinds import representation_of
 from lowbit.linear.fused_rounding import (
@@ -40,13 +41,16 @@ from lowbit.numerics.number_format import Float8
 from lowbit.numerics.spec import Spec, crop
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import MixedPrecision
-from lowbit.tensor.core.base import InnerShapes, LowbitTensor, stored_shape
-from lowbit.tensor.core.fsdp import Gather, Wire
-from lowbit.tensor.core.reading import rounding_inputs
+from lowbit.tensor.core import (
+    Gather,
+    InnerShapes,
+    LowbitTensor,
+    Wire,
+    rounding_inputs,
+    stored_shape,
+)
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
-from lowbit.tensor.trained.gathered import Decoded
 from lowbit.tensor.trained.master_weight import MasterWeightTensor
-from lowbit.tensor.trained.trainable import Values
 from lowbit.trace import tracer
 from lowbit.trace.report import specs_name
 
@@ -83,7 +87,9 @@ class CodesBeforeClamp:
 
     def coded_by(self: Any, scale: Tensor | None, zero: Tensor | None) -> CodedWeight:
         codes, _ = codes_again(self.scheme.weight, self.codes, self.scale)
-        return CodedWeight(codes, self.scale, Decoded.apply(self, scale, zero, False), self.codes)
+        return CodedWeight(
+            codes, self.scale, self.differentiable_values(scale, zero, False), self.codes
+        )
 
 
 class UnclampedCodes(CodesBeforeClamp):
@@ -124,7 +130,7 @@ class UnclampedCodes(CodesBeforeClamp):
     def fake_quantized(self: Any) -> Tensor:
         if self.transposed:
             return self.transpose(-2, -1).fake_quantized().transpose(-2, -1)
-        return Decoded.apply(self, None, None, True)
+        return self.differentiable_values()
 
     def coded(self: Any) -> CodedWeight:
         return self.coded_by(None, None)

@@ -17,8 +17,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from lowbit.tensor.core.base import InnerShapes, LowbitTensor
-from lowbit.tensor.core.fsdp import Gather, Wire
+from lowbit.tensor.core import Gather, InnerShapes, LowbitTensor, Wire
 
 
 class Codec(Protocol):
@@ -38,6 +37,25 @@ class Codec(Protocol):
         """The values that products see, as stored (not transposed), in any floating dtype, without gradient."""
 
 
+class _Decoded(torch.autograd.Function):
+    """The values of a gathered weight, by the codec's `decoded_values` and `gradients_by`. `scale` and `zero` are the
+    parameters of learned scales, or None. The values are left out where only their gradients are wanted."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Any, scale: Tensor | None, zero: Tensor | None, is_read: bool
+    ) -> Tensor:
+        ctx.save_for_backward(weight.detach(), scale, zero)
+        if is_read:
+            return weight.decoded_values()
+        return weight.scale.new_empty((), dtype=torch.float32).expand(weight.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight, scale, zero = ctx.saved_tensors
+        return *weight.gradients_by(grads[0], scale, zero), None
+
+
 class GatheredTensor:
     """See the module. A weight's class, by `gathered_form`, completes it."""
 
@@ -55,6 +73,12 @@ class GatheredTensor:
 
     def values(self: Any) -> Tensor:
         return self.dequantize()
+
+    def differentiable_values(
+        self, scale: Tensor | None = None, zero: Tensor | None = None, is_read: bool = True
+    ) -> Tensor:
+        """See `_Decoded`."""
+        return _Decoded.apply(self, scale, zero, is_read)
 
     def operand_of_rounding(self) -> Any:
         return self
@@ -86,25 +110,6 @@ class GatheredTensor:
 
     def _view(self, shape: tuple[int, ...]) -> None:
         return None
-
-
-class Decoded(torch.autograd.Function):
-    """The values of a gathered weight, by the codec's `decoded_values` and `gradients_by`. `scale` and `zero` are the
-    parameters of learned scales, or None. The values are left out where only their gradients are wanted."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, weight: Any, scale: Tensor | None, zero: Tensor | None, is_read: bool
-    ) -> Tensor:
-        ctx.save_for_backward(weight.detach(), scale, zero)
-        if is_read:
-            return weight.decoded_values()
-        return weight.scale.new_empty((), dtype=torch.float32).expand(weight.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight, scale, zero = ctx.saved_tensors
-        return *weight.gradients_by(grads[0], scale, zero), None
 
 
 def gathered_form(kind: Any, codec: type[Codec]) -> type[GatheredTensor]:

@@ -38,16 +38,19 @@ from lowbit.linear.low_bit_linear import Codes, Operand, low_bit_linear
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.schemes.presets import Int8WeightOnly
 from lowbit.schemes.training import Int8Weight
-from lowbit.tensor.core.base import (
+from lowbit.tensor.core import (
+    Gather,
     InnerShapes,
     LowbitTensor,
+    Wire,
     aten,
     check_weight,
+    copy_,
+    own_region,
+    product_below_autograd,
     stored_shape,
+    to_copy,
 )
-from lowbit.tensor.core.base_ops import copy_, product_below_autograd, to_copy
-from lowbit.tensor.core.dtensor import own_region
-from lowbit.tensor.core.fsdp import Gather, Wire
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.cpu_values import ReadOnCpu
 from lowbit.tensor.trained import remainder

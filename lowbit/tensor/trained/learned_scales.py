@@ -30,6 +30,7 @@ from lowbit.layers.holds_scales import (
 )
 from lowbit.layers.learned_experts import scaled, scaled_by
 from lowbit.linear.coded_linear import CodedWeight
+from lowbit.linear.dequantized import Values
 from lowbit.linear.frozen.checks import refuse_transforms
 from lowbit.linear.frozen.kinds import representation_of
 from lowbit.linear.fused_rounding import learned_fake_quantize
@@ -47,18 +48,17 @@ from lowbit.numerics.number_format import Int
 from lowbit.numerics.row_chunks import count_nonfinite
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.schemes.scheme import Scheme
-from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.core.dtensor import (
+from lowbit.tensor.core import (
+    Gather,
+    LowbitTensor,
+    Wire,
     held_locally,
     local,
     replicated,
+    rounding_inputs,
     split_as,
 )
-from lowbit.tensor.core.fsdp import Gather, Wire
-from lowbit.tensor.core.reading import rounding_inputs
 from lowbit.tensor.trained.fake_quantized import CodesBeforeClamp, FakeQuantizedTensor, Qparams
-from lowbit.tensor.trained.gathered import Decoded
-from lowbit.tensor.trained.trainable import Values
 from lowbit.trace import tracer
 
 _RATE = "scale_rate"
@@ -105,7 +105,7 @@ class CodesAndResiduals(CodesBeforeClamp):
         return gradients(grad, self.codes.float(), residual, self.scheme.weight, scale, zero)
 
     def quantized_by(self: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
-        return Decoded.apply(self, scale, zero, True)
+        return self.differentiable_values(scale, zero)
 
     def _codes_by(self: Any, scale: Tensor, zero: Tensor | None) -> tuple[Tensor | None, ...]:
         return self.clamped(), self.scale, self.zero_point

@@ -13,22 +13,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lowbit.linear.dequantized import Values
 from lowbit.linear.frozen.checks import TRANSFORMS
-from lowbit.tensor.core.base import (
+from lowbit.tensor.core import (
+    Gather,
     InnerShapes,
     LowbitTensor,
+    Wire,
     aten,
+    below_transform,
     check_weight,
+    in_forward,
 )
-from lowbit.tensor.core.fsdp import Gather, Wire
-from lowbit.tensor.core.reading import below_transform, in_forward
 from lowbit.tensor.trained.gathered import Codec, gathered_form
 from lowbit.tensor.trained.trainable import (
     INITIALISE,
     READ,
     UPDATE,
     TrainableTensor,
-    Values,
 )
 from lowbit.trace.report import dtype_name
 

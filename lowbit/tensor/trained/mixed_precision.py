@@ -12,15 +12,8 @@ from torch.nn import functional as F
 import lowbit_kernels as kernels
 from lowbit.linear.low_bit_grouped import low_bit_grouped_mm
 from lowbit.linear.low_bit_linear import Codes, Operand, low_bit_linear
-from lowbit.numerics.packing import as_bytes
 from lowbit.schemes.training import MixedPrecision
-from lowbit.tensor.core.base import (
-    InnerShapes,
-    aten,
-    check_not_flat,
-    stored_shape,
-)
-from lowbit.tensor.core.fsdp import Gather, Wire
+from lowbit.tensor.core import Gather, InnerShapes, Wire, aten, check_not_flat, stored_shape
 from lowbit.tensor.trained.master_weight import MasterWeightTensor
 
 
@@ -59,10 +52,6 @@ class RowCodes:
         # int8 times float32 is one operation; float8 has no such product
         is_int8 = codes.dtype is torch.int8
         return codes * self.scale if is_int8 else codes.float().mul_(self.scale)
-
-    def rows(self: Any, indices: Tensor) -> Tensor:
-        codes = as_bytes(self.codes)[indices].view(self.codes.dtype)[..., : self.shape[-1]]
-        return (codes.float() * self.scale[indices]).to(self.dtype)
 
     def expert_codes(self: Any) -> Codes:
         return self.codes, self.scale.squeeze(-1)
@@ -124,8 +113,9 @@ class MixedPrecisionTensor(MasterWeightTensor, codec=RowCodes):
         )
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Some rows of `values()`."""
-        return self.weight[indices].to(self.dtype)
+        """Some rows of `dequantize()`."""
+        taken = self._take(indices.reshape(-1)).dequantize()
+        return taken.view(*indices.shape, self.shape[-1])
 
 
 @MixedPrecisionTensor.implements(aten.t.default, aten.transpose.int, aten.permute.default)

@@ -26,13 +26,7 @@ from lowbit.linear.dequantized import Values, dequantized_linear, grouped_in_hig
 from lowbit.linear.frozen.checks import TRANSFORMS, in_transform
 from lowbit.numerics import class_names
 from lowbit.schemes.training import IN_ATTENTION
-from lowbit.tensor.core.base import (
-    LowbitTensor,
-    aten,
-    count_change,
-    written,
-)
-from lowbit.tensor.core.contracted import GROUPED, MATMULS
+from lowbit.tensor.core import GROUPED, MATMULS, LowbitTensor, aten, count_change, written
 from lowbit.trace import tracer
 
 KEEP_OUT = (
