@@ -269,7 +269,7 @@ def test_cuda(case: Case) -> None:
 @pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
 def test_sm90(case: Case, width: int, slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = -(-case.k // scaled_mm_sm90.TILE_K)
-    plan = scaled_mm_sm90.Plan(width, 2, min(slices, steps))
+    plan = scaled_mm_sm90.ScaledMmDivision(width, 2, min(slices, steps))
     monkeypatch.setattr(scaled_mm_sm90, "plan", lambda *shape: plan)
     arguments = case.arguments("cuda")
     if not nvrtc.runs_on_hopper(arguments[0].device):

@@ -48,8 +48,8 @@ from lowbit_kernels.weight_only.weight_operands import (
     E4M3,
     HALVES,
     Description,
-    Layout,
     Product,
+    TensorLayout,
     WeightOperands,
     check_addends,
     described,
@@ -102,7 +102,7 @@ def reference(
     return out.to(x.dtype)
 
 
-class Plan(NamedTuple):
+class DynamicLinearPlan(NamedTuple):
     """How calls with operands of the same layouts run."""
 
     implementation: str
@@ -114,25 +114,27 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8192)
-def planned(tensors: tuple[Description | None, ...], tensorwise: bool) -> Plan:
+def planned(tensors: tuple[Description | None, ...], tensorwise: bool) -> DynamicLinearPlan:
     """The plan for x, codes, scale, bias and residual that are `described` so; errors as of `dynamic_linear`."""
     x, codes, scale, bias, residual = tensors
     assert x and codes and scale
-    given, weight, scales = Layout(*x), Layout(*codes), Layout(*scale)
+    given, weight, scales = TensorLayout(*x), TensorLayout(*codes), TensorLayout(*scale)
     ends = (layout_of(bias), layout_of(residual))
     check(given, weight, scales, *ends, tensorwise)
     (n, k), m = weight.shape, prod(given.shape[:-1])
     shape, has_one_scale = (*given.shape[:-1], n), prod(scales.shape) == 1
     if m * n * k and not (tensorwise and has_one_scale):
         numbers = given.dtype if weight.dtype == torch.int8 else torch.float16
-        q = Layout((m, k), (k + -k % 16, 1), numbers, given.device, 0)  # as `codes_of` makes it
+        q = TensorLayout(
+            (m, k), (k + -k % 16, 1), numbers, given.device, 0
+        )  # as `codes_of` makes it
         step = 0 if has_one_scale and n > 1 else scales.strides[0]
         by_row = scales._replace(shape=(n, 1), strides=(step, 1))
         flat_ends = (ends[0] and ends[0].contiguous((n,)), ends[1] and ends[1].contiguous((m, n)))
         operands = WeightOperands(q, weight, by_row, None, *flat_ends, None, k, given.dtype)
         if found := of_numbers(operands):
-            return Plan(*found, numbers, (m, k), shape, 0)
-    return Plan("scaled_mm", None, weight.dtype, (m, k), shape, -k % 16)
+            return DynamicLinearPlan(*found, numbers, (m, k), shape, 0)
+    return DynamicLinearPlan("scaled_mm", None, weight.dtype, (m, k), shape, -k % 16)
 
 
 def of_numbers(operands: WeightOperands) -> tuple[str, Product] | None:
@@ -188,7 +190,7 @@ def _fake(x: Tensor, codes: Tensor, *others: Any) -> Tensor:
 def check(
     x: Any, codes: Any, scale: Any, bias: Any, residual: Any, tensorwise: bool = False
 ) -> None:
-    """Errors of `dynamic_linear`. Operands are tensors or their `Layout`s; shapes may be symbolic."""
+    """Errors of `dynamic_linear`. Operands are tensors or their `TensorLayout`s; shapes may be symbolic."""
     check_one_device(x=x, codes=codes, scale=scale, bias=bias, residual=residual)
     if codes.dtype not in FORMATS:
         raise TypeError(f"codes must be torch.int8 or {E4M3}, got {codes.dtype}")

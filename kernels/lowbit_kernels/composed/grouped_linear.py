@@ -45,7 +45,7 @@ from lowbit_kernels.weight_only import weight_linear, weight_mm_triton
 from lowbit_kernels.weight_only.weight_mm_triton import sums_of_blocks
 from lowbit_kernels.weight_only.weight_operands import (
     Description,
-    Layout,
+    TensorLayout,
     bits_of,
     described,
     layout_of,
@@ -171,7 +171,7 @@ def _kernel(
         tl.store(out + at, tl.trans(sums).to(out.dtype.element_ty), mask=wanted)
 
 
-class Plan(NamedTuple):
+class GroupedLinearPlan(NamedTuple):
     """How calls with operands of the same layouts run; all but the first two are for "triton"."""
 
     implementation: Literal["triton", "loop", "empty"]
@@ -184,20 +184,20 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8192)
-def planned(tensors: tuple[Description | None, ...], group_size: int) -> Plan:
+def planned(tensors: tuple[Description | None, ...], group_size: int) -> GroupedLinearPlan:
     """The plan for x, codes, scale, zero_point and offsets that are `described` so; errors as of `grouped_linear`."""
     x, codes, scale, zero_point, offsets = tensors
     assert x and codes and scale and offsets
-    given, weight, scales = Layout(*x), Layout(*codes), Layout(*scale)
-    check(given, weight, scales, layout_of(zero_point), Layout(*offsets), group_size)
+    given, weight, scales = TensorLayout(*x), TensorLayout(*codes), TensorLayout(*scale)
+    check(given, weight, scales, layout_of(zero_point), TensorLayout(*offsets), group_size)
     (m, k), dtype, device = given.shape, given.dtype, given.device
     experts, n, groups = scales.shape
     block = weight_mm_triton.block_of_k(group_size, groups)
     stored = stored_dtype(dtype, device)
     if 0 in (m, n, k, experts):
-        return Plan("empty", (m, n), dtype, stored, (0, 0), 0, {})
+        return GroupedLinearPlan("empty", (m, n), dtype, stored, (0, 0), 0, {})
     if not (runs_on(device) and block):
-        return Plan("loop", (m, n), dtype, stored, (0, 0), 0, {})
+        return GroupedLinearPlan("loop", (m, n), dtype, stored, (0, 0), 0, {})
     bits = bits_of(weight.dtype)
     weight = weight if weight.strides[-1] == 1 else weight.copied()  # as `_launch` copies it
     word = weight_mm_triton.codes_of_word(weight, bits, block)
@@ -214,7 +214,7 @@ def planned(tensors: tuple[Description | None, ...], group_size: int) -> Plan:
         "num_stages": 3,
     }
     grid = (min(m, m // rows + experts), -(-n // 64))
-    return Plan("triton", (m, n), dtype, stored, grid, word, options)
+    return GroupedLinearPlan("triton", (m, n), dtype, stored, grid, word, options)
 
 
 def _run(
@@ -237,7 +237,12 @@ def _run(
 
 
 def _launch(
-    plan: Plan, x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, offsets: Tensor
+    plan: GroupedLinearPlan,
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    offsets: Tensor,
 ) -> Tensor:
     (m, k), (experts, n, groups) = x.shape, scale.shape
     if x.device.type == "cpu":  # the interpreter has no bfloat16
@@ -262,7 +267,7 @@ def _fake(x: Tensor, codes: Tensor, *others: Any) -> Tensor:
 
 
 def check(x: Any, codes: Any, scale: Any, zero_point: Any, offsets: Any, group_size: int) -> None:
-    """Errors of `grouped_linear`. Operands are tensors or their `Layout`s; shapes may be symbolic."""
+    """Errors of `grouped_linear`. Operands are tensors or their `TensorLayout`s; shapes may be symbolic."""
     check_one_device(x=x, codes=codes, scale=scale, zero_point=zero_point, offsets=offsets)
     if len(x.shape) != 2 or len(codes.shape) != 3 or len(scale.shape) != 3:
         raise ValueError(
@@ -288,9 +293,9 @@ def check(x: Any, codes: Any, scale: Any, zero_point: Any, offsets: Any, group_s
     weight_linear.check(x, *one, None, None, group_size)
 
 
-def _of_one_expert(t: Any) -> Layout:
+def _of_one_expert(t: Any) -> TensorLayout:
     """The layout of one expert's part, as far as `weight_linear.check` reads it."""
-    return Layout(tuple(t.shape[1:]), (), t.dtype, t.device, 0)
+    return TensorLayout(tuple(t.shape[1:]), (), t.dtype, t.device, 0)
 
 
 _op = register(

@@ -38,7 +38,7 @@ from lowbit_kernels.runtime.launcher import called, planned_op
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.library import FLOATS, check_one_device
 from lowbit_kernels.runtime.seeds import seed_of
-from lowbit_kernels.weight_only.weight_operands import Layout, layout
+from lowbit_kernels.weight_only.weight_operands import TensorLayout, layout
 
 Codes = tuple[Tensor, Tensor]
 Operand = tuple[Tensor, Tensor | None]
@@ -161,11 +161,11 @@ def _launch(
 
 @functools.lru_cache(maxsize=4096)
 def planned(
-    grad: Layout,
-    weight: Layout | None,
-    weight_scale: Layout | None,
-    x: Layout | None,
-    x_scale: Layout | None,
+    grad: TensorLayout,
+    weight: TensorLayout | None,
+    weight_scale: TensorLayout | None,
+    x: TensorLayout | None,
+    x_scale: TensorLayout | None,
     format: str,
     stochastic: bool,
     seed: int,
@@ -222,9 +222,9 @@ def planned(
 
 
 def _as_they_are(
-    grad: Layout,
-    weight: tuple[Layout | None, Layout | None],
-    x: tuple[Layout | None, Layout | None],
+    grad: TensorLayout,
+    weight: tuple[TensorLayout | None, TensorLayout | None],
+    x: tuple[TensorLayout | None, TensorLayout | None],
     format: str,
     stochastic: bool,
 ) -> bool:
@@ -244,8 +244,8 @@ def _as_they_are(
 
 
 def _rounded(
-    whole: Composition, weight: Layout, format: str, tensorwise: bool
-) -> tuple[Layout, Layout, range]:
+    whole: Composition, weight: TensorLayout, format: str, tensorwise: bool
+) -> tuple[TensorLayout, TensorLayout, range]:
     """Let the plan round a weight in high precision. Returns the layouts of its transposed codes and its scales, and
     the numbers of these."""
     n, k = weight.shape
@@ -259,7 +259,7 @@ def _rounded(
     return codes, scale, numbers
 
 
-def _columns(weight: Tensor | Layout, scale: Tensor | Layout | None) -> int:
+def _columns(weight: Tensor | TensorLayout, scale: Tensor | TensorLayout | None) -> int:
     """K, of transposed codes or of a weight in high precision."""
     return weight.shape[1 if scale is None else 0]
 

@@ -29,7 +29,7 @@ from lowbit_kernels.runtime.launch_plan import Buffer, Composition
 from lowbit_kernels.runtime.launcher import called, planned_op
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.library import FLOATS, check_one_device
-from lowbit_kernels.weight_only.weight_operands import Layout, layout
+from lowbit_kernels.weight_only.weight_operands import TensorLayout, layout
 
 X, X_SCALE, WEIGHT, BIAS, OUT = range(5)
 """The numbers of the tensors of a plan; scratch memory follows."""
@@ -99,10 +99,10 @@ def _launch(
 
 @functools.lru_cache(maxsize=4096)
 def planned(
-    x: Layout,
-    x_scale: Layout,
-    weight: Layout,
-    bias: Layout | None,
+    x: TensorLayout,
+    x_scale: TensorLayout,
+    weight: TensorLayout,
+    bias: TensorLayout | None,
     format: str,
     tensorwise: bool,
     out_dtype: torch.dtype,

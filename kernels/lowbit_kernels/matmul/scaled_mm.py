@@ -44,14 +44,14 @@ from lowbit_kernels.runtime import launch_plan, launcher, nvrtc
 from lowbit_kernels.runtime.launch_plan import (
     Buffer,
     CublasProduct,
-    Part,
-    Plan,
+    LaunchPlan,
+    TensorPart,
 )
 from lowbit_kernels.runtime.launcher import called, planned_op
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.library import FLOATS, check_one_device, contiguous_strides
 from lowbit_kernels.runtime.triton_runtime import runs_on
-from lowbit_kernels.weight_only.weight_operands import Layout, described
+from lowbit_kernels.weight_only.weight_operands import TensorLayout, described
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LONG = 12288
@@ -131,7 +131,9 @@ def _launch(
     return multiply(a, b, a_scale, b_scale, bias, out_dtype)
 
 
-def _implementation(a: Tensor | Layout, b: Tensor | Layout) -> tuple[str, Callable[..., Tensor]]:
+def _implementation(
+    a: Tensor | TensorLayout, b: Tensor | TensorLayout
+) -> tuple[str, Callable[..., Tensor]]:
     """The name and the function of the implementation for checked operands."""
     is_int8, device = a.dtype == torch.int8, a.device
     if 0 in (*a.shape, b.shape[0]):
@@ -150,13 +152,13 @@ def _implementation(a: Tensor | Layout, b: Tensor | Layout) -> tuple[str, Callab
 class Planned(NamedTuple):
     """A plan, and the names of the implementations of its products."""
 
-    plan: Plan
+    plan: LaunchPlan
     products: tuple[str, ...]
 
 
 def planned(
-    a: Layout,
-    b: Layout,
+    a: TensorLayout,
+    b: TensorLayout,
     a_scales: int,
     b_scales: int | None,
     out_dtype: torch.dtype,
@@ -180,13 +182,13 @@ def planned(
 
 
 def _planned_for_cublas(
-    a: Layout,
-    b: Layout,
+    a: TensorLayout,
+    b: TensorLayout,
     a_scales: int,
     b_scales: int | None,
     out_dtype: torch.dtype,
     bias: torch.dtype | None,
-) -> Plan | None:
+) -> LaunchPlan | None:
     """`planned` where cuBLAS multiplies."""
     m, n = a.shape[0], b.shape[0]
     by_row = a_scales > 1 or (b_scales is not None and b_scales > 1)
@@ -256,7 +258,7 @@ def _float8_by_cublas(
     )
     operands = a, b, *scales, None if bias is None else bias.contiguous()
     counts = scales[0].numel(), None if scales[1] is None else scales[1].numel()
-    layouts = Layout(*described(a)), Layout(*described(b))
+    layouts = TensorLayout(*described(a)), TensorLayout(*described(b))
     own_bias = None if bias is None else bias.dtype
     found = None if extra else _planned_for_cublas(*layouts, *counts, out_dtype, own_bias)
     if found is not None:
@@ -280,19 +282,19 @@ def _one_each(scale: Tensor, count: int) -> Tensor:
 @functools.lru_cache(maxsize=4096)
 def _cublas_plan(
     m: int, n: int, k: int, by_row: bool, no_b_scale: bool, has_bias: bool, out_dtype: torch.dtype
-) -> Plan:
+) -> LaunchPlan:
     """Operands: a, b, a_scale, b_scale and bias. Without b's scales, those are ones."""
     ones = (Buffer((n if by_row else 1,), torch.float32, fill=1),) if no_b_scale else ()
     made = 6  # the number of `ones`
     product = CublasProduct(
-        Part(0, (m, k)),
-        Part(1, (n, k)),
-        Part(2, (m, 1) if by_row else ()),
-        Part(made if no_b_scale else 3, (1, n) if by_row else ()),
-        Part(4, (n,)) if has_bias else None,
-        Part(5, (m, n)),
+        TensorPart(0, (m, k)),
+        TensorPart(1, (n, k)),
+        TensorPart(2, (m, 1) if by_row else ()),
+        TensorPart(made if no_b_scale else 3, (1, n) if by_row else ()),
+        TensorPart(4, (n,)) if has_bias else None,
+        TensorPart(5, (m, n)),
     )
-    return Plan((Buffer((m, n), out_dtype),), ones, (product,))
+    return LaunchPlan((Buffer((m, n), out_dtype),), ones, (product,))
 
 
 def _cublas_scales(by_row: bool, out_dtype: torch.dtype, device: torch.device) -> bool:

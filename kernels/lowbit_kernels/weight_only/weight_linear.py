@@ -53,8 +53,8 @@ from lowbit_kernels.weight_only import (
 from lowbit_kernels.weight_only.weight_operands import (
     HALVES,
     Description,
-    Layout,
     Product,
+    TensorLayout,
     Tensors,
     WeightOperands,
     bits_of,
@@ -117,7 +117,7 @@ def reference(
     return out.to(x.dtype)
 
 
-class Plan(NamedTuple):
+class WeightLinearPlan(NamedTuple):
     """How calls with operands of the same layouts run."""
 
     implementation: str
@@ -130,7 +130,7 @@ class Plan(NamedTuple):
 @functools.lru_cache(maxsize=8192)
 def planned(
     tensors: tuple[Description | None, ...], group_size: int, implementation: str | None = None
-) -> Plan:
+) -> WeightLinearPlan:
     """The plan for x, codes, scale, zero_point, bias and residual that are `described` so.
 
     Args:
@@ -140,21 +140,21 @@ def planned(
     """
     x, codes, scale, *optional = tensors
     assert x and codes and scale
-    given = Layout(*x)
-    weight = (Layout(*codes), Layout(*scale), layout_of(optional[0]))
+    given = TensorLayout(*x)
+    weight = (TensorLayout(*codes), TensorLayout(*scale), layout_of(optional[0]))
     ends = (layout_of(optional[1]), layout_of(optional[2]))
     check(given, *weight, *ends, group_size)
     n = weight[0].shape[0]
     m, shape = prod(given.shape[:-1]), (*given.shape[:-1], n)
     if 0 in (*given.shape, n):
-        return Plan("empty", functools.partial(_empty, shape), shape, True, False)
+        return WeightLinearPlan("empty", functools.partial(_empty, shape), shape, True, False)
     rows = given.rows()
     flat = rows or given.copied((m, given.shape[-1]))
     flat_ends = (ends[0] and ends[0].contiguous((n,)), ends[1] and ends[1].contiguous((m, n)))
     operands = WeightOperands(flat, *weight, *flat_ends, None, group_size, given.dtype)
     name, product = _chosen(operands, implementation)
     is_direct = rows is not None and flat.shape == given.shape and flat_ends == ends
-    return Plan(name, product, shape, is_direct, rows is None)
+    return WeightLinearPlan(name, product, shape, is_direct, rows is None)
 
 
 def _chosen(operands: WeightOperands, implementation: str | None) -> tuple[str, Product]:
@@ -226,7 +226,7 @@ def _fake(x: Tensor, codes: Tensor, scale: Tensor, *others: Any) -> Tensor:
 def check(
     x: Any, codes: Any, scale: Any, zero_point: Any, bias: Any, residual: Any, group_size: int
 ) -> None:
-    """Errors of `weight_linear`. Operands are tensors or their `Layout`s; shapes may be symbolic."""
+    """Errors of `weight_linear`. Operands are tensors or their `TensorLayout`s; shapes may be symbolic."""
     check_one_device(
         x=x, codes=codes, scale=scale, zero_point=zero_point, bias=bias, residual=residual
     )
