@@ -41,7 +41,8 @@ from lowbit_kernels.matmul.scaled_mm import scaled_mm
 from lowbit_kernels.quantize.quantize_tokens import codes_of
 from lowbit_kernels.quantize.quantize_tokens import reference as quantized
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import FLOATS, check_one_device, register
+from lowbit_kernels.runtime.library import FLOATS, check_one_device
+from lowbit_kernels.runtime.op import op
 from lowbit_kernels.weight_only import weight_mm_decode_sm90, weight_mm_large_batch_sm90
 from lowbit_kernels.weight_only.linear_table import choose
 from lowbit_kernels.weight_only.weight_operands import (
@@ -61,6 +62,11 @@ MOST_K = (2**31 - 1) // 2**14  # int8 products that int32 sums hold
 FORMATS = {torch.int8: "int8", E4M3: "e4m3"}  # as `quantize_tokens` names them
 
 
+@op(
+    "empty(x.dtype, *x.shape[:-1], codes.shape[0])",
+    by_layout=True,
+    rules={"check(x, codes, scale, bias, residual, tensorwise)": ""},
+)
 def dynamic_linear(
     x: Tensor,
     codes: Tensor,
@@ -79,18 +85,6 @@ def dynamic_linear(
         TypeError: a dtype other than those above.
         ValueError: shapes that don't fit each other, tensors on several devices, or int8 with ``tensorwise``.
     """
-    return _op(x, codes, scale, bias, residual, tensorwise)
-
-
-def reference(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    tensorwise: bool = False,
-) -> Tensor:
-    """The formula in float64, on any device."""
     check(x, codes, scale, bias, residual, tensorwise)
     k = x.shape[-1]
     q, t = quantized(x.reshape(prod(x.shape[:-1]), k), FORMATS[codes.dtype], tensorwise)
@@ -100,6 +94,9 @@ def reference(
     for part in (bias, residual):
         out = out if part is None else out + part.double()
     return out.to(x.dtype)
+
+
+reference = dynamic_linear.reference
 
 
 class DynamicLinearPlan(NamedTuple):
@@ -150,13 +147,14 @@ def of_numbers(operands: WeightOperands) -> tuple[str, Product] | None:
     return None if product is None else ("decode" if is_decode else "large_batch", product)
 
 
+@dynamic_linear.kernel
 def _run(
     x: Tensor,
     codes: Tensor,
     scale: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    tensorwise: bool = False,
+    tensorwise: bool,
 ) -> Tensor:
     layouts = (
         *(described(x), described(codes), described(scale)),
@@ -180,11 +178,6 @@ def _run(
     by_column = scale.reshape(-1).float()
     out = scaled_mm(q, codes, t, by_column, bias=bias, out_dtype=x.dtype).view(plan.shape)
     return out if residual is None else out.add_(residual)
-
-
-def _fake(x: Tensor, codes: Tensor, *others: Any) -> Tensor:
-    check(x, codes, *others)
-    return x.new_empty((*x.shape[:-1], codes.shape[0]))
 
 
 def check(
@@ -214,10 +207,3 @@ def check(
             f"scale must have the shape {' or '.join(map(str, shapes))}, got {tuple(scale.shape)}"
         )
     check_addends(x, n, bias, residual)
-
-
-_op = register(
-    "dynamic_linear",
-    _run,
-    _fake,
-)

@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import check_one_device, register
+from lowbit_kernels.runtime.library import check_one_device
+from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.triton_runtime import (
     jit,
     runs_on,
@@ -54,6 +55,11 @@ from lowbit_kernels.weight_only.weight_operands import (
 MOST_ROWS = 64  # of a tile
 
 
+@op(
+    "empty(x.dtype, x.shape[0], codes.shape[1])",
+    by_layout=True,
+    rules={"check(x, codes, scale, zero_point, offsets, group_size)": ""},
+)
 def grouped_linear(
     x: Tensor,
     codes: Tensor,
@@ -69,19 +75,10 @@ def grouped_linear(
         TypeError: a dtype other than those above.
         ValueError: shapes that don't fit each other, or tensors on several devices.
     """
-    return _op(x, codes, scale, zero_point, offsets, group_size)
-
-
-def reference(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    offsets: Tensor,
-    group_size: int,
-) -> Tensor:
-    """The formula in float64, on any device."""
     return _loop(weight_linear.reference, x, codes, scale, zero_point, offsets, group_size)
+
+
+reference = grouped_linear.reference
 
 
 def _loop(linear, x, codes, scale, zero_point, offsets, group_size) -> Tensor:
@@ -217,6 +214,7 @@ def planned(tensors: tuple[Description | None, ...], group_size: int) -> Grouped
     return GroupedLinearPlan("triton", (m, n), dtype, stored, grid, word, options)
 
 
+@grouped_linear.kernel
 def _run(
     x: Tensor,
     codes: Tensor,
@@ -261,11 +259,6 @@ def _launch(
     return out.to(plan.dtype)
 
 
-def _fake(x: Tensor, codes: Tensor, *others: Any) -> Tensor:
-    check(x, codes, *others)
-    return x.new_empty((x.shape[0], codes.shape[1]))
-
-
 def check(x: Any, codes: Any, scale: Any, zero_point: Any, offsets: Any, group_size: int) -> None:
     """Errors of `grouped_linear`. Operands are tensors or their `TensorLayout`s; shapes may be symbolic."""
     check_one_device(x=x, codes=codes, scale=scale, zero_point=zero_point, offsets=offsets)
@@ -296,10 +289,3 @@ def check(x: Any, codes: Any, scale: Any, zero_point: Any, offsets: Any, group_s
 def _of_one_expert(t: Any) -> TensorLayout:
     """The layout of one expert's part, as far as `weight_linear.check` reads it."""
     return TensorLayout(tuple(t.shape[1:]), (), t.dtype, t.device, 0)
-
-
-_op = register(
-    "grouped_linear",
-    _run,
-    _fake,
-)

@@ -41,7 +41,8 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import FLOATS, check_one_device, register
+from lowbit_kernels.runtime.library import FLOATS, check_one_device
+from lowbit_kernels.runtime.op import op
 from lowbit_kernels.weight_only import (
     linear_table,
     weight_mm_cpu,
@@ -74,6 +75,11 @@ ON_CUDA = ("decode", "large_batch", "triton", "dequantize")
 ON_CPU = ("triton", "cpu", "dequantize")  # Triton only under its interpreter
 
 
+@op(
+    "empty(x.dtype, *x.shape[:-1], scale.shape[0])",
+    by_layout=True,
+    rules={"check(x, codes, scale, zero_point, bias, residual, group_size)": ""},
+)
 def weight_linear(
     x: Tensor,
     codes: Tensor,
@@ -90,19 +96,6 @@ def weight_linear(
         TypeError: a dtype other than those above.
         ValueError: shapes that don't fit each other, or tensors on several devices.
     """
-    return _op(x, codes, scale, zero_point, bias, residual, group_size)
-
-
-def reference(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    group_size: int = 128,
-) -> Tensor:
-    """The formula in float64, on any device."""
     check(x, codes, scale, zero_point, bias, residual, group_size)
     k = x.shape[-1]
     if bits_of(codes.dtype) == 4:
@@ -115,6 +108,9 @@ def reference(
     for part in (bias, residual):
         out = out if part is None else out + part.double()
     return out.to(x.dtype)
+
+
+reference = weight_linear.reference
 
 
 class WeightLinearPlan(NamedTuple):
@@ -188,6 +184,7 @@ def _empty(shape: tuple[int, ...], tensors: Tensors) -> Tensor:
     return out
 
 
+@weight_linear.kernel
 def run(
     x: Tensor,
     codes: Tensor,
@@ -216,11 +213,6 @@ def run(
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.reshape(-1, n).contiguous()
     return plan.product((x, codes, scale, zero_point, bias, residual, None)).view(plan.shape)
-
-
-def _fake(x: Tensor, codes: Tensor, scale: Tensor, *others: Any) -> Tensor:
-    check(x, codes, scale, *others)
-    return x.new_empty((*x.shape[:-1], scale.shape[0]))
 
 
 def check(
@@ -272,10 +264,3 @@ def _check_dtypes(x: Any, codes: Any, scale: Any, zero_point: Any) -> None:
         raise TypeError(
             f"weight_linear takes zero_point as torch.int8 or None, got {zero_point.dtype}; it lies on the codes' grid"
         )
-
-
-_op = register(
-    "weight_linear",
-    run,
-    _fake,
-)
