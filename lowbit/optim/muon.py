@@ -84,9 +84,9 @@ class MatrixStep:
     def run(self, optimizer: Any, jobs: list[Job], scale: GradScale) -> list[Job]:
         own = [job for job in jobs if job.group["use_muon"]]
         if own:
-            from lowbit.optim.step.matrix_step import Plan  # imports Triton
+            from lowbit.optim.step.matrix_step import MatrixStepPlan  # imports Triton
 
-            Plan.of(optimizer, own).run(optimizer, own, scale.coefficient)
+            MatrixStepPlan.of(optimizer, own).run(optimizer, own, scale.coefficient)
         return [job for job in jobs if not job.group["use_muon"]]
 
 

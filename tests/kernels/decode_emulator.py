@@ -26,7 +26,7 @@ extern "C" void emulated_product(unsigned grid, const uint64 *codes, const uint6
 """
 
 
-def _kernel(variant: weight_mm_decode_sm90.Variant, *_: object) -> Callable[..., None]:
+def _kernel(variant: weight_mm_decode_sm90.DecodeVariant, *_: object) -> Callable[..., None]:
     code = weight_mm_decode_sm90.source(variant)
     folder = Path(weight_mm_decode_sm90.__file__).parents[1]
     ptx, kernel = (

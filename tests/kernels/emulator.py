@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from lowbit_kernels.elementwise.fused_step import StepKernel, Variant
+from lowbit_kernels.elementwise.fused_step import StepKernel, StepVariant
 from lowbit_kernels.quantize import (
     quantize_blocks_sm90,
     quantize_grouped_sm90,
@@ -46,7 +46,7 @@ extern "C" void emulated_step(unsigned grid, unsigned threads, const uint64_t *a
 class EmulatedStep(StepKernel):
     """`StepKernel` for tensors on the CPU."""
 
-    def __init__(self, variant: Variant, device: torch.device) -> None:
+    def __init__(self, variant: StepVariant, device: torch.device) -> None:
         assert device.type == "cpu"
         self.variant, self.device = variant, device
         source = variant.source(primitives=HEADER.read_text()) + FOOTER
@@ -128,7 +128,7 @@ def _on_cpu(module, kernel) -> Iterator[None]:
 def quantize_tokens(*arguments) -> None:
     """``quantize_tokens_sm90.quantize`` on CPU tensors."""
 
-    def kernel(variant: quantize_tokens_sm90.Variant, device: int):
+    def kernel(variant: quantize_tokens_sm90.TokensVariant, device: int):
         source = quantize_tokens_sm90.source(variant, primitives=(HEADER.read_text(),))
         return _emulated("typedef unsigned int uint32;\n" + source + TOKENS_FOOTER)
 
@@ -155,7 +155,7 @@ def _plans_on_cpu(module: ModuleType, kernel: Callable) -> Iterator[None]:
 def quantization() -> Iterator[None]:
     """Inside, ``quantize_rowcol_sm90`` takes CPU tensors."""
 
-    def kernel(variant: quantize_rowcol_sm90.Variant, name: str, device: torch.device):
+    def kernel(variant: quantize_rowcol_sm90.RowcolVariant, name: str, device: torch.device):
         source = quantize_rowcol_sm90.source(variant, primitives=HEADER.read_text())
         more = "" if name == "rows" else ", a[12], a[13]"
         footer = QUANTIZE_FOOTER.replace("NAME", name).replace("a[11]);", f"a[11]{more});")
@@ -176,7 +176,7 @@ def grouped_quantization(lag: int) -> Iterator[None]:
     """Inside, ``quantize_grouped_sm90`` takes CPU tensors, with this distance of its two passes. One block takes all
     items in their order. It traps where an item does not come after those that it needs."""
 
-    def kernel(name: str, variant: quantize_grouped_sm90.Variant, device: int):
+    def kernel(name: str, variant: quantize_grouped_sm90.GroupedVariant, device: int):
         variant = replace(variant, lag=lag)
         source = quantize_grouped_sm90.source(variant, primitives=HEADER.read_text())
         return _emulated(source + GROUPED_FOOTERS[name])
@@ -206,7 +206,7 @@ def filled_memory() -> Iterator[None]:
 def quantize_blocks(*arguments):
     """``quantize_blocks_sm90.quantize`` on CPU tensors."""
 
-    def kernel(variant: quantize_blocks_sm90.Variant, device: torch.device):
+    def kernel(variant: quantize_blocks_sm90.BlocksVariant, device: torch.device):
         source = quantize_blocks_sm90.source(variant, primitives=HEADER.read_text())
         return _emulated(source + BLOCKS_FOOTER)
 

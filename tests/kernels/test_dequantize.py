@@ -153,11 +153,11 @@ def test_zero_points_span_int8() -> None:
 
 
 WRONG = [
-    ({"codes": torch.zeros(2, 4)}, TypeError, r"or torch\.int8 .*, got torch\.float32"),
+    ({"codes": torch.zeros(2, 4)}, TypeError, r"torch\.int8, got torch\.float32"),
     ({"scale": torch.ones(2, 2, dtype=torch.float64)}, TypeError, r"got torch\.float64"),
-    ({"dtype": torch.int32}, TypeError, r"a result of .*; got torch\.int32"),
-    ({"zero_point": torch.zeros(2, 2)}, TypeError, r"int8 or None, got torch\.float32"),
-    ({"zero_point": torch.zeros(2, 1, dtype=torch.int8)}, ValueError, r"\(2, 2\); got \(2, 1\)"),
+    ({"dtype": torch.int32}, TypeError, r"dtype of .*, got torch\.int32"),
+    ({"zero_point": torch.zeros(2, 2)}, TypeError, r"int8, got torch\.float32"),
+    ({"zero_point": torch.zeros(2, 1, dtype=torch.int8)}, ValueError, r"\(2, 2\), got \(2, 1\)"),
     ({"group_size": 0}, ValueError, "1 or more elements, got 0"),
     ({"size": 9}, ValueError, r"0\.\.8, .*; got 9"),
     ({"size": -1}, ValueError, "got -1"),
@@ -170,7 +170,7 @@ WRONG_SIZES = {
             ValueError,
             r"takes torch\.uint8 codes of shape \(2, 5\), got \(2, 4\)",
         ),
-        ({"scale": torch.ones(3, 2)}, ValueError, r"shape \(3, 4\), got \(2, 4\)"),
+        ({"scale": torch.ones(3, 2)}, ValueError, r"scale \[N, groups\], .*got \(3, 2\)"),
     ],
     torch.int8: [
         (
@@ -178,7 +178,7 @@ WRONG_SIZES = {
             ValueError,
             r"takes torch\.int8 codes of shape \(2, 10\), got \(2, 8\)",
         ),
-        ({"scale": torch.ones(3, 2)}, ValueError, r"shape \(3, 8\), got \(2, 8\)"),
+        ({"scale": torch.ones(3, 2)}, ValueError, r"scale \[N, groups\], .*got \(3, 2\)"),
     ],
 }
 

@@ -59,7 +59,7 @@ def test_every_float8(dtype: torch.dtype) -> None:
     """Zeros of both signs, subnormal numbers, NaNs and infinities."""
     codes = torch.arange(256, dtype=torch.uint8).view(1, 256)
     exponent = 4 if dtype is torch.float8_e4m3fn else 5
-    kernel = dequantize_cpu.Dequantizer(codes_cpu.Format(8, exponent=exponent), 1, 256, 256)
+    kernel = dequantize_cpu.Dequantizer(codes_cpu.CodesFormat(8, exponent=exponent), 1, 256, 256)
     found = kernel.dequantize(codes_cpu.Parts(codes, torch.ones(1, 1)))
     expected = codes.view(dtype).float()
     known = ~expected.isnan()

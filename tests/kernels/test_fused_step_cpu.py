@@ -13,7 +13,7 @@ from lowbit.numerics.codebook import Codebook
 from lowbit.optim.step.launch import _table
 from lowbit.tensor import CodebookTensor
 from lowbit_kernels.elementwise import fused_step
-from lowbit_kernels.elementwise.fused_step import COLUMN, Rule, Variant
+from lowbit_kernels.elementwise.fused_step import COLUMN, Rule, StepVariant
 from lowbit_kernels.elementwise.fused_step_cpu import StepKernelCpu
 from lowbit_kernels.runtime import host_compiler
 from tests.optim.problems import is_beside, parameters, rand, run
@@ -30,7 +30,7 @@ def pass_through(values, state):
     """The decoded values of `state`. Encodes `values` into it."""
     table = _table(state.format, state.signed)
     single = (torch.float32, torch.float32, (state.format,), (state.signed,), (False,))
-    step = StepKernelCpu(Variant(RULE, *single, tables=(table,)))
+    step = StepKernelCpu(StepVariant(RULE, *single, tables=(table,)))
     weight, counter = torch.zeros_like(values), torch.zeros((), dtype=torch.float64)
     row = np.zeros(len(fused_step.TENSOR) + fused_step.GROUP_WORDS, np.int64)
     pointers = {"grad": values, "param": weight, "state_0": state.codes, "scale_0": state.scale}

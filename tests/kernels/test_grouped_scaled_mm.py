@@ -155,10 +155,19 @@ REFUSED = {
     "K": ({0: ARGUMENTS[0][:, :40], 1: ARGUMENTS[1][..., :40]}, ValueError, "multiple of 16"),
     "offsets int64": ({4: ARGUMENTS[4].long()}, TypeError, "torch.int32"),
     "offsets of other experts": ({4: ARGUMENTS[4][1:]}, ValueError, r"shape \(4,\)"),
-    "scale dtype": ({2: ARGUMENTS[2].half()}, TypeError, "a_scale must be torch.float32"),
+    "scale dtype": (
+        {2: ARGUMENTS[2].half()},
+        TypeError,
+        "a_scale of torch.float32, got torch.float16",
+    ),
     "scale shape": ({3: ARGUMENTS[3][0]}, ValueError, r"b_scale must .* \(4, 48\) or \(1,\)"),
-    "dtypes": ({0: ARGUMENTS[0].short()}, TypeError, "both operands must be torch.int8"),
-    "out": ({5: torch.float64}, TypeError, "out_dtype must be one of"),
+    "dtypes": ({0: ARGUMENTS[0].short()}, TypeError, "takes a of .*, got torch.int16"),
+    "pair": (
+        {0: ARGUMENTS[0].to(torch.float8_e4m3fn)},
+        TypeError,
+        "both operands must be torch.int8",
+    ),
+    "out": ({5: torch.float64}, TypeError, "out_dtype of .*, got torch.float64"),
 }
 
 

@@ -16,7 +16,7 @@ import torch
 
 from lowbit import optim
 from lowbit.optim.step import fused, launch
-from lowbit_kernels.elementwise.fused_step import Variant
+from lowbit_kernels.elementwise.fused_step import StepVariant
 from lowbit_kernels.runtime import disk_cache, host_compiler, warned
 from tests.optim.problems import parameters, run
 
@@ -279,7 +279,7 @@ def test_a_broken_compiler_breaks_no_training(monkeypatch, tmp_path, how):
 
 @needs_compiler
 def test_a_rejected_source_warns_once_for_all_variants(monkeypatch):
-    monkeypatch.setattr(Variant, "source", lambda *args: "this is no program")
+    monkeypatch.setattr(StepVariant, "source", lambda *args: "this is no program")
     params = parameters((64, 64), (9,))
     with pytest.warns(UserWarning, match="could not be compiled") as caught:
         run(optim.AdamW8bit(params), params, 2)

@@ -18,9 +18,9 @@ from lowbit_kernels.runtime.launch_plan import (
     Composition,
     CublasProduct,
     Launch,
+    LaunchPlan,
     Map,
-    Part,
-    Plan,
+    TensorPart,
 )
 
 
@@ -39,9 +39,9 @@ def add(stream: int, grid: int, threads: int, x: int, y: int, out: int, number: 
 
 
 FLOATS = Buffer((4,), torch.float32)
-SUM = Plan((FLOATS,), (), (Launch(add, 1, 1, (Address(0), Address(1), Address(2), 10)),))
+SUM = LaunchPlan((FLOATS,), (), (Launch(add, 1, 1, (Address(0), Address(1), Address(2), 10)),))
 """The sum of two operands and 10."""
-SUM_BY_SCRATCH = Plan(
+SUM_BY_SCRATCH = LaunchPlan(
     (FLOATS,),
     (FLOATS, Buffer((8,), torch.float32, fill=0)),
     (
@@ -99,14 +99,14 @@ def test_a_larger_tensor_takes_the_memory_of_several() -> None:
 def test_cublas_reads_parts_of_tensors_of_its_dtypes() -> None:
     codes, scale = Buffer((2, 16), torch.float8_e4m3fn), Buffer((1,), torch.float32, fill=1)
     product = CublasProduct(
-        Part(0, (2, 16)),
-        Part(1, (2, 16)),
-        Part(2, ()),
-        Part(4, ()),
+        TensorPart(0, (2, 16)),
+        TensorPart(1, (2, 16)),
+        TensorPart(2, ()),
+        TensorPart(4, ()),
         None,
-        Part(3, (2, 2)),
+        TensorPart(3, (2, 2)),
     )
-    multiply = Plan((Buffer((2, 2), torch.float32),), (scale,), (product,))
+    multiply = LaunchPlan((Buffer((2, 2), torch.float32),), (scale,), (product,))
     whole = Composition(1, (Buffer((2, 2), torch.float32),))
     zeros, own, own_scale = whole.scratch([FLOATS._replace(fill=0), codes, FLOATS])
     whole.add(SUM, (zeros, None), (own_scale,))
@@ -115,7 +115,12 @@ def test_cublas_reads_parts_of_tensors_of_its_dtypes() -> None:
     parts = Buffer((2 * PART // 4,), torch.float32, fill=0, filled=PART // 4)
     assert plan.scratch == (Buffer((PART,), torch.float8_e4m3fn), parts, scale)
     assert plan.launches[1] == CublasProduct(
-        Part(2, (2, 16)), Part(0, (2, 16)), Part(3, (), PART), Part(4, ()), None, Part(1, (2, 2))
+        TensorPart(2, (2, 16)),
+        TensorPart(0, (2, 16)),
+        TensorPart(3, (), PART),
+        TensorPart(4, ()),
+        None,
+        TensorPart(1, (2, 2)),
     )
 
 
@@ -128,7 +133,10 @@ def test_codes_that_other_kernels_read_lie_beside_those_that_cublas_reads() -> N
     whole.add(SUM, (first, None), (scale,))
     whole.add(SUM, (0, None), (second,))
     product = CublasProduct(
-        *(Part(second, (2, 16)),) * 2, *(Part(scale, ()),) * 2, None, Part(1, (2, 2))
+        *(TensorPart(second, (2, 16)),) * 2,
+        *(TensorPart(scale, ()),) * 2,
+        None,
+        TensorPart(1, (2, 2)),
     )
     whole.launch((product,), range(5))
     plan = whole.plan()
@@ -148,7 +156,7 @@ def test_codes_that_other_kernels_read_lie_beside_those_that_cublas_reads() -> N
 )
 def test_a_part_of_a_buffer_is_filled(buffer: Buffer, filled: int) -> None:
     assert buffer.filled_bytes == filled
-    (made,) = launch_plan.run(Plan((buffer,), (), ()), (torch.zeros(1),))
+    (made,) = launch_plan.run(LaunchPlan((buffer,), (), ()), (torch.zeros(1),))
     assert made.shape == buffer.shape and made.dtype == buffer.dtype
     part = made.view(torch.uint8)[:filled].view(buffer.dtype)
     assert (part == (buffer.fill or 0)).all()

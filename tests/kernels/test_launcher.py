@@ -23,9 +23,9 @@ from lowbit_kernels.runtime.launch_plan import (
     Buffer,
     CublasProduct,
     Launch,
+    LaunchPlan,
     Map,
-    Part,
-    Plan,
+    TensorPart,
 )
 
 pytestmark = pytest.mark.skipif(not host_compiler.compiler(), reason="needs a C++ compiler")
@@ -136,29 +136,29 @@ class Driver:
 KERNEL = SimpleNamespace(handle=4242, shared=100, overlaps=True, cluster=1)
 
 
-def plan_for(x: torch.Tensor, dtype: torch.dtype) -> Plan:
+def plan_for(x: torch.Tensor, dtype: torch.dtype) -> LaunchPlan:
     """Operands have the numbers 0 and 1, results 2 and 3, scratch 4."""
     arguments = (12345, Address(4), Address(2, 4), Map(0, 4, 6, 8, 8, 2, 32, 16))
-    return Plan(
+    return LaunchPlan(
         (Buffer((3, 2), torch.int32), Buffer((0, 0), dtype)),
         (Buffer((2,), torch.int32, fill=0, filled=1),),
         (Launch(KERNEL, 5, 64, arguments), Launch(KERNEL, 6, 32, arguments)),
     )
 
 
-def product_of(x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> Plan:
+def product_of(x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> LaunchPlan:
     """x @ y.T of float8, scaled by 1, and the ones that it was scaled by."""
     m, n = x.shape[0], y.shape[0]
-    return Plan(
+    return LaunchPlan(
         (Buffer((m, n), dtype), Buffer((1,), torch.float32, fill=1)),
         (),
         (
             CublasProduct(
-                Part(0, tuple(x.shape)),
-                Part(1, tuple(y.shape)),
-                *(Part(3, ()),) * 2,
+                TensorPart(0, tuple(x.shape)),
+                TensorPart(1, tuple(y.shape)),
+                *(TensorPart(3, ()),) * 2,
                 None,
-                Part(2, (m, n)),
+                TensorPart(2, (m, n)),
             ),
         ),
     )
@@ -438,7 +438,7 @@ def test_limits_of_a_launch():
     wide = Launch(SimpleNamespace(**{**vars(KERNEL), "cluster": 2}), 1, 32, ())
     for launch in (many, maps, wide):
         with pytest.raises(ValueError, match="at most 32 and 4"):
-            launcher.encoded(Plan((), (), (launch,)))
+            launcher.encoded(LaunchPlan((), (), (launch,)))
 
 
 def test_tensors_are_freed(op):
@@ -465,7 +465,7 @@ def test_run_in_python_does_the_same(op):
         calls.append((grid, threads, values))
 
     x = torch.randn(6, 8)
-    plan = Plan(
+    plan = LaunchPlan(
         (Buffer((3, 2), torch.int32),),
         (Buffer((4,), torch.int32, fill=0),),
         (Launch(kernel, 5, 64, (9, Address(0, 8), Address(1), Address(3))),),

@@ -20,7 +20,7 @@ from lowbit_kernels.quantize.quantize_rowcol import FORMATS, quantize_rowcol
 from lowbit_kernels.runtime import launch_plan, launcher, nvrtc
 from lowbit_kernels.runtime.launches import counted
 from lowbit_kernels.runtime.seeds import seed_of, seed_start, seed_step
-from lowbit_kernels.weight_only.weight_operands import Layout, layout
+from lowbit_kernels.weight_only.weight_operands import TensorLayout, layout
 from tests.kernels import emulator, scaled_mm_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 
@@ -238,7 +238,7 @@ def test_float8_codes_apart_share_memory(names: tuple[str, str]) -> None:
     described = *map(layout, operands), "e4m3", False, 0, False, torch.bfloat16
     order = {n: names[0], m: names[1]}
 
-    def chosen(a: Layout, b: Layout) -> tuple[str, Any]:
+    def chosen(a: TensorLayout, b: TensorLayout) -> tuple[str, Any]:
         return f"float8 {order[a.shape[1]]}", scaled_mm._empty_sum
 
     found = []

@@ -86,9 +86,9 @@ def test_wrong_arguments() -> None:
     for arguments, error, message in (
         ((values.double(),), TypeError, "float32, got torch.float64"),
         ((values[0],), ValueError, r"\[R, K\]"),
-        ((values, old.double()), TypeError, "old as torch.float32"),
-        ((values, old, None, first.int()), TypeError, "first as torch.int64"),
-        ((values, old[:1]), ValueError, r"old must have one element a row, \(8,\), got \(1,\)"),
+        ((values, old.double()), TypeError, "old of torch.float32"),
+        ((values, old, None, first.int()), TypeError, "first of torch.int64"),
+        ((values, old[:1]), ValueError, r"old \[R\], here \(8,\), got \(1,\)"),
     ):
         with pytest.raises(error, match=message):
             round_rows(*arguments)

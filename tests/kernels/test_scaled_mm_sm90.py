@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.cases.scaled_mm import E4M3, E5M2, Case
 from lowbit_kernels.matmul import mm_tiles_sm90, scaled_mm_sm90
-from lowbit_kernels.weight_only.weight_operands import Layout, described, layout
+from lowbit_kernels.weight_only.weight_operands import TensorLayout, described, layout
 from tests.kernels import scaled_mm_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.test_scaled_mm import assert_close
@@ -48,7 +48,7 @@ def test_the_ring_fits_shared_memory(width: int) -> None:
 
 @given(st.integers(1, 2000), st.sampled_from(scaled_mm_sm90.WIDTHS))
 def test_copies_cover_all_rows_and_few_others(m: int, width: int) -> None:
-    plan = scaled_mm_sm90.Plan(width, 8, 1)
+    plan = scaled_mm_sm90.ScaledMmDivision(width, 8, 1)
     rows = plan.a_rows(m)
     assert rows % 8 == 0 and rows <= 128 // plan.beside
     for first in range(0, m, 128):
@@ -61,7 +61,7 @@ def test_copies_cover_all_rows_and_few_others(m: int, width: int) -> None:
 def test_a_single_row_has_a_stride_that_the_tma_takes() -> None:
     row = torch.zeros(32, 1, dtype=torch.int8).T
     assert row.stride() == (1, 1) and row.contiguous().stride() == (1, 1)
-    assert scaled_mm_sm90._stride(Layout(*described(row))) == 32
+    assert scaled_mm_sm90._stride(TensorLayout(*described(row))) == 32
     assert scaled_mm_sm90.is_readable(layout(row)) is (row.data_ptr() % 16 == 0)
     assert not scaled_mm_sm90.is_readable(layout(torch.zeros(33, dtype=torch.int8)[1:].view(1, 32)))
 
@@ -105,7 +105,7 @@ GRADIENT = Case("gradient", 70, 40, 272, E5M2, E4M3, out_dtype=torch.float32)
 )
 def test_emulated(case: Case, width: int, slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks share all tiles, so that each takes several. Stores are as late as the kernel allows."""
-    plan = scaled_mm_sm90.Plan(width, 2, slices)
+    plan = scaled_mm_sm90.ScaledMmDivision(width, 2, slices)
     monkeypatch.setattr(scaled_mm_sm90, "plan", lambda *shape: plan)
     arguments = case.arguments()
     with scaled_mm_emulator.emulated():

@@ -12,7 +12,7 @@ from torch import nn
 
 from lowbit.tensor.frozen.codebook_tensor import CodebookTensor
 from lowbit_kernels.runtime import host_compiler, tensor_memory
-from lowbit_kernels.runtime.tensor_memory import Watch
+from lowbit_kernels.runtime.tensor_memory import MemoryWatch
 
 pytestmark = pytest.mark.skipif(not host_compiler.compiler(), reason="needs a C++ compiler")
 
@@ -80,7 +80,7 @@ def test_no_tensors(form):
 
 
 def test_a_compiler_that_fails_is_run_once(monkeypatch):
-    """Each new plan of a step makes a `Watch`, and a compiler may take a second to fail."""
+    """Each new plan of a step makes a `MemoryWatch`, and a compiler may take a second to fail."""
     runs = []
 
     def fail(source):
@@ -95,7 +95,7 @@ def test_a_compiler_that_fails_is_run_once(monkeypatch):
         for _ in range(3):
             assert tensor_memory.read([torch.ones(3)]) is not None
             with pytest.raises(RuntimeError, match="the compiler fails"):
-                Watch({}, [], (CodebookTensor, CodebookTensor.tensor_attrs))
+                MemoryWatch({}, [], (CodebookTensor, CodebookTensor.tensor_attrs))
     finally:
         for function in cached:
             function.cache_clear()
@@ -119,7 +119,7 @@ def made_state() -> dict:
 
 def watched(state, is_watched=(True, True, True)):
     around = CodebookTensor, CodebookTensor.tensor_attrs
-    made = Watch(state, list(is_watched), around)
+    made = MemoryWatch(state, list(is_watched), around)
     assert made.holds(state)
     return made
 

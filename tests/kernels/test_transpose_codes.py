@@ -50,7 +50,7 @@ def test_interpreted_kernel() -> None:
 def test_refusals() -> None:
     with pytest.raises(TypeError, match=r"takes codes of torch\.int8"):
         transpose_codes(torch.zeros(1, 2, 3), 3)
-    with pytest.raises(ValueError, match="at most K"):
+    with pytest.raises(ValueError, match="k must be 0 to K, here 16, got 17"):
         transpose_codes(torch.zeros(2, 3, 16, dtype=torch.int8), 17)
 
 

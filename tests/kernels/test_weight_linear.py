@@ -206,7 +206,7 @@ def test_layouts_of_x_and_residual(change, in_place: bool, bits: int) -> None:
     assert error(out, arguments) <= limit(out, one_rounding=False)
     given = tuple(None if t is None else weight_operands.described(t) for t in arguments[:-1])
     assert weight_linear.planned(given, group).copies_x != in_place
-    rows = weight_operands.Layout(*given[0]).rows()
+    rows = weight_operands.TensorLayout(*given[0]).rows()
     if in_place:
         flat = x.view(-1, 64)
         assert rows[:2] == (flat.shape, flat.stride())

@@ -17,7 +17,7 @@ from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.weight_only import weight_mm_decode_sm90
 from lowbit_kernels.weight_only.weight_mm_decode_sm90 import (
     CHUNK_BYTES,
-    Variant,
+    DecodeVariant,
     neighbours,
     plan,
     source,
@@ -27,7 +27,7 @@ from lowbit_kernels.weight_only.weight_operands import WeightOperands
 
 KERNEL = Path(weight_mm_decode_sm90.__file__).with_suffix(".cu").read_text(encoding="utf-8")
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]
-VARIANT = Variant("INT4", 128, "BF16", "BF16", "BF16", False, 8, 2, 1, 1, 1, True, True, 4)
+VARIANT = DecodeVariant("INT4", 128, "BF16", "BF16", "BF16", False, 8, 2, 1, 1, 1, True, True, 4)
 
 
 # ---- division of the work ------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.weight_only import weight_mm_decode_sm90
-from lowbit_kernels.weight_only.weight_mm_decode_sm90 import DecodeProduct, Plan, plan
+from lowbit_kernels.weight_only.weight_mm_decode_sm90 import DecodeDivision, DecodeProduct, plan
 from lowbit_kernels.weight_only.weight_operands import WeightOperands
 
 BOUND = {torch.bfloat16: 2e-3, torch.float16: 3e-4}  # of norms, against float64
@@ -103,7 +103,7 @@ def operands_of(case: dict) -> WeightOperands:
     )
 
 
-def run_planned(case: dict, chosen: Plan) -> Tensor:
+def run_planned(case: dict, chosen: DecodeDivision) -> Tensor:
     return DecodeProduct(operands_of(case), chosen)(tensors_of(case))
 
 

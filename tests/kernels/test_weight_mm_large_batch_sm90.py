@@ -9,8 +9,8 @@ import torch
 
 from lowbit_kernels.weight_only import weight_mm_large_batch_sm90
 from lowbit_kernels.weight_only.weight_mm_large_batch_sm90 import (
+    LargeBatchDivision,
     LargeBatchProduct,
-    Plan,
     chunk_of,
     is_readable,
     readable,
@@ -154,7 +154,7 @@ class Operands:
         extra = (self.bias, self.residual, self.token_scale)
         return (self.x, self.codes, self.scale, self.zero, *extra)
 
-    def product(self, chosen: Plan | None = None) -> torch.Tensor:
+    def product(self, chosen: LargeBatchDivision | None = None) -> torch.Tensor:
         operands = WeightOperands.of(*self.arguments(), group_size=self.group, out=self.out)
         if chosen is not None:
             return LargeBatchProduct(operands, chosen)(self.arguments())
@@ -163,7 +163,7 @@ class Operands:
             pytest.skip("needs a GPU of compute capability 9.0")
         return product(self.arguments())
 
-    def check(self, chosen: Plan | None = None, factor: float = 1.0) -> None:
+    def check(self, chosen: LargeBatchDivision | None = None, factor: float = 1.0) -> None:
         out, exact = self.product(chosen), self.exact()
         assert out.shape == exact.shape and out.dtype == self.out and out.is_contiguous()
         # the mean rounding of few results may be larger
@@ -171,10 +171,12 @@ class Operands:
         assert (out.double() - exact).norm() <= limit * exact.norm()
 
 
-def planned(tokens: int, rows: int, groups: int, *rest: int, rounded: bool = False) -> Plan:
+def planned(
+    tokens: int, rows: int, groups: int, *rest: int, rounded: bool = False
+) -> LargeBatchDivision:
     beside, split, clusters = rest
     depth = max(3, 2 * weight_mm_large_batch_sm90.Tile(tokens, rows, groups).turns)
-    return Plan(tokens, rows, groups, beside, split, rounded, 128, depth, clusters)
+    return LargeBatchDivision(tokens, rows, groups, beside, split, rounded, 128, depth, clusters)
 
 
 EMULATED = [  # plan, m, n, k, bits, group: split-K, turns of warp groups, more chunks than stages, ragged shapes
@@ -225,7 +227,7 @@ EMULATED = [  # plan, m, n, k, bits, group: split-K, turns of warp groups, more 
     ids=str,
 )
 def test_emulated(
-    chosen: Plan, m: int, n: int, k: int, bits: int, group: int, dtype: torch.dtype
+    chosen: LargeBatchDivision, m: int, n: int, k: int, bits: int, group: int, dtype: torch.dtype
 ) -> None:
     """The kernel's arithmetic, indices and barriers, run in fibers on the CPU."""
     with sm90_emulator.emulated():
@@ -266,7 +268,13 @@ LATE = [  # rings that warp groups share, with more chunks than slots, in even a
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize(("chosen", "n", "k", "bits", "group"), LATE, ids=str)
 def test_copies_may_come_late(
-    chosen: Plan, n: int, k: int, bits: int, group: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    chosen: LargeBatchDivision,
+    n: int,
+    k: int,
+    bits: int,
+    group: int,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("EMULATED_DELAY", f"400,{seed}")
     with sm90_emulator.emulated():
@@ -312,14 +320,14 @@ def test_groups_and_dtypes(group: int, bits: int, dtype, scale, zero: bool) -> N
     Operands(40, 200, 1056, bits, group, **kinds).more().check()
 
 
-def planned_deep(tokens, rows, groups, *rest, group=128, rounded=False) -> Plan:
+def planned_deep(tokens, rows, groups, *rest, group=128, rounded=False) -> LargeBatchDivision:
     beside, split, clusters = rest
     chunk = chunk_of(weight_mm_large_batch_sm90.Tile(tokens, rows, groups), 4, group, 2048)
     depth = stages(tokens, rows, groups, split, 4, chunk)
-    return Plan(tokens, rows, groups, beside, split, rounded, chunk, depth, clusters)
+    return LargeBatchDivision(tokens, rows, groups, beside, split, rounded, chunk, depth, clusters)
 
 
-def forced() -> list[tuple[int, Plan]]:
+def forced() -> list[tuple[int, LargeBatchDivision]]:
     """Groups and plans: every shape of tile and cluster, with many tiles a cluster and with one."""
     found = []
     for tile, groups in [
@@ -349,7 +357,7 @@ def forced() -> list[tuple[int, Plan]]:
 )
 @pytest.mark.gpu
 @pytest.mark.parametrize(("group", "chosen"), forced(), ids=str)
-def test_every_division(group: int, chosen: Plan) -> None:
+def test_every_division(group: int, chosen: LargeBatchDivision) -> None:
     operands = Operands(300, 520, 2048, 4, group, zero=True).more()
     operands.check(chosen)
     assert torch.equal(operands.product(chosen), operands.product(chosen))

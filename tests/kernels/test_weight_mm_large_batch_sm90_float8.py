@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit_kernels.weight_only.weight_mm_large_batch_sm90 import Plan, takes
+from lowbit_kernels.weight_only.weight_mm_large_batch_sm90 import LargeBatchDivision, takes
 from lowbit_kernels.weight_only.weight_operands import WeightOperands
 from tests.kernels import sm90_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
@@ -54,7 +54,9 @@ def test_only_float16_holds_float8() -> None:
     ],
     ids=str,
 )
-def test_emulated_float8(chosen: Plan, m: int, n: int, k: int, out: torch.dtype) -> None:
+def test_emulated_float8(
+    chosen: LargeBatchDivision, m: int, n: int, k: int, out: torch.dtype
+) -> None:
     """x is float16, results may have another dtype, and a row may end within a chunk."""
     with sm90_emulator.emulated():
         operands = Float8(m, n, k, out=out, pitch=32, device="cpu")

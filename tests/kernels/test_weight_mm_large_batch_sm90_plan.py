@@ -11,14 +11,14 @@ from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.weight_only import weight_mm_large_batch_sm90
 from lowbit_kernels.weight_only.weight_mm_large_batch_sm90 import (
     BAND,
-    Plan,
+    LargeBatchDivision,
     Tile,
     plan,
     stages,
 )
 
 
-def work(plan: Plan, m: int, n: int, k: int) -> list[tuple[int, int, int, int]]:
+def work(plan: LargeBatchDivision, m: int, n: int, k: int) -> list[tuple[int, int, int, int]]:
     """Row, token, first chunk and end of every block's tiles, as the kernel's `Schedule` has them."""
     chunks, rows, columns = (
         -(-k // plan.chunk),

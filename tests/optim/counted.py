@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 
 from lowbit.optim.step import fused, launch
-from lowbit_kernels.elementwise.fused_step import StepKernel, Variant
+from lowbit_kernels.elementwise.fused_step import StepKernel, StepVariant
 from lowbit_kernels.elementwise.fused_step_cpu import StepKernelCpu
 from tests.kernels.emulator import EmulatedStep
 
-LAUNCHES: list[Variant] = []
+LAUNCHES: list[StepVariant] = []
 
 
 class _Counted:

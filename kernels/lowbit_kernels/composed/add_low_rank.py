@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import check_one_device, register
+from lowbit_kernels.runtime.library import check_one_device
+from lowbit_kernels.runtime.op import op
 
 CHUNK = 2**22  # elements of w that are widened at once
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -38,19 +39,13 @@ def add_low_rank(
 
     Raises TypeError for other dtypes, ValueError for other shapes.
     """
-    return torch.ops.lowbit.add_low_rank(w, list(a), list(b), list(scales))
-
-
-def low_rank_gradients(grad: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """(grad_a, grad_b) of one product, from the gradient [N, K] of `add_low_rank`. Raises as it does."""
-    return torch.ops.lowbit.low_rank_gradients(grad, a, b, scale)
+    return _add_op.overload(w, list(a), list(b), list(scales))
 
 
 def reference(
     w: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float]
 ) -> Tensor:
     """The formula in float64, rounded to the dtype of `w`."""
-    _check(w, a, b, scales)
     total = w.double()
     for down, up, scale in zip(a, b, scales, strict=True):
         total = total + scale * (up.double() @ down.double())
@@ -66,9 +61,16 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
+_add_op = op(
+    "torch.empty(w.shape, dtype=w.dtype, device=w.device)",
+    name="add_low_rank",
+    rules={"_check(w, a, b, scales)": ""},
+)(reference)
+
+
+@_add_op.kernel
 def _add(w: Tensor, a: list[Tensor], b: list[Tensor], scales: list[float]) -> Tensor:
     ran("add_low_rank", "torch")
-    _check(w, a, b, scales)
     dtype = _wide(w.dtype)
     out = torch.empty(w.shape, dtype=w.dtype, device=w.device)
     with torch.autocast(w.device.type, enabled=False):
@@ -81,14 +83,19 @@ def _add(w: Tensor, a: list[Tensor], b: list[Tensor], scales: list[float]) -> Te
     return out
 
 
-def _add_fake(w: Tensor, a: list[Tensor], b: list[Tensor], scales: list[float]) -> Tensor:
-    _check(w, a, b, scales)
-    return torch.empty(w.shape, dtype=w.dtype, device=w.device)
+@op(
+    "tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (a, b))",
+    rules={"_check(grad, [a], [b], [scale])": ""},
+)
+def low_rank_gradients(grad: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """(grad_a, grad_b) of one product, from the gradient [N, K] of `add_low_rank`. Raises as it does."""
+    wide = scale * grad.double()
+    return (b.double().t() @ wide).to(a.dtype), (wide @ a.double().t()).to(b.dtype)
 
 
+@low_rank_gradients.kernel
 def _gradients(grad: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     ran("low_rank_gradients", "torch")
-    _check(grad, [a], [b], [scale])
     dtype = _wide(grad.dtype)
     with torch.autocast(grad.device.type, enabled=False):
         down, up = a.to(dtype), b.to(dtype)
@@ -99,12 +106,6 @@ def _gradients(grad: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor
             grad_a.addmm_(up[rows].t(), part, alpha=scale)
             grad_b[rows] = (part @ down.t()).mul_(scale)
     return grad_a.to(a.dtype, copy=False), grad_b
-
-
-def _gradients_fake(grad: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    _check(grad, [a], [b], [scale])
-    made = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (a, b)]
-    return made[0], made[1]
 
 
 def _check(w: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float]) -> None:
@@ -118,7 +119,8 @@ def _check(w: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence
                 f"add_low_rank takes {name} in {', '.join(map(str, DTYPES))}, got {t.dtype}"
             )
     for down, up in zip(a, b, strict=True):
-        check_one_device(w=w, a=down, b=up)
+        if not w.device == down.device == up.device:
+            check_one_device(w=w, a=down, b=up)
         shapes = [tuple(t.shape) for t in (w, down, up)]
         fits = all(len(shape) == 2 for shape in shapes)
         if not fits or shapes != [
@@ -129,11 +131,3 @@ def _check(w: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence
             raise ValueError(
                 f"add_low_rank takes w [N, K], a [R, K] and b [N, R], got {', '.join(map(str, shapes))}"
             )
-
-
-register("add_low_rank", _add, _add_fake)
-register(
-    "low_rank_gradients",
-    _gradients,
-    _gradients_fake,
-)

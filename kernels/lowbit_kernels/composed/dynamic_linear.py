@@ -41,15 +41,16 @@ from lowbit_kernels.matmul.scaled_mm import scaled_mm
 from lowbit_kernels.quantize.quantize_tokens import codes_of
 from lowbit_kernels.quantize.quantize_tokens import reference as quantized
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import FLOATS, check_one_device, register
+from lowbit_kernels.runtime.library import FLOATS, check_one_device
+from lowbit_kernels.runtime.op import op
 from lowbit_kernels.weight_only import weight_mm_decode_sm90, weight_mm_large_batch_sm90
 from lowbit_kernels.weight_only.linear_table import choose
 from lowbit_kernels.weight_only.weight_operands import (
     E4M3,
     HALVES,
     Description,
-    Layout,
     Product,
+    TensorLayout,
     WeightOperands,
     check_addends,
     described,
@@ -61,6 +62,11 @@ MOST_K = (2**31 - 1) // 2**14  # int8 products that int32 sums hold
 FORMATS = {torch.int8: "int8", E4M3: "e4m3"}  # as `quantize_tokens` names them
 
 
+@op(
+    "empty(x.dtype, *x.shape[:-1], codes.shape[0])",
+    by_layout=True,
+    rules={"check(x, codes, scale, bias, residual, tensorwise)": ""},
+)
 def dynamic_linear(
     x: Tensor,
     codes: Tensor,
@@ -79,18 +85,6 @@ def dynamic_linear(
         TypeError: a dtype other than those above.
         ValueError: shapes that don't fit each other, tensors on several devices, or int8 with ``tensorwise``.
     """
-    return _op(x, codes, scale, bias, residual, tensorwise)
-
-
-def reference(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    tensorwise: bool = False,
-) -> Tensor:
-    """The formula in float64, on any device."""
     check(x, codes, scale, bias, residual, tensorwise)
     k = x.shape[-1]
     q, t = quantized(x.reshape(prod(x.shape[:-1]), k), FORMATS[codes.dtype], tensorwise)
@@ -102,7 +96,10 @@ def reference(
     return out.to(x.dtype)
 
 
-class Plan(NamedTuple):
+reference = dynamic_linear.reference
+
+
+class DynamicLinearPlan(NamedTuple):
     """How calls with operands of the same layouts run."""
 
     implementation: str
@@ -114,25 +111,27 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8192)
-def planned(tensors: tuple[Description | None, ...], tensorwise: bool) -> Plan:
+def planned(tensors: tuple[Description | None, ...], tensorwise: bool) -> DynamicLinearPlan:
     """The plan for x, codes, scale, bias and residual that are `described` so; errors as of `dynamic_linear`."""
     x, codes, scale, bias, residual = tensors
     assert x and codes and scale
-    given, weight, scales = Layout(*x), Layout(*codes), Layout(*scale)
+    given, weight, scales = TensorLayout(*x), TensorLayout(*codes), TensorLayout(*scale)
     ends = (layout_of(bias), layout_of(residual))
     check(given, weight, scales, *ends, tensorwise)
     (n, k), m = weight.shape, prod(given.shape[:-1])
     shape, has_one_scale = (*given.shape[:-1], n), prod(scales.shape) == 1
     if m * n * k and not (tensorwise and has_one_scale):
         numbers = given.dtype if weight.dtype == torch.int8 else torch.float16
-        q = Layout((m, k), (k + -k % 16, 1), numbers, given.device, 0)  # as `codes_of` makes it
+        q = TensorLayout(
+            (m, k), (k + -k % 16, 1), numbers, given.device, 0
+        )  # as `codes_of` makes it
         step = 0 if has_one_scale and n > 1 else scales.strides[0]
         by_row = scales._replace(shape=(n, 1), strides=(step, 1))
         flat_ends = (ends[0] and ends[0].contiguous((n,)), ends[1] and ends[1].contiguous((m, n)))
         operands = WeightOperands(q, weight, by_row, None, *flat_ends, None, k, given.dtype)
         if found := of_numbers(operands):
-            return Plan(*found, numbers, (m, k), shape, 0)
-    return Plan("scaled_mm", None, weight.dtype, (m, k), shape, -k % 16)
+            return DynamicLinearPlan(*found, numbers, (m, k), shape, 0)
+    return DynamicLinearPlan("scaled_mm", None, weight.dtype, (m, k), shape, -k % 16)
 
 
 def of_numbers(operands: WeightOperands) -> tuple[str, Product] | None:
@@ -148,13 +147,14 @@ def of_numbers(operands: WeightOperands) -> tuple[str, Product] | None:
     return None if product is None else ("decode" if is_decode else "large_batch", product)
 
 
+@dynamic_linear.kernel
 def _run(
     x: Tensor,
     codes: Tensor,
     scale: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    tensorwise: bool = False,
+    tensorwise: bool,
 ) -> Tensor:
     layouts = (
         *(described(x), described(codes), described(scale)),
@@ -180,15 +180,10 @@ def _run(
     return out if residual is None else out.add_(residual)
 
 
-def _fake(x: Tensor, codes: Tensor, *others: Any) -> Tensor:
-    check(x, codes, *others)
-    return x.new_empty((*x.shape[:-1], codes.shape[0]))
-
-
 def check(
     x: Any, codes: Any, scale: Any, bias: Any, residual: Any, tensorwise: bool = False
 ) -> None:
-    """Errors of `dynamic_linear`. Operands are tensors or their `Layout`s; shapes may be symbolic."""
+    """Errors of `dynamic_linear`. Operands are tensors or their `TensorLayout`s; shapes may be symbolic."""
     check_one_device(x=x, codes=codes, scale=scale, bias=bias, residual=residual)
     if codes.dtype not in FORMATS:
         raise TypeError(f"codes must be torch.int8 or {E4M3}, got {codes.dtype}")
@@ -212,10 +207,3 @@ def check(
             f"scale must have the shape {' or '.join(map(str, shapes))}, got {tuple(scale.shape)}"
         )
     check_addends(x, n, bias, residual)
-
-
-_op = register(
-    "dynamic_linear",
-    _run,
-    _fake,
-)

@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import check_one_device, register
+from lowbit_kernels.runtime.library import check_one_device
+from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.triton_runtime import (
     jit,
     runs_on,
@@ -45,7 +46,7 @@ from lowbit_kernels.weight_only import weight_linear, weight_mm_triton
 from lowbit_kernels.weight_only.weight_mm_triton import sums_of_blocks
 from lowbit_kernels.weight_only.weight_operands import (
     Description,
-    Layout,
+    TensorLayout,
     bits_of,
     described,
     layout_of,
@@ -54,6 +55,11 @@ from lowbit_kernels.weight_only.weight_operands import (
 MOST_ROWS = 64  # of a tile
 
 
+@op(
+    "empty(x.dtype, x.shape[0], codes.shape[1])",
+    by_layout=True,
+    rules={"check(x, codes, scale, zero_point, offsets, group_size)": ""},
+)
 def grouped_linear(
     x: Tensor,
     codes: Tensor,
@@ -69,19 +75,10 @@ def grouped_linear(
         TypeError: a dtype other than those above.
         ValueError: shapes that don't fit each other, or tensors on several devices.
     """
-    return _op(x, codes, scale, zero_point, offsets, group_size)
-
-
-def reference(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    offsets: Tensor,
-    group_size: int,
-) -> Tensor:
-    """The formula in float64, on any device."""
     return _loop(weight_linear.reference, x, codes, scale, zero_point, offsets, group_size)
+
+
+reference = grouped_linear.reference
 
 
 def _loop(linear, x, codes, scale, zero_point, offsets, group_size) -> Tensor:
@@ -171,7 +168,7 @@ def _kernel(
         tl.store(out + at, tl.trans(sums).to(out.dtype.element_ty), mask=wanted)
 
 
-class Plan(NamedTuple):
+class GroupedLinearPlan(NamedTuple):
     """How calls with operands of the same layouts run; all but the first two are for "triton"."""
 
     implementation: Literal["triton", "loop", "empty"]
@@ -184,20 +181,20 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8192)
-def planned(tensors: tuple[Description | None, ...], group_size: int) -> Plan:
+def planned(tensors: tuple[Description | None, ...], group_size: int) -> GroupedLinearPlan:
     """The plan for x, codes, scale, zero_point and offsets that are `described` so; errors as of `grouped_linear`."""
     x, codes, scale, zero_point, offsets = tensors
     assert x and codes and scale and offsets
-    given, weight, scales = Layout(*x), Layout(*codes), Layout(*scale)
-    check(given, weight, scales, layout_of(zero_point), Layout(*offsets), group_size)
+    given, weight, scales = TensorLayout(*x), TensorLayout(*codes), TensorLayout(*scale)
+    check(given, weight, scales, layout_of(zero_point), TensorLayout(*offsets), group_size)
     (m, k), dtype, device = given.shape, given.dtype, given.device
     experts, n, groups = scales.shape
     block = weight_mm_triton.block_of_k(group_size, groups)
     stored = stored_dtype(dtype, device)
     if 0 in (m, n, k, experts):
-        return Plan("empty", (m, n), dtype, stored, (0, 0), 0, {})
+        return GroupedLinearPlan("empty", (m, n), dtype, stored, (0, 0), 0, {})
     if not (runs_on(device) and block):
-        return Plan("loop", (m, n), dtype, stored, (0, 0), 0, {})
+        return GroupedLinearPlan("loop", (m, n), dtype, stored, (0, 0), 0, {})
     bits = bits_of(weight.dtype)
     weight = weight if weight.strides[-1] == 1 else weight.copied()  # as `_launch` copies it
     word = weight_mm_triton.codes_of_word(weight, bits, block)
@@ -214,9 +211,10 @@ def planned(tensors: tuple[Description | None, ...], group_size: int) -> Plan:
         "num_stages": 3,
     }
     grid = (min(m, m // rows + experts), -(-n // 64))
-    return Plan("triton", (m, n), dtype, stored, grid, word, options)
+    return GroupedLinearPlan("triton", (m, n), dtype, stored, grid, word, options)
 
 
+@grouped_linear.kernel
 def _run(
     x: Tensor,
     codes: Tensor,
@@ -237,7 +235,12 @@ def _run(
 
 
 def _launch(
-    plan: Plan, x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, offsets: Tensor
+    plan: GroupedLinearPlan,
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    offsets: Tensor,
 ) -> Tensor:
     (m, k), (experts, n, groups) = x.shape, scale.shape
     if x.device.type == "cpu":  # the interpreter has no bfloat16
@@ -256,13 +259,8 @@ def _launch(
     return out.to(plan.dtype)
 
 
-def _fake(x: Tensor, codes: Tensor, *others: Any) -> Tensor:
-    check(x, codes, *others)
-    return x.new_empty((x.shape[0], codes.shape[1]))
-
-
 def check(x: Any, codes: Any, scale: Any, zero_point: Any, offsets: Any, group_size: int) -> None:
-    """Errors of `grouped_linear`. Operands are tensors or their `Layout`s; shapes may be symbolic."""
+    """Errors of `grouped_linear`. Operands are tensors or their `TensorLayout`s; shapes may be symbolic."""
     check_one_device(x=x, codes=codes, scale=scale, zero_point=zero_point, offsets=offsets)
     if len(x.shape) != 2 or len(codes.shape) != 3 or len(scale.shape) != 3:
         raise ValueError(
@@ -288,13 +286,6 @@ def check(x: Any, codes: Any, scale: Any, zero_point: Any, offsets: Any, group_s
     weight_linear.check(x, *one, None, None, group_size)
 
 
-def _of_one_expert(t: Any) -> Layout:
+def _of_one_expert(t: Any) -> TensorLayout:
     """The layout of one expert's part, as far as `weight_linear.check` reads it."""
-    return Layout(tuple(t.shape[1:]), (), t.dtype, t.device, 0)
-
-
-_op = register(
-    "grouped_linear",
-    _run,
-    _fake,
-)
+    return TensorLayout(tuple(t.shape[1:]), (), t.dtype, t.device, 0)

@@ -34,11 +34,12 @@ from lowbit_kernels.quantize import quantize_rowcol as rowcol
 from lowbit_kernels.quantize import quantize_rowcol_sm90
 from lowbit_kernels.runtime import launch_plan, launcher, nvrtc
 from lowbit_kernels.runtime.launch_plan import Buffer, Composition
-from lowbit_kernels.runtime.launcher import called, planned_op
+from lowbit_kernels.runtime.launcher import called
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.library import FLOATS, check_one_device
+from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.seeds import seed_of
-from lowbit_kernels.weight_only.weight_operands import Layout, layout
+from lowbit_kernels.weight_only.weight_operands import TensorLayout, layout
 
 Codes = tuple[Tensor, Tensor]
 Operand = tuple[Tensor, Tensor | None]
@@ -80,7 +81,7 @@ def linear_gradients(
     given = *(weight or (None, None)), *(x or (None, None))
     number = 0 if seed is None else seed
     options = seed is not None, number, tensorwise, dtype
-    grad_x, grad_weight = called(_op, grad, format, *given, *options)
+    grad_x, grad_weight = called(_op.overload, grad, format, *given, *options)
     return None if weight is None else grad_x, None if x is None else grad_weight
 
 
@@ -127,6 +128,15 @@ def reference(
     return grad_x, grad_weight
 
 
+_op = op(
+    "[empty(d, *s) for d, s in zip((grad.dtype, dtype), _shapes(grad, weight, weight_scale, x))]",
+    name="linear_gradients",
+    planned=True,
+    rules={"_check(grad, weight, weight_scale, x, x_scale, format, tensorwise, dtype)": ""},
+)(reference)
+
+
+@_op.kernel
 def _launch(
     grad: Tensor,
     format: str,
@@ -141,7 +151,6 @@ def _launch(
 ) -> tuple[Tensor, Tensor]:
     operands = grad, weight, weight_scale, x, x_scale
     options = stochastic, seed, tensorwise, dtype
-    _check(*operands, format, tensorwise, dtype)
     found = None
     if nvrtc.runs_on_hopper(grad.device):
         found = planned(*map(layout, operands), format, *options)
@@ -161,11 +170,11 @@ def _launch(
 
 @functools.lru_cache(maxsize=4096)
 def planned(
-    grad: Layout,
-    weight: Layout | None,
-    weight_scale: Layout | None,
-    x: Layout | None,
-    x_scale: Layout | None,
+    grad: TensorLayout,
+    weight: TensorLayout | None,
+    weight_scale: TensorLayout | None,
+    x: TensorLayout | None,
+    x_scale: TensorLayout | None,
     format: str,
     stochastic: bool,
     seed: int,
@@ -222,9 +231,9 @@ def planned(
 
 
 def _as_they_are(
-    grad: Layout,
-    weight: tuple[Layout | None, Layout | None],
-    x: tuple[Layout | None, Layout | None],
+    grad: TensorLayout,
+    weight: tuple[TensorLayout | None, TensorLayout | None],
+    x: tuple[TensorLayout | None, TensorLayout | None],
     format: str,
     stochastic: bool,
 ) -> bool:
@@ -244,8 +253,8 @@ def _as_they_are(
 
 
 def _rounded(
-    whole: Composition, weight: Layout, format: str, tensorwise: bool
-) -> tuple[Layout, Layout, range]:
+    whole: Composition, weight: TensorLayout, format: str, tensorwise: bool
+) -> tuple[TensorLayout, TensorLayout, range]:
     """Let the plan round a weight in high precision. Returns the layouts of its transposed codes and its scales, and
     the numbers of these."""
     n, k = weight.shape
@@ -259,28 +268,20 @@ def _rounded(
     return codes, scale, numbers
 
 
-def _columns(weight: Tensor | Layout, scale: Tensor | Layout | None) -> int:
+def _columns(weight: Tensor | TensorLayout, scale: Tensor | TensorLayout | None) -> int:
     """K, of transposed codes or of a weight in high precision."""
     return weight.shape[1 if scale is None else 0]
 
 
-def _fake(
-    grad,
-    format,
-    weight,
-    weight_scale,
-    x,
-    x_scale,
-    stochastic,
-    seed,
-    tensorwise,
-    dtype,
-) -> tuple[Tensor, Tensor]:
-    _check(grad, weight, weight_scale, x, x_scale, format, tensorwise, dtype)
+def _shapes(
+    grad: Tensor, weight: Tensor | None, weight_scale: Tensor | None, x: Tensor | None
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of grad_x and grad_weight."""
     m, n = grad.shape
-    grad_x = (0, 0) if weight is None else (m, _columns(weight, weight_scale))
-    grad_weight = (0, 0) if x is None else (n, x.shape[0])
-    return grad.new_empty(grad_x), grad.new_empty(grad_weight, dtype=dtype)
+    return (
+        (0, 0) if weight is None else (m, _columns(weight, weight_scale)),
+        (0, 0) if x is None else (n, x.shape[0]),
+    )
 
 
 def _check(
@@ -336,6 +337,3 @@ def _check_codes(
     if scale is None or scale.dtype != torch.float32 or tuple(scale.shape) not in ((scales,), (1,)):
         got = None if scale is None else (scale.dtype, tuple(scale.shape))
         raise ValueError(f"scales of {name} are float32 [{scales}] or [1], got {got}")
-
-
-_op = planned_op("linear_gradients", _launch, _fake)

@@ -26,15 +26,32 @@ from lowbit_kernels.quantize import quantize_rowcol as rowcol
 from lowbit_kernels.quantize import quantize_rowcol_sm90
 from lowbit_kernels.runtime import launch_plan, launcher, nvrtc
 from lowbit_kernels.runtime.launch_plan import Buffer, Composition
-from lowbit_kernels.runtime.launcher import called, planned_op
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import FLOATS, check_one_device
-from lowbit_kernels.weight_only.weight_operands import Layout, layout
+from lowbit_kernels.runtime.op import op
+from lowbit_kernels.weight_only.weight_operands import TensorLayout, layout
 
 X, X_SCALE, WEIGHT, BIAS, OUT = range(5)
 """The numbers of the tensors of a plan; scratch memory follows."""
 
 
+@op(
+    "empty(out_dtype, M, N)",
+    planned=True,
+    x="codes [M, W]",
+    x_scale="float32 [M] or [1]",
+    weight="float [N, K]; codes go to scaled_mm",
+    bias="float [N]",
+    out_dtype="float",
+    rules={
+        "rowcol.check_format(format, tensorwise)": "",
+        "W == K + -K % 16": "x has codes [M, {K + -K % 16}] for this weight, got {tuple(x.shape)}",
+    },
+    types={
+        "(x.dtype, rowcol.FORMATS[format][0]) in scaled_mm.OPERANDS": (
+            "codes of x in {x.dtype} can't be multiplied by a weight in {format}"
+        ),
+    },
+)
 def linear_output(
     x: Tensor,
     x_scale: Tensor,
@@ -54,25 +71,16 @@ def linear_output(
     Raises:
         TypeError, ValueError: as `quantize_rowcol` and `scaled_mm` do.
     """
-    return called(_op, x, x_scale, weight, format, tensorwise, bias, out_dtype)
-
-
-def reference(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    format: str,
-    tensorwise: bool,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """The op by `quantize_rowcol` and `scaled_mm`, on any device."""
     codes, scale, _, _ = rowcol.quantize_rowcol(
         weight, format, columns=False, tensorwise=tensorwise
     )
     return scaled_mm.scaled_mm(x, codes, x_scale, scale, bias=bias, out_dtype=out_dtype)
 
 
+reference = linear_output.reference
+
+
+@linear_output.kernel
 def _launch(
     x: Tensor,
     x_scale: Tensor,
@@ -83,7 +91,6 @@ def _launch(
     out_dtype: torch.dtype,
 ) -> Tensor:
     operands = x, x_scale, weight, bias
-    _check(*operands, format, tensorwise, out_dtype)
     found = None
     if nvrtc.runs_on_hopper(x.device):
         found = planned(*map(layout, operands), format, tensorwise, out_dtype)
@@ -99,10 +106,10 @@ def _launch(
 
 @functools.lru_cache(maxsize=4096)
 def planned(
-    x: Layout,
-    x_scale: Layout,
-    weight: Layout,
-    bias: Layout | None,
+    x: TensorLayout,
+    x_scale: TensorLayout,
+    weight: TensorLayout,
+    bias: TensorLayout | None,
     format: str,
     tensorwise: bool,
     out_dtype: torch.dtype,
@@ -128,41 +135,3 @@ def planned(
     operands = X, own[0], X_SCALE, own[1], None if bias is None else BIAS
     whole.add(product.plan, operands, (OUT,))
     return Planned(whole.plan(), product.products)
-
-
-def _fake(x, x_scale, weight, format, tensorwise, bias, out_dtype) -> Tensor:
-    _check(x, x_scale, weight, bias, format, tensorwise, out_dtype)
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
-
-
-def _check(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    format: str,
-    tensorwise: bool,
-    out_dtype: torch.dtype,
-) -> None:
-    if weight.dtype not in FLOATS:
-        raise TypeError(
-            f"linear_output takes a weight of {', '.join(map(str, FLOATS))}, got {weight.dtype}; codes go to scaled_mm"
-        )
-    rowcol.check_format(format, tensorwise)
-    width = weight.shape[-1] + -weight.shape[-1] % 16
-    if weight.dim() != 2 or x.dim() != 2 or x.shape[1] != width:
-        raise ValueError(
-            f"linear_output takes a weight [N, K] and codes of x [M, {width}], got {tuple(weight.shape)} and "
-            f"{tuple(x.shape)}"
-        )
-    if (x.dtype, rowcol.FORMATS[format][0]) not in scaled_mm.OPERANDS:
-        raise TypeError(f"codes of x in {x.dtype} can't be multiplied by a weight in {format}")
-    if x_scale.dtype != torch.float32 or tuple(x_scale.shape) not in ((x.shape[0],), (1,)):
-        raise ValueError(
-            f"scales of x are float32 [{x.shape[0]}] or [1], got {x_scale.dtype} {tuple(x_scale.shape)}"
-        )
-    check_one_device(x=x, x_scale=x_scale, weight=weight, bias=bias)
-    scaled_mm.check_result(weight.shape[0], bias, out_dtype)
-
-
-_op = planned_op("linear_output", _launch, _fake)

@@ -51,9 +51,9 @@ from torch.nn import functional as F
 from lowbit_kernels.elementwise import fake_quantize_triton
 from lowbit_kernels.elementwise.grid import CODE, FORMATS, MAPPINGS, NO_ZERO, VALUE, Grid
 from lowbit_kernels.quantize.quantize_rowcol_triton import takes
-from lowbit_kernels.runtime.launcher import called, planned_op
+from lowbit_kernels.runtime.launcher import called
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import FLOATS, check_one_device
+from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.triton_runtime import runs_on
 
 MOST_BLOCKS = 2**31 - 2**16
@@ -88,7 +88,7 @@ def fake_quantize(
         ValueError: an unknown mapping or format, or shapes that do not fit each other.
     """
     return called(
-        _op,
+        _op.overload,
         x,
         scale,
         zero_point,
@@ -121,7 +121,9 @@ def fake_quantize_gradients(
     Raises:
         TypeError, ValueError: as `fake_quantize`.
     """
-    return called(_gradients_op, grad, x, scale, zero_point, group_size, grid.name, constant_codes)
+    return called(
+        _gradients_op.overload, grad, x, scale, zero_point, group_size, grid.name, constant_codes
+    )
 
 
 def fake_quantize_codes(
@@ -148,7 +150,7 @@ def fake_quantize_codes(
         ValueError: a grid of float8 or an unknown one, codes that `code_dtype` does not hold, or shapes that do not
             fit.
     """
-    return called(_codes_op, x, group_size, grid.name, scale_dtype, code_dtype, clips)
+    return called(_codes_op.overload, x, group_size, grid.name, scale_dtype, code_dtype, clips)
 
 
 def unpack_inside(inside: Tensor, group_size: int, columns: int) -> Tensor:
@@ -191,6 +193,22 @@ def reference(
     return values, _packed(kept) if inside else x.new_empty(0, dtype=torch.uint8)
 
 
+_X = "float [R, C]; flatten leading dimensions first"
+_SCALE = "float [R, -(-C // max(group_size, 1))]"
+_ZERO_POINT = "int8|uint8|float [R, -(-C // max(group_size, 1))]"
+_op = op(
+    "_results(x, group_size, dtype, inside)",
+    name="fake_quantize",
+    planned=True,
+    x=_X,
+    scale=_SCALE,
+    zero_point=_ZERO_POINT,
+    rules={"_check_grid(Grid.named(grid_name), scale, zero_point, group_size)": ""},
+    scale_dtype="float",
+    dtype="float",
+)(reference)
+
+
 def codes_reference(
     x: Tensor,
     group_size: int,
@@ -207,6 +225,19 @@ def codes_reference(
     codes = found.flatten(1)[:, : x.shape[1]].clamp(grid.low - clips, grid.high + clips)
     codes = codes.to(code_dtype).contiguous()
     return codes, scale, _no_zero(x) if zero_point is None else zero_point
+
+
+_codes_op = op(
+    "_results_of_codes(x, group_size, scale_dtype, code_dtype, _zero_dtype(Grid.named(grid_name), scale_dtype))",
+    name="fake_quantize_codes",
+    planned=True,
+    x=_X,
+    rules={
+        "_check_grid(Grid.named(grid_name), None, None, group_size)": "",
+        "_check_codes(Grid.named(grid_name), code_dtype, clips)": "",
+    },
+    scale_dtype="float",
+)(codes_reference)
 
 
 def _no_zero(x: Tensor) -> Tensor:
@@ -236,6 +267,18 @@ def gradients_reference(
         (wide * factor).sum(-1),
         torch.where(inside, 0.0, wide).sum(-1),
     )
+
+
+_gradients_op = op(
+    "empty(grad.dtype, R, C), *(x.new_empty(scale.shape, dtype=torch.float32) for _ in range(2))",
+    name="fake_quantize_gradients",
+    planned=True,
+    grad="float [R, C]",
+    x=_X,
+    scale=_SCALE,
+    zero_point=_ZERO_POINT,
+    rules={"_check_grid(Grid.named(grid_name), scale, zero_point, group_size)": ""},
+)(gradients_reference)
 
 
 def _code_of_z(grid: Grid, zero_point: Tensor | None) -> Any:
@@ -332,6 +375,7 @@ def _runs_triton(x: Tensor, grid: Grid, group_size: int) -> bool:
     return total < MOST_BLOCKS and (not grid.is_float8 or takes(grid.format, x.device))
 
 
+@_op.kernel
 def _launch(
     x: Tensor,
     scale: Tensor | None,
@@ -341,40 +385,26 @@ def _launch(
     scale_dtype: torch.dtype,
     dtype: torch.dtype,
     inside: bool,
-    after: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    grid = _checked(x, scale, zero_point, group_size, Grid.named(grid_name))
-    _check_dtypes(scale_dtype, dtype)
-    arguments = (scale_dtype, dtype, inside)
+    after: Tensor | None,
+) -> tuple[Tensor, Tensor] | None:
+    grid, smallest = Grid.named(grid_name), _smallest(scale_dtype)
     if _runs_triton(x, grid, group_size):
         ran("fake_quantize", "triton")
-        return fake_quantize_triton.quantize(
-            x, scale, zero_point, group_size, grid, *arguments, _smallest(scale_dtype)
-        )
+        arguments = (scale_dtype, dtype, inside, smallest)
+        return fake_quantize_triton.quantize(x, scale, zero_point, group_size, grid, *arguments)
+    if x.numel():
+        return None
     ran("fake_quantize", "torch")
-    if not x.numel():
-        return _fake(x, scale, zero_point, group_size, grid_name, *arguments)
-    return reference(x, scale, zero_point, group_size, grid_name, *arguments)
+    return _results(x, group_size, dtype, inside)
 
 
-def _fake(
-    x: Tensor,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    group_size: int,
-    grid_name: str,
-    scale_dtype: torch.dtype,
-    dtype: torch.dtype,
-    inside: bool,
-    after: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    _checked(x, scale, zero_point, group_size, Grid.named(grid_name))
-    _check_dtypes(scale_dtype, dtype)
+def _results(x: Tensor, group_size: int, dtype: torch.dtype, inside: bool) -> tuple[Tensor, Tensor]:
     rows, columns = x.shape
     shape = (rows, -(-columns // group_size), -(-group_size // 8)) if inside else (0,)
     return x.new_empty((rows, columns), dtype=dtype), x.new_empty(shape, dtype=torch.uint8)
 
 
+@_gradients_op.kernel
 def _launch_gradients(
     grad: Tensor,
     x: Tensor,
@@ -383,31 +413,17 @@ def _launch_gradients(
     group_size: int,
     grid_name: str,
     constant_codes: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grid = _checked(x, scale, zero_point, group_size, Grid.named(grid_name), grad)
-    if _runs_triton(x, grid, group_size):
-        ran("fake_quantize_gradients", "triton")
-        return fake_quantize_triton.gradients(
-            grad, x, scale, zero_point, group_size, grid, constant_codes
-        )
-    ran("fake_quantize_gradients", "torch")
-    return gradients_reference(grad, x, scale, zero_point, group_size, grid_name, constant_codes)
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    grid = Grid.named(grid_name)
+    if not _runs_triton(x, grid, group_size):
+        return None
+    ran("fake_quantize_gradients", "triton")
+    return fake_quantize_triton.gradients(
+        grad, x, scale, zero_point, group_size, grid, constant_codes
+    )
 
 
-def _fake_gradients(
-    grad: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    group_size: int,
-    grid_name: str,
-    constant_codes: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _checked(x, scale, zero_point, group_size, Grid.named(grid_name), grad)
-    of_scale = x.new_empty(scale.shape, dtype=torch.float32)
-    return grad.new_empty(grad.shape), of_scale, torch.empty_like(of_scale)
-
-
+@_codes_op.kernel
 def _launch_codes(
     x: Tensor,
     group_size: int,
@@ -415,46 +431,39 @@ def _launch_codes(
     scale_dtype: torch.dtype,
     code_dtype: torch.dtype,
     clips: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grid = _checked(x, None, None, group_size, Grid.named(grid_name))
-    zero_dtype = _check_codes(grid, scale_dtype, code_dtype, clips)
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    grid = Grid.named(grid_name)
+    dtypes = scale_dtype, code_dtype, _zero_dtype(grid, scale_dtype)
     if _runs_triton(x, grid, group_size):
         ran("fake_quantize_codes", "triton")
-        dtypes = (scale_dtype, code_dtype, zero_dtype)
         return fake_quantize_triton.codes(
             x, group_size, grid, *dtypes, int(clips), _smallest(scale_dtype)
         )
+    if x.numel():
+        return None
     ran("fake_quantize_codes", "torch")
-    if not x.numel():
-        return _fake_codes(x, group_size, grid_name, scale_dtype, code_dtype, clips)
-    return codes_reference(x, group_size, grid_name, scale_dtype, code_dtype, clips)
+    return _results_of_codes(x, group_size, *dtypes)
 
 
-def _fake_codes(
+def _results_of_codes(
     x: Tensor,
     group_size: int,
-    grid_name: str,
     scale_dtype: torch.dtype,
     code_dtype: torch.dtype,
-    clips: bool,
+    zero_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grid = _checked(x, None, None, group_size, Grid.named(grid_name))
-    zero_dtype = _check_codes(grid, scale_dtype, code_dtype, clips)
-    rows, columns = x.shape
-    shape = rows, -(-columns // group_size)
+    shape = x.shape[0], -(-x.shape[1] // group_size)
     zero = _no_zero(x) if zero_dtype is None else x.new_empty(shape, dtype=zero_dtype)
-    return (
-        x.new_empty((rows, columns), dtype=code_dtype),
-        x.new_empty(shape, dtype=scale_dtype),
-        zero,
-    )
+    codes = x.new_empty(x.shape, dtype=code_dtype)
+    return codes, x.new_empty(shape, dtype=scale_dtype), zero
 
 
-def _check_codes(
-    grid: Grid, scale_dtype: torch.dtype, code_dtype: torch.dtype, clips: bool
-) -> torch.dtype | None:
+def _zero_dtype(grid: Grid, scale_dtype: torch.dtype) -> torch.dtype | None:
     """The dtype of the grid's zero points; None where it has none."""
-    _check_dtypes(scale_dtype)
+    return {NO_ZERO: None, CODE: FORMATS[grid.format], VALUE: scale_dtype}[grid.zero]
+
+
+def _check_codes(grid: Grid, code_dtype: torch.dtype, clips: bool) -> None:
     if grid.is_float8:
         raise ValueError(f'fake_quantize_codes takes "int8" or "uint8", got {grid.format!r}')
     if code_dtype not in (torch.int8, torch.uint8, torch.int16):
@@ -465,63 +474,19 @@ def _check_codes(
             f"codes of {grid.low:g} to {grid.high:g}{', and one step beyond,' if clips else ''} do not fit into "
             f"{code_dtype}; take torch.int16"
         )
-    return {NO_ZERO: None, CODE: FORMATS[grid.format], VALUE: scale_dtype}[grid.zero]
 
 
-def _check_dtypes(*dtypes: torch.dtype) -> None:
-    for dtype in dtypes:
-        if dtype not in FLOATS:
-            raise TypeError(f"fake_quantize takes {', '.join(map(str, FLOATS))}; got {dtype}")
-
-
-def _checked(
-    x: Tensor,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    group_size: int,
-    grid: Grid,
-    grad: Tensor | None = None,
-) -> Grid:
-    check_one_device(x=x, scale=scale, zero_point=zero_point, grad=grad)
-    _check_dtypes(*(t.dtype for t in (x, scale, grad) if t is not None))
+def _check_grid(
+    grid: Grid, scale: Tensor | None, zero_point: Tensor | None, group_size: int
+) -> None:
     if grid.mapping not in MAPPINGS:
         raise ValueError(f"mapping must be one of {', '.join(MAPPINGS)}, got {grid.mapping!r}")
     if grid.format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {grid.format!r}")
     if grid.is_float8 and grid.mapping != "symmetric":
         raise ValueError(f'float8 takes the mapping "symmetric", got {grid.mapping!r}')
-    if x.dim() != 2 or (grad is not None and grad.shape != x.shape):
-        shapes = [tuple(t.shape) for t in (x, grad) if t is not None]
-        raise ValueError(
-            f"fake_quantize takes x [R, C], and a gradient of its shape, got {shapes}; flatten leading dimensions first"
-        )
     if group_size < 1:
         raise ValueError(f"group_size must be 1 or more elements, got {group_size}")
-    blocks = (x.shape[0], -(-x.shape[1] // group_size))
-    for name, given in (("scale", scale), ("zero_point", zero_point)):
-        if given is not None and tuple(given.shape) != blocks:
-            raise ValueError(
-                f"{name} of x {tuple(x.shape)} in blocks of {group_size} has the shape {blocks}, got "
-                f"{tuple(given.shape)}"
-            )
     if scale is not None and (grid.zero == NO_ZERO) != (zero_point is None):
         takes = "no zero_point" if grid.zero == NO_ZERO else "a zero_point beside its scale"
         raise ValueError(f"{grid.mapping} {grid.format} takes {takes}")
-    return grid
-
-
-_op = planned_op(
-    "fake_quantize",
-    _launch,
-    _fake,
-)
-_codes_op = planned_op(
-    "fake_quantize_codes",
-    _launch_codes,
-    _fake_codes,
-)
-_gradients_op = planned_op(
-    "fake_quantize_gradients",
-    _launch_gradients,
-    _fake_gradients,
-)

@@ -80,7 +80,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Variant:
+class StepVariant:
     """The compile-time parameters of a kernel.
 
     Args:
@@ -212,7 +212,7 @@ class StepKernel:
         device: a CUDA device.
     """
 
-    def __init__(self, variant: Variant, device: torch.device) -> None:
+    def __init__(self, variant: StepVariant, device: torch.device) -> None:
         self.variant, self.device = variant, device
         with torch.cuda.device(device):
             module = nvrtc.Module(nvrtc.compiled(variant.source(), nvrtc.architecture(device)))

@@ -11,7 +11,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from lowbit_kernels.elementwise.fused_step import Variant
+from lowbit_kernels.elementwise.fused_step import StepVariant
 from lowbit_kernels.runtime import host_compiler
 
 # `Pieces` of the .cpp.
@@ -34,7 +34,7 @@ class StepKernelCpu:
         RuntimeError: the kernel can't be compiled (see `host_compiler.library`).
     """
 
-    def __init__(self, variant: Variant) -> None:
+    def __init__(self, variant: StepVariant) -> None:
         self.variant = variant
         alike = dataclasses.replace(variant, scaled=False)
         self._step = host_compiler.library(

@@ -15,13 +15,11 @@ another; these norms differ in their last bits.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import FLOATS, register
+from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.triton_runtime import (
     jit,
     runs_on,
@@ -40,17 +38,24 @@ def normalize_matrices(x: Tensor, eps: float, out_dtype: torch.dtype | None = No
 
     Raises TypeError for other dtypes, ValueError for other shapes.
     """
-    return torch.ops.lowbit.normalize_matrices(x, eps, x.dtype if out_dtype is None else out_dtype)
+    return _op.overload(x, eps, x.dtype if out_dtype is None else out_dtype)
 
 
 def reference(x: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
     """The formula in PyTorch ops, on any device."""
-    _check(x, out_dtype)
     out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     for i, matrix in enumerate(x):
         wide = matrix.float()
         out[i] = wide / torch.linalg.vector_norm(wide, dtype=torch.float64).float().clamp_min(eps)
     return out
+
+
+_op = op(
+    "torch.empty(x.shape, dtype=out_dtype, device=x.device)",
+    name="normalize_matrices",
+    x="float [count, rows, columns]",
+    out_dtype="float",
+)(reference)
 
 
 @jit
@@ -85,13 +90,12 @@ def _divide(x, norms, out, numel, pieces, PIECE: tl.constexpr):
     tl.store(out + matrix * numel + at, result.to(out.dtype.element_ty), mask=inside)
 
 
-def _launch(x: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
+@_op.kernel
+def _launch(x: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor | None:
     """The Triton kernels where they run, else the reference."""
     if not runs_on(x.device) or x.numel() == 0 or x[0].numel() >= LARGEST:
-        ran("normalize_matrices", "torch")
-        return reference(x, eps, out_dtype)
+        return None
     ran("normalize_matrices", "triton")
-    _check(x, out_dtype)
     x = x.contiguous()
     count, numel = x.shape[0], x.shape[1] * x.shape[2]
     pieces = triton.cdiv(numel, PIECE)
@@ -104,23 +108,3 @@ def _launch(x: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
         _norms[(count,)](sums, norms, pieces, eps, TOGETHER=TOGETHER, num_warps=4)
         _divide[grid](x, norms, out, numel, pieces, PIECE=PIECE, num_warps=8)
     return out.to(out_dtype)
-
-
-def _fake(x: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
-    _check(x, out_dtype)
-    return torch.empty(x.shape, dtype=out_dtype, device=x.device)
-
-
-def _check(x: Tensor, out_dtype: Any) -> None:
-    for name, dtype in (("x", x.dtype), ("out_dtype", out_dtype)):
-        if dtype not in FLOATS:
-            raise TypeError(
-                f"normalize_matrices takes {name} in {', '.join(map(str, FLOATS))}, got {dtype}"
-            )
-    if x.dim() != 3:
-        raise ValueError(
-            f"normalize_matrices takes matrices [count, rows, columns], got {tuple(x.shape)}"
-        )
-
-
-register("normalize_matrices", _launch, _fake)

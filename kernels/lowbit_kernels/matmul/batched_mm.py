@@ -32,7 +32,8 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import aligned, check_one_device, register
+from lowbit_kernels.runtime.library import aligned
+from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.triton_runtime import (
     jit,
     runs_on,
@@ -65,7 +66,7 @@ def batched_mm(
     Raises TypeError for other dtypes, ValueError for shapes that don't fit each other.
     """
     wanted = a.dtype if out_dtype is None else out_dtype
-    return torch.ops.lowbit.batched_mm(a, b, addend, symmetric, alpha, beta, gamma, wanted)
+    return _op.overload(a, b, addend, symmetric, alpha, beta, gamma, wanted)
 
 
 def reference(
@@ -79,7 +80,6 @@ def reference(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """The formula in PyTorch ops, on any device."""
-    _check(a, b, addend, symmetric, alpha, beta, gamma, out_dtype)
     out = a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=out_dtype)
     for i in range(
         a.shape[0]
@@ -90,6 +90,27 @@ def reference(
             product.diagonal().add_(gamma)
         out[i] = product
     return out
+
+
+_op = op(
+    "empty(out_dtype, B, M, N)",
+    name="batched_mm",
+    a="half [B, M, K]",
+    b="half [B, K, N]",
+    addend="half [B, M, N]",
+    out_dtype="float",
+    rules={
+        "M == N or not symmetric": "a symmetric product is square, got m={M} and n={N}",
+        "addend is not None or (alpha == 1 and beta == gamma == 0)": (
+            "without addend, alpha, beta and gamma must be 1, 0 and 0, got {alpha}, {beta} and {gamma}"
+        ),
+    },
+    types={
+        "a.dtype == b.dtype and (addend is None or addend.dtype == a.dtype)": (
+            "a, b and addend must have one dtype, got {a.dtype}, {b.dtype} and {getattr(addend, 'dtype', None)}"
+        ),
+    },
+)(reference)
 
 
 # ---- the kernel -------------------------------------------------------------------------------------------------
@@ -195,6 +216,7 @@ def _kernel(
             tl.store(out + base + turned, tl.trans(result), mask=inside)
 
 
+@_op.kernel
 def _launch(
     a: Tensor,
     b: Tensor,
@@ -204,14 +226,12 @@ def _launch(
     beta: float,
     gamma: float,
     out_dtype: torch.dtype,
-) -> Tensor:
+) -> Tensor | None:
     """The Triton kernel where it runs, else the reference."""
-    _check(a, b, addend, symmetric, alpha, beta, gamma, out_dtype)
     count, (m, k), n = a.shape[0], a.shape[1:], b.shape[2]
     is_countable = max(m * k, k * n, m * n, count * m, count * k, count * n) < LARGEST
     if not runs_on(a.device) or 0 in (count, m, k, n) or not is_countable:
-        ran("batched_mm", "torch")
-        return reference(a, b, addend, symmetric, alpha, beta, gamma, out_dtype)
+        return None
     a_turned, b_turned = _is_transposed(a), _is_transposed(b)
     a, b = (aligned(x.mT if turned else x) for x, turned in ((a, a_turned), (b, b_turned)))
     out = a.new_empty((count, m, n), dtype=stored_dtype(out_dtype, a.device))
@@ -274,51 +294,3 @@ def _programs(device: torch.device) -> int:
     if device.type == "cpu":
         return 3
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _fake(a: Tensor, b: Tensor, addend: Tensor | None, *others: Any) -> Tensor:
-    _check(a, b, addend, *others)
-    return a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=others[-1])
-
-
-def _check(
-    a: Tensor,
-    b: Tensor,
-    addend: Tensor | None,
-    symmetric: bool,
-    alpha: float,
-    beta: float,
-    gamma: float,
-    out_dtype: torch.dtype,
-) -> None:
-    check_one_device(a=a, b=b, addend=addend)
-    parts = {"a": a, "b": b} | ({} if addend is None else {"addend": addend})
-    for name, part in parts.items():
-        if part.dtype not in DTYPES or part.dtype != a.dtype:
-            raise TypeError(
-                f"batched_mm takes a, b and addend of one dtype, float16 or bfloat16, got {name} of {part.dtype}"
-            )
-    if out_dtype not in (*DTYPES, torch.float32):
-        raise TypeError(
-            f"out_dtype must be float16, bfloat16 or float32, got {out_dtype}; convert the result"
-        )
-    if a.dim() != 3 or b.dim() != 3 or a.shape[0] != b.shape[0] or a.shape[2] != b.shape[1]:
-        raise ValueError(
-            f"batched_mm takes a [count, m, k] and b [count, k, n], got {tuple(a.shape)} and {tuple(b.shape)}"
-        )
-    shape = (a.shape[0], a.shape[1], b.shape[2])
-    if symmetric and shape[1] != shape[2]:
-        raise ValueError(f"a symmetric product is square, got m={shape[1]} and n={shape[2]}")
-    if addend is not None and tuple(addend.shape) != shape:
-        raise ValueError(f"addend must have the shape {shape}, got {tuple(addend.shape)}")
-    if addend is None and (alpha, beta, gamma) != (1.0, 0.0, 0.0):
-        raise ValueError(
-            f"without addend, alpha, beta and gamma must be 1, 0 and 0, got {alpha}, {beta} and {gamma}"
-        )
-
-
-register(
-    "batched_mm",
-    _launch,
-    _fake,
-)

@@ -25,16 +25,14 @@ float32. A bias, and float16, take a second pass over float32 sums.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowbit_kernels.matmul.scaled_mm import check_result
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import check_one_device, register
+from lowbit_kernels.runtime.op import op
 
 BLOCK = 128
 E4M3 = torch.float8_e4m3fn
@@ -42,6 +40,18 @@ CUDA, CAPABILITY = (12, 9), (9, 0)
 """The CUDA version from which on cuBLAS has these products, and the GPUs that it has them for."""
 
 
+@op(
+    "empty(out_dtype, M, N)",
+    a="float8_e4m3fn [M, K]; flatten leading dimensions first",
+    b="float8_e4m3fn [N, K]; pass it transposed",
+    a_scale="float32 [K // BLOCK, M]",
+    b_scale="float32 [K // BLOCK, N] or [-(-N // BLOCK), K // BLOCK]",
+    bias="float [N]",
+    rules={
+        "K % BLOCK == 0": "K must be a multiple of {BLOCK}, got {K}; pad both operands with zeros"
+    },
+    out_dtype="float",
+)
 def block_scaled_mm(
     a: Tensor,
     b: Tensor,
@@ -57,20 +67,10 @@ def block_scaled_mm(
         TypeError: a dtype other than those above.
         ValueError: shapes that do not fit each other, K not a multiple of 128, or tensors on several devices.
     """
-    return torch.ops.lowbit.block_scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)
-
-
-def reference(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """The formula in float64, on any device."""
-    _check(a, b, a_scale, b_scale, bias, out_dtype)
     return _dequantized_product(torch.float64, a, b, a_scale, b_scale, bias, out_dtype)
+
+
+reference = block_scaled_mm.reference
 
 
 def _dequantized_product(
@@ -158,15 +158,15 @@ def _as_contiguous(x: Tensor) -> Tensor:
     return x.contiguous().view(-1).view(x.shape)
 
 
+@block_scaled_mm.kernel
 def _launch(
     a: Tensor,
     b: Tensor,
     a_scale: Tensor,
     b_scale: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
-    _check(a, b, a_scale, b_scale, bias, out_dtype)
     name, multiply = _implementation(a, b)
     ran("block_scaled_mm", name)
     return multiply(a, b, a_scale, b_scale, bias, out_dtype)
@@ -177,50 +177,3 @@ def _implementation(a: Tensor, b: Tensor) -> tuple[str, Callable[..., Tensor]]:
     if 0 in (*a.shape, b.shape[0]):
         return "empty", _by_torch
     return ("cublas", _by_cublas) if runs_on(a.device) else ("torch", _by_torch)
-
-
-def _fake(a, b, a_scale, b_scale, bias=None, out_dtype=torch.bfloat16) -> Tensor:
-    _check(a, b, a_scale, b_scale, bias, out_dtype)
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
-
-
-def _check(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> None:
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
-        raise ValueError(
-            f"a product with scales of blocks takes a [M, K] and b [N, K], got {tuple(a.shape)} and {tuple(b.shape)}; "
-            "flatten leading dimensions first, and pass b transposed"
-        )
-    if a.shape[1] % BLOCK:
-        raise ValueError(
-            f"K must be a multiple of {BLOCK}, got {a.shape[1]}; pad both operands with zeros"
-        )
-    groups = a.shape[1] // BLOCK
-    accepted: dict[str, tuple[Tensor, list[tuple[Any, ...]]]] = {
-        "a_scale": (a_scale, [(groups, a.shape[0])]),
-        "b_scale": (b_scale, [(groups, b.shape[0]), (-(-b.shape[0] // BLOCK), groups)]),
-    }
-    for name, (scale, shapes) in accepted.items():
-        if scale.dtype != torch.float32:
-            raise TypeError(f"{name} must be torch.float32, got {scale.dtype}")
-        if all(tuple(scale.shape) != shape for shape in shapes):
-            raise ValueError(
-                f"{name} must have the shape {' or '.join(map(str, shapes))}, got {tuple(scale.shape)}"
-            )
-    check_one_device(a=a, b=b, a_scale=a_scale, b_scale=b_scale, bias=bias)
-    check_result(b.shape[0], bias, out_dtype)
-    if (a.dtype, b.dtype) != (E4M3, E4M3):
-        raise TypeError(f"both operands must be {E4M3}, got {a.dtype} and {b.dtype}")
-
-
-register(
-    "block_scaled_mm",
-    _launch,
-    _fake,
-)

@@ -42,10 +42,20 @@ from lowbit_kernels.matmul import grouped_columns, grouped_mm_sm90, grouped_mm_t
 from lowbit_kernels.matmul.scaled_mm import OPERANDS, int8_sums
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import FLOATS, check_one_device, register
+from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.triton_runtime import runs_on
 
 
+@op(
+    "empty(out_dtype, *_shape(a, b, offsets))",
+    a="codes [M, K]; flatten leading dimensions first",
+    b="codes [...]",
+    a_scale="float32 [...]",
+    b_scale="float32 [...]",
+    offsets="int32 [E]",
+    rules={"_check(a, b, a_scale, b_scale, offsets)": ""},
+    out_dtype="float",
+)
 def grouped_scaled_mm(
     a: Tensor,
     b: Tensor,
@@ -61,24 +71,14 @@ def grouped_scaled_mm(
         TypeError: a dtype, or a pair of dtypes, other than those above.
         ValueError: shapes that do not fit each other, or tensors on several devices.
     """
-    return torch.ops.lowbit.grouped_scaled_mm(a, b, a_scale, b_scale, offsets, out_dtype)
-
-
-def reference(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    offsets: Tensor,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """The formulas in PyTorch ops, on any device; the sums in float64, which is exact for int8."""
 
     def exact(a: Tensor, b: Tensor) -> Tensor:
         return (a.double() @ b.double().T).to(torch.float32)
 
-    _check(a, b, a_scale, b_scale, offsets, out_dtype)
     return _by_expert(exact, a, b, a_scale, b_scale, offsets, out_dtype)
+
+
+reference = grouped_scaled_mm.reference
 
 
 def _by_expert(
@@ -114,15 +114,15 @@ def _float8_sums(a: Tensor, b: Tensor) -> Tensor:
         return a.float() @ b.float().T
 
 
+@grouped_scaled_mm.kernel
 def _launch(
     a: Tensor,
     b: Tensor,
     a_scale: Tensor,
     b_scale: Tensor,
     offsets: Tensor,
-    out_dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype,
 ) -> Tensor:
-    _check(a, b, a_scale, b_scale, offsets, out_dtype)
     is_int8, device = a.dtype == torch.int8, a.device
     name = "int8" if is_int8 else "float8"
     operands = (a, b, a_scale, b_scale, offsets, out_dtype)
@@ -147,20 +147,9 @@ def _shape(a: Tensor, b: Tensor, offsets: Tensor) -> tuple[int, ...]:
     return (offsets.shape[0], a.shape[0], b.shape[0]) if b.dim() == 2 else (a.shape[0], b.shape[1])
 
 
-def _fake(a, b, a_scale, b_scale, offsets, out_dtype=torch.bfloat16) -> Tensor:
-    _check(a, b, a_scale, b_scale, offsets, out_dtype)
-    return a.new_empty(_shape(a, b, offsets), dtype=out_dtype)
-
-
-def _check(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    offsets: Tensor,
-    out_dtype: torch.dtype,
-) -> None:
-    if a.dim() != 2 or b.dim() not in (2, 3) or a.shape[1] != b.shape[-1]:
+def _check(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor) -> None:
+    """What the shapes have to do with each other, whose number of dimensions depends on b."""
+    if b.dim() not in (2, 3) or a.shape[1] != b.shape[-1]:
         raise ValueError(
             f"grouped_scaled_mm takes a [M, K] and b [E, N, K], or a [N, P] and b [K, P], got {tuple(a.shape)} and "
             f"{tuple(b.shape)}; pass b transposed"
@@ -169,33 +158,19 @@ def _check(
         raise ValueError(
             f"both operands must have a multiple of 16 columns, got {a.shape[1]}; pad them with zeros"
         )
-    check_one_device(a=a, b=b, a_scale=a_scale, b_scale=b_scale, offsets=offsets)
-    if offsets.dtype != torch.int32:
-        raise TypeError(f"offsets must be torch.int32, got {offsets.dtype}")
     experts = offsets.shape[0] if b.dim() == 2 else b.shape[0]
-    if offsets.dim() != 1 or offsets.shape[0] != experts:
+    if offsets.shape[0] != experts:
         raise ValueError(f"offsets must have the shape ({experts},), got {tuple(offsets.shape)}")
     of_rows = (experts, a.shape[0]) if b.dim() == 2 else (a.shape[0],)
     for name, scale, shapes in (
         ("a_scale", a_scale, [of_rows]),
         ("b_scale", b_scale, [(experts, b.shape[-2]), (1,)]),
     ):
-        if scale.dtype != torch.float32:
-            raise TypeError(f"{name} must be torch.float32, got {scale.dtype}")
-        if all(tuple(scale.shape) != shape for shape in shapes):
+        if scale.shape not in shapes:
             wanted = " or ".join(map(str, shapes))
             raise ValueError(f"{name} must have the shape {wanted}, got {tuple(scale.shape)}")
-    if out_dtype not in FLOATS:
-        raise TypeError(f"out_dtype must be one of {', '.join(map(str, FLOATS))}, got {out_dtype}")
     if (a.dtype, b.dtype) not in OPERANDS:
         raise TypeError(
             "both operands must be torch.int8, or both float8 (torch.float8_e4m3fn, one of them possibly "
             f"torch.float8_e5m2), got {a.dtype} and {b.dtype}"
         )
-
-
-register(
-    "grouped_scaled_mm",
-    _launch,
-    _fake,
-)

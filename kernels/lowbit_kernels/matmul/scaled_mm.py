@@ -44,14 +44,15 @@ from lowbit_kernels.runtime import launch_plan, launcher, nvrtc
 from lowbit_kernels.runtime.launch_plan import (
     Buffer,
     CublasProduct,
-    Part,
-    Plan,
+    LaunchPlan,
+    TensorPart,
 )
-from lowbit_kernels.runtime.launcher import called, planned_op
+from lowbit_kernels.runtime.launcher import called
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import FLOATS, check_one_device, contiguous_strides
+from lowbit_kernels.runtime.library import contiguous_strides
+from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.triton_runtime import runs_on
-from lowbit_kernels.weight_only.weight_operands import Layout, described
+from lowbit_kernels.weight_only.weight_operands import TensorLayout, described
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LONG = 12288
@@ -78,11 +79,11 @@ def scaled_mm(
         ValueError: shapes that do not fit each other, K not a multiple of 16, or tensors on several devices.
     """
     if a.dtype != torch.int8 or a.dim() != 2 or a.shape[1] <= MOST_TERMS:
-        return called(_op, a, b, a_scale, b_scale, bias, out_dtype)
-    _check(a, b, a_scale, b_scale, bias, out_dtype)
+        return called(_op.overload, a, b, a_scale, b_scale, bias, out_dtype)
+    _op.check(a, b, a_scale, b_scale, bias, out_dtype)
     parts = zip(a.split(MOST_TERMS, 1), b.split(MOST_TERMS, 1), strict=True)
     sums = [
-        called(_op, p.contiguous(), q.contiguous(), a_scale, b_scale, None, torch.float32)
+        called(_op.overload, p.contiguous(), q.contiguous(), a_scale, b_scale, None, torch.float32)
         for p, q in parts
     ]
     y = torch.stack(sums).sum(0)
@@ -98,8 +99,27 @@ def reference(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """The formula in PyTorch ops, on any device; the sum in float64, which is exact for int8."""
-    _check(a, b, a_scale, b_scale, bias, out_dtype)
     return _scaled((a.double() @ b.double().T).to(torch.float32), a_scale, b_scale, bias, out_dtype)
+
+
+_op = op(
+    "empty(out_dtype, M, N)",
+    name="scaled_mm",
+    planned=True,
+    a="codes [M, K]; flatten leading dimensions first",
+    b="codes [N, K]; pass it transposed",
+    a_scale="float32 [M] or [1]",
+    b_scale="float32 [N] or [1]",
+    bias="float [N]",
+    out_dtype="float",
+    rules={"K % 16 == 0": "K must be a multiple of 16, got {K}; pad both operands with zeros"},
+    types={
+        "(a.dtype, b.dtype) in OPERANDS": (
+            "both operands must be torch.int8, or both float8 (torch.float8_e4m3fn, one of them possibly "
+            "torch.float8_e5m2), got {a.dtype} and {b.dtype}"
+        ),
+    },
+)(reference)
 
 
 def _scaled(
@@ -114,15 +134,15 @@ def _scaled(
     return (out if bias is None else out + bias.to(torch.float32)).to(out_dtype)
 
 
+@_op.kernel
 def _launch(
     a: Tensor,
     b: Tensor,
     a_scale: Tensor,
     b_scale: Tensor | None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
-    _check(a, b, a_scale, b_scale, bias, out_dtype)
     name, multiply = _implementation(a, b)
     ran("scaled_mm", name)
     if name not in ("int8 sm90", "float8 sm90", "float8 cublas"):
@@ -131,7 +151,9 @@ def _launch(
     return multiply(a, b, a_scale, b_scale, bias, out_dtype)
 
 
-def _implementation(a: Tensor | Layout, b: Tensor | Layout) -> tuple[str, Callable[..., Tensor]]:
+def _implementation(
+    a: Tensor | TensorLayout, b: Tensor | TensorLayout
+) -> tuple[str, Callable[..., Tensor]]:
     """The name and the function of the implementation for checked operands."""
     is_int8, device = a.dtype == torch.int8, a.device
     if 0 in (*a.shape, b.shape[0]):
@@ -150,13 +172,13 @@ def _implementation(a: Tensor | Layout, b: Tensor | Layout) -> tuple[str, Callab
 class Planned(NamedTuple):
     """A plan, and the names of the implementations of its products."""
 
-    plan: Plan
+    plan: LaunchPlan
     products: tuple[str, ...]
 
 
 def planned(
-    a: Layout,
-    b: Layout,
+    a: TensorLayout,
+    b: TensorLayout,
     a_scales: int,
     b_scales: int | None,
     out_dtype: torch.dtype,
@@ -180,13 +202,13 @@ def planned(
 
 
 def _planned_for_cublas(
-    a: Layout,
-    b: Layout,
+    a: TensorLayout,
+    b: TensorLayout,
     a_scales: int,
     b_scales: int | None,
     out_dtype: torch.dtype,
     bias: torch.dtype | None,
-) -> Plan | None:
+) -> LaunchPlan | None:
     """`planned` where cuBLAS multiplies."""
     m, n = a.shape[0], b.shape[0]
     by_row = a_scales > 1 or (b_scales is not None and b_scales > 1)
@@ -256,7 +278,7 @@ def _float8_by_cublas(
     )
     operands = a, b, *scales, None if bias is None else bias.contiguous()
     counts = scales[0].numel(), None if scales[1] is None else scales[1].numel()
-    layouts = Layout(*described(a)), Layout(*described(b))
+    layouts = TensorLayout(*described(a)), TensorLayout(*described(b))
     own_bias = None if bias is None else bias.dtype
     found = None if extra else _planned_for_cublas(*layouts, *counts, out_dtype, own_bias)
     if found is not None:
@@ -280,19 +302,19 @@ def _one_each(scale: Tensor, count: int) -> Tensor:
 @functools.lru_cache(maxsize=4096)
 def _cublas_plan(
     m: int, n: int, k: int, by_row: bool, no_b_scale: bool, has_bias: bool, out_dtype: torch.dtype
-) -> Plan:
+) -> LaunchPlan:
     """Operands: a, b, a_scale, b_scale and bias. Without b's scales, those are ones."""
     ones = (Buffer((n if by_row else 1,), torch.float32, fill=1),) if no_b_scale else ()
     made = 6  # the number of `ones`
     product = CublasProduct(
-        Part(0, (m, k)),
-        Part(1, (n, k)),
-        Part(2, (m, 1) if by_row else ()),
-        Part(made if no_b_scale else 3, (1, n) if by_row else ()),
-        Part(4, (n,)) if has_bias else None,
-        Part(5, (m, n)),
+        TensorPart(0, (m, k)),
+        TensorPart(1, (n, k)),
+        TensorPart(2, (m, 1) if by_row else ()),
+        TensorPart(made if no_b_scale else 3, (1, n) if by_row else ()),
+        TensorPart(4, (n,)) if has_bias else None,
+        TensorPart(5, (m, n)),
     )
-    return Plan((Buffer((m, n), out_dtype),), ones, (product,))
+    return LaunchPlan((Buffer((m, n), out_dtype),), ones, (product,))
 
 
 def _cublas_scales(by_row: bool, out_dtype: torch.dtype, device: torch.device) -> bool:
@@ -300,62 +322,3 @@ def _cublas_scales(by_row: bool, out_dtype: torch.dtype, device: torch.device) -
     if not by_row or out_dtype == torch.bfloat16:
         return True
     return nvrtc.cuda_version() >= (12, 9) and nvrtc.capability(device) == (9, 0)
-
-
-def _fake(a, b, a_scale, b_scale, bias=None, out_dtype=torch.bfloat16) -> Tensor:
-    _check(a, b, a_scale, b_scale, bias, out_dtype)
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
-
-
-def _check(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> None:
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
-        raise ValueError(
-            f"a scaled product takes a [M, K] and b [N, K], got {tuple(a.shape)} and {tuple(b.shape)}; flatten leading "
-            "dimensions first, and pass b transposed"
-        )
-    if a.shape[1] % 16:
-        raise ValueError(
-            f"K must be a multiple of 16, got {a.shape[1]}; pad both operands with zeros"
-        )
-    for name, scale, size in (("a_scale", a_scale, a.shape[0]), ("b_scale", b_scale, b.shape[0])):
-        if scale is None:
-            continue
-        if scale.dtype != torch.float32:
-            raise TypeError(f"{name} must be torch.float32, got {scale.dtype}")
-        if scale.dim() != 1 or (scale.shape[0] != 1 and scale.shape[0] != size):
-            raise ValueError(
-                f"{name} must have the shape ({size},) or (1,), got {tuple(scale.shape)}"
-            )
-    check_one_device(a=a, b=b, a_scale=a_scale, b_scale=b_scale, bias=bias)
-    check_result(b.shape[0], bias, out_dtype)
-    if (a.dtype, b.dtype) not in OPERANDS:
-        raise TypeError(
-            "both operands must be torch.int8, or both float8 (torch.float8_e4m3fn, one of them possibly "
-            f"torch.float8_e5m2), got {a.dtype} and {b.dtype}"
-        )
-
-
-def check_result(n: int, bias: Tensor | None, out_dtype: torch.dtype) -> None:
-    """Raise ValueError unless the bias is [n], and TypeError for other dtypes of bias and result than those above."""
-    if bias is not None and bias.shape != (n,):
-        raise ValueError(f"bias must have the shape ({n},), got {tuple(bias.shape)}")
-    for name, got in (
-        ("out_dtype", out_dtype),
-        ("bias", out_dtype if bias is None else bias.dtype),
-    ):
-        if got not in FLOATS:
-            raise TypeError(f"{name} must be one of {', '.join(map(str, FLOATS))}, got {got}")
-
-
-_op = planned_op(
-    "scaled_mm",
-    _launch,
-    _fake,
-)

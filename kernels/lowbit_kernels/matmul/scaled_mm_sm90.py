@@ -26,7 +26,7 @@ from lowbit_kernels.runtime.launch_plan import (
 )
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
 from lowbit_kernels.runtime.tensor_map import takes_rows
-from lowbit_kernels.weight_only.weight_operands import Description, Layout, described
+from lowbit_kernels.weight_only.weight_operands import Description, TensorLayout, described
 
 SLICES = torch.int32
 """The dtype of a buffer for the sums of slices: of their bits, since float8 has float32 sums."""
@@ -34,7 +34,7 @@ WIDTHS = (256, 128, 64)  # columns of a tile
 MAX_SLICES = 16
 
 
-class Plan(NamedTuple):
+class ScaledMmDivision(NamedTuple):
     """The division of a product.
 
     Attributes:
@@ -68,7 +68,7 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(m: int, n: int, k: int, multiprocessors: int) -> Plan:
+def plan(m: int, n: int, k: int, multiprocessors: int) -> ScaledMmDivision:
     """The division with the lowest estimated time of the busiest cluster.
 
     The estimate is in microseconds, fitted to an H200: the steps of 128 along K of the cluster's tiles, the store of
@@ -76,7 +76,7 @@ def plan(m: int, n: int, k: int, multiprocessors: int) -> Plan:
     """
     steps = -(-k // TILE_K)
 
-    def cost(one: Plan) -> float:
+    def cost(one: ScaledMmDivision) -> float:
         rows, columns = one.tiles(m, n)
         rounds = -(-rows * columns * one.slices // (multiprocessors // CLUSTER))
         step = 0.22 + 0.38 * one.width / 256
@@ -87,8 +87,10 @@ def plan(m: int, n: int, k: int, multiprocessors: int) -> Plan:
         return 4 if -(-n // width) <= 16 else 8
 
     wide = WIDTHS[0]
-    plans = [Plan(wide, group(wide), s) for s in range(1, min(steps, MAX_SLICES) + 1)]
-    return min((*plans, *(Plan(width, group(width), 1) for width in WIDTHS[1:])), key=cost)
+    plans = [ScaledMmDivision(wide, group(wide), s) for s in range(1, min(steps, MAX_SLICES) + 1)]
+    return min(
+        (*plans, *(ScaledMmDivision(width, group(width), 1) for width in WIDTHS[1:])), key=cost
+    )
 
 
 def multiply(
@@ -102,7 +104,9 @@ def multiply(
     """``lowbit::scaled_mm`` on a GPU of compute capability 9.0. The operands are checked; M, N, K > 0."""
     given = a, b, a_scale, b_scale, bias
     a, b = (
-        x if is_readable(Layout(*described(x))) else x.clone(memory_format=torch.contiguous_format)
+        x
+        if is_readable(TensorLayout(*described(x)))
+        else x.clone(memory_format=torch.contiguous_format)
         for x in (a, b)
     )
     a_scale = a_scale.contiguous()
@@ -128,13 +132,13 @@ def planned(
     b_scales: bool,
     bias: torch.dtype | None,
     out: torch.dtype,
-) -> launch_plan.Plan:
+) -> launch_plan.LaunchPlan:
     """The plan for a [M, K] and b [N, K] of these layouts, which the TMA can read.
 
     Operands: a, b, a_scale, b_scale and bias, contiguous. `a_scales`, `b_scales`: there is one for each row or column.
     The TMA stores rows that begin at multiples of 16 bytes; so the result may be wider than N.
     """
-    own_a, own_b = Layout(*a), Layout(*b)
+    own_a, own_b = TensorLayout(*a), TensorLayout(*b)
     (m, k), n, device = own_a.shape, own_b.shape[0], own_a.device
     chosen = plan(m, n, k, nvrtc.multiprocessors(device))
     width, group, slices = chosen
@@ -161,7 +165,7 @@ def planned(
         (*maps, *scales, -(-k // TILE_K), group, slices, chosen.a_rows(m)),
     )
     if slices == 1:
-        return launch_plan.Plan((result,), (), (product,))
+        return launch_plan.LaunchPlan((result,), (), (product,))
     pitch_of_sums = stored.shape[1]
     sizes = (slices, tall * pitch_of_sums, pitch_of_sums, pitch)
     blocks = -(-m * pitch_of_sums // 1024)
@@ -171,7 +175,7 @@ def planned(
         256,
         (Address(6), Address(5), *scales, *sizes),
     )
-    return launch_plan.Plan((result,), (stored,), (product, sum_up))
+    return launch_plan.LaunchPlan((result,), (stored,), (product, sum_up))
 
 
 def source(
@@ -219,11 +223,11 @@ def _combine(
     return _module(formats, out, bias, WIDTHS[0], device).kernel("combine", 13, overlaps=True)
 
 
-def is_readable(x: Layout) -> bool:
+def is_readable(x: TensorLayout) -> bool:
     """Whether the TMA can read x: contiguous rows that do not overlap, each beginning at a multiple of 16 bytes."""
     return takes_rows(_stride(x), x.shape[1]) and x.strides[1] == 1 and x.misaligned == 0
 
 
-def _stride(x: Layout) -> int:
+def _stride(x: TensorLayout) -> int:
     """The row stride of x. A single row may have any stride, but the TMA needs a multiple of 16 bytes."""
     return x.strides[0] if x.shape[0] > 1 else x.shape[1]

@@ -19,15 +19,13 @@ Any other product unpacks the codes, in a kernel of its own, and calls `scaled_m
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit_kernels.matmul.scaled_mm import scaled_mm
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import FLOATS, check_one_device, register
+from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.triton_runtime import (
     jit,
     runs_on,
@@ -42,6 +40,18 @@ BYTES_ON_CPU = 2**20
 """Codes that a CPU unpacks at a time, a byte each: they stay in the L2 cache."""
 
 
+@op(
+    "empty(out_dtype, M, N)",
+    a="int8 [M, K]; flatten leading dimensions first",
+    packed="uint8 [N, W]",
+    a_scale="float32 [M]",
+    b_scale="float32 [1]",
+    bias="float [N]",
+    rules={
+        "K > 4 * (W - 1)": "packed has {4 * W} codes a row, of which a has {K} columns; pad a with zeros"
+    },
+    out_dtype="float",
+)
 def ternary_mm(
     a: Tensor,
     packed: Tensor,
@@ -54,22 +64,12 @@ def ternary_mm(
 
     Raises TypeError for other dtypes, ValueError for shapes that do not fit each other.
     """
-    return torch.ops.lowbit.ternary_mm(a, packed, a_scale, b_scale, bias, out_dtype)
-
-
-def reference(
-    a: Tensor,
-    packed: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """The formula in PyTorch ops, on any device; the sum in float64, which is exact."""
-    _check(a, packed, a_scale, b_scale, bias, out_dtype)
     sums = (a.double() @ _unpacked(packed, a.shape[1]).double().t()).float()
     y = sums * a_scale[:, None] * b_scale
     return (y if bias is None else y + bias.float()).to(out_dtype)
+
+
+reference = ternary_mm.reference
 
 
 def _unpacked(packed: Tensor, columns: int) -> Tensor:
@@ -154,6 +154,7 @@ def _kernel(
     )
 
 
+@ternary_mm.kernel
 def _launch(
     a: Tensor,
     packed: Tensor,
@@ -162,7 +163,6 @@ def _launch(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    _check(a, packed, a_scale, b_scale, bias, out_dtype)
     m, n = a.shape[0], packed.shape[0]
     if m > MOST_ROWS or not runs_on(a.device) or 0 in (m, n, packed.shape[1]):
         ran("ternary_mm", "unpacked")
@@ -217,46 +217,3 @@ def _in_tiles(
         own = None if bias is None else bias[rows]
         out[:, rows] = scaled_mm(a, codes, a_scale, b_scale, bias=own, out_dtype=out_dtype)
     return out
-
-
-def _fake(a: Tensor, packed: Tensor, *others: Any) -> Tensor:
-    _check(a, packed, *others)
-    return a.new_empty((a.shape[0], packed.shape[0]), dtype=others[-1])
-
-
-def _check(
-    a: Tensor,
-    packed: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> None:
-    check_one_device(a=a, packed=packed, a_scale=a_scale, b_scale=b_scale, bias=bias)
-    if a.dtype != torch.int8 or packed.dtype != torch.uint8:
-        raise TypeError(f"ternary_mm takes int8 and packed uint8, got {a.dtype} and {packed.dtype}")
-    if out_dtype not in FLOATS or (bias is not None and bias.dtype not in FLOATS):
-        raise TypeError(
-            f"ternary_mm gives {', '.join(map(str, FLOATS))}, and takes a bias of these; got out_dtype {out_dtype}, "
-            f"bias {None if bias is None else bias.dtype}"
-        )
-    if a_scale.dtype != torch.float32 or b_scale.dtype != torch.float32:
-        raise TypeError(f"scales must be float32, got {a_scale.dtype} and {b_scale.dtype}")
-    if a.dim() != 2 or packed.dim() != 2 or a.shape[1] <= 4 * (packed.shape[1] - 1):
-        raise ValueError(
-            f"ternary_mm takes a [M, K] and packed [N, ceil(K / 4)], got {tuple(a.shape)} and {tuple(packed.shape)}; "
-            "flatten leading dimensions first"
-        )
-    sizes = (a_scale, a.shape[0]), (b_scale, 1), (bias, packed.shape[0])
-    if any(t is not None and tuple(t.shape) != (size,) for t, size in sizes):
-        raise ValueError(
-            f"scales and bias must have the shapes {[(size,) for _, size in sizes]}, got "
-            f"{[None if t is None else tuple(t.shape) for t, _ in sizes]}"
-        )
-
-
-register(
-    "ternary_mm",
-    _launch,
-    _fake,
-)

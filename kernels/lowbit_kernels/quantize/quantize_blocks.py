@@ -41,9 +41,8 @@ from torch import Tensor
 from lowbit_kernels.quantize import quantize_blocks_sm90
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.launch_plan import Buffer
-from lowbit_kernels.runtime.launcher import called, planned_op
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import FLOATS
+from lowbit_kernels.runtime.op import op
 
 BLOCK = 128
 E4M3, LARGEST = torch.float8_e4m3fn, 448.0
@@ -52,6 +51,11 @@ SMALLEST_SCALE = 2.0**-126
 Result = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
+@op(
+    "allocate(x, tiles, rows, columns)",
+    planned=True,
+    x="float [M, K]; flatten leading dimensions first",
+)
 def quantize_blocks(
     x: Tensor,
     *,
@@ -72,18 +76,6 @@ def quantize_blocks(
         TypeError: a dtype other than those above.
         ValueError: a shape other than [M, K].
     """
-    return called(_op, x, tiles, rows, columns, power_of_two)
-
-
-def reference(
-    x: Tensor,
-    tiles: bool,
-    rows: bool = True,
-    columns: bool = True,
-    power_of_two: bool = False,
-) -> Result:
-    """The formula in PyTorch ops, on any device."""
-    _check(x)
     m, k = x.shape
     # [M'/128, 128, K'/128, 128]: the padding of zeros changes no maximum
     blocks = F.pad(x.to(torch.float32), (0, -k % BLOCK, 0, -m % BLOCK))
@@ -104,6 +96,9 @@ def reference(
         out[at].view(torch.uint8).copy_(codes)
         out[at + 1].copy_(scale)
     return out
+
+
+reference = quantize_blocks.reference
 
 
 def _scale(blocks: Tensor, within: tuple[int, ...], power_of_two: bool) -> Tensor:
@@ -153,35 +148,17 @@ def allocate(x: Tensor, tiles: bool, rows: bool, columns: bool) -> Result:
     return codes, scale, codes_t, scale_t
 
 
+@quantize_blocks.kernel
 def _launch(
     x: Tensor,
     tiles: bool,
-    rows: bool = True,
-    columns: bool = True,
-    power_of_two: bool = False,
-) -> Result:
-    _check(x)
+    rows: bool,
+    columns: bool,
+    power_of_two: bool,
+) -> Result | None:
     arguments = (x, tiles, rows, columns, power_of_two)
     if x.numel() and (rows or columns) and nvrtc.runs_on_hopper(x.device):
         ran("quantize_blocks", "sm90")
         m, k = x.shape
         return quantize_blocks_sm90.quantize(*arguments, results_of(m, k, tiles, rows, columns))
-    ran("quantize_blocks", "torch")
-    return reference(*arguments)
-
-
-def _fake(x, tiles, rows=True, columns=True, power_of_two=False) -> Result:
-    _check(x)
-    return allocate(x, tiles, rows, columns)
-
-
-def _check(x: Tensor) -> None:
-    if x.dtype not in FLOATS:
-        raise TypeError(f"quantize_blocks takes x of {', '.join(map(str, FLOATS))}; got {x.dtype}")
-    if x.dim() != 2:
-        raise ValueError(
-            f"quantize_blocks takes x [M, K], got {tuple(x.shape)}; flatten leading dimensions first"
-        )
-
-
-_op = planned_op("quantize_blocks", _launch, _fake)
+    return None

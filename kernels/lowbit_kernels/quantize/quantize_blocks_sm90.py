@@ -14,10 +14,10 @@ from lowbit_kernels.runtime.launch_plan import (
     Address,
     Buffer,
     Launch,
-    Plan,
+    LaunchPlan,
 )
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
-from lowbit_kernels.weight_only.weight_operands import Description, Layout, described
+from lowbit_kernels.weight_only.weight_operands import Description, TensorLayout, described
 
 OF_ROWCOL = {
     "FORMAT": "E4M3",
@@ -31,7 +31,7 @@ OF_ROWCOL = {
 
 
 @dataclass(frozen=True)
-class Variant:
+class BlocksVariant:
     """The options of a compiled kernel; the head of ``quantize_blocks_sm90.cu`` explains each field."""
 
     input: str
@@ -68,19 +68,21 @@ def planned(
     columns: bool,
     power_of_two: bool,
     results: tuple[Buffer, ...],
-) -> Plan:
+) -> LaunchPlan:
     """The plan for x of this layout, with elements of a row side by side."""
-    x = Layout(*layout)
+    x = TensorLayout(*layout)
     m, k = x.shape
     is_aligned = x.misaligned == 0 and x.strides[0] * x.dtype.itemsize % 16 == 0
-    variant = Variant(FLOAT_MACROS[x.dtype], tiles, rows, columns, power_of_two, is_aligned)
+    variant = BlocksVariant(FLOAT_MACROS[x.dtype], tiles, rows, columns, power_of_two, is_aligned)
     out = (Address(1), Address(2), Address(3), Address(4))
     arguments = (Address(0), x.strides[0], *out, m, k)
     blocks = -(-m // TILE) * -(-k // TILE)
-    return Plan(results, (), (Launch(_kernel(variant, x.device), blocks, THREADS, arguments),))
+    return LaunchPlan(
+        results, (), (Launch(_kernel(variant, x.device), blocks, THREADS, arguments),)
+    )
 
 
-def source(variant: Variant, primitives: str = "runtime/ptx.cuh") -> str:
+def source(variant: BlocksVariant, primitives: str = "runtime/ptx.cuh") -> str:
     """The CUDA C++ to compile."""
     macros = {**asdict(variant), **OF_ROWCOL}
     files = (
@@ -92,7 +94,7 @@ def source(variant: Variant, primitives: str = "runtime/ptx.cuh") -> str:
 
 
 @functools.cache
-def _kernel(variant: Variant, device: torch.device) -> nvrtc.Kernel:
+def _kernel(variant: BlocksVariant, device: torch.device) -> nvrtc.Kernel:
     with torch.cuda.device(device):
         module = nvrtc.Module(nvrtc.compiled(source(variant), nvrtc.architecture(device)))
     return module.kernel("quantize_blocks", 8, shared=SHARED)

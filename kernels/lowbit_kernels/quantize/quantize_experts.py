@@ -26,9 +26,18 @@ from lowbit_kernels.quantize import quantize_grouped_sm90, quantize_rowcol
 from lowbit_kernels.quantize.quantize_rowcol import FORMATS, encode
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import FLOATS, check_one_device, register
+from lowbit_kernels.runtime.op import op
 
 
+@op(
+    "allocate(weight, format, transposed)",
+    weight="float [E, N, K]",
+    scale="float32 [E, N]",
+    rules={
+        "format in FORMATS": "format must be one of {', '.join(FORMATS)}, got {repr(format)}",
+        "scale is None or transposed": "scale is for codes with transposed=True; leave it out",
+    },
+)
 def quantize_experts(
     weight: Tensor, format: str, *, transposed: bool = False, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -44,14 +53,6 @@ def quantize_experts(
         TypeError: a dtype other than those above.
         ValueError: an unknown format, a weight or scale of another shape, or a scale for codes along rows.
     """
-    return torch.ops.lowbit.quantize_experts(weight, format, transposed, scale)
-
-
-def reference(
-    weight: Tensor, format: str, transposed: bool = False, scale: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The formula in PyTorch ops, on any device."""
-    _check(weight, format, transposed, scale)
     experts, n, k = weight.shape
     flat = weight.reshape(experts * n, k)
     codes, found, _, _ = quantize_rowcol.reference(flat, format, columns=False)
@@ -66,6 +67,9 @@ def reference(
     return codes, found
 
 
+reference = quantize_experts.reference
+
+
 def allocate(weight: Tensor, format: str, transposed: bool) -> tuple[Tensor, Tensor]:
     """Uninitialised results."""
     experts, n, k = weight.shape
@@ -74,13 +78,12 @@ def allocate(weight: Tensor, format: str, transposed: bool) -> tuple[Tensor, Ten
     return codes, weight.new_empty((experts, n), dtype=torch.float32)
 
 
+@quantize_experts.kernel
 def _launch(
-    weight: Tensor, format: str, transposed: bool = False, scale: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    _check(weight, format, transposed, scale)
+    weight: Tensor, format: str, transposed: bool, scale: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
     if not (weight.numel() and nvrtc.runs_on_hopper(weight.device)):
-        ran("quantize_experts", "torch")
-        return reference(weight, format, transposed, scale)
+        return None
     ran("quantize_experts", "sm90")
     experts, n, k = weight.shape
     if not transposed and k > quantize_grouped_sm90.MOST_SHORT:
@@ -94,36 +97,3 @@ def _launch(
         found = found if scale is None else scale.clone()
         quantize_grouped_sm90.weights_t(weight, format, codes, found, scale is not None)
     return codes, found
-
-
-def _fake(weight, format, transposed=False, scale=None) -> tuple[Tensor, Tensor]:
-    _check(weight, format, transposed, scale)
-    return allocate(weight, format, transposed)
-
-
-def _check(weight: Tensor, format: str, transposed: bool, scale: Tensor | None) -> None:
-    if weight.dtype not in FLOATS:
-        raise TypeError(
-            f"quantize_experts takes a weight of {', '.join(map(str, FLOATS))}; got {weight.dtype}"
-        )
-    if weight.dim() != 3:
-        raise ValueError(f"quantize_experts takes a weight [E, N, K], got {tuple(weight.shape)}")
-    if format not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
-    if scale is None:
-        return
-    check_one_device(weight=weight, scale=scale)
-    if scale.dtype != torch.float32:
-        raise TypeError(f"scale must be torch.float32, got {scale.dtype}")
-    if not transposed or tuple(scale.shape) != tuple(weight.shape[:2]):
-        raise ValueError(
-            f"scale must have the shape {tuple(weight.shape[:2])}, with transposed=True; got {tuple(scale.shape)}, "
-            f"transposed={transposed}"
-        )
-
-
-register(
-    "quantize_experts",
-    _launch,
-    _fake,
-)

@@ -44,9 +44,17 @@ from lowbit_kernels.quantize.quantize_rowcol import (
 )
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import FLOATS, check_one_device, register
+from lowbit_kernels.runtime.op import op
 
 
+@op(
+    "allocate(x, offsets, format, rows, columns)",
+    x="float [M, K]",
+    offsets="int32 [E]",
+    seed="int64 [] or [1]",
+    row_factor="float32 [E, K]",
+    rules={"format in FORMATS": "format must be one of {', '.join(FORMATS)}, got {repr(format)}"},
+)
 def quantize_grouped(
     x: Tensor,
     offsets: Tensor,
@@ -71,20 +79,6 @@ def quantize_grouped(
         TypeError: a dtype other than those above.
         ValueError: an unknown format, shapes that do not fit each other, or tensors on several devices.
     """
-    return torch.ops.lowbit.quantize_grouped(x, offsets, format, rows, columns, seed, row_factor)
-
-
-def reference(
-    x: Tensor,
-    offsets: Tensor,
-    format: str,
-    rows: bool = True,
-    columns: bool = True,
-    seed: Tensor | None = None,
-    row_factor: Tensor | None = None,
-) -> Result:
-    """The formula in PyTorch ops, on any device, which does not wait for the offsets."""
-    _check(x, offsets, format, seed, row_factor)
     (m, k), experts = x.shape, offsets.shape[0]
     codes, scale, codes_t, scale_t = allocate(x, offsets, format, rows, columns)
     values, counts = x.to(torch.float32), grouped_columns.counts(offsets, m)
@@ -114,6 +108,9 @@ def reference(
     return codes, scale, codes_t, scale_t
 
 
+reference = quantize_grouped.reference
+
+
 def allocate(x: Tensor, offsets: Tensor, format: str, rows: bool, columns: bool) -> Result:
     """The results before they are written; scales of columns are 1."""
     (m, k), experts, dtype = x.shape, offsets.shape[0], FORMATS[format][0]
@@ -129,59 +126,20 @@ def allocate(x: Tensor, offsets: Tensor, format: str, rows: bool, columns: bool)
     return codes, scale, codes_t, scale_t
 
 
+@quantize_grouped.kernel
 def _launch(
     x: Tensor,
     offsets: Tensor,
     format: str,
-    rows: bool = True,
-    columns: bool = True,
-    seed: Tensor | None = None,
-    row_factor: Tensor | None = None,
-) -> Result:
-    _check(x, offsets, format, seed, row_factor)
+    rows: bool,
+    columns: bool,
+    seed: Tensor | None,
+    row_factor: Tensor | None,
+) -> Result | None:
     arguments = (x, offsets, format, rows, columns, seed, row_factor)
     if x.numel() and offsets.numel() and (rows or columns) and nvrtc.runs_on_hopper(x.device):
         ran("quantize_grouped", "sm90")
         out = allocate(x, offsets, format, rows, columns)
         quantize_grouped_sm90.tokens(*arguments, out)
         return out
-    ran("quantize_grouped", "torch")
-    return reference(*arguments)
-
-
-def _fake(x, offsets, format, rows=True, columns=True, seed=None, row_factor=None) -> Result:
-    _check(x, offsets, format, seed, row_factor)
-    return allocate(x, offsets, format, rows, columns)
-
-
-def _check(
-    x: Tensor, offsets: Tensor, format: str, seed: Tensor | None, row_factor: Tensor | None
-) -> None:
-    if x.dtype not in FLOATS:
-        raise TypeError(f"quantize_grouped takes x of {', '.join(map(str, FLOATS))}; got {x.dtype}")
-    if x.dim() != 2 or offsets.dim() != 1:
-        raise ValueError(
-            f"quantize_grouped takes x [M, K] and offsets [E], got {tuple(x.shape)} and {tuple(offsets.shape)}"
-        )
-    if format not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
-    check_one_device(x=x, offsets=offsets, seed=seed, row_factor=row_factor)
-    for name, part, dtype in (
-        ("offsets", offsets, torch.int32),
-        ("seed", seed, torch.int64),
-        ("row_factor", row_factor, torch.float32),
-    ):
-        if part is not None and part.dtype != dtype:
-            raise TypeError(f"{name} must be {dtype}, got {part.dtype}")
-    if seed is not None and seed.numel() != 1:
-        raise ValueError(f"seed must hold one element, got {tuple(seed.shape)}")
-    wanted = (offsets.shape[0], x.shape[1])
-    if row_factor is not None and tuple(row_factor.shape) != wanted:
-        raise ValueError(f"row_factor must have the shape {wanted}, got {tuple(row_factor.shape)}")
-
-
-register(
-    "quantize_grouped",
-    _launch,
-    _fake,
-)
+    return None

@@ -20,7 +20,7 @@ MOST_SHORT = 2048
 
 
 @dataclass(frozen=True)
-class Variant:
+class GroupedVariant:
     """The options of a compiled kernel; the heads of ``quantize_rowcol_sm90.cu`` and ``quantize_grouped_sm90.cu``
     explain each field."""
 
@@ -92,7 +92,7 @@ def weights_t(x: Tensor, format: str, codes_t: Tensor, scale: Tensor, is_given: 
 
 
 def _run(
-    name: str, variant: Variant, x: Tensor, grid: int, addresses: tuple[int, ...], *more: int
+    name: str, variant: GroupedVariant, x: Tensor, grid: int, addresses: tuple[int, ...], *more: int
 ) -> None:
     """`addresses`: codes, scale, codes_t, scale_t and the largest magnitudes of rows and columns."""
     with torch.cuda.device_of(x):
@@ -103,9 +103,9 @@ def _run(
 
 def _variant(
     x: Tensor, format: str, options: tuple[bool, bool, bool, bool, bool], weights: bool
-) -> Variant:
+) -> GroupedVariant:
     is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
-    return Variant(FLOAT_MACROS[x.dtype], format.upper(), *options, is_aligned, weights)
+    return GroupedVariant(FLOAT_MACROS[x.dtype], format.upper(), *options, is_aligned, weights)
 
 
 def _launch(
@@ -138,7 +138,7 @@ def _launch(
         )
 
 
-def source(variant: Variant, primitives: str = "runtime/ptx.cuh") -> str:
+def source(variant: GroupedVariant, primitives: str = "runtime/ptx.cuh") -> str:
     """The CUDA C++ to compile."""
     parts = (
         primitives,
@@ -153,7 +153,7 @@ ARGUMENTS = {"quantize_grouped": 17, "transpose_weights": 13, "short_rows": 12}
 
 
 @functools.cache
-def _kernel(name: str, variant: Variant, device: int) -> nvrtc.Kernel:
+def _kernel(name: str, variant: GroupedVariant, device: int) -> nvrtc.Kernel:
     arch = nvrtc.architecture(torch.device("cuda", device))
     module = nvrtc.Module(nvrtc.compiled(source(variant), arch))
     shared = 0 if name == "short_rows" else SHARED

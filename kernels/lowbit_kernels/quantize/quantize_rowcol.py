@@ -50,9 +50,8 @@ from lowbit_kernels.elementwise.random_bits import (
 from lowbit_kernels.quantize import quantize_rowcol_sm90, quantize_rowcol_triton
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.launch_plan import Buffer
-from lowbit_kernels.runtime.launcher import called, planned_op
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import FLOATS
+from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.triton_runtime import runs_on
 
 FORMATS = {
@@ -64,6 +63,27 @@ FORMATS = {
 Result = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
+def check_format(format: str, tensorwise: bool) -> None:
+    """Raise ValueError for an unknown format, and for one scale of int8 codes."""
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+    if tensorwise and format == "int8":
+        raise ValueError('tensorwise takes "e4m3" or "e5m2", got "int8"; leave it out')
+
+
+@op(
+    "allocate(x, format, rows, columns, tensorwise, row_scales)",
+    planned=True,
+    x="float [M, K]; flatten leading dimensions first",
+    seed="int64 [] or [1]",
+    row_factor="float32 [K]",
+    rules={
+        "check_format(format, tensorwise)": "",
+        "row_factor is None or not (tensorwise or row_scales)": (
+            "row_factor takes neither tensorwise nor row_scales; leave them out"
+        ),
+    },
+)
 def quantize_rowcol(
     x: Tensor,
     format: str,
@@ -92,21 +112,6 @@ def quantize_rowcol(
             element, a row_factor of another shape, either of them on another device, or options that exclude each
             other.
     """
-    return called(_op, x, format, rows, columns, tensorwise, seed, row_factor, row_scales)
-
-
-def reference(
-    x: Tensor,
-    format: str,
-    rows: bool = True,
-    columns: bool = True,
-    tensorwise: bool = False,
-    seed: Tensor | None = None,
-    row_factor: Tensor | None = None,
-    row_scales: bool = False,
-) -> Result:
-    """The formula in PyTorch ops, on any device."""
-    _check(x, format, tensorwise, seed, row_factor, row_scales)
     values, largest = x.to(torch.float32), FORMATS[format][1]
     draws = None if seed is None else draws_of(x.shape[0], x.shape[1], seed)
     pairs: list[Tensor] = []
@@ -121,6 +126,9 @@ def reference(
             codes = _padded(codes if along else codes.T.contiguous())
         pairs += [codes, scale]
     return pairs[0], pairs[1], pairs[2], pairs[3]
+
+
+reference = quantize_rowcol.reference
 
 
 def _scale(x: Tensor, largest: float, dim: int | None) -> Tensor:
@@ -205,17 +213,17 @@ def allocate(
     return codes, scale, codes_t, scale_t
 
 
+@quantize_rowcol.kernel
 def _launch(
     x: Tensor,
     format: str,
-    rows: bool = True,
-    columns: bool = True,
-    tensorwise: bool = False,
-    seed: Tensor | None = None,
-    row_factor: Tensor | None = None,
-    row_scales: bool = False,
-) -> Result:
-    _check(x, format, tensorwise, seed, row_factor, row_scales)
+    rows: bool,
+    columns: bool,
+    tensorwise: bool,
+    seed: Tensor | None,
+    row_factor: Tensor | None,
+    row_scales: bool,
+) -> Result | None:
     arguments = (x, format, rows, columns, tensorwise, seed, row_factor, row_scales)
     if x.numel() and (rows or columns):
         if nvrtc.runs_on_hopper(x.device):
@@ -228,68 +236,4 @@ def _launch(
             out = allocate(x, format, rows, columns, tensorwise, row_scales)
             quantize_rowcol_triton.quantize(*arguments, out)
             return out
-    ran("quantize_rowcol", "torch")
-    return reference(*arguments)
-
-
-def _fake(
-    x,
-    format,
-    rows=True,
-    columns=True,
-    tensorwise=False,
-    seed=None,
-    row_factor=None,
-    row_scales=False,
-) -> Result:
-    _check(x, format, tensorwise, seed, row_factor, row_scales)
-    return allocate(x, format, rows, columns, tensorwise, row_scales)
-
-
-def check_format(format: str, tensorwise: bool) -> None:
-    """Raise ValueError for an unknown format, and for one scale of int8 codes."""
-    if format not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
-    if tensorwise and format == "int8":
-        raise ValueError('tensorwise takes "e4m3" or "e5m2", got "int8"; leave it out')
-
-
-def _check(
-    x: Tensor,
-    format: str,
-    tensorwise: bool,
-    seed: Tensor | None,
-    row_factor: Tensor | None,
-    row_scales: bool,
-) -> None:
-    if x.dtype not in FLOATS:
-        raise TypeError(f"quantize_rowcol takes x of {', '.join(map(str, FLOATS))}; got {x.dtype}")
-    if x.dim() != 2:
-        raise ValueError(
-            f"quantize_rowcol takes x [M, K], got {tuple(x.shape)}; flatten leading dimensions first"
-        )
-    check_format(format, tensorwise)
-    if seed is not None:
-        if seed.dtype != torch.int64:
-            raise TypeError(f"seed must be torch.int64, got {seed.dtype}")
-        if seed.numel() != 1 or seed.device != x.device:
-            raise ValueError(
-                f"seed must hold one element on {x.device}, got {tuple(seed.shape)} on {seed.device}"
-            )
-    if row_factor is not None:
-        if row_factor.dtype != torch.float32:
-            raise TypeError(f"row_factor must be torch.float32, got {row_factor.dtype}")
-        if row_factor.shape != x.shape[1:] or row_factor.device != x.device:
-            raise ValueError(
-                f"row_factor must have the shape {tuple(x.shape[1:])} on {x.device}, got "
-                f"{tuple(row_factor.shape)} on {row_factor.device}"
-            )
-        if tensorwise or row_scales:
-            raise ValueError("row_factor takes neither tensorwise nor row_scales; leave them out")
-
-
-_op = planned_op(
-    "quantize_rowcol",
-    _launch,
-    _fake,
-)
+    return None

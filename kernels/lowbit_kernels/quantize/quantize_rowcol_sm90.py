@@ -13,11 +13,11 @@ from lowbit_kernels.runtime.launch_plan import (
     Address,
     Buffer,
     Launch,
-    Plan,
+    LaunchPlan,
 )
 from lowbit_kernels.runtime.seeds import seed_start, seed_step
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
-from lowbit_kernels.weight_only.weight_operands import Description, Layout, described
+from lowbit_kernels.weight_only.weight_operands import Description, TensorLayout, described
 
 TILE, THREADS, ROW_STEP = 128, 256, 2048
 MAX_STEPS = 8
@@ -26,7 +26,7 @@ SHARED = 16384 + 2 * TILE * 8
 
 
 @dataclass(frozen=True)
-class Variant:
+class RowcolVariant:
     """The options of a compiled kernel; the head of ``quantize_rowcol_sm90.cu`` explains each field."""
 
     input: str
@@ -79,17 +79,17 @@ def planned(
     results: tuple[Buffer, ...],
     own_seed: int | None = None,
     apart: bool = False,
-) -> Plan:
+) -> LaunchPlan:
     """The plan for x of this layout, with elements of a row side by side. Operands: x, seed and row_factor.
 
     Args:
         own_seed: the kernels make the seed, as ``seeds.seed_of(x, own_seed)``, unless they read x only once.
         apart: the last two launches write one copy of the codes each, first that along rows; x is read once more.
     """
-    x = Layout(*layout)
+    x = TensorLayout(*layout)
     m, k = x.shape
     one_pass = rows and not columns and not tensorwise and not factor
-    variant = Variant(
+    variant = RowcolVariant(
         FLOAT_MACROS[x.dtype],
         format.upper(),
         *(rows, columns, tensorwise, stochastic, factor, row_scales),
@@ -101,7 +101,7 @@ def planned(
     found = Address(7, 8), Address(7, 8 + 4 * m)
     seed = Address(1) if own_seed is None else Address(7)
 
-    def launch(name: str, grid: int, one: Variant, makes: bool = True) -> Launch:
+    def launch(name: str, grid: int, one: RowcolVariant, makes: bool = True) -> Launch:
         """`makes`: whether the launch writes results. It gets no address of a result that it does not write, since
         other tensors of a plan may have that memory then."""
         of_rows = (Address(3), Address(4)) if makes and one.rows else (0, 0)
@@ -113,7 +113,7 @@ def planned(
         return Launch(_kernel(one, name, x.device), grid, THREADS, arguments)
 
     if one_pass:
-        return Plan(results, (), (launch("rows", m, variant),))
+        return LaunchPlan(results, (), (launch("rows", m, variant),))
     tiles = -(-m // TILE) * -(-k // TILE)
     copies = [variant]
     if apart and rows and columns and not row_scales:
@@ -122,10 +122,10 @@ def planned(
         launch("absmax", tiles, variant, False),
         *(launch("quantize", tiles, one) for one in copies),
     )
-    return Plan(results, (Buffer((2 + m + k,), torch.int32, fill=0),), launches)
+    return LaunchPlan(results, (Buffer((2 + m + k,), torch.int32, fill=0),), launches)
 
 
-def source(variant: Variant, primitives: str = "runtime/ptx.cuh") -> str:
+def source(variant: RowcolVariant, primitives: str = "runtime/ptx.cuh") -> str:
     """The CUDA C++ to compile."""
     return program(
         asdict(variant), primitives, "elementwise/random_bits.h", "quantize/quantize_rowcol_sm90.cu"
@@ -133,13 +133,13 @@ def source(variant: Variant, primitives: str = "runtime/ptx.cuh") -> str:
 
 
 @functools.cache
-def _module(variant: Variant, device: torch.device) -> nvrtc.Module:
+def _module(variant: RowcolVariant, device: torch.device) -> nvrtc.Module:
     with torch.cuda.device(device):
         return nvrtc.Module(nvrtc.compiled(source(variant), nvrtc.architecture(device)))
 
 
 @functools.cache
-def _kernel(variant: Variant, name: str, device: torch.device) -> nvrtc.Kernel:
+def _kernel(variant: RowcolVariant, name: str, device: torch.device) -> nvrtc.Kernel:
     if name == "rows":
         return _module(variant, device).kernel(name, 12)
     return _module(variant, device).kernel(name, 14, shared=SHARED)

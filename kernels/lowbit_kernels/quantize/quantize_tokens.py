@@ -35,9 +35,8 @@ from torch.nn import functional as F
 
 from lowbit_kernels.quantize import quantize_tokens_sm90
 from lowbit_kernels.quantize.quantize_rowcol_triton import rounded_to_float8, takes
-from lowbit_kernels.runtime.launcher import called, planned_op
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import FLOATS
+from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.triton_runtime import (
     jit,
     launch,
@@ -53,6 +52,15 @@ MOST_KEPT = 8192
 """Elements of a row that a Triton program keeps in registers."""
 
 
+@op(
+    "empty(FORMATS[format], M, K + -K % 16), empty(torch.float32, 1 if tensorwise else M)",
+    planned=True,
+    x="float [M, K]; flatten leading dimensions first",
+    rules={
+        "format in FORMATS": "format must be one of {', '.join(FORMATS)}, got {repr(format)}",
+        'not (tensorwise and format == "int8")': 'tensorwise takes "e4m3", got "int8"; leave it out',
+    },
+)
 def quantize_tokens(x: Tensor, format: str, *, tensorwise: bool = False) -> tuple[Tensor, Tensor]:
     """codes, scale; shapes, dtypes and the formula are in the module's docstring.
 
@@ -65,12 +73,6 @@ def quantize_tokens(x: Tensor, format: str, *, tensorwise: bool = False) -> tupl
         TypeError: a dtype other than those above.
         ValueError: an unknown format, a shape other than [M, K], or int8 with ``tensorwise``.
     """
-    return called(_op, x, format, tensorwise)
-
-
-def reference(x: Tensor, format: str, tensorwise: bool = False) -> tuple[Tensor, Tensor]:
-    """The formula in PyTorch ops, on any device. Divisions through float64 give the quotients of float32."""
-    _check(x, format, tensorwise)
     values = x.to(torch.float32)
     low, high = (values.new_zeros(len(x)) for _ in range(2))
     if x.numel():
@@ -89,6 +91,9 @@ def reference(x: Tensor, format: str, tensorwise: bool = False) -> tuple[Tensor,
         codes = q.clamp(-448, 448).to(torch.float8_e4m3fn)
     extra = -x.shape[1] % 16
     return F.pad(codes.view(torch.int8), (0, extra)).view(codes.dtype) if extra else codes, scale
+
+
+reference = quantize_tokens.reference
 
 
 @jit
@@ -263,34 +268,8 @@ def _by_triton(
     return codes.to(dtype), scale
 
 
-def _launch(x: Tensor, format: str, tensorwise: bool = False) -> tuple[Tensor, Tensor]:
-    _check(x, format, tensorwise)
+@quantize_tokens.kernel
+def _launch(x: Tensor, format: str, tensorwise: bool) -> tuple[Tensor, Tensor]:
     name, quantize = _implementation(x, format, tensorwise)
     ran("quantize_tokens", name)
     return quantize(x, format, FORMATS[format], tensorwise, "quantize_tokens")
-
-
-def _fake(x: Tensor, format: str, tensorwise: bool = False) -> tuple[Tensor, Tensor]:
-    _check(x, format, tensorwise)
-    codes = x.new_empty((x.shape[0], x.shape[1] + -x.shape[1] % 16), dtype=FORMATS[format])
-    return codes, x.new_empty((1 if tensorwise else x.shape[0],), dtype=torch.float32)
-
-
-def _check(x: Tensor, format: str, tensorwise: bool) -> None:
-    if x.dtype not in FLOATS:
-        raise TypeError(f"quantize_tokens takes x of {', '.join(map(str, FLOATS))}; got {x.dtype}")
-    if x.dim() != 2:
-        raise ValueError(
-            f"quantize_tokens takes x [M, K], got {tuple(x.shape)}; flatten leading dimensions first"
-        )
-    if format not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
-    if tensorwise and format == "int8":
-        raise ValueError('tensorwise takes "e4m3", got "int8"; leave it out')
-
-
-_op = planned_op(
-    "quantize_tokens",
-    _launch,
-    _fake,
-)

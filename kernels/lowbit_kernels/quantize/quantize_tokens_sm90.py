@@ -13,7 +13,7 @@ from lowbit_kernels.runtime.launch_plan import (
     Address,
     Buffer,
     Launch,
-    Plan,
+    LaunchPlan,
 )
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
 
@@ -24,7 +24,7 @@ MAX_VECTORS = 8  # of a thread; more do not fit its registers
 
 
 @dataclass(frozen=True)
-class Variant:
+class TokensVariant:
     """The options of a compiled kernel; the head of ``quantize_tokens_sm90.cu`` explains each field."""
 
     x: str
@@ -67,7 +67,7 @@ def quantize(x: Tensor, codes: Tensor, scale: Tensor, format: str, op: str | Non
     """
     m, k = x.shape
     own, threads = plan(k)
-    variant = Variant(DTYPES[x.dtype], format.upper(), DTYPES[codes.dtype], own)
+    variant = TokensVariant(DTYPES[x.dtype], format.upper(), DTYPES[codes.dtype], own)
     with torch.cuda.device_of(x):
         stream = torch.cuda.current_stream().cuda_stream
         addresses = (x.data_ptr(), x.stride(0), codes.data_ptr(), scale.data_ptr())
@@ -77,18 +77,18 @@ def quantize(x: Tensor, codes: Tensor, scale: Tensor, format: str, op: str | Non
         launcher.take_over(op)
         arguments = (Address(0), x.stride(0), Address(1), Address(2), k // VECTOR)
         results = Buffer((m, k), codes.dtype), Buffer((m,), torch.float32)
-        plan_of_call = Plan(results, (), (Launch(kernel, m, threads, arguments),))
+        plan_of_call = LaunchPlan(results, (), (Launch(kernel, m, threads, arguments),))
         launcher.learn(op, plan_of_call)
 
 
 def source(
-    variant: Variant, primitives: tuple[str, ...] = ("runtime/ptx.cuh", "runtime/sm90.cuh")
+    variant: TokensVariant, primitives: tuple[str, ...] = ("runtime/ptx.cuh", "runtime/sm90.cuh")
 ) -> str:
     """The CUDA C++ to compile."""
     return program(asdict(variant), *primitives, "quantize/quantize_tokens_sm90.cu")
 
 
 @functools.cache
-def _kernel(variant: Variant, device: int) -> nvrtc.Kernel:
+def _kernel(variant: TokensVariant, device: int) -> nvrtc.Kernel:
     module = nvrtc.Module(nvrtc.compiled(source(variant), "sm_90a"))
     return module.kernel("quantize_tokens", 5, overlaps=True)

@@ -22,8 +22,6 @@ The Triton kernel makes two passes over a row; PyTorch ops make some forty passe
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -34,7 +32,7 @@ from lowbit_kernels.elementwise.random_bits import (
     upper,
 )
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import register
+from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.triton_runtime import (
     jit,
     runs_on,
@@ -47,6 +45,13 @@ KEYS = (0x45E50725, 0xE4A20C3)
 TINY = torch.finfo(torch.float32).tiny
 
 
+@op(
+    "empty(torch.int8, R, K), empty(torch.float32, R)",
+    values="float32 [R, K]; flatten leading dimensions first",
+    old="float32 [R]",
+    largest="float32 [R]",
+    first="int64 [R]",
+)
 def round_rows(
     values: Tensor,
     old: Tensor | None = None,
@@ -58,14 +63,6 @@ def round_rows(
 
     Raises TypeError for other dtypes, ValueError for shapes that don't fit each other.
     """
-    return torch.ops.lowbit.round_rows(values, old, largest, first, start)
-
-
-def reference(
-    values: Tensor, old: Tensor | None, largest: Tensor | None, first: Tensor | None, start: int
-) -> tuple[Tensor, Tensor]:
-    """The formula in PyTorch ops, on any device."""
-    _check(values, old, largest, first)
     if largest is None:
         padded = values if values.shape[1] else values.new_zeros((values.shape[0], 1))
         largest = padded.abs().amax(1)
@@ -84,6 +81,9 @@ def reference(
             upper(random_bits(index, *KEYS), 16) + 1 < rest.abs() * 65536, rest.sign(), 0.0
         )
     return codes.nan_to_num_(0.0).clamp_(-127, 127).to(torch.int8), scale
+
+
+reference = round_rows.reference
 
 
 @jit
@@ -145,15 +145,14 @@ def _kernel(
         tl.store(codes + row * columns + column, code.to(tl.int8), mask=inside)
 
 
+@round_rows.kernel
 def _launch(
     values: Tensor, old: Tensor | None, largest: Tensor | None, first: Tensor | None, start: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | None:
     """The Triton kernel where it runs, else the reference."""
     if not runs_on(values.device) or values.numel() == 0:
-        ran("round_rows", "torch")
-        return reference(values, old, largest, first, start)
+        return None
     ran("round_rows", "triton")
-    _check(values, old, largest, first)
     values = values if values.stride(1) == 1 else values.contiguous()
     codes = torch.empty(values.shape, dtype=torch.int8, device=values.device)
     scale = values.new_empty(values.shape[0])
@@ -176,36 +175,3 @@ def _launch(
             num_warps=4,
         )
     return codes, scale
-
-
-def _fake(values: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    _check(values, *others[:3])
-    codes = torch.empty(values.shape, dtype=torch.int8, device=values.device)
-    return codes, values.new_empty(values.shape[0])
-
-
-def _check(
-    values: Tensor, old: Tensor | None, largest: Tensor | None, first: Tensor | None
-) -> None:
-    parts = {"old": (old, torch.float32), "largest": (largest, torch.float32)}
-    parts |= {"first": (first, torch.int64)}
-    if values.dtype != torch.float32:
-        raise TypeError(f"round_rows takes values of torch.float32, got {values.dtype}")
-    if values.dim() != 2:
-        raise ValueError(
-            f"round_rows takes values [R, K], got {tuple(values.shape)}; flatten leading dimensions first"
-        )
-    for name, (part, dtype) in parts.items():
-        if part is not None and part.dtype != dtype:
-            raise TypeError(f"round_rows takes {name} as {dtype}, got {part.dtype}")
-        if part is not None and tuple(part.shape) != (values.shape[0],):
-            raise ValueError(
-                f"{name} must have one element a row, ({values.shape[0]},), got {tuple(part.shape)}"
-            )
-
-
-register(
-    "round_rows",
-    _launch,
-    _fake,
-)

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowbit_kernels.runtime.launcher import called, planned_op
 from lowbit_kernels.runtime.launches import ran
+from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.triton_runtime import (
     jit,
     launch,
@@ -29,6 +29,12 @@ from lowbit_kernels.runtime.triton_runtime import (
 DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+@op(
+    "empty(codes.dtype, E, k, N + -N % 16)",
+    planned=True,
+    codes="codes [E, N, K]",
+    rules={"0 <= k <= K": "k must be 0 to K, here {K}, got {k}"},
+)
 def transpose_codes(codes: Tensor, k: int, after: Tensor | None = None) -> Tensor:
     """The transposed codes; shapes, dtypes and the formula are in the module's docstring.
 
@@ -39,14 +45,11 @@ def transpose_codes(codes: Tensor, k: int, after: Tensor | None = None) -> Tenso
         TypeError: another dtype.
         ValueError: another shape, or k beyond the columns.
     """
-    return called(_op, codes, k, after)
-
-
-def reference(codes: Tensor, k: int, after: Tensor | None = None) -> Tensor:
-    """The formula in PyTorch ops, on any device."""
-    _check(codes, k)
     own = codes.view(torch.uint8)[..., :k].mT
     return F.pad(own, (0, -codes.shape[1] % 16)).contiguous().view(codes.dtype)
+
+
+reference = transpose_codes.reference
 
 
 @jit
@@ -63,15 +66,14 @@ def _kernel(codes, out, n, k, width, width_t, across, tiles, BLOCK: tl.constexpr
     tl.store(out + expert * k * width_t + to, tl.trans(found), mask=wanted)
 
 
-def _launch(codes: Tensor, k: int, after: Tensor | None = None) -> Tensor:
-    _check(codes, k)
+@transpose_codes.kernel
+def _launch(codes: Tensor, k: int, after: Tensor | None) -> Tensor | None:
     if not (codes.numel() and k and runs_on(codes.device)):
-        ran("transpose_codes", "torch")
-        return reference(codes, k)
+        return None
     ran("transpose_codes", "triton")
     own = codes.contiguous()
     experts, n, width = codes.shape
-    out = _allocate(codes, k)
+    out = codes.new_empty((experts, k, n + -n % 16))
     block = 32 if codes.device.type == "cpu" else 128
     across = triton.cdiv(k, block)
     tiles = triton.cdiv(n, block) * across
@@ -86,27 +88,3 @@ def _launch(codes: Tensor, k: int, after: Tensor | None = None) -> Tensor:
         {"BLOCK": block, "num_warps": 8},
     )
     return out
-
-
-def _allocate(codes: Tensor, k: int) -> Tensor:
-    experts, n, _ = codes.shape
-    return codes.new_empty((experts, k, n + -n % 16))
-
-
-def _fake(codes, k, after=None) -> Tensor:
-    _check(codes, k)
-    return _allocate(codes, k)
-
-
-def _check(codes: Tensor, k: int) -> None:
-    if codes.dtype not in DTYPES:
-        raise TypeError(
-            f"transpose_codes takes codes of {', '.join(map(str, DTYPES))}; got {codes.dtype}"
-        )
-    if codes.dim() != 3 or not 0 <= k <= codes.shape[2]:
-        raise ValueError(
-            f"transpose_codes takes codes [E, N, K] and k, at most K; got {tuple(codes.shape)} and {k}"
-        )
-
-
-_op = planned_op("transpose_codes", _launch, _fake)

@@ -1,8 +1,8 @@
 """What a call of an op allocates and launches, as data that depends on the layouts of its operands alone.
 
-An op makes a `Plan` once for operands of the same layouts. `run` carries it out from Python; `launcher` gives it to a
-compiled launcher, which carries out the same plan in a tenth of the time. Tensors of a call have numbers: first the
-operands, then the results, then scratch memory.
+An op makes a `LaunchPlan` once for operands of the same layouts. `run` carries it out from Python; `launcher` gives it
+to a compiled launcher, which carries out the same plan in a tenth of the time. Tensors of a call have numbers: first
+the operands, then the results, then scratch memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowbit_kernels.runtime.library import contiguous_strides
 from lowbit_kernels.runtime.tensor_map import tensor_map
-from lowbit_kernels.weight_only.weight_operands import Layout
+from lowbit_kernels.weight_only.weight_operands import TensorLayout
 
 if TYPE_CHECKING:
     from lowbit_kernels.runtime.nvrtc import Kernel
@@ -45,8 +45,8 @@ class Buffer(NamedTuple):
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def layout(self, device: torch.device) -> Layout:
-        return Layout(self.shape, contiguous_strides(self.shape), self.dtype, device, 0)
+    def layout(self, device: torch.device) -> TensorLayout:
+        return TensorLayout(self.shape, contiguous_strides(self.shape), self.dtype, device, 0)
 
     @property
     def filled_bytes(self) -> int:
@@ -94,7 +94,7 @@ class Launch(NamedTuple):
     arguments: tuple[int | Address | Map, ...]
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A contiguous tensor of this shape in the memory of the tensor with this number, from `offset` bytes on. Both have
     one dtype."""
 
@@ -109,19 +109,19 @@ class CublasProduct(NamedTuple):
     a [M, K] and b [N, K] are float8; the scales are [M, 1] and [1, N], or both [].
     """
 
-    a: Part
-    b: Part
-    a_scale: Part
-    b_scale: Part
-    bias: Part | None
-    out: Part
+    a: TensorPart
+    b: TensorPart
+    a_scale: TensorPart
+    b_scale: TensorPart
+    bias: TensorPart | None
+    out: TensorPart
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[TensorPart]:
         return [one for one in self if one is not None]
 
 
-class Plan(NamedTuple):
+class LaunchPlan(NamedTuple):
     """The buffers of a call and its launches, in order."""
 
     results: tuple[Buffer, ...]
@@ -147,7 +147,7 @@ class Composition:
         return range(end - len(buffers), end)
 
     def add(
-        self, plan: Plan, operands: Sequence[int | None], results: Sequence[int | None]
+        self, plan: LaunchPlan, operands: Sequence[int | None], results: Sequence[int | None]
     ) -> tuple[int | None, ...]:
         """Append the launches of a plan. `operands`, `results`: the numbers of its tensors here. Returns these, and the
         numbers of its scratch memory."""
@@ -162,7 +162,7 @@ class Composition:
         places = [None if number is None else Address(number) for number in numbers]
         self._launches += _moved(launches, places)
 
-    def plan(self) -> Plan:
+    def plan(self) -> LaunchPlan:
         """The whole plan. A buffer that is filled with another number than 0 stays a tensor of its own."""
         used = self._uses()
         numbered = {i: b for i, b in enumerate(self._scratch, self._first) if i in used}
@@ -191,7 +191,7 @@ class Composition:
         for i in apart:
             places[i] = Address(self._first + len(scratch))
             scratch.append(numbered[i])
-        return Plan(self._results, tuple(scratch), _moved(self._launches, places))
+        return LaunchPlan(self._results, tuple(scratch), _moved(self._launches, places))
 
     def _uses(self) -> dict[int, tuple[int, int]]:
         """The first and the last launch that uses each tensor, by their positions."""
@@ -247,7 +247,7 @@ def _moved(
             return argument
         place = places[argument.tensor]
         if place is None:
-            return None if isinstance(argument, Part) else 0
+            return None if isinstance(argument, TensorPart) else 0
         return argument._replace(tensor=place.tensor, offset=argument.offset + place.offset)
 
     return tuple(
@@ -258,7 +258,7 @@ def _moved(
     )
 
 
-def run(plan: Plan, operands: Sequence[Tensor | None]) -> list[Tensor]:
+def run(plan: LaunchPlan, operands: Sequence[Tensor | None]) -> list[Tensor]:
     """Carry the plan out on the operands' device and return the results. The first operand is not None."""
     first = operands[0]
     assert first is not None
@@ -286,7 +286,7 @@ def _allocated(buffer: Buffer, device: torch.device) -> Tensor:
 
 
 def _multiply(one: CublasProduct, tensors: Sequence[Any]) -> None:
-    def view(part: Part) -> Tensor:
+    def view(part: TensorPart) -> Tensor:
         tensor = tensors[part.tensor]
         offset = tensor.storage_offset() + part.offset // tensor.dtype.itemsize
         return tensor.as_strided(part.shape, contiguous_strides(part.shape), offset)

@@ -1,10 +1,10 @@
 """Ops of torch whose CUDA kernel is a compiled launcher (``launcher.cpp``), which takes microseconds a call.
 
-An op that has plans (`launch_plan.Plan`) is registered twice: under its own name, and once more under `python_name`,
-which always runs in Python. `take_over` makes the launcher the CUDA kernel of the first. The launcher knows no plan at
-first. It calls the op in Python, whose `learn` gives it the plan for the next call with operands of the same layouts.
-Calls without a plan run in Python: tensors on another device than the current one, operands that must be copied, empty
-results.
+An op that has plans (`launch_plan.LaunchPlan`) is registered twice: under its own name, and once more under its
+`python_name`, which always runs in Python. `take_over` makes the launcher the CUDA kernel of the first. The launcher
+knows no plan at first. It calls the op in Python, whose `learn` gives it the plan for the next call with operands of
+the same layouts. Calls without a plan run in Python: tensors on another device than the current one, operands that must
+be copied, empty results.
 
 The launcher needs a C++ compiler. Without one, all calls run in Python, which warns once.
 """
@@ -28,9 +28,9 @@ from lowbit_kernels.runtime.launch_plan import (
     Buffer,
     CublasProduct,
     Launch,
+    LaunchPlan,
     Map,
-    Part,
-    Plan,
+    TensorPart,
 )
 from lowbit_kernels.runtime.sources import program
 from lowbit_kernels.runtime.warned import warn_once
@@ -153,7 +153,7 @@ def letters(schema: str) -> str:
     return "".join(LETTERS[argument.split()[0]] for argument in arguments.split(", "))
 
 
-def learn(name: str, plan: Plan | None) -> None:
+def learn(name: str, plan: LaunchPlan | None) -> None:
     """Tell the launcher, if it has called the op `name` on this thread, the plan of that call; None: Python runs it."""
     number = _numbers.get(name)
     if number is not None and _launcher is not None:
@@ -231,7 +231,7 @@ def torch_library(part: str) -> ctypes.CDLL:
 # ---- plans as numbers, which `Reader` in launcher.cpp reads ---------------------------------------------------------
 
 
-def encoded(plan: Plan | None) -> list[int]:
+def encoded(plan: LaunchPlan | None) -> list[int]:
     """The plan as 64-bit integers. Raises ValueError for a launch that the launcher cannot do."""
     if plan is None:
         return [1]
@@ -281,7 +281,7 @@ def _launch(launch: Launch | CublasProduct) -> list[int]:
     return words
 
 
-def _part(part: Part | None) -> list[int]:
+def _part(part: TensorPart | None) -> list[int]:
     """-1 dimensions stand for None."""
     if part is None:
         return [-1]

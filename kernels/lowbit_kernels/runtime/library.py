@@ -34,15 +34,19 @@ def _define(module: str, schema: str) -> None:
     name = schema[: schema.index("(")]
 
     def found() -> tuple[Callable[..., Any], Callable[..., Any]]:
-        if name not in _registered:
-            with _disable_current_modes():  # tensors that the module makes are real ones
-                getattr(lowbit_kernels, module)  # imports it
+        with _disable_current_modes():  # tensors that the module makes are real ones
+            getattr(lowbit_kernels, module)  # imports it
         return _registered[name]
 
+    def run(*args: Any) -> Any:
+        return (_registered.get(name) or found())[0](*args)
+
     LIBRARY.define(schema)
-    LIBRARY.impl(name, lambda *args, **kw: found()[0](*args, **kw), "CompositeExplicitAutograd")
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(
-        f"lowbit::{name}", lambda *args, **kw: found()[1](*args, **kw), lib=LIBRARY
+        f"lowbit::{name}",
+        lambda *args: (_registered.get(name) or found())[1](*args),
+        lib=LIBRARY,
     )
 
 

@@ -56,7 +56,7 @@ extern "C" int64_t read(int (*describe)(void *, Description *), void *(*item)(vo
     return words;
 }
 
-// `Watch` of tensor_memory.py: its fields, in this order.
+// `MemoryWatch` of tensor_memory.py: its fields, in this order.
 struct Watched {
     int (*next)(void *, intptr_t *, void **, void **);  // PyDict_Next
     void *(*attribute)(void *, void *);                 // PyObject_GetAttr

@@ -95,7 +95,7 @@ class _Watched(ctypes.Structure):
     )
 
 
-class Watch:
+class MemoryWatch:
     """Tells whether dicts still hold the same tensors, in the same memory, at about 15 ns a tensor.
 
     It keeps no tensor alive, and notes when one dies. Until then no other object can have its id.

@@ -19,7 +19,7 @@ from lowbit_kernels.runtime.launch_plan import (
     Address,
     Buffer,
     Launch,
-    Plan,
+    LaunchPlan,
     TritonKernel,
 )
 
@@ -111,7 +111,7 @@ def launch(
         TritonKernel(compiled.function, found.shared), programs, 32 * found.num_warps, words
     )
     buffers = tuple(Buffer(tuple(t.shape), t.dtype) for t in results)
-    launcher.learn(op, Plan(buffers, (), (one,)))
+    launcher.learn(op, LaunchPlan(buffers, (), (one,)))
 
 
 @functools.cache

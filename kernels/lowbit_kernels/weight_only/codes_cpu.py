@@ -21,7 +21,7 @@ GRAIN = 2**20
 
 
 @dataclass(frozen=True)
-class Format:
+class CodesFormat:
     """The format of codes that a kernel is compiled for.
 
     Args:
@@ -76,7 +76,7 @@ class Parts(NamedTuple):
         )
 
 
-class Layout:
+class CodesLayout:
     """A weight's layout in memory, the struct ``Layout`` of the header.
 
     Args:
@@ -87,7 +87,7 @@ class Layout:
     """
 
     def __init__(
-        self, format: Format, rows: int, columns: int, group_size: int, scale_rows: int = 1
+        self, format: CodesFormat, rows: int, columns: int, group_size: int, scale_rows: int = 1
     ) -> None:
         self.shape = (rows, columns)
         row_bytes, groups = (columns * format.bits + 7) // 8, columns // group_size

@@ -29,13 +29,11 @@ On a CPU, PyTorch's integer operations do the same for a block of rows that fits
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import FLOATS, check_one_device, register
+from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.triton_runtime import (
     jit,
     runs_on,
@@ -56,6 +54,21 @@ NIBBLES_TO_FLOATS = {
 a byte moves within the wide integer, and the float that each nibble is added to (its unit in the last place is 1)."""
 
 
+@op(
+    "empty(dtype, N, size)",
+    codes="uint8|int8 [N, W]; flatten leading dimensions first",
+    scale="float [N, groups]",
+    zero_point="int8 [N, groups]; it lies on the grid of the signed codes",
+    rules={
+        "group_size >= 1": "group_size must be 1 or more elements, got {group_size}",
+        "W == _width(codes.dtype, groups * group_size)": (
+            "a scale of shape {tuple(scale.shape)} with group_size {group_size} takes {codes.dtype} codes of shape "
+            "{(N, _width(codes.dtype, groups * group_size))}, got {tuple(codes.shape)}"
+        ),
+        "0 <= size <= groups * group_size": "size must be 0..{groups * group_size}, the codes of a row; got {size}",
+    },
+    dtype="float",
+)
 def dequantize(
     codes: Tensor,
     scale: Tensor,
@@ -79,19 +92,6 @@ def dequantize(
         TypeError: a dtype other than those above.
         ValueError: shapes that do not fit each other.
     """
-    return torch.ops.lowbit.dequantize(codes, scale, zero_point, group_size, size, dtype)
-
-
-def reference(
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    group_size: int,
-    size: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The formula in PyTorch ops, on any device."""
-    _check(codes, scale, zero_point, group_size, size, dtype)
     if codes.dtype == torch.uint8:
         nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
         x = nibbles[:, :size].to(torch.float32) - 8
@@ -101,6 +101,9 @@ def reference(
     if zero_point is not None:
         x = x - zero_point.to(torch.float32)[:, group]
     return (x * scale.to(torch.float32)[:, group]).to(dtype)
+
+
+reference = dequantize.reference
 
 
 # ---- GPU -----------------------------------------------------------------------------------------------------------
@@ -292,6 +295,12 @@ def _write_nibbles(out: Tensor, packed: Tensor) -> None:
 # ---- the op --------------------------------------------------------------------------------------------------------
 
 
+def _width(dtype: torch.dtype, elements: int) -> int:
+    """The codes' columns for so many elements of a row."""
+    return elements if dtype == torch.int8 else (elements + 1) // 2
+
+
+@dequantize.kernel
 def _launch(
     codes: Tensor,
     scale: Tensor,
@@ -300,7 +309,6 @@ def _launch(
     size: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    _check(codes, scale, zero_point, group_size, size, dtype)
     format = CODES[codes.dtype]
     if runs_on(codes.device):
         ran("dequantize", f"{format} triton")
@@ -317,59 +325,3 @@ def _launch(
         zeros = None if zero_point is None else zero_point[rows]
         fill_on_cpu(out[rows], codes[rows], scale[rows], zeros, group_size)
     return out if width == size else out[:, :size].contiguous()
-
-
-def _fake(codes: Tensor, *others: Any) -> Tensor:
-    _check(codes, *others)
-    *_, size, dtype = others
-    return codes.new_empty((codes.shape[0], size), dtype=dtype)
-
-
-def _check(
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    group_size: int,
-    size: int,
-    dtype: torch.dtype,
-) -> None:
-    check_one_device(codes=codes, scale=scale, zero_point=zero_point)
-    if codes.dtype not in CODES:
-        raise TypeError(
-            f"dequantize takes codes as torch.uint8 (packed int4) or torch.int8 (8 bits), got {codes.dtype}"
-        )
-    for name, got in (("a scale", scale.dtype), ("a result", dtype)):
-        if got not in FLOATS:
-            raise TypeError(f"dequantize takes {name} of {', '.join(map(str, FLOATS))}; got {got}")
-    if zero_point is not None and zero_point.dtype != torch.int8:
-        raise TypeError(
-            f"dequantize takes zero_point as torch.int8 or None, got {zero_point.dtype}; "
-            "it lies on the grid of the signed codes"
-        )
-    if group_size < 1:
-        raise ValueError(f"group_size must be 1 or more elements, got {group_size}")
-    if codes.dim() != 2 or scale.dim() != 2:
-        raise ValueError(
-            f"dequantize takes codes [N, Kp] (int4: [N, Kp/2]) and scale [N, Kp/G], got {tuple(codes.shape)} and "
-            f"{tuple(scale.shape)}; flatten leading dimensions first"
-        )
-    padded = scale.shape[1] * group_size
-    expected = (scale.shape[0], padded if codes.dtype == torch.int8 else (padded + 1) // 2)
-    if tuple(codes.shape) != expected:
-        raise ValueError(
-            f"a scale of shape {tuple(scale.shape)} with group_size {group_size} takes {codes.dtype} codes of shape "
-            f"{expected}, got {tuple(codes.shape)}"
-        )
-    if not 0 <= size <= padded:
-        raise ValueError(f"size must be 0..{padded}, the codes of a row; got {size}")
-    if zero_point is not None and zero_point.shape != scale.shape:
-        raise ValueError(
-            f"zero_point must have the shape of scale, {tuple(scale.shape)}; got {tuple(zero_point.shape)}"
-        )
-
-
-register(
-    "dequantize",
-    _launch,
-    _fake,
-)

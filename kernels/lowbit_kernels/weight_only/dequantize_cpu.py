@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.weight_only.codes_cpu import (
-    Format,
-    Layout,
+    CodesFormat,
+    CodesLayout,
     Parts,
     functions,
     warn_not_compiled,
@@ -55,14 +55,14 @@ def rows_in_tiles(n: int, most: int) -> Iterator[slice]:
         yield slice(first, n if first == firsts[-1] else first + rows)
 
 
-class Dequantizer(Layout):
-    """The kernel for weights of one format and layout. The arguments are those of `Layout`.
+class Dequantizer(CodesLayout):
+    """The kernel for weights of one format and layout. The arguments are those of `CodesLayout`.
 
     Raises:
         RuntimeError: the kernel cannot be compiled (see `codes_cpu.functions`).
     """
 
-    def __init__(self, format: Format, *sizes: int) -> None:
+    def __init__(self, format: CodesFormat, *sizes: int) -> None:
         super().__init__(format, *sizes)
         self._dequantize, self._look_up = _functions(format)
         self._special = self.threads()[0] is not None or self.zero_bytes > 0
@@ -70,7 +70,7 @@ class Dequantizer(Layout):
         self.is_small = rows * columns <= TILE
 
     def dequantize(self, parts: Parts) -> Tensor:
-        """float32 [N, Kp]; the parts must fit (`Layout.fits`)."""
+        """float32 [N, Kp]; the parts must fit (`CodesLayout.fits`)."""
         out = torch.empty(self.shape, dtype=torch.float32, device="cpu")
         self._run(out.data_ptr(), parts.addresses(), 0, self.shape[0])
         return out
@@ -164,7 +164,7 @@ class _Memory(threading.local):
 _memory = _Memory()
 
 
-def dequantizer(format: Format, *sizes: int) -> Dequantizer | None:
+def dequantizer(format: CodesFormat, *sizes: int) -> Dequantizer | None:
     """A `Dequantizer`; None, after a warning, if it cannot be compiled."""
     try:
         return Dequantizer(format, *sizes)
@@ -174,7 +174,7 @@ def dequantizer(format: Format, *sizes: int) -> Dequantizer | None:
 
 
 @functools.cache
-def _functions(format: Format) -> tuple[Any, Any]:
+def _functions(format: CodesFormat) -> tuple[Any, Any]:
     source = format.source("weight_only/dequantize_cpu.cpp", "TO_MEMORY")
     dequantize, look_up = functions(source, "dequantize", "look_up")
     pointer, number = ctypes.c_void_p, ctypes.c_int64

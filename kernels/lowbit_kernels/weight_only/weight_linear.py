@@ -41,7 +41,8 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import FLOATS, check_one_device, register
+from lowbit_kernels.runtime.library import FLOATS, check_one_device
+from lowbit_kernels.runtime.op import op
 from lowbit_kernels.weight_only import (
     linear_table,
     weight_mm_cpu,
@@ -53,8 +54,8 @@ from lowbit_kernels.weight_only import (
 from lowbit_kernels.weight_only.weight_operands import (
     HALVES,
     Description,
-    Layout,
     Product,
+    TensorLayout,
     Tensors,
     WeightOperands,
     bits_of,
@@ -74,6 +75,11 @@ ON_CUDA = ("decode", "large_batch", "triton", "dequantize")
 ON_CPU = ("triton", "cpu", "dequantize")  # Triton only under its interpreter
 
 
+@op(
+    "empty(x.dtype, *x.shape[:-1], scale.shape[0])",
+    by_layout=True,
+    rules={"check(x, codes, scale, zero_point, bias, residual, group_size)": ""},
+)
 def weight_linear(
     x: Tensor,
     codes: Tensor,
@@ -90,19 +96,6 @@ def weight_linear(
         TypeError: a dtype other than those above.
         ValueError: shapes that don't fit each other, or tensors on several devices.
     """
-    return _op(x, codes, scale, zero_point, bias, residual, group_size)
-
-
-def reference(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    group_size: int = 128,
-) -> Tensor:
-    """The formula in float64, on any device."""
     check(x, codes, scale, zero_point, bias, residual, group_size)
     k = x.shape[-1]
     if bits_of(codes.dtype) == 4:
@@ -117,7 +110,10 @@ def reference(
     return out.to(x.dtype)
 
 
-class Plan(NamedTuple):
+reference = weight_linear.reference
+
+
+class WeightLinearPlan(NamedTuple):
     """How calls with operands of the same layouts run."""
 
     implementation: str
@@ -130,7 +126,7 @@ class Plan(NamedTuple):
 @functools.lru_cache(maxsize=8192)
 def planned(
     tensors: tuple[Description | None, ...], group_size: int, implementation: str | None = None
-) -> Plan:
+) -> WeightLinearPlan:
     """The plan for x, codes, scale, zero_point, bias and residual that are `described` so.
 
     Args:
@@ -140,21 +136,21 @@ def planned(
     """
     x, codes, scale, *optional = tensors
     assert x and codes and scale
-    given = Layout(*x)
-    weight = (Layout(*codes), Layout(*scale), layout_of(optional[0]))
+    given = TensorLayout(*x)
+    weight = (TensorLayout(*codes), TensorLayout(*scale), layout_of(optional[0]))
     ends = (layout_of(optional[1]), layout_of(optional[2]))
     check(given, *weight, *ends, group_size)
     n = weight[0].shape[0]
     m, shape = prod(given.shape[:-1]), (*given.shape[:-1], n)
     if 0 in (*given.shape, n):
-        return Plan("empty", functools.partial(_empty, shape), shape, True, False)
+        return WeightLinearPlan("empty", functools.partial(_empty, shape), shape, True, False)
     rows = given.rows()
     flat = rows or given.copied((m, given.shape[-1]))
     flat_ends = (ends[0] and ends[0].contiguous((n,)), ends[1] and ends[1].contiguous((m, n)))
     operands = WeightOperands(flat, *weight, *flat_ends, None, group_size, given.dtype)
     name, product = _chosen(operands, implementation)
     is_direct = rows is not None and flat.shape == given.shape and flat_ends == ends
-    return Plan(name, product, shape, is_direct, rows is None)
+    return WeightLinearPlan(name, product, shape, is_direct, rows is None)
 
 
 def _chosen(operands: WeightOperands, implementation: str | None) -> tuple[str, Product]:
@@ -188,6 +184,7 @@ def _empty(shape: tuple[int, ...], tensors: Tensors) -> Tensor:
     return out
 
 
+@weight_linear.kernel
 def run(
     x: Tensor,
     codes: Tensor,
@@ -218,15 +215,10 @@ def run(
     return plan.product((x, codes, scale, zero_point, bias, residual, None)).view(plan.shape)
 
 
-def _fake(x: Tensor, codes: Tensor, scale: Tensor, *others: Any) -> Tensor:
-    check(x, codes, scale, *others)
-    return x.new_empty((*x.shape[:-1], scale.shape[0]))
-
-
 def check(
     x: Any, codes: Any, scale: Any, zero_point: Any, bias: Any, residual: Any, group_size: int
 ) -> None:
-    """Errors of `weight_linear`. Operands are tensors or their `Layout`s; shapes may be symbolic."""
+    """Errors of `weight_linear`. Operands are tensors or their `TensorLayout`s; shapes may be symbolic."""
     check_one_device(
         x=x, codes=codes, scale=scale, zero_point=zero_point, bias=bias, residual=residual
     )
@@ -272,10 +264,3 @@ def _check_dtypes(x: Any, codes: Any, scale: Any, zero_point: Any) -> None:
         raise TypeError(
             f"weight_linear takes zero_point as torch.int8 or None, got {zero_point.dtype}; it lies on the codes' grid"
         )
-
-
-_op = register(
-    "weight_linear",
-    run,
-    _fake,
-)

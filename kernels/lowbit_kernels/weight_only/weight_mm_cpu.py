@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit_kernels.weight_only.codes_cpu import (
-    Format,
-    Layout,
+    CodesFormat,
+    CodesLayout,
     Parts,
     functions,
     warn_not_compiled,
@@ -41,15 +41,15 @@ MOST_TOKENS = {4: 32, 8: 16}
 READ_AFTER = 15  # floats after the scales that the kernel may read
 
 
-class Multiplier(Layout):
-    """The kernel for weights of one format and layout. The arguments are those of `Layout`.
+class Multiplier(CodesLayout):
+    """The kernel for weights of one format and layout. The arguments are those of `CodesLayout`.
 
     Raises:
         RuntimeError: the kernel cannot be compiled (see `codes_cpu.functions`).
     """
 
     def __init__(
-        self, format: Format, rows: int, columns: int, group_size: int, scale_rows: int = 1
+        self, format: CodesFormat, rows: int, columns: int, group_size: int, scale_rows: int = 1
     ) -> None:
         super().__init__(format, rows, columns, group_size, scale_rows)
         self._multiply, lanes = _functions(format)
@@ -89,7 +89,7 @@ class Multiplier(Layout):
 
 
 @functools.cache
-def _functions(format: Format) -> tuple[Any, int]:
+def _functions(format: CodesFormat) -> tuple[Any, int]:
     """The kernel, and the lanes of the order of x that it takes for vectors of words; 0 for none."""
     multiply, lanes = functions(format.source("weight_only/weight_mm_cpu.cpp"), "multiply", "lanes")
     pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -97,7 +97,7 @@ def _functions(format: Format) -> tuple[Any, int]:
     return multiply, lanes()
 
 
-def multiplier(format: Format, *sizes: int) -> Multiplier | None:
+def multiplier(format: CodesFormat, *sizes: int) -> Multiplier | None:
     """A `Multiplier`; None, after a warning, if it cannot be compiled."""
     try:
         return Multiplier(format, *sizes)
@@ -108,7 +108,7 @@ def multiplier(format: Format, *sizes: int) -> Multiplier | None:
 
 @functools.lru_cache(maxsize=4096)
 def _planned(bits: int, has_zero: bool, rows: int, columns: int, group: int) -> Multiplier | None:
-    format = Format(bits, -(2 ** (bits - 1)), zero_point="code" if has_zero else "none")
+    format = CodesFormat(bits, -(2 ** (bits - 1)), zero_point="code" if has_zero else "none")
     return multiplier(format, rows, columns, group)
 
 

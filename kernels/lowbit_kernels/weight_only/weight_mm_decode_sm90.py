@@ -43,7 +43,7 @@ X_REGISTERS = 64  # registers of a thread that hold x
 
 
 @dataclass(frozen=True)
-class Variant:
+class DecodeVariant:
     """The macros that the kernel is compiled with; the head of ``weight_mm_decode_sm90.cu`` explains each."""
 
     codes: str
@@ -63,7 +63,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DecodeDivision:
     """How a product is divided among blocks and warps."""
 
     tokens: int  # computed, a power of 2
@@ -91,7 +91,7 @@ def plan(
     vector: int = 4,
     splits: tuple[int, ...] = (1, 2, 4, 8),
     heights: tuple[int, ...] | None = None,
-) -> Plan | None:
+) -> DecodeDivision | None:
     """The plan with the least estimated time; None where k is too long for any.
 
     Args:
@@ -116,7 +116,9 @@ def plan(
     return min(possible, key=lambda one: _nanoseconds(one, m, n, k, bits, multiprocessors))
 
 
-def _nanoseconds(one: Plan, m: int, n: int, k: int, bits: int, multiprocessors: int) -> float:
+def _nanoseconds(
+    one: DecodeDivision, m: int, n: int, k: int, bits: int, multiprocessors: int
+) -> float:
     """The estimated time without the 2.2 us of every launch, fitted to measurements on an H200.
 
     All blocks together load 4,100 bytes of the weight a nanosecond; a tile takes at least the time of its chunks.
@@ -150,7 +152,7 @@ def _divided(
     vector: int,
     split: int,
     height: int,
-) -> Plan | None:
+) -> DecodeDivision | None:
     """The plan for clusters of `split` blocks, tiles of `height` and m tokens computed as `tokens`; None if registers
     or shared memory are too small."""
     chunks = -(-k * bits // (8 * CHUNK_BYTES))
@@ -195,7 +197,9 @@ def _divided(
             box, apart = most, min((nvrtc.SHARED_LIMIT - fixed - x) // stage, stages)
             shared = max(shared, fixed + apart * stage + x)
     grid = clusters * split
-    return Plan(tokens, height, split, parts, own, pitch, grid, stages, shared, box, apart)
+    return DecodeDivision(
+        tokens, height, split, parts, own, pitch, grid, stages, shared, box, apart
+    )
 
 
 def _parts(slice_: int, bits: int, vector: int) -> int:
@@ -261,7 +265,7 @@ def product(operands: WeightOperands) -> DecodeProduct | None:
 class DecodeProduct:
     """The product of operands for which `takes` holds, divided as `plan` says."""
 
-    def __init__(self, operands: WeightOperands, plan: Plan) -> None:
+    def __init__(self, operands: WeightOperands, plan: DecodeDivision) -> None:
         (m, k), (n, row) = operands.x.shape, operands.codes.shape
         x_stride = operands.x.strides[0] if m > 1 else 0
         pitch = operands.codes.strides[0] if n > 1 else row
@@ -272,7 +276,7 @@ class DecodeProduct:
         self.x_map = _x_map(operands, plan)
         shape = (x_stride, m, n, k, chunks, operands.groups)
         self.sizes = (*shape, plan.pitch, plan.stages, plan.apart)
-        self.variant = Variant(
+        self.variant = DecodeVariant(
             CODE_MACROS[operands.codes.dtype],
             operands.group,
             FLOAT_MACROS[operands.x.dtype],
@@ -318,7 +322,7 @@ class DecodeProduct:
         return out
 
 
-def _x_map(operands: WeightOperands, plan: Plan) -> tuple[int, ...] | None:
+def _x_map(operands: WeightOperands, plan: DecodeDivision) -> tuple[int, ...] | None:
     """The tensor map of x in boxes, without its address; None where the plan has none or the TMA can't read x."""
     (m, k), x = operands.x.shape, operands.x
     stride = x.strides[0] if m > 1 else k
@@ -327,7 +331,7 @@ def _x_map(operands: WeightOperands, plan: Plan) -> tuple[int, ...] | None:
     return (8, m, k // 4, stride // 4, plan.tokens, plan.box * CHUNK // 4)
 
 
-def source(variant: Variant) -> str:
+def source(variant: DecodeVariant) -> str:
     """The CUDA C++ to compile."""
     return program(
         asdict(variant),
@@ -338,12 +342,12 @@ def source(variant: Variant) -> str:
 
 
 @functools.cache
-def _kernel(variant: Variant, shared: int, device: int) -> nvrtc.Kernel:
+def _kernel(variant: DecodeVariant, shared: int, device: int) -> nvrtc.Kernel:
     return _module(variant, device).kernel(
         "decode_mm", 19, structs=2, shared=shared, cluster=variant.split, overlaps=True
     )
 
 
 @functools.cache
-def _module(variant: Variant, device: int) -> nvrtc.Module:
+def _module(variant: DecodeVariant, device: int) -> nvrtc.Module:
     return nvrtc.Module(nvrtc.compiled(source(variant), "sm_90a"))

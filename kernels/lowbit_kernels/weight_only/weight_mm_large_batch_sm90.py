@@ -27,7 +27,7 @@ from lowbit_kernels.weight_only.weight_operands import (
     CODE_MACROS,
     E4M3,
     GROUP_STEP,
-    Layout,
+    TensorLayout,
     Tensors,
     WeightOperands,
     addresses,
@@ -38,7 +38,7 @@ MAX_STAGES = 12
 BAND = 8  # tiles of tokens that the grid works through together
 
 
-class Plan(NamedTuple):
+class LargeBatchDivision(NamedTuple):
     """How a product is divided: the macros of ``weight_mm_large_batch_sm90.cu``, and the number of clusters."""
 
     tokens: int  # of a tile
@@ -99,7 +99,7 @@ def plan(
     group_size: int,
     multiprocessors: int,
     may_round: bool = False,
-) -> Plan:
+) -> LargeBatchDivision:
     """The plan with the fewest estimated clocks (`_clocks`).
 
     `group_size` 0 stands for one scale a row. `may_round` allows scales to be multiplied into the weights, which are
@@ -115,7 +115,7 @@ def plan(
     fitting = [t for t in (*PAIRED, *SMALL, *MIDDLE) if t.tokens < 2 * max(m, 16)]
     tiles += [(tile, False) for tile in fitting if not _spills(tile, group_size)]
     candidates = [
-        Plan(*tile, beside, split, rounds, chunk, depth, clusters)
+        LargeBatchDivision(*tile, beside, split, rounds, chunk, depth, clusters)
         for tile, rounds in tiles
         for chunk in [chunk_of(tile, bits, group_size, k)]
         for beside in (1, 2)
@@ -146,7 +146,7 @@ def _clusters(m: int, n: int, tile: Tile, beside: int, split: int, multiprocesso
     return min(max(most, 1), -(-n // (tile.rows * beside)) * -(-m // tile.tokens))
 
 
-def _clocks(plan: Plan, m: int, n: int, k: int, bits: int) -> float:
+def _clocks(plan: LargeBatchDivision, m: int, n: int, k: int, bits: int) -> float:
     """The estimated clocks of a cluster, fitted to measurements on an H200.
 
     Each chunk takes the slowest of: unpacking and products (with two warp groups, their latency); the L2 cache, at 44
@@ -246,7 +246,7 @@ def product(operands: WeightOperands) -> LargeBatchProduct | None:
 class LargeBatchProduct:
     """The product of operands for which `takes` holds, divided as `plan` says."""
 
-    def __init__(self, operands: WeightOperands, plan: Plan) -> None:
+    def __init__(self, operands: WeightOperands, plan: LargeBatchDivision) -> None:
         x, codes, residual = operands.x, operands.codes, operands.residual
         (m, k), (n, row) = x.shape, codes.shape
         self.plan, self.shape, self.dtype = plan, (m, n), operands.out
@@ -292,7 +292,7 @@ class LargeBatchProduct:
         return out
 
 
-def is_readable(x: Layout) -> bool:
+def is_readable(x: TensorLayout) -> bool:
     """Whether the TMA reads x [M, K] of 16-bit numbers: rows begin at multiples of 16 bytes and don't overlap."""
     apart = x.shape[0] == 1 or takes_rows(2 * x.strides[0], 2 * x.shape[1])
     return x.misaligned == 0 and apart
@@ -318,7 +318,7 @@ def source(
     group: int,
     shape: tuple[int, int, int, int, int, bool, int, int],
 ) -> str:
-    """The CUDA C++ to compile; `shape` is a `Plan` without its clusters."""
+    """The CUDA C++ to compile; `shape` is a `LargeBatchDivision` without its clusters."""
     names = ("TOKENS", "ROWS", "GROUPS", "BESIDE", "SPLIT", "ROUNDED", "CHUNK", "STAGES")
     macros: dict[str, object] = {
         "DTYPE": FLOAT_MACROS[dtype],

@@ -25,8 +25,8 @@ from lowbit_kernels.runtime.triton_runtime import (
     triton,
 )
 from lowbit_kernels.weight_only.weight_operands import (
-    Layout,
     Product,
+    TensorLayout,
     Tensors,
     WeightOperands,
 )
@@ -192,7 +192,7 @@ def block_of_k(group_size: int, groups: int) -> int:
     return next((block for block in (128, 64, 32) if group_size % block == 0), 0)
 
 
-def codes_of_word(codes: Layout, bits: int, block: int) -> int:
+def codes_of_word(codes: TensorLayout, bits: int, block: int) -> int:
     """The number of codes in the longest word that the layout and a product of `block // word` elements allow."""
     if bits == 8:
         return 1

@@ -31,7 +31,7 @@ Product = Callable[[Tensors], Tensor]
 """A planned product."""
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """Shape, strides (in elements), dtype and device of a tensor, and its address modulo ALIGNMENT."""
 
     shape: tuple[int, ...]
@@ -52,16 +52,16 @@ class Layout(NamedTuple):
         """Whether `library.aligned` returns the tensor itself."""
         return self.is_contiguous and self.misaligned == 0
 
-    def copied(self, shape: tuple[int, ...] | None = None) -> Layout:
+    def copied(self, shape: tuple[int, ...] | None = None) -> TensorLayout:
         """The layout of a contiguous copy, in this shape or another one."""
         shape = self.shape if shape is None else shape
-        return Layout(shape, contiguous_strides(shape), self.dtype, self.device, 0)
+        return TensorLayout(shape, contiguous_strides(shape), self.dtype, self.device, 0)
 
-    def contiguous(self, shape: tuple[int, ...]) -> Layout:
+    def contiguous(self, shape: tuple[int, ...]) -> TensorLayout:
         """The layout of ``reshape(shape).contiguous()``, which copies only a tensor with gaps."""
         return self.copied(shape)._replace(misaligned=self.misaligned if self.is_contiguous else 0)
 
-    def rows(self) -> Layout | None:
+    def rows(self) -> TensorLayout | None:
         """The layout of a view [M, K] of this [..., K]; None where that takes a copy, or elements of K have gaps."""
         *leading, last = self.shape
         count, step, expected = 1, last, None
@@ -83,18 +83,18 @@ Description = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device,
 
 
 def described(t: Tensor) -> Description:
-    """The fields of the tensor's `Layout` as a plain tuple, the cheapest key for a cache of plans."""
+    """The fields of the tensor's `TensorLayout` as a plain tuple, the cheapest key for a cache of plans."""
     return t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % ALIGNMENT
 
 
-def layout(t: Tensor | None) -> Layout | None:
-    """The tensor's `Layout`; None for None."""
-    return None if t is None else Layout(*described(t))
+def layout(t: Tensor | None) -> TensorLayout | None:
+    """The tensor's `TensorLayout`; None for None."""
+    return None if t is None else TensorLayout(*described(t))
 
 
-def layout_of(description: Description | None) -> Layout | None:
-    """The `Layout` with these fields; None for None."""
-    return None if description is None else Layout(*description)
+def layout_of(description: Description | None) -> TensorLayout | None:
+    """The `TensorLayout` with these fields; None for None."""
+    return None if description is None else TensorLayout(*description)
 
 
 class WeightOperands(NamedTuple):
@@ -104,13 +104,13 @@ class WeightOperands(NamedTuple):
     residual and token_scale are contiguous.
     """
 
-    x: Layout
-    codes: Layout
-    scale: Layout
-    zero_point: Layout | None
-    bias: Layout | None
-    residual: Layout | None
-    token_scale: Layout | None
+    x: TensorLayout
+    codes: TensorLayout
+    scale: TensorLayout
+    zero_point: TensorLayout | None
+    bias: TensorLayout | None
+    residual: TensorLayout | None
+    token_scale: TensorLayout | None
     group_size: int
     out: torch.dtype
 
@@ -130,9 +130,9 @@ class WeightOperands(NamedTuple):
     ) -> WeightOperands:
         """The operands of a product of these tensors; x and residual are matrices already."""
         return cls(
-            Layout(*described(x)),
-            Layout(*described(codes)),
-            Layout(*described(scale)),
+            TensorLayout(*described(x)),
+            TensorLayout(*described(codes)),
+            TensorLayout(*described(scale)),
             layout(zero_point),
             layout(bias),
             layout(residual),
@@ -178,7 +178,7 @@ class WeightOperands(NamedTuple):
 
 
 def check_addends(x: Any, n: int, bias: Any, residual: Any) -> None:
-    """TypeError or ValueError unless bias [N] and residual [..., N] fit x [..., K]; all are tensors or `Layout`s."""
+    """TypeError or ValueError unless bias [N] and residual [..., N] fit x [..., K]; tensors or `TensorLayout`s."""
     for name, part, shape in (("bias", bias, (n,)), ("residual", residual, (*x.shape[:-1], n))):
         if part is not None and tuple(part.shape) != shape:
             raise ValueError(f"{name} must have the shape {shape}, got {tuple(part.shape)}")

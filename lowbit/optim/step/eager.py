@@ -81,7 +81,7 @@ def _parameters(function: Callable[..., None]) -> tuple[str, ...]:
 
 
 @dataclass(slots=True)
-class Part:
+class RowsOfParameter:
     """Rows of one parameter."""
 
     index: int  # in the job
@@ -90,8 +90,8 @@ class Part:
     rows: int
     start: int = 0  # its first row within this rank's part
 
-    def cut(self, start: int, end: int) -> Part:
-        return Part(self.index, [t[start:end] for t in self.tensors], end - start, start)
+    def cut(self, start: int, end: int) -> RowsOfParameter:
+        return RowsOfParameter(self.index, [t[start:end] for t in self.tensors], end - start, start)
 
 
 @dataclass(slots=True)
@@ -140,7 +140,7 @@ class Update:
         self.unfinished: list[tuple[Tensor, Tensor]] = []
 
     def run(self) -> None:
-        by_kind: dict[Any, tuple[Kind, list[Part]]] = {}
+        by_kind: dict[Any, tuple[Kind, list[RowsOfParameter]]] = {}
         for index in range(len(self.job.params)):
             found = self._part(index)
             if found is not None:
@@ -153,7 +153,7 @@ class Update:
         for target, values in self.unfinished:
             target.copy_(values.view(target.shape))
 
-    def _part(self, index: int) -> tuple[Any, Kind, Part] | None:
+    def _part(self, index: int) -> tuple[Any, Kind, RowsOfParameter] | None:
         """The key by which parameters are gathered, and the tensors as rows; None for an empty parameter."""
         param = self.job.params[index]
         rounds = states.rounds_itself(param)
@@ -182,7 +182,7 @@ class Update:
             key = (index, *key)
         elif viewed[1] is not weight and not weight.is_contiguous():
             self.unfinished.append((weight, viewed[1]))
-        return (self.step_numbers[index], *key), kind, Part(index, viewed, rows)
+        return (self.step_numbers[index], *key), kind, RowsOfParameter(index, viewed, rows)
 
     def _kind(
         self,
@@ -206,7 +206,7 @@ class Update:
             self.kinds[at] = key, Kind(cols, widest, corrected, tuple(each))
         return self.kinds[at]
 
-    def _update(self, kind: Kind, piece: list[Part]) -> None:
+    def _update(self, kind: Kind, piece: list[RowsOfParameter]) -> None:
         old = [_gather(list(same)) for same in zip(*(p.tensors for p in piece), strict=True)]
         grad, weight = old[0].float(), old[1]
         if self.coefficient is not None:
@@ -237,7 +237,7 @@ class Update:
             _scatter(result, [p.tensors[i] for p in piece])
 
     def _weight(
-        self, kind: Kind, piece: list[Part], work: Tensor, dtype: torch.dtype
+        self, kind: Kind, piece: list[RowsOfParameter], work: Tensor, dtype: torch.dtype
     ) -> list[Tensor]:
         if kind.corrected:
             return list(split_bf16(work))
@@ -246,14 +246,19 @@ class Update:
         return [work if work.dtype == dtype else work.to(dtype)]
 
     def _plain(
-        self, kind: Kind, piece: list[Part], slot: int, values: Tensor, dtype: torch.dtype
+        self,
+        kind: Kind,
+        piece: list[RowsOfParameter],
+        slot: int,
+        values: Tensor,
+        dtype: torch.dtype,
     ) -> Tensor:
         """A state without codes, in its dtype."""
         if dtype == torch.bfloat16 and self.stochastic[kind.states[slot - 1][0]]:
             return round_bf16(values, self._random_bits(kind, piece, slot))
         return values if values.dtype == dtype else values.to(dtype)
 
-    def _by_row(self, each: Tensor, piece: list[Part]) -> Tensor:
+    def _by_row(self, each: Tensor, piece: list[RowsOfParameter]) -> Tensor:
         """A number of each parameter, by row: [rows, 1]; without dimensions for a single parameter."""
         if len(piece) == 1:
             return each[piece[0].index]
@@ -262,7 +267,7 @@ class Update:
         )
         return torch.repeat_interleave(each[indices], rows).unsqueeze(1)
 
-    def _random_bits(self, kind: Kind, piece: list[Part], slot: int) -> Tensor:
+    def _random_bits(self, kind: Kind, piece: list[RowsOfParameter], slot: int) -> Tensor:
         """Random bits [rows, cols], with the key that `lowbit.optim.base` defines."""
         if slot not in self.keys:
             # Filled one by one, because copying a list to a GPU waits for the GPU.
@@ -288,9 +293,11 @@ class Update:
         return bits_of_octets(index >> 3, k0, k1) if by_octets else bits_at(index, k0, k1)
 
 
-def _pieces(parts: list[Part], rows: int, *, gather: bool) -> Iterator[list[Part]]:
+def _pieces(
+    parts: list[RowsOfParameter], rows: int, *, gather: bool
+) -> Iterator[list[RowsOfParameter]]:
     """Pieces of at most `rows` rows: large parts are cut, small ones gathered if `gather` says so."""
-    together: list[Part] = []
+    together: list[RowsOfParameter] = []
     held = 0
     for part in parts:
         if part.rows > rows:

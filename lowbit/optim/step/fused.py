@@ -38,10 +38,10 @@ from lowbit.optim.step.launch import (
 from lowbit.optim.step.rounded import RoundedLaunch
 from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.frozen.codebook_tensor import FORMATS, CodebookTensor
-from lowbit_kernels.elementwise.fused_step import Variant
+from lowbit_kernels.elementwise.fused_step import StepVariant
 from lowbit_kernels.runtime import host_compiler, nvrtc
 from lowbit_kernels.runtime.sources import FLOAT_MACROS
-from lowbit_kernels.runtime.tensor_memory import Watch
+from lowbit_kernels.runtime.tensor_memory import MemoryWatch
 from lowbit_kernels.runtime.warned import warn_once
 
 _GRAD = operator.attrgetter("grad")
@@ -196,10 +196,10 @@ def _are_same(found: list[Any], kept: list[Callable[[], Any]]) -> bool:
     return len(found) == len(kept) and all(map(operator.is_, found, map(operator.call, kept)))
 
 
-def _watch(state: Any, is_taken: list[bool]) -> Watch | None:
+def _watch(state: Any, is_taken: list[bool]) -> MemoryWatch | None:
     """The compiled form of `FusedStep._states_hold`; None where it cannot be compiled, or cannot look into `state`."""
     try:
-        made = Watch(state, is_taken, (CodebookTensor, CodebookTensor.tensor_attrs))
+        made = MemoryWatch(state, is_taken, (CodebookTensor, CodebookTensor.tensor_attrs))
     except (RuntimeError, OSError, AttributeError):
         return None
     return made if made.holds(state) else None
@@ -210,7 +210,7 @@ def _watch(state: Any, is_taken: list[bool]) -> Watch | None:
 
 def variant_of(
     optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor
-) -> Variant | None:
+) -> StepVariant | None:
     """The kernel to compile for a parameter, whose states exist; None where no kernel applies.
 
     Raises:
@@ -232,14 +232,14 @@ def variant_of(
     return None
 
 
-def scattered(found: Variant, param: Tensor) -> str | None:
+def scattered(found: StepVariant, param: Tensor) -> str | None:
     """Why the kernel cannot draw random bits for a parameter; None if it can, or draws none."""
     if found.is_random and len(states.global_index(param)[1]) > 1:
         return "it is rounded stochastically, and sharded in two dimensions besides the first"
     return None
 
 
-def not_compiled(group: dict[str, Any], device: torch.device, found: Variant) -> str | None:
+def not_compiled(group: dict[str, Any], device: torch.device, found: StepVariant) -> str | None:
     """`compile_obstacle`. With fused=True a kernel that did not compile is compiled again at once."""
     if group["fused"]:  # the user may have removed the cause
         _failed.pop((found, device), None)
@@ -352,14 +352,14 @@ def _no_compiler() -> str | None:
     return reason
 
 
-_failed: dict[tuple[Variant, torch.device], tuple[str, float]] = {}
+_failed: dict[tuple[StepVariant, torch.device], tuple[str, float]] = {}
 """Kernels for a CPU that did not compile: why, and when."""
 RETRY_SECONDS = 600.0
 """Time until a kernel that did not compile is compiled again. A full disk may be free by then; a compiler that refuses
 the kernel costs about a second each time."""
 
 
-def compile_obstacle(variant: Variant, device: torch.device) -> str | None:
+def compile_obstacle(variant: StepVariant, device: torch.device) -> str | None:
     """Why the kernel for a CPU does not compile on this machine; None if it does, or if it is for a GPU."""
     if device.type != "cpu":
         return None

@@ -27,8 +27,8 @@ from lowbit_kernels.elementwise import fused_step
 from lowbit_kernels.elementwise.fused_step import (
     COLUMN,
     StepKernel,
+    StepVariant,
     Table,
-    Variant,
 )
 from lowbit_kernels.elementwise.fused_step_cpu import StepKernelCpu
 from lowbit_kernels.runtime import tensor_memory
@@ -64,7 +64,7 @@ class Item(NamedTuple):
 class Launch:
     """One kernel and its table: [items, words of fused_step.TENSOR], followed by the groups."""
 
-    variant: Variant
+    variant: StepVariant
     indices: list[int]  # of its parameters in the optimizer
     wrapped: bool  # some parameter is a DTensor, or has its weight inside
     weights: Any  # what `_seen` says of the weights
@@ -81,14 +81,16 @@ class Launch:
     kernels: dict[bool, StepKernel | StepKernelCpu] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, optimizer: Any, variant: Variant, items: list[Item]) -> Self:
+    def of(cls, optimizer: Any, variant: StepVariant, items: list[Item]) -> Self:
         """The launch that updates these items, whose states exist."""
         made = cls._over(optimizer, variant, items, items)
         made.take(made.grads)
         return made
 
     @classmethod
-    def _over(cls, optimizer: Any, variant: Variant, items: list[Item], pieces: list[Item]) -> Self:
+    def _over(
+        cls, optimizer: Any, variant: StepVariant, items: list[Item], pieces: list[Item]
+    ) -> Self:
         """The launch of these parameters, with `pieces` of them as rows of its table. Gradients are yet to be taken."""
         device = items[0].own.device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -271,7 +273,7 @@ class Launch:
         return self.table
 
 
-def _fill(row: np.ndarray, optimizer: Any, item: Item, variant: Variant) -> int:
+def _fill(row: np.ndarray, optimizer: Any, item: Item, variant: StepVariant) -> int:
     """Write a row of the table, except the gradient's address and the first tile.
 
     Returns the bitwise or of all addresses, with bit 0 set if some row of 4-bit codes begins within a word. If the last
@@ -362,12 +364,12 @@ def _control(scale: GradScale, device: torch.device) -> Tensor | None:
 
 
 @functools.cache
-def compiled(variant: Variant, device: torch.device) -> StepKernel | StepKernelCpu:
+def compiled(variant: StepVariant, device: torch.device) -> StepKernel | StepKernelCpu:
     """The kernel of a variant on a device, made once. Raises RuntimeError if it can't be compiled."""
     return StepKernelCpu(variant) if device.type == "cpu" else StepKernel(variant, device)
 
 
-def scaled(v: Variant) -> Variant:
+def scaled(v: StepVariant) -> StepVariant:
     """The same variant for gradients that are multiplied by a factor."""
     return variant(
         v.rule, v.param, v.grad, v.formats, v.signed, v.stochastic, v.rounding, scaled=True
@@ -393,10 +395,10 @@ def variant(
     stochastic: tuple[bool, ...],
     rounding: str,
     scaled: bool = False,
-) -> Variant:
+) -> StepVariant:
     """A variant, one object for one combination, because kernels are cached by it."""
     tables = tuple(_table(format, s) for format, s in zip(formats, signed, strict=True))
-    return Variant(rule, param, grad, formats, signed, stochastic, rounding, scaled, tables)
+    return StepVariant(rule, param, grad, formats, signed, stochastic, rounding, scaled, tables)
 
 
 @functools.cache

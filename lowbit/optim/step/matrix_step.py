@@ -17,7 +17,7 @@ All ranks go through the batches in the same order, which depends on global shap
 parameter may differ between ranks. The result for a matrix does not depend on the other matrices of its batch, so it is
 that of one process.
 
-A `Plan` keeps batches, tables and launches between steps. Each step checks all that they depend on.
+A `MatrixStepPlan` keeps batches, tables and launches between steps. Each step checks all that they depend on.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from lowbit.optim.step.orthogonalize import orthogonalize
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import held_locally, local
 from lowbit.tensor.frozen.codebook_tensor import CodebookTensor
-from lowbit_kernels.elementwise.fused_step import COLUMN, Rule, Variant
+from lowbit_kernels.elementwise.fused_step import COLUMN, Rule, StepVariant
 
 BATCH = 2**27
 """Elements that a rank orthogonalizes at once, such as eight matrices of 2048 x 8192. They fill a GPU, and take 1.5 GiB
@@ -70,7 +70,7 @@ for the time of the step."""
 _DIRECTION, _DESCENT = Rule(**muon_formula.DIRECTION), Rule(**muon_formula.DESCENT)
 
 
-class Plan:
+class MatrixStepPlan:
     """The batches of a step, with their launches."""
 
     def __init__(self, optimizer: Any, jobs: list[Job]) -> None:
@@ -80,13 +80,13 @@ class Plan:
             batch.find_kernels(optimizer, jobs[batch.job])
 
     @staticmethod
-    def of(optimizer: Any, jobs: list[Job]) -> Plan:
+    def of(optimizer: Any, jobs: list[Job]) -> MatrixStepPlan:
         """The plan of these jobs: that of an earlier step of the same parameters if it still holds."""
         plans = optimizer.__dict__.setdefault("_plans", {})
         key = tuple(index for job in jobs for index in job.indices)
         plan = plans.pop(key, None)
         if plan is None or plan.facts != _facts(optimizer, jobs):
-            plan = Plan(optimizer, jobs)
+            plan = MatrixStepPlan(optimizer, jobs)
         if len(plans) >= _MOST_PLANS:
             plans.pop(next(iter(plans)))
         plans[key] = plan
@@ -309,7 +309,7 @@ def _write_directions(
 
 def _variants(
     half: Half, job: Job, param: Tensor, grad: Tensor, dtype: torch.dtype
-) -> tuple[Variant, Variant] | None:
+) -> tuple[StepVariant, StepVariant] | None:
     """The kernels of both halves for a parameter, with U in `dtype`; None where no kernel applies.
 
     Raises:
@@ -378,7 +378,9 @@ class HalfLaunch(Launch):
     counters: Tensor | None = None
 
     @classmethod
-    def over(cls, half: Half, variant: Variant, items: list[Item], positions: list[int]) -> Self:
+    def over(
+        cls, half: Half, variant: StepVariant, items: list[Item], positions: list[int]
+    ) -> Self:
         made = cls._over(half, variant, items, items)
         made.half, made.positions = half, positions
         made.params, made.grads = [], []

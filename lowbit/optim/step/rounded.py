@@ -25,7 +25,7 @@ from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.frozen.codebook_tensor import CodebookTensor
 from lowbit_kernels.elementwise import fused_step
-from lowbit_kernels.elementwise.fused_step import COLUMN, Variant
+from lowbit_kernels.elementwise.fused_step import COLUMN, StepVariant
 
 ALIGNED = 16  # elements; the values of a row of the table begin at a multiple
 
@@ -69,7 +69,7 @@ class RoundedLaunch(Launch):
     """`GradScale.skip` of this step."""
 
     @classmethod
-    def of(cls, optimizer: Any, variant: Variant, items: list[Item]) -> Self:
+    def of(cls, optimizer: Any, variant: StepVariant, items: list[Item]) -> Self:
         cut = [list(_cut(optimizer, variant, item)) for item in items]
         made = cls._over(optimizer, variant, items, [piece for pieces in cut for piece in pieces])
         made._plan(cut)
@@ -181,7 +181,7 @@ def _update(weight: LowbitTensor, values: Tensor, skip: Tensor | None) -> None:
         torch.where(skip, old, new, out=new)
 
 
-def _cut(optimizer: Any, variant: Variant, item: Item) -> Iterator[Item]:
+def _cut(optimizer: Any, variant: StepVariant, item: Item) -> Iterator[Item]:
     """A parameter as a whole, or in groups of rows if it is large. All ranks cut alike, because they may have to round
     a row together."""
     weight, state = item.own, optimizer.state[item.param]

@@ -20,7 +20,7 @@ from lowbit.numerics.number_format import Int
 from lowbit.numerics.spec import Spec, crop
 
 if TYPE_CHECKING:
-    from lowbit_kernels.weight_only.codes_cpu import Format, Parts
+    from lowbit_kernels.weight_only.codes_cpu import CodesFormat, Parts
     from lowbit_kernels.weight_only.dequantize_cpu import Dequantizer
     from lowbit_kernels.weight_only.weight_mm_cpu import Multiplier
 
@@ -248,18 +248,18 @@ def _sizes(spec: Spec, shape: tuple[int, ...]) -> tuple[int, int, int, int] | No
 
 
 @functools.lru_cache
-def _format(spec: Spec, dims: int) -> Format:
-    from lowbit_kernels.weight_only.codes_cpu import Format
+def _format(spec: Spec, dims: int) -> CodesFormat:
+    from lowbit_kernels.weight_only.codes_cpu import CodesFormat
 
     fmt = spec.format
     if isinstance(fmt, LookupTable):
         scales = spec.scales
         scale_bytes = scales is not None and scales.is_byte and (dims == 2 or not scales.shared)
-        return Format(fmt.bits, table=fmt.values, scale_bytes=scale_bytes)
+        return CodesFormat(fmt.bits, table=fmt.values, scale_bytes=scale_bytes)
     if not isinstance(fmt, Int):
-        return Format(fmt.bits, exponent=4 if fmt.dtype is torch.float8_e4m3fn else 5)
+        return CodesFormat(fmt.bits, exponent=4 if fmt.dtype is torch.float8_e4m3fn else 5)
     if not spec.has_zero_point:
-        return Format(fmt.bits, fmt.quant_min)
+        return CodesFormat(fmt.bits, fmt.quant_min)
     kind = "value" if spec.zero_point_is_value else "code"
     mid = (fmt.quant_min + fmt.quant_max + 1) // 2
-    return Format(fmt.bits, fmt.quant_min, zero_point=kind, mid=mid)
+    return CodesFormat(fmt.bits, fmt.quant_min, zero_point=kind, mid=mid)

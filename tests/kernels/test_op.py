@@ -1,0 +1,102 @@
+"""An op is declared once: its schema is its signature, and its checks and its fake follow from the declaration."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowbit_kernels
+from lowbit_kernels.runtime import library
+from lowbit_kernels.runtime.op import op
+from lowbit_kernels.runtime.schemas import SCHEMAS
+
+OF_TYPES = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "Sequence[Tensor]": "Tensor[]",
+    "Sequence[float]": "float[]",
+    "torch.dtype": "ScalarType",
+}
+
+
+def declared() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Each schema, and the function that its op is declared by."""
+    for module, schemas in SCHEMAS.items():
+        names = vars(getattr(lowbit_kernels, module)).values()
+        found = {f.overload._schema.name: f for f in names if hasattr(f, "overload")}
+        for schema in schemas:
+            yield schema, found["lowbit::" + schema.partition("(")[0]]
+
+
+@pytest.mark.parametrize(
+    ("schema", "function"), declared(), ids=lambda x: getattr(x, "__name__", "")
+)
+def test_a_schema_is_that_of_the_signature(schema: str, function: Callable[..., Any]) -> None:
+    arguments = re.sub(r"\bSymInt\b", "int", schema[schema.index("(") + 1 : schema.index(") ->")])
+    written = [argument.partition("=") for argument in arguments.split(", ")]
+    parameters = inspect.signature(function).parameters.values()
+    assert [head for head, _, _ in written] == [
+        f"{OF_TYPES.get(str(p.annotation), p.annotation)} {p.name}" for p in parameters
+    ]
+    for (_, equals, default), parameter in zip(written, parameters, strict=True):
+        if equals:  # torch takes no default before an argument without one
+            assert default == str(parameter.default).removeprefix("torch.")
+
+
+@pytest.fixture(scope="module")
+def product() -> Any:
+    library.LIBRARY.define(
+        "declared_product(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype) -> Tensor"
+    )
+
+    @op(
+        "empty(out_dtype, M, N)",
+        name="declared_product",
+        a="float|int8 [M, K]; flatten it",
+        b="float|int8 [N, K]",
+        bias="float32 [N] or [1]",
+        out_dtype="half",
+        rules={"K % 2 == 0": "K must be even, got {K}"},
+        types={"a.dtype == b.dtype": "a and b differ, {a.dtype} and {b.dtype}"},
+    )
+    def function(
+        a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype = torch.float16
+    ) -> Tensor:
+        """The product."""
+        out = a @ b.T
+        return (out if bias is None else out + bias).to(out_dtype)
+
+    return function
+
+
+A, B = torch.ones(2, 4), torch.ones(3, 4)
+WRONG: list[tuple[tuple[Any, ...], type[Exception], str]] = [
+    ((A.double(), B, None, torch.float16), TypeError, "takes a of .*, got torch.float64; flatten"),
+    ((A[0], B, None, torch.float16), ValueError, r"takes a \[M, K\], got \(4,\); flatten it"),
+    ((A, B[:, :2], None, torch.float16), ValueError, r"b \[N, K\], here \(3, 4\), got \(3, 2\)"),
+    ((A, B, A[0], torch.float16), ValueError, r"bias \[N\] or \[1\], here \(3,\) or \(1,\), got"),
+    ((A, B.to("meta"), None, torch.float16), ValueError, "a on cpu, b on meta; move"),
+    ((A, B, None, torch.float32), TypeError, "out_dtype of torch.float16, .*, got torch.float32"),
+    ((A[:, :3], B[:, :3], None, torch.float16), ValueError, "K must be even, got 3"),
+    ((A, B.half(), None, torch.float16), TypeError, "differ, torch.float32 and torch.float16"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), WRONG, ids=lambda x: str(x)[:20])
+def test_checks(
+    product: Any, arguments: tuple[Any, ...], error: type[Exception], message: str
+) -> None:
+    for bias in (None, torch.ones(1), torch.ones(3)):
+        product.check(A, B, bias, torch.bfloat16)
+    with pytest.raises(error, match=message):
+        product.check(*arguments)
+    with pytest.raises(TypeError, match="missing 1 required"):
+        product(A)
+    assert product.reference(A, B, None, torch.float16).tolist() == [[4.0] * 3] * 2
+    assert product.__doc__ == "The product." and "bias" in inspect.signature(product).parameters
