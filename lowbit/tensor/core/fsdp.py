@@ -145,7 +145,9 @@ class FSDPHooks:
         if wire is None:
             wire, names = Wire(type(self), self.inner_tensors()), self._row_attrs()
         else:
-            names = tuple([name for name in wire.tensors if name not in wire.shared])
+            names = tuple(wire.tensors)
+            if wire.shared:
+                names = tuple([name for name in names if name not in wire.shared])
         # torch 2.13 gathers only the first tensor on a mesh of one rank; the shard already holds the others.
         if ranks == 1:
             names = names[:1]

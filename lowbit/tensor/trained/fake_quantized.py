@@ -111,8 +111,11 @@ class UnclampedCodes(CodesBeforeClamp):
             return None
         weight = weight.detach()
         dtype = representation_of(spec).scale_dtype(spec, weight.dtype)
-        found = zip(UnclampedCodes.tensor_attrs, unclamped_codes(weight, spec, dtype), strict=True)
-        return Wire(shard.gathered, {name: t for name, t in found if t is not None})
+        codes, scale, zero_point = unclamped_codes(weight, spec, dtype)
+        tensors = {"codes": codes, "scale": scale}
+        if zero_point is not None:
+            tensors["zero_point"] = zero_point
+        return Wire(shard.gathered, tensors)
 
     def inside(self: Any) -> Inside:
         """Where the gradient of the values passes to the weight."""
