@@ -141,9 +141,8 @@ def test_blockwise(book: Codebook) -> None:
 
 def test_other_books_are_refused() -> None:
     x, random = torch.rand(2, 8), torch.zeros(2, 8, dtype=torch.int32)
-    earlier = [Codebook(4, True, "dynamic"), Codebook(4, False, "linear")]
-    for book in (Codebook(8, True), Codebook(8, False), *earlier):
-        with pytest.raises(ValueError, match="not rounded stochastically; accepted: the grids"):
+    for book in (Codebook(8, True), Codebook(8, False)):
+        with pytest.raises(ValueError, match="not rounded stochastically; accepted: books of 4"):
             book.encode_stochastically(x, random)
     with pytest.raises(ValueError, match="float8_e4m3fn is not rounded stochastically"):
         quantize_blockwise(x, torch.float8_e4m3fn, 8, random)
