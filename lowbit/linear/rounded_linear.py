@@ -179,8 +179,7 @@ class RoundingOfGathered(Rounding):
         dtype: torch.dtype,
         after: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        values, inside = weight.decoded()
-        return values.to(dtype), inside
+        return weight.decoded_values().to(dtype), weight
 
     def learned(
         self, grad: Tensor, weight: Any, scale: Tensor, zero: Tensor | None

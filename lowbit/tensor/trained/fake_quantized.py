@@ -117,18 +117,14 @@ class UnclampedCodes(CodesBeforeClamp):
             tensors["zero_point"] = zero_point
         return Wire(shard.gathered, tensors)
 
-    def inside(self: Any) -> Inside:
-        """Where the gradient of the values passes to the weight."""
+    def passed(self: Any, grad: Tensor) -> Tensor:
+        """The gradient of the weight from that of its values: the same where codes do not clip, zero where they do."""
         fmt = self.scheme.weight.format
-        mask = within_range(self.codes.float(), fmt.dtype, fmt.quant_min, fmt.quant_max)
-        return Inside(crop(mask, self.shape))
+        inside = within_range(self.codes.float(), fmt.dtype, fmt.quant_min, fmt.quant_max)
+        return Inside(crop(inside, self.shape)).passed(grad)
 
     def gradients_by(self: Any, grad: Tensor, scale: None, zero: None) -> tuple[Any, ...]:
-        return self.inside().passed(grad), None, None
-
-    def decoded(self: Any) -> tuple[Tensor, Any]:
-        """The values, and where their gradient passes."""
-        return self.decoded_values(), self.inside()
+        return self.passed(grad), None, None
 
     def fake_quantized(self: Any) -> Tensor:
         if self.transposed:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor, check_convolution
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import ConstantCodesTensor, LearnedScalesTensor
@@ -21,7 +20,7 @@ class OfConv(FakeQuantizedTensor, codec=None):
     """The part of the classes below that differs from those of other weights."""
 
     is_described = False
-    frozen_as: ClassVar[type[AffineTensor]] = ConvTensor
+    frozen_as = ConvTensor
     products: ClassVar[dict[Any, str]] = {F.conv1d: "conv1d", F.conv2d: "conv2d"}
 
     def rows(self, values: Tensor) -> Tensor:

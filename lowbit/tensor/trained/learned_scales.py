@@ -94,9 +94,6 @@ class CodesAndResiduals(CodesBeforeClamp):
     def dequantize(self: Any) -> Tensor:
         return LearnedScalesTensor.dequantize(self)  # refuses, as for the weight itself
 
-    def decoded(self: Any) -> tuple[Tensor, None]:
-        return self.decoded_values(), None
-
     def gradients_by(
         self: Any, grad: Tensor, scale: Tensor, zero: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
