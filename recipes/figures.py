@@ -91,17 +91,19 @@ def draw_perplexities(path: Path, perplexities: dict[str, float], notes: dict[in
         whole.set_ylabel("held-out perplexity (lower is better)")
         whole.set_title("Perplexity of each model")
         tops = []
-        for i, (bits, note) in enumerate(notes.items()):
+        for i, bits in enumerate(notes):
             for offset, kind, colour in ((-0.21, "rtn", ROUNDED), (0.21, "qat", QAT)):
                 value = perplexities[f"int{bits}-{kind}"] - perplexities["high"]
                 bar = lost.bar(i + offset, value, width=0.38, color=colour)
-                recovered = "\n" + note.replace(" ", "\n") if kind == "qat" else ""
-                lost.bar_label(bar, [f"{value:+.2f}{recovered}"], padding=3)
+                lost.bar_label(bar, [f"{value:+.2f}"], padding=3, fontsize=9)
                 tops.append(value)
         lost.axhline(0, color=HIGH)
-        lost.set_xticks(range(len(notes)), [f"{bits} bits" for bits in notes])
-        lost.set_ylim(min(0.0, *tops) * 1.25, max(*tops, 1e-6) * 1.35)
-        lost.set_ylabel("perplexity above high precision")
+        lost.set_xticks(range(len(notes)), [f"{bits} bits\n{note}" for bits, note in notes.items()])
+        # Two bits lose many times what four bits lose. A symmetric logarithmic scale shows both.
+        smallest = min((abs(top) for top in tops if top), default=1.0)
+        lost.set_yscale("symlog", linthresh=max(smallest, max(map(abs, tops)) / 1000))
+        lost.set_ylim(min(0.0, *tops) * 3, max(*tops, 1e-6) * 3)
+        lost.set_ylabel("perplexity above high precision (log scale)")
         lost.set_title("Lost by rounding (orange), and still after QAT (green)")
         for axis in (whole, lost):
             axis.grid(axis="x", visible=False)
