@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from recipes import figures
 def test_labels_are_apart_and_bars_are_visible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, int4_qat: float
 ) -> None:
-    kept = []
+    kept: list[Any] = []
     monkeypatch.setattr(figures.plt, "close", kept.append)
     values = {"high": 11.84, "int4-rtn": 12.1, "int4-qat": int4_qat, "int3-rtn": 13.9}
     values |= {"int3-qat": 12.1, "int2-rtn": 131.2, "int2-qat": 13.4}
