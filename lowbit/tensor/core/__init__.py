@@ -7,49 +7,30 @@
 - `collectives`, `dtensor`, `fsdp`, `regather`: tensors over several ranks
 """
 
-from lowbit.tensor.core.base import (
-    InnerShapes,
-    LowbitTensor,
-    aten,
-    check_not_flat,
-    check_weight,
-    count_change,
-    stored_shape,
-    written,
-)
-from lowbit.tensor.core.base_ops import copy_, product_below_autograd, to_copy
-from lowbit.tensor.core.contracted import GROUPED, MATMULS, of_stack, of_swapped
-from lowbit.tensor.core.dtensor import held_locally, local, own_region, replicated, split_as
-from lowbit.tensor.core.fsdp import Gather, Wire
-from lowbit.tensor.core.reading import below_transform, in_forward, rounding_inputs
-from lowbit.tensor.core.torchscript import is_traced, refuse_trace
-
-__all__ = [
-    "GROUPED",
-    "MATMULS",
-    "Gather",
-    "InnerShapes",
-    "LowbitTensor",
-    "Wire",
-    "aten",
-    "below_transform",
-    "check_not_flat",
-    "check_weight",
-    "copy_",
-    "count_change",
-    "held_locally",
-    "in_forward",
-    "is_traced",
-    "local",
-    "of_stack",
-    "of_swapped",
-    "own_region",
-    "product_below_autograd",
-    "refuse_trace",
-    "replicated",
-    "rounding_inputs",
-    "split_as",
-    "stored_shape",
-    "to_copy",
-    "written",
-]
+from lowbit.tensor.core.base import InnerShapes as InnerShapes
+from lowbit.tensor.core.base import LowbitTensor as LowbitTensor
+from lowbit.tensor.core.base import aten as aten
+from lowbit.tensor.core.base import check_not_flat as check_not_flat
+from lowbit.tensor.core.base import check_weight as check_weight
+from lowbit.tensor.core.base import count_change as count_change
+from lowbit.tensor.core.base import stored_shape as stored_shape
+from lowbit.tensor.core.base import written as written
+from lowbit.tensor.core.base_ops import copy_ as copy_
+from lowbit.tensor.core.base_ops import product_below_autograd as product_below_autograd
+from lowbit.tensor.core.base_ops import to_copy as to_copy
+from lowbit.tensor.core.contracted import GROUPED as GROUPED
+from lowbit.tensor.core.contracted import MATMULS as MATMULS
+from lowbit.tensor.core.contracted import of_stack as of_stack
+from lowbit.tensor.core.contracted import of_swapped as of_swapped
+from lowbit.tensor.core.dtensor import held_locally as held_locally
+from lowbit.tensor.core.dtensor import local as local
+from lowbit.tensor.core.dtensor import own_region as own_region
+from lowbit.tensor.core.dtensor import replicated as replicated
+from lowbit.tensor.core.dtensor import split_as as split_as
+from lowbit.tensor.core.fsdp import Gather as Gather
+from lowbit.tensor.core.fsdp import Wire as Wire
+from lowbit.tensor.core.reading import below_transform as below_transform
+from lowbit.tensor.core.reading import in_forward as in_forward
+from lowbit.tensor.core.reading import rounding_inputs as rounding_inputs
+from lowbit.tensor.core.torchscript import is_traced as is_traced
+from lowbit.tensor.core.torchscript import refuse_trace as refuse_trace
