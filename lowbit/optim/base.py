@@ -14,11 +14,11 @@ same formula as C++ for the kernels, `rule`, is optional. A subclass may be in a
             momentum.lerp_(grad, 1 - beta)
             param.sub_(momentum.sign() * lr)
 
-`check_group` checks the algorithm's options; a step calls it again if one has changed:
+`options` names the check of each option of the algorithm; a step calls them again if an option has changed:
 
-        def check_group(self, group):
-            super().check_group(group)
-            check_nonnegative("beta", group["beta"])  # of lowbit.optim.options
+        options: ClassVar = {"beta": check_below_one}  # of lowbit.optim.options
+
+A variant with another default of `state` is `class SignSGD4bit(SignSGD, state="4bit")`.
 
 The base provides the rest:
 
@@ -49,10 +49,12 @@ from torch.optim.optimizer import ParamsT
 from lowbit.optim.options import (
     COMMON_DEFAULTS,
     KEPT_ON_LOADING,
+    Check,
     CommonOptions,
     check_common,
     check_nonnegative,
     check_number,
+    check_options,
     check_param,
     check_shared,
 )
@@ -102,6 +104,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
     moments: ClassVar[dict[str, bool]]
     """Names of the state tensors, and whether their values have a sign."""
+    options: ClassVar[Mapping[str, Check]] = {}
+    """The algorithm's own options that are checked, each with its check (`lowbit.optim.options`)."""
     slow_moments: ClassVar[frozenset[str]] = frozenset()
     """Moments with a sign that change too little in a step to be rounded to nearest, see `stochastic`."""
     default_state: ClassVar[str] = "8bit"
@@ -123,8 +127,11 @@ class LowbitOptimizer(torch.optim.Optimizer):
     _in_backward: Any = None  # the handle of step_in_backward
     _checked: Sequence[Any] = ()  # the options of all groups, as they were checked last
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, state: str | None = None, **kwargs: Any) -> None:
+        """`state` sets `default_state`: a variant of an optimizer is a class with this one difference."""
         super().__init_subclass__(**kwargs)
+        if state is not None:
+            cls.default_state = state
         cls.__doc__ = described(cls)
 
     def __init__(self, params: ParamsT, options: dict[str, Any], common: CommonOptions) -> None:
@@ -191,11 +198,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise for an option that is not accepted; put options into their normal form."""
         check_common(group)
-
-    def fix_group(self, group: dict[str, Any]) -> None:
-        """Add the options that a loaded group lacks, such as one of torch.optim."""
-        for name, value in COMMON_DEFAULTS.items():
-            group.setdefault(name, value)
+        check_options(group, self.options)
 
     def _check_definition(self, group: dict[str, Any]) -> None:
         """Raise TypeError for a subclass whose formula a step could not call. `group`: the default options."""
@@ -453,7 +456,6 @@ class LowbitOptimizer(torch.optim.Optimizer):
         for own, saved in zip(self.param_groups, saved_groups, strict=True):
             group = {**own, **deepcopy({k: v for k, v in saved.items() if k != "params"})}
             group.update({name: own[name] for name in ("params", *KEPT_ON_LOADING)})
-            self.fix_group(group)
             self.check_group(group)
             check_shared(group, groups)
             groups.append(group)
@@ -500,8 +502,6 @@ class LowbitOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._fused, self.stepped_by = None, SteppedBy()
-        for group in self.param_groups:
-            self.fix_group(group)
 
     def state_bytes(self) -> int:
         """Bytes that the states take on this rank now. States are created at the first step."""
