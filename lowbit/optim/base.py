@@ -266,6 +266,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
             self.check_group(param_group)
             check_shared(param_group, self.param_groups)
         super().add_param_group(param_group)
+        self._checked = [*self._checked, *self._options_of(self.param_groups[-1:])]
 
     # ---- the step -------------------------------------------------------------------------------------------
 
@@ -359,8 +360,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
             # The value of a tensor is not checked, because reading it waits for the device.
             check = check_number if isinstance(group["lr"], Tensor) else check_nonnegative
             check("lr", group["lr"])
-        names = [name for name in self.defaults if name != "lr"]
-        found = [group.get(name) for group in self.param_groups for name in names]
+        found = self._options_of(self.param_groups)
         if len(found) == len(self._checked) and all(map(operator.is_, found, self._checked)):
             return
         made = [{**group, "lr": 0.0} for group in self.param_groups]
@@ -369,13 +369,20 @@ class LowbitOptimizer(torch.optim.Optimizer):
         check_shared(made[0], made[1:])
         for group, checked in zip(self.param_groups, made, strict=True):
             group.update({**checked, "lr": group["lr"]})
-        self._checked = [group[name] for group in self.param_groups for name in names]
+        self._checked = self._options_of(self.param_groups)
+
+    def _options_of(self, groups: list[dict[str, Any]]) -> list[Any]:
+        """The options of groups that a step checks if they have changed: all except the learning rate."""
+        names = [name for name in self.defaults if name != "lr"]
+        return [group.get(name) for group in groups for name in names]
 
     def _update(self, jobs: list[Job], scale: GradScale) -> None:
         """Create missing states; update parameters by kernels, and the others by PyTorch operations."""
         for job in jobs if self._fused is None else self._fused.rest:
+            signs = self.state_names(job.group)
+            formats = {name: self.state_format(job.group, name) for name in signs}
             for param in job.params:
-                self._ensure_state(job.group, param)
+                self._ensure_state(job.group, param, signs, formats)
         if self._fused is None and any(
             job.may_fuse and self.is_elementwise(job.group) for job in jobs
         ):
@@ -389,15 +396,28 @@ class LowbitOptimizer(torch.optim.Optimizer):
             for step in self.eager_steps:
                 jobs = step.run(self, jobs, scale)
 
-    def _ensure_state(self, group: dict[str, Any], param: Tensor) -> None:
-        """Give a parameter the states that it lacks: all of them, or those of an option that was turned on since."""
+    def _ensure_state(
+        self,
+        group: dict[str, Any],
+        param: Tensor,
+        signs: dict[str, bool],
+        formats: dict[str, str],
+    ) -> None:
+        """Give a parameter the states that it lacks: all of them, or those of an option that was turned on since.
+
+        Args:
+            group: the parameter's group.
+            param: the parameter.
+            signs: `state_names` of the group.
+            formats: the format of each of these states.
+        """
         state = self.state[param]
-        made = states.moved(state, param)
+        made = states.moved(state, param) if state else {}
         if not state:
             made["step"] = states.new_step(param)
-        for name, signed in self.state_names(group).items():
+        for name, signed in signs.items():
             if name not in state:
-                made[name] = states.new_state(param, self.state_format(group, name), signed)
+                made[name] = states.new_state(param, formats[name], signed)
             elif state[name].shape != param.shape:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(param.shape)} had the shape {tuple(state[name].shape)} in earlier "

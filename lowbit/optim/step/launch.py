@@ -111,7 +111,7 @@ class Launch:
         return cls(
             variant=variant,
             indices=[item.param_index for item in items],
-            wrapped=any(item.own is not item.param for item in items),
+            wrapped=not all(map(operator.is_, [i.own for i in items], [i.param for i in items])),
             weights=cls._seen([item.own for item in items]),
             tiles=total,
             locate=copied(fused_step.locate(first, total), device),
@@ -281,22 +281,21 @@ def _fill(row: np.ndarray, optimizer: Any, item: Item, variant: StepVariant) -> 
     """
     group, state = optimizer.param_groups[item.group], optimizer.state[item.param]
     numel = cols = item.numel
-    addresses = {}
+    read: dict[str, Tensor] = {}
     if not isinstance(item.own, LowbitTensor):  # RoundedLaunch.run sets the address of those
-        addresses["param"] = _start(item.own, item)
+        read["param"] = item.own
     for slot, name in enumerate(optimizer.state_names(group)):
         part = local(state[name])
         if isinstance(part, CodebookTensor):
-            addresses[f"state_{slot}"] = _start(part.codes, item)
-            addresses[f"scale_{slot}"] = _start(part.scale, item)
+            read[f"state_{slot}"], read[f"scale_{slot}"] = part.codes, part.scale
             cols = part.cols_of(item.own.shape)
         else:
-            addresses[f"state_{slot}"] = _start(part, item)
-    if states.has_correction(group, item.param):
-        addresses["correction"] = _start(local(state["weight_correction"]), item)
+            read[f"state_{slot}"] = part
+    if variant.rounding == "corrected":
+        read["correction"] = local(state["weight_correction"])
     bits = 0
-    for name, address in addresses.items():
-        row[COLUMN[name]] = address
+    for name, tensor in read.items():  # the addresses of the item's first row
+        row[COLUMN[name]] = address = tensor.data_ptr() + tensor.nbytes // item.rows * item.start
         bits |= address
     if cols % fused_step.TILE == 0:  # rows follow each other without a gap: one long row
         cols = numel
@@ -312,11 +311,6 @@ def _fill(row: np.ndarray, optimizer: Any, item: Item, variant: StepVariant) -> 
             row[COLUMN["run"]], row[COLUMN["stride"]] = run, stride
     packs = "4bit" in variant.formats and cols % 8 != 0 and cols != numel
     return bits | (1 if packs else 0)
-
-
-def _start(tensor: Tensor, item: Item) -> int:
-    """The address of an item's first row in a tensor of its parameter."""
-    return tensor.data_ptr() + tensor.nbytes // item.rows * item.start
 
 
 def _pinned(values: np.ndarray, device: torch.device) -> Tensor:
@@ -397,7 +391,7 @@ def variant(
     scaled: bool = False,
 ) -> StepVariant:
     """A variant, one object for one combination, because kernels are cached by it."""
-    tables = tuple(_table(format, s) for format, s in zip(formats, signed, strict=True))
+    tables = tuple(map(_table, formats, signed))
     return StepVariant(rule, param, grad, formats, signed, stochastic, rounding, scaled, tables)
 
 
