@@ -162,11 +162,11 @@ class LowbitOptimizer(torch.optim.Optimizer):
         return self.moments
 
     def stochastic(self, group: dict[str, Any]) -> dict[str, bool]:
-        """The names of `state_names`, and whether the state is rounded stochastically where it is stored in bfloat16.
-        4 bits always are (`lowbit.numerics.codebook`); other formats round to nearest.
+        """The names of `state_names`, each with True if the state is rounded stochastically in bfloat16. States in 4
+        bits always are (`lowbit.numerics.codebook`). Other formats round to nearest.
 
-        True for slow moments and for those without a sign. A second moment with beta2 = 0.999 shrinks by less than half
-        a unit in the last place in a step, so rounded to nearest it would never shrink.
+        Slow moments and those without a sign are rounded stochastically. A second moment with beta2 = 0.999 shrinks by
+        less than half a unit in the last place in a step. Rounded to nearest, it would never shrink.
         """
         signs = self.state_names(group)
         return {name: not signed or name in self.slow_moments for name, signed in signs.items()}
@@ -180,8 +180,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
         return None
 
     def is_elementwise(self, group: dict[str, Any]) -> bool:
-        """Whether the kernel of `rule` makes the whole step of this group. False: one of `eager_steps` makes it, with
-        kernels or without."""
+        """True if the kernel of `rule` makes the whole step of this group. Otherwise one of `eager_steps` makes it,
+        with kernels or without."""
         return True
 
     def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
@@ -272,10 +272,10 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether torch.amp.GradScaler leaves unscaling and skipping to `step`.
+        """True if torch.amp.GradScaler leaves unscaling and skipping to `step`.
 
-        True if a parameter is float16, because the scaler refuses to unscale float16 gradients. Not always True,
-        because Lightning refuses to clip gradients where it is.
+        It does if a parameter is float16, because the scaler refuses to unscale float16 gradients. It does not in
+        general, because Lightning then refuses to clip gradients.
         """
         params = (p for group in self.param_groups for p in group["params"])
         return any(p.dtype == torch.float16 for p in params)
@@ -287,12 +287,10 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: a gradient is sparse or of another shape than its parameter, or a parameter has another shape
-                than in earlier steps. This parameter has not changed then.
+                than in earlier steps. This parameter has not changed then. With `step_in_backward`: several backwards
+                have stepped a parameter since the last call, or since `zero_grad`.
             ValueError, TypeError: an option set since the last step is not accepted, or groups disagree in an option
                 that concerns all gradients together. Nothing has changed then.
-
-        With `step_in_backward`, RuntimeError as well if several backwards have stepped a parameter since the last call,
-        or since `zero_grad`.
         """
         if self._in_backward is not None and getattr(self, "grad_scale", None) is not None:
             raise RuntimeError(
@@ -439,9 +437,9 @@ class LowbitOptimizer(torch.optim.Optimizer):
         """Load a checkpoint of this optimizer in any state format, or of its namesake in torch.optim, torchao.optim or
         bitsandbytes.optim (`lowbit.optim.state.foreign`).
 
-        Options come from the checkpoint, as with torch.optim, except `state`: the format stays this optimizer's, and
-        states are converted to it. They are copies: the checkpoint's tensors are not shared. The next step warns once
-        if its implementation, compiled or not, is another than that of the checkpoint's last step.
+        Options come from the checkpoint, as with torch.optim, except `state`: the optimizer keeps its own format and
+        converts the states to it. It copies the checkpoint's tensors. The next step warns once if the implementation
+        (compiled or not) differs from that of the checkpoint's last step.
 
         Raises:
             ValueError, TypeError: the checkpoint doesn't fit. Nothing has changed then.

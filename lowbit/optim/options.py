@@ -41,12 +41,12 @@ class CommonOptions(TypedDict, total=False):
         skip_nonfinite: a step whose gradients hold a NaN or an infinity changes nothing: no weight, state or step
             counter. False by default.
         seed: seed of the random bits. 0 by default.
-        fused: whether a compiled kernel updates parameters on an NVIDIA GPU or a CPU. None: a kernel where it applies,
-            compiled at first use and kept on disk; elsewhere PyTorch operations, which are several times slower. False:
-            PyTorch operations always. True: the kernel always; where it does not apply, an error that says why. For a
-            CPU the machine's C++ compiler (`$CXX`, or c++, g++ or clang++ on the path) compiles it, in about a second
-            for each format and dtype; without a compiler a warning says so once. float64 weights are updated by PyTorch
-            operations, low-bit weights by a kernel and by the PyTorch operations that decode and round them.
+        fused: chooses between a compiled kernel, on an NVIDIA GPU or a CPU, and PyTorch operations, which are several
+            times slower. None: a kernel where one applies, compiled at first use and kept on disk, PyTorch operations
+            elsewhere. False: PyTorch operations always. True: a kernel always; where none applies, an error says why.
+            For a CPU the machine's C++ compiler (`$CXX`, or c++, g++ or clang++ on the path) compiles the kernel, in
+            about a second for each format and dtype. Without a compiler a warning says so once. PyTorch operations
+            update float64 weights, and decode and round low-bit weights before and after their kernel.
         foreach: accepted without effect; as in torch.optim, not together with `fused`.
         capturable: accepted without effect: a step can always be captured in a CUDA graph, after one step with the same
             gradients, which creates the states. The host waits for the GPU only if the step may be skipped and PyTorch
@@ -226,7 +226,7 @@ _COMMON: dict[str, Check] = {
 def check_param(name: str, param: Any) -> None:
     """Raise TypeError for a parameter of a dtype that cannot be trained, called `name` in the message if not empty."""
     if not isinstance(param, Tensor) or param.dtype in FLOATS:
-        return  # torch.optim refuses anything that is no tensor
+        return  # torch.optim refuses anything that is not a tensor
     label = f"{'parameter ' + repr(name) if name else 'a parameter'} of shape {tuple(param.shape)}"
     if param.is_complex():
         way_out = "optimize its real view: torch.view_as_real(param)"

@@ -64,7 +64,7 @@ def reference(
 
 
 class SGD(LowbitOptimizer):
-    """`torch.optim.SGD` with its momentum in few bits. Without momentum there is no state but the step counter.
+    """`torch.optim.SGD` with its momentum in few bits. Without momentum its only state is the step counter.
 
     Args:
         params: parameters, (name, parameter) pairs, or groups (dicts with "params" and any option below).

@@ -123,7 +123,7 @@ class FusedStep:
     # ---- each step ------------------------------------------------------------------------------------------
 
     def holds(self, optimizer: Any) -> bool:
-        """Whether this still describes the optimizer; if so, it takes the gradients of this step.
+        """True if this still describes the optimizer. The launches then take the gradients of this step.
 
         This is most of the host's work in a step. Compiled code asks each weight, state and gradient
         (`lowbit_kernels.runtime.tensor_memory`); for the rest Python loops would take longer than `map` and `compress`.
@@ -150,7 +150,7 @@ class FusedStep:
         return self._take_gradients(groups, params)
 
     def _states_hold(self, optimizer: Any) -> bool:
-        """Whether the states are the same tensor objects as before, each in the same memory."""
+        """True if the states are the same tensor objects as before, each in the same memory."""
         if self._watch is not None:
             return self._watch.holds(optimizer.state)
         if len(optimizer.state) != len(self._is_taken):

@@ -131,8 +131,8 @@ class Launch:
     # ---- each step ------------------------------------------------------------------------------------------
 
     def holds(self, params: list[Any]) -> bool:
-        """Whether weights and gradients are as before, the gradients perhaps elsewhere. If so, takes the gradients,
-        except those of a wrapped launch: ranks may first have to exchange data for them.
+        """True if weights and gradients are as before; only the gradients' addresses may differ. The launch then takes
+        the gradients. A wrapped launch does not yet: ranks may first have to exchange data for its gradients.
 
         Args:
             params: the parameters of this launch.
@@ -171,7 +171,7 @@ class Launch:
             found: their memory, if it has been read.
 
         Returns:
-            Whether all gradients have memory. A gradient may have been resized to none.
+            True if all gradients have memory. A gradient may have been resized to none.
         """
         found = found or tensor_memory.read(grads)
         if found is None or not found.are_contiguous or any(map(Tensor.is_neg, grads)):
@@ -372,8 +372,8 @@ def scaled(v: StepVariant) -> StepVariant:
 
 @functools.cache
 def has_own_memory(kind: type) -> bool:
-    """Whether the values of a class of tensors are at their `data_ptr`. Classes that dispatch operations themselves,
-    such as wrappers around other tensors and fake tensors, have none there."""
+    """True if tensors of a class hold their values at `data_ptr`. Classes that dispatch operations themselves, such as
+    wrappers around other tensors and fake tensors, do not."""
     if not issubclass(kind, Tensor):
         return False
     return kind.__torch_dispatch__ is Tensor.__torch_dispatch__

@@ -151,9 +151,9 @@ class Batch:
     """In the job."""
     exchange: Exchange | None
     is_local: bool
-    """Whether each rank holds whole matrices."""
+    """True if each rank holds whole matrices."""
     dtype: torch.dtype
-    """Of U."""
+    """The dtype of U."""
     directions: list[HalfLaunch] = field(default_factory=list)
     descents: list[HalfLaunch] = field(default_factory=list)
     eager: list[int] = field(default_factory=list)
@@ -267,7 +267,7 @@ def _layout(param: Tensor) -> Any:
 
 
 def _holds_whole(param: Tensor, stacked: bool) -> bool:
-    """Whether a rank's part of a parameter consists of whole matrices."""
+    """True if a rank's part of a parameter consists of whole matrices."""
     if not is_dtensor(param):
         return True
     from torch.distributed.tensor import Shard
