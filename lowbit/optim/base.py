@@ -346,7 +346,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
         rates = [group["lr"] for group in self.param_groups]
         if self.state or any(isinstance(lr, Tensor) and lr.device.type != "cpu" for lr in rates):
             return []
-        if any(float(lr) != 0 for lr in rates):
+        if any(map(float, rates)):
             return []
         params = (local(p) for group in self.param_groups for p in group["params"])
         found = (p.random_offsets() for p in params if isinstance(p, LowbitTensor))

@@ -154,7 +154,7 @@ class StepVariant:
             if table is not None:
                 values.append(table.values)
                 cells.append(_kernel_cells(table, signed))
-        return np.concatenate([*(v.view(np.uint32) for v in values), *cells])
+        return np.concatenate([*[v.view(np.uint32) for v in values], *cells])
 
     def source(
         self, primitives: str = "runtime/ptx.cuh", kernel: str = "elementwise/fused_step.cu"

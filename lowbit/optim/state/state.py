@@ -56,7 +56,7 @@ def new_state(param: Tensor, format: str, signed: bool) -> Tensor:
     else:
         dtype = torch.float32 if format == "fp32" else torch.bfloat16
         zeros = torch.zeros(part.shape, dtype=dtype, device=part.device)
-    return like_param(param, zeros)
+    return zeros if part is param else like_param(param, zeros)
 
 
 def new_step(param: Tensor, count: float = 0) -> Tensor:

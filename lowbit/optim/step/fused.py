@@ -69,11 +69,11 @@ class FusedStep:
             may_fuse = optimizer.is_elementwise(job.group) and job.may_fuse
             choice = KernelChoice(optimizer, job.group) if may_fuse else None
             for param, index, grad in zip(job.params, job.indices, job.grads, strict=True):
-                found = choice.variant(param, grad) if choice else None
+                own = states.memory(param)
+                found = choice.variant(param, own, grad) if choice else None
                 if found is None:
                     rest.add(param, index, grad)
                 else:
-                    own = states.memory(param)
                     item = Item(param, own, numbers[id(job.group)], index, grad)
                     kind = RoundedLaunch if isinstance(own, LowbitTensor) else Launch
                     batches[kind, found, own.device].append(item)
@@ -231,21 +231,22 @@ class KernelChoice:
         self._rule, self._signs = optimizer.rule(group), optimizer.state_names(group)
         self._of_states = tuple(self._signs.values()), tuple(optimizer.stochastic(group).values())
         # Many parameters have the same answers.
+        self._rounding = functools.cache(functools.partial(rounding_of, group))
         self._device_obstacle = functools.cache(device_obstacle)
         self._not_compiled = functools.cache(functools.partial(not_compiled, group))
 
-    def variant(self, param: Tensor, grad: Tensor) -> StepVariant | None:
-        """The kernel to compile for a parameter; None where no kernel applies.
+    def variant(self, param: Tensor, own: Tensor, grad: Tensor) -> StepVariant | None:
+        """The kernel to compile for a parameter; None where no kernel applies. Arguments are those of `obstacle`.
 
         Raises:
             RuntimeError: no kernel applies, and the group has `fused=True`.
         """
-        own, formats = states.memory(param), self.formats(param)
+        formats = self.formats(param)
         reason = self.obstacle(param, own, grad, formats)
         if reason is None:
             # A weight that rounds itself is given float32 values.
             dtype = torch.float32 if isinstance(own, LowbitTensor) else own.dtype
-            rounding = rounding_of(self.group, dtype)
+            rounding = self._rounding(dtype)
             found = variant(self._rule, dtype, grad.dtype, formats, *self._of_states, rounding)
             reason = scattered(found, param) or self._not_compiled(own.device, found)
             if reason is None:
@@ -256,7 +257,7 @@ class KernelChoice:
     def formats(self, param: Tensor) -> tuple[str, ...]:
         """The kernel's names of the formats of a parameter's states; "" for a state that it cannot read."""
         state = self._state[param]
-        return tuple([kernel_format(local(state[name])) for name in self._signs])
+        return tuple(map(kernel_format, map(local, map(state.__getitem__, self._signs))))
 
     def obstacle(
         self, param: Tensor, own: Tensor, grad: Tensor, formats: tuple[str, ...]

@@ -108,19 +108,20 @@ class Launch:
         rows[:, COLUMN["first_tile"]] = first
         total = int(counts.sum())
         scratch, table = (len(pieces), fused_step.SCALARS_WORDS), torch.from_numpy(words)
+        params, owned, _, indices, grads, *_ = map(list, zip(*items, strict=True))
         return cls(
             variant=variant,
-            indices=[item.param_index for item in items],
-            wrapped=not all(map(operator.is_, [i.own for i in items], [i.param for i in items])),
-            weights=cls._seen([item.own for item in items]),
+            indices=indices,
+            wrapped=not all(map(operator.is_, owned, params)),
+            weights=cls._seen(owned),
             tiles=total,
             locate=copied(fused_step.locate(first, total), device),
             scalars=torch.empty(scratch, dtype=torch.int64, device=device),
             words=words,
             table=table if device.type == "cpu" else torch.empty_like(table, device=device),
             others=others,
-            params=[item.param for item in items],
-            grads=[item.grad for item in items],
+            params=params,
+            grads=grads,
         )
 
     @staticmethod
