@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
@@ -31,7 +32,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lowbit.optim.base import LowbitOptimizer
-from lowbit.optim.options import CommonOptions, check_betas, check_flag, check_nonnegative
+from lowbit.optim.options import Check, CommonOptions, check_betas, check_flag, check_nonnegative
 
 if TYPE_CHECKING:
     from lowbit_kernels.elementwise.fused_step import Rule
@@ -98,23 +99,18 @@ class AdamBase(LowbitOptimizer):
     """The common part of AdamW and Adam: everything except where the weight decay goes (`decoupled`)."""
 
     moments: ClassVar[dict[str, bool]] = {"exp_avg": True, "exp_avg_sq": False}
+    options: ClassVar[Mapping[str, Check]] = {
+        "eps": check_nonnegative,
+        "weight_decay": check_nonnegative,
+        "betas": check_betas(2),
+        "amsgrad": check_flag,
+        "maximize": check_flag,
+    }
     reference = staticmethod(reference)
     decoupled: ClassVar[bool]
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
-        for name in ("eps", "weight_decay"):
-            check_nonnegative(name, group[name])
-            group[name] = float(group[name])
-        group["betas"] = check_betas(group["betas"], 2)
-        check_flag("amsgrad", group["amsgrad"])
-        check_flag("maximize", group["maximize"])
-        group["decoupled_weight_decay"] = self.decoupled
-
-    def fix_group(self, group: dict[str, Any]) -> None:
-        super().fix_group(group)
-        group.setdefault("amsgrad", False)
-        group.setdefault("maximize", False)
         group["decoupled_weight_decay"] = self.decoupled
 
     def state_names(self, group: dict[str, Any]) -> dict[str, bool]:
@@ -225,22 +221,16 @@ class AdamW(AdamBase):
         super().__init__(params, options, common)
 
 
-class AdamW4bit(AdamW):
+class AdamW4bit(AdamW, state="4bit"):
     """`AdamW(..., state="4bit")`: 1.06 bytes of state an element where torch.optim.AdamW takes 8."""
 
-    default_state = "4bit"
 
-
-class AdamW8bit(AdamW):
+class AdamW8bit(AdamW, state="8bit"):
     """`AdamW(..., state="8bit")`: 2.03 bytes of state an element where torch.optim.AdamW takes 8."""
 
-    default_state = "8bit"
 
-
-class AdamWFp8(AdamW):
+class AdamWFp8(AdamW, state="float8"):
     """`AdamW(..., state="float8")`: 2.03 bytes of state an element where torch.optim.AdamW takes 8."""
-
-    default_state = "float8"
 
 
 class Adam(AdamBase):
@@ -279,19 +269,13 @@ class Adam(AdamBase):
         super().__init__(params, options, common)
 
 
-class Adam4bit(Adam):
+class Adam4bit(Adam, state="4bit"):
     """`Adam(..., state="4bit")`: 1.06 bytes of state an element where torch.optim.Adam takes 8."""
 
-    default_state = "4bit"
 
-
-class Adam8bit(Adam):
+class Adam8bit(Adam, state="8bit"):
     """`Adam(..., state="8bit")`: 2.03 bytes of state an element where torch.optim.Adam takes 8."""
 
-    default_state = "8bit"
 
-
-class AdamFp8(Adam):
+class AdamFp8(Adam, state="float8"):
     """`Adam(..., state="float8")`: 2.03 bytes of state an element where torch.optim.Adam takes 8."""
-
-    default_state = "float8"

@@ -37,6 +37,7 @@ mantissa. So in every format except "fp32" the slow moment is bfloat16, rounded 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
@@ -45,7 +46,7 @@ from torch.optim.optimizer import ParamsT
 
 from lowbit.optim.adam import largest_ratio
 from lowbit.optim.base import LowbitOptimizer
-from lowbit.optim.options import CommonOptions, check_betas, check_flag, check_nonnegative
+from lowbit.optim.options import Check, CommonOptions, check_betas, check_flag, check_nonnegative
 
 if TYPE_CHECKING:
     from lowbit_kernels.elementwise.fused_step import Rule
@@ -114,6 +115,14 @@ def _inverse_log(beta: float) -> float:
     return 1 / math.log(beta) if beta > 0 else 0.0
 
 
+def _check_warmup(name: str, steps: Any) -> int | None:
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise ValueError(
+            f"{name} must be a number of steps, an int above 0, or None for no warmup; got {steps!r}"
+        )
+    return steps
+
+
 class AdEMAMix(LowbitOptimizer):
     """AdEMAMix with its states in few bits.
 
@@ -144,6 +153,14 @@ class AdEMAMix(LowbitOptimizer):
         "exp_avg_sq": False,
     }
     slow_moments = frozenset({"exp_avg_slow"})
+    options: ClassVar[Mapping[str, Check]] = {
+        "alpha": check_nonnegative,
+        "eps": check_nonnegative,
+        "weight_decay": check_nonnegative,
+        "t_alpha_beta3": _check_warmup,
+        "betas": check_betas(3),
+        "maximize": check_flag,
+    }
 
     def __init__(
         self,
@@ -166,25 +183,6 @@ class AdEMAMix(LowbitOptimizer):
             "maximize": maximize,
         }
         super().__init__(params, options, common)
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        super().check_group(group)
-        for name in ("alpha", "eps", "weight_decay"):
-            check_nonnegative(name, group[name])
-            group[name] = float(group[name])
-        warmup = group["t_alpha_beta3"]
-        if warmup is not None and (
-            isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1
-        ):
-            raise ValueError(
-                f"t_alpha_beta3 must be a number of steps, an int above 0, or None for no warmup; got {warmup!r}"
-            )
-        group["betas"] = check_betas(group["betas"], 3)
-        check_flag("maximize", group["maximize"])
-
-    def fix_group(self, group: dict[str, Any]) -> None:
-        super().fix_group(group)
-        group.setdefault("maximize", False)
 
     def state_format(self, group: dict[str, Any], name: str) -> str:
         if name == "exp_avg_slow" and group["state"] != "fp32":
@@ -236,19 +234,13 @@ c[8] = largest;
 """
 
 
-class AdEMAMix4bit(AdEMAMix):
+class AdEMAMix4bit(AdEMAMix, state="4bit"):
     """`AdEMAMix(..., state="4bit")`: 3.06 bytes of state an element instead of 12."""
 
-    default_state = "4bit"
 
-
-class AdEMAMix8bit(AdEMAMix):
+class AdEMAMix8bit(AdEMAMix, state="8bit"):
     """`AdEMAMix(..., state="8bit")`: 4.03 bytes of state an element instead of 12."""
 
-    default_state = "8bit"
 
-
-class AdEMAMixFp8(AdEMAMix):
+class AdEMAMixFp8(AdEMAMix, state="float8"):
     """`AdEMAMix(..., state="float8")`: 4.03 bytes of state an element instead of 12."""
-
-    default_state = "float8"

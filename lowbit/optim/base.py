@@ -14,11 +14,11 @@ same formula as C++ for the kernels, `rule`, is optional. A subclass may be in a
             momentum.lerp_(grad, 1 - beta)
             param.sub_(momentum.sign() * lr)
 
-`check_group` checks the algorithm's options; a step calls it again if one has changed:
+`options` names the check of each option of the algorithm; a step calls them again if an option has changed:
 
-        def check_group(self, group):
-            super().check_group(group)
-            check_nonnegative("beta", group["beta"])  # of lowbit.optim.options
+        options: ClassVar = {"beta": check_below_one}  # of lowbit.optim.options
+
+A variant with another default of `state` is `class SignSGD4bit(SignSGD, state="4bit")`.
 
 The base provides the rest:
 
@@ -49,10 +49,12 @@ from torch.optim.optimizer import ParamsT
 from lowbit.optim.options import (
     COMMON_DEFAULTS,
     KEPT_ON_LOADING,
+    Check,
     CommonOptions,
     check_common,
     check_nonnegative,
     check_number,
+    check_options,
     check_param,
     check_shared,
 )
@@ -102,6 +104,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
     moments: ClassVar[dict[str, bool]]
     """Names of the state tensors, and whether their values have a sign."""
+    options: ClassVar[Mapping[str, Check]] = {}
+    """The algorithm's own options that are checked, each with its check (`lowbit.optim.options`)."""
     slow_moments: ClassVar[frozenset[str]] = frozenset()
     """Moments with a sign that change too little in a step to be rounded to nearest, see `stochastic`."""
     default_state: ClassVar[str] = "8bit"
@@ -123,8 +127,11 @@ class LowbitOptimizer(torch.optim.Optimizer):
     _in_backward: Any = None  # the handle of step_in_backward
     _checked: Sequence[Any] = ()  # the options of all groups, as they were checked last
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, state: str | None = None, **kwargs: Any) -> None:
+        """`state` sets `default_state`: a variant of an optimizer is a class with this one difference."""
         super().__init_subclass__(**kwargs)
+        if state is not None:
+            cls.default_state = state
         cls.__doc__ = described(cls)
 
     def __init__(self, params: ParamsT, options: dict[str, Any], common: CommonOptions) -> None:
@@ -155,11 +162,11 @@ class LowbitOptimizer(torch.optim.Optimizer):
         return self.moments
 
     def stochastic(self, group: dict[str, Any]) -> dict[str, bool]:
-        """The names of `state_names`, and whether the state is rounded stochastically where it is stored in bfloat16.
-        4 bits always are (`lowbit.numerics.codebook`); other formats round to nearest.
+        """The names of `state_names`, each with True if the state is rounded stochastically in bfloat16. States in 4
+        bits always are (`lowbit.numerics.codebook`). Other formats round to nearest.
 
-        True for slow moments and for those without a sign. A second moment with beta2 = 0.999 shrinks by less than half
-        a unit in the last place in a step, so rounded to nearest it would never shrink.
+        Slow moments and those without a sign are rounded stochastically. A second moment with beta2 = 0.999 shrinks by
+        less than half a unit in the last place in a step. Rounded to nearest, it would never shrink.
         """
         signs = self.state_names(group)
         return {name: not signed or name in self.slow_moments for name, signed in signs.items()}
@@ -173,8 +180,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
         return None
 
     def is_elementwise(self, group: dict[str, Any]) -> bool:
-        """Whether the kernel of `rule` makes the whole step of this group. False: one of `eager_steps` makes it, with
-        kernels or without."""
+        """True if the kernel of `rule` makes the whole step of this group. Otherwise one of `eager_steps` makes it,
+        with kernels or without."""
         return True
 
     def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
@@ -191,11 +198,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise for an option that is not accepted; put options into their normal form."""
         check_common(group)
-
-    def fix_group(self, group: dict[str, Any]) -> None:
-        """Add the options that a loaded group lacks, such as one of torch.optim."""
-        for name, value in COMMON_DEFAULTS.items():
-            group.setdefault(name, value)
+        check_options(group, self.options)
 
     def _check_definition(self, group: dict[str, Any]) -> None:
         """Raise TypeError for a subclass whose formula a step could not call. `group`: the default options."""
@@ -263,15 +266,16 @@ class LowbitOptimizer(torch.optim.Optimizer):
             self.check_group(param_group)
             check_shared(param_group, self.param_groups)
         super().add_param_group(param_group)
+        self._checked = [*self._checked, *self._options_of(self.param_groups[-1:])]
 
     # ---- the step -------------------------------------------------------------------------------------------
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether torch.amp.GradScaler leaves unscaling and skipping to `step`.
+        """True if torch.amp.GradScaler leaves unscaling and skipping to `step`.
 
-        True if a parameter is float16, because the scaler refuses to unscale float16 gradients. Not always True,
-        because Lightning refuses to clip gradients where it is.
+        It does if a parameter is float16, because the scaler refuses to unscale float16 gradients. It does not in
+        general, because Lightning then refuses to clip gradients.
         """
         params = (p for group in self.param_groups for p in group["params"])
         return any(p.dtype == torch.float16 for p in params)
@@ -283,12 +287,10 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: a gradient is sparse or of another shape than its parameter, or a parameter has another shape
-                than in earlier steps. This parameter has not changed then.
+                than in earlier steps. This parameter has not changed then. With `step_in_backward`: several backwards
+                have stepped a parameter since the last call, or since `zero_grad`.
             ValueError, TypeError: an option set since the last step is not accepted, or groups disagree in an option
                 that concerns all gradients together. Nothing has changed then.
-
-        With `step_in_backward`, RuntimeError as well if several backwards have stepped a parameter since the last call,
-        or since `zero_grad`.
         """
         if self._in_backward is not None and getattr(self, "grad_scale", None) is not None:
             raise RuntimeError(
@@ -344,7 +346,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
         rates = [group["lr"] for group in self.param_groups]
         if self.state or any(isinstance(lr, Tensor) and lr.device.type != "cpu" for lr in rates):
             return []
-        if any(float(lr) != 0 for lr in rates):
+        if any(map(float, rates)):
             return []
         params = (local(p) for group in self.param_groups for p in group["params"])
         found = (p.random_offsets() for p in params if isinstance(p, LowbitTensor))
@@ -356,8 +358,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
             # The value of a tensor is not checked, because reading it waits for the device.
             check = check_number if isinstance(group["lr"], Tensor) else check_nonnegative
             check("lr", group["lr"])
-        names = [name for name in self.defaults if name != "lr"]
-        found = [group.get(name) for group in self.param_groups for name in names]
+        found = self._options_of(self.param_groups)
         if len(found) == len(self._checked) and all(map(operator.is_, found, self._checked)):
             return
         made = [{**group, "lr": 0.0} for group in self.param_groups]
@@ -366,13 +367,20 @@ class LowbitOptimizer(torch.optim.Optimizer):
         check_shared(made[0], made[1:])
         for group, checked in zip(self.param_groups, made, strict=True):
             group.update({**checked, "lr": group["lr"]})
-        self._checked = [group[name] for group in self.param_groups for name in names]
+        self._checked = self._options_of(self.param_groups)
+
+    def _options_of(self, groups: list[dict[str, Any]]) -> list[Any]:
+        """The options of groups that a step checks if they have changed: all except the learning rate."""
+        names = [name for name in self.defaults if name != "lr"]
+        return [group.get(name) for group in groups for name in names]
 
     def _update(self, jobs: list[Job], scale: GradScale) -> None:
         """Create missing states; update parameters by kernels, and the others by PyTorch operations."""
         for job in jobs if self._fused is None else self._fused.rest:
+            signs = self.state_names(job.group)
+            formats = {name: self.state_format(job.group, name) for name in signs}
             for param in job.params:
-                self._ensure_state(job.group, param)
+                self._ensure_state(job.group, param, signs, formats)
         if self._fused is None and any(
             job.may_fuse and self.is_elementwise(job.group) for job in jobs
         ):
@@ -386,15 +394,28 @@ class LowbitOptimizer(torch.optim.Optimizer):
             for step in self.eager_steps:
                 jobs = step.run(self, jobs, scale)
 
-    def _ensure_state(self, group: dict[str, Any], param: Tensor) -> None:
-        """Give a parameter the states that it lacks: all of them, or those of an option that was turned on since."""
+    def _ensure_state(
+        self,
+        group: dict[str, Any],
+        param: Tensor,
+        signs: dict[str, bool],
+        formats: dict[str, str],
+    ) -> None:
+        """Give a parameter the states that it lacks: all of them, or those of an option that was turned on since.
+
+        Args:
+            group: the parameter's group.
+            param: the parameter.
+            signs: `state_names` of the group.
+            formats: the format of each of these states.
+        """
         state = self.state[param]
-        made = states.moved(state, param)
+        made = states.moved(state, param) if state else {}
         if not state:
             made["step"] = states.new_step(param)
-        for name, signed in self.state_names(group).items():
+        for name, signed in signs.items():
             if name not in state:
-                made[name] = states.new_state(param, self.state_format(group, name), signed)
+                made[name] = states.new_state(param, formats[name], signed)
             elif state[name].shape != param.shape:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(param.shape)} had the shape {tuple(state[name].shape)} in earlier "
@@ -416,9 +437,9 @@ class LowbitOptimizer(torch.optim.Optimizer):
         """Load a checkpoint of this optimizer in any state format, or of its namesake in torch.optim, torchao.optim or
         bitsandbytes.optim (`lowbit.optim.state.foreign`).
 
-        Options come from the checkpoint, as with torch.optim, except `state`: the format stays this optimizer's, and
-        states are converted to it. They are copies: the checkpoint's tensors are not shared. The next step warns once
-        if its implementation, compiled or not, is another than that of the checkpoint's last step.
+        Options come from the checkpoint, as with torch.optim, except `state`: the optimizer keeps its own format and
+        converts the states to it. It copies the checkpoint's tensors. The next step warns once if the implementation
+        (compiled or not) differs from that of the checkpoint's last step.
 
         Raises:
             ValueError, TypeError: the checkpoint doesn't fit. Nothing has changed then.
@@ -453,7 +474,6 @@ class LowbitOptimizer(torch.optim.Optimizer):
         for own, saved in zip(self.param_groups, saved_groups, strict=True):
             group = {**own, **deepcopy({k: v for k, v in saved.items() if k != "params"})}
             group.update({name: own[name] for name in ("params", *KEPT_ON_LOADING)})
-            self.fix_group(group)
             self.check_group(group)
             check_shared(group, groups)
             groups.append(group)
@@ -500,8 +520,6 @@ class LowbitOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._fused, self.stepped_by = None, SteppedBy()
-        for group in self.param_groups:
-            self.fix_group(group)
 
     def state_bytes(self) -> int:
         """Bytes that the states take on this rank now. States are created at the first step."""

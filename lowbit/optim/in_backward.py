@@ -45,9 +45,9 @@ def step_in_backward(
 ) -> StepInBackward:
     """From now on step each parameter of `optimizer` during backward, and free its gradient (`param.grad` is None).
 
-    The gradients in memory are at most those of one bucket and of one more parameter. Every backward is a step: there
-    is no accumulation over several. `optimizer.step()` may stay in the loop, where learning-rate schedulers expect it,
-    and raises if several backwards came before it.
+    The gradients in memory are at most those of one bucket and of one more parameter. Every backward is a step:
+    gradients do not accumulate. `optimizer.step()` may stay in the loop, where learning-rate schedulers expect it. It
+    raises if several backwards came before it.
 
         optimizer = lowbit.optim.AdamW8bit(model.parameters(), lr=1e-3)
         lowbit.optim.step_in_backward(optimizer)
@@ -64,7 +64,7 @@ def step_in_backward(
     gradient comes in several parts, since its block is used twice, is refused with a RuntimeError in backward.
 
     Args:
-        optimizer: any of `lowbit.optim`, but for `CPUOffloadOptimizer`, which has its own way.
+        optimizer: any of `lowbit.optim` except `CPUOffloadOptimizer`, which has `offload_gradients=True`.
         bucket_mib: MiB of gradients, of this rank, that are stepped together. Small buckets cost more launches.
 
     Returns:
@@ -311,7 +311,7 @@ def _wait_for(param: Any, stream: Any) -> None:
 
 
 def _runs_inside_another() -> bool:
-    """Whether the backward that calls the hook is run by a node of another one, as reentrant checkpoints do.
+    """True if a node of another backward runs the one that calls the hook, as reentrant checkpoints do.
 
     torch does not say so while a backward runs. Python's frames do: a function that a backward calls, or another
     backward, lies below the innermost backward. On a thread that computes for a GPU the outermost has no frame.

@@ -30,13 +30,14 @@ The loss of a small network (500 steps) is within 1.5% of that with float32 stat
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lowbit.optim.base import LowbitOptimizer
-from lowbit.optim.options import CommonOptions, check_betas, check_flag, check_nonnegative
+from lowbit.optim.options import Check, CommonOptions, check_betas, check_flag, check_nonnegative
 
 if TYPE_CHECKING:
     from lowbit_kernels.elementwise.fused_step import Rule
@@ -89,6 +90,11 @@ class Lion(LowbitOptimizer):
     """
 
     moments: ClassVar[dict[str, bool]] = {"exp_avg": True}
+    options: ClassVar[Mapping[str, Check]] = {
+        "weight_decay": check_nonnegative,
+        "betas": check_betas(2),
+        "maximize": check_flag,
+    }
     reference = staticmethod(reference)
 
     def __init__(
@@ -103,17 +109,6 @@ class Lion(LowbitOptimizer):
     ) -> None:
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, options, common)
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        super().check_group(group)
-        check_nonnegative("weight_decay", group["weight_decay"])
-        group["weight_decay"] = float(group["weight_decay"])
-        group["betas"] = check_betas(group["betas"], 2)
-        check_flag("maximize", group["maximize"])
-
-    def fix_group(self, group: dict[str, Any]) -> None:
-        super().fix_group(group)
-        group.setdefault("maximize", False)
 
     def rule(self, group: dict[str, Any]) -> Rule:
         from lowbit_kernels.elementwise.fused_step import Rule
@@ -137,20 +132,14 @@ c[3] = 1.0 - beta2;
 """
 
 
-class Lion4bit(Lion):
+class Lion4bit(Lion, state="4bit"):
     """`Lion(..., state="4bit")`: 0.53 bytes of state an element instead of 4. Take betas=(0.9, 0.95) with it: 4 bits
     are noisy with beta2 = 0.99 (see `lowbit.optim.lion`)."""
 
-    default_state = "4bit"
 
-
-class Lion8bit(Lion):
+class Lion8bit(Lion, state="8bit"):
     """`Lion(..., state="8bit")`: 1.02 bytes of state an element instead of 4."""
 
-    default_state = "8bit"
 
-
-class LionFp8(Lion):
+class LionFp8(Lion, state="float8"):
     """`Lion(..., state="float8")`: 1.02 bytes of state an element instead of 4."""
-
-    default_state = "float8"

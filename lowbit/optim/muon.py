@@ -23,14 +23,25 @@ that of one process (`lowbit.optim.step.matrix_step`). Parameters that are not h
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lowbit.optim.adam import AdamBase
-from lowbit.optim.options import CommonOptions, check_flag, check_nonnegative, check_number
+from lowbit.optim.options import (
+    Check,
+    CommonOptions,
+    check_below_one,
+    check_choice,
+    check_finite,
+    check_flag,
+    check_nonnegative,
+    check_numbers,
+    check_optional_flag,
+)
 from lowbit.optim.step.eager import EagerStep
 from lowbit.optim.step.job import GradScale, Job, Step
 from lowbit.optim.step.muon_formula import (
@@ -90,6 +101,12 @@ class MatrixStep:
         return [job for job in jobs if not job.group["use_muon"]]
 
 
+def _check_steps(name: str, steps: Any) -> int:
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 100:
+        raise ValueError(f"{name} must be a whole number from 1 to 99, got {steps!r}")
+    return steps
+
+
 # ---- the optimizer ------------------------------------------------------------------------------------------
 
 
@@ -141,6 +158,16 @@ class Muon(AdamBase):
         ValueError, TypeError: an option or a parameter that is not accepted, named with its value.
     """
 
+    options: ClassVar[Mapping[str, Check]] = {
+        **AdamBase.options,
+        "momentum": check_below_one,
+        "nesterov": check_flag,
+        "use_muon": check_optional_flag,
+        "stacked": check_optional_flag,
+        "ns_coefficients": partial(check_numbers, count=3, each=check_finite),
+        "ns_steps": _check_steps,
+        "adjust_lr_fn": partial(check_choice, accepted=(None, "original", "match_rms_adamw")),
+    }
     decoupled = True
     eager_steps: ClassVar[tuple[Step, ...]] = (MatrixStep(), EagerStep())
 
@@ -186,7 +213,7 @@ class Muon(AdamBase):
         for name in ("lr", "weight_decay", "eps"):
             check_nonnegative(f"adamw_{name}", for_adamw[name])
         use_muon = options.pop("use_muon", None)
-        check_flag("use_muon", use_muon, or_none=True)
+        check_optional_flag("use_muon", use_muon)
         if use_muon is None:
             parts: dict[bool, list[Any]] = {True: [], False: []}
             for param in params:
@@ -214,33 +241,8 @@ class Muon(AdamBase):
         super().__setstate__(state)
         self._plans: dict[Any, Any] = {}  # of lowbit.optim.step.matrix_step
 
-    def fix_group(self, group: dict[str, Any]) -> None:
-        super().fix_group(group)
-        group.setdefault("stacked", False)
-
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
-        check_nonnegative("momentum", group["momentum"])
-        if not group["momentum"] < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {group['momentum']!r}")
-        check_flag("nesterov", group["nesterov"])
-        check_flag("use_muon", group["use_muon"], or_none=True)
-        check_flag("stacked", group["stacked"], or_none=True)
-        numbers = group["ns_coefficients"]
-        if not isinstance(numbers, (tuple, list)) or len(numbers) != 3:
-            raise ValueError(f"ns_coefficients must be three numbers, got {numbers!r}")
-        for i, number in enumerate(numbers):
-            check_number(f"ns_coefficients[{i}]", number)
-            if not math.isfinite(number):
-                raise ValueError(f"ns_coefficients[{i}] must be a finite number, got {number!r}")
-        group["ns_coefficients"] = tuple(float(number) for number in numbers)
-        steps = group["ns_steps"]
-        if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 100:
-            raise ValueError(f"ns_steps must be a whole number from 1 to 99, got {steps!r}")
-        if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
-            raise ValueError(
-                f"adjust_lr_fn must be None, 'original' or 'match_rms_adamw', got {group['adjust_lr_fn']!r}"
-            )
         if group["use_muon"]:
             for param in group.get("params", ()):
                 name, tensor = param if isinstance(param, tuple) else ("", param)
@@ -290,20 +292,14 @@ def _check_shape(label: str, param: Tensor, stacked: bool | None) -> None:
         )
 
 
-class Muon4bit(Muon):
+class Muon4bit(Muon, state="4bit"):
     """`Muon(..., state="4bit")`: 0.53 bytes of momentum an element where torch.optim.Muon takes 4; see `Muon` for
     the cost."""
 
-    default_state = "4bit"
 
-
-class Muon8bit(Muon):
+class Muon8bit(Muon, state="8bit"):
     """`Muon(..., state="8bit")`: 1.02 bytes of momentum an element where torch.optim.Muon takes 4."""
 
-    default_state = "8bit"
 
-
-class MuonFp8(Muon):
+class MuonFp8(Muon, state="float8"):
     """`Muon(..., state="float8")`: 1.02 bytes of momentum an element where torch.optim.Muon takes 4."""
-
-    default_state = "float8"

@@ -6,6 +6,8 @@ A check raises before anything has changed. Its message names the value, the acc
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any, TypedDict
 
@@ -14,6 +16,10 @@ from torch import Tensor
 
 from lowbit.numerics.code_range import FLOATS
 from lowbit.optim.state import state as states
+
+Check = Callable[[str, Any], Any]
+"""Takes the name and the value of an option. It returns the value in its normal form, or raises ValueError or TypeError
+for one that is not accepted."""
 
 
 class CommonOptions(TypedDict, total=False):
@@ -35,12 +41,12 @@ class CommonOptions(TypedDict, total=False):
         skip_nonfinite: a step whose gradients hold a NaN or an infinity changes nothing: no weight, state or step
             counter. False by default.
         seed: seed of the random bits. 0 by default.
-        fused: whether a compiled kernel updates parameters on an NVIDIA GPU or a CPU. None: a kernel where it applies,
-            compiled at first use and kept on disk; elsewhere PyTorch operations, which are several times slower. False:
-            PyTorch operations always. True: the kernel always; where it does not apply, an error that says why. For a
-            CPU the machine's C++ compiler (`$CXX`, or c++, g++ or clang++ on the path) compiles it, in about a second
-            for each format and dtype; without a compiler a warning says so once. float64 weights are updated by PyTorch
-            operations, low-bit weights by a kernel and by the PyTorch operations that decode and round them.
+        fused: chooses between a compiled kernel, on an NVIDIA GPU or a CPU, and PyTorch operations, which are several
+            times slower. None: a kernel where one applies, compiled at first use and kept on disk, PyTorch operations
+            elsewhere. False: PyTorch operations always. True: a kernel always; where none applies, an error says why.
+            For a CPU the machine's C++ compiler (`$CXX`, or c++, g++ or clang++ on the path) compiles the kernel, in
+            about a second for each format and dtype. Without a compiler a warning says so once. PyTorch operations
+            update float64 weights, and decode and round low-bit weights before and after their kernel.
         foreach: accepted without effect; as in torch.optim, not together with `fused`.
         capturable: accepted without effect: a step can always be captured in a CUDA graph, after one step with the same
             gradients, which creates the states. The host waits for the GPU only if the step may be skipped and PyTorch
@@ -79,28 +85,20 @@ KEPT_ON_LOADING = ("state", "foreach", "fused")
 
 def check_common(group: dict[str, Any]) -> None:
     """Raise for a learning rate or a common option that is not accepted."""
-    check_nonnegative("lr", group["lr"])
+    rate = check_nonnegative("lr", group["lr"])
     if not isinstance(group["lr"], Tensor):
-        group["lr"] = float(group["lr"])
+        group["lr"] = rate
     if group["state"] not in states.STATE_FORMATS:
         formats = ", ".join(map(repr, states.STATE_FORMATS))
         raise ValueError(f"state must be one of {formats}, got {group['state']!r}")
-    for name in ("bf16_stochastic_round", "skip_nonfinite", "capturable", "differentiable"):
-        check_flag(name, group[name])
-    for name in ("foreach", "fused"):
-        check_flag(name, group[name], or_none=True)
-    if group["weight_correction"] not in (None, "8bit"):
-        raise ValueError(
-            f"weight_correction must be None or '8bit', got {group['weight_correction']!r}"
-        )
+    check_options(group, _COMMON)
     if group["weight_correction"] and group["bf16_stochastic_round"]:
         raise ValueError(
             "weight_correction='8bit' and bf16_stochastic_round=True cannot be asked for together: a corrected "
             "weight loses nothing that stochastic rounding could make up for; leave one out"
         )
     if group["max_grad_norm"] is not None:
-        check_nonnegative("max_grad_norm", group["max_grad_norm"])
-        group["max_grad_norm"] = float(group["max_grad_norm"])
+        group["max_grad_norm"] = check_nonnegative("max_grad_norm", group["max_grad_norm"])
         if not group["max_grad_norm"] > 0:
             raise ValueError("max_grad_norm must be above 0, or None not to clip; got 0")
     if isinstance(group["seed"], bool) or not isinstance(group["seed"], int):
@@ -116,6 +114,12 @@ def check_common(group: dict[str, Any]) -> None:
         )
 
 
+def check_options(group: dict[str, Any], checks: Mapping[str, Check]) -> None:
+    """Check options of a group by a table, and put them into their normal form."""
+    for name, check in checks.items():
+        group[name] = check(name, group[name])
+
+
 def check_shared(group: dict[str, Any], others: list[dict[str, Any]]) -> None:
     """Raise if `group` differs from `others` in an option that concerns all gradients together."""
     for name in SHARED:
@@ -127,11 +131,31 @@ def check_shared(group: dict[str, Any], others: list[dict[str, Any]]) -> None:
                 )
 
 
-def check_nonnegative(name: str, value: Any) -> None:
-    """Raise unless `value` is a number of at least 0 (or a tensor that holds one)."""
+# ---- checks of one option -----------------------------------------------------------------------------------
+
+
+def check_nonnegative(name: str, value: Any) -> float:
+    """A number of at least 0 (or a tensor that holds one) as a float. Raises for anything else."""
     check_number(name, value)
     if not (value >= 0.0 and value < math.inf):  # also for NaN
         raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+    return float(value)
+
+
+def check_below_one(name: str, value: Any) -> float:
+    """A number in [0, 1) as a float. Raises for anything else."""
+    number = check_nonnegative(name, value)
+    if not number < 1.0:
+        raise ValueError(f"{name} must be in [0, 1), got {value!r}")
+    return number
+
+
+def check_finite(name: str, value: Any) -> float:
+    """A finite number as a float. Raises for anything else."""
+    check_number(name, value)
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    return float(value)
 
 
 def check_number(name: str, value: Any) -> None:
@@ -148,29 +172,61 @@ def check_number(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a number, got {value!r}")
 
 
-def check_betas(betas: Any, count: int) -> tuple[float, ...]:
-    """`betas` as floats. Raises unless they are `count` numbers in [0, 1)."""
-    words = {2: "two", 3: "three"}
-    if not isinstance(betas, (tuple, list)) or len(betas) != count:
-        raise ValueError(f"betas must be {words[count]} numbers in [0, 1), got {betas!r}")
-    for i, beta in enumerate(betas):
-        check_nonnegative(f"betas[{i}]", beta)
-        if not beta < 1.0:
-            raise ValueError(f"betas[{i}] must be in [0, 1), got {beta!r}")
-    return tuple(float(beta) for beta in betas)
+def check_numbers(
+    name: str, values: Any, *, count: int, each: Callable[[str, Any], float], of: str = ""
+) -> tuple[float, ...]:
+    """Several numbers as floats. Raises for anything else.
+
+    Args:
+        name: of the option, for messages.
+        values: the option, a tuple or list.
+        count: how many numbers there must be, two or three.
+        each: the check of one number.
+        of: the range of the numbers, for messages: " in [0, 1)".
+    """
+    if not isinstance(values, (tuple, list)) or len(values) != count:
+        words = {2: "two", 3: "three"}[count]
+        raise ValueError(f"{name} must be {words} numbers{of}, got {values!r}")
+    return tuple(each(f"{name}[{i}]", value) for i, value in enumerate(values))
 
 
-def check_flag(name: str, value: Any, *, or_none: bool = False) -> None:
-    """Raise unless `value` is True or False, or None where that is accepted too."""
+def check_betas(count: int) -> Check:
+    """The check of `count` numbers in [0, 1)."""
+    return partial(check_numbers, count=count, each=check_below_one, of=" in [0, 1)")
+
+
+def check_flag(name: str, value: Any, *, or_none: bool = False) -> Any:
+    """`value` if it is True or False, or None where that is accepted too. Raises for anything else."""
     if not isinstance(value, bool) and not (or_none and value is None):
         accepted = "True, False or None" if or_none else "True or False"
         raise TypeError(f"{name} must be {accepted}, got {value!r}")
+    return value
+
+
+def check_choice(name: str, value: Any, *, accepted: Sequence[Any]) -> Any:
+    """`value` if it is one of those accepted. Raises for anything else."""
+    if value not in accepted:
+        *first, last = map(repr, accepted)
+        raise ValueError(f"{name} must be {', '.join(first)} or {last}, got {value!r}")
+    return value
+
+
+check_optional_flag = partial(check_flag, or_none=True)
+_COMMON: dict[str, Check] = {
+    "bf16_stochastic_round": check_flag,
+    "skip_nonfinite": check_flag,
+    "capturable": check_flag,
+    "differentiable": check_flag,
+    "foreach": check_optional_flag,
+    "fused": check_optional_flag,
+    "weight_correction": partial(check_choice, accepted=(None, "8bit")),
+}
 
 
 def check_param(name: str, param: Any) -> None:
     """Raise TypeError for a parameter of a dtype that cannot be trained, called `name` in the message if not empty."""
     if not isinstance(param, Tensor) or param.dtype in FLOATS:
-        return  # torch.optim refuses anything that is no tensor
+        return  # torch.optim refuses anything that is not a tensor
     label = f"{'parameter ' + repr(name) if name else 'a parameter'} of shape {tuple(param.shape)}"
     if param.is_complex():
         way_out = "optimize its real view: torch.view_as_real(param)"

@@ -17,7 +17,7 @@ steps) was less than 0.1% above for momentum = 0.9, and 8% for 0.99.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lowbit.optim.base import LowbitOptimizer
-from lowbit.optim.options import CommonOptions, check_flag, check_nonnegative, check_number
+from lowbit.optim.options import Check, CommonOptions, check_finite, check_flag, check_nonnegative
 
 if TYPE_CHECKING:
     from lowbit_kernels.elementwise.fused_step import Rule
@@ -64,7 +64,7 @@ def reference(
 
 
 class SGD(LowbitOptimizer):
-    """`torch.optim.SGD` with its momentum in few bits. Without momentum there is no state but the step counter.
+    """`torch.optim.SGD` with its momentum in few bits. Without momentum its only state is the step counter.
 
     Args:
         params: parameters, (name, parameter) pairs, or groups (dicts with "params" and any option below).
@@ -84,6 +84,13 @@ class SGD(LowbitOptimizer):
     """
 
     moments: ClassVar[dict[str, bool]] = {"momentum_buffer": True}
+    options: ClassVar[Mapping[str, Check]] = {
+        "momentum": check_nonnegative,
+        "weight_decay": check_nonnegative,
+        "dampening": check_finite,
+        "nesterov": check_flag,
+        "maximize": check_flag,
+    }
     reference = staticmethod(reference)
 
     def __init__(
@@ -104,26 +111,11 @@ class SGD(LowbitOptimizer):
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
-        for name in ("momentum", "weight_decay"):
-            check_nonnegative(name, group[name])
-        dampening = group["dampening"]
-        check_number("dampening", dampening)
-        if not math.isfinite(dampening):
-            raise ValueError(f"dampening must be a finite number, got {dampening!r}")
-        check_flag("nesterov", group["nesterov"])
-        check_flag("maximize", group["maximize"])
-        for name in ("momentum", "dampening", "weight_decay"):
-            group[name] = float(group[name])
         if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
             raise ValueError(
                 "nesterov=True takes a momentum above 0 and dampening=0, got "
                 f"momentum={group['momentum']!r}, dampening={group['dampening']!r}"
             )
-
-    def fix_group(self, group: dict[str, Any]) -> None:
-        super().fix_group(group)
-        group.setdefault("nesterov", False)
-        group.setdefault("maximize", False)
 
     def state_names(self, group: dict[str, Any]) -> dict[str, bool]:
         return self.moments if group["momentum"] else {}
@@ -166,19 +158,13 @@ c[3] = weight_decay;
 """
 
 
-class SGD4bit(SGD):
+class SGD4bit(SGD, state="4bit"):
     """`SGD(..., state="4bit")`: 0.53 bytes of momentum an element where torch.optim.SGD takes 4."""
 
-    default_state = "4bit"
 
-
-class SGD8bit(SGD):
+class SGD8bit(SGD, state="8bit"):
     """`SGD(..., state="8bit")`: 1.02 bytes of momentum an element where torch.optim.SGD takes 4."""
 
-    default_state = "8bit"
 
-
-class SGDFp8(SGD):
+class SGDFp8(SGD, state="float8"):
     """`SGD(..., state="float8")`: 1.02 bytes of momentum an element where torch.optim.SGD takes 4."""
-
-    default_state = "float8"

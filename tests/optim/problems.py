@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
+import io
+
 import torch
 from torch import nn
 
-from lowbit import optim
-
 FORMATS = ["4bit", "8bit", "float8", "bf16", "fp32"]
 LOW = FORMATS[:-1]
-# (class, format), one for each algorithm in each format, and the drop-in names
-DROP_IN = {
-    optim.AdamW4bit: "4bit",
-    optim.AdamW8bit: "8bit",
-    optim.AdamWFp8: "float8",
-    optim.Adam4bit: "4bit",
-    optim.Adam8bit: "8bit",
-    optim.AdamFp8: "float8",
-}
 
 
 def rand(*shape, seed=0, dtype=torch.float32):
@@ -38,6 +29,20 @@ def run(optimizer, params, steps, first=0):
     for step in range(first, first + steps):
         set_grads(params, step)
         optimizer.step()
+
+
+def saved(state_dict):
+    """As read back from a file, by weights_only=True."""
+    buffer = io.BytesIO()
+    torch.save(state_dict, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def copied(cls, params, **options):
+    """An optimizer of copies of the parameters, and the copies."""
+    copies = [nn.Parameter(p.detach().clone()) for p in params]
+    return cls(copies, **options), copies
 
 
 def is_beside(stored, value):

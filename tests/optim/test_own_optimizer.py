@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lowbit.optim import CPUOffloadOptimizer, LowbitOptimizer, dequantize_state_dict
-from lowbit.optim.options import check_flag, check_nonnegative
+from lowbit.optim.options import check_below_one, check_flag, check_nonnegative
 from lowbit.tensor import CodebookTensor
 from lowbit_kernels.elementwise.fused_step import Rule
 from tests.optim.conftest import needs_compiler
@@ -24,6 +24,7 @@ class SignSGD(LowbitOptimizer):
     """The least that an optimizer needs: its states, its options, its formula."""
 
     moments: ClassVar = {"momentum": True}
+    options: ClassVar = {"beta": check_below_one}
 
     def __init__(self, params, lr=1e-3, beta=0.9, **common):
         super().__init__(params, {"lr": lr, "beta": beta}, common)
@@ -38,15 +39,11 @@ class RMSprop(LowbitOptimizer):
     """With a bias correction, an option that is checked, and a rule for the kernels."""
 
     moments: ClassVar = {"square": False}
+    options: ClassVar = {"alpha": check_nonnegative, "centered": check_flag}
 
     def __init__(self, params, lr=1e-2, alpha=0.9, eps=1e-8, centered=False, **common):
         options = {"lr": lr, "alpha": alpha, "eps": eps, "centered": centered}
         super().__init__(params, options, common)
-
-    def check_group(self, group):
-        super().check_group(group)
-        check_nonnegative("alpha", group["alpha"])
-        check_flag("centered", group["centered"])
 
     @staticmethod
     def reference(param, grad, square, *, step, lr, alpha, eps):
@@ -59,6 +56,18 @@ class RMSprop(LowbitOptimizer):
             prepare="c[0] = lr; c[1] = alpha; c[2] = 1.0 - alpha; c[3] = eps; c[4] = 1.0 - pow(alpha, t);",
             update="s[0] = c[1] * s[0] + c[2] * g * g; w -= quotient(g, sqrtf(s[0] / c[4]) + c[3]) * c[0];",
         )
+
+
+class SignSGD4bit(SignSGD, state="4bit"):
+    """A variant: another default of `state`."""
+
+
+def test_a_variant_has_its_format_and_checked_options():
+    (group,) = SignSGD4bit(parameters((4, 4)), beta=0).param_groups
+    assert (group["state"], SignSGD.default_state) == ("4bit", "8bit")
+    assert isinstance(group["beta"], float)
+    with pytest.raises(ValueError, match=r"beta must be in \[0, 1\), got 1"):
+        SignSGD4bit(parameters((4, 4)), beta=1)
 
 
 own = pytest.mark.parametrize("cls", [SignSGD, RMSprop], ids=lambda c: c.__name__)

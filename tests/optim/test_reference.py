@@ -14,16 +14,6 @@ from tests.optim.algorithms import CASES
 from tests.optim.conftest import needs_compiler
 from tests.optim.problems import parameters, rand, relative, set_grads
 
-ADAM = {
-    "AdamW": (optim.AdamW, {}),
-    "AdamW amsgrad": (optim.AdamW, {"amsgrad": True, "weight_decay": 0.3, "maximize": True}),
-    "AdamW no momentum": (optim.AdamW, {"betas": (0.0, 0.5), "eps": 1e-3, "weight_decay": 0.0}),
-    "Adam": (optim.Adam, {"weight_decay": 0.1}),
-    "Adam amsgrad": (optim.Adam, {"amsgrad": True, "maximize": True}),
-}
-ALL = ADAM | CASES
-
-
 # ---- the textbook -------------------------------------------------------------------------------------------
 
 
@@ -87,10 +77,10 @@ def test_the_reference_is_the_textbooks(cls, options):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", CASES)
 def test_the_kernels_rule_is_the_reference(name):
     """Float32 states hold what the kernel computed, so both forms start every step from the same numbers."""
-    cls, options = ALL[name]
+    cls, options = CASES[name]
     params = parameters((97, 131), (13,))
     optimizer = cls(params, lr=0.01, state="fp32", fused=True, **options)
     (group,) = optimizer.param_groups
@@ -114,9 +104,9 @@ def test_the_kernels_rule_is_the_reference(name):
                 assert all(torch.equal(optimizer.state[p][k], v) for k, v in states.items())
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", CASES)
 def test_the_reference_leaves_the_gradient_alone(name):
-    cls, options = ALL[name]
+    cls, options = CASES[name]
     params = [nn.Parameter(rand(5, 7))]
     optimizer = cls(params, lr=0.01, state="fp32", fused=False, **options)
     set_grads(params, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -61,8 +63,38 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("options,error,message", BAD.values(), ids=BAD)
-@pytest.mark.parametrize("cls", [optim.AdamW, optim.Adam4bit], ids=lambda c: c.__name__)
+LION, SGD, MIX, MUON = optim.Lion, optim.SGD, optim.AdEMAMix, optim.Muon
+OWN = [
+    (LION, {"lr": -1.0}, ValueError, r"lr must be.*-1\.0"),
+    (LION, {"betas": 0.9}, ValueError, r"betas must be two numbers in \[0, 1\), got 0\.9"),
+    (LION, {"betas": (0.9, 1.0)}, ValueError, r"betas\[1\] must be in \[0, 1\), got 1\.0"),
+    (LION, {"betas": (0.9, "x")}, TypeError, r"betas\[1\] must be a number, got 'x'"),
+    (LION, {"weight_decay": -0.1}, ValueError, r"weight_decay must be.*-0\.1"),
+    (LION, {"maximize": 1}, TypeError, r"maximize must be True or False, got 1"),
+    (LION, {"state": "int8"}, ValueError, r"'4bit', '8bit', 'float8', 'bf16', 'fp32', got 'int8'"),
+    (SGD, {"momentum": -0.5}, ValueError, r"momentum must be.*-0\.5"),
+    (SGD, {"dampening": "x"}, TypeError, r"dampening must be a number, got 'x'"),
+    (SGD, {"dampening": math.nan}, ValueError, r"dampening must be a finite number, got nan"),
+    (SGD, {"weight_decay": math.inf}, ValueError, r"weight_decay must be.*inf"),
+    (SGD, {"nesterov": 1}, TypeError, r"nesterov must be True or False, got 1"),
+    (SGD, {"nesterov": True}, ValueError, r"takes a momentum above 0.*momentum=0\.0"),
+    (SGD, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, ValueError, r"dampening=0\.1"),
+    (MIX, {"betas": (0.9, 0.99)}, ValueError, r"three numbers.*\(0\.9, 0\.99\)"),
+    (MIX, {"betas": (0.9, 0.99, 1.0)}, ValueError, r"betas\[2\].*got 1\.0"),
+    (MIX, {"alpha": -1.0}, ValueError, r"alpha must be.*-1\.0"),
+    (MIX, {"eps": -1.0}, ValueError, r"eps must be.*-1\.0"),
+    (MIX, {"t_alpha_beta3": 0}, ValueError, r"t_alpha_beta3 must be a number of steps.*got 0"),
+    (MIX, {"t_alpha_beta3": 0.5}, ValueError, r"t_alpha_beta3.*got 0\.5"),
+    (MUON, {"momentum": 1.0}, ValueError, r"momentum must be in \[0, 1\), got 1.0"),
+    (MUON, {"ns_steps": 0}, ValueError, "ns_steps must be a whole number from 1 to 99, got 0"),
+    (MUON, {"ns_coefficients": (1, 2)}, ValueError, "ns_coefficients must be three numbers"),
+    (MUON, {"ns_coefficients": (1, 2, math.nan)}, ValueError, r"ns_coefficients\[2\] must be.*nan"),
+    (MUON, {"adjust_lr_fn": "best"}, ValueError, r"must be None, 'original' or 'match_rms_adamw'"),
+]
+REFUSED = [(cls, *row) for row in BAD.values() for cls in (optim.AdamW, optim.Adam4bit)] + OWN
+
+
+@pytest.mark.parametrize("cls,options,error,message", REFUSED, ids=lambda v: str(v)[:40])
 def test_bad_options_are_refused_as_default_and_in_a_group(cls, options, error, message):
     params = parameters((4, 4))
     with pytest.raises(error, match=message):

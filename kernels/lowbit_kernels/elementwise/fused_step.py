@@ -126,20 +126,18 @@ class StepVariant:
 
     @property
     def uses_codes(self) -> bool:
-        return any(format in ("8bit", "4bit") for format in self.formats)
+        return "8bit" in self.formats or "4bit" in self.formats
 
-    @property
+    @functools.cached_property
     def is_random(self) -> bool:
         """Whether anything is rounded stochastically: the weights, or a state."""
-        each = zip(self.formats, self.stochastic, strict=True)
-        return self.rounding == "stochastic" or any(
-            format == "4bit" or (format == "bf16" and stochastic) for format, stochastic in each
-        )
+        states = zip(self.formats, self.stochastic, strict=True)
+        return self.rounding == "stochastic" or "4bit" in self.formats or ("bf16", True) in states
 
     @functools.cached_property
     def is_scaled(self) -> bool:
         """Whether some state has scales. Then a tile takes enough work that the warps of a block should share tiles."""
-        return any(format in ("float8", "8bit", "4bit") for format in self.formats)
+        return self.uses_codes or "float8" in self.formats
 
     @functools.cached_property
     def threads(self) -> int:
@@ -156,7 +154,7 @@ class StepVariant:
             if table is not None:
                 values.append(table.values)
                 cells.append(_kernel_cells(table, signed))
-        return np.concatenate([*(v.view(np.uint32) for v in values), *cells])
+        return np.concatenate([*[v.view(np.uint32) for v in values], *cells])
 
     def source(
         self, primitives: str = "runtime/ptx.cuh", kernel: str = "elementwise/fused_step.cu"
@@ -172,7 +170,9 @@ class StepVariant:
             "ROUNDING": self.rounding.upper(),
             "SCALED": self.scaled,
             "THREADS": self.threads,
-            "HYPER": " ".join(f"const double {n} = h[{i}];" for i, n in enumerate(self.rule.hyper)),
+            "HYPER": " ".join(
+                [f"const double {n} = h[{i}];" for i, n in enumerate(self.rule.hyper)]
+            ),
             "PREPARE": " ".join(self.rule.prepare.split()),
             "UPDATE": " ".join(self.rule.update.split()),
         }
@@ -189,7 +189,7 @@ class StepVariant:
 
 def _bits(flags: Sequence[bool]) -> int:
     """Bit n is flag n."""
-    return sum(flag << i for i, flag in enumerate(flags))
+    return sum([flag << i for i, flag in enumerate(flags)])
 
 
 def tiles(numel: np.ndarray, cols: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ def program(macros: Mapping[str, object], *parts: str) -> str:
     """The source of a variant. A part is a file by its path in this package, or source text of several lines."""
     values = {name: int(v) if isinstance(v, bool) else v for name, v in macros.items()}
     defines = [f"#define {name.upper()} {value}" for name, value in values.items()]
-    return "\n".join([*defines, *(part if "\n" in part else _text(part) for part in parts)])
+    return "\n".join([*defines, *[part if "\n" in part else _text(part) for part in parts]])
 
 
 @functools.cache

@@ -88,10 +88,10 @@ class _Watched(ctypes.Structure):
     """`Watched` of the .cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("next", "attribute", "release", "address")),
-        *((name, ctypes.c_int64) for name in ("dicts", "values", "names")),
-        *((name, ctypes.c_void_p) for name in ("is_watched", "kinds", "objects", "name", "inner")),
-        *((name, ctypes.c_void_p) for name in ("handles", "addresses")),
+        *[(name, ctypes.c_void_p) for name in ("next", "attribute", "release", "address")],
+        *[(name, ctypes.c_int64) for name in ("dicts", "values", "names")],
+        *[(name, ctypes.c_void_p) for name in ("is_watched", "kinds", "objects", "name", "inner")],
+        *[(name, ctypes.c_void_p) for name in ("handles", "addresses")],
     )
 
 
@@ -120,10 +120,11 @@ class MemoryWatch:
         dicts = [one for one, wanted in zip(owner.values(), is_watched, strict=True) if wanted]
         values = [value for one in dicts for value in one.values()]
         kinds = [2 if isinstance(v, outer) else int(isinstance(v, Tensor)) for v in values]
+        parts = operator.attrgetter(*names)  # a tuple, because there are at least two
         inner: list[Tensor] = []
         tensors: list[Tensor] = []
         for value, kind in zip(values, kinds, strict=True):
-            own = [getattr(value, name) for name in names] if kind == 2 else []
+            own = list(parts(value)) if kind == 2 else []
             inner += own
             tensors += own or [value] * kind
         self._lost: list[object] = []

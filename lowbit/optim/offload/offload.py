@@ -45,8 +45,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
     Use it as the optimizer that it wraps. Its `state_dict()` is that of `base_class` used directly: each loads the
     other's, at any time, also between the backward passes of one step. Learning rate schedulers and changes of
-    `param_groups` take effect at the next step. A loop needs no change, except with `offload_gradients=True`: then the
-    gradients are no longer on the device, so clip with `clip_grad_norm_` of this class.
+    `param_groups` take effect at the next step. A loop needs no change, except with `offload_gradients=True`: the
+    gradients have left the device then, so clip with `clip_grad_norm_` of this class.
 
         optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
 
@@ -244,7 +244,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             yield bucket
 
     def _is_separable(self) -> bool:
-        """Whether a parameter's update depends on its own gradient and state only."""
+        """True if a parameter's update depends only on its own gradient and state."""
         known = isinstance(self.base, LowbitOptimizer)
         if not known and not type(self.base).__module__.startswith("torch.optim."):
             return False

@@ -27,7 +27,7 @@ class Event(Protocol):
 class Transfers:
     """Copies between the host and one device, in the order of the calls.
 
-    This class is for parameters on the CPU: a copy is done when its call returns, and there is no event to wait for.
+    This class is for parameters on the CPU: a copy is done when its call returns, so no method returns an event.
     """
 
     def buffer(self, like: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class Slot:
             self.hook = self.param.register_post_accumulate_grad_hook(_HandOver(self))
 
     def may_be_reduced_later(self) -> bool:
-        """Whether a gradient may still change between its hook and the end of backward: DistributedDataParallel
+        """True if a gradient may still change between its hook and the end of backward. DistributedDataParallel
         averages it over the ranks in between, and neither hooks nor version counters show that."""
         is_plain = not is_dtensor(self.param)
         return is_plain and dist.is_initialized() and dist.get_world_size() > 1

@@ -1,8 +1,8 @@
 """Optimizer checkpoints: checks before loading, conversion to this optimizer's formats, conversion for torch.optim.
 
 All values are checked before anything changes. A value that no step can produce is refused with the parameter's name: a
-step that is no count, a second moment below 0, a tensor without memory. NaN is accepted, since a run that diverged
-saves it.
+step that is not a count, a second moment below 0, a tensor without memory. NaN is accepted, because a run that
+diverged saves it.
 
 A state dict also records which implementation last updated each parameter: "eager" (PyTorch operations), "fused cpu" or
 "fused cuda". They agree up to rounding, so the optimizer warns if a run resumes with another one. The record is the

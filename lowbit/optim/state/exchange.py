@@ -86,8 +86,14 @@ def sharded_dim(param: Tensor) -> int | None:
 
 
 def divided(param: DTensor, count: int, cols: int, first: int) -> Exchange:
-    """The exchange of `count` matrices like `param`, [rows, ...] flattened to `cols` columns, each rank owning equally
-    many. Those that are left over go to the ranks from `first` on."""
+    """The exchange of some matrices. Each rank owns equally many.
+
+    Args:
+        param: one of the parameters, [rows, ...]; all have its shape and placements.
+        count: the number of matrices.
+        cols: columns of a matrix, to which the trailing dimensions of `param` are flattened.
+        first: the remaining `count % ranks` matrices go to this rank and the ranks after it, one matrix each.
+    """
     dim = sharded_dim(param)
     assert dim is not None
     mesh = param.device_mesh

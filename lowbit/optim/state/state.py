@@ -56,7 +56,7 @@ def new_state(param: Tensor, format: str, signed: bool) -> Tensor:
     else:
         dtype = torch.float32 if format == "fp32" else torch.bfloat16
         zeros = torch.zeros(part.shape, dtype=dtype, device=part.device)
-    return like_param(param, zeros)
+    return zeros if part is param else like_param(param, zeros)
 
 
 def new_step(param: Tensor, count: float = 0) -> Tensor:
@@ -81,13 +81,13 @@ def moved(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
 
 
 def rounds_itself(param: Tensor) -> bool:
-    """Whether a parameter rounds float32 values that it is given (`LowbitTensor.update_`), as int8 weights do."""
+    """True if a parameter takes float32 values and rounds them itself (`LowbitTensor.update_`), as int8 weights do."""
     part = local(param)
     return isinstance(part, LowbitTensor) and part.updated_in_place() is None
 
 
 def has_correction(group: dict[str, Any], param: Tensor) -> bool:
-    """Whether a parameter of this group has the state "weight_correction"."""
+    """True if a parameter of this group has the state "weight_correction"."""
     if group["weight_correction"] is None or rounds_itself(param):
         return False
     return memory(param).dtype == torch.bfloat16
@@ -103,8 +103,8 @@ def global_index(param: Tensor) -> tuple[int, tuple[tuple[int, int], ...]]:
     """The base and the runs of this rank's part of `param`, for the offsets of random bits.
 
     Element i of the part, in row-major order, is element `base + i` of the whole parameter if dimension 0 alone is
-    sharded: there are no runs. Each other sharded dimension gives a pair (run, stride), the outer ones first. A run of
-    the part lies in one piece of the whole, if inner dimensions are not sharded, and runs begin `stride` apart:
+    sharded; `runs` is empty then. Each other sharded dimension gives a pair (run, stride), the outer ones first. A run
+    of the part lies in one piece of the whole, if inner dimensions are not sharded, and runs begin `stride` apart:
 
         index = base
         for run, stride in runs:

@@ -14,6 +14,7 @@ alive, so no other object can take their ids.
 
 from __future__ import annotations
 
+import functools
 import operator
 import time
 import weakref
@@ -36,8 +37,9 @@ from lowbit.optim.step.launch import (
     variant,
 )
 from lowbit.optim.step.rounded import RoundedLaunch
+from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local
-from lowbit.tensor.frozen.codebook_tensor import FORMATS, CodebookTensor
+from lowbit.tensor.frozen.codebook_tensor import FORMATS, CodebookTensor, row_layout
 from lowbit_kernels.elementwise.fused_step import StepVariant
 from lowbit_kernels.runtime import host_compiler, nvrtc
 from lowbit_kernels.runtime.sources import FLOAT_MACROS
@@ -65,14 +67,15 @@ class FusedStep:
         for job in jobs:
             rest = Job(job.group)
             may_fuse = optimizer.is_elementwise(job.group) and job.may_fuse
+            choice = KernelChoice(optimizer, job.group) if may_fuse else None
             for param, index, grad in zip(job.params, job.indices, job.grads, strict=True):
-                found = variant_of(optimizer, job.group, param, grad) if may_fuse else None
+                own = states.memory(param)
+                found = choice.variant(param, own, grad) if choice else None
                 if found is None:
                     rest.add(param, index, grad)
                 else:
-                    own = states.memory(param)
                     item = Item(param, own, numbers[id(job.group)], index, grad)
-                    kind = RoundedLaunch if states.rounds_itself(param) else Launch
+                    kind = RoundedLaunch if isinstance(own, LowbitTensor) else Launch
                     batches[kind, found, own.device].append(item)
             if rest.params:
                 self.rest.append(rest)
@@ -93,12 +96,21 @@ class FusedStep:
         self._params = list(map(id, params))
         self._sizes = [len(group["params"]) for group in groups]
         self._options = [options_of(optimizer, group) for group in groups]
-        used = {index for job in jobs for index in job.indices}
+        used = set(chain.from_iterable([job.indices for job in jobs]))
         self._idle = [i not in used for i in range(len(params))]
         # In the order of the parameters: all ranks exchange data in it, even if their kernels take different ones.
-        self._sharded = sorted(i for i in used if is_dtensor(params[i]))
-        taken = {id(params[index]) for launch in self.launches for index in launch.indices}
+        self._sharded = sorted([i for i in used if is_dtensor(params[i])])
+        owned = list(chain.from_iterable([launch.indices for launch in self.launches]))
+        taken = {id(params[index]) for index in owned}
         self._is_taken = [id(key) in taken for key in optimizer.state]
+        # The states of a DTensor are DTensors, which compiled code cannot look into.
+        self._is_sharded = not set(self._sharded).isdisjoint(owned)
+        self._watch = None if self._is_sharded else _watch(optimizer.state, self._is_taken)
+        if self._watch is None:
+            self._remember_states(optimizer)
+
+    def _remember_states(self, optimizer: Any) -> None:
+        """Store what `_states_hold` compares in Python."""
         tensors = self._tensors_of(optimizer)
         self._tensors = list(map(_weak, tensors))
         parts = list(map(local, tensors))
@@ -106,14 +118,12 @@ class FusedStep:
         self._is_plain = [
             isinstance(part, Tensor) and not isinstance(part, CodebookTensor) for part in parts
         ]
-        self._is_sharded = any(is_dtensor(t) for t in tensors)
         self._addresses = self._addresses_of(tensors)
-        self._watch = None if self._is_sharded else _watch(optimizer.state, self._is_taken)
 
     # ---- each step ------------------------------------------------------------------------------------------
 
     def holds(self, optimizer: Any) -> bool:
-        """Whether this still describes the optimizer; if so, it takes the gradients of this step.
+        """True if this still describes the optimizer. The launches then take the gradients of this step.
 
         This is most of the host's work in a step. Compiled code asks each weight, state and gradient
         (`lowbit_kernels.runtime.tensor_memory`); for the rest Python loops would take longer than `map` and `compress`.
@@ -140,7 +150,7 @@ class FusedStep:
         return self._take_gradients(groups, params)
 
     def _states_hold(self, optimizer: Any) -> bool:
-        """Whether the states are the same tensor objects as before, each in the same memory."""
+        """True if the states are the same tensor objects as before, each in the same memory."""
         if self._watch is not None:
             return self._watch.holds(optimizer.state)
         if len(optimizer.state) != len(self._is_taken):
@@ -185,7 +195,7 @@ class FusedStep:
 
 def _params(optimizer: Any) -> list[Any]:
     """All parameters, in the order of their indices."""
-    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    return list(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
 
 
 def _weak(value: Any) -> Callable[[], Any]:
@@ -208,28 +218,84 @@ def _watch(state: Any, is_taken: list[bool]) -> MemoryWatch | None:
 # ---- which kernel ------------------------------------------------------------------------------------------
 
 
-def variant_of(
-    optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor
-) -> StepVariant | None:
-    """The kernel to compile for a parameter, whose states exist; None where no kernel applies.
+class KernelChoice:
+    """Chooses the kernels of the parameters of one group, whose states exist.
 
-    Raises:
-        RuntimeError: no kernel applies, and the group has `fused=True`.
+    Args:
+        optimizer: gives the group its rule, its states and their rounding.
+        group: the parameters' group.
     """
-    reason = obstacle(optimizer, group, param, grad)
-    if reason is None:
-        own, state = states.memory(param), optimizer.state[param]
-        signs, stochastic = optimizer.state_names(group), optimizer.stochastic(group)
-        formats = tuple(str(kernel_format(local(state[name]))) for name in signs)
-        dtype = _dtype(param)
-        rule, rounding = optimizer.rule(group), rounding_of(group, dtype)
-        of_states = formats, tuple(signs.values()), tuple(stochastic.values())
-        found = variant(rule, dtype, grad.dtype, *of_states, rounding)
-        reason = scattered(found, param) or not_compiled(group, own.device, found)
+
+    def __init__(self, optimizer: Any, group: dict[str, Any]) -> None:
+        self.group, self._state, self._name = group, optimizer.state, type(optimizer).__name__
+        self._rule, self._signs = optimizer.rule(group), optimizer.state_names(group)
+        self._of_states = tuple(self._signs.values()), tuple(optimizer.stochastic(group).values())
+        # Many parameters have the same answers.
+        self._rounding = functools.cache(functools.partial(rounding_of, group))
+        self._device_obstacle = functools.cache(device_obstacle)
+        self._not_compiled = functools.cache(functools.partial(not_compiled, group))
+
+    def variant(self, param: Tensor, own: Tensor, grad: Tensor) -> StepVariant | None:
+        """The kernel to compile for a parameter; None where no kernel applies. Arguments are those of `obstacle`.
+
+        Raises:
+            RuntimeError: no kernel applies, and the group has `fused=True`.
+        """
+        formats = self.formats(param)
+        reason = self.obstacle(param, own, grad, formats)
         if reason is None:
-            return found
-    check_kernel_optional(group, param, reason)
-    return None
+            # A weight that rounds itself is given float32 values.
+            dtype = torch.float32 if isinstance(own, LowbitTensor) else own.dtype
+            rounding = self._rounding(dtype)
+            found = variant(self._rule, dtype, grad.dtype, formats, *self._of_states, rounding)
+            reason = scattered(found, param) or self._not_compiled(own.device, found)
+            if reason is None:
+                return found
+        check_kernel_optional(self.group, param, reason)
+        return None
+
+    def formats(self, param: Tensor) -> tuple[str, ...]:
+        """The kernel's names of the formats of a parameter's states; "" for a state that it cannot read."""
+        state = self._state[param]
+        return tuple(map(kernel_format, map(local, map(state.__getitem__, self._signs))))
+
+    def obstacle(
+        self, param: Tensor, own: Tensor, grad: Tensor, formats: tuple[str, ...]
+    ) -> str | None:
+        """Why no kernel updates a parameter; None if one does.
+
+        Args:
+            param: the parameter.
+            own: the tensor that the step writes to, see `states.memory`.
+            grad: this rank's part of the gradient.
+            formats: `formats(param)`.
+        """
+        if self.group["fused"] is False:
+            return "fused=False"
+        if self._rule is None:
+            return f"{self._name} has no kernel"
+        if own.dtype != param.dtype:
+            return f"its dtype is {param.dtype}, over a weight in {own.dtype}"
+        for name, tensor in (("it", own), ("its gradient", grad)):
+            if tensor.dtype not in FLOAT_MACROS:
+                return f"{name} has the dtype {tensor.dtype}"
+            if tensor is own and isinstance(own, LowbitTensor):
+                continue  # the launch puts its values into memory
+            if not has_own_memory(type(tensor)):
+                return f"{name} is a {type(tensor).__name__}"
+            if tensor.numel() and not tensor.is_meta and tensor.data_ptr() == 0:
+                return f"{name} has no memory"
+        if not own.is_contiguous() or own.is_neg():
+            return f"its strides are {own.stride()}, or it is a view with the sign turned"
+        if "" in formats:
+            return "its states are not stored as the kernel reads them"
+        coded = FORMATS.keys() & formats
+        if (
+            len(coded) > 1
+            and len({row_layout(own.shape, FORMATS[f].block_size)[1] for f in coded}) > 1
+        ):
+            return "its states have rows of several lengths"
+        return self._device_obstacle(own.device, "float8" in formats)
 
 
 def scattered(found: StepVariant, param: Tensor) -> str | None:
@@ -259,23 +325,18 @@ def options_of(optimizer: Any, group: dict[str, Any]) -> tuple[Any, ...]:
     """The options of a group that decide, together with a parameter, which kernel updates it."""
     names = ("fused", "bf16_stochastic_round", "weight_correction")
     stochastic = tuple(optimizer.stochastic(group).values())
-    return optimizer.rule(group), stochastic, *(group[name] for name in names)
+    return optimizer.rule(group), stochastic, *map(group.__getitem__, names)
 
 
-def kernel_format(state: Tensor) -> str | None:
-    """The kernel's name of a state's format; None for a state that it cannot read."""
+def kernel_format(state: Tensor) -> str:
+    """The kernel's name of a state's format; "" for a state that it cannot read."""
     if isinstance(state, CodebookTensor):
         is_todays = state.block_size == FORMATS[state.format].block_size
         contiguous = state.codes.is_contiguous() and state.scale.is_contiguous()
-        return state.format if is_todays and contiguous else None
+        return state.format if is_todays and contiguous else ""
     if not state.is_contiguous():
-        return None
-    return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(state.dtype)
-
-
-def _dtype(param: Tensor) -> torch.dtype:
-    """The dtype of the weight that the kernel writes: float32 for a weight that rounds itself."""
-    return torch.float32 if states.rounds_itself(param) else states.memory(param).dtype
+        return ""
+    return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(state.dtype, "")
 
 
 def rounding_of(group: dict[str, Any], dtype: torch.dtype) -> str:
@@ -284,35 +345,6 @@ def rounding_of(group: dict[str, Any], dtype: torch.dtype) -> str:
     if dtype == torch.bfloat16 and group["weight_correction"]:
         return "corrected"
     return "nearest"
-
-
-def obstacle(optimizer: Any, group: dict[str, Any], param: Tensor, grad: Tensor) -> str | None:
-    """Why no kernel updates this parameter; None if one does."""
-    own = states.memory(param)
-    if group["fused"] is False:
-        return "fused=False"
-    if optimizer.rule(group) is None:
-        return f"{type(optimizer).__name__} has no kernel"
-    if own.dtype != param.dtype:
-        return f"its dtype is {param.dtype}, over a weight in {own.dtype}"
-    for name, tensor in (("it", own), ("its gradient", grad)):
-        if tensor.dtype not in FLOAT_MACROS:
-            return f"{name} has the dtype {tensor.dtype}"
-        if tensor is own and states.rounds_itself(param):
-            continue  # the launch puts its values into memory
-        if not has_own_memory(type(tensor)):
-            return f"{name} is a {type(tensor).__name__}"
-        if tensor.numel() and not tensor.is_meta and tensor.data_ptr() == 0:
-            return f"{name} has no memory"
-    if not own.is_contiguous() or own.is_neg():
-        return f"its strides are {own.stride()}, or it is a view with the sign turned"
-    stored = [local(optimizer.state[param][name]) for name in optimizer.state_names(group)]
-    formats = {kernel_format(state) for state in stored}
-    if None in formats:
-        return "its states are not stored as the kernel reads them"
-    if len({t.cols_of(own.shape) for t in stored if isinstance(t, CodebookTensor)}) > 1:
-        return "its states have rows of several lengths"
-    return device_obstacle(own.device, "float8" in formats)
 
 
 def device_obstacle(device: torch.device, float8: bool) -> str | None:

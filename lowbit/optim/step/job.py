@@ -55,7 +55,7 @@ class Job:
 
     @property
     def may_fuse(self) -> bool:
-        """Whether to look for a kernel. On other devices only with fused=True, which then raises an error."""
+        """True if a step looks for a kernel. On other devices it does so only with fused=True, and raises an error."""
         wanted = self.group["fused"]
         return self.grads[0].device.type in ("cuda", "cpu") if wanted is None else wanted
 

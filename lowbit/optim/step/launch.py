@@ -108,19 +108,20 @@ class Launch:
         rows[:, COLUMN["first_tile"]] = first
         total = int(counts.sum())
         scratch, table = (len(pieces), fused_step.SCALARS_WORDS), torch.from_numpy(words)
+        params, owned, _, indices, grads, *_ = map(list, zip(*items, strict=True))
         return cls(
             variant=variant,
-            indices=[item.param_index for item in items],
-            wrapped=any(item.own is not item.param for item in items),
-            weights=cls._seen([item.own for item in items]),
+            indices=indices,
+            wrapped=not all(map(operator.is_, owned, params)),
+            weights=cls._seen(owned),
             tiles=total,
             locate=copied(fused_step.locate(first, total), device),
             scalars=torch.empty(scratch, dtype=torch.int64, device=device),
             words=words,
             table=table if device.type == "cpu" else torch.empty_like(table, device=device),
             others=others,
-            params=[item.param for item in items],
-            grads=[item.grad for item in items],
+            params=params,
+            grads=grads,
         )
 
     @staticmethod
@@ -131,8 +132,8 @@ class Launch:
     # ---- each step ------------------------------------------------------------------------------------------
 
     def holds(self, params: list[Any]) -> bool:
-        """Whether weights and gradients are as before, the gradients perhaps elsewhere. If so, takes the gradients,
-        except those of a wrapped launch: ranks may first have to exchange data for them.
+        """True if weights and gradients are as before; only the gradients' addresses may differ. The launch then takes
+        the gradients. A wrapped launch does not yet: ranks may first have to exchange data for its gradients.
 
         Args:
             params: the parameters of this launch.
@@ -171,7 +172,7 @@ class Launch:
             found: their memory, if it has been read.
 
         Returns:
-            Whether all gradients have memory. A gradient may have been resized to none.
+            True if all gradients have memory. A gradient may have been resized to none.
         """
         found = found or tensor_memory.read(grads)
         if found is None or not found.are_contiguous or any(map(Tensor.is_neg, grads)):
@@ -281,22 +282,21 @@ def _fill(row: np.ndarray, optimizer: Any, item: Item, variant: StepVariant) -> 
     """
     group, state = optimizer.param_groups[item.group], optimizer.state[item.param]
     numel = cols = item.numel
-    addresses = {}
+    read: dict[str, Tensor] = {}
     if not isinstance(item.own, LowbitTensor):  # RoundedLaunch.run sets the address of those
-        addresses["param"] = _start(item.own, item)
+        read["param"] = item.own
     for slot, name in enumerate(optimizer.state_names(group)):
         part = local(state[name])
         if isinstance(part, CodebookTensor):
-            addresses[f"state_{slot}"] = _start(part.codes, item)
-            addresses[f"scale_{slot}"] = _start(part.scale, item)
+            read[f"state_{slot}"], read[f"scale_{slot}"] = part.codes, part.scale
             cols = part.cols_of(item.own.shape)
         else:
-            addresses[f"state_{slot}"] = _start(part, item)
-    if states.has_correction(group, item.param):
-        addresses["correction"] = _start(local(state["weight_correction"]), item)
+            read[f"state_{slot}"] = part
+    if variant.rounding == "corrected":
+        read["correction"] = local(state["weight_correction"])
     bits = 0
-    for name, address in addresses.items():
-        row[COLUMN[name]] = address
+    for name, tensor in read.items():  # the addresses of the item's first row
+        row[COLUMN[name]] = address = tensor.data_ptr() + tensor.nbytes // item.rows * item.start
         bits |= address
     if cols % fused_step.TILE == 0:  # rows follow each other without a gap: one long row
         cols = numel
@@ -312,11 +312,6 @@ def _fill(row: np.ndarray, optimizer: Any, item: Item, variant: StepVariant) -> 
             row[COLUMN["run"]], row[COLUMN["stride"]] = run, stride
     packs = "4bit" in variant.formats and cols % 8 != 0 and cols != numel
     return bits | (1 if packs else 0)
-
-
-def _start(tensor: Tensor, item: Item) -> int:
-    """The address of an item's first row in a tensor of its parameter."""
-    return tensor.data_ptr() + tensor.nbytes // item.rows * item.start
 
 
 def _pinned(values: np.ndarray, device: torch.device) -> Tensor:
@@ -378,8 +373,8 @@ def scaled(v: StepVariant) -> StepVariant:
 
 @functools.cache
 def has_own_memory(kind: type) -> bool:
-    """Whether the values of a class of tensors are at their `data_ptr`. Classes that dispatch operations themselves,
-    such as wrappers around other tensors and fake tensors, have none there."""
+    """True if tensors of a class hold their values at `data_ptr`. Classes that dispatch operations themselves, such as
+    wrappers around other tensors and fake tensors, do not."""
     if not issubclass(kind, Tensor):
         return False
     return kind.__torch_dispatch__ is Tensor.__torch_dispatch__
@@ -397,7 +392,7 @@ def variant(
     scaled: bool = False,
 ) -> StepVariant:
     """A variant, one object for one combination, because kernels are cached by it."""
-    tables = tuple(_table(format, s) for format, s in zip(formats, signed, strict=True))
+    tables = tuple(map(_table, formats, signed))
     return StepVariant(rule, param, grad, formats, signed, stochastic, rounding, scaled, tables)
 
 

@@ -44,10 +44,9 @@ from lowbit.optim.state.exchange import (
 from lowbit.optim.step import muon_formula
 from lowbit.optim.step.eager import Update, bound, count_step
 from lowbit.optim.step.fused import (
+    KernelChoice,
     check_kernel_optional,
-    kernel_format,
     not_compiled,
-    obstacle,
     rounding_of,
     scattered,
 )
@@ -60,7 +59,7 @@ from lowbit.optim.step.launch import (
 )
 from lowbit.optim.step.orthogonalize import orthogonalize
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.core.dtensor import held_locally, local
+from lowbit.tensor.core.dtensor import held_locally
 from lowbit.tensor.frozen.codebook_tensor import CodebookTensor
 from lowbit_kernels.elementwise.fused_step import COLUMN, Rule, StepVariant
 
@@ -152,9 +151,9 @@ class Batch:
     """In the job."""
     exchange: Exchange | None
     is_local: bool
-    """Whether each rank holds whole matrices."""
+    """True if each rank holds whole matrices."""
     dtype: torch.dtype
-    """Of U."""
+    """The dtype of U."""
     directions: list[HalfLaunch] = field(default_factory=list)
     descents: list[HalfLaunch] = field(default_factory=list)
     eager: list[int] = field(default_factory=list)
@@ -166,9 +165,10 @@ class Batch:
         ratio = muon_formula.learning_rate_ratio(own.params[0].shape, group)
         first = Half(optimizer, group, _DIRECTION, {"momentum_buffer": True})
         second = Half(optimizer, group, _DESCENT, {}, ratio)
+        choice = KernelChoice(first, group)
         by_variants: defaultdict[Any, list[int]] = defaultdict(list)
         for i, (param, grad) in enumerate(zip(own.params, own.grads, strict=True)):
-            found = _variants(first, own, param, grad, self.dtype)
+            found = _variants(choice, own, param, grad, self.dtype)
             if found is None:
                 self.eager.append(i)
             else:
@@ -267,7 +267,7 @@ def _layout(param: Tensor) -> Any:
 
 
 def _holds_whole(param: Tensor, stacked: bool) -> bool:
-    """Whether a rank's part of a parameter consists of whole matrices."""
+    """True if a rank's part of a parameter consists of whole matrices."""
     if not is_dtensor(param):
         return True
     from torch.distributed.tensor import Shard
@@ -308,7 +308,7 @@ def _write_directions(
 
 
 def _variants(
-    half: Half, job: Job, param: Tensor, grad: Tensor, dtype: torch.dtype
+    choice: KernelChoice, job: Job, param: Tensor, grad: Tensor, dtype: torch.dtype
 ) -> tuple[StepVariant, StepVariant] | None:
     """The kernels of both halves for a parameter, with U in `dtype`; None where no kernel applies.
 
@@ -318,13 +318,12 @@ def _variants(
     group = job.group
     if not job.may_fuse:
         return None
-    own = states.memory(param)
-    reason = obstacle(half, group, param, grad)
-    if states.rounds_itself(param):
+    own, formats = states.memory(param), choice.formats(param)
+    reason = choice.obstacle(param, own, grad, formats)
+    if isinstance(own, LowbitTensor):
         reason = "its weight rounds itself"
     if reason is None:
-        format = str(kernel_format(local(half.state[param]["momentum_buffer"])))
-        first = variant(_DIRECTION, dtype, grad.dtype, (format,), (True,), (False,), "nearest")
+        first = variant(_DIRECTION, dtype, grad.dtype, formats, (True,), (False,), "nearest")
         rounding = rounding_of(group, own.dtype)
         second = variant(_DESCENT, own.dtype, dtype, (), (), (), rounding)
         reasons = [
@@ -360,6 +359,9 @@ class Half:
 
     def state_names(self, group: dict[str, Any]) -> dict[str, bool]:
         return self._names
+
+    def stochastic(self, group: dict[str, Any]) -> dict[str, bool]:
+        return dict.fromkeys(self._names, False)
 
     def rule(self, group: dict[str, Any]) -> Rule:
         return self._rule

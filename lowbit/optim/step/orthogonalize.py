@@ -147,8 +147,8 @@ def _applied(p: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def stays_in_range(coefficients: tuple[float, float, float], steps: int) -> bool:
-    """Whether float16 holds all matrices of the iteration: in no step a singular value from [0, 1] grows above 2, nor
-    an eigenvalue of P above 16, so that those of a product of `RESTART` P stay below 4096."""
+    """True if float16 holds all matrices of the iteration. No step may raise a singular value from [0, 1] above 2, or
+    an eigenvalue of P above 16. The eigenvalues of a product of `RESTART` matrices P are then at most 4096."""
     a, b, c = coefficients
     values = torch.linspace(0, 1, 1025, dtype=torch.float64)
     for _ in range(steps):

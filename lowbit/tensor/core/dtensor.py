@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 def local(value: Any) -> Any:
     """This rank's part of a DTensor, an alias of it under no_grad; anything else unchanged."""
+    if type(value) in _PLAIN:  # a step of an optimizer asks often
+        return value
     return value.to_local() if is_dtensor(value) else value
+
+
+_PLAIN = Tensor, torch.nn.Parameter
 
 
 def held_locally(value: Any) -> Any:

@@ -187,7 +187,7 @@ class CodebookTensor(LowbitTensor):
     @classmethod
     def meta_from_json(cls, data: Mapping[str, Any]) -> dict[str, Any]:
         """Raises ValueError, as `zeros` does."""
-        format, signed, block_size = (data[name] for name in ("format", "signed", "block_size"))
+        format, signed, block_size = data["format"], data["signed"], data["block_size"]
         if format not in FORMATS:
             raise ValueError(
                 f"format must be one of {', '.join(map(repr, FORMATS))}, got {format!r}"
