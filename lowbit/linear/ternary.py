@@ -61,7 +61,8 @@ class TernaryOperands(NamedTuple):
         codes, scale = weight.ternary(scale)
         # A gathered weight has its own scale, which FSDP2 overwrites at the next gather.
         own = None if weight.is_gathered else scale
-        tracer.record(self.note, "output", "int8")
+        if self.note is not None:
+            tracer.record(self.note, "output", "int8")
         y = _ternary_product(tokens, codes, scale, bias, x.dtype)
         return y, (weight.detach(), own, *(tokens if needs[1] else ()))
 
@@ -132,9 +133,11 @@ def bitnet_linear(
 
     Raises ValueError for sizes that do not fit, NotImplementedError for a part without scale.
     """
-    check_linear(x, weight)
-    n, k = weight.shape
-    x, bias = autocast_inputs(x, weight, bias)
+    # Each attribute of the weight, such as its shape, would pass through `__torch_function__`, in Python.
+    with torch._C.DisableTorchFunctionSubclass():
+        check_linear(x, weight)
+        n, k = weight.shape
+        x, bias = autocast_inputs(x, weight, bias)
     m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
     if 0 in (m, n, k):
         tracer.note(m, n, k, "there is nothing to multiply", weight)
