@@ -20,6 +20,7 @@ from lowbit.linear.frozen.checks import (
 from lowbit.linear.frozen.ternary import quantize_tokens
 from lowbit.linear.low_bit_linear import low_bit_product, transposed
 from lowbit.linear.operands import Kept, RoundedLinear
+from lowbit.numerics.affine import StraightThrough, everywhere
 from lowbit.trace import tracer
 from lowbit.trace.tracer import Note
 
@@ -113,18 +114,6 @@ def _narrow(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype is torch.float64 else dtype
 
 
-class _Zeros(torch.autograd.Function):
-    """Zeros in place of the weight, for products without terms or results. Their gradient is the weight's."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Any) -> Tensor:
-        return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
 def bitnet_linear(
     x: Tensor, weight: Any, bias: Tensor | None, scale: Tensor | None = None
 ) -> Tensor:
@@ -141,7 +130,10 @@ def bitnet_linear(
     m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
     if 0 in (m, n, k):
         tracer.note(m, n, k, "there is nothing to multiply", weight)
-        return F.linear(x, _Zeros.apply(weight).to(x.dtype), bias)
+        # zeros have the result of a product without terms, and pass a gradient to the weight
+        zeros = torch.zeros((n, k), dtype=weight.dtype, device=weight.device)
+        values = StraightThrough.apply(weight, zeros, None, everywhere)
+        return F.linear(x, values.to(x.dtype), bias)
     note = tracer.note(m, n, k, None, weight)
     y = RoundedLinear.apply(x.reshape(m, k), weight, bias, TernaryOperands(note), scale)
     return unflattened(y, x)
