@@ -94,5 +94,7 @@ __all__ = [
 
 def __getattr__(name: str) -> ModuleType:
     if name in _FOLDER_OF:
-        return importlib.import_module(f"{__name__}.{_FOLDER_OF[name]}.{name}")
+        module = importlib.import_module(f"{__name__}.{_FOLDER_OF[name]}.{name}")
+        globals()[name] = module  # the next access finds it without a call
+        return module
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its ops are {__all__}")

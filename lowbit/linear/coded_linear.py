@@ -212,7 +212,9 @@ class CodedOperands(NamedTuple):
     ) -> tuple[Tensor, Kept]:
         of_weight = (source, scale) if needs[0] else (None, None)
         of_x = ((x_codes, x_scale) if turned[0] is None else turned) if needs[1] else ()
-        tracer.record(self.note, "output", _name(x_codes))
+        if self.note is not None:
+            fmt = kernels.dynamic_linear.FORMATS[x_codes.dtype]
+            tracer.record(self.note, "output", fmt)
         y = self.product.multiply(x_codes, x_scale, codes, scale, bias, self.dtype)
         return y, (*of_weight, *of_x)
 
@@ -246,10 +248,6 @@ class CodedOperands(NamedTuple):
             values = of_x[0][:, : self.shape[1]].float() * of_x[1]
             grad_weight = (grad.t() @ values.to(grad.dtype)).to(self.weight_dtype)
         return grad_x, grad_weight
-
-
-def _name(codes: Tensor) -> str:
-    return kernels.dynamic_linear.FORMATS[codes.dtype]
 
 
 def codes_again(spec: Spec, source: Tensor, scale: Tensor) -> Codes:

@@ -19,6 +19,9 @@ from lowbit.linear.frozen.checks import (
 from lowbit.linear.operands import Kept, RoundedLinear
 from lowbit.trace import tracer
 
+# Without this, reading the shape or dtype of a weight goes through its __torch_function__, at microseconds each.
+_PlainAttributes = torch._C.DisableTorchFunctionSubclass
+
 
 class Values(torch.autograd.Function):
     """`weight.values()` of a TrainableTensor, a plain tensor, whose gradient is the weight's."""
@@ -39,18 +42,20 @@ class DequantizedOperands:
     def output(
         x: Tensor, weight: Any, bias: Tensor | None, needs: Sequence[bool]
     ) -> tuple[Tensor, Kept]:
-        return F.linear(x, weight.values().to(x.dtype), bias), (x, weight.detach())
+        with _PlainAttributes():
+            return F.linear(x, weight.values().to(x.dtype), bias), (x, weight.detach())
 
     @staticmethod
     def gradients(
         grad: Tensor, kept: Sequence[Any], needs: Sequence[bool]
     ) -> tuple[Tensor | None, Tensor | None]:
         x, weight = kept
-        of_x = grad @ weight.values_again(grad.dtype) if needs[0] else None
-        if not needs[1]:
-            return of_x, None
-        check_first_derivative(weight)  # the weight's term would be missing
-        return of_x, (grad.t() @ x).to(weight.dtype)
+        with _PlainAttributes():
+            of_x = grad @ weight.values_again(grad.dtype) if needs[0] else None
+            if not needs[1]:
+                return of_x, None
+            check_first_derivative(weight)  # the weight's term would be missing
+            return of_x, (grad.t() @ x).to(weight.dtype)
 
 
 def dequantized_linear(x: Tensor, weight: Any, bias: Tensor | None, why: str) -> Tensor:
@@ -58,9 +63,10 @@ def dequantized_linear(x: Tensor, weight: Any, bias: Tensor | None, why: str) ->
 
     `why`: the reason for high precision, for a trace.
     """
-    check_linear(x, weight)
-    x, bias = autocast_inputs(x, weight, bias)
-    n, k = weight.shape
+    with _PlainAttributes():
+        check_linear(x, weight)
+        x, bias = autocast_inputs(x, weight, bias)
+        n, k = weight.shape
     m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
     tracer.note(m, n, k, why, weight)
     y = RoundedLinear.apply(x.reshape(m, k), weight, bias, DequantizedOperands)

@@ -11,7 +11,6 @@ the kernel runs only where it saves memory (`IN_GRAPHS`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -91,21 +90,19 @@ class Inside:
 
     def __init__(self, mask: Tensor | None, group_size: int = 0) -> None:
         self.mask = mask
-        self.rule: Callable[..., Tensor] = everywhere if mask is None else where_set
+        self.rule: Any = everywhere if mask is None else where_set
         if mask is not None and group_size:
             self.rule = partial(_where_kernel_bits, group_size=group_size)
-
-    def passed(self, grad: Tensor) -> Tensor:
-        """`grad` where it passes, else 0."""
-        return self.rule(grad, self.mask)
+        self.passed = partial(self.rule, mask=mask)
+        """A gradient where it passes, else 0."""
 
 
-def _where_kernel_bits(grad: Tensor, bits: Tensor, group_size: int) -> Tensor:
+def _where_kernel_bits(grad: Tensor, mask: Tensor, group_size: int) -> Tensor:
     flat = _flat(grad)
     if torch.is_grad_enabled():  # differentiable
-        kept = kernels.fake_quantize.unpack_inside(bits, group_size, flat.shape[1])
+        kept = kernels.fake_quantize.unpack_inside(mask, group_size, flat.shape[1])
         return torch.where(kept, flat, 0.0).view(grad.shape)
-    return kernels.fake_quantize.zero_outside(flat, bits, group_size).view(grad.shape)
+    return kernels.fake_quantize.zero_outside(flat, mask, group_size).view(grad.shape)
 
 
 def rounded(
@@ -124,8 +121,8 @@ def rounded(
     """
     x, scale_dtype = x.detach(), spec.scale_dtype or scale_dtype
     clips = masked and spec.may_clip(scale_dtype)
-    runs_here = joint is None and not spec.rounds_minimum and x.numel() > 0
-    if not runs_here or not runs(spec, x, after is not None):
+    runs_here = joint is None and x.numel() > 0 and runs(spec, x, after is not None)
+    if not runs_here or spec.rounds_minimum:
         values, mask = spec.rounded(x, scale_dtype, clips, joint)
         return values if dtype is None else values.to(dtype), Inside(mask)
     group_size = spec.block_size(x.shape)[-1]
@@ -195,13 +192,15 @@ def learned_gradients(
     spec: Spec,
     parameters: Qparams,
     constant_codes: bool = False,
+    found: Qparams | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x [..., K] and of the parameters of its scales and zero points, from that of its rounded values.
 
-    They follow `lowbit.numerics.learned_scales`, as do `parameters` and `constant_codes`.
+    They follow `lowbit.numerics.learned_scales`, as do `parameters` and `constant_codes`. `found`: the scale and zero
+    point of `parameters`, where they were computed before.
     """
     scale_parameter, zero_parameter = parameters
-    scale, zero_point = qparams(spec, scale_parameter, zero_parameter)
+    scale, zero_point = found or qparams(spec, scale_parameter, zero_parameter)
     if not runs(spec, x, in_backward=True):
         codes, residual = codes_and_residual(x, spec, scale, zero_point)
         if constant_codes:

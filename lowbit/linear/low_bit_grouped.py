@@ -38,7 +38,9 @@ def low_bit_grouped_mm(x: Tensor, weight: Any, offsets: Tensor) -> Tensor:
     transpose. Runs in high precision where `LowbitProducts.grouped_plain_because` has a reason.
     """
     stored = weight.transpose(-2, -1)
-    experts, n, k = stored.shape
+    with torch._C.DisableTorchFunctionSubclass():  # faster
+        experts, n, k = stored.shape
+        learns = weight.requires_grad and torch.is_grad_enabled()
     m, scheme = x.shape[0], weight.scheme
     why = scheme.grouped_plain_because(x.device, m, experts, n, k)
     most = kernels.scaled_mm.MOST_TERMS
@@ -48,7 +50,6 @@ def low_bit_grouped_mm(x: Tensor, weight: Any, offsets: Tensor) -> Tensor:
     if why is not None:
         return grouped_in_high_precision(x, weight, offsets)
     scheme.check_dtype(x.dtype)
-    learns = weight.requires_grad and torch.is_grad_enabled()
     columns = scheme.grad_weight and learns
     quantized = quantized_input(x, scheme, rows=scheme.output, columns=columns, offsets=offsets)
     how = GroupedOperands(scheme, note)
@@ -81,7 +82,8 @@ class GroupedOperands(NamedTuple):
             y = torch._grouped_mm(x, values, offs=offsets)
             return y, (offsets, weight.detach(), None, *kept)
         w_codes, w_scale = weight.expert_codes()
-        tracer.record(self.note, "output", scheme.forward_format)
+        if self.note is not None:
+            tracer.record(self.note, "output", scheme.forward_format)
         y = kernels.grouped_scaled_mm.grouped_scaled_mm(
             codes, w_codes, scale, w_scale, offsets, out_dtype=x.dtype
         )

@@ -107,18 +107,34 @@ class LowBitOperands(NamedTuple):
         scheme = self.scheme
         # Autograd compares the versions of what is kept, so it refuses a backward pass after an update of the weight.
         # The inner tensors have the weight's version, and making them takes less time than an alias.
-        operand = None if scheme.in_blocks else weight.product_operand()
+        reads = scheme.output or scheme.grad_input
+        operand = weight.product_operand() if reads and not scheme.in_blocks else None
         own: Kept
         if operand is None or not scheme.grad_input:
             own = weight.detach(), None, None
         else:
             own = *operand, weight.row_counter()
         kept = ((codes_t, scale_t) if scheme.grad_weight else (x,)) if needs[1] else ()
-        if scheme.output:
-            y = _output(self.note, (codes, scale), weight, operand, x.dtype, bias)
-        else:
-            tracer.record(self.note, "output", x.dtype)
+        if self.note is not None:
+            tracer.record(self.note, "output", scheme.forward_format if scheme.output else x.dtype)
+        if not scheme.output:
             y = F.linear(x, weight.values().to(x.dtype), bias)
+        elif operand is None:
+            y = _product((codes, scale), weight.row_codes(), x.dtype, bias)
+        elif operand[1] is None:
+            y = kernels.linear_output.linear_output(
+                codes,
+                scale,
+                operand[0],
+                scheme.forward_format,
+                tensorwise=scheme.one_scale,
+                bias=bias,
+                out_dtype=x.dtype,
+            )
+        else:
+            stored, w_scale = operand
+            stored = F.pad(stored, (0, extra)) if (extra := -stored.shape[1] % 16) else stored
+            y = _product((codes, scale), (stored, w_scale), x.dtype, bias)
         return y, (*own, *kept)
 
     def gradients(
@@ -147,29 +163,6 @@ class LowBitOperands(NamedTuple):
             tracer.record(note, "grad_weight", grad.dtype)
             grad_weight = grad.t() @ of_x[0]
         return grad_x, grad_weight
-
-
-def _output(
-    note: Note | None,
-    x: Codes,
-    weight: Any,
-    operand: Operand | None,
-    dtype: torch.dtype,
-    bias: Tensor | None,
-) -> Tensor:
-    """The output [M, N] for codes of x along its rows. `operand`: the weight's, or None in blocks."""
-    scheme = weight.scheme
-    fmt = scheme.forward_format
-    if operand is None:
-        return low_bit_product(note, "output", fmt, x, weight.row_codes(), dtype, bias)
-    stored, scale = operand
-    if scale is not None:
-        codes = F.pad(stored, (0, extra)) if (extra := -stored.shape[1] % 16) else stored
-        return low_bit_product(note, "output", fmt, x, (codes, scale), dtype, bias)
-    tracer.record(note, "output", fmt)
-    return kernels.linear_output.linear_output(
-        *x, stored, fmt, tensorwise=scheme.one_scale, bias=bias, out_dtype=dtype
-    )
 
 
 def low_bit_gradients(
@@ -239,16 +232,16 @@ def transposed(codes: Tensor, columns: int, after: Tensor | None = None) -> Tens
 
 
 def low_bit_product(
-    note: Note | None,
-    name: str,
-    fmt: str,
-    a: Codes,
-    b: Codes,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
+    note: Note | None, name: str, fmt: str, a: Codes, b: Codes, dtype: torch.dtype
 ) -> Tensor:
+    """`_product`, noted as the product `name` in the format `fmt`."""
+    if note is not None:
+        tracer.record(note, name, fmt)
+    return _product(a, b, dtype)
+
+
+def _product(a: Codes, b: Codes, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """a @ b.T, scaled."""
-    tracer.record(note, name, fmt)
     if a[1].dim() == 2:
         return kernels.block_scaled_mm.block_scaled_mm(
             a[0], b[0], a[1], b[1], bias=bias, out_dtype=dtype

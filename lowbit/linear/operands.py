@@ -4,7 +4,7 @@ A flow says how it rounds x and w, what its backward pass keeps of them, and by 
 an object with the two methods of `Operands`. The gradient of the bias is the sum of the rows of y's gradient.
 
     flow                              operands
-    a frozen quantized weight         `lowbit.linear.frozen.frozen_linear.FrozenOperands`
+    a frozen quantized weight         `lowbit.linear.frozen.row.Row`
     a weight in high precision        `lowbit.linear.dequantized.DequantizedOperands`
     products in low bits              `lowbit.linear.low_bit_linear.LowBitOperands`, of experts `GroupedOperands`
     BitNet                            `lowbit.linear.ternary.TernaryOperands`
@@ -66,5 +66,5 @@ class RoundedLinear(torch.autograd.Function):
         of_x, of_weight, *more = ctx.operands.gradients(grad, ctx.saved_tensors, needs)
         of_bias = None
         if needs[2]:
-            of_bias = (grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1])).sum(0)
+            of_bias = grad.flatten(0, -2).sum(0) if grad.ndim > 1 else grad
         return of_x, of_weight, of_bias, None, *more, *[None] * (len(needs) - 4 - len(more))

@@ -67,7 +67,8 @@ class Rounding:
         if self.activation is not None:
             own, _ = fused_rounding.rounded(x, self.activation, masked=False)
         values, _ = self.values(weight, (scale, zero, joint), x.dtype)
-        tracer.rounded(values, weight)
+        if tracer.active is not None:
+            tracer.rounded(values, weight)
         return F.linear(own, values, bias), (x, self.alias(weight), scale, zero, joint)
 
     def gradients(
@@ -92,7 +93,9 @@ class Rounding:
             if scale is None:
                 grad_weight = from_weight.passed(grad_weight)  # type: ignore[union-attr]
             else:
-                grad_weight, grad_scale, grad_zero = self.learned(grad_weight, weight, scale, zero)
+                grad_weight, grad_scale, grad_zero = self.learned(
+                    grad_weight, weight, scale, zero, from_weight
+                )
         return grad_x, grad_weight, grad_scale, grad_zero
 
     def _differentiable_gradients(
@@ -135,21 +138,22 @@ class Rounding:
         dtype: torch.dtype,
         after: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        """The weight as the product sees it, and where its gradient passes (not for learned scales). `scales`: scale,
-        zero and joint."""
+        """The weight as the product sees it, and what its gradient takes: where it passes, or for learned scales the
+        scale and zero point. `scales`: scale, zero and joint."""
         scale, zero, joint = scales
         if scale is None:
             own, masked = self.scale_dtype, after is not None
             return fused_rounding.rounded(weight, self.weight, own, dtype, after, masked, joint)
         found = qparams(self.weight, scale, zero)
-        return fused_rounding.rounded_by(weight, self.weight, found, dtype, after), None
+        return fused_rounding.rounded_by(weight, self.weight, found, dtype, after), found
 
     def learned(
-        self, grad: Tensor, weight: Any, scale: Tensor, zero: Tensor | None
+        self, grad: Tensor, weight: Any, scale: Tensor, zero: Tensor | None, found: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The gradients of the weight, its scale and its zero point from that of its rounded values."""
+        """The gradients of the weight, its scale and its zero point from that of its rounded values. `found`: what
+        `values` gave besides the values, or None."""
         return fused_rounding.learned_gradients(
-            grad, weight, self.weight, (scale, zero), self.constant_codes
+            grad, weight, self.weight, (scale, zero), self.constant_codes, found
         )
 
     def differentiable(
@@ -182,7 +186,7 @@ class RoundingOfGathered(Rounding):
         return weight.decoded_values().to(dtype), weight
 
     def learned(
-        self, grad: Tensor, weight: Any, scale: Tensor, zero: Tensor | None
+        self, grad: Tensor, weight: Any, scale: Tensor, zero: Tensor | None, found: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return weight.gradients_by(grad, scale, zero)
 

@@ -20,6 +20,7 @@ from lowbit.linear.frozen.checks import (
 from lowbit.linear.frozen.ternary import quantize_tokens
 from lowbit.linear.low_bit_linear import low_bit_product, transposed
 from lowbit.linear.operands import Kept, RoundedLinear
+from lowbit.numerics.affine import StraightThrough, everywhere
 from lowbit.trace import tracer
 from lowbit.trace.tracer import Note
 
@@ -61,7 +62,8 @@ class TernaryOperands(NamedTuple):
         codes, scale = weight.ternary(scale)
         # A gathered weight has its own scale, which FSDP2 overwrites at the next gather.
         own = None if weight.is_gathered else scale
-        tracer.record(self.note, "output", "int8")
+        if self.note is not None:
+            tracer.record(self.note, "output", "int8")
         y = _ternary_product(tokens, codes, scale, bias, x.dtype)
         return y, (weight.detach(), own, *(tokens if needs[1] else ()))
 
@@ -112,18 +114,6 @@ def _narrow(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype is torch.float64 else dtype
 
 
-class _Zeros(torch.autograd.Function):
-    """Zeros in place of the weight, for products without terms or results. Their gradient is the weight's."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Any) -> Tensor:
-        return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
 def bitnet_linear(
     x: Tensor, weight: Any, bias: Tensor | None, scale: Tensor | None = None
 ) -> Tensor:
@@ -132,13 +122,18 @@ def bitnet_linear(
 
     Raises ValueError for sizes that do not fit, NotImplementedError for a part without scale.
     """
-    check_linear(x, weight)
-    n, k = weight.shape
-    x, bias = autocast_inputs(x, weight, bias)
+    # Each attribute of the weight, such as its shape, would pass through `__torch_function__`, in Python.
+    with torch._C.DisableTorchFunctionSubclass():
+        check_linear(x, weight)
+        n, k = weight.shape
+        x, bias = autocast_inputs(x, weight, bias)
     m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
     if 0 in (m, n, k):
         tracer.note(m, n, k, "there is nothing to multiply", weight)
-        return F.linear(x, _Zeros.apply(weight).to(x.dtype), bias)
+        # zeros have the result of a product without terms, and pass a gradient to the weight
+        zeros = torch.zeros((n, k), dtype=weight.dtype, device=weight.device)
+        values = StraightThrough.apply(weight, zeros, None, everywhere)
+        return F.linear(x, values.to(x.dtype), bias)
     note = tracer.note(m, n, k, None, weight)
     y = RoundedLinear.apply(x.reshape(m, k), weight, bias, TernaryOperands(note), scale)
     return unflattened(y, x)

@@ -46,6 +46,14 @@ def test_gradients_are_those_of_the_dequantized_weight(scheme, dtype, shape) -> 
         assert relative_error(grad, grads[1][name]) < bound, name
 
 
+def test_of_a_layer_without_outputs() -> None:
+    weight = lb.tensor.AffineTensor.from_float(torch.zeros(0, 64), lb.Int8WeightOnly())
+    x, bias = torch.randn(2, 3, 64, requires_grad=True), torch.zeros(0, requires_grad=True)
+    F.linear(x, weight, bias).sum().backward()
+    assert bias.grad is not None and bias.grad.shape == (0,)
+    assert x.grad is not None and torch.equal(x.grad, torch.zeros(2, 3, 64))
+
+
 @pytest.mark.parametrize("needs", ["x", "bias", "neither"])
 def test_only_the_gradients_asked_for(needs: str) -> None:
     layer, _ = pair(lb.Int4WeightOnly(8))

@@ -76,22 +76,18 @@ def check_addend(
 
 def check_first_derivative(weight: Weight) -> None:
     """Raise NotImplementedError in a backward pass that itself should be differentiated."""
-    if _is_differentiated():
+    # AOTAutograd needs no second derivative, but traces with gradients enabled.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise weight._unsupported(f"second derivatives ({_FIRST_ONLY})")
 
 
 def refuse_second_derivative(what: str) -> None:
     """`check_first_derivative` where no weight is at hand, for an error that names `what`."""
-    if _is_differentiated():
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise NotImplementedError(f"{what} does not support second derivatives ({_FIRST_ONLY})")
 
 
 _FIRST_ONLY = "accepted: backward() and autograd.grad without create_graph=True"
-
-
-def _is_differentiated() -> bool:
-    # AOTAutograd needs no second derivative, but traces with gradients enabled.
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def autocast_inputs(

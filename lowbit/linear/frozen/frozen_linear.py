@@ -77,7 +77,8 @@ def quantized_linear(
                 or (bias is not None and bias.requires_grad)
                 or (residual is not None and residual.requires_grad)
             ):
-                y = RoundedLinear.apply(x, weight, bias, FrozenOperands(row))
+                how = row if tracer.active is None else _TracedRow(row)
+                y = RoundedLinear.apply(x, weight, bias, how)
                 return y if residual is None else y + residual
     return _run(row, x, weight, bias, residual)
 
@@ -161,10 +162,8 @@ def _product(
     return row.implementation(x, weight, bias) + residual
 
 
-class FrozenOperands:
-    """x, and a frozen weight that `row` multiplies. The gradient of x is a product with the dequantized weight."""
-
-    __slots__ = ("note", "row")
+class _TracedRow:
+    """A `Row` that a trace notes."""
 
     def __init__(self, row: Row) -> None:
         self.row = row
@@ -173,17 +172,12 @@ class FrozenOperands:
     def output(
         self, x: Tensor, weight: Weight, bias: Tensor | None, needs: Sequence[bool]
     ) -> tuple[Tensor, Kept]:
-        kept = (weight.detach(),)
-        if tracer.active is None:
-            return _product(self.row, x, weight, bias, None), kept
         with tracer.running(x, weight, self.row.name) as self.note:
-            return _product(self.row, x, weight, bias, None), kept
+            return self.row.output(x, weight, bias, needs)
 
     def gradients(
         self, grad: Tensor, kept: Sequence[Any], needs: Sequence[bool]
     ) -> tuple[Tensor | None, None]:
-        if not needs[0]:
-            return None, None
-        tracer.record(self.note, "grad_input", grad.dtype)
-        with _PlainAttributes():
-            return grad @ kept[0].dequantize().to(grad.dtype), None
+        if needs[0]:
+            tracer.record(self.note, "grad_input", grad.dtype)
+        return self.row.gradients(grad, kept, needs)

@@ -12,4 +12,7 @@ KINDS: list[Any] = []
 
 def representation_of(spec: Spec) -> Any:
     """The subclass of AffineTensor that stores a weight of this spec."""
-    return next((kind for kind in KINDS if kind.stores(spec)), KINDS[-1])
+    for kind in KINDS:  # not a generator: every QAT product asks
+        if kind.stores(spec):
+            break
+    return kind

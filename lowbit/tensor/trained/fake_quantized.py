@@ -11,6 +11,7 @@ metadata of the tensor: torch.compile guards it, and copies of the tensor have i
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -35,6 +36,7 @@ from lowbit.linear.fused_rounding import (
     unclamped_codes,
 )
 from lowbit.linear.rounded_linear import Rounding, RoundingOfGathered, rounded_linear
+from lowbit.numerics.affine import StraightThrough
 from lowbit.numerics.code_range import within_range
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8
@@ -487,7 +489,8 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
         rounding = rounding_of(self, values.dtype)
         whole, inside = rounded(values, rounding.weight, rounding.scale_dtype)
         mask = inside.passed(torch.ones_like(whole))
-        return _Rows.apply(rows, whole[indices], mask[indices]).to(self.dtype)
+        found = StraightThrough.apply(rows, whole[indices], mask[indices], operator.mul)
+        return found.to(self.dtype)
 
     def in_attention(self, rows: int) -> Tensor:
         if self.input_spec is not None:
@@ -561,16 +564,3 @@ def _plain(x: Any) -> Any:
 def is_sparse(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether these arguments of F.embedding after the table ask for a sparse gradient."""
     return bool(kwargs.get("sparse", args[4] if len(args) > 4 else False))
-
-
-class _Rows(torch.autograd.Function):
-    """Rounded rows in place of `rows`, with their gradient where `mask` is 1."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, rounded: Tensor, mask: Tensor) -> Tensor:
-        ctx.save_for_backward(mask)
-        return rounded
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0] * ctx.saved_tensors[0], None, None
