@@ -38,7 +38,6 @@ if TYPE_CHECKING:
         quantize_experts,
         quantize_grouped,
         quantize_rowcol,
-        quantize_tokens,
         round_rows,
         transpose_codes,
     )
@@ -59,7 +58,6 @@ _FOLDERS = {
         "quantize_experts",
         "quantize_grouped",
         "quantize_rowcol",
-        "quantize_tokens",
         "round_rows",
         "transpose_codes",
     ),
@@ -83,7 +81,6 @@ __all__ = [
     "quantize_experts",
     "quantize_grouped",
     "quantize_rowcol",
-    "quantize_tokens",
     "round_rows",
     "scaled_mm",
     "ternary_mm",

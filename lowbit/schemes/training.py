@@ -361,7 +361,9 @@ class MixedPrecision(LowbitProducts):
 
 @dataclass(frozen=True)
 class Int8MixedPrecision(Int8Products, MixedPrecision):
-    """int8 products with exact int32 sums, a scale a row of each operand (absmax / 127). Weights stay as they are.
+    """int8 products with exact int32 sums. Weights stay as they are.
+
+    Each row of an operand has the scale max(−min / 128, max / 127), as dynamic activations do.
 
     Args:
         output, grad_input, grad_weight: which of the products run in int8; the others run in high precision.

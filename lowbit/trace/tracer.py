@@ -55,7 +55,7 @@ ROUNDED = "rounded values, multiplied in high precision"
 SWITCHED_OFF = "fake quantization is switched off"
 OPERAND_OPS = (
     *("dequantize", "quantize_blocks", "quantize_experts", "quantize_grouped", "quantize_rowcol"),
-    *("quantize_tokens", "round_rows", "transpose_codes"),
+    *("round_rows", "transpose_codes"),
 )
 """The ops of `lowbit_kernels` that only prepare operands; a trace counts the others."""
 LEFT_ALONE = "_lowbit_left"

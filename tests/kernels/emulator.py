@@ -1,5 +1,5 @@
 """CUDA sources of ``lowbit_kernels`` on a CPU: ``fused_step``, and ``quantize_rowcol``, ``quantize_grouped``,
-``quantize_blocks`` and ``quantize_tokens`` for sm_90.
+``quantize_blocks`` and ``quantize_rows`` for sm_90.
 
 The machine's C++ compiler compiles them; ``cuda_on_cpu.h`` emulates the GPU's instructions. The emulation does not show
 the rounding of a GPU's approximate division and square root, races between warps, or speed. Tests marked ``gpu`` do.
@@ -22,7 +22,7 @@ from lowbit_kernels.quantize import (
     quantize_blocks_sm90,
     quantize_grouped_sm90,
     quantize_rowcol_sm90,
-    quantize_tokens_sm90,
+    quantize_rows_sm90,
 )
 from lowbit_kernels.runtime import launch_plan, launcher, nvrtc
 from tests.kernels.compiled_on_cpu import library
@@ -99,7 +99,7 @@ extern "C" void emulated(unsigned grid, unsigned threads, const uint64_t *a) {
 TOKENS_FOOTER = """
 extern "C" void emulated(unsigned grid, unsigned threads, const uint64_t *a) {
     emulation::launch(grid, threads, [=] {
-        quantize_tokens((const unsigned char *)a[0], a[1], (unsigned char *)a[2], (float *)a[3], a[4]);
+        quantize_rows((const unsigned char *)a[0], a[1], (unsigned char *)a[2], (float *)a[3], a[4]);
     });
 }
 """
@@ -125,15 +125,15 @@ def _on_cpu(module, kernel) -> Iterator[None]:
         yield
 
 
-def quantize_tokens(*arguments) -> None:
-    """``quantize_tokens_sm90.quantize`` on CPU tensors."""
+def quantize_rows(*arguments) -> None:
+    """``quantize_rows_sm90.quantize`` on CPU tensors."""
 
-    def kernel(variant: quantize_tokens_sm90.TokensVariant, device: int):
-        source = quantize_tokens_sm90.source(variant, primitives=(HEADER.read_text(),))
+    def kernel(variant: quantize_rows_sm90.RowsVariant, device: int):
+        source = quantize_rows_sm90.source(variant, primitives=(HEADER.read_text(),))
         return _emulated("typedef unsigned int uint32;\n" + source + TOKENS_FOOTER)
 
-    with _on_cpu(quantize_tokens_sm90, kernel):
-        quantize_tokens_sm90.quantize(*arguments)
+    with _on_cpu(quantize_rows_sm90, kernel):
+        quantize_rows_sm90.quantize(*arguments)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from lowbit_kernels.composed.dynamic_linear import MOST_NUMBERS, reference
 from lowbit_kernels.runtime import launches
 from lowbit_kernels.weight_only import linear_table, weight_mm_triton
 from lowbit_kernels.weight_only.weight_operands import WeightOperands
-from tests.kernels.test_quantize_tokens import by_scheme
+from tests.kernels.test_quantize_rows import by_scheme
 
 SMALL = [case for case in CASES if not case.large]
 INT8 = [case for case in SMALL if case.format == "int8"]

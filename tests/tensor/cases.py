@@ -154,11 +154,11 @@ class Case:
 
 
 class Tokens:
-    """The int8 activation of BitNet: one scale a token, max|x| / 127."""
+    """The int8 activation of BitNet: one scale a token, max(−min / 128, max / 127)."""
 
     @staticmethod
     def fake_quantize(x: Tensor) -> Tensor:
-        scale = x.float().abs().amax(-1, keepdim=True) / 127
+        scale = torch.maximum(-x.float() / 128, x.float() / 127).amax(-1, keepdim=True)
         return ((x.float() / scale).round() * scale).to(x.dtype)
 
 

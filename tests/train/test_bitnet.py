@@ -32,9 +32,9 @@ def ternary(weight):
 
 
 def rounded(x):
-    """The paper's rounding of an input: float64."""
+    """The rounding of an input, with a code more for negative numbers than the paper has: float64."""
     x = x.detach().double()
-    scale = x.abs().amax(-1, keepdim=True) / 127
+    scale = torch.maximum(-x / 128, x / 127).amax(-1, keepdim=True)
     return torch.where(scale > 0, (x / scale).round() * scale, 0.0)
 
 
@@ -350,7 +350,7 @@ def test_options_and_dtypes_are_checked():
 
 
 def test_int8_sums_longer_than_int32_holds():
-    """127 · 1 a term: K may reach 2^31 / 127, beyond any layer; the bound of mixed products is 2^17."""
+    """128 · 1 a term: K may reach 2^24, beyond any layer; the bound of mixed products is 2^17."""
     layer = nn.Linear(2**18, 1, bias=False)
     with torch.no_grad():
         layer.weight.fill_(1.0)

@@ -1,6 +1,6 @@
 """Products of activations that are quantized on the fly and weights in the same 8-bit format.
 
-    q[m, k], t[m] = quantize_tokens(x)
+    q[m, k], t[m] = quantize_rowcol(x)
     out[m, n]     = (sum_k q[m, k] * codes[n, k]) * t[m] * scale[n]  +  bias[n] + residual[m, n]
 
     x          bfloat16, float16 or float32 [..., K]
@@ -9,7 +9,7 @@
     bias       [N], residual [..., N]: x's dtype, or None; "scaled_mm" adds the residual after rounding the product
     out        x's dtype [..., N], contiguous
 
-Codes and scales of x are bit for bit those of ``lowbit``'s dynamic schemes (`quantize_tokens`), computed in one kernel.
+Codes and scales of x are bit for bit those of ``lowbit``'s dynamic schemes (`quantize_rowcol`), computed in one kernel.
 int8 sums are exact in int32, which 131,071 products can't exceed; a longer K raises an error.
 
 Implementations, as `launches` reports them:
@@ -38,8 +38,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit_kernels.matmul.scaled_mm import scaled_mm
-from lowbit_kernels.quantize.quantize_tokens import codes_of
-from lowbit_kernels.quantize.quantize_tokens import reference as quantized
+from lowbit_kernels.quantize.quantize_rowcol import codes_of
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.library import FLOATS, check_one_device
 from lowbit_kernels.runtime.op import op
@@ -59,7 +58,7 @@ from lowbit_kernels.weight_only.weight_operands import (
 
 MOST_NUMBERS = {torch.int8: 32, E4M3: 64}  # tokens whose codes are multiplied as floating point
 MOST_K = (2**31 - 1) // 2**14  # int8 products that int32 sums hold
-FORMATS = {torch.int8: "int8", E4M3: "e4m3"}  # as `quantize_tokens` names them
+FORMATS = {torch.int8: "int8", E4M3: "e4m3"}  # as `quantize_rowcol` names them
 
 
 @op(
@@ -87,8 +86,9 @@ def dynamic_linear(
     """
     check(x, codes, scale, bias, residual, tensorwise)
     k = x.shape[-1]
-    q, t = quantized(x.reshape(prod(x.shape[:-1]), k), FORMATS[codes.dtype], tensorwise)
-    sums = q[:, :k].double() @ codes.double().T
+    rows = x.reshape(prod(x.shape[:-1]), k)
+    q, t = codes_of(rows, FORMATS[codes.dtype], torch.float64, tensorwise)
+    sums = q[:, :k] @ codes.double().T
     out = sums * t.double().reshape(-1, 1) * scale.double().reshape(1, -1)
     out = out.view(*x.shape[:-1], codes.shape[0])
     for part in (bias, residual):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.quantize.quantize_rowcol_triton import rounded_to_float8
-from lowbit_kernels.quantize.quantize_tokens import extremes
+from lowbit_kernels.quantize.quantize_rows import extremes
 from lowbit_kernels.runtime.library import FLOATS
 from lowbit_kernels.runtime.triton_runtime import (
     jit,

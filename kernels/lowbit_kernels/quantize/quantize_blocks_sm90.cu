@@ -23,14 +23,15 @@ DEVICE bool find_block_scales(const Job &job, Shared &shared, const Position &at
     constexpr int WORDS = Raw<4>::WORDS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const long long across = at.column / TILE, down = at.row / TILE;
-    uint32 columns[WORDS] = {}, row = 0;
+    Extremes columns[WORDS] = {};
+    uint32 row = 0;
 #pragma unroll
     for (int i = 0; i < HEIGHT; ++i) {
         uint32 all = 0;
 #pragma unroll
         for (int j = 0; j < WORDS; ++j) {
             const uint32 magnitude = part.row[i].word[j] & MAGNITUDE;
-            if constexpr (COLUMNS && !TILES) columns[j] = larger(columns[j], magnitude);
+            if constexpr (COLUMNS && !TILES) columns[j].take(magnitude);
             all = larger(all, magnitude);
         }
         if constexpr (TILES) {
@@ -43,10 +44,10 @@ DEVICE bool find_block_scales(const Job &job, Shared &shared, const Position &at
     bool bad = false;
     if constexpr (TILES) {
         row = warp_max(largest_of(row));
-        if (lane == 0) shared.column_max[warp][0] = row;
+        if (lane == 0) shared.column_max[warp][0] = {row, 0};
         __syncthreads();
 #pragma unroll
-        for (int i = 0; i < WARPS; ++i) row = max(row, shared.column_max[i][0]);
+        for (int i = 0; i < WARPS; ++i) row = max(row, shared.column_max[i][0].high);
         const Scale own = block_scale(widened(row));
         if (threadIdx.x < TILE) shared.row[threadIdx.x] = shared.column[threadIdx.x] = own;
         if (threadIdx.x == 0) {

@@ -1,7 +1,6 @@
 """The codes of experts' weights, along rows or transposed.
 
-    scale[e, n]    = max_k |weight[e, n, k]| / L             L = 127 (int8), 448 (e4m3), 57344 (e5m2)
-    codes[e, n, k] = round(weight[e, n, k] / scale[e, n])    to nearest even
+    codes[e, n, :], scale[e, n]    those that `quantize_rowcol` gives the row weight[e, n, :]
 
     weight    float32, bfloat16 or float16 [E, N, K], any strides
     codes     int8, float8_e4m3fn or float8_e5m2 [E, N, K rounded up to a multiple of 16], 0 in the padding;

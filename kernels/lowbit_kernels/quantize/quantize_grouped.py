@@ -3,10 +3,8 @@
 The rows (tokens) are sorted by expert; `offsets` holds the end of each expert's rows, as in ``torch._grouped_mm``. This
 is `quantize_rowcol` for each expert e with the rows R(e), of which only the device knows how many there are:
 
-    scale[m]              = max_k |x[m, k] * f[k]| / L             f = row_factor[e] for m in R(e), or 1
-    codes[m, k]           = round(x[m, k] * f[k] / scale[m])       L = 127 (int8), 448 (e4m3), 57344 (e5m2)
-    scale_t[e, k]         = max_{m in R(e)} |x[m, k]| / L
-    codes_t[k, place(m)]  = round(x[m, k] / scale_t[e, k])
+    codes[m, :], scale[m]                   those of the row x[m, k] * f[k]; f = row_factor[e] for m in R(e), or 1
+    codes_t[k, place(m)], scale_t[e, k]     those of the column x[m, k] for m in R(e)
 
     x           float32, bfloat16 or float16 [M, K], any strides
     offsets     int32 [E]; ascending, 0 to M
@@ -41,6 +39,7 @@ from lowbit_kernels.quantize.quantize_rowcol import (
     draws_of,
     encode,
     scale_of,
+    sizes,
 )
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.launches import ran
@@ -91,10 +90,10 @@ def quantize_grouped(
             factored = values * torch.cat([row_factor, row_factor.new_ones(1, k)])[owner]
         codes, scale, _, _ = quantize_rowcol.reference(factored, format, columns=False, seed=seed)
     if columns:
-        magnitude = torch.where(values.isfinite(), values.abs(), torch.inf)
+        size = torch.where(values.isfinite(), sizes(values, format), torch.inf)
         index = owner[:, None].expand(m, k)
-        found = values.new_zeros(experts + 1, k).scatter_reduce_(0, index, magnitude, "amax")
-        scale_all = scale_of(found, FORMATS[format][1])
+        found = values.new_zeros(experts + 1, k).scatter_reduce_(0, index, size, "amax")
+        scale_all = scale_of(found, format)
         draws = None if seed is None else draws_of(m, k, seed)
         own = encode(values, scale_all[owner], format, draws)
         width = codes_t.shape[1]

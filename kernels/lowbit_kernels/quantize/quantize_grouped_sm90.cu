@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) short_rows(PARAMETERS) {
     const long long row = (long long)blockIdx.x * WARPS + threadIdx.x / 32;
     if (row >= m) return;
     Raw<8> raw[MOST];
-    uint32 largest = 0;
+    Extremes largest = {};
 #pragma unroll
     for (int i = 0; i < MOST; ++i)
         if (i * SPAN < k) load(job, row, i * SPAN + lane * 8, raw[i]);
@@ -161,9 +161,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) short_rows(PARAMETERS) {
     for (int i = 0; i < MOST; ++i) {
         if (i * SPAN >= k) continue;
 #pragma unroll
-        for (int j = 0; j < Raw<8>::WORDS; ++j) largest = larger(largest, raw[i].word[j] & MAGNITUDE);
+        for (int j = 0; j < Raw<8>::WORDS; ++j) largest.take(raw[i].word[j]);
     }
-    const Scale own = scale_of(widened(warp_max(largest_of(largest))));
+    const Scale own = scale_of(largest.as_floats().of_warp().bits());
     if (lane == 0) job.scale[row] = shown(own);
     const Draws draws(job);
 #pragma unroll

@@ -1,9 +1,9 @@
 """A matrix quantized along its rows and, in the same pass, along its columns; the second copy is transposed.
 
-    scale[m]      = max_k |x[m, k]| / L            L = 127 (int8), 448 (e4m3), 57344 (e5m2)
-    codes[m, k]   = round(x[m, k] / scale[m])      to nearest even
-    scale_t[k]    = max_m |x[m, k]| / L
-    codes_t[k, m] = round(x[m, k] / scale_t[k])
+    scale[m]      = max_k |x[m, k]| / L                          L = 448 (e4m3), 57344 (e5m2)
+    scale[m]      = max(-min_k x[m, k] / 128, max_k x[m, k] / 127)   int8
+    codes[m, k]   = round(x[m, k] * (1 / scale[m]))              to nearest even
+    scale_t[k], codes_t[k, m]                                    the same along the columns
 
     x         float32, bfloat16 or float16 [M, K], any strides
     codes     int8, float8_e4m3fn or float8_e5m2 [M, K rounded up to a multiple of 16], 0 in the padding
@@ -21,8 +21,9 @@ codes[m, k], and scale_t is [M], the scales of the rows. So the products of a we
 input's gradient can read the same codes. These scales vary along the sum of the input's gradient, so the product cannot
 apply them at the end. As ``row_factor`` they are multiplied into the output's gradient [M, N] first.
 
-A row of zeros has scale 1, and no scale is smaller than 2**-126. A row with a NaN or an infinity has scale NaN and
-codes 0, so that its products are NaN.
+Each float32 operation is rounded once. So codes and scales of rows equal those of ``Spec.quantize`` in the dynamic
+schemes of lowbit, except that a row of zeros has scale 1 here. No scale is smaller than 2**-126. A row with a NaN or an
+infinity has scale NaN and codes 0, so that its products are NaN.
 
 With ``seed`` the rounding is stochastic: up with a probability equal to the distance from the number below, so that the
 expectation is x (to 2**-16 of a step). Both copies of element (m, k) use the same bits,
@@ -47,7 +48,11 @@ from lowbit_kernels.elementwise.random_bits import (
     multipliers,
     upper,
 )
-from lowbit_kernels.quantize import quantize_rowcol_sm90, quantize_rowcol_triton
+from lowbit_kernels.quantize import (
+    quantize_rowcol_sm90,
+    quantize_rowcol_triton,
+    quantize_rows,
+)
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.launch_plan import Buffer
 from lowbit_kernels.runtime.launches import ran
@@ -112,7 +117,7 @@ def quantize_rowcol(
             element, a row_factor of another shape, either of them on another device, or options that exclude each
             other.
     """
-    values, largest = x.to(torch.float32), FORMATS[format][1]
+    values = x.to(torch.float32)
     draws = None if seed is None else draws_of(x.shape[0], x.shape[1], seed)
     pairs: list[Tensor] = []
     for wanted, along in ((rows, 1), (columns, 0)):
@@ -120,7 +125,7 @@ def quantize_rowcol(
         if wanted:
             own = values if row_factor is None or not along else values * row_factor
             dim = 1 if row_scales else along
-            scale = _scale(own, largest, None if tensorwise else dim)
+            scale = _scale(own, format, None if tensorwise else dim)
             spread = scale if tensorwise else scale.unsqueeze(dim)
             codes = encode(own, spread, format, draws)
             codes = _padded(codes if along else codes.T.contiguous())
@@ -131,31 +136,51 @@ def quantize_rowcol(
 reference = quantize_rowcol.reference
 
 
-def _scale(x: Tensor, largest: float, dim: int | None) -> Tensor:
-    magnitude = x.abs()
+def codes_of(
+    x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The codes of rows as numbers of `dtype`, and the scales, of checked arguments: "int8" or "e4m3".
+
+    `dtype` must represent them exactly: float16 does; bfloat16 does for "int8".
+    """
+    found = quantize_rows.kernel_of(x, format, tensorwise)
+    if found is not None:
+        return found[1](x, format, dtype, tensorwise, None)
+    codes, scale, _, _ = reference(x, format, True, False, tensorwise)
+    return codes.to(dtype), scale
+
+
+def _scale(x: Tensor, format: str, dim: int | None) -> Tensor:
+    size = sizes(x, format)
     if dim is None:
-        found = magnitude.amax().reshape(1) if x.numel() else x.new_zeros(1)
+        found = size.amax().reshape(1) if x.numel() else x.new_zeros(1)
     else:
-        found = magnitude.amax(dim) if x.shape[dim] else x.new_zeros(x.shape[1 - dim])
-    return scale_of(found, largest)
+        found = size.amax(dim) if x.shape[dim] else x.new_zeros(x.shape[1 - dim])
+    return scale_of(found, format)
 
 
-def scale_of(found: Tensor, largest: float) -> Tensor:
-    """The scales for rows or columns with the largest magnitudes `found`."""
+def sizes(x: Tensor, format: str) -> Tensor:
+    """For int8 the scale that each number of x alone needs, otherwise its magnitude."""
+    return x.abs() / torch.where(x < 0, 128.0, 127.0) if format == "int8" else x.abs()
+
+
+def scale_of(found: Tensor, format: str) -> Tensor:
+    """The scales of rows or columns, `found` the largest of their `sizes`."""
     # The divisor is a tensor, since CUDA multiplies by the reciprocal of a Python number.
-    scale = (found / torch.full_like(found, largest)).clamp(min=2.0**-126)
-    scale = torch.where(found == 0, 1.0, scale)
+    scale = found if format == "int8" else found / torch.full_like(found, FORMATS[format][1])
+    scale = torch.where(found == 0, 1.0, scale.clamp(min=2.0**-126))
     return torch.where(found.isfinite(), scale, torch.nan)
 
 
 def encode(x: Tensor, scale: Tensor, format: str, draws: Tensor | None) -> Tensor:
     dtype, largest = FORMATS[format]
-    q = torch.where(scale.isnan(), 0.0, x / scale)  # also where x became NaN by a factor
+    q = x / scale if draws is not None else x * (torch.ones_like(scale) / scale)
+    q = torch.where(scale.isnan(), 0.0, q)  # also where x became NaN by a factor
     if draws is not None:
         q = _round_stochastically(q, format, draws)
     elif format == "int8":
         q = q.round()
-    return q.clamp(-largest, largest).to(dtype)
+    return q.clamp(-largest - (format == "int8"), largest).to(dtype)
 
 
 def _round_stochastically(q: Tensor, format: str, draws: Tensor) -> Tensor:
@@ -225,15 +250,23 @@ def _launch(
     row_scales: bool,
 ) -> Result | None:
     arguments = (x, format, rows, columns, tensorwise, seed, row_factor, row_scales)
-    if x.numel() and (rows or columns):
-        if nvrtc.runs_on_hopper(x.device):
-            ran("quantize_rowcol", "sm90")
-            m, k = x.shape
-            results = results_of(m, k, format, rows, columns, tensorwise, row_scales)
-            return quantize_rowcol_sm90.quantize(*arguments, results)
-        if runs_on(x.device) and quantize_rowcol_triton.takes(format, x.device):
-            ran("quantize_rowcol", "triton")
-            out = allocate(x, format, rows, columns, tensorwise, row_scales)
-            quantize_rowcol_triton.quantize(*arguments, out)
-            return out
+    if not (x.numel() and (rows or columns)):
+        return None
+    on_hopper, found = nvrtc.runs_on_hopper(x.device), None
+    if rows and not columns and seed is None and row_factor is None:
+        found = quantize_rows.kernel_of(x, format, tensorwise)
+    if found is not None and (found[0] == "sm90" or not on_hopper):
+        ran("quantize_rowcol", found[0])
+        made = found[1](x, format, FORMATS[format][0], tensorwise, "quantize_rowcol")
+        return *made, *_empty(x, format)
+    if on_hopper:
+        ran("quantize_rowcol", "sm90")
+        m, k = x.shape
+        results = results_of(m, k, format, rows, columns, tensorwise, row_scales)
+        return quantize_rowcol_sm90.quantize(*arguments, results)
+    if runs_on(x.device) and quantize_rowcol_triton.takes(format, x.device):
+        ran("quantize_rowcol", "triton")
+        out = allocate(x, format, rows, columns, tensorwise, row_scales)
+        quantize_rowcol_triton.quantize(*arguments, out)
+        return out
     return None

@@ -35,10 +35,11 @@ static constexpr int TILE = 128, THREADS = 256, WARPS = THREADS / 32, HEIGHT = T
 static constexpr int SIZE = INPUT == FP32 ? 4 : 2;  // bytes of an element
 static constexpr float LARGEST = FORMAT == INT8 ? 127.0f : FORMAT == E4M3 ? 448.0f : 57344.0f;
 static constexpr uint32 INFINITE = 0x7f800000;
+static constexpr bool TWO_SIDED = FORMAT == INT8;  // the scale has a code more for negative numbers
 static constexpr bool BY_ROW = ROWS || ROW_SCALES, BY_COLUMN = COLUMNS && !ROW_SCALES;  // scales to find
 
 // The matrix x, m x k with rows `stride` elements apart, and the results. `row_max` and `column_max` hold the float32
-// bits of the largest magnitudes; they are zero before the first pass.
+// bits of the largest magnitudes, for int8 of the scales; they are zero before the first pass.
 struct Job {
     const unsigned char *x;
     long long stride;
@@ -116,6 +117,10 @@ static constexpr uint32 MAGNITUDE = SIZE == 4 ? 0x7fffffff : 0x7fff7fff;
 
 DEVICE uint32 larger(uint32 a, uint32 b) { return SIZE == 4 ? max(a, b) : larger_halves(a, b); }
 
+DEVICE uint32 larger_signed(uint32 a, uint32 b) {
+    return SIZE == 4 ? (uint32)max((int)a, (int)b) : larger_signed_halves(a, b);
+}
+
 // The larger magnitude of a word, and a magnitude as float32 bits.
 DEVICE uint32 largest_of(uint32 word) { return SIZE == 4 ? word : max(word & 0xffff, word >> 16); }
 DEVICE uint32 widened(uint32 magnitude) {
@@ -123,6 +128,34 @@ DEVICE uint32 widened(uint32 magnitude) {
     else if constexpr (INPUT == BF16) return magnitude << 16;
     else return float_bits(from_half(magnitude)) & 0x7fffffff;
 }
+
+// The largest magnitudes of the words that it has taken, in `high`; TWO_SIDED: in `low` those of negative numbers. As
+// signed integers, the bits of positive numbers are ordered like the numbers, above those of all negative ones.
+struct Extremes {
+    uint32 high, low;
+
+    MEMBER void take(uint32 word) {
+        if constexpr (TWO_SIDED) high = larger_signed(high, word), low = larger_signed(low, word ^ ~MAGNITUDE);
+        else high = larger(high, word & MAGNITUDE);
+    }
+    MEMBER void take(const Extremes &other) { high = larger(high, other.high), low = larger(low, other.low); }
+    MEMBER void take_float(float x) {
+        if constexpr (TWO_SIDED) {
+            high = (uint32)max((int)high, (int)float_bits(x));
+            low = (uint32)max((int)low, (int)(float_bits(x) ^ 0x80000000u));
+        } else high = max(high, float_bits(x) & 0x7fffffff);
+    }
+    // Of whole words: the float32 bits of one magnitude each.
+    MEMBER Extremes as_floats() const { return {widened(largest_of(high)), TWO_SIDED ? widened(largest_of(low)) : 0}; }
+    MEMBER Extremes of_warp() const { return {warp_max(high), TWO_SIDED ? warp_max(low) : 0}; }
+    // The bits that `scale_of` takes, from float32 bits.
+    MEMBER uint32 bits() const {
+        if constexpr (!TWO_SIDED) return high;
+        const uint32 above = float_bits(divide_exactly(bits_float(high), 127.0f));
+        const uint32 below = float_bits(divide_exactly(bits_float(low), 128.0f));
+        return max(above & 0x7fffffff, below & 0x7fffffff);
+    }
+};
 
 // Four neighbouring factors.
 struct Factors {
@@ -143,7 +176,8 @@ struct Scale {
 DEVICE Scale scale_of(uint32 largest) {
     if (largest == 0) return {-1.0f, 1.0f};
     if (largest >= INFINITE) return {-1.0f, 0.0f};
-    const float value = fmaxf(divide_exactly(bits_float(largest), LARGEST), 0x1p-126f);
+    const float found = bits_float(largest);
+    const float value = fmaxf(TWO_SIDED ? found : divide_exactly(found, LARGEST), 0x1p-126f);
     return {-value, divide_exactly(1.0f, value)};
 }
 // A scale that `shown` has given.
@@ -152,9 +186,11 @@ DEVICE Scale given_scale(float value) {
 }
 DEVICE float shown(Scale scale) { return scale.inverse == 0.0f ? bits_float(0x7fc00000) : -scale.negative; }
 
-// x / scale, rounded to nearest even: the product with the inverse, corrected by its residual.
+// x * (1 / scale). STOCHASTIC: x / scale, rounded to nearest even, by the residual of that product; so no quotient is
+// beyond the codes.
 DEVICE float quotient_of(float x, Scale scale) {
     const float near = multiply_exactly(x, scale.inverse);
+    if constexpr (!STOCHASTIC) return near;
     return fma_exactly(fma_exactly(near, scale.negative, x), scale.inverse, near);
 }
 
@@ -217,7 +253,7 @@ struct Part {
 struct Shared {
     union {
         uint4 transposed[TILE][WARPS];  // for each column, 16 codes a warp
-        uint32 column_max[WARPS][TILE];
+        Extremes column_max[WARPS][TILE];
     };
     Scale row[TILE], column[TILE];
 };
@@ -244,19 +280,25 @@ DEVICE void fetch(const Job &job, long long tile, Part &part) {
 
 // The largest magnitude of column threadIdx.x of a tile, for threads below TILE. `columns`: those of the lane's four
 // columns, in its warp's rows.
-DEVICE uint32 largest_of_column(Shared &shared, const uint32 (&columns)[Raw<4>::WORDS]) {
+DEVICE uint32 largest_of_column(Shared &shared, const Extremes (&columns)[Raw<4>::WORDS]) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-        shared.column_max[warp][lane * 4 + j] =
-            widened(SIZE == 4 ? columns[j] : j % 2 ? columns[j / 2] >> 16 : columns[j / 2] & 0xffff);
+    for (int j = 0; j < 4; ++j) {
+        const Extremes own = columns[SIZE == 4 ? j : j / 2];
+        const int shift = SIZE == 4 ? 0 : j % 2 * 16;
+        const uint32 mask = SIZE == 4 ? ~0u : 0xffff;
+        shared.column_max[warp][lane * 4 + j] = {widened(own.high >> shift & mask), widened(own.low >> shift & mask)};
+    }
     __syncthreads();
-    uint32 largest = 0;
+    Extremes largest = {};
     if (threadIdx.x < TILE) {
 #pragma unroll
-        for (int i = 0; i < WARPS; ++i) largest = max(largest, shared.column_max[i][threadIdx.x]);
+        for (int i = 0; i < WARPS; ++i) {
+            const Extremes own = shared.column_max[i][threadIdx.x];
+            largest.high = max(largest.high, own.high), largest.low = max(largest.low, own.low);
+        }
     }
-    return largest;
+    return largest.bits();
 }
 
 // Adds the bits of a lane's elements in each `seed_step`-th row, as signed integers, to the seed.
@@ -287,37 +329,36 @@ DEVICE void find_largest(const Job &job, Shared &shared, long long tile, const P
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Position at(job, tile);
     const Factors factors(job, at.column + lane * 4);
-    uint32 columns[WORDS] = {}, row = 0;
+    Extremes columns[WORDS] = {}, row = {};
 #pragma unroll
     for (int i = 0; i < HEIGHT; ++i) {
-        uint32 all = 0;
+        Extremes all = {};
 #pragma unroll
         for (int j = 0; j < WORDS; ++j) {
-            const uint32 magnitude = part.row[i].word[j] & MAGNITUDE;
-            columns[j] = larger(columns[j], magnitude);
-            all = larger(all, magnitude);
+            columns[j].take(part.row[i].word[j]);
+            all.take(part.row[i].word[j]);
         }
         if constexpr (TENSORWISE) {
-            row = larger(row, all);
+            row.take(all);
         } else if constexpr (BY_ROW) {
-            uint32 own = 0;
+            Extremes own = {};
             if constexpr (FACTOR) {
 #pragma unroll
-                for (int c = 0; c < 4; ++c)
-                    own = max(own, float_bits(multiply_exactly(part.row[i][c], factors.of[c])) & 0x7fffffff);
-            } else own = widened(largest_of(all));
-            own = warp_max(own);
+                for (int c = 0; c < 4; ++c) own.take_float(multiply_exactly(part.row[i][c], factors.of[c]));
+            } else own = all.as_floats();
+            own = own.of_warp();
             if (lane == i) row = own;
         }
     }
     if constexpr (TENSORWISE) {
-        row = warp_max(largest_of(row));
-        if (lane == 0 && row != 0) atomicMax(job.row_max, widened(row));
+        const uint32 largest = row.as_floats().of_warp().bits();
+        if (lane == 0 && largest != 0) atomicMax(job.row_max, largest);
         return;
     }
     if constexpr (BY_ROW) {
         const long long to = at.row + warp * HEIGHT + lane;
-        if (lane < HEIGHT && to < job.m && row != 0) atomicMax(job.row_max + to, row);
+        const uint32 largest = row.bits();
+        if (lane < HEIGHT && to < job.m && largest != 0) atomicMax(job.row_max + to, largest);
     }
     if constexpr (BY_COLUMN) {
         const uint32 largest = largest_of_column(shared, columns);
@@ -495,28 +536,29 @@ DEVICE void store_row(const Job &job, long long row, long long column, const Raw
 extern "C" __global__ void __launch_bounds__(THREADS) rows(PARAMETERS) {
     JOB;
     constexpr int WORDS = Raw<8>::WORDS, STEP = THREADS * 8;
-    __shared__ uint32 found[WARPS];
+    __shared__ Extremes found[WARPS];
     const long long row = blockIdx.x, first = threadIdx.x * 8;
     Raw<8> raw[STEPS], more;
-    uint32 largest = 0;
+    Extremes largest = {};
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) load(job, row, first + i * STEP, raw[i]);
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
 #pragma unroll
-        for (int j = 0; j < WORDS; ++j) largest = larger(largest, raw[i].word[j] & MAGNITUDE);
+        for (int j = 0; j < WORDS; ++j) largest.take(raw[i].word[j]);
     }
     for (long long at = first + STEPS * STEP; at < job.k; at += STEP) {
         load(job, row, at, more);
 #pragma unroll
-        for (int j = 0; j < WORDS; ++j) largest = larger(largest, more.word[j] & MAGNITUDE);
+        for (int j = 0; j < WORDS; ++j) largest.take(more.word[j]);
     }
-    largest = warp_max(largest_of(largest));
+    largest = largest.as_floats().of_warp();
     if (threadIdx.x % 32 == 0) found[threadIdx.x / 32] = largest;
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < WARPS; ++i) largest = max(largest, found[i]);
-    const Scale own = scale_of(widened(largest));
+    for (int i = 0; i < WARPS; ++i)
+        largest.high = max(largest.high, found[i].high), largest.low = max(largest.low, found[i].low);
+    const Scale own = scale_of(largest.bits());
     if (threadIdx.x == 0) job.scale[row] = shown(own);
 
     const Draws draws(job);

@@ -29,6 +29,17 @@ def _load(x, row, column, m, k, row_stride, column_stride):
 
 
 @jit
+def _size(values, LARGEST: tl.constexpr):
+    """The bits of magnitudes, for int8 of the scales that the numbers need. In the order of bits, NaN is last."""
+    if LARGEST == 127.0:
+        codes = tl.where(values < 0, 128.0, 127.0)
+        size = tl.div_rn(tl.abs(values), codes).to(tl.int32, bitcast=True)
+    else:
+        size = values.to(tl.int32, bitcast=True)
+    return size & 0x7FFFFFFF
+
+
+@jit
 def _absmax(
     x,
     row_max,  # int32 [m], the bits of a float32; [1] if TENSORWISE
@@ -44,13 +55,14 @@ def _absmax(
     TENSORWISE: tl.constexpr,
     FACTOR: tl.constexpr,
     ROW_SCALES: tl.constexpr,
+    LARGEST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     row = tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) % across * BLOCK_K + tl.arange(0, BLOCK_K)
     values = _load(x, row, column, m, k, row_stride, column_stride)
-    magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    magnitude = _size(values, LARGEST)
     if TENSORWISE:
         tl.atomic_max(row_max, tl.max(tl.max(magnitude, 1), 0))
     else:
@@ -58,7 +70,7 @@ def _absmax(
             own = magnitude
             if FACTOR:
                 multiplied = values * tl.load(factor + column, mask=column < k, other=0)[None, :]
-                own = multiplied.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+                own = _size(multiplied, LARGEST)
             tl.atomic_max(row_max + row, tl.max(own, 1), mask=row < m)
         if COLUMNS and not ROW_SCALES:
             tl.atomic_max(column_max + column, tl.max(magnitude, 0), mask=column < k)
@@ -67,9 +79,9 @@ def _absmax(
 @jit
 def _scale(largest, LARGEST: tl.constexpr):
     found = largest.to(tl.float32, bitcast=True)
-    scale = tl.maximum(
-        tl.div_rn(found, tl.full(found.shape, LARGEST, tl.float32)), 1.1754943508222875e-38
-    )
+    if LARGEST != 127.0:
+        found = tl.div_rn(found, tl.full(found.shape, LARGEST, tl.float32))
+    scale = tl.maximum(found, 1.1754943508222875e-38)
     scale = tl.where(largest == 0, 1.0, scale)
     return tl.where(largest >= 0x7F800000, float("nan"), scale)
 
@@ -122,7 +134,15 @@ def rounded_to_float8(q, draws, STOCHASTIC: tl.constexpr, LARGEST: tl.constexpr)
 @jit
 def _codes(values, scale, draws, STOCHASTIC: tl.constexpr, LARGEST: tl.constexpr):
     usable = scale == scale
-    q = tl.where(usable, tl.div_rn(values, tl.where(usable, scale, 1.0)), 0.0)
+    divisor = tl.where(usable, scale, 1.0)
+    if STOCHASTIC:
+        q = tl.div_rn(values, divisor)
+    else:
+        q = values * tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+        # The clamp between product and sum keeps compilers from fusing them into an FMA.
+        LEAST: tl.constexpr = -128.0 if LARGEST == 127.0 else -LARGEST
+        q = tl.minimum(tl.maximum(q, LEAST), LARGEST)
+    q = tl.where(usable, q, 0.0)
     return _rounded(q, draws, STOCHASTIC, LARGEST)
 
 
@@ -214,7 +234,8 @@ def quantize(
     largest = {"int8": 127.0, "e4m3": 448.0, "e5m2": 57344.0}[format]
     with torch.cuda.device_of(x):
         strides = x.stride(0), x.stride(1)
-        _absmax[grid](x, row_max, column_max, factor, m, k, *strides, across, **flags)
+        tensors = x, row_max, column_max, factor
+        _absmax[grid](*tensors, m, k, *strides, across, LARGEST=largest, **flags)
         _quantize[grid](
             x,
             row_max,

@@ -75,9 +75,6 @@ SCHEMAS: dict[str, tuple[str, ...]] = {
         "tensorwise=False, Tensor? seed=None, Tensor? row_factor=None, bool row_scales=False) -> "
         "(Tensor, Tensor, Tensor, Tensor)",
     ),
-    "quantize_tokens": (
-        "quantize_tokens(Tensor x, str format, bool tensorwise=False) -> (Tensor, Tensor)",
-    ),
     "round_rows": (
         "round_rows(Tensor values, Tensor? old, Tensor? largest, Tensor? first, SymInt start) -> "
         "(Tensor, Tensor)",

@@ -41,14 +41,14 @@ class CodesProduct(NamedTuple):
     """Whether `scaled_mm` multiplies, as in "dynamic_linear" for many tokens and in "static_linear", or torch._int_mm
     does."""
     quantizes: bool
-    """Whether `quantize_tokens` gives the codes of x, or the spec of the activation does."""
+    """Whether `quantize_rowcol` gives the codes of x, or the spec of the activation does."""
 
     def codes_of(self, x: Tensor, activation: Spec) -> tuple[Tensor, Tensor]:
         """Codes [M, K or more] and scale [M, 1] of x [M, K], by the dynamic `activation`."""
         if not self.quantizes:
             return activation.quantize(x)[:2]
         format = kernels.dynamic_linear.FORMATS[activation.format.dtype]
-        codes, scale = kernels.quantize_tokens.quantize_tokens(x, format)
+        codes, scale, _, _ = kernels.quantize_rowcol.quantize_rowcol(x, format, columns=False)
         return codes, scale.view(-1, 1)
 
     def multiply(

@@ -1,8 +1,10 @@
 """BitNetTensor: a high-precision weight that its products see ternary, for training BitNet b1.58 (arXiv 2402.17764).
 
     weight  W ≈ γ · round(W / γ) clamped to -1, 0, 1       γ = mean |W|, over the whole [N, K] matrix
-    input   x ≈ s · round(x / s)                           s = max |x| / 127, over each token
+    input   x ≈ s · round(x / s)                           s = max(−min x / 128, max x / 127), over each token
     output  y[m, n] = s[m] · γ · Σ_k x̂[m, k] ŵ[n, k]       an int8 product with exact sums
+
+The paper has s = max |x| / 127; here int8's code more for negative numbers is used, as by all int8 rows of lowbit.
 
 Gradients pass straight through both roundings. The input's gradient is the product with the ternary weight; the
 weight's gradient is the product with the rounded input, which backward keeps in one byte an element. Both run in high

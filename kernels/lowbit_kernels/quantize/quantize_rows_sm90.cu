@@ -1,6 +1,6 @@
 // Quantizes rows to int8 or e4m3, each with its own scale, for sm_90.
 //
-// quantize_tokens_sm90.py compiles this file once for each combination of
+// quantize_rows_sm90.py compiles this file once for each combination of
 //   X          BF16 or FP16
 //   CODES      INT8 or E4M3
 //   OUT        the dtype in which codes are written: CODES, or as numbers BF16 or FP16 (E4M3: FP16 only)
@@ -45,7 +45,7 @@ DEVICE void store_codes(unsigned char *row, int i, uint4 x, float inverse) {
 // Grid: one block per row. Rows of x have `vectors` vectors and are `stride` elements apart; a block is whole warps and
 // holds a whole row. codes [m, 8 * vectors], scale [m].
 extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
-    quantize_tokens(const unsigned char *x, long long stride, unsigned char *codes, float *scale, int vectors) {
+    quantize_rows(const unsigned char *x, long long stride, unsigned char *codes, float *scale, int vectors) {
     __shared__ uint32 found[ENDS][MAX_WARPS];
     const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const long long row = blockIdx.x;
@@ -83,8 +83,9 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
                               : max(divide_exactly(bits_float(ends[0]), 127.0f), divide_exactly(bits_float(ends[1]), 128.0f));
     own = max(own, SMALLEST);
     const uint32 largest = max(ends[0], ends[1]);
+    if (largest == 0) own = 1.0f;
     if (largest >= INFINITE) {
-        own = bits_float(largest > INFINITE ? 0x7fc00000 : INFINITE);
+        own = bits_float(0x7fc00000);
 #pragma unroll
         for (int j = 0; j < VECTORS; ++j) kept[j] = make_uint4(0, 0, 0, 0);
     }

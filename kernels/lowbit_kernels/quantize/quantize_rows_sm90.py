@@ -1,4 +1,4 @@
-"""Launches ``quantize_tokens_sm90.cu``: rows of bfloat16 and float16, on GPUs of compute capability 9.0."""
+"""Launches ``quantize_rows_sm90.cu``: rows of bfloat16 and float16, on GPUs of compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MAX_VECTORS = 8  # of a thread; more do not fit its registers
 
 
 @dataclass(frozen=True)
-class TokensVariant:
-    """The options of a compiled kernel; the head of ``quantize_tokens_sm90.cu`` explains each field."""
+class RowsVariant:
+    """The options of a compiled kernel; the head of ``quantize_rows_sm90.cu`` explains each field."""
 
     x: str
     codes: str
@@ -67,7 +67,7 @@ def quantize(x: Tensor, codes: Tensor, scale: Tensor, format: str, op: str | Non
     """
     m, k = x.shape
     own, threads = plan(k)
-    variant = TokensVariant(DTYPES[x.dtype], format.upper(), DTYPES[codes.dtype], own)
+    variant = RowsVariant(DTYPES[x.dtype], format.upper(), DTYPES[codes.dtype], own)
     with torch.cuda.device_of(x):
         stream = torch.cuda.current_stream().cuda_stream
         addresses = (x.data_ptr(), x.stride(0), codes.data_ptr(), scale.data_ptr())
@@ -75,20 +75,27 @@ def quantize(x: Tensor, codes: Tensor, scale: Tensor, format: str, op: str | Non
         kernel(stream, m, threads, *addresses, k // VECTOR)
     if op is not None and x.is_cuda:
         launcher.take_over(op)
-        arguments = (Address(0), x.stride(0), Address(1), Address(2), k // VECTOR)
-        results = Buffer((m, k), codes.dtype), Buffer((m,), torch.float32)
+        arguments = (
+            Address(0),
+            x.stride(0),
+            Address(3),
+            Address(4),
+            k // VECTOR,
+        )  # of `quantize_rowcol`
+        no_columns = Buffer((0, 0), codes.dtype), Buffer((0,), torch.float32)
+        results = Buffer((m, k), codes.dtype), Buffer((m,), torch.float32), *no_columns
         plan_of_call = LaunchPlan(results, (), (Launch(kernel, m, threads, arguments),))
         launcher.learn(op, plan_of_call)
 
 
 def source(
-    variant: TokensVariant, primitives: tuple[str, ...] = ("runtime/ptx.cuh", "runtime/sm90.cuh")
+    variant: RowsVariant, primitives: tuple[str, ...] = ("runtime/ptx.cuh", "runtime/sm90.cuh")
 ) -> str:
     """The CUDA C++ to compile."""
-    return program(asdict(variant), *primitives, "quantize/quantize_tokens_sm90.cu")
+    return program(asdict(variant), *primitives, "quantize/quantize_rows_sm90.cu")
 
 
 @functools.cache
-def _kernel(variant: TokensVariant, device: int) -> nvrtc.Kernel:
+def _kernel(variant: RowsVariant, device: int) -> nvrtc.Kernel:
     module = nvrtc.Module(nvrtc.compiled(source(variant), "sm_90a"))
-    return module.kernel("quantize_tokens", 5, overlaps=True)
+    return module.kernel("quantize_rows", 5, overlaps=True)

@@ -1,28 +1,9 @@
-"""Activations to int8 or float8, each row with its own scale, as lowbit's dynamic schemes compute them.
+"""Kernels of `quantize_rowcol` that write rows alone, to nearest, and read them once: activations in inference.
 
-    int8:   scale[m] = max(-min_k x[m, k] / 128, max_k x[m, k] / 127, 0)
-    e4m3:   scale[m] = max_k |x[m, k]| / 448
-            scale    = max(scale, 2**-126)
-            codes[m, k] = round(clamp(x[m, k] * (1 / scale[m]))),  to nearest even, within -128 .. 127 or +-448
-
-    x       float32, bfloat16 or float16 [M, K], any strides
-    codes   int8 or float8_e4m3fn [M, K rounded up to a multiple of 16], 0 in the padding
-    scale   float32 [M]
-
-Each float32 operation is rounded once. So codes and scales equal, to the bit, those of ``Spec.quantize`` for
-``Int8DynamicActivationInt8Weight`` and ``Float8DynamicActivationFloat8Weight``. (`quantize_rowcol`, for training,
-differs: codes within +-127, division by the scale, scale 1 for zeros.)
-
-``tensorwise`` (e4m3): one scale for the matrix, [1]. A row with a NaN has scale NaN, a row with an infinity has an
-infinite scale; the codes of such rows have no meaning.
-
-Where each implementation runs:
-
-    compute capability 9.0           quantize_tokens_sm90.cu, compiled at first use: rows of bfloat16 and float16 of a
-                                     multiple of 16 elements, up to 65,536. It reads a row once, into registers
-    other GPUs, and ``tensorwise``   Triton, a program a row: rows of up to 8,192 elements are read once, longer ones
-                                     twice; ``tensorwise`` takes another launch before
-    CPU                              PyTorch
+compute capability 9.0           quantize_rows_sm90.cu, compiled at first use: rows of bfloat16 and float16 of a
+                                 multiple of 16 elements, up to 65,536. It keeps a row in registers
+other GPUs, and ``tensorwise``   Triton, a program a row: rows of up to 8,192 elements are read once, longer ones
+                                 twice; ``tensorwise`` takes another launch before
 """
 
 from __future__ import annotations
@@ -31,12 +12,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from lowbit_kernels.quantize import quantize_tokens_sm90
+from lowbit_kernels.quantize import quantize_rows_sm90
 from lowbit_kernels.quantize.quantize_rowcol_triton import rounded_to_float8, takes
-from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.triton_runtime import (
     jit,
     launch,
@@ -46,54 +24,9 @@ from lowbit_kernels.runtime.triton_runtime import (
     triton,
 )
 
-FORMATS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
-SMALLEST = 2.0**-126
 MOST_KEPT = 8192
 """Elements of a row that a Triton program keeps in registers."""
-
-
-@op(
-    "empty(FORMATS[format], M, K + -K % 16), empty(torch.float32, 1 if tensorwise else M)",
-    planned=True,
-    x="float [M, K]; flatten leading dimensions first",
-    rules={
-        "format in FORMATS": "format must be one of {', '.join(FORMATS)}, got {repr(format)}",
-        'not (tensorwise and format == "int8")': 'tensorwise takes "e4m3", got "int8"; leave it out',
-    },
-)
-def quantize_tokens(x: Tensor, format: str, *, tensorwise: bool = False) -> tuple[Tensor, Tensor]:
-    """codes, scale; shapes, dtypes and the formula are in the module's docstring.
-
-    Args:
-        x: [M, K].
-        format: "int8" or "e4m3".
-        tensorwise: one scale for all; "e4m3" only.
-
-    Raises:
-        TypeError: a dtype other than those above.
-        ValueError: an unknown format, a shape other than [M, K], or int8 with ``tensorwise``.
-    """
-    values = x.to(torch.float32)
-    low, high = (values.new_zeros(len(x)) for _ in range(2))
-    if x.numel():
-        low, high = values.amin(1).clamp(max=0.0), values.amax(1).clamp(min=0.0)
-    if format == "int8":
-        largest = torch.maximum(low.double() / -128, high.double() / 127)
-    else:
-        largest = torch.maximum(-low, high).double() / 448
-        if tensorwise:
-            largest = largest.amax().reshape(1) if len(x) else largest.new_zeros(1)
-    scale = largest.float().clamp(min=SMALLEST)
-    q = values * (1 / scale.double()).float()[:, None]
-    if format == "int8":
-        codes = q.round().clamp(-128, 127).nan_to_num(0.0).to(torch.int8)
-    else:
-        codes = q.clamp(-448, 448).to(torch.float8_e4m3fn)
-    extra = -x.shape[1] % 16
-    return F.pad(codes.view(torch.int8), (0, extra)).view(codes.dtype) if extra else codes, scale
-
-
-reference = quantize_tokens.reference
+Results = tuple[Tensor, Tensor]
 
 
 @jit
@@ -142,8 +75,9 @@ def _scale(low, high, IS_INT8: tl.constexpr):
         scale = tl.maximum(_divided(negative, 128.0), _divided(positive, 127.0))
     else:
         scale = _divided(tl.maximum(negative, positive), 448.0)
-    scale = tl.maximum(scale, 1.1754943508222875e-38)
-    return tl.where(tl.maximum(low, high) > 0x7F800000, float("nan"), scale)
+    largest = tl.maximum(low, high)
+    scale = tl.where(largest == 0, 1.0, tl.maximum(scale, 1.1754943508222875e-38))
+    return tl.where(largest >= 0x7F800000, float("nan"), scale)
 
 
 @jit
@@ -201,45 +135,32 @@ def _kernel(
         tl.store(codes + row * width + column, result, mask=column < width)
 
 
-def codes_of(
-    x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool = False
-) -> tuple[Tensor, Tensor]:
-    """`quantize_tokens` of checked arguments, with the codes as numbers of `dtype`.
-
-    `dtype` must represent them exactly: float16 does; bfloat16 does for "int8".
-    """
-    return _implementation(x, format, tensorwise)[1](x, format, dtype, tensorwise, None)
-
-
-def _implementation(
+def kernel_of(
     x: Tensor, format: str, tensorwise: bool
-) -> tuple[str, Callable[..., tuple[Tensor, Tensor]]]:
-    if x.numel():
-        if not tensorwise and quantize_tokens_sm90.takes(x):
-            return "sm90", _by_sm90
-        if runs_on(x.device) and takes(format, x.device):
-            return "triton", _by_triton
-    return "torch", _by_torch
+) -> tuple[str, Callable[..., Results]] | None:
+    """The name and the function of the kernel for x; None where there is none.
+
+    The function takes x, the format, the dtype of the codes, `tensorwise`, and the planned op whose call this is all
+    of, or None. A dtype other than the format's must represent its codes exactly: float16 does; bfloat16 does for int8.
+    """
+    if format == "e5m2" or not x.numel():
+        return None
+    if not tensorwise and quantize_rows_sm90.takes(x):
+        return "sm90", _by_sm90
+    return ("triton", _by_triton) if runs_on(x.device) and takes(format, x.device) else None
 
 
 def _by_sm90(
     x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool, op: str | None
-) -> tuple[Tensor, Tensor]:
+) -> Results:
     codes, scale = x.new_empty(x.shape, dtype=dtype), x.new_empty(len(x), dtype=torch.float32)
-    quantize_tokens_sm90.quantize(x, codes, scale, format, op)
+    quantize_rows_sm90.quantize(x, codes, scale, format, op)
     return codes, scale
-
-
-def _by_torch(
-    x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool, op: str | None
-) -> tuple[Tensor, Tensor]:
-    codes, scale = reference(x, format, tensorwise)
-    return codes.to(dtype), scale
 
 
 def _by_triton(
     x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool, op: str | None
-) -> tuple[Tensor, Tensor]:
+) -> Results:
     m, k = x.shape
     codes = x.new_empty((m, k + -k % 16), dtype=stored_dtype(dtype, x.device))
     scale = x.new_empty((1 if tensorwise else m,), dtype=torch.float32)
@@ -250,10 +171,11 @@ def _by_triton(
         found = torch.zeros(1, dtype=torch.int32, device=x.device)
         with torch.cuda.device_of(x):
             _largest[(m,)](x, found, k, *x.stride(), BLOCK=block, **warps)
+    no_columns = codes.new_empty((0, 0)), scale.new_empty((0,))
     launch(
         op,
-        (x,),
-        (codes, scale),
+        (x, None, None),
+        (codes, scale, *no_columns),
         _kernel,
         m,
         (x, found, codes, scale, k, codes.shape[1], *x.stride()),
@@ -266,10 +188,3 @@ def _by_triton(
         },
     )
     return codes.to(dtype), scale
-
-
-@quantize_tokens.kernel
-def _launch(x: Tensor, format: str, tensorwise: bool) -> tuple[Tensor, Tensor]:
-    name, quantize = _implementation(x, format, tensorwise)
-    ran("quantize_tokens", name)
-    return quantize(x, format, FORMATS[format], tensorwise, "quantize_tokens")
