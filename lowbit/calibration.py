@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lowbit.convert import Filter, Schemes, check_module, find_targets, rounding_owners
 from lowbit.layers import static_input
+from lowbit.layers.prepared import rounds_input
 from lowbit.numerics.learned_scales import learns_zero
 from lowbit.numerics.spec import Spec
 from lowbit.progress import progress
@@ -169,7 +170,7 @@ def prepared_layers(model: nn.Module) -> list[tuple[list[str], list[nn.Module], 
     """Names, modules and activation of each prepared weight with a static scale of its input."""
     found: dict[int, tuple[list[str], list[nn.Module], Spec]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, static_input.RoundsInput):
+        if rounds_input(module):
             spec: Any = module.input_spec
             names, modules, _ = found.setdefault(id(module.weight), ([], [], spec))
             names.append(name)
@@ -218,7 +219,7 @@ def _watch(each: _Calibrated) -> Iterator[RemovableHandle]:
     """Put the observer into its modules. A hook calls the observer in a plain module; a prepared module calls it."""
     for module in each.modules:
         module.add_module(static_input.OBSERVER, each.observer)
-        if not isinstance(module, static_input.RoundsInput):
+        if not rounds_input(module):
             yield module.register_forward_pre_hook(_observe, with_kwargs=True)
 
 
@@ -252,7 +253,7 @@ def _set_scales(watched: list[_Calibrated]) -> dict[str, tuple[float, float]]:
 def _set_scale(each: _Calibrated) -> tuple[float, float]:
     """Choose the range of a layer's input from the statistics, set it in all modules, and return it."""
     values = each.observer.range()
-    if not isinstance(each.modules[0], static_input.RoundsInput):
+    if not rounds_input(each.modules[0]):
         unknown = values.new_full((1,), torch.nan)
         zero: Tensor | None = unknown.clone() if learns_zero(each.spec) else None
         static_input.hold_input(each.modules, each.spec, (unknown, zero), learned=False)

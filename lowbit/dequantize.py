@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from lowbit.convert import Entry, Filter, Report, Target, check_module, find_owners
 from lowbit.inference.fuse import FusedLinear, unfuse_linears_
-from lowbit.layers.joint import JointTensor, forget_siblings, joint_parts
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.qat.lora import merging_layers
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local
+from lowbit.tensor.trained.joint import JointTensor, joint_parts
 from lowbit.train.prepare import replace_prepared
 from lowbit.train.prepared import forget_prepared, was_prepared
 
@@ -119,7 +119,6 @@ def _plain(target: Target, joint: Mapping[str, Tensor] | None = None) -> Tensor:
     """The plain values of a weight. `joint`: what siblings share, by the names of the weights."""
     if isinstance(target.weight, JointTensor):
         assert joint is not None
-        forget_siblings(owner.module for owner in target.owners)
         return target.weight.dequantized_with(joint[target.owners[0].fqn]).contiguous()
     assert isinstance(target.weight, LowbitTensor)
     return target.weight.dequantize().detach().contiguous()

@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from lowbit.layers.holds_scales import HoldsScales
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.tensor.core.dtensor import by_rows, held_locally, placed_as
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.trained.learned_scales import hold
 
 
-class _Scaled(HoldsScales):
+class _Scaled:
     """Mixin of a class of modules: see the file."""
 
     plain: ClassVar[type[nn.Module]]
@@ -44,6 +44,11 @@ class _Scaled(HoldsScales):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             parameters.update(weights)
+
+    def __setstate__(self: Any, state: Any) -> None:
+        """A copy's weights know the copy."""
+        super().__setstate__(state)  # type: ignore[misc]
+        hold(self)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Copies and pickles name the plain class, since the subclass exists in this process alone."""

@@ -1,8 +1,7 @@
-"""The linear of a prepared model, for weights that tensor parallelism has split over ranks.
+"""The product of a linear whose low-bit weight tensor parallelism has split over ranks.
 
-torch decomposes `F.linear` of DTensors below autograd, where a weight sees the product but not its gradients. So
-`lowbit.train.prepare_` and `lowbit.qat.prepare_` make each `nn.Linear` a `Linear`. It hands the local parts to the
-weight's own product, and declares the placement of the result:
+torch decomposes `F.linear` of DTensors below autograd, where a weight sees the product but not its gradients. So a
+prepared linear hands the local parts to the weight's own product, and declares the placement of the result:
 
     weight         input       output      gradient of the input
     Shard(0)       Replicate   Shard(-1)   Partial       columns of the output, as ColwiseParallel splits it
@@ -12,57 +11,20 @@ weight's own product, and declares the placement of the result:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit.numerics.sharded import is_dtensor
-from lowbit.tensor.core.dtensor import held_locally, replicated
+from lowbit.tensor.core.dtensor import replicated
 from lowbit.tensor.trained.trainable import TrainableTensor
 from lowbit_kernels.runtime.library import contiguous_strides
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-
-class Linear(nn.Linear):
-    """nn.Linear, also where its weight is a DTensor over a low-bit one."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        weight = self.weight  # read once, because nn.Module looks parameters up in Python
-        if is_dtensor(weight):
-            return sharded_linear(input, weight, self.bias)
-        return F.linear(input, weight, self.bias)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Tensor parallelism replaces the weight by this call."""
-        own = held_locally(param) if is_dtensor(param) else None
-        if isinstance(own, TrainableTensor):
-            own.check_placement(param)
-        super().register_parameter(name, param)
-        if isinstance(own, TrainableTensor):
-            own.was_placed(param)
-
-
-MADE: list[type[nn.Module]] = [Linear]
-"""The classes that stand for nn.Linear while it is prepared."""
-
-
-def make_shardable(modules: Iterable[nn.Module]) -> None:
-    """Make each plain `nn.Linear` of `modules` a `Linear`, in place."""
-    for module in modules:
-        if type(module) is nn.Linear:
-            module.__class__ = Linear
-
-
-def make_plain(modules: Iterable[nn.Module]) -> None:
-    """Undo `make_shardable`."""
-    for module in modules:
-        if type(module) in MADE:
-            module.__class__ = nn.Linear
 
 
 def sharded_linear(

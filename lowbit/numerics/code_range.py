@@ -41,7 +41,8 @@ def quant_range(
     if isinstance(dtype, LookupTable):
         return -dtype.largest, dtype.largest
     info: Any
-    if dtype in FLOAT8_DTYPES:
+    is_float8 = dtype in FLOAT8_DTYPES
+    if is_float8:
         info = torch.finfo(dtype)
     elif dtype in _CODE_DTYPES:
         info = torch.iinfo(dtype)
@@ -57,7 +58,7 @@ def quant_range(
             f"quant_min={low}, quant_max={high} is not a range within {dtype}'s {info.min}..{info.max}"
         )
     for name, end in (("quant_min", low), ("quant_max", high)):
-        step = _step(dtype, end)
+        step = _step(dtype, end) if is_float8 else 1
         if end % step:
             below = end // step * step
             raise ValueError(
@@ -68,9 +69,7 @@ def quant_range(
 
 
 def _step(dtype: torch.dtype, number: float) -> float:
-    """The distance from `number` to the next `dtype` number of larger magnitude."""
-    if dtype not in FLOAT8_DTYPES:
-        return 1
+    """The distance from `number` to the next number of a float8 `dtype` of larger magnitude."""
     info = torch.finfo(dtype)
     return 2.0 ** math.floor(math.log2(max(abs(number), info.tiny))) * info.eps
 

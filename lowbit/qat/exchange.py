@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from lowbit.convert import Owner, Target, find_owners
-from lowbit.layers.sharded_linear import make_plain
+from lowbit.convert import Target, find_owners
+from lowbit.layers.prepared import plain_class
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
@@ -21,7 +21,6 @@ from lowbit.tensor.trained.learned_scales import (
     SCALE,
     ZERO,
     LearnedScalesTensor,
-    drop_scales,
     scales_of,
 )
 
@@ -119,7 +118,7 @@ def in_high_precision(targets: Iterable[Target]) -> list[Held]:
         for owner in target.owners:
             held = made.get(id(owner.module))
             own = {} if held is None else held.parameters
-            kind = plain_class(owner) if held is None else held.kind
+            kind = plain_class(owner.module) if held is None else held.kind
             made[id(owner.module)] = Held(owner.module, kind, {**own, owner.attribute: plain})
     return list(made.values())
 
@@ -129,16 +128,6 @@ def without_scales(held: Held) -> Held:
     names = [name + end for name in held.parameters for end in (SCALE, ZERO)]
     scales = {name: None for name in names if name in held.module._parameters}
     return Held(held.module, held.kind, {**held.parameters, **scales})
-
-
-def plain_class(owner: Owner) -> type[nn.Module]:
-    """The class that the module had before it was prepared."""
-    held = Held.of(owner.module)
-    drop_scales(owner.module)
-    make_plain([owner.module])
-    kind = type(owner.module)
-    held.put_back()
-    return kind
 
 
 def learned_scales(target: Target) -> tuple[Tensor, Tensor | None] | None:

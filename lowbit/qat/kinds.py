@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from lowbit.convert import Target, is_conv
-from lowbit.layers.joint import JointTensor
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.fake_quantized_conv import (
     ConstantCodesConvTensor,
     FakeQuantizedConvTensor,
     LearnedScalesConvTensor,
 )
+from lowbit.tensor.trained.joint import JointTensor
 from lowbit.tensor.trained.learned_scales import ConstantCodesTensor, LearnedScalesTensor
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import Filter, Owner, Report, Target, joined_name
-from lowbit.layers.sharded_linear import Linear
+from lowbit.layers.prepared import Linear
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.trained.adapted import (
     NONE,

@@ -28,19 +28,16 @@ from lowbit.convert import (
     replace_weights,
     rounding_owners,
 )
-from lowbit.layers.joint import (
-    JointTensor,
-    forget_siblings,
-    joint_parts,
+from lowbit.layers.prepared import (
+    give_scales,
+    is_layer,
+    make_plain,
+    make_prepared,
     make_siblings,
-)
-from lowbit.layers.sharded_linear import make_plain, make_shardable
-from lowbit.layers.static_input import (
-    check_input,
-    input_qparams,
-    plain_input,
     prepare_input,
+    why_not_learned,
 )
+from lowbit.layers.static_input import check_input, input_qparams
 from lowbit.qat import lora
 from lowbit.qat.exchange import prepared_targets
 from lowbit.qat.gradients import check_gradients, gradients_note, low_bit_gradients
@@ -49,15 +46,8 @@ from lowbit.schemes.training import IN_ATTENTION, MixedPrecision
 from lowbit.tensor.core.base import check_weight
 from lowbit.tensor.trained.adapted import AdaptedTensor, Adapters, LearnedAdaptedTensor
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.trained.learned_scales import (
-    LearnedScalesTensor,
-    check_scales,
-    drop_scales,
-    give_scales,
-    is_layer,
-    scales_of,
-    why_not_learned,
-)
+from lowbit.tensor.trained.joint import JointTensor, joint_parts
+from lowbit.tensor.trained.learned_scales import LearnedScalesTensor, check_scales, scales_of
 
 
 def prepare_(
@@ -146,7 +136,7 @@ def prepare_(
 
     report = replace_weights(targets, report, prepared, trainable=True)
     report.entries = [_with_note(entry, notes.get(entry.fqn)) for entry in report.entries]
-    make_shardable(modules)
+    make_prepared(modules, [nn.Linear])
     for family in families:
         make_siblings([owner.module for owner in family])
     lora.merge_in_products(layers.values())
@@ -313,10 +303,6 @@ def convert_(model: nn.Module) -> Report:
 
     modules = _modules(targets)
     report = replace_weights(targets, Report(), frozen, trainable=False)
-    plain_input(modules)
-    for module in modules:
-        drop_scales(module)
     make_plain(modules)
-    forget_siblings(modules)
     lora.unwrap(model, {layer for _, layer in layers.values()})
     return report.count(model)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import check_module, find_owners
-from lowbit.layers.static_input import named_inputs
+from lowbit.layers.prepared import named_inputs
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.tensor.core.dtensor import (
     by_rows,

@@ -5,14 +5,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from lowbit.convert import Report, Target, check_module, replace_weights
-from lowbit.layers.joint import forget_siblings
-from lowbit.layers.sharded_linear import make_plain
-from lowbit.layers.static_input import plain_input
+from lowbit.layers.prepared import make_plain
 from lowbit.qat.exchange import prepared_targets
 from lowbit.qat.lora import multiply_as_before
 from lowbit.tensor.core.regather import reshard
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.trained.learned_scales import drop_scales
 
 
 def undo_(model: nn.Module) -> Report:
@@ -38,12 +35,8 @@ def undo_(model: nn.Module) -> Report:
         )
     modules = {module for target in targets for module, _, _ in target.owners}
     report = replace_weights(targets, Report(), _plain, trainable=True, note="plain again")
-    plain_input(modules)
-    for module in modules:
-        drop_scales(module)
     multiply_as_before(model.modules())
     make_plain(modules)
-    forget_siblings(modules)
     return report.count(model)
 
 

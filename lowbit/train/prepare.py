@@ -21,7 +21,7 @@ from lowbit.convert import (
     find_targets,
     replace_weights,
 )
-from lowbit.layers.sharded_linear import make_plain, make_shardable
+from lowbit.layers.prepared import make_plain, make_prepared
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.schemes.training import TrainingScheme
 from lowbit.tensor.core.base import LowbitTensor
@@ -49,7 +49,7 @@ def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None
     targets, report = find_targets(model, scheme, filter_fn, TrainingScheme)
     owners = {module for target in targets for module, _, _ in target.owners}
     report = replace_weights(targets, report, _prepared, trainable=True)
-    make_shardable(owners)
+    make_prepared(owners, [nn.Linear])
     remember_prepared(model, report)
     return report.count(model)
 

@@ -166,3 +166,11 @@ def test_an_unknown_model_names_the_way_out(
     with pytest.raises(FormatError, match="'rwkv': transformers is not installed") as raised:
         shapes.read(path)
     assert "\n" not in one_line(raised.value)
+
+
+def test_a_line_of_the_table_is_in_gib() -> None:
+    from lowbit.cli.estimate import _row
+    from lowbit.cli.memory import MemoryUse
+
+    part = MemoryUse(weights=3 * 2**30, gradients=0, states=2**29, activations=2**28)
+    assert _row("int8", part)[:6] == ("int8", "3.00 GiB", "-", "0.50 GiB", "0.25 GiB", "3.75 GiB")

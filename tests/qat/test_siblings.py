@@ -20,7 +20,8 @@ from lowbit.convert.siblings import (
     family_of,
     siblings,
 )
-from lowbit.layers.joint import JointTensor, Linear
+from lowbit.layers.prepared import Linear
+from lowbit.tensor.trained.joint import JointTensor
 from tests.qat.lora_layers import LoraLayer
 from tests.schemes import SCHEMES, relative_error
 

@@ -30,9 +30,9 @@ from lowbit import qat, train
 from lowbit.interop.torchtitan import optimizers, settings
 from lowbit.interop.torchtitan.metrics import MeasuredSteps, shown
 from lowbit.interop.torchtitan.settings import Lowbit
+from lowbit.layers.prepared import forget_inputs
 from lowbit.layers.static_input import SCALE as INPUT_SCALE
 from lowbit.layers.static_input import ZERO as INPUT_ZERO
-from lowbit.layers.static_input import forget_inputs
 from lowbit.optim import LowbitOptimizer, step_in_backward
 from lowbit.qat.scales import learned_parameters
 from lowbit.schemes.scheme import Scheme

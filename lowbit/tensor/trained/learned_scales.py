@@ -5,30 +5,20 @@ chooses in `weight_zero`; `lowbit.numerics.learned_scales` defines both. Those o
 `up_scale` and `up_zero`. An optimizer, a state dict, FSDP2 and a checkpoint treat them as any other parameter.
 
 A product needs the weight and the scales. `F.linear(x, module.weight)` has the weight alone, so here the module
-multiplies: `give_scales` makes each `nn.Linear` a `Linear`, each `nn.Embedding` an `Embedding`, and so for `nn.Conv1d`
-and `nn.Conv2d`, and gives a module of experts a class of `lowbit.layers.learned_experts`.
+multiplies (`lowbit.layers.prepared`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from lowbit.layers import sharded_linear
-from lowbit.layers.holds_scales import (
-    SCALE,
-    ZERO,
-    HoldsScales,
-    hold,
-)
-from lowbit.layers.learned_experts import scaled, scaled_by
 from lowbit.linear.coded_linear import CodedWeight
 from lowbit.linear.dequantized import Values
 from lowbit.linear.frozen.checks import refuse_transforms
@@ -54,13 +44,14 @@ from lowbit.tensor.core import (
     Wire,
     held_locally,
     local,
-    replicated,
     rounding_inputs,
     split_as,
 )
 from lowbit.tensor.trained.fake_quantized import CodesBeforeClamp, FakeQuantizedTensor, Qparams
 from lowbit.trace import tracer
 
+SCALE, ZERO = "_scale", "_zero"
+"""The ends of the names of the parameters beside a weight, after the weight's own name."""
 _RATE = "scale_rate"
 """The key of `rate_of` in the description of a weight."""
 RESIDUAL_STEPS = 254
@@ -421,150 +412,17 @@ def operands(
     return partial(weight.seen_by, scale, zero), partial(weight.coded_by, scale, zero)
 
 
-class Linear(HoldsScales, sharded_linear.Linear):
-    """nn.Linear whose weight is quantized by scales of its own."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        weight: Any = self.weight
-        if is_dtensor(weight):
-            return sharded_linear.sharded_linear(input, weight, self.bias, self._local_product)
-        if not isinstance(weight, LearnedScalesTensor):  # computed from it, as by prune
-            return F.linear(input, weight, self.bias)
-        if weight.off == "all":
-            return F.linear(input, weight.high_precision(), self.bias)
-        scales = scales_of(self)
-        seen, coded = operands(weight, *scales)
-        return FakeQuantizedTensor.product(input, weight, seen, coded, self.bias, scales=scales)
-
-    def _local_product(self, x: Tensor, weight: Any, grad_placements: list[Any]) -> Tensor:
-        """The product of the local parts. Scales of parts of rows are split as the weight is; each rank has a term of
-        the gradient of those of whole rows."""
-        from torch.distributed.tensor import Partial, Replicate, Shard
-
-        sharded: Any = self.weight
-        placements = sharded.placements
-        splits = not weight.scheme.weight.granularity.spans(1, 2)
-        own = [p if p != Shard(1) or splits else Replicate() for p in placements]
-        pairs = zip(own, placements, grad_placements, strict=True)
-        grads = [g if p == w else Partial() for p, w, g in pairs]
-
-        def part(scale: Any) -> Any:
-            if scale is None:
-                return None
-            if not is_dtensor(scale):
-                scale = replicated(scale, sharded.device_mesh)
-            return scale.redistribute(placements=own).to_local(grad_placements=grads)
-
-        seen, coded = operands(weight, *map(part, scales_of(self)))
-        return FakeQuantizedTensor.product(x, weight, seen, coded, None)
-
-
-class Embedding(HoldsScales, nn.Embedding):
-    """nn.Embedding whose weight is quantized by scales of its own."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        weight: Any = self.weight
-        if is_dtensor(weight):
-            raise NotImplementedError(
-                f"tensor parallelism of an embedding {tuple(weight.shape)} with learned scales; leave it out of "
-                "prepare_, or give it scales='present'"
-            )
-        if not isinstance(weight, LearnedScalesTensor):  # computed from it, as by prune
-            return super().forward(input)
-        spec = weight.scheme.weight
-        options = self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, self.sparse
-        if weight.is_gathered and self.sparse:
-            raise weight._unsupported(
-                "nn.Embedding(sparse=True) under FSDP2, which reduces no sparse gradients (accepted: sparse=False)"
-            )
-        whole = (spec.shares_rows and not self.sparse) or weight.is_gathered
-        if whole or not weight.rounds_weight:
-            values = weight.seen_by(*scales_of(self))
-            return F.embedding(input, values.to(weight.dtype), *options)
-        refuse_transforms(weight)
-        index = input.reshape(-1)
-        rows = F.embedding(index, Values.apply(weight), *options)
-        scale, zero = scales_of(self)
-        if not spec.shares_rows:  # one scale for the table is that of any rows of it
-            scale, zero = (
-                None if t is None else F.embedding(index, t, *options) for t in (scale, zero)
-            )
-        found = learned_fake_quantize(rows, scale, zero, spec, weight.constant_codes)
-        return found.view(*input.shape, weight.shape[1]).to(weight.dtype)
-
-
-class _Convolution(HoldsScales):
-    """The forward of a convolution whose weight is quantized by scales of its own."""
-
-    def forward(self: Any, input: Tensor) -> Tensor:
-        weight: Any = self.weight
-        if not isinstance(weight, LearnedScalesTensor):  # computed from it, as by prune
-            return self._conv_forward(input, weight, self.bias)
-        values = weight.seen_by(*scales_of(self))
-        operands = FakeQuantizedTensor.operands(
-            input, weight, values, self.bias, product="convolution"
-        )
-        return self._conv_forward(*operands)
-
-
-class Conv1d(_Convolution, nn.Conv1d):
-    """nn.Conv1d whose weight is quantized by scales of its own."""
-
-
-class Conv2d(_Convolution, nn.Conv2d):
-    """nn.Conv2d whose weight is quantized by scales of its own."""
-
-
-_KINDS: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: Linear,
-    nn.Embedding: Embedding,
-    nn.Conv1d: Conv1d,
-    nn.Conv2d: Conv2d,
-}
-
-
-def with_scales(plain: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of nn.Linear, nn.Embedding … that `give_scales` makes of a module of this class."""
-    return _KINDS[plain]
-
-
 # ---- the parameters of a module ------------------------------------------------------------------------------------
 
 
-def is_layer(module: nn.Module) -> bool:
-    """Whether the module is an `nn.Linear`, `nn.Embedding`, `nn.Conv1d` or `nn.Conv2d` and no subclass of it, so that
-    its product is known."""
-    return type(module) in _KINDS
-
-
-def why_not_learned(module: nn.Module, attribute: str) -> str | None:
-    """Why this weight of the module cannot have learned scales; None if it can."""
-    kind = type(module).__name__
-    weight = module._parameters[attribute]
-    if not (is_layer(module) and attribute == "weight"):
-        assert weight is not None
-        if weight.ndim != 3:
-            return f"{kind} multiplies by itself"
-        if type(module).forward is nn.Module.forward:
-            return f"{kind} has no forward, in which its products would see them"
-    taken = [attribute + end for end in (SCALE, ZERO) if hasattr(module, attribute + end)]
-    return f"{kind} has a {taken[0]} of its own" if taken else None
-
-
-def give_scales(weight: LearnedScalesTensor, holders: Iterable[tuple[nn.Module, str]]) -> None:
-    """Register the scales and zero points of `weight` in the modules that hold it, which share them. `holders`: a
-    module and the name of the weight there."""
-    scale, zero = weight.starting_parameters()
-    made = {SCALE: nn.Parameter(scale), ZERO: None if zero is None else nn.Parameter(zero)}
-    for i, (module, attribute) in enumerate(holders):
-        if i == 0:
-            weight.attribute = attribute  # FSDP2 asks the first holder
-        for end, parameter in made.items():
-            module.register_parameter(attribute + end, parameter)
-        layer = next((k for plain, k in _KINDS.items() if isinstance(module, plain)), None)
-        module.__class__ = layer or scaled(type(module), attribute)
-        if i == 0:
-            hold(module)
+def hold(module: nn.Module) -> None:
+    """Tell the weights of a module that need it, by their attribute `holder`, that they are here."""
+    for name, weight in module._parameters.items():
+        is_elsewhere = (
+            isinstance(weight, LearnedScalesTensor) and name + SCALE not in module._parameters
+        )
+        if hasattr(type(weight), "holder") and not is_elsewhere:
+            weight.holder = weakref.ref(module)  # type: ignore[union-attr]
 
 
 def has_scales(module: nn.Module) -> bool:
@@ -630,20 +488,3 @@ def check_scales(module: nn.Module, attribute: str, fqn: str) -> None:
                 f"{fqn}{end} has {bad} NaN or infinite values of {parameter.numel()}; go back to a checkpoint before "
                 "they came, and train on with a lower learning rate"
             )
-
-
-def drop_scales(module: nn.Module) -> None:
-    """Undo `give_scales` for a module, if it was called for it."""
-    for plain, kind in _KINDS.items():
-        if type(module) is kind:
-            _delete(module, ("weight",), plain)
-    names, plain = scaled_by(type(module))
-    if names:
-        _delete(module, names, plain)
-
-
-def _delete(module: nn.Module, names: Sequence[str], plain: type[nn.Module]) -> None:
-    for name in names:
-        for end in (SCALE, ZERO):
-            del module._parameters[name + end]
-    module.__class__ = plain

@@ -1,7 +1,7 @@
 """JointTensor: a FakeQuantizedTensor that shares a part of its scales with sibling weights (`Spec.joins`).
 
 A product rounds the weight by the global scale that it and its siblings have now: that of the one with the largest
-magnitude (`Spec.joint_part`). So `make_siblings` makes each `nn.Linear` a `Linear`, which knows the others. Nothing is
+magnitude (`Spec.joint_part`). So each module knows the others (`lowbit.layers.prepared.make_siblings`). Nothing is
 stored besides the weights, and state dicts are those of the plain model. A parameter finds its siblings through its
 module, also outside of forward. A copy of the parameter, or what FSDP2 gathers, has none and raises an error.
 
@@ -11,14 +11,13 @@ Under FSDP2 the siblings are gathered together: they belong to one `fully_shard`
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.layers import sharded_linear
 from lowbit.linear.coded_linear import CodedWeight, coded_weight
 from lowbit.linear.dequantized import Values
 from lowbit.linear.frozen.kinds import representation_of
@@ -33,6 +32,9 @@ class JointTensor(FakeQuantizedTensor):
     """See the module."""
 
     is_described = False  # read from a file, it would be without its siblings
+    caches = ("holder",)
+    holder: weakref.ref[nn.Module] | None = None
+    """The module of the parameter, which knows its siblings."""
 
     def rounded_with(self, joint: Tensor) -> Tensor:
         """The weight as its products see it: plain, differentiable, equal to the converted weight's values. `joint`: of
@@ -57,8 +59,8 @@ class JointTensor(FakeQuantizedTensor):
     def joint(self, what: str) -> Tensor:
         """What its scales share with those of its siblings now. Raises NotImplementedError for a tensor that is not the
         parameter of a module that knows them, such as a copy; `what` then needs them."""
-        held: _Holder = self.__dict__.get("_holder", _Holder())
-        module = None if torch.compiler.is_compiling() else held.module()
+        known = None if torch.compiler.is_compiling() else self.holder
+        module = None if known is None else known()
         if module is None or _weight_of(module) is not self:
             raise self._unsupported(
                 f"{what} without its siblings, with which it shares a part of its scales; call the module, whose "
@@ -88,47 +90,10 @@ class JointTensor(FakeQuantizedTensor):
         return cls.product(input, weight, weight.operand, weight.coded, bias)
 
 
-class _Holder:
-    """Knows the module of a weight, without keeping it alive. It is empty in a copy, which another module holds."""
-
-    def __init__(self, module: Linear | None = None) -> None:
-        self.module: Callable[[], Linear | None] = lambda: None
-        if module is not None:
-            self.module = weakref.ref(module)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Holder, ()
-
-
-class Linear(sharded_linear.Linear):
-    """nn.Linear whose weight shares a part of its scales with those of its siblings."""
-
-    siblings: tuple[nn.Module, ...]
-    """All modules that share it, this one included."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        weight: Any = self.weight
-        if not isinstance(weight, JointTensor) or not weight.rounds_weight:
-            return super().forward(input)
-        joint = joint_of(self)
-        seen, coded = operands(weight, joint)
-        return FakeQuantizedTensor.product(input, weight, seen, coded, self.bias, joint=joint)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy's weight knows its module too."""
-        super().__setstate__(state)
-        weight: Any = _weight_of(self)
-        if weight is not None:
-            weight._holder = _Holder(self)
-
-
-def operands(weight: JointTensor, joint: Tensor) -> tuple[Any, Any]:
+def operands_with(weight: JointTensor, joint: Tensor) -> tuple[Any, Any]:
     """What products see of the weight, and the same as codes. It is no method, since Dynamo takes each method of a
     tensor for one of its operations, which return tensors."""
     return partial(weight.rounded_with, joint), partial(weight.coded_with, joint)
-
-
-sharded_linear.MADE.append(Linear)
 
 
 def _weight_of(module: nn.Module) -> Tensor | None:
@@ -138,7 +103,7 @@ def _weight_of(module: nn.Module) -> Tensor | None:
 
 
 @torch.no_grad()
-def joint_of(module: Linear) -> Tensor:
+def joint_of(module: Any) -> Tensor:
     """The part of the scales that the weight of `module` and its siblings share now.
 
     Raises NotImplementedError for siblings that are sharded while this module's weight is not, and for one whose weight
@@ -181,18 +146,3 @@ def joint_parts(targets: Iterable[Any]) -> dict[str, Tensor]:
         for target in targets
         if isinstance(target.weight, JointTensor)
     }
-
-
-def make_siblings(modules: Sequence[nn.Module]) -> None:
-    """Make these linears, whose weights are JointTensors, know each other."""
-    for module in modules:
-        made = cast(Linear, module)
-        made.__class__ = Linear
-        made.siblings = tuple(modules)
-        made.weight._holder = _Holder(made)  # type: ignore[attr-defined]
-
-
-def forget_siblings(modules: Iterable[nn.Module]) -> None:
-    """Undo `make_siblings`, apart from the class of the modules."""
-    for module in modules:
-        module.__dict__.pop("siblings", None)

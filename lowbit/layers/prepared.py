@@ -1,0 +1,368 @@
+"""Layers with a prepared weight: what a product rounds, by which scales, and where these are.
+
+`lowbit.train.prepare_` and `lowbit.qat.prepare_` give a layer the class below that stands for its own, once, and
+`make_plain` takes all of it back. What such a layer does follows from its weight and from what it holds beside it:
+
+    weight      present scales: the weight computes them in every product
+                learned ones: parameters `weight_scale` and `weight_zero` (`lowbit.tensor.trained.learned_scales`)
+                a part shared with siblings (`lowbit.tensor.trained.joint`): the layer knows them
+                split over ranks: `lowbit.layers.sharded_linear`
+    input       not rounded, or dynamic: by the product itself
+                static: `input_scale` and `input_zero` (`lowbit.layers.static_input`), learned or constant
+
+Experts, whose forward is their own, are in `lowbit.layers.learned_experts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowbit.layers import static_input
+from lowbit.layers.learned_experts import scaled, scaled_by
+from lowbit.layers.sharded_linear import sharded_linear
+from lowbit.layers.static_input import OBSERVER, check_input, hold_input, inputs_of, take_input
+from lowbit.linear.coded_linear import constant_input
+from lowbit.linear.dequantized import Values
+from lowbit.linear.frozen.checks import refuse_transforms
+from lowbit.linear.fused_rounding import learned_fake_quantize
+from lowbit.numerics import learned_scales as formula
+from lowbit.numerics.learned_scales import qparams, with_gradients_of
+from lowbit.numerics.sharded import is_dtensor
+from lowbit.numerics.spec import Spec
+from lowbit.tensor.core.dtensor import held_locally, local, replicated
+from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.trained.joint import JointTensor, joint_of, operands_with
+from lowbit.tensor.trained.learned_scales import (
+    SCALE,
+    ZERO,
+    LearnedScalesTensor,
+    has_scales,
+    hold,
+    operands,
+    scales_of,
+)
+from lowbit.tensor.trained.trainable import TrainableTensor
+
+
+class Prepared(nn.Module):
+    """What all layers below have: they round their input by a static scale, and their weights know them."""
+
+    siblings: tuple[nn.Module, ...]
+    """All layers whose weights share a part of their scales with this one's, this one included."""
+    is_calibrated = False
+    """Eager code has found the static scale to be a number. Not asked again, because the host would wait."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy's weights know the copy."""
+        super().__setstate__(state)
+        hold(self)
+
+    @property
+    def is_observed(self) -> bool:
+        """True if a calibration sees the inputs, which then pass unrounded."""
+        return self._modules.get(OBSERVER) is not None
+
+    def coded(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [M, K], of which there is some, for a product of codes: codes, the handle, and the scale [1, 1]
+        (`lowbit.linear.coded_linear`)."""
+        self._check_calibrated()
+        weight: Any = self.weight
+        spec = weight.scheme.activation
+        scale = inputs_of(self)[0].float().view(1, 1)  # type: ignore[union-attr]
+        own, _ = qparams(spec, scale, None)
+        if static_input.SCALE not in self._parameters:
+            return *constant_input(x, spec, own), own
+        codes, _, _ = spec.quantize(x.detach(), qparams=(own, None))
+        return codes, with_gradients_of(x, scale, None, spec), own
+
+    def rounded(self: Any, x: Tensor) -> Tensor:
+        """x [..., K] as the product sees it, differentiable in x and in the scale; unchanged while observed.
+        NaN stays NaN."""
+        observer: Any = self._modules.get(OBSERVER)
+        if observer is not None:
+            observer.observe(x)
+            return x
+        self._check_calibrated()
+        weight: Any = self.weight
+        spec = weight.scheme.activation
+        # model.to(bfloat16) rounds them too; in float32 they are what the converted weight stores
+        scale, zero = (None if t is None else t.float().view([1] * x.ndim) for t in inputs_of(self))
+        if x.numel() == 0:  # nothing to round; gradients are zero, and not missing
+            return x + sum((t * 0).to(x.dtype) for t in (scale, zero) if t is not None)
+        if static_input.SCALE in self._parameters:
+            return formula.learned_fake_quantize(x, scale, zero, spec)  # type: ignore[arg-type]
+        return spec.fake_quantize_by(x, *qparams(spec, scale, zero))  # type: ignore[arg-type]
+
+    def _static(self: Any, input: Tensor) -> Prepared | None:
+        """This layer, if it rounds its input by a static scale. An observer sees an input whose rounding is switched
+        off here, since `rounded` does not get it."""
+        weight: Any = self.weight
+        if not weight.scheme.is_static:
+            return None
+        observer: Any = self._modules.get(OBSERVER)
+        if observer is not None and weight.input_spec is None:
+            observer.observe(input)
+        return self
+
+    def _check_calibrated(self: Any) -> None:
+        if self.is_calibrated or torch.compiler.is_compiling():
+            return
+        if not self.weight.is_meta:
+            is_linear = isinstance(self, nn.Linear)
+            kind, inputs = ("linear", "inputs") if is_linear else ("convolution", "channels")
+            count = self.in_features if is_linear else self.in_channels
+            check_input(self, f"a {kind} of {count} {inputs}")
+            self.is_calibrated = True
+
+
+class Linear(Prepared, nn.Linear):
+    """nn.Linear."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight: Any = self.weight  # read once, because nn.Module looks parameters up in Python
+        if is_dtensor(weight):
+            product = self._local_product if has_scales(self) else None
+            return sharded_linear(input, weight, self.bias, product)
+        if not isinstance(weight, FakeQuantizedTensor):
+            return F.linear(input, weight, self.bias)
+        static = self._static(input)
+        how: dict[str, Any] = {}
+        if isinstance(weight, LearnedScalesTensor):
+            if static is None and weight.off == "all":
+                return F.linear(input, weight.high_precision(), self.bias)
+            how["scales"] = scales_of(self)
+            seen, coded = operands(weight, *how["scales"])
+        elif isinstance(weight, JointTensor) and weight.rounds_weight:
+            how["joint"] = joint_of(self)
+            seen, coded = operands_with(weight, how["joint"])
+        elif static is None:  # without the operators of torch that would find the same method
+            return type(weight).linear(input, weight, self.bias)
+        else:
+            seen, coded = weight.operand, weight.coded
+        if static is not None:
+            how = {"static": static}
+        return FakeQuantizedTensor.product(input, weight, seen, coded, self.bias, **how)
+
+    def _local_product(self, x: Tensor, weight: Any, grad_placements: list[Any]) -> Tensor:
+        """The product of the local parts. Scales of parts of rows are split as the weight is; each rank has a term of
+        the gradient of those of whole rows."""
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
+        sharded: Any = self.weight
+        placements = sharded.placements
+        splits = not weight.scheme.weight.granularity.spans(1, 2)
+        own = [p if p != Shard(1) or splits else Replicate() for p in placements]
+        pairs = zip(own, placements, grad_placements, strict=True)
+        grads = [g if p == w else Partial() for p, w, g in pairs]
+
+        def part(scale: Any) -> Any:
+            if scale is None:
+                return None
+            if not is_dtensor(scale):
+                scale = replicated(scale, sharded.device_mesh)
+            return scale.redistribute(placements=own).to_local(grad_placements=grads)
+
+        seen, coded = operands(weight, *map(part, scales_of(self)))
+        return FakeQuantizedTensor.product(x, weight, seen, coded, None)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Tensor parallelism replaces the weight by this call."""
+        own = held_locally(param) if is_dtensor(param) else None
+        if isinstance(own, TrainableTensor):
+            own.check_placement(param)
+        super().register_parameter(name, param)
+        if isinstance(own, TrainableTensor):
+            own.was_placed(param)
+
+
+class Embedding(Prepared, nn.Embedding):
+    """nn.Embedding whose weight has learned scales."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight: Any = self.weight
+        if is_dtensor(weight):
+            raise NotImplementedError(
+                f"tensor parallelism of an embedding {tuple(weight.shape)} with learned scales; leave it out of "
+                "prepare_, or give it scales='present'"
+            )
+        if not isinstance(weight, LearnedScalesTensor):  # computed from it, as by prune
+            return super().forward(input)
+        spec = weight.scheme.weight
+        options = self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, self.sparse
+        if weight.is_gathered and self.sparse:
+            raise weight._unsupported(
+                "nn.Embedding(sparse=True) under FSDP2, which reduces no sparse gradients (accepted: sparse=False)"
+            )
+        whole = (spec.shares_rows and not self.sparse) or weight.is_gathered
+        if whole or not weight.rounds_weight:
+            values = weight.seen_by(*scales_of(self))
+            return F.embedding(input, values.to(weight.dtype), *options)
+        refuse_transforms(weight)
+        index = input.reshape(-1)
+        rows = F.embedding(index, Values.apply(weight), *options)
+        scale, zero = scales_of(self)
+        if not spec.shares_rows:  # one scale for the table is that of any rows of it
+            scale, zero = (
+                None if t is None else F.embedding(index, t, *options) for t in (scale, zero)
+            )
+        found = learned_fake_quantize(rows, scale, zero, spec, weight.constant_codes)
+        return found.view(*input.shape, weight.shape[1]).to(weight.dtype)
+
+
+def _convolve(self: Any, input: Tensor) -> Tensor:
+    """The forward of a prepared convolution."""
+    weight: Any = self.weight
+    if not isinstance(weight, FakeQuantizedTensor):  # computed from it, as by prune
+        return self._conv_forward(input, weight, self.bias)
+    static = self._static(input)
+    is_learned = isinstance(weight, LearnedScalesTensor)
+    own: Any = weight
+    values = own.seen_by(*scales_of(self)) if is_learned else weight.operand()
+    rounded = None if static is None else static.rounded
+    operands = FakeQuantizedTensor.operands(
+        input, weight, values, self.bias, rounded, "convolution"
+    )
+    return self._conv_forward(*operands)
+
+
+class Conv1d(Prepared, nn.Conv1d):
+    """nn.Conv1d whose weight has learned scales, or whose input a static one."""
+
+    forward = _convolve
+
+
+class Conv2d(Prepared, nn.Conv2d):
+    """nn.Conv2d whose weight has learned scales, or whose input a static one."""
+
+    forward = _convolve
+
+
+LAYERS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: Linear,
+    nn.Embedding: Embedding,
+    nn.Conv1d: Conv1d,
+    nn.Conv2d: Conv2d,
+}
+"""The class that stands for each class of torch while a layer is prepared."""
+
+
+# ---- preparing ----------------------------------------------------------------------------------------------------
+
+
+def make_prepared(modules: Iterable[nn.Module], kinds: Sequence[type[nn.Module]]) -> None:
+    """Give each of `modules` that is a layer of one of `kinds` of torch its prepared class, in place."""
+    for module in modules:
+        if type(module) in kinds:
+            module.__class__ = LAYERS[type(module)]
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether the module is an `nn.Linear`, `nn.Embedding`, `nn.Conv1d` or `nn.Conv2d` and no subclass of it, so that
+    its product is known."""
+    return type(module) in LAYERS or type(module) in LAYERS.values()
+
+
+def why_not_learned(module: nn.Module, attribute: str) -> str | None:
+    """Why this weight of the module cannot have learned scales; None if it can."""
+    kind = type(module).__name__
+    weight = module._parameters[attribute]
+    if not (is_layer(module) and attribute == "weight"):
+        assert weight is not None
+        if weight.ndim != 3:
+            return f"{kind} multiplies by itself"
+        if type(module).forward is nn.Module.forward:
+            return f"{kind} has no forward, in which its products would see them"
+    taken = [attribute + end for end in (SCALE, ZERO) if hasattr(module, attribute + end)]
+    return f"{kind} has a {taken[0]} of its own" if taken else None
+
+
+def give_scales(weight: LearnedScalesTensor, holders: Iterable[tuple[nn.Module, str]]) -> None:
+    """Register the scales and zero points of `weight` in the modules that hold it, which share them. `holders`: a
+    module and the name of the weight there."""
+    scale, zero = weight.starting_parameters()
+    made = {SCALE: nn.Parameter(scale), ZERO: None if zero is None else nn.Parameter(zero)}
+    for i, (module, attribute) in enumerate(holders):
+        if i == 0:
+            weight.attribute = attribute  # FSDP2 asks the first holder
+        for end, parameter in made.items():
+            module.register_parameter(attribute + end, parameter)
+        if not isinstance(module, Prepared):
+            module.__class__ = LAYERS.get(type(module)) or scaled(type(module), attribute)
+        if i == 0:
+            hold(module)
+
+
+def prepare_input(modules: Sequence[nn.Module], spec: Spec, learned: bool) -> None:
+    """Give these layers with prepared weights a static scale of their input: that of an earlier calibration, or NaN."""
+    found = static_input.held_for(modules[0], spec)
+    if found is None:
+        device = modules[0].weight.device
+        unknown = torch.full((1,), torch.nan, device=device)  # type: ignore[arg-type]
+        found = unknown, unknown.clone() if formula.learns_zero(spec) else None
+    hold_input(modules, spec, found, learned)
+    make_prepared(modules, [*LAYERS])
+
+
+def make_siblings(modules: Sequence[nn.Module]) -> None:
+    """Make these prepared linears, whose weights are JointTensors, know each other."""
+    for module in modules:
+        cast(Prepared, module).siblings = tuple(modules)
+        hold(module)
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before it was prepared."""
+    plain = next((plain for plain, own in LAYERS.items() if type(module) is own), None)
+    return plain or scaled_by(type(module))[1]
+
+
+def make_plain(modules: Iterable[nn.Module]) -> None:
+    """Take back all that was done to prepared modules, once their weights are others. Plain ones stay as they are."""
+    for module in modules:
+        plain = plain_class(module)
+        if plain is type(module):
+            continue
+        names = scaled_by(type(module))[0] or ("weight",)
+        for name in (name + end for name in names for end in (SCALE, ZERO)):
+            module._parameters.pop(name, None)
+        if isinstance(module, Prepared):
+            take_input([module])
+            for name in ("is_calibrated", "siblings"):
+                module.__dict__.pop(name, None)
+        module.__class__ = plain
+
+
+# ---- static scales of inputs, in a model -------------------------------------------------------------------------
+
+
+def rounds_input(module: nn.Module) -> bool:
+    """True if `prepare_input` gave this layer a static scale of its input."""
+    return isinstance(module, Prepared) and "input_spec" in module.__dict__
+
+
+def named_inputs(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Fully qualified name → learned scales and zero points of inputs, shared ones once."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for prefix, module in model.named_modules():
+        for name in (static_input.SCALE, static_input.ZERO):
+            parameter = module._parameters.get(name)
+            if parameter is not None and rounds_input(module):
+                fqn = f"{prefix}.{name}" if prefix else name
+                found.setdefault(id(parameter), (fqn, parameter))
+    return dict(found.values())
+
+
+@torch.no_grad()
+def forget_inputs(model: nn.Module) -> None:
+    """Set the static scales and zero points of inputs to NaN, as before a calibration: memory that `to_empty` gave."""
+    for module in model.modules():
+        if isinstance(module, Prepared) and rounds_input(module):
+            for t in inputs_of(module):
+                if t is not None:
+                    local(t).fill_(torch.nan)
+            module.is_calibrated = False
