@@ -140,8 +140,8 @@ class Linear(Prepared, nn.Linear):
         elif isinstance(weight, JointTensor) and weight.rounds_weight:
             how["joint"] = joint_of(self)
             seen, coded = operands_with(weight, how["joint"])
-        elif static is None:  # without the operators of torch that would find the same method
-            return type(weight).linear(input, weight, self.bias)
+        elif static is None:
+            return F.linear(input, weight, self.bias)
         else:
             seen, coded = weight.operand, weight.coded
         if static is not None:

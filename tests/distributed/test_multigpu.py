@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lowbit import Float8MixedPrecision, Int8MixedPrecision, optim, train
-from lowbit.layers.sharded_linear import make_shardable
+from lowbit.layers.prepared import make_prepared
 from lowbit.tensor import (
     BitNetTensor,
     LowbitTensor,
@@ -87,7 +87,7 @@ def layer(case, n, k, dtype, seed):
     weight = values((n, k), seed) / k**0.5
     made.weight = nn.Parameter(case.encode(weight.to(dtype)).to(device()))
     if case.is_trainable:
-        make_shardable([made])
+        make_prepared([made], [nn.Linear])
     return made
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import lowbit
 from lowbit import MixedPrecisionTensor, train
-from lowbit.layers.sharded_linear import Linear
+from lowbit.layers.prepared import Linear
 from lowbit.schemes import matrix_units
 from lowbit.schemes.matrix_units import missing_units
 from lowbit.schemes.training import TrainingScheme
