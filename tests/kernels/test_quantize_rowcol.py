@@ -151,6 +151,7 @@ def extreme() -> torch.Tensor:
     x[20] *= 1e-34
     x[21] *= 1e30
     x[22] *= 1e-42
+    x[24], x[24, 0] = 0, -1e-45  # smaller than a step of the smallest scale
     x[23] = 3e38
     x[3, 4], x[7, 9], x[11], x[:, 13] = math.nan, -math.inf, 0, 0
     return x
@@ -167,7 +168,7 @@ def test_extreme_values(format: str) -> None:
     bad[[4, 9]] = True
     assert torch.equal(scale_t.isnan(), bad) and not codes_t.float()[bad].any()
     assert scale[11] == 1 and scale_t[13] == 1 and not codes[11].float().any()
-    assert scale[22] == 2.0**-126
+    assert scale[22] == scale[24] == 2.0**-126
     rows = [0, 20, 21, 23]
     rounded = codes.float().double()[rows, :150] * scale[rows].double()[:, None]
     assert (rounded - x[rows].double()).norm(dim=1).le(0.08 * x[rows].double().norm(dim=1)).all()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lowbit.schemes.presets import (
@@ -109,6 +109,7 @@ def test_equals_the_dynamic_schemes(case: Case) -> None:
     st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=20),
     st.sampled_from(["int8", "e4m3"]),
 )
+@example(row=[1e-45], format="int8")
 def test_any_finite_row(row: list[float], format: str) -> None:
     x = torch.tensor([row])
     codes, scale = quantize_rows(x, format)

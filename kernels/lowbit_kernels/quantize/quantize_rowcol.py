@@ -160,8 +160,11 @@ def _scale(x: Tensor, format: str, dim: int | None) -> Tensor:
 
 
 def sizes(x: Tensor, format: str) -> Tensor:
-    """For int8 the scale that each number of x alone needs, otherwise its magnitude."""
-    return x.abs() / torch.where(x < 0, 128.0, 127.0) if format == "int8" else x.abs()
+    """For int8 the scale that each number of x alone needs, more than 0 unless the number is, else its magnitude."""
+    if format != "int8":
+        return x.abs()
+    needed = x.abs() / torch.where(x < 0, 128.0, 127.0)
+    return torch.where(x == 0, 0.0, needed.clamp(min=2.0**-149))
 
 
 def scale_of(found: Tensor, format: str) -> Tensor:

@@ -153,7 +153,8 @@ struct Extremes {
         if constexpr (!TWO_SIDED) return high;
         const uint32 above = float_bits(divide_exactly(bits_float(high), 127.0f));
         const uint32 below = float_bits(divide_exactly(bits_float(low), 128.0f));
-        return max(above & 0x7fffffff, below & 0x7fffffff);
+        // more than 0 unless all are 0, also where the quotients are not
+        return max(max(above & 0x7fffffff, below & 0x7fffffff), (uint32)((high | low) != 0));
     }
 };
 

@@ -31,12 +31,12 @@ def _load(x, row, column, m, k, row_stride, column_stride):
 @jit
 def _size(values, LARGEST: tl.constexpr):
     """The bits of magnitudes, for int8 of the scales that the numbers need. In the order of bits, NaN is last."""
+    size = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if LARGEST == 127.0:
         codes = tl.where(values < 0, 128.0, 127.0)
-        size = tl.div_rn(tl.abs(values), codes).to(tl.int32, bitcast=True)
-    else:
-        size = values.to(tl.int32, bitcast=True)
-    return size & 0x7FFFFFFF
+        needed = tl.div_rn(tl.abs(values), codes).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        size = tl.maximum(needed, tl.where(size == 0, 0, 1))  # more than 0 unless the number is
+    return size
 
 
 @jit
