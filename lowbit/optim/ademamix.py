@@ -176,12 +176,8 @@ class AdEMAMix(LowbitOptimizer):
         **common: Unpack[CommonOptions],
     ) -> None:
         options: dict[str, Any] = {"lr": lr, "betas": betas, "alpha": alpha}
-        options |= {
-            "t_alpha_beta3": t_alpha_beta3,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-        }
+        options |= {"t_alpha_beta3": t_alpha_beta3, "eps": eps}
+        options |= {"weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, options, common)
 
     def state_format(self, group: dict[str, Any], name: str) -> str:

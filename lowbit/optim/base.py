@@ -402,13 +402,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
         formats: dict[str, str],
     ) -> None:
         """Give a parameter the states that it lacks: all of them, or those of an option that was turned on since.
-
-        Args:
-            group: the parameter's group.
-            param: the parameter.
-            signs: `state_names` of the group.
-            formats: the format of each of these states.
-        """
+        `signs` and `formats`: `state_names` of the group, and the format of each."""
         state = self.state[param]
         made = states.moved(state, param) if state else {}
         if not state:

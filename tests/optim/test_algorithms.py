@@ -204,6 +204,8 @@ def test_the_slow_moment_is_the_same_in_all_formats_of_few_bits(state):
 
 
 TRAINED = {
+    "AdamW": (optim.AdamW, {"lr": 3e-3}),
+    "Adam": (optim.Adam, {"lr": 3e-3}),
     "Lion": (optim.Lion, {"lr": 3e-3, "betas": (0.9, 0.95)}),
     "SGD": (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "SGD Nesterov": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),

@@ -30,8 +30,8 @@ from lowbit.numerics.sharded import is_dtensor
 from lowbit.optim.state import state as states
 from lowbit.optim.step.job import GradScale, Job, local_grad
 from lowbit.optim.step.launch import (
-    Item,
-    Launch,
+    StepItem,
+    StepLaunch,
     compiled,
     has_own_memory,
     variant,
@@ -61,7 +61,7 @@ class FusedStep:
     def __init__(self, optimizer: Any, jobs: list[Job]) -> None:
         groups = optimizer.param_groups
         numbers = {id(group): i for i, group in enumerate(groups)}
-        batches: dict[Any, list[Item]] = defaultdict(list)
+        batches: dict[Any, list[StepItem]] = defaultdict(list)
         self.rest: list[Job] = []
         """The jobs that kernels leave, until they are run."""
         for job in jobs:
@@ -74,13 +74,13 @@ class FusedStep:
                 if found is None:
                     rest.add(param, index, grad)
                 else:
-                    item = Item(param, own, numbers[id(job.group)], index, grad)
-                    kind = RoundedLaunch if isinstance(own, LowbitTensor) else Launch
+                    item = StepItem(param, own, numbers[id(job.group)], index, grad)
+                    kind = RoundedLaunch if isinstance(own, LowbitTensor) else StepLaunch
                     batches[kind, found, own.device].append(item)
             if rest.params:
                 self.rest.append(rest)
         self._rest = [(numbers[id(job.group)], job.indices) for job in self.rest]
-        self.launches: list[Launch] = [
+        self.launches: list[StepLaunch] = [
             kind.of(optimizer, found, items) for (kind, found, _), items in batches.items()
         ]
         for launch in self.launches:

@@ -38,7 +38,7 @@ _GRAD, _DTYPE, _LAYOUT, _SHAPE = map(operator.attrgetter, ("grad", "dtype", "lay
 _WIDTH = len(fused_step.TENSOR)
 
 
-class Item(NamedTuple):
+class StepItem(NamedTuple):
     """A parameter of a launch under construction, or some rows of one."""
 
     param: Tensor
@@ -61,7 +61,7 @@ class Item(NamedTuple):
 
 
 @dataclass
-class Launch:
+class StepLaunch:
     """One kernel and its table: [items, words of fused_step.TENSOR], followed by the groups."""
 
     variant: StepVariant
@@ -81,7 +81,7 @@ class Launch:
     kernels: dict[bool, StepKernel | StepKernelCpu] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, optimizer: Any, variant: StepVariant, items: list[Item]) -> Self:
+    def of(cls, optimizer: Any, variant: StepVariant, items: list[StepItem]) -> Self:
         """The launch that updates these items, whose states exist."""
         made = cls._over(optimizer, variant, items, items)
         made.take(made.grads)
@@ -89,7 +89,7 @@ class Launch:
 
     @classmethod
     def _over(
-        cls, optimizer: Any, variant: StepVariant, items: list[Item], pieces: list[Item]
+        cls, optimizer: Any, variant: StepVariant, items: list[StepItem], pieces: list[StepItem]
     ) -> Self:
         """The launch of these parameters, with `pieces` of them as rows of its table. Gradients are yet to be taken."""
         device = items[0].own.device
@@ -274,7 +274,7 @@ class Launch:
         return self.table
 
 
-def _fill(row: np.ndarray, optimizer: Any, item: Item, variant: StepVariant) -> int:
+def _fill(row: np.ndarray, optimizer: Any, item: StepItem, variant: StepVariant) -> int:
     """Write a row of the table, except the gradient's address and the first tile.
 
     Returns the bitwise or of all addresses, with bit 0 set if some row of 4-bit codes begins within a word. If the last

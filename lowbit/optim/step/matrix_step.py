@@ -52,8 +52,8 @@ from lowbit.optim.step.fused import (
 )
 from lowbit.optim.step.job import GradScale, Job
 from lowbit.optim.step.launch import (
-    Item,
-    Launch,
+    StepItem,
+    StepLaunch,
     has_own_memory,
     variant,
 )
@@ -175,7 +175,9 @@ class Batch:
                 by_variants[found].append(i)
         for variants, some in by_variants.items():
             items = [
-                Item(own.params[i], states.memory(own.params[i]), 0, own.indices[i], own.grads[i])
+                StepItem(
+                    own.params[i], states.memory(own.params[i]), 0, own.indices[i], own.grads[i]
+                )
                 for i in some
             ]
             launches = [
@@ -338,7 +340,7 @@ def _variants(
 
 
 class Half:
-    """Stands for the optimizer in a `Launch`: the options and states of one half of the formula, for one shape."""
+    """Stands for the optimizer in a `StepLaunch`: the options and states of one half of the formula, for one shape."""
 
     def __init__(
         self,
@@ -371,7 +373,7 @@ class Half:
 
 
 @dataclass
-class HalfLaunch(Launch):
+class HalfLaunch(StepLaunch):
     """The launch of one half for some parameters of a batch."""
 
     half: Any = None
@@ -381,7 +383,7 @@ class HalfLaunch(Launch):
 
     @classmethod
     def over(
-        cls, half: Half, variant: StepVariant, items: list[Item], positions: list[int]
+        cls, half: Half, variant: StepVariant, items: list[StepItem], positions: list[int]
     ) -> Self:
         made = cls._over(half, variant, items, items)
         made.half, made.positions = half, positions

@@ -4,7 +4,8 @@ The kernel reads and writes float32 values. A few parameters at a time, or some 
 to a buffer; the kernel updates them there, and the weights take them back, rounded. The buffer is bounded
 (`job.piece_of`: 64 MiB on a GPU) and freed at the end of the step. The host waits for no answer of the device.
 
-All rows are in one table, as those of `Launch`. A pass is a part of the table whose values are in the buffer together.
+All rows are in one table, as those of `StepLaunch`. The values of one part of the table, a pass, are in the buffer
+together.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from lowbit.optim.state import state as states
 from lowbit.optim.step.job import GradScale, piece_of, rows_of
-from lowbit.optim.step.launch import Item, Launch, copied
+from lowbit.optim.step.launch import StepItem, StepLaunch, copied
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.frozen.codebook_tensor import CodebookTensor
@@ -51,7 +52,7 @@ class Pass(NamedTuple):
 
 
 @dataclass
-class RoundedLaunch(Launch):
+class RoundedLaunch(StepLaunch):
     """One table, whose kernel is launched once a pass."""
 
     pieces: list[Rows] = field(default_factory=list)
@@ -69,14 +70,14 @@ class RoundedLaunch(Launch):
     """`GradScale.skip` of this step."""
 
     @classmethod
-    def of(cls, optimizer: Any, variant: StepVariant, items: list[Item]) -> Self:
+    def of(cls, optimizer: Any, variant: StepVariant, items: list[StepItem]) -> Self:
         cut = [list(_cut(optimizer, variant, item)) for item in items]
         made = cls._over(optimizer, variant, items, [piece for pieces in cut for piece in pieces])
         made._plan(cut)
         made.take(made.grads)
         return made
 
-    def _plan(self, cut: list[list[Item]]) -> None:
+    def _plan(self, cut: list[list[StepItem]]) -> None:
         """Give each row of the table its part of the buffer, and begin a new pass where the buffer is full."""
         limit = piece_of(self.table.device)
         bounds, offset = [0], 0
@@ -181,7 +182,7 @@ def _update(weight: LowbitTensor, values: Tensor, skip: Tensor | None) -> None:
         torch.where(skip, old, new, out=new)
 
 
-def _cut(optimizer: Any, variant: StepVariant, item: Item) -> Iterator[Item]:
+def _cut(optimizer: Any, variant: StepVariant, item: StepItem) -> Iterator[StepItem]:
     """A parameter as a whole, or in groups of rows if it is large. All ranks cut alike, because they may have to round
     a row together."""
     weight, state = item.own, optimizer.state[item.param]
