@@ -91,8 +91,8 @@ def _compilers() -> Iterator[Finding]:
 
     try:
         folder = disk_cache.cache_folder()
-        with trusted_folder.opened(folder, make=True):
-            kept, detail = True, str(folder)
+        trusted_folder.check(folder, make=True)
+        kept, detail = True, str(folder)
     except OSError as error:
         kept, detail = False, f"{error}: set LOWBIT_CACHE_DIR to a folder of your own"
     yield Finding("compilers", "folder of compiled kernels", kept, detail)

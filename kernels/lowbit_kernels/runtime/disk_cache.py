@@ -46,8 +46,9 @@ def cache_folder() -> Path:
 def find(suffix: str, *parts: str) -> bytes | None:
     """The machine code of the kernel that depends on `parts`; None if it is missing or, after a warning, untrusted."""
     try:
-        with trusted_folder.opened(cache_folder()) as folder:
-            return _read(folder, suffix, parts)
+        folder = cache_folder()
+        trusted_folder.check(folder)
+        return _read(folder / _name(suffix, parts))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -60,24 +61,24 @@ def keep(code: bytes, suffix: str, *parts: str) -> bool:
     name = _name(suffix, parts)
     content = code + _digest(name, code)
     try:
-        with trusted_folder.opened(cache_folder(), make=True) as folder:
-            if len(content) > LARGEST:
-                reason = f"would have {len(content)} bytes, and at most {LARGEST} can be read"
-                raise OSError(errno.EFBIG, reason, str(folder.path / name))
-            folder.write(name, content)
+        folder = cache_folder()
+        trusted_folder.check(folder, make=True)
+        if len(content) > LARGEST:
+            reason = f"would have {len(content)} bytes, and at most {LARGEST} can be read"
+            raise OSError(errno.EFBIG, reason, str(folder / name))
+        trusted_folder.write(folder / name, content)
     except OSError as error:
         _warn_of_folder(error)
         return False
     return True
 
 
-def _read(folder: trusted_folder.Folder, suffix: str, parts: tuple[str, ...]) -> bytes | None:
-    name = _name(suffix, parts)
+def _read(path: Path) -> bytes | None:
     try:
-        content = folder.read(name, LARGEST)
+        content = trusted_folder.read(path, LARGEST)
         code, digest = content[:-DIGEST], content[-DIGEST:]
-        if digest != _digest(name, code):
-            raise trusted_folder.Untrusted(folder.path / name, "is damaged")
+        if digest != _digest(path.name, code):
+            raise trusted_folder.Untrusted(path, "is damaged")
     except trusted_folder.Untrusted as error:
         warn_once(
             error.reason,
