@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit_kernels.matmul.scaled_mm import scaled_mm
+from lowbit_kernels.quantize import quantize_rowcol
 from lowbit_kernels.quantize.quantize_rowcol import codes_of
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.library import FLOATS, check_one_device
@@ -87,8 +88,8 @@ def dynamic_linear(
     check(x, codes, scale, bias, residual, tensorwise)
     k = x.shape[-1]
     rows = x.reshape(prod(x.shape[:-1]), k)
-    q, t = codes_of(rows, FORMATS[codes.dtype], torch.float64, tensorwise)
-    sums = q[:, :k] @ codes.double().T
+    q, t, _, _ = quantize_rowcol.reference(rows, FORMATS[codes.dtype], True, False, tensorwise)
+    sums = q[:, :k].double() @ codes.double().T
     out = sums * t.double().reshape(-1, 1) * scale.double().reshape(1, -1)
     out = out.view(*x.shape[:-1], codes.shape[0])
     for part in (bias, residual):
