@@ -271,7 +271,7 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
     @property
     def rounds_again(self) -> bool:
         """Whether `rounded_linear` can multiply by this weight."""
-        return self.rounds_weight and not self.transposed and self.ndim == 2
+        return not self.transposed and self.ndim == 2 and self.off in (None, "activations")
 
     def dequantize(self) -> Tensor:
         """The values that the converted weight will have, in this tensor's dtype, without gradient."""
@@ -333,7 +333,9 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
         refuse_transforms(weight)
         input, bias = autocast_inputs(input, weight, bias)
         is_observed = static is not None and static.is_observed
-        found = None if coded is None or is_observed else product_of(input, weight)
+        found = None
+        if coded is not None and weight.scheme.activation is not None and not is_observed:
+            found = product_of(input, weight)
         if coded is not None and found is not None:
             return coded_linear(input, weight, coded(), bias, found, static)
         if (scales is not None or joint is not None) and weight.rounds_again:
@@ -503,8 +505,11 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
 
     @classmethod
     def computed(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        own = [x for x in (*args, *kwargs.values()) if isinstance(x, FakeQuantizedTensor)]
-        if own and all(weight.off == "all" for weight in own) and not in_transform():
+        states = set()  # not a comprehension: every product passes here
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, FakeQuantizedTensor):
+                states.add(x.off)
+        if states == {"all"} and not in_transform():
             named = {name: _plain(x) for name, x in kwargs.items()}
             return func(*(_plain(x) for x in args), **named)
         return super().computed(func, args, kwargs)
