@@ -57,8 +57,6 @@ def quant_range(
         raise ValueError(
             f"quant_min={low}, quant_max={high} is not a range within {dtype}'s {info.min}..{info.max}"
         )
-    if dtype not in FLOAT8_DTYPES and low % 1 == high % 1 == 0:
-        return low, high
     for name, end in (("quant_min", low), ("quant_max", high)):
         step = _step(dtype, end) if is_float8 else 1
         if end % step:

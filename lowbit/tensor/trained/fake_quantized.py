@@ -155,8 +155,8 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
     frozen_as: ClassVar[type[AffineTensor]] = AffineTensor
     """The class of its weight for inference. `representation_of` may choose a subclass."""
 
-    constant_codes: ClassVar[bool] = False
-    """Whether the gradient of learned scales is that of constant codes."""
+    constant_codes: bool = False
+    """True if the gradient of learned scales is that of constant codes."""
 
     scheme: Scheme
     off: Off
