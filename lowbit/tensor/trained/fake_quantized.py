@@ -158,6 +158,10 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
     constant_codes: bool = False
     """True if the gradient of learned scales is that of constant codes."""
 
+    scales_elsewhere: ClassVar[Callable[[Any, str], Tensor] | None] = None
+    """For a class whose weights find only a part of their scales by themselves: gives the part that siblings share, or
+    raises NotImplementedError for `what` would need it. None: a weight finds its scales by itself."""
+
     scheme: Scheme
     off: Off
     gradients: MixedPrecision | None
@@ -251,7 +255,8 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
         if self.transposed:
             stored: Any = self.transpose(-2, -1)
             return stored.fake_quantized().transpose(-2, -1)
-        return self.rounded(Values.apply(self))
+        joint = joint_of_weight(self, "a product")
+        return self.rounded(Values.apply(self), joint)
 
     def rows(self, values: Tensor) -> Tensor:
         """Plain `values` of this weight in the shape that the blocks of its scheme divide."""
@@ -266,7 +271,8 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
 
     def coded(self) -> CodedWeight:
         """The rounded weight [N, K] for a product of codes."""
-        return coded_weight(Values.apply(self), self.scheme.weight)
+        joint = joint_of_weight(self, "a product")
+        return coded_weight(Values.apply(self), self.scheme.weight, joint)
 
     @property
     def rounds_again(self) -> bool:
@@ -279,7 +285,8 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
             return self._with(shape=self.flat_from).dequantize().reshape(-1)
         if self.transposed:
             return self._transposed().dequantize().transpose(-2, -1)
-        return self.rounded(self.weight.detach()).to(self.dtype)
+        joint = joint_of_weight(self, "dequantization")
+        return self.rounded(self.weight.detach(), joint).to(self.dtype)
 
     def _takes_meta_of(self, other: Tensor) -> bool:
         """Accepts the other symmetric mapping, if this is a parameter. A view would lose the new metadata."""
@@ -297,7 +304,11 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
     def frozen(self, input_qparams: Qparams | None = None) -> LowbitTensor:
         """In this tensor's dtype, which model.to(dtype) changes, and not in that of `weight`. `input_qparams`: those of
         the input, for a static activation."""
-        found = self.frozen_as.from_float(self.weight, self.scheme, input_qparams=input_qparams)
+        joint = joint_of_weight(self, "conversion")
+        shared: dict[str, Any] = {} if joint is None else {"joint": joint}
+        found = self.frozen_as.from_float(
+            self.weight, self.scheme, input_qparams=input_qparams, **shared
+        )
         return found.to(self.dtype)  # type: ignore[return-value]
 
     @classmethod
@@ -466,6 +477,7 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
         return weight._look_up(input, *args, **kwargs)
 
     def _look_up(self, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        joint_of_weight(self, "a lookup")
         if not self.rounds_weight:
             return F.embedding(indices, self.high_precision(), *args, **kwargs)
         return self.rows_of(Values.apply(self), indices, *args, **kwargs)
@@ -560,6 +572,13 @@ def rounding_of(weight: FakeQuantizedTensor, dtype: torch.dtype) -> Rounding:
     scale_dtype = representation_of(spec).scale_dtype(spec, dtype)
     kind = RoundingOfGathered if weight.is_gathered else Rounding
     return kind(spec, scale_dtype, weight.input_spec, weight.constant_codes)
+
+
+def joint_of_weight(weight: Any, what: str) -> Tensor | None:
+    """What the scales of `weight` share with those of siblings, or None, for `what` has the weight alone. Raises
+    NotImplementedError where the scales are elsewhere. It is a function for the reason that `rounding_of` is one."""
+    elsewhere = type(weight).scales_elsewhere
+    return None if elsewhere is None else elsewhere(weight, what)
 
 
 def _plain(x: Any) -> Any:

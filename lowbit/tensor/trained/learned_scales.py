@@ -325,20 +325,8 @@ class LearnedScalesTensor(FakeQuantizedTensor, codec=CodesAndResiduals):
             "prepare this weight with scales='present', or make it one for inference by lowbit.qat.convert_(model)"
         )
 
-    def fake_quantized(self) -> Tensor:
-        raise self._without_scales("a product")
-
-    def coded(self) -> CodedWeight:
-        raise self._without_scales("a product")
-
-    def dequantize(self) -> Tensor:
-        raise self._without_scales("dequantization")
-
-    def frozen(self, input_qparams: Qparams | None = None) -> LowbitTensor:
-        raise self._without_scales("conversion")
-
-    def _look_up(self, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        raise self._without_scales("a lookup")
+    def scales_elsewhere(self, what: str) -> Tensor:
+        raise self._without_scales(what)
 
     def check_placement(self, param: Any) -> None:
         """Parts of a row may share its scale, which is given."""
