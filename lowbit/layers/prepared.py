@@ -130,7 +130,7 @@ class Linear(Prepared, nn.Linear):
             return sharded_linear(input, weight, self.bias, product)
         if not isinstance(weight, FakeQuantizedTensor):
             return F.linear(input, weight, self.bias)
-        static = self._static(input)
+        static = None if weight.scheme.activation is None else self._static(input)
         how: dict[str, Any] = {}
         if isinstance(weight, LearnedScalesTensor):
             if static is None and weight.off == "all":

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -57,7 +57,8 @@ VALUE_ZERO_POINT: tuple[Mapping, ...] = ("float_zero_point", "half_integer")
 """The mappings whose zero points are values in the input's domain, in a floating dtype."""
 
 
-def _check_input(input: Tensor) -> None:
+def check_input(input: Tensor) -> None:
+    """Raise ValueError for integers and complex numbers."""
     if not input.dtype.is_floating_point:
         raise ValueError(
             f"only real floating-point tensors can be quantized, got {input.dtype}; "
@@ -85,20 +86,24 @@ def block_counts(shape: Sequence[int], block_size: Sequence[int]) -> list[int]:
 def _blocked(x: Tensor, block_size: Sequence[int]) -> tuple[Tensor, list[int]]:
     """`x` as [n0, b0, n1, b1, …] with n blocks of size b along each dimension, and the counts n."""
     counts = block_counts(x.shape, block_size)
-    return x.reshape([s for pair in zip(counts, block_size, strict=True) for s in pair]), counts
+    shape: list[int] = []
+    for pair in zip(counts, block_size, strict=True):
+        shape += pair
+    return x.reshape(shape), counts
 
 
 def _per_block(param: Tensor, counts: Sequence[int], name: str) -> Tensor:
     """A parameter (any shape with one element a block) as [n0, 1, n1, 1, …], to broadcast over `_blocked`."""
-    expected = 1
+    expected, shape = 1, []
     for n in counts:
         expected *= n
+        shape += [n, 1]
     if param.numel() != expected:
         raise ValueError(
             f"{name} has {param.numel()} elements (shape {tuple(param.shape)}) for {expected} blocks "
             f"({tuple(counts)} along the dimensions)"
         )
-    return param.reshape([s for n in counts for s in (n, 1)])
+    return param.reshape(shape)
 
 
 def absmax_of_blocks(input: Tensor, block_size: Sequence[int]) -> Tensor:
@@ -185,19 +190,34 @@ def _span_scale(min_neg: Tensor, max_pos: Tensor, levels: float) -> Tensor:
     )
 
 
-def check_choice(
-    input: Tensor,
+class Grid(NamedTuple):
+    """The codes that blocks choose their scales for. A `Spec` computes its grid once."""
+
+    mapping: Mapping
+    dtype: CodeType
+    low: float
+    """The smallest code."""
+    high: float
+    """The largest code."""
+    mid: float
+    """The zero point of a symmetric mapping."""
+    has_values: bool
+    """True if codes are values, as in float8 and tables."""
+    zero_point_dtype: torch.dtype | None
+    """None: the default of `choose_qparams_affine`."""
+
+
+def grid_of(
     mapping: Mapping,
     target_dtype: CodeType,
     quant_min: float | None,
     quant_max: float | None,
     zero_point_dtype: torch.dtype | None,
-) -> tuple[float, float, float]:
-    """The range of codes and its middle, after the checks of `choose_qparams_affine` that need no block size.
+) -> Grid:
+    """The grid, after the checks of `choose_qparams_affine` that need neither input nor block size.
 
     Args: those of `choose_qparams_affine`.
     """
-    _check_input(input)
     if mapping not in get_args(Mapping):
         raise ValueError(f"unknown mapping {mapping!r}; accepted: {', '.join(get_args(Mapping))}")
     has_values = is_value(target_dtype)
@@ -212,7 +232,7 @@ def check_choice(
         check_zero_point_dtype(
             zero_point_dtype, (low, high) if mapping == "asymmetric" else codes, mapping
         )
-    return low, high, mid
+    return Grid(mapping, target_dtype, low, high, mid, has_values, zero_point_dtype)
 
 
 def choose_qparams_affine(
@@ -273,14 +293,10 @@ def choose_qparams_affine(
         _check_order(min_val, max_val)
     scale, zero_point = chosen_qparams(
         input,
-        mapping,
+        grid_of(mapping, target_dtype, quant_min, quant_max, zero_point_dtype),
         block_size,
-        target_dtype,
-        quant_min,
-        quant_max,
         eps=eps or 0.0,
         scale_dtype=scale_dtype,
-        zero_point_dtype=zero_point_dtype,
         min_val=min_val,
         max_val=max_val,
     )
@@ -315,23 +331,20 @@ def _check_reach(scale: Tensor, min_neg: Tensor, max_pos: Tensor) -> None:
 
 def chosen_qparams(
     input: Tensor,
-    mapping: Mapping,
+    grid: Grid,
     block_size: Sequence[int],
-    target_dtype: CodeType,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
     *,
     eps: float = 0.0,
     scale_dtype: torch.dtype = torch.float32,
-    zero_point_dtype: torch.dtype | None = None,
     min_val: Tensor | None = None,
     max_val: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`choose_qparams_affine` with `keepdim`, without the checks for which the host waits for a GPU."""
-    low, high, mid = check_choice(
-        input, mapping, target_dtype, quant_min, quant_max, zero_point_dtype
-    )
-    has_values = is_value(target_dtype)
+    """`choose_qparams_affine` with `keepdim`, without the checks for which the host waits for a GPU.
+
+    Args: those of `choose_qparams_affine`. `grid`: of `grid_of`, or of a Spec.
+    """
+    check_input(input)
+    mapping, _, low, high, mid, has_values, zero_point_dtype = grid
     least = max(smallest_scale(scale_dtype), eps)
     min_neg, max_pos = _min_max(input, block_size, min_val, max_val)
 
@@ -432,7 +445,7 @@ def unclamped_codes(
     A code outside quant_min..quant_max clips. Arguments and errors are those of `quantize_affine`. For float8 and
     tables the result is x · (1/scale), which the cast has yet to round; NaN stays NaN.
     """
-    _check_input(input)
+    check_input(input)
     low, high = quant_range(dtype, quant_min, quant_max)
     blocks, counts = _blocked(input.float(), block_size)
     scale, zero_point = _params(scale, zero_point, counts)
@@ -538,23 +551,24 @@ def rounded_affine(
     block_size: Sequence[int],
     scale: Tensor,
     zero_point: Tensor | None,
-    quant_dtype: CodeType,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
+    dtype: CodeType,
+    low: float,
+    high: float,
     clips: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """The values of `fake_quantize_affine`, without gradient, and the mask of the codes that do not clip.
 
-    Args: those of `fake_quantize_affine`. With `clips=False` the mask is None. NaN stays NaN, which no product hides.
+    Args: those of `fake_quantize_affine`; `low` and `high` are a range that `dtype` holds. With `clips=False` the mask
+    is None. NaN stays NaN, which no product hides.
     """
-    low, high = quant_range(quant_dtype, quant_min, quant_max)
-    codes = unclamped_codes(input, block_size, scale, zero_point, quant_dtype, low, high)
-    inside = within_range(codes, quant_dtype, low, high) if clips else None
-    codes = clamped(codes, quant_dtype, low, high)
-    values = dequantize_affine(
-        codes, block_size, scale, zero_point, low, high, output_dtype=input.dtype
-    )
-    return torch.where(input.isnan(), input, values), inside
+    blocks, counts = _blocked(input.float(), block_size)
+    scale, zero_point = _params(scale, zero_point, counts)
+    codes = _to_grid(blocks, scale, zero_point, dtype, low, high)
+    inside = within_range(codes, dtype, low, high).reshape(input.shape) if clips else None
+    values = _from_grid(
+        clamped(codes, dtype, low, high).float(), scale, zero_point, low, high
+    ).reshape(input.shape)
+    return torch.where(input.isnan(), input, values.to(input.dtype)), inside
 
 
 def fake_quantize_affine(
@@ -578,8 +592,10 @@ def fake_quantize_affine(
         quant_dtype: its `output_dtype`.
         clips: False where the caller knows that no code lies beyond the range. Then backward needs no mask.
     """
+    check_input(input)
+    low, high = quant_range(quant_dtype, quant_min, quant_max)
     values, inside = rounded_affine(
-        input, block_size, scale, zero_point, quant_dtype, quant_min, quant_max, clips
+        input, block_size, scale, zero_point, quant_dtype, low, high, clips
     )
     passed = everywhere if inside is None else where_set
     return StraightThrough.apply(input, values, inside, passed)

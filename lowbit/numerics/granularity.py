@@ -124,7 +124,9 @@ class PerGroup(Granularity):
         _check_positive_int("group_size", self.group_size)
 
     def block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return (*_rows(shape, "PerGroup()")[:-1], self.group_size)
+        if len(shape) == 0:
+            _rows(shape, "PerGroup()")
+        return (*([1] * (len(shape) - 1)), self.group_size)
 
 
 @dataclass(frozen=True, init=False)

@@ -36,8 +36,9 @@ from lowbit.numerics.affine import (
     VALUE_ZERO_POINT,
     Mapping,
     block_counts,
-    check_choice,
+    check_input,
     chosen_qparams,
+    grid_of,
     half_step,
     round_to_dtype,
     round_to_grid,
@@ -108,13 +109,9 @@ class _SearchedFormat:
         low, high = ends or (None, None)
         found = chosen_qparams(
             x,
-            self.mapping,
+            grid_of(self.mapping, self.dtype, self.low, self.high, self.zero_point_dtype),
             block_size,
-            self.dtype,
-            self.low,
-            self.high,
             scale_dtype=self.scale_dtype,
-            zero_point_dtype=self.zero_point_dtype,
             min_val=low,
             max_val=high,
         )
@@ -408,7 +405,8 @@ def search_qparams_affine(
         raise ValueError(
             f"the search takes ranges of up to 8 bits, got {low}..{high}; use choose_qparams_affine"
         )
-    check_choice(input, mapping, target_dtype, low, high, zero_point_dtype)
+    check_input(input)
+    grid_of(mapping, target_dtype, low, high, zero_point_dtype)
     counts = block_counts(input.shape, block_size)
     if input.is_meta or input.numel() == 0:
         return fmt.min_max(input, block_size)

@@ -7,6 +7,7 @@ A `Spec` is format + granularity + mapping. A `Spec` also does its arithmetic (`
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 from lowbit.numerics.affine import (
     VALUE_ZERO_POINT,
+    Grid,
     Mapping,
     absmax_of_blocks,
     chosen_qparams,
@@ -30,6 +32,7 @@ from lowbit.numerics.affine import (
 from lowbit.numerics.code_range import (
     FLOATS,
     clamped,
+    is_value,
     within_range,
 )
 from lowbit.numerics.granularity import (
@@ -67,8 +70,25 @@ def crop(t: Tensor, shape: Sequence[int]) -> Tensor:
     return t.contiguous()
 
 
+class _Computed:
+    """What a `Spec` computes of its fields once, at construction. It is in neither repr, comparison nor pickles."""
+
+    grid: Grid
+    """The codes, for `lowbit.numerics.affine`."""
+    scales: ScaleFormat | None
+    """How scales are stored; None: as they are, in a floating dtype."""
+    rounds_minimum: bool
+    """True if the smallest value of each block is rounded to `scale_dtype`, like its scale."""
+    has_zero_point: bool
+    """True if each scale has a zero point beside it. Otherwise the zero point is 0."""
+    zero_point_is_value: bool
+    """True if zero points are values in the dtype of the scales, and not codes."""
+    stored_scale_dtype: torch.dtype | None
+    """The dtype of scales in a weight; None: any."""
+
+
 @dataclass(frozen=True)
-class Spec:
+class Spec(_Computed):
     """How one tensor is quantized.
 
     Args:
@@ -129,6 +149,36 @@ class Spec:
             raise ValueError(
                 f"static=True gives all inputs one scale: the granularity must be PerTensor(), got {self.granularity!r}"
             )
+        self._compute()
+
+    def _compute(self) -> None:
+        fmt, is_int = self.format, isinstance(self.format, Int)
+        is_short = self.scale_dtype in (torch.float16, torch.bfloat16)
+        rounds_minimum = is_short and self.mapping == "float_zero_point"
+        symmetric, is_value_zero = (
+            self.mapping.startswith("symmetric"),
+            self.mapping in VALUE_ZERO_POINT,
+        )
+        low, high, has_values = fmt.quant_min, fmt.quant_max, is_value(fmt.dtype)
+        mid = 0 if has_values else (low + high + 1) // 2
+        zero_dtype = fmt.dtype if is_int and not is_value_zero else None
+        if rounds_minimum:
+            zero_dtype = torch.float32
+        self.__dict__.update(
+            grid=Grid(self.mapping, fmt.dtype, low, high, mid, has_values, zero_dtype),
+            scales=SCALE_FORMATS[self.scale_format],
+            rounds_minimum=rounds_minimum,
+            has_zero_point=is_int and not (getattr(fmt, "signed", False) and symmetric),
+            zero_point_is_value=is_value_zero,
+            stored_scale_dtype=torch.float32 if rounds_minimum else self.scale_dtype,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._compute()
 
     def __repr__(self) -> str:
         left_out: tuple[str, ...] = () if self.scales is not None else ("scale_format",)
@@ -175,11 +225,6 @@ class Spec:
                 f"float8 in blocks has scales of torch.float32, got scale_dtype={dtype}; leave it None"
             )
 
-    @property
-    def scales(self) -> ScaleFormat | None:
-        """How scales are stored; None: as they are, in a floating dtype."""
-        return SCALE_FORMATS[self.scale_format]
-
     def same_values(self, other: Spec) -> bool:
         """True if codes and scales mean the same values under both specs. The two symmetric mappings choose different
         scales but decode them alike. So do specs that differ in `scale_dtype`."""
@@ -214,7 +259,9 @@ class Spec:
 
     def pad(self, x: Tensor) -> Tensor:
         """`x` padded with zeros to `padded_shape`. Zeros never change a range, which always includes zero."""
-        padding = [n - m for n, m in zip(self.padded_shape(x.shape), x.shape, strict=True)]
+        padding = []
+        for size, b in zip(x.shape, self.granularity.block_size(x.shape), strict=True):
+            padding.append(-size % b)
         if not any(padding):
             return x
         return F.pad(x, [p for extra in reversed(padding) for p in (0, extra)])
@@ -267,10 +314,9 @@ class Spec:
             return self.scales.decode(self.choose_scales(x, joint=joint)), None
         if joint is not None:
             return joint, None
-        scale, zero_point = chosen_qparams(
-            *self._affine_arguments(x), **self._qparam_dtypes(scale_dtype)
-        )
-        return self._as_stored(scale, zero_point)
+        block, own = self.granularity.block_size(x.shape), self.scale_dtype or scale_dtype
+        scale, zero_point = chosen_qparams(x, self.grid, block, scale_dtype=own)
+        return self._as_stored(scale, zero_point) if self.has_zero_point else (scale, None)
 
     def choose_scales(
         self,
@@ -320,9 +366,16 @@ class Spec:
         padded = self.pad(x)
         if padded is not x and (importance is not None or self.zero_point_is_value):
             importance = self._pad_importance(importance, x)
+        fmt, block = self.format, self.block_size(padded.shape)
         scale, zero_point = search_qparams_affine(
-            *self._affine_arguments(padded),
-            **self._qparam_dtypes(scale_dtype),
+            padded,
+            self.mapping,
+            block,
+            fmt.dtype,
+            fmt.quant_min,
+            fmt.quant_max,
+            scale_dtype=self.scale_dtype or scale_dtype,
+            zero_point_dtype=self.grid.zero_point_dtype,
             importance=importance,
         )
         return self._as_stored(scale, zero_point)
@@ -340,34 +393,11 @@ class Spec:
             padding += [0, size - x.shape[dim] if own.shape[dim] == x.shape[dim] else 0]
         return F.pad(own, padding)
 
-    def _affine_arguments(self, x: Tensor) -> tuple[Any, ...]:
-        fmt = self.format
-        block = self.block_size(x.shape)
-        return (x, self.mapping, block, fmt.dtype, fmt.quant_min, fmt.quant_max)
-
-    def _qparam_dtypes(self, scale_dtype: torch.dtype) -> dict[str, Any]:
-        """The dtypes that scales and zero points are chosen in."""
-        if self.rounds_minimum:
-            return {"scale_dtype": self.scale_dtype, "zero_point_dtype": torch.float32}
-        own = self.scale_dtype or scale_dtype
-        return {"scale_dtype": own, "zero_point_dtype": self._zero_code_dtype}
-
     def _as_stored(self, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The chosen scale and zero point in the form that weights store."""
         if not self.has_zero_point:
             return scale, None
         return self.with_minimum(scale, zero_point) if self.rounds_minimum else (scale, zero_point)
-
-    @property
-    def rounds_minimum(self) -> bool:
-        """True if the smallest value of each block is rounded to `scale_dtype`, like its scale."""
-        is_short = self.scale_dtype in (torch.float16, torch.bfloat16)
-        return is_short and self.mapping == "float_zero_point"
-
-    @property
-    def stored_scale_dtype(self) -> torch.dtype | None:
-        """The dtype of scales in a weight; None: any."""
-        return torch.float32 if self.rounds_minimum else self.scale_dtype
 
     def with_minimum(self, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
         """(scale, zero_point) in float32, after the smallest value of each block, m = z − steps · s, is rounded to
@@ -380,24 +410,6 @@ class Spec:
         exact = least.double() + first
         point = exact.float()
         return scale.float(), torch.where(point.double() == exact, point, first.float())
-
-    @property
-    def _zero_code_dtype(self) -> torch.dtype | None:
-        """The dtype of zero points that are codes."""
-        is_code = isinstance(self.format, Int) and not self.zero_point_is_value
-        return self.format.dtype if is_code else None
-
-    @property
-    def has_zero_point(self) -> bool:
-        """True if each scale has a zero point beside it. Otherwise the zero point is 0."""
-        if not isinstance(self.format, Int):
-            return False
-        return not (self.format.signed and self.mapping.startswith("symmetric"))
-
-    @property
-    def zero_point_is_value(self) -> bool:
-        """True if zero points are values in the dtype of the scales, and not codes."""
-        return self.mapping in VALUE_ZERO_POINT
 
     def quantize(
         self,
@@ -461,7 +473,7 @@ class Spec:
             )
             raise ValueError(f"{self} {takes}")
         if zero_point is not None:
-            dtype = self._zero_code_dtype or scale.dtype
+            dtype = self.grid.zero_point_dtype or scale.dtype
             if zero_point.dtype is not dtype or tuple(zero_point.shape) != blocks:
                 raise ValueError(
                     f"the zero point of a tensor {tuple(shape)} in {self} is {dtype} {blocks}, got {zero_point.dtype} "
@@ -549,16 +561,22 @@ class Spec:
         Args: those of `fake_quantize`."""
         if x.numel() == 0:
             return x.detach(), None
-        padded, fmt = self.pad(x.detach()), self.format
+        grid, own, block = self.grid, x.detach(), self.granularity.block_size(x.shape)
+        padded = own
+        if any(map(operator.mod, own.shape, block)):
+            padded = self.pad(own)
+            block = self.granularity.block_size(padded.shape)
         values, inside = rounded_affine(
             padded,
-            self.block_size(padded.shape),
+            block,
             *self.choose_qparams(padded, scale_dtype, joint),
-            fmt.dtype,
-            fmt.quant_min,
-            fmt.quant_max,
+            grid.dtype,
+            grid.low,
+            grid.high,
             masked,
         )
+        if padded is own:
+            return values, inside
         return crop(values, x.shape), None if inside is None else crop(inside, x.shape)
 
     def fake_quantize(

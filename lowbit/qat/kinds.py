@@ -5,23 +5,17 @@ from __future__ import annotations
 from lowbit.convert import Target, is_conv
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.fake_quantized_conv import (
-    ConstantCodesConvTensor,
     FakeQuantizedConvTensor,
     LearnedScalesConvTensor,
 )
 from lowbit.tensor.trained.joint import JointTensor
-from lowbit.tensor.trained.learned_scales import ConstantCodesTensor, LearnedScalesTensor
+from lowbit.tensor.trained.learned_scales import LearnedScalesTensor
 
 
 def prepared_kind(target: Target, learned: bool, joint: bool = False) -> type[FakeQuantizedTensor]:
-    """`learned`: whether its scales are parameters. `joint`: whether it shares a part of its scales with siblings."""
+    """`learned`: its scales are parameters. `joint`: it shares a part of its scales with siblings."""
     if joint:
         return JointTensor
     if is_conv(target):
         return LearnedScalesConvTensor if learned else FakeQuantizedConvTensor
     return LearnedScalesTensor if learned else FakeQuantizedTensor
-
-
-def constant_codes_kind(target: Target) -> type[ConstantCodesTensor]:
-    """The class of a weight whose scales train alone."""
-    return ConstantCodesConvTensor if is_conv(target) else ConstantCodesTensor

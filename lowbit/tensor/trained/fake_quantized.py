@@ -155,8 +155,12 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
     frozen_as: ClassVar[type[AffineTensor]] = AffineTensor
     """The class of its weight for inference. `representation_of` may choose a subclass."""
 
-    constant_codes: ClassVar[bool] = False
-    """Whether the gradient of learned scales is that of constant codes."""
+    constant_codes: bool = False
+    """True if the gradient of learned scales is that of constant codes."""
+
+    scales_elsewhere: ClassVar[Callable[[Any, str], Tensor] | None] = None
+    """For a class whose weights find only a part of their scales by themselves: gives the part that siblings share, or
+    raises NotImplementedError for `what` would need it. None: a weight finds its scales by itself."""
 
     scheme: Scheme
     off: Off
@@ -251,7 +255,8 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
         if self.transposed:
             stored: Any = self.transpose(-2, -1)
             return stored.fake_quantized().transpose(-2, -1)
-        return self.rounded(Values.apply(self))
+        joint = joint_of_weight(self, "a product")
+        return self.rounded(Values.apply(self), joint)
 
     def rows(self, values: Tensor) -> Tensor:
         """Plain `values` of this weight in the shape that the blocks of its scheme divide."""
@@ -266,12 +271,13 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
 
     def coded(self) -> CodedWeight:
         """The rounded weight [N, K] for a product of codes."""
-        return coded_weight(Values.apply(self), self.scheme.weight)
+        joint = joint_of_weight(self, "a product")
+        return coded_weight(Values.apply(self), self.scheme.weight, joint)
 
     @property
     def rounds_again(self) -> bool:
         """Whether `rounded_linear` can multiply by this weight."""
-        return self.rounds_weight and not self.transposed and self.ndim == 2
+        return not self.transposed and self.ndim == 2 and self.off in (None, "activations")
 
     def dequantize(self) -> Tensor:
         """The values that the converted weight will have, in this tensor's dtype, without gradient."""
@@ -279,7 +285,8 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
             return self._with(shape=self.flat_from).dequantize().reshape(-1)
         if self.transposed:
             return self._transposed().dequantize().transpose(-2, -1)
-        return self.rounded(self.weight.detach()).to(self.dtype)
+        joint = joint_of_weight(self, "dequantization")
+        return self.rounded(self.weight.detach(), joint).to(self.dtype)
 
     def _takes_meta_of(self, other: Tensor) -> bool:
         """Accepts the other symmetric mapping, if this is a parameter. A view would lose the new metadata."""
@@ -297,7 +304,11 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
     def frozen(self, input_qparams: Qparams | None = None) -> LowbitTensor:
         """In this tensor's dtype, which model.to(dtype) changes, and not in that of `weight`. `input_qparams`: those of
         the input, for a static activation."""
-        found = self.frozen_as.from_float(self.weight, self.scheme, input_qparams=input_qparams)
+        joint = joint_of_weight(self, "conversion")
+        shared: dict[str, Any] = {} if joint is None else {"joint": joint}
+        found = self.frozen_as.from_float(
+            self.weight, self.scheme, input_qparams=input_qparams, **shared
+        )
         return found.to(self.dtype)  # type: ignore[return-value]
 
     @classmethod
@@ -333,7 +344,9 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
         refuse_transforms(weight)
         input, bias = autocast_inputs(input, weight, bias)
         is_observed = static is not None and static.is_observed
-        found = None if coded is None or is_observed else product_of(input, weight)
+        found = None
+        if coded is not None and weight.scheme.activation is not None and not is_observed:
+            found = product_of(input, weight)
         if coded is not None and found is not None:
             return coded_linear(input, weight, coded(), bias, found, static)
         if (scales is not None or joint is not None) and weight.rounds_again:
@@ -464,6 +477,7 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
         return weight._look_up(input, *args, **kwargs)
 
     def _look_up(self, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        joint_of_weight(self, "a lookup")
         if not self.rounds_weight:
             return F.embedding(indices, self.high_precision(), *args, **kwargs)
         return self.rows_of(Values.apply(self), indices, *args, **kwargs)
@@ -503,8 +517,11 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
 
     @classmethod
     def computed(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        own = [x for x in (*args, *kwargs.values()) if isinstance(x, FakeQuantizedTensor)]
-        if own and all(weight.off == "all" for weight in own) and not in_transform():
+        states = set()  # not a comprehension: every product passes here
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, FakeQuantizedTensor):
+                states.add(x.off)
+        if states == {"all"} and not in_transform():
             named = {name: _plain(x) for name, x in kwargs.items()}
             return func(*(_plain(x) for x in args), **named)
         return super().computed(func, args, kwargs)
@@ -555,6 +572,13 @@ def rounding_of(weight: FakeQuantizedTensor, dtype: torch.dtype) -> Rounding:
     scale_dtype = representation_of(spec).scale_dtype(spec, dtype)
     kind = RoundingOfGathered if weight.is_gathered else Rounding
     return kind(spec, scale_dtype, weight.input_spec, weight.constant_codes)
+
+
+def joint_of_weight(weight: Any, what: str) -> Tensor | None:
+    """What the scales of `weight` share with those of siblings, or None, for `what` has the weight alone. Raises
+    NotImplementedError where the scales are elsewhere. It is a function for the reason that `rounding_of` is one."""
+    elsewhere = type(weight).scales_elsewhere
+    return None if elsewhere is None else elsewhere(weight, what)
 
 
 def _plain(x: Any) -> Any:

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from lowbit.tensor.frozen.conv_tensor import ConvTensor, check_convolution
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.trained.learned_scales import ConstantCodesTensor, LearnedScalesTensor
+from lowbit.tensor.trained.learned_scales import LearnedScalesTensor
 
 
-class OfConv(FakeQuantizedTensor, codec=None):
-    """The part of the classes below that differs from those of other weights."""
+class FakeQuantizedConvTensor(FakeQuantizedTensor, codec=None):
+    """A `FakeQuantizedTensor` of a convolution."""
 
     is_described = False
     frozen_as = ConvTensor
@@ -65,13 +65,5 @@ def _operands(
     return FakeQuantizedTensor.operands(input, weight, values, bias, product="convolution")
 
 
-class FakeQuantizedConvTensor(OfConv):
-    """A `FakeQuantizedTensor` of a convolution."""
-
-
-class LearnedScalesConvTensor(OfConv, LearnedScalesTensor):
+class LearnedScalesConvTensor(FakeQuantizedConvTensor, LearnedScalesTensor):
     """A `LearnedScalesTensor` of a convolution."""
-
-
-class ConstantCodesConvTensor(OfConv, ConstantCodesTensor):
-    """A `ConstantCodesTensor` of a convolution."""

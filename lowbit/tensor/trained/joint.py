@@ -56,7 +56,7 @@ class JointTensor(FakeQuantizedTensor):
         )
         return found.to(self.dtype)  # type: ignore[return-value]
 
-    def joint(self, what: str) -> Tensor:
+    def scales_elsewhere(self, what: str) -> Tensor:
         """What its scales share with those of its siblings now. Raises NotImplementedError for a tensor that is not the
         parameter of a module that knows them, such as a copy; `what` then needs them."""
         known = None if torch.compiler.is_compiling() else self.holder
@@ -71,18 +71,6 @@ class JointTensor(FakeQuantizedTensor):
     @property
     def swaps_last(self) -> bool:
         return False  # a view has no siblings; its values have been rounded with them
-
-    def fake_quantized(self) -> Tensor:
-        return self.rounded_with(self.joint("a product"))
-
-    def coded(self) -> CodedWeight:
-        return self.coded_with(self.joint("a product"))
-
-    def dequantize(self) -> Tensor:
-        return self.dequantized_with(self.joint("dequantization"))
-
-    def frozen(self, input_qparams: Qparams | None = None) -> LowbitTensor:
-        return self.frozen_with(self.joint("conversion"), input_qparams)
 
     @classmethod
     def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:

@@ -50,6 +50,8 @@ from lowbit.tensor.core import (
 from lowbit.tensor.trained.fake_quantized import CodesBeforeClamp, FakeQuantizedTensor, Qparams
 from lowbit.trace import tracer
 
+_CONSTANT = "constant_codes"
+"""The key in the description of a weight whose codes are constant."""
 SCALE, ZERO = "_scale", "_zero"
 """The ends of the names of the parameters beside a weight, after the weight's own name."""
 _RATE = "scale_rate"
@@ -71,7 +73,9 @@ class CodesAndResiduals(CodesBeforeClamp):
     def encode(shard: Any, gather: Gather) -> Wire | None:
         weight, spec = shard.weight.detach(), shard.scheme.weight
         of_rows = isinstance(spec.format, Int) and not spec.shares_rows
-        if not (of_rows and shard.rounds_weight and weight.dtype is torch.float32):
+        if shard.constant_codes or not (
+            of_rows and shard.rounds_weight and weight.dtype is torch.float32
+        ):
             return None
         scale, zero = map(local, scales_of(gather.module, shard.attribute))
         scale, zero_point = qparams(spec, scale, zero)
@@ -102,22 +106,31 @@ class CodesAndResiduals(CodesBeforeClamp):
 class LearnedScalesTensor(FakeQuantizedTensor, codec=CodesAndResiduals):
     """A trainable weight that its module quantizes by trained scales in every product."""
 
-    meta_attrs: ClassVar[tuple[str, ...]] = (*FakeQuantizedTensor.meta_attrs, "attribute")
+    meta_attrs: ClassVar[tuple[str, ...]] = (
+        *FakeQuantizedTensor.meta_attrs,
+        "attribute",
+        "constant_codes",
+    )
 
     caches = ("holder",)
 
     attribute: str
     """The name of the weight in its module, where FSDP2 looks for the scales."""
+    constant_codes: bool
+    """True for a frozen weight on the grid of its scales, which train alone. FSDP2 gathers the weight itself."""
     holder: weakref.ref[nn.Module] | None = None
     """The module with the scales, by which operations other than its products read the weight (`hold`)."""
 
     @classmethod
     def _meta_of(cls, weight: Tensor) -> dict[str, Any]:
-        return {**super()._meta_of(weight), "attribute": "weight"}
+        return {**super()._meta_of(weight), "attribute": "weight", "constant_codes": False}
 
     @classmethod
     def meta_from_json(cls, data: Any) -> dict[str, Any]:
-        return {**super().meta_from_json(data), "attribute": "weight"}
+        constant = data.get(_CONSTANT, False)
+        if not isinstance(constant, bool):
+            raise ValueError(f"{_CONSTANT} is true or false, got {constant!r}")
+        return {**super().meta_from_json(data), "attribute": "weight", "constant_codes": constant}
 
     def _with(self, *args: Any, **kwargs: Any) -> Self:
         made = super()._with(*args, **kwargs)
@@ -286,7 +299,8 @@ class LearnedScalesTensor(FakeQuantizedTensor, codec=CodesAndResiduals):
         }
 
     def meta_to_json(self) -> dict[str, Any]:
-        return {**super().meta_to_json(), _RATE: rate_of(self.scheme.weight)}
+        constant = {_CONSTANT: True} if self.constant_codes else {}
+        return {**super().meta_to_json(), _RATE: rate_of(self.scheme.weight), **constant}
 
     def _factor_of(self, entry: Any) -> float:
         """The factor for the scale parameter of a state dict, whose description is `entry`. Versions that did not name
@@ -311,20 +325,8 @@ class LearnedScalesTensor(FakeQuantizedTensor, codec=CodesAndResiduals):
             "prepare this weight with scales='present', or make it one for inference by lowbit.qat.convert_(model)"
         )
 
-    def fake_quantized(self) -> Tensor:
-        raise self._without_scales("a product")
-
-    def coded(self) -> CodedWeight:
-        raise self._without_scales("a product")
-
-    def dequantize(self) -> Tensor:
-        raise self._without_scales("dequantization")
-
-    def frozen(self, input_qparams: Qparams | None = None) -> LowbitTensor:
-        raise self._without_scales("conversion")
-
-    def _look_up(self, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        raise self._without_scales("a lookup")
+    def scales_elsewhere(self, what: str) -> Tensor:
+        raise self._without_scales(what)
 
     def check_placement(self, param: Any) -> None:
         """Parts of a row may share its scale, which is given."""
@@ -368,12 +370,6 @@ class LearnedScalesTensor(FakeQuantizedTensor, codec=CodesAndResiduals):
                 f"{dtype}, which would round its scales, so that convert_ stores others; accepted: "
                 "autocast instead of the policy's param_dtype, or prepare_ with scales='present'"
             )
-
-
-class ConstantCodesTensor(LearnedScalesTensor, codec=None):
-    """A frozen weight on the grid of its scales, which train alone. FSDP2 gathers the weight itself."""
-
-    constant_codes = True
 
 
 _LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
