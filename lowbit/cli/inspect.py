@@ -26,7 +26,7 @@ from lowbit.formats.base import FormatError
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf.file import GgufFile
 from lowbit.formats.gguf.format import Gguf
-from lowbit.formats.report import snr
+from lowbit.numerics.snr import snr
 from lowbit.progress import progress
 from lowbit.tensor.core.base import LowbitTensor
 
@@ -91,9 +91,10 @@ def _snr(original: Tensor, value: Tensor, path: Path) -> float | None:
         raise FormatError(
             f"{path} is another model: shape {tuple(original.shape)}, and here {tuple(value.shape)}"
         )
-    if isinstance(original, LowbitTensor):
-        original = original.dequantize()
-    return snr(original, value) if value.is_floating_point() else None
+    if not value.is_floating_point():
+        return None
+    own, got = (t.dequantize() if isinstance(t, LowbitTensor) else t for t in (original, value))
+    return snr(own, got)
 
 
 def summary(weights: Iterable[StoredWeight]) -> dict[str, Any]:

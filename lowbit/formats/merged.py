@@ -25,8 +25,8 @@ from torch import Tensor
 from lowbit.convert import alike, joint_part
 from lowbit.convert.siblings import family_of, group_of
 from lowbit.formats.base import Format, FormatError, Parts, layer_of
-from lowbit.formats.report import snr
 from lowbit.formats.sources import Item
+from lowbit.numerics.snr import snr
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
@@ -157,7 +157,7 @@ def _made_equal(items: list[Item], differing: dict[str, list[Tensor]]) -> list[I
         rounded = AffineTensor.from_float(
             own, Scheme(spec, activation), input_qparams=inputs, joint=joint.to(own.device)
         )
-        ratio = min(r for r in (snr(own, rounded), item.snr) if r is not None)
+        ratio = min(r for r in (snr(own, rounded.dequantize()), item.snr) if r is not None)
         found.append(Item(item.name, rounded, item.holder, _noted(item, rounded, note), ratio))
     return found
 

@@ -23,9 +23,9 @@ from lowbit.formats.base import Format, FormatError, layer_of
 from lowbit.formats.experts import is_transposed_stack
 from lowbit.formats.folder import Folder
 from lowbit.formats.layer_names import TRANSPOSED, is_embedding, why_left_alone
-from lowbit.formats.report import snr
 from lowbit.formats.sources import Item
 from lowbit.formats.tied import is_tied
+from lowbit.numerics.snr import snr
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
@@ -111,7 +111,7 @@ class Quantizing:
             own = values.mT.contiguous() if is_stack else values
             weight = quantized(item.name, own, scheme, self._scales, self._joint(item.name, scheme))
             weight = weight._transposed() if is_stack else weight
-            ratio = snr(values, weight)
+            ratio = snr(values, weight.dequantize())
             weight = weight._map(lambda t: t.cpu())
             note = f"{scheme.describe(weight.shape)}{choice.note}"
             yield Item(item.name, weight, item.holder, note, ratio)

@@ -1,16 +1,13 @@
-"""The report of an export, and the loss of rounding that it states."""
+"""The report of an export."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from lowbit.convert import Entry, Report
 from lowbit.formats.sources import Item
-from lowbit.numerics.long_norm import long_norm
 from lowbit.tensor.core.base import LowbitTensor
 
 
@@ -54,20 +51,3 @@ class ExportReport(Report):
         self.low_bits += value.numel() if is_low else 0
         self.low_bit_nbytes += size if is_low else 0
         self.entries.append(Entry(item.name, tuple(value.shape), is_low, note, size))
-
-
-def snr(values: Tensor, weight: Tensor) -> float:
-    """10 · log10(Σ w² / Σ (w − ŵ)²) in dB, over chunks of rows; infinite if nothing was lost."""
-    signal = noise = 0.0
-    rounded = weight.dequantize() if isinstance(weight, LowbitTensor) else weight
-    if values.ndim == 0:
-        values, rounded = values.view(1), rounded.view(1)
-    step = max(1, 2**20 // max(1, values[0].numel() if len(values) else 1))
-    for own, got in zip(values.split(step), rounded.split(step), strict=True):
-        own = own.to(torch.float32, copy=True)
-        signal += float(long_norm(own)) ** 2
-        noise += float(long_norm(own.sub_(got))) ** 2
-    if noise == 0:
-        return math.inf
-    # A difference: the quotient of a finite signal and an infinite noise has no logarithm.
-    return 10 * (math.log10(signal) - math.log10(noise)) if signal else -math.inf

@@ -25,9 +25,10 @@ from lowbit.formats.programs.exporting import export_program
 from lowbit.formats.quantizing import Quantizing
 from lowbit.formats.reading import opened
 from lowbit.formats.registry import target as target_of
-from lowbit.formats.report import ExportReport, snr
+from lowbit.formats.report import ExportReport
 from lowbit.formats.shards import Shards, equal_bits, new_folder, size_in_bytes, write_json
 from lowbit.formats.sources import Item, Source
+from lowbit.numerics.snr import snr
 from lowbit.progress import progress
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
@@ -258,7 +259,7 @@ def _in_format(item: Item, target: Format, lossy: bool) -> tuple[Item, Parts]:
     if scheme is None:
         return Item(item.name, values, item.holder, f"stored plainly: {reason}", item.snr), {}
     rounded = target.rounded(values, scheme)
-    ratio = snr(values, rounded)
+    ratio = snr(values, rounded.dequantize())
     note = f"{scheme.describe(rounded.shape)}; rounded, as {reason}"
     other = Item(item.name, rounded, item.holder, note, ratio)
     return other, _encoded(other, rounded, target)

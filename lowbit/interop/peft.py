@@ -14,7 +14,6 @@ IA3 and the others, and rounds the sum once. A block keeps its scale if that sca
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import check_module
-from lowbit.formats.quantizing import snr
+from lowbit.numerics.snr import decibels, snr
 from lowbit.progress import progress
 from lowbit.qat.lora import is_tuner
 from lowbit.tensor.core.dtensor import local
@@ -157,7 +156,7 @@ def _merge(name: str, layer: Any, adapter_names: list[str] | None, report: Merge
         weight.requantize_(merged)
     change = (merged - before).square().sum().item()
     noise = (merged - _values(weight)).square().sum().item()
-    report.layers.append(Merged(name, snr(merged, weight), _decibels(change, noise)))
+    report.layers.append(Merged(name, snr(merged, weight.dequantize()), decibels(change, noise)))
 
 
 def _check_base(name: str, layer: Any) -> None:
@@ -183,12 +182,6 @@ def _values(weight: AffineTensor) -> Tensor:
     wide: Any = weight._with(dtype=torch.promote_types(weight.dtype, torch.float32))
     values: Tensor = wide.dequantize()
     return values
-
-
-def _decibels(signal: float, noise: float) -> float:
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
 
 
 class _Kept:

@@ -16,7 +16,7 @@ import torch
 import lowbit
 from lowbit import optional
 from lowbit.cli import main
-from lowbit.formats.report import snr
+from lowbit.numerics.snr import snr
 from lowbit.tensor.core.base import LowbitTensor
 from tests.cli.command import MATRICES, weights
 from tests.cli.command import lowbit as command

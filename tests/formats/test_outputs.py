@@ -15,8 +15,8 @@ from lowbit import Int4WeightOnly
 from lowbit.formats import FormatError
 from lowbit.formats.new_file import new_file
 from lowbit.formats.registry import PROGRAMS
-from lowbit.formats.report import snr
 from lowbit.formats.shards import Shards
+from lowbit.numerics.snr import snr
 from tests.cli.command import listing
 from tests.formats.models import build, low_bit, plain_folder
 

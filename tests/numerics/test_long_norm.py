@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lowbit import optim
-from lowbit.formats.report import snr
 from lowbit.numerics.long_norm import BLOCK, long_norm
+from lowbit.numerics.snr import snr
 from lowbit.optim.step.orthogonalize import orthogonalize
 
 COUNT = 2000 * 2048

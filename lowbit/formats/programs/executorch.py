@@ -38,10 +38,10 @@ from lowbit.formats.integers import (
 from lowbit.formats.programs.base import Call, ProgramFormat, package
 from lowbit.formats.programs.capture import Use, first_line, quiet, root_cause, traced_with
 from lowbit.formats.programs.running import called, compare, outputs_of, tolerance_of
-from lowbit.formats.report import snr
 from lowbit.formats.sources import Item
 from lowbit.numerics.granularity import PerToken
 from lowbit.numerics.number_format import Int
+from lowbit.numerics.snr import snr
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
@@ -170,7 +170,7 @@ def _with_short_scales(weight: AffineTensor, lossy: bool) -> tuple[AffineTensor,
             raise FormatError(f"{error}; lossy=True rounds them, and states the loss") from error
     values = weight.dequantize()
     rounded = with_scales_of(torch.bfloat16, values, Scheme(weight.spec, weight.activation))
-    return rounded, snr(values, rounded)
+    return rounded, snr(values, rounded.dequantize())
 
 
 # ---- the modules ---------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 import lowbit_kernels as kernels
 from lowbit.interop.torchtitan.optimizers import steps_done
 from lowbit.numerics.sharded import is_dtensor
+from lowbit.numerics.snr import decibels
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import LowbitProducts
 from lowbit.tensor.core.base import LowbitTensor
@@ -230,7 +231,7 @@ def metrics(sums: dict[str, float]) -> dict[str, float]:
     for kind in ("weights", "activations", "gradients"):
         signal, noise = sums[f"{kind}_signal"], sums[f"{kind}_noise"]
         if signal > 0 and noise > 0:
-            found[f"lowbit/snr_{kind}(dB)"] = 10 * math.log10(signal / noise)
+            found[f"lowbit/snr_{kind}(dB)"] = decibels(signal, noise)
     for name, part, whole in (
         ("products_in_low_bits", "low_products", "products"),
         ("updates_lost", "lost", "stepped"),

@@ -24,6 +24,7 @@ from lowbit.convert import Filter, Schemes, Target, check_module, find_targets
 from lowbit.linear.frozen.kinds import representation_of
 from lowbit.numerics.code_range import within_range
 from lowbit.numerics.learned_scales import codes_and_residual, qparams
+from lowbit.numerics.snr import decibels
 from lowbit.numerics.spec import Spec, crop
 from lowbit.progress import progress as bar
 from lowbit.qat.exchange import (
@@ -166,7 +167,8 @@ class _Tally:
         self.noise += float((x.float() - rounded.float()).square().sum(dtype=torch.float64))
 
     def decibels(self) -> float:
-        return _decibels(self.signal, self.noise)
+        found = decibels(self.signal, self.noise)
+        return max(-MOST_DECIBELS, min(found, MOST_DECIBELS))
 
 
 @dataclass(frozen=True)
@@ -250,12 +252,6 @@ class _Rounding:
             loss=loss,
             reached=self.weight_tally.calls > 0,
         )
-
-
-def _decibels(signal: float, noise: float) -> float:
-    if noise <= 0.0:
-        return MOST_DECIBELS
-    return min(10 * math.log10(signal / noise), MOST_DECIBELS) if signal > 0 else 0.0
 
 
 def _clipped_share(
