@@ -111,13 +111,9 @@ class Float8Blocks(Format):
             )
         if rounds != "dynamic":
             raise FormatError(f"activation_scheme is {rounds!r}; accepted with blocks: 'dynamic'")
-        scale = parts[SCALE]
-        if scale.dtype is torch.uint8:
-            scale = scale.view(torch.float8_e8m0fnu)
-        _check_floating(scale, SCALE)
         try:
             return Float8Tensor.from_blocks(
-                codes, scale, (block[0], block[1]), dtype or torch.bfloat16, BLOCK_ACTIVATION
+                codes, parts[SCALE], (block[0], block[1]), dtype or torch.bfloat16, BLOCK_ACTIVATION
             )
         except (TypeError, ValueError) as error:
             raise FormatError(str(error)) from error

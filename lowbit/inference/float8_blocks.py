@@ -1,11 +1,7 @@
 """Checkpoints with float8 weights in blocks of 128 x 128, as DeepSeek-V3 is published (arXiv 2412.19437).
 
-    layer.weight             float8_e4m3fn [N, K]
-    layer.weight_scale_inv   float32 [N/128 rounded up, K/128 rounded up]; despite its name it multiplies:
-                             value[n, k] = weight[n, k] * weight_scale_inv[n // 128, k // 128]
-
-Scales as float8_e8m0fnu, or as uint8 with its bits, are read too. All other entries are plain tensors.
-`config.json` of such a model says `"quant_method": "fp8", "weight_block_size": [128, 128]`.
+`lowbit.formats.fp8` describes the two tensors of a weight, and reads and writes whole folders. Here a state dict holds
+them, N and K need not be multiples of 128, and all other entries are plain tensors.
 """
 
 from __future__ import annotations
@@ -13,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lowbit.convert import Entry, Report, find_owners
+from lowbit.formats import fp8
+from lowbit.formats.fp8 import E4M3
 from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.training import BLOCK, BLOCK_ACTIVATION, BLOCK_WEIGHT
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.float8_tensor import Float8Tensor
 
-SCALE = "_scale_inv"
+SCALE = fp8.SCALE.removeprefix("weight")
 """What the name of the scales adds to that of their weight."""
-E4M3 = torch.float8_e4m3fn
 
 
 def load_float8_blocks_(
@@ -144,14 +140,11 @@ def _assembled(
     key = name + SCALE
     if key not in state_dict:
         raise KeyError(f"the float8 weight {name!r} has no scales {key!r} beside it")
-    scale = state_dict[key]
-    if scale.dtype is torch.uint8:
-        scale = scale.view(torch.float8_e8m0fnu)
     if codes.shape != old.shape:
         raise ValueError(
             f"{name} has the shape {tuple(codes.shape)}; the model takes {tuple(old.shape)}"
         )
-    stored, factors = codes.to(old.device), scale.to(old.device)
+    stored, factors = codes.to(old.device), state_dict[key].to(old.device)
     try:
         return Float8Tensor.from_blocks(stored, factors, (BLOCK, BLOCK), old.dtype, activation)
     except ValueError as error:

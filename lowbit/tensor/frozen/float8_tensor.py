@@ -46,12 +46,23 @@ class Float8Tensor(AffineTensor):
         dtype: torch.dtype,
         activation: Spec | None = None,
     ) -> Self:
-        """A weight of `dtype` from float8 values [..., N, K] and the scales of blocks of a x b, as checkpoints have
-        them.
+        """A weight from float8 values and scales of blocks, as checkpoints have them.
 
-        scale: [..., N/a rounded up, K/b rounded up], of a floating dtype; stored as float32. Raises ValueError for
-        another shape, and for blocks that are so much larger than the weight that it would be padding.
+        Args:
+            values: float8 [..., N, K].
+            scale: [..., N/a rounded up, K/b rounded up], of a floating dtype, or uint8 with the bits of
+                float8_e8m0fnu; stored as float32.
+            block: (a, b), the rows and columns of a block.
+            dtype: of the weight.
+            activation: how products round their inputs; None: not at all.
+
+        Raises ValueError for scales of another shape or dtype, and for blocks that are so much larger than the weight
+        that it would be padding.
         """
+        if scale.dtype is torch.uint8:
+            scale = scale.view(torch.float8_e8m0fnu)
+        if not scale.is_floating_point():
+            raise ValueError(f"scales of {scale.dtype}; accepted: floating-point numbers")
         spec = Spec(Float8(values.dtype), PerBlock(*block))
         blocks = spec.blocks(values.shape)
         if tuple(scale.shape) != blocks:
