@@ -57,7 +57,7 @@ def give_out_names() -> None:
 
 
 def _is_command() -> bool:
-    """Whether this process is `python -m lowbit`, or the script `lowbit` that pip puts beside the interpreter.
+    """True if this process is `python -m lowbit`, or the script `lowbit` that pip puts beside the interpreter.
 
     Its help and its errors about arguments come without the seconds that `import torch` takes.
     """

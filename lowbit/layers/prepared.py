@@ -262,7 +262,7 @@ def make_prepared(modules: Iterable[nn.Module], kinds: Sequence[type[nn.Module]]
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether the module is an `nn.Linear`, `nn.Embedding`, `nn.Conv1d` or `nn.Conv2d` and no subclass of it, so that
+    """True if the module is an `nn.Linear`, `nn.Embedding`, `nn.Conv1d` or `nn.Conv2d` and no subclass of it, so that
     its product is known."""
     return type(module) in LAYERS or type(module) in LAYERS.values()
 

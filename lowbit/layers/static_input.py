@@ -44,7 +44,7 @@ def input_qparams(module: nn.Module, spec: Spec) -> tuple[Tensor, Tensor | None]
 
 
 def is_known(module: nn.Module) -> bool:
-    """Whether the module has a static scale that is a number. Of a sharded one, whether this rank's part is."""
+    """True if the module has a static scale that is a number. A sharded one is judged by this rank's part."""
     found = [local(t) for t in inputs_of(module) if t is not None]
     return bool(found) and not any(bool(t.isnan().any()) for t in found)
 

@@ -44,7 +44,7 @@ forward has computed them already, and keep the rounded weights of all layers un
 
 
 def runs(spec: Spec, x: Tensor, in_backward: bool = False) -> bool:
-    """Whether the kernel rounds this tensor now. `in_backward`: for the backward pass of a product."""
+    """True if the kernel rounds this tensor now. `in_backward`: for the backward pass of a product."""
     if torch.compiler.is_compiling():
         accepted = ("backward", "everywhere") if in_backward else ("everywhere",)
         found = IN_GRAPHS in accepted and in_graphs(x)
@@ -61,7 +61,7 @@ def runs(spec: Spec, x: Tensor, in_backward: bool = False) -> bool:
 
 
 def in_graphs(x: Tensor) -> bool:
-    """Whether compiled graphs on the device of x may call the kernel."""
+    """True if compiled graphs on the device of x may call the kernel."""
     return x.is_cuda
 
 

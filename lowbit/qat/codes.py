@@ -29,7 +29,7 @@ def freeze_codes_(model: nn.Module) -> list[Tensor]:
     near the middle between two codes, and they change their code when their scale moves a little.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
         ValueError: no learned scales; a weight that its dtype cannot hold so exactly that its codes stay (8 bits in
             bfloat16). The model is then as it was.
     """

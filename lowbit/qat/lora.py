@@ -39,12 +39,12 @@ _BASES = (nn.Linear, Linear, nn.Embedding)
 
 
 def is_tuner(module: nn.Module) -> bool:
-    """Whether this is a layer of PEFT around another one."""
+    """True if this is a layer of PEFT around another one."""
     return "base_layer" in module._modules and hasattr(module, "active_adapters")
 
 
 def adapter_modules(model: nn.Module) -> set[nn.Module]:
-    """Every module inside of a layer of PEFT that is no part of its base layer."""
+    """Every module inside of a layer of PEFT that is not part of its base layer."""
     parts = (
         part
         for layer in model.modules()

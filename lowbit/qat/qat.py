@@ -87,7 +87,7 @@ def prepare_(
     otherwise these are buffers, which stay.
 
     Raises also:
-        TypeError: `gradients` is no scheme of mixed precision.
+        TypeError: `gradients` is not a scheme of mixed precision.
         ValueError: `gradients` fits none of the chosen weights, has `output=False`, or the device lacks its units;
             learned scales of a scheme whose `scale_format` is not "float".
         NotImplementedError: adapters that cannot be merged, or kept, by name (`lowbit.qat.lora`). The model is then as

@@ -50,7 +50,7 @@ class QATRun:
         self.schedule: Schedule | None = None
 
     def prepared(self, model: nn.Module) -> bool:
-        """Whether this run prepared `model`, and has not converted it."""
+        """True if this run prepared `model`, and has not converted it."""
         return self.schedule is not None and self.schedule.model is model
 
     def prepare(self, model: nn.Module) -> None:

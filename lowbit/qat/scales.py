@@ -47,7 +47,7 @@ def parameter_groups(model: nn.Module, weight_decay: float = 0.01) -> list[dict[
         no scales are learned.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
         ValueError: no parameter requires a gradient.
     """
     check_module(model)
@@ -76,7 +76,7 @@ def search_scales_(model: nn.Module) -> None:
         model: prepared with `scales="learned"`. If it is sharded, every rank calls this.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
         ValueError: no weight has learned scales, or one is on the meta device.
     """
     check_module(model)

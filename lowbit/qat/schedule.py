@@ -62,7 +62,7 @@ class Schedule:
     `start`, after `freeze_scales`, and, those of inputs, while observers see them.
 
     Raises:
-        TypeError: `model` is no module, or `bits` no mapping.
+        TypeError: `model` is not a module, or `bits` is not a mapping.
         ValueError: nothing is prepared; a step or a number of bits out of range; bits that do not reach the schemes, or
             with learned scales, which would no longer fit; `freeze_scales` without learned scales; `freeze_observers`
             without a static activation, or, at its last step, a layer that saw no batch.
@@ -153,7 +153,9 @@ class Schedule:
         """
         steps = state.get("steps")
         if not isinstance(steps, int) or steps < 0:
-            raise ValueError(f"{dict(state)!r} is no state of a Schedule; accepted: {{'steps': n}}")
+            raise ValueError(
+                f"{dict(state)!r} is not a state of a Schedule; accepted: {{'steps': n}}"
+            )
         self.steps = steps
         self._apply()
 

@@ -77,7 +77,7 @@ def enable_(model: nn.Module, weights: bool = True, activations: bool = True) ->
     `convert_` quantizes weights in every state alike.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
         ValueError: nothing is prepared.
     """
     change(model, prepared_weights(model), lambda fqn, w: w.switch(weights, activations))

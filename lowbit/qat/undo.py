@@ -19,7 +19,7 @@ def undo_(model: nn.Module) -> Report:
     so make an optimizer afterwards. Modules are of the class that they had before `prepare_`.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
         ValueError: nothing is prepared, or the model is sharded. It is then as it was.
     """
     check_module(model)

@@ -65,7 +65,7 @@ print(json.dumps({**{case.name: is_right(case) for case in cases}, **normalized(
 
 
 def normalized(device: str) -> dict[str, bool]:
-    """Whether `normalize_matrices` is right, by case."""
+    """True if `normalize_matrices` is right, by case."""
     found = {}
     for case in MATRICES:
         if case.large and device == "cpu":

@@ -27,7 +27,7 @@ def agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def launches_kernel(case: Case) -> bool:
-    """Whether the kernel for few rows runs where Triton does."""
+    """True if the kernel for few rows runs where Triton does."""
     return case.m <= 64 and 0 not in (case.m, case.n, case.k)
 
 

@@ -36,7 +36,7 @@ def reference_step(optimizer, p, grad, states, step):
 
 
 def stored_alike(stored, value):
-    """Whether `stored` holds `value` (float64), except for elements near the boundary of two codes."""
+    """True if `stored` holds `value` (float64), except for elements near the boundary of two codes."""
     if isinstance(stored, CodebookTensor) and stored.rounds_stochastically:
         return bool(is_beside(stored, value).all())
     if isinstance(stored, CodebookTensor):

@@ -150,9 +150,9 @@ def test_compiled_loss() -> None:
         (
             {"labels": torch.tensor([0, 8, 9, -100])},
             ValueError,
-            r"label 9 is no class; .* 0 to 8, or",
+            r"label 9 is not a class; .* 0 to 8, or",
         ),
-        ({"labels": torch.tensor([0, -1, 3, 4])}, ValueError, "label -1 is no class"),
+        ({"labels": torch.tensor([0, -1, 3, 4])}, ValueError, "label -1 is not a class"),
     ],
 )
 def test_refused_arguments(change, error, match) -> None:

@@ -282,5 +282,5 @@ def test_refused_models_and_states() -> None:
         qat.Schedule(network(lb.Float8WeightOnly()), bits={0: 8})
     with pytest.raises(ValueError, match=r"bits with learned scales \(0\.weight_scale\)"):
         qat.Schedule(with_scales(), bits={0: 8, 1: 4})
-    with pytest.raises(ValueError, match="no state of a Schedule"):
+    with pytest.raises(ValueError, match="not a state of a Schedule"):
         qat.Schedule(network()).load_state_dict({"step": 3})

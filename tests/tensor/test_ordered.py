@@ -107,7 +107,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="different order"):
         torch.cat([w, make(seed=1)])
     matrix = w.sorted_matrix
-    with pytest.raises(ValueError, match="no permutation of 128 inputs"):
+    with pytest.raises(ValueError, match="not a permutation of 128 inputs"):
         OrderedTensor.of_sorted(matrix, torch.zeros(128, dtype=torch.int32))
     with pytest.raises(ValueError, match="weight-only"):
         eight = AffineTensor.from_float(torch.randn(8, 64), lb.Int8DynamicActivationInt8Weight())

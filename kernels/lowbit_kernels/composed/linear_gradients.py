@@ -237,7 +237,7 @@ def _as_they_are(
     format: str,
     stochastic: bool,
 ) -> bool:
-    """Whether the parts take these operands without a copy, and count and sum up their rows in 32 bits."""
+    """True if the parts take these operands without a copy, and count and sum up their rows in 32 bits."""
     m, n = grad.shape
     in_high_precision = weight[0] if weight[1] is None else None
     others = *(() if in_high_precision else weight), *x

@@ -6,7 +6,8 @@ states to float32, updates them and the weight by an algorithm (`Rule`), and sto
 materialised in between, and the host reads nothing. Options, step counters and the learning rate are read on the
 device, so that a change compiles nothing, and a step can be captured in a CUDA graph.
 
-The step is no operator of ``torch.ops``: its operands are addresses in a table, which no operator's schema can name.
+The step is not an operator of ``torch.ops``: its operands are addresses in a table, which no operator's schema can
+name.
 """
 
 from __future__ import annotations
@@ -130,13 +131,13 @@ class StepVariant:
 
     @functools.cached_property
     def is_random(self) -> bool:
-        """Whether anything is rounded stochastically: the weights, or a state."""
+        """True if anything is rounded stochastically: the weights, or a state."""
         states = zip(self.formats, self.stochastic, strict=True)
         return self.rounding == "stochastic" or "4bit" in self.formats or ("bf16", True) in states
 
     @functools.cached_property
     def is_scaled(self) -> bool:
-        """Whether some state has scales. Then a tile takes enough work that the warps of a block should share tiles."""
+        """True if some state has scales. Then a tile takes enough work that the warps of a block should share tiles."""
         return self.uses_codes or "float8" in self.formats
 
     @functools.cached_property

@@ -259,7 +259,7 @@ def _launch(
 
 
 def _is_transposed(x: Tensor) -> bool:
-    """Whether x is read as the transposed view of a contiguous tensor."""
+    """True if x is read as the transposed view of a contiguous tensor."""
     return not x.is_contiguous() and x.mT.is_contiguous()
 
 

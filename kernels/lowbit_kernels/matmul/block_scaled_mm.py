@@ -102,7 +102,7 @@ def _by_torch(a, b, a_scale, b_scale, bias, out_dtype) -> Tensor:
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether the matrix units of this device run these products."""
+    """True if the matrix units of this device run these products."""
     is_built = device.type == "cuda" and nvrtc.cuda_version() >= CUDA
     return is_built and nvrtc.capability(device) == CAPABILITY
 

@@ -21,7 +21,7 @@ from lowbit_kernels.runtime.triton_runtime import (
 
 
 def takes(a: torch.dtype, b: torch.dtype, device: torch.device) -> bool:
-    """Whether Triton multiplies these formats on this device: int8, and on GPUs float8, both operands in one format."""
+    """True if Triton multiplies these formats on this device: int8, and on GPUs float8, both operands in one format."""
     if a == torch.int8:
         return True
     return a == b and device.type == "cuda" and nvrtc.capability(device) >= (8, 9)

@@ -318,7 +318,7 @@ def _cublas_plan(
 
 
 def _cublas_scales(by_row: bool, out_dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether cuBLAS has such an epilogue. Scales of rows with an output other than bfloat16 need 12.9 and Hopper."""
+    """True if cuBLAS has such an epilogue. Scales of rows with an output other than bfloat16 need 12.9 and Hopper."""
     if not by_row or out_dtype == torch.bfloat16:
         return True
     return nvrtc.cuda_version() >= (12, 9) and nvrtc.capability(device) == (9, 0)

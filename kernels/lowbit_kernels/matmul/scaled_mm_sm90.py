@@ -224,7 +224,7 @@ def _combine(
 
 
 def is_readable(x: TensorLayout) -> bool:
-    """Whether the TMA can read x: contiguous rows that do not overlap, each beginning at a multiple of 16 bytes."""
+    """True if the TMA can read x: contiguous rows that do not overlap, each beginning at a multiple of 16 bytes."""
     return takes_rows(_stride(x), x.shape[1]) and x.strides[1] == 1 and x.misaligned == 0
 
 

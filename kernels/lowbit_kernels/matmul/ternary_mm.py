@@ -137,7 +137,7 @@ def _kernel(
         inside = column_inside[:, None] & (byte < width)[None, :]
         codes = tl.load(packed_rows + byte[None, :], mask=inside, other=0)
         for lane in tl.static_range(4):
-            # Beyond the last element, bits that are no code are multiplied by a zero of a.
+            # Beyond the last element, bits that are not a code are multiplied by a zero of a.
             x_inside = row_inside[:, None] & (byte < width)[None, :]
             x = tl.load(a_rows + lane * m * width + byte[None, :], mask=x_inside, other=0)
             weight = ((codes >> (2 * lane)) & 3).to(tl.int8) - 2

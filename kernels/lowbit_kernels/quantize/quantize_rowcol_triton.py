@@ -14,7 +14,7 @@ from lowbit_kernels.runtime.triton_runtime import jit, tl, triton
 
 
 def takes(format: str, device: torch.device) -> bool:
-    """Whether Triton can write this format on this device."""
+    """True if Triton can write this format on this device."""
     return (
         device.type == "cpu"
         or format == "int8"

@@ -34,7 +34,7 @@ class RowsVariant:
 
 
 def takes(x: Tensor) -> bool:
-    """Whether `quantize` takes x [M, K], M and K > 0: rows begin at multiples of 16 bytes, K is a multiple of 16."""
+    """True if `quantize` takes x [M, K], M and K > 0: rows begin at multiples of 16 bytes, K is a multiple of 16."""
     m, k = x.shape
     return (
         nvrtc.runs_on_hopper(x.device)

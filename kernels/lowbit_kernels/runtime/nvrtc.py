@@ -26,14 +26,14 @@ OPTIONS = ("--std=c++17", "--ftz=true", "--prec-sqrt=false", "--prec-div=false")
 
 @functools.cache
 def is_available() -> bool:
-    """Whether kernels can be compiled for this machine's GPUs: NVIDIA GPUs, with ``cuda.bindings`` installed."""
+    """True if kernels can be compiled for this machine's GPUs: NVIDIA GPUs, with ``cuda.bindings`` installed."""
     if not torch.cuda.is_available() or torch.version.cuda is None:
         return False
     return importlib.util.find_spec("cuda.bindings") is not None
 
 
 def runs_on_hopper(device: torch.device) -> bool:
-    """Whether kernels for sm_90a can be compiled here and run on this device."""
+    """True if kernels for sm_90a can be compiled here and run on this device."""
     return device.type == "cuda" and is_available() and capability(device) == (9, 0)
 
 

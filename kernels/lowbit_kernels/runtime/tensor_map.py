@@ -7,7 +7,7 @@ from typing import Any
 
 
 def takes_rows(stride: int, row: int) -> bool:
-    """Whether the TMA can read rows of `row` bytes that begin `stride` bytes apart."""
+    """True if the TMA can read rows of `row` bytes that begin `stride` bytes apart."""
     return stride % 16 == 0 and stride >= row
 
 

@@ -45,7 +45,7 @@ class Memory(NamedTuple):
 
 def read(tensors: list[Any]) -> Memory | None:
     """The memory of the tensors; None if one of them has no address, as sparse tensors and those around other tensors,
-    or is no tensor."""
+    or is not a tensor."""
     compiled = _compiled()
     try:
         return _in_python(tensors) if compiled is None else compiled(tensors)
@@ -150,7 +150,7 @@ class MemoryWatch:
         self._unchanged.argtypes = [ctypes.POINTER(_Watched), ctypes.py_object]
 
     def holds(self, owner: dict[Any, dict[str, Any]]) -> bool:
-        """Whether nothing has changed."""
+        """True if nothing has changed."""
         try:
             return not self._lost and self._unchanged(self._watched, owner) == 1
         except AttributeError:  # one of `names` was deleted

@@ -54,7 +54,7 @@ else:
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether Triton kernels run on tensors of ``device``. On the CPU they do under ``TRITON_INTERPRET=1`` only."""
+    """True if Triton kernels run on tensors of ``device``. On the CPU they do under ``TRITON_INTERPRET=1`` only."""
     if triton is None:
         return False
     return device.type == "cuda" or (device.type == "cpu" and triton.knobs.runtime.interpret)
@@ -116,7 +116,7 @@ def launch(
 
 @functools.cache
 def _is_known() -> bool:
-    """Whether this version of Triton passes its kernels what `_words` says; later ones may pass more."""
+    """True if this version of Triton passes its kernels what `_words` says; later ones may pass more."""
     return tuple(map(int, triton.__version__.split(".")[:2])) in ((3, 6), (3, 7))
 
 

@@ -102,7 +102,7 @@ class CodesLayout:
         self._parallel = _parallel() if rows * columns >= GRAIN else None
 
     def fits(self, parts: Parts) -> bool:
-        """Whether the kernels can read these: contiguous memory of the right sizes, and scales of the right type."""
+        """True if the kernels can read these: contiguous memory of the right sizes, and scales of the right type."""
         codes, scale, zero_point, of_byte = parts
         return (
             codes.nbytes == self.codes_bytes

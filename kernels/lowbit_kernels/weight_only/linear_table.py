@@ -33,7 +33,7 @@ def choose(m: int, n: int, k: int, bits: int, group_size: int) -> Regime:
     group = 0 if group_size >= k else group_size
 
     def distance(row: tuple[int, int, int, int]) -> tuple[bool, float, float]:
-        """Whether the bits differ, then the distance of shapes, then that of groups."""
+        """True if the bits differ, then the distance of shapes, then that of groups."""
         _, its_group, its_n, its_k = row
         shape = abs(math.log2(max(n, 1) / its_n)) + abs(math.log2(max(k, 1) / its_k))
         return row[0] != bits, shape, abs(math.log2((group or k or 1) / (its_group or its_k)))

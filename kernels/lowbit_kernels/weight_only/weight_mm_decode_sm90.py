@@ -226,7 +226,7 @@ def neighbours(bits: int, group: int) -> int:
 
 
 def takes(operands: WeightOperands) -> bool:
-    """Whether the kernel multiplies these: 1 to 16 tokens, and codes whose rows begin at multiples of 16 bytes and hold
+    """True if the kernel multiplies these: 1 to 16 tokens, and codes whose rows begin at multiples of 16 bytes and hold
     whole groups. For float8 K is not padded, since the padding may hold NaN."""
     x, codes, k = operands.x, operands.codes, operands.padded_k
     pitch = codes.strides[0]

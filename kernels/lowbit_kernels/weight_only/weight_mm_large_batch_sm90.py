@@ -57,7 +57,7 @@ class LargeBatchDivision(NamedTuple):
 
     @property
     def divides(self) -> bool:
-        """Whether two blocks of a cluster share a tile of the last round, if at most half of the clusters have one."""
+        """True if two blocks of a cluster share a tile of the last round, if at most half of the clusters have one."""
         tile = Tile(*self[:3])
         return self.beside == 2 and self.split * tile.lanes == 1 and not tile.overlaps
 
@@ -74,7 +74,7 @@ class Tile(NamedTuple):
 
     @property
     def overlaps(self) -> bool:
-        """Whether two blocks hold the same 64 rows and take turns at their chunks."""
+        """True if two blocks hold the same 64 rows and take turns at their chunks."""
         return self.rows % 64 > 0
 
     @property
@@ -132,7 +132,7 @@ def plan(
 
 
 def _spills(tile: Tile, group_size: int) -> bool:
-    """Whether the sums of groups, the scales and the rest exceed a thread's registers."""
+    """True if the sums of groups, the scales and the rest exceed a thread's registers."""
     if tile[:2] != (64, 256) or group_size == 0:
         return False
     return tile.groups == 4 or group_size % 128 > 0
@@ -212,7 +212,7 @@ def _fixed(tokens: int, rows: int, groups: int, split: int) -> int:
 
 
 def takes(operands: WeightOperands) -> bool:
-    """Whether the kernel multiplies these: codes that the TMA can read, in rows that begin at multiples of 16 bytes,
+    """True if the kernel multiplies these: codes that the TMA can read, in rows that begin at multiples of 16 bytes,
     and groups of multiples of 32. float8 takes float16 x, one scale a row, and K without padding, which may be NaN."""
     x, codes, scale = operands.x, operands.codes, operands.scale
     width = operands.padded_k
@@ -293,7 +293,7 @@ class LargeBatchProduct:
 
 
 def is_readable(x: TensorLayout) -> bool:
-    """Whether the TMA reads x [M, K] of 16-bit numbers: rows begin at multiples of 16 bytes and don't overlap."""
+    """True if the TMA reads x [M, K] of 16-bit numbers: rows begin at multiples of 16 bytes and don't overlap."""
     apart = x.shape[0] == 1 or takes_rows(2 * x.strides[0], 2 * x.shape[1])
     return x.misaligned == 0 and apart
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 
 def has_tokens_inside(x: Tensor) -> bool:
-    """Whether x [M, K] is the transpose of a matrix in memory."""
+    """True if x [M, K] is the transpose of a matrix in memory."""
     return x.ndim == 2 and x.stride(0) == 1 and x.stride(1) > 1 and x.shape[0] > 1
 
 

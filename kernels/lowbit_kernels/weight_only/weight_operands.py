@@ -49,7 +49,7 @@ class TensorLayout(NamedTuple):
 
     @property
     def is_aligned(self) -> bool:
-        """Whether `library.aligned` returns the tensor itself."""
+        """True if `library.aligned` returns the tensor itself."""
         return self.is_contiguous and self.misaligned == 0
 
     def copied(self, shape: tuple[int, ...] | None = None) -> TensorLayout:
@@ -173,7 +173,7 @@ class WeightOperands(NamedTuple):
 
     @property
     def has_aligned_scales(self) -> bool:
-        """Whether kernels can read scale and zero point without a copy."""
+        """True if kernels can read scale and zero point without a copy."""
         return self.scale.is_aligned and (self.zero_point is None or self.zero_point.is_aligned)
 
 

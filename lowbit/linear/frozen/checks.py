@@ -25,7 +25,7 @@ TRANSFORMS = (
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func runs, as seen above autograd."""
+    """True if a transform of torch.func runs, as seen above autograd."""
     return not torch.compiler.is_compiling() and _has_transforms()
 
 

@@ -38,10 +38,10 @@ class CodesProduct(NamedTuple):
     """How a converted weight multiplies codes of x, for a caller that has those of both and keeps them."""
 
     by_kernel: bool
-    """Whether `scaled_mm` multiplies, as in "dynamic_linear" for many tokens and in "static_linear", or torch._int_mm
+    """True if `scaled_mm` multiplies, as in "dynamic_linear" for many tokens and in "static_linear", or torch._int_mm
     does."""
     quantizes: bool
-    """Whether `quantize_rowcol` gives the codes of x, or the spec of the activation does."""
+    """True if `quantize_rowcol` gives the codes of x, or the spec of the activation does."""
 
     def codes_of(self, x: Tensor, activation: Spec) -> tuple[Tensor, Tensor]:
         """Codes [M, K or more] and scale [M, 1] of x [M, K], by the dynamic `activation`."""

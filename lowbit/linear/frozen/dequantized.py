@@ -77,7 +77,7 @@ def _dequantized_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tenso
 
 
 def _is_large_on_cpu(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
-    """Whether a weight is best dequantized in tiles of rows, and can be: no rows share a scale."""
+    """True if a weight is best dequantized in tiles of rows, and can be: no rows share a scale."""
     if not x.is_cpu or x.dtype not in FLOATS or weight.numel() <= _LARGE or weight.transposed:
         return False
     is_seen = _is_compiling() or _dispatch_modes() or _is_traced()

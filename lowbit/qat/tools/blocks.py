@@ -171,7 +171,7 @@ def train_blocks(
 
     Raises:
         NotImplementedError: a scheme with a static activation.
-        TypeError: blocks that are no modules or get no hidden state; a cache of keys and values among the arguments.
+        TypeError: blocks that are not modules or get no hidden state; a cache of keys and values among the arguments.
         ValueError: nothing prepared in the blocks, or switched off; no blocks or batches; blocks that the model does
             not call one after another; a parameter that two blocks, or a block and the rest of the model, share; a loss
             that is not finite; a folder of another run, or a file in its place.
@@ -209,7 +209,7 @@ def _check_blocks(model: nn.Module, blocks: list[nn.Module]) -> None:
     strange = [b for b in blocks if not isinstance(b, nn.Module) or id(b) not in known]
     if strange:
         raise TypeError(
-            f"{strange[0]!r} is no module of the model; accepted: e.g. model.model.layers"
+            f"{strange[0]!r} is not a module of the model; accepted: e.g. model.model.layers"
         )
     if not blocks or len({id(b) for b in blocks}) < len(blocks):
         raise ValueError(f"{len(blocks)} blocks; accepted: one or more different ones")

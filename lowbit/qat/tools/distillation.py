@@ -44,7 +44,7 @@ class Distillation:
             does.
 
     Raises:
-        TypeError: `model` is no module, or `teacher` cannot be called.
+        TypeError: `model` is not a module, or `teacher` cannot be called.
         ValueError: a number out of range, or a teacher that is the model itself.
     """
 

@@ -113,7 +113,7 @@ def _check_range(classes: Tensor, counted: Tensor, vocabulary: int, ignore_index
     wrong = classes[counted & ((classes < 0) | (classes >= vocabulary))]
     if wrong.numel():
         raise ValueError(
-            f"label {int(wrong[0])} is no class; accepted: 0 to {vocabulary - 1}, or ignore_index={ignore_index}"
+            f"label {int(wrong[0])} is not a class; accepted: 0 to {vocabulary - 1}, or ignore_index={ignore_index}"
         )
 
 

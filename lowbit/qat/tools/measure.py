@@ -87,7 +87,7 @@ def report(
 
     Raises:
         NotImplementedError: a scheme with a static activation.
-        TypeError: an output without a tensor, where no loss is given, or a loss that is no number.
+        TypeError: an output without a tensor, where no loss is given, or a loss that is not a number.
         ValueError: no batches; a batch whose measure in high precision is not finite; `scheme=None` for a model that
             is not prepared; errors of `lowbit.quantize_`.
     """

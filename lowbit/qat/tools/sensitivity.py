@@ -157,7 +157,7 @@ class SensitivityReport:
                 was measured.
 
         Raises:
-            TypeError: `bits` is no number.
+            TypeError: `bits` is not a number.
             ValueError: not even the smallest choice for each weight takes so few bits.
         """
         if isinstance(bits, bool) or not isinstance(bits, int | float):

@@ -12,9 +12,9 @@ collectives, the FSDP2 all-gather hooks (`lowbit.tensor.core.fsdp`), `new_zeros`
 weights_only=True (`lowbit.tensor.core.pickled`), and checkpoints. An operation that is not implemented raises
 NotImplementedError; nothing falls back silently.
 
-`LowbitTensor` itself is no operand of a product. A frozen weight subclasses `AffineTensor` and says in `stores(spec)`
-which specs it stores; where its layout is another one it has a `stored_as` of its own. A weight that trains subclasses
-`lowbit.tensor.trained.trainable.TrainableTensor` and names its `schemes`.
+`LowbitTensor` itself is not an operand of a product. A frozen weight subclasses `AffineTensor` and says in
+`stores(spec)` which specs it stores; where its layout is another one it has a `stored_as` of its own. A weight that
+trains subclasses `lowbit.tensor.trained.trainable.TrainableTensor` and names its `schemes`.
 
 The scales never change dtype: `tensor.to(torch.bfloat16)` changes the logical dtype, which is the dtype of the
 values that `dequantize()` gives, and nothing else.
@@ -68,21 +68,21 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     way_out: ClassVar[str] = "call .dequantize() for a plain tensor first"
     """The end of every message about an unsupported operation."""
     is_described: ClassVar[bool] = True
-    """Whether state dicts and checkpoints describe a tensor of this class, so that reading them restores it. False
+    """True if state dicts and checkpoints describe a tensor of this class, so that reading them restores it. False
     where they hold plain values only."""
     is_stored_plain: ClassVar[bool] = False
-    """Whether a state dict holds its inner tensor `weight` under the parameter's own name, and not its parts."""
+    """True if a state dict holds its inner tensor `weight` under the parameter's own name, and not its parts."""
     kinds: ClassVar[dict[str, type[LowbitTensor]]] = {}
     """The classes that a description may name, by that name. Each class enters itself. A name that another class has
     raises TypeError."""
     stored_as: ClassVar[str | None] = None
     """The key by which `lowbit.linear.frozen` chooses the product of a frozen weight; None for other tensors."""
     rounds_reads: ClassVar[bool] = False
-    """Whether the tensor holds a high-precision weight that operations of a model see rounded
+    """True if the tensor holds a high-precision weight that operations of a model see rounded
     (`lowbit.tensor.core.reading`)."""
     _ops: ClassVar[dict[Any, Callable[..., Any]]] = {}
     rounds_inputs: bool = True
-    """Whether products with it compute from more than its values: they round their input, or train."""
+    """True if products with it compute from more than its values: they round their input, or train."""
     products: ClassVar[dict[Any, str]] = {}
     """The functions that `computed` answers, and the names of the methods that compute them."""
     flat_from: tuple[int, ...] | None
@@ -231,7 +231,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         raise NotImplementedError(f"{type(self).__name__} defines no inner_shapes(shape)")
 
     def holds(self, values: Tensor) -> bool:
-        """Whether `values` are those that this tensor has, up to rounding, so that a copy of them changes nothing.
+        """True if `values` are those that this tensor has, up to rounding, so that a copy of them changes nothing.
         False for classes whose encoding restores such values itself."""
         return False
 
@@ -239,7 +239,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         raise self._unsupported("copying high-precision values into it")
 
     def _is_stored_like(self, other: Tensor) -> bool:
-        """Whether the inner tensors of both have the same meaning, so that `copy_` copies them one by one."""
+        """True if the inner tensors of both have the same meaning, so that `copy_` copies them one by one."""
         return (
             isinstance(other, LowbitTensor)
             and type(self) is type(other)
@@ -247,7 +247,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         )
 
     def _takes_meta_of(self, other: Tensor) -> bool:
-        """Whether `copy_` from `other`, which is stored differently, copies inner tensors and metadata."""
+        """True if `copy_` from `other`, which is stored differently, copies inner tensors and metadata."""
         return False
 
     def _row_attrs(self) -> tuple[str, ...]:
@@ -434,7 +434,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
                 t.share_memory_()
             return args[0]
         # accelerate takes parameters of one address for one parameter, and that of the wrapper is always 0. Tensors
-        # that are no parameters keep the 0, by which torch's asynchronous checkpoints know them.
+        # that are not parameters keep the 0, by which torch's asynchronous checkpoints know them.
         if func is Tensor.data_ptr and getattr(args[0], "_is_param", False):
             return next(iter(args[0].inner_tensors().values())).data_ptr()
         if func is Tensor.is_shared:

@@ -267,7 +267,7 @@ def _pad(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
 
 @_implements(aten.equal.default)
 def _equal(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether both are stored alike, to the bit; of two classes, whether they have equal values. transformers asks so
+    """True if both are stored alike, to the bit; two classes need equal values alone. transformers asks so
     whether two weights of a checkpoint are one."""
     a, b = args
     if type(a) is not type(b):

@@ -63,7 +63,7 @@ def replicated(own: Tensor, mesh: Any) -> DTensor:
 
 
 def by_rows(placements: Sequence[Placement]) -> bool:
-    """Whether a part consists of whole rows: each dimension of the mesh splits dimension 0, or nothing."""
+    """True if a part consists of whole rows: each dimension of the mesh splits dimension 0, or nothing."""
     from torch.distributed.tensor import Replicate, Shard
 
     return all(p in (Shard(0), Replicate()) for p in placements)

@@ -126,7 +126,7 @@ def _stored_shape(t: Any, label: str) -> tuple[int, ...]:
         return tuple(t.shape)
     shape = t.flat_from
     if not isinstance(shape, tuple) or not all(type(s) is int and s >= 0 for s in shape):
-        raise ValueError(f"{label} was flattened from {shape!r}, which is no shape")
+        raise ValueError(f"{label} was flattened from {shape!r}, which is not a shape")
     if t.ndim != 1 or torch.Size(shape).numel() != t.numel():
         raise ValueError(f"{label} was flattened from {shape}, which has other elements")
     return shape

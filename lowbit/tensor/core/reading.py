@@ -52,7 +52,7 @@ _MANAGES = (
 
 
 def in_forward() -> bool:
-    """Whether this is an operation of a model: a module runs, and no optimizer or FSDP2 inside of it. In graphs of
+    """True if this is an operation of a model: a module runs, and no optimizer or FSDP2 inside of it. In graphs of
     torch.compile all are."""
     if torch.compiler.is_compiling():
         return True
@@ -69,7 +69,7 @@ def in_forward() -> bool:
 
 
 def below_transform() -> bool:
-    """Whether a transform of torch.func calls this operation. Below autograd torch does not say so."""
+    """True if a transform of torch.func calls this operation. Below autograd torch does not say so."""
     if torch.compiler.is_compiling():
         return False
     frame = sys._getframe(1)
@@ -150,7 +150,7 @@ PARTS = {*READS, *_TRANSPOSES, *_SLICES, *_VIEWS, *_CATS}
 
 
 def reads(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether this call gets rounded values of a weight among its arguments, and is no cut that stays a weight."""
+    """True if this call gets rounded values of a weight among its arguments, and is not a cut that stays a weight."""
     name = getattr(func, "__name__", "")
     is_private = name.startswith("_") and not name.startswith("__")
     if isinstance(func, _OPS) or (is_private and func not in _PRIVATE):
@@ -166,12 +166,12 @@ def reads(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _is_of_a_model(weight: Tensor) -> bool:
-    """Whether a graph, which knows no caller, may take the weight for one of a forward pass."""
+    """True if a graph, which knows no caller, may take the weight for one of a forward pass."""
     return isinstance(weight, nn.Parameter) or weight.requires_grad
 
 
 def is_rounded_later(x: Any) -> bool:
-    """Whether x is a weight in high precision that its products see rounded."""
+    """True if x is a weight in high precision that its products see rounded."""
     return getattr(type(x), "rounds_reads", False)
 
 
@@ -250,7 +250,7 @@ torch.library.register_autograd(
 
 
 def stays_a_weight(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Whether the result is rounded as a part of the whole weight is, so that it may stay a weight of its class."""
+    """True if the result is rounded as a part of the whole weight is, so that it may stay a weight of its class."""
     if func not in PARTS:
         return False
     if func in _CATS:
@@ -296,7 +296,7 @@ def _swaps_last(func: Any, given: list[Any], ndim: int) -> bool:
 
 
 def _views_alone(weight: Any, func: Any, given: list[Any]) -> bool:
-    """Whether a view is the flat one, which becomes one of the whole again, or one of rows that nothing rounds."""
+    """True if a view is the flat one, which becomes one of the whole again, or one of rows that nothing rounds."""
     if func in _FLATTENS:
         return not given
     if isinstance(given[0], torch.dtype):
@@ -309,7 +309,7 @@ def _views_alone(weight: Any, func: Any, given: list[Any]) -> bool:
 
 
 def _selects_alone(weight: Any, index: tuple[Any, ...]) -> bool:
-    """Whether `weight[index]` selects rows of a matrix or experts of a stack, each of which is rounded alone."""
+    """True if `weight[index]` selects rows of a matrix or experts of a stack, each of which is rounded alone."""
     first, *rest = index
     if weight.is_settled and all(isinstance(i, slice) for i in index):
         return True
@@ -329,6 +329,6 @@ def _is_whole(index: Any) -> bool:
 
 
 def _is_basic(index: Any) -> bool:
-    """Whether torch answers with a view."""
+    """True if torch answers with a view."""
     own = index if isinstance(index, tuple) else (index,)
     return all(i is None or i is Ellipsis or isinstance(i, int | slice) for i in own)

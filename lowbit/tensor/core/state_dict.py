@@ -255,7 +255,7 @@ def _keys_of_parts(module: nn.Module, prefix: str) -> Iterator[str]:
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    """Whether `torch.compile` or DistributedDataParallel made the module around another."""
+    """True if `torch.compile` or DistributedDataParallel made the module around another."""
     # the name of OptimizedModule's child: importing the class would import the compiler
     return "_orig_mod" in module._modules or isinstance(module, DistributedDataParallel)
 
@@ -547,7 +547,7 @@ def unregister(module: nn.Module) -> None:
 
 
 def is_ours(hook: Any) -> bool:
-    """Whether `hook` is one of the two hooks of every module with a low-bit parameter."""
+    """True if `hook` is one of the two hooks of every module with a low-bit parameter."""
     return getattr(hook, "hook", hook) in (hand_out, take)
 
 

@@ -248,7 +248,7 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
 
     @classmethod
     def stores(cls, spec: Spec) -> bool:
-        """Whether this class stores weights of this spec. The newest class that does is the one that
+        """True if this class stores weights of this spec. The newest class that does is the one that
         `lowbit.quantize_`, QAT and `from_float` make."""
         return isinstance(spec.format, Int)
 
@@ -455,7 +455,7 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
 
     @property
     def rounds_inputs(self) -> bool:
-        """Whether its products round their inputs."""
+        """True if its products round their inputs."""
         return self.activation is not None
 
     def rounded_input(self, x: Tensor) -> Tensor:

@@ -137,18 +137,18 @@ class BlockedTensor(LowbitTensor):
         return self._with({**joined, **common}, shape)
 
     def _has_input_of(self, other: Self) -> bool:
-        """Whether both round their inputs by the same static scale, if they have one."""
+        """True if both round their inputs by the same static scale, if they have one."""
         return self._has_equal(other, self._of_input())
 
     def _has_equal(self, other: Self, own: Mapping[str, Tensor]) -> bool:
-        """Whether `other` has inner tensors equal to `own` of this tensor; on the meta device all are."""
+        """True if `other` has inner tensors equal to `own` of this tensor; on the meta device all are."""
         return self.is_meta or all(
             t.data_ptr() == (its := getattr(other, name)).data_ptr() or torch.equal(t, its)
             for name, t in own.items()
         )
 
     def _has_scales_of(self, other: Self) -> bool:
-        """Whether both have equal scales and zero points. Parts of one tensor, gathered or moved one by one, have."""
+        """True if both have equal scales and zero points. Parts of one tensor, gathered or moved one by one, have."""
         names = self.inner_tensors().keys() - {"codes", *self._of_input()}
         pairs = [(getattr(self, name), getattr(other, name)) for name in names]
         return all(a.data_ptr() == b.data_ptr() or torch.equal(a, b) for a, b in pairs)

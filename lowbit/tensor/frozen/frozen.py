@@ -16,7 +16,7 @@ _WAYS_TO_TRAIN = (
 
 
 def asks_for_gradient(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether `func` is `requires_grad_`, which changes nothing here and warns for a parameter, but not for a tensor,
+    """True if `func` is `requires_grad_`, which changes nothing here and warns for a parameter, but not for a tensor,
     on which `load_state_dict(assign=True)` calls it. Raises NotImplementedError for `requires_grad = True`."""
     if func is Tensor.requires_grad_:
         asked = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)

@@ -36,8 +36,8 @@ class OrderedTensor(AffineTensor):
     def of_sorted(cls, matrix: AffineTensor, order: Tensor) -> Self:
         """The weight over the memory of a quantized matrix [N, K], whose column j is input `order[j]`.
 
-        Raises ValueError for an order that is no permutation of K inputs, and for a matrix in another representation,
-        or with an activation, which other columns would round.
+        Raises ValueError for an order that is not a permutation of K inputs, and for a matrix in another
+        representation, or with an activation, which other columns would round.
         """
         columns = matrix.shape[-1]
         if type(matrix) is not AffineTensor or matrix.activation is not None:
@@ -48,7 +48,7 @@ class OrderedTensor(AffineTensor):
             order.long().sort().values, torch.arange(columns, device=order.device)
         ):
             raise ValueError(
-                f"an order {tuple(order.shape)} that is no permutation of {columns} inputs"
+                f"an order {tuple(order.shape)} that is not a permutation of {columns} inputs"
             )
         inner = {**matrix.inner_tensors(), "order": order.to(torch.int32)[None]}
         self = cls.from_inner(inner, matrix.meta(), matrix.shape, matrix.dtype)

@@ -22,7 +22,7 @@ def requantize(weight: Any, values: Tensor) -> None:
 
 
 def holds(weight: Any, values: Tensor) -> bool:
-    """Whether `values` [..., N, K] are those of an AffineTensor of this shape that is not transposed, up to the
+    """True if `values` [..., N, K] are those of an AffineTensor of this shape that is not transposed, up to the
     rounding of the coarser dtype. Rounding moves values to both sides; a change of all to one side, such as a factor of
     1.01 in bfloat16, is none.
 

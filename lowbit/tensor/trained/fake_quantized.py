@@ -182,7 +182,7 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
             raise ValueError(f"off={self.off!r}; accepted: {get_args(Off)}")
 
     def _is_stored_like(self, other: Tensor) -> bool:
-        """Whether or not both are switched off, and however their gradients are computed."""
+        """Neither a rounding that is switched off nor the scheme of gradients makes a difference."""
         if type(other) is type(self):
             other = other._with(off=self.off, gradients=self.gradients)
         return super()._is_stored_like(other)
@@ -201,7 +201,7 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
 
     @property
     def rounds_weight(self) -> bool:
-        """Whether products see the weight rounded."""
+        """True if products see the weight rounded."""
         return self.off not in ("weights", "all")
 
     @property
@@ -276,7 +276,7 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
 
     @property
     def rounds_again(self) -> bool:
-        """Whether `rounded_linear` can multiply by this weight."""
+        """True if `rounded_linear` can multiply by this weight."""
         return not self.transposed and self.ndim == 2 and self.off in (None, "activations")
 
     def dequantize(self) -> Tensor:
@@ -566,7 +566,7 @@ def _rounding_inputs(func: Any, args: Any, kwargs: Any) -> Tensor:
 def rounding_of(weight: FakeQuantizedTensor, dtype: torch.dtype) -> Rounding:
     """How products round their operands, where the plain values of `weight` are of `dtype`.
 
-    It is no method, since Dynamo takes each method of a tensor for an operation that returns tensors.
+    It is not a method, since Dynamo takes each method of a tensor for an operation that returns tensors.
     """
     spec = weight.scheme.weight
     scale_dtype = representation_of(spec).scale_dtype(spec, dtype)
@@ -586,5 +586,5 @@ def _plain(x: Any) -> Any:
 
 
 def is_sparse(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether these arguments of F.embedding after the table ask for a sparse gradient."""
+    """True if these arguments of F.embedding after the table ask for a sparse gradient."""
     return bool(kwargs.get("sparse", args[4] if len(args) > 4 else False))

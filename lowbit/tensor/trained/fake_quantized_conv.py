@@ -27,7 +27,7 @@ class FakeQuantizedConvTensor(FakeQuantizedTensor, codec=None):
         return values.flatten(1)
 
     def settled(self) -> Tensor:
-        return self.read()  # a part of its rows is no weight of a convolution
+        return self.read()  # a part of its rows is not a weight of a convolution
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:

@@ -79,7 +79,7 @@ class JointTensor(FakeQuantizedTensor):
 
 
 def operands_with(weight: JointTensor, joint: Tensor) -> tuple[Any, Any]:
-    """What products see of the weight, and the same as codes. It is no method, since Dynamo takes each method of a
+    """What products see of the weight, and the same as codes. It is not a method, since Dynamo takes each method of a
     tensor for one of its operations, which return tensors."""
     return partial(weight.rounded_with, joint), partial(weight.coded_with, joint)
 

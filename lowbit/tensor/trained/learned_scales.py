@@ -422,7 +422,7 @@ def hold(module: nn.Module) -> None:
 
 
 def has_scales(module: nn.Module) -> bool:
-    """Whether `give_scales` was called for the weight of this layer."""
+    """True if `give_scales` was called for the weight of this layer."""
     return "weight" + SCALE in module._parameters
 
 

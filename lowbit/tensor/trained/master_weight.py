@@ -165,22 +165,22 @@ class MasterWeightTensor(TrainableTensor):
 
     @property
     def is_settled(self) -> bool:
-        """Whether products round nothing of it."""
+        """True if products round nothing of it."""
         return False
 
     @property
     def has_rows_alone(self) -> bool:
-        """Whether parts along dimension 0 are rounded alone as they are in the whole."""
+        """True if parts along dimension 0 are rounded alone as they are in the whole."""
         return False
 
     @property
     def has_experts_alone(self) -> bool:
-        """Whether it is a stack [E, N, K], from which one expert may be selected."""
+        """True if it is a stack [E, N, K], from which one expert may be selected."""
         return self.ndim == 3
 
     @property
     def swaps_last(self) -> bool:
-        """Whether its last two dimensions can be swapped."""
+        """True if its last two dimensions can be swapped."""
         return True
 
     def values(self) -> Tensor:
