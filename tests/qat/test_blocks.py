@@ -363,7 +363,7 @@ def test_errors() -> None:
     prepared(model)
     with pytest.raises(ValueError, match="no batches"):
         qat.train_blocks(model, model.blocks, [])
-    with pytest.raises(TypeError, match="no module of the model"):
+    with pytest.raises(TypeError, match="not a module of the model"):
         qat.train_blocks(model, llama(2).blocks, data())
     with pytest.raises(ValueError, match="0 blocks; accepted"):
         qat.train_blocks(model, [], data())
