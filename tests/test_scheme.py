@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import pickle
 
 import pytest
 import torch
@@ -327,3 +329,11 @@ def test_padding_changes_no_range(mapping) -> None:
         assert zero_point is whole_zero is None
     tail = torch.cat([x[:, 8:], x[:, 8:9].expand(3, 5)], 1)  # the same elements, no zeros
     assert torch.equal(spec.quantize(tail)[1], scale[:, 1:])
+
+
+def test_copies_of_a_spec_compute_what_it_computed() -> None:
+    spec = lb.Spec(lb.Int(4), lb.PerGroup(32), "float_zero_point", scale_dtype=torch.bfloat16)
+    assert set(spec.__getstate__()) == {field.name for field in dataclasses.fields(spec)}
+    for other in (pickle.loads(pickle.dumps(spec)), copy.deepcopy(spec)):
+        assert other == spec and other.__dict__ == spec.__dict__
+        assert other.rounds_minimum and other.stored_scale_dtype is torch.float32

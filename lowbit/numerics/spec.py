@@ -73,7 +73,7 @@ def crop(t: Tensor, shape: Sequence[int]) -> Tensor:
 class _Computed:
     """What a `Spec` computes of its fields once, at construction. It is in neither repr, comparison nor pickles."""
 
-    grid: Grid
+    _grid: Grid
     """The codes, for `lowbit.numerics.affine`."""
     scales: ScaleFormat | None
     """How scales are stored; None: as they are, in a floating dtype."""
@@ -165,7 +165,7 @@ class Spec(_Computed):
         if rounds_minimum:
             zero_dtype = torch.float32
         self.__dict__.update(
-            grid=Grid(self.mapping, fmt.dtype, low, high, mid, has_values, zero_dtype),
+            _grid=Grid(self.mapping, fmt.dtype, low, high, mid, has_values, zero_dtype),
             scales=SCALE_FORMATS[self.scale_format],
             rounds_minimum=rounds_minimum,
             has_zero_point=is_int and not (getattr(fmt, "signed", False) and symmetric),
@@ -315,7 +315,7 @@ class Spec(_Computed):
         if joint is not None:
             return joint, None
         block, own = self.granularity.block_size(x.shape), self.scale_dtype or scale_dtype
-        scale, zero_point = chosen_qparams(x, self.grid, block, scale_dtype=own)
+        scale, zero_point = chosen_qparams(x, self._grid, block, scale_dtype=own)
         return self._as_stored(scale, zero_point) if self.has_zero_point else (scale, None)
 
     def choose_scales(
@@ -375,7 +375,7 @@ class Spec(_Computed):
             fmt.quant_min,
             fmt.quant_max,
             scale_dtype=self.scale_dtype or scale_dtype,
-            zero_point_dtype=self.grid.zero_point_dtype,
+            zero_point_dtype=self._grid.zero_point_dtype,
             importance=importance,
         )
         return self._as_stored(scale, zero_point)
@@ -473,7 +473,7 @@ class Spec(_Computed):
             )
             raise ValueError(f"{self} {takes}")
         if zero_point is not None:
-            dtype = self.grid.zero_point_dtype or scale.dtype
+            dtype = self._grid.zero_point_dtype or scale.dtype
             if zero_point.dtype is not dtype or tuple(zero_point.shape) != blocks:
                 raise ValueError(
                     f"the zero point of a tensor {tuple(shape)} in {self} is {dtype} {blocks}, got {zero_point.dtype} "
@@ -561,7 +561,7 @@ class Spec(_Computed):
         Args: those of `fake_quantize`."""
         if x.numel() == 0:
             return x.detach(), None
-        grid, own, block = self.grid, x.detach(), self.granularity.block_size(x.shape)
+        grid, own, block = self._grid, x.detach(), self.granularity.block_size(x.shape)
         padded = own
         if any(map(operator.mod, own.shape, block)):
             padded = self.pad(own)
