@@ -60,7 +60,7 @@ from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
-from lowbit.tensor.frozen.float8_tensor import Float8Tensor
+from lowbit.tensor.frozen.float8_tensor import E4M3, Float8Tensor
 from lowbit.tensor.frozen.table_tensor import TableTensor
 
 PACKED, INTEGERS, FLOATS, MIXED = (
@@ -72,7 +72,6 @@ _PARTS = (
     *("weight_global_scale", "weight_g_idx"),
     *("input_scale", "input_zero_point", "input_global_scale"),
 )
-E4M3 = torch.float8_e4m3fn
 
 
 class CompressedTensors(Format):

@@ -42,10 +42,8 @@ from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import BLOCK, BLOCK_ACTIVATION, BLOCK_WEIGHT
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.frozen.float8_tensor import Float8Tensor
+from lowbit.tensor.frozen.float8_tensor import E4M3, SCALE_OF_BLOCKS, Float8Tensor
 
-E4M3 = torch.float8_e4m3fn
-SCALE = "weight_scale_inv"
 _NAMES = {
     **{name: name for name in ("weight_scale", "weight", "input_scale")},
     "weight_scale_inv": "weight_scale",
@@ -68,7 +66,9 @@ class Float8Blocks(Format):
 
     def suffixes(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         return (
-            (SCALE, "weight") if _in_blocks(config) else ("weight_scale", "weight", "input_scale")
+            (SCALE_OF_BLOCKS, "weight")
+            if _in_blocks(config)
+            else ("weight_scale", "weight", "input_scale")
         )
 
     def find(self, names: Collection[str], config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
@@ -113,7 +113,11 @@ class Float8Blocks(Format):
             raise FormatError(f"activation_scheme is {rounds!r}; accepted with blocks: 'dynamic'")
         try:
             return Float8Tensor.from_blocks(
-                codes, parts[SCALE], (block[0], block[1]), dtype or torch.bfloat16, BLOCK_ACTIVATION
+                codes,
+                parts[SCALE_OF_BLOCKS],
+                (block[0], block[1]),
+                dtype or torch.bfloat16,
+                BLOCK_ACTIVATION,
             )
         except (TypeError, ValueError) as error:
             raise FormatError(str(error)) from error
@@ -132,7 +136,7 @@ class Float8Blocks(Format):
             raise FormatError(
                 f"fp8 rounds inputs as {BLOCK_ACTIVATION}, and the weight was made for {weight.activation}"
             )
-        return {"weight": weight.codes, SCALE: weight.scale.float()}
+        return {"weight": weight.codes, SCALE_OF_BLOCKS: weight.scale.float()}
 
     def config(self, weights: Mapping[str, LowbitTensor], plain: Collection[str]) -> dict[str, Any]:
         return {

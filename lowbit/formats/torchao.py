@@ -47,9 +47,8 @@ from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
-from lowbit.tensor.frozen.float8_tensor import Float8Tensor
+from lowbit.tensor.frozen.float8_tensor import E4M3, Float8Tensor
 
-E4M3 = torch.float8_e4m3fn
 QDATA, SCALE, ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
 _PREFIX = "_weight_"
 _UNREAD = tuple(f"{_PREFIX}act_{name}" for name in ("quant_scale", "quant_zero_point", "pre_scale"))

@@ -12,15 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowbit.convert import Entry, Report, find_owners
-from lowbit.formats import fp8
-from lowbit.formats.fp8 import E4M3
 from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.training import BLOCK, BLOCK_ACTIVATION, BLOCK_WEIGHT
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.frozen.float8_tensor import Float8Tensor
+from lowbit.tensor.frozen.float8_tensor import E4M3, SCALE_OF_BLOCKS, Float8Tensor
 
-SCALE = fp8.SCALE.removeprefix("weight")
+SCALE = SCALE_OF_BLOCKS.removeprefix("weight")
 """What the name of the scales adds to that of their weight."""
 
 

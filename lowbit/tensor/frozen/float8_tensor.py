@@ -22,6 +22,10 @@ from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
+E4M3 = torch.float8_e4m3fn
+SCALE_OF_BLOCKS = "weight_scale_inv"
+"""The name of the scales beside "weight" in checkpoints with blocks. Despite the name they multiply."""
+
 
 class Float8Tensor(AffineTensor):
     """A weight in float8; make one with `Float8Tensor.from_float(weight, Float8WeightOnly())`."""
