@@ -4,7 +4,15 @@
 so a refused model stays as it was. A tensor that several modules share is converted once and stays shared.
 """
 
-from lowbit.convert.by_name import check_pattern, matches
+from lowbit.convert.by_name import (
+    NEEDS_CALIBRATION,
+    check_pattern,
+    check_schemes,
+    first_match,
+    matches,
+    of_unused,
+    unused,
+)
 from lowbit.convert.replace import replace_weights
 from lowbit.convert.report import Entry, Report, followers, tell
 from lowbit.convert.walk import (
@@ -27,6 +35,7 @@ from lowbit.convert.walk import (
 )
 
 __all__ = [
+    "NEEDS_CALIBRATION",
     "USES",
     "Entry",
     "Filter",
@@ -38,16 +47,20 @@ __all__ = [
     "alike",
     "check_module",
     "check_pattern",
+    "check_schemes",
     "families_of",
     "find_owners",
     "find_targets",
+    "first_match",
     "followers",
     "is_conv",
     "joined_name",
     "joint_part",
     "joint_parts",
     "matches",
+    "of_unused",
     "replace_weights",
     "rounding_owners",
     "tell",
+    "unused",
 ]

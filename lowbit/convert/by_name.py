@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,9 +17,14 @@ _ACCEPTED: dict[type, tuple[str, str, str]] = {
     TrainingScheme: ("a training scheme", "training scheme", "lowbit.train.Int8MixedPrecision()"),
 }
 """How messages name a kind of schemes, with an example."""
+NEEDS_CALIBRATION = (
+    "a static activation needs a calibration: load the model, call lowbit.calibrate and lowbit.quantize_, and "
+    "lowbit.export the result"
+)
 
 
-def _check_schemes(schemes: Any, kind: type) -> None:
+def check_schemes(schemes: Any, kind: type) -> None:
+    """Raise TypeError unless `schemes` is one of `kind`, or a dict of patterns to one of `kind` or None."""
     by_pattern = isinstance(schemes, Mapping)
     for scheme in schemes.values() if by_pattern else [schemes]:
         if not (isinstance(scheme, kind) or (scheme is None and by_pattern)):
@@ -53,7 +58,31 @@ def _remedy(scheme: Any) -> str:
     return f". To make one, call it: {name}()" if name and callable(scheme) else ""
 
 
+def first_match(patterns: Iterable[str], *names: str) -> str | None:
+    """The pattern that decides on a weight with these names: the first that matches one of them."""
+    return next((p for p in patterns if any(matches(p, name) for name in names)), None)
+
+
+def unused(
+    patterns: Mapping[str, Any], used: Collection[str], leaves_alone: Callable[[str], bool]
+) -> list[str]:
+    """The patterns that do nothing. One that gives None to what stays in high precision anyway is not among them.
+
+    Args:
+        patterns: with the scheme or None of each.
+        used: the patterns that chose a weight.
+        leaves_alone: returns whether a pattern that gives None is the first that matches some name.
+    """
+    return [p for p, s in patterns.items() if p not in used and not (s is None and leaves_alone(p))]
+
+
+def of_unused(patterns: list[str], names: list[str]) -> str:
+    """The message about patterns that do nothing. `names`: a few that weights have."""
+    return f"the patterns {patterns} chose no weight (a pattern before them may match first); names end like {names}"
+
+
 def matches(pattern: str, name: str) -> bool:
+    """Return whether a pattern matches a name: a regular expression behind "re:", else as `fnmatch` does."""
     if pattern.startswith("re:"):
         expression = pattern[3:]
         if is_refused(expression):  # a user's own back reference, for example

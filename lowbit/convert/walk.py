@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowbit.convert.by_name import _check_schemes, matches
+from lowbit.convert.by_name import check_schemes, first_match, matches, of_unused, unused
 from lowbit.convert.report import Entry, Report
 from lowbit.convert.siblings import families, group_of
 from lowbit.linear.frozen.kinds import representation_of
@@ -157,7 +157,7 @@ def find_targets(
             precision anyway; nothing to convert, unless a rule of a training scheme left a weight alone; an integer,
             complex, NaN or infinite weight; tied weights with different schemes; a model already sharded.
     """
-    _check_schemes(schemes, kind)
+    check_schemes(schemes, kind)
     if filter_fn is None:
         filter_fn = _is_linear
     if not callable(filter_fn):
@@ -209,26 +209,18 @@ def _check_target(target: Target) -> None:
 
 
 def _check_patterns(walk: _Walk) -> None:
-    """Raise ValueError for a pattern that does nothing. A pattern that gives None to a layer that stays in high
-    precision anyway is not a mistake."""
-    unused = [
-        pattern
-        for pattern, scheme in walk.patterns.items()
-        if pattern not in walk.used and not (scheme is None and walk.leaves_alone(pattern))
-    ]
-    if unused:
+    """Raise ValueError for a pattern that does nothing."""
+    idle = unused(walk.patterns, walk.used, walk.leaves_alone)
+    if idle:
         targets = walk.targets.values()
         names = [e.fqn for e in walk.report.entries][:3] or [t.owners[0].fqn for t in targets][:3]
         left = [
             f"{e.fqn}: {e.note}"
             for e in walk.report.entries
-            if any(matches(p, e.fqn) or matches(p, e.fqn.rpartition(".")[0]) for p in unused)
+            if first_match(idle, e.fqn, e.fqn.rpartition(".")[0]) is not None
         ]
         why = f"; left alone: {'; '.join(left[:3])}" if left else ""
-        raise ValueError(
-            f"the patterns {unused} chose no weight (a pattern before them may match first); names end like {names}"
-            f"{why}"
-        )
+        raise ValueError(f"{of_unused(idle, names)}{why}")
 
 
 class _Walk:
@@ -309,22 +301,18 @@ class _Walk:
             )
             for name, param in own:
                 fqn = joined_name(prefix, name)
-                if self._first_match(*([prefix] if is_layer else []), fqn) != pattern:
+                if first_match(self.patterns, *([prefix] if is_layer else []), fqn) != pattern:
                     continue
                 found = True
                 if id(param) in self.targets and id(param) in self.schemes:
                     self._check_ties(fqn, param, None)
         return found
 
-    def _first_match(self, *names: str) -> str | None:
-        """The pattern that decides on a weight with these names."""
-        return next((p for p in self.patterns if any(matches(p, n) for n in names)), None)
-
     def _choose(self, owner: Owner, prefix: str, param: nn.Parameter, selected: bool) -> Any:
         """The scheme for this weight; or, as a str, why the weight is left alone."""
         if (weight := weight_scaled_by(owner.module, owner.attribute)) is not None:
             return f"learned scales or zero points of {joined_name(prefix, weight)}"
-        pattern = self._first_match(prefix, owner.fqn)
+        pattern = first_match(self.patterns, prefix, owner.fqn)
         scheme = None if pattern is None else self.patterns[pattern]
         starts = self.trains and scheme is not None and scheme.starts_from(param)
         refusal = _refusal(self.owners[id(param)], param, self.trains, starts)

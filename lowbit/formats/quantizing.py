@@ -9,15 +9,22 @@ gpt-oss are also quantized, in groups along their inputs, if the format to write
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowbit.convert import alike, check_pattern, joint_part, matches
+from lowbit.convert import (
+    NEEDS_CALIBRATION,
+    alike,
+    check_schemes,
+    first_match,
+    joint_part,
+    of_unused,
+    unused,
+)
 from lowbit.convert.siblings import families
 from lowbit.formats.base import Format, FormatError, layer_of
 from lowbit.formats.experts import is_transposed_stack
@@ -71,7 +78,9 @@ class Quantizing:
         self.left_out = folder.left_out
         self._folder, self._scales, self._device = folder, scales, torch.device(device)
         patterns = scheme if isinstance(scheme, Mapping) else {"*": scheme}
-        _check_schemes(patterns)
+        check_schemes(patterns, Scheme)
+        if any(s is not None and s.is_static for s in patterns.values()):
+            raise FormatError(NEEDS_CALIBRATION)
         if target is not None and not target.holds_stacks:  # stacks are turned here
             patterns = {p: None if s is None else target.grid(s) for p, s in patterns.items()}
         shapes = {name: folder.plain_shape(name) for name in folder.plain}
@@ -84,13 +93,11 @@ class Quantizing:
         used = {pattern for choice in self._plan.values() for pattern in choice.patterns}
         known = [name for own in names.values() for name in own]
         known += ["lm_head.weight"] if is_tied(folder.config) else []
-        left = {_first_match(name, patterns) for name in known}
-        unused = [p for p, s in patterns.items() if p not in used and not (s is None and p in left)]
-        if unused:
+        left = {first_match(patterns, layer_of(name), name) for name in known}
+        if idle := unused(patterns, used, left.__contains__):
             some = [name for name, shape in shapes.items() if len(shape) > 1][:3]
             raise FormatError(
-                f"the patterns {unused} choose no weight of {folder.path} (a pattern before them may match first, and "
-                f"a tied head is stored as its embedding); accepted: names such as {some}"
+                f"{folder.path}: {of_unused(idle, some)}; a tied head is stored as its embedding"
             )
         specs = {n: c.scheme.weight for n, c in self._plan.items() if c.scheme is not None}
         joined = {n: ([n], alike(spec, shapes[n])) for n, spec in specs.items() if spec.joins}
@@ -135,21 +142,6 @@ class Quantizing:
 
     def copy_files(self, folder: Path) -> None:
         self._folder.copy_files(folder)
-
-
-def _check_schemes(patterns: Mapping[str, Any]) -> None:
-    for pattern, scheme in patterns.items():
-        check_pattern(pattern)
-        if not isinstance(scheme, Scheme | None):
-            raise TypeError(
-                f"unknown scheme {scheme!r}; accepted: a Scheme, e.g. lowbit.Int4WeightOnly(), or a dict of name "
-                "patterns to a Scheme or None"
-            )
-        if scheme is not None and scheme.is_static:
-            raise FormatError(
-                "a static activation needs a calibration: load the model, call lowbit.calibrate and lowbit.quantize_, "
-                "and export that"
-            )
 
 
 @dataclass(frozen=True)
@@ -197,11 +189,6 @@ def _choose_tied(
     return _TensorChoice(chosen.scheme, note, tuple(p for c in own.values() for p in c.patterns))
 
 
-def _first_match(name: str, patterns: Iterable[str]) -> str | None:
-    """The pattern that decides on the tensor of this name."""
-    return next((p for p in patterns if matches(p, layer_of(name)) or matches(p, name)), None)
-
-
 def _choose(
     name: str,
     shape: tuple[int, ...],
@@ -213,7 +200,7 @@ def _choose(
     layer, _, last = name.rpartition(".")
     if not is_stack and (last != "weight" or len(shape) != 2):
         return _TensorChoice(None, "no matrix named ….weight")
-    pattern = _first_match(name, patterns)
+    pattern = first_match(patterns, layer_of(name), name)
     scheme = None if pattern is None else patterns[pattern]
     own = () if pattern is None else (pattern,)
     if scheme is None:

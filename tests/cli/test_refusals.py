@@ -120,7 +120,7 @@ REFUSED = {
     "quantize model --out new --format onnx": "write it from Python",
     "export low --out new --format aoti": "write it from Python",
     "quantize model --out new --layers lm_head": "PATTERN=SCHEME",
-    "quantize model --out new --layers 'nothing=int8'": "choose no weight",
+    "quantize model --out new --layers 'nothing=int8'": "chose no weight",
     "quantize model --out new --layers 'lm_head=int8' --layers 'lm_head=none'": "it is given twice",
     "quantize model --out new --layers '*=int8'": "give --scheme alone",
     "quantize model --out new --layers '*=none'": "give --scheme alone",

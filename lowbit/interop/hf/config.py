@@ -8,7 +8,7 @@ from typing import Any, Self, get_args
 from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lowbit.convert import check_pattern, patterns
+from lowbit.convert import NEEDS_CALIBRATION, check_pattern, patterns
 from lowbit.inference.quantize import Scales
 from lowbit.interop import names
 from lowbit.schemes.scheme import Scheme
@@ -163,8 +163,5 @@ def _one(pattern: str, given: Any) -> Scheme:
 
 def _dynamic(scheme: Scheme) -> Scheme:
     if scheme.is_static:
-        raise ValueError(
-            "a static activation needs a calibration: load the model, call lowbit.calibrate and lowbit.quantize_, and "
-            "save it by lowbit.export(model, folder, format='lowbit')"
-        )
+        raise ValueError(NEEDS_CALIBRATION)
     return scheme

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lowbit.convert import Report, families_of, find_targets, matches
+from lowbit.convert import Report, families_of, find_targets, first_match
 from lowbit.formats.layer_names import is_router, why_left_alone
 from lowbit.schemes.scheme import Scheme
 
@@ -88,7 +88,7 @@ class _WalkFilter:
             self.reasons |= {f"{name}.{n}": note for n in module._parameters}
             return False
         names = (name, f"{name}.weight")
-        pattern = next((p for p in self.patterns if any(matches(p, n) for n in names)), None)
+        pattern = first_match(self.patterns, *names)
         is_embedding = isinstance(module, nn.Embedding)
         why = why_left_alone(name, pattern, is_embedding, module is self.head)
         if why is not None:
