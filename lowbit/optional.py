@@ -41,7 +41,7 @@ class Package:
         if found is None:
             return "which is not installed"
         for sign, bound in re.findall(r"(>=|<)\s*([\d.]+)", self.releases):
-            if (_release(found) >= _release(bound)) != (sign == ">="):
+            if (release(found) >= release(bound)) != (sign == ">="):
                 return f"and {found} is installed"
         return None
 
@@ -54,7 +54,8 @@ def version(name: str) -> str | None:
         return None
 
 
-def _release(version: str) -> tuple[int, ...]:
+def release(version: str) -> tuple[int, ...]:
+    """The first three numbers of a version: (0, 18, 0) of "0.18.0" and of "0.18"."""
     numbers = [int(n) for n in re.findall(r"\d+", version)[:3]]
     return (*numbers, *(0 for _ in range(3 - len(numbers))))
 

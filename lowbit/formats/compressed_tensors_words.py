@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit import optional
 from lowbit.formats.base import FormatError, Parts
 from lowbit.formats.integers import words_of
 from lowbit.numerics.packing import pack
@@ -87,11 +88,12 @@ def _is_dense(streams: Sequence[tuple[int, Tensor]], bits: int, version: Any) ->
         raise FormatError("; ".join(_takes(size, bits, words) for size, words in streams))
     if len(fits) == 1 or all(size <= 32 // bits for size, _ in streams):
         return fits[0]
-    release = _release(version)
-    if release is not None and release >= _numbers(DENSE_SINCE):
-        return True
-    if release is not None and release <= _numbers(_WHOLE_UNTIL):
-        return False
+    if isinstance(version, str) and re.match(r"\d+\.\d+\.\d+", version):
+        if optional.release(version) >= optional.release(DENSE_SINCE):
+            return True
+        # Builds between the two releases, such as 0.17.2.a20260401, may have either layout.
+        if optional.release(version) <= optional.release(_WHOLE_UNTIL):
+            return False
     raise FormatError(
         f"its codes of {bits} bits have as many words in both layouts of compressed-tensors, a bit stream since "
         f"{DENSE_SINCE} and whole codes up to {_WHOLE_UNTIL}, and the version {version!r} of quantization_config does "
@@ -110,14 +112,3 @@ def _takes(size: int, bits: int, words: Tensor) -> str:
         f"{size} codes of {bits} bits take {dense} words of int32, or {whole} up to compressed-tensors {_WHOLE_UNTIL}, "
         f"got {tuple(words.shape)}"
     )
-
-
-def _release(version: Any) -> tuple[int, ...] | None:
-    """The numbers of a release. None for another value, and for builds between the last "whole" and the first "dense"
-    release, such as 0.17.2.a20260401."""
-    found = re.match(r"\d+\.\d+\.\d+", version) if isinstance(version, str) else None
-    return None if found is None else _numbers(found[0])
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))
