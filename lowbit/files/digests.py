@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -36,15 +36,23 @@ def threads() -> int:
     return min(usable or 1, _MOST_THREADS)
 
 
+def of_pieces(pieces: Iterable[bytes | memoryview]) -> str:
+    """The digest of bytes that come in pieces."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
 def of_text(text: str) -> str:
     """The digest of a text in UTF-8."""
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    return of_pieces([text.encode("utf-8", "surrogatepass")])
 
 
 def of_tensor(t: Tensor) -> str:
     """The digest of a plain tensor's elements in row-major order, for any strides and device."""
     elements = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(elements.numpy().data).hexdigest()
+    return of_pieces([elements.numpy().data])
 
 
 def while_written(t: Tensor, write: Callable[[memoryview], Any]) -> str:
@@ -52,13 +60,15 @@ def while_written(t: Tensor, write: Callable[[memoryview], Any]) -> str:
 
     Each piece is a copy, so that no other thread changes it between hashing and writing.
     """
-    digest = hashlib.sha256()
-    elements = t.detach().reshape(-1).view(torch.uint8)
-    for begin in range(0, len(elements), PIECE):
-        piece = elements[begin : begin + PIECE].to("cpu", copy=True).numpy().data
-        digest.update(piece)
-        write(piece)
-    return digest.hexdigest()
+
+    def pieces() -> Iterator[memoryview]:
+        elements = t.detach().reshape(-1).view(torch.uint8)
+        for begin in range(0, len(elements), PIECE):
+            piece = elements[begin : begin + PIECE].to("cpu", copy=True).numpy().data
+            write(piece)
+            yield piece
+
+    return of_pieces(pieces())
 
 
 def _digest(t: Tensor) -> str | None:

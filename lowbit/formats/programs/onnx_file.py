@@ -20,7 +20,6 @@ file once, and the outputs are compared with the model's: the traced graph has o
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import re
 from pathlib import Path
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+from lowbit.files import digests
 from lowbit.formats.base import FormatError
 from lowbit.formats.integers import IntegerLayout, exact_scales, integers_of, layout_of, unsigned
 from lowbit.formats.programs.base import Call, ProgramFormat, package
@@ -118,11 +118,11 @@ def _check(path: Path, packed: dict[str, Tensor]) -> None:
     """Raise FormatError unless the file has the bytes of the codes. The exporter may give them other names."""
     onnx = package("onnx", "onnx")
     stored = {
-        hashlib.sha256(onnx.numpy_helper.to_array(t).tobytes()).digest()
+        digests.of_pieces([onnx.numpy_helper.to_array(t).tobytes()])
         for t in onnx.load(str(path)).graph.initializer
     }
     for name, t in packed.items():
-        is_there = hashlib.sha256(t.numpy().tobytes()).digest() in stored
+        is_there = digests.of_tensor(t) in stored
         if name.endswith(".codes") and not is_there:
             raise FormatError(f"the codes of {name} are not in the file; please report it")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lowbit.files import digests
 from lowbit.linear.frozen.row import (
     Condition,
     Implementation,
@@ -92,9 +92,8 @@ def _source(fn: Callable[..., Any]) -> str:
     has_state = getattr(fn, "__closure__", None) or hasattr(fn, "__self__")
     if code is None or has_state or not os.path.isfile(code.co_filename):
         return os.urandom(16).hex()
-    digest = hashlib.sha256(Path(code.co_filename).read_bytes())
-    digest.update(repr((fn.__module__, fn.__qualname__, *code.co_positions())).encode())
-    return digest.hexdigest()
+    place = repr((fn.__module__, fn.__qualname__, *code.co_positions())).encode()
+    return digests.of_pieces([Path(code.co_filename).read_bytes(), place])
 
 
 def registered_row(x: Tensor, weight: Weight, bias: Tensor | None) -> Row | None:

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.files import new_path
+from lowbit.files import digests, new_path
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:
     """A digest of shapes, dtypes and bits of plain tensors. It depends on no order of sums."""
-    digest = sha256()
+    lines = []
     for t in tensors:
         bits = int(torch.hash_tensor(t.detach()).view(torch.int64)) if t.numel() else 0
-        digest.update(f"{tuple(t.shape)} {t.dtype} {bits}\n".encode())
-    return digest.hexdigest()
+        lines.append(f"{tuple(t.shape)} {t.dtype} {bits}\n")
+    return digests.of_text("".join(lines))
 
 
 @dataclass(frozen=True)

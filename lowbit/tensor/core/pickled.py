@@ -11,11 +11,10 @@ Code that assembles a tensor from parts of another origin (a pickle, `lowbit.loa
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils.hooks import warn_if_has_hooks
 
+from lowbit.files import digests
 from lowbit.linear.frozen import registered_sources
 from lowbit.numerics.code_range import FLOATS
 from lowbit.numerics.granularity import Granularity
@@ -38,17 +38,19 @@ _NOT_A_TENSOR = (
 def _digest_of_sources(kinds: frozenset[type]) -> str:
     """A digest of lowbit's Python sources, and of the files that define `kinds`. A compiled graph that torch keeps on
     disk computes what the sources said when it was made, so later sources must not find it."""
-    digest = hashlib.sha256()
+    return digests.of_pieces(_sources(kinds))
+
+
+def _sources(kinds: frozenset[type]) -> Iterator[bytes]:
     for package in ("lowbit", "lowbit_kernels"):
         folder = Path(str(importlib.import_module(package).__file__)).parent
         for path in sorted(folder.rglob("*.py")):
-            digest.update(path.read_bytes())
+            yield path.read_bytes()
     for name in sorted({kind.__module__ for kind in kinds}):
         if name.partition(".")[0] not in ("lowbit", "torch", "builtins"):
             file = getattr(sys.modules.get(name), "__file__", None)
             # a class without a file, as in a notebook: no other process takes its graphs
-            digest.update(Path(file).read_bytes() if file else os.urandom(16))
-    return digest.hexdigest()
+            yield Path(file).read_bytes() if file else os.urandom(16)
 
 
 class Pickling:
