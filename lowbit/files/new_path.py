@@ -4,7 +4,8 @@ Until then the new file lies in a hidden folder beside its place, the workplace:
 
     .out.lowbit-0123456789ab/
         lock     locked while the process runs that writes; the system unlocks it when the process ends, in any way
-        out      the new file or folder; after an exchange, the old folder
+        files/   the new file, with those written beside it
+        out      the new folder; after an exchange, the old folder
         old      the old folder, between two renames where the system exchanges nothing
 
 So a lock that is free marks the workplace of a killed process. The next process that writes `out` removes the
@@ -41,15 +42,25 @@ _RUNNING: set[Path] = set()
 
 
 @contextmanager
-def new_file(out: Path) -> Iterator[Path]:
+def new_file(out: Path, check: Callable[[Path], None] = lambda place: None) -> Iterator[Path]:
     """A path to write a file to, which takes the place of `out` at the end. After an error `out` is as it was.
+
+    Other files that are written beside that path, such as the tensors of a large ONNX model, take places beside `out`.
+
+    Args:
+        out: where the file goes.
+        check: called with each place before anything is put there; it may raise.
 
     Raises OSError, which names `out`, if the system refuses to write.
     """
     try:
         with workplace(out) as place:
-            yield place / out.name
-            put_files([place / out.name], out.parent)
+            (folder := place / "files").mkdir()
+            yield folder / out.name
+            written = sorted(folder.iterdir(), key=lambda path: path.name == out.name)
+            for path in written:
+                check(out.parent / path.name)
+            put_files(written, out.parent)
     except OSError as error:
         if error.errno is None:
             raise

@@ -14,12 +14,12 @@ from torch import nn
 from lowbit.formats.base import Format, FormatError, Parts, ScalesError, layer_of
 from lowbit.formats.experts import gathered, published
 from lowbit.formats.folder import Folder
+from lowbit.formats.format_file import format_file
 from lowbit.formats.gguf.file import GgufFile, GgufWriter
 from lowbit.formats.gguf.format import Gguf
 from lowbit.formats.heap import Trimmed
 from lowbit.formats.merged import MergedLayers, Ready
 from lowbit.formats.module import ModelSource
-from lowbit.formats.new_file import new_file
 from lowbit.formats.programs.base import ProgramFormat
 from lowbit.formats.programs.exporting import export_program
 from lowbit.formats.quantizing import Quantizing
@@ -111,7 +111,7 @@ def export(
     if isinstance(target, Gguf):
         if isinstance(source, GgufFile):
             raise FormatError(f"{source.path} is a GGUF file already; copy it")
-        with new_file(out, overwrite, target.name, ".gguf") as path:
+        with format_file(out, overwrite, target.name, ".gguf") as path:
             file = GgufWriter(path, source)
             _write_all(source, file, target, lossy, report)
             file.finish()

@@ -239,9 +239,7 @@ def test_patterns_and_searched_scales(tmp_path: Path) -> None:
     assert sorted(report.converted) == ["lm_head.weight", "up_proj.weight"]
     coarse = lowbit.export(folder, tmp_path / "minmax", scheme=patterns)
     assert report.snr["up_proj.weight"] > coarse.snr["up_proj.weight"]
-    with pytest.raises(
-        FormatError, match=r"\['nothing'\] chose no weight.*names end like"
-    ):
+    with pytest.raises(FormatError, match=r"\['nothing'\] chose no weight.*names end like"):
         lowbit.export(folder, tmp_path / "no", scheme={"nothing": Int8WeightOnly(), **patterns})
     with pytest.raises(TypeError, match="unknown scheme"):
         lowbit.export(folder, tmp_path / "no", scheme="int4")

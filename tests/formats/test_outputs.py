@@ -13,7 +13,7 @@ import torch
 import lowbit
 from lowbit import Int4WeightOnly
 from lowbit.formats import FormatError
-from lowbit.formats.new_file import new_file
+from lowbit.formats.format_file import format_file
 from lowbit.formats.registry import PROGRAMS
 from lowbit.formats.shards import Shards
 from lowbit.numerics.snr import snr
@@ -73,7 +73,7 @@ def test_a_file_that_appears_during_the_export_is_kept(name: str, tmp_path: Path
     """The file itself, and the one beside it with the tensors of a large ONNX model."""
 
     def write() -> None:
-        with new_file(tmp_path / "model.onnx", False, "onnx", ".onnx") as path:
+        with format_file(tmp_path / "model.onnx", False, "onnx", ".onnx") as path:
             path.write_text("program")
             path.with_name("model.onnx.data").write_text("tensors")
             (tmp_path / name).write_text("mine")
@@ -93,7 +93,7 @@ def test_a_full_disk_is_named_whatever_a_package_says(
     import resource
 
     def write(error: Exception) -> None:
-        with new_file(tmp_path / f"m{suffix}", False, "a program", suffix) as path:
+        with format_file(tmp_path / f"m{suffix}", False, "a program", suffix) as path:
             path.write_bytes(bytes(limit))
             raise error
 
@@ -115,7 +115,7 @@ def test_a_full_disk_is_named_whatever_a_package_says(
 
 
 def test_files_take_their_places_together(tmp_path: Path) -> None:
-    with new_file(tmp_path / "model.onnx", True, "onnx", ".onnx") as path:
+    with format_file(tmp_path / "model.onnx", True, "onnx", ".onnx") as path:
         path.write_text("program")
         path.with_name("model.onnx.data").write_text("tensors")
     assert listing(tmp_path) == ["model.onnx", "model.onnx.data"]
@@ -139,7 +139,7 @@ def test_the_next_run_removes_what_a_killed_one_left(suffix: str, tmp_path: Path
         if suffix in ("", ".pt", ".safetensors"):
             lowbit.export(model, out) if suffix == "" else lowbit.save(model, out)
         else:
-            with new_file(out, False, suffix, suffix) as path:
+            with format_file(out, False, suffix, suffix) as path:
                 path.touch()
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from lowbit.formats.base import FormatError
+from lowbit.formats.format_file import format_file
 from lowbit.formats.module import ModelSource
-from lowbit.formats.new_file import new_file
 from lowbit.formats.programs.base import Call, ProgramFormat, example
 from lowbit.formats.report import ExportReport
 from lowbit.progress import waiting
@@ -42,7 +42,7 @@ def export_program(
     call.weights = {name: own[name] for name in low}
     report = ExportReport(format=target.name, path=str(out))
     shown = waiting(f"writing {target.name}")  # compilers do not say how far they are
-    with new_file(out, overwrite, target.name, target.suffix) as path, shown:
+    with format_file(out, overwrite, target.name, target.suffix) as path, shown:
         held = target.write(call, path, lossy)
         report.nbytes = sum(p.stat().st_size for p in path.parent.iterdir())
     by_name = {item.name: item for item in held}

@@ -1,4 +1,4 @@
-"""A new file that appears whole, or not at all."""
+"""A file of a format that appears whole, or not at all."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from lowbit.formats.base import FormatError
 
 
 @contextmanager
-def new_file(out: Path, overwrite: bool, format: str, suffix: str) -> Iterator[Path]:
-    """A path for a new file, in a temporary folder beside `out`. At the end the file takes the place of `out`.
-
-    Other files of that folder, such as the tensors of a large ONNX model, take places beside `out`. After an error
-    nothing is left.
+def format_file(out: Path, overwrite: bool, format: str, suffix: str) -> Iterator[Path]:
+    """`lowbit.files.new_path.new_file` for a format of one file, with its refusals as FormatError.
 
     Args:
         out: where the file goes.
@@ -31,22 +28,21 @@ def new_file(out: Path, overwrite: bool, format: str, suffix: str) -> Iterator[P
         raise FormatError(f"{out} is a folder; {format} is one file, such as model{suffix}")
     if not out.name.endswith(suffix):
         raise FormatError(f"{format} is a file that ends in {suffix}, got {out.name}")
-    _check_free(out, overwrite)
+
+    def check_free(path: Path) -> None:
+        if path.exists() and not overwrite:
+            raise FormatError(f"{path} exists already; give another name, or overwrite=True")
+
+    check_free(out)
     try:
-        with new_path.workplace(out) as place:
-            folder = place / "files"
-            folder.mkdir()
+        # The check runs again at the end: another program may have written files meanwhile.
+        with new_path.new_file(out, check_free) as path:
             try:
-                yield folder / out.name
+                yield path
             except Exception as error:
-                if (refusal := _refusal(folder)) is not None:
+                if (refusal := _refusal(path.parent)) is not None:
                     raise refusal from error
                 raise
-            beside = [path for path in folder.iterdir() if path.name != out.name]
-            written = [*beside, folder / out.name]
-            for path in written:  # again: another program may have written files meanwhile
-                _check_free(out.parent / path.name, overwrite)
-            new_path.put_files(written, out.parent)
     except OSError as error:
         raise FormatError(f"{out} cannot be written: {error.strerror or error}") from error
 
@@ -62,8 +58,3 @@ def _refusal(folder: Path) -> OSError | None:
     except OSError as error:
         return error
     return None
-
-
-def _check_free(path: Path, overwrite: bool) -> None:
-    if path.exists() and not overwrite:
-        raise FormatError(f"{path} exists already; give another name, or overwrite=True")
