@@ -91,7 +91,7 @@ def _compilers() -> Iterator[Finding]:
 
     try:
         folder = disk_cache.cache_folder()
-        trusted_folder.check(folder, make=True)
+        trusted_folder.trusted(folder, make=True)
         kept, detail = True, str(folder)
     except OSError as error:
         kept, detail = False, f"{error}: set LOWBIT_CACHE_DIR to a folder of your own"

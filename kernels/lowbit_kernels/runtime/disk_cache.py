@@ -13,7 +13,6 @@ for ELF files ignore the bytes after the code.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import tempfile
@@ -22,8 +21,6 @@ from pathlib import Path
 from lowbit_kernels.runtime import trusted_folder
 from lowbit_kernels.runtime.warned import warn_once
 
-LARGEST = 64 << 20
-"""64 MiB. Kernels are under 2 MiB, and reading 64 MiB is faster than compiling a kernel."""
 DIGEST = 32  # bytes
 
 
@@ -45,47 +42,44 @@ def cache_folder() -> Path:
 
 def find(suffix: str, *parts: str) -> bytes | None:
     """The machine code of the kernel that depends on `parts`; None if it is missing or, after a warning, untrusted."""
+    name = _name(suffix, parts)
     try:
-        folder = cache_folder()
-        trusted_folder.check(folder)
-        return _read(folder / _name(suffix, parts))
+        folder = trusted_folder.trusted(cache_folder())
     except FileNotFoundError:
         return None
     except OSError as error:
         _warn_of_folder(error)
+        return None
+    try:
+        return _read(folder / name)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        warn_once(
+            getattr(error, "reason", str(error.strerror)),
+            f"a compiled kernel is not run: {error}. lowbit compiles it again and replaces the file. If this recurs, "
+            "remove the file, or set LOWBIT_CACHE_DIR to a folder of your own",
+        )
         return None
 
 
 def keep(code: bytes, suffix: str, *parts: str) -> bool:
     """Write a kernel atomically. False, after a warning, if the folder cannot be written to or is untrusted."""
     name = _name(suffix, parts)
-    content = code + _digest(name, code)
     try:
-        folder = cache_folder()
-        trusted_folder.check(folder, make=True)
-        if len(content) > LARGEST:
-            reason = f"would have {len(content)} bytes, and at most {LARGEST} can be read"
-            raise OSError(errno.EFBIG, reason, str(folder / name))
-        trusted_folder.write(folder / name, content)
+        folder = trusted_folder.trusted(cache_folder(), make=True)
+        trusted_folder.write(folder / name, code + _digest(name, code))
     except OSError as error:
         _warn_of_folder(error)
         return False
     return True
 
 
-def _read(path: Path) -> bytes | None:
-    try:
-        content = trusted_folder.read(path, LARGEST)
-        code, digest = content[:-DIGEST], content[-DIGEST:]
-        if digest != _digest(path.name, code):
-            raise trusted_folder.Untrusted(path, "is damaged")
-    except trusted_folder.Untrusted as error:
-        warn_once(
-            error.reason,
-            f"a compiled kernel is not run: {error}. lowbit compiles it again and replaces the file. If this recurs, "
-            "remove the file, or set LOWBIT_CACHE_DIR to a folder of your own",
-        )
-        return None
+def _read(path: Path) -> bytes:
+    content = trusted_folder.read(path)
+    code, digest = content[:-DIGEST], content[-DIGEST:]
+    if digest != _digest(path.name, code):
+        raise trusted_folder.Untrusted(path, "is damaged")
     return code
 
 
