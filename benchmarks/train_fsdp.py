@@ -57,7 +57,6 @@ LLAMA_8B_CONFIG = LlamaConfig(
     vocab_size=128_256, dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336, context=4096
 )
 MOST_RANKS = 4
-HOST_REPEATS = 25
 
 
 def ranks() -> int:
@@ -86,9 +85,17 @@ SCHEMES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ShardedCandidate(TrainingCandidate):
-    """Training in `ranks()` processes. ``batch``: of each process; ``most_seconds``: the processes' time limit."""
+    """Training in `ranks()` processes.
+
+    Attributes:
+        batch: of each process.
+        most_repeats: timed steps, at most.
+        host_repeats: steps of which the host's shortest times are taken.
+        most_seconds: the time limit of the processes.
+    """
 
     most_repeats: int = 10
+    host_repeats: int = 25
     most_seconds: float = 120.0
 
 
@@ -197,11 +204,15 @@ def measure_rank(candidate: ShardedCandidate, repeats: int) -> ShardedCost:
     tokens = candidate.batch[0] * candidate.batch[1]
     counts = traffic.parameters, sent, gathered, products
     return ShardedCost(
-        statistics.median(times), tokens, *counts, peak, *issue_seconds(step, on_gpu)
+        statistics.median(times),
+        tokens,
+        *counts,
+        peak,
+        *issue_seconds(step, candidate.host_repeats, on_gpu),
     )
 
 
-def issue_seconds(step: Training, on_gpu: bool) -> tuple[float, float]:
+def issue_seconds(step: Training, repeats: int, on_gpu: bool) -> tuple[float, float]:
     """The host's time to issue forward and backward, each with nothing queued before it; the shortest of each, since
     other work on the host only makes them longer."""
 
@@ -214,7 +225,7 @@ def issue_seconds(step: Training, on_gpu: bool) -> tuple[float, float]:
         return result, time.perf_counter() - start
 
     pairs = []
-    for _ in range(HOST_REPEATS):
+    for _ in range(repeats):
         loss, forward = timed(step.forward)
         _, backward = timed(loss.backward)
         step.update()

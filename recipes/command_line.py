@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import sys
 import typing
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -29,6 +31,36 @@ def exit_status(program: Callable[[], None]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
+
+
+def parser_of(
+    module: str, description: str, presets: Iterable[str], about_presets: str = ""
+) -> argparse.ArgumentParser:
+    """A parser of the arguments that all recipes with presets take: --preset, --data, and --set.
+
+    Args:
+        module: the recipe's module under `recipes`.
+        description: one sentence for --help.
+        presets: accepted names of --preset.
+        about_presets: said of them in --help, before the default.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m recipes.{module}", description=description)
+    add = parser.add_argument
+    add(
+        "--preset", choices=tuple(presets), help=f"{about_presets}default: gpu with CUDA, else tiny"
+    )
+    add("--data", type=Path, metavar="FILE_OR_FOLDER",
+        help="your own UTF-8 text (default: the preset's corpus)")  # fmt: skip
+    add("--set", action="append", default=[], metavar="NAME=VALUE", dest="assignments",
+        help="change a setting, e.g. --set steps=2000 --set model.dim=192 (see training.py)")  # fmt: skip
+    return parser
+
+
+def add_choice_of_runs(parser: argparse.ArgumentParser, known: Iterable[str]) -> None:
+    """Add --runs and --seeds, which `chosen_names` and `chosen_seeds` read."""
+    about = f"of {', '.join(known)} (default: all)"
+    parser.add_argument("--runs", default="", metavar="NAME,NAME", help=about)
+    parser.add_argument("--seeds", default="0,1,2", help="default: 0,1,2")
 
 
 def chosen_names(names: str, known: Iterable[str]) -> list[str]:

@@ -1,18 +1,16 @@
-"""The quick start's report: its tables and its text."""
+"""The quick start's report: its tables, its text and its figures."""
 
 from __future__ import annotations
 
 import platform
-from typing import TYPE_CHECKING
 
 import torch
 
 import lowbit
-from recipes import pages
+from recipes import figures, pages, runs
 from recipes.device import device_name
-
-if TYPE_CHECKING:
-    from recipes.quickstart import Measurements, Run
+from recipes.phases import Run, phases
+from recipes.quickstart_measure import Measurements
 
 
 def slowness(found: Measurements) -> str | None:
@@ -173,3 +171,25 @@ Each model continues the same prompt with the same random draws (temperature 0.7
 
 {setting_table(run, found)}
 """
+
+
+def draw_figures(run: Run, found: Measurements) -> None:
+    """`loss.png` and `perplexity.png`."""
+    curves = []
+    records = runs.read_metrics(run.folder)
+    for phase in phases(run.config):
+        own = [r for r in records if r["phase"] == phase.name]
+        label = "high precision" if phase.scheme is None else f"QAT, {phase.name}"
+        curves.append(
+            figures.Curve(
+                "shared steps, high precision" if phase.start == 0 else label,
+                [(r["step"], r["heldout_loss"]) for r in own if "heldout_loss" in r],
+                [(r["step"], r["loss"]) for r in own if "loss" in r],
+            )
+        )
+    figures.draw_losses(run.folder.path / "loss.png", curves, run.config.step_tokens)
+    figures.draw_perplexities(
+        run.folder.path / "perplexity.png",
+        {r.name: r.perplexity for r in found.results},
+        {r.bits: str(r) for r in found.recoveries},
+    )

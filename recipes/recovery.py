@@ -28,141 +28,27 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
-import json
-import platform
 import shlex
-import statistics
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
-from filelock import FileLock
 
 import lowbit
-from recipes import figures, pages, quickstart, runs, text
-from recipes.command_line import UserError, chosen_names, chosen_seeds, exit_status
-from recipes.device import choose_device, device_name
-from recipes.quickstart import Phase, Run, scheme
-from recipes.training import TrainingConfig, override, window_losses
-
-GROUP = 32
-TEACHER_COMPUTE = 4 / 3
-"""Compute of a step with a teacher, in steps without: forward and backward take three times the forward pass."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to fine-tune with QAT.
-
-    Attributes:
-        bits: of the weights; None trains in high precision.
-        group_size: None gives each row one scale.
-        int8: activations are rounded to int8, with one scale a token.
-        scales: as `lowbit.qat.prepare_` takes them.
-        distils: whether part of the loss is the divergence from the model in high precision.
-        rank: of adapters that train in place of the blocks' weights.
-        length: steps, as a multiple of the branch in high precision.
-    """
-
-    about: str
-    bits: int | None
-    group_size: int | None = GROUP
-    int8: bool = False
-    scales: Literal["learned", "present"] = "learned"
-    distils: bool = True
-    rank: int | None = None
-    length: float = 1.0
-
-    def scheme(self, config: TrainingConfig) -> lowbit.Scheme | None:
-        """The quick start's scheme for these bits, with int8 activations where the variant has them."""
-        if self.bits is None:
-            return None
-        own = scheme(dataclasses.replace(config, group_size=self.group_size), self.bits)
-        if not self.int8:
-            return own
-        activation = lowbit.Int8DynamicActivationInt4Weight().activation
-        return dataclasses.replace(own, activation=activation)
-
-    @property
-    def control(self) -> str:
-        """The name of the run in high precision that this one is compared with."""
-        return "high" if self.rank is None else "lora-high"
-
-    @property
-    def rounded(self) -> str:
-        """The name of the control that is rounded after training by the same scheme."""
-        after = "" if self.rank is None else "lora "
-        return f"rounded {after}{'row' if self.group_size is None else 'g32'}-int{'8x' * self.int8}{self.bits}"
-
-    @property
-    def baseline(self) -> str:
-        """The name of the rounded model that the share counts from."""
-        return self.rounded + WITH_ZERO if self.bits == 2 else self.rounded
-
-    def rounded_models(self, config: TrainingConfig) -> dict[str, lowbit.Scheme]:
-        """The scheme by name of each model that is rounded after training: at 2 bits also the grid with a zero."""
-        own = self.scheme(config)
-        found = {} if own is None else {self.rounded: own}
-        if self.bits == 2:
-            zero = lowbit.IntxWeightOnly(2, self.group_size, "symmetric")
-            found[self.rounded + WITH_ZERO] = zero
-        return found
-
-
-def variants() -> dict[str, Variant]:
-    plain: dict[str, Any] = {"scales": "present", "distils": False}
-    found = {f"g32-int{bits}": Variant("full", bits) for bits in (4, 3, 2)}
-    found["row-int4"] = Variant("full, a scale a row", 4, None)
-    found["g32-int8xint4"] = Variant("full, int8 activations", 4, int8=True)
-    found["lora-high"] = Variant("LoRA in high precision", None, rank=LORA_RANK)
-    found |= {f"lora-int{bits}": Variant("LoRA", bits, rank=LORA_RANK) for bits in (4, 2)}
-    for bits in (4, 3, 2):
-        found[f"plain-int{bits}"] = Variant("straight-through", bits, **plain)
-    for bits in (4, 3, 2):
-        about = "straight-through, equal compute"
-        found[f"compute-int{bits}"] = Variant(about, bits, **plain, length=TEACHER_COMPUTE)
-    return found
-
-
-WITH_ZERO = ", {−2 … 1}"
-LORA_RANK = 32
-RUNS = variants()
-
-
-def tiny() -> TrainingConfig:
-    """The quick start's 0.4M parameters: about a minute a run on one CPU core."""
-    return quickstart.tiny()
-
-
-def gpu() -> TrainingConfig:
-    """The quick start's 99M parameters, trained on 69M tokens of the source of the installed packages. The blocks are
-    compiled. No dropout: the text is read two or three times at most.
-
-    The rate falls to zero in nearly a straight line. Of three rates in the branch this one is the best for the model in
-    high precision, but for 0.0012 nats. QAT starts at twice the rate of the branch that it is compared with.
-    """
-    base = quickstart.gpu()
-    return dataclasses.replace(
-        base,
-        model=dataclasses.replace(base.model, dropout=0.0),
-        corpus="installed",
-        steps=2100,
-        branch_steps=250,
-        warmup_steps=100,
-        decay_steps=800,
-        branch_lr=0.25,
-        qat_lr=2.0,
-        compile=True,
-    )
-
-
-PRESETS = {"tiny": tiny, "gpu": gpu}
-
-# ---- one seed ----------------------------------------------------------------------------------------------------
+from recipes import runs, text
+from recipes.command_line import (
+    add_choice_of_runs,
+    chosen_names,
+    chosen_seeds,
+    exit_status,
+    parser_of,
+)
+from recipes.device import choose_device
+from recipes.phases import Phase, Run, high_precision_model, phases, start_or_resume, train_phase
+from recipes.recovery_report import Results, share_of, table, write_page
+from recipes.recovery_variants import PRESETS, RUNS
+from recipes.training import TrainingConfig, chosen_config, prepare_text, window_losses
 
 
 def phase_of(run: Run, name: str) -> tuple[Run, Phase]:
@@ -177,20 +63,10 @@ def phase_of(run: Run, name: str) -> tuple[Run, Phase]:
         group_size=variant.group_size,
     )
     phase = Phase(
-        name,
-        own.trunk_steps,
-        own.steps,
-        variant.scheme(own),
-        variant.scales,
-        variant.rank,
-        variant.control,
-    )
+        name, own.trunk_steps, own.steps, variant.scheme(own),
+        variant.scales, variant.rank, variant.control,
+    )  # fmt: skip
     return dataclasses.replace(run, config=own), phase
-
-
-def base_phases(run: Run) -> list[Phase]:
-    """The trunk and the branch in high precision."""
-    return [phase for phase in quickstart.phases(run.config) if phase.scheme is None]
 
 
 def train_base(run: Run, results: Results) -> None:
@@ -198,10 +74,10 @@ def train_base(run: Run, results: Results) -> None:
     if results.has(run, "high"):
         return
     seconds = 0.0
-    for phase in base_phases(run):
-        quickstart.train_phase(run, phase)
+    for phase in [phase for phase in phases(run.config) if phase.scheme is None]:
+        train_phase(run, phase)
         seconds += runs.load_checkpoint(run.folder.checkpoint(phase.name))["seconds"]
-    model = quickstart.high_precision_model(run)
+    model = high_precision_model(run)
     results.add(run, "high", measured(run, model, seconds, run.config.steps))
 
 
@@ -209,7 +85,7 @@ def round_variant(run: Run, name: str, results: Results) -> None:
     """Measure the models in high precision that are rounded after training to the variant's formats."""
     for rounded, own in RUNS[name].rounded_models(run.config).items():
         if not results.has(run, rounded):
-            model = quickstart.high_precision_model(run, RUNS[name].control, RUNS[name].rank)
+            model = high_precision_model(run, RUNS[name].control, RUNS[name].rank)
             lowbit.quantize_(model, own, scales="minmax")
             results.add(run, rounded, measured(run, model, 0.0, run.config.steps))
 
@@ -217,8 +93,8 @@ def round_variant(run: Run, name: str, results: Results) -> None:
 def train_variant(run: Run, name: str, results: Results) -> None:
     """Train one variant, convert it, and measure it."""
     own, phase = phase_of(run, name)
-    quickstart.train_phase(own, phase)
-    training = quickstart.start_or_resume(own, phase)
+    train_phase(own, phase)
+    training = start_or_resume(own, phase)
     if phase.scheme is not None:
         lowbit.qat.convert_(training.model)
     results.add(run, name, measured(run, training.model, training.seconds, phase.end))
@@ -238,192 +114,14 @@ def measured(run: Run, model: Any, seconds: float, steps: int) -> dict[str, Any]
     }
 
 
-# ---- the results -------------------------------------------------------------------------------------------------
-
-
-class Results:
-    """`results.json`: settings, machine, and of each seed the finished models with the loss of each held-out window."""
-
-    def __init__(self, folder: Path, config: TrainingConfig, device: torch.device) -> None:
-        self.path = folder / "results.json"
-        self.content = {
-            "settings": json.loads(json.dumps(dataclasses.asdict(config))),
-            "device": device_name(device),
-            "torch": torch.__version__,
-            "lowbit": lowbit.__version__,
-            "python": platform.python_version(),
-            "date": datetime.date.today().isoformat(),
-            "commands": [],
-            "seeds": {},
-        }
-        self._read()
-
-    def _read(self) -> None:
-        if self.path.exists():
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-            self._check(found["settings"])
-            found["commands"] = list(dict.fromkeys(found["commands"] + self.content["commands"]))
-            self.content = found
-
-    def _check(self, found: dict[str, Any]) -> None:
-        wanted = self.content["settings"]
-        for name in wanted:
-            if name != "seed" and found.get(name) != wanted[name]:
-                raise UserError(
-                    f"{self.path} has runs with {name} {found.get(name)!r}, here it is {wanted[name]!r}; give another "
-                    "--out, or the same settings"
-                )
-
-    def has(self, run: Run, name: str) -> bool:
-        return name in self.content["seeds"].get(str(run.config.seed), {})
-
-    def add(self, run: Run, name: str, record: dict[str, Any]) -> None:
-        with FileLock(f"{self.path}.lock"):
-            self._read()  # another process may have added seeds of its own
-            self.content["seeds"].setdefault(str(run.config.seed), {})[name] = record
-            runs.write_text(self.path, json.dumps(self.content) + "\n")
-
-    def of(self, run: Run, name: str) -> dict[str, Any]:
-        record: dict[str, Any] = self.content["seeds"][str(run.config.seed)][name]
-        return record
-
-    def note(self, command: str) -> None:
-        """Add a command line to those that made these results."""
-        if command not in self.content["commands"]:
-            self.content["commands"].append(command)
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one variant won back, in per cent: the mean over seeds, its bootstrap interval, and each seed."""
-
-    name: str
-    mean: float
-    low: float
-    high: float
-    seeds: dict[str, float]
-
-
-def share_of(seeds: dict[str, Any], name: str, rounded: str = "") -> Share | None:
-    """None without a finished run. Each draw of the bootstrap takes the same windows for the three models of a seed.
-
-    rounded: the name of the rounded model; "" for the variant's `baseline`.
-    """
-    if RUNS[name].bits is None:
-        return None
-    rounded, control = rounded or RUNS[name].baseline, RUNS[name].control
-    found = {s: own for s, own in seeds.items() if name in own and rounded in own}
-    if not found:
-        return None
-    random = np.random.default_rng(0)
-    shares, draws = {}, []
-    for seed, own in found.items():
-        parts = np.array([own[n]["losses"] for n in (control, rounded, name)])
-        draw = random.integers(parts.shape[1], size=(2000, parts.shape[1]))
-        high_D, rounded_D, qat_D = (part[draw].mean(1) for part in parts)
-        draws.append(100 * (rounded_D - qat_D) / (rounded_D - high_D))
-        high, lost, qat = parts.mean(1)
-        shares[seed] = float(100 * (lost - qat) / (lost - high))
-    low, up = np.percentile(np.mean(draws, axis=0), [2.5, 97.5])
-    return Share(name, statistics.mean(shares.values()), float(low), float(up), shares)
-
-
-# ---- the page ----------------------------------------------------------------------------------------------------
-
-
-def table(content: dict[str, Any]) -> str:
-    seeds = content["seeds"]
-    header = ["run", "", "rounded, nats", "after QAT", "won back, %", "95% interval", "each seed",
-              "seconds"]  # fmt: skip
-    rows = []
-    pairs = [(name, rounded) for name, variant in RUNS.items()
-             for rounded in dict.fromkeys((variant.baseline, variant.rounded))]  # fmt: skip
-    for name, rounded in pairs:
-        share = share_of(seeds, name, rounded)
-        if share is None:
-            continue
-        own = [seeds[s] for s in share.seeds]
-        control = RUNS[name].control
-        lost = statistics.mean(o[rounded]["loss"] - o[control]["loss"] for o in own)
-        left = statistics.mean(o[name]["loss"] - o[control]["loss"] for o in own)
-        seconds = statistics.mean(o[name]["seconds"] for o in own)
-        each = ", ".join(f"{value:.1f}" for value in share.seeds.values())
-        interval = f"{share.low:.1f} to {share.high:.1f}"
-        about = RUNS[name].about
-        about += "" if rounded == RUNS[name].baseline else "; against the half-integer grid"
-        rows.append([name, about, f"{lost:+.4f}", f"{left:+.4f}", f"**{share.mean:.1f}**",
-                     interval, each, f"{seconds:.0f}"])  # fmt: skip
-    return pages.table(header, rows, left=(0, 1))
-
-
-def page(content: dict[str, Any]) -> str:
-    own, seeds = content["settings"], content["seeds"]
-    model, tokens = own["model"], own["batch_size"] * own["model"]["context"]
-    high = ", ".join(f"{s['high']['loss']:.4f}" for s in seeds.values())
-    commands = "\n".join(f"- `{command}`" for command in content["commands"])
-    of_qat = "" if own["qat_lr"] == 1 else f", for QAT {own['qat_lr']:g} times as much"
-    return f"""# What QAT wins back of the loss that rounding costs
-
-{commands}
-- {content["device"]}, torch {content["torch"]}, Python {content["python"]}, {content["date"]}
-- {model["layers"]} layers of width {model["dim"]}, vocabulary {model["vocab_size"]}, embedding and head tied and \
-quantized too
-- {own["steps"]:,} steps of {tokens:,} tokens, {own["steps"] * tokens / 1e6:.1f}M in all, the last \
-{own["branch_steps"]} in branches; AdamW4bit, lr {own["lr"]:g}, in the branches {own["branch_lr"]:g} of it and falling \
-to zero{of_qat}
-- held-out loss in high precision, nats a token, by seed: {high}
-
-*Rounded* and *after QAT*: nats above high precision, the mean over seeds. All runs of a seed share the trunk, and \
-their branches see the same batches; the compute- runs go on for {TEACHER_COMPUTE:.2f} times as many steps. \
-*Won back* = (rounded − after QAT) / (rounded − high precision). The interval is a 95% bootstrap over windows of \
-held-out text; it does not cover the choice of seeds. *Seconds* of training, the branch alone.
-
-{table(content)}
-
-![Loss of the branches, and the share won back.](recovery.png)
-"""
-
-
-def draw(folder: Path, content: dict[str, Any]) -> None:
-    """`recovery.png`: the curves of the first seed whose run folder is here, and the shares."""
-    first = next(s for s in content["seeds"] if (folder / f"seed{s}").exists())
-    finished = [name for name in ("high", *RUNS) if name in content["seeds"][first]]
-    records = runs.read_metrics(runs.RunFolder(folder / f"seed{first}"))
-    curves = {
-        name: [(r["step"], r["heldout_loss"]) for r in records
-               if r["phase"] == name and "heldout_loss" in r]
-        for name in finished
-    }  # fmt: skip
-    curves = {name: points for name, points in curves.items() if points}
-    shares = [share for name in RUNS if (share := share_of(content["seeds"], name)) is not None]
-    bars = {s.name: (s.mean, s.low, s.high) for s in shares}
-    figures.draw_recovery(folder / "recovery.png", curves, bars)
-
-
-def write_page(folder: Path, results: Results) -> None:
-    draw(folder, results.content)
-    pages.write(folder, page(results.content))
-
-
-# ---- the command line --------------------------------------------------------------------------------------------
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m recipes.recovery",
-        description="Fine-tune one model with QAT in several ways and compare what each wins back.",
-    )
+    about = "Fine-tune one model with QAT in several ways and compare what each wins back."
+    parser = parser_of("recovery", about, PRESETS)
+    add_choice_of_runs(parser, RUNS)
     add = parser.add_argument
-    add("--preset", choices=tuple(PRESETS), help="default: gpu with CUDA, else tiny")
-    add("--runs", default="", metavar="NAME,NAME", help=f"of {', '.join(RUNS)} (default: all)")
-    add("--seeds", default="0,1,2", help="default: 0,1,2")
     add("--base-only", action="store_true", help="train in high precision alone")
     add("--out", type=Path, default=Path("runs/recovery"), metavar="DIR",
         help="results and checkpoints; runs that it has are not run again (default: %(default)s)")  # fmt: skip
-    add("--data", type=Path, metavar="FILE_OR_FOLDER",
-        help="your own UTF-8 text (default: the preset's corpus)")  # fmt: skip
-    add("--set", action="append", default=[], metavar="NAME=VALUE", dest="assignments",
-        help="change a setting, e.g. --set steps=2000 (see training.py)")  # fmt: skip
     return parser.parse_args(arguments)
 
 
@@ -431,15 +129,12 @@ def open_seed(options: argparse.Namespace, config: TrainingConfig, device: torch
     """The run folder of a seed, made at its first use. All seeds share the text of the first one."""
     folder = runs.RunFolder(options.out / f"seed{config.seed}")
     others = sorted(options.out.glob("seed*/config.json"))
-    model = config.model
     if (folder.path / "config.json").exists():
         data = text.load(folder.data)
     elif others:
         data = text.load(runs.RunFolder(others[0].parent).data)
     else:
-        data = text.prepare(
-            options.data, config.corpus, config.heldout_share, model.vocab_size, model.context
-        )
+        data = prepare_text(config, options.data)
     if not (folder.path / "config.json").exists():
         folder.create(dataclasses.asdict(config), data)
     tracker = runs.Tracker(folder, dataclasses.asdict(config), "disabled")
@@ -449,13 +144,12 @@ def open_seed(options: argparse.Namespace, config: TrainingConfig, device: torch
 def train_all(options: argparse.Namespace) -> None:
     """Train every chosen run that is not in the results yet, seed by seed."""
     device = choose_device()
-    preset = options.preset or ("gpu" if device.type == "cuda" else "tiny")
-    config = override(PRESETS[preset](), options.assignments)
+    config = chosen_config(PRESETS, options, device)
     chosen = [] if options.base_only else chosen_names(options.runs, RUNS)
     seeds = chosen_seeds(options.seeds)
     options.out.mkdir(parents=True, exist_ok=True)
     results = Results(options.out, config, device)
-    results.note(command_of(preset, options))
+    results.note(command_of(config.preset, options))
     for seed in seeds:
         run = open_seed(options, dataclasses.replace(config, seed=seed), device)
         try:

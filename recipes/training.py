@@ -1,11 +1,12 @@
-"""Training a small Llama on text, as the quick start and the convergence recipe share it: settings, learning rate,
-loss, held-out loss."""
+"""Training a small Llama on text, as the recipes share it: settings, learning rate, loss, held-out loss."""
 
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -129,6 +130,22 @@ def override(config: TrainingConfig, assignments: list[str]) -> TrainingConfig:
             scaled = round(getattr(config, name) * int(steps[-1]) / config.steps)
             assignments = [f"{name}={max(scaled, 1)}", *assignments]
     return override_fields(config, assignments)
+
+
+def chosen_config(
+    presets: dict[str, Callable[[], TrainingConfig]], options: Namespace, device: torch.device
+) -> TrainingConfig:
+    """The preset of a command line (default: gpu with CUDA, else tiny), changed by its `--set` assignments."""
+    preset = options.preset or ("gpu" if device.type == "cuda" else "tiny")
+    return override(presets[preset](), options.assignments)
+
+
+def prepare_text(config: TrainingConfig, source: Path | None) -> text.Data:
+    """The tokens of `source`, or without it of the corpus of `config`. UserError without text to train on."""
+    model = config.model
+    return text.prepare(
+        source, config.corpus, config.heldout_share, model.vocab_size, model.context
+    )
 
 
 def learning_rate_factor(config: TrainingConfig, qat: bool = False) -> Callable[[int], float]:

@@ -37,7 +37,7 @@ import torch
 from lowbit import optional
 from recipes import pages
 from recipes.command_line import UserError, exit_status
-from recipes.convergence import half_interval
+from recipes.convergence_report import half_interval
 from recipes.runs import write_text
 
 HERE = Path(__file__).parent

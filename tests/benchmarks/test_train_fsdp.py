@@ -30,7 +30,9 @@ def tiny(candidate: ShardedCandidate) -> ShardedCandidate:
     if isinstance(scheme, TrainingScheme):
         scheme = replace(scheme, always=True)
     config = replace(CONFIG, recompute=candidate.config.recompute)
-    return replace(candidate, config=config, device="cpu", compile=False, scheme=scheme)
+    return replace(
+        candidate, config=config, device="cpu", compile=False, scheme=scheme, host_repeats=2
+    )
 
 
 def low_bit() -> ShardedCandidate:

@@ -13,19 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from recipes import convergence, text
+from recipes import convergence_report, convergence_results, text
 from recipes.command_line import UserError, chosen_names, chosen_seeds
-from recipes.convergence import (
-    PRESETS,
-    RUNS,
-    STRETCH,
-    Weights,
-    cached_data,
-    gpu,
-    main,
-    settings,
-    train_run,
-)
+from recipes.convergence import main, train_run
+from recipes.convergence_results import settings
+from recipes.convergence_text import STRETCH, cached_data, in_stretches
+from recipes.convergence_variants import PRESETS, RUNS, Weights, gpu
 from recipes.llama import Llama
 from recipes.training import override
 
@@ -122,7 +115,7 @@ def test_every_run_trains(name: str, data: text.Data) -> None:
     assert [step for step, _ in found["curve"]] == [0, 3, 6]
     assert found["curve"][-1][1] < found["curve"][0][1]
     assert 0 < found["final_loss"] < math.log(CONFIG.model.vocab_size) + 0.5
-    assert convergence.FIELDS - {"command"} <= set(json.loads(json.dumps(found)))
+    assert convergence_results.FIELDS - {"command"} <= set(json.loads(json.dumps(found)))
 
 
 def test_a_run_is_a_function_of_its_seed(data: text.Data) -> None:
@@ -157,7 +150,7 @@ def test_finished_runs_are_not_repeated(
     out = capsys.readouterr().out
     assert "2 of 4 runs are done" in out and "| 4bit | fp32 weights, 4-bit states | 2 |" in out
     assert file.read_text().startswith(first)
-    assert {(r["run"], r["seed"]) for r in convergence.read_results(file)} == {
+    assert {(r["run"], r["seed"]) for r in convergence_results.read_results(file)} == {
         (run, seed) for run in ("fp32", "4bit") for seed in (0, 1)
     }
     assert main([*command, "--runs", "fp32", "--minutes", "0"]) == 0
@@ -211,7 +204,7 @@ def test_settings_hold_the_text_and_not_the_seed(data: text.Data) -> None:
     assert own == settings(dataclasses.replace(CONFIG, seed=5), data)
     other = dataclasses.replace(data, train=data.train + 1)
     with pytest.raises(UserError, match="first_tokens_sum"):
-        convergence.check_settings(
+        convergence_results.check_settings(
             [record("fp32", 0, 2.0, settings=own)], settings(CONFIG, other), Path("file")
         )
 
@@ -222,39 +215,37 @@ def test_differences_are_taken_seed_by_seed() -> None:
     ratios = {0: 1.001, 1: 1.002, 2: 1.003, 3: 1.5}  # seed 3 has no partner
     records = [record("fp32", s, loss) for s, loss in fp32.items()]
     records += [record("8bit", s, fp32.get(s, 9.0) * r) for s, r in ratios.items()]
-    reference, eight = convergence.summarize(records)
+    reference, eight = convergence_report.summarize(records)
     assert reference.difference is None and reference.within is None
     assert eight.difference == pytest.approx(0.002)
     assert eight.interval == pytest.approx(4.303 * 0.001 / math.sqrt(3))
     assert eight.within is True
-    assert "| +0.20% ± 0.25% | +0.3% | yes |" in convergence.table([reference, eight])
+    assert "| +0.20% ± 0.25% | +0.3% | yes |" in convergence_report.table([reference, eight])
 
 
 def test_a_diverged_run_is_never_within() -> None:
     records = [record("fp32", 0, 2.0), record("4bit", 0, 2.0), record("4bit", 1, None)]
-    summary = convergence.summarize(records)[1]
+    summary = convergence_report.summarize(records)[1]
     assert summary.within is False and summary.interval is None
-    assert "(1 diverged)" in convergence.table([summary])
+    assert "(1 diverged)" in convergence_report.table([summary])
 
 
 def test_one_interval_for_many() -> None:
-    assert convergence.half_interval([1.0]) is None
-    two = convergence.half_interval([0.0, 2.0])
+    assert convergence_report.half_interval([1.0]) is None
+    two = convergence_report.half_interval([0.0, 2.0])
     assert two == pytest.approx(12.706 * math.sqrt(2) / math.sqrt(2))
-    assert convergence.half_interval([0.0, 2.0] * 20) == pytest.approx(0.357, abs=2e-3)
+    assert convergence_report.half_interval([0.0, 2.0] * 20) == pytest.approx(0.357, abs=2e-3)
 
 
 def test_curves() -> None:
     records = [record("fp32", 0, 2.0), record("4bit", 0, 2.1), record("4bit", 1, 2.3)]
-    assert convergence.mean_curve(records, "4bit") == [(0, 4.0), (5, pytest.approx(2.2))]
-    assert convergence.difference_curve(records, "4bit") == [(5, pytest.approx(0.05))]
+    assert convergence_report.mean_curve(records, "4bit") == [(0, 4.0), (5, pytest.approx(2.2))]
+    assert convergence_report.difference_curve(records, "4bit") == [(5, pytest.approx(0.05))]
 
 
 def test_stretches_are_held_out_and_nothing_is_lost(data: text.Data) -> None:
     tokens = torch.arange(10 * STRETCH + 5, dtype=torch.int32)
-    split = convergence.in_stretches(
-        dataclasses.replace(data, train=tokens[:-7], heldout=tokens[-7:]), 0.25
-    )
+    split = in_stretches(dataclasses.replace(data, train=tokens[:-7], heldout=tokens[-7:]), 0.25)
     assert torch.equal(torch.cat([split.train, split.heldout]).sort().values, tokens)
     assert split.heldout.tolist() == [
         *range(3 * STRETCH, 4 * STRETCH),

@@ -15,12 +15,15 @@ import pytest
 import torch
 
 import lowbit
-from recipes import pages, quickstart, quickstart_report, runs, text
+from recipes import pages, phases, quickstart, quickstart_measure, quickstart_report, runs, text
 from recipes.command_line import UserError
 from recipes.llama import LlamaConfig
-from recipes.quickstart import Measurements, Run, main, phases, tiny
+from recipes.phases import Run
+from recipes.presets import tiny
+from recipes.quickstart import main
+from recipes.quickstart_measure import Measurements
 from recipes.runs import RunFolder, load_checkpoint, read_metrics
-from recipes.training import learning_rate_factor, perplexity, window_losses
+from recipes.training import TrainingConfig, learning_rate_factor, perplexity, window_losses
 
 CONFIG = dataclasses.replace(
     tiny(),
@@ -38,7 +41,7 @@ CONFIG = dataclasses.replace(
     heldout_tokens=1000,
     sample_tokens=12,
 )
-PHASES = [phase.name for phase in phases(CONFIG)]
+PHASES = [phase.name for phase in phases.phases(CONFIG)]
 CPU = torch.device("cpu")
 
 
@@ -51,7 +54,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> text.Data:
     return text.prepare(source, "stdlib", 0.03, model.vocab_size, model.context)
 
 
-def start(path: Path, data: text.Data, config: quickstart.TrainingConfig = CONFIG) -> RunFolder:
+def start(path: Path, data: text.Data, config: TrainingConfig = CONFIG) -> RunFolder:
     folder = RunFolder(path)
     folder.create(dataclasses.asdict(config), data)
     return folder
@@ -60,7 +63,7 @@ def start(path: Path, data: text.Data, config: quickstart.TrainingConfig = CONFI
 def go_on(
     folder: RunFolder,
     data: text.Data,
-    config: quickstart.TrainingConfig = CONFIG,
+    config: TrainingConfig = CONFIG,
     device: torch.device = CPU,
 ) -> Measurements:
     """Finish the run in `folder`."""
@@ -103,7 +106,9 @@ Finished = tuple[RunFolder, Measurements]
 @pytest.fixture
 def same_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reload in this process: the fresh one has its own tests, and starts in seconds."""
-    monkeypatch.setattr(quickstart, "evaluate_in_fresh_process", quickstart.evaluate_saved)
+    monkeypatch.setattr(
+        quickstart_measure, "evaluate_in_fresh_process", quickstart_measure.evaluate_saved
+    )
 
 
 def test_every_file_is_there(finished: Finished) -> None:
@@ -148,7 +153,7 @@ def test_fresh_process_finds_the_same_perplexity(finished: Finished) -> None:
 def test_metrics_hold_every_step_and_result(finished: Finished) -> None:
     folder, found = finished
     records = read_metrics(folder)
-    for phase in phases(CONFIG):
+    for phase in phases.phases(CONFIG):
         steps = [r["step"] for r in records if r["phase"] == phase.name and "loss" in r]
         assert steps == list(range(phase.start + 1, phase.end + 1))
         probes = [r["step"] for r in records if r["phase"] == phase.name and "heldout_loss" in r]
@@ -173,20 +178,20 @@ def test_branches_share_data_schedule_and_start(finished: Finished) -> None:
 def test_saved_models_match_their_descriptions(finished: Finished) -> None:
     folder, found = finished
     for name, bits in (("int4-qat", 4), ("int3-rtn", 3)):
-        model = quickstart.load_model(folder.model(name), torch.device("cpu"))
+        model = quickstart_measure.load_model(folder.model(name), torch.device("cpu"))
         assert model.head.weight is model.embedding.weight
         weight = model.blocks[0].mlp.down.weight
         assert isinstance(weight, lowbit.AffineTensor)
-        assert weight.spec == quickstart.scheme(CONFIG, bits).weight
+        assert weight.spec == phases.scheme(CONFIG, bits).weight
     assert found.quantized_parameters == 300 * 64 + 64 * (64 * 2 + 32 * 2 + 96 * 3)
 
 
 def test_converted_model_is_the_one_that_was_trained(finished: Finished) -> None:
     folder, found = finished
-    phase = next(p for p in phases(CONFIG) if p.name == "int4")
+    phase = next(p for p in phases.phases(CONFIG) if p.name == "int4")
     tracker = runs.Tracker(folder, {}, "disabled")
     run = Run(CONFIG, folder, text.load(folder.data), tracker, CPU)
-    model = quickstart.start_or_resume(run, phase).model
+    model = phases.start_or_resume(run, phase).model
     losses = window_losses(model, run.heldout_windows(CONFIG.heldout_tokens), bf16=False)
     assert perplexity(losses) == found.by_name("int4-qat").perplexity
     tracker.close(0)
@@ -277,7 +282,7 @@ def test_interrupted_while_measuring(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(quickstart, "evaluate_in_fresh_process", interrupted)
+        patch.setattr(quickstart_measure, "evaluate_in_fresh_process", interrupted)
         go_on(copy, data)
     go_on(copy, data)
     assert len(read_metrics(copy)) == len(read_metrics(finished[0]))
@@ -312,7 +317,7 @@ def test_damaged_model_file(tmp_path: Path, finished: Finished) -> None:
     path = copy.model("int4-qat")
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(UserError, match=r"int4-qat\.safetensors is not a model"):
-        quickstart.evaluate_saved(copy)
+        quickstart_measure.evaluate_saved(copy)
 
 
 def test_a_loss_that_is_not_finite_stops_with_a_way_out(tmp_path: Path, data: text.Data) -> None:
@@ -339,13 +344,13 @@ def test_the_report_begins_with_slow_models(
 
 
 def test_recovery_is_the_share_of_the_lost_perplexity() -> None:
-    def result(name: str, value: float) -> quickstart.Result:
+    def result(name: str, value: float) -> quickstart_measure.Result:
         losses = torch.full((5,), math.log(value), dtype=torch.float64)
-        return quickstart.Result(name, name, None, losses, value, 0, 0.0, 0.0, "")
+        return quickstart_measure.Result(name, name, None, losses, value, 0, 0.0, 0.0, "")
 
     results = [result(n, v) for n, v in (("high", 10.0), ("int4-rtn", 12.0), ("int4-qat", 10.5))]
     config = dataclasses.replace(CONFIG, bits=(4,))
-    (found,) = quickstart.recoveries(config, results)
+    (found,) = quickstart_measure.recoveries(config, results)
     assert found.share == pytest.approx(0.75) and found.lost == pytest.approx(2.0)
     assert found.low == pytest.approx(0.75) and found.high == pytest.approx(0.75)
 
@@ -390,4 +395,4 @@ def test_on_a_gpu_in_bfloat16(
     found = go_on(folder, data, config, device)
     assert all(r.perplexity == r.reloaded_perplexity for r in found.results)
     steps = [(r["phase"], r["step"]) for r in read_metrics(folder) if "loss" in r]
-    assert steps == [(p.name, s + 1) for p in phases(config) for s in range(p.start, p.end)]
+    assert steps == [(p.name, s + 1) for p in phases.phases(config) for s in range(p.start, p.end)]

@@ -16,11 +16,14 @@ import pytest
 import torch
 
 import lowbit
-from recipes import quickstart, recovery, runs, text
+from recipes import phases, recovery, runs, text
 from recipes.command_line import UserError
 from recipes.llama import Llama
-from recipes.quickstart import Phase, Run
-from recipes.recovery import PRESETS, RUNS, Results, gpu, main, share_of
+from recipes.phases import Phase, Run
+from recipes.recovery import main
+from recipes.recovery_report import Results, share_of
+from recipes.recovery_variants import PRESETS, RUNS, gpu
+from recipes.training import override
 
 HAS_PEFT = importlib.util.find_spec("peft") is not None
 SHORT = [
@@ -123,19 +126,19 @@ def test_every_run_is_measured_beside_its_rounded_model(finished: Path) -> None:
 
 def test_qat_starts_with_new_optimizer_states(finished: Path) -> None:
     folder = runs.RunFolder(finished / "seed0")
-    config = dataclasses.replace(quickstart.override(PRESETS["tiny"](), SHORT), seed=0)
+    config = dataclasses.replace(override(PRESETS["tiny"](), SHORT), seed=0)
     data, device = text.load(folder.data), torch.device("cpu")
     run = Run(config, folder, data, runs.Tracker(folder, {}, "disabled"), device)
     again = Phase("high again", config.trunk_steps, config.steps)
-    assert quickstart.start_or_resume(run, again).optimizer.state
+    assert phases.start_or_resume(run, again).optimizer.state
     own, phase = recovery.phase_of(run, "g32-int4")
-    assert not quickstart.start_or_resume(own, phase).optimizer.state
+    assert not phases.start_or_resume(own, phase).optimizer.state
 
 
 def test_equal_compute_is_a_third_more_steps(finished: Path) -> None:
     models = content(finished)["seeds"]["0"]
     high, plain, compute = (models[n]["steps"] for n in ("high", "plain-int4", "compute-int4"))
-    trunk = quickstart.override(PRESETS["tiny"](), SHORT).trunk_steps
+    trunk = override(PRESETS["tiny"](), SHORT).trunk_steps
     assert plain == high
     assert compute - trunk == round((high - trunk) * 4 / 3)
 
@@ -146,7 +149,7 @@ def test_finished_runs_are_not_run_again(
     out = tmp_path / "copy"
     shutil.copytree(finished, out)
     with monkeypatch.context() as patch:
-        patch.setattr(quickstart, "train_step", None)
+        patch.setattr(phases, "train_step", None)
         assert main(command(source, out, "--seeds", "0", "--runs", "g32-int4,row-int4")) == 0
     assert content(out)["seeds"] == content(finished)["seeds"]
     assert main([*command(source, out, "--seeds", "0"), "--set", "lr=0.01"]) == 2
@@ -155,7 +158,7 @@ def test_finished_runs_are_not_run_again(
 def test_a_killed_run_goes_on(
     source: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, step = tmp_path / "killed", quickstart.train_step
+    out, step = tmp_path / "killed", phases.train_step
     left = [6]
 
     def killed(*arguments: Any) -> dict[str, float]:
@@ -167,7 +170,7 @@ def test_a_killed_run_goes_on(
     line = command(source, out, "--seeds", "0", "--set", "save_every=2")
     assert main([*line, "--base-only"]) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(quickstart, "train_step", killed)
+        patch.setattr(phases, "train_step", killed)
         assert main([*line, "--runs", "g32-int3,plain-int3"]) == 130
     assert not {"plain-int3"} & set(content(out)["seeds"]["0"])
     assert main([*line, "--runs", "g32-int3,plain-int3"]) == 0
@@ -177,7 +180,7 @@ def test_a_killed_run_goes_on(
 
 
 def test_branches_train_what_they_say(source: Path, finished: Path) -> None:
-    config = quickstart.override(PRESETS["tiny"](), SHORT)
+    config = override(PRESETS["tiny"](), SHORT)
     schemes = {name: variant.scheme(config) for name, variant in RUNS.items()}
     assert schemes["g32-int4"] == lowbit.IntxWeightOnly(4, 32)
     assert schemes["row-int4"] == lowbit.IntxWeightOnly(4)
@@ -193,8 +196,8 @@ def test_adapters_train_in_place_of_the_weights(source: Path, tmp_path: Path) ->
 
 @pytest.mark.skipif(not HAS_PEFT, reason="needs peft")
 def test_beside_adapters_train_the_embedding_and_norms_alone() -> None:
-    config = quickstart.override(PRESETS["tiny"](), SHORT)
-    model = quickstart.with_adapters(Llama(config.model), 4)
+    config = override(PRESETS["tiny"](), SHORT)
+    model = phases.with_adapters(Llama(config.model), 4)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     adapters = {name for name in trained if ".lora_" in name}
     norms = {name for name in trained if "norm" in name}
@@ -205,14 +208,14 @@ def test_beside_adapters_train_the_embedding_and_norms_alone() -> None:
 
 def test_beside_adapters_frozen_weights_do_not_train() -> None:
     """By the names that PEFT gives; the test above trains with PEFT itself."""
-    config = quickstart.override(PRESETS["tiny"](), SHORT)
+    config = override(PRESETS["tiny"](), SHORT)
     model = Llama(config.model)
     lowbit.qat.prepare_(model, lowbit.IntxWeightOnly(4, 32), scales="learned")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     layer = model.blocks[0].mlp.up
     layer.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(64, 4, bias=False)})
-    weights, adapters, scales = quickstart.trained_parameters(model)
+    weights, adapters, scales = phases.trained_parameters(model)
     assert not weights and len(adapters) == 1 and len(scales) == 8
 
 
@@ -232,9 +235,9 @@ def test_shares_of_several_seeds() -> None:
 
 @pytest.mark.skipif(HAS_PEFT, reason="peft is here")
 def test_without_peft_the_error_names_the_package() -> None:
-    config = quickstart.override(PRESETS["tiny"](), SHORT)
+    config = override(PRESETS["tiny"](), SHORT)
     with pytest.raises(UserError, match=r"finetune"):
-        quickstart.with_adapters(Llama(config.model), 4)
+        phases.with_adapters(Llama(config.model), 4)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from argparse import Namespace
 
 import pytest
 
 import lowbit
-from recipes import quickstart
 from recipes.command_line import UserError
-from recipes.quickstart import PRESETS, tiny
-from recipes.training import TrainingConfig, learning_rate_factor, override
+from recipes.device import choose_device
+from recipes.phases import scheme
+from recipes.presets import PRESETS, tiny
+from recipes.training import TrainingConfig, chosen_config, learning_rate_factor, override
 
 
 @pytest.mark.parametrize("name", PRESETS, ids="preset-{}".format)
@@ -88,7 +90,9 @@ def test_the_machine_chooses_the_preset(
     has_gpu: bool, preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
-    assert quickstart.default_preset() == preset
+    options = Namespace(preset=None, assignments=["seed=3"])
+    config = chosen_config(PRESETS, options, choose_device())
+    assert (config.preset, config.seed) == (preset, 3)
 
 
 def test_settings_are_taken() -> None:
@@ -96,4 +100,4 @@ def test_settings_are_taken() -> None:
     config = override(tiny(), changes)
     assert (config.steps, config.lr, config.model.dim, config.bits) == (900, 1e-3, 64, (4, 2))
     assert config.group_size == 32 and config.bf16 is True
-    assert quickstart.scheme(config, 4) == lowbit.Int4WeightOnly(group_size=32)
+    assert scheme(config, 4) == lowbit.Int4WeightOnly(group_size=32)
