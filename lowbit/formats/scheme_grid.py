@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from lowbit.convert import check_schemes
 from lowbit.formats.base import Format, FormatError
 from lowbit.formats.registry import target
 from lowbit.numerics.granularity import PerGroup
@@ -44,12 +45,7 @@ def grid(format: str, scheme: SchemeOrPatterns) -> SchemeOrPatterns:
     """
     found = target(format)
     given: Mapping[str, Scheme | None] = scheme if isinstance(scheme, Mapping) else {"*": scheme}
-    for one in given.values():
-        if not isinstance(one, Scheme) and (one is not None or scheme is None):
-            raise TypeError(
-                f"unknown scheme {one!r}; accepted: a Scheme, e.g. lowbit.Int4WeightOnly(), or a dict of name "
-                "patterns to a Scheme or None"
-            )
+    check_schemes(scheme, Scheme)
     made = {pattern: None if one is None else found.grid(one) for pattern, one in given.items()}
     if isinstance(found, Format):
         for one in made.values():

@@ -133,6 +133,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for change, error, message in (
         ({"up.weight_scale_inv": None}, KeyError, "has no scales 'up.weight_scale_inv'"),
         ({"up.weight_scale_inv": torch.ones(2, 2)}, ValueError, r"scales \(2, 2\).*\(3, 2\)"),
+        ({"up.weight_scale_inv": torch.ones(3, 2, dtype=torch.int32)}, ValueError, "torch.int32"),
         ({"up.weight": torch.zeros(300, 128).to(E4M3)}, ValueError, r"\(300, 128\)"),
         ({"norm.weight": None}, KeyError, r"lacks \['norm.weight'\]"),
         (
