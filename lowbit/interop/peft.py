@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import check_module
-from lowbit.numerics.snr import decibels, snr
+from lowbit.numerics.snr import snr
 from lowbit.progress import progress
 from lowbit.qat.lora import is_tuner
 from lowbit.tensor.core.dtensor import local
@@ -154,9 +154,8 @@ def _merge(name: str, layer: Any, adapter_names: list[str] | None, report: Merge
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*takes new values")
         weight.requantize_(merged)
-    change = (merged - before).square().sum().item()
-    noise = (merged - _values(weight)).square().sum().item()
-    report.layers.append(Merged(name, snr(merged, weight.dequantize()), decibels(change, noise)))
+    update = snr(merged - before, _values(weight) - before)
+    report.layers.append(Merged(name, snr(merged, weight.dequantize()), update))
 
 
 def _check_base(name: str, layer: Any) -> None:

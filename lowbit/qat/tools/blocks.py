@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import check_module, find_owners
+from lowbit.numerics.snr import Energies
 from lowbit.progress import progress as bar
 from lowbit.qat.exchange import (
     check_dynamic,
@@ -355,16 +356,13 @@ class _Run:
         advance: bool = False,
     ) -> float:
         """Σ ‖f̂(x̂) − y‖² / Σ ‖y‖². `advance`: replace each x̂ by f̂(x̂)."""
-        noise = signal = 0.0
-        stream = self.streams.rounded
+        energies, stream = Energies(), self.streams.rounded
         for i, y in enumerate(expected):
             found = self._forward(index, block, i, stream[i], place)
-            y = y.to(found.device)
-            noise += float((found.float() - y.float()).square().sum(dtype=torch.float64))
-            signal += float(y.float().square().sum(dtype=torch.float64))
+            energies.add(y.to(found.device), found)
             if advance:
                 stream[i] = found.to(stream[i].device)
-        return noise / signal if signal else noise
+        return energies.relative_error()
 
     def _train(
         self,

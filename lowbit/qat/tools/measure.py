@@ -24,7 +24,7 @@ from lowbit.convert import Filter, Schemes, Target, check_module, find_targets
 from lowbit.linear.frozen.kinds import representation_of
 from lowbit.numerics.code_range import within_range
 from lowbit.numerics.learned_scales import codes_and_residual, qparams
-from lowbit.numerics.snr import decibels
+from lowbit.numerics.snr import Energies
 from lowbit.numerics.spec import Spec, crop
 from lowbit.progress import progress as bar
 from lowbit.qat.exchange import (
@@ -155,20 +155,13 @@ def _targets(
 
 
 @dataclass
-class _Tally:
-    """Sums over the tensors that a watched spec rounded."""
+class _Tally(Energies):
+    """The energies of the tensors that a watched spec rounded, and their number."""
 
     calls: int = 0
-    signal: float = 0.0
-    noise: float = 0.0
-
-    def add(self, x: Tensor, rounded: Tensor) -> None:
-        self.signal += float(x.float().square().sum(dtype=torch.float64))
-        self.noise += float((x.float() - rounded.float()).square().sum(dtype=torch.float64))
 
     def decibels(self) -> float:
-        found = decibels(self.signal, self.noise)
-        return max(-MOST_DECIBELS, min(found, MOST_DECIBELS))
+        return max(-MOST_DECIBELS, min(super().decibels(), MOST_DECIBELS))
 
 
 @dataclass(frozen=True)
@@ -348,6 +341,6 @@ def _divergence(expected: Tensor, found: Tensor) -> float:
 
 
 def _error(expected: Tensor, found: Tensor) -> float:
-    tally = _Tally()
-    tally.add(expected, found)
-    return tally.noise / tally.signal if tally.signal else tally.noise
+    energies = Energies()
+    energies.add(expected, found)
+    return energies.relative_error()
