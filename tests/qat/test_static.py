@@ -331,6 +331,24 @@ def test_prepare_takes_an_earlier_calibration(scales):
 # ---- modules ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("undo", [qat.undo_, qat.convert_])
+def test_a_scheme_without_static_inputs_leaves_an_earlier_calibration(undo):
+    m = nn.Linear(64, 64)
+    with lowbit.calibrate(m, INT4):
+        m(values(8, 64))
+    held = copy.deepcopy(dict(m.named_buffers()))
+    assert set(held) == {"input_scale", "input_zero"}
+    qat.prepare_(m, Int4WeightOnly(32))
+    with (
+        pytest.raises(ValueError, match="no prepared weight with a static activation"),
+        lowbit.calibrate(m),
+    ):
+        pass
+    undo(m)
+    assert type(m) is nn.Linear
+    assert all(torch.equal(getattr(m, name), value) for name, value in held.items())
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
