@@ -112,7 +112,8 @@ class Prepared(nn.Module):
         return self
 
     def _check_calibrated(self: Any) -> None:
-        if self.is_calibrated or torch.compiler.is_compiling():
+        # In this order, since torch.compile guards what it reads, and a call in eager mode sets `is_calibrated`.
+        if torch.compiler.is_compiling() or self.is_calibrated:
             return
         if not self.weight.is_meta:
             is_linear = isinstance(self, nn.Linear)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import lowbit
 from lowbit import (
@@ -531,6 +532,21 @@ def test_compiled(scales, backend):
         plain(x)
     assert ranges["0"] == others["0"]
     assert torch.equal(compiled(values(0, 64)), plain(values(0, 64)))
+
+
+@over_scales
+def test_a_call_in_eager_mode_compiles_nothing_anew(scales):
+    torch._dynamo.reset()
+    m, x = model(), values(8, 64)
+    qat.prepare_(m, INT4, scales=scales)
+    with lowbit.calibrate(m):
+        m(x)
+    graphs = CompileCounter()
+    compiled = torch.compile(m, backend=graphs)
+    compiled(x)
+    m(x)
+    compiled(x)
+    assert graphs.frame_count == 1
 
 
 def test_no_tokens():
