@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.nn.utils import parametrize
 
 import lowbit
 from lowbit import (
@@ -348,6 +349,15 @@ def test_a_scheme_without_static_inputs_leaves_an_earlier_calibration(undo):
     undo(m)
     assert type(m) is nn.Linear
     assert all(torch.equal(getattr(m, name), value) for name, value in held.items())
+
+
+@over_scales
+def test_a_weight_that_a_parametrization_computes_is_not_converted(scales):
+    m = calibrated(INT4, scales)
+    parametrize.register_parametrization(m[0], "weight", nn.Identity())
+    with pytest.raises(NotImplementedError, match="remove_parametrizations"):
+        qat.convert_(m)
+    assert m[0].parametrizations.weight.original.requires_grad
 
 
 class Tied(nn.Module):
