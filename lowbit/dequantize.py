@@ -73,12 +73,13 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
         chosen = _targets(model, None, left)
     frozen = [t for t in chosen if not t.weight.requires_grad]
     trained = [t for t in chosen if t.weight.requires_grad]
-    joint = joint_parts(trained)  # before the first weight is replaced
+    joint = joint_parts(chosen)  # before the first weight is replaced
     del chosen  # so that the memory of each old weight is free before the next one is replaced
-    report = replace_prepared(frozen, _plain, _FROZEN, trainable=True, report=left)
-    report = replace_prepared(
-        trained, lambda t: _plain(t, joint), "plain", trainable=True, report=report
-    )
+    report = left
+    for targets, note in ((frozen, _FROZEN), (trained, "plain")):
+        report = replace_prepared(
+            targets, lambda t: _plain(t, joint), note, trainable=True, report=report
+        )
     if filter_fn is None:
         forget_prepared(model, report)
     return report.count(model)
@@ -115,10 +116,9 @@ def _targets(model: nn.Module, filter_fn: Filter | None, left: Report) -> list[T
     return targets
 
 
-def _plain(target: Target, joint: Mapping[str, Tensor] | None = None) -> Tensor:
+def _plain(target: Target, joint: Mapping[str, Tensor]) -> Tensor:
     """The plain values of a weight. `joint`: what siblings share, by the names of the weights."""
     if isinstance(target.weight, JointTensor):
-        assert joint is not None
         return target.weight.dequantized_with(joint[target.owners[0].fqn]).contiguous()
     assert isinstance(target.weight, LowbitTensor)
     return target.weight.dequantize().detach().contiguous()

@@ -54,6 +54,8 @@ class Prepared(nn.Module):
 
     siblings: tuple[nn.Module, ...]
     """All layers whose weights share a part of their scales with this one's, this one included."""
+    has_static_input = False
+    """True after `prepare_input`. A layer may also hold the scale of a calibration that its scheme does not use."""
     is_calibrated = False
     """Eager code has found the static scale to be a number. Not asked again, because the host would wait."""
 
@@ -110,7 +112,8 @@ class Prepared(nn.Module):
         return self
 
     def _check_calibrated(self: Any) -> None:
-        if self.is_calibrated or torch.compiler.is_compiling():
+        # In this order, since torch.compile guards what it reads, and a call in eager mode sets `is_calibrated`.
+        if torch.compiler.is_compiling() or self.is_calibrated:
             return
         if not self.weight.is_meta:
             is_linear = isinstance(self, nn.Linear)
@@ -306,6 +309,8 @@ def prepare_input(modules: Sequence[nn.Module], spec: Spec, learned: bool) -> No
         found = unknown, unknown.clone() if formula.learns_zero(spec) else None
     hold_input(modules, spec, found, learned)
     make_prepared(modules, [*LAYERS])
+    for module in modules:
+        cast(Prepared, module).has_static_input = True
 
 
 def make_siblings(modules: Sequence[nn.Module]) -> None:
@@ -331,8 +336,9 @@ def make_plain(modules: Iterable[nn.Module]) -> None:
         for name in (name + end for name in names for end in (SCALE, ZERO)):
             module._parameters.pop(name, None)
         if isinstance(module, Prepared):
-            take_input([module])
-            for name in ("is_calibrated", "siblings"):
+            if module.has_static_input:
+                take_input([module])
+            for name in ("has_static_input", "is_calibrated", "siblings"):
                 module.__dict__.pop(name, None)
         module.__class__ = plain
 
@@ -342,7 +348,7 @@ def make_plain(modules: Iterable[nn.Module]) -> None:
 
 def rounds_input(module: nn.Module) -> bool:
     """True if `prepare_input` gave this layer a static scale of its input."""
-    return isinstance(module, Prepared) and "input_spec" in module.__dict__
+    return isinstance(module, Prepared) and module.has_static_input
 
 
 def named_inputs(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -244,6 +244,17 @@ def _modules(targets: list[Target]) -> set[nn.Module]:
     return {module for target in targets for module, _, _ in target.owners}
 
 
+def _rounding_owner(target: Target) -> Owner:
+    """The first of `rounding_owners`, which has the static scale of the input."""
+    owner = next(iter(rounding_owners(target)), None)
+    if owner is None:
+        raise NotImplementedError(
+            f"{target.owners[0].fqn} belongs to a {type(target.owners[0].module).__name__}, and the static scale of "
+            "its input to another module; accepted: torch.nn.utils.parametrize.remove_parametrizations before"
+        )
+    return owner
+
+
 def convert_(model: nn.Module) -> Report:
     """Quantize the weights of a prepared model for good, each by the scheme it was prepared with, in place.
 
@@ -259,6 +270,8 @@ def convert_(model: nn.Module) -> Report:
     Raises:
         ValueError: the model was never prepared, a trained weight or adapter has NaN or infinite values, or merged
             adapters are disabled. The model is then as it was.
+        NotImplementedError: a weight that a parametrization computes, with learned scales or a static activation. The
+            model is then as it was.
     """
     layers = lora.merging_layers(model)
     merged: dict[int, Adapters] = {}
@@ -272,7 +285,7 @@ def convert_(model: nn.Module) -> Report:
         if isinstance(weight, LearnedScalesTensor):
             check_scales(module, attribute, fqn)
         if weight.scheme.is_static:
-            owner = rounding_owners(target)[0]
+            owner = _rounding_owner(target)
             check_input(owner.module, owner.fqn)
         if id(weight) in layers:
             around, layer = layers[id(weight)]
@@ -293,7 +306,7 @@ def convert_(model: nn.Module) -> Report:
         if id(weight) in merged:
             return lora.quantized(target, merged[id(weight)])
         is_static, spec = target.scheme.is_static, target.scheme.activation
-        of_input = input_qparams(rounding_owners(target)[0].module, spec) if is_static else None
+        of_input = input_qparams(_rounding_owner(target).module, spec) if is_static else None
         if isinstance(weight, LearnedScalesTensor):
             module, attribute, _ = target.owners[0]
             return weight.frozen_by(*scales_of(module, attribute), of_input)

@@ -206,6 +206,17 @@ def test_switched_off_and_undone() -> None:
     assert net.state_dict().keys() == plain.state_dict().keys()
 
 
+@pytest.mark.parametrize("frozen", [["q_proj"], ["q_proj", "k_proj", "v_proj"]], ids=len)
+def test_dequantized_where_weights_are_frozen(frozen) -> None:
+    net, x = model(), torch.randn(5, 48)
+    qat.prepare_(net, lb.NVFP4WeightOnly())
+    for name in frozen:
+        net.get_submodule(name).requires_grad_(False)
+    rounded = net(x)
+    lb.dequantize_(net)
+    assert torch.equal(net(x), rounded) and type(net.q_proj) is nn.Linear
+
+
 def test_a_state_dict_of_the_plain_model_loads() -> None:
     net, plain = model(), model()
     qat.prepare_(net, lb.NVFP4WeightOnly())

@@ -10,6 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.nn.utils import parametrize
 
 import lowbit
 from lowbit import (
@@ -331,6 +333,33 @@ def test_prepare_takes_an_earlier_calibration(scales):
 # ---- modules ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("undo", [qat.undo_, qat.convert_])
+def test_a_scheme_without_static_inputs_leaves_an_earlier_calibration(undo):
+    m = nn.Linear(64, 64)
+    with lowbit.calibrate(m, INT4):
+        m(values(8, 64))
+    held = copy.deepcopy(dict(m.named_buffers()))
+    assert set(held) == {"input_scale", "input_zero"}
+    qat.prepare_(m, Int4WeightOnly(32))
+    with (
+        pytest.raises(ValueError, match="no prepared weight with a static activation"),
+        lowbit.calibrate(m),
+    ):
+        pass
+    undo(m)
+    assert type(m) is nn.Linear
+    assert all(torch.equal(getattr(m, name), value) for name, value in held.items())
+
+
+@over_scales
+def test_a_weight_that_a_parametrization_computes_is_not_converted(scales):
+    m = calibrated(INT4, scales)
+    parametrize.register_parametrization(m[0], "weight", nn.Identity())
+    with pytest.raises(NotImplementedError, match="remove_parametrizations"):
+        qat.convert_(m)
+    assert m[0].parametrizations.weight.original.requires_grad
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -513,6 +542,21 @@ def test_compiled(scales, backend):
         plain(x)
     assert ranges["0"] == others["0"]
     assert torch.equal(compiled(values(0, 64)), plain(values(0, 64)))
+
+
+@over_scales
+def test_a_call_in_eager_mode_compiles_nothing_anew(scales):
+    torch._dynamo.reset()
+    m, x = model(), values(8, 64)
+    qat.prepare_(m, INT4, scales=scales)
+    with lowbit.calibrate(m):
+        m(x)
+    graphs = CompileCounter()
+    compiled = torch.compile(m, backend=graphs)
+    compiled(x)
+    m(x)
+    compiled(x)
+    assert graphs.frame_count == 1
 
 
 def test_no_tokens():
