@@ -140,9 +140,14 @@ def benchmark(
     device: str = "cuda",
     takes_shapes: bool = False,
 ) -> Callable[[Callable[..., Iterator[Problem]]], Callable[..., Iterator[Problem]]]:
-    """Register the decorated generator of problems as ``name``; ``about`` says in a line what it times.
+    """Register the decorated generator of problems.
 
-    The default of ``table`` is that of kernels.
+    Args:
+        name: the name on the command line.
+        about: says in a line what the benchmark times.
+        table: what is measured, and its columns; None takes those of kernels.
+        device: "cuda" or "cpu".
+        takes_shapes: True passes the file that ``--shapes`` names to the generator, or None.
     """
 
     def register(problems: Callable[..., Iterator[Problem]]) -> Callable[..., Iterator[Problem]]:

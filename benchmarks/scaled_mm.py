@@ -16,7 +16,7 @@ from lowbit_kernels.matmul import int8_mm_triton
 from lowbit_kernels.matmul.scaled_mm import _float8_by_cublas, reference
 from lowbit_kernels.quantize.quantize_rowcol import quantize_rowcol
 
-LAYOUTS = {  # for each operand: whether the product sums over its rows in memory, and so takes the transposed copy
+LAYOUTS = {  # for each operand: True if the product sums over its rows in memory, and so takes the transposed copy
     "NT after quantize_rowcol": (False, False),
     "NN after quantize_rowcol": (False, True),
     "TN after quantize_rowcol": (True, True),

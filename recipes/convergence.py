@@ -70,6 +70,12 @@ def train_run(
     """Train from scratch and measure: the record of a finished run.
 
     A run whose loss stops being finite has the "final_loss" None, and its curve ends there.
+
+    Args:
+        config: settings of the run, its seed among them.
+        variant: how the run keeps weights and states.
+        data: text to train on, and held-out text.
+        device: where the run computes.
     """
     began = time.perf_counter()
     torch.manual_seed(config.seed)

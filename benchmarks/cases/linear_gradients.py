@@ -39,7 +39,7 @@ class Case:
         return grad, weight.to(self.dtype), torch.randn(self.m, self.k, device=device)
 
     def arguments(self, device: str = "cpu") -> tuple:
-        """Those of the op."""
+        """The arguments of the op."""
         grad, weight, x = self.operands(device)
         fmt, one = "e4m3" if self.format == "e5m2" else self.format, self.tensorwise
         given: list[Tensor | None] = [None] * 4

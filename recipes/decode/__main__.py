@@ -172,7 +172,14 @@ class Measured:
 
 
 def measure(config: DecodeConfig, row: Row, device: torch.device, backend: str | None) -> Measured:
-    """Times and peaks of one row at every batch size."""
+    """Times and peaks of one row at every batch size.
+
+    Args:
+        config: sizes of the model and of the measurement.
+        row: the format of the weights.
+        device: where the model computes.
+        backend: the backend of `torch.compile`; None runs eagerly.
+    """
     torch.compiler.reset()  # the blocks of another row call other functions
     model = build(config, device)
     free_memory(device)
@@ -203,7 +210,15 @@ def measure(config: DecodeConfig, row: Row, device: torch.device, backend: str |
 def measure_decode(
     config: DecodeConfig, model: Llama, batch: int, device: torch.device, backend: str | None
 ) -> tuple[float, int]:
-    """Seconds for `config.tokens` tokens of each sequence, and the peak."""
+    """Seconds for `config.tokens` tokens of each sequence, and the peak.
+
+    Args:
+        config: sizes of the model and of the measurement.
+        model: the model in its format.
+        batch: sequences.
+        device: where the model computes.
+        backend: the backend of `torch.compile`; None runs eagerly.
+    """
     free_memory(device)
     decoder = Decoder(model, batch, config.positions, backend)
     decoder.position.fill_(config.start - WARM_UP)
@@ -220,7 +235,15 @@ def measure_decode(
 def measure_prefill(
     config: DecodeConfig, model: Llama, batch: int, device: torch.device, backend: str | None
 ) -> tuple[float, int]:
-    """Seconds for a prompt of each sequence, and the peak."""
+    """Seconds for a prompt of each sequence, and the peak.
+
+    Args:
+        config: sizes of the model and of the measurement.
+        model: the model in its format.
+        batch: sequences.
+        device: where the model computes.
+        backend: the backend of `torch.compile`; None runs eagerly.
+    """
     free_memory(device)
     decoder = Decoder(model, batch, config.prompt, backend)
     prompt = torch.randint(config.model.vocab_size, (batch, config.prompt), device=device)
@@ -253,7 +276,14 @@ class Step(nn.Module):
 
 
 def trace(config: DecodeConfig, row: Row, batch: int, device: torch.device) -> lowbit.Trace:
-    """The products of a decode step."""
+    """The products of a decode step.
+
+    Args:
+        config: sizes of the model and of the measurement.
+        row: the format of the weights.
+        batch: sequences.
+        device: where the model computes.
+    """
     model = build(config, device)
     convert_(model, row, config.group_size)
     found = lowbit.trace(Step(Decoder(model, batch, config.positions)), backward=False)
@@ -267,7 +297,14 @@ def trace(config: DecodeConfig, row: Row, batch: int, device: torch.device) -> l
 
 
 def page(config: DecodeConfig, measured: list[Measured], command: str, device: torch.device) -> str:
-    """The page in Markdown: one table a batch size."""
+    """The page in Markdown: one table a batch size.
+
+    Args:
+        config: sizes of the model and of the measurement.
+        measured: the measured rows.
+        command: the command line, for the head of the page.
+        device: the device that was measured.
+    """
     model = config.model
     how = "Uncompiled, without CUDA graphs."
     if device.type == "cuda":

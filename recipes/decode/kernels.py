@@ -222,7 +222,7 @@ def _attention_of_splits(
     X_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
-    LONG: tl.constexpr,  # whether a range can have more than one block
+    LONG: tl.constexpr,  # True if a range can have more than one block
     PDL: tl.constexpr,
 ):
     """A range is its last block, which is loaded early, and then the blocks before it.

@@ -90,7 +90,15 @@ def build_dataloader(
 def write(
     folder: Path, source: Path | None, corpus: str, vocab_size: int, megabytes: float
 ) -> None:
-    """Prepare the text and write `folder`. Of a text above `megabytes`, files at equal distances are kept."""
+    """Prepare the text and write `folder`.
+
+    Args:
+        folder: the folder to write.
+        source: a file or folder of UTF-8 text; None reads the corpus.
+        corpus: one of CORPORA.
+        vocab_size: entries of the tokenizer.
+        megabytes: size above which files at equal distances are kept, and the others left out.
+    """
     if folder.exists():
         raise UserError(f"--out {folder} exists already; name a new folder, or remove it")
     train, heldout, info = text.read_split(source, corpus, HELDOUT_SHARE)
