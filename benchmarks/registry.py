@@ -20,6 +20,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import benchmarks
@@ -69,6 +70,21 @@ class Problem:
             return Problem(self.name, [], self.reference)
         kept = [c for c in self.candidates if c in chosen or c.name == self.reference]
         return Problem(self.name, kept, self.reference)
+
+
+def problem_of(
+    name: str, case: Any, runs: dict[str, Callable[..., Any]], moved_bytes: int
+) -> Problem:
+    """Functions that all take the arguments of one case.
+
+    Args:
+        name: of the problem.
+        case: makes the arguments.
+        runs: the functions by the name of the candidate, lowbit's first.
+        moved_bytes: of each candidate.
+    """
+    arguments = partial(case.arguments, "cuda")
+    return Problem(name, [Candidate(n, run, arguments, moved_bytes) for n, run in runs.items()])
 
 
 @dataclass(frozen=True)

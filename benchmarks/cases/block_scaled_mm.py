@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.cases.operands import bias_of
 from lowbit_kernels.quantize.quantize_blocks import quantize_blocks
 
 
@@ -33,9 +34,7 @@ class Case:
             return codes, scale
 
         (a, a_scale), (b, b_scale) = operand(self.m, False), operand(self.n, self.tiles)
-        bias = None
-        if self.bias is not None:
-            bias = torch.randn(self.n, device=device).to(self.bias)
+        bias = bias_of(self.n, self.bias, device)
         return a, b, a_scale, b_scale, bias, self.out_dtype
 
 

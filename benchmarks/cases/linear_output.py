@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.cases.operands import bias_of
 from lowbit_kernels.quantize.quantize_rowcol import quantize_rowcol
 
 
@@ -32,9 +33,7 @@ class Case:
         weight = weight.to(self.dtype)
         if self.strided:
             weight = torch.cat([weight, weight], 1)[:, : self.k]
-        bias = None
-        if self.bias is not None:
-            bias = torch.randn(self.n, device=device).to(self.bias)
+        bias = bias_of(self.n, self.bias, device)
         return torch.randn(self.m, self.k, device=device), weight, bias
 
     def arguments(self, device: str = "cpu") -> tuple:

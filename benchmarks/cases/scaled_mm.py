@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.cases.operands import bias_of
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -45,9 +47,7 @@ class Case:
             found[1::3] *= -1  # scales may be negative
             return found
 
-        bias = None
-        if self.bias is not None:
-            bias = torch.randn(self.n, device=device).to(self.bias)
+        bias = bias_of(self.n, self.bias, device)
         return (
             operand(self.m, self.a_dtype),
             operand(self.n, self.b_dtype or self.a_dtype),
