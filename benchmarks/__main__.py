@@ -143,7 +143,7 @@ def command_of(options: argparse.Namespace) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 all measured, 1 something failed or there is no GPU."""
+    """0 when all is measured, 1 when something failed or no GPU is found."""
     command_line = parser()
     options = command_line.parse_args(arguments)
 

@@ -252,7 +252,7 @@ CPU_TABLE = Table(
 
 
 def cpu_choices() -> list[OptimizerChoice]:
-    """With float32 weights: many CPUs have no instructions for bfloat16."""
+    """The steps with float32 weights, since many CPUs have no instructions for bfloat16."""
     fp32 = [torch_fused(torch.float32)]
     choices = [*lowbit_formats(), lowbit_choice("Lion8bit", "Lion8bit"), *fp32, *peers()]
     return [replace(choice, dtype=torch.float32) for choice in choices]

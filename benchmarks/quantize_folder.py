@@ -141,10 +141,10 @@ class Step:
     """A program in a fresh process.
 
     Attributes:
-        name: as the report shows it.
+        name: name in the report.
         program: its source in Python, and its arguments.
         reads: the folder whose largest shard the peak may exceed by 2 GiB.
-        writes: the folder that it makes; None: none.
+        writes: the folder that it makes; None if it makes none.
         after: the step that makes the folder that this one reads. It runs first where the folder is missing.
     """
 

@@ -78,10 +78,10 @@ def problem_of(
     """Functions that all take the arguments of one case.
 
     Args:
-        name: of the problem.
+        name: name of the problem.
         case: makes the arguments.
         runs: the functions by the name of the candidate, lowbit's first.
-        moved_bytes: of each candidate.
+        moved_bytes: the fewest bytes that each candidate must move.
     """
     arguments = partial(case.arguments, "cuda")
     return Problem(name, [Candidate(n, run, arguments, moved_bytes) for n, run in runs.items()])

@@ -70,7 +70,7 @@ def render(
     Args:
         benchmark: the benchmark that was run.
         results: its rows, by problem.
-        bandwidths: bytes a second of a copy before and after the run; the faster one sets the floors. None: no copy.
+        bandwidths: bytes a second of a copy before and after the run; the faster sets the floors; None without one.
         machine: what was measured on.
         command: the command line.
         date: the day of the run.

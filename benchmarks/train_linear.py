@@ -78,10 +78,10 @@ def check(name: str, run: Callable[..., tuple], shape: tuple[int, int, int], sch
     """RuntimeError unless every result is within the noise of quantization.
 
     Args:
-        name: of the candidate, for the message.
+        name: name of the candidate, for the message.
         run: maps (x, weight, gradient) to (y, dx, dw).
         shape: (M, N, K).
-        scheme: of the prepared weight; None leaves it in bfloat16.
+        scheme: prepares the weight; None leaves it in bfloat16.
     """
     x, weight, grad = arguments(shape, scheme)
     plain = weight.master() if isinstance(weight, MixedPrecisionTensor) else weight.detach()

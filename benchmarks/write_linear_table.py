@@ -71,7 +71,7 @@ def fastest(bits: int, group: int, n: int, k: int) -> dict[int, Regime]:
     """The fastest regime for each number of tokens.
 
     Args:
-        bits: of a weight's codes.
+        bits: bits of a weight's code.
         group: inputs that share a scale.
         n: output features.
         k: input features.

@@ -192,7 +192,7 @@ def report_results(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 done, 2 a mistake that the user can correct (in one line), 130 interrupted."""
+    """Return 0 when done, 2 after a mistake that the user can correct (in one line), 130 after Ctrl-C."""
     options = parse(arguments)
     program = train_all if options.report is None else report_results
     return exit_status(lambda: program(options))

@@ -294,7 +294,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 done, 2 a mistake that the user can correct (in one line), 130 interrupted."""
+    """Return 0 when done, 2 after a mistake that the user can correct (in one line), 130 after Ctrl-C."""
     options = parse(arguments)
     return exit_status(lambda: run(options))
 

@@ -137,7 +137,7 @@ def measure_model(run: Run, name: str, label: str, bits: int | None, model: Llam
         run: the run, whose held-out text and tokenizer serve.
         name: the model's name in the run folder.
         label: the model's name in the report.
-        bits: of its weights; None in high precision.
+        bits: bits of a weight; None in high precision.
         model: the finished model.
     """
     config, device = run.config, run.device

@@ -194,7 +194,7 @@ def command_of(preset: str, options: argparse.Namespace) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 done, 2 a mistake that the user can correct (in one line), 130 interrupted."""
+    """Return 0 when done, 2 after a mistake that the user can correct (in one line), 130 after Ctrl-C."""
     options = parse(arguments)
     return exit_status(lambda: train_all(options))
 

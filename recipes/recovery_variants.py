@@ -22,12 +22,12 @@ class Variant:
     """One way to fine-tune with QAT.
 
     Attributes:
-        bits: of the weights; None trains in high precision.
+        bits: bits of a weight; None trains in high precision.
         group_size: None gives each row one scale.
         int8: activations are rounded to int8, with one scale a token.
-        scales: as `lowbit.qat.prepare_` takes them.
+        scales: the argument of `lowbit.qat.prepare_`.
         distils: True if part of the loss is the divergence from the model in high precision.
-        rank: of adapters that train in place of the blocks' weights.
+        rank: rank of the adapters that train in place of the blocks' weights.
         length: steps, as a multiple of the branch in high precision.
     """
 

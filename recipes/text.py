@@ -66,7 +66,7 @@ class Data:
 def prepare(
     source: Path | None, corpus: str, heldout_share: float, vocab_size: int, context: int
 ) -> Data:
-    """Read `source` (None: the corpus), split it, train the tokenizer, encode. Writes nothing.
+    """Read `source`, split it, train the tokenizer and encode the text. Nothing is written.
 
     UserError when the source is missing, or too short for one window of `context` tokens in each part.
 

@@ -50,7 +50,7 @@ class TrainingConfig:
     kl_weight: float = 0.8
     """In QAT, the share of the loss that is the divergence from the high-precision model; 0 does without it."""
     group_size: int | None = None
-    """Inputs that share a scale. None: one scale a row, where rounding loses most."""
+    """Inputs that share a scale. None gives each row one scale, with which rounding loses most."""
     corpus: str = "stdlib"
     """The text without --data: "stdlib", or "stdlib+torch" for PyTorch's own source as well."""
     heldout_share: float = 0.03

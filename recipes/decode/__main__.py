@@ -87,7 +87,7 @@ REFERENCE = "bf16"
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. `scheme` None: weights as they are, or torch's tinygemm."""
+    """One line of the table. Without a `scheme` the weights stay as they are, or go to torch's tinygemm."""
 
     name: str
     about: str
@@ -152,7 +152,7 @@ def stored_bytes(model: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Speed:
-    """One row at one batch size. Peaks in bytes; 0 without a GPU. `prefill_ms` None: skipped."""
+    """One row at one batch size. Peaks are in bytes, 0 without a GPU. `prefill_ms` is None for a skipped prefill."""
 
     tokens_per_s: float
     decode_peak: int
@@ -235,15 +235,7 @@ def measure_decode(
 def measure_prefill(
     config: DecodeConfig, model: Llama, batch: int, device: torch.device, backend: str | None
 ) -> tuple[float, int]:
-    """Seconds for a prompt of each sequence, and the peak.
-
-    Args:
-        config: sizes of the model and of the measurement.
-        model: the model in its format.
-        batch: sequences.
-        device: where the model computes.
-        backend: the backend of `torch.compile`; None runs eagerly.
-    """
+    """Seconds for a prompt of each sequence, and the peak; the arguments are those of `measure_decode`."""
     free_memory(device)
     decoder = Decoder(model, batch, config.prompt, backend)
     prompt = torch.randint(config.model.vocab_size, (batch, config.prompt), device=device)
@@ -420,7 +412,7 @@ def check_writable(file: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 done, 2 a mistake that the user can correct (in one line), 130 interrupted."""
+    """Return 0 when done, 2 after a mistake that the user can correct (in one line), 130 after Ctrl-C."""
     options = parse(arguments)
     return exit_status(lambda: run(options))
 

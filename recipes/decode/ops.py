@@ -49,7 +49,7 @@ def decode_attention(
         key: [B, K, 1, E] of the new token, before rotation.
         value: [B, K, 1, E] of the new token.
         x: [B, 1, D], contiguous: the input of the block's norm.
-        eps: of the norm.
+        eps: the norm adds it to the mean square.
         cos: [S or more, E/2], contiguous: cosines of the rotary angles of all positions.
         sin: the sines of the same angles.
         position: int64 [1], below S.
@@ -101,7 +101,7 @@ def silu_mul(gate: Tensor, up: Tensor, x: Tensor, eps: float) -> Tensor:
         gate: [B, 1, F], linear in x before its norm.
         up: [B, 1, F], linear in x before its norm.
         x: [B, 1, D], contiguous.
-        eps: of the norm.
+        eps: the norm adds it to the mean square.
     """
     if not gate.is_cuda:
         factor = rms_factor(x, eps)

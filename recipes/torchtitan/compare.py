@@ -177,7 +177,7 @@ def block_differences(losses: list[float], reference: list[float]) -> list[float
 
 
 def reference_losses(runs: list[dict[str, Any]]) -> dict[int, list[float]]:
-    """By seed the losses of bfloat16: of each step, the mean of the runs `REFERENCE` and `AGAIN` that there are."""
+    """The losses of bfloat16 by seed: for each step the mean of the runs `REFERENCE` and `AGAIN` that exist."""
     found: dict[int, list[list[float]]] = {}
     for r in runs:
         if r["run"] in (REFERENCE, AGAIN):

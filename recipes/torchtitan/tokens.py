@@ -63,9 +63,9 @@ class TokenLoader(BaseDataLoader):
         sequences = state_dict["sequences"]
         if sequences % (self.batch_size * self.world_size):
             raise ValueError(
-                f"the checkpoint has read {sequences} sequences, no whole number of batches of {self.batch_size} on "
-                f"{self.world_size} processes; keep training.global_batch_size, and let training.local_batch_size "
-                "times the processes divide it"
+                f"the checkpoint has read {sequences} sequences, which is not a whole number of batches of "
+                f"{self.batch_size} on {self.world_size} processes; keep training.global_batch_size, and let "
+                "training.local_batch_size times the processes divide it"
             )
         self.sequences = sequences
 
