@@ -6,25 +6,20 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.cases.operands import bias_of
+from benchmarks.cases.operands import ProductCase, bias_of
 from lowbit_kernels.quantize.quantize_rowcol import quantize_rowcol
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(ProductCase):
     """An input [m, k] and a weight [n, k]."""
 
-    name: str
-    m: int
-    n: int
-    k: int
     format: str = "int8"
     dtype: torch.dtype = torch.bfloat16
     out_dtype: torch.dtype = torch.bfloat16
     bias: torch.dtype | None = None
     tensorwise: bool = False
     strided: bool = False
-    large: bool = False
 
     def operands(self, device: str = "cpu") -> tuple:
         """x, the weight and the bias in high precision."""

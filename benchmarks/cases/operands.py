@@ -1,13 +1,26 @@
-"""Random operands that the cases of several ops take."""
+"""The fields and the random operands that the cases of several ops share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 Device = torch.device | str
+
+
+@dataclass(frozen=True)
+class ProductCase:
+    """One call of a product of [m, k] and [n, k], with random arguments."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    large: bool = field(default=False, kw_only=True)
+    """The shape of a real layer, for GPUs and benchmarks."""
 
 
 def bias_of(n: int, dtype: torch.dtype | None, device: Device) -> Tensor | None:
