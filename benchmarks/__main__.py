@@ -27,7 +27,16 @@ def run(
     command: str,
     shapes: Path | None = None,
 ) -> tuple[str, bool]:
-    """Measure what is selected; the report in markdown, and whether every candidate worked."""
+    """Measure the selected candidates. Returns the report in Markdown, and True if every candidate worked.
+
+    Args:
+        benchmark: the benchmark to run.
+        only: texts of which the "problem / candidate" must contain one.
+        skip: texts of which it must contain none.
+        repeats: timed runs of each candidate.
+        command: the command line, for the head of the report.
+        shapes: the file that --shapes names.
+    """
     table = benchmark.table or KERNEL_TABLE
     on_gpu = benchmark.device == "cuda"
     before = copy_bandwidth() if on_gpu else 0.0
@@ -54,7 +63,14 @@ def run(
 
 
 def measured_row(table: Table, problem: str, candidate: Any, repeats: int) -> Row:
-    """Measure one candidate. One that can't run is a line of the table as well, and the others go on."""
+    """Measure one candidate. A candidate that can't run has a row as well, and the others go on.
+
+    Args:
+        table: how to measure.
+        problem: name of the problem, for messages.
+        candidate: what to measure.
+        repeats: timed runs.
+    """
     print(f"{problem} / {candidate.name}", end="", file=sys.stderr, flush=True)
     try:
         measured = table.measure(candidate, repeats)
@@ -127,7 +143,7 @@ def command_of(options: argparse.Namespace) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 all measured, 1 something failed or there is no GPU."""
+    """0 when all is measured, 1 when something failed or no GPU is found."""
     command_line = parser()
     options = command_line.parse_args(arguments)
 

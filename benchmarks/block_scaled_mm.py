@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.cases.block_scaled_mm import CASES, Case
+from benchmarks.cases.operands import codes_of_normals
 from benchmarks.registry import Problem, benchmark
-from benchmarks.scaled_mm import TABLE, Product
+from benchmarks.scaled_mm import TABLE, Product, in_bfloat16, large_by_shape
 from lowbit_kernels.matmul.block_scaled_mm import reference
 
 E4M3 = torch.float8_e4m3fn
@@ -25,17 +26,7 @@ class Run(NamedTuple):
 
 
 def _codes(case: Case) -> tuple[torch.Tensor, ...]:
-    """Random codes like those of normal numbers: power consumption, and so speed, depends on the codes."""
-    return tuple(
-        (torch.randn(rows, case.k, device="cuda") * 112).clamp(-448, 448).to(E4M3)
-        for rows in (case.m, case.n)
-    )
-
-
-def _bf16(case: Case) -> tuple[torch.Tensor, ...]:
-    return tuple(
-        torch.randn(rows, case.k, dtype=torch.bfloat16, device="cuda") for rows in (case.m, case.n)
-    )
+    return tuple(codes_of_normals((rows, case.k), E4M3, "cuda") for rows in (case.m, case.n))
 
 
 def _by_tensor(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -70,7 +61,7 @@ def _runs(cases: list[Case]) -> dict[str, Run]:
     first = cases[0]
     runs["torch._scaled_mm, by tensors"] = Run(_by_tensor, partial(_codes, first))
     runs["torch._scaled_mm, by rows"] = Run(_by_row, partial(_codes, first))
-    runs["bf16"] = Run(lambda a, b: a @ b.T, partial(_bf16, first))
+    runs["bf16"] = Run(lambda a, b: a @ b.T, partial(in_bfloat16, first))
     return runs
 
 
@@ -78,11 +69,7 @@ def _runs(cases: list[Case]) -> dict[str, Run]:
     "block_scaled_mm", "float8 products with a scale for each 128 along K, to bf16", table=TABLE
 )
 def block_scaled_mm() -> Iterator[Problem]:
-    shapes: dict[tuple[int, int, int], list[Case]] = {}
-    for case in CASES:
-        if case.large:
-            shapes.setdefault((case.m, case.n, case.k), []).append(case)
-    for (m, n, k), cases in shapes.items():
+    for (m, n, k), cases in large_by_shape(CASES).items():
         for case in cases:
             _check(case)
         products = []

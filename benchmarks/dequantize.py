@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 
 import lowbit_kernels
 from benchmarks.cases.dequantize import CASES, Case
-from benchmarks.registry import Candidate, Problem, benchmark
+from benchmarks.registry import Problem, benchmark, problem_of
 
 
 def moved_bytes(case: Case) -> int:
@@ -37,10 +36,9 @@ def dequantize() -> Iterator[Problem]:
         for name, run in runs.items():
             torch.testing.assert_close(run(*arguments), expected, msg=f"{name} is wrong")
         del arguments, expected
-        yield Problem(
+        yield problem_of(
             f"{case.name} {case.rows} x {case.size}, group {case.group_size}",
-            [
-                Candidate(name, run, partial(case.arguments, "cuda"), moved_bytes(case))
-                for name, run in runs.items()
-            ],
+            case,
+            runs,
+            moved_bytes(case),
         )

@@ -1,8 +1,8 @@
 """Fake quantization and its gradients: the kernel, the formula under torch.compile, and lowbit's operations in eager.
 
 The floor of the forward pass: x read once, values written once, and the bits of `inside` where the spec may clip.
-That of the gradients of learned scales: the gradient and x read once, the gradient of x written once, and a number a
-block for each parameter.
+The floor of the gradients of learned scales: the gradient and x read once, the gradient of x written once, and a number
+a block for each parameter.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from lowbit_kernels.elementwise.fake_quantize import unpack_inside
 
 
 def forward_bytes(case: Case) -> int:
-    """As the module says."""
+    """The floor of the forward pass, in bytes."""
     elements = case.rows * case.columns
     bits = elements // 8 if case.spec.may_clip(case.scale_dtype) else 0
     return 2 * elements * case.dtype.itemsize + bits
 
 
 def gradient_bytes(case: Case) -> int:
-    """As the module says."""
+    """The floor of the gradients, in bytes."""
     elements = case.rows * case.columns
     blocks = elements // case.group_size
     return 3 * elements * case.dtype.itemsize + blocks * (case.scale_dtype.itemsize + 8)

@@ -6,15 +6,16 @@ The same for each product alone, with operands that are quantized already, besid
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.registry import Candidate, Problem, Result, Row, Table, benchmark
+from benchmarks.cases.operands import offsets_of
+from benchmarks.registry import Problem, Result, Row, Table, benchmark
 from benchmarks.report import ratio, readable
+from benchmarks.scaled_mm import Product
 from benchmarks.timing import measure
 from benchmarks.train_linear import LEAST_DECIBELS
 from lowbit import MixedPrecisionTensor, train
@@ -37,13 +38,6 @@ SCHEMES = {
 }
 FORMATS = {"int8": "lowbit, int8", "e4m3": "lowbit, float8"}
 PRODUCTS = ("output", "grad_input", "grad_weight")
-
-
-@dataclass(frozen=True)
-class Timed(Candidate):
-    """``operations``: multiplications and additions."""
-
-    operations: int = 0
 
 
 def _cells(row: Row, result: Result, bandwidth: float) -> list[str]:
@@ -81,7 +75,7 @@ def arguments(shape: tuple[int, int, int, int], scheme: Any = None) -> tuple:
     )
     if scheme is not None:
         weight = MixedPrecisionTensor(weight, scheme)
-    offsets = torch.tensor(tokens_of(m, experts), device="cuda").cumsum(0).to(torch.int32)
+    offsets = offsets_of(tokens_of(m, experts), "cuda")
     return x.requires_grad_(), nn.Parameter(weight), offsets, grad
 
 
@@ -171,7 +165,7 @@ def _problem(shape: tuple[int, int, int, int], name: str) -> Problem:
         )
     moved = 2 * (m * (n + k) + experts * n * k)
     candidates = [
-        Timed(label, run, operands, moved, graph=False, operations=operations)
+        Product(label, run, operands, moved, graph=False, operations=operations)
         for label, (run, operands) in make.items()
     ]
     return Problem(f"{m} rows, {experts} of {n} x {k}, {name}", candidates, reference=REFERENCE)

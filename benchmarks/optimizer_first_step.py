@@ -7,7 +7,6 @@ process fills it, the second one reads it.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -25,9 +24,9 @@ from benchmarks.optimizers import (
     random_parameters,
     torch_fused,
 )
+from benchmarks.ranks import environment_of_programs
 from benchmarks.registry import Problem, Result, Row, Table, benchmark
 
-ROOT = Path(__file__).resolve().parent.parent
 CACHE_VARIABLES = ("LOWBIT_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 PROGRAM = (  # the clock starts before torch is imported
     "import sys, time; started = time.perf_counter(); "
@@ -69,12 +68,8 @@ def measure_first_steps(candidate: FreshProcess, repeats: int) -> FirstSteps:
 def _in_fresh_process(candidate: FreshProcess, cache: str) -> dict[str, float]:
     size = map(str, candidate.size or ())
     command = [sys.executable, "-c", PROGRAM, candidate.name, candidate.device, *size]
-    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        **{variable: str(Path(cache) / variable) for variable in CACHE_VARIABLES},
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }
+    folders = {variable: str(Path(cache) / variable) for variable in CACHE_VARIABLES}
+    environment = {**environment_of_programs(), **folders}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]

@@ -134,8 +134,18 @@ def issue_seconds(
     repeats: int,
     on_gpu: bool,
 ) -> list[float]:
-    """Seconds until ``step()`` returns, with nothing queued. The steps alternate between the sets of ``gradients``: so
-    each finds its gradients at other addresses than the previous one, as after ``zero_grad()``."""
+    """Seconds until ``step()`` returns, with nothing queued.
+
+    The steps alternate between the sets of ``gradients``, so each finds its gradients at other addresses than the
+    previous one, as after ``zero_grad()``.
+
+    Args:
+        optimizer: the optimizer to time.
+        params: its parameters.
+        gradients: sets of gradients, one gradient a parameter.
+        repeats: timed steps.
+        on_gpu: True waits for the GPU between the steps.
+    """
     seconds = []
     for i in range(repeats):
         for param, gradient in zip(params, gradients[(i + 1) % len(gradients)], strict=True):
@@ -242,7 +252,7 @@ CPU_TABLE = Table(
 
 
 def cpu_choices() -> list[OptimizerChoice]:
-    """With float32 weights: many CPUs have no instructions for bfloat16."""
+    """The steps with float32 weights, since many CPUs have no instructions for bfloat16."""
     fp32 = [torch_fused(torch.float32)]
     choices = [*lowbit_formats(), lowbit_choice("Lion8bit", "Lion8bit"), *fp32, *peers()]
     return [replace(choice, dtype=torch.float32) for choice in choices]

@@ -41,7 +41,7 @@ class OptimizerChoice:
     Attributes:
         name: in the report.
         make: makes it over a list of parameters.
-        dtype: of the weights and gradients.
+        dtype: dtype of the weights and gradients.
         gradient_reads: times that a step must read the gradient; clipping reads it once more, for the norm.
     """
 

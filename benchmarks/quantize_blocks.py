@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 
 from benchmarks.cases.quantize_blocks import CASES, Case
-from benchmarks.registry import Candidate, Problem, benchmark
+from benchmarks.registry import Problem, benchmark, problem_of
 from lowbit_kernels.quantize.quantize_blocks import reference
 from lowbit_kernels.quantize.quantize_rowcol import quantize_rowcol
 
@@ -36,10 +35,4 @@ def quantize_blocks() -> Iterator[Problem]:
         for found, want in zip(runs["lowbit"](*arguments), reference(*arguments), strict=True):
             assert torch.equal(found.float(), want.float()), f"{case.name} is wrong"
         del arguments, found, want
-        yield Problem(
-            f"{case.name} {case.m} x {case.k}",
-            [
-                Candidate(name, run, partial(case.arguments, "cuda"), moved_bytes(case))
-                for name, run in runs.items()
-            ],
-        )
+        yield problem_of(f"{case.name} {case.m} x {case.k}", case, runs, moved_bytes(case))

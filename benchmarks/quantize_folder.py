@@ -25,9 +25,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.ranks import environment_of_programs
 from benchmarks.registry import Problem, Result, Row, Table, benchmark
 
-ROOT = Path(__file__).resolve().parent.parent
 MOST_IN_A_SHARD = 5 * 10**9
 
 COMMAND = """
@@ -141,10 +141,10 @@ class Step:
     """A program in a fresh process.
 
     Attributes:
-        name: as the report shows it.
+        name: name in the report.
         program: its source in Python, and its arguments.
         reads: the folder whose largest shard the peak may exceed by 2 GiB.
-        writes: the folder that it makes; None: none.
+        writes: the folder that it makes; None if it makes none.
         after: the step that makes the folder that this one reads. It runs first where the folder is missing.
     """
 
@@ -177,7 +177,7 @@ def measure_step(step: Step, repeats: int) -> Spent:
     started = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-c", *step.program],
-        env={**os.environ, "PYTHONPATH": _python_path()},
+        env=environment_of_programs(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -197,11 +197,6 @@ def measure_step(step: Step, repeats: int) -> Spent:
         int(lines[-1]),
         sum(p.stat().st_size for p in step.writes.iterdir()) if step.writes else 0,
     )
-
-
-def _python_path() -> str:
-    paths = (str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", ""))
-    return os.pathsep.join(filter(None, paths))
 
 
 def cells(row: Row, result: Result, bandwidth: float) -> list[str]:
@@ -253,7 +248,7 @@ def problems(device: str, sizes: tuple[str, ...] = ("1B", "8B")) -> Iterator[Pro
         with tempfile.TemporaryDirectory(prefix="lowbit-quantize-") as home:
             # Another process makes it, as the system counts the memory of this one as its children's at their start.
             made = [sys.executable, "-c", MAKE, size, str(Path(home) / size), device]
-            subprocess.run(made, env={**os.environ, "PYTHONPATH": _python_path()}, check=True)
+            subprocess.run(made, env=environment_of_programs(), check=True)
             yield Problem(f"{size}, bfloat16", [*steps(size, Path(home), device)])
 
 

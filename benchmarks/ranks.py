@@ -1,4 +1,4 @@
-"""Fresh processes that form one process group, for measurements on several GPUs."""
+"""Fresh processes: a program of this checkout, or several that form one process group on several GPUs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,13 @@ GRACE_SECONDS = 2.0
 """Time for the other ranks to end after one has failed: they hang, or fail for that reason."""
 FIRST_SECONDS = 1.0
 """How long a rank with a RuntimeError waits, so that the error of the rank that failed first is the one reported."""
+
+
+def environment_of_programs() -> dict[str, str]:
+    """The environment of a fresh Python that imports this checkout."""
+    root = Path(__file__).resolve().parent.parent
+    paths = (str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", ""))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def in_ranks(

@@ -20,6 +20,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import benchmarks
@@ -69,6 +70,21 @@ class Problem:
             return Problem(self.name, [], self.reference)
         kept = [c for c in self.candidates if c in chosen or c.name == self.reference]
         return Problem(self.name, kept, self.reference)
+
+
+def problem_of(
+    name: str, case: Any, runs: dict[str, Callable[..., Any]], moved_bytes: int
+) -> Problem:
+    """Functions that all take the arguments of one case.
+
+    Args:
+        name: name of the problem.
+        case: makes the arguments.
+        runs: the functions by the name of the candidate, lowbit's first.
+        moved_bytes: the fewest bytes that each candidate must move.
+    """
+    arguments = partial(case.arguments, "cuda")
+    return Problem(name, [Candidate(n, run, arguments, moved_bytes) for n, run in runs.items()])
 
 
 @dataclass(frozen=True)
@@ -140,9 +156,14 @@ def benchmark(
     device: str = "cuda",
     takes_shapes: bool = False,
 ) -> Callable[[Callable[..., Iterator[Problem]]], Callable[..., Iterator[Problem]]]:
-    """Register the decorated generator of problems as ``name``; ``about`` says in a line what it times.
+    """Register the decorated generator of problems.
 
-    The default of ``table`` is that of kernels.
+    Args:
+        name: the name on the command line.
+        about: says in a line what the benchmark times.
+        table: what is measured, and its columns; None takes those of kernels.
+        device: "cuda" or "cpu".
+        takes_shapes: True passes the file that ``--shapes`` names to the generator, or None.
     """
 
     def register(problems: Callable[..., Iterator[Problem]]) -> Callable[..., Iterator[Problem]]:

@@ -65,7 +65,16 @@ def render(
     command: str,
     date: datetime.date,
 ) -> str:
-    """The page. ``bandwidths``: of a copy before and after the run; the faster one sets the floors. None: no copy."""
+    """The page in Markdown.
+
+    Args:
+        benchmark: the benchmark that was run.
+        results: its rows, by problem.
+        bandwidths: bytes a second of a copy before and after the run; the faster sets the floors; None without one.
+        machine: what was measured on.
+        command: the command line.
+        date: the day of the run.
+    """
     table = benchmark.table or KERNEL_TABLE
     lines = [
         f"# {benchmark.name}: {benchmark.about}",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 
 from benchmarks.cases.round_rows import CASES, Case
-from benchmarks.registry import Candidate, Problem, benchmark
+from benchmarks.registry import Problem, benchmark, problem_of
 from lowbit_kernels.quantize.round_rows import reference
 
 
@@ -30,10 +29,4 @@ def round_rows() -> Iterator[Problem]:
         for got, want in zip(runs["lowbit"](*arguments), reference(*arguments), strict=True):
             assert torch.equal(got.nan_to_num(-1.0), want.nan_to_num(-1.0)), "lowbit is wrong"
         del arguments
-        yield Problem(
-            f"{case.name} {case.rows} x {case.columns}",
-            [
-                Candidate(name, run, partial(case.arguments, "cuda"), moved_bytes(case))
-                for name, run in runs.items()
-            ],
-        )
+        yield problem_of(f"{case.name} {case.rows} x {case.columns}", case, runs, moved_bytes(case))

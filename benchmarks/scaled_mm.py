@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
+from benchmarks.cases.operands import codes_of_normals
 from benchmarks.cases.scaled_mm import CASES, Case
 from benchmarks.registry import Candidate, Problem, Result, Row, Table, benchmark
 from benchmarks.report import readable
@@ -16,7 +18,7 @@ from lowbit_kernels.matmul import int8_mm_triton
 from lowbit_kernels.matmul.scaled_mm import _float8_by_cublas, reference
 from lowbit_kernels.quantize.quantize_rowcol import quantize_rowcol
 
-LAYOUTS = {  # for each operand: whether the product sums over its rows in memory, and so takes the transposed copy
+LAYOUTS = {  # for each operand: True if the product sums over its rows in memory, and so takes the transposed copy
     "NT after quantize_rowcol": (False, False),
     "NN after quantize_rowcol": (False, True),
     "TN after quantize_rowcol": (True, True),
@@ -50,23 +52,33 @@ TABLE = Table(
 )
 
 
-def _bf16(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    return tuple(  # type: ignore[return-value]
+def in_bfloat16(case: Any) -> tuple[torch.Tensor, ...]:
+    """Operands [m, k] and [n, k] of a case."""
+    return tuple(
         torch.randn(rows, case.k, dtype=torch.bfloat16, device="cuda") for rows in (case.m, case.n)
     )
 
 
+def large_by_shape(cases: Iterable[Any]) -> dict[tuple[int, int, int], list[Any]]:
+    """The large cases by (m, n, k)."""
+    shapes: dict[tuple[int, int, int], list[Any]] = {}
+    for case in cases:
+        if case.large:
+            shapes.setdefault((case.m, case.n, case.k), []).append(case)
+    return shapes
+
+
 def _quantized(case: Case) -> tuple:
-    """Codes distributed like those of normal numbers: power consumption, and so speed, depends on the codes."""
+    """Codes like those of normal numbers, with the case's scales."""
     _, _, a_scale, b_scale, *_ = case.arguments("cuda")
-    codes = []
-    for rows in (case.m, case.n):
-        x = torch.randn(rows, case.k, device="cuda")
-        if case.a_dtype == torch.int8:
-            codes.append((x * 32).round().clamp(-127, 127).to(torch.int8))
-        else:
-            codes.append((x * 112).clamp(-448, 448).to(case.a_dtype))
-    return (*codes, a_scale, b_scale, None, torch.bfloat16)
+    shapes = (case.m, case.k), (case.n, case.k)
+    return (
+        *(codes_of_normals(s, case.a_dtype, "cuda") for s in shapes),
+        a_scale,
+        b_scale,
+        None,
+        torch.bfloat16,
+    )
 
 
 def _after_quantizing(case: Case, transposed: tuple[bool, bool]) -> tuple:
@@ -131,16 +143,12 @@ def _products(case: Case) -> list[Product]:
 
 @benchmark("scaled_mm", "scaled products of int8 and float8 matrices, to bf16", table=TABLE)
 def scaled_mm() -> Iterator[Problem]:
-    shapes: dict[tuple[int, int, int], list[Case]] = {}
-    for case in CASES:
-        if case.large:
-            shapes.setdefault((case.m, case.n, case.k), []).append(case)
-    for (m, n, k), cases in shapes.items():
+    for (m, n, k), cases in large_by_shape(CASES).items():
         products = [product for case in cases for product in _products(case)]
         plain = Product(
             "bf16",
             lambda a, b: a @ b.T,
-            partial(_bf16, cases[0]),
+            partial(in_bfloat16, cases[0]),
             2 * ((m + n) * k + m * n),
             operations=2 * m * n * k,
         )

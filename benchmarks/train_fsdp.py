@@ -88,7 +88,7 @@ class ShardedCandidate(TrainingCandidate):
     """Training in `ranks()` processes.
 
     Attributes:
-        batch: of each process.
+        batch: sequences and tokens of each process.
         most_repeats: timed steps, at most.
         host_repeats: steps of which the host's shortest times are taken.
         most_seconds: the time limit of the processes.
@@ -104,7 +104,7 @@ class ShardedCost:
     """The cost of one training step, on one rank or, joined, on all.
 
     Attributes:
-        seconds: of the step; joined, of the slowest rank.
+        seconds: time of the step; joined, that of the slowest rank.
         tokens: tokens of the loss.
         parameters: elements of the whole model.
         sent: bytes passed to all-gathers.

@@ -75,7 +75,14 @@ def forward_and_backward(
 
 
 def check(name: str, run: Callable[..., tuple], shape: tuple[int, int, int], scheme: Any) -> None:
-    """RuntimeError unless every result is within the noise of quantization."""
+    """RuntimeError unless every result is within the noise of quantization.
+
+    Args:
+        name: name of the candidate, for the message.
+        run: maps (x, weight, gradient) to (y, dx, dw).
+        shape: (M, N, K).
+        scheme: prepares the weight; None leaves it in bfloat16.
+    """
     x, weight, grad = arguments(shape, scheme)
     plain = weight.master() if isinstance(weight, MixedPrecisionTensor) else weight.detach()
     expected = (x @ plain.t(), grad @ plain, grad.t() @ x)

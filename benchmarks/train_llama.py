@@ -70,7 +70,7 @@ class TrainingCandidate:
         limit: GiB that the process may take; None sets no limit.
         most_repeats: the most steps to time, for steps that take seconds.
         products: a name for the products of the linear layers, where they are not plain.
-        scheme: of those products, for `lowbit.train.prepare_`; or a peer's function that converts the model.
+        scheme: the scheme of those products for `lowbit.train.prepare_`, or a peer's function that converts the model.
     """
 
     choice: OptimizerChoice

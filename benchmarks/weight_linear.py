@@ -152,7 +152,7 @@ def shapes_of(file: Path) -> list[tuple[int, int, int]]:
     "weight_linear", "linears of int4, int8 and float8 weights", table=TABLE, takes_shapes=True
 )
 def weight_linears(file: Path | None = None) -> Iterator[Problem]:
-    """At the shapes in a file, or at those of Llama 3 layers and 8192 cubed."""
+    """The products at the shapes in a file, or at those of Llama 3 layers and 8192 cubed."""
     shapes = [(m, n, k) for n, k in LAYERS for m in TOKENS] + [(8192, 8192, 8192)]
     for m, n, k in shapes if file is None else shapes_of(file):
         torch.compiler.reset()

@@ -68,7 +68,14 @@ def _regimes(arguments: tuple) -> list[Regime]:
 
 
 def fastest(bits: int, group: int, n: int, k: int) -> dict[int, Regime]:
-    """The fastest regime for each number of tokens."""
+    """The fastest regime for each number of tokens.
+
+    Args:
+        bits: bits of a weight's code.
+        group: inputs that share a scale.
+        n: output features.
+        k: input features.
+    """
     found: dict[int, Regime] = {}
     for m in TOKENS:
         case = Case("", m, n, k, group or k, bits)

@@ -70,6 +70,12 @@ def train_run(
     """Train from scratch and measure: the record of a finished run.
 
     A run whose loss stops being finite has the "final_loss" None, and its curve ends there.
+
+    Args:
+        config: settings of the run, its seed among them.
+        variant: how the run keeps weights and states.
+        data: text to train on, and held-out text.
+        device: where the run computes.
     """
     began = time.perf_counter()
     torch.manual_seed(config.seed)
@@ -186,7 +192,7 @@ def report_results(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 done, 2 a mistake that the user can correct (in one line), 130 interrupted."""
+    """Return 0 when done, 2 after a mistake that the user can correct (in one line), 130 after Ctrl-C."""
     options = parse(arguments)
     program = train_all if options.report is None else report_results
     return exit_status(lambda: program(options))

@@ -29,7 +29,7 @@ class Variant:
         weights: dtype of the weights that the optimizer updates.
         make: makes AdamW over parameter groups with lr, betas and weight_decay.
         allowed: the largest loss above the reference's, as a share of it; None sets no limit.
-        scheme: of `lowbit.train`, for the linear layers of the blocks.
+        scheme: a scheme of `lowbit.train` for the linear layers of the blocks.
     """
 
     name: str

@@ -29,7 +29,14 @@ def synchronize(device: torch.device) -> None:
 def median_seconds(
     run: Callable[[], object], device: torch.device, repeats: int, at_most_s: float = float("inf")
 ) -> float:
-    """Median of `repeats` calls after one warm-up call; fewer calls if `at_most_s` seconds pass."""
+    """Median of `repeats` calls after one warm-up call.
+
+    Args:
+        run: the function to time.
+        device: the device to wait for before and after each call.
+        repeats: number of timed calls.
+        at_most_s: seconds after which no further call starts.
+    """
     run()
     seconds: list[float] = []
     began = time.perf_counter()

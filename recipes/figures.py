@@ -149,7 +149,15 @@ def draw_convergence(
     differences_on_the_way: dict[str, Points],
     final: dict[str, Difference],
 ) -> None:
-    """Held-out loss over the steps of each run, its difference from the reference, and the difference at the end."""
+    """Held-out loss over the steps of each run, its difference from the reference, and the difference at the end.
+
+    Args:
+        path: the file to write.
+        reference: name of the run that the others are compared with.
+        curves: loss of each run, the mean over seeds.
+        differences_on_the_way: relative difference of each run from the reference during training.
+        final: difference of each run at the end.
+    """
     colours = dict(zip(curves, COLOURS, strict=False))
     with figure(path, 3, width=15, width_ratios=(4, 4, 3)) as (whole, apart, bars):
         for name, points in curves.items():

@@ -127,7 +127,16 @@ def pretrained(config: Config, data: text.Data) -> Any:
 
 
 def train(model: Any, tokens: Tensor, config: Config, steps: int, lr: float, name: str) -> None:
-    """Train what requires gradients, in place."""
+    """Train what requires gradients, in place.
+
+    Args:
+        model: a causal language model of transformers.
+        tokens: the text to train on.
+        config: batch size, context and weight decay.
+        steps: number of optimizer steps.
+        lr: the highest learning rate of weights.
+        name: shown beside the progress bar.
+    """
     device = choose_device()
     model.to(device).train()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -150,7 +159,14 @@ def batch(tokens: Tensor, step: int, config: Config) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(model: Any, inputs: Tensor, targets: Tensor, config: Config) -> Tensor:
-    """Mean cross entropy in nats a token."""
+    """Mean cross entropy in nats a token.
+
+    Args:
+        model: a causal language model of transformers.
+        inputs: token ids [B, T].
+        targets: the tokens that follow, [B, T].
+        config: the precision to compute in.
+    """
     device = choose_device()
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.bf16):
         logits = model(input_ids=inputs.to(device), use_cache=False).logits
@@ -182,7 +198,15 @@ def with_adapters(model: Any, method: str, config: Config) -> Any:
 
 
 def finetuned(start: Any, method: str, scheme: Any, data: text.Data, config: Config) -> Any:
-    """A copy of `start` that was trained by `method`, prepared for `scheme` unless that is None."""
+    """A copy of `start` that was trained by `method`, prepared for `scheme` unless that is None.
+
+    Args:
+        start: the model before fine-tuning.
+        method: one of METHODS.
+        scheme: None trains in high precision.
+        data: text to train on, and held-out text.
+        config: settings of the fine-tuning.
+    """
     torch.manual_seed(config.seed)  # the adapters' values
     model = with_adapters(copy.deepcopy(start), method, config)
     if scheme is not None:
@@ -211,7 +235,15 @@ def rounded_beside_adapters(model: Any, scheme: Any) -> Any:
 
 
 def measure(start: Any, method: str, scheme: Any, data: text.Data, config: Config) -> Any:
-    """(QAT's converted model, its losses)."""
+    """(QAT's converted model, its losses).
+
+    Args:
+        start: the model before fine-tuning.
+        method: one of METHODS.
+        scheme: what QAT trains with.
+        data: text to train on, and held-out text.
+        config: settings of the fine-tuning.
+    """
     model = finetuned(start, method, None, data, config)
     losses = {"high": heldout_loss(model, data, config)}
     losses["rounded"] = heldout_loss(rounded(model, method, scheme), data, config)
@@ -262,7 +294,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 done, 2 a mistake that the user can correct (in one line), 130 interrupted."""
+    """Return 0 when done, 2 after a mistake that the user can correct (in one line), 130 after Ctrl-C."""
     options = parse(arguments)
     return exit_status(lambda: run(options))
 

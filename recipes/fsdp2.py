@@ -87,7 +87,7 @@ class Config:
             return cls(**{**values, "model": LlamaConfig(**values["model"])})
         except (ValueError, TypeError, KeyError) as error:
             raise UserError(
-                f"config.json is no configuration of recipes.fsdp2 ({error}); start a new run"
+                f"config.json is not a configuration of recipes.fsdp2 ({error}); start a new run"
             ) from error
 
     def check(self, world_size: int) -> None:
@@ -364,7 +364,14 @@ def train(options: argparse.Namespace) -> None:
 
 
 def run_all(config: Config, folder: RunFolder, device: torch.device, wandb: str | None) -> None:
-    """The run from its last checkpoint to its end. `wandb` is None except on the first process, which keeps records."""
+    """The run from its last checkpoint to its end.
+
+    Args:
+        config: settings of the run.
+        folder: its run folder.
+        device: this process's device.
+        wandb: mode of Weights & Biases on the first process, which keeps records; None on the others.
+    """
     training = Training(config, folder, device)
     training.load_latest()
     tracker = None

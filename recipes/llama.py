@@ -46,7 +46,7 @@ class LlamaConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     recompute: bool = False
-    """Whether blocks keep only the results of products for the backward pass, and compute the rest again."""
+    """True if blocks keep only the results of products for the backward pass, and compute the rest again."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "hidden", "context"):
@@ -56,12 +56,12 @@ class LlamaConfig:
                 )
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"LlamaConfig: heads={self.heads} is no multiple of kv_heads={self.kv_heads}; "
+                f"LlamaConfig: heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; "
                 "each key/value head serves the same number of query heads"
             )
         if self.dim % (2 * self.heads):
             raise ValueError(
-                f"LlamaConfig: dim={self.dim} is no multiple of 2 * heads={2 * self.heads}; "
+                f"LlamaConfig: dim={self.dim} is not a multiple of 2 * heads={2 * self.heads}; "
                 "rotary embedding needs heads of an even width"
             )
         if not 0.0 <= self.dropout < 1.0:
@@ -257,9 +257,14 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Append `new_tokens` sampled tokens to the prompt: int64 [B, T + new_tokens].
 
-        The prompt runs once, then one token at a time over a key/value cache. `temperature` 0 takes the most likely
-        token; `top_k` keeps that many candidates, None all. The CPU draws, so a seeded `generator` gives the same draws
-        on every device.
+        The prompt runs once, then one token at a time over a key/value cache.
+
+        Args:
+            prompt_BT: int64 token ids.
+            new_tokens: number of tokens to append.
+            temperature: 0 takes the most likely token.
+            top_k: number of the likeliest tokens to draw from; None draws from all.
+            generator: draws on the CPU, so a seeded one gives the same draws on every device.
         """
         batch, length = prompt_BT.shape
         if length < 1 or new_tokens < 0 or temperature < 0 or (top_k is not None and top_k < 1):

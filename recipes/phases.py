@@ -52,7 +52,7 @@ class Phase:
     start: int
     end: int
     scheme: lowbit.Scheme | None = None
-    """None: training in high precision."""
+    """None trains in high precision."""
     scales: Literal["learned", "present"] = "learned"
     rank: int | None = None
     """Rank of adapters that train in place of the blocks' weights; None trains the weights."""

@@ -131,6 +131,15 @@ def measured_models(run: Run) -> Iterator[tuple[str, str, int | None, Llama]]:
 
 
 def measure_model(run: Run, name: str, label: str, bits: int | None, model: Llama) -> Result:
+    """Measure a model, and save it to the run folder.
+
+    Args:
+        run: the run, whose held-out text and tokenizer serve.
+        name: the model's name in the run folder.
+        label: the model's name in the report.
+        bits: bits of a weight; None in high precision.
+        model: the finished model.
+    """
     config, device = run.config, run.device
     windows = run.heldout_windows(config.heldout_tokens)
     losses = window_losses(model, windows, config.bf16)

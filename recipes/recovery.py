@@ -103,7 +103,14 @@ def train_variant(run: Run, name: str, results: Results) -> None:
 
 
 def measured(run: Run, model: Any, seconds: float, steps: int) -> dict[str, Any]:
-    """The record of a finished model."""
+    """The record of a finished model.
+
+    Args:
+        run: the run, whose held-out text measures.
+        model: the finished model.
+        seconds: time of its training.
+        steps: optimizer steps that it has taken.
+    """
     windows = run.heldout_windows(run.config.heldout_tokens)
     losses = window_losses(model, windows, run.config.bf16)
     return {
@@ -187,7 +194,7 @@ def command_of(preset: str, options: argparse.Namespace) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 done, 2 a mistake that the user can correct (in one line), 130 interrupted."""
+    """Return 0 when done, 2 after a mistake that the user can correct (in one line), 130 after Ctrl-C."""
     options = parse(arguments)
     return exit_status(lambda: train_all(options))
 

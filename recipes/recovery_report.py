@@ -25,7 +25,7 @@ from recipes.training import TrainingConfig
 
 
 class Results:
-    """`results.json`: settings, machine, and of each seed the finished models with the loss of each held-out window."""
+    """`results.json`: settings, machine, and of each seed's finished models the loss of each held-out window."""
 
     def __init__(self, folder: Path, config: TrainingConfig, device: torch.device) -> None:
         self.path = folder / "results.json"

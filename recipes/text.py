@@ -66,9 +66,16 @@ class Data:
 def prepare(
     source: Path | None, corpus: str, heldout_share: float, vocab_size: int, context: int
 ) -> Data:
-    """Read `source` (None: the corpus), split it, train the tokenizer, encode. Writes nothing.
+    """Read `source`, split it, train the tokenizer and encode the text. Nothing is written.
 
     UserError when the source is missing, or too short for one window of `context` tokens in each part.
+
+    Args:
+        source: a file or folder of UTF-8 text; None reads the corpus.
+        corpus: one of CORPORA.
+        heldout_share: share of the text to hold out.
+        vocab_size: entries of the tokenizer.
+        context: tokens of a window.
     """
     train_texts, heldout_texts, info = read_split(source, corpus, heldout_share)
     print(
@@ -261,6 +268,13 @@ def batch(
     """(inputs, targets), each int64 [batch_size, context]: a function of `seed` and `step` alone.
 
     An epoch is a random order of all windows of `context` tokens. The windows of each epoch start at another offset.
+
+    Args:
+        tokens: the text to train on.
+        step: number of the optimizer step.
+        batch_size: windows in the batch.
+        context: tokens of a window.
+        seed: seed of the random order.
     """
     windows = (len(tokens) - context - 1) // context
     rows = []

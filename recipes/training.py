@@ -50,7 +50,7 @@ class TrainingConfig:
     kl_weight: float = 0.8
     """In QAT, the share of the loss that is the divergence from the high-precision model; 0 does without it."""
     group_size: int | None = None
-    """Inputs that share a scale. None: one scale a row, where rounding loses most."""
+    """Inputs that share a scale. None gives each row one scale, with which rounding loses most."""
     corpus: str = "stdlib"
     """The text without --data: "stdlib", or "stdlib+torch" for PyTorch's own source as well."""
     heldout_share: float = 0.03
@@ -177,8 +177,19 @@ def step_loss(
     config: TrainingConfig, forward: Callable[[Tensor], Tensor], train_tokens: Tensor, step: int,
     device: torch.device, teacher: Llama | None = None,
 ) -> Tensor:  # fmt: skip
-    """The loss of the batch of `step`, ready for backward(): the cross-entropy, or with a teacher a mean of that and of
-    the divergence from its logits, weighted by `config.kl_weight`."""
+    """The loss of the batch of `step`, ready for backward().
+
+    The loss is the cross-entropy. With a teacher it is the mean of the cross-entropy and of the divergence from the
+    teacher's logits, weighted by `config.kl_weight`.
+
+    Args:
+        config: batch size, context, seed and precision.
+        forward: maps token ids [B, T] to logits [B, T, V].
+        train_tokens: the text to train on.
+        step: number of the optimizer step, which chooses the batch.
+        device: where `forward` computes.
+        teacher: the model in high precision that teaches; None does without.
+    """
     inputs, targets = text.batch(
         train_tokens,
         step,

@@ -7,21 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.cases.operands import ProductCase, bias_of
 from lowbit_kernels.quantize.quantize_blocks import quantize_blocks
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(ProductCase):
     """One call, with random arguments."""
 
-    name: str
-    m: int
-    n: int
-    k: int
     tiles: bool = True  # b has scales of tiles; otherwise of groups
     bias: torch.dtype | None = None
     out_dtype: torch.dtype = torch.bfloat16
-    large: bool = False  # the shape of a real layer, for GPUs and benchmarks
 
     def arguments(self, device: torch.device | str = "cpu") -> tuple:
         """a, b, a_scale, b_scale, bias, out_dtype."""
@@ -33,9 +29,7 @@ class Case:
             return codes, scale
 
         (a, a_scale), (b, b_scale) = operand(self.m, False), operand(self.n, self.tiles)
-        bias = None
-        if self.bias is not None:
-            bias = torch.randn(self.n, device=device).to(self.bias)
+        bias = bias_of(self.n, self.bias, device)
         return a, b, a_scale, b_scale, bias, self.out_dtype
 
 

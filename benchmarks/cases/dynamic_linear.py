@@ -7,17 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.cases.operands import ProductCase
+
 E4M3 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(ProductCase):
     """One call, with random arguments."""
 
-    name: str
-    m: int
-    n: int
-    k: int
     format: str = "int8"
     dtype: torch.dtype = torch.bfloat16
     scale_dtype: torch.dtype = torch.float32
@@ -26,7 +24,6 @@ class Case:
     tensorwise: bool = False  # one scale for all of x
     one_scale: bool = False  # one scale for the whole weight
     leading: tuple[int, ...] = ()  # dimensions before M
-    large: bool = False  # the shape of a real layer: for GPUs and benchmarks
 
     def arguments(self, device: torch.device | str = "cpu") -> tuple:
         """x, codes, scale, bias, residual, tensorwise."""

@@ -43,7 +43,7 @@ class Case:
         return x.to(self.dtype)[:: self.row_step]
 
     def arguments(self, device: torch.device | str = "cpu", inside: bool = True) -> tuple[Any, ...]:
-        """Those of the op, without parameters."""
+        """The arguments of the op, without parameters."""
         dtypes = (self.scale_dtype, self.dtype)
         return (self.x(device), None, None, self.group_size, self.grid.name, *dtypes, inside)
 

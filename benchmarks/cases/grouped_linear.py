@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.cases import weight_linear
+from benchmarks.cases.operands import offsets_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Case:
             codes.view(experts, self.n, -1) if codes.numel() else codes.view(experts, self.n, 0),
             scale.view(shape).to(self.scale_dtype),
             zero_point if self.zero_point else None,
-            torch.tensor(self.tokens, device=device).cumsum(0).to(torch.int32),
+            offsets_of(self.tokens, device),
             self.group_size,
         )
 

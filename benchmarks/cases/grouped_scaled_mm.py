@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.cases.operands import codes_of_normals, offsets_of
 from lowbit_kernels.matmul import grouped_columns
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -30,13 +31,14 @@ class Case:
     def arguments(self, device: torch.device | str = "cpu") -> tuple:
         """a, b, a_scale, b_scale, offsets, out_dtype."""
         m, experts = sum(self.tokens) + self.beyond, len(self.tokens)
-        offsets = torch.tensor(self.tokens, device=device).cumsum(0).to(torch.int32)
+        offsets = offsets_of(self.tokens, device)
         if self.ragged:
             width = grouped_columns.width(m, experts)
             shapes: tuple = ((self.n, width), (self.k, width), (experts, self.n), (experts, self.k))
         else:
             shapes = ((m, self.k), (experts, self.n, self.k), (m,), (experts, self.n))
-        a, b = codes(shapes[0], self.a_dtype, device), codes(shapes[1], self.b_dtype, device)
+        dtypes = self.a_dtype, self.b_dtype
+        a, b = (codes_of_normals(s, d, device) for s, d in zip(shapes[:2], dtypes, strict=True))
         if self.ragged:
             unused = ~inside(offsets, m, width)
             a, b = (_zeroed(x, unused) for x in (a, b))
@@ -44,14 +46,6 @@ class Case:
         b_scale.flatten()[1::3] *= -1  # a weight's scales may be negative
         b_scale = b_scale.flatten()[:1] if self.one_scale else b_scale
         return a, b, a_scale, b_scale, offsets, self.out_dtype
-
-
-def codes(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Codes distributed like those of normal numbers."""
-    x = torch.randn(shape, device=device)
-    if dtype == torch.int8:
-        return (x * 32).round().clamp(-127, 127).to(torch.int8)
-    return (x * 112).clamp(-448, 448).to(dtype)
 
 
 def inside(offsets: torch.Tensor, tokens: int, width: int) -> torch.Tensor:

@@ -7,17 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.cases.operands import ProductCase
 from lowbit_kernels.quantize.quantize_rowcol import quantize_rowcol
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(ProductCase):
     """A gradient [m, n] of a linear with a weight [n, k]. `rounds`: the op gets the weight in high precision."""
 
-    name: str
-    m: int
-    n: int
-    k: int
     format: str = "int8"
     dtype: torch.dtype = torch.bfloat16
     weight_dtype: torch.dtype = torch.bfloat16
@@ -28,7 +25,6 @@ class Case:
     strided: bool = False
     rounds: bool = False
     seed: int = 5
-    large: bool = False
 
     def operands(self, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
         """dy, the weight and x in high precision; dy's columns have different magnitudes."""
@@ -39,7 +35,7 @@ class Case:
         return grad, weight.to(self.dtype), torch.randn(self.m, self.k, device=device)
 
     def arguments(self, device: str = "cpu") -> tuple:
-        """Those of the op."""
+        """The arguments of the op."""
         grad, weight, x = self.operands(device)
         fmt, one = "e4m3" if self.format == "e5m2" else self.format, self.tensorwise
         given: list[Tensor | None] = [None] * 4

@@ -6,24 +6,20 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.cases.operands import ProductCase, bias_of
 from lowbit_kernels.quantize.quantize_rowcol import quantize_rowcol
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(ProductCase):
     """An input [m, k] and a weight [n, k]."""
 
-    name: str
-    m: int
-    n: int
-    k: int
     format: str = "int8"
     dtype: torch.dtype = torch.bfloat16
     out_dtype: torch.dtype = torch.bfloat16
     bias: torch.dtype | None = None
     tensorwise: bool = False
     strided: bool = False
-    large: bool = False
 
     def operands(self, device: str = "cpu") -> tuple:
         """x, the weight and the bias in high precision."""
@@ -32,9 +28,7 @@ class Case:
         weight = weight.to(self.dtype)
         if self.strided:
             weight = torch.cat([weight, weight], 1)[:, : self.k]
-        bias = None
-        if self.bias is not None:
-            bias = torch.randn(self.n, device=device).to(self.bias)
+        bias = bias_of(self.n, self.bias, device)
         return torch.randn(self.m, self.k, device=device), weight, bias
 
     def arguments(self, device: str = "cpu") -> tuple:

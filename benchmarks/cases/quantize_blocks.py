@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.cases.operands import matrix_of_magnitudes
+
 
 @dataclass(frozen=True)
 class Case:
@@ -25,11 +27,7 @@ class Case:
     def arguments(self, device: torch.device | str = "cpu") -> tuple:
         """x, tiles, rows, columns, power_of_two."""
         shape = {"transposed": (self.k, self.m), "misaligned": (self.m, self.k + 1)}
-        x = torch.randn(shape.get(self.layout, (self.m, self.k)), device=device)
-        # Rows and columns have different magnitudes.
-        x = (
-            x * torch.rand(x.shape[0], 1, device=device) * torch.rand(x.shape[1], device=device)
-        ).to(self.dtype)
+        x = matrix_of_magnitudes(shape.get(self.layout, (self.m, self.k)), self.dtype, device)
         x = {"transposed": x.T, "misaligned": x[:, 1:]}.get(self.layout, x)
         return x, self.tiles, self.rows, self.columns, self.power_of_two
 

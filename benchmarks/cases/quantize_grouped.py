@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.cases.operands import offsets_of
+
 
 @dataclass(frozen=True)
 class Case:
@@ -30,7 +32,7 @@ class Case:
         factor = torch.rand(experts, self.k, device=device) + 0.5
         return (
             x.to(self.dtype),
-            torch.tensor(self.tokens, device=device).cumsum(0).to(torch.int32),
+            offsets_of(self.tokens, device),
             *(self.format, self.rows, self.columns),
             None if self.seed is None else torch.tensor([self.seed], device=device),
             factor if self.factor else None,

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.cases.operands import matrix_of_magnitudes
+
 
 @dataclass(frozen=True)
 class Case:
@@ -29,11 +31,7 @@ class Case:
         """x, format, rows, columns, tensorwise, seed, row_factor, row_scales."""
         m, k = self.m, self.k
         shape = {"transposed": (k, m), "strided": (m, 2 * k), "misaligned": (m, k + 1)}
-        x = torch.randn(shape.get(self.layout, (m, k)), device=device)
-        # Rows and columns have different magnitudes.
-        x = (
-            x * torch.rand(x.shape[0], 1, device=device) * torch.rand(x.shape[1], device=device)
-        ).to(self.dtype)
+        x = matrix_of_magnitudes(shape.get(self.layout, (m, k)), self.dtype, device)
         x = {"transposed": x.T, "strided": x[:, ::2], "misaligned": x[:, 1:]}.get(self.layout, x)
         seed = torch.tensor([2**40 + 77], device=device) if self.stochastic else None
         factor = torch.rand(k, device=device) + 0.1 if self.factor else None

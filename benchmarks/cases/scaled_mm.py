@@ -7,17 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.cases.operands import ProductCase, bias_of
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(ProductCase):
     """One call, with random arguments."""
 
-    name: str
-    m: int
-    n: int
-    k: int
     a_dtype: torch.dtype = torch.int8
     b_dtype: torch.dtype | None = None  # a's
     rowwise: bool = True  # a scale for each row of both operands, or one for each operand
@@ -25,7 +23,6 @@ class Case:
     out_dtype: torch.dtype = torch.bfloat16
     row_step: int = 1  # every n-th row of larger operands
     transposed_copy: bool = False  # each operand is a copy's transpose: a single row has stride 1
-    large: bool = False  # the shape of a real layer, for GPUs and benchmarks
 
     def arguments(self, device: torch.device | str = "cpu") -> tuple:
         """a, b, a_scale, b_scale, bias, out_dtype."""
@@ -45,9 +42,7 @@ class Case:
             found[1::3] *= -1  # scales may be negative
             return found
 
-        bias = None
-        if self.bias is not None:
-            bias = torch.randn(self.n, device=device).to(self.bias)
+        bias = bias_of(self.n, self.bias, device)
         return (
             operand(self.m, self.a_dtype),
             operand(self.n, self.b_dtype or self.a_dtype),

@@ -6,18 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.cases.operands import ProductCase
+
 
 @dataclass(frozen=True)
-class Case:
+class Case(ProductCase):
     """One call, with random arguments."""
 
-    name: str
-    m: int
-    n: int
-    k: int
     has_bias: bool = False
     out_dtype: torch.dtype = torch.bfloat16
-    large: bool = False  # the shape of a real layer, for GPUs and benchmarks
 
     def arguments(self, device: torch.device | str = "cpu") -> tuple:
         """a, packed, a_scale, b_scale, bias, out_dtype."""

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.cases.operands import ProductCase
+
 
 @dataclass(frozen=True)
-class Case:
+class Case(ProductCase):
     """One call, with random arguments."""
 
-    name: str
-    m: int
-    n: int
-    k: int
     group_size: int
     bits: int = 4
     dtype: torch.dtype = torch.bfloat16
@@ -25,7 +23,6 @@ class Case:
     residual: bool = False
     leading: tuple[int, ...] = ()  # dimensions before M
     row_step: int = 1  # every n-th row of a larger weight
-    large: bool = False  # the shape of a real layer: for GPUs and benchmarks
 
     def arguments(self, device: torch.device | str = "cpu") -> tuple:
         """x, codes, scale, zero_point, bias, residual, group_size."""

@@ -87,7 +87,7 @@ REFERENCE = "bf16"
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. `scheme` None: weights as they are, or torch's tinygemm."""
+    """One line of the table. Without a `scheme` the weights stay as they are, or go to torch's tinygemm."""
 
     name: str
     about: str
@@ -152,7 +152,7 @@ def stored_bytes(model: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Speed:
-    """One row at one batch size. Peaks in bytes; 0 without a GPU. `prefill_ms` None: skipped."""
+    """One row at one batch size. Peaks are in bytes, 0 without a GPU. `prefill_ms` is None for a skipped prefill."""
 
     tokens_per_s: float
     decode_peak: int
@@ -172,7 +172,14 @@ class Measured:
 
 
 def measure(config: DecodeConfig, row: Row, device: torch.device, backend: str | None) -> Measured:
-    """Times and peaks of one row at every batch size."""
+    """Times and peaks of one row at every batch size.
+
+    Args:
+        config: sizes of the model and of the measurement.
+        row: the format of the weights.
+        device: where the model computes.
+        backend: the backend of `torch.compile`; None runs eagerly.
+    """
     torch.compiler.reset()  # the blocks of another row call other functions
     model = build(config, device)
     free_memory(device)
@@ -203,7 +210,15 @@ def measure(config: DecodeConfig, row: Row, device: torch.device, backend: str |
 def measure_decode(
     config: DecodeConfig, model: Llama, batch: int, device: torch.device, backend: str | None
 ) -> tuple[float, int]:
-    """Seconds for `config.tokens` tokens of each sequence, and the peak."""
+    """Seconds for `config.tokens` tokens of each sequence, and the peak.
+
+    Args:
+        config: sizes of the model and of the measurement.
+        model: the model in its format.
+        batch: sequences.
+        device: where the model computes.
+        backend: the backend of `torch.compile`; None runs eagerly.
+    """
     free_memory(device)
     decoder = Decoder(model, batch, config.positions, backend)
     decoder.position.fill_(config.start - WARM_UP)
@@ -220,7 +235,7 @@ def measure_decode(
 def measure_prefill(
     config: DecodeConfig, model: Llama, batch: int, device: torch.device, backend: str | None
 ) -> tuple[float, int]:
-    """Seconds for a prompt of each sequence, and the peak."""
+    """Seconds for a prompt of each sequence, and the peak; the arguments are those of `measure_decode`."""
     free_memory(device)
     decoder = Decoder(model, batch, config.prompt, backend)
     prompt = torch.randint(config.model.vocab_size, (batch, config.prompt), device=device)
@@ -253,7 +268,14 @@ class Step(nn.Module):
 
 
 def trace(config: DecodeConfig, row: Row, batch: int, device: torch.device) -> lowbit.Trace:
-    """The products of a decode step."""
+    """The products of a decode step.
+
+    Args:
+        config: sizes of the model and of the measurement.
+        row: the format of the weights.
+        batch: sequences.
+        device: where the model computes.
+    """
     model = build(config, device)
     convert_(model, row, config.group_size)
     found = lowbit.trace(Step(Decoder(model, batch, config.positions)), backward=False)
@@ -267,7 +289,14 @@ def trace(config: DecodeConfig, row: Row, batch: int, device: torch.device) -> l
 
 
 def page(config: DecodeConfig, measured: list[Measured], command: str, device: torch.device) -> str:
-    """The page in Markdown: one table a batch size."""
+    """The page in Markdown: one table a batch size.
+
+    Args:
+        config: sizes of the model and of the measurement.
+        measured: the measured rows.
+        command: the command line, for the head of the page.
+        device: the device that was measured.
+    """
     model = config.model
     how = "Uncompiled, without CUDA graphs."
     if device.type == "cuda":
@@ -383,7 +412,7 @@ def check_writable(file: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 done, 2 a mistake that the user can correct (in one line), 130 interrupted."""
+    """Return 0 when done, 2 after a mistake that the user can correct (in one line), 130 after Ctrl-C."""
     options = parse(arguments)
     return exit_status(lambda: run(options))
 

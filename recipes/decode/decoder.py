@@ -69,7 +69,7 @@ def _check_foldable(module: nn.Module) -> None:
 
 
 def are_folded(model: Llama) -> bool:
-    """Whether the norms of all blocks have no weight."""
+    """True if the norms of all blocks have no weight."""
     norms = (norm for block in model.blocks for norm, _ in _norms_and_readers(block))
     return all(norm.weight is None for norm in norms)
 
@@ -93,6 +93,15 @@ def block_step(
     """One block over T new positions, which it writes to the cache: the first ones, or a single one after others.
 
     For a single one, the operations after the linears apply the norms.
+
+    Args:
+        block: the block.
+        x_BTD: its input.
+        cos_SP: cosines of the rotary angles of all positions.
+        sin_SP: sines of the same angles.
+        position_T: the T new positions, int64.
+        keys_BKSE: the block's cache of keys, which the call writes.
+        values_BKSE: the block's cache of values, which the call writes.
     """
     attention, mlp, eps = block.attention, block.mlp, block.attention.config.norm_eps
     batch, new, _ = x_BTD.shape
@@ -123,7 +132,14 @@ def embed(model: Llama, tokens_BT: Tensor) -> Tensor:
 
 
 def choose(model: Llama, x_BTD: Tensor, token_B1: Tensor, position: Tensor) -> None:
-    """Write the most likely token after the last position to `token_B1`, and increment `position`."""
+    """Write the most likely token after the last position to `token_B1`, and increment `position`.
+
+    Args:
+        model: the model, whose norm and head are used.
+        x_BTD: output of the last block.
+        token_B1: receives the tokens, int64.
+        position: the position to increment, int64.
+    """
     last_B1D = rms_norm(x_BTD[:, -1:], model.norm.weight, model.norm.eps)
     next_token(model.head(last_B1D), token_B1, position)
 

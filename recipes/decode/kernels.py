@@ -222,7 +222,7 @@ def _attention_of_splits(
     X_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
-    LONG: tl.constexpr,  # whether a range can have more than one block
+    LONG: tl.constexpr,  # True if a range can have more than one block
     PDL: tl.constexpr,
 ):
     """A range is its last block, which is loaded early, and then the blocks before it.
@@ -321,7 +321,7 @@ def pdl_options(device: torch.device) -> dict[str, bool]:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `ops.rms_norm`."""
+    """`ops.rms_norm` on a GPU."""
     x, width = x.contiguous(), x.shape[-1]
     result = torch.empty_like(x)
     block = triton.next_power_of_2(width)
@@ -336,7 +336,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu_mul(gate: Tensor, up: Tensor, x: Tensor, eps: float) -> Tensor:
-    """As `ops.silu_mul`."""
+    """`ops.silu_mul` on a GPU."""
     batch, _, width = gate.shape
     if not x.is_contiguous():  # a copy would be too new to read early
         raise ValueError(f"x must be contiguous, got strides {x.stride()}; pass x.contiguous()")
@@ -353,7 +353,7 @@ def silu_mul(gate: Tensor, up: Tensor, x: Tensor, eps: float) -> Tensor:
 
 
 def argmax_token(logits: Tensor, token: Tensor, position: Tensor) -> None:
-    """As `ops.next_token`."""
+    """`ops.next_token` on a GPU."""
     batch, _, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, CHOICE_BLOCK)
     best = torch.empty((batch, chunks), dtype=torch.float32, device=logits.device)
@@ -387,7 +387,7 @@ def decode_attention(
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """As `ops.decode_attention`. E must be a power of two of at least 16."""
+    """`ops.decode_attention` on a GPU. E must be a power of two of at least 16."""
     batch, heads, _, width = query.shape
     kv_heads, capacity = keys.shape[1], keys.shape[2]
     if width < 16 or width & (width - 1):

@@ -40,12 +40,21 @@ def decode_attention(
 ) -> Tensor:
     """softmax(q · kᵀ / √E) · v over positions 0 to `position`, inclusive: [B, H, 1, E] in query's dtype.
 
-    query [B, H, 1, E], key and value [B, K, 1, E] of the new token, H a multiple of K, before rotation. They are linear
-    in x [B, 1, D] before its norm, so each is multiplied by 1 / sqrt(mean(x²) + eps). cos and sin [S or more, E/2] of
-    all positions; position int64 [1], below S; x, cos and sin contiguous. Writes `position` of the caches keys and
-    values [B, K, S, E], which are contiguous. With overlapping launches (compute capability 9.0 and above), x,
-    `position` and the caches must be older than the previous launch, which made the query: the op reads them while
-    that launch runs.
+    query, key and value are linear in x before its norm, so each is multiplied by 1 / sqrt(mean(x²) + eps). The op
+    writes `position` of the caches. With overlapping launches (compute capability 9.0 and above), x, `position` and
+    the caches must be older than the previous launch, which made the query: the op reads them while that launch runs.
+
+    Args:
+        query: [B, H, 1, E] of the new token, before rotation; H is a multiple of K.
+        key: [B, K, 1, E] of the new token, before rotation.
+        value: [B, K, 1, E] of the new token.
+        x: [B, 1, D], contiguous: the input of the block's norm.
+        eps: the norm adds it to the mean square.
+        cos: [S or more, E/2], contiguous: cosines of the rotary angles of all positions.
+        sin: the sines of the same angles.
+        position: int64 [1], below S.
+        keys: cache [B, K, S, E], contiguous.
+        values: cache [B, K, S, E], contiguous.
     """
     if query.is_cuda:
         from recipes.decode import kernels
@@ -71,7 +80,7 @@ def reference(
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """The formula with a mask over the whole cache."""
+    """The formula with a mask over the whole cache. It takes the arguments of `decode_attention`."""
     cos, sin, factor = cos[position], sin[position], rms_factor(x, eps)[:, None]
     query, key, value = ((t * factor).to(t.dtype) for t in (query, key, value))
     keys.index_copy_(2, position, rotate(key, cos, sin))
@@ -86,8 +95,13 @@ def reference(
 def silu_mul(gate: Tensor, up: Tensor, x: Tensor, eps: float) -> Tensor:
     """silu(gate) · up, computed in float32: [B, 1, F] in gate's dtype, contiguous (SwiGLU, arXiv 2002.05202).
 
-    gate and up [B, 1, F] are linear in x [B, 1, D] before its norm. x is contiguous, and older than the launch that
-    made gate and up, as in `decode_attention`.
+    x must be older than the launch that made gate and up, as in `decode_attention`.
+
+    Args:
+        gate: [B, 1, F], linear in x before its norm.
+        up: [B, 1, F], linear in x before its norm.
+        x: [B, 1, D], contiguous.
+        eps: the norm adds it to the mean square.
     """
     if not gate.is_cuda:
         factor = rms_factor(x, eps)

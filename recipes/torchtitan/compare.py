@@ -68,7 +68,15 @@ MEMORY = "memory/max_reserved(GiB)"
 def command(
     run: str, seed: int, folder: Path, given: argparse.Namespace, extra: list[str]
 ) -> list[str]:
-    """The command line of one run."""
+    """The command line of one run.
+
+    Args:
+        run: one of RUNS.
+        seed: torchtitan's seed.
+        folder: where torchtitan writes its files.
+        given: options of the command line of this program.
+        extra: options that are passed to torchtitan.
+    """
     options = {
         "--job.config_file": given.config,
         "--job.dump_folder": folder,
@@ -84,7 +92,14 @@ def command(
 
 
 def train(run: str, seed: int, given: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
-    """Train one run, and read its record. UserError with the end of its log where it fails."""
+    """Train one run, and read its record. UserError with the end of its log where it fails.
+
+    Args:
+        run: one of RUNS.
+        seed: torchtitan's seed.
+        given: options of the command line of this program.
+        extra: options that are passed to torchtitan.
+    """
     folder = given.out / f"{run}-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     line = command(run, seed, folder, given, extra)
@@ -162,7 +177,7 @@ def block_differences(losses: list[float], reference: list[float]) -> list[float
 
 
 def reference_losses(runs: list[dict[str, Any]]) -> dict[int, list[float]]:
-    """By seed the losses of bfloat16: of each step, the mean of the runs `REFERENCE` and `AGAIN` that there are."""
+    """The losses of bfloat16 by seed: for each step the mean of the runs `REFERENCE` and `AGAIN` that exist."""
     found: dict[int, list[list[float]]] = {}
     for r in runs:
         if r["run"] in (REFERENCE, AGAIN):

@@ -63,9 +63,9 @@ class TokenLoader(BaseDataLoader):
         sequences = state_dict["sequences"]
         if sequences % (self.batch_size * self.world_size):
             raise ValueError(
-                f"the checkpoint has read {sequences} sequences, no whole number of batches of {self.batch_size} on "
-                f"{self.world_size} processes; keep training.global_batch_size, and let training.local_batch_size "
-                "times the processes divide it"
+                f"the checkpoint has read {sequences} sequences, which is not a whole number of batches of "
+                f"{self.batch_size} on {self.world_size} processes; keep training.global_batch_size, and let "
+                "training.local_batch_size times the processes divide it"
             )
         self.sequences = sequences
 
@@ -90,7 +90,15 @@ def build_dataloader(
 def write(
     folder: Path, source: Path | None, corpus: str, vocab_size: int, megabytes: float
 ) -> None:
-    """Prepare the text and write `folder`. Of a text above `megabytes`, files at equal distances are kept."""
+    """Prepare the text and write `folder`.
+
+    Args:
+        folder: the folder to write.
+        source: a file or folder of UTF-8 text; None reads the corpus.
+        corpus: one of CORPORA.
+        vocab_size: entries of the tokenizer.
+        megabytes: size above which files at equal distances are kept, and the others left out.
+    """
     if folder.exists():
         raise UserError(f"--out {folder} exists already; name a new folder, or remove it")
     train, heldout, info = text.read_split(source, corpus, HELDOUT_SHARE)

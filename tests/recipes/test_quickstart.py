@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +105,21 @@ Finished = tuple[RunFolder, Measurements]
 
 
 @pytest.fixture
-def same_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reload in this process: the fresh one has its own tests, and starts in seconds."""
-    monkeypatch.setattr(
-        quickstart_measure, "evaluate_in_fresh_process", quickstart_measure.evaluate_saved
-    )
+def measured_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reload in this process, time one call, draw nothing: the run `finished` does all of it, which takes seconds."""
+
+    def once(run: Callable[[], object], *options: object, **named: object) -> float:
+        run()
+        return 1.0
+
+    def drawn(run: Run, found: Measurements) -> None:
+        for name in ("loss.png", "perplexity.png"):
+            (run.folder.path / name).touch()
+
+    saved = quickstart_measure.evaluate_saved
+    monkeypatch.setattr(quickstart_measure, "evaluate_in_fresh_process", saved)
+    monkeypatch.setattr(quickstart_measure, "median_seconds", once)
+    monkeypatch.setattr(quickstart, "draw_figures", drawn)
 
 
 def test_every_file_is_there(finished: Finished) -> None:
@@ -205,7 +216,7 @@ def test_optimizer_bytes_are_those_of_the_states(finished: Finished) -> None:
 
 
 @pytest.mark.parametrize("stop", [0, 4, 9, 16, 25])
-@pytest.mark.usefixtures("same_process")
+@pytest.mark.usefixtures("measured_briefly")
 def test_interrupted_and_resumed_equals_uninterrupted(
     stop: int,
     tmp_path: Path,
@@ -259,7 +270,7 @@ def same(one: Any, other: Any, path: str = "") -> None:
         assert one == other, path
 
 
-@pytest.mark.usefixtures("same_process")
+@pytest.mark.usefixtures("measured_briefly")
 def test_resuming_a_finished_run_only_measures_again(
     tmp_path: Path, data: text.Data, finished: Finished
 ) -> None:
@@ -271,7 +282,7 @@ def test_resuming_a_finished_run_only_measures_again(
     assert len(read_metrics(copy)) == len(read_metrics(finished[0]))
 
 
-@pytest.mark.usefixtures("same_process")
+@pytest.mark.usefixtures("measured_briefly")
 def test_interrupted_while_measuring(
     tmp_path: Path, data: text.Data, finished: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,7 +311,7 @@ def test_a_damaged_checkpoint_stops_a_run_and_changes_nothing(
     assert {p: p.read_bytes() for p in copy.path.rglob("*") if p.is_file()} == left
 
 
-@pytest.mark.usefixtures("same_process")
+@pytest.mark.usefixtures("measured_briefly")
 def test_deleted_phase_runs_again(tmp_path: Path, data: text.Data, finished: Finished) -> None:
     copy = RunFolder(tmp_path / "copy")
     shutil.copytree(finished[0].path, copy.path)
