@@ -30,7 +30,7 @@ from lowbit.numerics.spec import Spec
 from lowbit.progress import progress
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.frozen.conv_tensor import CONVOLUTIONS
-from lowbit.trace.observer import Method, Observer, sum_over_ranks
+from lowbit.tracing.observer import Method, Observer, sum_over_ranks
 
 _LEFT_ALONE = "_ddp_params_and_buffers_to_ignore"
 """Where DistributedDataParallel finds the names of buffers that it leaves alone. Otherwise each forward pass would
@@ -67,7 +67,7 @@ def calibrate(
         model: a plain model, or one of `lowbit.qat.prepare_`, sharded or not. To compile it, call `compile` afterwards.
         scheme, filter_fn: for a plain model, those that `quantize_` or `prepare_` will get. For a prepared model: None.
         method: how the range is chosen, "minmax", "moving_average", "percentile" or "squared_error"
-            (`lowbit.trace.observer`).
+            (`lowbit.tracing.observer`).
         percentile: for "percentile", the share of values in % below the upper end, and above the lower.
         group: the process group whose ranks see different batches. None: the default group, if there is one. All ranks
             take part, with the same layers, and get the same scales.

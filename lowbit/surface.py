@@ -69,8 +69,8 @@ from lowbit.tensor import (
     TableTensor,
     TernaryTensor,
 )
-from lowbit.trace.report import Trace, TracedProduct
-from lowbit.trace.tracer import trace
+from lowbit.tracing.report import Trace, TracedProduct
+from lowbit.tracing.tracer import trace
 
 pretrained.listen()
 

@@ -18,7 +18,7 @@ from lowbit.numerics.granularity import PerGroup, PerRow, PerTensor
 from lowbit.numerics.number_format import Float8, Int
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
-from lowbit.trace.observer import BINS, Observer
+from lowbit.tracing.observer import BINS, Observer
 from lowbit_kernels.runtime import launches
 from tests.schemes import relative_error
 

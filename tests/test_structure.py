@@ -116,7 +116,7 @@ def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
 FLOORS: list[set[str]] = [
     {"kernels", "numerics", "optional"},
     {"progress", "schemes"},
-    {"files", "trace"},
+    {"files", "tracing"},
     {"linear"},
     {"tensor"},
     {"layers", "checkpoint"},

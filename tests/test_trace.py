@@ -24,8 +24,8 @@ from lowbit import (
     trace,
 )
 from lowbit.inference import linear as linear_with_residual
-from lowbit.trace import tracer
-from lowbit.trace.report import weight_format
+from lowbit.tracing import tracer
+from lowbit.tracing.report import weight_format
 from lowbit_kernels.runtime import launches
 from tests.inference.weight_ops import counted
 from tests.schemes import SCHEMES as INFERENCE_SCHEMES

@@ -11,7 +11,7 @@ precision. With a `MixedPrecision` scheme for `gradients` they are products of c
 `lowbit.linear.low_bit_linear`:
 
     dx = (dy · sw)^ Cw          dy times the weight's scales, rounded along its rows
-    dw = dŷᵀ x^                 both rounded along their columns; with one scale for all inputs x^ is x̂ itself
+    dw = dŷᵀ z                  z: x rounded along its columns, as dy is; with one scale for all inputs z is x̂ itself
 
 Backward keeps codes of x, one byte an element, and not x. It computes the weight's codes again from the weight.
 """
@@ -42,8 +42,8 @@ from lowbit.numerics.packing import pack
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import MixedPrecision
-from lowbit.trace import tracer
-from lowbit.trace.tracer import Note
+from lowbit.tracing import tracer
+from lowbit.tracing.tracer import Note
 
 
 class CodedWeight(NamedTuple):
@@ -69,7 +69,7 @@ class CodedInput(NamedTuple):
     handle: Tensor
     """The plain tensor [M, K] that takes the gradient of the rounded input. Nothing reads its values."""
     turned: Codes | None
-    """x^ of the formula, transposed: codes [K, M16], and the scale of each row or of all."""
+    """z of the formula, transposed: codes [K, M16], and the scale of each row or of all."""
 
 
 def described(shape: torch.Size, scheme: Scheme) -> Described:
@@ -111,7 +111,7 @@ def dynamic_input(
     x: Tensor, given: Tensor, spec: Spec, product: CodesProduct, turned_as: str | None
 ) -> CodedInput:
     """x [M, K], rounded with a scale a token. `given`: x as the layer got it, which layers may share. `turned_as`: the
-    format of x^; None where no product reads it."""
+    format of z; None where no product reads it."""
     own = x.detach()
 
     def found() -> tuple[Tensor, ...]:

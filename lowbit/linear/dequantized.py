@@ -17,7 +17,7 @@ from lowbit.linear.frozen.checks import (
     unflattened,
 )
 from lowbit.linear.operands import Kept, RoundedLinear
-from lowbit.trace import tracer
+from lowbit.tracing import tracer
 
 # Without this, reading the shape or dtype of a weight goes through its __torch_function__, at microseconds each.
 _PlainAttributes = torch._C.DisableTorchFunctionSubclass

@@ -25,8 +25,8 @@ from lowbit.linear.dequantized import grouped_in_high_precision
 from lowbit.linear.frozen.checks import check_first_derivative
 from lowbit.linear.low_bit_linear import quantized_input
 from lowbit.linear.operands import Kept, RoundedLinear
-from lowbit.trace import tracer
-from lowbit.trace.tracer import Note
+from lowbit.tracing import tracer
+from lowbit.tracing.tracer import Note
 from lowbit_kernels.runtime.seeds import seed_of
 
 

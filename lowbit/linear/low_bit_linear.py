@@ -33,8 +33,8 @@ from lowbit.linear.frozen.checks import (
     unflattened,
 )
 from lowbit.linear.operands import Kept, RoundedLinear
-from lowbit.trace import tracer
-from lowbit.trace.tracer import Note
+from lowbit.tracing import tracer
+from lowbit.tracing.tracer import Note
 
 Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 """Codes and scales of a matrix along its rows, and of its transpose along its columns."""

@@ -44,8 +44,8 @@ class Operands(Protocol):
     def gradients(
         self, grad: Tensor, kept: Sequence[Any], needs: Sequence[bool]
     ) -> Sequence[Tensor | None]:
-        """The gradients of x and the weight, then those of `others` that have one. `needs`: of x, weight and bias, of
-        these operands, and of `others`."""
+        """The gradients of x and the weight, then those of `others` that have one. `needs`: True for each argument of
+        `RoundedLinear.apply` whose gradient is wanted, in their order."""
 
 
 class RoundedLinear(torch.autograd.Function):

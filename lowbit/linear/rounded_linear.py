@@ -31,7 +31,7 @@ from lowbit.linear.fused_rounding import fake_quantize, learned_fake_quantize
 from lowbit.linear.operands import Kept, RoundedLinear
 from lowbit.numerics.learned_scales import qparams
 from lowbit.numerics.spec import Spec
-from lowbit.trace import tracer
+from lowbit.tracing import tracer
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from lowbit.linear.frozen.ternary import quantize_tokens
 from lowbit.linear.low_bit_linear import low_bit_product, transposed
 from lowbit.linear.operands import Kept, RoundedLinear
 from lowbit.numerics.affine import StraightThrough, everywhere
-from lowbit.trace import tracer
-from lowbit.trace.tracer import Note
+from lowbit.tracing import tracer
+from lowbit.tracing.tracer import Note
 
 
 def _ternary_product(

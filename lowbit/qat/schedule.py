@@ -28,7 +28,7 @@ from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.regather import reshard
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import named_scales
-from lowbit.trace.observer import Method
+from lowbit.tracing.observer import Method
 
 
 class Stage(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from lowbit.convert import Entry, Report, joined_name
-from lowbit.trace.tracer import LEFT_ALONE
+from lowbit.tracing.tracer import LEFT_ALONE
 
 
 def remember_prepared(model: nn.Module, report: Report) -> None:

@@ -22,7 +22,7 @@ from lowbit.linear.frozen import (
     registered,
 )
 from lowbit.linear.frozen.dequantized import plain_linear
-from lowbit.trace import tracer
+from lowbit.tracing import tracer
 from tests.schemes import relative_error
 
 CASES = {

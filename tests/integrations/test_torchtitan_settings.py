@@ -69,7 +69,7 @@ from lowbit.interop.torchtitan import optimizers, release_0_2, settings  # noqa:
 from lowbit.interop.torchtitan.metrics import MeasuredSteps, Measurement  # noqa: E402
 from lowbit.interop.torchtitan.settings import qat_scheme  # noqa: E402
 from lowbit.torchtitan import Lowbit, LowbitConverter  # noqa: E402
-from lowbit.trace import tracer  # noqa: E402
+from lowbit.tracing import tracer  # noqa: E402
 
 CPU = torch.device("cpu")
 QAT = ["--lowbit.qat", "int4"]

@@ -468,24 +468,6 @@ def test_a_state_dict_with_some_scales_is_incomplete():
         found[1].load_state_dict({"weight": torch.ones(3, 64), "bias": torch.ones(97)})
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_states_of_versions_that_held_every_scale_times_8(bits):
-    scheme = IntxWeightOnly(bits, 32)
-    saved = model()
-    qat.prepare_(saved, scheme, CHOSEN, scales="learned")
-    expected, state = saved(tokens()), saved.state_dict()
-    for name in state:
-        if name.endswith("_scale"):
-            state[name] = state[name] * (rate_of(scheme.weight) / RATE)
-    for entry in state._metadata.values():
-        for described in entry.get("lowbit", {}).values():
-            del described["scale_rate"]
-    resumed = model()
-    qat.prepare_(resumed, scheme, CHOSEN, scales="learned")
-    resumed.load_state_dict(state)
-    assert torch.equal(resumed(tokens()), expected)
-
-
 def test_scales_of_weights_that_were_written_in_place():
     expected, found = model(tied=True), model(tied=True)
     with torch.no_grad():

@@ -41,7 +41,7 @@ from lowbit.tensor.trained.learned_scales import LearnedScalesTensor, scales_of
 from lowbit.tensor.trained.master_weight import MasterWeightTensor
 from lowbit.tensor.trained.mixed_precision import MixedPrecisionTensor
 from lowbit.tensor.trained.trainable import TrainableTensor
-from lowbit.trace.tracer import Notes, watched
+from lowbit.tracing.tracer import Notes, watched
 
 SAMPLES = 2**16
 """The most elements of a parameter in which lost updates are counted."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowbit.linear.frozen.row import Weight
-from lowbit.trace import tracer
+from lowbit.tracing import tracer
 
 _has_transforms = torch._C._are_functorch_transforms_active
 

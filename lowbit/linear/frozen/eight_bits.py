@@ -17,7 +17,7 @@ from lowbit.numerics.granularity import (
     PerToken,
 )
 from lowbit.numerics.number_format import Float8, Int
-from lowbit.trace import tracer
+from lowbit.tracing import tracer
 from lowbit_kernels.weight_only.weight_operands import HALVES
 
 

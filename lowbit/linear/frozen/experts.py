@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import lowbit_kernels as kernels
 from lowbit.linear.frozen.weight_only import group_size_of, has_weight_kernel
-from lowbit.trace import tracer
+from lowbit.tracing import tracer
 
 
 def grouped_linear(x: Tensor, weight: Any, offsets: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from lowbit.linear.frozen import built_in, registered
 from lowbit.linear.frozen.checks import autocast_inputs, check_addend, check_linear
 from lowbit.linear.frozen.row import Row, Weight
 from lowbit.linear.operands import Kept, RoundedLinear
-from lowbit.trace import tracer
+from lowbit.tracing import tracer
 
 # Names of this module, because looking up an attribute takes as long as some of these calls.
 _is_compiling = torch.compiler.is_dynamo_compiling

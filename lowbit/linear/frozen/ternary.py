@@ -10,7 +10,7 @@ from torch import Tensor
 import lowbit_kernels as kernels
 from lowbit.linear.frozen.checks import unflattened
 from lowbit.linear.frozen.row import Weight
-from lowbit.trace import tracer
+from lowbit.tracing import tracer
 
 
 def is_ternary(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:

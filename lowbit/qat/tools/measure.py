@@ -43,7 +43,7 @@ from lowbit.qat.tools.batches import call
 from lowbit.qat.tools.sensitivity import Sensitivity, SensitivityReport
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.trace.tracer import state_restored
+from lowbit.tracing.tracer import state_restored
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """A function of the model and a batch that gives a scalar."""

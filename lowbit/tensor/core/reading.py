@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lowbit.linear.frozen.checks import TRANSFORMS, in_transform
 from lowbit.tensor.core.contracted import CONTRACTIONS, NoProduct, contracted
 from lowbit.tensor.core.indexing import READS, as_copies
-from lowbit.trace import tracer
+from lowbit.tracing import tracer
 
 _CHECKPOINT = torch.utils.checkpoint.__file__
 _CALL, _WRAPPED_CALL = nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__

@@ -59,7 +59,7 @@ from lowbit.tensor.frozen.blocked import BlockedTensor
 from lowbit.tensor.frozen.cpu_values import ReadOnCpu, rows_of_embedding
 from lowbit.tensor.frozen.frozen import asks_for_gradient
 from lowbit.tensor.frozen.requantize import holds, requantize
-from lowbit.trace.report import specs_name
+from lowbit.tracing.report import specs_name
 
 torch.serialization.add_safe_globals([Int, Float8, LookupTable, Spec, Scheme])
 SEARCHED_BITS = 2

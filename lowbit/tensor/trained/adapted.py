@@ -29,7 +29,7 @@ from lowbit.linear.fused_rounding import learned_fake_quantize
 from lowbit.tensor.core import LowbitTensor
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import LearnedScalesTensor
-from lowbit.trace import tracer
+from lowbit.tracing import tracer
 
 
 class Adapters(NamedTuple):

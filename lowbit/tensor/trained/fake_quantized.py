@@ -53,8 +53,8 @@ from lowbit.tensor.core import (
 )
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.trained.master_weight import MasterWeightTensor
-from lowbit.trace import tracer
-from lowbit.trace.report import specs_name
+from lowbit.tracing import tracer
+from lowbit.tracing.report import specs_name
 
 Qparams = tuple[Tensor, Tensor | None]
 """A scale and a zero point."""

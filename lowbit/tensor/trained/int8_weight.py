@@ -59,7 +59,7 @@ from lowbit.tensor.trained.trainable import (
     dequantized_linear,
     grouped_in_high_precision,
 )
-from lowbit.trace import tracer
+from lowbit.tracing import tracer
 
 NEXT = -0x61C8864680B583EB
 """Distance of the random-number offsets of two updates. It is odd, so an offset returns after 2**64 updates (the golden

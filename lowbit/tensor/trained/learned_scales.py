@@ -25,7 +25,6 @@ from lowbit.linear.frozen.checks import refuse_transforms
 from lowbit.linear.frozen.kinds import representation_of
 from lowbit.linear.fused_rounding import learned_fake_quantize
 from lowbit.numerics.learned_scales import (
-    RATE,
     codes_and_residual,
     gradients,
     parameters_for,
@@ -48,7 +47,7 @@ from lowbit.tensor.core import (
     split_as,
 )
 from lowbit.tensor.trained.fake_quantized import CodesBeforeClamp, FakeQuantizedTensor, Qparams
-from lowbit.trace import tracer
+from lowbit.tracing import tracer
 
 _CONSTANT = "constant_codes"
 """The key in the description of a weight whose codes are constant."""
@@ -303,11 +302,10 @@ class LearnedScalesTensor(FakeQuantizedTensor, codec=CodesAndResiduals):
         return {**super().meta_to_json(), _RATE: rate_of(self.scheme.weight), **constant}
 
     def _factor_of(self, entry: Any) -> float:
-        """The factor for the scale parameter of a state dict, whose description is `entry`. Versions that did not name
-        the rate held every scale divided by `RATE`."""
-        if not isinstance(entry, Mapping):
-            return 1.0
-        return entry.get(_RATE, RATE) / rate_of(self.scheme.weight)
+        """The factor for the scale parameter of a state dict, whose description is `entry`: of a model with another
+        scheme, whose scales are divided by another rate."""
+        own = rate_of(self.scheme.weight)
+        return entry.get(_RATE, own) / own if isinstance(entry, Mapping) else 1.0
 
     def _check_described(self, key: str, entry: Any) -> None:
         if not isinstance(entry, Mapping) or "scheme" not in entry:

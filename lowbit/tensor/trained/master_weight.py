@@ -32,7 +32,7 @@ from lowbit.tensor.trained.trainable import (
     UPDATE,
     TrainableTensor,
 )
-from lowbit.trace.report import dtype_name
+from lowbit.tracing.report import dtype_name
 
 
 class _RowCounter:

@@ -27,7 +27,7 @@ from lowbit.linear.frozen.checks import TRANSFORMS, in_transform
 from lowbit.numerics import class_names
 from lowbit.schemes.training import IN_ATTENTION
 from lowbit.tensor.core import GROUPED, MATMULS, LowbitTensor, aten, count_change, written
-from lowbit.trace import tracer
+from lowbit.tracing import tracer
 
 KEEP_OUT = (
     "leave this weight out by filter_fn, call lowbit.dequantize_(model) for a plain model, or .dequantize() for a "

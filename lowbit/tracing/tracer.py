@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import IN_ATTENTION, LOOKED_UP, PRODUCTS
-from lowbit.trace.report import (
+from lowbit.tracing.report import (
     LOW_BITS,
     Trace,
     TracedProduct,
