@@ -133,11 +133,8 @@ def mean_loss(model: Llama, windows: Tensor) -> float:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = parser_of(
-        "convergence",
-        "Train one model with low-bit optimizer states, weights and products, and compare the losses.",
-        PRESETS,
-    )
+    about = "Train one model with low-bit states, weights and products, and compare the losses."
+    parser = parser_of("convergence", about, PRESETS)
     add_choice_of_runs(parser, RUNS)
     add = parser.add_argument
     add("--results", type=Path, default=FOLDER / "results.jsonl", metavar="FILE",

@@ -77,8 +77,7 @@ def train_base(run: Run, results: Results) -> None:
     for phase in [phase for phase in phases(run.config) if phase.scheme is None]:
         train_phase(run, phase)
         seconds += runs.load_checkpoint(run.folder.checkpoint(phase.name))["seconds"]
-    model = high_precision_model(run)
-    results.add(run, "high", measured(run, model, seconds, run.config.steps))
+    results.add(run, "high", measured(run, high_precision_model(run), seconds, run.config.steps))
 
 
 def round_variant(run: Run, name: str, results: Results) -> None:
@@ -164,8 +163,7 @@ def train_all(options: argparse.Namespace) -> None:
         finally:
             run.tracker.close(0)
         write_page(options.out, results)
-    print(table(results.content))
-    print(f"report: {options.out / 'report.md'}")
+    print(f"{table(results.content)}\nreport: {options.out / 'report.md'}")
 
 
 def train_seed(run: Run, chosen: list[str], results: Results) -> None:
@@ -195,8 +193,7 @@ def command_of(preset: str, options: argparse.Namespace) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Return 0 when done, 2 after a mistake that the user can correct (in one line), 130 after Ctrl-C."""
-    options = parse(arguments)
-    return exit_status(lambda: train_all(options))
+    return exit_status(lambda: train_all(parse(arguments)))
 
 
 if __name__ == "__main__":
