@@ -124,7 +124,7 @@ class Prepared(nn.Module):
 
 
 class Linear(Prepared, nn.Linear):
-    """nn.Linear."""
+    """nn.Linear with a prepared weight, whole or split over ranks."""
 
     def forward(self, input: Tensor) -> Tensor:
         weight: Any = self.weight  # read once, because nn.Module looks parameters up in Python
