@@ -25,6 +25,10 @@ def register(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> An
 
     `lowbit_kernels.runtime.schemas` has its schema.
     """
+    if not hasattr(torch.ops.lowbit, name):
+        raise LookupError(
+            f"the op {name} has no schema: add it to SCHEMAS in lowbit_kernels/runtime/schemas.py"
+        )
     _registered[name] = run, fake
     return getattr(torch.ops.lowbit, name).default
 
