@@ -100,3 +100,8 @@ def test_checks(
         product(A)
     assert product.reference(A, B, None, torch.float16).tolist() == [[4.0] * 3] * 2
     assert product.__doc__ == "The product." and "bias" in inspect.signature(product).parameters
+
+
+def test_an_op_without_a_schema_names_the_file_for_it() -> None:
+    with pytest.raises(LookupError, match=r"no_such_op has no schema: add it to SCHEMAS in .*schemas\.py"):
+        library.register("no_such_op", torch.neg, torch.neg)

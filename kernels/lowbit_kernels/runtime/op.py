@@ -21,6 +21,7 @@ op's arguments and the globals of its module. All tensors must be on one device,
 it. ``[...]`` accepts every shape. An argument that is a dtype has no shape in its declaration.
 
 The declaration is compiled to one Python function, so a check costs the host what one written by hand costs.
+`lowbit_kernels.runtime.schemas` lists the schema, which torch must know before the module of the op is imported.
 """
 
 from __future__ import annotations
