@@ -103,5 +103,7 @@ def test_checks(
 
 
 def test_an_op_without_a_schema_names_the_file_for_it() -> None:
-    with pytest.raises(LookupError, match=r"no_such_op has no schema: add it to SCHEMAS in .*schemas\.py"):
+    with pytest.raises(
+        LookupError, match=r"no_such_op has no schema: add it to SCHEMAS in .*schemas\.py"
+    ):
         library.register("no_such_op", torch.neg, torch.neg)
