@@ -160,6 +160,8 @@ class Spec(_Computed):
             self.mapping in VALUE_ZERO_POINT,
         )
         low, high, has_values = fmt.quant_min, fmt.quant_max, is_value(fmt.dtype)
+        if isinstance(fmt, LookupTable):  # whose range is symmetric
+            low, high = -fmt.largest, fmt.largest
         mid = 0 if has_values else (low + high + 1) // 2
         zero_dtype = fmt.dtype if is_int and not is_value_zero else None
         if rounds_minimum:
