@@ -92,34 +92,80 @@ def described(path: str, module: str, name: str, shown: dict[ast.stmt, str]) -> 
     if found is None:
         return [path]
     home, node = found
-    if (first := shown.setdefault(node, path)) != path:
+    if (first := shown[node]) != path:
         return [f"{path} = {first}"]
     if isinstance(node, ast.ClassDef):
-        return [f"{path}: class", *(f"{path}.{line}" for line in members(home, node))]
+        lines = members(home, node, shown)
+        public = ", ".join(dict.fromkeys(shown[b] for _, b in public_bases(home, node, shown)))
+        return [
+            f"{path}: class({public})" if public else f"{path}: class",
+            *(f"{path}.{lines[name]}" for name in sorted(lines)),
+        ]
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return [path + signature(node)]
     return [path]
 
 
-def members(module: str, node: ast.ClassDef) -> list[str]:
-    """Public methods and annotated fields of a class, with those of its bases inside lowbit."""
-    lines: dict[str, str] = {}
-    for base in reversed(node.bases):
+def bases(module: str, node: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef]]:
+    """The bases that lowbit defines, with the module of each."""
+    for base in node.bases:
         found = definition(module, ast.unparse(base).split("[")[0])
         if found is not None and isinstance(found[1], ast.ClassDef):
+            yield found[0], found[1]
+
+
+def public_bases(
+    module: str, node: ast.ClassDef, shown: dict[ast.stmt, str]
+) -> Iterator[tuple[str, ast.ClassDef]]:
+    """The nearest bases in `shown`, beyond those that are internal."""
+    for base in bases(module, node):
+        yield from [base] if base[1] in shown else public_bases(*base, shown)
+
+
+def documented(module: str, node: ast.ClassDef) -> set[str]:
+    """The names of the methods and properties that the class or a base of it gives a docstring."""
+    names = {
+        item.name
+        for item in node.body
+        if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(item)
+    }
+    return names.union(*(documented(*base) for base in bases(module, node)))
+
+
+def members(module: str, node: ast.ClassDef, shown: dict[ast.stmt, str]) -> dict[str, str]:
+    """The lines of a class by name: its fields, constructor, and documented public methods and properties.
+
+    A public base has lines of its own, which are not repeated. An internal base adds what constructs the class:
+    `__init__`, and the fields of a dataclass. Its methods serve lowbit itself, such as the hooks that FSDP2 calls.
+    """
+    lines: dict[str, str] = {}
+    for home, base in reversed([*bases(module, node)]):
+        if base not in shown:
+            inherited = members(home, base, shown)
             lines |= {
-                line.split("(")[0].split(":")[0]: line for line in members(found[0], found[1])
+                name: line
+                for name, line in inherited.items()
+                if name == "__init__" or (is_dataclass(base) and line.startswith(f"{name}: "))
             }
+    has_docstring = documented(module, node)
     for item in node.body:
         if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef)):
             is_test = item.name.startswith("test_")  # contracts gain and lose these
-            if item.name in ("__init__", "__call__") or not (item.name[0] == "_" or is_test):
+            is_public = item.name[0] != "_" and not is_test and item.name in has_docstring
+            if is_public or item.name in ("__init__", "__call__"):
                 lines[item.name] = item.name + signature(item)
         elif isinstance(item, ast.AnnAssign) and (field := ast.unparse(item.target))[0] != "_":
             annotation, default = ast.unparse(item.annotation), "" if item.value is None else " = …"
             if not annotation.startswith("ClassVar"):
                 lines[field] = f"{field}: {annotation}{default}"
-    return [lines[name] for name in sorted(lines)]
+    for base in public_bases(module, node, shown):
+        of_base = members(*base, shown)
+        lines = {name: line for name, line in lines.items() if of_base.get(name) != line}
+    return lines
+
+
+def is_dataclass(node: ast.ClassDef) -> bool:
+    return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
 def signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
@@ -128,15 +174,22 @@ def signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 
 def public_api() -> str:
-    lines: list[str] = []
+    names = [(module, name) for module in MODULES for name in public_names(module)]
     shown: dict[ast.stmt, str] = {}
+    for module, name in names:
+        if (found := definition(module, name)) is not None:
+            shown.setdefault(found[1], f"{shown_name(module)}.{name}")
+    lines: list[str] = []
     for module in MODULES:
         assert source_file(module) is not None, f"the public module {module} is gone"
-        prefix = module.removesuffix(".surface")
-        lines += [f"[{prefix}]"]
+        lines += [f"[{shown_name(module)}]"]
         for name in public_names(module):
-            lines += described(f"{prefix}.{name}", module, name, shown)
+            lines += described(f"{shown_name(module)}.{name}", module, name, shown)
     return "\n".join(lines) + "\n"
+
+
+def shown_name(module: str) -> str:
+    return module.removesuffix(".surface")
 
 
 def test_the_public_api_is_the_one_of_the_snapshot() -> None:
