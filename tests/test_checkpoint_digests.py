@@ -182,7 +182,7 @@ def test_changed_tensors_are_named(tmp_path: Path, suffix: str, name: str) -> No
 @SUFFIXES
 @pytest.mark.parametrize("lost", ["the description's", "the tensors'"])
 def test_digests_that_got_lost(tmp_path: Path, suffix: str, lost: str) -> None:
-    """Of the description, or of the tensors."""
+    """A file may lose the digest of its description, or those of its tensors."""
     path = tmp_path / f"m{suffix}"
     tensors, info = checkpoint.to_plain({"a": torch.ones(2)})
     text = json.dumps(info if lost == "the tensors'" else {**info, "stored": {}})

@@ -192,10 +192,10 @@ class CodedOperands(NamedTuple):
     """The scheme of backward products in low bits."""
     note: Note | None
     dtype: torch.dtype
-    """Of y."""
+    """The dtype of y."""
     weight_dtype: torch.dtype
     shape: torch.Size
-    """Of the weight."""
+    """The shape of the weight."""
 
     def output(
         self,

@@ -90,7 +90,7 @@ class LowBitOperands(NamedTuple):
     kind: str
     """The name of the weight's class, for an error."""
     dtype: torch.dtype
-    """Of the weight."""
+    """The dtype of the weight."""
     k: int
 
     def output(

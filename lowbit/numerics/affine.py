@@ -48,6 +48,7 @@ from lowbit.numerics.code_range import (
     quant_range,
     within_range,
 )
+from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.packing import unpack
 
 Mapping = Literal[
@@ -207,6 +208,21 @@ class Grid(NamedTuple):
     """None: the default of `choose_qparams_affine`."""
 
 
+def unchecked_grid(
+    mapping: Mapping,
+    dtype: CodeType,
+    low: float,
+    high: float,
+    zero_point_dtype: torch.dtype | None,
+) -> Grid:
+    """The grid of these codes. Args: those of `Grid`; the range of a table is its own."""
+    if isinstance(dtype, LookupTable):
+        low, high = quant_range(dtype, low, high)
+    has_values = is_value(dtype)
+    mid = 0 if has_values else (low + high + 1) // 2
+    return Grid(mapping, dtype, low, high, mid, has_values, zero_point_dtype)
+
+
 def grid_of(
     mapping: Mapping,
     target_dtype: CodeType,
@@ -220,19 +236,18 @@ def grid_of(
     """
     if mapping not in get_args(Mapping):
         raise ValueError(f"unknown mapping {mapping!r}; accepted: {', '.join(get_args(Mapping))}")
-    has_values = is_value(target_dtype)
-    if has_values and mapping != "symmetric":
+    if is_value(target_dtype) and mapping != "symmetric":
         raise ValueError(
             f"{target_dtype} has no zero point: mapping must be 'symmetric', got {mapping!r}"
         )
     low, high = quant_range(target_dtype, quant_min, quant_max)
-    mid = 0 if has_values else (low + high + 1) // 2
-    if zero_point_dtype is not None and not has_values:
-        codes = None if mapping in VALUE_ZERO_POINT else (mid, mid)
+    grid = unchecked_grid(mapping, target_dtype, low, high, zero_point_dtype)
+    if zero_point_dtype is not None and not grid.has_values:
+        codes = None if mapping in VALUE_ZERO_POINT else (grid.mid, grid.mid)
         check_zero_point_dtype(
             zero_point_dtype, (low, high) if mapping == "asymmetric" else codes, mapping
         )
-    return Grid(mapping, target_dtype, low, high, mid, has_values, zero_point_dtype)
+    return grid
 
 
 def choose_qparams_affine(

@@ -27,12 +27,12 @@ from lowbit.numerics.affine import (
     quantize_affine,
     round_to_dtype,
     rounded_affine,
+    unchecked_grid,
     unclamped_codes,
 )
 from lowbit.numerics.code_range import (
     FLOATS,
     clamped,
-    is_value,
     within_range,
 )
 from lowbit.numerics.granularity import (
@@ -71,7 +71,7 @@ def crop(t: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class _Computed:
-    """What a `Spec` computes of its fields once, at construction. It is in neither repr, comparison nor pickles."""
+    """What a `Spec` computes of its fields once, at construction. Comparisons and pickles leave it out."""
 
     _grid: Grid
     """The codes, for `lowbit.numerics.affine`."""
@@ -159,15 +159,11 @@ class Spec(_Computed):
             self.mapping.startswith("symmetric"),
             self.mapping in VALUE_ZERO_POINT,
         )
-        low, high, has_values = fmt.quant_min, fmt.quant_max, is_value(fmt.dtype)
-        if isinstance(fmt, LookupTable):  # whose range is symmetric
-            low, high = -fmt.largest, fmt.largest
-        mid = 0 if has_values else (low + high + 1) // 2
         zero_dtype = fmt.dtype if is_int and not is_value_zero else None
         if rounds_minimum:
             zero_dtype = torch.float32
         self.__dict__.update(
-            _grid=Grid(self.mapping, fmt.dtype, low, high, mid, has_values, zero_dtype),
+            _grid=unchecked_grid(self.mapping, fmt.dtype, fmt.quant_min, fmt.quant_max, zero_dtype),
             scales=SCALE_FORMATS[self.scale_format],
             rounds_minimum=rounds_minimum,
             has_zero_point=is_int and not (getattr(fmt, "signed", False) and symmetric),
