@@ -65,12 +65,12 @@ def in_graphs(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def _grid(spec: Spec) -> Any:
+def _grid_name(spec: Spec) -> str:
     fmt = spec.format
     names = {dtype: name for name, dtype in kernels.fake_quantize.FORMATS.items()}
     return kernels.fake_quantize.Grid(
         spec.mapping, names[fmt.dtype], float(fmt.quant_min), float(fmt.quant_max)
-    )
+    ).name
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -127,10 +127,10 @@ def rounded(
         return values if dtype is None else values.to(dtype), Inside(mask)
     group_size = spec.block_size(x.shape)[-1]
     # Values of float32 are rounded to `dtype` by the kernel. Others are first rounded to their own dtype.
-    direct = dtype if x.dtype is torch.float32 and dtype in FLOATS else None
+    direct = dtype if x.dtype is torch.float32 and dtype in FLOATS else x.dtype
     values, bits = kernels.fake_quantize.fake_quantize(
         _flat(x),
-        _grid(spec),
+        grid_name=_grid_name(spec),
         group_size=group_size,
         scale_dtype=scale_dtype,
         dtype=direct,
@@ -153,7 +153,7 @@ def unclamped_codes(
     clips = spec.may_clip(scale_dtype)
     codes, scale, zero_point = kernels.fake_quantize.fake_quantize_codes(
         _flat(x),
-        _grid(spec),
+        grid_name=_grid_name(spec),
         group_size=spec.block_size(x.shape)[-1],
         code_dtype=spec.unclamped_dtype(clips),
         scale_dtype=scale_dtype,
@@ -173,13 +173,13 @@ def rounded_by(
         codes = spec.quantize(x, qparams=found)
         return spec.dequantize(*codes, x.shape, x.dtype).to(dtype)
     scale, zero_point = _in_blocks(found)
-    direct = dtype if x.dtype is torch.float32 and dtype in FLOATS else None
+    direct = dtype if x.dtype is torch.float32 and dtype in FLOATS else x.dtype
     values, _ = kernels.fake_quantize.fake_quantize(
         _flat(x),
-        _grid(spec),
+        scale,
+        zero_point,
+        grid_name=_grid_name(spec),
         group_size=spec.block_size(x.shape)[-1],
-        scale=scale,
-        zero_point=zero_point,
         dtype=direct,
         after=after,
     )
@@ -213,7 +213,7 @@ def learned_gradients(
         _flat(x),
         blocks,
         zeros,
-        _grid(spec),
+        grid_name=_grid_name(spec),
         group_size=spec.block_size(x.shape)[-1],
         constant_codes=constant_codes,
     )

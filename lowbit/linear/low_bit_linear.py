@@ -186,22 +186,31 @@ def low_bit_gradients(
     if scheme.in_blocks:
         return _block_gradients(note, scheme, grad, weight, x, dtype)
     several = weight is not None and weight[1] is not None and weight[1].numel() != 1
-    how: dict[str, Any] = {
-        "seed": scheme.seed if scheme.rounds_stochastically else None,
-        "tensorwise": scheme.one_scale and not several,
-        "dtype": dtype,
-    }
-    multiply = kernels.linear_gradients.linear_gradients
+    stochastic = scheme.rounds_stochastically
+
+    def multiply(weight: Operand | None, x: Codes | None) -> tuple[Tensor | None, Tensor | None]:
+        grad_x, grad_weight = kernels.linear_gradients.linear_gradients(
+            grad,
+            fmt,
+            *(weight or (None, None)),
+            *(x or (None, None)),
+            stochastic=stochastic,
+            seed=scheme.seed if stochastic else 0,
+            tensorwise=scheme.one_scale and not several,
+            dtype=dtype,
+        )
+        return None if weight is None else grad_x, None if x is None else grad_weight
+
     if note is None:
-        return multiply(grad, fmt, weight, x, **how)
+        return multiply(weight, x)
     # A trace tells the kernels of two products apart by the calls between which they run.
     grad_x = grad_weight = None
     if weight is not None:
         tracer.record(note, "grad_input", fmt)
-        grad_x, _ = multiply(grad, fmt, weight, None, **how)
+        grad_x, _ = multiply(weight, None)
     if x is not None:
         tracer.record(note, "grad_weight", fmt)
-        _, grad_weight = multiply(grad, fmt, None, x, **how)
+        _, grad_weight = multiply(None, x)
     return grad_x, grad_weight
 
 

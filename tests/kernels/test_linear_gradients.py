@@ -91,7 +91,7 @@ def by_three_ops(case: Case, arguments: tuple) -> list[Tensor]:
 def test_the_op_is_its_parts_and_tells_of_them(case: Case) -> None:
     arguments = case.arguments()
     with counted() as calls:
-        found = [t for t in as_called(case, arguments) if t is not None]
+        found = as_called(arguments)
     for got, expected in zip(found, by_three_ops(case, arguments), strict=True):
         assert same_bits(got, expected)
     products = sum(n for (op, _), n in calls.items() if op == "scaled_mm")
@@ -104,18 +104,13 @@ def scratch_bytes(found: Planned) -> int:
     return sum(buffer.nbytes for buffer in found.plan.scratch)
 
 
-def as_called(case: Case, arguments: tuple) -> tuple[Tensor | None, Tensor | None]:
-    """The result of the function of these arguments of the op."""
-    grad, fmt, weight, weight_scale, x, x_scale, *_ = arguments
-    return linear_gradients.linear_gradients(
-        grad,
-        fmt,
-        None if weight is None else (weight, weight_scale),
-        None if x is None else (x, x_scale),
-        seed=case.seed if case.stochastic else None,
-        tensorwise=case.tensorwise,
-        dtype=case.weight_dtype,
-    )
+def as_called(arguments: tuple) -> list[Tensor]:
+    """The results of the function of these arguments of the op that are wanted."""
+    *operands, stochastic, seed, tensorwise, dtype = arguments
+    options = {"stochastic": stochastic, "seed": seed, "tensorwise": tensorwise, "dtype": dtype}
+    found = linear_gradients.linear_gradients(*operands, **options)
+    wanted = operands[2] is not None, operands[4] is not None
+    return [t for t, is_wanted in zip(found, wanted, strict=True) if is_wanted]
 
 
 def opcheck(case: Case, arguments: tuple) -> None:

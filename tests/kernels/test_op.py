@@ -22,6 +22,7 @@ OF_TYPES = {
     "Sequence[Tensor]": "Tensor[]",
     "Sequence[float]": "float[]",
     "torch.dtype": "ScalarType",
+    "torch.dtype | None": "ScalarType?",
 }
 
 

@@ -32,24 +32,31 @@ CHUNK = 2**22  # elements of w that are widened at once
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+@op(
+    "torch.empty(w.shape, dtype=w.dtype, device=w.device)",
+    rules={"_check(w, a, b, scales)": ""},
+)
 def add_low_rank(
     w: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float]
 ) -> Tensor:
-    """`w` plus the scaled products; the formula is in the module's docstring.
+    """`w` plus the scaled products; the formula is in the module's docstring, here it is computed in float64.
 
-    Raises TypeError for other dtypes, ValueError for other shapes.
+    Args:
+        w: the weight [N, K].
+        a, b: factors [R, K] and [N, R] of each product.
+        scales: of the products.
+
+    Raises:
+        TypeError: other dtypes.
+        ValueError: other shapes, or not as many a, b and scales.
     """
-    return _add_op.overload(w, list(a), list(b), list(scales))
-
-
-def reference(
-    w: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float]
-) -> Tensor:
-    """The formula in float64, rounded to the dtype of `w`."""
     total = w.double()
     for down, up, scale in zip(a, b, scales, strict=True):
         total = total + scale * (up.double() @ down.double())
     return total.to(w.dtype)
+
+
+reference = add_low_rank.reference
 
 
 def _chunks(w: Tensor) -> Iterator[slice]:
@@ -61,14 +68,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-_add_op = op(
-    "torch.empty(w.shape, dtype=w.dtype, device=w.device)",
-    name="add_low_rank",
-    rules={"_check(w, a, b, scales)": ""},
-)(reference)
-
-
-@_add_op.kernel
+@add_low_rank.kernel
 def _add(w: Tensor, a: list[Tensor], b: list[Tensor], scales: list[float]) -> Tensor:
     ran("add_low_rank", "torch")
     dtype = _wide(w.dtype)

@@ -34,15 +34,12 @@ from lowbit_kernels.quantize import quantize_rowcol as rowcol
 from lowbit_kernels.quantize import quantize_rowcol_sm90
 from lowbit_kernels.runtime import launch_plan, launcher, nvrtc
 from lowbit_kernels.runtime.launch_plan import Buffer, Composition
-from lowbit_kernels.runtime.launcher import called
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.library import FLOATS, check_one_device
 from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.seeds import seed_of
 from lowbit_kernels.weight_only.weight_operands import TensorLayout, layout
 
-Codes = tuple[Tensor, Tensor]
-Operand = tuple[Tensor, Tensor | None]
 GRAD, WEIGHT, WEIGHT_SCALE, X, X_SCALE, GRAD_X, GRAD_WEIGHT = range(7)
 """The numbers of the tensors of a plan; scratch memory follows."""
 APART = 2**29
@@ -53,24 +50,39 @@ MOST_ROWS = 2**31 - 1
 """The most rows of a gradient that the plan rounds stochastically: its kernels count rows in 32 bits for the seed."""
 
 
+def _weight_format(format: str) -> str:
+    """The format of a weight that is multiplied by a gradient in `format`."""
+    return "int8" if format == "int8" else "e4m3"
+
+
+@op(
+    "[empty(d, *s) for d, s in zip((grad.dtype, dtype), _shapes(grad, weight, weight_scale, x))]",
+    planned=True,
+    rules={"_check(grad, weight, weight_scale, x, x_scale, format, tensorwise, dtype)": ""},
+)
 def linear_gradients(
     grad: Tensor,
     format: str,
-    weight: Operand | None,
-    x: Codes | None,
+    weight: Tensor | None,
+    weight_scale: Tensor | None,
+    x: Tensor | None,
+    x_scale: Tensor | None,
     *,
-    seed: int | None = None,
+    stochastic: bool = False,
+    seed: int = 0,
     tensorwise: bool = False,
     dtype: torch.dtype = torch.bfloat16,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """grad_x and grad_weight; shapes, dtypes and the formula are in the module's docstring.
 
     Args:
         grad: dy [M, N].
         format: that of dy's codes, as of `quantize_rowcol`.
-        weight: codes and scales of the weight, or the weight in high precision and None. None: grad_x is not wanted.
-        x: codes and scales of the input; None: grad_weight is not wanted.
-        seed: of the stochastic rounding, a signed 64-bit integer; None rounds to nearest.
+        weight, weight_scale: codes and scales of the weight, or the weight in high precision and None. Without either,
+            grad_x is not wanted.
+        x, x_scale: codes and scales of the input. Without them, grad_weight is not wanted.
+        stochastic: round dy stochastically.
+        seed: of the stochastic rounding, a signed 64-bit integer.
         tensorwise: dy, and a weight in high precision, have one scale (float8 only). Not where the weight has several
             scales, since dy times these is rounded.
         dtype: of grad_weight.
@@ -78,31 +90,6 @@ def linear_gradients(
     Raises:
         TypeError, ValueError: as `quantize_rowcol` and `scaled_mm` do, or neither gradient is wanted.
     """
-    given = *(weight or (None, None)), *(x or (None, None))
-    number = 0 if seed is None else seed
-    options = seed is not None, number, tensorwise, dtype
-    grad_x, grad_weight = called(_op.overload, grad, format, *given, *options)
-    return None if weight is None else grad_x, None if x is None else grad_weight
-
-
-def _weight_format(format: str) -> str:
-    """The format of a weight that is multiplied by a gradient in `format`."""
-    return "int8" if format == "int8" else "e4m3"
-
-
-def reference(
-    grad: Tensor,
-    format: str,
-    weight: Tensor | None,
-    weight_scale: Tensor | None,
-    x: Tensor | None,
-    x_scale: Tensor | None,
-    stochastic: bool,
-    seed: int,
-    tensorwise: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """The op by `quantize_rowcol` and `scaled_mm`, on any device."""
     factor = None
     if weight is not None and weight_scale is None:
         _, _, weight, weight_scale = rowcol.quantize_rowcol(
@@ -128,26 +115,12 @@ def reference(
     return grad_x, grad_weight
 
 
-_op = op(
-    "[empty(d, *s) for d, s in zip((grad.dtype, dtype), _shapes(grad, weight, weight_scale, x))]",
-    name="linear_gradients",
-    planned=True,
-    rules={"_check(grad, weight, weight_scale, x, x_scale, format, tensorwise, dtype)": ""},
-)(reference)
+reference = linear_gradients.reference
 
 
-@_op.kernel
+@linear_gradients.kernel
 def _launch(
-    grad: Tensor,
-    format: str,
-    weight: Tensor | None,
-    weight_scale: Tensor | None,
-    x: Tensor | None,
-    x_scale: Tensor | None,
-    stochastic: bool,
-    seed: int,
-    tensorwise: bool,
-    dtype: torch.dtype,
+    grad, format, weight, weight_scale, x, x_scale, stochastic, seed, tensorwise, dtype
 ) -> tuple[Tensor, Tensor]:
     operands = grad, weight, weight_scale, x, x_scale
     options = stochastic, seed, tensorwise, dtype

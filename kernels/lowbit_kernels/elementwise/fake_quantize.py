@@ -51,7 +51,6 @@ from torch.nn import functional as F
 from lowbit_kernels.elementwise import fake_quantize_triton
 from lowbit_kernels.elementwise.grid import CODE, FORMATS, MAPPINGS, NO_ZERO, VALUE, Grid
 from lowbit_kernels.quantize.quantize_rowcol_triton import takes
-from lowbit_kernels.runtime.launcher import called
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.triton_runtime import runs_on
@@ -59,15 +58,33 @@ from lowbit_kernels.runtime.triton_runtime import runs_on
 MOST_BLOCKS = 2**31 - 2**16
 
 
+# ---- the formulas in PyTorch ---------------------------------------------------------------------------------------
+
+
+_X = "float [R, C]; flatten leading dimensions first"
+_SCALE = "float [R, -(-C // max(group_size, 1))]"
+_ZERO_POINT = "int8|uint8|float [R, -(-C // max(group_size, 1))]"
+
+
+@op(
+    "_results(x, group_size, dtype, inside)",
+    planned=True,
+    x=_X,
+    scale=_SCALE,
+    zero_point=_ZERO_POINT,
+    rules={"_check_grid(Grid.named(grid_name), scale, zero_point, group_size)": ""},
+    scale_dtype="float",
+    dtype="float",
+)
 def fake_quantize(
     x: Tensor,
-    grid: Grid,
-    *,
-    group_size: int,
     scale: Tensor | None = None,
     zero_point: Tensor | None = None,
+    *,
+    group_size: int,
+    grid_name: str,
     scale_dtype: torch.dtype = torch.float32,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype,
     inside: bool = False,
     after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -75,10 +92,11 @@ def fake_quantize(
 
     Args:
         x: [R, C].
-        group_size: G.
         scale, zero_point: given parameters; None to compute them from x.
+        group_size: G.
+        grid_name: `Grid.name` of the grid.
         scale_dtype: the dtype that computed scales, and zero points that are values, are rounded to.
-        dtype: of the values; None for that of x.
+        dtype: of the values.
         inside: whether to write `inside`; otherwise it is empty.
         after: not read. Given the gradient, it makes torch.compile compute the values again in the backward pass. The
             values of the forward pass are then not kept until there.
@@ -87,103 +105,7 @@ def fake_quantize(
         TypeError: a dtype other than those above.
         ValueError: an unknown mapping or format, or shapes that do not fit each other.
     """
-    return called(
-        _op.overload,
-        x,
-        scale,
-        zero_point,
-        group_size,
-        grid.name,
-        scale_dtype,
-        dtype or x.dtype,
-        inside,
-        after,
-    )
-
-
-def fake_quantize_gradients(
-    grad: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    grid: Grid,
-    *,
-    group_size: int,
-    constant_codes: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """grad_x in the dtype of `grad`, and grad_scale and grad_zero, float32 [R, ceil(C / G)]; see the module.
-
-    Args:
-        grad: gradient of the values, float32, bfloat16 or float16 [R, C].
-        x, scale, zero_point: as given to `fake_quantize`.
-        constant_codes: whether grad_scale is that of constant codes.
-
-    Raises:
-        TypeError, ValueError: as `fake_quantize`.
-    """
-    return called(
-        _gradients_op.overload, grad, x, scale, zero_point, group_size, grid.name, constant_codes
-    )
-
-
-def fake_quantize_codes(
-    x: Tensor,
-    grid: Grid,
-    *,
-    group_size: int,
-    code_dtype: torch.dtype,
-    scale_dtype: torch.dtype = torch.float32,
-    clips: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes before the clamp [R, C], scale [R, ceil(C / G)], and zero points of that shape, or [0] where they are
-    always 0. One kernel where PyTorch needs about 28 operations, for tensors whose codes are sent elsewhere.
-
-    Args:
-        x, scale_dtype: as of `fake_quantize`; scales are computed from x.
-        grid: of integers.
-        group_size: G.
-        code_dtype: int8, uint8 or int16, which holds the range of codes, and with `clips` one step beyond either end.
-        clips: whether codes may lie beyond the range; otherwise they are clamped to it.
-
-    Raises:
-        TypeError: another dtype of x, scales or codes.
-        ValueError: a grid of float8 or an unknown one, codes that `code_dtype` does not hold, or shapes that do not
-            fit.
-    """
-    return called(_codes_op.overload, x, group_size, grid.name, scale_dtype, code_dtype, clips)
-
-
-def unpack_inside(inside: Tensor, group_size: int, columns: int) -> Tensor:
-    """`inside` as bool [R, C], by PyTorch operations, which torch.compile fuses with those that follow."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=inside.device)
-    bits = (inside.unsqueeze(-1) >> shifts) & 1
-    return bits.flatten(-2)[..., :group_size].flatten(1)[:, :columns] != 0
-
-
-def zero_outside(grad: Tensor, inside: Tensor, group_size: int) -> Tensor:
-    """`grad` [R, C] where `inside`, elsewhere 0: the gradient of x. In a graph of torch.compile, other operations fuse
-    with it. While autograd traces such a graph's backward pass, only the class of the tensors shows it."""
-    traced = torch.compiler.is_compiling() or type(grad) is not Tensor
-    if traced or not (grad.numel() and runs_on(grad.device)):
-        return torch.where(unpack_inside(inside, group_size, grad.shape[1]), grad, 0.0)
-    return fake_quantize_triton.zero_outside(grad, inside, group_size)
-
-
-# ---- the formulas in PyTorch ---------------------------------------------------------------------------------------
-
-
-def reference(
-    x: Tensor,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    group_size: int,
-    grid_name: str,
-    scale_dtype: torch.dtype,
-    dtype: torch.dtype,
-    inside: bool,
-    after: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The formula in PyTorch ops, on any device. Divisions through float64 give the quotients of float32."""
+    # Divisions through float64 give the quotients of float32.
     grid = Grid.named(grid_name)
     blocks = _blocks(x, group_size)
     if scale is None:
@@ -193,31 +115,43 @@ def reference(
     return values, _packed(kept) if inside else x.new_empty(0, dtype=torch.uint8)
 
 
-_X = "float [R, C]; flatten leading dimensions first"
-_SCALE = "float [R, -(-C // max(group_size, 1))]"
-_ZERO_POINT = "int8|uint8|float [R, -(-C // max(group_size, 1))]"
-_op = op(
-    "_results(x, group_size, dtype, inside)",
-    name="fake_quantize",
+reference = fake_quantize.reference
+
+
+@op(
+    "_results_of_codes(x, group_size, scale_dtype, code_dtype, _zero_dtype(Grid.named(grid_name), scale_dtype))",
     planned=True,
     x=_X,
-    scale=_SCALE,
-    zero_point=_ZERO_POINT,
-    rules={"_check_grid(Grid.named(grid_name), scale, zero_point, group_size)": ""},
+    rules={
+        "_check_grid(Grid.named(grid_name), None, None, group_size)": "",
+        "_check_codes(Grid.named(grid_name), code_dtype, clips)": "",
+    },
     scale_dtype="float",
-    dtype="float",
-)(reference)
-
-
-def codes_reference(
+)
+def fake_quantize_codes(
     x: Tensor,
+    *,
     group_size: int,
     grid_name: str,
-    scale_dtype: torch.dtype,
+    scale_dtype: torch.dtype = torch.float32,
     code_dtype: torch.dtype,
-    clips: bool,
+    clips: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`fake_quantize_codes` in PyTorch ops, on any device."""
+    """Codes before the clamp [R, C], scale [R, ceil(C / G)], and zero points of that shape, or [0] where they are
+    always 0. One kernel where PyTorch needs about 28 operations, for tensors whose codes are sent elsewhere.
+
+    Args:
+        x, scale_dtype: as of `fake_quantize`; scales are computed from x.
+        group_size: G.
+        grid_name: `Grid.name` of a grid of integers.
+        code_dtype: int8, uint8 or int16, which holds the range of codes, and with `clips` one step beyond either end.
+        clips: whether codes may lie beyond the range; otherwise they are clamped to it.
+
+    Raises:
+        TypeError: another dtype of x, scales or codes.
+        ValueError: a grid of float8 or an unknown one, codes that `code_dtype` does not hold, or shapes that do not
+            fit.
+    """
     grid = Grid.named(grid_name)
     blocks = _blocks(x, group_size)
     scale, zero_point = _parameters(blocks, grid, scale_dtype)
@@ -227,33 +161,35 @@ def codes_reference(
     return codes, scale, _no_zero(x) if zero_point is None else zero_point
 
 
-_codes_op = op(
-    "_results_of_codes(x, group_size, scale_dtype, code_dtype, _zero_dtype(Grid.named(grid_name), scale_dtype))",
-    name="fake_quantize_codes",
+@op(
+    "empty(grad.dtype, R, C), *(x.new_empty(scale.shape, dtype=torch.float32) for _ in range(2))",
     planned=True,
+    grad="float [R, C]",
     x=_X,
-    rules={
-        "_check_grid(Grid.named(grid_name), None, None, group_size)": "",
-        "_check_codes(Grid.named(grid_name), code_dtype, clips)": "",
-    },
-    scale_dtype="float",
-)(codes_reference)
-
-
-def _no_zero(x: Tensor) -> Tensor:
-    return x.new_empty(0, dtype=torch.int8)
-
-
-def gradients_reference(
+    scale=_SCALE,
+    zero_point=_ZERO_POINT,
+    rules={"_check_grid(Grid.named(grid_name), scale, zero_point, group_size)": ""},
+)
+def fake_quantize_gradients(
     grad: Tensor,
     x: Tensor,
     scale: Tensor,
     zero_point: Tensor | None,
+    *,
     group_size: int,
     grid_name: str,
-    constant_codes: bool,
+    constant_codes: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients in PyTorch ops, on any device."""
+    """grad_x in the dtype of `grad`, and grad_scale and grad_zero, float32 [R, ceil(C / G)]; see the module.
+
+    Args:
+        grad: gradient of the values, float32, bfloat16 or float16 [R, C].
+        x, scale, zero_point, group_size, grid_name: as given to `fake_quantize`.
+        constant_codes: whether grad_scale is that of constant codes.
+
+    Raises:
+        TypeError, ValueError: as `fake_quantize`.
+    """
     grid = Grid.named(grid_name)
     blocks, wide = _blocks(x, group_size), _blocks(grad, group_size)
     codes, inside, values = _rounded_blocks(blocks, scale, zero_point, grid)
@@ -269,16 +205,8 @@ def gradients_reference(
     )
 
 
-_gradients_op = op(
-    "empty(grad.dtype, R, C), *(x.new_empty(scale.shape, dtype=torch.float32) for _ in range(2))",
-    name="fake_quantize_gradients",
-    planned=True,
-    grad="float [R, C]",
-    x=_X,
-    scale=_SCALE,
-    zero_point=_ZERO_POINT,
-    rules={"_check_grid(Grid.named(grid_name), scale, zero_point, group_size)": ""},
-)(gradients_reference)
+def _no_zero(x: Tensor) -> Tensor:
+    return x.new_empty(0, dtype=torch.int8)
 
 
 def _code_of_z(grid: Grid, zero_point: Tensor | None) -> Any:
@@ -365,6 +293,22 @@ def _smallest(scale_dtype: torch.dtype) -> float:
     return 2.0**-24 if scale_dtype == torch.float16 else 2.0**-126
 
 
+def unpack_inside(inside: Tensor, group_size: int, columns: int) -> Tensor:
+    """`inside` as bool [R, C], by PyTorch operations, which torch.compile fuses with those that follow."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=inside.device)
+    bits = (inside.unsqueeze(-1) >> shifts) & 1
+    return bits.flatten(-2)[..., :group_size].flatten(1)[:, :columns] != 0
+
+
+def zero_outside(grad: Tensor, inside: Tensor, group_size: int) -> Tensor:
+    """`grad` [R, C] where `inside`, elsewhere 0: the gradient of x. In a graph of torch.compile, other operations fuse
+    with it. While autograd traces such a graph's backward pass, only the class of the tensors shows it."""
+    traced = torch.compiler.is_compiling() or type(grad) is not Tensor
+    if traced or not (grad.numel() and runs_on(grad.device)):
+        return torch.where(unpack_inside(inside, group_size, grad.shape[1]), grad, 0.0)
+    return fake_quantize_triton.zero_outside(grad, inside, group_size)
+
+
 # ---- the ops -------------------------------------------------------------------------------------------------------
 
 
@@ -375,17 +319,9 @@ def _runs_triton(x: Tensor, grid: Grid, group_size: int) -> bool:
     return total < MOST_BLOCKS and (not grid.is_float8 or takes(grid.format, x.device))
 
 
-@_op.kernel
+@fake_quantize.kernel
 def _launch(
-    x: Tensor,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    group_size: int,
-    grid_name: str,
-    scale_dtype: torch.dtype,
-    dtype: torch.dtype,
-    inside: bool,
-    after: Tensor | None,
+    x, scale, zero_point, group_size, grid_name, scale_dtype, dtype, inside, after
 ) -> tuple[Tensor, Tensor] | None:
     grid, smallest = Grid.named(grid_name), _smallest(scale_dtype)
     if _runs_triton(x, grid, group_size):
@@ -404,15 +340,9 @@ def _results(x: Tensor, group_size: int, dtype: torch.dtype, inside: bool) -> tu
     return x.new_empty((rows, columns), dtype=dtype), x.new_empty(shape, dtype=torch.uint8)
 
 
-@_gradients_op.kernel
+@fake_quantize_gradients.kernel
 def _launch_gradients(
-    grad: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    group_size: int,
-    grid_name: str,
-    constant_codes: bool,
+    grad, x, scale, zero_point, group_size, grid_name, constant_codes
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     grid = Grid.named(grid_name)
     if not _runs_triton(x, grid, group_size):
@@ -423,14 +353,9 @@ def _launch_gradients(
     )
 
 
-@_codes_op.kernel
+@fake_quantize_codes.kernel
 def _launch_codes(
-    x: Tensor,
-    group_size: int,
-    grid_name: str,
-    scale_dtype: torch.dtype,
-    code_dtype: torch.dtype,
-    clips: bool,
+    x, group_size, grid_name, scale_dtype, code_dtype, clips
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     grid = Grid.named(grid_name)
     dtypes = scale_dtype, code_dtype, _zero_dtype(grid, scale_dtype)

@@ -33,29 +33,24 @@ TOGETHER = 1024  # pieces that are summed at once
 LARGEST = 2**31 - PIECE  # elements of a matrix that the kernels can count
 
 
+@op(
+    "torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)",
+    x="float [count, rows, columns]",
+    out_dtype="float",
+)
 def normalize_matrices(x: Tensor, eps: float, out_dtype: torch.dtype | None = None) -> Tensor:
     """The normalized matrices; the formula is in the module's docstring. `out_dtype`: by default that of `x`.
 
     Raises TypeError for other dtypes, ValueError for other shapes.
     """
-    return _op.overload(x, eps, x.dtype if out_dtype is None else out_dtype)
-
-
-def reference(x: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
-    """The formula in PyTorch ops, on any device."""
-    out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
     for i, matrix in enumerate(x):
         wide = matrix.float()
         out[i] = wide / torch.linalg.vector_norm(wide, dtype=torch.float64).float().clamp_min(eps)
     return out
 
 
-_op = op(
-    "torch.empty(x.shape, dtype=out_dtype, device=x.device)",
-    name="normalize_matrices",
-    x="float [count, rows, columns]",
-    out_dtype="float",
-)(reference)
+reference = normalize_matrices.reference
 
 
 @jit
@@ -90,13 +85,13 @@ def _divide(x, norms, out, numel, pieces, PIECE: tl.constexpr):
     tl.store(out + matrix * numel + at, result.to(out.dtype.element_ty), mask=inside)
 
 
-@_op.kernel
-def _launch(x: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor | None:
+@normalize_matrices.kernel
+def _launch(x: Tensor, eps: float, out_dtype: torch.dtype | None) -> Tensor | None:
     """The Triton kernels where they run, else the reference."""
     if not runs_on(x.device) or x.numel() == 0 or x[0].numel() >= LARGEST:
         return None
     ran("normalize_matrices", "triton")
-    x = x.contiguous()
+    x, out_dtype = x.contiguous(), out_dtype or x.dtype
     count, numel = x.shape[0], x.shape[1] * x.shape[2]
     pieces = triton.cdiv(numel, PIECE)
     out = torch.empty(x.shape, dtype=stored_dtype(out_dtype, x.device), device=x.device)

@@ -42,7 +42,6 @@ from lowbit_kernels.runtime.triton_runtime import (
     triton,
 )
 
-DTYPES = (torch.float16, torch.bfloat16)
 GRANULE = 64
 """The tensor maps see all matrices as one. A tile along k stays inside its matrix only if this number divides the
 sizes."""
@@ -50,51 +49,8 @@ LARGEST = 2**31 - 2**20
 """Elements of a matrix, and rows of all matrices, that the kernel can count."""
 
 
-def batched_mm(
-    a: Tensor,
-    b: Tensor,
-    *,
-    symmetric: bool = False,
-    addend: Tensor | None = None,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    gamma: float = 0.0,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """The products; shapes and the formula are in the module's docstring. `out_dtype`: by default that of `a`.
-
-    Raises TypeError for other dtypes, ValueError for shapes that don't fit each other.
-    """
-    wanted = a.dtype if out_dtype is None else out_dtype
-    return _op.overload(a, b, addend, symmetric, alpha, beta, gamma, wanted)
-
-
-def reference(
-    a: Tensor,
-    b: Tensor,
-    addend: Tensor | None,
-    symmetric: bool,
-    alpha: float,
-    beta: float,
-    gamma: float,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """The formula in PyTorch ops, on any device."""
-    out = a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=out_dtype)
-    for i in range(
-        a.shape[0]
-    ):  # not a batched product, whose bits may depend on the number of matrices
-        product = a[i].float() @ b[i].float()
-        if addend is not None:
-            product = product.mul_(alpha).add_(addend[i].float(), alpha=beta)
-            product.diagonal().add_(gamma)
-        out[i] = product
-    return out
-
-
-_op = op(
-    "empty(out_dtype, B, M, N)",
-    name="batched_mm",
+@op(
+    "empty(out_dtype or a.dtype, B, M, N)",
     a="half [B, M, K]",
     b="half [B, K, N]",
     addend="half [B, M, N]",
@@ -110,7 +66,44 @@ _op = op(
             "a, b and addend must have one dtype, got {a.dtype}, {b.dtype} and {getattr(addend, 'dtype', None)}"
         ),
     },
-)(reference)
+)
+def batched_mm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    addend: Tensor | None = None,
+    symmetric: bool = False,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    gamma: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The products; shapes and the formula are in the module's docstring.
+
+    Args:
+        a, b: the operands.
+        addend: what is added to each product; None: nothing.
+        symmetric: every product is known to be a symmetric matrix.
+        alpha, beta, gamma: factors of the product, of the addend and of the identity; without addend 1, 0 and 0.
+        out_dtype: of the result; None for that of `a`.
+
+    Raises:
+        TypeError: other dtypes.
+        ValueError: shapes that don't fit each other, or factors without addend.
+    """
+    out = a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=out_dtype or a.dtype)
+    for i in range(
+        a.shape[0]
+    ):  # not a batched product, whose bits may depend on the number of matrices
+        product = a[i].float() @ b[i].float()
+        if addend is not None:
+            product = product.mul_(alpha).add_(addend[i].float(), alpha=beta)
+            product.diagonal().add_(gamma)
+        out[i] = product
+    return out
+
+
+reference = batched_mm.reference
 
 
 # ---- the kernel -------------------------------------------------------------------------------------------------
@@ -216,22 +209,14 @@ def _kernel(
             tl.store(out + base + turned, tl.trans(result), mask=inside)
 
 
-@_op.kernel
-def _launch(
-    a: Tensor,
-    b: Tensor,
-    addend: Tensor | None,
-    symmetric: bool,
-    alpha: float,
-    beta: float,
-    gamma: float,
-    out_dtype: torch.dtype,
-) -> Tensor | None:
+@batched_mm.kernel
+def _launch(a, b, addend, symmetric, alpha, beta, gamma, out_dtype) -> Tensor | None:
     """The Triton kernel where it runs, else the reference."""
     count, (m, k), n = a.shape[0], a.shape[1:], b.shape[2]
     is_countable = max(m * k, k * n, m * n, count * m, count * k, count * n) < LARGEST
     if not runs_on(a.device) or 0 in (count, m, k, n) or not is_countable:
         return None
+    out_dtype = out_dtype or a.dtype
     a_turned, b_turned = _is_transposed(a), _is_transposed(b)
     a, b = (aligned(x.mT if turned else x) for x, turned in ((a, a_turned), (b, b_turned)))
     out = a.new_empty((count, m, n), dtype=stored_dtype(out_dtype, a.device))

@@ -9,11 +9,11 @@
     bias       float32, bfloat16 or float16 [N], or None
     out        out_dtype: float32, bfloat16 or float16 [M, N], contiguous
 
-int8 by int8: the sum is exact in int32. (The op's sum wraps beyond 2**31, which takes more than 133,000 products of 127
-by 127 in one row. So the function adds up parts of longer sums in float32.) Then the sum is converted to float32,
-multiplied by the row's scale, by the column's, and the bias is added, each step in float32; the result is rounded once
-to the output dtype. Every implementation does these steps in this order. Only the addition of the bias may be fused
-with the product before it, which then is not rounded.
+int8 by int8: the sum is exact in int32. Then it is converted to float32, multiplied by the row's scale, by the
+column's, and the bias is added, each step in float32; the result is rounded once to the output dtype. Every
+implementation does these steps in this order. Only the addition of the bias may be fused with the product before it,
+which then is not rounded. int32 holds sums of up to `MOST_TERMS` products. A longer K is cut into parts of that length,
+whose scaled sums are added in float32.
 
 float8: e4m3 by e4m3, e5m2 by e4m3, or e4m3 by e5m2 (`torch.float8_e4m3fn`, `torch.float8_e5m2`).
 
@@ -47,7 +47,6 @@ from lowbit_kernels.runtime.launch_plan import (
     LaunchPlan,
     TensorPart,
 )
-from lowbit_kernels.runtime.launcher import called
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.library import contiguous_strides
 from lowbit_kernels.runtime.op import op
@@ -63,48 +62,8 @@ MOST_TERMS = 2**17 - 16
 OPERANDS = {(torch.int8, torch.int8), (E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)}
 
 
-def scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor | None,
-    *,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """a @ b.T of int8 or float8, scaled; shapes, dtypes and the formula are in the module's docstring.
-
-    Raises:
-        TypeError: a dtype, or a pair of dtypes, other than those above.
-        ValueError: shapes that do not fit each other, K not a multiple of 16, or tensors on several devices.
-    """
-    if a.dtype != torch.int8 or a.dim() != 2 or a.shape[1] <= MOST_TERMS:
-        return called(_op.overload, a, b, a_scale, b_scale, bias, out_dtype)
-    _op.check(a, b, a_scale, b_scale, bias, out_dtype)
-    parts = zip(a.split(MOST_TERMS, 1), b.split(MOST_TERMS, 1), strict=True)
-    sums = [
-        called(_op.overload, p.contiguous(), q.contiguous(), a_scale, b_scale, None, torch.float32)
-        for p, q in parts
-    ]
-    y = torch.stack(sums).sum(0)
-    return (y if bias is None else y + bias).to(out_dtype)
-
-
-def reference(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor | None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """The formula in PyTorch ops, on any device; the sum in float64, which is exact for int8."""
-    return _scaled((a.double() @ b.double().T).to(torch.float32), a_scale, b_scale, bias, out_dtype)
-
-
-_op = op(
+@op(
     "empty(out_dtype, M, N)",
-    name="scaled_mm",
     planned=True,
     a="codes [M, K]; flatten leading dimensions first",
     b="codes [N, K]; pass it transposed",
@@ -119,7 +78,28 @@ _op = op(
             "torch.float8_e5m2), got {a.dtype} and {b.dtype}"
         ),
     },
-)(reference)
+)
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor | None,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """a @ b.T of int8 or float8, scaled; shapes, dtypes and the formula are in the module's docstring.
+
+    The sum in float64 is exact for int8.
+
+    Raises:
+        TypeError: a dtype, or a pair of dtypes, other than those above.
+        ValueError: shapes that do not fit each other, K not a multiple of 16, or tensors on several devices.
+    """
+    return _scaled((a.double() @ b.double().T).to(torch.float32), a_scale, b_scale, bias, out_dtype)
+
+
+reference = scaled_mm.reference
 
 
 def _scaled(
@@ -134,21 +114,28 @@ def _scaled(
     return (out if bias is None else out + bias.to(torch.float32)).to(out_dtype)
 
 
-@_op.kernel
-def _launch(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+@scaled_mm.kernel
+def _launch(a, b, a_scale, b_scale, bias, out_dtype) -> Tensor:
+    if a.dtype == torch.int8 and a.shape[1] > MOST_TERMS:
+        return _in_parts(a, b, a_scale, b_scale, bias, out_dtype)
     name, multiply = _implementation(a, b)
     ran("scaled_mm", name)
     if name not in ("int8 sm90", "float8 sm90", "float8 cublas"):
         launcher.learn("scaled_mm", None)
         b_scale = a_scale.new_ones(1) if b_scale is None else b_scale
     return multiply(a, b, a_scale, b_scale, bias, out_dtype)
+
+
+def _in_parts(a, b, a_scale, b_scale, bias, out_dtype) -> Tensor:
+    """Sums of int8 that int32 may not hold, by parts of K."""
+    launcher.learn("scaled_mm", None)
+    parts = zip(a.split(MOST_TERMS, 1), b.split(MOST_TERMS, 1), strict=True)
+    sums = [
+        scaled_mm(p.contiguous(), q.contiguous(), a_scale, b_scale, out_dtype=torch.float32)
+        for p, q in parts
+    ]
+    y = torch.stack(sums).sum(0)
+    return (y if bias is None else y + bias).to(out_dtype)
 
 
 def _implementation(

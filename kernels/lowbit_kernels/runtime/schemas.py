@@ -13,8 +13,8 @@ SCHEMAS: dict[str, tuple[str, ...]] = {
         "low_rank_gradients(Tensor grad, Tensor a, Tensor b, float scale) -> (Tensor, Tensor)",
     ),
     "batched_mm": (
-        "batched_mm(Tensor a, Tensor b, Tensor? addend, bool symmetric, float alpha, float beta, "
-        "float gamma, ScalarType out_dtype) -> Tensor",
+        "batched_mm(Tensor a, Tensor b, Tensor? addend=None, bool symmetric=False, float alpha=1.0, "
+        "float beta=0.0, float gamma=0.0, ScalarType? out_dtype=None) -> Tensor",
     ),
     "block_scaled_mm": (
         "block_scaled_mm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias=None, "
@@ -30,7 +30,7 @@ SCHEMAS: dict[str, tuple[str, ...]] = {
     ),
     "fake_quantize": (
         "fake_quantize(Tensor x, Tensor? scale, Tensor? zero_point, SymInt group_size, str "
-        "grid_name, ScalarType scale_dtype, ScalarType dtype, bool inside, Tensor? after=None) -> "
+        "grid_name, ScalarType scale_dtype, ScalarType dtype, bool inside=False, Tensor? after=None) -> "
         "(Tensor, Tensor)",
         "fake_quantize_codes(Tensor x, SymInt group_size, str grid_name, ScalarType scale_dtype, "
         "ScalarType code_dtype, bool clips) -> (Tensor, Tensor, Tensor)",
@@ -47,7 +47,8 @@ SCHEMAS: dict[str, tuple[str, ...]] = {
     ),
     "linear_gradients": (
         "linear_gradients(Tensor grad, str format, Tensor? weight, Tensor? weight_scale, Tensor? x, "
-        "Tensor? x_scale, bool stochastic, SymInt seed, bool tensorwise, ScalarType dtype) -> "
+        "Tensor? x_scale, bool stochastic=False, SymInt seed=0, bool tensorwise=False, "
+        "ScalarType dtype=bfloat16) -> "
         "(Tensor, Tensor)",
     ),
     "linear_output": (
@@ -55,7 +56,7 @@ SCHEMAS: dict[str, tuple[str, ...]] = {
         "bias, ScalarType out_dtype) -> Tensor",
     ),
     "normalize_matrices": (
-        "normalize_matrices(Tensor x, float eps, ScalarType out_dtype) -> Tensor",
+        "normalize_matrices(Tensor x, float eps, ScalarType? out_dtype=None) -> Tensor",
     ),
     "quantize_blocks": (
         "quantize_blocks(Tensor x, bool tiles, bool rows=True, bool columns=True, bool "
