@@ -21,7 +21,8 @@ op's arguments and the globals of its module. All tensors must be on one device,
 it. ``[...]`` accepts every shape. An argument that is a dtype has no shape in its declaration.
 
 The declaration is compiled to one Python function, so a check costs the host what one written by hand costs.
-`lowbit_kernels.runtime.schemas` lists the schema, which torch must know before the module of the op is imported.
+torch must know the schema before the module of the op is imported, so ``schemas.txt`` lists all
+(`lowbit_kernels.runtime.schemas` writes it).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar, cast
 
@@ -48,12 +50,20 @@ DTYPES = {
 }
 """Names of several dtypes."""
 
+SCHEMA_TYPES = {
+    **{name: name for name in ("Tensor", "str", "bool", "float")},
+    **{"int": "SymInt", "torch.dtype": "ScalarType", "torch.dtype | None": "ScalarType?"},
+    **{"Tensor | None": "Tensor?", "Sequence[Tensor]": "Tensor[]", "Sequence[float]": "float[]"},
+}
+"""The types of arguments in a schema, by the annotations of a declaration."""
+
 
 class Op(Protocol[P, R_co]):
     """A declared op. Calling it calls ``torch.ops.lowbit.<name>``, whose errors are those of its declaration.
 
     Attributes:
         overload: the op itself, which takes its arguments by position.
+        schema: its schema.
         reference: the decorated function with its arguments by position: the formula, on any device.
         check: raises the errors of the declaration; it takes all arguments by position.
         kernel: decorator of the function that computes the op. It takes all arguments by position, checked. Where it
@@ -61,6 +71,7 @@ class Op(Protocol[P, R_co]):
     """
 
     overload: Any
+    schema: str
     reference: Callable[..., Any]
     check: Callable[..., Any]
     kernel: Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -98,13 +109,14 @@ def op(
         check, fake = declaration.compiled(None), declaration.compiled(results)
         by_position = _by_position(reference, declaration)
         run, use = _running(own, check, by_position, declaration, by_layout)
-        registered = (launcher.planned_op if planned else library.register)(own, run, fake)
+        schema = declaration.schema()
+        registered = (launcher.planned_op if planned else library.register)(schema, run, fake)
         found: Any = _calling(registered, declaration, planned)
         for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):
             setattr(found, attribute, getattr(reference, attribute))
         found.__signature__ = inspect.signature(reference)
-        found.overload, found.check, found.kernel = registered, check, use
-        found.reference = by_position
+        found.overload, found.schema, found.check = registered, schema, check
+        found.kernel, found.reference = use, by_position
         return cast("Op[P, R]", found)
 
     return declared
@@ -199,6 +211,7 @@ class _Declaration:
         parameters = inspect.signature(reference).parameters
         self.name, self.globals = name, reference.__globals__
         self.parameters = parameters
+        self.returned = eval(str(reference.__annotations__["return"]), reference.__globals__)
         self.defaults = {n: p.default for n, p in parameters.items()}
         self.arguments = ", ".join(f"{n}=defaults[{n!r}]" for n in self.defaults)
         self.operands = {n: _Operand(text) for n, text in operands.items()}
@@ -259,6 +272,23 @@ class _Declaration:
             if dim.isidentifier() and not known and dim not in found.values():
                 found[at] = dim
         return found
+
+    def schema(self) -> str:
+        """The schema of the op. torch takes no default before an argument without one."""
+        arguments: list[str] = []
+        takes_default = True
+        for n, parameter in reversed(list(self.parameters.items())):
+            if parameter.annotation not in SCHEMA_TYPES:
+                taken = ", ".join(SCHEMA_TYPES)
+                raise TypeError(
+                    f"{self.name}: {n} must be one of {taken}, got {parameter.annotation}"
+                )
+            takes_default = takes_default and parameter.default is not parameter.empty
+            default = f"={parameter.default}".replace("torch.", "") if takes_default else ""
+            arguments.insert(0, f"{SCHEMA_TYPES[parameter.annotation]} {n}{default}")
+        count = len(typing.get_args(self.returned))
+        results = f"({', '.join(['Tensor'] * count)})" if count else "Tensor"
+        return f"{self.name}({', '.join(arguments)}) -> {results}"
 
     def compiled(self, results: str | None) -> Callable[..., Any]:
         """The function that checks, and then returns these results."""
