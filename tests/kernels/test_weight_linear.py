@@ -304,7 +304,11 @@ def test_autocast_changes_nothing() -> None:
         ({"codes": torch.zeros(3, 32, dtype=torch.int8)}, ValueError, r"\(3, 64\), got \(3, 32"),
         ({"x": torch.zeros(2, 64).double()}, TypeError, r"x of .*got torch\.float64"),
         ({"scale": torch.ones(3, 2).double()}, TypeError, r"scale of .*got torch\.float64"),
-        ({"zero_point": torch.zeros(3, 2)}, TypeError, r"int8 or None, got torch\.float32"),
+        (
+            {"zero_point": torch.zeros(3, 2)},
+            TypeError,
+            r"zero_point of torch\.int8, got torch\.float32",
+        ),
         ({"bias": torch.zeros(3).bfloat16()}, TypeError, r"bias .*torch\.float32; got torch\.bf"),
         ({"residual": torch.zeros(3)}, ValueError, r"residual .*\(2, 3\), got \(3,\)"),
         ({"bias": torch.zeros(2)}, ValueError, r"bias .*\(3,\), got \(2,\)"),
@@ -313,16 +317,19 @@ def test_autocast_changes_nothing() -> None:
         ({"group_size": 16}, ValueError, r"codes of shape \(3, 16\), got \(3, 32\)"),
         ({"x": torch.zeros(2, 32)}, ValueError, r"K = 32, but 2 groups of 32 hold a K of 33 to 64"),
         ({"x": torch.zeros(2, 65)}, ValueError, r"K = 65"),
-        ({"scale": torch.ones(1, 3, 2)}, ValueError, r"got \(2, 64\)"),
+        ({"scale": torch.ones(1, 3, 2)}, ValueError, r"scale \[N, groups\], got \(1, 3, 2\)"),
         *(
-            ({name: torch.ones(shape, device="meta")}, ValueError, f"device, got .*{said} on meta")
-            for name, said, shape in (
-                ("x", "x", (2, 64)),
-                ("codes", "codes", (3, 32)),
-                ("scale", "scale", (3, 2)),
-                ("zero_point", "zero_point", (3, 2)),
-                ("bias", "bias", (3,)),
-                ("residual", "residual", (2, 3)),
+            (
+                {name: torch.ones(shape, dtype=dtype, device="meta")},
+                *(ValueError, f"device, got .*{name} on meta"),
+            )
+            for name, shape, dtype in (
+                ("x", (2, 64), torch.float32),
+                ("codes", (3, 32), torch.uint8),
+                ("scale", (3, 2), torch.float32),
+                ("zero_point", (3, 2), torch.int8),
+                ("bias", (3,), torch.float32),
+                ("residual", (2, 3), torch.float32),
             )
         ),
     ],

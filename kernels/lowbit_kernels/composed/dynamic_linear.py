@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import functools
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,18 +41,17 @@ from lowbit_kernels.matmul.scaled_mm import scaled_mm
 from lowbit_kernels.quantize import quantize_rowcol
 from lowbit_kernels.quantize.quantize_rowcol import codes_of
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import FLOATS, check_one_device
 from lowbit_kernels.runtime.op import op
 from lowbit_kernels.weight_only import weight_mm_decode_sm90, weight_mm_large_batch_sm90
 from lowbit_kernels.weight_only.linear_table import choose
 from lowbit_kernels.weight_only.weight_operands import (
+    ADDEND_TYPES,
     E4M3,
     HALVES,
     Description,
     Product,
     TensorLayout,
     WeightOperands,
-    check_addends,
     described,
     layout_of,
 )
@@ -63,9 +62,25 @@ FORMATS = {torch.int8: "int8", E4M3: "e4m3"}  # as `quantize_rowcol` names them
 
 
 @op(
-    "empty(x.dtype, *x.shape[:-1], codes.shape[0])",
+    "empty(x.dtype, *x.shape[:-1], N)",
     by_layout=True,
-    rules={"check(x, codes, scale, bias, residual, tensorwise)": ""},
+    x="float [..., K]",
+    codes="int8|float8_e4m3fn [N, K]",
+    scale="float [N] or [N, 1] or [1]",
+    bias="float [N]",
+    residual="float [..., N]",
+    rules={
+        "codes.dtype != torch.int8 or scale.shape[0] == N": (
+            "int8 codes take a scale for each row, ({N},) or ({N}, 1), got {tuple(scale.shape)}"
+        ),
+        "codes.dtype != torch.int8 or not tensorwise": (
+            "int8 codes have a scale for each token; tensorwise takes float8 codes"
+        ),
+        "codes.dtype != torch.int8 or K <= MOST_K": (
+            "int8 sums of more than {MOST_K} products may exceed int32, got K = {K}; split K"
+        ),
+    },
+    types=ADDEND_TYPES,
 )
 def dynamic_linear(
     x: Tensor,
@@ -85,7 +100,6 @@ def dynamic_linear(
         TypeError: a dtype other than those above.
         ValueError: shapes that don't fit each other, tensors on several devices, or int8 with ``tensorwise``.
     """
-    check(x, codes, scale, bias, residual, tensorwise)
     k = x.shape[-1]
     rows = x.reshape(prod(x.shape[:-1]), k)
     q, t, _, _ = quantize_rowcol.reference(rows, FORMATS[codes.dtype], True, False, tensorwise)
@@ -118,7 +132,7 @@ def planned(tensors: tuple[Description | None, ...], tensorwise: bool) -> Dynami
     assert x and codes and scale
     given, weight, scales = TensorLayout(*x), TensorLayout(*codes), TensorLayout(*scale)
     ends = (layout_of(bias), layout_of(residual))
-    check(given, weight, scales, *ends, tensorwise)
+    dynamic_linear.check(given, weight, scales, *ends, tensorwise)
     (n, k), m = weight.shape, prod(given.shape[:-1])
     shape, has_one_scale = (*given.shape[:-1], n), prod(scales.shape) == 1
     if m * n * k and not (tensorwise and has_one_scale):
@@ -179,32 +193,3 @@ def _run(
     by_column = scale.reshape(-1).float()
     out = scaled_mm(q, codes, t, by_column, bias=bias, out_dtype=x.dtype).view(plan.shape)
     return out if residual is None else out.add_(residual)
-
-
-def check(
-    x: Any, codes: Any, scale: Any, bias: Any, residual: Any, tensorwise: bool = False
-) -> None:
-    """Errors of `dynamic_linear`. Operands are tensors or their `TensorLayout`s; shapes may be symbolic."""
-    check_one_device(x=x, codes=codes, scale=scale, bias=bias, residual=residual)
-    if codes.dtype not in FORMATS:
-        raise TypeError(f"codes must be torch.int8 or {E4M3}, got {codes.dtype}")
-    if tensorwise and codes.dtype == torch.int8:
-        raise ValueError("int8 codes have a scale for each token; tensorwise takes float8 codes")
-    for name, dtype in (("x", x.dtype), ("scale", scale.dtype)):
-        if dtype not in FLOATS:
-            raise TypeError(f"{name} must be one of {', '.join(map(str, FLOATS))}; got {dtype}")
-    if len(x.shape) < 1 or len(codes.shape) != 2 or x.shape[-1] != codes.shape[1]:
-        raise ValueError(
-            f"dynamic_linear takes x [..., K] and codes [N, K], got {tuple(x.shape)} and {tuple(codes.shape)}"
-        )
-    if codes.dtype == torch.int8 and codes.shape[1] > MOST_K:
-        raise ValueError(
-            f"int8 sums of more than {MOST_K} products may exceed int32, got K = {codes.shape[1]}; split K"
-        )
-    n = codes.shape[0]
-    shapes = [(n,), (n, 1)] + [(1,)] * (codes.dtype == E4M3)
-    if tuple(scale.shape) not in shapes:
-        raise ValueError(
-            f"scale must have the shape {' or '.join(map(str, shapes))}, got {tuple(scale.shape)}"
-        )
-    check_addends(x, n, bias, residual)

@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import check_one_device
 from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.triton_runtime import (
     jit,
@@ -45,6 +44,8 @@ from lowbit_kernels.runtime.triton_runtime import (
 from lowbit_kernels.weight_only import weight_linear, weight_mm_triton
 from lowbit_kernels.weight_only.weight_mm_triton import sums_of_blocks
 from lowbit_kernels.weight_only.weight_operands import (
+    GROUP_RULES,
+    K_RULE,
     Description,
     TensorLayout,
     bits_of,
@@ -56,9 +57,14 @@ MOST_ROWS = 64  # of a tile
 
 
 @op(
-    "empty(x.dtype, x.shape[0], codes.shape[1])",
+    "empty(x.dtype, M, N)",
     by_layout=True,
-    rules={"check(x, codes, scale, zero_point, offsets, group_size)": ""},
+    x="float [M, K]",
+    codes="uint8|int8 [E, N, W]; uint8 holds two codes of 4 bits in a byte",
+    scale="float [E, N, groups]",
+    zero_point="int8 [E, N, groups]; it lies on the codes' grid",
+    offsets="int32 [E]",
+    rules={**GROUP_RULES, **K_RULE},
 )
 def grouped_linear(
     x: Tensor,
@@ -186,7 +192,8 @@ def planned(tensors: tuple[Description | None, ...], group_size: int) -> Grouped
     x, codes, scale, zero_point, offsets = tensors
     assert x and codes and scale and offsets
     given, weight, scales = TensorLayout(*x), TensorLayout(*codes), TensorLayout(*scale)
-    check(given, weight, scales, layout_of(zero_point), TensorLayout(*offsets), group_size)
+    own = layout_of(zero_point), TensorLayout(*offsets)
+    grouped_linear.check(given, weight, scales, *own, group_size)
     (m, k), dtype, device = given.shape, given.dtype, given.device
     experts, n, groups = scales.shape
     block = weight_mm_triton.block_of_k(group_size, groups)
@@ -257,35 +264,3 @@ def _launch(
             **plan.options,
         )
     return out.to(plan.dtype)
-
-
-def check(x: Any, codes: Any, scale: Any, zero_point: Any, offsets: Any, group_size: int) -> None:
-    """Errors of `grouped_linear`. Operands are tensors or their `TensorLayout`s; shapes may be symbolic."""
-    check_one_device(x=x, codes=codes, scale=scale, zero_point=zero_point, offsets=offsets)
-    if len(x.shape) != 2 or len(codes.shape) != 3 or len(scale.shape) != 3:
-        raise ValueError(
-            f"grouped_linear takes x [M, K], codes [E, N, .] and scale [E, N, Kp/G], got {tuple(x.shape)}, "
-            f"{tuple(codes.shape)} and {tuple(scale.shape)}"
-        )
-    if scale.shape[0] != codes.shape[0]:
-        raise ValueError(
-            f"codes have {codes.shape[0]} experts, scales {scale.shape[0]}; the numbers must be equal"
-        )
-    if zero_point is not None and tuple(zero_point.shape) != tuple(scale.shape):
-        raise ValueError(
-            f"zero_point must have the shape of scale, {tuple(scale.shape)}; got {tuple(zero_point.shape)}"
-        )
-    if offsets.dtype != torch.int32:
-        raise TypeError(f"offsets must be torch.int32, got {offsets.dtype}")
-    if tuple(offsets.shape) != (codes.shape[0],):
-        raise ValueError(
-            f"offsets must have the shape ({codes.shape[0]},), got {tuple(offsets.shape)}"
-        )
-    zero = None if zero_point is None else _of_one_expert(zero_point)
-    one = (_of_one_expert(codes), _of_one_expert(scale), zero)
-    weight_linear.check(x, *one, None, None, group_size)
-
-
-def _of_one_expert(t: Any) -> TensorLayout:
-    """The layout of one expert's part, as far as `weight_linear.check` reads it."""
-    return TensorLayout(tuple(t.shape[1:]), (), t.dtype, t.device, 0)

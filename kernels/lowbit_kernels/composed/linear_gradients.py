@@ -35,7 +35,6 @@ from lowbit_kernels.quantize import quantize_rowcol_sm90
 from lowbit_kernels.runtime import launch_plan, launcher, nvrtc
 from lowbit_kernels.runtime.launch_plan import Buffer, Composition
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import FLOATS, check_one_device
 from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.seeds import seed_of
 from lowbit_kernels.weight_only.weight_operands import TensorLayout, layout
@@ -58,7 +57,43 @@ def _weight_format(format: str) -> str:
 @op(
     "[empty(d, *s) for d, s in zip((grad.dtype, dtype), _shapes(grad, weight, weight_scale, x))]",
     planned=True,
-    rules={"_check(grad, weight, weight_scale, x, x_scale, format, tensorwise, dtype)": ""},
+    grad="float [M, N]; flatten leading dimensions first",
+    weight="codes|float [...]",
+    weight_scale="float32 [N] or [1]",
+    x="codes [K_X, M + -M % 16]; pass them transposed",
+    x_scale="float32 [...]",
+    dtype="float",
+    rules={
+        "rowcol.check_format(format, tensorwise)": "",
+        "weight is not None or x is not None": (
+            "codes of the weight, of the input, or both are needed; got neither"
+        ),
+        "weight is not None or weight_scale is None": (
+            "scales of weight came without its codes; pass both, or neither"
+        ),
+        "(x is None) == (x_scale is None)": (
+            "x and x_scale are codes and their scales; pass both, or neither"
+        ),
+        "x is None or x_scale.shape in ((K_X,), (1,))": (
+            "scales of x are [{K_X}] or [1], got {tuple(x_scale.shape)}"
+        ),
+        "weight is None or _fits(weight, weight_scale, N)": (
+            "a weight is codes [K, {N + -N % 16}] with weight_scale, or [{N}, K] in high precision without; got "
+            "{weight.dtype} {tuple(weight.shape)}, {'without' if weight_scale is None else 'with'} weight_scale"
+        ),
+    },
+    types={
+        "weight is None or (weight.dtype.itemsize > 1) == (weight_scale is None)": (
+            "a weight is codes with weight_scale, or float32, bfloat16 or float16 without; got "
+            "{weight.dtype} {'without' if weight_scale is None else 'with'} weight_scale"
+        ),
+        "weight_scale is None or (rowcol.FORMATS[format][0], weight.dtype) in scaled_mm.OPERANDS": (
+            "a gradient in {format} can't be multiplied by {weight.dtype} of weight"
+        ),
+        "x is None or (rowcol.FORMATS[format][0], x.dtype) in scaled_mm.OPERANDS": (
+            "a gradient in {format} can't be multiplied by {x.dtype} of x"
+        ),
+    },
 )
 def linear_gradients(
     grad: Tensor,
@@ -257,56 +292,8 @@ def _shapes(
     )
 
 
-def _check(
-    grad: Tensor,
-    weight: Tensor | None,
-    weight_scale: Tensor | None,
-    x: Tensor | None,
-    x_scale: Tensor | None,
-    format: str,
-    tensorwise: bool,
-    dtype: torch.dtype,
-) -> None:
-    if grad.dtype not in FLOATS or dtype not in FLOATS:
-        raise TypeError(
-            f"linear_gradients takes a gradient and gives one of {', '.join(map(str, FLOATS))}; got {grad.dtype} and "
-            f"{dtype}"
-        )
-    rowcol.check_format(format, tensorwise)
-    if grad.dim() != 2:
-        raise ValueError(f"a gradient is [M, N], got {tuple(grad.shape)}; flatten it first")
-    if weight is None and x is None:
-        raise ValueError(
-            "linear_gradients takes codes of the weight, of the input, or both; got neither"
-        )
-    for name, codes, scale in (("weight", weight, weight_scale), ("x", x, x_scale)):
-        if codes is None and scale is not None:
-            raise ValueError(f"scales of {name} came without its codes; pass both, or neither")
-    check_one_device(grad=grad, weight=weight, weight_scale=weight_scale, x=x, x_scale=x_scale)
-    m, n = grad.shape
-    if weight is not None and weight_scale is None:
-        if weight.dtype not in FLOATS:
-            raise TypeError(
-                f"a weight without scales has one of {', '.join(map(str, FLOATS))}, got {weight.dtype}"
-            )
-        if weight.dim() != 2 or weight.shape[0] != n:
-            raise ValueError(f"a weight is [{n}, K] here, got {tuple(weight.shape)}")
-    elif weight is not None:
-        _check_codes("weight", weight, weight_scale, n, n, format)
-    if x is not None:
-        _check_codes("x", x, x_scale, m, x.shape[0] if x.dim() else 0, format)
-
-
-def _check_codes(
-    name: str, codes: Tensor, scale: Tensor | None, length: int, scales: int, format: str
-) -> None:
-    """Raise TypeError or ValueError unless codes are [K, `length` rounded up], and there are `scales` or one."""
-    if codes.dim() != 2 or codes.shape[1] != length + -length % 16:
-        raise ValueError(
-            f"codes of {name} are transposed, [K, {length + -length % 16}] here; got {tuple(codes.shape)}"
-        )
-    if (rowcol.FORMATS[format][0], codes.dtype) not in scaled_mm.OPERANDS:
-        raise TypeError(f"a gradient in {format} can't be multiplied by {codes.dtype} of {name}")
-    if scale is None or scale.dtype != torch.float32 or tuple(scale.shape) not in ((scales,), (1,)):
-        got = None if scale is None else (scale.dtype, tuple(scale.shape))
-        raise ValueError(f"scales of {name} are float32 [{scales}] or [1], got {got}")
+def _fits(weight: Tensor, scale: Tensor | None, n: int) -> bool:
+    """True if the weight has the shape of transposed codes, or that of a weight in high precision."""
+    if weight.dim() != 2:
+        return False
+    return weight.shape[0] == n if scale is None else weight.shape[1] == n + -n % 16

@@ -38,8 +38,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lowbit_kernels.matmul import grouped_columns, grouped_mm_sm90, grouped_mm_triton
-from lowbit_kernels.matmul.scaled_mm import OPERANDS, int8_sums
+from lowbit_kernels.matmul import grouped_columns, grouped_mm_sm90, grouped_mm_triton, scaled_mm
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
@@ -53,8 +52,26 @@ from lowbit_kernels.runtime.triton_runtime import runs_on
     a_scale="float32 [...]",
     b_scale="float32 [...]",
     offsets="int32 [E]",
-    rules={"_check(a, b, a_scale, b_scale, offsets)": ""},
     out_dtype="float",
+    rules={
+        "b.dim() in (2, 3) and b.shape[-1] == K": (
+            "a [M, K] and b [E, N, K], or a [N, P] and b [K, P] are multiplied, got {tuple(a.shape)} and "
+            "{tuple(b.shape)}; pass b transposed"
+        ),
+        "K % 16 == 0": (
+            "both operands must have a multiple of 16 columns, got {K}; pad them with zeros"
+        ),
+        "b.dim() == 2 or b.shape[0] == E": (
+            "offsets must have the shape ({b.shape[0]},), got {tuple(offsets.shape)}"
+        ),
+        "a_scale.shape == ((E, M) if b.dim() == 2 else (M,))": (
+            "a_scale must have the shape {(E, M) if b.dim() == 2 else (M,)}, got {tuple(a_scale.shape)}"
+        ),
+        "b_scale.shape in ((E, b.shape[-2]), (1,))": (
+            "b_scale must have the shape {(E, b.shape[-2])} or (1,), got {tuple(b_scale.shape)}"
+        ),
+    },
+    types={"(a.dtype, b.dtype) in scaled_mm.OPERANDS": scaled_mm.WRONG_PAIR},
 )
 def grouped_scaled_mm(
     a: Tensor,
@@ -140,37 +157,8 @@ def _launch(
 
 
 def _int8_sums(a: Tensor, b: Tensor) -> Tensor:
-    return int8_sums(a, b).to(torch.float32)
+    return scaled_mm.int8_sums(a, b).to(torch.float32)
 
 
 def _shape(a: Tensor, b: Tensor, offsets: Tensor) -> tuple[int, ...]:
     return (offsets.shape[0], a.shape[0], b.shape[0]) if b.dim() == 2 else (a.shape[0], b.shape[1])
-
-
-def _check(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor) -> None:
-    """What the shapes have to do with each other, whose number of dimensions depends on b."""
-    if b.dim() not in (2, 3) or a.shape[1] != b.shape[-1]:
-        raise ValueError(
-            f"grouped_scaled_mm takes a [M, K] and b [E, N, K], or a [N, P] and b [K, P], got {tuple(a.shape)} and "
-            f"{tuple(b.shape)}; pass b transposed"
-        )
-    if a.shape[1] % 16:
-        raise ValueError(
-            f"both operands must have a multiple of 16 columns, got {a.shape[1]}; pad them with zeros"
-        )
-    experts = offsets.shape[0] if b.dim() == 2 else b.shape[0]
-    if offsets.shape[0] != experts:
-        raise ValueError(f"offsets must have the shape ({experts},), got {tuple(offsets.shape)}")
-    of_rows = (experts, a.shape[0]) if b.dim() == 2 else (a.shape[0],)
-    for name, scale, shapes in (
-        ("a_scale", a_scale, [of_rows]),
-        ("b_scale", b_scale, [(experts, b.shape[-2]), (1,)]),
-    ):
-        if scale.shape not in shapes:
-            wanted = " or ".join(map(str, shapes))
-            raise ValueError(f"{name} must have the shape {wanted}, got {tuple(scale.shape)}")
-    if (a.dtype, b.dtype) not in OPERANDS:
-        raise TypeError(
-            "both operands must be torch.int8, or both float8 (torch.float8_e4m3fn, one of them possibly "
-            f"torch.float8_e5m2), got {a.dtype} and {b.dtype}"
-        )

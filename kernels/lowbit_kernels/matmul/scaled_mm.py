@@ -60,6 +60,11 @@ small one with long sums. It is slower by 1 to 3% at 8192, 3 to 5% at 4096, and 
 MOST_TERMS = 2**17 - 16
 """Number of products of two int8 codes whose sum always fits into an int32, a multiple of 16: (-128)² is 2**14."""
 OPERANDS = {(torch.int8, torch.int8), (E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)}
+WRONG_PAIR = (
+    "both operands must be torch.int8, or both float8 (torch.float8_e4m3fn, one of them possibly torch.float8_e5m2), "
+    "got {a.dtype} and {b.dtype}"
+)
+"""The message for operands of other dtypes."""
 
 
 @op(
@@ -72,12 +77,7 @@ OPERANDS = {(torch.int8, torch.int8), (E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)}
     bias="float [N]",
     out_dtype="float",
     rules={"K % 16 == 0": "K must be a multiple of 16, got {K}; pad both operands with zeros"},
-    types={
-        "(a.dtype, b.dtype) in OPERANDS": (
-            "both operands must be torch.int8, or both float8 (torch.float8_e4m3fn, one of them possibly "
-            "torch.float8_e5m2), got {a.dtype} and {b.dtype}"
-        ),
-    },
+    types={"(a.dtype, b.dtype) in OPERANDS": WRONG_PAIR},
 )
 def scaled_mm(
     a: Tensor,

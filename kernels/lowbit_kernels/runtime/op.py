@@ -11,17 +11,19 @@
         "The docstring for users, above the formula in PyTorch operations."
 
     @product.kernel
-    def _launch(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor: ...
+    def _launch(a, b, bias, out_dtype) -> Tensor: ...
 
 `product` then calls the op, and ``product.reference`` computes the formula. The declaration of a tensor has its dtypes
 (names of torch, or a key of `DTYPES`, with ``|`` between them) and its shape. The first use of a name in a shape binds
 it, and later uses must equal it. Other dimensions are Python expressions; ``or`` stands between shapes that are all
-accepted. What follows ``;`` tells a user the way out. The result and the rules are expressions of the bound names, the
+accepted. ``...`` before other dimensions stands for any leading ones, the same in all shapes; ``[...]`` accepts every
+shape. What follows ``;`` tells a user the way out. The result and the rules are expressions of the bound names, the
 op's arguments and the globals of its module. All tensors must be on one device, and None passes where the signature has
-it. ``[...]`` accepts every shape. An argument that is a dtype has no shape in its declaration.
+it. An argument that is a dtype has no shape in its declaration. The kernel's arguments have the declared types, which
+it does not repeat.
 
-The declaration is compiled to one Python function, so a check costs the host what one written by hand costs.
-torch must know the schema before the module of the op is imported, so ``schemas.txt`` lists all
+The declaration is compiled to one Python function, so a check costs the host what one written by hand costs. torch must
+know the schema before the module of the op is imported, so ``schemas.txt`` lists all schemas
 (`lowbit_kernels.runtime.schemas` writes it).
 """
 
@@ -56,6 +58,8 @@ SCHEMA_TYPES = {
     **{"Tensor | None": "Tensor?", "Sequence[Tensor]": "Tensor[]", "Sequence[float]": "float[]"},
 }
 """The types of arguments in a schema, by the annotations of a declaration."""
+LEADING = "*leading_"
+"""The dimensions that ``...`` stands for before others, in the compiled declaration."""
 
 
 class Op(Protocol[P, R_co]):
@@ -190,6 +194,9 @@ class _Operand:
         each = shapes.split(" or ") if shapes else []
         lists = [cast("ast.List", ast.parse(shape.strip(), mode="eval").body) for shape in each]
         self.shapes = [[ast.unparse(dim) for dim in one.elts] for one in lists]
+        for shape in self.shapes:
+            if len(shape) > 1 and shape[0] == "...":
+                shape[0] = LEADING
         self.text = shapes
         dtypes: list[torch.dtype] = []
         for name in names.split("|"):
@@ -258,16 +265,21 @@ class _Declaration:
         if not new:
             shapes = [f"({', '.join(one)}{',' * bool(one)})" for one in operand.shapes]
             return [*lines, f"if {name}.shape not in ({', '.join(shapes)},): {wrong}"]
-        lines += [f"sizes_ = {name}.shape", f"if len(sizes_) != {len(shape)}: {wrong}"]
+        leads = shape[0] == LEADING
+        count, unlike = len(shape) - leads, "<" if leads else "!="
+        lines += [f"sizes_ = {name}.shape", f"if len(sizes_) {unlike} {count}: {wrong}"]
+        if leads:
+            lines.append(f"leading_ = sizes_[:-{count}]")
         lines += [f"{dim} = sizes_[{at}]" for at, dim in new.items()]
         self._bound |= set(new.values())
-        others = [f"sizes_[{at}] == {dim}" for at, dim in enumerate(shape) if at not in new]
+        dims = enumerate(shape[leads:], -count)
+        others = [f"sizes_[{at}] == {dim}" for at, dim in dims if at not in new]
         return [*lines, f"if not ({' and '.join(others)}): {wrong}"] if others else lines
 
     def _new(self, shape: list[str]) -> dict[int, str]:
-        """The names that a shape binds, by position."""
+        """The names that a shape binds, by position, counted from its end."""
         found: dict[int, str] = {}
-        for at, dim in enumerate(shape):
+        for at, dim in enumerate(shape, -len(shape)):
             known = dim in self._bound or dim in self.defaults or dim in self.globals
             if dim.isidentifier() and not known and dim not in found.values():
                 found[at] = dim
@@ -319,7 +331,7 @@ class _Declaration:
         sizes: list[str] = []
         for shape in operand.shapes:
             try:
-                sizes.append(str(tuple(eval(dim, names) for dim in shape)))
+                sizes.append(str(eval(f"({', '.join(shape)},)" if shape else "()", names)))
             except NameError:
                 sizes = []
                 break

@@ -41,6 +41,7 @@ from lowbit_kernels.runtime.triton_runtime import (
     tl,
     triton,
 )
+from lowbit_kernels.weight_only.weight_operands import GROUP_RULES
 
 CODES = {torch.uint8: "int4", torch.int8: "int8"}
 CPU_CACHE_BYTES = 2**21
@@ -60,11 +61,7 @@ a byte moves within the wide integer, and the float that each nibble is added to
     scale="float [N, groups]",
     zero_point="int8 [N, groups]; it lies on the grid of the signed codes",
     rules={
-        "group_size >= 1": "group_size must be 1 or more elements, got {group_size}",
-        "W == _width(codes.dtype, groups * group_size)": (
-            "a scale of shape {tuple(scale.shape)} with group_size {group_size} takes {codes.dtype} codes of shape "
-            "{(N, _width(codes.dtype, groups * group_size))}, got {tuple(codes.shape)}"
-        ),
+        **GROUP_RULES,
         "0 <= size <= groups * group_size": "size must be 0..{groups * group_size}, the codes of a row; got {size}",
     },
     dtype="float",
@@ -293,11 +290,6 @@ def _write_nibbles(out: Tensor, packed: Tensor) -> None:
 
 
 # ---- the op --------------------------------------------------------------------------------------------------------
-
-
-def _width(dtype: torch.dtype, elements: int) -> int:
-    """The codes' columns for so many elements of a row."""
-    return elements if dtype == torch.int8 else (elements + 1) // 2
 
 
 @dequantize.kernel

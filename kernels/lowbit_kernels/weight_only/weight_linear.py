@@ -35,13 +35,12 @@ from __future__ import annotations
 
 import functools
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime.launches import ran
-from lowbit_kernels.runtime.library import FLOATS, check_one_device
 from lowbit_kernels.runtime.op import op
 from lowbit_kernels.weight_only import (
     linear_table,
@@ -52,14 +51,16 @@ from lowbit_kernels.weight_only import (
     weight_mm_triton,
 )
 from lowbit_kernels.weight_only.weight_operands import (
+    ADDEND_TYPES,
+    GROUP_RULES,
     HALVES,
+    K_RULE,
     Description,
     Product,
     TensorLayout,
     Tensors,
     WeightOperands,
     bits_of,
-    check_addends,
     described,
     layout_of,
 )
@@ -76,9 +77,16 @@ ON_CPU = ("triton", "cpu", "dequantize")  # Triton only under its interpreter
 
 
 @op(
-    "empty(x.dtype, *x.shape[:-1], scale.shape[0])",
+    "empty(x.dtype, *x.shape[:-1], N)",
     by_layout=True,
-    rules={"check(x, codes, scale, zero_point, bias, residual, group_size)": ""},
+    x="float [..., K]",
+    codes="uint8|int8 [N, W]; uint8 holds two codes of 4 bits in a byte",
+    scale="float [N, groups]",
+    zero_point="int8 [N, groups]; it lies on the codes' grid",
+    bias="float [N]",
+    residual="float [..., N]",
+    rules={**GROUP_RULES, **K_RULE},
+    types=ADDEND_TYPES,
 )
 def weight_linear(
     x: Tensor,
@@ -96,7 +104,6 @@ def weight_linear(
         TypeError: a dtype other than those above.
         ValueError: shapes that don't fit each other, or tensors on several devices.
     """
-    check(x, codes, scale, zero_point, bias, residual, group_size)
     k = x.shape[-1]
     if bits_of(codes.dtype) == 4:
         codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).to(torch.int8) - 8
@@ -139,7 +146,7 @@ def planned(
     given = TensorLayout(*x)
     weight = (TensorLayout(*codes), TensorLayout(*scale), layout_of(optional[0]))
     ends = (layout_of(optional[1]), layout_of(optional[2]))
-    check(given, *weight, *ends, group_size)
+    weight_linear.check(given, *weight, *ends, group_size)
     n = weight[0].shape[0]
     m, shape = prod(given.shape[:-1]), (*given.shape[:-1], n)
     if 0 in (*given.shape, n):
@@ -213,54 +220,3 @@ def run(
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.reshape(-1, n).contiguous()
     return plan.product((x, codes, scale, zero_point, bias, residual, None)).view(plan.shape)
-
-
-def check(
-    x: Any, codes: Any, scale: Any, zero_point: Any, bias: Any, residual: Any, group_size: int
-) -> None:
-    """Errors of `weight_linear`. Operands are tensors or their `TensorLayout`s; shapes may be symbolic."""
-    check_one_device(
-        x=x, codes=codes, scale=scale, zero_point=zero_point, bias=bias, residual=residual
-    )
-    _check_dtypes(x, codes, scale, zero_point)
-    if group_size < 1:
-        raise ValueError(f"group_size must be 1 or more elements, got {group_size}")
-    if len(x.shape) < 1 or len(codes.shape) != 2 or len(scale.shape) != 2:
-        raise ValueError(
-            f"weight_linear takes x [..., K], codes [N, .] and scale [N, Kp/G], got {tuple(x.shape)}, "
-            f"{tuple(codes.shape)} and {tuple(scale.shape)}"
-        )
-    n, groups = scale.shape
-    padded = groups * group_size
-    width = (padded + 1) // 2 if bits_of(codes.dtype) == 4 else padded
-    if tuple(codes.shape) != (n, width):
-        raise ValueError(
-            f"a scale of shape {(n, groups)} with group_size {group_size} takes {codes.dtype} codes of shape "
-            f"{(n, width)}, got {tuple(codes.shape)}"
-        )
-    if not padded - group_size < x.shape[-1] <= padded and (x.shape[-1] or groups):
-        raise ValueError(
-            f"x has K = {x.shape[-1]}, but {groups} groups of {group_size} hold a K of "
-            f"{max(padded - group_size + 1, 0)} to {padded}"
-        )
-    if zero_point is not None and tuple(zero_point.shape) != (n, groups):
-        raise ValueError(
-            f"zero_point must have the shape {(n, groups)}, got {tuple(zero_point.shape)}"
-        )
-    check_addends(x, n, bias, residual)
-
-
-def _check_dtypes(x: Any, codes: Any, scale: Any, zero_point: Any) -> None:
-    if codes.dtype not in (torch.uint8, torch.int8):
-        raise TypeError(
-            f"weight_linear takes codes as torch.uint8 (4 bits, two in a byte) or torch.int8, got {codes.dtype}"
-        )
-    for name, dtype in (("x", x.dtype), ("scale", scale.dtype)):
-        if dtype not in FLOATS:
-            raise TypeError(
-                f"weight_linear takes {name} of {', '.join(map(str, FLOATS))}; got {dtype}"
-            )
-    if zero_point is not None and zero_point.dtype != torch.int8:
-        raise TypeError(
-            f"weight_linear takes zero_point as torch.int8 or None, got {zero_point.dtype}; it lies on the codes' grid"
-        )

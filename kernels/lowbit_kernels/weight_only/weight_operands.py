@@ -7,7 +7,7 @@ descriptions that it has not seen. An implementation reads the same descriptions
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,30 @@ E4M3 = torch.float8_e4m3fn
 
 # Names of the dtypes of codes in the CUDA sources.
 CODE_MACROS = {torch.uint8: "INT4", torch.int8: "INT8", E4M3: "E4M3"}
+
+GROUP_RULES = {
+    "group_size >= 1": "group_size must be 1 or more elements, got {group_size}",
+    "W == -(-groups * group_size // (2 if codes.dtype == torch.uint8 else 1))": (
+        "a scale of shape {tuple(scale.shape)} with group_size {group_size} takes {codes.dtype} codes of shape "
+        "{(*codes.shape[:-1], -(-groups * group_size // (2 if codes.dtype == torch.uint8 else 1)))}, got "
+        "{tuple(codes.shape)}"
+    ),
+}
+"""Rules of ops that take codes [..., W] and a scale [..., groups] for each `group_size` elements; uint8 holds two."""
+K_RULE = {
+    "(groups - 1) * group_size < K <= groups * group_size or not (K or groups)": (
+        "x has K = {K}, but {groups} groups of {group_size} hold a K of {max((groups - 1) * group_size + 1, 0)} to "
+        "{groups * group_size}"
+    ),
+}
+"""The rule of products of x [..., K] and such codes."""
+ADDEND_TYPES = {
+    f"{name} is None or {name}.dtype == x.dtype": (
+        f"{name} must be of x's dtype, {{x.dtype}}; got {{{name}.dtype}}"
+    )
+    for name in ("bias", "residual")
+}
+"""What products of x require of the dtypes of bias and residual."""
 
 ALIGNMENT = 16  # bytes: the widest load of any kernel, and the requirement of the TMA
 
@@ -175,15 +199,6 @@ class WeightOperands(NamedTuple):
     def has_aligned_scales(self) -> bool:
         """True if kernels can read scale and zero point without a copy."""
         return self.scale.is_aligned and (self.zero_point is None or self.zero_point.is_aligned)
-
-
-def check_addends(x: Any, n: int, bias: Any, residual: Any) -> None:
-    """TypeError or ValueError unless bias [N] and residual [..., N] fit x [..., K]; tensors or `TensorLayout`s."""
-    for name, part, shape in (("bias", bias, (n,)), ("residual", residual, (*x.shape[:-1], n))):
-        if part is not None and tuple(part.shape) != shape:
-            raise ValueError(f"{name} must have the shape {shape}, got {tuple(part.shape)}")
-        if part is not None and part.dtype != x.dtype:
-            raise TypeError(f"{name} must be of x's dtype, {x.dtype}; got {part.dtype}")
 
 
 def addresses(*tensors: Tensor | None) -> list[int]:
