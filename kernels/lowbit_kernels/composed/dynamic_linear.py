@@ -111,7 +111,7 @@ def dynamic_linear(
     return out.to(x.dtype)
 
 
-reference = dynamic_linear.reference
+reference, check = dynamic_linear.reference, dynamic_linear.check
 
 
 class DynamicLinearPlan(NamedTuple):
@@ -132,7 +132,7 @@ def planned(tensors: tuple[Description | None, ...], tensorwise: bool) -> Dynami
     assert x and codes and scale
     given, weight, scales = TensorLayout(*x), TensorLayout(*codes), TensorLayout(*scale)
     ends = (layout_of(bias), layout_of(residual))
-    dynamic_linear.check(given, weight, scales, *ends, tensorwise)
+    check(given, weight, scales, *ends, tensorwise)
     (n, k), m = weight.shape, prod(given.shape[:-1])
     shape, has_one_scale = (*given.shape[:-1], n), prod(scales.shape) == 1
     if m * n * k and not (tensorwise and has_one_scale):

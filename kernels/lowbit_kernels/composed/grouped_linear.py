@@ -84,7 +84,7 @@ def grouped_linear(
     return _loop(weight_linear.reference, x, codes, scale, zero_point, offsets, group_size)
 
 
-reference = grouped_linear.reference
+reference, check = grouped_linear.reference, grouped_linear.check
 
 
 def _loop(linear, x, codes, scale, zero_point, offsets, group_size) -> Tensor:
@@ -193,7 +193,7 @@ def planned(tensors: tuple[Description | None, ...], group_size: int) -> Grouped
     assert x and codes and scale and offsets
     given, weight, scales = TensorLayout(*x), TensorLayout(*codes), TensorLayout(*scale)
     own = layout_of(zero_point), TensorLayout(*offsets)
-    grouped_linear.check(given, weight, scales, *own, group_size)
+    check(given, weight, scales, *own, group_size)
     (m, k), dtype, device = given.shape, given.dtype, given.device
     experts, n, groups = scales.shape
     block = weight_mm_triton.block_of_k(group_size, groups)

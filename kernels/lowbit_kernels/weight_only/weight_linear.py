@@ -117,7 +117,7 @@ def weight_linear(
     return out.to(x.dtype)
 
 
-reference = weight_linear.reference
+reference, check = weight_linear.reference, weight_linear.check
 
 
 class WeightLinearPlan(NamedTuple):
@@ -146,7 +146,7 @@ def planned(
     given = TensorLayout(*x)
     weight = (TensorLayout(*codes), TensorLayout(*scale), layout_of(optional[0]))
     ends = (layout_of(optional[1]), layout_of(optional[2]))
-    weight_linear.check(given, *weight, *ends, group_size)
+    check(given, *weight, *ends, group_size)
     n = weight[0].shape[0]
     m, shape = prod(given.shape[:-1]), (*given.shape[:-1], n)
     if 0 in (*given.shape, n):
