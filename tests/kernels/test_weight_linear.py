@@ -241,8 +241,8 @@ def test_products_into_columns(case: Case, most: int, monkeypatch: pytest.Monkey
     x, *parts, residual, group = arguments = case.arguments()
     if residual is not None:
         residual = residual.reshape(-1, case.n)
-    flat = (x.reshape(-1, case.k), *parts, residual, group)
-    out = weight_mm_dequantized._in_place(*flat).view(*x.shape[:-1], case.n)
+    flat = (x.reshape(-1, case.k), *parts, residual, None)
+    out = weight_mm_dequantized._in_place(group, flat).view(*x.shape[:-1], case.n)
     assert error(out, arguments) <= limit(out, one_rounding=False)
 
 

@@ -52,7 +52,7 @@ from lowbit_kernels.weight_only.weight_operands import (
     Product,
     TensorLayout,
     WeightOperands,
-    described,
+    all_described,
     layout_of,
 )
 
@@ -163,20 +163,8 @@ def of_numbers(operands: WeightOperands) -> tuple[str, Product] | None:
 
 
 @dynamic_linear.kernel
-def _run(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    tensorwise: bool,
-) -> Tensor:
-    layouts = (
-        *(described(x), described(codes), described(scale)),
-        None if bias is None else described(bias),
-        None if residual is None else described(residual),
-    )
-    plan = planned(layouts, tensorwise)
+def _run(x, codes, scale, bias, residual, tensorwise) -> Tensor:
+    plan = planned(all_described(x, codes, scale, bias, residual), tensorwise)
     ran("dynamic_linear", plan.implementation)
     (m, k), n, format = plan.rows, codes.shape[0], FORMATS[codes.dtype]
     rows = x.reshape(m, k)

@@ -48,8 +48,8 @@ from lowbit_kernels.weight_only.weight_operands import (
     K_RULE,
     Description,
     TensorLayout,
+    all_described,
     bits_of,
-    described,
     layout_of,
 )
 
@@ -222,17 +222,8 @@ def planned(tensors: tuple[Description | None, ...], group_size: int) -> Grouped
 
 
 @grouped_linear.kernel
-def _run(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    offsets: Tensor,
-    group_size: int,
-) -> Tensor:
-    zero = None if zero_point is None else described(zero_point)
-    layouts = (described(x), described(codes), described(scale), zero, described(offsets))
-    plan = planned(layouts, group_size)
+def _run(x, codes, scale, zero_point, offsets, group_size) -> Tensor:
+    plan = planned(all_described(x, codes, scale, zero_point, offsets), group_size)
     ran("grouped_linear", plan.implementation)
     if plan.implementation == "empty":
         return x.new_zeros(plan.shape)
@@ -241,14 +232,7 @@ def _run(
     return _launch(plan, x, codes, scale, zero_point, offsets)
 
 
-def _launch(
-    plan: GroupedLinearPlan,
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    offsets: Tensor,
-) -> Tensor:
+def _launch(plan: GroupedLinearPlan, x, codes, scale, zero_point, offsets) -> Tensor:
     (m, k), (experts, n, groups) = x.shape, scale.shape
     if x.device.type == "cpu":  # the interpreter has no bfloat16
         x = x.float()

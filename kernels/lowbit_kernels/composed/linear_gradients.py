@@ -32,7 +32,7 @@ from lowbit_kernels.matmul import scaled_mm
 from lowbit_kernels.matmul.scaled_mm import Planned
 from lowbit_kernels.quantize import quantize_rowcol as rowcol
 from lowbit_kernels.quantize import quantize_rowcol_sm90
-from lowbit_kernels.runtime import launch_plan, launcher, nvrtc
+from lowbit_kernels.runtime import launcher, nvrtc
 from lowbit_kernels.runtime.launch_plan import Buffer, Composition
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
@@ -165,14 +165,12 @@ def _launch(
     if found is None:
         launcher.learn("linear_gradients", None)
         return reference(grad, format, weight, weight_scale, x, x_scale, *options)
-    launcher.take_over("linear_gradients")
-    launcher.learn("linear_gradients", found.plan)
     rounds = weight is not None and weight_scale is None
     for _ in range(1 + rounds):
         ran("quantize_rowcol", "sm90")
     for name in found.products:
         ran("scaled_mm", name)
-    grad_x, grad_weight = launch_plan.run(found.plan, operands)
+    grad_x, grad_weight = launcher.carried_out("linear_gradients", found.plan, operands)
     return grad_x, grad_weight
 
 

@@ -24,7 +24,7 @@ from lowbit_kernels.matmul import scaled_mm
 from lowbit_kernels.matmul.scaled_mm import Planned
 from lowbit_kernels.quantize import quantize_rowcol as rowcol
 from lowbit_kernels.quantize import quantize_rowcol_sm90
-from lowbit_kernels.runtime import launch_plan, launcher, nvrtc
+from lowbit_kernels.runtime import launcher, nvrtc
 from lowbit_kernels.runtime.launch_plan import Buffer, Composition
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
@@ -81,15 +81,7 @@ reference = linear_output.reference
 
 
 @linear_output.kernel
-def _launch(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    format: str,
-    tensorwise: bool,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _launch(x, x_scale, weight, format, tensorwise, bias, out_dtype) -> Tensor:
     operands = x, x_scale, weight, bias
     found = None
     if nvrtc.runs_on_hopper(x.device):
@@ -97,11 +89,9 @@ def _launch(
     if found is None:
         launcher.learn("linear_output", None)
         return reference(x, x_scale, weight, format, tensorwise, bias, out_dtype)
-    launcher.take_over("linear_output")
-    launcher.learn("linear_output", found.plan)
     ran("quantize_rowcol", "sm90")
     ran("scaled_mm", *found.products)
-    return launch_plan.run(found.plan, operands)[0]
+    return launcher.carried_out("linear_output", found.plan, operands)[0]
 
 
 @functools.lru_cache(maxsize=4096)

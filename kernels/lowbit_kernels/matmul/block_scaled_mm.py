@@ -24,6 +24,7 @@ float32. A bias, and float16, take a second pass over float32 sums.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -74,13 +75,7 @@ reference = block_scaled_mm.reference
 
 
 def _dequantized_product(
-    dtype: torch.dtype,
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
+    dtype: torch.dtype, a, b, a_scale, b_scale, bias, out_dtype: torch.dtype
 ) -> Tensor:
     with torch.autocast(a.device.type, enabled=False):
         out = values(a, a_scale, dtype) @ values(b, b_scale, dtype).T
@@ -97,8 +92,7 @@ def values(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> 
     return (groups * scale.to(dtype).t().unsqueeze(2)).flatten(1)
 
 
-def _by_torch(a, b, a_scale, b_scale, bias, out_dtype) -> Tensor:
-    return _dequantized_product(torch.float32, a, b, a_scale, b_scale, bias, out_dtype)
+_by_torch = functools.partial(_dequantized_product, torch.float32)
 
 
 def runs_on(device: torch.device) -> bool:
@@ -107,14 +101,7 @@ def runs_on(device: torch.device) -> bool:
     return is_built and nvrtc.capability(device) == CAPABILITY
 
 
-def _by_cublas(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _by_cublas(a, b, a_scale, b_scale, bias, out_dtype) -> Tensor:
     (m, k), n = a.shape, b.shape[0]
     by_tile = b_scale.shape != (k // BLOCK, n)
     a, a_scale = _with_rows(a, 16), _padded(a_scale, 16)
@@ -159,17 +146,10 @@ def _as_contiguous(x: Tensor) -> Tensor:
 
 
 @block_scaled_mm.kernel
-def _launch(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _launch(a, b, *others) -> Tensor:
     name, multiply = _implementation(a, b)
     ran("block_scaled_mm", name)
-    return multiply(a, b, a_scale, b_scale, bias, out_dtype)
+    return multiply(a, b, *others)
 
 
 def _implementation(a: Tensor, b: Tensor) -> tuple[str, Callable[..., Tensor]]:

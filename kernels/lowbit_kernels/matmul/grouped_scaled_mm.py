@@ -33,8 +33,6 @@ Implementations, as `launches` reports them, after "int8" or "float8":
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -98,15 +96,7 @@ def grouped_scaled_mm(
 reference = grouped_scaled_mm.reference
 
 
-def _by_expert(
-    multiply: Callable[[Tensor, Tensor], Tensor],
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    offsets: Tensor,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _by_expert(multiply, a, b, a_scale, b_scale, offsets, out_dtype) -> Tensor:
     """Expert by expert; `multiply` gives a @ b.T in float32."""
     ragged = b.dim() == 2
     tokens = grouped_columns.counts(offsets, a.shape[1] if ragged else a.shape[0])
@@ -132,14 +122,7 @@ def _float8_sums(a: Tensor, b: Tensor) -> Tensor:
 
 
 @grouped_scaled_mm.kernel
-def _launch(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    offsets: Tensor,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _launch(a, b, a_scale, b_scale, offsets, out_dtype) -> Tensor:
     is_int8, device = a.dtype == torch.int8, a.device
     name = "int8" if is_int8 else "float8"
     operands = (a, b, a_scale, b_scale, offsets, out_dtype)

@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit_kernels.matmul import int8_mm_triton, scaled_mm_sm90
-from lowbit_kernels.runtime import launch_plan, launcher, nvrtc
+from lowbit_kernels.runtime import launcher, nvrtc
 from lowbit_kernels.runtime.launch_plan import (
     Buffer,
     CublasProduct,
@@ -102,13 +102,7 @@ def scaled_mm(
 reference = scaled_mm.reference
 
 
-def _scaled(
-    sums: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _scaled(sums: Tensor, a_scale, b_scale, bias, out_dtype) -> Tensor:
     out = sums * a_scale[:, None]
     out = out if b_scale is None else out * b_scale[None, :]
     return (out if bias is None else out + bias.to(torch.float32)).to(out_dtype)
@@ -242,14 +236,7 @@ def _float8_by_torch(a: Tensor, b: Tensor, *scales_bias_and_dtype) -> Tensor:
     return _scaled(sums, *scales_bias_and_dtype)
 
 
-def _float8_by_cublas(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _float8_by_cublas(a, b, a_scale, b_scale, bias, out_dtype) -> Tensor:
     given = a, b, a_scale, b_scale, bias
     # A single row is contiguous with any stride, but cuBLAS needs the stride of a full row.
     a, b = (
@@ -270,10 +257,9 @@ def _float8_by_cublas(
     found = None if extra else _planned_for_cublas(*layouts, *counts, out_dtype, own_bias)
     if found is not None:
         as_given = all(x is y for x, y in zip(given, operands, strict=True))
-        if as_given:
-            launcher.take_over("scaled_mm")
-        launcher.learn("scaled_mm", found if as_given else None)
-        return launch_plan.run(found, operands)[0]
+        if not as_given:
+            launcher.learn("scaled_mm", None)
+        return launcher.carried_out("scaled_mm", found, operands, as_given)[0]
     launcher.learn("scaled_mm", None)
     # cuBLAS has no such epilogue: compute plain sums in float32, and scale them in a second pass.
     one = a_scale.new_ones(())

@@ -155,14 +155,7 @@ def _kernel(
 
 
 @ternary_mm.kernel
-def _launch(
-    a: Tensor,
-    packed: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _launch(a, packed, a_scale, b_scale, bias, out_dtype) -> Tensor:
     m, n = a.shape[0], packed.shape[0]
     if m > MOST_ROWS or not runs_on(a.device) or 0 in (m, n, packed.shape[1]):
         ran("ternary_mm", "unpacked")
@@ -202,14 +195,7 @@ def _launch(
     return out.to(out_dtype)
 
 
-def _in_tiles(
-    a: Tensor,
-    packed: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _in_tiles(a, packed, a_scale, b_scale, bias, out_dtype) -> Tensor:
     """The same without memory for all codes, which the system would have to clear in each call. a: int8 [M, K16]."""
     out = a.new_empty((a.shape[0], packed.shape[0]), dtype=out_dtype)
     for rows in rows_in_tiles(packed.shape[0], BYTES_ON_CPU // a.shape[1]):

@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit_kernels.quantize import quantize_blocks_sm90
+from lowbit_kernels.quantize.quantize_rowcol import Result, encode
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.launch_plan import Buffer
 from lowbit_kernels.runtime.launches import ran
@@ -47,8 +48,6 @@ from lowbit_kernels.runtime.op import op
 BLOCK = 128
 E4M3, LARGEST = torch.float8_e4m3fn, 448.0
 SMALLEST_SCALE = 2.0**-126
-
-Result = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @op(
@@ -85,7 +84,7 @@ def quantize_blocks(
         if not wanted:
             continue
         scale = _scale(blocks, (1, 3) if tiles else within, power_of_two)
-        codes = _encode(blocks, scale).flatten(2).flatten(0, 1)
+        codes = encode(blocks, scale, "e4m3", None).flatten(2).flatten(0, 1)
         codes, scale = codes.view(torch.uint8), scale.squeeze(within[0])
         if at == 0:
             scale = scale.squeeze(1) if tiles else scale.flatten(0, 1)[:m].t()
@@ -114,12 +113,6 @@ def _scale(blocks: Tensor, within: tuple[int, ...], power_of_two: bool) -> Tenso
     return torch.where(found.isfinite(), scale, torch.nan)
 
 
-def _encode(blocks: Tensor, scale: Tensor) -> Tensor:
-    quotient = blocks * (torch.ones_like(scale) / scale)
-    quotient = torch.where(scale.isnan(), 0.0, quotient)
-    return quotient.clamp(-LARGEST, LARGEST).to(E4M3)
-
-
 def blocks_of(size: int) -> int:
     """How many blocks of 128 hold `size` elements."""
     return -(-size // BLOCK)
@@ -143,22 +136,14 @@ def results_of(
 def allocate(x: Tensor, tiles: bool, rows: bool, columns: bool) -> Result:
     """Uninitialised results."""
     m, k = x.shape
-    buffers = results_of(m, k, tiles, rows, columns)
-    codes, scale, codes_t, scale_t = (x.new_empty(b.shape, dtype=b.dtype) for b in buffers)
-    return codes, scale, codes_t, scale_t
+    codes, scale, codes_t, scale_t = results_of(m, k, tiles, rows, columns)
+    return codes.empty(x), scale.empty(x), codes_t.empty(x), scale_t.empty(x)
 
 
 @quantize_blocks.kernel
-def _launch(
-    x: Tensor,
-    tiles: bool,
-    rows: bool,
-    columns: bool,
-    power_of_two: bool,
-) -> Result | None:
-    arguments = (x, tiles, rows, columns, power_of_two)
+def _launch(x, tiles, rows, columns, power_of_two) -> Result | None:
     if x.numel() and (rows or columns) and nvrtc.runs_on_hopper(x.device):
         ran("quantize_blocks", "sm90")
-        m, k = x.shape
-        return quantize_blocks_sm90.quantize(*arguments, results_of(m, k, tiles, rows, columns))
+        results = results_of(x.shape[0], x.shape[1], tiles, rows, columns)
+        return quantize_blocks_sm90.quantize(x, tiles, rows, columns, power_of_two, results)
     return None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.quantize.quantize_rowcol_sm90 import SHARED, THREADS, TILE
-from lowbit_kernels.runtime import launch_plan, launcher, nvrtc
+from lowbit_kernels.runtime import launcher, nvrtc
 from lowbit_kernels.runtime.launch_plan import (
     Address,
     Buffer,
@@ -53,11 +53,8 @@ def quantize(
     """``lowbit::quantize_blocks``; x has been checked, M and K are > 0. `results`: the op's four."""
     given, x = x, x if x.stride(1) == 1 else x.contiguous()
     plan = planned(described(x), tiles, rows, columns, power_of_two, results)
-    if x is given:
-        launcher.take_over("quantize_blocks")
-        launcher.learn("quantize_blocks", plan)
-    codes, scale, codes_t, scale_t = launch_plan.run(plan, (x,))
-    return codes, scale, codes_t, scale_t
+    made = launcher.carried_out("quantize_blocks", plan, (x,), x is given)
+    return made[0], made[1], made[2], made[3]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -126,15 +126,7 @@ def allocate(x: Tensor, offsets: Tensor, format: str, rows: bool, columns: bool)
 
 
 @quantize_grouped.kernel
-def _launch(
-    x: Tensor,
-    offsets: Tensor,
-    format: str,
-    rows: bool,
-    columns: bool,
-    seed: Tensor | None,
-    row_factor: Tensor | None,
-) -> Result | None:
+def _launch(x, offsets, format, rows, columns, seed, row_factor) -> Result | None:
     arguments = (x, offsets, format, rows, columns, seed, row_factor)
     if x.numel() and offsets.numel() and (rows or columns) and nvrtc.runs_on_hopper(x.device):
         ran("quantize_grouped", "sm90")

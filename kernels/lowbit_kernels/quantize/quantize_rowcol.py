@@ -236,22 +236,12 @@ def allocate(
 ) -> Result:
     """Uninitialised results."""
     m, k = x.shape
-    buffers = results_of(m, k, format, rows, columns, tensorwise, row_scales)
-    codes, scale, codes_t, scale_t = (x.new_empty(b.shape, dtype=b.dtype) for b in buffers)
-    return codes, scale, codes_t, scale_t
+    made = [b.empty(x) for b in results_of(m, k, format, rows, columns, tensorwise, row_scales)]
+    return made[0], made[1], made[2], made[3]
 
 
 @quantize_rowcol.kernel
-def _launch(
-    x: Tensor,
-    format: str,
-    rows: bool,
-    columns: bool,
-    tensorwise: bool,
-    seed: Tensor | None,
-    row_factor: Tensor | None,
-    row_scales: bool,
-) -> Result | None:
+def _launch(x, format, rows, columns, tensorwise, seed, row_factor, row_scales) -> Result | None:
     arguments = (x, format, rows, columns, tensorwise, seed, row_factor, row_scales)
     if not (x.numel() and (rows or columns)):
         return None
@@ -264,8 +254,7 @@ def _launch(
         return *made, *_empty(x, format)
     if on_hopper:
         ran("quantize_rowcol", "sm90")
-        m, k = x.shape
-        results = results_of(m, k, format, rows, columns, tensorwise, row_scales)
+        results = results_of(x.shape[0], x.shape[1], format, rows, columns, tensorwise, row_scales)
         return quantize_rowcol_sm90.quantize(*arguments, results)
     if runs_on(x.device) and quantize_rowcol_triton.takes(format, x.device):
         ran("quantize_rowcol", "triton")

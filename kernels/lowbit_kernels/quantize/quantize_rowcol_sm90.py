@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from lowbit_kernels.runtime import launch_plan, launcher, nvrtc
+from lowbit_kernels.runtime import launcher, nvrtc
 from lowbit_kernels.runtime.launch_plan import (
     Address,
     Buffer,
@@ -59,11 +59,9 @@ def quantize(
     row_factor = None if row_factor is None else row_factor.contiguous()
     options = rows, columns, tensorwise, seed is not None, row_factor is not None, row_scales
     plan = planned(described(x), format, *options, results)
-    if given[0] is x and given[1] is row_factor:
-        launcher.take_over("quantize_rowcol")
-        launcher.learn("quantize_rowcol", plan)
-    codes, scale, codes_t, scale_t = launch_plan.run(plan, (x, seed, row_factor))
-    return codes, scale, codes_t, scale_t
+    operands, as_given = (x, seed, row_factor), given[0] is x and given[1] is row_factor
+    made = launcher.carried_out("quantize_rowcol", plan, operands, as_given)
+    return made[0], made[1], made[2], made[3]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -45,6 +45,10 @@ class Buffer(NamedTuple):
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def empty(self, like: Tensor) -> Tensor:
+        """The tensor on the device of another one, without its values."""
+        return like.new_empty(self.shape, dtype=self.dtype)
+
     def layout(self, device: torch.device) -> TensorLayout:
         return TensorLayout(self.shape, contiguous_strides(self.shape), self.dtype, device, 0)
 

@@ -16,11 +16,12 @@ import functools
 import struct
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lowbit_kernels.runtime import host_compiler, launches, library
 from lowbit_kernels.runtime.launch_plan import (
@@ -31,6 +32,7 @@ from lowbit_kernels.runtime.launch_plan import (
     LaunchPlan,
     Map,
     TensorPart,
+    run,
 )
 from lowbit_kernels.runtime.sources import program
 from lowbit_kernels.runtime.warned import warn_once
@@ -159,6 +161,16 @@ def learn(name: str, plan: LaunchPlan | None) -> None:
     if number is not None and _launcher is not None:
         words = encoded(plan)
         _launcher.learn(number, (ctypes.c_int64 * len(words))(*words))
+
+
+def carried_out(
+    name: str, plan: LaunchPlan, operands: Sequence[Tensor | None], is_learnt: bool = True
+) -> list[Tensor]:
+    """The results of a plan for the op `name`. The launcher learns it if no operand is a copy of one of the call."""
+    if is_learnt:
+        take_over(name)
+        learn(name, plan)
+    return run(plan, operands)
 
 
 def tell(error: BaseException) -> None:

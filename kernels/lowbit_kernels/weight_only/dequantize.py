@@ -293,14 +293,7 @@ def _write_nibbles(out: Tensor, packed: Tensor) -> None:
 
 
 @dequantize.kernel
-def _launch(
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    group_size: int,
-    size: int,
-    dtype: torch.dtype,
-) -> Tensor:
+def _launch(codes, scale, zero_point, group_size, size, dtype) -> Tensor:
     format = CODES[codes.dtype]
     if runs_on(codes.device):
         ran("dequantize", f"{format} triton")

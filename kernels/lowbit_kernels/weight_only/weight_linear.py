@@ -60,8 +60,8 @@ from lowbit_kernels.weight_only.weight_operands import (
     TensorLayout,
     Tensors,
     WeightOperands,
+    all_described,
     bits_of,
-    described,
     layout_of,
 )
 
@@ -193,22 +193,10 @@ def _empty(shape: tuple[int, ...], tensors: Tensors) -> Tensor:
 
 @weight_linear.kernel
 def run(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    group_size: int,
-    implementation: str | None = None,
+    x, codes, scale, zero_point, bias, residual, group_size, implementation: str | None = None
 ) -> Tensor:
     """The op's kernel on every device, by the implementation that `planned` chooses or is given."""
-    layouts = (
-        *(described(x), described(codes), described(scale)),
-        None if zero_point is None else described(zero_point),
-        None if bias is None else described(bias),
-        None if residual is None else described(residual),
-    )
+    layouts = all_described(x, codes, scale, zero_point, bias, residual)
     plan = planned(layouts, group_size, implementation)
     ran("weight_linear", plan.implementation)
     if plan.is_direct:

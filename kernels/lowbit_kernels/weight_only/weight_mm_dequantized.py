@@ -9,6 +9,8 @@ cases: for up to 8 tokens, where it costs nothing, and for float16, whose produc
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ from lowbit_kernels.weight_only.dequantize import (
     reference,
     rows_in_cache,
 )
-from lowbit_kernels.weight_only.weight_operands import Product, WeightOperands
+from lowbit_kernels.weight_only.weight_operands import Product, Tensors, WeightOperands
 
 BYTES_IN_L2 = 24_000_000
 ROWS_OF_A_TILE = 256
@@ -39,21 +41,13 @@ def product(operands: WeightOperands) -> Product | None:
     """The product of any operands on any device; None with a token_scale."""
     if operands.token_scale is not None:
         return None
-    group_size = operands.group_size
     multiply = _on_cpu if operands.x.device.type == "cpu" else _in_place
-    return lambda tensors: multiply(*tensors[:-1], group_size)
+    return functools.partial(multiply, operands.group_size)
 
 
-def _in_place(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    group_size: int,
-) -> Tensor:
+def _in_place(group_size: int, tensors: Tensors) -> Tensor:
     """Each chunk's product is written into its columns of the result."""
+    x, codes, scale, zero_point, bias, residual, _ = tensors
     (m, k), n = x.shape, codes.shape[0]
     rows = rows_of_chunk(n, k, x.element_size())
     out, chunk = x.new_empty((m, n)), x.new_empty((rows, k))
@@ -84,15 +78,8 @@ def _fill(
         out.copy_(reference(codes, scale, zero_point, group_size, out.shape[1], out.dtype))
 
 
-def _on_cpu(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    group_size: int,
-) -> Tensor:
+def _on_cpu(group_size: int, tensors: Tensors) -> Tensor:
+    x, codes, scale, zero_point, bias, residual, _ = tensors
     (m, k), (n, groups) = x.shape, scale.shape
     dtype, padded = x.dtype, groups * group_size
     if dtype == torch.float16 or m <= MOST_TOKENS_IN_FLOAT32:

@@ -111,6 +111,11 @@ def described(t: Tensor) -> Description:
     return t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % ALIGNMENT
 
 
+def all_described(*tensors: Tensor | None) -> tuple[Description | None, ...]:
+    """Each of them `described`; None for None."""
+    return tuple([None if t is None else described(t) for t in tensors])
+
+
 def layout(t: Tensor | None) -> TensorLayout | None:
     """The tensor's `TensorLayout`; None for None."""
     return None if t is None else TensorLayout(*described(t))
