@@ -13,7 +13,7 @@ from lowbit.numerics.codebook import Codebook
 from lowbit.optim.step.launch import _table
 from lowbit.tensor import CodebookTensor
 from lowbit_kernels.elementwise import fused_step
-from lowbit_kernels.elementwise.fused_step import COLUMN, Rule, StepVariant
+from lowbit_kernels.elementwise.fused_step import COLUMN, Rule, StepArguments, StepVariant
 from lowbit_kernels.elementwise.fused_step_cpu import StepKernelCpu
 from lowbit_kernels.runtime import host_compiler
 from tests.optim.problems import is_beside, parameters, rand, run
@@ -39,7 +39,8 @@ def pass_through(values, state):
     row[COLUMN["cols"]], row[COLUMN["numel"]] = values.shape[1], values.numel()
     scalars = torch.zeros(fused_step.SCALARS_WORDS, dtype=torch.int64)
     address = row.ctypes.data
-    step(address, address + 8 * len(fused_step.TENSOR), scalars, scalars, 1, 0, None)
+    groups = address + 8 * len(fused_step.TENSOR)
+    step(StepArguments(address, groups, scalars, scalars, 1, 0, None))
     assert counter == 1
     return weight
 

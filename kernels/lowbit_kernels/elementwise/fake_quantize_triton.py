@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -370,6 +371,39 @@ def _as_read(x: Tensor) -> Tensor:
     return x.to(stored_dtype(x.dtype, x.device))
 
 
+def _launch_forward(
+    op: str,
+    operands: Sequence[Tensor | None],
+    results: Sequence[Tensor],
+    tensors: tuple[Tensor, ...],
+    group_size: int,
+    grid: Grid,
+    scale_dtype: torch.dtype,
+    flags: dict[str, Any],
+) -> None:
+    """Launch `_forward` for `op`; `tensors`: x, scale, zero, out and bits as the kernel takes them."""
+    x, groups = tensors[0], -(-tensors[0].shape[1] // group_size)
+    rows, columns = x.shape
+    tiling = _tiling(columns, group_size, rows * groups)
+    launch(
+        op,
+        operands,
+        results,
+        _forward,
+        triton.cdiv(rows * groups, tiling["BLOCKS"]),
+        (*tensors, columns, groups, rows * groups, x.stride(0)),
+        {
+            **flags,
+            "MAPPING": grid.mapping,
+            "SCALE_DTYPE": FLOATS.index(scale_dtype),
+            "GROUP": group_size,
+            "KEPT": tiling["SIZE"] >= min(group_size, columns),
+            **_constants(grid),
+            **tiling,
+        },
+    )
+
+
 def quantize(
     x: Tensor,
     scale: Tensor | None,
@@ -385,35 +419,15 @@ def quantize(
     operands = x, scale, zero_point, None
     x = _dense_rows(x)
     rows, columns = x.shape
-    groups = -(-columns // group_size)
-    total = rows * groups
     out = x.new_empty((rows, columns), dtype=stored_dtype(dtype, x.device))
-    shape = (rows, groups, -(-group_size // 8)) if inside else (0,)
+    shape = (rows, -(-columns // group_size), -(-group_size // 8)) if inside else (0,)
     bits = x.new_empty(shape, dtype=torch.uint8)
-    tiling = _tiling(columns, group_size, total)
     scales = x if scale is None else _as_read(scale.contiguous())
     zeros = x if zero_point is None else _as_read(zero_point.contiguous())
-    launch(
-        "fake_quantize",
-        operands,
-        (out, bits),
-        _forward,
-        triton.cdiv(total, tiling["BLOCKS"]),
-        (x, scales, zeros, out, bits, columns, groups, total, x.stride(0)),
-        {
-            "GIVEN": scale is not None,
-            "CODES": False,
-            "INSIDE": inside,
-            "MAPPING": grid.mapping,
-            "BEYOND": 0,
-            "LEAST": least,
-            "SCALE_DTYPE": FLOATS.index(scale_dtype),
-            "GROUP": group_size,
-            "KEPT": tiling["SIZE"] >= min(group_size, columns),
-            **_constants(grid),
-            **tiling,
-        },
-    )
+    flags: dict[str, Any] = {"GIVEN": scale is not None, "CODES": False, "INSIDE": inside}
+    flags |= {"BEYOND": 0, "LEAST": least}
+    tensors, how = (x, scales, zeros, out, bits), (group_size, grid, scale_dtype, flags)
+    _launch_forward("fake_quantize", operands, (out, bits), tensors, *how)
     return out.to(dtype), bits
 
 
@@ -431,34 +445,15 @@ def codes(
     `zero_dtype`: None where the grid has no zero points."""
     operand, x = x, _dense_rows(x)
     rows, columns = x.shape
-    groups = -(-columns // group_size)
-    total = rows * groups
+    blocks = rows, -(-columns // group_size)
     out = x.new_empty((rows, columns), dtype=code_dtype)
-    scale = x.new_empty((rows, groups), dtype=stored_dtype(scale_dtype, x.device))
+    scale = x.new_empty(blocks, dtype=stored_dtype(scale_dtype, x.device))
     kind = torch.int8 if zero_dtype is None else stored_dtype(zero_dtype, x.device)
-    zero = x.new_empty((0,) if zero_dtype is None else (rows, groups), dtype=kind)
-    tiling = _tiling(columns, group_size, total)
-    launch(
-        "fake_quantize_codes",
-        (operand,),
-        (out, scale, zero),
-        _forward,
-        triton.cdiv(total, tiling["BLOCKS"]),
-        (x, scale, zero, out, out, columns, groups, total, x.stride(0)),
-        {
-            "GIVEN": False,
-            "CODES": True,
-            "INSIDE": False,
-            "MAPPING": grid.mapping,
-            "BEYOND": beyond,
-            "LEAST": least,
-            "SCALE_DTYPE": FLOATS.index(scale_dtype),
-            "GROUP": group_size,
-            "KEPT": tiling["SIZE"] >= min(group_size, columns),
-            **_constants(grid),
-            **tiling,
-        },
-    )
+    zero = x.new_empty((0,) if zero_dtype is None else blocks, dtype=kind)
+    flags: dict[str, Any] = {"GIVEN": False, "CODES": True, "INSIDE": False}
+    flags |= {"BEYOND": beyond, "LEAST": least}
+    tensors, how = (x, scale, zero, out, out), (group_size, grid, scale_dtype, flags)
+    _launch_forward("fake_quantize_codes", (operand,), (out, scale, zero), tensors, *how)
     return out, scale.to(scale_dtype), zero if zero_dtype is None else zero.to(zero_dtype)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -205,6 +206,26 @@ def locate(first_tile: np.ndarray, total: int) -> np.ndarray:
     return (np.searchsorted(first_tile, marks, side="right") - 1).astype(np.int32)
 
 
+class StepArguments(NamedTuple):
+    """What a kernel reads and writes in one step, in the memory of its device.
+
+    Attributes:
+        tensors, groups: addresses of the rows of `TENSOR` words, and of `GROUP_WORDS`.
+        scalars: int64 [number, SCALARS_WORDS], scratch.
+        locate: int32, see `locate`.
+        number, tiles: of the tensors, and of all their tiles.
+        control: float32 [2], the factor of the gradients and whether to skip the step (not 0); or None.
+    """
+
+    tensors: int
+    groups: int
+    scalars: torch.Tensor
+    locate: torch.Tensor
+    number: int
+    tiles: int
+    control: torch.Tensor | None
+
+
 class StepKernel:
     """The kernel of one variant, on one device.
 
@@ -221,25 +242,9 @@ class StepKernel:
         self._multiprocessors = nvrtc.multiprocessors(device)
         self._tables = torch.from_numpy(variant.table_words().view(np.int32)).to(device)
 
-    def __call__(
-        self,
-        tensors: int,
-        groups: int,
-        scalars: torch.Tensor,
-        locate: torch.Tensor,
-        count: int,
-        tiles: int,
-        control: torch.Tensor | None,
-    ) -> None:
-        """Launch the step on the device's current stream. The device must be the current one.
-
-        Args:
-            tensors, groups: addresses on the device of the rows of `TENSOR` words, and of `GROUP_WORDS`.
-            scalars: int64 [count, SCALARS_WORDS], scratch.
-            locate: int32, see `locate`.
-            count, tiles: the number of tensors, and of all their tiles.
-            control: float32 [2], the factor of the gradients and whether to skip the step (not 0); or None.
-        """
+    def __call__(self, step: StepArguments) -> None:
+        """Launch the step on the device's current stream. The device must be the current one."""
+        tensors, groups, scalars, locate, count, tiles, control = step
         flag = 0 if control is None else control.data_ptr()
         stream = self._stream()
         self._prepare(

@@ -11,7 +11,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from lowbit_kernels.elementwise.fused_step import StepVariant
+from lowbit_kernels.elementwise.fused_step import StepArguments, StepVariant
 from lowbit_kernels.runtime import host_compiler
 
 # `Pieces` of the .cpp.
@@ -47,20 +47,9 @@ class StepKernelCpu:
         self._tables = np.concatenate([variant.table_words(), *pieces])
         self._address = self._tables.ctypes.data
 
-    def __call__(
-        self,
-        tensors: int,
-        groups: int,
-        scalars: torch.Tensor,
-        locate: torch.Tensor,
-        count: int,
-        tiles: int,
-        control: torch.Tensor | None,
-    ) -> None:
-        """Do the step, on at most ``torch.get_num_threads()`` threads.
-
-        The arguments are those of `StepKernel`, in host memory. `locate` and `tiles` are not used.
-        """
+    def __call__(self, step: StepArguments) -> None:
+        """Do the step, on at most ``torch.get_num_threads()`` threads. `locate` and `tiles` are not used."""
+        tensors, groups, scalars, _, count, _, control = step
         flag = None if control is None else control.data_ptr()
         threads = torch.get_num_threads()
         self._step(tensors, groups, scalars.data_ptr(), self._address, count, flag, threads)

@@ -158,17 +158,8 @@ class WeightOperands(NamedTuple):
         out: torch.dtype | None = None,
     ) -> WeightOperands:
         """The operands of a product of these tensors; x and residual are matrices already."""
-        return cls(
-            TensorLayout(*described(x)),
-            TensorLayout(*described(codes)),
-            TensorLayout(*described(scale)),
-            layout(zero_point),
-            layout(bias),
-            layout(residual),
-            layout(token_scale),
-            group_size,
-            out or x.dtype,
-        )
+        tensors = x, codes, scale, zero_point, bias, residual, token_scale
+        return cls._make((*map(layout, tensors), group_size, out or x.dtype))
 
     @property
     def m(self) -> int:

@@ -26,6 +26,7 @@ from lowbit.tensor.frozen.codebook_tensor import FORMATS, CodebookTensor
 from lowbit_kernels.elementwise import fused_step
 from lowbit_kernels.elementwise.fused_step import (
     COLUMN,
+    StepArguments,
     StepKernel,
     StepVariant,
     Table,
@@ -213,16 +214,9 @@ class StepLaunch:
     def _launch(
         self, table: Tensor, kernel: StepKernel | StepKernelCpu, control: Tensor | None
     ) -> None:
-        address = table.data_ptr()
-        kernel(
-            address,
-            address + self.rows.nbytes,
-            self.scalars,
-            self.locate,
-            count=len(self.others),
-            tiles=self.tiles,
-            control=control,
-        )
+        address, count = table.data_ptr(), len(self.others)
+        groups, memory = address + self.rows.nbytes, (self.scalars, self.locate)
+        kernel(StepArguments(address, groups, *memory, count, self.tiles, control))
 
     def _kernel(self, is_scaled: bool) -> StepKernel | StepKernelCpu:
         """The kernel for scaled or unscaled gradients. Kept here, because hashing a variant takes long."""

@@ -26,7 +26,7 @@ from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.frozen.codebook_tensor import CodebookTensor
 from lowbit_kernels.elementwise import fused_step
-from lowbit_kernels.elementwise.fused_step import COLUMN, StepVariant
+from lowbit_kernels.elementwise.fused_step import COLUMN, StepArguments, StepVariant
 
 ALIGNED = 16  # elements; the values of a row of the table begin at a multiple
 
@@ -146,15 +146,9 @@ class RoundedLaunch(StepLaunch):
             taken = [self._taken(piece) for piece in self.pieces[first:end]]
             for weight, values in taken:
                 weight.write_master(values)
-            kernel(
-                table.data_ptr() + first * width,
-                groups,
-                self.scalars[first:end],
-                locate,
-                count=end - first,
-                tiles=tiles,
-                control=control,
-            )
+            address, scalars = table.data_ptr() + first * width, self.scalars[first:end]
+            one = StepArguments(address, groups, scalars, locate, end - first, tiles, control)
+            kernel(one)
             for weight, values in taken:
                 _update(weight, values, self.skip)
 
