@@ -14,6 +14,7 @@ A module, and Triton with it, is imported at its first use.
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -43,28 +44,6 @@ if TYPE_CHECKING:
     )
     from lowbit_kernels.weight_only import dequantize, weight_linear
 
-_FOLDERS = {
-    "composed": (
-        "add_low_rank",
-        "dynamic_linear",
-        "grouped_linear",
-        "linear_gradients",
-        "linear_output",
-    ),
-    "elementwise": ("fake_quantize", "normalize_matrices"),
-    "matmul": ("batched_mm", "block_scaled_mm", "grouped_scaled_mm", "scaled_mm", "ternary_mm"),
-    "quantize": (
-        "quantize_blocks",
-        "quantize_experts",
-        "quantize_grouped",
-        "quantize_rowcol",
-        "round_rows",
-        "transpose_codes",
-    ),
-    "weight_only": ("dequantize", "weight_linear"),
-}
-_FOLDER_OF = {name: folder for folder, names in _FOLDERS.items() for name in names}
-
 __all__ = [
     "add_low_rank",
     "batched_mm",
@@ -90,8 +69,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name in _FOLDER_OF:
-        module = importlib.import_module(f"{__name__}.{_FOLDER_OF[name]}.{name}")
+    if name in __all__:
+        (path,) = Path(__file__).parent.glob(f"*/{name}.py")
+        module = importlib.import_module(f"{__name__}.{path.parent.name}.{name}")
         globals()[name] = module  # the next access finds it without a call
         return module
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its ops are {__all__}")

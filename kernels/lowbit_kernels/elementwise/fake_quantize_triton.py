@@ -405,15 +405,7 @@ def _launch_forward(
 
 
 def quantize(
-    x: Tensor,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    group_size: int,
-    grid: Grid,
-    scale_dtype: torch.dtype,
-    dtype: torch.dtype,
-    inside: bool,
-    least: float,
+    x, scale, zero_point, group_size, grid, scale_dtype, dtype, inside, least
 ) -> tuple[Tensor, Tensor]:
     """``lowbit::fake_quantize``; the arguments have been checked, R and C are > 0. `least`: the smallest scale."""
     operands = x, scale, zero_point, None
@@ -432,14 +424,7 @@ def quantize(
 
 
 def codes(
-    x: Tensor,
-    group_size: int,
-    grid: Grid,
-    scale_dtype: torch.dtype,
-    code_dtype: torch.dtype,
-    zero_dtype: torch.dtype | None,
-    beyond: int,
-    least: float,
+    x, group_size, grid, scale_dtype, code_dtype, zero_dtype, beyond, least
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``lowbit::fake_quantize_codes``; the arguments have been checked, R and C are > 0. `least`: the smallest scale.
     `zero_dtype`: None where the grid has no zero points."""
@@ -458,13 +443,7 @@ def codes(
 
 
 def gradients(
-    grad: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    group_size: int,
-    grid: Grid,
-    constant_codes: bool,
+    grad, x, scale, zero_point, group_size, grid, constant_codes
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``lowbit::fake_quantize_gradients``; the arguments have been checked, R and C are > 0."""
     rows, columns = x.shape

@@ -75,14 +75,7 @@ def _kernel(
         )
 
 
-def int8_mm(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def int8_mm(a, b, a_scale, b_scale, bias, out_dtype) -> Tensor:
     """``lowbit::scaled_mm`` of int8 where Triton runs. The operands are checked; M, N, K > 0."""
     (m, k), n = a.shape, b.shape[0]
     a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))

@@ -93,14 +93,7 @@ def plan(m: int, n: int, k: int, multiprocessors: int) -> ScaledMmDivision:
     )
 
 
-def multiply(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def multiply(a, b, a_scale, b_scale, bias, out_dtype) -> Tensor:
     """``lowbit::scaled_mm`` on a GPU of compute capability 9.0. The operands are checked; M, N, K > 0."""
     given = a, b, a_scale, b_scale, bias
     a, b = (

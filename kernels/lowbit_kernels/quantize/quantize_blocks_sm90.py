@@ -43,12 +43,7 @@ class BlocksVariant:
 
 
 def quantize(
-    x: Tensor,
-    tiles: bool,
-    rows: bool,
-    columns: bool,
-    power_of_two: bool,
-    results: tuple[Buffer, ...],
+    x, tiles, rows, columns, power_of_two, results
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``lowbit::quantize_blocks``; x has been checked, M and K are > 0. `results`: the op's four."""
     given, x = x, x if x.stride(1) == 1 else x.contiguous()

@@ -47,16 +47,7 @@ class GroupedVariant:
         return 4 if self.format == "INT8" and not self.stochastic else 3
 
 
-def tokens(
-    x: Tensor,
-    offsets: Tensor,
-    format: str,
-    rows: bool,
-    columns: bool,
-    seed: Tensor | None,
-    row_factor: Tensor | None,
-    out: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> None:
+def tokens(x, offsets, format, rows, columns, seed, row_factor, out) -> None:
     """Write the results of ``lowbit::quantize_grouped`` to `out`; the arguments have been checked, no size is 0."""
     x = x if x.stride(1) == 1 else x.contiguous()
     options = (rows, columns, seed is not None, row_factor is not None, False)

@@ -43,15 +43,7 @@ class RowcolVariant:
 
 
 def quantize(
-    x: Tensor,
-    format: str,
-    rows: bool,
-    columns: bool,
-    tensorwise: bool,
-    seed: Tensor | None,
-    row_factor: Tensor | None,
-    row_scales: bool,
-    results: tuple[Buffer, ...],
+    x, format, rows, columns, tensorwise, seed, row_factor, row_scales, results
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``lowbit::quantize_rowcol``; the arguments have been checked, M and K are > 0. `results`: the op's four."""
     given = x, row_factor

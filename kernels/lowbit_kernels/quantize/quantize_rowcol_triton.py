@@ -7,7 +7,6 @@ second writes the codes.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from lowbit_kernels.elementwise.random_bits import hash_of, key_of, multiplier_of
 from lowbit_kernels.runtime.triton_runtime import jit, tl, triton
@@ -208,17 +207,7 @@ def _quantize(
         tl.store(to_t, tl.trans(out_t), mask=(column < k)[:, None] & (row < width_t)[None, :])
 
 
-def quantize(
-    x: Tensor,
-    format: str,
-    rows: bool,
-    columns: bool,
-    tensorwise: bool,
-    seed: Tensor | None,
-    row_factor: Tensor | None,
-    row_scales: bool,
-    out: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> None:
+def quantize(x, format, rows, columns, tensorwise, seed, row_factor, row_scales, out) -> None:
     """Write the results of ``lowbit::quantize_rowcol`` to `out`; the arguments have been checked, M and K are > 0."""
     codes, scale, codes_t, scale_t = out
     m, k = x.shape

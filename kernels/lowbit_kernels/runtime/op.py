@@ -19,8 +19,8 @@ it, and later uses must equal it. Other dimensions are Python expressions; ``or`
 accepted. ``...`` before other dimensions stands for any leading ones, the same in all shapes; ``[...]`` accepts every
 shape. What follows ``;`` tells a user the way out. The result and the rules are expressions of the bound names, the
 op's arguments and the globals of its module. All tensors must be on one device, and None passes where the signature has
-it. An argument that is a dtype has no shape in its declaration. The kernel's arguments have the declared types, which
-it does not repeat.
+it. An argument that is a dtype has no shape in its declaration. The kernel's arguments have the declared types. Neither
+the kernel nor the functions that get them from it repeat these.
 
 The declaration is compiled to one Python function, so a check costs the host what one written by hand costs. torch must
 know the schema before the module of the op is imported, so ``schemas.txt`` lists all schemas
