@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit_kernels.matmul.mm_tiles_triton import in_groups
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.library import aligned
 from lowbit_kernels.runtime.op import op
@@ -135,17 +136,6 @@ def _below_diagonal(tile):
     return row, tile - row * (row + 1) // 2
 
 
-@jit
-def _in_groups(tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """(row, column) of the tile of this number. GROUP rows of tiles are counted together, column by column."""
-    tiles_m = tl.cdiv(m, BLOCK_M)
-    tiles_n = tl.cdiv(n, BLOCK_N)
-    first = tile // (GROUP * tiles_n) * GROUP
-    height = min(tiles_m - first, GROUP)
-    within = tile % (GROUP * tiles_n)
-    return first + within % height, within // height
-
-
 @jit(do_not_specialize=["tiles", "total"])
 def _kernel(
     a,  # [count, m, k], or [count, k, m] if A_TRANSPOSED; a pointer or a tensor map
@@ -177,7 +167,7 @@ def _kernel(
             tile_row, tile_column = _below_diagonal(tile)
             is_below = tile_row != tile_column
         else:
-            tile_row, tile_column = _in_groups(tile, m, n, BLOCK_M, BLOCK_N, GROUP)
+            tile_row, tile_column = in_groups(tile, m, n, BLOCK_M, BLOCK_N, GROUP)
         row = tile_row * BLOCK_M
         column = tile_column * BLOCK_N
         sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

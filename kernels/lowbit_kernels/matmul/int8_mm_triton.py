@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from lowbit_kernels.matmul.mm_tiles_triton import in_groups, store
 from lowbit_kernels.runtime.triton_runtime import (
     jit,
     stored_dtype,
@@ -48,11 +49,8 @@ def _kernel(
     tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(n, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        first = tile // (GROUP * tiles_n) * GROUP
-        height = min(tiles_m - first, GROUP)
-        within = tile % (GROUP * tiles_n)
-        row = (first + within % height) * BLOCK_M
-        column = within // height * BLOCK_N
+        tile_row, tile_column = in_groups(tile, m, n, BLOCK_M, BLOCK_N, GROUP)
+        row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
         rows = row + tl.arange(0, BLOCK_M)
         columns = column + tl.arange(0, BLOCK_N)
 
@@ -65,14 +63,7 @@ def _kernel(
         row_scale = tl.load(a_scale + rows * A_SCALES, mask=rows < m, other=0)
         column_scale = tl.load(b_scale + columns * B_SCALES, mask=columns < n, other=0)
         result = sums.to(tl.float32) * row_scale[:, None] * column_scale[None, :]
-        if HAS_BIAS:
-            shift = tl.load(bias + columns, mask=columns < n, other=0)
-            result += shift.to(tl.float32)[None, :]
-        tl.store(
-            out + rows.to(tl.int64)[:, None] * n + columns[None, :],
-            result.to(out.dtype.element_ty),
-            mask=(rows < m)[:, None] & (columns < n)[None, :],
-        )
+        store(out, result, bias, rows, columns, m, n, HAS_BIAS)
 
 
 def int8_mm(a, b, a_scale, b_scale, bias, out_dtype) -> Tensor:

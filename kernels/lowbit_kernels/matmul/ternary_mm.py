@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowbit_kernels.matmul.mm_tiles_triton import store
 from lowbit_kernels.matmul.scaled_mm import scaled_mm
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
@@ -144,14 +145,7 @@ def _kernel(
             sums = tl.dot(x, tl.trans(weight.to(tl.int8)), sums, out_dtype=tl.int32)
     row_scale = tl.load(a_scale + rows, mask=row_inside, other=0)
     result = sums.to(tl.float32) * row_scale[:, None] * tl.load(b_scale)
-    if HAS_BIAS:
-        shift = tl.load(bias + columns, mask=column_inside, other=0)
-        result += shift.to(tl.float32)[None, :]
-    tl.store(
-        out + rows.to(tl.int64)[:, None] * n + columns[None, :],
-        result.to(out.dtype.element_ty),
-        mask=row_inside[:, None] & column_inside[None, :],
-    )
+    store(out, result, bias, rows, columns, m, n, HAS_BIAS)
 
 
 @ternary_mm.kernel
