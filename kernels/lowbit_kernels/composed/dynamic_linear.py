@@ -53,7 +53,7 @@ from lowbit_kernels.weight_only.weight_operands import (
     TensorLayout,
     WeightOperands,
     all_described,
-    layout_of,
+    all_layouts,
 )
 
 MOST_NUMBERS = {torch.int8: 32, E4M3: 64}  # tokens whose codes are multiplied as floating point
@@ -128,25 +128,22 @@ class DynamicLinearPlan(NamedTuple):
 @functools.lru_cache(maxsize=8192)
 def planned(tensors: tuple[Description | None, ...], tensorwise: bool) -> DynamicLinearPlan:
     """The plan for x, codes, scale, bias and residual that are `described` so; errors as of `dynamic_linear`."""
-    x, codes, scale, bias, residual = tensors
-    assert x and codes and scale
-    given, weight, scales = TensorLayout(*x), TensorLayout(*codes), TensorLayout(*scale)
-    ends = (layout_of(bias), layout_of(residual))
-    check(given, weight, scales, *ends, tensorwise)
-    (n, k), m = weight.shape, prod(given.shape[:-1])
-    shape, has_one_scale = (*given.shape[:-1], n), prod(scales.shape) == 1
+    layouts = all_layouts(tensors)
+    check(*layouts, tensorwise)
+    x, codes, scale, bias, residual = layouts
+    (n, k), m = codes.shape, prod(x.shape[:-1])
+    shape, has_one_scale = (*x.shape[:-1], n), prod(scale.shape) == 1
     if m * n * k and not (tensorwise and has_one_scale):
-        numbers = given.dtype if weight.dtype == torch.int8 else torch.float16
-        q = TensorLayout(
-            (m, k), (k + -k % 16, 1), numbers, given.device, 0
-        )  # as `codes_of` makes it
-        step = 0 if has_one_scale and n > 1 else scales.strides[0]
-        by_row = scales._replace(shape=(n, 1), strides=(step, 1))
-        flat_ends = (ends[0] and ends[0].contiguous((n,)), ends[1] and ends[1].contiguous((m, n)))
-        operands = WeightOperands(q, weight, by_row, None, *flat_ends, None, k, given.dtype)
+        numbers = x.dtype if codes.dtype == torch.int8 else torch.float16
+        # as `codes_of` makes it
+        q = TensorLayout((m, k), (k + -k % 16, 1), numbers, x.device, 0)
+        step = 0 if has_one_scale and n > 1 else scale.strides[0]
+        by_row = scale._replace(shape=(n, 1), strides=(step, 1))
+        ends = bias and bias.contiguous((n,)), residual and residual.contiguous((m, n))
+        operands = WeightOperands(q, codes, by_row, None, *ends, None, k, x.dtype)
         if found := of_numbers(operands):
             return DynamicLinearPlan(*found, numbers, (m, k), shape, 0)
-    return DynamicLinearPlan("scaled_mm", None, weight.dtype, (m, k), shape, -k % 16)
+    return DynamicLinearPlan("scaled_mm", None, codes.dtype, (m, k), shape, -k % 16)
 
 
 def of_numbers(operands: WeightOperands) -> tuple[str, Product] | None:

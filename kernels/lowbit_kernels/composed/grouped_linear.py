@@ -27,6 +27,7 @@ or finds that it has none. So nothing waits for the host, and offsets may change
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -47,10 +48,9 @@ from lowbit_kernels.weight_only.weight_operands import (
     GROUP_RULES,
     K_RULE,
     Description,
-    TensorLayout,
     all_described,
+    all_layouts,
     bits_of,
-    layout_of,
 )
 
 MOST_ROWS = 64  # of a tile
@@ -179,32 +179,26 @@ class GroupedLinearPlan(NamedTuple):
 
     implementation: Literal["triton", "loop", "empty"]
     shape: tuple[int, int]  # of the result
-    dtype: torch.dtype
-    stored: torch.dtype
-    grid: tuple[int, int]
-    word: int  # codes of a word
-    options: dict[str, Any]
+    grid: tuple[int, int] = (0, 0)
+    word: int = 0  # codes of a word
+    options: Mapping[str, Any] = {}
 
 
 @functools.lru_cache(maxsize=8192)
 def planned(tensors: tuple[Description | None, ...], group_size: int) -> GroupedLinearPlan:
     """The plan for x, codes, scale, zero_point and offsets that are `described` so; errors as of `grouped_linear`."""
-    x, codes, scale, zero_point, offsets = tensors
-    assert x and codes and scale and offsets
-    given, weight, scales = TensorLayout(*x), TensorLayout(*codes), TensorLayout(*scale)
-    own = layout_of(zero_point), TensorLayout(*offsets)
-    check(given, weight, scales, *own, group_size)
-    (m, k), dtype, device = given.shape, given.dtype, given.device
-    experts, n, groups = scales.shape
+    layouts = all_layouts(tensors)
+    check(*layouts, group_size)
+    x, codes, scale, *_ = layouts
+    (m, k), (experts, n, groups) = x.shape, scale.shape
     block = weight_mm_triton.block_of_k(group_size, groups)
-    stored = stored_dtype(dtype, device)
     if 0 in (m, n, k, experts):
-        return GroupedLinearPlan("empty", (m, n), dtype, stored, (0, 0), 0, {})
-    if not (runs_on(device) and block):
-        return GroupedLinearPlan("loop", (m, n), dtype, stored, (0, 0), 0, {})
-    bits = bits_of(weight.dtype)
-    weight = weight if weight.strides[-1] == 1 else weight.copied()  # as `_launch` copies it
-    word = weight_mm_triton.codes_of_word(weight, bits, block)
+        return GroupedLinearPlan("empty", (m, n))
+    if not (runs_on(x.device) and block):
+        return GroupedLinearPlan("loop", (m, n))
+    bits = bits_of(codes.dtype)
+    codes = codes if codes.strides[-1] == 1 else codes.copied()  # as `_launch` copies it
+    word = weight_mm_triton.codes_of_word(codes, bits, block)
     rows = max(16, min(MOST_ROWS, triton.next_power_of_2(-(-m // experts))))
     options = {
         "GROUP_SIZE": 0 if groups == 1 else group_size,
@@ -218,7 +212,7 @@ def planned(tensors: tuple[Description | None, ...], group_size: int) -> Grouped
         "num_stages": 3,
     }
     grid = (min(m, m // rows + experts), -(-n // 64))
-    return GroupedLinearPlan("triton", (m, n), dtype, stored, grid, word, options)
+    return GroupedLinearPlan("triton", (m, n), grid, word, options)
 
 
 @grouped_linear.kernel
@@ -233,13 +227,13 @@ def _run(x, codes, scale, zero_point, offsets, group_size) -> Tensor:
 
 
 def _launch(plan: GroupedLinearPlan, x, codes, scale, zero_point, offsets) -> Tensor:
-    (m, k), (experts, n, groups) = x.shape, scale.shape
+    (m, k), (experts, n, groups), dtype = x.shape, scale.shape, x.dtype
     if x.device.type == "cpu":  # the interpreter has no bfloat16
         x = x.float()
     x, codes, scale = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, codes, scale))
     zeros = None if zero_point is None else zero_point.contiguous()
     words = weight_mm_triton.in_words(codes, plan.word)
-    out = x.new_zeros(plan.shape, dtype=plan.stored)
+    out = x.new_zeros(plan.shape, dtype=stored_dtype(dtype, x.device))
     with torch.cuda.device_of(x):
         _kernel[plan.grid](
             *(x, words, scale, zeros, offsets.contiguous(), out),
@@ -247,4 +241,4 @@ def _launch(plan: GroupedLinearPlan, x, codes, scale, zero_point, offsets) -> Te
             *(*words.stride()[:2], *scale.stride()[:2], *(n * groups, groups)),
             **plan.options,
         )
-    return out.to(plan.dtype)
+    return out.to(dtype)

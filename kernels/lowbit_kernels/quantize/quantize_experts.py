@@ -33,7 +33,7 @@ from lowbit_kernels.runtime.op import op
     weight="float [E, N, K]",
     scale="float32 [E, N]",
     rules={
-        "format in FORMATS": "format must be one of {', '.join(FORMATS)}, got {repr(format)}",
+        "quantize_rowcol.check_format(format, False)": "",
         "scale is None or transposed": "scale is for codes with transposed=True; leave it out",
     },
 )

@@ -52,7 +52,7 @@ from lowbit_kernels.runtime.op import op
     offsets="int32 [E]",
     seed="int64 [] or [1]",
     row_factor="float32 [E, K]",
-    rules={"format in FORMATS": "format must be one of {', '.join(FORMATS)}, got {repr(format)}"},
+    rules={"quantize_rowcol.check_format(format, False)": ""},
 )
 def quantize_grouped(
     x: Tensor,
@@ -113,16 +113,12 @@ reference = quantize_grouped.reference
 def allocate(x: Tensor, offsets: Tensor, format: str, rows: bool, columns: bool) -> Result:
     """The results before they are written; scales of columns are 1."""
     (m, k), experts, dtype = x.shape, offsets.shape[0], FORMATS[format][0]
-    one = torch.float32
-    codes, scale = x.new_empty((0, 0), dtype=dtype), x.new_empty((0,), dtype=one)
-    codes_t, scale_t = codes.clone(), x.new_empty((0, 0), dtype=one)
-    if rows:
-        codes = codes.new_empty((m, k + -k % 16))
-        scale = scale.new_empty((m,))
-    if columns:
-        codes_t = codes_t.new_empty((k, grouped_columns.width(m, experts)))
-        scale_t = scale_t.new_ones((experts, k))
-    return codes, scale, codes_t, scale_t
+    return (
+        x.new_empty((m, k + -k % 16) if rows else (0, 0), dtype=dtype),
+        x.new_empty((m,) if rows else (0,), dtype=torch.float32),
+        x.new_empty((k, grouped_columns.width(m, experts)) if columns else (0, 0), dtype=dtype),
+        x.new_ones((experts, k) if columns else (0, 0), dtype=torch.float32),
+    )
 
 
 @quantize_grouped.kernel

@@ -57,12 +57,11 @@ from lowbit_kernels.weight_only.weight_operands import (
     K_RULE,
     Description,
     Product,
-    TensorLayout,
     Tensors,
     WeightOperands,
     all_described,
+    all_layouts,
     bits_of,
-    layout_of,
 )
 
 IMPLEMENTATIONS = {
@@ -141,22 +140,19 @@ def planned(
 
     Raises: as `weight_linear`.
     """
-    x, codes, scale, *optional = tensors
-    assert x and codes and scale
-    given = TensorLayout(*x)
-    weight = (TensorLayout(*codes), TensorLayout(*scale), layout_of(optional[0]))
-    ends = (layout_of(optional[1]), layout_of(optional[2]))
-    check(given, *weight, *ends, group_size)
-    n = weight[0].shape[0]
-    m, shape = prod(given.shape[:-1]), (*given.shape[:-1], n)
-    if 0 in (*given.shape, n):
+    layouts = all_layouts(tensors)
+    check(*layouts, group_size)
+    x, codes, scale, zero_point, bias, residual = layouts
+    n = codes.shape[0]
+    m, shape = prod(x.shape[:-1]), (*x.shape[:-1], n)
+    if 0 in (*x.shape, n):
         return WeightLinearPlan("empty", functools.partial(_empty, shape), shape, True, False)
-    rows = given.rows()
-    flat = rows or given.copied((m, given.shape[-1]))
-    flat_ends = (ends[0] and ends[0].contiguous((n,)), ends[1] and ends[1].contiguous((m, n)))
-    operands = WeightOperands(flat, *weight, *flat_ends, None, group_size, given.dtype)
+    rows = x.rows()
+    flat = rows or x.copied((m, x.shape[-1]))
+    ends = bias and bias.contiguous((n,)), residual and residual.contiguous((m, n))
+    operands = WeightOperands(flat, codes, scale, zero_point, *ends, None, group_size, x.dtype)
     name, product = _chosen(operands, implementation)
-    is_direct = rows is not None and flat.shape == given.shape and flat_ends == ends
+    is_direct = rows is not None and flat.shape == x.shape and ends == (bias, residual)
     return WeightLinearPlan(name, product, shape, is_direct, rows is None)
 
 

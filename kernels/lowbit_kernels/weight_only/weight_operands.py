@@ -6,8 +6,8 @@ descriptions that it has not seen. An implementation reads the same descriptions
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,9 +121,9 @@ def layout(t: Tensor | None) -> TensorLayout | None:
     return None if t is None else TensorLayout(*described(t))
 
 
-def layout_of(description: Description | None) -> TensorLayout | None:
-    """The `TensorLayout` with these fields; None for None."""
-    return None if description is None else TensorLayout(*description)
+def all_layouts(descriptions: Iterable[Description | None]) -> list[Any]:
+    """The `TensorLayout` of each of them; None for None."""
+    return [None if one is None else TensorLayout(*one) for one in descriptions]
 
 
 class WeightOperands(NamedTuple):
