@@ -76,3 +76,22 @@ def test_checks(
         product(A)
     assert product.reference(A, B, None, torch.float16).tolist() == [[4.0] * 3] * 2
     assert product.__doc__ == "The product." and "bias" in inspect.signature(product).parameters
+
+
+def test_dots_stand_for_leading_dimensions() -> None:
+    @op(
+        "empty(torch.float32, *x.shape)",
+        name="declared_sum",
+        x="float [..., K]",
+        y="float [..., K]",
+    )
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    x = torch.ones(2, 3, 4)
+    function.check(x, x)
+    function.check(x[0, 0], x[0, 0])
+    with pytest.raises(ValueError, match=r"y \[\.\.\., K\], here \(2, 3, 4\), got \(3, 4\)"):
+        function.check(x, x[0])
+    with pytest.raises(ValueError, match=r"x \[\.\.\., K\], got \(\)"):
+        function.check(x[0, 0, 0], x)
