@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,15 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
-from lowbit import optional
 from lowbit.files import digests, new_path, tensor_file
 
 SEAL = "lowbit_sha256"
 _WAY_OUT = (
     "copy the file anew from where it came from (verify=False loads it without comparing digests)"
 )
-_Content = tuple[Any, Any, dict[str, Tensor]]
-"""The text, its digest, and the tensors."""
 
 
 class CheckpointError(ValueError):
@@ -32,21 +28,8 @@ class CheckpointError(ValueError):
 
 
 def check_suffix(path: Path) -> None:
-    if path.suffix not in (".safetensors", ".pt"):
-        raise CheckpointError(
-            f"{path}: unknown suffix {path.suffix!r}; accepted: .safetensors, .pt"
-        )
-
-
-def _safetensors() -> Any:
-    """The package. Raises CheckpointError if it is not installed."""
-    optional.imported(
-        "safetensors.torch",
-        "*.pt needs nothing more, and *.safetensors needs",
-        "safetensors",
-        CheckpointError,
-    )
-    return sys.modules["safetensors"]
+    if path.suffix != ".safetensors":
+        raise CheckpointError(f"{path}: unknown suffix {path.suffix!r}; accepted: .safetensors")
 
 
 # ---- writing -------------------------------------------------------------------------------------------------
@@ -55,7 +38,7 @@ def _safetensors() -> Any:
 def write(path: Path, tensors: dict[str, Tensor], info: Mapping[str, Any]) -> None:
     """Write tensors and description to `path`, with their digests. The file appears whole or not at all.
 
-    Raises CheckpointError for a name or a dtype that *.safetensors cannot hold, and OSError, which names `path`, if the
+    Raises CheckpointError for a name or a dtype that the file cannot hold, and OSError, which names `path`, if the
     system refuses to write.
     """
     if path.is_dir():
@@ -63,15 +46,11 @@ def write(path: Path, tensors: dict[str, Tensor], info: Mapping[str, Any]) -> No
 
     def describe(entries: digests.Entries) -> dict[str, str]:
         text = json.dumps({**info, "stored": entries})
-        return {"lowbit": text, SEAL: digests.of_text(text), **kind}
+        return {"lowbit": text, SEAL: digests.of_text(text), "format": "pt"}
 
-    kind = {}
-    if path.suffix == ".safetensors":
-        _safetensors()
-        kind = {"format": "pt"}
     with new_path.new_file(path) as file:
         try:
-            tensor_file.writer_of(path)(file, tensors, describe)
+            tensor_file.write(file, tensors, describe)
         except ValueError as error:
             raise CheckpointError(str(error)) from error
 
@@ -122,18 +101,17 @@ def read(
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file")
     torch.empty(0, device=device)  # raises torch's own error for a device that does not exist
-    reader = _read_safetensors if path.suffix == ".safetensors" else _read_pt
     try:
-        text, seal, as_read = reader(path, device if with_tensors else "meta", with_tensors)
+        file = tensor_file.TensorFile(path)
+        text, seal = file.metadata.get("lowbit", "null"), file.metadata.get(SEAL)
+        as_read = {name: file.tensor(name) for name in (file.entries if with_tensors else ())}
         is_whole = not verify or seal is None or seal == digests.of_text(text)
-        info = json.loads(text) if is_whole and text is not None else None
-        is_ours = isinstance(info, dict) and all(isinstance(t, Tensor) for t in as_read.values())
+        info = json.loads(text) if is_whole else None
+        is_ours = isinstance(info, dict)
         tensors = {name: t.to(device) for name, t in as_read.items()} if is_ours else {}
-    except CheckpointError:
-        raise
-    except Exception as error:  # each reader has its own exceptions for a damaged file
+    except Exception as error:  # JSON of any kind may stand in a damaged file
         raise CheckpointError(
-            f"{path} cannot be read: it is truncated, damaged or not a {path.suffix} file ({type(error).__name__})"
+            f"{path} cannot be read: it is truncated, damaged or not a safetensors file ({type(error).__name__})"
         ) from error
     if not is_whole:
         raise CheckpointError(
@@ -153,28 +131,6 @@ def read(
         raise CheckpointError(f"{path}: {misplaced}; {_WAY_OUT}")
     has_values = {name: t for name, t in as_read.items() if not tensors[name].is_meta}
     return tensors, info, Unverified(path, info["stored"], has_values)
-
-
-def _read_safetensors(path: Path, _: Any, with_tensors: bool) -> _Content:
-    """Tensors on the CPU are views of the memory-mapped file: their values are read when they are used."""
-    with _safetensors().safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-        tensors = {name: file.get_tensor(name) for name in (file.keys() if with_tensors else [])}
-    return metadata.get("lowbit"), metadata.get(SEAL), tensors
-
-
-def _read_pt(path: Path, device: str | torch.device, _: bool) -> _Content:
-    if not tensor_file.is_pt_of_tensors(path):
-        return None, None, {}
-    content = torch.load(path, map_location=device, weights_only=True)
-    if not isinstance(content, dict) or not {"lowbit", "tensors"} <= content.keys():
-        return None, None, {}
-    tensors = dict(content["tensors"])
-    for name, t in tensors.items():
-        # An expanded view would take its whole size when it is hashed or moved.
-        if t.nbytes > t.untyped_storage().nbytes():
-            raise ValueError(f"{name} is larger than its record")
-    return content["lowbit"], content.get(SEAL), tensors
 
 
 # ---- verification on access ------------------------------------------------------------------------------------------
