@@ -32,6 +32,13 @@ Parts = dict[str, Tensor]
 """The tensors that stand for one weight, by their short names."""
 
 
+class _Stored(Parts):
+    """The parts that a folder has of one weight. Any other raises FormatError."""
+
+    def __missing__(self, part: str) -> Tensor:
+        raise FormatError(f"it has no {part}")
+
+
 class FormatError(ValueError):
     """A weight or a checkpoint that a format cannot hold, read or write, and the way out."""
 
@@ -75,6 +82,21 @@ def with_scales(scheme: Scheme, dtype: torch.dtype | None) -> Scheme:
     if spec.scale_dtype is not None or isinstance(spec.format, LookupTable) or in_blocks:
         return scheme
     return replace(scheme, weight=replace(spec, scale_dtype=dtype))
+
+
+def check_matrix(weight: LowbitTensor, format: str, rounds_inputs: bool = True) -> None:
+    """Raise FormatError, in the name of `format`, for other weights than matrices [N, K] as they are stored, and for
+    weights whose inputs are rounded if `format` does not round any."""
+    if weight.ndim != 2 or weight.transposed or weight.flat_from is not None:
+        raise FormatError(f"{format} holds matrices [N, K], got {weight!r}")
+    if not rounds_inputs:
+        check_plain_inputs(weight, format)
+
+
+def check_plain_inputs(weight: Any, format: str) -> None:
+    """Raise FormatError, in the name of `format`, for a weight whose inputs are rounded."""
+    if weight.activation is not None:
+        raise FormatError(f"{format} rounds no inputs, got {weight.activation}")
 
 
 def layer_of(weight: str) -> str:
@@ -146,6 +168,18 @@ class Format(ABC):
             )
         return found
 
+    def read(
+        self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
+    ) -> LowbitTensor:
+        """What `decode` makes of these arguments. Raises FormatError for a part that is missing, and with the reason of
+        a ValueError, for parts that fit no weight."""
+        try:
+            return self.decode(_Stored(parts), config, weight, dtype)
+        except FormatError:
+            raise
+        except ValueError as error:
+            raise FormatError(str(error)) from error
+
     @abstractmethod
     def decode(
         self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
@@ -153,12 +187,12 @@ class Format(ABC):
         """The weight of this name.
 
         Args:
-            parts: from the folder, by their short names.
+            parts: from the folder, by their short names; one that is missing raises FormatError when it is taken.
             config: the "quantization_config".
             weight: its full name.
             dtype: of the model's weights; None: config.json names no dtype.
 
-        Raises FormatError for parts that are missing or misshapen, and for settings that lowbit cannot represent.
+        Raises ValueError for parts that do not fit each other, and for settings that lowbit cannot represent.
         """
 
     def skips(self, config: Mapping[str, Any], layer: str) -> bool:

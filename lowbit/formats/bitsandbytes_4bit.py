@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats.base import Format, FormatError, Parts
+from lowbit.formats.base import Format, FormatError, Parts, check_matrix
 from lowbit.numerics.granularity import PerGroup
 from lowbit.numerics.lookup_table import DYNAMIC8, NF4, LookupTable
 from lowbit.numerics.scale_format import Double, absmax_of_rows, flat_absmax
@@ -85,8 +85,6 @@ class Bitsandbytes4bit(Format):
     def decode(
         self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
     ) -> LowbitTensor:
-        if lost := [p for p in _PARTS[:3] if p not in parts]:
-            raise FormatError(f"it has no {', '.join(lost)}")
         state = _state_of(parts)
         shape, block, own = _checked(state)
         table = TABLES[state["quant_type"]]
@@ -100,11 +98,10 @@ class Bitsandbytes4bit(Format):
         if is_double:
             scales |= _nested(parts, state, rows, groups)
         spec = _spec(table, block, is_double)
-        try:
-            scales["scale"] = scales["scale"].reshape(rows, groups).contiguous()
-            return TableTensor(codes.view(rows, -1), scales, spec, shape, dtype or own)
-        except (ValueError, RuntimeError) as error:
-            raise FormatError(str(error)) from error
+        if scales["scale"].numel() != rows * groups:
+            raise FormatError(f"it has {scales['scale'].numel()} scales for the shape {shape}")
+        scales["scale"] = scales["scale"].reshape(rows, groups).contiguous()
+        return TableTensor(codes.view(rows, -1), scales, spec, shape, dtype or own)
 
     # ---- writing -------------------------------------------------------------------------------------------------
 
@@ -146,8 +143,7 @@ class Bitsandbytes4bit(Format):
             raise FormatError(
                 f"{self.name} holds NF4 and its FP4 with scales of float32, got {spec}"
             )
-        if weight.ndim != 2 or weight.transposed or weight.flat_from is not None:
-            raise FormatError(f"{self.name} holds matrices [N, K], got {weight!r}")
+        check_matrix(weight, self.name, rounds_inputs=False)
         kind = next((name for name, table in TABLES.items() if table == weight.spec.format), None)
         if kind is None:
             raise FormatError(f"{self.name} holds the tables of NF4 and its FP4, got {weight.spec}")
@@ -158,8 +154,6 @@ class Bitsandbytes4bit(Format):
                 f"{self.name} holds blocks of {', '.join(map(str, BLOCKS))} elements that divide the {columns} inputs, "
                 f"got {granularity}"
             )
-        if weight.activation is not None:
-            raise FormatError(f"{self.name} rounds no inputs, got {weight.activation}")
         if weight.dtype not in _DTYPES:
             raise FormatError(f"{self.name} computes in {_DTYPES}, got {weight.dtype}")
         return kind, block
@@ -244,8 +238,8 @@ def _check_table(given: Tensor, table: LookupTable, what: str) -> None:
 
 def _nested(parts: Parts, state: Mapping[str, Any], rows: int, groups: int) -> dict[str, Tensor]:
     """The scales of scales as lowbit stores them."""
-    if "weight.nested_quant_map" not in parts or "nested_offset" not in state:
-        raise FormatError("it has no nested_quant_map or no nested_offset")
+    if "nested_offset" not in state:
+        raise FormatError("its quant_state has no nested_offset")
     _check_table(parts["weight.nested_quant_map"], DYNAMIC8, "nested_quant_map")
     flat, block = parts["weight.nested_absmax"].flatten(), state.get("nested_blocksize")
     if block != Double.block or flat.numel() != -(-rows * groups // Double.block):

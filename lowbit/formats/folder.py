@@ -378,7 +378,7 @@ class Folder:
         assert self.format is not None and self.settings is not None
         parts = {part: self._stored(stored) for part, stored in self.weights[name].items()}
         with damage_of(f"{self.path}: {name}"):
-            return self.format.decode(parts, self.settings, name, self.dtype)
+            return self.format.read(parts, self.settings, name, self.dtype)
 
     def in_order(self) -> Iterator[str]:
         """All names, shard by shard; a low-bit weight counts to the shard of its first part. Raises FormatError for

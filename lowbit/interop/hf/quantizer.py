@@ -438,7 +438,7 @@ class _Decode(_Operation):
         if stored is None:
             raise FormatError("config.json does not describe it")
         settings = self.hf_quantizer.quantization_config.stored or {}
-        weight = self.hf_quantizer.own_format.decode(parts, settings, stored, None)
+        weight = self.hf_quantizer.own_format.read(parts, settings, stored, None)
         if weight.shape != held.shape:
             raise FormatError(
                 f"it has the shape {tuple(weight.shape)} in the folder, and the model takes {tuple(held.shape)}"
