@@ -127,6 +127,10 @@ class Format(ABC):
     holds_experts: ClassVar[bool] = False
     """True if loaders of this format take a matrix for each expert, in the names of published checkpoints. Then
     `lowbit.formats.experts` splits the stacks that models have in memory."""
+    marks: ClassVar[int] = 1
+    """How many of the `suffixes` mark a quantized weight."""
+    after_modules: ClassVar[bool] = True
+    """True if parts have the name of the module before theirs; False: that of the weight, without a dot."""
     scale_dtype: ClassVar[torch.dtype | None] = None
     """The dtype in which this format stores scales; None: any dtype."""
 
@@ -138,7 +142,8 @@ class Format(ABC):
 
     @abstractmethod
     def suffixes(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """The short names of the parts. The first one marks a quantized weight: a layer without this part is plain."""
+        """The short names of the parts. The first one marks a quantized weight: a layer without this part is plain. See
+        `marks` for several."""
 
     def stored_name(self, weight: str, part: str) -> str:
         """The name in a shard of a part of `weight`. Raises FormatError for a weight that is not named "weight"."""
@@ -152,21 +157,30 @@ class Format(ABC):
 
         Raises FormatError for parts that belong to no weight.
         """
-        mark, *others = self.suffixes(config)
-        layers = {layer_of(n) for n in names if n.rpartition(".")[2] == mark}
-        found: dict[str, dict[str, str]] = {weight_of(layer): {} for layer in layers}
-        lost = []
+        known, suffixes = {*names}, self.suffixes(config)
+        marks, others = suffixes[: self.marks], suffixes[self.marks :]
+        found: dict[str, dict[str, str]] = {}
         for name in names:
-            layer, _, part = name.rpartition(".")
-            if layer in layers and part in (mark, *others):
-                found[weight_of(layer)][part] = name
-            elif part in others and part not in ("weight", "bias"):
-                lost.append(name)
-        if lost:
+            for mark in marks:
+                if (stem := self._stem(name, mark)) is not None:
+                    stored = {part: stem + part for part in (mark, *others)}
+                    weight = f"{stem}weight" if self.after_modules else stem
+                    found[weight] = {p: own for p, own in stored.items() if own in known}
+        held = {name for parts in found.values() for name in parts.values()}
+        ends = [part for part in others if part not in ("weight", "bias")]
+        if lost := sorted(
+            n for n in known - held if any(self._stem(n, e) is not None for e in ends)
+        ):
             raise FormatError(
-                f"{', '.join(sorted(lost)[:3])}: parts of {self.name} weights that have no {mark} beside them"
+                f"{', '.join(lost[:3])}: parts of {self.name} weights that have no {' or '.join(marks)} beside them"
             )
         return found
+
+    def _stem(self, name: str, part: str) -> str | None:
+        """What precedes `part` at the end of a stored name; None if the name is not that of such a part."""
+        stem = name.removesuffix(part)
+        ends = not self.after_modules or stem == "" or stem[-1] == "."
+        return stem if stem != name and ends else None
 
     def read(
         self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None

@@ -56,29 +56,13 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 class Bitsandbytes4bit(Format):
     name = "bitsandbytes-4bit"
+    marks = len(TABLES)
 
     def reads(self, config: Mapping[str, Any]) -> bool:
         return config.get("quant_method") == "bitsandbytes" and bool(config.get("load_in_4bit"))
 
     def suffixes(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         return *(STATE + name for name in TABLES), *_PARTS
-
-    def find(self, names: Collection[str], config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-        """Names of parts have dots in this format, so parts are found by the ends of names."""
-        marks, known = self.suffixes(config)[: len(TABLES)], {*names}
-        found: dict[str, dict[str, str]] = {}
-        for mark in marks:
-            for name in (n for n in names if n == mark or n.endswith(f".{mark}")):
-                layer = name[: -len(mark)]
-                stored = {part: f"{layer}{part}" for part in (mark, *_PARTS)}
-                found[f"{layer}weight"] = {p: own for p, own in stored.items() if own in known}
-        held = {name for parts in found.values() for name in parts.values()}
-        ends = tuple(f".{part}" for part in _PARTS if "." in part)
-        if lost := sorted(n for n in names if n not in held and n.endswith(ends)):
-            raise FormatError(
-                f"{', '.join(lost[:3])}: parts of {self.name} weights that have no quant_state beside them"
-            )
-        return found
 
     # ---- reading -------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 class Mxfp4(Format):
     name = "mxfp4"
     holds_stacks = True
+    after_modules = False
 
     def reads(self, config: Mapping[str, Any]) -> bool:
         return config.get("quant_method") == self.name
@@ -56,18 +57,6 @@ class Mxfp4(Format):
                 f"{self.name} holds stacks of experts, named ….experts.gate_up_proj and down_proj"
             )
         return weight + part
-
-    def find(self, names: Collection[str], config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-        known, found = {*names}, {}
-        for name in names:
-            weight = name.removesuffix(_BLOCKS)
-            if weight != name:
-                stored = {part: weight + part for part in (_BLOCKS, _SCALES)}
-                found[weight] = {part: own for part, own in stored.items() if own in known}
-        held = {name for parts in found.values() for name in parts.values()}
-        if lost := sorted(n for n in known - held if n.endswith(_SCALES)):
-            raise FormatError(f"{', '.join(lost[:3])}: scales that have no blocks beside them")
-        return found
 
     def decode(
         self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None

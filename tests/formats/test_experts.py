@@ -356,5 +356,5 @@ def test_damaged_parts_of_mxfp4(case: str) -> None:
     change(parts)
     with pytest.raises(FormatError, match=why):
         MXFP4.read(parts, {}, WEIGHT, w.dtype)
-    with pytest.raises(FormatError, match="no blocks beside them"):
+    with pytest.raises(FormatError, match="no _blocks beside them"):
         MXFP4.find(["a.experts.down_proj_scales"], {})
