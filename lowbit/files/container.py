@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -65,25 +65,25 @@ class Unverified:
         self, path: Path, entries: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> None:
         self._path, self._entries, self._tensors = path, entries, dict(tensors)
-        self._damaged: set[str] = set()
         self.nbytes = sum(t.nbytes for t in tensors.values())
 
     def check(self, names: Iterable[str] | None = None) -> None:
         """Compare the tensors of these names (default: all) and some that follow them in the file with their digests.
 
-        Each tensor is compared once. Raises CheckpointError, which names the damaged tensors among `names`.
+        A tensor that is not damaged is compared once. Raises CheckpointError, which names the damaged tensors among
+        `names`.
         """
-        asked = [*self._tensors] if names is None else list(names)
-        if any(name in self._tensors for name in asked):
-            rest = [*self._tensors]
-            first = next(i for i, name in enumerate(rest) if name in asked)
-            ahead = rest if names is None else rest[first : first + 2 * digests.threads()]
-            todo = {**dict.fromkeys(n for n in asked if n in self._tensors), **dict.fromkeys(ahead)}
-            self._damaged |= digests.damaged(self._entries, self._tensors, todo)
-            for name in todo:
-                self._tensors.pop(name, None)  # another thread may have compared it meanwhile
-        bad = sorted(self._damaged if names is None else self._damaged.intersection(asked))
-        if bad:
+        tensors = dict(self._tensors)  # as another thread may compare some meanwhile
+        left = [*tensors]
+        asked = left if names is None else [name for name in names if name in tensors]
+        if not asked:
+            return
+        first = min(map(left.index, asked))
+        todo = dict.fromkeys([*asked, *left[first : first + 2 * digests.threads()]])
+        damaged = digests.damaged(self._entries, tensors, todo)
+        for name in todo.keys() - damaged:
+            self._tensors.pop(name, None)
+        if bad := sorted(damaged.intersection(asked)):
             raise CheckpointError(
                 f"{self._path}: {digests.listed(bad)} damaged: other bytes than those that were saved; {_WAY_OUT}"
             )
@@ -158,10 +158,6 @@ class VerifiedOnAccess(dict[str, Any]):
         self._check(name)
         return super().__getitem__(name)
 
-    def get(self, name: str, default: Any = None) -> Any:
-        self._check(name)
-        return super().get(name, default)
-
     def pop(self, name: str, *default: Any) -> Any:
         self._check(name)
         return super().pop(name, *default)
@@ -171,29 +167,23 @@ class VerifiedOnAccess(dict[str, Any]):
             return name, self.pop(name)
         return super().popitem()  # raises, since the dict is empty
 
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        self._check(name)
-        return super().setdefault(name, default)
-
     def __iter__(self) -> Iterator[str]:
         """Makes dict(self) read the values through `__getitem__`; without it, dict() copies them directly."""
         return iter(self.keys())
 
-    def values(self) -> Any:
-        return [self[name] for name in self.keys()]
-
-    def items(self) -> Any:
-        return [(name, self[name]) for name in self.keys()]
+    # These read through `__getitem__`, those of dict directly.
+    get, setdefault = MutableMapping.get, MutableMapping.setdefault  # type: ignore[assignment]
+    values, items = MutableMapping.values, MutableMapping.items  # type: ignore[assignment]
 
     def copy(self) -> dict[str, Any]:
         return dict(self)
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        return OrderedDict, (self.items(),)  # torch.load(weights_only=True) accepts it
+        return OrderedDict, ([*self.items()],)  # torch.load(weights_only=True) accepts it
 
 
 register_pytree_node(
     VerifiedOnAccess,
-    lambda state: (state.values(), list(state.keys())),
+    lambda state: (list(state.values()), list(state.keys())),
     lambda values, names: dict(zip(names, values, strict=True)),
 )
