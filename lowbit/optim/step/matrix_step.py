@@ -365,7 +365,7 @@ class Half:
     def stochastic(self, group: dict[str, Any]) -> dict[str, bool]:
         return dict.fromkeys(self._names, False)
 
-    def rule(self, group: dict[str, Any]) -> Rule:
+    def kernel_rule(self, group: dict[str, Any]) -> Rule:
         return self._rule
 
     def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
