@@ -200,7 +200,6 @@ def test_a_trace_names_it(addition):
 
 
 def test_it_is_saved_and_loaded(addition, tmp_path):
-    pytest.importorskip("safetensors")
     model = prepared(addition)
     optimizer = addition.SignMomentum(model.parameters())
     take_steps(model, optimizer, 2)

@@ -127,7 +127,6 @@ def test_slices_rows_and_columns(scheme):
 
 @both
 def test_saved_and_loaded(scheme, tmp_path):
-    pytest.importorskip("safetensors")
     model, fresh, alike = quantized(scheme), Model(), quantized(scheme)
     lb.save(model, tmp_path / "model.safetensors")
     fresh.load_state_dict(lb.load(tmp_path / "model.safetensors"), assign=True)

@@ -168,11 +168,12 @@ class TensorFile:
         entry = self.entries[name]
         if not entry.nbytes:
             return torch.empty(entry.shape, dtype=entry.dtype)
-        if self._mapped is None:
-            self._mapped = torch.UntypedStorage.from_file(str(self.path), False, self._size)
+        mapped = self._mapped  # another thread may unmap it
+        if mapped is None:
+            mapped = torch.UntypedStorage.from_file(str(self.path), False, self._size)
+            self._mapped = mapped
         first = self._begin + entry.begin
-        # A storage of its own, as torch.save writes it.
-        own = self._mapped[first : first + entry.nbytes]
+        own = mapped[first : first + entry.nbytes]  # a storage of its own, as torch.save writes it
         piece = torch.empty(0, dtype=torch.uint8).set_(own)
         if first % entry.dtype.itemsize:  # as other programs may write it
             piece = piece.clone()

@@ -90,7 +90,6 @@ def test_described_in_json_and_joined_again(case):
 @pytest.mark.cover("values")
 @every_weight
 def test_lowbit_save_describes_what_a_state_dict_describes(case, tmp_path):
-    pytest.importorskip("safetensors")
     model, files = Net(case), [tmp_path / f"{name}.safetensors" for name in ("model", "state")]
     lb.save(model, files[0])
     lb.save(model.state_dict(), files[1])
