@@ -38,9 +38,9 @@ lowbit.quantize_(plain, scheme)
 
 lowbit.qat.convert_(model)
 with tempfile.TemporaryDirectory() as folder:
-    lowbit.save(model, Path(folder) / "model.pt")
+    lowbit.save(model, Path(folder) / "model.safetensors")
     loaded = build()
-    loaded.load_state_dict(lowbit.load(Path(folder) / "model.pt"), assign=True)
+    loaded.load_state_dict(lowbit.load(Path(folder) / "model.safetensors"), assign=True)
 
 assert torch.equal(model(inputs), trained)
 assert torch.equal(loaded(inputs), trained)

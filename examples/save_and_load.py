@@ -23,7 +23,7 @@ quantize_(model, Int4WeightOnly(group_size=64))
 inputs = torch.randn(8, 256)
 
 with tempfile.TemporaryDirectory() as folder:
-    path = Path(folder) / "model.pt"  # or model.safetensors, with the package safetensors
+    path = Path(folder) / "model.safetensors"
     lowbit.save(model, path, metadata={"trained on": "nothing"})
     plain = sum(p.numel() for p in build().parameters()) * 4
     print(f"{path.stat().st_size:,} bytes; float32 weights would take {plain:,}")

@@ -9,14 +9,13 @@ A quantized tensor `layer.weight` is stored as `layer.weight.codes`, `layer.weig
      "values": {…}, "metadata": {…},                      entries that are not tensors; the user's own
      "stored": {"layer.weight.codes": {"dtype": "uint8", "shape": [N, K / 2], "sha256": "…"}, …}}
 
-`*.safetensors` keeps that text in the file's own metadata under "lowbit" (needs the safetensors package), and the
-text's SHA-256 under "lowbit_sha256"; `*.pt` is a `torch.save` of {"lowbit": text, "lowbit_sha256": …, "tensors": {…}}.
+A `*.safetensors` file keeps that text in its own metadata under "lowbit", and the text's SHA-256 under "lowbit_sha256".
 `lowbit.tensor.frozen.affine_tensor` describes the layout of codes.
 
 The digests are those of the bytes in the file, even if another thread changes a tensor while it is saved. Loading a
 damaged file raises an error that names the damaged tensors. `load` verifies up to 64 MiB at once. In a larger
-file it verifies each tensor at the first access: hashing takes 0.6 s a GB and core, and a `*.safetensors` file is
-mapped into memory in milliseconds.
+file it verifies each tensor at the first access: hashing takes 0.6 s a GB and core, and a file is mapped into memory in
+milliseconds.
 """
 
 from __future__ import annotations
@@ -243,7 +242,7 @@ def save(
 
     Args:
         model: a module, or a flat state dict.
-        path: ends in .safetensors or .pt.
+        path: ends in .safetensors.
         metadata: any JSON (str keys; NaN and infinities as Python writes them); `load_metadata` returns it.
 
     Raises:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+ADAPTED = {"torchtitan": (0, 3)}
+"""Releases for which lowbit has an adapter, though no extra brings them: a user installs them for a later torch."""
 _FOR_DEVELOPERS = {"docs", "test", "test-integrations"}
 _LINE = re.compile(r"([\w.-]+)\s*(?:\[([\w,\s-]+)\])?\s*\(?([^;()]*)\)?\s*(?:;\s*(.*))?")
 """A requirement: its name, the extras in brackets, the releases, and the condition behind the semicolon."""
@@ -40,6 +42,8 @@ class Package:
         found = self.version()
         if found is None:
             return "which is not installed"
+        if release(found)[:2] == ADAPTED.get(self.name):
+            return None
         for sign, bound in re.findall(r"(>=|<)\s*([\d.]+)", self.releases):
             if (release(found) >= release(bound)) != (sign == ">="):
                 return f"and {found} is installed"

@@ -275,4 +275,4 @@ def test_only_functions_are_registered() -> None:
 
 def test_saving_anything_else_names_what_is_saved(tmp_path: Any) -> None:
     with pytest.raises(TypeError, match=r"takes an nn.Module or a state dict, got Tensor"):
-        lb.save(torch.randn(3), tmp_path / "model.pt")  # type: ignore[arg-type]
+        lb.save(torch.randn(3), tmp_path / "model.safetensors")  # type: ignore[arg-type]

@@ -27,7 +27,6 @@ from lowbit.tensor import joined
 from tests.inference.test_report import BOTH, Model
 from tests.schemes import SCHEMES, over, weight_specs
 
-SUFFIXES = pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
 INT4 = lb.Int4WeightOnly(8)
 TOKENS = torch.tensor([[1, 2, 3], [4, 5, 19]])
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,13 +55,12 @@ def select(module: nn.Module, name: str) -> bool:
 
 
 @pytest.mark.cover("pairs")
-@SUFFIXES
 @over(SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_quantized_models(tmp_path: Path, suffix: str, scheme: lb.Scheme, dtype) -> None:
+def test_quantized_models(tmp_path: Path, scheme: lb.Scheme, dtype) -> None:
     model = nn.Sequential(nn.Linear(19, 16), nn.Linear(16, 5, bias=False)).to(dtype)
     lb.quantize_(model, scheme)
-    state = round_trip(model, tmp_path / f"m{suffix}")
+    state = round_trip(model, tmp_path / "m.safetensors")
     assert_same(state, joined(model.state_dict()))
     fresh = nn.Sequential(nn.Linear(19, 16), nn.Linear(16, 5, bias=False)).to(dtype)
     fresh.load_state_dict(state, assign=True)
@@ -70,11 +68,10 @@ def test_quantized_models(tmp_path: Path, suffix: str, scheme: lb.Scheme, dtype)
     assert torch.equal(fresh(x), model(x))
 
 
-@SUFFIXES
-def test_prepared_models(tmp_path: Path, suffix: str) -> None:
+def test_prepared_models(tmp_path: Path) -> None:
     model = Model()
     qat.prepare_(model, {"head": lb.Int8DynamicActivationInt4Weight(8), "*": INT4}, select)
-    state = round_trip(model, tmp_path / f"m{suffix}")
+    state = round_trip(model, tmp_path / "m.safetensors")
     assert_same(state, joined(model.state_dict()))
     for target in (Model(), Model()):
         target.load_state_dict(state, assign=True)
@@ -83,9 +80,8 @@ def test_prepared_models(tmp_path: Path, suffix: str) -> None:
         assert torch.equal(target(TOKENS), model(TOKENS))
 
 
-@SUFFIXES
 @pytest.mark.parametrize("kind", ["AdamW4bit", "AdamW8bit", "AdamWFp8"])
-def test_optimizer_states(tmp_path: Path, suffix: str, kind: str) -> None:
+def test_optimizer_states(tmp_path: Path, kind: str) -> None:
     """A flattened optimizer state dict continues training to the same bits."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -104,9 +100,9 @@ def test_optimizer_states(tmp_path: Path, suffix: str, kind: str) -> None:
         step(model, optimizer, i)
     state = get_optimizer_state_dict(model, optimizer, options=options)
     assert sum(isinstance(v, lb.CodebookTensor) for v in state.values()) == 4
-    loaded = round_trip(state, tmp_path / f"o{suffix}")
+    loaded = round_trip(state, tmp_path / "o.safetensors")
     assert_same(loaded, {k: list(v) if isinstance(v, tuple) else v for k, v in state.items()})
-    weights = round_trip(model, tmp_path / f"m{suffix}")
+    weights = round_trip(model, tmp_path / "m.safetensors")
     step(model, optimizer, 3)
 
     resumed, other = new()
@@ -132,13 +128,12 @@ def test_plain_form_of_any_spec(spec: lb.Spec, shape: list[int]) -> None:
 # ---- ties, views, values, metadata ---------------------------------------------------------------------------
 
 
-@SUFFIXES
 @pytest.mark.parametrize("flow", ["plain", "quantized", "prepared"])
-def test_ties_are_stored_once_and_come_back(tmp_path: Path, suffix: str, flow: str) -> None:
+def test_ties_are_stored_once_and_come_back(tmp_path: Path, flow: str) -> None:
     model = Model(tied=True)
     if flow != "plain":
         (lb.quantize_ if flow == "quantized" else qat.prepare_)(model, INT4)
-    path = tmp_path / f"m{suffix}"
+    path = tmp_path / "m.safetensors"
     state = round_trip(model, path)
     assert state["head.weight"] is state["embedding.weight"]
     tensors, info = checkpoint.to_plain(model.state_dict())
@@ -175,8 +170,7 @@ def test_the_same_memory_under_two_schemes_is_no_tie() -> None:
     assert_same(checkpoint.from_plain(tensors, info), state)
 
 
-@SUFFIXES
-def test_views_take_their_own_size_only(tmp_path: Path, suffix: str) -> None:
+def test_views_take_their_own_size_only(tmp_path: Path) -> None:
     base = torch.randn(2000, 100)
     state = {
         "first": base[:2],
@@ -187,13 +181,12 @@ def test_views_take_their_own_size_only(tmp_path: Path, suffix: str) -> None:
         "expanded": torch.ones(1, 3).expand(4, 3),
         "rows": lb.AffineTensor.from_float(base, INT4)[8:16],
     }
-    path = tmp_path / f"v{suffix}"
+    path = tmp_path / "v.safetensors"
     assert_same(round_trip(state, path), state)
     assert path.stat().st_size < 20_000
 
 
-@SUFFIXES
-def test_values_beside_tensors(tmp_path: Path, suffix: str) -> None:
+def test_values_beside_tensors(tmp_path: Path) -> None:
     state = {
         "step": 12,
         "lr": 1e-3,
@@ -210,7 +203,7 @@ def test_values_beside_tensors(tmp_path: Path, suffix: str) -> None:
         "float8": torch.randn(4).to(torch.float8_e5m2),
         "empty": torch.empty(0, 5),
     }
-    loaded = round_trip(state, tmp_path / f"v{suffix}")
+    loaded = round_trip(state, tmp_path / "v.safetensors")
     assert loaded.keys() == state.keys()
     for name, value in state.items():
         if isinstance(value, Tensor):
@@ -220,12 +213,11 @@ def test_values_beside_tensors(tmp_path: Path, suffix: str) -> None:
             )
         else:
             assert loaded[name] == value and type(loaded[name]) is type(value)
-    assert round_trip({"betas": (0.9, 0.95)}, tmp_path / f"t{suffix}") == {"betas": [0.9, 0.95]}
+    assert round_trip({"betas": (0.9, 0.95)}, tmp_path / "t.safetensors") == {"betas": [0.9, 0.95]}
 
 
-@SUFFIXES
-def test_metadata(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"m{suffix}"
+def test_metadata(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
     metadata = {"step": 3, "config": {"layers": [1, 2], "name": "small ✓"}, "none": None}
     lb.save(nn.Linear(2, 2), path, metadata=metadata)
     assert lb.load_metadata(path) == metadata
@@ -233,11 +225,10 @@ def test_metadata(tmp_path: Path, suffix: str) -> None:
     assert lb.load_metadata(str(path)) == {}
 
 
-@SUFFIXES
-def test_onto_a_device(tmp_path: Path, suffix: str) -> None:
+def test_onto_a_device(tmp_path: Path) -> None:
     model = nn.Linear(16, 4)
     lb.quantize_(model, INT4)
-    path = tmp_path / f"m{suffix}"
+    path = tmp_path / "m.safetensors"
     lb.save(model, path)
     state = lb.load(path, device="meta")
     assert state["weight"].is_meta and state["weight"].codes.is_meta and state["bias"].is_meta
@@ -247,12 +238,11 @@ def test_onto_a_device(tmp_path: Path, suffix: str) -> None:
     assert_same(lb.load(path, device=torch.device("cpu")), joined(model.state_dict()))
 
 
-@SUFFIXES
 @pytest.mark.gpu
-def test_onto_a_gpu_and_back(tmp_path: Path, suffix: str) -> None:
+def test_onto_a_gpu_and_back(tmp_path: Path) -> None:
     model = Model(tied=True).cuda()
     lb.quantize_(model, INT4)
-    path = tmp_path / f"m{suffix}"
+    path = tmp_path / "m.safetensors"
     lb.save(model, path)
     fresh = Model(tied=True).cuda()
     fresh.load_state_dict(lb.load(path, device="cuda"), assign=True)
@@ -260,9 +250,8 @@ def test_onto_a_gpu_and_back(tmp_path: Path, suffix: str) -> None:
     assert not lb.load(path)["head.weight"].is_cuda
 
 
-@SUFFIXES
-def test_saving_again_replaces_the_file(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"m{suffix}"
+def test_saving_again_replaces_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
     lb.save({"a": torch.zeros(1000)}, path)
     path.chmod(0o600)
     lb.save({"b": torch.ones(2)}, path)
@@ -270,13 +259,12 @@ def test_saving_again_replaces_the_file(tmp_path: Path, suffix: str) -> None:
     assert [p.name for p in tmp_path.iterdir()] == [path.name], "no temporary file stays behind"
 
 
-@SUFFIXES
 @pytest.mark.parametrize("umask", [0o002, 0o027, 0o077])
 def test_a_file_has_the_rights_that_the_umask_leaves(
-    tmp_path: Path, suffix: str, umask: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """save never sets the umask, not even for a moment: files of other threads would be readable by all."""
-    path = tmp_path / f"m{suffix}"
+    path = tmp_path / "m.safetensors"
     before = os.umask(umask)
     try:
         with monkeypatch.context() as patch:
@@ -318,14 +306,10 @@ READER = """
     import json, sys, torch
     from safetensors import safe_open
 
-    for path in sys.argv[1:3]:
-        if path.endswith(".pt"):
-            content = torch.load(path, weights_only=True)
-            info, tensors = json.loads(content["lowbit"]), content["tensors"]
-        else:
-            with safe_open(path, framework="pt") as file:
-                info = json.loads(file.metadata()["lowbit"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
+    for path in sys.argv[1:]:
+        with safe_open(path, framework="pt") as file:
+            info = json.loads(file.metadata()["lowbit"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
         assert info["format_version"] == 1 and info["metadata"] == {"step": 7}
         assert info["ties"] == {"head.weight": "embedding.weight"}
         entry = info["tensors"]["embedding.weight"]
@@ -340,7 +324,7 @@ READER = """
         assert "lowbit" not in sys.modules
 
     import lowbit
-    for path in sys.argv[1:3]:
+    for path in sys.argv[1:]:
         state = lowbit.load(path)
         assert torch.equal(state["head.weight"].dequantize(), state["expected"])
         assert state["head.weight"] is state["embedding.weight"]
@@ -357,11 +341,10 @@ def test_read_by_a_fresh_process_with_and_without_lowbit(tmp_path: Path) -> None
     state = model.state_dict()
     state["expected"] = model.head.weight.dequantize()
     state["output"] = model.layers[0].up(torch.ones(1, 16)).detach()
-    paths = [tmp_path / "m.pt", tmp_path / "m.safetensors"]
-    for path in paths:
-        lb.save(state, path, metadata={"step": 7})
+    path = tmp_path / "m.safetensors"
+    lb.save(state, path, metadata={"step": 7})
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(READER), *map(str, paths)],
+        [sys.executable, "-c", textwrap.dedent(READER), str(path)],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -372,7 +355,9 @@ def test_read_by_a_fresh_process_with_and_without_lowbit(tmp_path: Path) -> None
 
 
 def test_a_folder_in_the_files_place_is_named(tmp_path):
-    (tmp_path / "m.pt").mkdir()
-    with pytest.raises(lb.CheckpointError, match=r"m\.pt is a folder; give the name of a file"):
-        lb.save({"a": torch.ones(2)}, tmp_path / "m.pt")
-    assert [*tmp_path.iterdir()] == [tmp_path / "m.pt"]
+    (tmp_path / "m.safetensors").mkdir()
+    with pytest.raises(
+        lb.CheckpointError, match=r"m\.safetensors is a folder; give the name of a file"
+    ):
+        lb.save({"a": torch.ones(2)}, tmp_path / "m.safetensors")
+    assert [*tmp_path.iterdir()] == [tmp_path / "m.safetensors"]

@@ -22,7 +22,6 @@ from lowbit.files import container, digests
 from lowbit.tensor import joined
 from tests.tensor.cases import same_bits
 
-SUFFIXES = pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
 INT4 = lb.Int4WeightOnly(8)
 METADATA = {"step": 7, "note": "as it was"}
 
@@ -80,14 +79,13 @@ def outcome(path: Path, expected: dict[str, Any]) -> str:
     return "as it was"
 
 
-@SUFFIXES
-def test_one_changed_byte_anywhere(tmp_path: Path, suffix: str) -> None:
-    path, expected = tmp_path / f"m{suffix}", contents()
+def test_one_changed_byte_anywhere(tmp_path: Path) -> None:
+    path, expected = tmp_path / "m.safetensors", contents()
     lb.save(expected, path, metadata=METADATA)
     expected = lb.load(path)
     content = path.read_bytes()
     found = []
-    for i in range(0, len(content), 3 if suffix == ".safetensors" else 13):
+    for i in range(0, len(content), 3):
         damaged = bytearray(content)
         damaged[i] ^= 1 << i % 8
         path.write_bytes(damaged)
@@ -106,12 +104,11 @@ def elements(path: Path, t: Tensor) -> int:
     return content.index(raw)
 
 
-@SUFFIXES
 @pytest.mark.parametrize(
     ("name", "part"), [("int4.weight", "codes"), ("float8.weight", "scale"), ("bf16", None)]
 )
-def test_the_tensor_is_named(tmp_path: Path, suffix: str, name: str, part: str | None) -> None:
-    path, state = tmp_path / f"m{suffix}", contents()
+def test_the_tensor_is_named(tmp_path: Path, name: str, part: str | None) -> None:
+    path, state = tmp_path / "m.safetensors", contents()
     lb.save(state, path)
     at = elements(path, getattr(state[name], part) if part else state[name])
     content = bytearray(path.read_bytes())
@@ -127,11 +124,6 @@ def test_the_tensor_is_named(tmp_path: Path, suffix: str, name: str, part: str |
 
 def rewritten(path: Path, change: Any) -> None:
     """A file with changed tensors and the old text and digests."""
-    if path.suffix == ".pt":
-        content = torch.load(path, weights_only=True)
-        change(content["tensors"])
-        torch.save(content, path)
-        return
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
 
@@ -164,11 +156,10 @@ CHANGES = {
 }
 
 
-@SUFFIXES
 @pytest.mark.parametrize("name", CHANGES)
-def test_changed_tensors_are_named(tmp_path: Path, suffix: str, name: str) -> None:
+def test_changed_tensors_are_named(tmp_path: Path, name: str) -> None:
     change, match = CHANGES[name]
-    path = tmp_path / f"m{suffix}"
+    path = tmp_path / "m.safetensors"
     lb.save({"a": torch.arange(6.0), "b": torch.ones(6), "c": torch.zeros(1)}, path)
     rewritten(path, change)
     with pytest.raises(CheckpointError, match=match):
@@ -179,44 +170,35 @@ def test_changed_tensors_are_named(tmp_path: Path, suffix: str, name: str) -> No
             lb.load(path, device="meta")
 
 
-@SUFFIXES
 @pytest.mark.parametrize("lost", ["the description's", "the tensors'"])
-def test_digests_that_got_lost(tmp_path: Path, suffix: str, lost: str) -> None:
+def test_digests_that_got_lost(tmp_path: Path, lost: str) -> None:
     """A file may lose the digest of its description, or those of its tensors."""
-    path = tmp_path / f"m{suffix}"
+    path = tmp_path / "m.safetensors"
     tensors, info = checkpoint.to_plain({"a": torch.ones(2)})
     text = json.dumps(info if lost == "the tensors'" else {**info, "stored": {}})
     beside = {"lowbit": text}
     if lost == "the tensors'":
         beside[container.SEAL] = digests.of_text(text)
-    if suffix == ".pt":
-        torch.save({**beside, "tensors": tensors}, path)
-    else:
-        from safetensors.torch import save_file
+    from safetensors.torch import save_file
 
-        save_file(tensors, path, metadata=beside)
+    save_file(tensors, path, metadata=beside)
     for read in (lb.load, lb.load_metadata):
         with pytest.raises(CheckpointError, match=f"lost the digests of its {lost[4:-2]}"):
             read(path)
         read(path, verify=False)
 
 
-@SUFFIXES
-def test_anyone_can_verify(tmp_path: Path, suffix: str) -> None:
+def test_anyone_can_verify(tmp_path: Path) -> None:
     """Reads the digests by the documented format alone."""
     import hashlib
 
-    path = tmp_path / f"m{suffix}"
+    path = tmp_path / "m.safetensors"
     lb.save({"w": contents()["int4.weight"], "scalar": torch.tensor(2.0)}, path)
-    if suffix == ".pt":
-        content = torch.load(path, weights_only=True)
-        text, seal, tensors = content["lowbit"], content["lowbit_sha256"], content["tensors"]
-    else:
-        from safetensors import safe_open
+    from safetensors import safe_open
 
-        with safe_open(path, framework="pt") as file:
-            text, seal = (file.metadata()[key] for key in ("lowbit", "lowbit_sha256"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    with safe_open(path, framework="pt") as file:
+        text, seal = (file.metadata()[key] for key in ("lowbit", "lowbit_sha256"))
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     assert hashlib.sha256(text.encode()).hexdigest() == seal
     stored = json.loads(text)["stored"]
     assert stored.keys() == tensors.keys() == {"w.codes", "w.scale", "scalar"}
@@ -226,13 +208,12 @@ def test_anyone_can_verify(tmp_path: Path, suffix: str) -> None:
         assert stored[name] == {"dtype": dtype, "shape": list(t.shape), "sha256": expected}
 
 
-@SUFFIXES
-def test_views_that_are_conjugated_or_negated(tmp_path: Path, suffix: str) -> None:
-    """*.safetensors once stored the values silently."""
+def test_views_that_are_conjugated_or_negated(tmp_path: Path) -> None:
+    """The values, not the bytes that they were made of."""
     z = torch.tensor([1 + 2j, 3 - 4j])
     state = {"conjugate": z.conj(), "negative": z.conj().imag}
-    lb.save(state, tmp_path / f"m{suffix}")
-    for name, value in lb.load(tmp_path / f"m{suffix}").items():
+    lb.save(state, tmp_path / "m.safetensors")
+    for name, value in lb.load(tmp_path / "m.safetensors").items():
         assert torch.equal(value, state[name]), name
 
 
@@ -264,11 +245,8 @@ def damaged_model(path: Path) -> nn.Module:
 BAD = r"2\.weight\.codes is damaged: other bytes"
 
 
-@SUFFIXES
-def test_of_a_large_file_the_damaged_tensor_only_is_refused(
-    tmp_path: Path, suffix: str, large: None
-) -> None:
-    path = tmp_path / f"m{suffix}"
+def test_of_a_large_file_the_damaged_tensor_only_is_refused(tmp_path: Path, large: None) -> None:
+    path = tmp_path / "m.safetensors"
     made = damaged_model(path)
     expected = joined(made.state_dict())
     state = lb.load(path)
@@ -282,7 +260,6 @@ def test_of_a_large_file_the_damaged_tensor_only_is_refused(
     assert torch.equal(state.pop("0.bias"), made[0].bias)
 
 
-@SUFFIXES
 @pytest.mark.parametrize(
     "take",
     [
@@ -303,24 +280,21 @@ def test_of_a_large_file_the_damaged_tensor_only_is_refused(
         lambda state: torch.save(state, io.BytesIO()),
         lambda state: tree_map(lambda t: t, state),
         lambda state: model().load_state_dict(state, assign=True),
-        lambda state: lb.save(state, "never.pt"),
+        lambda state: lb.save(state, "never.safetensors"),
     ],
     ids=range(18),
 )  # fmt: skip
-def test_there_is_no_way_past_the_check(
-    tmp_path: Path, suffix: str, take: Any, large: None
-) -> None:
-    path = tmp_path / f"m{suffix}"
+def test_there_is_no_way_past_the_check(tmp_path: Path, take: Any, large: None) -> None:
+    path = tmp_path / "m.safetensors"
     damaged_model(path)
     state = lb.load(path)
     with pytest.raises(CheckpointError, match=BAD):
         take(state)
-    assert not Path("never.pt").exists()
+    assert not Path("never.safetensors").exists()
 
 
-@SUFFIXES
-def test_a_large_file_loads_as_a_small_one(tmp_path: Path, suffix: str, large: None) -> None:
-    path, expected = tmp_path / f"m{suffix}", contents()
+def test_a_large_file_loads_as_a_small_one(tmp_path: Path, large: None) -> None:
+    path, expected = tmp_path / "m.safetensors", contents()
     lb.save(expected, path)
     state = lb.load(path)
     assert type(state) is container.VerifiedOnAccess and list(state) == list(lb.load(path))
@@ -341,9 +315,8 @@ def test_a_large_file_loads_as_a_small_one(tmp_path: Path, suffix: str, large: N
 
 
 @pytest.mark.gpu
-@SUFFIXES
-def test_damage_is_found_on_the_way_to_a_gpu(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"m{suffix}"
+def test_damage_is_found_on_the_way_to_a_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
     damaged_model(path)
     with pytest.raises(CheckpointError, match=BAD):
         lb.load(path, device="cuda")

@@ -14,8 +14,6 @@ import torch
 import lowbit as lb
 from lowbit.checkpoint import CheckpointError
 
-SUFFIXES = pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-
 
 def endless() -> dict[str, Any]:
     nested: dict[str, Any] = {}
@@ -43,17 +41,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-@SUFFIXES
 @pytest.mark.parametrize("metadata,match", REFUSED.values(), ids=REFUSED)
-def test_metadata_that_cannot_be_saved(
-    tmp_path: Path, suffix: str, metadata: Any, match: str
-) -> None:
+def test_metadata_that_cannot_be_saved(tmp_path: Path, metadata: Any, match: str) -> None:
     with pytest.raises(CheckpointError, match=match):
-        lb.save({"a": torch.ones(2)}, tmp_path / f"m{suffix}", metadata=metadata)
+        lb.save({"a": torch.ones(2)}, tmp_path / "m.safetensors", metadata=metadata)
     assert not list(tmp_path.iterdir())
 
 
-@SUFFIXES
 @pytest.mark.parametrize(
     ("value", "match"),
     [
@@ -63,15 +57,14 @@ def test_metadata_that_cannot_be_saved(
     ],
     ids=["itself", "huge int", "int key"],
 )
-def test_values_that_cannot_be_saved(tmp_path: Path, suffix: str, value: Any, match: str) -> None:
+def test_values_that_cannot_be_saved(tmp_path: Path, value: Any, match: str) -> None:
     with pytest.raises(CheckpointError, match=match):
-        lb.save({"v": value}, tmp_path / f"m{suffix}")
+        lb.save({"v": value}, tmp_path / "m.safetensors")
     assert not list(tmp_path.iterdir())
 
 
-@SUFFIXES
-def test_metadata_of_any_json(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"m{suffix}"
+def test_metadata_of_any_json(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
     nested: Any = 1
     for _ in range(90):
         nested = [nested]
@@ -98,8 +91,6 @@ def test_metadata_of_any_json(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize("name", ["__metadata__", "half of a pair \ud800"])
 def test_names_that_safetensors_cannot_hold(tmp_path: Path, name: str) -> None:
     """Such an int was once written silently, to a file that nothing could read."""
-    with pytest.raises(CheckpointError, match=re.escape(repr(name)) + ".*save as"):
+    with pytest.raises(CheckpointError, match=re.escape(repr(name)) + ".*rename it"):
         lb.save({name: torch.ones(2)}, tmp_path / "m.safetensors")
     assert not list(tmp_path.iterdir())
-    lb.save({name: torch.ones(2)}, tmp_path / "m.pt")
-    assert lb.load(tmp_path / "m.pt").keys() == {name}

@@ -14,14 +14,11 @@ from lowbit.checkpoint import FORMAT_VERSION, CheckpointError
 from lowbit.files import container
 
 DATA = Path(__file__).resolve().parent / "data"
-SUFFIXES = pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
 GOLDEN = sorted(DATA.glob("checkpoint_v*.*"))
 
 
 def test_there_is_a_file_of_every_version() -> None:
-    wanted = {
-        f"checkpoint_v{v}{s}" for v in range(1, FORMAT_VERSION + 1) for s in (".pt", ".safetensors")
-    }
+    wanted = {f"checkpoint_v{v}.safetensors" for v in range(1, FORMAT_VERSION + 1)}
     assert {p.name for p in GOLDEN} == wanted, "python -m tests.data.write_checkpoint"
     assert all(p.stat().st_size < 40_000 for p in GOLDEN)
 
@@ -41,7 +38,7 @@ def test_old_files_load(path: Path) -> None:
         n.removeprefix("expected."): t for n, t in state.items() if n.startswith("expected.")
     }
     quantized = {n for n, t in state.items() if isinstance(t, lb.LowbitTensor)} - {"tied"}
-    assert quantized == set(expected) and len(quantized) >= 4
+    assert quantized == set(expected)
     for name, values in expected.items():
         assert torch.equal(state[name].dequantize().float(), values), name
     assert state["plain"].dtype is torch.float16
@@ -50,12 +47,9 @@ def test_old_files_load(path: Path) -> None:
     assert isinstance(state["float8.weight"], lb.Float8Tensor)
     book = state["state.4bit.signed"]
     assert (book.format, book.signed, book.block_size) == ("4bit", True, 32)
-    if path.suffix == ".safetensors":
-        assert len(quantized) == 20
-        assert state["experts"].dtype is torch.bfloat16 and state["experts"].shape == (2, 3, 8)
-        assert (
-            state["int8_int8.weight"].activation == lb.Int8DynamicActivationInt8Weight().activation
-        )
+    assert len(quantized) == 20
+    assert state["experts"].dtype is torch.bfloat16 and state["experts"].shape == (2, 3, 8)
+    assert state["int8_int8.weight"].activation == lb.Int8DynamicActivationInt8Weight().activation
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda p: p.name)
@@ -75,10 +69,9 @@ def rewrite(path: Path, change: Any) -> None:
     container.write(path, tensors, info)
 
 
-@SUFFIXES
 @pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 999])
-def test_a_newer_version_is_refused(tmp_path: Path, suffix: str, version: int) -> None:
-    path = tmp_path / f"m{suffix}"
+def test_a_newer_version_is_refused(tmp_path: Path, version: int) -> None:
+    path = tmp_path / "m.safetensors"
     lb.save({"a": torch.ones(2)}, path)
     rewrite(path, lambda info: info.update(format_version=version, tensors="another layout"))
     before = path.read_bytes()
@@ -90,7 +83,7 @@ def test_a_newer_version_is_refused(tmp_path: Path, suffix: str, version: int) -
 
 @pytest.mark.parametrize("version", [0, -1, "1", 1.0, True, None])
 def test_no_version_at_all(tmp_path: Path, version: Any) -> None:
-    path = tmp_path / "m.pt"
+    path = tmp_path / "m.safetensors"
     lb.save({"a": torch.ones(2)}, path)
     rewrite(path, lambda info: info.update(format_version=version))
     with pytest.raises(

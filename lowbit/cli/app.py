@@ -6,6 +6,7 @@ No module that imports torch is imported before a command runs, so that help and
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -24,16 +25,21 @@ app = typer.Typer(
 )
 
 
-def _command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Enter a command, which runs after all of lowbit is imported."""
+def _command(
+    module: str, name: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Enter a command: the signature and the help of a function of this name in a module of `lowbit.cli`.
+
+    The command imports all of lowbit, and calls that function. `name`: of the command, if it is another one.
+    """
 
     def enter(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
         def run(**given: Any) -> None:
             lowbit.give_out_names()
-            function(**given)
+            getattr(importlib.import_module(f"lowbit.cli.{module}"), function.__name__)(**given)
 
-        return app.command(name)(run)
+        return app.command(name or function.__name__)(run)
 
     return enter
 
@@ -60,7 +66,7 @@ def _top(
         raise typer.Exit(MISUSED)  # a script whose command is empty has to notice
 
 
-@_command("quantize")
+@_command("convert")
 def quantize(
     model: of.Model,
     out: of.Out,
@@ -90,28 +96,9 @@ def quantize(
       lowbit quantize model --layers lm_head=int8 --layers '*.0.*=none' --out model-mixed
       lowbit quantize model --scheme int8_int8_static --data text.txt --out model-static
     """
-    from lowbit.cli import convert
-
-    convert.quantize(
-        model,
-        out,
-        scheme,
-        group_size,
-        layers or [],
-        format,
-        scales,
-        lossy,
-        overwrite,
-        max_shard_size,
-        data,
-        context,
-        limit,
-        device,
-        json,
-    )
 
 
-@_command("export")
+@_command("convert")
 def export(
     model: of.Model,
     out: of.Out,
@@ -131,9 +118,6 @@ def export(
       lowbit export model-int4 --format gptq --lossy --out model-gptq
       lowbit export model --scheme int8 --format compressed-tensors --out model-int8
     """
-    from lowbit.cli import convert
-
-    convert.export(model, out, format, scheme, group_size, lossy, overwrite, max_shard_size, json)
 
 
 @_command("inspect")
@@ -151,12 +135,9 @@ def inspect(
       lowbit inspect model-int4 --against model --picture model-int4.png
       lowbit inspect model-int4 --against model --json
     """
-    from lowbit.cli.inspect import inspect
-
-    inspect(model, against, json, picture)
 
 
-@_command("eval")
+@_command("evaluate", "eval")
 def evaluate(
     model: of.Model,
     data: of.Text,
@@ -173,9 +154,6 @@ def evaluate(
       lowbit eval model-int4 --data text.txt
       lowbit eval model-int4 --data text.txt --against model --context 64 --limit 256 --json
     """
-    from lowbit.cli.evaluate import evaluate
-
-    evaluate(model, data, against, context, limit, device, json)
 
 
 @_command("generate")
@@ -195,9 +173,6 @@ def generate(
       lowbit generate model-int4 --prompt "the model" --max-new-tokens 8
       lowbit generate model-int4 --prompt "the model" --max-new-tokens 8 --temperature 0.7 --json
     """
-    from lowbit.cli.generate import generate
-
-    generate(model, prompt, max_new_tokens, temperature, seed, device, json)
 
 
 @_command("estimate")
@@ -219,9 +194,6 @@ def estimate(
       lowbit estimate model
       lowbit estimate model/config.json --batch 4 --sequence 4096 --recompute --json
     """
-    from lowbit.cli.estimate import estimate
-
-    estimate(config, batch, sequence, recompute, compiled, json)
 
 
 @_command("bench")
@@ -238,9 +210,6 @@ def bench(
       lowbit bench --quick
       lowbit bench --quick --device cpu --json --picture bench.png
     """
-    from lowbit.cli.bench import bench
-
-    bench(device, quick, json, picture)
 
 
 @_command("doctor")
@@ -252,9 +221,6 @@ def doctor(json: of.Json = False) -> None:
       lowbit doctor
       lowbit doctor --json
     """
-    from lowbit.cli.doctor import doctor
-
-    doctor(json)
 
 
 def run(arguments: list[str]) -> int:

@@ -30,7 +30,7 @@ def quantize(
     out: Path,
     scheme: str,
     group_size: int | None,
-    layers: list[str],
+    layers: list[str] | None,
     format: str,
     scales: str | None,
     lossy: bool,
@@ -44,7 +44,7 @@ def quantize(
 ) -> None:
     """The command `quantize`. Args: those of `lowbit.cli.app.quantize`."""
     _check_format(format)
-    patterns = chosen(scheme, group_size, layers)
+    patterns = chosen(scheme, group_size, layers or ())
     options = {"lossy": lossy, "overwrite": overwrite, "max_shard_size": max_shard_size}
     if not has_static(patterns):
         of_data = {"--data": data, "--context": context, "--limit": limit}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lowbit.interop import names
+from lowbit.interop import config_lines
 from lowbit.schemes.scheme import Scheme
 
 _NONE = "none"
@@ -17,17 +17,17 @@ def chosen(
     """The scheme for all layers, or patterns to schemes where `layers` names some.
 
     Args:
-        scheme: a name of `lowbit.interop.names`, also with options: "int4(group_size=32)".
+        scheme: a name of `lowbit.interop.config_lines`, also with options: "int4(group_size=32)".
         group_size: the option of that name, if given separately.
         layers: "PATTERN=SCHEME" or "PATTERN=none" each; the first that matches decides.
 
     Raises ValueError for an unknown name, options that the scheme refuses, an entry without "=", a pattern that is
     given twice, and "*", which is the pattern of `scheme`.
     """
-    name, options = names.parsed(scheme, "scheme", "int4(group_size=32)")
+    name, options = config_lines.parsed(scheme, "scheme", "int4(group_size=32)")
     if group_size is not None:
         options["group_size"] = group_size
-    for_all = names.scheme_of(name, options)
+    for_all = config_lines.scheme_of(name, options)
     if not layers:
         return for_all
     patterns: dict[str, Scheme | None] = {}
@@ -44,5 +44,5 @@ def chosen(
             )
         if pattern in patterns:
             raise ValueError(f"--layers {entry!r}: it is given twice; give each pattern once")
-        patterns[pattern] = None if own.lower() == _NONE else names.scheme(own)
+        patterns[pattern] = None if own.lower() == _NONE else config_lines.scheme(own)
     return {**patterns, _ALL: for_all}

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
-from lowbit import optional
 from lowbit.files import digests, new_path, tensor_file
 
 SEAL = "lowbit_sha256"
 _WAY_OUT = (
     "copy the file anew from where it came from (verify=False loads it without comparing digests)"
 )
-_Content = tuple[Any, Any, dict[str, Tensor]]
-"""The text, its digest, and the tensors."""
 
 
 class CheckpointError(ValueError):
@@ -32,21 +28,8 @@ class CheckpointError(ValueError):
 
 
 def check_suffix(path: Path) -> None:
-    if path.suffix not in (".safetensors", ".pt"):
-        raise CheckpointError(
-            f"{path}: unknown suffix {path.suffix!r}; accepted: .safetensors, .pt"
-        )
-
-
-def _safetensors() -> Any:
-    """The package. Raises CheckpointError if it is not installed."""
-    optional.imported(
-        "safetensors.torch",
-        "*.pt needs nothing more, and *.safetensors needs",
-        "safetensors",
-        CheckpointError,
-    )
-    return sys.modules["safetensors"]
+    if path.suffix != ".safetensors":
+        raise CheckpointError(f"{path}: unknown suffix {path.suffix!r}; accepted: .safetensors")
 
 
 # ---- writing -------------------------------------------------------------------------------------------------
@@ -55,7 +38,7 @@ def _safetensors() -> Any:
 def write(path: Path, tensors: dict[str, Tensor], info: Mapping[str, Any]) -> None:
     """Write tensors and description to `path`, with their digests. The file appears whole or not at all.
 
-    Raises CheckpointError for a name or a dtype that *.safetensors cannot hold, and OSError, which names `path`, if the
+    Raises CheckpointError for a name or a dtype that the file cannot hold, and OSError, which names `path`, if the
     system refuses to write.
     """
     if path.is_dir():
@@ -63,15 +46,11 @@ def write(path: Path, tensors: dict[str, Tensor], info: Mapping[str, Any]) -> No
 
     def describe(entries: digests.Entries) -> dict[str, str]:
         text = json.dumps({**info, "stored": entries})
-        return {"lowbit": text, SEAL: digests.of_text(text), **kind}
+        return {"lowbit": text, SEAL: digests.of_text(text), "format": "pt"}
 
-    kind = {}
-    if path.suffix == ".safetensors":
-        _safetensors()
-        kind = {"format": "pt"}
     with new_path.new_file(path) as file:
         try:
-            tensor_file.writer_of(path)(file, tensors, describe)
+            tensor_file.write(file, tensors, describe)
         except ValueError as error:
             raise CheckpointError(str(error)) from error
 
@@ -86,25 +65,25 @@ class Unverified:
         self, path: Path, entries: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> None:
         self._path, self._entries, self._tensors = path, entries, dict(tensors)
-        self._damaged: set[str] = set()
         self.nbytes = sum(t.nbytes for t in tensors.values())
 
     def check(self, names: Iterable[str] | None = None) -> None:
         """Compare the tensors of these names (default: all) and some that follow them in the file with their digests.
 
-        Each tensor is compared once. Raises CheckpointError, which names the damaged tensors among `names`.
+        A tensor that is not damaged is compared once. Raises CheckpointError, which names the damaged tensors among
+        `names`.
         """
-        asked = [*self._tensors] if names is None else list(names)
-        if any(name in self._tensors for name in asked):
-            rest = [*self._tensors]
-            first = next(i for i, name in enumerate(rest) if name in asked)
-            ahead = rest if names is None else rest[first : first + 2 * digests.threads()]
-            todo = {**dict.fromkeys(n for n in asked if n in self._tensors), **dict.fromkeys(ahead)}
-            self._damaged |= digests.damaged(self._entries, self._tensors, todo)
-            for name in todo:
-                self._tensors.pop(name, None)  # another thread may have compared it meanwhile
-        bad = sorted(self._damaged if names is None else self._damaged.intersection(asked))
-        if bad:
+        tensors = dict(self._tensors)  # as another thread may compare some meanwhile
+        left = [*tensors]
+        asked = left if names is None else [name for name in names if name in tensors]
+        if not asked:
+            return
+        first = min(map(left.index, asked))
+        todo = dict.fromkeys([*asked, *left[first : first + 2 * digests.threads()]])
+        damaged = digests.damaged(self._entries, tensors, todo)
+        for name in todo.keys() - damaged:
+            self._tensors.pop(name, None)
+        if bad := sorted(damaged.intersection(asked)):
             raise CheckpointError(
                 f"{self._path}: {digests.listed(bad)} damaged: other bytes than those that were saved; {_WAY_OUT}"
             )
@@ -122,18 +101,17 @@ def read(
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file")
     torch.empty(0, device=device)  # raises torch's own error for a device that does not exist
-    reader = _read_safetensors if path.suffix == ".safetensors" else _read_pt
     try:
-        text, seal, as_read = reader(path, device if with_tensors else "meta", with_tensors)
+        file = tensor_file.TensorFile(path)
+        text, seal = file.metadata.get("lowbit", "null"), file.metadata.get(SEAL)
+        as_read = {name: file.tensor(name) for name in (file.entries if with_tensors else ())}
         is_whole = not verify or seal is None or seal == digests.of_text(text)
-        info = json.loads(text) if is_whole and text is not None else None
-        is_ours = isinstance(info, dict) and all(isinstance(t, Tensor) for t in as_read.values())
+        info = json.loads(text) if is_whole else None
+        is_ours = isinstance(info, dict)
         tensors = {name: t.to(device) for name, t in as_read.items()} if is_ours else {}
-    except CheckpointError:
-        raise
-    except Exception as error:  # each reader has its own exceptions for a damaged file
+    except Exception as error:  # JSON of any kind may stand in a damaged file
         raise CheckpointError(
-            f"{path} cannot be read: it is truncated, damaged or not a {path.suffix} file ({type(error).__name__})"
+            f"{path} cannot be read: it is truncated, damaged or not a safetensors file ({type(error).__name__})"
         ) from error
     if not is_whole:
         raise CheckpointError(
@@ -153,28 +131,6 @@ def read(
         raise CheckpointError(f"{path}: {misplaced}; {_WAY_OUT}")
     has_values = {name: t for name, t in as_read.items() if not tensors[name].is_meta}
     return tensors, info, Unverified(path, info["stored"], has_values)
-
-
-def _read_safetensors(path: Path, _: Any, with_tensors: bool) -> _Content:
-    """Tensors on the CPU are views of the memory-mapped file: their values are read when they are used."""
-    with _safetensors().safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-        tensors = {name: file.get_tensor(name) for name in (file.keys() if with_tensors else [])}
-    return metadata.get("lowbit"), metadata.get(SEAL), tensors
-
-
-def _read_pt(path: Path, device: str | torch.device, _: bool) -> _Content:
-    if not tensor_file.is_pt_of_tensors(path):
-        return None, None, {}
-    content = torch.load(path, map_location=device, weights_only=True)
-    if not isinstance(content, dict) or not {"lowbit", "tensors"} <= content.keys():
-        return None, None, {}
-    tensors = dict(content["tensors"])
-    for name, t in tensors.items():
-        # An expanded view would take its whole size when it is hashed or moved.
-        if t.nbytes > t.untyped_storage().nbytes():
-            raise ValueError(f"{name} is larger than its record")
-    return content["lowbit"], content.get(SEAL), tensors
 
 
 # ---- verification on access ------------------------------------------------------------------------------------------
@@ -202,10 +158,6 @@ class VerifiedOnAccess(dict[str, Any]):
         self._check(name)
         return super().__getitem__(name)
 
-    def get(self, name: str, default: Any = None) -> Any:
-        self._check(name)
-        return super().get(name, default)
-
     def pop(self, name: str, *default: Any) -> Any:
         self._check(name)
         return super().pop(name, *default)
@@ -215,29 +167,23 @@ class VerifiedOnAccess(dict[str, Any]):
             return name, self.pop(name)
         return super().popitem()  # raises, since the dict is empty
 
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        self._check(name)
-        return super().setdefault(name, default)
-
     def __iter__(self) -> Iterator[str]:
         """Makes dict(self) read the values through `__getitem__`; without it, dict() copies them directly."""
         return iter(self.keys())
 
-    def values(self) -> Any:
-        return [self[name] for name in self.keys()]
-
-    def items(self) -> Any:
-        return [(name, self[name]) for name in self.keys()]
+    # These read through `__getitem__`, those of dict directly.
+    get, setdefault = MutableMapping.get, MutableMapping.setdefault  # type: ignore[assignment]
+    values, items = MutableMapping.values, MutableMapping.items  # type: ignore[assignment]
 
     def copy(self) -> dict[str, Any]:
         return dict(self)
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        return OrderedDict, (self.items(),)  # torch.load(weights_only=True) accepts it
+        return OrderedDict, ([*self.items()],)  # torch.load(weights_only=True) accepts it
 
 
 register_pytree_node(
     VerifiedOnAccess,
-    lambda state: (state.values(), list(state.keys())),
+    lambda state: (list(state.values()), list(state.keys())),
     lambda values, names: dict(zip(names, values, strict=True)),
 )

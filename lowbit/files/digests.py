@@ -137,18 +137,15 @@ def damaged(
 
 
 def each(
-    digest: Callable[[str, Tensor], _D],
-    tensors: Mapping[str, Tensor],
-    what: str,
-    most: int | None = None,
+    digest: Callable[[str, Tensor], _D], tensors: Mapping[str, Tensor], what: str
 ) -> dict[str, _D]:
-    """`digest` of each of the `tensors`, by name, in up to `most` threads, under the bar `what`.
+    """`digest` of each of the `tensors`, by name, in several threads, under the bar `what`.
 
     After an error no further digest begins.
     """
     found: dict[str, _D] = {}
     total = sum(t.nbytes for t in tensors.values())
-    pool = ThreadPoolExecutor(most or threads())
+    pool = ThreadPoolExecutor(threads())
     with progress(what, total) as advance:
         try:
             made = pool.map(digest, tensors.keys(), tensors.values())

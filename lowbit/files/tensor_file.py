@@ -1,4 +1,8 @@
-"""Writing tensors to a file, *.safetensors or *.pt, each byte hashed as it is written.
+"""Files of tensors, *.safetensors: written with each byte hashed on its way, and read as views of the mapped file.
+
+    header length, uint64 | header, JSON, padded to 8 bytes | the tensors' bytes, without holes
+
+    {"__metadata__": {text: text}, "name": {"dtype": "BF16", "shape": [N, K], "data_offsets": [begin, end]}, …}
 
 The file holds the digests beside the tensors. A copy of each piece of a tensor is hashed and written, so a digest is
 that of the bytes in the file even if another thread changes the tensor meanwhile. Memory: a piece of
@@ -8,13 +12,11 @@ that of the bytes in the file even if another thread changes the tensor meanwhil
 from __future__ import annotations
 
 import json
-import pickle
-import pickletools
+import math
 import struct
 import threading
-import zipfile
 from collections.abc import Callable, Mapping
-from io import BytesIO
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,52 +28,56 @@ from lowbit.files import digests
 Describe = Callable[[digests.Entries], dict[str, str]]
 """The texts that the file holds beside the tensors, made from the entries of the tensors with their digests."""
 
-_ALIGNED = 64
-"""Bytes at whose multiples tensors of a *.pt begin, as `torch.save` places them."""
+_DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz},
+    **{"F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz},
+    **{"F8_E8M0": torch.float8_e8m0fnu, "F4": torch.float4_e2m1fn_x2},
+    **{"BOOL": torch.bool, "C64": torch.complex64},
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MOST_HEADER = 10**8
+"""Bytes of a header, as the package safetensors limits them."""
 
 
-def writer_of(path: Path) -> Callable[[Path, Mapping[str, Tensor], Describe], digests.Entries]:
-    """The function that writes a file of this suffix."""
-    return write_safetensors if path.suffix == ".safetensors" else write_pt
+# ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-# ---- safetensors -----------------------------------------------------------------------------------------------------
-
-
-def write_safetensors(
-    path: Path, tensors: Mapping[str, Tensor], describe: Describe
-) -> digests.Entries:
-    """Write a new file of safetensors, and return the entries of its tensors.
+def write(path: Path, tensors: Mapping[str, Tensor], describe: Describe) -> None:
+    """Write a new file.
 
     Args:
+        path: of the file, which does not exist.
         tensors: contiguous tensors by name, on any device.
         describe: gives the file's own metadata, once before and once after the tensors are written: all digests have
             one length, so the header keeps its size.
 
     Raises:
-        ImportError: safetensors is not installed.
         ValueError: a name or a dtype that such a file does not hold.
         OSError: the system refuses to write.
     """
-    for name in tensors:
+    for name, t in tensors.items():
         if name == "__metadata__" or not _is_utf8(name):
-            raise ValueError(
-                f"{name!r} cannot be the name of a tensor in a *.safetensors file; rename it, or save as *.pt"
-            )
+            raise ValueError(f"{name!r} cannot be the name of a tensor in a file; rename it")
+        if t.dtype not in _NAMES:
+            raise ValueError(f"{name} is {t.dtype}, which no *.safetensors file holds; convert it")
     # Wide elements first, so that each tensor begins at a multiple of its element.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     places: dict[str, int] = {}
     end = 0
     for name in order:
         places[name], end = end, end + tensors[name].nbytes
-    kinds = {t.dtype: _dtype_name(t.dtype) for t in tensors.values()}
 
     def header(entries: digests.Entries) -> bytes:
         listed: dict[str, Any] = {"__metadata__": describe(entries)}
         for name in order:
             t, begin = tensors[name], places[name]
-            shape = [*t.shape[:-1], 2 * t.shape[-1]] if kinds[t.dtype] == "F4" else [*t.shape]
-            own = {"dtype": kinds[t.dtype], "shape": shape}
+            shape = [*t.shape]
+            if t.dtype is torch.float4_e2m1fn_x2:
+                shape[-1] *= 2
+            own = {"dtype": _NAMES[t.dtype], "shape": shape}
             listed[name] = {**own, "data_offsets": [begin, begin + t.nbytes]}
         text = json.dumps(listed, ensure_ascii=False, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
@@ -82,7 +88,7 @@ def write_safetensors(
     with path.open("xb") as file:
         file.write(first)
 
-        def write(name: str, t: Tensor) -> str:
+        def write_one(name: str, t: Tensor) -> str:
             at = len(first) + places[name]
 
             def put(piece: memoryview) -> None:
@@ -94,12 +100,10 @@ def write_safetensors(
 
             return digests.while_written(t, put)
 
-        found = digests.entries(tensors, digests.each(write, tensors, "writing"))
-        last = header(found)
+        last = header(digests.entries(tensors, digests.each(write_one, tensors, "writing")))
         assert len(last) == len(first)
         file.seek(0)
         file.write(last)
-    return found
 
 
 def _is_utf8(name: str) -> bool:
@@ -110,119 +114,85 @@ def _is_utf8(name: str) -> bool:
     return True
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    """The name of `dtype` in the package safetensors."""
-    import safetensors.torch
-
-    try:
-        content = safetensors.torch.save({"t": torch.empty(0, dtype=dtype)})
-    except KeyError as error:
-        raise ValueError(
-            f"no *.safetensors file holds {dtype}; convert it, or save as *.pt"
-        ) from error
-    return str(json.loads(content[8:])["t"]["dtype"])
+# ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-# ---- torch -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class StoredTensor:
+    """The header's entry of a tensor. `begin`, `end`: of its bytes, counted from the end of the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
 
 
-def write_pt(path: Path, tensors: Mapping[str, Tensor], describe: Describe) -> digests.Entries:
-    """Write a new file that `torch.load` reads: a dict of the texts of `describe`, and "tensors".
+class TensorFile:
+    """The header of a file of safetensors, and the tensors as views of the mapped file.
 
-    Arguments, errors and result are those of `write_safetensors`. `torch.save` would write the texts before the
-    tensors, whose digests they hold; this function writes them last. Tensors are stored as tensors of the CPU.
+    Attributes:
+        metadata: the texts beside the tensors.
+        entries: those of all tensors, by name.
+
+    Raises ValueError, or another error of the code that reads it, for a file that is truncated, damaged or not of
+    safetensors, and OSError if the system refuses to read.
     """
-    keys: dict[int, str] = {}
 
-    def store(name: str, t: Tensor) -> str:
-        storage = t.untyped_storage()
-        key = keys[storage._cdata] = str(len(keys))
-        with archive.open(_record(archive, f"data/{key}", t.nbytes), "w") as record:
-            return digests.while_written(t, record.write)
+    def __init__(self, path: Path) -> None:
+        self.path, self._size = path, path.stat().st_size
+        self._mapped: Any = None
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(self._size - 8, _MOST_HEADER):
+                raise ValueError(f"its header has {length} bytes")
+            header = json.loads(file.read(length))
+        self._begin = 8 + length
+        self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
+        if not all(isinstance(text, str) for text in self.metadata.values()):
+            raise ValueError("its metadata are not texts")
+        self.entries = {name: _entry(name, given) for name, given in header.items()}
+        end = 0
+        for entry in sorted(self.entries.values(), key=lambda e: (e.begin, e.end)):
+            if entry.begin != end:
+                raise ValueError("its tensors overlap, or leave a hole")
+            end = entry.end
+        if end != self._size - self._begin:
+            raise ValueError(f"its tensors end at byte {self._begin + end} of {self._size}")
 
-    with path.open("xb") as file, zipfile.ZipFile(file, "w") as archive:
-        archive.writestr(_record(archive, "version", 2), b"3\n")
-        archive.writestr(_record(archive, "byteorder", 6), b"little")
-        found = digests.entries(tensors, digests.each(store, tensors, "writing", most=1))
-        content = BytesIO()
-        _Pickler(content, keys).dump({**describe(found), "tensors": dict(tensors)})
-        text = content.getbuffer()
-        archive.writestr(_record(archive, "data.pkl", len(text)), text)
-    return found
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of this name, on the CPU, a view of the file: its values are read when they are used."""
+        entry = self.entries[name]
+        if not entry.nbytes:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        mapped = self._mapped  # another thread may unmap it
+        if mapped is None:
+            mapped = torch.UntypedStorage.from_file(str(self.path), False, self._size)
+            self._mapped = mapped
+        first = self._begin + entry.begin
+        own = mapped[first : first + entry.nbytes]  # a storage of its own, as torch.save writes it
+        piece = torch.empty(0, dtype=torch.uint8).set_(own)
+        if first % entry.dtype.itemsize:  # as other programs may write it
+            piece = piece.clone()
+        return piece.view(entry.dtype).view(entry.shape)
 
-
-class _Pickler(pickle.Pickler):
-    """Names the record of each storage, as `torch.save` does. `keys`: the records, by the storage."""
-
-    def __init__(self, file: BytesIO, keys: Mapping[int, str]) -> None:
-        super().__init__(file, protocol=2)
-        self._keys = keys
-
-    def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, torch.storage.TypedStorage):
-            storage, size = value._untyped_storage, value._size()
-            kind = getattr(torch, value._pickle_storage_type())
-        elif isinstance(value, torch.UntypedStorage):
-            storage, size, kind = value, value.nbytes(), torch.UntypedStorage
-        else:
-            return None
-        return "storage", kind, self._keys[storage._cdata], "cpu", size
-
-
-def _record(archive: zipfile.ZipFile, name: str, size: int) -> zipfile.ZipInfo:
-    """A record that is not compressed. An extra field that readers skip moves its content to a multiple of 64 bytes."""
-    info = zipfile.ZipInfo(f"archive/{name}")
-    info.file_size = size
-    assert archive.fp is not None
-    sizes_of_zip64 = 20 if 1.05 * size > zipfile.ZIP64_LIMIT else 0  # zipfile's own condition
-    begin = archive.fp.tell() + 30 + len(info.filename) + sizes_of_zip64 + 4
-    padding = -begin % _ALIGNED
-    info.extra = struct.pack("<2sH", b"FB", padding) + b"\0" * padding
-    return info
+    def unmap(self) -> None:
+        """Map the file anew at the next tensor: the pages of a mapping leave memory when no tensor holds it."""
+        self._mapped = None
 
 
-# ---- what a *.pt may hold --------------------------------------------------------------------------------------------
-
-_CODES = {
-    *("PROTO", "EMPTY_DICT", "MARK", "SETITEM", "SETITEMS", "STOP", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
-    *("BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "NEWFALSE", "NEWTRUE", "GLOBAL", "BINPERSID", "REDUCE"),
-    *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
-}  # fmt: skip
-_CALLED = {
-    *("torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3"),
-    *("collections OrderedDict", "torch.storage UntypedStorage"),
-}
-_MOST_CODES = 100
-"""The most codes of the pickle for each tensor. About 40 are usual."""
-
-
-def is_pt_of_tensors(path: Path) -> bool:
-    """True if a file of torch holds only what `write_pt` writes, so that `torch.load` takes no more than its size.
-
-    `torch.load` inflates compressed records before it looks at them, and makes any number of empty sets of a byte each.
-
-    Raises ValueError or zipfile.BadZipFile for an archive that is damaged, compressed or not as large as it says.
-    """
-    with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-        records = archive.infolist()
-        is_plain = all(r.compress_type == zipfile.ZIP_STORED for r in records)
-        if not is_plain or sum(r.file_size for r in records) > path.stat().st_size:
-            raise ValueError("its records are compressed, or larger than the file")
-        found = [r for r in records if r.filename.endswith("/data.pkl")]
-        if len(found) != 1:
-            raise ValueError("it has no data.pkl, or several")
-        file.seek(found[0].header_offset + 26)
-        file.seek(sum(struct.unpack("<HH", file.read(4))), 1)
-        return _is_of_tensors(file.read(found[0].file_size), _MOST_CODES * len(records))
-
-
-def _is_of_tensors(pickled: bytes, most: int) -> bool:
-    for i, (code, argument, _) in enumerate(pickletools.genops(pickled)):
-        if i > most or code.name not in _CODES:
-            return False
-        if code.name == "GLOBAL" and argument not in _CALLED:
-            module, _, name = str(argument).partition(" ")
-            is_dtype = isinstance(getattr(torch, name, None), torch.dtype)
-            if module != "torch" or not (is_dtype or name.endswith("Storage")):
-                return False
-    return True
+def _entry(name: str, given: Any) -> StoredTensor:
+    dtype, shape, (begin, end) = _DTYPES[given["dtype"]], given["shape"], given["data_offsets"]
+    sizes = [*shape, begin, end]
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(f"{name} has the shape {shape} and the place {begin} to {end}")
+    if dtype is torch.float4_e2m1fn_x2:
+        if not shape or shape[-1] % 2:
+            raise ValueError(f"{name} has the shape {shape}, in which half a byte is left")
+        shape = [*shape[:-1], shape[-1] // 2]
+    if math.prod(shape) * dtype.itemsize != end - begin:
+        raise ValueError(f"{name} has the shape {shape} and {end - begin} bytes")
+    return StoredTensor(dtype, tuple(shape), begin, end)

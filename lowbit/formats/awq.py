@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats.base import Format, FormatError, Parts, layer_of
+from lowbit.formats.base import Format, FormatError, Parts, check_plain_inputs, layer_of
 from lowbit.formats.integers import (
     IntegerLayout,
     bytes_of,
@@ -79,8 +79,6 @@ class Awq(Format):
                 f"bits is {bits!r}, version {version!r} and group_size {group!r}; accepted: 4 bits, 'gemm', and a size "
                 "or -1"
             )
-        if lost := [p for p in self.suffixes(config) if p not in parts]:
-            raise FormatError(f"it has no {', '.join(lost)}")
         scales = parts["scales"]
         rows = scales.shape[-1]
         codes, zeros = (_unpacked(parts[name], rows) for name in ("qweight", "qzeros"))
@@ -105,8 +103,7 @@ class Awq(Format):
         assert isinstance(weight, AffineTensor)
         if layout.bits != BITS:
             raise FormatError(f"{self.name} holds {BITS} bits, got {layout.bits}")
-        if weight.activation is not None:
-            raise FormatError(f"{self.name} rounds no inputs, got {weight.activation}")
+        check_plain_inputs(weight, self.name)
         if weight.shape[0] % 8:
             raise FormatError(f"its {weight.shape[0]} outputs do not fill whole words of 8")
         return layout

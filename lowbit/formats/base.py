@@ -32,6 +32,13 @@ Parts = dict[str, Tensor]
 """The tensors that stand for one weight, by their short names."""
 
 
+class _Stored(Parts):
+    """The parts that a folder has of one weight. Any other raises FormatError."""
+
+    def __missing__(self, part: str) -> Tensor:
+        raise FormatError(f"it has no {part}")
+
+
 class FormatError(ValueError):
     """A weight or a checkpoint that a format cannot hold, read or write, and the way out."""
 
@@ -77,6 +84,21 @@ def with_scales(scheme: Scheme, dtype: torch.dtype | None) -> Scheme:
     return replace(scheme, weight=replace(spec, scale_dtype=dtype))
 
 
+def check_matrix(weight: LowbitTensor, format: str, rounds_inputs: bool = True) -> None:
+    """Raise FormatError, in the name of `format`, for other weights than matrices [N, K] as they are stored, and for
+    weights whose inputs are rounded if `format` does not round any."""
+    if weight.ndim != 2 or weight.transposed or weight.flat_from is not None:
+        raise FormatError(f"{format} holds matrices [N, K], got {weight!r}")
+    if not rounds_inputs:
+        check_plain_inputs(weight, format)
+
+
+def check_plain_inputs(weight: Any, format: str) -> None:
+    """Raise FormatError, in the name of `format`, for a weight whose inputs are rounded."""
+    if weight.activation is not None:
+        raise FormatError(f"{format} rounds no inputs, got {weight.activation}")
+
+
 def layer_of(weight: str) -> str:
     """The name of the module that holds the weight of this name: all before the last dot."""
     return weight.rpartition(".")[0]
@@ -105,6 +127,10 @@ class Format(ABC):
     holds_experts: ClassVar[bool] = False
     """True if loaders of this format take a matrix for each expert, in the names of published checkpoints. Then
     `lowbit.formats.experts` splits the stacks that models have in memory."""
+    marks: ClassVar[int] = 1
+    """How many of the `suffixes` mark a quantized weight."""
+    after_modules: ClassVar[bool] = True
+    """True if parts have the name of the module before theirs; False: that of the weight, without a dot."""
     scale_dtype: ClassVar[torch.dtype | None] = None
     """The dtype in which this format stores scales; None: any dtype."""
 
@@ -116,7 +142,8 @@ class Format(ABC):
 
     @abstractmethod
     def suffixes(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """The short names of the parts. The first one marks a quantized weight: a layer without this part is plain."""
+        """The short names of the parts. The first one marks a quantized weight: a layer without this part is plain. See
+        `marks` for several."""
 
     def stored_name(self, weight: str, part: str) -> str:
         """The name in a shard of a part of `weight`. Raises FormatError for a weight that is not named "weight"."""
@@ -130,21 +157,42 @@ class Format(ABC):
 
         Raises FormatError for parts that belong to no weight.
         """
-        mark, *others = self.suffixes(config)
-        layers = {layer_of(n) for n in names if n.rpartition(".")[2] == mark}
-        found: dict[str, dict[str, str]] = {weight_of(layer): {} for layer in layers}
-        lost = []
+        known, suffixes = {*names}, self.suffixes(config)
+        marks, others = suffixes[: self.marks], suffixes[self.marks :]
+        found: dict[str, dict[str, str]] = {}
         for name in names:
-            layer, _, part = name.rpartition(".")
-            if layer in layers and part in (mark, *others):
-                found[weight_of(layer)][part] = name
-            elif part in others and part not in ("weight", "bias"):
-                lost.append(name)
-        if lost:
+            for mark in marks:
+                if (stem := self._stem(name, mark)) is not None:
+                    stored = {part: stem + part for part in (mark, *others)}
+                    weight = f"{stem}weight" if self.after_modules else stem
+                    found[weight] = {p: own for p, own in stored.items() if own in known}
+        held = {name for parts in found.values() for name in parts.values()}
+        ends = [part for part in others if part not in ("weight", "bias")]
+        if lost := sorted(
+            n for n in known - held if any(self._stem(n, e) is not None for e in ends)
+        ):
             raise FormatError(
-                f"{', '.join(sorted(lost)[:3])}: parts of {self.name} weights that have no {mark} beside them"
+                f"{', '.join(lost[:3])}: parts of {self.name} weights that have no {' or '.join(marks)} beside them"
             )
         return found
+
+    def _stem(self, name: str, part: str) -> str | None:
+        """What precedes `part` at the end of a stored name; None if the name is not that of such a part."""
+        stem = name.removesuffix(part)
+        ends = not self.after_modules or stem == "" or stem[-1] == "."
+        return stem if stem != name and ends else None
+
+    def read(
+        self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
+    ) -> LowbitTensor:
+        """What `decode` makes of these arguments. Raises FormatError for a part that is missing, and with the reason of
+        a ValueError, for parts that fit no weight."""
+        try:
+            return self.decode(_Stored(parts), config, weight, dtype)
+        except FormatError:
+            raise
+        except ValueError as error:
+            raise FormatError(str(error)) from error
 
     @abstractmethod
     def decode(
@@ -153,12 +201,12 @@ class Format(ABC):
         """The weight of this name.
 
         Args:
-            parts: from the folder, by their short names.
+            parts: from the folder, by their short names; one that is missing raises FormatError when it is taken.
             config: the "quantization_config".
             weight: its full name.
             dtype: of the model's weights; None: config.json names no dtype.
 
-        Raises FormatError for parts that are missing or misshapen, and for settings that lowbit cannot represent.
+        Raises ValueError for parts that do not fit each other, and for settings that lowbit cannot represent.
         """
 
     def skips(self, config: Mapping[str, Any], layer: str) -> bool:

@@ -54,9 +54,9 @@ class BitsandbytesInt8(Format):
     def decode(
         self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
     ) -> LowbitTensor:
-        codes, largest = parts.get("weight"), parts["SCB"]
-        if codes is None or codes.dtype is not torch.int8 or codes.ndim != 2:
-            got = None if codes is None else f"{codes.dtype} {tuple(codes.shape)}"
+        codes, largest = parts["weight"], parts["SCB"]
+        if codes.dtype is not torch.int8 or codes.ndim != 2:
+            got = f"{codes.dtype} {tuple(codes.shape)}"
             raise FormatError(f"its codes are {got}; accepted: int8 [N, K]")
         if largest.numel() != len(codes):
             raise FormatError(f"its SCB has {largest.numel()} values for {len(codes)} rows")

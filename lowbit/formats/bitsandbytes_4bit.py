@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats.base import Format, FormatError, Parts
+from lowbit.formats.base import Format, FormatError, Parts, check_matrix
 from lowbit.numerics.granularity import PerGroup
 from lowbit.numerics.lookup_table import DYNAMIC8, NF4, LookupTable
 from lowbit.numerics.scale_format import Double, absmax_of_rows, flat_absmax
@@ -56,6 +56,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 class Bitsandbytes4bit(Format):
     name = "bitsandbytes-4bit"
+    marks = len(TABLES)
 
     def reads(self, config: Mapping[str, Any]) -> bool:
         return config.get("quant_method") == "bitsandbytes" and bool(config.get("load_in_4bit"))
@@ -63,30 +64,11 @@ class Bitsandbytes4bit(Format):
     def suffixes(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         return *(STATE + name for name in TABLES), *_PARTS
 
-    def find(self, names: Collection[str], config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-        """Names of parts have dots in this format, so parts are found by the ends of names."""
-        marks, known = self.suffixes(config)[: len(TABLES)], {*names}
-        found: dict[str, dict[str, str]] = {}
-        for mark in marks:
-            for name in (n for n in names if n == mark or n.endswith(f".{mark}")):
-                layer = name[: -len(mark)]
-                stored = {part: f"{layer}{part}" for part in (mark, *_PARTS)}
-                found[f"{layer}weight"] = {p: own for p, own in stored.items() if own in known}
-        held = {name for parts in found.values() for name in parts.values()}
-        ends = tuple(f".{part}" for part in _PARTS if "." in part)
-        if lost := sorted(n for n in names if n not in held and n.endswith(ends)):
-            raise FormatError(
-                f"{', '.join(lost[:3])}: parts of {self.name} weights that have no quant_state beside them"
-            )
-        return found
-
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def decode(
         self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
     ) -> LowbitTensor:
-        if lost := [p for p in _PARTS[:3] if p not in parts]:
-            raise FormatError(f"it has no {', '.join(lost)}")
         state = _state_of(parts)
         shape, block, own = _checked(state)
         table = TABLES[state["quant_type"]]
@@ -100,11 +82,10 @@ class Bitsandbytes4bit(Format):
         if is_double:
             scales |= _nested(parts, state, rows, groups)
         spec = _spec(table, block, is_double)
-        try:
-            scales["scale"] = scales["scale"].reshape(rows, groups).contiguous()
-            return TableTensor(codes.view(rows, -1), scales, spec, shape, dtype or own)
-        except (ValueError, RuntimeError) as error:
-            raise FormatError(str(error)) from error
+        if scales["scale"].numel() != rows * groups:
+            raise FormatError(f"it has {scales['scale'].numel()} scales for the shape {shape}")
+        scales["scale"] = scales["scale"].reshape(rows, groups).contiguous()
+        return TableTensor(codes.view(rows, -1), scales, spec, shape, dtype or own)
 
     # ---- writing -------------------------------------------------------------------------------------------------
 
@@ -146,8 +127,7 @@ class Bitsandbytes4bit(Format):
             raise FormatError(
                 f"{self.name} holds NF4 and its FP4 with scales of float32, got {spec}"
             )
-        if weight.ndim != 2 or weight.transposed or weight.flat_from is not None:
-            raise FormatError(f"{self.name} holds matrices [N, K], got {weight!r}")
+        check_matrix(weight, self.name, rounds_inputs=False)
         kind = next((name for name, table in TABLES.items() if table == weight.spec.format), None)
         if kind is None:
             raise FormatError(f"{self.name} holds the tables of NF4 and its FP4, got {weight.spec}")
@@ -158,8 +138,6 @@ class Bitsandbytes4bit(Format):
                 f"{self.name} holds blocks of {', '.join(map(str, BLOCKS))} elements that divide the {columns} inputs, "
                 f"got {granularity}"
             )
-        if weight.activation is not None:
-            raise FormatError(f"{self.name} rounds no inputs, got {weight.activation}")
         if weight.dtype not in _DTYPES:
             raise FormatError(f"{self.name} computes in {_DTYPES}, got {weight.dtype}")
         return kind, block
@@ -244,8 +222,8 @@ def _check_table(given: Tensor, table: LookupTable, what: str) -> None:
 
 def _nested(parts: Parts, state: Mapping[str, Any], rows: int, groups: int) -> dict[str, Tensor]:
     """The scales of scales as lowbit stores them."""
-    if "weight.nested_quant_map" not in parts or "nested_offset" not in state:
-        raise FormatError("it has no nested_quant_map or no nested_offset")
+    if "nested_offset" not in state:
+        raise FormatError("its quant_state has no nested_offset")
     _check_table(parts["weight.nested_quant_map"], DYNAMIC8, "nested_quant_map")
     flat, block = parts["weight.nested_absmax"].flatten(), state.get("nested_blocksize")
     if block != Double.block or flat.numel() != -(-rows * groups // Double.block):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lowbit import optional
-from lowbit.formats.base import FormatError, brief
+from lowbit.formats.base import FormatError, brief, damage_of
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf.file import GgufFile
 
@@ -97,10 +97,8 @@ def built(folder: Folder | GgufFile) -> nn.Module:
             f"{folder.path}: config.json names no architecture; give the module to fill, model="
         )
     count = len(folder.names())
-    try:
+    with damage_of(f"{folder.path}"):
         check_config(folder.config, count)
-    except FormatError as error:
-        raise FormatError(f"{folder.path}: {error}") from error
     transformers = optional.imported(
         "transformers",
         f"{folder.path} is a {names[0]}: give the module to fill, model=, or install what it needs,",

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import compressed_tensors_fp4 as fp4
-from lowbit.formats.base import Format, FormatError, Parts, layer_of
+from lowbit.formats.base import Format, FormatError, Parts, check_matrix, layer_of
 from lowbit.formats.compressed_tensors_words import DENSE_SINCE, crosses_words, in_dense_words
 from lowbit.formats.integers import (
     bytes_of,
@@ -104,25 +104,17 @@ class CompressedTensors(Format):
             fp4.warn_of_fp4_inputs()
         activation = None if given is None or of_fp4 else _spec_from(given, "input_activations")
         of_input = _input_parts(parts, activation)
-        try:
-            of_scale = parts["weight_scale"].dtype
-            own_dtype = dtype or (of_scale if of_scale.itemsize > 1 else torch.bfloat16)
-            if fp4.is_fp4(arguments):
-                return fp4.from_parts(parts, fp4.kind_of(arguments), own_dtype, activation)
-            spec = _spec_from(arguments, "weights")
-            if extra := sorted({"weight_g_idx", "weight_global_scale"} & parts.keys()):
-                raise FormatError(f"lowbit cannot represent its {', '.join(extra)}")
-            if isinstance(spec.format, Float8):
-                made = _floats(parts, spec, own_dtype, activation, of_input)
-            else:
-                parts = in_dense_words(parts, spec.format.bits, config.get("version"))
-                made = _integers(parts, spec, own_dtype, activation, of_input)
-        except FormatError:
-            raise
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            lacks = isinstance(error, KeyError)
-            raise FormatError(f"it has no {error.args[0]}" if lacks else str(error)) from error
-        return made
+        of_scale = parts["weight_scale"].dtype
+        own_dtype = dtype or (of_scale if of_scale.itemsize > 1 else torch.bfloat16)
+        if fp4.is_fp4(arguments):
+            return fp4.from_parts(parts, fp4.kind_of(arguments), own_dtype, activation)
+        spec = _spec_from(arguments, "weights")
+        if extra := sorted({"weight_g_idx", "weight_global_scale"} & parts.keys()):
+            raise FormatError(f"lowbit cannot represent its {', '.join(extra)}")
+        if isinstance(spec.format, Float8):
+            return _floats(parts, spec, own_dtype, activation, of_input)
+        in_dense_words(parts, spec.format.bits, config.get("version"))
+        return _integers(parts, spec, own_dtype, activation, of_input)
 
     # ---- writing -------------------------------------------------------------------------------------------------
 
@@ -132,8 +124,7 @@ class CompressedTensors(Format):
                 f"compressed-tensors holds integers and floats, got a {type(weight).__name__}"
             )
         assert isinstance(weight, AffineTensor)
-        if weight.ndim != 2 or weight.transposed or weight.flat_from is not None:
-            raise FormatError(f"compressed-tensors holds matrices [N, K], got {weight!r}")
+        check_matrix(weight, self.name)
         settings = _settings(weight)  # raises for a weight that no settings describe
         of_input = {
             name: part.flatten()
@@ -435,7 +426,7 @@ def _floats(
         return Float8Tensor.from_blocks(codes, scale, (a, b), dtype, activation)
     scale = _for_each_block(scale, "weight_scale", spec, tuple(codes.shape))
     inner = {"codes": codes, "scale": scale, **of_input}
-    return _assembled(Float8Tensor, inner, spec, codes.shape, dtype, activation)
+    return Float8Tensor.of_parts(inner, spec, codes.shape, dtype, activation)
 
 
 def _integers(
@@ -469,11 +460,10 @@ def _integers(
     if not spec.has_zero_point and zero_point is not None and zero_point.any():
         raise ValueError("symmetric is true, and its weight_zero_point is not 0")
     if spec.has_zero_point:
-        if zero_point is None:
-            raise KeyError("weight_zero_point")
+        zero_point = parts["weight_zero_point"] if zero_point is None else zero_point
         zero_point = _for_each_block(zero_point, "weight_zero_point", spec, shape)
         inner["zero_point"] = in_range(zero_point, bits, "its zero points").contiguous()
-    return _assembled(AffineTensor, inner, spec, shape, dtype, activation)
+    return AffineTensor.of_parts(inner, spec, shape, dtype, activation)
 
 
 def _for_each_block(part: Tensor, name: str, spec: Spec, shape: tuple[int, ...]) -> Tensor:
@@ -484,17 +474,3 @@ def _for_each_block(part: Tensor, name: str, spec: Spec, shape: tuple[int, ...])
             "describes another weight"
         )
     return part.reshape(blocks)
-
-
-def _assembled(
-    kind: type[AffineTensor],
-    inner: Parts,
-    spec: Spec,
-    shape: Any,
-    dtype: torch.dtype,
-    activation: Spec | None,
-) -> LowbitTensor:
-    meta = {"spec": spec, "activation": activation, "transposed": False}
-    made = kind.from_inner({n: inner.get(n) for n in kind.tensor_attrs}, meta, shape, dtype)
-    made.check_parts()
-    return made

@@ -35,31 +35,31 @@ def crosses_words(bits: int) -> bool:
     return 32 % bits != 0
 
 
-def in_dense_words(parts: Parts, bits: int, version: Any) -> Parts:
-    """The parts of a weight with its codes and zero points in the layout "dense".
+def in_dense_words(parts: Parts, bits: int, version: Any) -> None:
+    """Put the codes and zero points of a weight into the layout "dense".
 
     Args:
-        parts: those of a weight of `bits` bits, in either layout.
+        parts: those of a weight of `bits` bits, in either layout; changed in place.
         version: of "quantization_config"; None if it has no version.
 
     Raises FormatError if no layout has this number of words, or both have it and `version` does not decide.
     """
     packed, zeros = parts.get("weight_packed"), parts.get("weight_zero_point")
     if packed is None or packed.dtype is not torch.int32 or not crosses_words(bits):
-        return parts
+        return
     rows, columns = _shape(parts["weight_shape"])
     streams = {"weight_packed": (columns, packed)}
     if zeros is not None and zeros.dtype is torch.int32:
         streams["weight_zero_point"] = (rows, zeros.T)
     if _is_dense([*streams.values()], bits, version):
-        return parts
+        return
     made = {
         name: words_of(pack(_whole_codes(words, size, bits), bits))
         for name, (size, words) in streams.items()
     }
     if "weight_zero_point" in made:
         made["weight_zero_point"] = made["weight_zero_point"].T.contiguous()
-    return {**parts, **made}
+    parts.update(made)
 
 
 def _shape(part: Tensor) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats.base import FormatError
+from lowbit.formats.base import FormatError, damage_of
 from lowbit.formats.folder import Folder
 from lowbit.formats.sources import Item, Source
 from lowbit.tensor.core.base import LowbitTensor
@@ -201,10 +201,8 @@ def _gathered(stack: str, matrices: dict[Matrix, Item]) -> Item:
     items = [matrices[key] for key in sorted(matrices)]
     ratios = [item.snr for item in items if item.snr is not None]
     check_whole(stack, matrices)
-    try:
+    with damage_of(f"the matrices of {stack} make no stack"):
         value = stack_of({key: item.value for key, item in matrices.items()})
-    except FormatError as error:
-        raise FormatError(f"the matrices of {stack} make no stack: {error}") from error
     return Item(stack, value, "other", items[0].note, min(ratios, default=None))
 
 
@@ -230,10 +228,8 @@ class Joined:
         for name in folder.names():
             self._names[name] = self._place(name, wanted)
         for stack, matrices in self._stacks.items():
-            try:
+            with damage_of(f"{self.path}"):
                 check_whole(stack, matrices)
-            except FormatError as error:
-                raise FormatError(f"{self.path}: {error}") from error
 
     def _place(self, name: str, wanted: Collection[str]) -> str:
         if name in wanted:
@@ -268,12 +264,8 @@ class Joined:
 
     def _stack(self, stack: str) -> Tensor:
         matrices = {key: self._folder.read(name) for key, name in self._stacks[stack].items()}
-        try:
+        with damage_of(f"{self.path}: the matrices of {stack} make no stack"):
             return stack_of(matrices)
-        except FormatError as error:
-            raise FormatError(
-                f"{self.path}: the matrices of {stack} make no stack: {error}"
-            ) from error
 
 
 def joined(folder: Folder, wanted: Collection[str]) -> Folder | Joined:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit import optional
 from lowbit.files import digests
+from lowbit.files.tensor_file import TensorFile
 from lowbit.formats.auto_round import translated
 from lowbit.formats.base import Format, FormatError, damage_of, layer_of, weight_of
 from lowbit.formats.layer_names import (
@@ -33,19 +32,18 @@ from lowbit.formats.layer_names import (
 from lowbit.formats.registry import FORMATS, by_config
 from lowbit.formats.sources import Holder, Item
 from lowbit.formats.tied import second_names
+from lowbit.numerics.code_range import FLOATS
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MOST_MAPPED = 2**27
-"""Bytes of tensors that one handle of a file reads."""
+"""Bytes of tensors that one mapping of a file gives."""
 MOST_AHEAD = 2**25
 """Bytes of tensors that are compared with their digests together."""
 _WAY_OUT = "copy the folder anew from where it came from"
 _MOST_JSON, _MOST_LEVELS = 2**28, 100
 """Bytes and levels of a file of JSON."""
-_HIGH_PRECISION = ("F64", "F32", "F16", "BF16")
-"""The names of these dtypes in headers of safetensors."""
-_NO_CODES = (*_HIGH_PRECISION, "I64", "U64", "BOOL", "C64")
+_NO_CODES = (*FLOATS, torch.int64, torch.uint64, torch.bool, torch.complex64)
 """Dtypes in which no format stores codes; models store indices and masks in some of them."""
 WEIGHT_SUFFIXES = {
     *(".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt"),
@@ -56,14 +54,6 @@ _SETTINGS_OF_WEIGHTS = {
 }
 """Files that describe the weights beside them, also those of AutoGPTQ, AutoAWQ and ModelOpt. Copied beside new weights
 they would be wrong."""
-
-
-def safetensors() -> Any:
-    """The package. Raises FormatError if it is not installed."""
-    optional.imported(
-        "safetensors.torch", "folders of *.safetensors need", "safetensors", FormatError
-    )
-    return sys.modules["safetensors"]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -97,13 +87,11 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def open_shard(path: str | os.PathLike[str]) -> Any:
+def open_shard(path: str | os.PathLike[str]) -> TensorFile:
     """The file of safetensors, of which only the header is read. Raises FormatError if it cannot be read."""
     try:
-        return safetensors().safe_open(path, framework="pt")
-    except FormatError:
-        raise
-    except Exception as error:  # safetensors raises its own class, or an OSError
+        return TensorFile(Path(path))
+    except Exception as error:  # JSON of any kind may stand in a damaged header
         raise FormatError(
             f"{path} cannot be read: it is truncated, damaged or not a safetensors file ({error})"
         ) from error
@@ -152,10 +140,10 @@ class Folder:
         """The entries, with digests, of the tensors that were not yet compared with their digests."""
         self._shards = self._find_shards()
         """The file of each stored tensor."""
-        self.nbytes = sum((self.path / f).stat().st_size for f in {*self._shards.values()})
-        self._opened: tuple[str, Any] = ("", None)
+        self.nbytes = sum(f.path.stat().st_size for f in {*self._shards.values()})
+        self._mapped_file: TensorFile | None = None
         self._mapped = 0
-        """Bytes of tensors that the open handle gave."""
+        """Bytes of tensors that its present mapping gave."""
         self.format: Format | None = None
         self.weights: dict[str, dict[str, str]] = {}
         with damage_of(f"{self.path}"):
@@ -184,7 +172,7 @@ class Folder:
             raise FormatError(f"{self.path} has no {name}, so it is not a folder of a model")
         return read_json(path)
 
-    def _find_shards(self) -> dict[str, str]:
+    def _find_shards(self) -> dict[str, TensorFile]:
         if (self.path / INDEX).is_file():
             listed = self._json(INDEX).get("weight_map")
             if not isinstance(listed, dict) or not listed:
@@ -202,44 +190,42 @@ class Folder:
             others = sorted(p.name for p in self.path.iterdir() if p.suffix in WEIGHT_SUFFIXES)
             hint = f"; convert {others[0]} to safetensors first" if others else ""
             raise FormatError(f"{self.path} has no *.safetensors, so it holds no weights{hint}")
-        found: dict[str, str] = {}
+        found: dict[str, TensorFile] = {}
         for file in files:
             if Path(file).name != file or not _is_file(self.path / file):
                 raise FormatError(
                     f"{self.path} lacks the shard {file:.100}: copy it from its source"
                 )
-            opened = self._open(file)
-            for name in [*opened.keys()]:
+            opened = open_shard(self.path / file)
+            for name in opened.entries:
                 place = file if listed is None else listed.get(name, file)
                 if place != file:
                     continue  # a remnant: the index names another shard for this tensor
                 if name in found:
                     raise FormatError(
-                        f"{self.path}: {name} is in {found[name]} and in {file}; keep the shards of one model only"
+                        f"{self.path}: {name} is in {found[name].path.name} and in {file}; keep the shards of one "
+                        "model only"
                     )
-                found[name] = file
-            self._take_metadata(file, opened)
+                found[name] = opened
+            self._take_metadata(opened)
         if listed is not None and (lost := sorted(listed.keys() - found.keys())):
             raise FormatError(
                 f"{self.path}: no shard holds {', '.join(lost[:3])} of the index where the index says"
             )
         return found
 
-    def _take_metadata(self, file: str, opened: Any) -> None:
-        metadata = opened.metadata() or {}
-        with damage_of(f"{self.path / file}"):
+    def _take_metadata(self, file: TensorFile) -> None:
+        metadata = dict(file.metadata)
+        with damage_of(f"{file.path}"):
             stored = digests.taken(metadata)
         if stored is not None:
-            if differs := sorted(stored.keys() ^ {*opened.keys()}):
+            if differs := sorted(stored.keys() ^ file.entries.keys()):
                 raise FormatError(
-                    f"{self.path / file} is damaged: it was written with other tensors than {', '.join(differs[:3])}; "
+                    f"{file.path} is damaged: it was written with other tensors than {', '.join(differs[:3])}; "
                     f"{_WAY_OUT}"
                 )
             self._unverified |= stored
         self._metadata |= metadata
-
-    def _open(self, file: str) -> Any:
-        return open_shard(self.path / file)
 
     def _check_claims(self, is_foreign: bool) -> None:
         """Raise FormatError for a folder that holds other weights than its config.json says.
@@ -301,12 +287,11 @@ class Folder:
 
     def _is_undescribed(self, name: str) -> bool:
         """True if a plain tensor has the shape and dtype of codes."""
-        header = self._handle(self._shards[name]).get_slice(name)
-        return str(header.get_dtype()) not in _NO_CODES and len(header.get_shape()) > 1
+        stored = self._shards[name].entries[name]
+        return stored.dtype not in _NO_CODES and len(stored.shape) > 1
 
     def _is_of_codes(self, name: str) -> bool:
-        header = self._handle(self._shards[name]).get_slice(name)
-        return str(header.get_dtype()) not in _HIGH_PRECISION
+        return self._shards[name].entries[name].dtype not in FLOATS
 
     # ---- tensors ---------------------------------------------------------------------------------------------------
 
@@ -327,11 +312,6 @@ class Folder:
         """Take tensors with names of cache scales for plain ones if a model has them among its names, `wanted`."""
         self.plain += [name for name in self.cache_scales if name in wanted]
         self.cache_scales = [name for name in self.cache_scales if name not in wanted]
-
-    def _handle(self, file: str) -> Any:
-        if self._opened[0] != file or self._mapped > MOST_MAPPED:
-            self._opened, self._mapped = (file, self._open(file)), 0
-        return self._opened[1]
 
     def _stored(self, name: str) -> Tensor:
         """The tensor of this name in a shard, after it was compared with its digest."""
@@ -376,18 +356,20 @@ class Folder:
 
     def _as_read(self, name: str) -> Tensor:
         file = self._shards[name]
-        try:
-            found: Tensor = self._handle(file).get_tensor(name)
-        except FormatError:
-            raise
-        except Exception as error:
-            raise FormatError(f"{self.path / file}: {name} cannot be read ({error})") from error
+        if self._mapped_file is not file or self._mapped > MOST_MAPPED:
+            self._unmap()
+            self._mapped_file, self._mapped = file, 0
+        found = file.tensor(name)
         self._mapped += found.nbytes
         return found
 
+    def _unmap(self) -> None:
+        if self._mapped_file is not None:
+            self._mapped_file.unmap()
+
     def plain_shape(self, name: str) -> tuple[int, ...]:
         """The shape of a plain tensor, from the header."""
-        return tuple(self._handle(self._shards[name]).get_slice(name).get_shape())
+        return self._shards[name].entries[name].shape
 
     def read(self, name: str) -> Tensor:
         """The tensor of this name, low-bit or plain, on the CPU; a plain tensor is a view of the file."""
@@ -396,19 +378,19 @@ class Folder:
         assert self.format is not None and self.settings is not None
         parts = {part: self._stored(stored) for part, stored in self.weights[name].items()}
         with damage_of(f"{self.path}: {name}"):
-            return self.format.decode(parts, self.settings, name, self.dtype)
+            return self.format.read(parts, self.settings, name, self.dtype)
 
     def in_order(self) -> Iterator[str]:
         """All names, shard by shard; a low-bit weight counts to the shard of its first part. Raises FormatError for
         tensors that differ from their digests."""
-        by_file: dict[str, list[str]] = {}
+        by_file: dict[TensorFile, list[str]] = {}
         for name, parts in self.weights.items():
             by_file.setdefault(self._shards[next(iter(parts.values()))], []).append(name)
         for name in self.plain:
             by_file.setdefault(self._shards[name], []).append(name)
-        for file in sorted(by_file):
+        for file in sorted(by_file, key=lambda file: file.path.name):
             yield from self._verify_ahead(by_file[file])
-            self._opened = ("", None)
+            self._unmap()
 
     def items(self) -> Iterator[Item]:
         for name in self.in_order():

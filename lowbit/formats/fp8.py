@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats.base import Format, FormatError, Parts, weight_of
+from lowbit.formats.base import Format, FormatError, Parts, check_matrix, weight_of
 from lowbit.numerics.granularity import (
     PerBlock,
     PerRow,
@@ -96,11 +96,9 @@ class Float8Blocks(Format):
         self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
     ) -> LowbitTensor:
         block, rounds = config.get("weight_block_size"), config.get("activation_scheme", "dynamic")
-        codes = parts.get("weight")
-        if codes is None or codes.dtype is not E4M3:
-            raise FormatError(
-                f"its codes are {codes if codes is None else codes.dtype}, not {E4M3}"
-            )
+        codes = parts["weight"]
+        if codes.dtype is not E4M3:
+            raise FormatError(f"its codes are {codes.dtype}, not {E4M3}")
         if rounds not in _SCHEMES:
             raise FormatError(f"activation_scheme is {rounds!r}; accepted: {', '.join(_SCHEMES)}")
         if block is None:
@@ -111,23 +109,21 @@ class Float8Blocks(Format):
             )
         if rounds != "dynamic":
             raise FormatError(f"activation_scheme is {rounds!r}; accepted with blocks: 'dynamic'")
-        try:
-            return Float8Tensor.from_blocks(
-                codes,
-                parts[SCALE_OF_BLOCKS],
-                (block[0], block[1]),
-                dtype or torch.bfloat16,
-                BLOCK_ACTIVATION,
-            )
-        except (TypeError, ValueError) as error:
-            raise FormatError(str(error)) from error
+        if not all(type(size) is int for size in block):
+            raise FormatError(f"weight_block_size is {block!r}; accepted: whole numbers")
+        return Float8Tensor.from_blocks(
+            codes,
+            parts[SCALE_OF_BLOCKS],
+            (block[0], block[1]),
+            dtype or torch.bfloat16,
+            BLOCK_ACTIVATION,
+        )
 
     def encode(self, weight: LowbitTensor) -> Parts:
         if type(weight) is not Float8Tensor or weight.spec != BLOCK_WEIGHT:
             spec = getattr(weight, "spec", type(weight).__name__)
             raise FormatError(f"fp8 holds float8_e4m3fn in blocks of {BLOCK} x {BLOCK}, got {spec}")
-        if weight.ndim != 2 or weight.transposed or weight.flat_from is not None:
-            raise FormatError(f"fp8 holds matrices [N, K], got {weight!r}")
+        check_matrix(weight, self.name)
         if any(size % BLOCK for size in weight.shape):
             raise FormatError(
                 f"its shape {tuple(weight.shape)} is not a multiple of {BLOCK}: transformers would misread its blocks"
@@ -190,12 +186,4 @@ def _whole(parts: Parts, activation: Spec, dtype: torch.dtype) -> LowbitTensor:
             )
         inner["input_scale"] = given.reshape(1, 1)
     spec = Spec(Float8(E4M3), PerTensor() if is_one and len(codes) != 1 else PerRow())
-    meta = {"spec": spec, "activation": activation, "transposed": False}
-    try:
-        made = Float8Tensor.from_inner(
-            {name: inner.get(name) for name in Float8Tensor.tensor_attrs}, meta, codes.shape, dtype
-        )
-        made.check_parts()
-    except (TypeError, ValueError) as error:
-        raise FormatError(str(error)) from error
-    return made
+    return Float8Tensor.of_parts(inner, spec, codes.shape, dtype, activation)

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats.base import Format, FormatError, Parts, layer_of
+from lowbit.formats.base import Format, FormatError, Parts, check_plain_inputs, layer_of
 from lowbit.formats.integers import (
     IntegerLayout,
     bytes_of,
@@ -97,20 +97,18 @@ class Gptq(Format):
             raise FormatError(f"its weights are rotated ({rotation}), which lowbit does not undo")
         settings = settings_of(config, layer_of(weight))
         bits, group = _sizes(settings)
-        if lost := [p for p in ("qweight", "qzeros", "scales") if p not in parts]:
-            raise FormatError(f"it has no {', '.join(lost)}")
+        qweight, qzeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
         if settings.get("desc_act") and group != -1 and "g_idx" not in parts:
             raise FormatError(
                 "desc_act is true, and it has no g_idx, which says the group of each input"
             )
-        qweight, scales = parts["qweight"], parts["scales"]
         if qweight.ndim != 2 or scales.ndim != 2 or qweight.shape[1] != scales.shape[1]:
             raise FormatError(
                 f"its qweight {tuple(qweight.shape)} and scales {tuple(scales.shape)} have different outputs"
             )
         columns = _inputs(qweight, parts.get("g_idx"), bits)
         codes = unpack(bytes_of(qweight.T.contiguous(), columns, bits), bits, columns)
-        zeros = self._zeros(parts["qzeros"], scales.shape[1], bits)
+        zeros = self._zeros(qzeros, scales.shape[1], bits)
         order = _order(parts.get("g_idx"), columns, columns if group == -1 else group)
         codes = codes if order is None else codes.index_select(1, order)
         symmetric = settings.get("sym", True) and bool((zeros == 0).all())
@@ -168,8 +166,7 @@ class Gptq(Format):
         assert isinstance(weight, AffineTensor)
         if layout.bits not in BITS:
             raise FormatError(f"{self.name} holds {BITS} bits, got {layout.bits}")
-        if weight.activation is not None:
-            raise FormatError(f"{self.name} rounds no inputs, got {weight.activation}")
+        check_plain_inputs(weight, self.name)
         if any(size * layout.bits % 32 for size in weight.shape):
             raise FormatError(
                 f"its shape {tuple(weight.shape)} does not fill whole words of 32 bits with {layout.bits}-bit codes"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit.formats.base import FormatError, ScalesError
+from lowbit.formats.base import FormatError, ScalesError, check_matrix
 from lowbit.numerics.affine import Mapping
 from lowbit.numerics.granularity import (
     Granularity,
@@ -56,8 +56,7 @@ def layout_of(weight: LowbitTensor, format: str, ragged: bool = False) -> Intege
     FormatError, in the name of `format`, for other weights."""
     if type(weight) is not AffineTensor:
         raise FormatError(f"{format} holds integers, got a {type(weight).__name__}")
-    if weight.ndim != 2 or weight.transposed or weight.flat_from is not None:
-        raise FormatError(f"{format} holds matrices [N, K], got {weight!r}")
+    check_matrix(weight, format)
     spec, bits = weight.spec, weight.spec.format.bits
     if spec.mapping == "half_integer":
         bits += 1
@@ -223,9 +222,9 @@ def with_scales_of(dtype: torch.dtype, values: Tensor, scheme: Scheme) -> Affine
         raise FormatError(str(error)) from error
 
 
-def whole_groups(weight: LowbitTensor, sizes: tuple[int, ...] = ()) -> PerGroup | PerRow:
-    """The groups of a weight if they divide its inputs and, if given, have one of `sizes`; otherwise rows."""
+def whole_groups(weight: LowbitTensor) -> PerGroup | PerRow:
+    """The groups of a weight if they divide its inputs; otherwise rows."""
     granularity = getattr(getattr(weight, "spec", None), "granularity", None)
     if not isinstance(granularity, PerGroup) or weight.shape[-1] % granularity.group_size:
         return PerRow()
-    return granularity if not sizes or granularity.group_size in sizes else PerRow()
+    return granularity

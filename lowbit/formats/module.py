@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from os import PathLike
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.checkpoint import identity
+from lowbit.convert import Owner, find_owners
 from lowbit.formats.base import FormatError
 from lowbit.formats.folder import copy_beside_weights
 from lowbit.formats.sources import Holder, Item
@@ -66,7 +68,7 @@ class ModelSource:
 
     def _holder(self, name: str) -> Holder:
         """The kind of module that holds a weight. An embedding comes before a linear that shares its weight."""
-        owners = self._owners.get(name, [])
+        owners = [owner.module for owner in self._owners.get(name, [])]
         if any(isinstance(m, nn.Embedding) for m in owners):
             return "embedding"
         if name.rpartition(".")[2] != "weight" or not owners:
@@ -76,19 +78,10 @@ class ModelSource:
         is_custom = any(type(m).__module__.startswith("transformers.") for m in owners)
         return "custom" if is_custom and self.tensors[name].ndim == 2 else "other"
 
-    @property
-    def _owners(self) -> dict[str, list[nn.Module]]:
-        if not hasattr(self, "_found_owners"):
-            by_id: dict[int, list[nn.Module]] = {}
-            for module in self.model.modules():
-                for t in module._parameters.values():
-                    if t is not None:
-                        by_id.setdefault(id(t), []).append(module)
-            self._found_owners = {
-                name: by_id[id(t)]
-                for name, t in self.model.named_parameters(remove_duplicate=False)
-            }
-        return self._found_owners
+    @functools.cached_property
+    def _owners(self) -> dict[str, list[Owner]]:
+        """What holds a parameter, by the first name of the parameter."""
+        return {owners[0].fqn: owners for owners in find_owners(self.model).values()}
 
     def linears(self) -> set[str]:
         """The names of all nn.Linear, even if their weight has the name of another module that shares it."""

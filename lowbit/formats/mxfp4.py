@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats.base import Format, FormatError, Parts
+from lowbit.formats.base import Format, FormatError, Parts, check_plain_inputs
 from lowbit.numerics.granularity import PerBlock, PerGroup
 from lowbit.numerics.lookup_table import E2M1
 from lowbit.numerics.packing import pack, unpack
@@ -43,6 +43,7 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 class Mxfp4(Format):
     name = "mxfp4"
     holds_stacks = True
+    after_modules = False
 
     def reads(self, config: Mapping[str, Any]) -> bool:
         return config.get("quant_method") == self.name
@@ -57,23 +58,9 @@ class Mxfp4(Format):
             )
         return weight + part
 
-    def find(self, names: Collection[str], config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-        known, found = {*names}, {}
-        for name in names:
-            weight = name.removesuffix(_BLOCKS)
-            if weight != name:
-                stored = {part: weight + part for part in (_BLOCKS, _SCALES)}
-                found[weight] = {part: own for part, own in stored.items() if own in known}
-        held = {name for parts in found.values() for name in parts.values()}
-        if lost := sorted(n for n in known - held if n.endswith(_SCALES)):
-            raise FormatError(f"{', '.join(lost[:3])}: scales that have no blocks beside them")
-        return found
-
     def decode(
         self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
     ) -> LowbitTensor:
-        if _SCALES not in parts:
-            raise FormatError(f"it has no {weight.rpartition('.')[2]}{_SCALES}")
         blocks, scales = parts[_BLOCKS], parts[_SCALES]
         if blocks.dtype is not torch.uint8 or blocks.ndim != 4 or blocks.shape[-1] != GROUP // 2:
             raise FormatError(
@@ -84,16 +71,13 @@ class Mxfp4(Format):
                 f"its scales are {scales.dtype} {tuple(scales.shape)} for blocks {tuple(blocks.shape)}"
             )
         experts, rows, groups, _ = blocks.shape
-        try:
-            made = TableTensor(
-                blocks.flatten(2).contiguous(),
-                {"scale": scales.contiguous()},
-                SPEC,
-                (experts, rows, groups * GROUP),
-                dtype or torch.bfloat16,
-            )
-        except ValueError as error:
-            raise FormatError(str(error)) from error
+        made = TableTensor(
+            blocks.flatten(2).contiguous(),
+            {"scale": scales.contiguous()},
+            SPEC,
+            (experts, rows, groups * GROUP),
+            dtype or torch.bfloat16,
+        )
         return made._transposed()
 
     def encode(self, weight: LowbitTensor) -> Parts:
@@ -121,8 +105,7 @@ class Mxfp4(Format):
             )
         if weight.shape[1] % GROUP:
             raise FormatError(f"its {weight.shape[1]} inputs are not a multiple of {GROUP}")
-        if weight.activation is not None:
-            raise FormatError(f"{self.name} rounds no inputs, got {weight.activation}")
+        check_plain_inputs(weight, self.name)
 
     def grid(self, scheme: Scheme) -> Scheme:
         """Groups along the inputs, the second dimension of the model's weights."""

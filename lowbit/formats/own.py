@@ -67,9 +67,7 @@ class Own(Format):
                 raise FormatError(f"{kind.__name__} has no {', '.join(unknown)}")
             if not parts:
                 raise FormatError("it has no parts")
-            made = kind.from_inner(
-                {n: parts.get(n) for n in kind.tensor_attrs}, meta, shape, own_dtype
-            )
+            made = kind.from_inner(parts, meta, shape, own_dtype)
             made.check_parts()
             if stored_tensors(config)[weight].get("transposed", False):
                 made = made._transposed()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowbit.files import digests, new_path, tensor_file
 from lowbit.formats.base import Format, FormatError
-from lowbit.formats.folder import INDEX, SINGLE, WEIGHT_SUFFIXES, safetensors
+from lowbit.formats.folder import INDEX, SINGLE, WEIGHT_SUFFIXES
 from lowbit.tensor.core.base import LowbitTensor
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -124,13 +124,12 @@ class Shards:
     def _write(self) -> None:
         path = self._folder / f"model-{len(self._files) + 1:05d}.safetensors"
         beside = self._format.metadata(self._weights, self._plain)
-        safetensors()
 
         def describe(entries: digests.Entries) -> dict[str, str]:
             return {**beside, **digests.texts(entries)}
 
         try:
-            tensor_file.write_safetensors(path, self._tensors, describe)
+            tensor_file.write(path, self._tensors, describe)
         except ValueError as error:
             raise FormatError(str(error)) from error
         self._names.update(dict.fromkeys(self._tensors, len(self._files)))

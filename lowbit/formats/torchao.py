@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats.base import Format, FormatError, Parts
+from lowbit.formats.base import Format, FormatError, Parts, check_matrix
 from lowbit.formats.integers import (
     IntegerLayout,
     from_integers,
@@ -91,8 +91,6 @@ class TorchAo(Format):
         described = config.get("tensors", {}).get(weight)
         if described is None:
             raise FormatError("no shard describes it: its header has no entry of this name")
-        if SCALE not in parts:
-            raise FormatError(f"it has no {SCALE}")
         if unread := [part for part in _UNREAD if part in parts]:
             raise FormatError(f"lowbit cannot represent its {', '.join(unread)}")
         codes, own = parts[QDATA], getattr(torch, str(described.get("dtype")), None)
@@ -234,8 +232,7 @@ def _described(weight: LowbitTensor) -> dict[str, Any]:
 
 
 def _described_float8(weight: Float8Tensor) -> dict[str, Any]:
-    if weight.ndim != 2 or weight.transposed or weight.flat_from is not None:
-        raise FormatError(f"torchao holds matrices [N, K], got {weight!r}")
+    check_matrix(weight, "torchao")
     spec, activation = weight.spec, weight.activation
     if spec.format != Float8():
         raise FormatError(f"torchao holds {E4M3}, got {spec.format}")
@@ -325,9 +322,5 @@ def _float8(
         raise FormatError(f"its codes are {codes.dtype}; accepted: {E4M3}")
     if scale.numel() == 1:
         scale = scale.reshape(1, 1)
-    try:
-        return Float8Tensor(
-            codes.contiguous(), scale.contiguous(), None, spec, codes.shape, dtype, activation
-        )
-    except ValueError as error:
-        raise FormatError(str(error)) from error
+    codes, scale = codes.contiguous(), scale.contiguous()
+    return Float8Tensor(codes, scale, None, spec, codes.shape, dtype, activation)

@@ -296,7 +296,7 @@ def _encoded(item: Item, weight: LowbitTensor, target: Format) -> Parts:
         target.stored_name(item.name, part)  # refuses names that the format has no place for
     alone = {item.name: weight}
     settings = target.settings(target.config(alone, ()), target.metadata(alone, ()))
-    again = target.decode(parts, settings, item.name, weight.dtype)
+    again = target.read(parts, settings, item.name, weight.dtype)
     if not _same_values(weight, again):
         raise FormatError("it would be read back with other values; please report it")
     return parts

@@ -112,7 +112,8 @@ class LookupTable:
         if self.name in TABLES:
             return self.name.upper()
         ties = ", ties_to_even=True" if self.ties_to_even else ""
-        return f"LookupTable({self.values}{ties})"
+        low, high = min(self.values), max(self.values)
+        return f"LookupTable({len(self.values)} values, {low:g} to {high:g}{ties})"
 
 
 def _key(value: float) -> tuple[float, float]:

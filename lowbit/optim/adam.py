@@ -22,10 +22,9 @@ A maximum, as amsgrad has it, would collect what stochastic rounding adds to v. 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -33,9 +32,6 @@ from torch.optim.optimizer import ParamsT
 
 from lowbit.optim.base import LowbitOptimizer
 from lowbit.optim.options import Check, CommonOptions, check_betas, check_flag, check_nonnegative
-
-if TYPE_CHECKING:
-    from lowbit_kernels.elementwise.fused_step import Rule
 
 
 def reference(
@@ -107,6 +103,18 @@ class AdamBase(LowbitOptimizer):
         "maximize": check_flag,
     }
     reference = staticmethod(reference)
+    hyper_names = ("beta1", "beta2", "eps", "weight_decay", "largest")
+    prepare = """
+        double root = sqrt(1.0 - pow(beta2, t));
+        c[0] = lr * root / (1.0 - pow(beta1, t));
+        c[1] = eps * root;
+        c[2] = 1.0 - lr * weight_decay;
+        c[3] = 1.0 - beta1;
+        c[4] = beta2;
+        c[5] = 1.0 - beta2;
+        c[6] = weight_decay;
+        c[7] = largest;
+    """
     decoupled: ClassVar[bool]
 
     def check_group(self, group: dict[str, Any]) -> None:
@@ -123,9 +131,19 @@ class AdamBase(LowbitOptimizer):
             saved = {k: v for k, v in saved.items() if k != "max_exp_avg_sq"}
         return super()._loaded_state(group, param, saved, name)
 
-    def rule(self, group: dict[str, Any]) -> Rule:
-        clamps = group["state"] == "4bit"
-        return _rule(self.decoupled, group["maximize"], group["amsgrad"], clamps)
+    def rule(self, group: dict[str, Any]) -> str | None:
+        lines = [] if self.decoupled else ["g += c[6] * w;"]
+        lines += ["s[0] += c[3] * (g - s[0]);", "s[1] = c[4] * s[1] + c[5] * g * g;"]
+        second = "s[1]"
+        if group["amsgrad"]:  # fmaxf would drop a NaN
+            lines.append("s[2] = s[2] >= s[1] || s[2] != s[2] ? s[2] : s[1];")
+            second = "s[2]"
+        if self.decoupled:
+            lines.append("w *= c[2];")
+        lines.append(f"float q = quotient(s[0], sqrtf({second}) + c[1]);")
+        if group["state"] == "4bit":
+            lines.append("q = limit_magnitude(q, c[7]);")
+        return "\n".join([*lines, "w -= q * c[0];"])
 
     def state_format(self, group: dict[str, Any], name: str) -> str:
         if group["state"] == "4bit" and group["amsgrad"] and not self.state_names(group)[name]:
@@ -135,40 +153,6 @@ class AdamBase(LowbitOptimizer):
     def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
         betas: tuple[float, float] = group["betas"]
         return (*betas, group["eps"], group["weight_decay"], largest_ratio(*betas))
-
-
-@functools.cache  # each step asks for it
-def _rule(decoupled: bool, maximize: bool, amsgrad: bool, clamps: bool) -> Rule:
-    from lowbit_kernels.elementwise.fused_step import Rule
-
-    lines = ["g = -g;"] if maximize else []
-    if not decoupled:
-        lines.append("g += c[6] * w;")
-    lines += ["s[0] += c[3] * (g - s[0]);", "s[1] = c[4] * s[1] + c[5] * g * g;"]
-    if amsgrad:  # fmaxf would drop a NaN
-        lines.append("s[2] = s[2] >= s[1] || s[2] != s[2] ? s[2] : s[1];")
-    if decoupled:
-        lines.append("w *= c[2];")
-    second = "s[2]" if amsgrad else "s[1]"
-    lines.append(f"float q = quotient(s[0], sqrtf({second}) + c[1]);")
-    if clamps:
-        lines.append("q = limit_magnitude(q, c[7]);")
-    lines.append("w -= q * c[0];")
-    return Rule(hyper=_HYPER, prepare=_PREPARE, update="\n".join(lines))
-
-
-_HYPER = ("beta1", "beta2", "eps", "weight_decay", "largest")
-_PREPARE = """
-double root = sqrt(1.0 - pow(beta2, t));
-c[0] = lr * root / (1.0 - pow(beta1, t));
-c[1] = eps * root;
-c[2] = 1.0 - lr * weight_decay;
-c[3] = 1.0 - beta1;
-c[4] = beta2;
-c[5] = 1.0 - beta2;
-c[6] = weight_decay;
-c[7] = largest;
-"""
 
 
 class AdamW(AdamBase):

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -47,9 +47,6 @@ from torch.optim.optimizer import ParamsT
 from lowbit.optim.adam import largest_ratio
 from lowbit.optim.base import LowbitOptimizer
 from lowbit.optim.options import Check, CommonOptions, check_betas, check_flag, check_nonnegative
-
-if TYPE_CHECKING:
-    from lowbit_kernels.elementwise.fused_step import Rule
 
 
 def reference(
@@ -147,6 +144,27 @@ class AdEMAMix(LowbitOptimizer):
     """
 
     reference = staticmethod(reference)
+    hyper_names = ("beta1", "beta2", "beta3", "alpha", "warmup", "eps", "weight_decay", "largest")
+    prepare = """
+        double done = t < warmup ? t / warmup : 1.0;
+        double slow = beta3;
+        if (done < 1.0) {
+            double start = beta1 > 0.0 ? 1.0 / log(beta1) : 0.0;
+            double end = beta3 > 0.0 ? 1.0 / log(beta3) : 0.0;
+            double warm = exp(1.0 / ((1.0 - done) * start + done * end));
+            slow = warm < beta3 ? warm : beta3;
+        }
+        double root = sqrt(1.0 - pow(beta2, t));
+        c[0] = lr * root / (1.0 - pow(beta1, t));
+        c[1] = lr * root * alpha * done;
+        c[2] = 1.0 - slow;
+        c[3] = eps * root;
+        c[4] = 1.0 - lr * weight_decay;
+        c[5] = 1.0 - beta1;
+        c[6] = beta2;
+        c[7] = 1.0 - beta2;
+        c[8] = largest;
+    """
     moments: ClassVar[dict[str, bool]] = {
         "exp_avg": True,
         "exp_avg_slow": True,
@@ -185,49 +203,25 @@ class AdEMAMix(LowbitOptimizer):
             return "bf16"
         return group["state"]
 
-    def rule(self, group: dict[str, Any]) -> Rule:
-        from lowbit_kernels.elementwise.fused_step import Rule
-
-        lines = ["g = -g;"] if group["maximize"] else []
-        lines += [
+    def rule(self, group: dict[str, Any]) -> str:
+        lines = [
             "s[0] += c[5] * (g - s[0]);",
             "s[1] += c[2] * (g - s[1]);",
             "s[2] = c[6] * s[2] + c[7] * g * g;",
+            "w *= c[4];",
+            "const float below = sqrtf(s[2]);",
+            "float fast = s[0];",
         ]
-        lines += ["w *= c[4];", "const float below = sqrtf(s[2]);", "float fast = s[0];"]
         if group["state"] == "4bit":
             lines.append("const float most = c[8] * below;")
             lines.append("fast = limit_magnitude(fast, most);")
         lines.append("w -= quotient(fast * c[0] + s[1] * c[1], below + c[3]);")
-        return Rule(hyper=_HYPER, prepare=_PREPARE, update="\n".join(lines))
+        return "\n".join(lines)
 
     def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
         warmup = float(group["t_alpha_beta3"] or 0)
         own = (group["alpha"], warmup, group["eps"], group["weight_decay"])
         return (*group["betas"], *own, largest_ratio(*group["betas"][:2]))
-
-
-_HYPER = ("beta1", "beta2", "beta3", "alpha", "warmup", "eps", "weight_decay", "largest")
-_PREPARE = """
-double done = t < warmup ? t / warmup : 1.0;
-double slow = beta3;
-if (done < 1.0) {
-    double start = beta1 > 0.0 ? 1.0 / log(beta1) : 0.0;
-    double end = beta3 > 0.0 ? 1.0 / log(beta3) : 0.0;
-    double warm = exp(1.0 / ((1.0 - done) * start + done * end));
-    slow = warm < beta3 ? warm : beta3;
-}
-double root = sqrt(1.0 - pow(beta2, t));
-c[0] = lr * root / (1.0 - pow(beta1, t));
-c[1] = lr * root * alpha * done;
-c[2] = 1.0 - slow;
-c[3] = eps * root;
-c[4] = 1.0 - lr * weight_decay;
-c[5] = 1.0 - beta1;
-c[6] = beta2;
-c[7] = 1.0 - beta2;
-c[8] = largest;
-"""
 
 
 class AdEMAMix4bit(AdEMAMix, state="4bit"):

@@ -1,7 +1,7 @@
 """The base of every optimizer: parameter groups, states in any format, the step over parameters, checkpoints.
 
 An optimizer is a subclass that names its states in `moments` and gives its formula on plain tensors, `reference`. The
-same formula as C++ for the kernels, `rule`, is optional. A subclass may be in any file:
+same formula as C++ for the kernels, `hyper_names`, `prepare` and `rule`, is optional. A subclass may be in any file:
 
     class SignSGD(LowbitOptimizer):
         moments: ClassVar = {"momentum": True}
@@ -34,6 +34,7 @@ The base provides the rest:
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections import defaultdict
@@ -90,6 +91,13 @@ _OWN_STATES = {"step", "weight_correction"}
 """Names that no moment may have."""
 
 
+@functools.cache
+def _made_rule(hyper: tuple[str, ...], prepare: str, update: str) -> Rule:
+    from lowbit_kernels.elementwise.fused_step import Rule
+
+    return Rule(hyper, prepare, update)
+
+
 class LowbitOptimizer(torch.optim.Optimizer):
     """See the module. Subclasses give `moments` and `reference`, and may give `rule` for the kernels.
 
@@ -110,6 +118,10 @@ class LowbitOptimizer(torch.optim.Optimizer):
     """Moments with a sign that change too little in a step to be rounded to nearest, see `stochastic`."""
     default_state: ClassVar[str] = "8bit"
     """The default format of states."""
+    hyper_names: ClassVar[tuple[str, ...]] = ()
+    """The options that the kernel reads, in `prepare` and by these names: `Rule.hyper`."""
+    prepare: ClassVar[str] = ""
+    """C++ that the kernel runs once a tensor: `Rule.prepare`."""
     reference: ClassVar[Callable[..., None]]
     """The formula: a static function that makes one step in place, on tensors of one shape.
 
@@ -175,8 +187,9 @@ class LowbitOptimizer(torch.optim.Optimizer):
         """The format of one of the moments, for parameters that are large enough for it."""
         return group["state"]
 
-    def rule(self, group: dict[str, Any]) -> Rule | None:
-        """The formula as C++ text for the kernels. None: there is no kernel, and `reference` runs everywhere."""
+    def rule(self, group: dict[str, Any]) -> str | None:
+        """The formula as C++ for the kernels, `Rule.update` for gradients to descend along. None: there is no kernel,
+        and `reference` runs everywhere."""
         return None
 
     def is_elementwise(self, group: dict[str, Any]) -> bool:
@@ -185,15 +198,22 @@ class LowbitOptimizer(torch.optim.Optimizer):
         return True
 
     def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
-        """The values of `Rule.hyper`, in that order; by default the group's options of these names."""
-        rule = self.rule(group)
+        """The values of `hyper_names`, in that order; by default the group's options of these names."""
         try:
-            return () if rule is None else tuple(float(group[name]) for name in rule.hyper)
+            return tuple(float(group[name]) for name in self.hyper_names)
         except KeyError as error:
             raise ValueError(
-                f"{type(self).__name__}.rule names {error} in hyper, which is none of its options {sorted(group)}; "
-                "rename it, or override hyper()"
+                f"{type(self).__name__}.hyper_names has {error}, which is none of its options {sorted(group)}; rename "
+                "it, or override hyper()"
             ) from error
+
+    def kernel_rule(self, group: dict[str, Any]) -> Rule | None:
+        """`hyper_names`, `prepare` and `rule`, with the gradient turned for a group that ascends."""
+        update = self.rule(group)
+        if update is None:
+            return None
+        turned = "g = -g;\n" if group.get("maximize") else ""
+        return _made_rule(self.hyper_names, self.prepare, turned + update)
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise for an option that is not accepted; put options into their normal form."""

@@ -31,16 +31,13 @@ The loss of a small network (500 steps) is within 1.5% of that with float32 stat
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lowbit.optim.base import LowbitOptimizer
 from lowbit.optim.options import Check, CommonOptions, check_betas, check_flag, check_nonnegative
-
-if TYPE_CHECKING:
-    from lowbit_kernels.elementwise.fused_step import Rule
 
 
 def reference(
@@ -96,6 +93,13 @@ class Lion(LowbitOptimizer):
         "maximize": check_flag,
     }
     reference = staticmethod(reference)
+    hyper_names = ("beta1", "beta2", "weight_decay")
+    prepare = """
+        c[0] = lr;
+        c[1] = 1.0 - lr * weight_decay;
+        c[2] = 1.0 - beta1;
+        c[3] = 1.0 - beta2;
+    """
 
     def __init__(
         self,
@@ -110,26 +114,13 @@ class Lion(LowbitOptimizer):
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, options, common)
 
-    def rule(self, group: dict[str, Any]) -> Rule:
-        from lowbit_kernels.elementwise.fused_step import Rule
-
-        lines = ["g = -g;"] if group["maximize"] else []
-        lines += ["float d = s[0] + c[2] * (g - s[0]);", "s[0] += c[3] * (g - s[0]);"]
-        lines.append("w *= c[1];")
+    def rule(self, group: dict[str, Any]) -> str:
+        lines = ["float d = s[0] + c[2] * (g - s[0]);", "s[0] += c[3] * (g - s[0]);", "w *= c[1];"]
         lines.append("w -= ((d > 0.0f ? 1.0f : d < 0.0f ? -1.0f : 0.0f) + (d - d)) * c[0];")
-        return Rule(hyper=_HYPER, prepare=_PREPARE, update="\n".join(lines))
+        return "\n".join(lines)
 
     def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
         return (*group["betas"], group["weight_decay"])
-
-
-_HYPER = ("beta1", "beta2", "weight_decay")
-_PREPARE = """
-c[0] = lr;
-c[1] = 1.0 - lr * weight_decay;
-c[2] = 1.0 - beta1;
-c[3] = 1.0 - beta2;
-"""
 
 
 class Lion4bit(Lion, state="4bit"):

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -50,9 +50,6 @@ from lowbit.optim.step.muon_formula import (
     learning_rate_ratio,
     stack_shape,
 )
-
-if TYPE_CHECKING:
-    from lowbit_kernels.elementwise.fused_step import Rule
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b and c of Keller Jordan's Muon."""
@@ -254,7 +251,7 @@ class Muon(AdamBase):
     def state_names(self, group: dict[str, Any]) -> dict[str, bool]:
         return {"momentum_buffer": True} if group["use_muon"] else super().state_names(group)
 
-    def rule(self, group: dict[str, Any]) -> Rule | None:  # type: ignore[override]
+    def rule(self, group: dict[str, Any]) -> str | None:
         return None if group["use_muon"] else super().rule(group)
 
     def is_elementwise(self, group: dict[str, Any]) -> bool:

@@ -18,7 +18,7 @@ steps) was less than 0.1% above for momentum = 0.9, and 8% for 0.99.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -26,9 +26,6 @@ from torch.optim.optimizer import ParamsT
 
 from lowbit.optim.base import LowbitOptimizer
 from lowbit.optim.options import Check, CommonOptions, check_finite, check_flag, check_nonnegative
-
-if TYPE_CHECKING:
-    from lowbit_kernels.elementwise.fused_step import Rule
 
 
 def reference(
@@ -92,6 +89,13 @@ class SGD(LowbitOptimizer):
         "maximize": check_flag,
     }
     reference = staticmethod(reference)
+    hyper_names = ("momentum", "dampening", "weight_decay")
+    prepare = """
+        c[0] = lr;
+        c[1] = momentum;
+        c[2] = t == 1.0 ? 1.0 : 1.0 - dampening;
+        c[3] = weight_decay;
+    """
 
     def __init__(
         self,
@@ -133,29 +137,11 @@ class SGD(LowbitOptimizer):
             saved.setdefault("step", 1.0)
         return super()._loaded_state(group, param, saved, name)
 
-    def rule(self, group: dict[str, Any]) -> Rule:
-        from lowbit_kernels.elementwise.fused_step import Rule
-
-        lines = ["g = -g;"] if group["maximize"] else []
-        lines.append("g += c[3] * w;")
-        if group["momentum"]:
-            lines.append("s[0] = c[1] * s[0] + c[2] * g;")
+    def rule(self, group: dict[str, Any]) -> str:
         if not group["momentum"]:
-            lines.append("w -= g * c[0];")
-        elif group["nesterov"]:
-            lines.append("w -= (g + c[1] * s[0]) * c[0];")
-        else:
-            lines.append("w -= s[0] * c[0];")
-        return Rule(hyper=_HYPER, prepare=_PREPARE, update="\n".join(lines))
-
-
-_HYPER = ("momentum", "dampening", "weight_decay")
-_PREPARE = """
-c[0] = lr;
-c[1] = momentum;
-c[2] = t == 1.0 ? 1.0 : 1.0 - dampening;
-c[3] = weight_decay;
-"""
+            return "g += c[3] * w; w -= g * c[0];"
+        change = "g + c[1] * s[0]" if group["nesterov"] else "s[0]"
+        return f"g += c[3] * w; s[0] = c[1] * s[0] + c[2] * g; w -= ({change}) * c[0];"
 
 
 class SGD4bit(SGD, state="4bit"):

@@ -134,17 +134,8 @@ class SerializationContract(TorchSaveContract):
         model.load_state_dict(state)
         check_equal(model, source)
 
-    def test_lowbit_save_as_pt(self, tmp_path: Path) -> None:
-        self._check_lowbit_save(tmp_path / "model.pt")
-
-    def test_lowbit_save_as_safetensors(self, tmp_path: Path) -> None:
-        import pytest
-
-        pytest.importorskip("safetensors")
-        self._check_lowbit_save(tmp_path / "model.safetensors")
-
-    def _check_lowbit_save(self, file: Path) -> None:
-        source, model = Net(self), Net(self, seed=1)
+    def test_lowbit_save(self, tmp_path: Path) -> None:
+        source, model, file = Net(self), Net(self, seed=1), tmp_path / "model.safetensors"
         save(source, file)
         model.load_state_dict(load(file))
         check_equal(model, source)

@@ -1,4 +1,4 @@
-"""Write `checkpoint_v<N>.{pt,safetensors}` in this folder, N being the present format version.
+"""Write `checkpoint_v<N>.safetensors` in this folder, N being the present format version.
 
     python -m tests.data.write_checkpoint
 
@@ -18,7 +18,7 @@ from lowbit.checkpoint import FORMAT_VERSION
 FOLDER = Path(__file__).resolve().parent
 
 
-def contents(suffix: str) -> dict[str, object]:
+def contents() -> dict[str, object]:
     generator = torch.Generator().manual_seed(1)
 
     def values(*shape: int) -> torch.Tensor:
@@ -49,9 +49,6 @@ def contents(suffix: str) -> dict[str, object]:
             name = f"state.{form}.{'signed' if signed else 'unsigned'}"
             state[name] = lb.CodebookTensor.from_float(x, form, signed=signed, block_size=32)
     state["plain"] = values(3).half()
-    if suffix == ".pt":  # which takes hundreds of bytes a tensor
-        kept = ("int4.weight", "float8.weight", "qat", "state.4bit.signed", "plain")
-        state = {name: state[name] for name in kept}
     expected = {}
     for name, t in state.items():
         if isinstance(t, lb.LowbitTensor):
@@ -61,7 +58,6 @@ def contents(suffix: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    for suffix in (".pt", ".safetensors"):
-        path = FOLDER / f"checkpoint_v{FORMAT_VERSION}{suffix}"
-        lb.save(contents(suffix), path, metadata={"written by": f"lowbit {lb.__version__}"})
-        print(f"{path.name}: {path.stat().st_size} bytes")
+    path = FOLDER / f"checkpoint_v{FORMAT_VERSION}.safetensors"
+    lb.save(contents(), path, metadata={"written by": f"lowbit {lb.__version__}"})
+    print(f"{path.name}: {path.stat().st_size} bytes")

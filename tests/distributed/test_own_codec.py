@@ -101,3 +101,12 @@ def test_a_base_without_its_codec():
     assert type(as_sent(Same(weight, None))) is HalfTensor.gathered
     itself = Itself(weight, None)
     assert as_sent(itself) is itself
+
+
+class GatheredThird:
+    """Holds the name that the form of a `ThirdTensor` would take."""
+
+
+def test_a_form_takes_no_name_that_its_module_has():
+    with pytest.raises(TypeError, match=r"has a GatheredThird, .* of ThirdTensor takes; rename it"):
+        type("ThirdTensor", (MasterWeightTensor,), {"__module__": __name__}, codec=Halves)

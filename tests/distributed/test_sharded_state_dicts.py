@@ -273,7 +273,6 @@ def check_full(rank, world_size, folder):
 
 
 def test_full(tmp_path):
-    pytest.importorskip("safetensors")
     assert launch(check_full, 2, str(tmp_path)) == [True, True]
 
 

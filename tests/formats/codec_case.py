@@ -31,7 +31,7 @@ def through(format: Format, w: LowbitTensor) -> LowbitTensor:
     found = format.find([*stored, "lm_head.weight"], config)
     assert found.keys() == {NAME}
     parts = {part: stored[name] for part, name in found[NAME].items()}
-    return format.decode(parts, config, NAME, w.dtype)
+    return format.read(parts, config, NAME, w.dtype)
 
 
 def assert_same(a: LowbitTensor, b: LowbitTensor) -> None:

@@ -64,7 +64,7 @@ def test_by_its_formula(packing: str | None, bits: int, sym: bool) -> None:
     format = by_config(config)
     wanted = "awq" if packing in AWQ else "gptq" if packing in GPTQ else "gptq_v2"
     assert format is by_name(wanted)
-    found = format.decode(parts, config, NAME, torch.float32)
+    found = format.read(parts, config, NAME, torch.float32)
     assert torch.equal(found.dequantize(), values)
     assert found.spec.has_zero_point != sym and (found.scale < 0).any() == sym
 
@@ -80,10 +80,10 @@ def test_settings_of_single_layers(packing: str | None) -> None:
     }
     config = translated(settings(packing, bits=2, group_size=64, sym=False, extra_config=extra))
     format = by_config(config)
-    found = format.decode(parts, config, NAME, torch.float32)
+    found = format.read(parts, config, NAME, torch.float32)
     assert torch.equal(found.dequantize(), values)
     with pytest.raises(FormatError, match=r"bits is 8|scales|words"):
-        format.decode(parts, config, "layers.2.up_proj.weight", torch.float32)
+        format.read(parts, config, "layers.2.up_proj.weight", torch.float32)
     assert format.skips(config, "layers.1.up_proj") and not format.skips(config, LAYER)
 
 
@@ -138,10 +138,10 @@ def test_symmetric_words_of_the_other_version_are_refused(format: str) -> None:
     parts, config = other.encode(w), own.config({NAME: w}, ())
     assert config["sym"] is True
     with pytest.raises(FormatError, match="sym is true, and its zero points are not all 8"):
-        own.decode(parts, config, NAME, w.dtype)
+        own.read(parts, config, NAME, w.dtype)
     parts, config = own.encode(w), {**config, "rotation": "hadamard"}
     with pytest.raises(FormatError, match="rotated"):
-        own.decode(parts, config, NAME, w.dtype)
+        own.read(parts, config, NAME, w.dtype)
 
 
 def test_settings_of_single_layers_of_awq() -> None:
@@ -150,6 +150,6 @@ def test_settings_of_single_layers_of_awq() -> None:
     w = weight(Int4WeightOnly(32))
     config = json.loads(json.dumps(own.config({"a.weight": weight(Int4WeightOnly(64))}, ())))
     config["dynamic"] = {rf"+:^{LAYER}$": {"group_size": 32}, "-:lm_head": {}}
-    found = own.decode(own.encode(w), config, NAME, w.dtype)
+    found = own.read(own.encode(w), config, NAME, w.dtype)
     assert torch.equal(found.dequantize(), w.dequantize())
     assert own.skips(config, "lm_head") and not own.skips(config, LAYER)

@@ -164,7 +164,7 @@ def test_damaged_torchao(case: str) -> None:
     change, why = CHANGED[case]
     change(config["tensors"], parts)
     with pytest.raises(FormatError, match=why):
-        AO.decode(parts, config, NAME, w.dtype)
+        AO.read(parts, config, NAME, w.dtype)
 
 
 def test_damaged_bitsandbytes() -> None:
@@ -176,7 +176,7 @@ def test_damaged_bitsandbytes() -> None:
         ({"weight_format": torch.tensor(1)}, "row-major"),
     ):
         with pytest.raises(FormatError, match=why):
-            BNB.decode({**BNB.encode(w), **change}, config, NAME, w.dtype)
+            BNB.read({**BNB.encode(w), **change}, config, NAME, w.dtype)
 
 
 @pytest.mark.parametrize("format", ["bitsandbytes-int8", "torchao"])

@@ -99,7 +99,7 @@ def test_scales_of_float8_blocks(scales: str) -> None:
         parts["weight_scale_inv"] = parts["weight_scale_inv"].to(torch.float8_e8m0fnu)
     if scales == "uint8":
         parts["weight_scale_inv"] = parts["weight_scale_inv"].view(torch.uint8)
-    assert_same(FP8.decode(parts, config, NAME, w.dtype), w)
+    assert_same(FP8.read(parts, config, NAME, w.dtype), w)
 
 
 REFUSED = {
@@ -156,7 +156,7 @@ def test_groups_of_a_model_with_several_schemes() -> None:
     targets = [group["targets"] for group in config["config_groups"].values()]
     assert targets == [["a", "c"], ["b"]]
     for name, w in weights.items():
-        assert_same(CT.decode(CT.encode(w), config, name, w.dtype), w)
+        assert_same(CT.read(CT.encode(w), config, name, w.dtype), w)
 
 
 def test_targets_are_matched_as_the_package_does() -> None:
@@ -168,15 +168,15 @@ def test_targets_are_matched_as_the_package_does() -> None:
     parts = CT.encode(w)
     for target in ("layers.0.up_proj", "re:.*up_proj$"):
         groups = {"all": {**other, "targets": ["Linear"]}, "own": {**group, "targets": [target]}}
-        assert_same(CT.decode(parts, {**config, "config_groups": groups}, NAME, w.dtype), w)
+        assert_same(CT.read(parts, {**config, "config_groups": groups}, NAME, w.dtype), w)
     with pytest.raises(FormatError, match="among its targets"):
-        CT.decode(parts, {**config, "config_groups": {}}, NAME, w.dtype)
+        CT.read(parts, {**config, "config_groups": {}}, NAME, w.dtype)
     groups = {
         "all": {**other, "targets": ["Linear"]},
         "own": {**group, "targets": ["Embedding"]},
     }
     name = "model.embed_tokens.weight"
-    assert_same(CT.decode(parts, {**config, "config_groups": groups}, name, w.dtype), w)
+    assert_same(CT.read(parts, {**config, "config_groups": groups}, name, w.dtype), w)
 
 
 CHANGED = {
@@ -196,7 +196,7 @@ def test_damaged_parts(case: str) -> None:
     change, why = CHANGED[case]
     change(parts)
     with pytest.raises(FormatError, match=why):
-        CT.decode(parts, config, NAME, w.dtype)
+        CT.read(parts, config, NAME, w.dtype)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_settings_that_lowbit_does_not_know(settings: dict[str, object], why: st
     config = CT.config({NAME: w}, ())
     config["config_groups"]["group_0"]["weights"] |= settings
     with pytest.raises(FormatError, match=why):
-        CT.decode(CT.encode(w), config, NAME, w.dtype)
+        CT.read(CT.encode(w), config, NAME, w.dtype)
 
 
 @pytest.mark.parametrize(
@@ -227,10 +227,10 @@ def test_folders_with_more_than_codes(settings: dict[str, object], why: str) -> 
     w = weight(SCHEMES["int4 g64"])
     config = CT.config({NAME: w}, ())
     with pytest.raises(FormatError, match=why):
-        CT.decode(CT.encode(w), {**config, **settings}, NAME, w.dtype)
+        CT.read(CT.encode(w), {**config, **settings}, NAME, w.dtype)
     config["config_groups"]["group_0"]["output_activations"] = {"num_bits": 8}
     with pytest.raises(FormatError, match="outputs are rounded"):
-        CT.decode(CT.encode(w), config, NAME, w.dtype)
+        CT.read(CT.encode(w), config, NAME, w.dtype)
 
 
 def test_parts_without_a_weight_are_refused() -> None:

@@ -70,7 +70,7 @@ def test_both_layouts(bits: int, rows: int, columns: int, zeros: bool) -> None:
     for whole, versions in ((True, ("0.17.1", "0.9.4")), (False, ("0.18.0", "1.0.0.a20270101"))):
         parts, config, wanted = stored(bits, rows, columns, whole, zeros)
         for version in versions:
-            found = CT.decode(parts, {**config, "version": version}, NAME, torch.float32)
+            found = CT.read(parts, {**config, "version": version}, NAME, torch.float32)
             assert torch.equal(found.dequantize(), wanted)
 
 
@@ -88,9 +88,9 @@ def test_the_number_of_words_decides_where_it_differs(bits: int, rows: int, colu
         differ = bits in (3, 5, 6, 7) and max(rows, columns) > 32 // bits
         if differ and counts[0] == counts[1]:
             with pytest.raises(FormatError, match="to that of the compress"):
-                CT.decode(parts, {**config, "version": version}, NAME, torch.float32)
+                CT.read(parts, {**config, "version": version}, NAME, torch.float32)
             continue
-        found = CT.decode(parts, {**config, "version": version}, NAME, torch.float32)
+        found = CT.read(parts, {**config, "version": version}, NAME, torch.float32)
         assert torch.equal(found.dequantize(), wanted)
 
 
@@ -98,7 +98,7 @@ def test_the_words_decide_against_the_version() -> None:
     """A folder saved again has the version of the program that saved it last."""
     for whole, version in ((True, "0.20.0"), (False, "0.17.1")):
         parts, config, wanted = stored(3, 16, 128, whole, False)
-        found = CT.decode(parts, {**config, "version": version}, NAME, torch.float32)
+        found = CT.read(parts, {**config, "version": version}, NAME, torch.float32)
         assert torch.equal(found.dequantize(), wanted)
 
 
@@ -106,7 +106,7 @@ def test_other_numbers_of_words() -> None:
     parts, config, _ = stored(3, 16, 128, False, False)
     parts["weight_packed"] = parts["weight_packed"][:, 1:]
     with pytest.raises(FormatError, match="128 codes of 3 bits take 12 words of int32, or 13 up"):
-        CT.decode(parts, config, NAME, torch.float32)
+        CT.read(parts, config, NAME, torch.float32)
     with pytest.raises(FormatError, match="weight_shape"):
         in_dense_words({**parts, "weight_shape": torch.tensor([16])}, 3, None)
 

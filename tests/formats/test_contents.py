@@ -176,7 +176,7 @@ def changed(case: str) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
 def test_contents_that_contradict_each_other_are_refused(case: str) -> None:
     name, parts, config = changed(case)
     with pytest.raises(FormatError), damage_of(NAME):
-        by_name(name).decode(parts, config, NAME, None)
+        by_name(name).read(parts, config, NAME, None)
 
 
 @pytest.mark.parametrize("case", ["no regular expression", "blocks of 0", "a shape of one size"])
@@ -197,10 +197,10 @@ def test_codes_above_their_bits_are_refused() -> None:
     """They were packed without their upper bits, as other weights."""
     format, given = by_name("compressed-tensors"), weight(Int8DynamicActivationInt8Weight())
     parts, config = format.encode(given), format.config({NAME: given}, ())
-    format.decode(parts, config, NAME, None)
+    format.read(parts, config, NAME, None)
     group(config)["weights"]["num_bits"] = 4
     with pytest.raises(FormatError, match=r"its codes are .* accepted with 4 bits: -8 to 7"):
-        format.decode(parts, config, NAME, None)
+        format.read(parts, config, NAME, None)
 
 
 @pytest.mark.parametrize("shape", [(2,), (0,)])
@@ -209,12 +209,12 @@ def test_a_static_scale_is_one_number(shape: tuple[int, ...]) -> None:
     scale = torch.tensor([[0.5]])
     given = weight(Int8StaticActivationInt8Weight(), input_qparams=(scale, None))
     parts, config = format.encode(given), format.config({NAME: given}, ())
-    format.decode(parts, config, NAME, None)
+    format.read(parts, config, NAME, None)
     with pytest.raises(FormatError, match="its input_scale has the shape"):
-        format.decode({**parts, "input_scale": torch.ones(shape)}, config, NAME, None)
+        format.read({**parts, "input_scale": torch.ones(shape)}, config, NAME, None)
     del parts["input_scale"]
     with pytest.raises(FormatError, match="input_scale"):
-        format.decode(parts, config, NAME, None)
+        format.read(parts, config, NAME, None)
 
 
 # ---- which shard a tensor is read from -------------------------------------------------------------------------------

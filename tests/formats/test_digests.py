@@ -174,11 +174,10 @@ def test_a_folder_of_a_model_that_trains(
     lowbit.load_pretrained(tmp_path / "out", build())
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_a_file_of_a_model_that_trains(
-    suffix: str, trained_meanwhile: Callable[[Any], None], tmp_path: Path
+    trained_meanwhile: Callable[[Any], None], tmp_path: Path
 ) -> None:
     model = low_bit(Int4WeightOnly(64))
     trained_meanwhile(model)
-    lowbit.save(model, tmp_path / f"m{suffix}")
-    assert len(lowbit.load(tmp_path / f"m{suffix}")) == 7
+    lowbit.save(model, tmp_path / "m.safetensors")
+    assert len(lowbit.load(tmp_path / "m.safetensors")) == 7

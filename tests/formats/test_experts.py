@@ -302,7 +302,7 @@ def test_mxfp4_keeps_values_and_layout(shape: tuple[int, int, int]) -> None:
     assert stored.keys() == {f"{WEIGHT}_blocks", f"{WEIGHT}_scales"}
     found = MXFP4.find([*stored, f"{WEIGHT}_bias"], config)
     assert found.keys() == {WEIGHT} and len(found[WEIGHT]) == 2
-    again = MXFP4.decode(parts, config, WEIGHT, w.dtype)
+    again = MXFP4.read(parts, config, WEIGHT, w.dtype)
     assert again.shape == w.shape
     assert torch.equal(again.dequantize(), w.dequantize())
     values = torch.tensor(w.spec.format.values)
@@ -319,7 +319,7 @@ def test_mxfp4_of_a_stack_that_was_quantized_as_the_model_has_it(outputs: int) -
     turned = AffineTensor.from_float(values.mT.contiguous(), MXFP4WeightOnly())._transposed()
     own, other = MXFP4.encode(w), MXFP4.encode(turned)  # type: ignore[arg-type]
     assert own.keys() == other.keys() and all(torch.equal(own[n], other[n]) for n in own)
-    again = MXFP4.decode(own, {}, WEIGHT, w.dtype)
+    again = MXFP4.read(own, {}, WEIGHT, w.dtype)
     assert torch.equal(again.dequantize(), w.dequantize())
 
 
@@ -355,6 +355,6 @@ def test_damaged_parts_of_mxfp4(case: str) -> None:
     change, why = BAD[case]
     change(parts)
     with pytest.raises(FormatError, match=why):
-        MXFP4.decode(parts, {}, WEIGHT, w.dtype)
-    with pytest.raises(FormatError, match="no blocks beside them"):
+        MXFP4.read(parts, {}, WEIGHT, w.dtype)
+    with pytest.raises(FormatError, match="no _blocks beside them"):
         MXFP4.find(["a.experts.down_proj_scales"], {})

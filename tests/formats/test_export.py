@@ -448,17 +448,18 @@ def test_a_format_of_ones_own_is_one_class(monkeypatch, tmp_path: Path) -> None:
 
 
 def test_files_are_read_and_compared_in_pieces(monkeypatch, tmp_path: Path) -> None:
-    """Each handle gives a few bytes, so that pages that were read leave memory."""
+    """Each mapping gives a few bytes, so that pages that were read leave memory."""
+    from lowbit.files.tensor_file import TensorFile
     from lowbit.formats import folder
 
-    opened = []
-    open_shard = folder.open_shard
-    monkeypatch.setattr(folder, "open_shard", lambda path: opened.append(path) or open_shard(path))
+    unmapped = []
+    unmap = TensorFile.unmap
+    monkeypatch.setattr(TensorFile, "unmap", lambda file: unmapped.append(file) or unmap(file))
     monkeypatch.setattr(folder, "MOST_MAPPED", 1000)
     model = build()
     plain_folder(tmp_path / "plain", model)
     lowbit.export(tmp_path / "plain", tmp_path / "out", scheme={"down_proj": Int4WeightOnly(64)})
-    assert len(opened) > 8
+    assert len(unmapped) > 8
     found = lowbit.load_pretrained(tmp_path / "out", build(1))
     assert torch.equal(found.up_proj.weight, model.up_proj.weight)
 

@@ -46,7 +46,7 @@ def test_values_and_products(scheme: str, shape: str) -> None:
     scale = parts["weight_scale"].reshape(-1, 1)
     if scheme == "dynamic":
         del parts["input_scale"]
-    found = FP8.decode(parts, settings(scheme), NAME, torch.float32)
+    found = FP8.read(parts, settings(scheme), NAME, torch.float32)
     assert type(found) is Float8Tensor
     assert found.spec.granularity == (PerRow() if "rows" in shape else PerTensor())
     weight = parts["weight"].float() * scale
@@ -108,7 +108,7 @@ def test_what_is_refused(case: str) -> None:
     parts = stored()
     change(parts)
     with pytest.raises(FormatError, match=why):
-        FP8.decode(parts, {**settings(), **own}, NAME, None)
+        FP8.read(parts, {**settings(), **own}, NAME, None)
 
 
 def test_parts_that_belong_together() -> None:

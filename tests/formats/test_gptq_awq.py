@@ -170,11 +170,11 @@ def test_negative_scales() -> None:
 def test_natural_groups_are_read_however_they_are_flagged() -> None:
     w = weight(Int4WeightOnly(64))
     parts, config = V1.encode(w), {**V1.config({NAME: w}, ()), "desc_act": True}
-    assert_same(V1.decode(parts, config, NAME, w.dtype), w)
+    assert_same(V1.read(parts, config, NAME, w.dtype), w)
     parts.pop("g_idx")
     with pytest.raises(FormatError, match="desc_act is true, and it has no g_idx"):
-        V1.decode(parts, config, NAME, w.dtype)
-    again = V1.decode(parts, {**config, "desc_act": False}, NAME, w.dtype)
+        V1.read(parts, config, NAME, w.dtype)
+    again = V1.read(parts, {**config, "desc_act": False}, NAME, w.dtype)
     assert type(again) is AffineTensor
     assert_same(again, w)
 
@@ -188,7 +188,7 @@ def test_act_order_by_its_formula(format, bits: int) -> None:
     torch.manual_seed(1)
     index = torch.randperm(128) // 32
     parts["g_idx"] = index.int()
-    again = format.decode(parts, config, NAME, w.dtype)
+    again = format.read(parts, config, NAME, w.dtype)
     assert type(again) is OrderedTensor
     q, z = _codes(parts["qweight"].T, bits), _codes(parts["qzeros"], bits) + format.less
     values = (q - z.T[:, index]) * parts["scales"].T[:, index].float()
@@ -239,7 +239,7 @@ def test_a_damaged_order(index: Tensor, why: str) -> None:
     parts, config = V1.encode(w), V1.config({NAME: w}, ())
     parts["g_idx"] = index.int()
     with pytest.raises(FormatError, match=why):
-        V1.decode(parts, config, NAME, w.dtype)
+        V1.read(parts, config, NAME, w.dtype)
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
@@ -288,7 +288,7 @@ def test_a_last_group_that_is_not_full(format, bits: int, columns: int, sym: boo
     """200 inputs in groups of 128 have two rows of scales."""
     for mixed in (False, True) if format is not AWQ else (False,):
         parts, config, values = _ragged(format, bits, columns, sym, mixed)
-        found = format.decode(parts, config, NAME, torch.bfloat16)
+        found = format.read(parts, config, NAME, torch.bfloat16)
         assert type(found) is (OrderedTensor if mixed else AffineTensor)
         assert torch.equal(found.dequantize(), values)
         assert_same(through(by_name("lowbit"), found), found)
@@ -305,7 +305,7 @@ def test_a_last_group_that_is_not_full(format, bits: int, columns: int, sym: boo
     ):  # without g_idx the words say how many inputs there are
         parts, config, values = _ragged(format, bits, columns, sym, False)
         del parts["g_idx"]
-        assert torch.equal(format.decode(parts, config, NAME, torch.bfloat16).dequantize(), values)
+        assert torch.equal(format.read(parts, config, NAME, torch.bfloat16).dequantize(), values)
 
 
 def test_a_folder_whose_last_groups_are_not_full(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_layouts_that_only_another_key_names(format: str, change: dict[str, obje
     config = {**own.config({NAME: w}, ()), **change}
     (found,) = [f for f in (V1, V2, AWQ) if f.reads(config)]
     with pytest.raises(FormatError, match="accepted"):
-        found.decode(own.encode(w), config, NAME, w.dtype)
+        found.read(own.encode(w), config, NAME, w.dtype)
     config = {**V2.config({NAME: w}, ()), "checkpoint_format": None, "format": "gptq_v2"}
     assert V2.reads(config) and not V1.reads(config)
 
@@ -344,7 +344,7 @@ def test_settings_of_single_layers() -> None:
     w = weight(IntxWeightOnly(8, 32, "symmetric"))
     config = {**V1.config({"a.weight": weight(Int4WeightOnly(64))}, ())}
     config["dynamic"] = {r"+:layers\.0\.": {"bits": 8, "group_size": 32}, "-:lm_head": {}}
-    assert_same(V1.decode(V1.encode(w), config, NAME, w.dtype), w)
+    assert_same(V1.read(V1.encode(w), config, NAME, w.dtype), w)
 
 
 def test_one_config_for_a_model() -> None:
@@ -374,7 +374,7 @@ def test_damaged_parts(case: str, format) -> None:
     change, why = DAMAGED[case]
     change(parts)
     with pytest.raises(FormatError, match=why):
-        format.decode(parts, config, NAME, w.dtype)
+        format.read(parts, config, NAME, w.dtype)
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_settings_that_lowbit_does_not_read(format, change: dict[str, object]) -
     config = {**format.config({NAME: w}, ()), **change}
     assert format.reads(config)
     with pytest.raises(FormatError, match=next(iter(change))):
-        format.decode(format.encode(w), config, NAME, w.dtype)
+        format.read(format.encode(w), config, NAME, w.dtype)
 
 
 def test_a_damaged_v1_file_is_not_read() -> None:
@@ -400,7 +400,7 @@ def test_a_damaged_v1_file_is_not_read() -> None:
     parts = V1.encode(w)
     parts["qzeros"] = torch.full_like(parts["qzeros"], -1)
     with pytest.raises(FormatError, match="stored as -1"):
-        V1.decode(parts, V1.config({NAME: w}, ()), NAME, w.dtype)
+        V1.read(parts, V1.config({NAME: w}, ()), NAME, w.dtype)
 
 
 @pytest.mark.parametrize("format", ["gptq", "gptq_v2", "awq"])

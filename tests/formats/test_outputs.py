@@ -131,12 +131,12 @@ def left(out: Path) -> Path:
     return place
 
 
-@pytest.mark.parametrize("suffix", ["", ".gguf", ".onnx", ".pt", ".safetensors"])
+@pytest.mark.parametrize("suffix", ["", ".gguf", ".onnx", ".safetensors"])
 def test_the_next_run_removes_what_a_killed_one_left(suffix: str, tmp_path: Path) -> None:
     out, model = tmp_path / f"out{suffix}", low_bit(Int4WeightOnly(64))
     left(out)
     with pytest.warns(UserWarning, match="0123456789ab, which a killed process left, is removed"):
-        if suffix in ("", ".pt", ".safetensors"):
+        if suffix in ("", ".safetensors"):
             lowbit.export(model, out) if suffix == "" else lowbit.save(model, out)
         else:
             with format_file(out, False, suffix, suffix) as path:

@@ -158,7 +158,7 @@ def test_fp4_that_the_package_compresses(preset: str) -> None:
         "config_groups": {"all": {**scheme.model_dump(mode="json"), "targets": ["Linear"]}},
     }
     own = lowbit.formats.registry.by_name("compressed-tensors")
-    found = own.decode(dict(parts), settings, "a.weight", torch.bfloat16)
+    found = own.read(dict(parts), settings, "a.weight", torch.bfloat16)
     assert type(found) is TableTensor
     theirs = compressor.decompress(parts, scheme)["weight"]
     assert torch.equal(found.dequantize(), theirs)

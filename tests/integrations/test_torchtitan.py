@@ -44,13 +44,19 @@ def text(tmp_path_factory) -> Path:
 
 def exported(out: Path, *options: str) -> lowbit.Report:
     """The file that the export writes for the last checkpoint of a run, loaded."""
-    program = [sys.executable, "-m", "recipes.torchtitan.export", "--out", str(out / "model.pt")]
+    program = [
+        sys.executable,
+        "-m",
+        "recipes.torchtitan.export",
+        "--out",
+        str(out / "model.safetensors"),
+    ]
     config = ["--job.config_file", str(DEBUG), "--job.dump_folder", str(out), *options]
     done = subprocess.run(
         [*program, *config], env=environment(), cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return lowbit.load(out / "model.pt")
+    return lowbit.load(out / "model.safetensors")
 
 
 # ---- ways to train -------------------------------------------------------------------------------------------

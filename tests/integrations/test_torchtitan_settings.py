@@ -16,7 +16,7 @@ from torch import nn
 
 import lowbit
 from lowbit import optim
-from lowbit.interop import names
+from lowbit.interop import config_lines
 from tests.integrations.titan import ROOT, environment
 from tests.test_readme import blocks
 
@@ -79,16 +79,16 @@ QAT = ["--lowbit.qat", "int4"]
 
 
 def test_lines():
-    assert names.optimizer("AdamW8bit") == (optim.AdamW8bit, {})
-    assert names.optimizer(" lowbit.AdamW(state='bf16', seed=2) ") == (
+    assert config_lines.optimizer("AdamW8bit") == (optim.AdamW8bit, {})
+    assert config_lines.optimizer(" lowbit.AdamW(state='bf16', seed=2) ") == (
         optim.AdamW,
         {"state": "bf16", "seed": 2},
     )
-    assert names.training_scheme("int8") == lowbit.Int8MixedPrecision()
-    assert names.training_scheme("float8(backward='e5m2')") == lowbit.Float8MixedPrecision(
+    assert config_lines.training_scheme("int8") == lowbit.Int8MixedPrecision()
+    assert config_lines.training_scheme("float8(backward='e5m2')") == lowbit.Float8MixedPrecision(
         backward="e5m2"
     )
-    assert names.training_scheme("Int8Weight(seed=1)") == lowbit.Int8Weight(seed=1)
+    assert config_lines.training_scheme("Int8Weight(seed=1)") == lowbit.Int8Weight(seed=1)
     assert qat_scheme("int4(group_size=32)") == lowbit.Int4WeightOnly(group_size=32)
     assert qat_scheme("IntxWeightOnly(bits=3)") == lowbit.IntxWeightOnly(3)
 
@@ -97,22 +97,30 @@ def test_lines():
     ("resolve", "line", "message"),
     [
         (
-            names.optimizer,
+            config_lines.optimizer,
             "AdamW3bit",
             r"no optimizer 'AdamW3bit'; accepted: .*AdamW8bit.*Muon8bit",
         ),
-        (names.optimizer, "CommonOptions", r"no optimizer 'CommonOptions'"),
-        (names.optimizer, "AdamW8bit(", r"names no optimizer .*; accepted: a name, or a name with"),
-        (names.optimizer, "AdamW8bit(1)", r"only keyword arguments are accepted"),
-        (names.optimizer, "AdamW8bit(seed=__import__('os'))", r"names no optimizer"),
+        (config_lines.optimizer, "CommonOptions", r"no optimizer 'CommonOptions'"),
         (
-            names.training_scheme,
+            config_lines.optimizer,
+            "AdamW8bit(",
+            r"names no optimizer .*; accepted: a name, or a name with",
+        ),
+        (config_lines.optimizer, "AdamW8bit(1)", r"only keyword arguments are accepted"),
+        (config_lines.optimizer, "AdamW8bit(seed=__import__('os'))", r"names no optimizer"),
+        (
+            config_lines.training_scheme,
             "int4",
             r"no training scheme 'int4'; accepted: int8, float8, int8_w",
         ),
-        (names.training_scheme, "int8(groups=2)", r"int8\(groups=2\): .*unexpected keyword"),
-        (names.training_scheme, "float8(backward='e4')", r"backward must be 'e4m3' or 'e5m2'"),
-        (names.training_scheme, "MixedPrecision", r"no training scheme 'MixedPrecision'"),
+        (config_lines.training_scheme, "int8(groups=2)", r"int8\(groups=2\): .*unexpected keyword"),
+        (
+            config_lines.training_scheme,
+            "float8(backward='e4')",
+            r"backward must be 'e4m3' or 'e5m2'",
+        ),
+        (config_lines.training_scheme, "MixedPrecision", r"no training scheme 'MixedPrecision'"),
         (qat_scheme, "bitnet", r"no scheme 'bitnet'; accepted: int4, int8, float8"),
         (qat_scheme, "int4(group_size=0)", r"int4\(group_size=0\): "),
         (qat_scheme, "int8_int8_static", "static activations need steps that observe them"),
@@ -194,7 +202,7 @@ def test_layers_that_stay_as_they_are():
     assert report.converted == ["wq.weight"]
     made = settings.summary(report, scheme, CPU)
     assert made.endswith("1 left alone: not selected by the filter")
-    idle = settings.summary(report, names.training_scheme("int8"), CPU)
+    idle = settings.summary(report, config_lines.training_scheme("int8"), CPU)
     assert idle.endswith("on a CPU their products run in high precision, unless always=True")
 
 
@@ -311,12 +319,12 @@ def model_of_layers() -> nn.Module:
     return nn.ModuleDict({"embeddings": nn.Embedding(8, 16), "layers": nn.ModuleList([layer])})
 
 
-@pytest.mark.parametrize("name", names.OPTIMIZERS)
+@pytest.mark.parametrize("name", config_lines.OPTIMIZERS)
 def test_every_optimizer_takes_torchtitans_options(name):
     model = model_of_layers()
     name_of = {id(p): n for n, p in model.named_parameters()}
     made = optimizers.made(name, [group(model)], name_of)
-    assert type(made) is names.OPTIMIZERS[name]
+    assert type(made) is config_lines.OPTIMIZERS[name]
     assert {g["weight_decay"] for g in made.param_groups} == {0.1}
     assert {g["betas"][:2] for g in made.param_groups if "betas" in g} <= {(0.9, 0.95)}
     for param in model.parameters():

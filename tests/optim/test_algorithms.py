@@ -266,7 +266,7 @@ def test_without_momentum_a_step_counter_is_the_only_state():
 def test_rules_name_their_options_and_states(cls, options):
     optimizer = cls(parameters((4, 4)), **options)
     (group,) = optimizer.param_groups
-    rule, values = optimizer.rule(group), optimizer.hyper(group)
+    rule, values = optimizer.kernel_rule(group), optimizer.hyper(group)
     assert len(rule.hyper) == len(values) <= 8
     assert all(isinstance(value, float) for value in values)
     written = set(map(int, re.findall(r"c\[(\d)\] =", rule.prepare)))

@@ -14,7 +14,6 @@ from lowbit.numerics.packing import pack
 from lowbit.numerics.rounding import bits_at, keys
 from lowbit.optim import LowbitOptimizer
 from lowbit.optim.state import state as states
-from lowbit_kernels.elementwise.fused_step import Rule
 from tests.kernels import emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.optim.conftest import needs_compiler
@@ -36,7 +35,7 @@ class Stored(LowbitOptimizer):
         kept.copy_(grad)
 
     def rule(self, group):
-        return Rule((), "", "s[0] = g;")
+        return "s[0] = g;"
 
 
 class StoredSigned(Stored):

@@ -12,8 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lowbit import optim
 from lowbit.optim import Muon
-from lowbit.optim.state import exchange
-from lowbit.optim.step import matrix_step
+from lowbit.optim.step import matrix_step, row_exchange
 from lowbit.testing.launch import launch
 from tests.distributed.test_bytes import device
 from tests.optim.problems import FORMATS, parameters, rand, relative, run, set_grads
@@ -228,7 +227,7 @@ def test_rows_of_ranks():
         for world in (1, 2, 3, 4, 7):
             chunks = [len(c) for c in torch.arange(rows).chunk(world)] if rows else []
             expected = chunks + [0] * (world - len(chunks))
-            assert exchange.rows_of_ranks(rows, world) == expected, (rows, world)
+            assert row_exchange.rows_of_ranks(rows, world) == expected, (rows, world)
 
 
 def sharded(values, mesh, placements):

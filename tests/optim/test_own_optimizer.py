@@ -13,7 +13,6 @@ from torch import nn
 from lowbit.optim import CPUOffloadOptimizer, LowbitOptimizer, dequantize_state_dict
 from lowbit.optim.options import check_below_one, check_flag, check_nonnegative
 from lowbit.tensor import CodebookTensor
-from lowbit_kernels.elementwise.fused_step import Rule
 from tests.optim.conftest import needs_compiler
 from tests.optim.counted import LAUNCHES, count
 from tests.optim.problems import FORMATS, parameters, rand, relative, run, set_grads
@@ -50,11 +49,12 @@ class RMSprop(LowbitOptimizer):
         square.mul_(alpha).addcmul_(grad * (1 - alpha), grad)
         param.sub_(grad / (square / (1 - alpha**step)).sqrt().add_(eps) * lr)
 
+    hyper_names = ("alpha", "eps")
+    prepare = "c[0] = lr; c[1] = alpha; c[2] = 1.0 - alpha; c[3] = eps; c[4] = 1.0 - pow(alpha, t);"
+
     def rule(self, group):
-        return Rule(
-            hyper=("alpha", "eps"),
-            prepare="c[0] = lr; c[1] = alpha; c[2] = 1.0 - alpha; c[3] = eps; c[4] = 1.0 - pow(alpha, t);",
-            update="s[0] = c[1] * s[0] + c[2] * g * g; w -= quotient(g, sqrtf(s[0] / c[4]) + c[3]) * c[0];",
+        return (
+            "s[0] = c[1] * s[0] + c[2] * g * g; w -= quotient(g, sqrtf(s[0] / c[4]) + c[3]) * c[0];"
         )
 
 
@@ -115,9 +115,10 @@ def test_a_rule_makes_a_compiled_step(state, monkeypatch):
 class SlowMomentum(SignSGD):
     slow_moments = frozenset({"momentum"})
 
+    hyper_names, prepare = ("beta",), "c[0] = lr; c[1] = 1.0 - beta;"
+
     def rule(self, group):
-        update = "s[0] += c[1] * (g - s[0]); w -= s[0] > 0 ? c[0] : -c[0];"
-        return Rule(hyper=("beta",), prepare="c[0] = lr; c[1] = 1.0 - beta;", update=update)
+        return "s[0] += c[1] * (g - s[0]); w -= s[0] > 0 ? c[0] : -c[0];"
 
 
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_compiler)])
@@ -260,13 +261,11 @@ def test_a_learning_rate_is_an_option():
 
 @needs_compiler
 def test_a_rule_that_names_an_unknown_option_says_so():
-    def rule(self, group):
-        return Rule(hyper=("alpha",), prepare="c[0] = lr;", update="w -= c[0] * g;")
-
     params = parameters((64, 96))
-    optimizer = _define(rule=rule)(params)
+    own = {"hyper_names": ("alpha",), "prepare": "c[0] = lr;"}
+    optimizer = _define(**own, rule=lambda self, group: "w -= c[0] * g;")(params)
     set_grads(params, 0)
-    with pytest.raises(ValueError, match="rule names 'alpha' in hyper"):
+    with pytest.raises(ValueError, match="hyper_names has 'alpha'"):
         optimizer.step()
 
 

@@ -164,7 +164,6 @@ def test_files_and_state_dicts(tmp_path) -> None:
     fresh = _linear(make(64, 128, seed=1))
     fresh.load_state_dict(torch.load(file, weights_only=True))
     assert torch.equal(fresh.weight.dequantize(), layer.weight.dequantize())
-    pytest.importorskip("safetensors")
     lb.save(layer, tmp_path / "model.safetensors")
     found = lb.load(tmp_path / "model.safetensors")["weight"]
     assert type(found) is OrderedTensor

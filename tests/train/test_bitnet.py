@@ -213,11 +213,10 @@ def test_a_converted_model_computes_the_same_to_the_bit(dtype, tmp_path):
     weight = model.up.weight
     assert type(weight.detach()) is TernaryTensor and not weight.requires_grad
     assert weight.nbytes_stored() == 96 * 64 // 4 + 4
-    for suffix in (".pt", ".safetensors"):
-        lowbit.save(model, tmp_path / f"model{suffix}")
-        fresh = Model().to(dtype)
-        fresh.load_state_dict(lowbit.load(tmp_path / f"model{suffix}"), assign=True)
-        assert torch.equal(fresh(tokens()), expected)
+    lowbit.save(model, tmp_path / "model.safetensors")
+    fresh = Model().to(dtype)
+    fresh.load_state_dict(lowbit.load(tmp_path / "model.safetensors"), assign=True)
+    assert torch.equal(fresh(tokens()), expected)
     with pytest.raises(ValueError, match="none to convert"):
         train.convert_(model)
 

@@ -84,6 +84,6 @@ def test_layers_without_weights_go_all_the_way(scheme, n, k, tmp_path):
     assert model.empty.weight.dequantize().shape == (n, k)
     expected = model.empty.bias.expand(3, n)
     assert torch.equal(model.empty(values(3, k)), expected)
-    lowbit.save(model, tmp_path / "model.pt")
-    loaded = lowbit.load(tmp_path / "model.pt")
+    lowbit.save(model, tmp_path / "model.safetensors")
+    loaded = lowbit.load(tmp_path / "model.safetensors")
     assert torch.equal(loaded["empty.weight"], model.empty.weight)

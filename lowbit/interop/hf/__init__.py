@@ -15,7 +15,6 @@ from lowbit import optional
 from lowbit.interop.pretrained import make_room
 
 optional.check("lowbit.hf needs", ["transformers"], "hf")
-optional.imported("safetensors", "lowbit.hf needs", "hf")
 make_room()
 
 from lowbit.interop.hf.config import LowbitConfig  # noqa: E402

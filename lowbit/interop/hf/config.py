@@ -10,7 +10,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowbit.convert import NEEDS_CALIBRATION, check_pattern, patterns
 from lowbit.inference.quantize import Scales
-from lowbit.interop import names
+from lowbit.interop import config_lines
 from lowbit.schemes.scheme import Scheme
 
 GivenScheme = str | Scheme | Mapping[str, str | Scheme | None]
@@ -137,7 +137,9 @@ def _check_expressions(listed: Mapping[str, Any]) -> None:
 def _schemes(given: GivenScheme, options: Mapping[str, Any]) -> Scheme | dict[str, Scheme | None]:
     """Names replaced by the schemes that they stand for."""
     if isinstance(given, str):
-        return _dynamic(names.scheme_of(given, options) if options else names.scheme(given))
+        return _dynamic(
+            config_lines.scheme_of(given, options) if options else config_lines.scheme(given)
+        )
     if options:
         raise TypeError(
             f"{', '.join(options)}: options belong to a scheme that is given by name, as in LowbitConfig('int4', "
@@ -158,7 +160,7 @@ def _schemes(given: GivenScheme, options: Mapping[str, Any]) -> Scheme | dict[st
 def _one(pattern: str, given: Any) -> Scheme:
     if not isinstance(given, str | Scheme):
         raise TypeError(f"{pattern!r}: {given!r}; accepted: a str, and a name, a Scheme or None")
-    return _dynamic(names.scheme(given) if isinstance(given, str) else given)
+    return _dynamic(config_lines.scheme(given) if isinstance(given, str) else given)
 
 
 def _dynamic(scheme: Scheme) -> Scheme:

@@ -126,8 +126,7 @@ class LowbitQuantizer(HfQuantizer):
         """Bytes of each weight in `files`. Raises FormatError for a damaged file, and for missing parts."""
         sizes: dict[str, int] = {}
         for file in files:
-            with open_shard(file) as opened:
-                sizes |= {name: _bytes(opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
+            sizes |= {name: stored.nbytes for name, stored in open_shard(file).entries.items()}
         if not files:
             return {}
         found = self.own_format.find(sizes.keys(), self._stored)
@@ -263,14 +262,6 @@ class LowbitQuantizer(HfQuantizer):
                     param.data = param.data.to(dtype)
         model._weight_conversions = self._conversions
         return model
-
-
-def _bytes(stored: Any) -> int:
-    bits = "".join(c for c in stored.get_dtype().split("_")[0] if c.isdigit())
-    count = 1
-    for size in stored.get_shape():
-        count *= size
-    return count * max(1, int(bits or 8) // 8)
 
 
 def _pattern(attribute: str, part: str) -> str:
@@ -447,7 +438,7 @@ class _Decode(_Operation):
         if stored is None:
             raise FormatError("config.json does not describe it")
         settings = self.hf_quantizer.quantization_config.stored or {}
-        weight = self.hf_quantizer.own_format.decode(parts, settings, stored, None)
+        weight = self.hf_quantizer.own_format.read(parts, settings, stored, None)
         if weight.shape != held.shape:
             raise FormatError(
                 f"it has the shape {tuple(weight.shape)} in the folder, and the model takes {tuple(held.shape)}"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
-from lowbit.interop import names
+from lowbit.interop import config_lines
 from lowbit.qat.run import QATRun
 
 
@@ -38,7 +38,7 @@ def optimizer(
         raise TypeError(
             f"the name of an optimizer must be a str, such as 'AdamW8bit', got {name!r}"
         )
-    kind, own = names.optimizer(_class_named(name))
+    kind, own = config_lines.optimizer(_class_named(name))
     known = inspect.signature(kind).parameters
     if "adamw_lr" in known:
         raise ValueError(
@@ -62,7 +62,7 @@ def _class_named(line: str) -> str:
     """The line with the name of a class in place of a name such as "adamw_4bit_lowbit"."""
     name, bracket, options = line.partition("(")
     key = name.strip().removesuffix("_lowbit").replace("_", "").lower()
-    known = {n.lower(): n for n in names.OPTIMIZERS}
+    known = {n.lower(): n for n in config_lines.OPTIMIZERS}
     return known.get(key, name) + bracket + options
 
 

@@ -10,11 +10,13 @@ With torchtitan 0.2, `--job.custom_config_module lowbit.torchtitan` adds them to
 Importing this package imports torchtitan; nothing else in lowbit does.
 """
 
-from lowbit.interop.torchtitan.installed import installed_release
+from lowbit import optional
 from lowbit.interop.torchtitan.metrics import Measurement
 from lowbit.interop.torchtitan.settings import Lowbit
 
-if installed_release() == "0.2":
+optional.check("lowbit.torchtitan needs", ["torchtitan"], "torchtitan")
+_IS_0_2 = optional.release(optional.version("torchtitan") or "")[:2] == (0, 2)
+if _IS_0_2:
     from lowbit.interop.torchtitan.release_0_2 import JobConfig, LowbitConverter, with_lowbit
 else:
     from lowbit.interop.torchtitan.release_0_3 import (  # type: ignore[assignment]
@@ -23,5 +25,5 @@ else:
     )
 
 __all__ = ["Lowbit", "LowbitConverter", "Measurement", "with_lowbit"]
-if installed_release() == "0.2":
+if _IS_0_2:
     __all__ += ["JobConfig"]

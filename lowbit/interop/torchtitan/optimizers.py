@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.interop import names
+from lowbit.interop import config_lines
 from lowbit.optim import LowbitOptimizer, Muon
 
 OF_ADAM = ("betas", "eps", "weight_decay")
@@ -21,7 +21,7 @@ def check_line(line: str, given: Iterable[str]) -> tuple[type[LowbitOptimizer], 
 
     Raises ValueError for an unknown name, and for an option that is among torchtitan's own settings, `given`.
     """
-    kind, options = names.optimizer(line)
+    kind, options = config_lines.optimizer(line)
     twice = sorted(set(options) & {*given, "lr"})
     if twice:
         raise ValueError(

@@ -12,7 +12,7 @@ from torch import nn
 
 from lowbit import qat, train
 from lowbit.convert import Report
-from lowbit.interop import names
+from lowbit.interop import config_lines
 from lowbit.numerics.number_format import Int
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import LowbitProducts, TrainingScheme
@@ -75,7 +75,7 @@ def scheme_of(settings: Lowbit, device: torch.device) -> TrainingScheme | Scheme
         return chosen
     if not settings.train:
         return None
-    scheme = names.training_scheme(settings.train)
+    scheme = config_lines.training_scheme(settings.train)
     # The model is still on meta, so its weights cannot tell which device it will train on.
     scheme.check(torch.empty(1, 1, device=device, dtype=torch.bfloat16))
     return scheme
@@ -84,7 +84,7 @@ def scheme_of(settings: Lowbit, device: torch.device) -> TrainingScheme | Scheme
 def qat_scheme(line: str, observes: bool = False) -> Scheme:
     """The scheme of a line. Raises ValueError for an unknown name, and for a static activation that nothing
     `observes`."""
-    scheme = names.scheme(line)
+    scheme = config_lines.scheme(line)
     if scheme.is_static and not observes:
         raise ValueError(
             f"{line}: its static activations need steps that observe them; set lowbit.qat_freeze_observers to a number "

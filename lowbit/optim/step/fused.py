@@ -228,7 +228,7 @@ class KernelChoice:
 
     def __init__(self, optimizer: Any, group: dict[str, Any]) -> None:
         self.group, self._state, self._name = group, optimizer.state, type(optimizer).__name__
-        self._rule, self._signs = optimizer.rule(group), optimizer.state_names(group)
+        self._rule, self._signs = optimizer.kernel_rule(group), optimizer.state_names(group)
         self._of_states = tuple(self._signs.values()), tuple(optimizer.stochastic(group).values())
         # Many parameters have the same answers.
         self._rounding = functools.cache(functools.partial(rounding_of, group))
@@ -325,7 +325,7 @@ def options_of(optimizer: Any, group: dict[str, Any]) -> tuple[Any, ...]:
     """The options of a group that decide, together with a parameter, which kernel updates it."""
     names = ("fused", "bf16_stochastic_round", "weight_correction")
     stochastic = tuple(optimizer.stochastic(group).values())
-    return optimizer.rule(group), stochastic, *map(group.__getitem__, names)
+    return optimizer.kernel_rule(group), stochastic, *map(group.__getitem__, names)
 
 
 def kernel_format(state: Tensor) -> str:

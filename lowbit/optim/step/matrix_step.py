@@ -8,7 +8,7 @@ no kernel takes.
 
 U is bfloat16 on CUDA, and float32 elsewhere. A batch holds at most `BATCH` elements on a rank, which bounds the memory.
 
-**Sharded matrices.** Where dimension 0 is sharded, ranks exchange rows (`lowbit.optim.state.exchange`), so that each
+**Sharded matrices.** Where dimension 0 is sharded, ranks exchange rows (`lowbit.optim.step.row_exchange`), so that each
 rank orthogonalizes its share of a batch. Parameters with other placements, such as the columns of tensor parallelism,
 and those whose memory is on the host are gathered, and every rank orthogonalizes all of them. Stacks of matrices that
 are sharded in dimension 0 stay where they are, because each rank holds whole matrices.
@@ -34,13 +34,6 @@ from torch import Tensor
 
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.optim.state import state as states
-from lowbit.optim.state.exchange import (
-    Exchange,
-    divided,
-    gathered,
-    own_part,
-    sharded_dim,
-)
 from lowbit.optim.step import muon_formula
 from lowbit.optim.step.eager import Update, bound, count_step
 from lowbit.optim.step.fused import (
@@ -58,6 +51,13 @@ from lowbit.optim.step.launch import (
     variant,
 )
 from lowbit.optim.step.orthogonalize import orthogonalize
+from lowbit.optim.step.row_exchange import (
+    RowExchange,
+    divided,
+    gathered,
+    own_part,
+    sharded_dim,
+)
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import held_locally
 from lowbit.tensor.frozen.codebook_tensor import CodebookTensor
@@ -149,7 +149,7 @@ class Batch:
     job: int  # its number
     positions: list[int]
     """In the job."""
-    exchange: Exchange | None
+    exchange: RowExchange | None
     is_local: bool
     """True if each rank holds whole matrices."""
     dtype: torch.dtype
@@ -365,7 +365,7 @@ class Half:
     def stochastic(self, group: dict[str, Any]) -> dict[str, bool]:
         return dict.fromkeys(self._names, False)
 
-    def rule(self, group: dict[str, Any]) -> Rule:
+    def kernel_rule(self, group: dict[str, Any]) -> Rule:
         return self._rule
 
     def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:

@@ -129,13 +129,30 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
 
         Raises ValueError for a misfit, as `check_parts`.
         """
-        tensors = {"codes": codes, "scale": scale, "zero_point": zero_point}
-        meta = {"spec": spec, "activation": activation, "transposed": False}
-        self = cls.from_inner(tensors, meta, shape, dtype)
         if spec.has_zero_point != (zero_point is not None):
             takes = "takes a" if spec.has_zero_point else "takes no"
             got = "none" if zero_point is None else f"one of shape {tuple(zero_point.shape)}"
             raise ValueError(f"{spec} {takes} zero_point, got {got}")
+        tensors = {"codes": codes, "scale": scale, "zero_point": zero_point}
+        return cls.of_parts(tensors, spec, shape, dtype, activation)
+
+    @classmethod
+    def of_parts(
+        cls,
+        parts: Mapping[str, Tensor | None],
+        spec: Spec,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        activation: Spec | None = None,
+    ) -> Self:
+        """Assemble inner tensors by name, also the static scale of inputs.
+
+        Args: `parts`, the tensors by the names in `tensor_attrs`; the others are those of the constructor.
+
+        Raises ValueError for a misfit, as `check_parts`.
+        """
+        meta = {"spec": spec, "activation": activation, "transposed": False}
+        self = cls.from_inner(parts, meta, shape, dtype)
         self.check_parts()
         return self
 

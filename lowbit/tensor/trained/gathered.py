@@ -113,8 +113,16 @@ class GatheredTensor:
 
 
 def gathered_form(kind: Any, codec: type[Codec]) -> type[GatheredTensor]:
-    """`GatheredTensor` for the weights of class `kind`, named after it and found in its module, where pickles look."""
+    """`GatheredTensor` for the weights of class `kind`, named after it and found in its module, where pickles look.
+
+    Raises TypeError if the module has that name already, for something else.
+    """
     name = f"Gathered{kind.__name__.removesuffix('Tensor')}"
+    held = getattr(sys.modules[kind.__module__], name, None)
+    if held is not None and not getattr(held, "is_gathered", False):
+        raise TypeError(
+            f"{kind.__module__} has a {name}, the name that the gathered form of {kind.__name__} takes; rename it"
+        )
     own = {"__module__": kind.__module__, "__doc__": f"A GatheredTensor of a {kind.__name__}."}
     made = type(kind)(name, (codec, GatheredTensor, kind), own)
     setattr(sys.modules[kind.__module__], name, made)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Exchange:
+class RowExchange:
     """The division of `count` matrices of one shape.
 
     Args:
@@ -85,7 +85,7 @@ def sharded_dim(param: Tensor) -> int | None:
     return dims[0] if is_here else None
 
 
-def divided(param: DTensor, count: int, cols: int, first: int) -> Exchange:
+def divided(param: DTensor, count: int, cols: int, first: int) -> RowExchange:
     """The exchange of some matrices. Each rank owns equally many.
 
     Args:
@@ -99,7 +99,7 @@ def divided(param: DTensor, count: int, cols: int, first: int) -> Exchange:
     mesh = param.device_mesh
     world = mesh.size(dim)
     owned = [count // world + ((rank - first) % world < count % world) for rank in range(world)]
-    return Exchange(
+    return RowExchange(
         mesh.get_group(dim),
         mesh.get_local_rank(dim),
         rows_of_ranks(param.shape[0], world),
