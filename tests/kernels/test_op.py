@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import lowbit_kernels
-from lowbit_kernels.runtime import library
+from lowbit_kernels.runtime import launches, library
 from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.schemas import SCHEMAS
 
@@ -100,6 +100,13 @@ def test_checks(
         product(A)
     assert product.reference(A, B, None, torch.float16).tolist() == [[4.0] * 3] * 2
     assert product.__doc__ == "The product." and "bias" in inspect.signature(product).parameters
+
+
+def test_an_op_without_a_kernel_computes_its_formula(product: Any) -> None:
+    run, _ = library._registered["declared_product"]
+    with launches.counted() as calls:
+        assert run(A, B, None, torch.float16).tolist() == [[4.0] * 3] * 2
+    assert calls == {("declared_product", "torch"): 1}
 
 
 def test_an_op_without_a_schema_names_the_file_for_it() -> None:

@@ -57,7 +57,7 @@ class Op(Protocol[P, R_co]):
         reference: the decorated function with its arguments by position: the formula, on any device.
         check: raises the errors of the declaration; it takes all arguments by position.
         kernel: decorator of the function that computes the op. It takes all arguments by position, checked. Where it
-            returns None, the reference runs.
+            returns None, and in an op without a kernel, the reference runs.
     """
 
     overload: Any
@@ -153,8 +153,7 @@ def _running(
             args = *args, *defaults[len(args) :]
         if not by_layout:
             check(*args)
-        assert kernel is not None
-        found = kernel(*args)
+        found = None if kernel is None else kernel(*args)
         if found is None:
             ran(name, "torch")
             return reference(*args)
