@@ -184,7 +184,7 @@ def _divided(
     if tokens == 1 or (tokens < 8 and parts > 2):  # x
         fixed += m * (-(-slice_ * CHUNK_BYTES * 16 // bits // 128) * 128 + 32)
     stage = -(-ROWS * height * (pitch + scale_bytes) // 128) * 128
-    # With up to 4 parts more than 4 stages were no faster.
+    # With up to 4 parts more than 4 stages were not faster.
     wanted = min(MAX_STAGES if parts > 4 else 4, rounds * parts)
     wanted = min(wanted, max(IN_FLIGHT // stage, 2))
     stages = min((nvrtc.SHARED_LIMIT - fixed) // stage, wanted)

@@ -74,6 +74,10 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
 
     It is frozen: `requires_grad_()` leaves `requires_grad` False, and warns where the tensor is a parameter. Gradients
     flow through its linear to the input. `weight[i]` is a row, as plain values.
+
+    A subclass stores certain specs in another layout. It overrides `stores`, gives its layout a name in `stored_as`,
+    and overrides what differs of `_stored_bits`, `_store` and `_load`. Without a product of its own (`register_linear`)
+    its products multiply the dequantized weight.
     """
 
     tensor_attrs: ClassVar[tuple[str, ...]] = (
@@ -87,7 +91,7 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
 
     caches = ("_known_products", "_reader")
     stored_as: ClassVar[str | None] = "integers"
-    """The classes that define `stores`, the newest first."""
+    """The name of the layout of the codes. lowbit's kernels read the layouts of lowbit's own classes alone."""
 
     codes: Tensor
     scale: Tensor
@@ -103,7 +107,7 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "stores" in cls.__dict__:
+        if "stores" in cls.__dict__:  # KINDS has the newest class first
             KINDS.insert(0, cls)
 
     def __new__(
