@@ -106,7 +106,7 @@ class Unverified:
         bad = sorted(self._damaged if names is None else self._damaged.intersection(asked))
         if bad:
             raise CheckpointError(
-                f"{self._path}: {digests.listed(bad)} damaged: other bytes than those that were saved; {_WAY_OUT}"
+                f"{self._path}: {digests.listed(bad)} damaged: other bytes than the saved ones; {_WAY_OUT}"
             )
 
 

@@ -148,7 +148,7 @@ def _shape(a: Tensor, b: Tensor, offsets: Tensor) -> tuple[int, ...]:
 
 
 def _check(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor) -> None:
-    """What the shapes have to do with each other, whose number of dimensions depends on b."""
+    """The rules between the shapes, whose number of dimensions depends on b."""
     if b.dim() not in (2, 3) or a.shape[1] != b.shape[-1]:
         raise ValueError(
             f"grouped_scaled_mm takes a [M, K] and b [E, N, K], or a [N, P] and b [K, P], got {tuple(a.shape)} and "

@@ -143,7 +143,7 @@ def _running(
     declaration: _Declaration,
     by_layout: bool,
 ) -> tuple[Callable[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """What computes the op, and what gives it the kernel."""
+    """The function that computes the op, and the decorator that gives it the kernel."""
     defaults = tuple(declaration.defaults.values())
     total = len(defaults)
     kernel: Callable[..., Any] | None = None

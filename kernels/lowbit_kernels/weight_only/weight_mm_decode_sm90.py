@@ -177,7 +177,7 @@ def _divided(
         clusters *= -(-tiles * pieces * 512 // (clusters * KEPT_LIMIT))
         clusters = min(tiles, clusters)
     rounds = -(-tiles // clusters)
-    # 128 bytes more: for the last chunk of a row the kernel reads past the scales, and ignores what it reads.
+    # 128 bytes more: for the last chunk of a row the kernel reads past the scales, and ignores these bytes.
     fixed = 512 + 128 + 2 * WARPS * pieces * 512
     if split > 1:
         fixed += -(-rounds // split) * split * pieces * 512

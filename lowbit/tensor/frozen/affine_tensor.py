@@ -196,7 +196,11 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
     ) -> AffineTensor:
         """`from_float` with the scales and zero points of `Spec.search_qparams`, which lose less by rounding.
 
-        Arguments are those of both. Raises ValueError as they do.
+        Args:
+            weight, scheme, input_qparams: as for `from_float`.
+            importance: the weight of each input channel's error, as for `Spec.search_qparams`; None: all alike.
+
+        Raises ValueError as both do.
         """
         spec = scheme.weight if isinstance(scheme, Scheme) else scheme
         check_weight(weight)
@@ -215,8 +219,12 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
     ) -> AffineTensor:
         """`from_float` where `scales` is "minmax", `searched` where it is "searched".
 
-        None takes the search for integers of up to `SEARCHED_BITS` bits, and "minmax" for all else. With `joint`, the
-        scales are those of `from_float`. Raises ValueError as both do.
+        Args:
+            weight, scheme, input_qparams: as for `from_float`.
+            scales: None takes the search for integers of up to `SEARCHED_BITS` bits, and "minmax" for all else.
+            joint: as for `from_float`; the scales are then those of `from_float`.
+
+        Raises ValueError as both do.
         """
         if joint is not None:
             return cls.from_float(weight, scheme, input_qparams=input_qparams, joint=joint)
@@ -402,8 +410,8 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
     def requantize_(self, values: Tensor) -> None:
         """Write `values` [..., N, K], in the weight's scheme; each block keeps its scale where that is nearer.
 
-        Warns that it rounds. Raises ValueError for values that are not finite or of another shape. The weight is then
-        as it was.
+        Warns that it rounds. Raises ValueError for values that are not finite or of another shape. The weight then
+        stays unchanged.
         """
         if values.shape != self.shape:
             raise ValueError(f"values of shape {tuple(values.shape)} for {self!r}")
