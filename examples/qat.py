@@ -42,7 +42,7 @@ rounded = copy.deepcopy(model)
 lowbit.quantize_(rounded, scheme)
 
 lowbit.qat.prepare_(model, scheme, scales="learned")
-train(model, steps=150, lr=3e-3)  # a new optimizer, for prepare_ replaces the parameters
+train(model, steps=150, lr=3e-3)  # a new optimizer, because prepare_ replaces the parameters
 prepared = model(inputs)
 lowbit.qat.convert_(model)
 assert torch.equal(model(inputs), prepared)  # exactly the weights that were trained

@@ -192,7 +192,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda i: weight_entry(i).update(kind="Int2Tensor"),
         "'Int2Tensor'.*AffineTen",
     ),
-    "entry is no dict": (
+    "entry is not a dict": (
         lambda i: i["tensors"].update(w=3),
         "w is described as 3, of unknown kind",
     ),

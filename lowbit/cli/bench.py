@@ -32,7 +32,7 @@ _SCHEMES = {
 
 @dataclass(frozen=True)
 class BenchSizes:
-    """What is measured: a linear of `width` x `width`, optimizers of `matrices` such weights, `seconds` each."""
+    """The measured sizes: a linear of `width` x `width`, optimizers of `matrices` such weights, `seconds` each."""
 
     width: int
     matrices: int

@@ -25,7 +25,7 @@ _OPTIONS = {
     "lossy=True": "--lossy",
     "scheme=": "--scheme",
 }
-"""What messages of the Python interface say → what the command line says."""
+"""Words in messages of the Python interface → the words of the command line."""
 
 
 def exit_code(error: Exception) -> int:

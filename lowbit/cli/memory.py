@@ -50,7 +50,7 @@ _STEP = 4
 
 @dataclass(frozen=True)
 class Run:
-    """What runs: batch x sequence tokens.
+    """The run: batch x sequence tokens.
 
     Attributes:
         recompute: each layer is computed again in the backward pass.

@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for programs, pictures."""
+"""The output of commands: tables for people, JSON for programs, pictures."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _FIELDS = (
 
 @dataclass(frozen=True)
 class DecoderSizes:
-    """What activations and the cache of keys and values depend on.
+    """The sizes on which activations and the cache of keys and values depend.
 
     Attributes:
         hidden: width of the residual stream.

@@ -1,7 +1,7 @@
 """Walk a model, choose a scheme for each weight, replace the weights, and report them.
 
 `lowbit.quantize_`, `lowbit.qat` and `lowbit.train` share it. All weights are checked before the first one is replaced,
-so a refused model stays as it was. A tensor that several modules share is converted once and stays shared.
+so a refused model stays unchanged. A tensor that several modules share is converted once and stays shared.
 """
 
 from lowbit.convert.by_name import (

@@ -4,7 +4,7 @@ Python's `re` tries one way through an expression after another, and "(a+)+b" ha
 module follows all ways at once (Thompson, Communications of the ACM 11, 1968): a text of n letters takes at most n
 times the steps of the expression. So an expression in a model folder cannot hang the process that reads it.
 
-Python parses the expression and says what it means. Back references, lookbehind, conditional and atomic groups,
+Python parses the expression. Back references, lookbehind, conditional and atomic groups,
 possessive repetition and flags other than (?i) are refused, and so are expressions and texts that take too many steps.
 """
 

@@ -1,4 +1,4 @@
-"""What a conversion did to each weight, and why it left others alone."""
+"""The report of a conversion: the new form of each weight, or the reason why it was left alone."""
 
 from __future__ import annotations
 

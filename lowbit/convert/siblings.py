@@ -1,9 +1,9 @@
 """Sibling projections: layers of one module that multiply the same input, by their names.
 
-Servers merge them into one layer: vLLM makes q, k and v one `qkv_proj`, and gate and up one `gate_up_proj`. What the
-merged layer has once, such as the global scale of NVFP4, its parts must share. One table of names serves the schemes
-whose scales join (`Spec.joins`), the formats that servers read, `lowbit.inference.fuse_linears_`, and the rule of
-`lowbit.train` about small layers beside a larger one.
+Servers merge them into one layer: vLLM makes q, k and v one `qkv_proj`, and gate and up one `gate_up_proj`. The
+parts must share a value that the merged layer has once, such as the global scale of NVFP4. One table of names serves
+the schemes whose scales join (`Spec.joins`), the formats that servers read, `lowbit.inference.fuse_linears_`, and the
+rule of `lowbit.train` about small layers beside a larger one.
 """
 
 from __future__ import annotations

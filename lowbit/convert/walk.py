@@ -83,12 +83,12 @@ def _joins(target: Target) -> bool:
 
 
 def alike(spec: Spec, shape: Sequence[int]) -> Hashable:
-    """What siblings must agree in to share a part of their scales."""
+    """The properties in which siblings must agree to share a part of their scales."""
     return spec, tuple(shape[:-2]), shape[-1]
 
 
 def joint_parts(targets: Sequence[Target], searched: bool = False) -> dict[str, Tensor]:
-    """What the weights of each family share, by the first name of each weight. `searched`: as for `joint_part`."""
+    """The shared part of each family of weights, by the first name of each weight. `searched`: as for `joint_part`."""
     found: dict[str, Tensor] = {}
     for family in families_of(targets):
         weights = [target.weight for target in family]

@@ -85,7 +85,7 @@ class Unverified:
             self._tensors.pop(name, None)
         if bad := sorted(damaged.intersection(asked)):
             raise CheckpointError(
-                f"{self._path}: {digests.listed(bad)} damaged: other bytes than those that were saved; {_WAY_OUT}"
+                f"{self._path}: {digests.listed(bad)} damaged: other bytes than the saved ones; {_WAY_OUT}"
             )
 
 

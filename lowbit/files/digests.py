@@ -2,7 +2,7 @@
 
     {"dtype": "uint8", "shape": [N, K], "sha256": "…"}      of the elements' bytes, row after row, little-endian
 
-Digests find damage, not forgery: whoever can change a tensor can change its digest. Several threads hash at once,
+Digests find damage, not forgery: an attacker who changes a tensor can change its digest. Several threads hash at once,
 since OpenSSL releases Python's lock; one core takes about 0.6 s a GB.
 """
 

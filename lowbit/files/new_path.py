@@ -43,7 +43,7 @@ _RUNNING: set[Path] = set()
 
 @contextmanager
 def new_file(out: Path, check: Callable[[Path], None] = lambda place: None) -> Iterator[Path]:
-    """A path to write a file to, which takes the place of `out` at the end. After an error `out` is as it was.
+    """A path to write a file to, which takes the place of `out` at the end. After an error `out` is unchanged.
 
     Other files that are written beside that path, such as the tensors of a large ONNX model, take places beside `out`.
 

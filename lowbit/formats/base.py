@@ -1,4 +1,4 @@
-"""What a checkpoint format is: how it stores one weight, and how its config.json says so.
+"""A checkpoint format: how it stores one weight, and how its config.json says so.
 
 The folder of a checkpoint holds *.safetensors shards and a config.json, whose "quantization_config" describes the
 weights. A `Format` translates between these and lowbit's tensors, one weight at a time, so that a folder is read and

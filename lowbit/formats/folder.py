@@ -328,7 +328,7 @@ class Folder:
             raise FormatError(f"{self.path}: {misplaced}; {_WAY_OUT}")
         if bad := sorted(digests.damaged(stored, tensors, tensors)):
             raise FormatError(
-                f"{self.path}: {digests.listed(bad)} damaged: other bytes than those that were written; {_WAY_OUT}"
+                f"{self.path}: {digests.listed(bad)} damaged: other bytes than the written ones; {_WAY_OUT}"
             )
         for name in tensors:
             self._unverified.pop(name, None)  # another thread may have compared it meanwhile

@@ -1,4 +1,4 @@
-"""What the names of modules say: which are embeddings, output heads and routers, and which of them a pattern takes.
+"""The names of modules: which are embeddings, output heads and routers, and which of them a pattern takes.
 
 A bare scheme and the pattern "*" mean the linears of the blocks: they leave embeddings, the output head and routers
 alone. Any other pattern takes the embeddings and the head that it matches. Only a pattern that names a router outright,

@@ -146,7 +146,7 @@ class Quantizing:
 
 @dataclass(frozen=True)
 class _TensorChoice:
-    """What happens to a tensor of the folder.
+    """The treatment of a tensor of the folder.
 
     Attributes:
         scheme: None if the tensor stays plain.

@@ -19,7 +19,7 @@ from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.float8_tensor import E4M3, SCALE_OF_BLOCKS, Float8Tensor
 
 SCALE = SCALE_OF_BLOCKS.removeprefix("weight")
-"""What the name of the scales adds to that of their weight."""
+"""The suffix by which the name of the scales differs from that of their weight."""
 
 
 def load_float8_blocks_(
@@ -42,7 +42,7 @@ def load_float8_blocks_(
     Raises:
         KeyError: an entry that the model lacks, a missing one, or a float8 weight without scales.
         ValueError: a weight or scale of another shape, scales of a weight that is not float8_e4m3fn, or a parameter of
-            the model that is on meta or in low bits already. The model is then as it was.
+            the model that is on meta or in low bits already. The model then stays unchanged.
     """
     for name, t in model.state_dict().items():
         if isinstance(t, Tensor) and t.is_meta:

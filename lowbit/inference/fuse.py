@@ -61,7 +61,7 @@ def fuse_linears_(
     Raises:
         TypeError: a group is a single name.
         ValueError: the members of a group differ in K, scheme, dtype, device or bias, are tied or have hooks; or no
-            module has any of the groups. The message names the obstacle; the model is then as it was.
+            module has any of the groups. The message names the obstacle; the model then stays unchanged.
     """
     wanted = siblings() if groups is None else groups
     if isinstance(wanted, str) or any(isinstance(names, str) for names in wanted):
@@ -101,7 +101,7 @@ def unfuse_linears_(model: nn.Module) -> list[tuple[str, ...]]:
     """Undo `fuse_linears_` on `model`, in place: every linear has its own weight again. Returns the names that
     `fuse_linears_` returned.
 
-    Raises ValueError if nothing is fused.
+    Raises ValueError if no layer is fused.
     """
     undone = []
     for prefix, parent in list(model.named_modules()):

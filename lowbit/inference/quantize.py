@@ -76,7 +76,7 @@ def quantize_(
         TypeError: `scheme` is neither a Scheme nor a dict.
         ValueError: unknown `scales`, or "searched" with a `scale_format` other than "float"; nothing to convert; a
             pattern that chooses nothing; an integer, complex, NaN or infinite weight; a static activation that
-            `lowbit.calibrate` has not seen with this scheme. The model is then as it was.
+            `lowbit.calibrate` has not seen with this scheme. The model then stays unchanged.
     """
     if scales is not None and scales not in get_args(Scales):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Merge the adapters of PEFT into low-bit weights with one rounding, and report what it loses.
+"""Merge the adapters of PEFT into low-bit weights with one rounding, and report the loss.
 
     report = lowbit.peft.merge_(model)      # W' = round(W + s · B · A), in the scheme of W
     print(report)                           # what the rounding of each layer loses, in dB
@@ -106,7 +106,7 @@ def merge_(
         ValueError: no layer of PEFT; adapters that are merged already; NaN or infinite adapters. The model is then as
             it was.
         NotImplementedError: a base weight that trains in low bits, as `lowbit.train.prepare_` makes them from
-            `Int8Weight`. The model is then as it was.
+            `Int8Weight`. The model then stays unchanged.
     """
     check_module(model)
     layers = {name: m for name, m in model.named_modules() if is_tuner(m) and hasattr(m, "merge")}

@@ -5,10 +5,9 @@
     dw = dyᵀ x̂          where w does not clip, else 0
 
 A symmetric scheme with a scale a row of the weight, and one a token or one for all inputs, has scales that are the same
-along the sum. So the product of codes is exact up to the last rounding, and it is the one that the converted model
-computes (`lowbit.linear.frozen.codes_product`). Gradients are those of the straight-through estimator in high
-precision. With a `MixedPrecision` scheme for `gradients` they are products of codes as well, as in
-`lowbit.linear.low_bit_linear`:
+along the sum. So the product of codes is exact up to the last rounding, and equals that of the converted model
+(`lowbit.linear.frozen.codes_product`). Gradients are those of the straight-through estimator in high precision. With a
+`MixedPrecision` scheme for `gradients` they are products of codes as well, as in `lowbit.linear.low_bit_linear`:
 
     dx = (dy · sw)^ Cw          dy times the weight's scales, rounded along its rows
     dw = dŷᵀ z                  z: x rounded along its columns, as dy is; with one scale for all inputs z is x̂ itself

@@ -116,8 +116,8 @@ def rounded(
 ) -> tuple[Tensor, Inside]:
     """x [..., K] rounded by its own scales, in `dtype` (None: its own), and where the gradient passes.
 
-    `after`: the gradient of a product, where the rounding belongs to its backward pass. `masked`: False where nobody
-    asks where the gradient passes. `joint`: as for `Spec.choose_qparams`.
+    `after`: the gradient of a product, where the rounding belongs to its backward pass. `masked`: False where no
+    caller needs that mask. `joint`: as for `Spec.choose_qparams`.
     """
     x, scale_dtype = x.detach(), spec.scale_dtype or scale_dtype
     clips = masked and spec.may_clip(scale_dtype)

@@ -180,7 +180,7 @@ def low_bit_gradients(
             scales, as shards have, the gradient gets a scale a row even in a tensorwise scheme.
         x: codes [K, M16] and scales [K] or [1].
 
-    None in place of one: the gradient that it would give is not wanted.
+    None for one of them skips the gradient that needs it.
     """
     fmt = scheme.backward_format
     if scheme.in_blocks:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 Kept = tuple[Tensor | None, ...]
-"""What a forward pass keeps for the backward pass. It keeps a low-bit weight as an alias, `weight.detach()`: a weight
-that a graph holds could not be moved or cast, because torch then swaps the tensors of a subclass."""
+"""The tensors that a forward pass keeps for the backward. It keeps a low-bit weight as an alias, `weight.detach()`:
+a weight that a graph holds could not be moved or cast, because torch then swaps the tensors of a subclass."""
 
 
 class Operands(Protocol):
@@ -38,7 +38,7 @@ class Operands(Protocol):
             weight: [N, K], or [E, N, K] of experts.
             bias: [N].
             needs: True for each of x, weight and bias whose gradient is wanted.
-            others: what else the caller passed: tensors, or None.
+            others: further arguments of the caller: tensors, or None.
         """
 
     def gradients(
@@ -49,7 +49,7 @@ class Operands(Protocol):
 
 
 class RoundedLinear(torch.autograd.Function):
-    """See the module. Arguments: x, the weight, the bias, the operands, and what their `output` takes besides."""
+    """See the module. Arguments: x, the weight, the bias, the operands, and further arguments of their `output`."""
 
     @staticmethod
     def forward(

@@ -39,7 +39,7 @@ class Rounding:
     """How a product rounds its operands; the operands of a plain weight, that `RoundedLinear` takes.
 
     `output` takes besides x, the weight and the bias: the parameters of learned scales and zero points, or None; and
-    what the scales of siblings share, or None.
+    the part of the scales that siblings share, or None.
 
     Attributes:
         weight: the spec of the weight.
@@ -128,7 +128,7 @@ class Rounding:
     # ---- the weight ------------------------------------------------------------------------------------------
 
     def alias(self, weight: Any) -> Any:
-        """What a graph keeps of the weight."""
+        """The part of the weight that a graph keeps."""
         return weight
 
     def values(
@@ -216,7 +216,7 @@ def rounded_linear(
         bias: [N].
         rounding: how both are rounded.
         scale, zero: the parameters of learned scales; None for scales that the weight itself gives.
-        joint: what these share with those of siblings, or None.
+        joint: the part of the scales that siblings share, or None.
     """
     compiling = torch.compiler.is_compiling()
     keeps = compiling and not rounding.runs_in_graphs(weight)

@@ -17,7 +17,7 @@ from torch import Tensor
 from lowbit.numerics.lookup_table import LookupTable
 
 CodeType = torch.dtype | LookupTable
-"""What a code is: an integer or float8 dtype, or a value of a table."""
+"""The kind of a code: an integer or float8 dtype, or a value of a table."""
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _CODE_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32)
 _ZERO_POINT_DTYPES = (*_CODE_DTYPES, torch.int64)

@@ -72,7 +72,7 @@ class QParams(NamedTuple):
 
 @dataclass(frozen=True)
 class _SearchedFormat:
-    """What is searched for: a mapping, a code range, and the dtypes of scale and zero point."""
+    """The grid that is searched: a mapping, a code range, and the dtypes of scale and zero point."""
 
     mapping: Mapping
     dtype: CodeType

@@ -1,4 +1,4 @@
-"""A `Spec`: how one tensor is quantized, and the arithmetic that this means.
+"""A `Spec`: how one tensor is quantized, and its arithmetic.
 
 A `Spec` is format + granularity + mapping. A `Spec` also does its arithmetic (`quantize`, `dequantize`,
 `fake_quantize`) through `lowbit.numerics.affine`, so every flow gives the same bits.
@@ -71,7 +71,7 @@ def crop(t: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class _Computed:
-    """What a `Spec` computes of its fields once, at construction. Comparisons and pickles leave it out."""
+    """Values that a `Spec` computes of its fields once, at construction. Comparisons and pickles leave them out."""
 
     _grid: Grid
     """The codes, for `lowbit.numerics.affine`."""

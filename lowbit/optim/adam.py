@@ -16,8 +16,8 @@ By the Cauchy-Schwarz inequality, exact moments obey ``abs(m) <= largest_ratio(b
 betas stay the same. Moments in 4 bits may not: where the gradients of a block differ by a factor of a hundred, a small
 m may be stored as a value many times its size. So with 4 bits the quotient is clamped to this bound.
 
-A maximum, as amsgrad has it, would collect what stochastic rounding adds to v. So with amsgrad, "4bit" keeps v and s in
-8 bits.
+A maximum, as amsgrad has it, would collect the noise of stochastic rounding in v. So with amsgrad, "4bit" keeps v and s
+in 8 bits.
 """
 
 from __future__ import annotations

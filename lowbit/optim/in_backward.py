@@ -246,7 +246,7 @@ class StepInBackward:
         self._step()
 
     def begin_anew(self) -> None:
-        """`optimizer.zero_grad()` was called: nothing accumulates over it, and what a failed backward left is gone."""
+        """`optimizer.zero_grad()` was called: no gradient accumulates over it, and a failed backward leaves nothing."""
         self._forget()
         self._since_step.clear()
         self._repeated = None

@@ -1,1 +1,1 @@
-"""What a user asks for: schemes of inference and QAT, their usual presets, schemes of training."""
+"""Schemes of inference and QAT, their usual presets, schemes of training."""

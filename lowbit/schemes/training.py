@@ -566,6 +566,6 @@ def _check_bools(scheme: Any) -> None:
             raise TypeError(f"{each.name} must be True or False, got {value!r}")
 
 
-# What torch.compiler.assume_constant_result does, which would import the compiler along with lowbit.
+# The effect of torch.compiler.assume_constant_result, whose call would import the compiler along with lowbit.
 missing_units._dynamo_marked_constant = True  # type: ignore[attr-defined]
 missing_block_products._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What every tensor subclass must do: be made, printed, copied, moved, and sliced."""
+"""The contract of every tensor subclass: it is made, printed, copied, moved, and sliced."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What each product of a model ran in, and statistics of what layers read."""
+"""The format in which each product of a model ran, and statistics of the inputs of layers."""

@@ -27,7 +27,7 @@ from lowbit.numerics.spec import Spec
 
 Method = Literal["minmax", "moving_average", "percentile", "squared_error"]
 MOMENTUM = 0.1
-"""What the last batch counts in a moving average."""
+"""The weight of the last batch in a moving average."""
 CANDIDATES = 128
 """Ranges that "squared_error" compares. Each is 2^(1/16) times narrower than the one before; the last 245 times."""
 _HIDDEN_BITS = 18

@@ -391,7 +391,7 @@ _CONVOLUTIONS = (F.conv1d, F.conv2d)
 
 
 class _Products(TorchFunctionMode):
-    """Notes the products of parameters that don't note themselves, and those that PyTorch computes in backward."""
+    """Notes the products of parameters that don't note themselves, and PyTorch's products in backward."""
 
     def __init__(self, watch: Notes) -> None:
         super().__init__()

@@ -67,7 +67,7 @@ def restore_(model: nn.Module) -> Report:
     If `prepare_` left all weights alone, nothing changes, and the report says so.
 
     Raises:
-        ValueError: the model was never prepared, or is sharded. The model is then as it was.
+        ValueError: the model was never prepared, or is sharded. The model then stays unchanged.
     """
     targets = prepared_targets(model, TrainableTensor.for_schemes(TrainingScheme), "restore")
     report = replace_prepared(targets, _plain, "plain again", trainable=True)

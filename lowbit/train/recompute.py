@@ -1,4 +1,4 @@
-"""What a training step keeps for the backward pass, and what it computes again.
+"""The values that a training step keeps for the backward pass; it computes the others again.
 
 A linear with low-bit products keeps its input as codes, one byte an element. The operations between two products keep
 their own inputs in high precision: a SwiGLU its gate and its up projection, an RMSNorm the residual stream. So the

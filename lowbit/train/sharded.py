@@ -1,4 +1,4 @@
-"""What a rank must know of a sharded weight besides its own part: the offset of the part, the scale of the whole."""
+"""A rank's knowledge of a sharded weight besides its own part: the offset of the part, the scale of the whole."""
 
 from __future__ import annotations
 

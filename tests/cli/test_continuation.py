@@ -19,7 +19,7 @@ class Stripping:
 
 
 class Joining(Stripping):
-    """Decodes a token otherwise where another one follows, so that the head is no beginning of the whole."""
+    """Decodes a token otherwise where another one follows, so that the head is not a beginning of the whole."""
 
     def decode(self, ids: torch.Tensor, skip_special_tokens: bool) -> str:
         return f"{len(ids)}:" + super().decode(ids, skip_special_tokens)

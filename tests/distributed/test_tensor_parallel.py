@@ -41,7 +41,7 @@ def check_parts_that_do_not_divide(rank, world_size):
     except NotImplementedError as error:
         assert "slicing dimension 1 of 96 at 0:48" in str(error), error
     else:
-        raise AssertionError("48 columns are no whole groups of 32")
+        raise AssertionError("48 columns are not whole groups of 32")
     return True
 
 

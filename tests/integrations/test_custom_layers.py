@@ -1,4 +1,4 @@
-"""Layers that are no nn.Linear, GPT-2's Conv1D and routers: loaders of most formats would leave such a low-bit weight
+"""Layers that are not nn.Linear, GPT-2's Conv1D and routers: loaders of most formats would leave such a low-bit weight
 random."""
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_kernels.runtime import library, schemas
+from lowbit_kernels.runtime import launches, library, schemas
 from lowbit_kernels.runtime.op import op
 
 
@@ -95,3 +95,10 @@ def test_dots_stand_for_leading_dimensions() -> None:
         function.check(x, x[0])
     with pytest.raises(ValueError, match=r"x \[\.\.\., K\], got \(\)"):
         function.check(x[0, 0, 0], x)
+
+
+def test_an_op_without_a_kernel_computes_its_formula(product: Any) -> None:
+    run, _ = library._registered["declared_product"]
+    with launches.counted() as calls:
+        assert run(A, B, None, torch.float16).tolist() == [[4.0] * 3] * 2
+    assert calls == {("declared_product", "torch"): 1}

@@ -142,7 +142,7 @@ def test_codes_stay_in_range_with_chosen_scale_and_zero_point(
 
 
 def test_the_ends_of_int32() -> None:
-    """2^31 − 1 is no float32: the nearest, 2^31, wraps."""
+    """2^31 − 1 is not a float32: the nearest, 2^31, wraps."""
     x = torch.tensor([1.0, -1.0, 2.0, -2.0, INF, -INF], requires_grad=True)
     scale = torch.tensor(2.0**-31)
     codes = quantize_affine(x, (6,), scale, None, torch.int32)

@@ -30,7 +30,7 @@ def near_values(book: Codebook) -> torch.Tensor:
     around = (values.view(torch.int32)[:, None] + steps).flatten().view(torch.float32)
     middle = (values[1:] + values[:-1]) / 2
     x = torch.cat([around, middle, torch.rand(2000), 2.0 ** -(18 * torch.rand(2000))])
-    x = x[x.isfinite()]  # the neighbours of zero below it are no numbers
+    x = x[x.isfinite()]  # the neighbours of zero below it are not numbers
     return torch.cat([x, -x]).clamp(-1, 1) if book.signed else x.clamp(max=1)
 
 

@@ -1,8 +1,9 @@
 """The table of optimizers: classes, their variants by state format, combinations of options, bytes of state.
 
 A contract is a test over this table (`test_algorithms`, `test_algorithm_checkpoints`, `test_reference`), so a new
-algorithm of lowbit is tested by a row of `VARIANTS`, `STATEFUL` and `BYTES`, and by its cases. Muon's step
-of matrices is not elementwise: Muon is in `VARIANTS` and `BYTES` only, and `test_muon` tests the rest.
+algorithm of lowbit is tested by a row of `VARIANTS`, `STATEFUL` and `BYTES`, and by its cases. The tests expect
+`weight_decay`, `maximize` and `betas` or `momentum` of it, and weights that show a gradient of NaN or infinity. Muon's
+step of matrices is not elementwise: Muon is in `VARIANTS` and `BYTES` only, and `test_muon` tests the rest.
 """
 
 from __future__ import annotations

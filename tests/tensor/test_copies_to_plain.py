@@ -69,7 +69,7 @@ def test_swapped_parameters_warn_too():
 
 
 def test_other_copies_do_not_warn():
-    """A copy into a tensor that is no parameter, an average's, an optimizer's, and those of its load_state_dict."""
+    """A copy into a tensor that is not a parameter, an average's, an optimizer's, and those of its load_state_dict."""
     weight = lb.AffineTensor.from_float(torch.randn(64, 128), lb.Int4WeightOnly(32))
     assert warnings_of(lambda: torch.empty(64, 128).copy_(weight))[0] == []
 

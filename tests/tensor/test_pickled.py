@@ -277,7 +277,7 @@ BAD: dict[str, tuple[str, Change, str]] = {
         r"zero_point of shape \(8, 3\) does not fit .*expected none",
     ),
     "zero point of floats": (AFFINE, part("zero_point", Tensor.float), r"zero_point of .*float32"),
-    "codes that are no tensor": (AFFINE, attribute("codes", [1, 2]), r"codes of .* is a list"),
+    "codes that are not a tensor": (AFFINE, attribute("codes", [1, 2]), r"codes of .* is a list"),
     "sparse codes": (AFFINE, part("codes", Tensor.to_sparse), r"codes .*sparse_coo.*dense"),
     "expanded codes": (
         AFFINE,

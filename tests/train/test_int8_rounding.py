@@ -62,7 +62,7 @@ def test_random_bits_differ_between_rows_updates_and_names():
 
 @given(st.integers(0, 6), st.integers(1, 9), st.floats(1e-30, 1e30))
 def test_unchanged_values_stay(rows, columns, size):
-    """Also after a multiplication of the scales, by which they are no quotient of 127 any more."""
+    """Also after a multiplication of the scales, by which they are not quotients of 127 any more."""
     t = Int8WeightTensor(torch.randn(rows, columns) * size, Int8Weight())
     t.scale_(0.99973)
     before = t.clone()

@@ -115,7 +115,7 @@ def check_updates_are_the_same_at_any_sharding(rank, world_size):
             for make, width in ((shard, 96), (shard, 33), (parallel, 96), (parallel, 94)):
                 where = (scheme, name, make.__name__, width)
                 if make is parallel and name == "AdamW8bit" and width == 94:
-                    continue  # 47 columns are no whole blocks of a state
+                    continue  # 47 columns are not whole blocks of a state
                 whole, model = model_of(scheme, width), make(model_of(scheme, width))
                 optimizers = [cls(m.parameters(), lr=1e-2) for m in (whole, model)]
                 for step in range(3):

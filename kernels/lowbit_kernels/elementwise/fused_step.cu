@@ -55,7 +55,7 @@ struct Offsets {  // of a lane's eight elements
 
 // How many tiles of a tensor take the short path, the first ones: all whole tiles, if the tensor has a single row,
 // 16-byte accesses reach all elements, and the random bits are those of whole octets whose numbers have 32 bits. All
-// other tiles take the path for all cases. On one path for both, every tile would pay for the tests of what it is.
+// other tiles take the path for all cases. On one path for both, every tile would pay for the tests of its kind.
 DEVICE uint32 short_tiles(const Tensor &t) {
     const uint64 last = t.first_index + t.cols;
     const bool octets = !RANDOM || (t.run == 0 && t.first_index % 8 == 0 && last >> 35 == 0);
@@ -672,7 +672,7 @@ DEVICE void step_short(const Tensor *t, const Scalars *k, float factor, uint32 n
     else step_at(*t, *k, factor, at, lane, table);  // read where needed, to save registers
 }
 
-// Any tile. What it needs of the table is read where it needs it, not before the paths part.
+// Any tile. It reads an entry of the table where it needs the entry, not before the paths part.
 DEVICE void step_any(const Tensor *t, const Scalars *k, float factor, uint32 n, int lane) {
     t = hidden(t), k = hidden(k);
     step_at(*t, *k, factor, locate_lane(*t, n, lane), lane, table);

@@ -230,7 +230,7 @@ class StepKernel:
     """The kernel of one variant, on one device.
 
     Args:
-        variant: what it is compiled for.
+        variant: the algorithm and the formats for which it is compiled.
         device: a CUDA device.
     """
 

@@ -41,7 +41,7 @@ class Grid(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the ops take, since each argument of an op costs the host time: "symmetric int8 -8 7"."""
+        """The grid as one argument, since each argument of an op costs the host time: "symmetric int8 -8 7"."""
         return f"{self.mapping} {self.format} {self.low:.17g} {self.high:.17g}"
 
     @classmethod

@@ -113,8 +113,8 @@ DEVICE void store_zeros(unsigned char *to, long long pitch, int rows, int bytes)
         if (i % CHUNKS * 16 < bytes) *(uint4 *)(to + i / CHUNKS * pitch + i % CHUNKS * 16) = make_uint4(0, 0, 0, 0);
 }
 
-// Scales of rows: a scale for each row of a, for each expert if RAGGED. Of columns: one for each row of b and expert; if
-// b_scales is 0, one for all.
+// Scales of rows: one for each row of a, for each expert if RAGGED. Scales of columns: one for each row of b and expert;
+// if b_scales is 0, one for all.
 DEVICE void consume(Shared &shared, const TensorMap &out, unsigned char *result, int pitch, const float *a_scale,
                     const float *b_scale, int b_scales, const Shape &shape, uint32 rank) {
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128;

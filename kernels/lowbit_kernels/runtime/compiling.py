@@ -1,6 +1,6 @@
 """Tells a waiting user which kernel is being compiled.
 
-A compiler takes seconds and says nothing of how far it is. A program that shows progress sets `shown`, once, to a
+A compiler takes seconds and reports no progress. A program that shows progress sets `shown`, once, to a
 context manager that is open while a kernel is compiled. This package shows nothing by itself.
 """
 

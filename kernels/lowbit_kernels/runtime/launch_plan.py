@@ -1,4 +1,4 @@
-"""What a call of an op allocates and launches, as data that depends on the layouts of its operands alone.
+"""The allocations and launches of a call, as data that depends on the layouts of its operands alone.
 
 An op makes a `LaunchPlan` once for operands of the same layouts. `run` carries it out from Python; `launcher` gives it
 to a compiled launcher, which carries out the same plan in a tenth of the time. Tensors of a call have numbers: first

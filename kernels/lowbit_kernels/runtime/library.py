@@ -24,7 +24,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of activations, scales and results."""
 
 _registered: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-"""What computes each op, and its fake, of the modules that are imported."""
+"""The function that computes each op, and its fake, for the modules that are imported."""
 
 
 def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:

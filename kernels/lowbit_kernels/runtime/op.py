@@ -71,7 +71,7 @@ class Op(Protocol[P, R_co]):
         reference: the decorated function with its arguments by position: the formula, on any device.
         check: raises the errors of the declaration; it takes all arguments by position.
         kernel: decorator of the function that computes the op. It takes all arguments by position, checked. Where it
-            returns None, the reference runs.
+            returns None, and in an op without a kernel, the reference runs.
     """
 
     overload: Any
@@ -159,7 +159,7 @@ def _running(
     declaration: _Declaration,
     by_layout: bool,
 ) -> tuple[Callable[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """What computes the op, and what gives it the kernel."""
+    """The function that computes the op, and the decorator that gives it the kernel."""
     defaults = tuple(declaration.defaults.values())
     total = len(defaults)
     kernel: Callable[..., Any] | None = None
@@ -169,8 +169,7 @@ def _running(
             args = *args, *defaults[len(args) :]
         if not by_layout:
             check(*args)
-        assert kernel is not None
-        found = kernel(*args)
+        found = None if kernel is None else kernel(*args)
         if found is None:
             ran(name, "torch")
             return reference(*args)

@@ -123,7 +123,7 @@ def _is_known() -> bool:
 def _words(
     compiled: Any, arguments: dict[str, Tensor | int], tensors: Sequence[Tensor | None]
 ) -> tuple[int | Address, ...] | None:
-    """What the compiled kernel takes; None where it cannot be planned."""
+    """The arguments of the compiled kernel; None where it cannot be planned."""
     found = compiled.metadata
     scratch = found.global_scratch_size or found.profile_scratch_size
     if found.num_ctas != 1 or scratch or found.launch_cooperative_grid or found.launch_pdl:

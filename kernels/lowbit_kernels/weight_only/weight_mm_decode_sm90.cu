@@ -119,7 +119,7 @@ DEVICE int rounds_of(const Problem &p) { return (p.tiles() - first_tile() + tile
 
 // ---- copying --------------------------------------------------------------------------------------------------------
 
-// Copies the last bytes that are no multiple of 16. Returns how many bytes the TMA has to copy.
+// Copies the bytes after the last multiple of 16. Returns how many bytes the TMA has to copy.
 DEVICE uint32 bulk_part(unsigned char *to, const unsigned char *from, int bytes) {
     const int whole = bytes & ~15;
 #pragma unroll 1

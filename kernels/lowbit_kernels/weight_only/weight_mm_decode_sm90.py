@@ -177,14 +177,14 @@ def _divided(
         clusters *= -(-tiles * pieces * 512 // (clusters * KEPT_LIMIT))
         clusters = min(tiles, clusters)
     rounds = -(-tiles // clusters)
-    # 128 bytes more: for the last chunk of a row the kernel reads past the scales, and ignores what it reads.
+    # 128 bytes more: for the last chunk of a row the kernel reads past the scales, and ignores these bytes.
     fixed = 512 + 128 + 2 * WARPS * pieces * 512
     if split > 1:
         fixed += -(-rounds // split) * split * pieces * 512
     if tokens == 1 or (tokens < 8 and parts > 2):  # x
         fixed += m * (-(-slice_ * CHUNK_BYTES * 16 // bits // 128) * 128 + 32)
     stage = -(-ROWS * height * (pitch + scale_bytes) // 128) * 128
-    # With up to 4 parts more than 4 stages were no faster.
+    # With up to 4 parts more than 4 stages were not faster.
     wanted = min(MAX_STAGES if parts > 4 else 4, rounds * parts)
     wanted = min(wanted, max(IN_FLIGHT // stage, 2))
     stages = min((nvrtc.SHARED_LIMIT - fixed) // stage, wanted)

@@ -50,8 +50,8 @@ from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.table_tensor import TableTensor
 
 Block = tuple[Tensor, Tensor, Tensor | None]
-"""What blocks [N, B, bytes] hold: unsigned codes [N, B, elements], scales [N, B, groups], and minimums that are added.
-None for minimums: 2^(bits − 1) is subtracted from each code, or a table gives its value."""
+"""The contents of blocks [N, B, bytes]: unsigned codes [N, B, elements], scales [N, B, groups], and minimums to
+add. None for minimums: 2^(bits − 1) is subtracted from each code, or a table gives its value."""
 
 IQ4 = LookupTable((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
 """The values of IQ4_NL and IQ4_XS: dense around zero, as weights are."""

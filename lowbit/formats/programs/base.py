@@ -1,4 +1,4 @@
-"""What a format of programs is: a file with the computation of a model beside its weights, for one runtime.
+"""A format of programs: a file with the computation of a model beside its weights, for one runtime.
 
 `lowbit.export(model, out, format=…, example_inputs=…)` traces the model with torch.export and gives the program to the
 format. `lowbit.formats.registry` lists the formats.

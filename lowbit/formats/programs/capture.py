@@ -96,7 +96,7 @@ def traced_with(call: Call, replace: Replace) -> ExportedProgram:
 
 
 def _memo(model: nn.Module, stand_ins: dict[int, nn.Parameter]) -> dict[int, Any]:
-    """What a copy of the model shares: plain tensors, and stand-ins for the low-bit weights."""
+    """The tensors that a copy of the model shares: plain ones, and stand-ins for the low-bit weights."""
     tensors = (*model.parameters(), *model.buffers())
     return {id(t): t for t in tensors} | stand_ins
 

@@ -16,7 +16,7 @@ from lowbit.schemes.scheme import Scheme
 
 @dataclass
 class WeightChoice:
-    """What is quantized, and a report of the other weights.
+    """The weights that are quantized, and a report of the others.
 
     Attributes:
         schemes: the scheme of each weight that is quantized, by every name of the weight.

@@ -60,7 +60,7 @@ class ModelSection:
 
 @dataclass
 class JobConfig:
-    """What torchtitan merges into its own configuration.
+    """The part that torchtitan merges into its own configuration.
 
     Args:
         model: the section `model`, with lowbit's converter on.

@@ -1,4 +1,4 @@
-"""What a run asks of lowbit, checked, and applied to a model: the part that does not depend on torchtitan's release."""
+"""The settings of a run: their checks, and their use on a model. Nothing here depends on torchtitan's release."""
 
 from __future__ import annotations
 

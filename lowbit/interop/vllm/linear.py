@@ -25,7 +25,7 @@ from vllm.model_executor.parameter import (
 from lowbit.interop.vllm.parts import LayerWeight, PartLayout, Stored
 
 PREFIX = "weight_"
-"""What precedes the name of a part: a parameter cannot have the name "weight.codes"."""
+"""The prefix of a part's name: a parameter cannot have the name "weight.codes"."""
 
 
 @register_weight_loader_v2_supported_method

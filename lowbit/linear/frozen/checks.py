@@ -21,7 +21,7 @@ _has_transforms = torch._C._are_functorch_transforms_active
 TRANSFORMS = (
     "torch.func's transforms, such as grad and vmap (accepted: backward() and torch.autograd.grad)"
 )
-"""What no product of a low-bit weight supports, for messages."""
+"""Features that no product of a low-bit weight supports, for messages."""
 
 
 def in_transform() -> bool:

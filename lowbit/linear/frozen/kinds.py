@@ -7,7 +7,7 @@ from typing import Any
 from lowbit.numerics.spec import Spec
 
 KINDS: list[Any] = []
-"""Classes with `stores(spec)`. The latest stands first, and the one that stores what no other does stands last."""
+"""Classes with `stores(spec)`. The latest stands first, and the class for all other specs stands last."""
 
 
 def representation_of(spec: Spec) -> Any:

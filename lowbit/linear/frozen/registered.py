@@ -82,12 +82,12 @@ def unregister_linear(impl: Implementation) -> None:
 
 
 def registered_sources() -> tuple[str, ...]:
-    """What the keys of compiled graphs need to know of the registrations, the last first."""
+    """The part of the keys of compiled graphs that stands for the registrations, the last first."""
     return tuple(row.source for row in rows)
 
 
 def _source(fn: Callable[..., Any]) -> str:
-    """A digest of the file and the position in it of a function; random where these do not tell what it computes."""
+    """A digest of a function's file and position; random where these do not determine what the function computes."""
     code = getattr(fn, "__code__", None)
     has_state = getattr(fn, "__closure__", None) or hasattr(fn, "__self__")
     if code is None or has_state or not os.path.isfile(code.co_filename):

@@ -43,7 +43,7 @@ BUCKET = 2**24
 class CPUOffloadOptimizer(torch.optim.Optimizer):
     """Any optimizer, its states (and gradients) in host memory and its step on the CPU.
 
-    Use it as the optimizer that it wraps. Its `state_dict()` is that of `base_class` used directly: each loads the
+    Use this class as the wrapped optimizer. Its `state_dict()` is that of `base_class` used directly: each loads the
     other's, at any time, also between the backward passes of one step. Learning rate schedulers and changes of
     `param_groups` take effect at the next step. A loop needs no change, except with `offload_gradients=True`: the
     gradients have left the device then, so clip with `clip_grad_norm_` of this class.

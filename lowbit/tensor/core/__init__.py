@@ -1,9 +1,9 @@
-"""What every low-bit tensor is made of: its base, and how torch's protocols see it. Representations import this page.
+"""The base of every low-bit tensor, and its answers to torch's protocols. Representations import this page.
 
-- `base`: what a representation declares and gets; `base_ops`: aten operations; `indexing`, `contracted`: functions that
-  take a tensor apart, or multiply by it in their own way; `reading`: what a model reads of a weight that is rounded
-  later; `torchscript`: the refusal of it
-- `pickled`, `state_dict`: what files hold
+- `base`: the declarations of a representation, and what follows; `base_ops`: aten operations; `indexing`, `contracted`:
+  functions that take a tensor apart, or multiply by it in their own way; `reading`: the values of a weight that is
+  rounded later; `torchscript`: its refusal
+- `pickled`, `state_dict`: the contents of files
 - `collectives`, `dtensor`, `fsdp`, `regather`: tensors over several ranks
 """
 

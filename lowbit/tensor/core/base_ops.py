@@ -267,8 +267,8 @@ def _pad(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
 
 @_implements(aten.equal.default)
 def _equal(func: Any, args: Any, kwargs: Any) -> bool:
-    """True if both are stored alike, to the bit; two classes need equal values alone. transformers asks so
-    whether two weights of a checkpoint are one."""
+    """True if both are stored alike, to the bit; two classes need equal values alone. transformers calls it
+    to find tied weights of a checkpoint."""
     a, b = args
     if type(a) is not type(b):
         if a.shape != b.shape or a.dtype != b.dtype:

@@ -139,8 +139,8 @@ def _added(multiply: Callable[[Any, Any], Tensor]) -> Callable[..., Tensor]:
 
 
 def _labels(equation: str, ndims: Sequence[int]) -> list[str] | None:
-    """The subscripts of the operands and of the output, with letters for an ellipsis. None where torch has to say what
-    is wrong with them."""
+    """The subscripts of the operands and of the output, with letters for an ellipsis. None where torch raises
+    the error."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     if len(terms) != len(ndims):

@@ -32,7 +32,7 @@ def held_locally(value: Any) -> Any:
 
 
 def placed_as(value: Any, own: Tensor) -> Tensor:
-    """`own` as this rank's part of a DTensor of the shape and placement of `value`; unchanged where `value` is no
+    """`own` as this rank's part of a DTensor of the shape and placement of `value`; unchanged where `value` is not a
     DTensor."""
     if not is_dtensor(value):
         return own

@@ -95,7 +95,7 @@ class pre_all_gather:
 
 
 class Gather(NamedTuple):
-    """What FSDP2 says of an all-gather: the mesh and how many ranks it has, the shape of the whole parameter, its
+    """An all-gather, as FSDP2 describes it: the mesh and how many ranks it has, the shape of the whole parameter, its
     module, and the policy of mixed precision."""
 
     mesh: Any

@@ -71,7 +71,7 @@ class Pickling:
         return rebuild, (type(self), parts, self.meta(), *described, others)
 
     def digest_of_sources(self: Any) -> str:
-        """What the keys of compiled graphs need beside the layout: the code that dispatches the tensor."""
+        """The part of the keys of compiled graphs beside the layout: the code that dispatches the tensor."""
         used = map(type, self.meta().values())
         kinds = frozenset({*type(self).__mro__, *used, *Granularity.kinds.values()})
         return f"{_digest_of_sources(kinds)}{registered_sources()}"

@@ -1,7 +1,7 @@
 """Which value of a trained weight an operation gets: the rounded one, or the high-precision master.
 
-A `MasterWeightTensor` holds a high-precision weight that a conversion rounds later. What a model computes with must be
-rounded today too, by whatever operation. What trains, stores or moves the weight must not be.
+A `MasterWeightTensor` holds a high-precision weight that a conversion rounds later. A model must compute with rounded
+values today too, in every operation. Operations that train, store or move the weight must get high-precision values.
 
 | who asks                                                                   | gets                          |
 |----------------------------------------------------------------------------|-------------------------------|

@@ -2,7 +2,7 @@
 
 FSDP2 keeps what its first gather of a parameter made: the buffers, of the sizes and dtypes of that gather, and the
 whole parameter. A prepared weight travels as codes of a width that depends on its scheme, and in high precision while
-its rounding is off. So a change of either has to begin with the next gather anew. torch has no public call for this.
+its rounding is off. After a change of either, FSDP2 must forget that gather. torch has no public call for this.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ own names, so torch itself fails in three cases:
   Load into the wrapped module, or with `strict=False`.
 
 Two hooks on each module with a low-bit parameter do all this. torch's global hook on parameter registration adds them,
-whoever replaces the parameter, and removes them with the last low-bit parameter. A third hook, on every wrapper of a
-module, puts the name of the wrapped module into the keys of parts.
+also where other code replaces the parameter, and removes them with the last low-bit parameter. A third hook, on every
+wrapper of a module, puts the name of the wrapped module into the keys of parts.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def take_parts(
     """Replace the parts of `param` in the state dict, if there are any, by `state_dict[key]`, a tensor like `param`.
     `entry` describes it.
 
-    Appends to `errors` what does not fit. `param` then stays unchanged.
+    Appends each misfit to `errors`. `param` then stays unchanged.
     """
     own, shape = local(param), tuple(param.shape)
     given = {
@@ -456,7 +456,7 @@ def _lengths(size: int, ranks: int) -> list[int]:
 
 
 def join(param: Any, given: Mapping[str, Any], key: str, *, keep_dtypes: bool) -> Tensor:
-    """A low-bit tensor stored as `param` is, from the inner tensors `given` by name; nothing is copied.
+    """A low-bit tensor like `param` over the inner tensors `given` by name, without copies.
 
     Inner tensors of a sharded parameter are DTensors as `split` gives them, or whole on every rank. With `keep_dtypes`
     scales must have the dtype that `param` has.

@@ -1,7 +1,7 @@
 """Refuses TorchScript, which has no place for a low-bit weight.
 
 TorchScript keeps the memory of each parameter. A low-bit tensor has none of its own, only its inner tensors have, so a
-saved module would hold zeros. `torch.export` takes low-bit tensors apart, and `lowbit.export` writes what it gives.
+saved module would hold zeros. `torch.export` takes low-bit tensors apart, and `lowbit.export` writes the result.
 
 Every module with a low-bit parameter has `refuse_script` as its `__prepare_scriptable__`, which `torch.jit.script`
 calls before anything else. A trace refuses with the first operation on such a tensor.

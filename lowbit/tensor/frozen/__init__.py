@@ -1,1 +1,1 @@
-"""Weights for inference, and states of optimizers: codes and scales that nobody trains."""
+"""Weights for inference, and states of optimizers: codes and scales that do not train."""

@@ -74,6 +74,10 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
 
     It is frozen: `requires_grad_()` leaves `requires_grad` False, and warns where the tensor is a parameter. Gradients
     flow through its linear to the input. `weight[i]` is a row, as plain values.
+
+    A subclass stores certain specs in another layout. It overrides `stores`, gives its layout a name in `stored_as`,
+    and overrides what differs of `_stored_bits`, `_store` and `_load`. Without a product of its own (`register_linear`)
+    its products multiply the dequantized weight.
     """
 
     tensor_attrs: ClassVar[tuple[str, ...]] = (
@@ -87,7 +91,7 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
 
     caches = ("_known_products", "_reader")
     stored_as: ClassVar[str | None] = "integers"
-    """The classes that define `stores`, the newest first."""
+    """The name of the layout of the codes. lowbit's kernels read the layouts of lowbit's own classes alone."""
 
     codes: Tensor
     scale: Tensor
@@ -103,7 +107,7 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "stores" in cls.__dict__:
+        if "stores" in cls.__dict__:  # KINDS has the newest class first
             KINDS.insert(0, cls)
 
     def __new__(
@@ -209,7 +213,11 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
     ) -> AffineTensor:
         """`from_float` with the scales and zero points of `Spec.search_qparams`, which lose less by rounding.
 
-        Arguments are those of both. Raises ValueError as they do.
+        Args:
+            weight, scheme, input_qparams: as for `from_float`.
+            importance: the weight of each input channel's error, as for `Spec.search_qparams`; None: all alike.
+
+        Raises ValueError as both do.
         """
         spec = scheme.weight if isinstance(scheme, Scheme) else scheme
         check_weight(weight)
@@ -228,8 +236,12 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
     ) -> AffineTensor:
         """`from_float` where `scales` is "minmax", `searched` where it is "searched".
 
-        None takes the search for integers of up to `SEARCHED_BITS` bits, and "minmax" for all else. With `joint`, the
-        scales are those of `from_float`. Raises ValueError as both do.
+        Args:
+            weight, scheme, input_qparams: as for `from_float`.
+            scales: None takes the search for integers of up to `SEARCHED_BITS` bits, and "minmax" for all else.
+            joint: as for `from_float`; the scales are then those of `from_float`.
+
+        Raises ValueError as both do.
         """
         if joint is not None:
             return cls.from_float(weight, scheme, input_qparams=input_qparams, joint=joint)
@@ -415,8 +427,8 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
     def requantize_(self, values: Tensor) -> None:
         """Write `values` [..., N, K], in the weight's scheme; each block keeps its scale where that is nearer.
 
-        Warns that it rounds. Raises ValueError for values that are not finite or of another shape. The weight is then
-        as it was.
+        Warns that it rounds. Raises ValueError for values that are not finite or of another shape. The weight then
+        stays unchanged.
         """
         if values.shape != self.shape:
             raise ValueError(f"values of shape {tuple(values.shape)} for {self!r}")

@@ -148,7 +148,7 @@ class BlockedTensor(LowbitTensor):
         )
 
     def _has_scales_of(self, other: Self) -> bool:
-        """True if both have equal scales and zero points. Parts of one tensor, gathered or moved one by one, have."""
+        """True if both have equal scales and zero points. Parts of one tensor do, also gathered or moved one by one."""
         names = self.inner_tensors().keys() - {"codes", *self._of_input()}
         pairs = [(getattr(self, name), getattr(other, name)) for name in names]
         return all(a.data_ptr() == b.data_ptr() or torch.equal(a, b) for a, b in pairs)

@@ -116,7 +116,11 @@ class CodebookTensor(LowbitTensor):
     def from_float(
         cls, values: Tensor, format: str, *, signed: bool, block_size: int | None = None
     ) -> Self:
-        """Encode `values` (any floating dtype, shape and strides). Arguments as for `zeros`.
+        """Encode `values`.
+
+        Args:
+            values: of any floating dtype, shape and strides.
+            format, signed, block_size: as for `zeros`.
 
         A block with a NaN or an infinity dequantizes to NaN throughout.
         """

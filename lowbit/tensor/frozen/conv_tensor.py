@@ -1,6 +1,6 @@
 """ConvTensor: the weight of an nn.Conv1d or nn.Conv2d in integer or float8 codes.
 
-A weight [N, C/groups, k…] is stored as the matrix [N, K] of its rows, K = C/groups · k…, and in no other way than an
+A weight [N, C/groups, k…] is stored as the matrix [N, K] of its rows, K = C/groups · k…, exactly as an
 `AffineTensor` or a `Float8Tensor` of that matrix. So `PerRow` gives each output channel one scale, `PerGroup(g)` one to
 each g consecutive elements of a row, with the kernel's positions of one input channel next to each other, and
 `PerBlock(a, b)` one to each a x b of the matrix. K is padded to a whole number of groups: a depthwise 3 x 3 kernel has
@@ -9,7 +9,7 @@ K = 9, and wants `PerRow`.
     y = conv(round(x), (code − zero_point) · scale, bias)
 
 The convolution is torch's own, of the dequantized weight and of x, rounded where the scheme has an activation. Its
-result has the memory format that x asks for. Codes save memory and bytes of a checkpoint, and no time: each call
+result has the memory format that x asks for. Codes save memory and bytes of a checkpoint, but not time: each call
 dequantizes the weight, and products run in high precision.
 """
 

@@ -1,8 +1,8 @@
 """Read the codes of a low-bit weight on a CPU by one compiled kernel, `lowbit_kernels.weight_only.dequantize_cpu`, for
 its values and for its products.
 
-The values equal those of `Spec.dequantize` to the bit. That takes 25 PyTorch operations a weight, of a few microseconds
-each, which dominate the time of a decoded token on small models.
+The values equal those of `Spec.dequantize` to the bit. `Spec.dequantize` takes 25 PyTorch operations a weight, of a few
+microseconds each, which dominate the time of a decoded token on small models.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def rows_of_embedding(
 
 
 def kernel_of(weight: Any) -> tuple[Dequantizer, Parts] | None:
-    """The kernel that reads an AffineTensor's codes, and what it reads; None where there is none, or while it may not
+    """The kernel that reads an AffineTensor's codes, and its operands; None where no kernel exists, or while it may not
     run."""
     if not _may_run():
         return None

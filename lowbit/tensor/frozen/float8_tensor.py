@@ -60,8 +60,8 @@ class Float8Tensor(AffineTensor):
             dtype: of the weight.
             activation: how products round their inputs; None: not at all.
 
-        Raises ValueError for scales of another shape or dtype, and for blocks that are so much larger than the weight
-        that it would be padding.
+        Raises ValueError for scales of another shape or dtype, and for blocks so much larger than the weight that
+        padding would prevail.
         """
         if scale.dtype is torch.uint8:
             scale = scale.view(torch.float8_e8m0fnu)

@@ -1,4 +1,4 @@
-"""`requires_grad` of a frozen weight: it stays False, and whoever asks for a gradient learns the way out."""
+"""`requires_grad` of a frozen weight: it stays False, and a call that asks for a gradient is told the way out."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def requantize(weight: Any, values: Tensor) -> None:
 def holds(weight: Any, values: Tensor) -> bool:
     """True if `values` [..., N, K] are those of an AffineTensor of this shape that is not transposed, up to the
     rounding of the coarser dtype. Rounding moves values to both sides; a change of all to one side, such as a factor of
-    1.01 in bfloat16, is none.
+    1.01 in bfloat16, counts as a change.
 
     An average of a frozen weight computes such values. Most schemes would choose other scales for them: a group of int4
     codes -7 .. 7 gets a smaller scale each time.

@@ -159,14 +159,14 @@ class TableTensor(AffineTensor):
         return values.view(tuple(shape))
 
     def _new_scales(self, x: Tensor) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor | None]]:
-        """What all blocks share stays."""
+        """The shared part of all blocks stays."""
         if self.spec.scales is None:
             return super()._new_scales(x)
         found = self.spec.choose_scales(x, kept=self.inner_tensors())
         return {"scale": found["scale"]}, (self.spec.scales.decode(found), None)
 
     def requantize_(self, values: Tensor) -> None:
-        """As that of `AffineTensor`. What all blocks share, such as `global_scale`, changes where that is nearer."""
+        """As `AffineTensor` does. The part that blocks share, such as `global_scale`, changes where that is nearer."""
         super().requantize_(values)
         if self.spec.scales is None or not self.spec.scales.shared or self.numel() == 0:
             return
