@@ -41,6 +41,20 @@ def hang(rank, world_size):
     time.sleep(60)
 
 
+def server_threads(rank, world_size):
+    """Of the process that this one is a fork of, and how many compiled kernels that process has loaded."""
+    server = Path("/proc", str(os.getppid()))
+    threads = [Path(task, "comm").read_text() for task in (server / "task").iterdir()]
+    return threads, (server / "maps").read_text().count("lowbit-kernel")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are spawned")
+def test_processes_are_forks_of_one_thread_that_ran_no_kernel():
+    """A fork while another thread allocates copies a heap in the middle of a change."""
+    for threads, kernels in launch(server_threads, 2):
+        assert len(threads) == 1 and kernels == 0, threads
+
+
 def test_returns_every_ranks_result_in_order():
     assert launch(sum_of_ranks, 2, 10) == [(0, torch.tensor([21.0])), (1, torch.tensor([21.0]))]
     assert [r for r, _ in launch(sum_of_ranks, 2, 0)] == [0, 1]
