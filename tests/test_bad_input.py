@@ -93,7 +93,7 @@ def test_nothing_to_quantize(flow: Flow) -> None:
     for net, match in [
         (nn.ReLU(), r"nothing to convert in ReLU \(it has no nn.Linear\).*filter_fn"),
         (nn.Sequential(nn.Conv2d(3, 8, 3), nn.LayerNorm(8)), r"nothing to convert in Sequential"),
-        (nn.Embedding(8, 8), r"nothing to convert.*weight: not selected by the filter"),
+        (nn.Embedding(8, 8), r"nothing to convert.*weight: an embedding: a pattern that names it"),
     ]:
         check_refused(net, lambda net=net: flow(net, INT4), ValueError, match)
     net = model()

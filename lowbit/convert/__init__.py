@@ -10,33 +10,35 @@ from lowbit.convert.by_name import (
     check_schemes,
     first_match,
     matches,
+    names_outright,
     of_unused,
     unused,
 )
+from lowbit.convert.choice import NAMED, Choice
+from lowbit.convert.experts import stacked, stores_inputs_first
+from lowbit.convert.owners import Owner, check_module, find_owners, joined_name
 from lowbit.convert.replace import replace_weights
 from lowbit.convert.report import Entry, Report, followers, tell
 from lowbit.convert.walk import (
     USES,
     Filter,
-    Owner,
     Schemes,
     Target,
     TrainingSchemes,
     alike,
-    check_module,
     families_of,
-    find_owners,
     find_targets,
     is_conv,
-    joined_name,
     joint_part,
     joint_parts,
     rounding_owners,
 )
 
 __all__ = [
+    "NAMED",
     "NEEDS_CALIBRATION",
     "USES",
+    "Choice",
     "Entry",
     "Filter",
     "Owner",
@@ -58,9 +60,12 @@ __all__ = [
     "joint_part",
     "joint_parts",
     "matches",
+    "names_outright",
     "of_unused",
     "replace_weights",
     "rounding_owners",
+    "stacked",
+    "stores_inputs_first",
     "tell",
     "unused",
 ]

@@ -89,3 +89,9 @@ def matches(pattern: str, name: str) -> bool:
             return re.fullmatch(expression, name) is not None
         return matches_expression(expression, name, whole=True)
     return fnmatchcase(name, pattern)
+
+
+def names_outright(pattern: str, layer: str) -> bool:
+    """True if a pattern that matches `layer`, or its weight, matches no longer name, and so names this module."""
+    longer = f"{layer}_"
+    return not (matches(pattern, longer) or matches(pattern, f"{longer}.weight"))

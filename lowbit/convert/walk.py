@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowbit.convert.by_name import check_schemes, first_match, matches, of_unused, unused
+from lowbit.convert.choice import Choice
+from lowbit.convert.owners import Owner, check_module, find_owners, joined_name
 from lowbit.convert.report import Entry, Report
 from lowbit.convert.siblings import families, group_of
 from lowbit.linear.frozen.kinds import representation_of
@@ -26,14 +28,6 @@ Schemes = Scheme | Mapping[str, Scheme | None]
 TrainingSchemes = TrainingScheme | Mapping[str, TrainingScheme | None]
 USES = ("linear", "embedding", "conv", "attention", "other")
 """How a module may use its weight. "attention" is the `out_proj` of nn.MultiheadAttention."""
-
-
-class Owner(NamedTuple):
-    """A module that holds a parameter, the attribute, and the parameter's fully qualified name there."""
-
-    module: nn.Module
-    attribute: str
-    fqn: str
 
 
 @dataclass(frozen=True)
@@ -108,39 +102,10 @@ def joint_part(spec: Spec, weights: Sequence[Tensor], searched: bool = False) ->
     return spec.joint_part(own, dtype)
 
 
-# ---- arguments ------------------------------------------------------------------------------------------------
-
-
-def check_module(model: Any) -> None:
-    """Raise TypeError unless `model` is a module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model must be an nn.Module, got {type(model).__name__}: it is changed in place, where its modules hold "
-            "the weights"
-        )
-
-
-def joined_name(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
-
-
-def find_owners(model: nn.Module) -> dict[int, list[Owner]]:
-    """id of a parameter → everything that holds the parameter. Raises TypeError unless `model` is a module."""
-    check_module(model)
-    owners: dict[int, list[Owner]] = {}
-    for prefix, module in model.named_modules():
-        for name, param in module._parameters.items():
-            if param is not None:
-                owners.setdefault(id(param), []).append(
-                    Owner(module, name, joined_name(prefix, name))
-                )
-    return owners
-
-
 def find_targets(
     model: nn.Module,
     schemes: Schemes | TrainingSchemes,
-    filter_fn: Filter | None,
+    filter_fn: Filter | Choice | None,
     kind: type = Scheme,
 ) -> tuple[list[Target], Report]:
     """The weights to convert, all of them checked, and a report of the ones left alone.
@@ -148,7 +113,7 @@ def find_targets(
     Args:
         model: whose modules hold the weights.
         schemes: one of `kind`; or a dict of name patterns to one of `kind` or None.
-        filter_fn: chooses modules; None chooses every `nn.Linear`.
+        filter_fn: chooses modules; None: `lowbit.convert.choice` says which weights the patterns take.
         kind: `Scheme` or `TrainingScheme`.
 
     Raises:
@@ -158,9 +123,10 @@ def find_targets(
             complex, NaN or infinite weight; tied weights with different schemes; a model already sharded.
     """
     check_schemes(schemes, kind)
+    check_module(model)
     if filter_fn is None:
-        filter_fn = _is_linear
-    if not callable(filter_fn):
+        filter_fn = Choice(model)
+    if not (isinstance(filter_fn, Choice) or callable(filter_fn)):
         raise TypeError(
             f"filter_fn must be a function of a module and its name, or None, got {filter_fn!r}; to choose by name "
             "give patterns, {'layers.*': scheme}"
@@ -179,7 +145,7 @@ def find_targets(
         reasons = "; ".join(f"{fqn}: {why}" for fqn, why in list(report.left.items())[:4])
         raise ValueError(
             f"nothing to convert in {type(model).__name__} ({reasons or 'it has no nn.Linear'}); "
-            "choose modules with filter_fn(module, name), or by patterns that give them a scheme"
+            "choose modules with filter_fn(module, name), or by patterns that name their weights"
         )
     shared = {owner.fqn for target in targets for owner in target.owners}
     report.entries = [e for e in report.entries if e.fqn not in shared]
@@ -227,9 +193,13 @@ class _Walk:
     """Visits each module and sorts its weights: to convert, by which scheme, or left alone, and why."""
 
     def __init__(
-        self, model: nn.Module, patterns: Mapping[str, Any], filter_fn: Filter, trains: bool
+        self,
+        model: nn.Module,
+        patterns: Mapping[str, Any],
+        chosen_by: Filter | Choice,
+        trains: bool,
     ) -> None:
-        self.patterns, self.filter_fn, self.trains = patterns, filter_fn, trains
+        self.patterns, self.chosen_by, self.trains = patterns, chosen_by, trains
         self.owners = find_owners(model)
         attentions = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
         self.attentions = {id(m.out_proj) for m in attentions}
@@ -251,7 +221,7 @@ class _Walk:
             for name, param in module.named_parameters(prefix, recurse=False):
                 self.report.entries.append(Entry(name, _shape(param), False, note))
             return
-        selected = self.filter_fn(module, prefix) or hasattr(module, "converted_as")
+        selected = hasattr(module, "converted_as") or self._selects(module, prefix)
         if _has_own_product(module) and module._parameters.get("weight") is None:
             note = "computed from other parameters, so none to convert"
             self.report.entries.append(Entry(joined_name(prefix, "weight"), (), False, note))
@@ -316,10 +286,10 @@ class _Walk:
         scheme = None if pattern is None else self.patterns[pattern]
         starts = self.trains and scheme is not None and scheme.starts_from(param)
         refusal = _refusal(self.owners[id(param)], param, self.trains, starts)
-        if not self._is_selected(owner, prefix, pattern, selected):
-            return _why_not_selected(owner, refusal)
-        if refusal is not None:
-            return refusal
+        left = self._why_left(owner, prefix, pattern, selected)
+        reasons = (left, refusal) if _has_own_product(owner.module) else (refusal, left)
+        if (why := reasons[0] or reasons[1]) is not None:
+            return why
         if pattern is not None:
             self.used.add(pattern)
             self._check_ties(owner.fqn, param, scheme)
@@ -336,20 +306,42 @@ class _Walk:
                 self.targets[id(param)] = Target(param, scheme, tuple(self.owners[id(param)]))
         return scheme if obstacle is None else obstacle
 
-    def _is_selected(self, owner: Owner, prefix: str, pattern: str | None, selected: bool) -> bool:
-        """True if the filter or a pattern asks for this parameter. `selected`: the filter takes the module."""
-        if _has_own_product(owner.module):
-            if owner.attribute == "weight":
-                return selected
-            if selected:  # an adapter beside the weight must not be frozen along with it
-                return pattern is not None and not matches(pattern, prefix)
-        return selected or self._filter_names(owner, prefix)
+    def _selects(self, module: nn.Module, prefix: str) -> bool:
+        """True if the filter takes the module. Without a filter, each weight is chosen by itself."""
+        if isinstance(self.chosen_by, Choice):
+            return isinstance(module, nn.Linear)
+        return bool(self.chosen_by(module, prefix))
+
+    def _why_left(
+        self, owner: Owner, prefix: str, pattern: str | None, selected: bool
+    ) -> str | None:
+        """Why neither the filter nor a pattern asks for this parameter; None: one does. `selected`: the filter takes
+        the module."""
+        module, attribute, _ = owner
+        if hasattr(module, "converted_as"):
+            return None
+        if _has_own_product(module) and attribute != "weight" and selected:
+            # an adapter beside the weight must not be frozen along with it
+            is_named = pattern is not None and not matches(pattern, prefix)
+            return None if is_named else _BESIDE.format(type(module).__name__)
+        if isinstance(self.chosen_by, Choice):
+            return self.chosen_by.why_left(owner, prefix, pattern)
+        if selected:
+            return None
+        if _has_own_product(module):
+            if attribute == "weight":
+                return _NOT_SELECTED
+            return (
+                None if self._filter_names(owner, prefix) else _BESIDE.format(type(module).__name__)
+            )
+        return None if self._filter_names(owner, prefix) else _NOT_SELECTED
 
     def _filter_names(self, owner: Owner, prefix: str) -> bool:
         """True if the filter takes this parameter by its name. Example: `name != "up"` refuses the module "up" and
         accepts "up.weight". That filter accepts "up.<no parameter>" too, so it means the module, not a parameter."""
         others = joined_name(prefix, _NO_PARAMETER)
-        return self.filter_fn(owner.module, owner.fqn) and not self.filter_fn(owner.module, others)
+        asks: Any = self.chosen_by
+        return asks(owner.module, owner.fqn) and not asks(owner.module, others)
 
     def _check_ties(self, fqn: str, param: nn.Parameter, scheme: Any) -> None:
         first, its_scheme = self.schemes.setdefault(id(param), (fqn, scheme))
@@ -360,12 +352,10 @@ class _Walk:
             )
 
 
+_NOT_SELECTED = "not selected by the filter"
+_BESIDE = "beside the weight of a {}: a pattern or filter that names it converts it"
 _NO_PARAMETER = "<no parameter>"
 """A name that no parameter has."""
-
-
-def _is_linear(module: nn.Module, fqn: str) -> bool:
-    return isinstance(module, nn.Linear)
 
 
 def _has_own_product(module: nn.Module) -> bool:
@@ -414,17 +404,6 @@ def _refusal(owners: list[Owner], weight: Tensor, trains: bool, starts: bool) ->
     if not isinstance(weight, nn.UninitializedParameter) and weight.ndim > 3:
         return f"no low-bit product takes {weight.ndim} dimensions"
     return None
-
-
-def _why_not_selected(owner: Owner, refusal: str | None) -> str:
-    kind = type(owner.module).__name__
-    if not _has_own_product(owner.module):
-        return refusal or (
-            f"a parameter of a {kind}: filter_fn can select it, the default takes nn.Linear only"
-        )
-    if owner.attribute == "weight":
-        return "not selected by the filter"
-    return f"beside the weight of a {kind}: a pattern or filter that names it converts it"
 
 
 def _use(module: nn.Module, attentions: set[int]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from lowbit.convert import matches, patterns
+from lowbit.convert import NAMED, names_outright, patterns
 
 _EMBEDDINGS = {"wte", "wpe", "shared", "word_embeddings", "position_embeddings"}
 _HEADS = {"lm_head", "embed_out", "output", "score", "classifier"}
@@ -85,12 +85,6 @@ def left_out_by(config: Mapping[str, Any], layer: str) -> bool:
     return any(begins_with(pattern, layer) for pattern in without)
 
 
-def names_outright(pattern: str, layer: str) -> bool:
-    """True if a pattern that matches `layer`, or its weight, matches no longer name, and so names this module."""
-    longer = f"{layer}_"
-    return not (matches(pattern, longer) or matches(pattern, f"{longer}.weight"))
-
-
 def why_left_alone(
     layer: str, pattern: str | None, embedding: bool = False, head: bool = False
 ) -> str | None:
@@ -110,4 +104,4 @@ def why_left_alone(
         kind = "the output head"
     else:
         return None
-    return f"{kind}: a pattern that names it quantizes it"
+    return f"{kind}: {NAMED}"

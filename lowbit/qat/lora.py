@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.convert import Filter, Owner, Report, Target, joined_name
+from lowbit.convert import Choice, Filter, Owner, Report, Target, joined_name
 from lowbit.layers.prepared import Linear
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.trained.adapted import (
@@ -55,11 +55,27 @@ def adapter_modules(model: nn.Module) -> set[nn.Module]:
     return {module for part in parts for module in part.modules()}
 
 
-def without_adapters(filter_fn: Filter | None, adapters: set[nn.Module]) -> Filter | None:
-    """`filter_fn`, which never selects modules of adapters. None selects every `nn.Linear`."""
+class _BesideAdapters(Choice):
+    """The rule without a filter, of a model with adapters, which it leaves alone."""
+
+    def __init__(self, model: nn.Module, adapters: set[nn.Module]) -> None:
+        super().__init__(model)
+        self.adapters = adapters
+
+    def why_left(self, owner: Owner, layer: str, pattern: str | None) -> str | None:
+        is_of_adapter = owner.module in self.adapters
+        return "of an adapter" if is_of_adapter else super().why_left(owner, layer, pattern)
+
+
+def without_adapters(
+    model: nn.Module, filter_fn: Filter | None, adapters: set[nn.Module]
+) -> Filter | Choice | None:
+    """`filter_fn`, or the rule without a filter, which never selects modules of adapters."""
     if not adapters or not (filter_fn is None or callable(filter_fn)):
         return filter_fn
-    chosen: Any = filter_fn or (lambda module, name: isinstance(module, nn.Linear))
+    if filter_fn is None:
+        return _BesideAdapters(model, adapters)
+    chosen = filter_fn
     return lambda module, name: module not in adapters and chosen(module, name)
 
 

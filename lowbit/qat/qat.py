@@ -17,6 +17,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from lowbit.convert import (
+    Choice,
     Entry,
     Filter,
     Owner,
@@ -97,7 +98,7 @@ def prepare_(
     """
     _check_choices(scales, adapters, gradients)
     inside = lora.adapter_modules(model) if isinstance(model, nn.Module) else set()
-    targets, report = _targets(model, scheme, lora.without_adapters(filter_fn, inside))
+    targets, report = _targets(model, scheme, lora.without_adapters(model, filter_fn, inside))
     layers = lora.layers_of(model, targets, merge=adapters == "merge")
     lora.name_adapters(report, model, inside, _ADAPTER_NOTES[adapters])
     for target in targets:
@@ -155,7 +156,7 @@ _ADAPTER_NOTES = {
 
 
 def _targets(
-    model: nn.Module, scheme: Schemes, filter_fn: Filter | None
+    model: nn.Module, scheme: Schemes, filter_fn: Filter | Choice | None
 ) -> tuple[list[Target], Report]:
     """`find_targets`, without weights that QAT cannot round. The report names them."""
     targets, report = find_targets(model, scheme, filter_fn)

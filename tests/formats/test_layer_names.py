@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lowbit.formats.layer_names import names_outright, why_left_alone
+from lowbit.convert import names_outright
+from lowbit.formats.layer_names import why_left_alone
 
 ROUTER, HEAD, EMBEDDING = "model.layers.0.mlp.gate", "lm_head", "model.embed_tokens"
 
@@ -26,7 +27,7 @@ def test_patterns_that_name_a_router(pattern: str) -> None:
     ["*", "model.layers.*", "model.*", "*.mlp.*", "*gate*", r"re:.*layers\.0\..*", "*.weight"],
 )
 def test_patterns_that_only_match_a_router(pattern: str) -> None:
-    assert why_left_alone(ROUTER, pattern) == ("a router: a pattern that names it quantizes it")
+    assert why_left_alone(ROUTER, pattern) == "a router: a pattern that names it converts it"
 
 
 def test_embeddings_and_heads_are_spared_by_a_pattern_for_all_only() -> None:

@@ -31,7 +31,7 @@ class Experts(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A linear, and modules that the default filter does not take."""
+    """A linear and experts, and what only a pattern that names it or a filter takes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,13 +47,13 @@ class Mixed(nn.Module):
 def test_weights_left_alone_are_reported_with_their_share() -> None:
     model = Mixed()
     report = lb.quantize_(model, INT8)
-    own = "filter_fn can select it, the default takes nn.Linear only"
+    own = "a pattern that names it converts it"
+    assert report.converted == ["proj.weight", "experts.up"]
     assert report.left == {
         "position": f"a parameter of a Mixed: {own}",
-        "conv.weight": "not selected by the filter",
+        "conv.weight": f"a convolution: {own}",
         "c_attn.weight": f"a parameter of a Conv1D: {own}",
-        "experts.up": f"a parameter of a Experts: {own}",
-        "embedding.weight": "not selected by the filter",
+        "embedding.weight": f"an embedding: {own}",
     }
     total = sum(
         p.nbytes_stored() if isinstance(p, lb.LowbitTensor) else p.nbytes
@@ -61,7 +61,7 @@ def test_weights_left_alone_are_reported_with_their_share() -> None:
     )
     sizes = {e.fqn: e.nbytes for e in report.entries}
     assert report.nbytes == total == sum(sizes.values()) + report.vector_nbytes
-    assert sizes["experts.up"] == 4 * 4 * 32 * 16 and report.vectors == 5
+    assert sizes["experts.up"] == 4 * 32 * 16 + 4 * 4 * 32 and report.vectors == 5
     rows = {line.split()[1]: line for line in str(report).splitlines()[1:-1]}
     for name, size in sizes.items():
         assert f" {100 * size / total:.1f}% of bytes " in rows[name], name

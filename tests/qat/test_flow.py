@@ -21,7 +21,7 @@ def test_prepared_parameters_share_memory_with_the_old_ones() -> None:
     weight = model.head.weight
     report = qat.prepare_(model, INT4)
     assert "head.weight" in report.converted
-    assert report.left == {"embedding.weight": "not selected by the filter"}
+    assert report.left == {"embedding.weight": "an embedding: a pattern that names it converts it"}
     assert model.head.weight is not weight and model.head.weight.requires_grad
     assert model.head.weight.master().data_ptr() == weight.data_ptr()
 

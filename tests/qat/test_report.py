@@ -254,9 +254,7 @@ def test_measures_without_a_loss() -> None:
 def test_batches_are_read_once_and_passes_counted() -> None:
     done: list[int] = []
     qat.report(Model(), iter(batches(3)), INT3, progress=done.append)
-    assert done == list(
-        range(1, 3 * 5 + 1)
-    )  # four linears, the tied one among them, and all of them
+    assert done == [*range(1, 3 * 7 + 1)]  # six weights, a tied one and experts among them, and all
 
 
 def test_batches_of_a_stream() -> None:
@@ -302,7 +300,7 @@ def test_a_plan_drives_the_flows(flow, chosen) -> None:
 
 
 def test_a_plan_may_leave_weights_in_high_precision() -> None:
-    found = qat.report(Model(), batches(), INT2, loss=loss)
+    found = qat.report(Model(), batches(), INT2, lambda m, n: isinstance(m, nn.Linear), loss=loss)
     plan = found.plan(20.0)
     assert None in plan.values() and INT2 in plan.values()
     with pytest.raises(ValueError, match=r"smallest choices take 3\.000"):

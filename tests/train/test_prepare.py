@@ -49,7 +49,7 @@ def test_the_report_and_the_parameters():
     report = train.prepare_(model, {"head": None, "*.weight": INT8})
     assert report.converted == ["up.weight", "down.weight"]
     assert report.left == {
-        "embedding.weight": "not selected by the filter",
+        "embedding.weight": "an embedding: a pattern that names it converts it",
         "head.weight": "no scheme for this name",
     }
     assert "int8, a scale a row: output, grad_input, grad_weight" in str(report)

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from lowbit.convert import Report, families_of, find_targets, first_match
-from lowbit.formats.layer_names import is_router, why_left_alone
+from lowbit.convert import (
+    Choice,
+    Owner,
+    Report,
+    families_of,
+    find_targets,
+    stacked,
+    stores_inputs_first,
+)
+from lowbit.formats.layer_names import why_left_alone
 from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.frozen.conv_tensor import CONVOLUTIONS
 
 
 @dataclass
@@ -38,18 +47,15 @@ def plan(model: Any, patterns: Mapping[str, Scheme | None], experts: bool) -> We
     Raises ValueError: nothing to quantize, a pattern that chooses nothing, a weight that its scheme does not take, tied
     weights with different schemes.
     """
-    chosen = _WalkFilter(model, patterns, experts)
     with _tied(model):
-        targets, report = find_targets(model, dict(patterns), chosen)
+        targets, report = find_targets(model, dict(patterns), _Loading(model, experts))
     owners = [(owner, t.scheme) for t in targets for owner in t.owners]
     schemes = {owner.fqn: scheme for owner, scheme in owners}
     transposed = {
         owner.fqn
         for owner, _ in owners
-        if getattr(owner.module, "is_transposed", False)
-        and owner.attribute in _stacks(owner.module)
+        if stores_inputs_first(owner.module, owner.attribute, owner.fqn.rpartition(".")[0])
     }
-    report.entries = [replace(e, note=chosen.reasons.get(e.fqn, e.note)) for e in report.entries]
     families = [tuple(t.owners[0].fqn for t in family) for family in families_of(targets)]
     siblings = {name: family for family in families for name in family}
     return WeightChoice(schemes, transposed, report, siblings)
@@ -71,44 +77,21 @@ def _tied(model: Any) -> Iterator[None]:
             module._parameters[attribute] = param
 
 
-class _WalkFilter:
-    """The filter of the walk. `reasons`: why it refused a weight, by name."""
+class _Loading(Choice):
+    """The rule for a model that is loaded: "*" also leaves the output head alone, and another pattern takes the head
+    and the embeddings that it matches."""
 
-    def __init__(self, model: Any, patterns: Mapping[str, Scheme | None], experts: bool) -> None:
-        self.patterns, self.experts = patterns, experts
-        self.head = model.get_output_embeddings()
-        self.reasons: dict[str, str] = {}
+    def __init__(self, model: Any, experts: bool) -> None:
+        super().__init__(model)
+        self.experts, self.head = experts, model.get_output_embeddings()
 
-    def __call__(self, module: nn.Module, name: str) -> bool:
-        if _stacks(module):
-            return self._takes_experts(module, name)
-        is_own_router = is_router(name) and module._parameters.get("weight") is not None
-        if not (isinstance(module, nn.Linear | nn.Embedding) or is_own_router):
-            note = f"a parameter of a {type(module).__name__}: lowbit.quantize_ with a filter can convert it"
-            self.reasons |= {f"{name}.{n}": note for n in module._parameters}
-            return False
-        names = (name, f"{name}.weight")
-        pattern = first_match(self.patterns, *names)
+    def why_left(self, owner: Owner, layer: str, pattern: str | None) -> str | None:
+        module, attribute, _ = owner
+        if not self.experts and attribute in stacked(module, layer):
+            return "of experts, and experts=False"
+        if isinstance(module, CONVOLUTIONS):
+            return "a convolution: lowbit.quantize_ converts it, after the load"
         is_embedding = isinstance(module, nn.Embedding)
-        why = why_left_alone(name, pattern, is_embedding, module is self.head)
-        if why is not None:
-            self.reasons[names[1]] = why
-        return why is None
-
-    def _takes_experts(self, module: nn.Module, name: str) -> bool:
-        """True for the stacked weights of experts, of three dimensions, not for their stacked biases, of two."""
-        stacked = _stacks(module)
-        matrices = [n for n, p in module._parameters.items() if p is not None and p.ndim >= 2]
-        last = name.rpartition(".")[2]
-        # The walk calls this for each parameter of a module that is refused.
-        selected = last in stacked if stacked != matrices else last not in module._parameters
-        if not self.experts:
-            self.reasons |= {f"{name}.{n}": "of experts, and experts=False" for n in stacked}
-        return selected and self.experts
-
-
-def _stacks(module: nn.Module) -> list[str]:
-    """The parameters with one matrix for each expert, of a module that is not a layer of torch."""
-    if type(module).__module__.startswith("torch.nn"):
-        return []
-    return [n for n, p in module._parameters.items() if p is not None and p.ndim == 3]
+        if attribute == "weight" and (is_embedding or module is self.head):
+            return why_left_alone(layer, pattern, is_embedding, module is self.head)
+        return super().why_left(owner, layer, pattern)

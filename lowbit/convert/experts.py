@@ -1,0 +1,77 @@
+"""The stacked experts of a mixture, how they lie in memory, and the routers that choose among them.
+
+Stacked experts are parameters of three dimensions, a matrix for each expert, of a module whose class or name says so:
+`Qwen3MoeExperts`, `GroupedExperts`, `mlp.experts`. Other parameters of three dimensions, such as the position
+embeddings of a vision transformer, are none.
+
+Most are stored as [experts, outputs, inputs], as linears are. gpt-oss and Llama 4 store [experts, inputs, outputs].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from lowbit.convert.owners import joined_name
+
+_ROUTERS = ("gate", "router", "shared_expert_gate")
+_UP, _DOWN = "gate_up_proj", "down_proj"
+
+
+def stacked(module: nn.Module, name: str) -> tuple[str, ...]:
+    """The attributes of a module that are stacked experts. `name`: that of the module."""
+    says = (type(module).__name__ + name.rpartition(".")[2]).lower()
+    if "expert" not in says or type(module).__module__.startswith("torch.nn"):
+        return ()
+    return tuple(
+        attribute
+        for attribute, p in module._parameters.items()
+        if _is_stack(p) and min(p.shape[1:]) > 1  # type: ignore[union-attr]
+    )
+
+
+def stores_inputs_first(module: nn.Module, attribute: str, name: str) -> bool:
+    """True if these stacked experts are stored as [experts, inputs, outputs], as `module` says, or as the shapes of
+    `gate_up_proj` and `down_proj` show."""
+    if attribute not in stacked(module, name):
+        return False
+    marked = getattr(module, "is_transposed", None)
+    if isinstance(marked, bool):
+        return marked
+    up, down = (module._parameters.get(n) for n in (_UP, _DOWN))
+    if not (_is_stack(up) and _is_stack(down)):
+        return False
+    return up.shape[1:] == (down.shape[2], 2 * down.shape[1])  # type: ignore[union-attr]
+
+
+def _is_stack(param: Tensor | None) -> bool:
+    if param is None or isinstance(param, nn.UninitializedParameter):
+        return False
+    return param.ndim == 3
+
+
+def routers_of(model: nn.Module) -> set[str]:
+    """The names of the routers in `model`: the modules "gate", "router" and "shared_expert_gate" beside experts, with
+    all modules inside of them."""
+    return {name for block in _blocks(model) for name in _routers_in(model, block)}
+
+
+def _blocks(model: nn.Module) -> set[str]:
+    """The names of the modules that hold experts, stacked or one by one."""
+    return {
+        name.rpartition(".")[0]
+        for name, module in model.named_modules()
+        if _is_of_experts(name.rpartition(".")[2]) or stacked(module, name)
+    }
+
+
+def _is_of_experts(name: str) -> bool:
+    return "expert" in name and "shared" not in name
+
+
+def _routers_in(model: nn.Module, block: str) -> Iterator[str]:
+    for own, child in model.get_submodule(block).named_children():
+        if own in _ROUTERS:
+            for name, _ in child.named_modules(prefix=joined_name(block, own)):
+                yield name

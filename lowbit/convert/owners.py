@@ -1,0 +1,41 @@
+"""The modules of a model that hold its parameters, and the names of both."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class Owner(NamedTuple):
+    """A module that holds a parameter, the attribute, and the parameter's fully qualified name there."""
+
+    module: nn.Module
+    attribute: str
+    fqn: str
+
+
+def check_module(model: Any) -> None:
+    """Raise TypeError unless `model` is a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be an nn.Module, got {type(model).__name__}: it is changed in place, where its modules hold "
+            "the weights"
+        )
+
+
+def joined_name(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def find_owners(model: nn.Module) -> dict[int, list[Owner]]:
+    """id of a parameter → everything that holds the parameter. Raises TypeError unless `model` is a module."""
+    check_module(model)
+    owners: dict[int, list[Owner]] = {}
+    for prefix, module in model.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                owners.setdefault(id(param), []).append(
+                    Owner(module, name, joined_name(prefix, name))
+                )
+    return owners
