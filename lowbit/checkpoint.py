@@ -10,7 +10,8 @@ A quantized tensor `layer.weight` is stored as `layer.weight.codes`, `layer.weig
      "stored": {"layer.weight.codes": {"dtype": "uint8", "shape": [N, K / 2], "sha256": "…"}, …}}
 
 A `*.safetensors` file keeps that text in its own metadata under "lowbit", and the text's SHA-256 under "lowbit_sha256".
-`lowbit.tensor.frozen.affine_tensor` describes the layout of codes.
+`lowbit.tensor.frozen.affine_tensor` describes the layout of codes. The kind "AffineTensor.mT" has the parts of the
+transpose, as of experts that a model stores as [experts, inputs, outputs].
 
 The digests are those of the bytes in the file, even if another thread changes a tensor while it is saved. Loading a
 damaged file raises an error that names the damaged tensors. `load` verifies up to 64 MiB at once. In a larger
@@ -58,7 +59,7 @@ def to_plain(state_dict: Mapping[str, Any], metadata: Mapping[str, Any] | None =
 
     Different views of one memory are stored separately, so a slice takes only its own size. Tuples become lists.
 
-    Raises CheckpointError for a DTensor, a sparse or meta tensor, a transposed tensor, a name that is taken, or a
+    Raises CheckpointError for a DTensor, a sparse or meta tensor, a flattened view, a name that is taken, or a
     value that is neither a tensor nor plain JSON.
     """
     tensors: dict[str, Tensor] = {}
@@ -177,7 +178,7 @@ def _describe(name: str, t: LowbitTensor) -> dict[str, Any]:
         raise CheckpointError(
             f"{name} is a {type(t).__name__}; the format knows {', '.join(LowbitTensor.kinds)}"
         )
-    if t.transposed or t.flat_from is not None:
+    if t.flat_from is not None or (t.transposed and t.is_stored_plain):
         raise CheckpointError(
             f"{name} is a transposed or flattened view of a quantized tensor; save the original"
         )

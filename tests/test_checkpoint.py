@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 import lowbit as lb
 from lowbit import checkpoint, qat
 from lowbit.tensor import joined
+from lowbit.tensor.core.state_dict import read_description
 from tests.inference.test_report import BOTH, Model
 from tests.schemes import SCHEMES, over, weight_specs
 
@@ -123,6 +124,27 @@ def test_plain_form_of_any_spec(spec: lb.Spec, shape: list[int]) -> None:
     found = checkpoint.from_plain(tensors, json.loads(json.dumps(info)))
     assert_same(found, {"w": weight})
     assert found["w"].spec == spec
+
+
+@over(SCHEMES)
+def test_experts_that_are_held_transposed(tmp_path: Path, scheme: lb.Scheme) -> None:
+    """Their parts are those of the stored order. A release that does not know the kind refuses to read them."""
+    module = nn.ParameterDict()
+    made = lb.AffineTensor.from_float(torch.randn(2, 16, 24), scheme).transpose(-2, -1)
+    module["up"] = nn.Parameter(made, requires_grad=False)
+    state = module.state_dict()
+    assert not any(isinstance(value, lb.LowbitTensor) for value in state.values())
+    assert state._metadata[""]["lowbit"]["up"]["kind"] == f"{type(made).__name__}.mT"
+    found = round_trip(module, tmp_path / "file.safetensors")["up"]
+    assert found.transposed and torch.equal(found.dequantize(), made.dequantize())
+    other = nn.ParameterDict()
+    zeros = lb.AffineTensor.from_float(torch.zeros(2, 16, 24), scheme).transpose(-2, -1)
+    other["up"] = nn.Parameter(zeros, requires_grad=False)
+    other.load_state_dict(state)
+    assert torch.equal(other["up"].dequantize(), made.dequantize())
+    entry = {**state._metadata[""]["lowbit"]["up"], "kind": "AffineTensor.T"}
+    with pytest.raises(ValueError, match="of unknown kind"):
+        read_description("up", entry)
 
 
 # ---- ties, views, values, metadata ---------------------------------------------------------------------------

@@ -305,7 +305,10 @@ UNSAVABLE = {
     "integer names": ({3: torch.ones(2)}, r"names must be str, got 3"),
     "meta": ({"a": torch.empty(2, device="meta")}, r"a is a .* on meta; only dense"),
     "sparse": ({"a": torch.eye(3).to_sparse()}, r"a is a torch.sparse_coo tensor.*to_dense"),
-    "transposed": ({"a": transposed()}, r"a is a transposed .*save the original"),
+    "transposed": (
+        {"a": lb.FakeQuantizedTensor(torch.randn(4, 8), INT4).t()},
+        r"a is a transposed .*save the original",
+    ),
     "flattened": (
         {"a": lb.AffineTensor.from_float(torch.randn(4, 8), INT4).view(-1)},
         r"a is a transposed or flattened view",

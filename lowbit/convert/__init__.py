@@ -15,7 +15,7 @@ from lowbit.convert.by_name import (
     unused,
 )
 from lowbit.convert.choice import NAMED, Choice
-from lowbit.convert.experts import stacked, stores_inputs_first
+from lowbit.convert.experts import stacked
 from lowbit.convert.owners import Owner, check_module, find_owners, joined_name
 from lowbit.convert.replace import replace_weights
 from lowbit.convert.report import Entry, Report, followers, tell
@@ -29,9 +29,11 @@ from lowbit.convert.walk import (
     families_of,
     find_targets,
     is_conv,
+    is_turned,
     joint_part,
     joint_parts,
     rounding_owners,
+    shape_of_blocks,
 )
 
 __all__ = [
@@ -56,6 +58,7 @@ __all__ = [
     "first_match",
     "followers",
     "is_conv",
+    "is_turned",
     "joined_name",
     "joint_part",
     "joint_parts",
@@ -64,8 +67,8 @@ __all__ = [
     "of_unused",
     "replace_weights",
     "rounding_owners",
+    "shape_of_blocks",
     "stacked",
-    "stores_inputs_first",
     "tell",
     "unused",
 ]

@@ -5,6 +5,7 @@ Stacked experts are parameters of three dimensions, a matrix for each expert, of
 embeddings of a vision transformer, are none.
 
 Most are stored as [experts, outputs, inputs], as linears are. gpt-oss and Llama 4 store [experts, inputs, outputs].
+Those are quantized as [experts, outputs, inputs], so that groups run along the inputs, and held transposed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from lowbit.convert.owners import joined_name
+from lowbit.convert.owners import Owner, joined_name
 
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 _UP, _DOWN = "gate_up_proj", "down_proj"
@@ -31,10 +32,11 @@ def stacked(module: nn.Module, name: str) -> tuple[str, ...]:
     )
 
 
-def stores_inputs_first(module: nn.Module, attribute: str, name: str) -> bool:
-    """True if these stacked experts are stored as [experts, inputs, outputs], as `module` says, or as the shapes of
+def stores_inputs_first(owner: Owner) -> bool:
+    """True if these are stacked experts [experts, inputs, outputs], as their module says, or as the shapes of
     `gate_up_proj` and `down_proj` show."""
-    if attribute not in stacked(module, name):
+    module, attribute, fqn = owner
+    if attribute not in stacked(module, fqn.removesuffix(attribute).removesuffix(".")):
         return False
     marked = getattr(module, "is_transposed", None)
     if isinstance(marked, bool):

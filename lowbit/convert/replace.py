@@ -10,6 +10,7 @@ from lowbit.convert.replaced import hand_over
 from lowbit.convert.report import Entry, Report
 from lowbit.convert.walk import Target, is_conv
 from lowbit.progress import progress
+from lowbit.tensor.core.base import stored_shape
 from lowbit.tensor.frozen.conv_tensor import matrix_shape
 
 
@@ -55,8 +56,13 @@ def _replace(
         module.register_parameter(name, new)
     first, *others = (owner.fqn for owner in target.owners)
     left_behind = hand_over(target.weight, new, first, trainable)
-    shape = matrix_shape(new.shape) if is_conv(target) else new.shape
-    about = note or target.scheme.describe(shape)
+    about = note or _described(target, new)
     about = f"{about}; {left_behind}" if left_behind else about
     report.entries.append(Entry(first, tuple(new.shape), True, about))
     report.entries += [Entry(fqn, tuple(new.shape), True, f"tied to {first}") for fqn in others]
+
+
+def _described(target: Target, new: Tensor) -> str:
+    shape = matrix_shape(new.shape) if is_conv(target) else stored_shape(new, new.shape)
+    described: str = target.scheme.describe(shape)
+    return described

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lowbit.convert.by_name import check_schemes, first_match, matches, of_unused, unused
 from lowbit.convert.choice import Choice
+from lowbit.convert.experts import stores_inputs_first
 from lowbit.convert.owners import Owner, check_module, find_owners, joined_name
 from lowbit.convert.report import Entry, Report
 from lowbit.convert.siblings import families, group_of
@@ -21,6 +22,7 @@ from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import TrainingScheme
 from lowbit.tensor.core.base import LowbitTensor, check_weight
 from lowbit.tensor.frozen.conv_tensor import CONVOLUTIONS, check_spec, matrix_shape
+from lowbit.tensor.frozen.turned import spec_of_linears
 from lowbit.tensor.trained.learned_scales import weight_scaled_by
 
 Filter = Callable[[nn.Module, str], bool]
@@ -32,7 +34,10 @@ USES = ("linear", "embedding", "conv", "attention", "other")
 
 @dataclass(frozen=True)
 class Target:
-    """A weight to convert, its scheme (a `Scheme` or `TrainingScheme`), and every module that holds it."""
+    """A weight to convert, its scheme (a `Scheme` or `TrainingScheme`), and every module that holds it.
+
+    A `Scheme` divides a weight of the shape `shape_of_blocks(target)` into blocks.
+    """
 
     weight: Tensor
     scheme: Any
@@ -53,6 +58,19 @@ def is_conv(target: Target) -> bool:
 
 def _is_of_conv(owner: Owner) -> bool:
     return isinstance(owner.module, CONVOLUTIONS) and owner.attribute == "weight"
+
+
+def is_turned(target: Target) -> bool:
+    """True if the weight is quantized with its last two dimensions swapped (`lowbit.convert.experts`)."""
+    return any(stores_inputs_first(owner) for owner in target.owners)
+
+
+def shape_of_blocks(target: Target) -> tuple[int, ...]:
+    """The shape of the weight as it is quantized."""
+    shape = tuple(target.weight.shape)
+    if is_conv(target):
+        return tuple(matrix_shape(shape))
+    return (*shape[:-2], shape[-1], shape[-2]) if is_turned(target) else shape
 
 
 # ---- siblings -------------------------------------------------------------------------------------------------
@@ -167,7 +185,8 @@ def _check_target(target: Target) -> None:
     try:
         if is_conv(target):
             check_spec(target.scheme.weight)
-            target.scheme.check(torch.empty(matrix_shape(target.weight.shape), device="meta"))
+        if isinstance(target.scheme, Scheme):
+            target.scheme.check(torch.empty(shape_of_blocks(target), device="meta"))
         else:
             target.scheme.check(target.weight)
     except ValueError as error:
@@ -298,13 +317,23 @@ class _Walk:
         if isinstance(param, nn.UninitializedParameter):
             return scheme
         uses = {_use(other.module, self.attentions) for other in self.owners[id(param)]}
-        obstacle = scheme.obstacle(_shape(param), uses)
+        obstacle = scheme.obstacle(_shape(param), uses) or self._why_plain(owner)
         if obstacle is not None and self.trains:
             self.left_by_rule = True
             if uses == {"linear"}:
                 self.small.add(id(param))
                 self.targets[id(param)] = Target(param, scheme, tuple(self.owners[id(param)]))
-        return scheme if obstacle is None else obstacle
+        if obstacle is not None:
+            return obstacle
+        return scheme if self.trains else _in_order_of_linears(scheme, owner)
+
+    def _why_plain(self, owner: Owner) -> str | None:
+        """Why no training scheme takes these experts unless a filter selects them."""
+        if self.trains and isinstance(self.chosen_by, Choice) and stores_inputs_first(owner):
+            return (
+                "stored as [experts, inputs, outputs], for which training has no low-bit products"
+            )
+        return None
 
     def _selects(self, module: nn.Module, prefix: str) -> bool:
         """True if the filter takes the module. Without a filter, each weight is chosen by itself."""
@@ -350,6 +379,14 @@ class _Walk:
                 f"{first} and {fqn} are one tied weight, but the patterns give them {its_scheme} and {scheme}; give "
                 "both one scheme, or leave both alone"
             )
+
+
+def _in_order_of_linears(scheme: Scheme, owner: Owner) -> Scheme:
+    """`PerBlock(g, 1)`, groups of g inputs in the order of experts [E, K, N], is `PerGroup(g)` as they are stored."""
+    if not stores_inputs_first(owner):
+        return scheme
+    inputs = owner.module._parameters[owner.attribute].shape[1]  # type: ignore[union-attr]
+    return replace(scheme, weight=spec_of_linears(scheme.weight, inputs))
 
 
 _NOT_SELECTED = "not selected by the filter"

@@ -8,8 +8,8 @@
     "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": […]}
 
 The model has these weights as [E, K, N]. The file has them transposed, so that blocks run along the inputs. A weight
-from a file stays in that order, as a transposed `TableTensor`. `quantize_` and QAT keep the order of the model, with
-`PerBlock(32, 1)`, and give the same values. Only experts are in low bits in this format.
+from a file stays in that order, as a transposed `TableTensor`, and so does one that lowbit quantizes. QAT trains in the
+order of the model, with `PerBlock(32, 1)` and the same values. Only experts are in low bits in this format.
 
 Source: OpenAI, gpt-oss model card, 2025; OCP Microscaling Formats v1.0.
 """
@@ -26,12 +26,12 @@ from torch import Tensor
 from lowbit.formats.base import Format, FormatError, Parts, check_plain_inputs
 from lowbit.numerics.granularity import PerBlock, PerGroup
 from lowbit.numerics.lookup_table import E2M1
-from lowbit.numerics.packing import pack, unpack
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.table_tensor import TableTensor
+from lowbit.tensor.frozen.turned import in_order_of_linears
 
 GROUP = 32
 SPEC = Spec(E2M1, PerGroup(GROUP), "symmetric_no_clipping_err", scale_format="e8m0")
@@ -83,7 +83,9 @@ class Mxfp4(Format):
     def encode(self, weight: LowbitTensor) -> Parts:
         self._check(weight)
         assert isinstance(weight, TableTensor)
-        stored = weight._transposed() if weight.transposed else _turned(weight)
+        stored = (
+            weight._transposed() if weight.transposed else in_order_of_linears(weight)._transposed()
+        )
         blocks = stored.codes.unflatten(-1, (-1, GROUP // 2)).contiguous()
         return {_BLOCKS: blocks, _SCALES: stored.scale.contiguous()}
 
@@ -125,17 +127,3 @@ class Mxfp4(Format):
         """`values` in groups along the inputs, their second dimension."""
         made = AffineTensor.from_float(values.mT.contiguous(), scheme)
         return made._transposed()
-
-
-def _turned(weight: TableTensor) -> TableTensor:
-    """A weight in the order of the model [E, K, N] as [E, N, K]."""
-    experts, inputs, outputs = weight.shape
-    codes = unpack(weight.codes, E2M1.bits, outputs)
-    return TableTensor(
-        pack(codes.mT.contiguous(), E2M1.bits),
-        {"scale": weight.scale.mT.contiguous()},
-        SPEC,
-        (experts, outputs, inputs),
-        weight.dtype,
-        weight.activation,
-    )

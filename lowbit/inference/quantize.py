@@ -14,6 +14,7 @@ from lowbit.convert import (
     Target,
     find_targets,
     is_conv,
+    is_turned,
     joint_parts,
     replace_weights,
     rounding_owners,
@@ -128,7 +129,9 @@ def _quantized(target: Target, scales: Scales | None, joint: Tensor | None) -> T
     spec = target.scheme.activation
     is_static = spec is not None and spec.static
     of_input = input_qparams(rounding_owners(target)[0].module, spec) if is_static else None
-    kind = ConvTensor if is_conv(target) else AffineTensor
-    if joint is not None:  # never of a convolution
-        return AffineTensor.quantized(target.weight, target.scheme, scales, of_input, joint)
-    return kind.quantized(target.weight, target.scheme, scales, of_input)
+    if is_conv(target):
+        return ConvTensor.quantized(target.weight, target.scheme, scales, of_input)
+    turned = is_turned(target)
+    weight = target.weight.mT.contiguous() if turned else target.weight
+    made = AffineTensor.quantized(weight, target.scheme, scales, of_input, joint)
+    return made._transposed() if turned else made

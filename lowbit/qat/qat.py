@@ -26,6 +26,7 @@ from lowbit.convert import (
     Target,
     families_of,
     find_targets,
+    is_turned,
     replace_weights,
     rounding_owners,
 )
@@ -42,9 +43,10 @@ from lowbit.layers.static_input import check_input, input_qparams
 from lowbit.qat import lora
 from lowbit.qat.exchange import prepared_targets
 from lowbit.qat.gradients import check_gradients, gradients_note, low_bit_gradients
-from lowbit.qat.kinds import prepared_kind
+from lowbit.qat.kinds import in_model_order, in_order_of_linears, prepared_kind
 from lowbit.schemes.training import IN_ATTENTION, MixedPrecision
 from lowbit.tensor.core.base import check_weight
+from lowbit.tensor.frozen import turned
 from lowbit.tensor.trained.adapted import AdaptedTensor, Adapters, LearnedAdaptedTensor
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.joint import JointTensor, joint_parts
@@ -155,19 +157,24 @@ _ADAPTER_NOTES = {
 }
 
 
+_NOT_ROUNDED = "whose input QAT cannot round; a weight-only scheme rounds the weight"
+_IN_ATTENTION = f"{IN_ATTENTION}, {_NOT_ROUNDED}"
+_INPUTS_FIRST = f"stored as [experts, inputs, outputs], {_NOT_ROUNDED}"
+
+
 def _targets(
     model: nn.Module, scheme: Schemes, filter_fn: Filter | Choice | None
 ) -> tuple[list[Target], Report]:
     """`find_targets`, without weights that QAT cannot round. The report names them."""
     targets, report = find_targets(model, scheme, filter_fn)
     outputs = {m.out_proj for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
-    note = f"{IN_ATTENTION}, whose input QAT cannot round; a weight-only scheme rounds the weight"
     kept = []
     for target in targets:
         in_attention = any(owner.module in outputs for owner in target.owners)
-        if target.scheme.activation is None or not in_attention:
-            kept.append(target)
+        if target.scheme.activation is None or not (in_attention or is_turned(target)):
+            kept.append(in_model_order(target))
             continue
+        note = _IN_ATTENTION if in_attention else _INPUTS_FIRST
         shape = tuple(target.weight.shape)
         report.entries += [Entry(owner.fqn, shape, False, note) for owner in target.owners]
     return kept, report
@@ -292,7 +299,7 @@ def convert_(model: nn.Module) -> Report:
             around, layer = layers[id(weight)]
             merged[id(weight)] = lora.final_adapters(layer, around)
             target = lora.unwrapped(target, around)
-        targets.append(target)
+        targets.append(in_order_of_linears(target))
     if not targets:
         raise ValueError(
             f"{type(model).__name__} has no prepared weights; call lowbit.qat.prepare_(model, scheme) and train first, "
@@ -302,6 +309,10 @@ def convert_(model: nn.Module) -> Report:
     joint = joint_parts(targets)  # before the first weight is replaced
 
     def frozen(target: Target) -> Tensor:
+        made = frozen_as_stored(target)
+        return turned.in_order_of_linears(made) if is_turned(target) else made
+
+    def frozen_as_stored(target: Target) -> Tensor:
         weight = target.weight
         assert isinstance(weight, FakeQuantizedTensor)
         if id(weight) in merged:

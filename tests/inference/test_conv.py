@@ -290,11 +290,11 @@ def test_tied_convolutions_stay_tied() -> None:
 
 
 def test_the_report_and_who_chooses_convolutions() -> None:
-    """The filter chooses convolutions, as it chooses embeddings. By default `quantize_` takes linears alone."""
+    """The filter, or a pattern that names them, chooses convolutions, as it chooses embeddings."""
     found = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 4))
     report = lb.quantize_(found, lb.Int8WeightOnly())
     assert report.converted == ["2.weight"]
-    assert report.left == {"0.weight": "not selected by the filter"}
+    assert report.left == {"0.weight": "a convolution: a pattern that names it converts it"}
     report = lb.quantize_(found, lb.Int4WeightOnly(32), is_conv)
     assert report.converted == ["0.weight"] and "padded to 8x32, 1.19 times" in str(report)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv1d(8, 8, 3), nn.Linear(8, 4))

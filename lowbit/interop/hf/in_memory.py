@@ -131,7 +131,7 @@ def _in_parts(model: nn.Module, is_saved: bool) -> Iterator[tuple[str, LowbitTen
             )
         if is_saved and split(param) is None:
             raise FormatError(
-                f"{name} is a {type(own).__name__} whose parts alone do not describe it, as of a transposed view or of "
+                f"{name} is a {type(own).__name__} whose parts alone do not describe it, as of a flattened view or of "
                 "shards that share scales: write the folder by lowbit.export(model, folder, format='lowbit')"
             )
         yield name, own._with(shape=tuple(param.shape))

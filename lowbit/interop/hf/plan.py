@@ -15,8 +15,8 @@ from lowbit.convert import (
     Report,
     families_of,
     find_targets,
+    is_turned,
     stacked,
-    stores_inputs_first,
 )
 from lowbit.formats.layer_names import why_left_alone
 from lowbit.schemes.scheme import Scheme
@@ -51,11 +51,7 @@ def plan(model: Any, patterns: Mapping[str, Scheme | None], experts: bool) -> We
         targets, report = find_targets(model, dict(patterns), _Loading(model, experts))
     owners = [(owner, t.scheme) for t in targets for owner in t.owners]
     schemes = {owner.fqn: scheme for owner, scheme in owners}
-    transposed = {
-        owner.fqn
-        for owner, _ in owners
-        if stores_inputs_first(owner.module, owner.attribute, owner.fqn.rpartition(".")[0])
-    }
+    transposed = {owner.fqn for t in targets if is_turned(t) for owner in t.owners}
     families = [tuple(t.owners[0].fqn for t in family) for family in families_of(targets)]
     siblings = {name: family for family in families for name in family}
     return WeightChoice(schemes, transposed, report, siblings)

@@ -38,7 +38,7 @@ from lowbit.qat.exchange import (
     prepared_targets,
     without_scales,
 )
-from lowbit.qat.kinds import prepared_kind
+from lowbit.qat.kinds import in_model_order, prepared_kind
 from lowbit.qat.tools.batches import call
 from lowbit.qat.tools.sensitivity import Sensitivity, SensitivityReport
 from lowbit.schemes.scheme import Scheme
@@ -141,7 +141,10 @@ def _targets(
         candidates: Any = scheme if several else [scheme]
         if not len(candidates):
             raise ValueError("report was given no schemes; accepted: one or more")
-        return [find_targets(model, one, filter_fn)[0] for one in candidates]
+        return [
+            [in_model_order(target) for target in find_targets(model, one, filter_fn)[0]]
+            for one in candidates
+        ]
     found = prepared_targets(model)
     if not found:
         raise ValueError(

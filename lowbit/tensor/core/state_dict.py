@@ -65,6 +65,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
+_TRANSPOSED = ".mT"
+"""The end of the kind of a tensor whose parts are those of its transpose. Older releases refuse such a kind."""
 METADATA = "lowbit"
 """The key of a module's descriptions in its entry of a state dict's `_metadata`."""
 _NO_PARTS = (
@@ -77,8 +79,9 @@ _NO_PARTS = (
 def describe(value: Tensor) -> dict[str, Any]:
     """The description of a low-bit tensor, or of a DTensor over one, in JSON types."""
     own = local(value)
+    is_transposed = own.transposed and not own.is_stored_plain
     return {
-        "kind": type(own).__name__,
+        "kind": type(own).__name__ + (_TRANSPOSED if is_transposed else ""),
         "shape": list(value.shape),
         "dtype": str(value.dtype).removeprefix("torch."),
         **own._with(shape=tuple(value.shape)).meta_to_json(),
@@ -277,16 +280,22 @@ def read_description(
 ) -> tuple[type[LowbitTensor], dict[str, Any], tuple[int, ...], torch.dtype]:
     """Kind, metadata, shape and dtype of what `describe` gave. Raises ValueError for anything else."""
     kinds = LowbitTensor.kinds
-    if not isinstance(entry, dict) or str(entry.get("kind")) not in kinds:
+    name = str(entry.get("kind")) if isinstance(entry, dict) else ""
+    if name.removesuffix(_TRANSPOSED) not in kinds:
         raise ValueError(
             f"{key} is described as {entry!r}, of unknown kind, which this lowbit cannot read; known: "
             f"{', '.join(kinds)}; it may come from a newer one"
         )
     try:
-        kind, dtype = kinds[str(entry["kind"])], getattr(torch, entry["dtype"])
+        kind, dtype = kinds[name.removesuffix(_TRANSPOSED)], getattr(torch, entry["dtype"])
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"dtype {dtype}")
-        return kind, kind.meta_from_json(entry), tuple(map(int, entry["shape"])), dtype
+        meta = kind.meta_from_json(entry)
+        if name.endswith(_TRANSPOSED):
+            if "transposed" not in kind.meta_attrs or kind.is_stored_plain:
+                raise ValueError(f"a {kind.__name__} is not stored transposed")
+            meta["transposed"] = True
+        return kind, meta, tuple(map(int, entry["shape"])), dtype
     except (ArithmeticError, LookupError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{key} is described as {entry!r}, which this lowbit cannot read: {error!r}"
@@ -378,11 +387,11 @@ def joined(state_dict: Mapping[str, Any], model: nn.Module | None = None) -> dic
 def split(value: Tensor) -> dict[str, Tensor] | None:
     """The inner tensors of a low-bit tensor, or DTensors of them, by name; their memory is shared.
 
-    None if the inner tensors alone do not describe the tensor: a transposed or flattened view, a DTensor whose shards
-    share scales.
+    None if the inner tensors and `describe` do not describe the tensor: a flattened view, a DTensor that is transposed
+    or whose shards share scales.
     """
     own = local(value)
-    if own.transposed or own.flat_from is not None:
+    if own.flat_from is not None or (own.transposed and is_dtensor(value)):
         return None
     inner = {name: t.detach() for name, t in own.inner_tensors().items()}
     if not is_dtensor(value):
