@@ -306,26 +306,30 @@ class _Walk:
         starts = self.trains and scheme is not None and scheme.starts_from(param)
         refusal = _refusal(self.owners[id(param)], param, self.trains, starts)
         left = self._why_left(owner, prefix, pattern, selected)
-        reasons = (left, refusal) if _has_own_product(owner.module) else (refusal, left)
-        if (why := reasons[0] or reasons[1]) is not None:
-            return why
+        if left == _NOT_SELECTED and _has_own_product(owner.module):
+            return left
+        if refusal is not None:
+            return refusal
+        uses = {_use(other.module, self.attentions) for other in self.owners[id(param)]}
+        obstacle = None
+        if scheme is not None and not isinstance(param, nn.UninitializedParameter):
+            obstacle = scheme.obstacle(_shape(param), uses)
+        if left is not None:  # what no pattern could change says more than that none names it
+            return obstacle if obstacle is not None and uses == {"embedding"} else left
         if pattern is not None:
             self.used.add(pattern)
             self._check_ties(owner.fqn, param, scheme)
         if scheme is None:
             return "no scheme for this name"
-        if isinstance(param, nn.UninitializedParameter):
-            return scheme
-        uses = {_use(other.module, self.attentions) for other in self.owners[id(param)]}
-        obstacle = scheme.obstacle(_shape(param), uses) or self._why_plain(owner)
-        if obstacle is not None and self.trains:
+        obstacle = obstacle or self._why_plain(owner)
+        if obstacle is None:
+            return scheme if self.trains else _in_order_of_linears(scheme, owner)
+        if self.trains:
             self.left_by_rule = True
             if uses == {"linear"}:
                 self.small.add(id(param))
                 self.targets[id(param)] = Target(param, scheme, tuple(self.owners[id(param)]))
-        if obstacle is not None:
-            return obstacle
-        return scheme if self.trains else _in_order_of_linears(scheme, owner)
+        return obstacle
 
     def _why_plain(self, owner: Owner) -> str | None:
         """Why no training scheme takes these experts unless a filter selects them."""

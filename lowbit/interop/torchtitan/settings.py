@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lowbit import qat, train
-from lowbit.convert import Report
+from lowbit.convert import Report, stacked
 from lowbit.interop import config_lines
 from lowbit.numerics.number_format import Int
 from lowbit.schemes.scheme import Scheme
@@ -165,17 +165,12 @@ def prepare(model: nn.Module, scheme: TrainingScheme | Scheme, settings: Lowbit)
     def selected(module: nn.Module, name: str) -> bool:
         if any(part in name for part in settings.filter_fqns):
             return False
-        return isinstance(module, nn.Linear) or (settings.experts and holds_experts(module))
+        return isinstance(module, nn.Linear) or (settings.experts and bool(stacked(module, name)))
 
     if isinstance(scheme, Scheme):
         scales: Any = settings.qat_scales
         return qat.prepare_(model, scheme, selected, scales=scales)
     return train.prepare_(model, scheme, selected)
-
-
-def holds_experts(module: nn.Module) -> bool:
-    """True if a module holds the stacked weights of experts."""
-    return any(p is not None and p.ndim == 3 for p in module._parameters.values())
 
 
 def summary(report: Report, scheme: TrainingScheme | Scheme, device: torch.device) -> str:

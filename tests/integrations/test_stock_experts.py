@@ -1,0 +1,248 @@
+"""Stock mixtures of transformers: `quantize_` takes their experts without a filter, and leaves their routers alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit as lb
+from tests.integrations.models import SIZES, TOKENS, gpt_oss, logits, mixtral, qwen3_moe, train
+from tests.schemes import relative_error
+
+transformers = pytest.importorskip("transformers")
+
+INT4 = lb.Int4WeightOnly(16)
+PATTERNS = {"lm_head": None, "*": INT4}
+ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DEEPSEEK = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "n_shared_experts": 1},
+    **{"q_lora_rank": 32, "kv_lora_rank": 32, "num_key_value_heads": 4},
+    **{"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
+}
+LLAMA4 = {
+    **{"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 64},
+    **{"head_dim": 16, "interleave_moe_layer_step": 1, "attention_chunk_size": 64},
+}
+JETMOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}
+
+
+def made(config: str, model: str, **settings: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        if not hasattr(transformers, model):
+            pytest.skip(f"this transformers has no {model}")
+        torch.manual_seed(0)
+        own = getattr(transformers, config)(**{**SIZES, **settings})
+        return getattr(transformers, model)(own).eval()
+
+    return make
+
+
+FAMILIES: dict[str, tuple[Callable[[], Any], int, set[str]]] = {
+    "mixtral": (mixtral, 2, {"mlp.gate"}),
+    "qwen3-moe": (qwen3_moe, 2, {"mlp.gate"}),
+    "gpt-oss": (gpt_oss, 2, {"mlp.router"}),
+    "qwen2-moe": (
+        made("Qwen2MoeConfig", "Qwen2MoeForCausalLM", shared_expert_intermediate_size=32, **ROUTED),
+        2,
+        {"mlp.gate", "mlp.shared_expert_gate"},
+    ),
+    "deepseek-v3": (
+        made("DeepseekV3Config", "DeepseekV3ForCausalLM", **DEEPSEEK),
+        2,
+        {"mlp.gate"},
+    ),
+    "llama4": (
+        made("Llama4TextConfig", "Llama4ForCausalLM", **LLAMA4),
+        2,
+        {"feed_forward.router"},
+    ),
+    "jetmoe": (
+        made("JetMoeConfig", "JetMoeForCausalLM", **JETMOE),
+        4,
+        {"mlp.router.layer", "self_attention.experts.router.layer"},
+    ),
+}
+"""How to make a model, its stacks of experts in a layer, and its routers."""
+INPUTS_FIRST = {"gpt-oss", "llama4"}
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def stacks(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.ndim == 3}
+
+
+def routers(model: nn.Module, family: str) -> set[str]:
+    ends = tuple(f"{end}.weight" for end in FAMILIES[family][2])
+    return {name for name, _ in model.named_parameters() if name.endswith(ends)}
+
+
+# ---- quantize_ -------------------------------------------------------------------------------------------------------
+
+
+@families
+@pytest.mark.parametrize("schemes", [INT4, PATTERNS], ids=["a bare scheme", "patterns"])
+def test_experts_are_taken_and_routers_are_not(family: str, schemes: Any, tmp_path: Path) -> None:
+    make, count, _ = FAMILIES[family]
+    model = make()
+    plain = logits(model)
+    report = lb.quantize_(model, schemes)
+    taken = {n for n, p in stacks(model).items() if isinstance(p, lb.LowbitTensor)}
+    assert len(taken) == count and taken <= {*report.converted}
+    assert all(p.transposed == (family in INPUTS_FIRST) for p in stacks(model).values())
+    left = routers(model, family)
+    assert len(left) == len(FAMILIES[family][2])
+    for name in left:
+        assert report.left[name] == "a router: a pattern that names it converts it"
+        assert f"- {name} " in str(report)
+    found = logits(model)
+    assert 0 < relative_error(found, plain) < 0.3
+    tokens = model.generate(TOKENS, max_new_tokens=4, do_sample=False)
+    assert tokens.shape == (2, 16)
+
+    lb.save(model, tmp_path / "model.safetensors")
+    again = make()
+    again.load_state_dict(lb.load(tmp_path / "model.safetensors"), assign=True)
+    assert torch.equal(logits(again), found)
+    values = copy.deepcopy(model)
+    lb.dequantize_(values)
+    assert not any(isinstance(p, lb.LowbitTensor) for p in values.parameters())
+    assert relative_error(logits(values), found) < 1e-5
+    model.save_pretrained(tmp_path / "saved")
+    kind = type(model)
+    assert torch.equal(logits(kind.from_pretrained(tmp_path / "saved").eval()), found)
+
+
+@families
+def test_the_weights_are_those_of_lowbit_config(family: str, tmp_path: Path) -> None:
+    from lowbit.hf import LowbitConfig
+
+    make = FAMILIES[family][0]
+    model = make()
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, quantization_config=LowbitConfig(INT4)).eval()
+    report = lb.quantize_(model, PATTERNS)
+    assert {*report.converted} == {*loaded.hf_quantizer.report.converted}
+    for name, weight in model.named_parameters():
+        other = loaded.get_parameter(name)
+        assert type(other) is type(weight) and torch.equal(other, weight), name
+    assert torch.equal(logits(loaded), logits(model))
+
+
+@families
+@pytest.mark.parametrize("flow", [lb.quantize_, lb.qat.prepare_], ids=["quantize_", "prepare_"])
+def test_patterns_for_experts_need_no_filter(family: str, flow: Any) -> None:
+    """ "*.experts.*" takes the stacks that it matches, a router needs its name."""
+    model = FAMILIES[family][0]()
+    names = stacks(model)
+    inside = {n for n in names if ".experts." in n}
+    if inside:
+        assert {*flow(model, {"*.experts.*": INT4}).converted} == inside
+    one = next(iter(names))
+    _, _, last = one.removesuffix(".weight").rpartition(".")
+    for pattern in (one, f"*.{last}", f"re:.*\\.{last}(\\.weight)?"):
+        model = FAMILIES[family][0]()
+        found = {*flow(model, {pattern: INT4}).converted}
+        assert one in found and all(last in name for name in found)
+    model = FAMILIES[family][0]()
+    router = next(iter(sorted(routers(model, family))))
+    report = flow(model, {router: INT4})
+    assert report.converted == [router]
+    logits(model)
+
+
+def test_a_pattern_for_no_weight_is_refused_with_what_it_left() -> None:
+    for flow in (lb.quantize_, lb.qat.prepare_):
+        model = qwen3_moe()
+        before = dict(model.named_parameters())
+        with pytest.raises(ValueError, match=r"\['\*\.expert\.\*'\] chose no weight"):
+            flow(model, {"*.expert.*": INT4, "*": INT4})
+        with pytest.raises(ValueError, match=r"mlp\.gate\.weight: a router: a pattern that names"):
+            flow(model, {"*mlp.gate*": INT4})
+        assert all(model.get_parameter(n) is p for n, p in before.items())
+
+
+def test_a_filter_chooses_as_before() -> None:
+    model = qwen3_moe()
+    linears = lambda module, name: isinstance(module, nn.Linear)  # noqa: E731
+    report = lb.quantize_(model, INT4, linears)
+    assert all(report.left[name] == "not selected by the filter" for name in stacks(model))
+    report = lb.quantize_(model, INT4, lambda module, name: name.endswith("experts"))
+    assert {*report.converted} == {*stacks(model)}
+
+
+def test_position_embeddings_are_no_experts() -> None:
+    """They have three dimensions as well, and only a pattern that names them takes them."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    config = transformers.ViTConfig(**sizes, num_hidden_layers=1, image_size=16, patch_size=4)
+    model = transformers.ViTModel(config)
+    name = next(n for n, p in model.named_parameters() if p.ndim == 3 and p.shape[1] > 1)
+    report = lb.quantize_(model, {"*": INT4})
+    assert "a pattern that names it" in report.left[name]
+    assert all("weight" in converted for converted in report.converted)
+    model = transformers.ViTModel(config)
+    assert lb.quantize_(model, {name: INT4}).converted == [name]
+
+
+# ---- QAT and training ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scales", ["present", "learned"])
+@pytest.mark.parametrize("scheme", [INT4, lb.IntxWeightOnly(3, 16, "asymmetric")], ids=str)
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "llama4"])
+def test_qat_takes_the_same_weights(family: str, scheme: lb.Scheme, scales: Any) -> None:
+    """What is converted equals what was trained to the bit, and without training what `quantize_` makes."""
+    make = FAMILIES[family][0]
+    model, quantized = make(), make()
+    patterns = {"lm_head": None, "*": scheme}
+    report = lb.qat.prepare_(model, patterns, scales=scales)
+    assert report.converted == lb.quantize_(quantized, patterns).converted
+    assert not routers(model, family) & {*report.converted}
+    if scales == "present":
+        assert torch.equal(logits(model), logits(quantized))
+    losses = train(model, torch.optim.AdamW(model.parameters(), lr=3e-3), steps=3)
+    assert losses[-1] < losses[0]
+    expected = logits(model)
+    lb.qat.convert_(model)
+    assert torch.equal(logits(model), expected)
+    for name, weight in stacks(model).items():
+        own = quantized.get_parameter(name)
+        assert weight.meta() == own.meta() and weight.codes.shape == own.codes.shape
+
+
+def test_qat_with_rounded_inputs_leaves_experts_that_are_stored_inputs_first() -> None:
+    model = gpt_oss()
+    report = lb.qat.prepare_(model, lb.Int8DynamicActivationInt4Weight(16))
+    for name in stacks(model):
+        assert report.left[name].startswith("stored as [experts, inputs, outputs], whose input")
+    converted = lb.qat.convert_(model)
+    assert len(converted.converted) == len(report.converted)
+
+
+TRAINED = {
+    "int8": lb.Int8MixedPrecision(always=True),
+    "int8 weight": lb.train.Int8Weight(),
+    "bitnet": lb.BitNet(),
+}
+
+
+@pytest.mark.parametrize("scheme", TRAINED.values(), ids=TRAINED)
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_training_schemes_take_the_same_weights(family: str, scheme: Any) -> None:
+    model, quantized = (FAMILIES[family][0]() for _ in range(2))
+    report = lb.train.prepare_(model, scheme)
+    expected = {*lb.quantize_(quantized, INT4).converted}
+    if family in INPUTS_FIRST:
+        assert all("[experts, inputs, outputs]" in report.left[name] for name in stacks(model))
+        expected -= {*stacks(model)}
+    assert {*report.converted} == expected
+    losses = train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=3)
+    assert losses[-1] < losses[0]
+    lb.train.restore_(model)
+    assert not any(isinstance(p, lb.LowbitTensor) for p in model.parameters())
