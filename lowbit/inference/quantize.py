@@ -47,7 +47,11 @@ def quantize_(
             convolutions `ConvTensor`.
         scheme: a `Scheme`, or a dict of patterns to a Scheme or None (leave alone). A pattern is a shell-style glob, or
             "re:" and a regular expression, over the name of the module or of its weight; the first match counts.
-        filter_fn: `(module, name) -> bool`, which modules to convert; default: every `nn.Linear`. A filter can choose
+
+            A bare scheme, "*" and any other pattern take linears and stacked experts, and leave routers alone. A
+            pattern that names a router, an embedding, a convolution or a parameter of a module of your own takes it
+            (`lowbit.convert.choice`).
+        filter_fn: `(module, name) -> bool`, which modules to convert, in place of this rule. A filter can choose
             `nn.Embedding`, `nn.Conv1d`, `nn.Conv2d` and modules of your own, whose 2-D and 3-D parameters (experts) are
             converted.
 
@@ -65,6 +69,9 @@ def quantize_(
 
     The report lists all parameters of two or more dimensions with their share of the model's bytes, and the share
     of all parameters that is now in low bits.
+
+    Experts that a model stores as [experts, inputs, outputs], as gpt-oss does, are quantized in groups along the
+    inputs, and held transposed.
 
     Siblings that servers merge into one layer, such as q, k and v (`lowbit.convert.siblings`), share the global scale
     of NVFP4, and the scale of a whole tensor in float8.

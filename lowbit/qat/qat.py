@@ -69,7 +69,8 @@ def prepare_(
     parallelism can split its weight.
 
     Args:
-        model, scheme, filter_fn: those of `lowbit.quantize_`.
+        model, scheme, filter_fn: those of `lowbit.quantize_`. Experts that the model stores as [experts, inputs,
+            outputs] keep that order until `convert_`; a scheme that rounds inputs leaves them alone.
         scales: "present": at every step the scales and zero points of the present weight. The state dict stays that
             of the plain model. "learned": trained along with the weight, as parameters `weight_scale` and
             `weight_zero` of each `nn.Linear`, `nn.Embedding`, `nn.Conv1d` and `nn.Conv2d`
@@ -165,7 +166,10 @@ _INPUTS_FIRST = f"stored as [experts, inputs, outputs], {_NOT_ROUNDED}"
 def _targets(
     model: nn.Module, scheme: Schemes, filter_fn: Filter | Choice | None
 ) -> tuple[list[Target], Report]:
-    """`find_targets`, without weights that QAT cannot round. The report names them."""
+    """`find_targets`, without weights that QAT cannot round. The report names them.
+
+    Raises ValueError if no other weight is left.
+    """
     targets, report = find_targets(model, scheme, filter_fn)
     outputs = {m.out_proj for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     kept = []
@@ -177,6 +181,11 @@ def _targets(
         note = _IN_ATTENTION if in_attention else _INPUTS_FIRST
         shape = tuple(target.weight.shape)
         report.entries += [Entry(owner.fqn, shape, False, note) for owner in target.owners]
+    if not kept:
+        reasons = "; ".join(
+            f"{t.owners[0].fqn}: {report.left[t.owners[0].fqn]}" for t in targets[:3]
+        )
+        raise ValueError(f"nothing to prepare in {type(model).__name__} ({reasons})")
     return kept, report
 
 

@@ -33,10 +33,12 @@ from lowbit.train.prepared import forget_prepared, remember_prepared, was_prepar
 def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None = None) -> Report:
     """Make the weights of `model` train by `scheme`, in place. The report lists these weights, and those left alone.
 
-    `scheme`, `filter_fn` and errors are those of `lowbit.quantize_`, with training schemes. The parameters are replaced
-    (those of mixed precision share the memory of the old ones; all keep their gradients): make the optimizer, and
-    shard, afterwards. Each `nn.Linear` becomes a subclass of it, for tensor parallelism. Weights that are kept in high
-    precision have the same entries in the state dict as those of the plain model.
+    `scheme`, `filter_fn` and errors are those of `lowbit.quantize_`, with training schemes. Experts stored as [experts,
+    inputs, outputs] have no low-bit products, and are left alone unless the filter takes them.
+
+    The parameters are replaced (those of mixed precision share the memory of the old ones; all keep their gradients):
+    make the optimizer, and shard, afterwards. Each `nn.Linear` becomes a subclass of it, for tensor parallelism.
+    Weights that are kept in high precision have the same entries in the state dict as those of the plain model.
 
     Low-bit products run on GPUs with units for them (int8: compute capability 8.0, float8: 8.9), where measurements
     show a gain: `prepare_` leaves too small weights alone, and products with too few rows run in high precision. The

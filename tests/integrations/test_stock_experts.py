@@ -223,6 +223,8 @@ def test_qat_with_rounded_inputs_leaves_experts_that_are_stored_inputs_first() -
         assert report.left[name].startswith("stored as [experts, inputs, outputs], whose input")
     converted = lb.qat.convert_(model)
     assert len(converted.converted) == len(report.converted)
+    with pytest.raises(ValueError, match=r"nothing to prepare.*_proj: stored as \[experts, inputs"):
+        lb.qat.prepare_(gpt_oss(), {"*.experts.*": lb.Int8DynamicActivationInt4Weight(16)})
 
 
 TRAINED = {

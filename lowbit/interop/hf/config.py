@@ -27,8 +27,8 @@ class LowbitConfig(QuantizationConfigMixin):
 
     A bare scheme and the pattern "*" take every `nn.Linear` and the stacked weights of experts. They leave the output
     head, routers and embeddings alone, as `lowbit.export(folder, …, scheme=…)` does. Another pattern takes the head and
-    the embeddings that it matches. Only a pattern that names a router outright, such as "*.mlp.gate", takes the router.
-    Tied weights stay tied.
+    the embeddings that it matches. Only a pattern that names a router outright, such as "*.mlp.gate", or a parameter of
+    a module of another class takes it. Tied weights stay tied.
 
     Args:
         scheme: a `Scheme`; a name: "int4", "int8", "float8", "int8_int8", "int8_int4", "float8_float8", "nf4", "mxfp4",
