@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lowbit.convert.by_name import check_schemes, first_match, matches, of_unused, unused
 from lowbit.convert.report import Entry, Report
 from lowbit.convert.siblings import families, group_of
-from lowbit.linear.frozen.kinds import representation_of
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
@@ -101,7 +100,7 @@ def joint_parts(targets: Sequence[Target], searched: bool = False) -> dict[str, 
 def joint_part(spec: Spec, weights: Sequence[Tensor], searched: bool = False) -> Tensor:
     """`Spec.joint_part` of plain weights, with scales of the dtype that these weights get. `searched`: the scales with
     the smallest squared error over all weights, as `Spec.search_qparams` finds them."""
-    dtype = representation_of(spec).scale_dtype(spec, weights[0].dtype)
+    dtype = spec.scale_dtype_for(weights[0].dtype)
     own = [weight.detach() for weight in weights]
     if searched:
         return spec.search_qparams(torch.cat([w.to(own[0].device) for w in own], -2), dtype)[0]

@@ -92,7 +92,7 @@ def product_of(x: Tensor, weight: Any) -> CodesProduct | None:
 def coded_weight(values: Tensor, spec: Spec, joint: Tensor | None = None) -> CodedWeight:
     """Plain `values` [N, K], rounded by the scales that they have now. `joint`: as for `Spec.choose_qparams`."""
     own = values.detach()
-    dtype = representation_of(spec).scale_dtype(spec, values.dtype)
+    dtype = spec.scale_dtype_for(values.dtype)
     scale, _ = spec.choose_qparams(own, dtype, joint)
     if not spec.may_clip(dtype):
         codes, _, _ = spec.quantize(own, qparams=(scale, None))

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import Filter, Schemes, Target, check_module, find_targets
-from lowbit.linear.frozen.kinds import representation_of
 from lowbit.numerics.code_range import within_range
 from lowbit.numerics.learned_scales import codes_and_residual, qparams
 from lowbit.numerics.snr import Energies
@@ -252,7 +251,7 @@ def _clipped_share(
 ) -> float:
     """The share of elements whose code, before the clamp, lies beyond the range."""
     if parameters is None:
-        dtype = representation_of(spec).scale_dtype(spec, weight.dtype)
+        dtype = spec.scale_dtype_for(weight.dtype)
         scale, zero_point = spec.choose_qparams(spec.pad(weight), dtype)
     else:
         scale, zero_point = qparams(spec, *parameters)

@@ -28,7 +28,6 @@ from lowbit.linear.coded_linear import (
 )
 from lowbit.linear.dequantized import Values
 from lowbit.linear.frozen.checks import autocast_inputs, in_transform, refuse_transforms
-from lowbit.linear.frozen.kinds import representation_of
 from lowbit.linear.fused_rounding import (
     Inside,
     fake_quantize,
@@ -112,7 +111,7 @@ class UnclampedCodes(CodesBeforeClamp):
         if isinstance(spec.format, LookupTable):  # whose codes before the clamp are float32
             return None
         weight = weight.detach()
-        dtype = representation_of(spec).scale_dtype(spec, weight.dtype)
+        dtype = spec.scale_dtype_for(weight.dtype)
         codes, scale, zero_point = unclamped_codes(weight, spec, dtype)
         tensors = {"codes": codes, "scale": scale}
         if zero_point is not None:
@@ -569,7 +568,7 @@ def rounding_of(weight: FakeQuantizedTensor, dtype: torch.dtype) -> Rounding:
     It is not a method, since Dynamo takes each method of a tensor for an operation that returns tensors.
     """
     spec = weight.scheme.weight
-    scale_dtype = representation_of(spec).scale_dtype(spec, dtype)
+    scale_dtype = spec.scale_dtype_for(dtype)
     kind = RoundingOfGathered if weight.is_gathered else Rounding
     return kind(spec, scale_dtype, weight.input_spec, weight.constant_codes)
 

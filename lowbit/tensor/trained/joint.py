@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from lowbit.linear.coded_linear import CodedWeight, coded_weight
 from lowbit.linear.dequantized import Values
-from lowbit.linear.frozen.kinds import representation_of
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.core.base import LowbitTensor
@@ -117,7 +116,7 @@ def joint_of(module: Any) -> Tensor:
         own = weight.values() if isinstance(weight, TrainableTensor) else weight
         if not isinstance(own, LowbitTensor):  # one that is converted has its scales
             values.append(own.detach())
-    dtype = representation_of(spec).scale_dtype(spec, values[0].dtype)
+    dtype = spec.scale_dtype_for(values[0].dtype)
     return spec.joint_part(values, dtype)
 
 

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from lowbit.linear.coded_linear import CodedWeight
 from lowbit.linear.dequantized import Values
 from lowbit.linear.frozen.checks import refuse_transforms
-from lowbit.linear.frozen.kinds import representation_of
 from lowbit.linear.fused_rounding import learned_fake_quantize
 from lowbit.numerics.learned_scales import (
     codes_and_residual,
@@ -253,7 +252,7 @@ class LearnedScalesTensor(FakeQuantizedTensor, codec=CodesAndResiduals):
         None: for its present ones."""
         values, spec = self.weight if values is None else values, self.scheme.weight
         free = replace(spec, scale_dtype=None)
-        dtype = representation_of(free).scale_dtype(free, values.dtype)
+        dtype = free.scale_dtype_for(values.dtype)
         return parameters_for(self.rows(values), spec, dtype)
 
     def entries_beside(
