@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lowbit.convert import Report, Target, replace_weights
 from lowbit.qat.exchange import learned_scales, prepared_targets
-from lowbit.qat.kinds import prepared_kind
+from lowbit.qat.kinds import prepared_kind, role_of
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def freeze_codes_(model: nn.Module) -> list[Tensor]:
             continue
         weight: Any = target.weight
         seen = weight.quantized_by(*found)
-        new: Any = prepared_kind(target, learned=True)(seen, target.scheme)
+        new: Any = prepared_kind(target, learned=True)(seen, target.scheme, role_of(target))
         new.constant_codes = True
         new.attribute = weight.attribute
         if not torch.equal(new.quantized_by(*found), seen):

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from lowbit.convert import Target, is_conv
-from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.trained.fake_quantized_conv import (
-    FakeQuantizedConvTensor,
-    LearnedScalesConvTensor,
-)
+from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor, Role
 from lowbit.tensor.trained.joint import JointTensor
 from lowbit.tensor.trained.learned_scales import LearnedScalesTensor
 
@@ -16,6 +12,9 @@ def prepared_kind(target: Target, learned: bool, joint: bool = False) -> type[Fa
     """`learned`: its scales are parameters. `joint`: it shares a part of its scales with siblings."""
     if joint:
         return JointTensor
-    if is_conv(target):
-        return LearnedScalesConvTensor if learned else FakeQuantizedConvTensor
     return LearnedScalesTensor if learned else FakeQuantizedTensor
+
+
+def role_of(target: Target) -> Role:
+    """What the weight is to its layer."""
+    return "convolution" if is_conv(target) else "matrix"

@@ -41,7 +41,7 @@ from lowbit.layers.static_input import check_input, input_qparams
 from lowbit.qat import lora
 from lowbit.qat.exchange import prepared_targets
 from lowbit.qat.gradients import check_gradients, gradients_note, low_bit_gradients
-from lowbit.qat.kinds import prepared_kind
+from lowbit.qat.kinds import prepared_kind, role_of
 from lowbit.schemes.training import IN_ATTENTION, MixedPrecision
 from lowbit.tensor.core.base import check_weight
 from lowbit.tensor.trained.adapted import AdaptedTensor, Adapters, LearnedAdaptedTensor
@@ -130,7 +130,7 @@ def prepare_(
         merged = LearnedAdaptedTensor if is_learned else AdaptedTensor
         own = prepared_kind(target, is_learned, target.owners[0].fqn in joint)
         kind = merged if id(target.weight) in layers else own
-        made = kind(target.weight, target.scheme)
+        made = kind(target.weight, target.scheme, role_of(target))
         made.gradients = gradients if target.owners in in_low_bits else None
         return made
 

@@ -37,7 +37,7 @@ from lowbit.qat.exchange import (
     prepared_targets,
     without_scales,
 )
-from lowbit.qat.kinds import prepared_kind
+from lowbit.qat.kinds import prepared_kind, role_of
 from lowbit.qat.tools.batches import call
 from lowbit.qat.tools.sensitivity import Sensitivity, SensitivityReport
 from lowbit.schemes.scheme import Scheme
@@ -201,7 +201,7 @@ class _Rounding:
         parameters = learned_scales(target)
         self.learned = parameters
         self.kind = prepared_kind(target, learned=parameters is not None)
-        tensor: Any = self.kind(weight, scheme)
+        tensor: Any = self.kind(weight, scheme, role_of(target))
         frozen: LowbitTensor = (
             tensor.frozen() if parameters is None else tensor.frozen_by(*parameters)
         )
@@ -221,7 +221,9 @@ class _Rounding:
                 activation = _WatchedSpec.of(activation, self.activation_tally, adds_up=True)
             watched_weight = _WatchedSpec.of(scheme.weight, self.weight_tally, adds_up=False)
             scheme = Scheme(watched_weight, activation)
-        rounded = nn.Parameter(self.kind(plain_weight(target.weight), scheme), requires_grad=False)
+        rounded = nn.Parameter(
+            self.kind(plain_weight(target.weight), scheme, role_of(target)), requires_grad=False
+        )
         return [
             Held(owner.module, type(owner.module), {owner.attribute: rounded})
             for owner in target.owners

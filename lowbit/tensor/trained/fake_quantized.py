@@ -50,7 +50,9 @@ from lowbit.tensor.core import (
     rounding_inputs,
     stored_shape,
 )
+from lowbit.tensor.core.reading import read, reads
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
+from lowbit.tensor.frozen.conv_tensor import ConvTensor, check_convolution, matrix_shape
 from lowbit.tensor.trained.master_weight import MasterWeightTensor
 from lowbit.tracing import tracer
 from lowbit.tracing.report import specs_name
@@ -59,6 +61,9 @@ Qparams = tuple[Tensor, Tensor | None]
 """A scale and a zero point."""
 Off = Literal["weights", "activations", "all", None]
 """Which rounding of a weight's products is switched off."""
+Role = Literal["matrix", "convolution"]
+"""What a weight is to its layer. "matrix": [N, K], or a stack of them. "convolution": [N, C/groups, k…], which keeps
+its shape, and which is rounded and converted as the matrix [N, K] of its rows. FSDP2 gathers it itself."""
 
 
 class CodesBeforeClamp:
@@ -108,6 +113,8 @@ class UnclampedCodes(CodesBeforeClamp):
         weight, spec = shard.weight, shard.scheme.weight
         if weight.dtype.itemsize <= 2 or not shard.rounds_weight or spec.shares_rows:
             return None
+        if shard.role != "matrix":
+            return None
         if isinstance(spec.format, LookupTable):  # whose codes before the clamp are float32
             return None
         weight = weight.detach()
@@ -149,10 +156,12 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
     is_described = True
     already = "prepared for QAT already; lowbit.qat.convert_(model) converts it"
     schemes = (Scheme,)
-    meta_attrs: ClassVar[tuple[str, ...]] = ("scheme", "transposed", "off", "gradients")
-
-    frozen_as: ClassVar[type[AffineTensor]] = AffineTensor
-    """The class of its weight for inference. `representation_of` may choose a subclass."""
+    meta_attrs: ClassVar[tuple[str, ...]] = ("scheme", "transposed", "off", "gradients", "role")
+    products: ClassVar[dict[Any, str]] = {
+        **MasterWeightTensor.products,
+        F.conv1d: "conv1d",
+        F.conv2d: "conv2d",
+    }
 
     constant_codes: bool = False
     """True if the gradient of learned scales is that of constant codes."""
@@ -165,20 +174,41 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
     off: Off
     gradients: MixedPrecision | None
     """How the products of gradients run in low bits, where the product itself does; None: in high precision."""
+    role: Role
+
+    def __new__(cls, weight: Tensor, scheme: Any, role: Role = "matrix") -> Self:
+        """Wrap `weight` for `scheme`, sharing its memory if it is contiguous.
+
+        Args:
+            weight: plain, of a floating dtype.
+            scheme: how products round it and their input.
+            role: what it is to its layer.
+
+        Raises ValueError as `AffineTensor.from_float` does.
+        """
+        made = super().__new__(cls, weight, scheme)
+        made.role = role
+        return made
 
     @classmethod
     def _meta_of(cls, weight: Tensor) -> dict[str, Any]:
-        return {"transposed": False, "off": None, "gradients": None}
+        return {"transposed": False, "off": None, "gradients": None, "role": "matrix"}
 
     @classmethod
     def meta_from_json(cls, data: Any) -> dict[str, Any]:
-        own = {"transposed": False, "off": None, "gradients": None}
-        return {**super().meta_from_json(data), **own}
+        return {**super().meta_from_json(data), **cls._meta_of(torch.empty(0))}
+
+    @property
+    def is_describable(self) -> bool:
+        """Not without its layer, which knows what the weight is to it."""
+        return self.role == "matrix" and super().is_describable
 
     def check_meta(self) -> None:
         super().check_meta()
         if self.off not in get_args(Off):
             raise ValueError(f"off={self.off!r}; accepted: {get_args(Off)}")
+        if self.role not in get_args(Role):
+            raise ValueError(f"role={self.role!r}; accepted: {get_args(Role)}")
 
     def _is_stored_like(self, other: Tensor) -> bool:
         """Neither a rounding that is switched off nor the scheme of gradients makes a difference."""
@@ -220,7 +250,8 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
         return self.operand()
 
     def settled(self) -> Tensor:
-        if self.input_spec is None:
+        # a part of the rows of a convolution is not a weight of a convolution
+        if self.input_spec is None or self.role == "convolution":
             return self.read()
         if self.is_settled:
             return self
@@ -239,6 +270,8 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
     @property
     def has_rows_alone(self) -> bool:
         spec = self.scheme.weight
+        if self.role == "convolution":
+            return False
         if not self.rounds_weight:
             return True
         if self.ndim == 3:
@@ -257,9 +290,18 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
         joint = joint_of_weight(self, "a product")
         return self.rounded(Values.apply(self), joint)
 
+    @property
+    def swaps_last(self) -> bool:
+        return self.role == "matrix"
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """The shape that the blocks of its scheme divide."""
+        return matrix_shape(self.shape) if self.role == "convolution" else tuple(self.shape)
+
     def rows(self, values: Tensor) -> Tensor:
         """Plain `values` of this weight in the shape that the blocks of its scheme divide."""
-        return values
+        return values.flatten(1) if self.role == "convolution" else values
 
     def rounded(self, values: Tensor, joint: Tensor | None = None) -> Tensor:
         """Plain `values` (all of this weight, or whole rows), rounded as it is: differentiable, in their dtype.
@@ -305,10 +347,10 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
         the input, for a static activation."""
         joint = joint_of_weight(self, "conversion")
         shared: dict[str, Any] = {} if joint is None else {"joint": joint}
-        found = self.frozen_as.from_float(
+        found = frozen_as(self).from_float(
             self.weight, self.scheme, input_qparams=input_qparams, **shared
         )
-        return found.to(self.dtype)  # type: ignore[return-value]
+        return found.to(self.dtype)
 
     @classmethod
     def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
@@ -426,6 +468,11 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         return super().inner_shapes(stored_shape(self, shape))
 
+    def _transposed(self) -> Self:
+        if self.role == "convolution":
+            raise self._unsupported("transposition")
+        return super()._transposed()
+
     def _expert(self, index: int) -> Self:
         self._check_experts_apart("selecting an expert")
         return super()._expert(index)
@@ -470,6 +517,18 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
         if self.transposed:
             raise self._unsupported("cat of transposed tensors")
         return super()._cat(tensors, dim)
+
+    @classmethod
+    def conv1d(
+        cls, input: Tensor, weight: Any, bias: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        return F.conv1d(*_convolved(input, weight, bias), *args, **kwargs)
+
+    @classmethod
+    def conv2d(
+        cls, input: Tensor, weight: Any, bias: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        return F.conv2d(*_convolved(input, weight, bias), *args, **kwargs)
 
     @classmethod
     def embedding(cls, input: Tensor, weight: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -523,6 +582,11 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
         if states == {"all"} and not in_transform():
             named = {name: _plain(x) for name, x in kwargs.items()}
             return func(*(_plain(x) for x in args), **named)
+        if func in _CONVOLUTIONS and not any(map(_convolves, (*args, *kwargs.values()))):
+            if reads(func, args, kwargs):
+                return read(func, args, kwargs)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         return super().computed(func, args, kwargs)
 
     def check_placement(self, param: Any) -> None:
@@ -578,6 +642,28 @@ def joint_of_weight(weight: Any, what: str) -> Tensor | None:
     NotImplementedError where the scales are elsewhere. It is a function for the reason that `rounding_of` is one."""
     elsewhere = type(weight).scales_elsewhere
     return None if elsewhere is None else elsewhere(weight, what)
+
+
+def frozen_as(weight: FakeQuantizedTensor) -> Any:
+    """The class of the weight for inference. `representation_of` may choose a subclass."""
+    return ConvTensor if weight.role == "convolution" else AffineTensor
+
+
+_CONVOLUTIONS = (F.conv1d, F.conv2d)
+
+
+def _convolves(x: Any) -> bool:
+    return isinstance(x, FakeQuantizedTensor) and x.role == "convolution"
+
+
+def _convolved(
+    input: Tensor, weight: Any, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The plain operands of torch's own convolution."""
+    check_convolution(input, weight)
+    return FakeQuantizedTensor.operands(
+        input, weight, weight.operand(), bias, product="convolution"
+    )
 
 
 def _plain(x: Any) -> Any:

@@ -23,7 +23,7 @@ from lowbit.linear.dequantized import Values
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor, Qparams
+from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor, Qparams, frozen_as
 from lowbit.tensor.trained.trainable import TrainableTensor
 
 
@@ -50,10 +50,10 @@ class JointTensor(FakeQuantizedTensor):
 
     def frozen_with(self, joint: Tensor, input_qparams: Qparams | None = None) -> LowbitTensor:
         """`frozen` with the part of the scales that siblings share."""
-        found = self.frozen_as.from_float(
+        found = frozen_as(self).from_float(
             self.weight, self.scheme, input_qparams=input_qparams, joint=joint
         )
-        return found.to(self.dtype)  # type: ignore[return-value]
+        return found.to(self.dtype)
 
     def scales_elsewhere(self, what: str) -> Tensor:
         """What its scales share with those of its siblings now. Raises NotImplementedError for a tensor that is not the

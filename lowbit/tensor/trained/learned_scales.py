@@ -45,7 +45,12 @@ from lowbit.tensor.core import (
     rounding_inputs,
     split_as,
 )
-from lowbit.tensor.trained.fake_quantized import CodesBeforeClamp, FakeQuantizedTensor, Qparams
+from lowbit.tensor.trained.fake_quantized import (
+    CodesBeforeClamp,
+    FakeQuantizedTensor,
+    Qparams,
+    frozen_as,
+)
 from lowbit.tracing import tracer
 
 _CONSTANT = "constant_codes"
@@ -71,8 +76,10 @@ class CodesAndResiduals(CodesBeforeClamp):
     def encode(shard: Any, gather: Gather) -> Wire | None:
         weight, spec = shard.weight.detach(), shard.scheme.weight
         of_rows = isinstance(spec.format, Int) and not spec.shares_rows
-        if shard.constant_codes or not (
-            of_rows and shard.rounds_weight and weight.dtype is torch.float32
+        if (
+            shard.constant_codes
+            or shard.role != "matrix"
+            or not (of_rows and shard.rounds_weight and weight.dtype is torch.float32)
         ):
             return None
         scale, zero = map(local, scales_of(gather.module, shard.attribute))
@@ -128,7 +135,7 @@ class LearnedScalesTensor(FakeQuantizedTensor, codec=CodesAndResiduals):
         constant = data.get(_CONSTANT, False)
         if not isinstance(constant, bool):
             raise ValueError(f"{_CONSTANT} is true or false, got {constant!r}")
-        return {**super().meta_from_json(data), "attribute": "weight", "constant_codes": constant}
+        return {**super().meta_from_json(data), "constant_codes": constant}
 
     def _with(self, *args: Any, **kwargs: Any) -> Self:
         made = super()._with(*args, **kwargs)
@@ -149,7 +156,7 @@ class LearnedScalesTensor(FakeQuantizedTensor, codec=CodesAndResiduals):
         return self.seen_by(*self._held_scales())
 
     def settled(self) -> Tensor:
-        if self.transposed or not self.rounds_weight:
+        if self.transposed or not self.rounds_weight or self.role == "convolution":
             return super().settled()
         return self.settled_by(*self._held_scales())
 
@@ -185,13 +192,8 @@ class LearnedScalesTensor(FakeQuantizedTensor, codec=CodesAndResiduals):
         return scale, zero
 
     @property
-    def matrix_shape(self) -> tuple[int, ...]:
-        """The shape that the blocks of its scheme divide."""
-        return tuple(self.shape)
-
-    @property
     def has_rows_alone(self) -> bool:
-        return not self.rounds_weight
+        return not self.rounds_weight and self.role == "matrix"
 
     @property
     def has_experts_alone(self) -> bool:
@@ -244,8 +246,8 @@ class LearnedScalesTensor(FakeQuantizedTensor, codec=CodesAndResiduals):
     ) -> LowbitTensor:
         """The weight for inference, in this tensor's dtype. `input_qparams`: as of `frozen`."""
         own = qparams(self.scheme.weight, scale, zero)
-        found = self.frozen_as.from_float(self.weight, self.scheme, own, input_qparams)
-        return found.to(self.dtype)  # type: ignore[return-value]
+        found = frozen_as(self).from_float(self.weight, self.scheme, own, input_qparams)
+        return found.to(self.dtype)
 
     def starting_parameters(self, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """What its scales and zero points start from: those of a search, for plain `values` of all of this weight.
