@@ -37,11 +37,12 @@ from lowbit.qat.exchange import (
     prepared_targets,
     without_scales,
 )
-from lowbit.qat.kinds import prepared_kind, role_of
 from lowbit.qat.tools.batches import call
 from lowbit.qat.tools.sensitivity import Sensitivity, SensitivityReport
+from lowbit.qat.weights import prepared_weight
 from lowbit.schemes.scheme import Scheme
-from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.trained.learned_scales import LearnedScales
+from lowbit.tensor.trained.quantizers import NO_SCALES, PRESENT, Quantizer
 from lowbit.tracing.tracer import state_restored
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -200,11 +201,9 @@ class _Rounding:
             )
         parameters = learned_scales(target)
         self.learned = parameters
-        self.kind = prepared_kind(target, learned=parameters is not None)
-        tensor: Any = self.kind(weight, scheme, role_of(target))
-        frozen: LowbitTensor = (
-            tensor.frozen() if parameters is None else tensor.frozen_by(*parameters)
-        )
+        self.quantizer: Quantizer = PRESENT if parameters is None else LearnedScales()
+        tensor = prepared_weight(target, weight, scheme, self.quantizer)
+        frozen = tensor.frozen_by(NO_SCALES if parameters is None else (*parameters, None))
         self.nbytes, self.plain_nbytes = frozen.nbytes_stored(), weight.nbytes
         self.format = tensor.stored_format().removeprefix("QAT ")
         self.clipped = _clipped_share(tensor.rows(weight), scheme.weight, parameters)
@@ -221,9 +220,9 @@ class _Rounding:
                 activation = _WatchedSpec.of(activation, self.activation_tally, adds_up=True)
             watched_weight = _WatchedSpec.of(scheme.weight, self.weight_tally, adds_up=False)
             scheme = Scheme(watched_weight, activation)
-        rounded = nn.Parameter(
-            self.kind(plain_weight(target.weight), scheme, role_of(target)), requires_grad=False
-        )
+        values = plain_weight(target.weight)
+        own = prepared_weight(target, values, scheme, self.quantizer)
+        rounded = nn.Parameter(own, requires_grad=False)
         return [
             Held(owner.module, type(owner.module), {owner.attribute: rounded})
             for owner in target.owners
