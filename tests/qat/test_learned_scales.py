@@ -346,7 +346,7 @@ def test_modules_that_multiply_by_themselves_keep_present_scales():
 
 def test_errors():
     found = nn.Sequential(nn.Linear(32, 32))
-    with pytest.raises(ValueError, match=r"scales must be 'present' or 'learned', .*got 'lerned'"):
+    with pytest.raises(ValueError, match=r"scales must be 'present' or 'learned'.*got 'lerned'"):
         qat.prepare_(found, IntxWeightOnly(4, 32), scales="lerned")
     qat.prepare_(found, IntxWeightOnly(4, 32), scales="learned")
     with pytest.raises(ValueError, match="prepared for QAT already"):
