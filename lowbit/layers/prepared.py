@@ -27,8 +27,8 @@ from lowbit.layers.learned_experts import scaled, scaled_by
 from lowbit.layers.sharded_linear import sharded_linear
 from lowbit.layers.static_input import OBSERVER, check_input, hold_input, inputs_of, take_input
 from lowbit.linear.coded_linear import constant_input
-from lowbit.linear.dequantized import Values
 from lowbit.linear.frozen.checks import refuse_transforms
+from lowbit.linear.operands import Values
 from lowbit.numerics import learned_scales as formula
 from lowbit.numerics.learned_scales import qparams, with_gradients_of
 from lowbit.numerics.sharded import is_dtensor
@@ -128,15 +128,16 @@ class Linear(Prepared, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         weight: Any = self.weight  # read once, because nn.Module looks parameters up in Python
-        if is_dtensor(weight):
+        if not isinstance(weight, FakeQuantizedTensor):
+            if not is_dtensor(weight):
+                return F.linear(input, weight, self.bias)
             product = self._local_product if has_scales(self) else None
             return sharded_linear(input, weight, self.bias, product)
-        if not isinstance(weight, FakeQuantizedTensor):
-            return F.linear(input, weight, self.bias)
         static = None if weight.scheme.activation is None else self._static(input)
         if static is None and weight.off == "all":
             return F.linear(input, weight, self.bias)
-        scales = weight.quantizer.scales_in(self) if weight.rounds_weight else NO_SCALES
+        asks = weight.quantizer.has_scales_beside and weight.rounds_weight
+        scales = weight.quantizer.scales_in(self) if asks else NO_SCALES
         return FakeQuantizedTensor.product(input, weight, self.bias, scales, static)
 
     def _local_product(self, x: Tensor, weight: Any, grad_placements: list[Any]) -> Tensor:

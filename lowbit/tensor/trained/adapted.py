@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lowbit_kernels as kernels
-from lowbit.linear.dequantized import Values
 from lowbit.linear.frozen.checks import check_first_derivative
+from lowbit.linear.operands import Values
 from lowbit.tensor.core import LowbitTensor
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.quantizers import Scales

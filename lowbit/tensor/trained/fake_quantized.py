@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowbit.linear.coded_linear import CodedWeight, coded_linear, codes_again, product_of
-from lowbit.linear.dequantized import Values
 from lowbit.linear.frozen.checks import autocast_inputs, in_transform, refuse_transforms
 from lowbit.linear.fused_rounding import (
     Inside,
     fake_quantize,
     rounded,
 )
+from lowbit.linear.operands import Values
 from lowbit.linear.rounded_linear import Rounding, RoundingOfGathered, rounded_linear
 from lowbit.numerics.affine import StraightThrough
 from lowbit.numerics.code_range import within_range
@@ -479,7 +479,8 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
             in_codes: False for high precision, where the converted weight does not multiply codes.
         """
         refuse_transforms(weight)
-        input, bias = autocast_inputs(input, weight, bias)
+        with torch._C.DisableTorchFunctionSubclass():  # for `dtype`, which passes through it
+            input, bias = autocast_inputs(input, weight, bias)
         is_observed = static is not None and static.is_observed
         found = None
         if in_codes and weight.scheme.activation is not None and not is_observed:
@@ -564,7 +565,7 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
         return x if self.input_spec is None else fake_quantize(x, self.input_spec)
 
     def values(self) -> Tensor:
-        weight = super().values()
+        weight = self.weight.detach()
         return weight.transpose(-2, -1) if self.transposed else weight
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:

@@ -29,6 +29,7 @@ from lowbit.tensor.trained.trainable import TrainableTensor
 class JointScales(PresentScales):
     """See the module."""
 
+    has_scales_beside: ClassVar[bool] = True
     swaps_last: ClassVar[bool] = (
         False  # a view has no siblings; its values have been rounded with them
     )

@@ -65,6 +65,7 @@ class LearnedScales(Quantizer):
     """
 
     name: ClassVar[str] = "learned"
+    has_scales_beside: ClassVar[bool] = True
     rounds_parts: ClassVar[bool] = False
     rounds_again: ClassVar[bool] = True
     attribute: str = "weight"

@@ -54,6 +54,8 @@ class Quantizer:
     """True if `lowbit.linear.rounded_linear` knows the formula, so that products keep no rounded weight."""
     swaps_last: ClassVar[bool] = True
     """True if a transposed view finds its scales."""
+    has_scales_beside: ClassVar[bool] = False
+    """True if products take something beside the weight (`scales_in`)."""
     is_describable: ClassVar[bool] = True
     """True if a description suffices to read a weight back: it needs no other weight."""
     constant_codes: bool = False
