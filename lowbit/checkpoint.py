@@ -174,7 +174,7 @@ def _plain_json(name: str, value: Any, way_out: str, levels: int = 0) -> Any:
 
 
 def _describe(name: str, t: LowbitTensor) -> dict[str, Any]:
-    if type(t).__name__ not in LowbitTensor.kinds:
+    if not t.is_describable:
         raise CheckpointError(
             f"{name} is a {type(t).__name__}; the format knows {', '.join(LowbitTensor.kinds)}"
         )

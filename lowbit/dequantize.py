@@ -12,7 +12,8 @@ from lowbit.numerics.sharded import is_dtensor
 from lowbit.qat.lora import merging_layers
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local
-from lowbit.tensor.trained.joint import JointTensor, joint_parts
+from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.trained.joint import is_joint, joint_parts
 from lowbit.train.prepare import replace_prepared
 from lowbit.train.prepared import forget_prepared, was_prepared
 
@@ -118,7 +119,9 @@ def _targets(model: nn.Module, filter_fn: Filter | None, left: Report) -> list[T
 
 def _plain(target: Target, joint: Mapping[str, Tensor]) -> Tensor:
     """The plain values of a weight. `joint`: what siblings share, by the names of the weights."""
-    if isinstance(target.weight, JointTensor):
-        return target.weight.dequantized_with(joint[target.owners[0].fqn]).contiguous()
+    if is_joint(target.weight):
+        assert isinstance(target.weight, FakeQuantizedTensor)
+        weight, shared = target.weight, joint[target.owners[0].fqn]
+        return weight.rounded(weight.weight, joint=shared).detach().to(weight.dtype).contiguous()
     assert isinstance(target.weight, LowbitTensor)
     return target.weight.dequantize().detach().contiguous()

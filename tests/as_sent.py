@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lowbit.tensor.core.fsdp import Gather
 from lowbit.tensor.trained.bitnet import BitNetTensor
-from lowbit.tensor.trained.learned_scales import LearnedScalesTensor
+from lowbit.tensor.trained.learned_scales import is_learned
 
 
 def as_sent(
@@ -23,7 +23,7 @@ def as_sent(
         module: the one that holds learned scales.
         shape: of the whole weight; None: of the shard.
     """
-    if isinstance(shard, BitNetTensor) or (isinstance(shard, LearnedScalesTensor) and not module):
+    if isinstance(shard, BitNetTensor) or (is_learned(shard) and not module):
         return shard
     whole = shard.shape if shape is None else shape
     with torch._C.DisableTorchFunctionSubclass():

@@ -15,7 +15,6 @@ from lowbit.convert.experts import stores_inputs_first
 from lowbit.convert.owners import Owner, check_module, find_owners, joined_name
 from lowbit.convert.report import Entry, Report
 from lowbit.convert.siblings import families, group_of
-from lowbit.linear.frozen.kinds import representation_of
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
@@ -113,7 +112,7 @@ def joint_parts(targets: Sequence[Target], searched: bool = False) -> dict[str, 
 def joint_part(spec: Spec, weights: Sequence[Tensor], searched: bool = False) -> Tensor:
     """`Spec.joint_part` of plain weights, with scales of the dtype that these weights get. `searched`: the scales with
     the smallest squared error over all weights, as `Spec.search_qparams` finds them."""
-    dtype = representation_of(spec).scale_dtype(spec, weights[0].dtype)
+    dtype = spec.scale_dtype_for(weights[0].dtype)
     own = [weight.detach() for weight in weights]
     if searched:
         return spec.search_qparams(torch.cat([w.to(own[0].device) for w in own], -2), dtype)[0]

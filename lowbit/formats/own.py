@@ -78,7 +78,7 @@ class Own(Format):
         return made
 
     def encode(self, weight: LowbitTensor) -> Parts:
-        if type(weight).__name__ not in LowbitTensor.kinds:
+        if not weight.is_describable:
             raise FormatError(f"a {type(weight).__name__} has no description that can be read back")
         if weight.flat_from is not None:
             raise FormatError("it is a flattened view; export the original")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.tensor.core.dtensor import by_rows, held_locally, placed_as
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.trained.learned_scales import hold
+from lowbit.tensor.trained.learned_scales import hold, settled_by
 
 
 class _Scaled:
@@ -75,8 +75,7 @@ def _seen(weight: Any, scale: Any, zero: Any) -> Tensor:
 
 
 def _seen_locally(weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
-    found: Tensor = weight.settled_by(scale, zero)
-    return found
+    return settled_by(weight, scale, zero)
 
 
 _MADE: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}

@@ -27,25 +27,25 @@ from lowbit.layers.learned_experts import scaled, scaled_by
 from lowbit.layers.sharded_linear import sharded_linear
 from lowbit.layers.static_input import OBSERVER, check_input, hold_input, inputs_of, take_input
 from lowbit.linear.coded_linear import constant_input
-from lowbit.linear.dequantized import Values
 from lowbit.linear.frozen.checks import refuse_transforms
-from lowbit.linear.fused_rounding import learned_fake_quantize
+from lowbit.linear.operands import Values
 from lowbit.numerics import learned_scales as formula
 from lowbit.numerics.learned_scales import qparams, with_gradients_of
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.core.dtensor import held_locally, local, replicated
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.trained.joint import JointTensor, joint_of, operands_with
 from lowbit.tensor.trained.learned_scales import (
     SCALE,
     ZERO,
-    LearnedScalesTensor,
+    LearnedScales,
     has_scales,
     hold,
-    operands,
+    is_learned,
     scales_of,
+    starting_parameters,
 )
+from lowbit.tensor.trained.quantizers import NO_SCALES
 from lowbit.tensor.trained.trainable import TrainableTensor
 
 
@@ -128,28 +128,17 @@ class Linear(Prepared, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         weight: Any = self.weight  # read once, because nn.Module looks parameters up in Python
-        if is_dtensor(weight):
+        if not isinstance(weight, FakeQuantizedTensor):
+            if not is_dtensor(weight):
+                return F.linear(input, weight, self.bias)
             product = self._local_product if has_scales(self) else None
             return sharded_linear(input, weight, self.bias, product)
-        if not isinstance(weight, FakeQuantizedTensor):
-            return F.linear(input, weight, self.bias)
         static = None if weight.scheme.activation is None else self._static(input)
-        how: dict[str, Any] = {}
-        if isinstance(weight, LearnedScalesTensor):
-            if static is None and weight.off == "all":
-                return F.linear(input, weight.high_precision(), self.bias)
-            how["scales"] = scales_of(self)
-            seen, coded = operands(weight, *how["scales"])
-        elif isinstance(weight, JointTensor) and weight.rounds_weight:
-            how["joint"] = joint_of(self)
-            seen, coded = operands_with(weight, how["joint"])
-        elif static is None:
+        if static is None and weight.off == "all":
             return F.linear(input, weight, self.bias)
-        else:
-            seen, coded = weight.operand, weight.coded
-        if static is not None:
-            how = {"static": static}
-        return FakeQuantizedTensor.product(input, weight, seen, coded, self.bias, **how)
+        asks = weight.quantizer.has_scales_beside and weight.rounds_weight
+        scales = weight.quantizer.scales_in(self) if asks else NO_SCALES
+        return FakeQuantizedTensor.product(input, weight, self.bias, scales, static)
 
     def _local_product(self, x: Tensor, weight: Any, grad_placements: list[Any]) -> Tensor:
         """The product of the local parts. Scales of parts of rows are split as the weight is; each rank has a term of
@@ -170,8 +159,8 @@ class Linear(Prepared, nn.Linear):
                 scale = replicated(scale, sharded.device_mesh)
             return scale.redistribute(placements=own).to_local(grad_placements=grads)
 
-        seen, coded = operands(weight, *map(part, scales_of(self)))
-        return FakeQuantizedTensor.product(x, weight, seen, coded, None)
+        scale, zero = map(part, scales_of(self))
+        return FakeQuantizedTensor.product(x, weight, None, (scale, zero, None))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Tensor parallelism replaces the weight by this call."""
@@ -193,28 +182,19 @@ class Embedding(Prepared, nn.Embedding):
                 f"tensor parallelism of an embedding {tuple(weight.shape)} with learned scales; leave it out of "
                 "prepare_, or give it scales='present'"
             )
-        if not isinstance(weight, LearnedScalesTensor):  # computed from it, as by prune
+        if not is_learned(weight):  # computed from it, as by prune
             return super().forward(input)
-        spec = weight.scheme.weight
-        options = self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, self.sparse
         if weight.is_gathered and self.sparse:
             raise weight._unsupported(
                 "nn.Embedding(sparse=True) under FSDP2, which reduces no sparse gradients (accepted: sparse=False)"
             )
-        whole = (spec.shares_rows and not self.sparse) or weight.is_gathered
-        if whole or not weight.rounds_weight:
-            values = weight.seen_by(*scales_of(self))
-            return F.embedding(input, values.to(weight.dtype), *options)
+        options = self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, self.sparse
+        scales = weight.quantizer.scales_in(self)
+        if weight.is_gathered or not weight.rounds_weight:
+            return F.embedding(input, weight.seen_by(*scales).to(weight.dtype), *options)
         refuse_transforms(weight)
-        index = input.reshape(-1)
-        rows = F.embedding(index, Values.apply(weight), *options)
-        scale, zero = scales_of(self)
-        if not spec.shares_rows:  # one scale for the table is that of any rows of it
-            scale, zero = (
-                None if t is None else F.embedding(index, t, *options) for t in (scale, zero)
-            )
-        found = learned_fake_quantize(rows, scale, zero, spec, weight.constant_codes)
-        return found.view(*input.shape, weight.shape[1]).to(weight.dtype)
+        found: Tensor = weight.rows_of(Values.apply(weight), input, scales, *options)
+        return found
 
 
 def _convolve(self: Any, input: Tensor) -> Tensor:
@@ -223,9 +203,7 @@ def _convolve(self: Any, input: Tensor) -> Tensor:
     if not isinstance(weight, FakeQuantizedTensor):  # computed from it, as by prune
         return self._conv_forward(input, weight, self.bias)
     static = self._static(input)
-    is_learned = isinstance(weight, LearnedScalesTensor)
-    own: Any = weight
-    values = own.seen_by(*scales_of(self)) if is_learned else weight.operand()
+    values = weight.seen_by(*weight.quantizer.scales_in(self))
     rounded = None if static is None else static.rounded
     operands = FakeQuantizedTensor.operands(
         input, weight, values, self.bias, rounded, "convolution"
@@ -284,14 +262,14 @@ def why_not_learned(module: nn.Module, attribute: str) -> str | None:
     return f"{kind} has a {taken[0]} of its own" if taken else None
 
 
-def give_scales(weight: LearnedScalesTensor, holders: Iterable[tuple[nn.Module, str]]) -> None:
+def give_scales(weight: FakeQuantizedTensor, holders: Iterable[tuple[nn.Module, str]]) -> None:
     """Register the scales and zero points of `weight` in the modules that hold it, which share them. `holders`: a
     module and the name of the weight there."""
-    scale, zero = weight.starting_parameters()
+    scale, zero = starting_parameters(weight)
     made = {SCALE: nn.Parameter(scale), ZERO: None if zero is None else nn.Parameter(zero)}
     for i, (module, attribute) in enumerate(holders):
         if i == 0:
-            weight.attribute = attribute  # FSDP2 asks the first holder
+            weight.quantizer = LearnedScales(attribute=attribute)  # FSDP2 asks the first holder
         for end, parameter in made.items():
             module.register_parameter(attribute + end, parameter)
         if not isinstance(module, Prepared):
@@ -314,7 +292,7 @@ def prepare_input(modules: Sequence[nn.Module], spec: Spec, learned: bool) -> No
 
 
 def make_siblings(modules: Sequence[nn.Module]) -> None:
-    """Make these prepared linears, whose weights are JointTensors, know each other."""
+    """Make these prepared linears, whose weights have JointScales, know each other."""
     for module in modules:
         cast(Prepared, module).siblings = tuple(modules)
         hold(module)

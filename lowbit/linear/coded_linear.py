@@ -92,9 +92,15 @@ def product_of(x: Tensor, weight: Any) -> CodesProduct | None:
 def coded_weight(values: Tensor, spec: Spec, joint: Tensor | None = None) -> CodedWeight:
     """Plain `values` [N, K], rounded by the scales that they have now. `joint`: as for `Spec.choose_qparams`."""
     own = values.detach()
-    dtype = representation_of(spec).scale_dtype(spec, values.dtype)
+    dtype = spec.scale_dtype_for(values.dtype)
     scale, _ = spec.choose_qparams(own, dtype, joint)
-    if not spec.may_clip(dtype):
+    return coded_weight_by(values, spec, scale, spec.may_clip(dtype))
+
+
+def coded_weight_by(values: Tensor, spec: Spec, scale: Tensor, clips: bool = True) -> CodedWeight:
+    """Plain `values` [N, K], rounded by this scale. `clips`: False where no value lies beyond the range."""
+    own = values.detach()
+    if not clips:
         codes, _, _ = spec.quantize(own, qparams=(scale, None))
         return CodedWeight(codes, scale, values, own)
     codes, inside = spec.quantize_by(own, scale)

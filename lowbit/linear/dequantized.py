@@ -16,23 +16,11 @@ from lowbit.linear.frozen.checks import (
     check_linear,
     unflattened,
 )
-from lowbit.linear.operands import Kept, RoundedLinear
+from lowbit.linear.operands import Kept, RoundedLinear, Values
 from lowbit.tracing import tracer
 
 # Without this, reading the shape or dtype of a weight goes through its __torch_function__, at microseconds each.
 _PlainAttributes = torch._C.DisableTorchFunctionSubclass
-
-
-class Values(torch.autograd.Function):
-    """`weight.values()` of a TrainableTensor, a plain tensor, whose gradient is the weight's."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Any) -> Tensor:
-        return weight.values()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
 
 
 class DequantizedOperands:

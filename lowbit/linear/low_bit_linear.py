@@ -25,14 +25,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import lowbit_kernels as kernels
-from lowbit.linear.dequantized import Values
 from lowbit.linear.frozen.checks import (
     autocast_inputs,
     check_linear,
     refuse_second_derivative,
     unflattened,
 )
-from lowbit.linear.operands import Kept, RoundedLinear
+from lowbit.linear.operands import Kept, RoundedLinear, Values
 from lowbit.tracing import tracer
 from lowbit.tracing.tracer import Note
 

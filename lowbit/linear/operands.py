@@ -68,3 +68,15 @@ class RoundedLinear(torch.autograd.Function):
         if needs[2]:
             of_bias = grad.flatten(0, -2).sum(0) if grad.ndim > 1 else grad
         return of_x, of_weight, of_bias, None, *more, *[None] * (len(needs) - 4 - len(more))
+
+
+class Values(torch.autograd.Function):
+    """`weight.values()` of a TrainableTensor, a plain tensor, whose gradient is the weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any) -> Tensor:
+        return weight.values()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]

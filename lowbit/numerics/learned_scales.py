@@ -46,6 +46,8 @@ from lowbit.numerics.spec import Spec, crop
 
 RATE = 0.125
 """Scale or zero point per unit of its parameter, at most."""
+RESIDUAL_STEPS = 254
+"""Steps of the residual of a code, from −1/2 to 1/2, that one byte holds."""
 PART = 2**24
 """Elements of experts that are rounded at a time."""
 

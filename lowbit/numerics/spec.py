@@ -85,6 +85,8 @@ class _Computed:
     """True if zero points are values in the dtype of the scales, and not codes."""
     stored_scale_dtype: torch.dtype | None
     """The dtype of scales in a weight; None: any."""
+    _new_scale_dtype: torch.dtype | None
+    """The dtype of scales that are computed from a weight; None: that of the weight."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,8 @@ class Spec(_Computed):
         zero_dtype = fmt.dtype if is_int and not is_value_zero else None
         if rounds_minimum:
             zero_dtype = torch.float32
+        in_blocks = isinstance(fmt, Float8) and isinstance(self.granularity, PerBlock)
+        is_wide = rounds_minimum or in_blocks or isinstance(fmt, LookupTable)
         self.__dict__.update(
             _grid=unchecked_grid(self.mapping, fmt.dtype, fmt.quant_min, fmt.quant_max, zero_dtype),
             scales=SCALE_FORMATS[self.scale_format],
@@ -169,6 +173,7 @@ class Spec(_Computed):
             has_zero_point=is_int and not (getattr(fmt, "signed", False) and symmetric),
             zero_point_is_value=is_value_zero,
             stored_scale_dtype=torch.float32 if rounds_minimum else self.scale_dtype,
+            _new_scale_dtype=torch.float32 if is_wide else self.scale_dtype,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -232,9 +237,13 @@ class Spec(_Computed):
             return own == others
         return replace(own, mapping="symmetric") == replace(others, mapping="symmetric")
 
+    def scale_dtype_for(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of scales that are computed from a weight of `dtype`."""
+        return self._new_scale_dtype or (torch.float32 if dtype is torch.float64 else dtype)
+
     def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """`shape` with each dimension rounded up to a whole number of blocks."""
-        block = self.granularity.block_size(shape)
+        block = self.block_size(shape)
         return tuple(-(-size // b) * b for size, b in zip(shape, block, strict=True))
 
     def check_padding(self, shape: Sequence[int]) -> None:
@@ -258,7 +267,7 @@ class Spec(_Computed):
     def pad(self, x: Tensor) -> Tensor:
         """`x` padded with zeros to `padded_shape`. Zeros never change a range, which always includes zero."""
         padding = []
-        for size, b in zip(x.shape, self.granularity.block_size(x.shape), strict=True):
+        for size, b in zip(x.shape, self.block_size(x.shape), strict=True):
             padding.append(-size % b)
         if not any(padding):
             return x
@@ -312,7 +321,7 @@ class Spec(_Computed):
             return self.scales.decode(self.choose_scales(x, joint=joint)), None
         if joint is not None:
             return joint, None
-        block, own = self.granularity.block_size(x.shape), self.scale_dtype or scale_dtype
+        block, own = self.block_size(x.shape), self.scale_dtype or scale_dtype
         scale, zero_point = chosen_qparams(x, self._grid, block, scale_dtype=own)
         return self._as_stored(scale, zero_point) if self.has_zero_point else (scale, None)
 
@@ -559,11 +568,11 @@ class Spec(_Computed):
         Args: those of `fake_quantize`."""
         if x.numel() == 0:
             return x.detach(), None
-        grid, own, block = self._grid, x.detach(), self.granularity.block_size(x.shape)
+        grid, own, block = self._grid, x.detach(), self.block_size(x.shape)
         padded = own
         if any(map(operator.mod, own.shape, block)):
             padded = self.pad(own)
-            block = self.granularity.block_size(padded.shape)
+            block = self.block_size(padded.shape)
         values, inside = rounded_affine(
             padded,
             block,

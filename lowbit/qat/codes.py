@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from lowbit.convert import Report, Target, replace_weights
 from lowbit.qat.exchange import learned_scales, prepared_targets
-from lowbit.qat.kinds import prepared_kind
+from lowbit.qat.weights import prepared_weight
 
 
 @torch.no_grad()
@@ -42,9 +43,8 @@ def freeze_codes_(model: nn.Module) -> list[Tensor]:
             continue
         weight: Any = target.weight
         seen = weight.quantized_by(*found)
-        new: Any = prepared_kind(target, learned=True)(seen, target.scheme)
-        new.constant_codes = True
-        new.attribute = weight.attribute
+        frozen = replace(weight.quantizer, constant_codes=True)
+        new: Any = prepared_weight(target, seen, target.scheme, frozen)
         if not torch.equal(new.quantized_by(*found), seen):
             raise ValueError(
                 f"{target.owners[0].fqn} of {weight.weight.dtype} would change codes of {target.scheme.weight.format}; "

@@ -20,7 +20,7 @@ from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import (
     SCALE,
     ZERO,
-    LearnedScalesTensor,
+    is_learned,
     scales_of,
 )
 
@@ -132,7 +132,7 @@ def without_scales(held: Held) -> Held:
 
 def learned_scales(target: Target) -> tuple[Tensor, Tensor | None] | None:
     """Scales and zero points of a weight that has parameters for them."""
-    if not isinstance(target.weight, LearnedScalesTensor):
+    if not is_learned(target.weight):
         return None
     module, attribute, _ = target.owners[0]
     return scales_of(module, attribute)

@@ -23,12 +23,13 @@ from lowbit.convert import Choice, Filter, Owner, Report, Target, joined_name
 from lowbit.layers.prepared import Linear
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.trained.adapted import (
-    NONE,
-    AdaptedTensor,
     Adapters,
-    Learned,
+    frozen_with,
+    is_merged,
+    product_with,
+    rows_with,
 )
-from lowbit.tensor.trained.learned_scales import has_scales, scales_of
+from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 
 KEEP = (
     'lowbit.qat.prepare_(model, scheme, adapters="keep") rounds the base weight alone and leaves the adapters beside '
@@ -208,11 +209,6 @@ def _check_adapter(layer: Any, name: str, fqn: str) -> None:
 # ---- forward -----------------------------------------------------------------------------------------------------
 
 
-def _learned(base: nn.Module) -> Learned:
-    """The learned scales and zero points of a base layer, where it has them."""
-    return scales_of(base) if has_scales(base) else NONE
-
-
 class _Merging:
     """Mixin of a LoRA layer whose adapters are merged into the weight before it is rounded."""
 
@@ -222,7 +218,7 @@ class _Merging:
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         base = self.base_layer
         weight: Any = base.weight
-        prepared = isinstance(weight, AdaptedTensor) and weight.off != "all"
+        prepared = is_merged(weight) and weight.off != "all"
         if self.disable_adapters or self.merged or not prepared:
             result: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
             return result
@@ -232,11 +228,11 @@ class _Merging:
                 f"{given or 'further arguments'} of a LoRA layer in QAT: all rows of a batch share the merged weight. "
                 f"Leave them out, or call lowbit.qat.convert_(model) first; {KEEP}"
             )
-        adapters = active_adapters(self)
+        adapters, scales = active_adapters(self), weight.quantizer.scales_in(base)
         if isinstance(base, nn.Embedding):
             options = (base.padding_idx, base.max_norm, base.norm_type, base.scale_grad_by_freq)
-            return weight.rows_with(adapters, x, *options, learned=_learned(base))
-        return weight.product_with(adapters, x, base.bias, _learned(base))
+            return rows_with(weight, adapters, x, scales, *options)
+        return product_with(weight, adapters, x, base.bias, scales)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Copies and pickles name the class of PEFT, since the subclass exists in this process alone."""
@@ -281,7 +277,7 @@ def merging_layers(model: nn.Module) -> dict[int, tuple[str, Any]]:
     return {
         id(_base(layer).weight): (fqn, layer)
         for fqn, layer in model.named_modules()
-        if isinstance(layer, _Merging) and isinstance(_base(layer).weight, AdaptedTensor)
+        if isinstance(layer, _Merging) and is_merged(_base(layer).weight)
     }
 
 
@@ -307,8 +303,8 @@ def final_adapters(layer: Any, fqn: str) -> Adapters:
 
 def quantized(target: Target, adapters: Adapters) -> LowbitTensor:
     weight = target.weight
-    assert isinstance(weight, AdaptedTensor)
-    return weight.frozen_with(adapters, _learned(target.owners[0].module))
+    assert isinstance(weight, FakeQuantizedTensor)
+    return frozen_with(weight, adapters, weight.quantizer.scales_in(target.owners[0].module))
 
 
 def unwrapped(target: Target, fqn: str) -> Target:

@@ -43,14 +43,15 @@ from lowbit.layers.static_input import check_input, input_qparams
 from lowbit.qat import lora
 from lowbit.qat.exchange import prepared_targets
 from lowbit.qat.gradients import check_gradients, gradients_note, low_bit_gradients
-from lowbit.qat.kinds import in_model_order, in_order_of_linears, prepared_kind
+from lowbit.qat.weights import in_model_order, in_order_of_linears, prepared_weight
 from lowbit.schemes.training import IN_ATTENTION, MixedPrecision
 from lowbit.tensor.core.base import check_weight
 from lowbit.tensor.frozen import turned
-from lowbit.tensor.trained.adapted import AdaptedTensor, Adapters, LearnedAdaptedTensor
+from lowbit.tensor.trained.adapted import Adapters
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.trained.joint import JointTensor, joint_parts
-from lowbit.tensor.trained.learned_scales import LearnedScalesTensor, check_scales, scales_of
+from lowbit.tensor.trained.joint import JointScales, is_joint, joint_parts
+from lowbit.tensor.trained.learned_scales import LearnedScales, check_scales, is_learned
+from lowbit.tensor.trained.quantizers import PRESENT, Quantizer
 
 
 def prepare_(
@@ -58,7 +59,7 @@ def prepare_(
     scheme: Schemes,
     filter_fn: Filter | None = None,
     *,
-    scales: Literal["present", "learned"] = "present",
+    scales: str = "present",
     adapters: Literal["merge", "keep"] = "merge",
     gradients: MixedPrecision | None = None,
 ) -> Report:
@@ -76,7 +77,7 @@ def prepare_(
             `weight_zero` of each `nn.Linear`, `nn.Embedding`, `nn.Conv1d` and `nn.Conv2d`
             (`lowbit.numerics.learned_scales`), and as `<name>_scale` and `<name>_zero` beside each 3-D weight
             (experts), which the module reads rounded in its forward. Other weights keep present scales, and the report
-            says so.
+            says so. Any other name is that of a quantizer of your own (`lowbit.tensor.trained.quantizers`).
         adapters: what to do about PEFT's LoRA layers around the chosen weights. Adapters themselves are never rounded.
             "merge": products see the rounded sum of the weight and its adapters, and `convert_` puts the quantized sum
             in the layer's place. "keep": products see the rounded weight and, beside it, the adapters as they are.
@@ -121,7 +122,8 @@ def prepare_(
     learned = [t.owners for t in targets if notes.get(t.owners[0].fqn, "present") is None]
     lora.warn_of_files(model, learned)
 
-    alone = [t for t in targets if id(t.weight) in layers or t.owners in learned]
+    own = PRESENT if scales == "learned" else Quantizer.kinds[scales]()
+    alone = [t for t in targets if id(t.weight) in layers or t.owners in learned or own != PRESENT]
     families = _families(targets, alone, notes)
     joint = {owner.fqn for family in families for owner in family}
     in_low_bits = low_bit_gradients(targets, gradients)
@@ -130,11 +132,10 @@ def prepare_(
             _add(notes, target, gradients_note(gradients, target.owners in in_low_bits))
 
     def prepared(target: Target) -> Tensor:
-        is_learned = target.owners in learned
-        merged = LearnedAdaptedTensor if is_learned else AdaptedTensor
-        own = prepared_kind(target, is_learned, target.owners[0].fqn in joint)
-        kind = merged if id(target.weight) in layers else own
-        made = kind(target.weight, target.scheme)
+        found = LearnedScales() if target.owners in learned else own
+        found = JointScales() if target.owners[0].fqn in joint else found
+        made = prepared_weight(target, target.weight, target.scheme, found)
+        made.role = "base" if id(target.weight) in layers else made.role
         made.gradients = gradients if target.owners in in_low_bits else None
         return made
 
@@ -217,10 +218,9 @@ def _families(
 
 
 def _check_choices(scales: str, adapters: str, gradients: MixedPrecision | None) -> None:
-    if scales not in ("present", "learned"):
-        raise ValueError(
-            f"scales must be 'present' or 'learned', which starts from a search, got {scales!r}"
-        )
+    if scales not in Quantizer.kinds:
+        accepted = " or ".join(map(repr, Quantizer.kinds))
+        raise ValueError(f"scales must be {accepted}, which starts from a search, got {scales!r}")
     if adapters not in ("merge", "keep"):
         raise ValueError(f'adapters must be "merge" or "keep", got {adapters!r}')
     check_gradients(gradients)
@@ -299,7 +299,7 @@ def convert_(model: nn.Module) -> Report:
         (module, attribute, fqn), weight = target.owners[0], target.weight
         assert isinstance(weight, FakeQuantizedTensor)
         check_weight(weight.weight, fqn)
-        if isinstance(weight, LearnedScalesTensor):
+        if is_learned(weight):
             check_scales(module, attribute, fqn)
         if weight.scheme.is_static:
             owner = _rounding_owner(target)
@@ -328,12 +328,10 @@ def convert_(model: nn.Module) -> Report:
             return lora.quantized(target, merged[id(weight)])
         is_static, spec = target.scheme.is_static, target.scheme.activation
         of_input = input_qparams(_rounding_owner(target).module, spec) if is_static else None
-        if isinstance(weight, LearnedScalesTensor):
-            module, attribute, _ = target.owners[0]
-            return weight.frozen_by(*scales_of(module, attribute), of_input)
-        if isinstance(weight, JointTensor):
-            return weight.frozen_with(joint[target.owners[0].fqn], of_input)
-        return weight.frozen(of_input)
+        module, attribute, fqn = target.owners[0]
+        if is_joint(weight):
+            return weight.frozen_by((None, None, joint[fqn]), of_input)
+        return weight.frozen_by(weight.quantizer.scales_in(module, attribute), of_input)
 
     modules = _modules(targets)
     report = replace_weights(targets, Report(), frozen, trainable=False)

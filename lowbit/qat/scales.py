@@ -18,7 +18,12 @@ from lowbit.tensor.core.dtensor import (
 )
 from lowbit.tensor.core.regather import reshard
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.trained.learned_scales import LearnedScalesTensor, named_scales, scales_of
+from lowbit.tensor.trained.learned_scales import (
+    is_learned,
+    named_scales,
+    scales_of,
+    starting_parameters,
+)
 
 
 def learned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -85,7 +90,7 @@ def search_scales_(model: nn.Module) -> None:
     for (module, name, fqn), *_ in find_owners(model).values():
         weight = module._parameters[name]
         own = held_locally(weight)
-        if not isinstance(own, LearnedScalesTensor) or own.constant_codes:
+        if not is_learned(own) or own.quantizer.constant_codes:
             continue
         if own.is_meta:
             raise ValueError(
@@ -104,15 +109,15 @@ def search_scales_(model: nn.Module) -> None:
         )
 
 
-def _searched(weight: Any, own: LearnedScalesTensor) -> tuple[Tensor | None, Tensor | None]:
+def _searched(weight: Any, own: Any) -> tuple[Tensor | None, Tensor | None]:
     """For the weight, or for this rank's rows of it where no scale depends on those of other ranks."""
     if not is_dtensor(weight):
-        return own.starting_parameters()
+        return starting_parameters(own)
     if by_rows(weight.placements) and not own.scheme.weight.shares_rows:
-        return own.starting_parameters()
+        return starting_parameters(own)
     whole: Any = weight.full_tensor()
     values = whole.master() if isinstance(whole, FakeQuantizedTensor) else whole
-    return own.starting_parameters(values)
+    return starting_parameters(own, values)
 
 
 def _part(new: Tensor, old: Any) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowbit
 from lowbit import qat
-from lowbit.tensor.trained.adapted import AdaptedTensor
+from lowbit.tensor.trained.adapted import is_merged
 from lowbit.testing.launch import launch
 from tests.distributed.test_tensor_fsdp import recorded_gathers
 from tests.qat.lora_layers import Net
@@ -79,7 +79,7 @@ def check_fsdp(rank, world_size, name, dtype):
         y.float().square().sum().backward()
     assert seen
     base = model.up.base_layer.weight
-    assert isinstance(base, DTensor) and isinstance(base.to_local(), AdaptedTensor)
+    assert isinstance(base, DTensor) and is_merged(base.to_local())
     bound = 1e-5 if dtype is torch.float32 else 0.03
     for n, p in model.named_parameters():
         if p.requires_grad:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lowbit as lb
-from lowbit.tensor.trained.adapted import AdaptedTensor
+from lowbit.tensor.trained.adapted import is_merged
 from tests.integrations.models import TOKENS, gpt2, is_inner_linear, llama, logits, train
 from tests.schemes import relative_error
 
@@ -341,7 +341,7 @@ def test_the_trainer(tmp_path: Any) -> None:
     from transformers import Trainer, TrainingArguments
 
     model = prepared(target_modules="all-linear")
-    assert any(isinstance(p, AdaptedTensor) for p in model.parameters())
+    assert any(is_merged(p) for p in model.parameters())
     arguments = TrainingArguments(
         output_dir=str(tmp_path),
         max_steps=4,

@@ -17,7 +17,7 @@ from lowbit.layers import static_input
 from lowbit.numerics.learned_scales import RATE, learns_zero
 from lowbit.tensor import FakeQuantizedTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor
-from lowbit.tensor.trained.fake_quantized_conv import LearnedScalesConvTensor
+from lowbit.tensor.trained.learned_scales import is_learned
 from tests.inference.test_conv import (
     OPTIONS,
     RANKS,
@@ -414,11 +414,14 @@ def test_block_by_block() -> None:
 
 def test_learned_scales_are_those_of_the_matrix() -> None:
     model = prepared(lb.Int4WeightOnly(8), "learned")
-    assert isinstance(model[0].weight, LearnedScalesConvTensor)
+    assert is_learned(model[0].weight)
     assert isinstance(model[0].weight, FakeQuantizedTensor)
     assert model[0].weight.shape == (8, 3, 3, 3) and model[0].weight_scale.shape == (8, 4)
+    layer = model[0]
+    alone = nn.functional.conv2d(image(), layer.weight, layer.bias, layer.stride, layer.padding)
+    assert torch.equal(alone, layer(image()))
     with pytest.raises(NotImplementedError, match="without its scales"):
-        nn.functional.conv2d(image(), model[0].weight)
+        nn.functional.conv2d(image(), layer.weight[:4])
 
 
 def test_tied_convolutions_stay_tied() -> None:

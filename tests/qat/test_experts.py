@@ -28,7 +28,7 @@ from lowbit.numerics.number_format import Int
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.trained.learned_scales import LearnedScalesTensor
+from lowbit.tensor.trained.learned_scales import is_learned
 from tests.qat.test_learned_scales import reference_gradients
 from tests.train.problems import relative, values
 from tests.train.test_grouped import TOKENS, offsets_of
@@ -369,7 +369,7 @@ def test_plans_by_pattern() -> None:
     report = qat.prepare_(model, {"experts.up": WEIGHT}, chosen, scales="learned")
     assert report.converted == ["experts.up"]
     experts: Any = model.experts
-    assert type(experts.down) is FakeQuantizedTensor and type(experts.up) is LearnedScalesTensor
+    assert type(experts.down) is FakeQuantizedTensor and is_learned(experts.up)
     again = qat.prepare_(model, {"first": WEIGHT}, chosen, scales="learned").left
     assert again["experts.up_scale"] == "learned scales or zero points of experts.up"
     y = trained(model)(values(ROWS, HIDDEN), EVEN)
@@ -471,7 +471,7 @@ def test_errors() -> None:
         grouped(values(ROWS, HIDDEN), model.experts.up.transpose(-2, -1), EVEN)
     with pytest.raises(TypeError, match="offs"):  # a failing forward leaves the parameters
         model(values(ROWS, HIDDEN), (1, 2))
-    assert type(model.experts._parameters["up"]) is LearnedScalesTensor
+    assert is_learned(model.experts._parameters["up"])
     with torch.no_grad():
         model.experts.down_scale[0, 0] = torch.inf
     with pytest.raises(

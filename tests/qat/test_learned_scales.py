@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lowbit import Int8DynamicActivationInt4Weight, IntxWeightOnly, qat
+from lowbit import Int8DynamicActivationInt4Weight, IntxWeightOnly, dequantize_, qat
 from lowbit.numerics import learned_scales
 from lowbit.numerics.granularity import (
     PerBlock,
@@ -31,7 +31,7 @@ from lowbit.numerics.number_format import Float8, Int
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor import AffineTensor, FakeQuantizedTensor
-from lowbit.tensor.trained.learned_scales import LearnedScalesTensor
+from lowbit.tensor.trained.learned_scales import LearnedScales, is_learned
 
 SPECS = {
     "int4-g32": Spec(Int(4), PerGroup(32)),
@@ -139,8 +139,8 @@ def test_trained_values_equal_converted_ones(seed, name, dtype):
     if seed % 5 == 0:
         w[..., 3, :] = 0
     parameters = moved(parameters_for(w, spec, dtype), seed)
-    weight = LearnedScalesTensor(w, Scheme(spec))
-    converted = weight.frozen_by(*parameters)
+    weight = FakeQuantizedTensor(w, Scheme(spec), quantizer=LearnedScales())
+    converted = weight.frozen_by((*parameters, None))
     assert isinstance(converted, AffineTensor)
     assert torch.equal(weight.quantized_by(*parameters), converted.dequantize())
     assert learned_fake_quantize(w, *parameters, spec).isfinite().all()
@@ -335,7 +335,7 @@ def test_modules_that_multiply_by_themselves_keep_present_scales():
     found = nn.Sequential(Own(32, 32), nn.Linear(32, 32))
     report = qat.prepare_(found, IntxWeightOnly(4, 32), scales="learned")
     assert type(found[0].weight) is FakeQuantizedTensor
-    assert type(found[1].weight) is LearnedScalesTensor
+    assert is_learned(found[1].weight)
     assert "0.weight" in str(report) and "present scales, as Own multiplies by itself" in str(
         report
     )
@@ -346,20 +346,38 @@ def test_modules_that_multiply_by_themselves_keep_present_scales():
 
 def test_errors():
     found = nn.Sequential(nn.Linear(32, 32))
-    with pytest.raises(ValueError, match=r"scales must be 'present' or 'learned', .*got 'lerned'"):
+    with pytest.raises(ValueError, match=r"scales must be 'present' or 'learned'.*got 'lerned'"):
         qat.prepare_(found, IntxWeightOnly(4, 32), scales="lerned")
     qat.prepare_(found, IntxWeightOnly(4, 32), scales="learned")
     with pytest.raises(ValueError, match="prepared for QAT already"):
         qat.prepare_(found, IntxWeightOnly(4, 32), scales="learned")
+    scheme = found[0].weight.scheme
+    alone = FakeQuantizedTensor(torch.ones(32, 32), scheme, quantizer=LearnedScales())
     with pytest.raises(NotImplementedError, match="parameters of its module"):
-        nn.functional.linear(torch.ones(2, 32), found[0].weight)
+        nn.functional.linear(torch.ones(2, 32), alone)
     with pytest.raises(NotImplementedError, match="parameters of its module"):
-        found[0].weight.dequantize()
+        alone.dequantize()
     with torch.no_grad():
         found[0].weight_scale[0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"0\.weight_scale has 1 NaN or infinite values of 32"):
         qat.convert_(found)
-    assert type(found[0].weight) is LearnedScalesTensor  # as it was
+    assert is_learned(found[0].weight)  # as it was
+
+
+def test_a_weight_that_its_module_holds_finds_its_scales() -> None:
+    layer = nn.Linear(32, 32, bias=False)
+    qat.prepare_(model := nn.Sequential(layer), IntxWeightOnly(4, 32), scales="learned")
+    x = torch.randn(3, 32)
+    y, found = layer(x), nn.functional.linear(x, layer.weight)
+    assert torch.equal(found, y)
+    assert torch.equal(layer.weight.dequantize(), layer.weight.quantized_by(layer.weight_scale))
+    (grad,) = torch.autograd.grad(found.square().sum(), layer.weight_scale)
+    (expected,) = torch.autograd.grad(y.square().sum(), layer.weight_scale)
+    assert torch.equal(grad, expected)
+    values = layer.weight.dequantize()
+    dequantize_(model)
+    assert torch.equal(layer.weight, values) and not hasattr(layer, "weight_scale")
+    assert type(layer) is nn.Linear
 
 
 def test_switched_off_it_is_the_plain_model():

@@ -19,8 +19,8 @@ import lowbit as lb
 from lowbit import qat
 from lowbit.linear.frozen.dequantized import plain_linear
 from lowbit.numerics.learned_scales import learned_fake_quantize
-from lowbit.tensor.trained.adapted import AdaptedTensor, LearnedAdaptedTensor
-from lowbit.tensor.trained.learned_scales import scales_of
+from lowbit.tensor.trained.adapted import is_merged
+from lowbit.tensor.trained.learned_scales import is_learned, scales_of
 from lowbit_kernels.composed.add_low_rank import add_low_rank
 from tests.qat.lora_layers import LoraEmbedding, LoraLayer, Net
 from tests.qat.test_training import straight_through
@@ -242,8 +242,8 @@ def saved_bytes(model: nn.Module, x: Tensor) -> int:
     return sum(kept.values())
 
 
-def weights(model: nn.Module) -> list[AdaptedTensor]:
-    return [p for p in model.parameters() if isinstance(p, AdaptedTensor)]
+def weights(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if is_merged(p)]
 
 
 @pytest.mark.parametrize("name", ["int4-g32", "int8-row-dynamic"])
@@ -390,7 +390,7 @@ def test_disabled_adapters_leave_the_rounded_base() -> None:
     assert torch.equal(model.up(x), F.linear(x, base.weight.dequantize(), base.bias))
     with pytest.raises(ValueError, match=r"adapters of up are disabled.*disable_adapter"):
         qat.convert_(model)
-    assert isinstance(model.up, LoraLayer) and isinstance(base.weight, AdaptedTensor)
+    assert isinstance(model.up, LoraLayer) and is_merged(base.weight)
 
 
 def test_dequantized_after_conversion() -> None:
@@ -567,7 +567,7 @@ def test_learned_scales_of_merged_weights(scheme: lb.Scheme) -> None:
     report = qat.prepare_(model, scheme, scales="learned")
     assert "present scales" not in str(report)
     base: Any = model.up.base_layer
-    assert isinstance(base.weight, LearnedAdaptedTensor)
+    assert is_merged(base.weight) and is_learned(base.weight)
     start = base.weight_scale.detach().clone()
     steps(model)
     assert not torch.equal(base.weight_scale, start)

@@ -21,7 +21,7 @@ from lowbit.convert.siblings import (
     siblings,
 )
 from lowbit.layers.prepared import Linear
-from lowbit.tensor.trained.joint import JointTensor
+from lowbit.tensor.trained.joint import is_joint
 from tests.qat.lora_layers import LoraLayer
 from tests.schemes import SCHEMES, relative_error
 
@@ -135,9 +135,7 @@ def test_prepared_equals_converted(scheme, part, dtype) -> None:
     net = model().to(dtype)
     report = qat.prepare_(net, scheme)
     assert len(report.converted) == 4 and type(net.q_proj) is Linear
-    assert isinstance(net.q_proj.weight, JointTensor) and not isinstance(
-        net.last.weight, JointTensor
-    )
+    assert is_joint(net.q_proj.weight) and not is_joint(net.last.weight)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     x = torch.randn(5, 48, dtype=dtype)
     for step in range(3):

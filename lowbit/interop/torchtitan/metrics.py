@@ -37,7 +37,7 @@ from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import held_locally, local
 from lowbit.tensor.trained.bitnet import BitNetTensor
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.trained.learned_scales import LearnedScalesTensor, scales_of
+from lowbit.tensor.trained.learned_scales import is_learned, scales_of
 from lowbit.tensor.trained.master_weight import MasterWeightTensor
 from lowbit.tensor.trained.mixed_precision import MixedPrecisionTensor
 from lowbit.tensor.trained.trainable import TrainableTensor
@@ -315,7 +315,7 @@ def scales_of_weights(model: nn.Module) -> dict[Tensor, tuple[Any, Any]]:
     found: dict[Tensor, tuple[Any, Any]] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
-            if isinstance(held_locally(param), LearnedScalesTensor):
+            if is_learned(held_locally(param)):
                 assert param is not None
                 scale, zero = scales_of(module, name)
                 found[param] = local(scale), local(zero)
@@ -325,7 +325,7 @@ def scales_of_weights(model: nn.Module) -> dict[Tensor, tuple[Any, Any]]:
 def rounding_of_weight(weight: Any, *scales: Any) -> RoundingFunction | None:
     """How products round the high-precision `weight.weight`, by its learned `scales` if it has any. None: the products
     do not round, the weight has no high-precision values, or this rank lacks the scales of its part."""
-    if isinstance(weight, LearnedScalesTensor):
+    if is_learned(weight):
         scale, zero = scales
         blocks = weight.scheme.weight.blocks(weight.rows(weight.weight).shape)
         if scale is None or tuple(scale.shape) != blocks:

@@ -195,7 +195,7 @@ class LayerWeight:
     def _narrowed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The parts, with scales in lowbit's own dtype for them if it holds all of them exactly."""
         plain = {name: t.detach().contiguous() for name, t in tensors.items()}
-        dtype = self.stored.kind.scale_dtype(self.stored.spec, self.stored.dtype)
+        dtype = self.stored.spec.scale_dtype_for(self.stored.dtype)
         narrow = {n: t.to(dtype) for n, t in plain.items() if self._takes_any_dtype(n)}
         exact = all(torch.equal(t.to(plain[n].dtype), plain[n]) for n, t in narrow.items())
         return {**plain, **narrow} if exact else plain

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import Filter, Schemes, Target, check_module, find_targets
-from lowbit.linear.frozen.kinds import representation_of
 from lowbit.numerics.code_range import within_range
 from lowbit.numerics.learned_scales import codes_and_residual, qparams
 from lowbit.numerics.snr import Energies
@@ -38,11 +37,12 @@ from lowbit.qat.exchange import (
     prepared_targets,
     without_scales,
 )
-from lowbit.qat.kinds import in_model_order, prepared_kind
 from lowbit.qat.tools.batches import call
 from lowbit.qat.tools.sensitivity import Sensitivity, SensitivityReport
+from lowbit.qat.weights import in_model_order, prepared_weight
 from lowbit.schemes.scheme import Scheme
-from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.trained.learned_scales import LearnedScales
+from lowbit.tensor.trained.quantizers import NO_SCALES, PRESENT, Quantizer
 from lowbit.tracing.tracer import state_restored
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -204,11 +204,9 @@ class _Rounding:
             )
         parameters = learned_scales(target)
         self.learned = parameters
-        self.kind = prepared_kind(target, learned=parameters is not None)
-        tensor: Any = self.kind(weight, scheme)
-        frozen: LowbitTensor = (
-            tensor.frozen() if parameters is None else tensor.frozen_by(*parameters)
-        )
+        self.quantizer: Quantizer = PRESENT if parameters is None else LearnedScales()
+        tensor = prepared_weight(target, weight, scheme, self.quantizer)
+        frozen = tensor.frozen_by(NO_SCALES if parameters is None else (*parameters, None))
         self.nbytes, self.plain_nbytes = frozen.nbytes_stored(), weight.nbytes
         self.format = tensor.stored_format().removeprefix("QAT ")
         self.clipped = _clipped_share(tensor.rows(weight), scheme.weight, parameters)
@@ -225,7 +223,9 @@ class _Rounding:
                 activation = _WatchedSpec.of(activation, self.activation_tally, adds_up=True)
             watched_weight = _WatchedSpec.of(scheme.weight, self.weight_tally, adds_up=False)
             scheme = Scheme(watched_weight, activation)
-        rounded = nn.Parameter(self.kind(plain_weight(target.weight), scheme), requires_grad=False)
+        values = plain_weight(target.weight)
+        own = prepared_weight(target, values, scheme, self.quantizer)
+        rounded = nn.Parameter(own, requires_grad=False)
         return [
             Held(owner.module, type(owner.module), {owner.attribute: rounded})
             for owner in target.owners
@@ -255,7 +255,7 @@ def _clipped_share(
 ) -> float:
     """The share of elements whose code, before the clamp, lies beyond the range."""
     if parameters is None:
-        dtype = representation_of(spec).scale_dtype(spec, weight.dtype)
+        dtype = spec.scale_dtype_for(weight.dtype)
         scale, zero_point = spec.choose_qparams(spec.pad(weight), dtype)
     else:
         scale, zero_point = qparams(spec, *parameters)

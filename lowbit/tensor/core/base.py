@@ -332,6 +332,11 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         """This tensor followed by `rows` rows of zeros."""
         return self._cat([self, self.new_zeros((rows, *self.shape[1:]))], 0)  # type: ignore[list-item]
 
+    @property
+    def is_describable(self) -> bool:
+        """True if state dicts and checkpoints describe this tensor."""
+        return type(self).__name__ in LowbitTensor.kinds
+
     def stored_format(self) -> str:
         """How the weight is stored, in a word or two, for `lowbit.trace`."""
         return type(self).__name__

@@ -132,7 +132,7 @@ def hand_out_names(
                 state_dict[prefix + name] = placed_as(value, plain.detach())
             elif parts is not None:
                 _replace(state_dict, prefix + name, parts)
-        if type(own).__name__ in LowbitTensor.kinds and (plain is not None or parts is not None):
+        if own.is_describable and (plain is not None or parts is not None):
             metadata.setdefault(METADATA, {})[name] = describe(value)
 
 

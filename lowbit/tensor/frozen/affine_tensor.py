@@ -193,7 +193,7 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
         if qparams is not None:
             spec.check_qparams(weight.shape, *qparams)
         kind = representation_of(spec)
-        scale_dtype = kind.scale_dtype(spec, weight.dtype)
+        scale_dtype = spec.scale_dtype_for(weight.dtype)
         meta = {"spec": spec, "activation": activation, "transposed": False}
         joint = None if joint is None else joint.clone()  # each weight has its own memory
         if joint is not None and spec.scales is None:
@@ -221,7 +221,7 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
         """
         spec = scheme.weight if isinstance(scheme, Scheme) else scheme
         check_weight(weight)
-        scale_dtype = representation_of(spec).scale_dtype(spec, weight.dtype)
+        scale_dtype = spec.scale_dtype_for(weight.dtype)
         qparams = spec.search_qparams(weight.detach(), scale_dtype, importance)
         return cls.from_float(weight, scheme, qparams, input_qparams)
 
@@ -291,11 +291,6 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
         if cls._stored_bits(spec) == 8:
             return codes.contiguous()
         return pack((codes - int(spec.format.quant_min)).view(torch.uint8), spec.format.bits)
-
-    @classmethod
-    def scale_dtype(cls, spec: Spec, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of new scales, for a weight of `dtype`."""
-        return spec.stored_scale_dtype or (torch.float32 if dtype is torch.float64 else dtype)
 
     @classmethod
     def _code_dtype(cls, spec: Spec) -> torch.dtype:

@@ -37,11 +37,6 @@ class Float8Tensor(AffineTensor):
         return isinstance(spec.format, Float8)
 
     @classmethod
-    def scale_dtype(cls, spec: Spec, dtype: torch.dtype) -> torch.dtype:
-        in_blocks = isinstance(spec.granularity, PerBlock)
-        return torch.float32 if in_blocks else super().scale_dtype(spec, dtype)
-
-    @classmethod
     def from_blocks(
         cls,
         values: Tensor,

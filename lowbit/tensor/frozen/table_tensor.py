@@ -74,10 +74,6 @@ class TableTensor(AffineTensor):
         return isinstance(spec.format, LookupTable)
 
     @classmethod
-    def scale_dtype(cls, spec: Spec, dtype: torch.dtype) -> torch.dtype:
-        return torch.float32
-
-    @classmethod
     def _code_dtype(cls, spec: Spec) -> torch.dtype:
         return torch.uint8
 

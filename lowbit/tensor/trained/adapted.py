@@ -1,4 +1,4 @@
-"""AdaptedTensor: the base weight W of a LoRA layer, which QAT rounds with its adapters merged into it.
+"""The base weight W of a LoRA layer (`role="base"`), which QAT rounds with its adapters merged into it.
 
     merged = W + sum over adapters of s · B · A        in float32, rounded once to the dtype of W
     y = F.linear(x, fake_quantize(merged), bias)
@@ -13,8 +13,7 @@ input, W, A and B alone, as LoRA without rounding does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +21,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lowbit_kernels as kernels
-from lowbit.linear.coded_linear import CodedWeight, coded_weight
-from lowbit.linear.dequantized import Values
 from lowbit.linear.frozen.checks import check_first_derivative
-from lowbit.linear.fused_rounding import learned_fake_quantize
+from lowbit.linear.operands import Values
 from lowbit.tensor.core import LowbitTensor
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.trained.learned_scales import LearnedScalesTensor
+from lowbit.tensor.trained.quantizers import Scales
 from lowbit.tracing import tracer
 
 
@@ -38,11 +35,6 @@ class Adapters(NamedTuple):
     a: list[Tensor]
     b: list[Tensor]
     scales: list[float]
-
-
-Learned = tuple[Tensor | None, Tensor | None]
-"""The parameters of the learned scales and zero points of a weight, as far as it has them."""
-NONE: Learned = (None, None)
 
 
 class _AddLowRank(torch.autograd.Function):
@@ -72,97 +64,89 @@ def merged_weight(weight: Tensor, adapters: Adapters) -> Tensor:
     return _AddLowRank.apply(tuple(adapters.scales), weight, *adapters.a, *adapters.b)
 
 
-class AdaptedTensor(FakeQuantizedTensor, codec=None):
-    """See the module. A product with the weight alone rounds W, without adapters. FSDP2 gathers W unrounded, since the
-    adapters are added before the rounding."""
+def is_merged(weight: Any) -> bool:
+    """True for a fake-quantized weight whose layer rounds it with adapters merged. A product with the weight alone
+    rounds W, without adapters."""
+    return isinstance(weight, FakeQuantizedTensor) and weight.role == "base"
 
-    is_described: ClassVar[bool] = False  # read from a file, it would be without its layer
 
-    def frozen_with(self, adapters: Adapters, learned: Learned = NONE) -> LowbitTensor:
-        """The merged weight for inference."""
-        with torch.no_grad():
-            merged = merged_weight(self.weight, adapters)
-        whole: Any = self._with({**self.inner_tensors(), "weight": merged})
-        found: LowbitTensor = whole.frozen() if learned[0] is None else whole.frozen_by(*learned)
-        return found
+def frozen_with(weight: FakeQuantizedTensor, adapters: Adapters, scales: Scales) -> LowbitTensor:
+    """The merged weight for inference. `scales`: what the quantizer gives."""
+    with torch.no_grad():
+        merged = merged_weight(weight.weight, adapters)
+    whole = weight._with({**weight.inner_tensors(), "weight": merged})
+    return whole.frozen_by(scales)
 
-    def product_with(
-        self, adapters: Adapters, x: Tensor, bias: Tensor | None, learned: Learned = NONE
-    ) -> Tensor:
-        """x [..., K] times the rounded merged weight [N, K], transposed, plus bias [N]."""
 
-        def product(x: Tensor, bias: Tensor | None, merged: Tensor, learned: Learned) -> Tensor:
-            seen = partial(self._seen, merged, learned)
-            coded = partial(self._coded, merged, learned)
-            return FakeQuantizedTensor.product(x, self, seen, coded, bias)
+def product_with(
+    weight: FakeQuantizedTensor, adapters: Adapters, x: Tensor, bias: Tensor | None, scales: Scales
+) -> Tensor:
+    """x [..., K] times the rounded merged weight [N, K], transposed, plus bias [N].
 
-        return self._computed_again(product, adapters, x, bias, learned)
+    Args:
+        weight: W.
+        adapters: what is added to it.
+        x: [..., K].
+        bias: [N].
+        scales: what the quantizer gives.
+    """
 
-    def rows_with(
-        self, adapters: Adapters, indices: Tensor, *options: Any, learned: Learned = NONE
-    ) -> Tensor:
-        """The rows at `indices` of the rounded merged weight [V, D]; `options` as `F.embedding` takes them."""
+    def product(x: Tensor, bias: Tensor | None, merged: Tensor, scales: Scales) -> Tensor:
+        return FakeQuantizedTensor.product(x, weight, bias, scales, values=merged)
 
-        def look_up(indices: Tensor, _: None, merged: Tensor, learned: Learned) -> Tensor:
-            if self.rounds_weight and learned[0] is None:
-                return self.rows_of(merged, indices, *options)
-            values = self._seen(merged, learned)
-            return F.embedding(indices, values, *options).to(self.dtype)
+    return _computed_again(product, weight, adapters, x, bias, scales)
 
-        return self._computed_again(look_up, adapters, indices, None, learned)
 
-    def _seen(self, merged: Tensor, learned: Learned) -> Tensor:
-        """The merged weight as products see it now."""
-        scale, zero = learned
-        if not self.rounds_weight:
-            return merged
-        if scale is None:
-            values = self.rounded(merged)
-        else:
-            values = learned_fake_quantize(merged, scale, zero, self.scheme.weight)
-        tracer.rounded(values, self)
-        return values
+def rows_with(
+    weight: FakeQuantizedTensor, adapters: Adapters, indices: Tensor, scales: Scales, *options: Any
+) -> Tensor:
+    """The rows at `indices` of the rounded merged weight [V, D].
 
-    def _coded(self, merged: Tensor, learned: Learned) -> CodedWeight:
-        """The same for a product of codes."""
-        return coded_weight(merged, self.scheme.weight)
+    Args:
+        weight: W.
+        adapters: what is added to it.
+        indices: which rows.
+        scales: what the quantizer gives.
+        options: as `F.embedding` takes them.
+    """
 
-    def _computed_again(
-        self,
-        use: Callable[..., Tensor],
-        adapters: Adapters,
+    def look_up(indices: Tensor, _: None, merged: Tensor, scales: Scales) -> Tensor:
+        if weight.rounds_weight and scales[0] is None:
+            return weight.rows_of(merged, indices, scales, *options)
+        values = merged
+        if weight.rounds_weight:
+            values = weight.rounded(merged, *scales)
+            tracer.rounded(values, weight)
+        return F.embedding(indices, values, *options).to(weight.dtype)
+
+    return _computed_again(look_up, weight, adapters, indices, None, scales)
+
+
+def _computed_again(
+    use: Callable[..., Tensor],
+    weight: FakeQuantizedTensor,
+    adapters: Adapters,
+    x: Tensor,
+    bias: Tensor | None,
+    scales: Scales,
+) -> Tensor:
+    """`use` of x, the bias, the merged weight and its scales, which backward computes again instead of keeping
+    them."""
+    factors, count = adapters.scales, len(adapters.scales)
+
+    def run(
         x: Tensor,
         bias: Tensor | None,
-        learned: Learned,
+        scale: Tensor | None,
+        zero: Tensor | None,
+        joint: Tensor | None,
+        weight: Tensor,
+        *parts: Tensor,
     ) -> Tensor:
-        """`use` of x, the bias, the merged weight and its scales, which backward computes again instead of keeping
-        them."""
-        scales, count = adapters.scales, len(adapters.scales)
+        own = Adapters([*parts[:count]], [*parts[count:]], factors)
+        return use(x, bias, merged_weight(weight, own), (scale, zero, joint))
 
-        def run(
-            x: Tensor,
-            bias: Tensor | None,
-            scale: Tensor | None,
-            zero: Tensor | None,
-            weight: Tensor,
-            *factors: Tensor,
-        ) -> Tensor:
-            own = Adapters([*factors[:count]], [*factors[count:]], scales)
-            return use(x, bias, merged_weight(weight, own), (scale, zero))
-
-        operands = (x, bias, *learned, Values.apply(self), *adapters.a, *adapters.b)
-        if not torch.is_grad_enabled():
-            return run(*operands)
-        return checkpoint(run, *operands, use_reentrant=False, preserve_rng_state=False)
-
-
-class LearnedAdaptedTensor(AdaptedTensor, LearnedScalesTensor):
-    """An AdaptedTensor whose scales are parameters of the base layer."""
-
-    def _coded(self, merged: Tensor, learned: Learned) -> CodedWeight:
-        scale, zero = learned
-        return (
-            super()._coded(merged, learned)
-            if scale is None
-            else self.coded_values(merged, scale, zero)
-        )
+    operands = (x, bias, *scales, Values.apply(weight), *adapters.a, *adapters.b)
+    if not torch.is_grad_enabled():
+        return run(*operands)
+    return checkpoint(run, *operands, use_reentrant=False, preserve_rng_state=False)

@@ -12,6 +12,7 @@ metadata of the tensor: torch.compile guards it, and copies of the tensor have i
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -19,26 +20,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowbit.linear.coded_linear import (
-    CodedWeight,
-    coded_linear,
-    coded_weight,
-    codes_again,
-    product_of,
-)
-from lowbit.linear.dequantized import Values
+from lowbit.linear.coded_linear import CodedWeight, coded_linear, codes_again, product_of
 from lowbit.linear.frozen.checks import autocast_inputs, in_transform, refuse_transforms
-from lowbit.linear.frozen.kinds import representation_of
 from lowbit.linear.fused_rounding import (
     Inside,
     fake_quantize,
     rounded,
-    unclamped_codes,
 )
+from lowbit.linear.operands import Values
 from lowbit.linear.rounded_linear import Rounding, RoundingOfGathered, rounded_linear
 from lowbit.numerics.affine import StraightThrough
 from lowbit.numerics.code_range import within_range
-from lowbit.numerics.lookup_table import LookupTable
+from lowbit.numerics.learned_scales import RESIDUAL_STEPS, gradients, qparams
 from lowbit.numerics.number_format import Float8
 from lowbit.numerics.spec import Spec, crop
 from lowbit.schemes.scheme import Scheme
@@ -48,11 +41,13 @@ from lowbit.tensor.core import (
     InnerShapes,
     LowbitTensor,
     Wire,
-    rounding_inputs,
     stored_shape,
 )
+from lowbit.tensor.core.reading import read, reads
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
+from lowbit.tensor.frozen.conv_tensor import ConvTensor, check_convolution, matrix_shape
 from lowbit.tensor.trained.master_weight import MasterWeightTensor
+from lowbit.tensor.trained.quantizers import NO_SCALES, PRESENT, Quantizer, Scales
 from lowbit.tracing import tracer
 from lowbit.tracing.report import specs_name
 
@@ -60,10 +55,24 @@ Qparams = tuple[Tensor, Tensor | None]
 """A scale and a zero point."""
 Off = Literal["weights", "activations", "all", None]
 """Which rounding of a weight's products is switched off."""
+Role = Literal["matrix", "convolution", "base"]
+"""What a weight is to its layer. "matrix": [N, K], or a stack of them. "convolution": [N, C/groups, k…], which keeps
+its shape, and which is rounded and converted as the matrix [N, K] of its rows. "base": a matrix that a LoRA layer
+rounds with its adapters merged (`lowbit.tensor.trained.adapted`). FSDP2 gathers all but the first unrounded."""
 
 
 class CodesBeforeClamp:
-    """What the codecs of both kinds of scales share: codes before the clamp, one byte an element, and scales."""
+    """The codec: codes before the clamp, one byte an element, and scales, which give the same products and gradients to
+    the bit. Learned scales have besides the residuals of the codes, in another byte. The gradient of a scale takes
+    (ŵ − w)/s to 1/254. Values are by the scales that travelled: those of the module may have been rounded for the
+    forward pass. What travels is the quantizer's answer (`Quantizer.encode`).
+    """
+
+    tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "residual", "scale", "zero_point")
+
+    @staticmethod
+    def encode(shard: Any, gather: Gather) -> Wire | None:
+        return shard.quantizer.encode(shard, gather)
 
     def inner_shapes(self: Any, shape: Sequence[int]) -> InnerShapes:
         spec, shape = self.scheme.weight, stored_shape(self, shape)
@@ -87,104 +96,154 @@ class CodesBeforeClamp:
             self.clamped(), self.scale, self.zero_point, self.shape, torch.float32
         )
 
-    def coded_by(self: Any, scale: Tensor | None, zero: Tensor | None) -> CodedWeight:
-        codes, _ = codes_again(self.scheme.weight, self.codes, self.scale)
-        return CodedWeight(
-            codes, self.scale, self.differentiable_values(scale, zero, False), self.codes
-        )
-
-
-class UnclampedCodes(CodesBeforeClamp):
-    """The codec of a FakeQuantizedTensor: codes before the clamp and scales, which give the same products and gradients
-    to the bit.
-
-    A weight that products see in high precision travels itself. So does a weight of two bytes an element: finding
-    its codes takes many operations before the gather, and takes longer than the byte that they would save.
-    """
-
-    tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale", "zero_point")
-
-    @staticmethod
-    def encode(shard: Any, gather: Gather) -> Wire | None:
-        weight, spec = shard.weight, shard.scheme.weight
-        if weight.dtype.itemsize <= 2 or not shard.rounds_weight or spec.shares_rows:
-            return None
-        if isinstance(spec.format, LookupTable):  # whose codes before the clamp are float32
-            return None
-        weight = weight.detach()
-        dtype = representation_of(spec).scale_dtype(spec, weight.dtype)
-        codes, scale, zero_point = unclamped_codes(weight, spec, dtype)
-        tensors = {"codes": codes, "scale": scale}
-        if zero_point is not None:
-            tensors["zero_point"] = zero_point
-        return Wire(shard.gathered, tensors)
-
     def passed(self: Any, grad: Tensor) -> Tensor:
         """The gradient of the weight from that of its values: the same where codes do not clip, zero where they do."""
         fmt = self.scheme.weight.format
         inside = within_range(self.codes.float(), fmt.dtype, fmt.quant_min, fmt.quant_max)
         return Inside(crop(inside, self.shape)).passed(grad)
 
-    def gradients_by(self: Any, grad: Tensor, scale: None, zero: None) -> tuple[Any, ...]:
-        return self.passed(grad), None, None
+    def gradients_by(
+        self: Any, grad: Tensor, scale: Tensor | None, zero: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of the weight and of the parameters `scale` and `zero`, from that of its values."""
+        if scale is None:
+            return self.passed(grad), None, None
+        residual = self.residual.float() / RESIDUAL_STEPS
+        return gradients(grad, self.codes.float(), residual, self.scheme.weight, scale, zero)
 
-    def fake_quantized(self: Any) -> Tensor:
+    def quantized_by(
+        self: Any,
+        scale: Tensor | None = None,
+        zero: Tensor | None = None,
+        joint: Tensor | None = None,
+    ) -> Tensor:
         if self.transposed:
-            return self.transpose(-2, -1).fake_quantized().transpose(-2, -1)
-        return self.differentiable_values()
+            return self.transpose(-2, -1).quantized_by(scale, zero).transpose(-2, -1)
+        return self.differentiable_values(scale, zero)
 
-    def coded(self: Any) -> CodedWeight:
-        return self.coded_by(None, None)
+    def coded_by(
+        self: Any,
+        scale: Tensor | None = None,
+        zero: Tensor | None = None,
+        joint: Tensor | None = None,
+        values: None = None,
+    ) -> CodedWeight:
+        codes, _ = codes_again(self.scheme.weight, self.codes, self.scale)
+        handle = self.differentiable_values(scale, zero, False)
+        return CodedWeight(codes, self.scale, handle, self.codes)
+
+    def codes_on_grid(self: Any, scale: Tensor, zero: Tensor | None) -> tuple[Tensor | None, ...]:
+        return self.clamped(), self.scale, self.zero_point
 
     def _look_up(self: Any, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if is_sparse(args, kwargs):
             raise self._unsupported(
                 "nn.Embedding(sparse=True) under FSDP2, which reduces no sparse gradients (accepted: sparse=False)"
             )
-        return F.embedding(indices, self.fake_quantized().to(self.dtype), *args, **kwargs)
+        values = self.quantized_by(*self.quantizer.scales_alone(self, "a lookup"))
+        return F.embedding(indices, values.to(self.dtype), *args, **kwargs)
 
 
-class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
+class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
     """A trainable weight that is quantized in every product. `weight` is the high-precision tensor inside."""
 
     is_described = True
     already = "prepared for QAT already; lowbit.qat.convert_(model) converts it"
     schemes = (Scheme,)
-    meta_attrs: ClassVar[tuple[str, ...]] = ("scheme", "transposed", "off", "gradients")
+    meta_attrs: ClassVar[tuple[str, ...]] = (
+        "scheme",
+        "transposed",
+        "off",
+        "gradients",
+        "role",
+        "quantizer",
+    )
+    products: ClassVar[dict[Any, str]] = {
+        **MasterWeightTensor.products,
+        F.conv1d: "conv1d",
+        F.conv2d: "conv2d",
+    }
 
-    frozen_as: ClassVar[type[AffineTensor]] = AffineTensor
-    """The class of its weight for inference. `representation_of` may choose a subclass."""
-
-    constant_codes: bool = False
-    """True if the gradient of learned scales is that of constant codes."""
-
-    scales_elsewhere: ClassVar[Callable[[Any, str], Tensor] | None] = None
-    """For a class whose weights find only a part of their scales by themselves: gives the part that siblings share, or
-    raises NotImplementedError for `what` would need it. None: a weight finds its scales by itself."""
+    caches = ("holder",)
 
     scheme: Scheme
     off: Off
     gradients: MixedPrecision | None
     """How the products of gradients run in low bits, where the product itself does; None: in high precision."""
+    role: Role
+    quantizer: Quantizer
+    holder: weakref.ref[nn.Module] | None = None
+    """The module of the weight, where its quantizer looks for scales (`hold`)."""
+
+    def __new__(
+        cls,
+        weight: Tensor,
+        scheme: Any,
+        role: Role = "matrix",
+        quantizer: Quantizer = PRESENT,
+    ) -> Self:
+        """Wrap `weight` for `scheme`, sharing its memory if it is contiguous.
+
+        Args:
+            weight: plain, of a floating dtype.
+            scheme: how products round it and their input.
+            role: what it is to its layer.
+            quantizer: by which scales it is rounded.
+
+        Raises ValueError as `AffineTensor.from_float` does.
+        """
+        made = super().__new__(cls, weight, scheme)
+        made.role, made.quantizer = role, quantizer
+        return made
 
     @classmethod
     def _meta_of(cls, weight: Tensor) -> dict[str, Any]:
-        return {"transposed": False, "off": None, "gradients": None}
+        return {
+            "transposed": False,
+            "off": None,
+            "gradients": None,
+            "role": "matrix",
+            "quantizer": PRESENT,
+        }
 
     @classmethod
     def meta_from_json(cls, data: Any) -> dict[str, Any]:
-        own = {"transposed": False, "off": None, "gradients": None}
+        own = {**cls._meta_of(torch.empty(0)), "quantizer": Quantizer.from_json(data)}
         return {**super().meta_from_json(data), **own}
+
+    def meta_to_json(self) -> dict[str, Any]:
+        return {**super().meta_to_json(), **self.quantizer.to_json(self.scheme.weight)}
+
+    @property
+    def is_describable(self) -> bool:
+        """Not without the layer that knows what the weight is to it, or its siblings."""
+        alone = self.role == "matrix" and self.quantizer.is_describable
+        return alone and super().is_describable
+
+    def _with(self, *args: Any, **kwargs: Any) -> Self:
+        made = super()._with(*args, **kwargs)
+        if self.holder is not None:
+            made.holder = self.holder
+        return made
+
+    def _take_over(self, other: Any) -> None:
+        holder = self.holder  # a cache, which other data would end
+        super()._take_over(other)
+        self.holder = holder
 
     def check_meta(self) -> None:
         super().check_meta()
         if self.off not in get_args(Off):
             raise ValueError(f"off={self.off!r}; accepted: {get_args(Off)}")
+        if self.role not in get_args(Role):
+            raise ValueError(f"role={self.role!r}; accepted: {get_args(Role)}")
 
     def _is_stored_like(self, other: Tensor) -> bool:
-        """Neither a rounding that is switched off nor the scheme of gradients makes a difference."""
-        if type(other) is type(self):
-            other = other._with(off=self.off, gradients=self.gradients)
+        """Neither a rounding that is switched off, nor the scheme of gradients, nor the name of the weight makes a
+        difference."""
+        if type(other) is type(self) and self.quantizer.like(other.quantizer):
+            own = {"off": self.off, "gradients": self.gradients, "quantizer": self.quantizer}
+            other = other._with(**own)
         return super()._is_stored_like(other)
 
     def switch(self, weights: bool, activations: bool) -> None:
@@ -211,27 +270,28 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
 
     def operand(self) -> Tensor:
         """The weight as its products see it now: plain, differentiable, of this tensor's dtype where not rounded."""
-        if not self.rounds_weight:
-            return self.high_precision()
-        values = self.fake_quantized()
-        tracer.rounded(values, self)
-        return values
+        return self.seen_by(*self.scales_now("a product"))
+
+    def scales_now(self, what: str) -> Scales:
+        """What its products take beside it now. Raises NotImplementedError where `what` lacks its module."""
+        return self.quantizer.scales_alone(self, what) if self.rounds_weight else NO_SCALES
 
     def read(self) -> Tensor:
         return self.operand()
 
     def settled(self) -> Tensor:
-        if self.input_spec is None:
+        # a part of the rows of a convolution is not a weight of a convolution
+        if self.input_spec is None or self.role == "convolution":
             return self.read()
         if self.is_settled:
             return self
         if self.transposed:
             stored: Any = self.transpose(-2, -1)
             return stored.settled().transpose(-2, -1)
-        return rounding_inputs(self, self.read().to(self.dtype))
+        return self.quantizer.settled(self)
 
     def factor(self) -> Tensor:
-        return self.read() if self.input_spec is None else self
+        return self.read() if self.input_spec is None else self.quantizer.factor(self)
 
     @property
     def is_settled(self) -> bool:
@@ -240,8 +300,12 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
     @property
     def has_rows_alone(self) -> bool:
         spec = self.scheme.weight
+        if self.role == "convolution":
+            return False
         if not self.rounds_weight:
             return True
+        if not self.quantizer.rounds_parts:
+            return False
         if self.ndim == 3:
             return not spec.granularity.spans(0, 3)
         return not (self.transposed or spec.shares_rows)
@@ -252,32 +316,99 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
 
     def fake_quantized(self) -> Tensor:
         """The rounded weight: plain, differentiable, equal to the converted weight's values."""
+        return self.quantized_by(*self.quantizer.scales_alone(self, "a product"))
+
+    def quantized_by(
+        self,
+        scale: Tensor | None = None,
+        zero: Tensor | None = None,
+        joint: Tensor | None = None,
+    ) -> Tensor:
+        """The weight as its products see it: plain, equal to the converted weight's values, differentiable in the
+        weight and in the parameters `scale` and `zero`.
+
+        Args:
+            scale, zero, joint: what the quantizer gives (`lowbit.tensor.trained.quantizers.Scales`).
+        """
         if self.transposed:
             stored: Any = self.transpose(-2, -1)
-            return stored.fake_quantized().transpose(-2, -1)
-        joint = joint_of_weight(self, "a product")
-        return self.rounded(Values.apply(self), joint)
+            return stored.quantized_by(scale, zero, joint).transpose(-2, -1)
+        return self.rounded(Values.apply(self), scale, zero, joint)
+
+    def seen_by(
+        self,
+        scale: Tensor | None = None,
+        zero: Tensor | None = None,
+        joint: Tensor | None = None,
+    ) -> Tensor:
+        """`quantized_by`, or the high-precision weight while its rounding is off."""
+        refuse_transforms(self)
+        if not self.rounds_weight:
+            return self.high_precision()
+        values = self.quantized_by(scale, zero, joint)
+        tracer.rounded(values, self)
+        return values
+
+    @property
+    def has_experts_alone(self) -> bool:
+        return self.ndim == 3 and (self.quantizer.rounds_parts or not self.rounds_weight)
+
+    @property
+    def swaps_last(self) -> bool:
+        return self.role != "convolution" and self.quantizer.swaps_last
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """The shape that the blocks of its scheme divide."""
+        if self.role == "convolution":
+            return matrix_shape(self.shape)
+        return stored_shape(self, self.shape)
 
     def rows(self, values: Tensor) -> Tensor:
         """Plain `values` of this weight in the shape that the blocks of its scheme divide."""
-        return values
+        return values.flatten(1) if self.role == "convolution" else values
 
-    def rounded(self, values: Tensor, joint: Tensor | None = None) -> Tensor:
+    def rounded(
+        self,
+        values: Tensor,
+        scale: Tensor | None = None,
+        zero: Tensor | None = None,
+        joint: Tensor | None = None,
+    ) -> Tensor:
         """Plain `values` (all of this weight, or whole rows), rounded as it is: differentiable, in their dtype.
-        `joint`: as for `Spec.choose_qparams`."""
-        rounding = rounding_of(self, values.dtype)
-        found = fake_quantize(self.rows(values), rounding.weight, rounding.scale_dtype, joint)
-        return found.reshape(values.shape)
+        Args: those of `quantized_by`."""
+        rows, spec = self.rows(values), self.scheme.weight
+        return self.quantizer.rounded(rows, spec, (scale, zero, joint)).reshape(values.shape)
 
-    def coded(self) -> CodedWeight:
-        """The rounded weight [N, K] for a product of codes."""
-        joint = joint_of_weight(self, "a product")
-        return coded_weight(Values.apply(self), self.scheme.weight, joint)
+    def codes_on_grid(
+        self, scale: Tensor, zero: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes on the grid of the format by learned scales, their scales and zero points, without gradient."""
+        spec = self.scheme.weight
+        found = qparams(spec, scale.detach(), None if zero is None else zero.detach())
+        codes, _, _ = spec.quantize(self.weight.detach(), qparams=found)
+        return codes, *found
+
+    def coded_by(
+        self,
+        scale: Tensor | None = None,
+        zero: Tensor | None = None,
+        joint: Tensor | None = None,
+        values: Tensor | None = None,
+    ) -> CodedWeight:
+        """The rounded weight [N, K] for a product of codes. Args: those of `quantized_by`.
+
+        `values`: plain values in place of its own."""
+        own = Values.apply(self) if values is None else values
+        return self.quantizer.coded(own, self.scheme.weight, (scale, zero, joint))
 
     @property
     def rounds_again(self) -> bool:
         """True if `rounded_linear` can multiply by this weight."""
-        return not self.transposed and self.ndim == 2 and self.off in (None, "activations")
+        formula = self.quantizer.rounds_again
+        return (
+            formula and not self.transposed and self.ndim == 2 and self.off in (None, "activations")
+        )
 
     def dequantize(self) -> Tensor:
         """The values that the converted weight will have, in this tensor's dtype, without gradient."""
@@ -285,13 +416,16 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
             return self._with(shape=self.flat_from).dequantize().reshape(-1)
         if self.transposed:
             return self._transposed().dequantize().transpose(-2, -1)
-        joint = joint_of_weight(self, "dequantization")
-        return self.rounded(self.weight.detach(), joint).to(self.dtype)
+        scales = self.quantizer.scales_alone(self, "dequantization")
+        with torch.no_grad():
+            return self.rounded(self.weight.detach(), *scales).to(self.dtype)
 
     def _takes_meta_of(self, other: Tensor) -> bool:
         """Accepts the other symmetric mapping, if this is a parameter. A view would lose the new metadata."""
         return (
             type(self) is type(other)
+            and self.quantizer.rounds_parts
+            and self.quantizer == other.quantizer
             and isinstance(self, nn.Parameter)
             and self.scheme.activation == other.scheme.activation
             and self.scheme.weight.same_values(other.scheme.weight)
@@ -302,19 +436,25 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
         return f"QAT {specs_name(self.scheme.weight, self.scheme.activation)}"
 
     def frozen(self, input_qparams: Qparams | None = None) -> LowbitTensor:
-        """In this tensor's dtype, which model.to(dtype) changes, and not in that of `weight`. `input_qparams`: those of
-        the input, for a static activation."""
-        joint = joint_of_weight(self, "conversion")
-        shared: dict[str, Any] = {} if joint is None else {"joint": joint}
-        found = self.frozen_as.from_float(
-            self.weight, self.scheme, input_qparams=input_qparams, **shared
-        )
+        """`frozen_by` the scales that the weight has now."""
+        return self.frozen_by(self.quantizer.scales_alone(self, "conversion"), input_qparams)
+
+    def frozen_by(self, scales: Scales, input_qparams: Qparams | None = None) -> LowbitTensor:
+        """The weight for inference, in this tensor's dtype, which model.to(dtype) changes, and not in that of `weight`.
+
+        Args:
+            scales: what the quantizer gives.
+            input_qparams: those of the input, for a static activation.
+        """
+        kind, spec = ConvTensor if self.role == "convolution" else AffineTensor, self.scheme.weight
+        how = self.quantizer.frozen_options(self.rows(self.weight), spec, scales)
+        found = kind.from_float(self.weight, self.scheme, input_qparams=input_qparams, **how)
         return found.to(self.dtype)  # type: ignore[return-value]
 
     @classmethod
     def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         cls.check_operands(input, weight)
-        return cls.product(input, weight, weight.operand, weight.coded, bias, scales=(None, None))
+        return cls.product(input, weight, bias, weight.scales_now("a product"))
 
     def operand_of_rounding(self) -> Tensor:
         """What `rounded_linear` takes."""
@@ -324,37 +464,41 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
     def product(
         input: Tensor,
         weight: Any,
-        seen: Callable[[], Tensor],
-        coded: Callable[[], CodedWeight] | None,
         bias: Tensor | None,
+        scales: Scales,
         static: Any = None,
-        scales: tuple[Tensor | None, Tensor | None] | None = None,
-        joint: Tensor | None = None,
+        values: Tensor | None = None,
+        in_codes: bool = True,
     ) -> Tensor:
         """input [..., K] times what products see of this weight [N, K], transposed, plus bias [N].
 
         Args:
-            seen: gives the operand in high precision.
-            coded: gives it as codes, where the converted weight multiplies codes; None keeps high precision.
+            scales: what the quantizer gives.
             static: the module, where it rounds its input by a static scale.
-            scales: the parameters of learned scales, or None twice for present ones, where the product may round both
-                operands again for backward, and keep neither (`lowbit.linear.rounded_linear`).
-            joint: what present scales share with those of siblings. Then the product may do so too.
+            values: plain values [N, K] in place of the weight's own.
+            in_codes: False for high precision, where the converted weight does not multiply codes.
         """
         refuse_transforms(weight)
-        input, bias = autocast_inputs(input, weight, bias)
+        with torch._C.DisableTorchFunctionSubclass():  # for `dtype`, which passes through it
+            input, bias = autocast_inputs(input, weight, bias)
         is_observed = static is not None and static.is_observed
         found = None
-        if coded is not None and weight.scheme.activation is not None and not is_observed:
+        if in_codes and weight.scheme.activation is not None and not is_observed:
             found = product_of(input, weight)
-        if coded is not None and found is not None:
-            return coded_linear(input, weight, coded(), bias, found, static)
-        if (scales is not None or joint is not None) and weight.rounds_again:
-            values = weight.operand_of_rounding()
-            how = rounding_of(weight, values.dtype)
-            return rounded_linear(input, values, bias, how, *(scales or (None, None)), joint)
-        values, rounded = seen(), None if static is None else static.rounded
-        x = FakeQuantizedTensor._rounded_input(input, weight, rounded)
+        if found is not None:
+            own = weight.coded_by(*scales, values=values)
+            return coded_linear(input, weight, own, bias, found, static)
+        if in_codes and static is None and values is None and weight.rounds_again:
+            own = weight.operand_of_rounding()
+            return rounded_linear(input, own, bias, rounding_of(weight, own.dtype), *scales)
+        if values is None:
+            values = weight.seen_by(*scales)
+        elif weight.rounds_weight:
+            values = weight.rounded(values, *scales)
+            tracer.rounded(values, weight)
+        x = FakeQuantizedTensor._rounded_input(
+            input, weight, None if static is None else static.rounded
+        )
         return F.linear(x, values.to(x.dtype), bias)
 
     @staticmethod
@@ -409,7 +553,7 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
     @classmethod
     def product_of_expert(cls, x: Tensor, weight: Any) -> Tensor:
         """In high precision, as converted experts multiply."""
-        return cls.product(x, weight, weight.operand, None, None)
+        return cls.product(x, weight, None, weight.scales_now("a product"), in_codes=False)
 
     @classmethod
     def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
@@ -421,11 +565,16 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
         return x if self.input_spec is None else fake_quantize(x, self.input_spec)
 
     def values(self) -> Tensor:
-        weight = super().values()
+        weight = self.weight.detach()
         return weight.transpose(-2, -1) if self.transposed else weight
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         return super().inner_shapes(stored_shape(self, shape))
+
+    def _transposed(self) -> Self:
+        if self.role == "convolution":
+            raise self._unsupported("transposition")
+        return super()._transposed()
 
     def _expert(self, index: int) -> Self:
         self._check_experts_apart("selecting an expert")
@@ -473,35 +622,74 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
         return super()._cat(tensors, dim)
 
     @classmethod
+    def conv1d(
+        cls, input: Tensor, weight: Any, bias: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        return F.conv1d(*_convolved(input, weight, bias), *args, **kwargs)
+
+    @classmethod
+    def conv2d(
+        cls, input: Tensor, weight: Any, bias: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        return F.conv2d(*_convolved(input, weight, bias), *args, **kwargs)
+
+    @classmethod
     def embedding(cls, input: Tensor, weight: Any, *args: Any, **kwargs: Any) -> Tensor:
         return weight._look_up(input, *args, **kwargs)
 
     def _look_up(self, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        joint_of_weight(self, "a lookup")
         if not self.rounds_weight:
             return F.embedding(indices, self.high_precision(), *args, **kwargs)
-        return self.rows_of(Values.apply(self), indices, *args, **kwargs)
+        scales = self.scales_now("a lookup")
+        if scales[0] is None:
+            return self.rows_of(Values.apply(self), indices, scales, *args, **kwargs)
+        return F.embedding(indices, self.seen_by(*scales).to(self.dtype), *args, **kwargs)
 
-    def rows_of(self, values: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def rows_of(
+        self, values: Tensor, indices: Tensor, scales: Scales, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """The rows at `indices` of plain `values` [V, D], rounded as this weight is.
 
         Quantizes only the rows that are looked up, where scales belong to single rows. (Inductor 2.13 for CPU
         miscompiles the other order, a gather of rows that were padded to a whole group.)
+
+        Args:
+            scales: what the quantizer gives.
+            args, kwargs: as `F.embedding` takes them after the table.
         """
-        if self.scheme.weight.shares_rows:
-            if is_sparse(args, kwargs):
-                return self._rows_with_sparse_gradient(values, indices, *args, **kwargs)
-            return F.embedding(indices, self.rounded(values).to(self.dtype), *args, **kwargs)
-        return self.rounded(F.embedding(indices, values, *args, **kwargs)).to(self.dtype)
+        scale, zero, joint = scales
+        is_learned, shared = scale is not None, self.scheme.weight.shares_rows
+        if shared or not (is_learned or self.quantizer.rounds_parts):
+            if not is_sparse(args, kwargs):
+                whole = self.rounded(values, *scales).to(self.dtype)
+                return F.embedding(indices, whole, *args, **kwargs)
+            if not is_learned:
+                return self._rows_with_sparse_gradient(values, indices, joint, *args, **kwargs)
+        if not is_learned:
+            return self.rounded(F.embedding(indices, values, *args, **kwargs)).to(self.dtype)
+        index = indices.reshape(-1)
+        rows = F.embedding(index, values, *args, **kwargs)
+        if not shared:  # one scale for the table is that of any rows of it
+            scale, zero = (
+                None if t is None else F.embedding(index, t, *args, **kwargs) for t in (scale, zero)
+            )
+        found = self.rounded(rows, scale, zero)
+        return found.view(*indices.shape, values.shape[1]).to(self.dtype)
 
     def _rows_with_sparse_gradient(
-        self, values: Tensor, indices: Tensor, *args: Any, **kwargs: Any
+        self, values: Tensor, indices: Tensor, joint: Tensor | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """`rows_of` a table that is rounded as a whole. The gradient of the lookup, which is sparse, goes to `values`,
         since rounding has no gradient of a sparse one."""
-        rows = F.embedding(indices, values, *args, **kwargs)
-        rounding = rounding_of(self, values.dtype)
-        whole, inside = rounded(values, rounding.weight, rounding.scale_dtype)
+        if not self.quantizer.rounds_again:
+            raise self._unsupported(
+                f"nn.Embedding(sparse=True) with the quantizer {self.quantizer.name!r} (accepted: sparse=False)"
+            )
+        rows, rounding = (
+            F.embedding(indices, values, *args, **kwargs),
+            rounding_of(self, values.dtype),
+        )
+        whole, inside = rounded(values, rounding.weight, rounding.scale_dtype, joint=joint)
         mask = inside.passed(torch.ones_like(whole))
         found = StraightThrough.apply(rows, whole[indices], mask[indices], operator.mul)
         return found.to(self.dtype)
@@ -524,7 +712,24 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
         if states == {"all"} and not in_transform():
             named = {name: _plain(x) for name, x in kwargs.items()}
             return func(*(_plain(x) for x in args), **named)
+        if func in _CONVOLUTIONS and not any(map(_convolves, (*args, *kwargs.values()))):
+            if reads(func, args, kwargs):
+                return read(func, args, kwargs)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         return super().computed(func, args, kwargs)
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        found = super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=out)
+        if found is not None:
+            whole: Any = found[0]
+            whole.holder = self.holder
+        return found
+
+    def entries_beside(self, *args: Any) -> dict[str, Tensor]:
+        return self.quantizer.entries_beside(self, *args)
 
     def check_placement(self, param: Any) -> None:
         """Refuse parts that cut through a block: each would have its own scale, which `convert_` would not
@@ -535,6 +740,8 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=UnclampedCodes):
                 "scale is its module's; accepted: a dynamic activation, or FSDP2"
             )
         spec = self.scheme.weight
+        if self.quantizer.splits_rows(spec):
+            return
         if spec.scales is not None and spec.scales.shared:
             raise NotImplementedError(
                 f"tensor parallelism of a weight {tuple(param.shape)} prepared for QAT in {spec}: each part would "
@@ -569,16 +776,27 @@ def rounding_of(weight: FakeQuantizedTensor, dtype: torch.dtype) -> Rounding:
     It is not a method, since Dynamo takes each method of a tensor for an operation that returns tensors.
     """
     spec = weight.scheme.weight
-    scale_dtype = representation_of(spec).scale_dtype(spec, dtype)
+    scale_dtype = spec.scale_dtype_for(dtype)
     kind = RoundingOfGathered if weight.is_gathered else Rounding
-    return kind(spec, scale_dtype, weight.input_spec, weight.constant_codes)
+    constant = weight.quantizer.constant_codes
+    return kind(spec, scale_dtype, weight.input_spec, constant)
 
 
-def joint_of_weight(weight: Any, what: str) -> Tensor | None:
-    """What the scales of `weight` share with those of siblings, or None, for `what` has the weight alone. Raises
-    NotImplementedError where the scales are elsewhere. It is a function for the reason that `rounding_of` is one."""
-    elsewhere = type(weight).scales_elsewhere
-    return None if elsewhere is None else elsewhere(weight, what)
+_CONVOLUTIONS = (F.conv1d, F.conv2d)
+
+
+def _convolves(x: Any) -> bool:
+    return isinstance(x, FakeQuantizedTensor) and x.role == "convolution"
+
+
+def _convolved(
+    input: Tensor, weight: Any, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The plain operands of torch's own convolution."""
+    check_convolution(input, weight)
+    return FakeQuantizedTensor.operands(
+        input, weight, weight.operand(), bias, product="convolution"
+    )
 
 
 def _plain(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""JointTensor: a FakeQuantizedTensor that shares a part of its scales with sibling weights (`Spec.joins`).
+"""JointScales: scales of which a part is shared with sibling weights (`Spec.joins`).
 
 A product rounds the weight by the global scale that it and its siblings have now: that of the one with the largest
 magnitude (`Spec.joint_part`). So each module knows the others (`lowbit.layers.prepared.make_siblings`). Nothing is
@@ -10,83 +10,57 @@ Under FSDP2 the siblings are gathered together: they belong to one `fully_shard`
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.linear.coded_linear import CodedWeight, coded_weight
-from lowbit.linear.dequantized import Values
-from lowbit.linear.frozen.kinds import representation_of
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor, Qparams
+from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.trained.quantizers import PresentScales, Scales
 from lowbit.tensor.trained.trainable import TrainableTensor
 
 
-class JointTensor(FakeQuantizedTensor):
+@dataclass(frozen=True)
+class JointScales(PresentScales):
     """See the module."""
 
-    is_described = False  # read from a file, it would be without its siblings
-    caches = ("holder",)
-    holder: weakref.ref[nn.Module] | None = None
-    """The module of the parameter, which knows its siblings."""
+    has_scales_beside: ClassVar[bool] = True
+    swaps_last: ClassVar[bool] = (
+        False  # a view has no siblings; its values have been rounded with them
+    )
+    is_describable: ClassVar[bool] = (
+        False  # read from a file, a weight would be without its siblings
+    )
 
-    def rounded_with(self, joint: Tensor) -> Tensor:
-        """The weight as its products see it: plain, differentiable, equal to the converted weight's values. `joint`: of
-        it and its siblings."""
-        return self.rounded(Values.apply(self), joint)
+    def scales_in(self, module: Any, attribute: str = "weight") -> Scales:
+        return None, None, joint_of(module)
 
-    def coded_with(self, joint: Tensor) -> CodedWeight:
-        """`rounded_with` for a product of codes."""
-        return coded_weight(Values.apply(self), self.scheme.weight, joint)
-
-    def dequantized_with(self, joint: Tensor) -> Tensor:
-        """The values that the converted weight will have, in this tensor's dtype, without gradient."""
-        return self.rounded(self.weight.detach(), joint).to(self.dtype)
-
-    def frozen_with(self, joint: Tensor, input_qparams: Qparams | None = None) -> LowbitTensor:
-        """`frozen` with the part of the scales that siblings share."""
-        found = self.frozen_as.from_float(
-            self.weight, self.scheme, input_qparams=input_qparams, joint=joint
-        )
-        return found.to(self.dtype)  # type: ignore[return-value]
-
-    def scales_elsewhere(self, what: str) -> Tensor:
-        """What its scales share with those of its siblings now. Raises NotImplementedError for a tensor that is not the
-        parameter of a module that knows them, such as a copy; `what` then needs them."""
-        known = None if torch.compiler.is_compiling() else self.holder
+    def scales_alone(self, weight: Any, what: str) -> Scales:
+        """Raises NotImplementedError for a tensor that is not the parameter of a module that knows its siblings, such
+        as a copy."""
+        known = None if torch.compiler.is_compiling() else weight.holder
         module = None if known is None else known()
-        if module is None or _weight_of(module) is not self:
-            raise self._unsupported(
+        if module is None or _weight_of(module) is not weight:
+            raise weight._unsupported(
                 f"{what} without its siblings, with which it shares a part of its scales; call the module, whose "
                 "forward has them, or make it a weight for inference by lowbit.qat.convert_(model)"
             )
-        return joint_of(module)
-
-    @property
-    def swaps_last(self) -> bool:
-        return False  # a view has no siblings; its values have been rounded with them
-
-    @classmethod
-    def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-        cls.check_operands(input, weight)
-        return cls.product(input, weight, weight.operand, weight.coded, bias)
+        return self.scales_in(module)
 
 
-def operands_with(weight: JointTensor, joint: Tensor) -> tuple[Any, Any]:
-    """What products see of the weight, and the same as codes. It is not a method, since Dynamo takes each method of a
-    tensor for one of its operations, which return tensors."""
-    return partial(weight.rounded_with, joint), partial(weight.coded_with, joint)
+def is_joint(weight: Any) -> bool:
+    """True for a fake-quantized weight that shares a part of its scales."""
+    return isinstance(weight, FakeQuantizedTensor) and isinstance(weight.quantizer, JointScales)
 
 
 def _weight_of(module: nn.Module) -> Tensor | None:
     """The parameter that is the weight of a linear. Pruning gives it another name. None: the module has none."""
-    joint = (p for p in module._parameters.values() if isinstance(p, JointTensor))
+    joint = (p for p in module._parameters.values() if is_joint(p))
     return next(joint, module._parameters.get("weight"))
 
 
@@ -117,20 +91,20 @@ def joint_of(module: Any) -> Tensor:
         own = weight.values() if isinstance(weight, TrainableTensor) else weight
         if not isinstance(own, LowbitTensor):  # one that is converted has its scales
             values.append(own.detach())
-    dtype = representation_of(spec).scale_dtype(spec, values[0].dtype)
+    dtype = spec.scale_dtype_for(values[0].dtype)
     return spec.joint_part(values, dtype)
 
 
 def joint_parts(targets: Iterable[Any]) -> dict[str, Tensor]:
-    """`joint_of` of each target whose weight is a JointTensor, by its first name, before any is replaced."""
+    """`joint_of` of each target whose weight has JointScales, by its first name, before any is replaced."""
     found: dict[int, Tensor] = {}
     for target in targets:
         module = target.owners[0].module
-        if isinstance(target.weight, JointTensor) and id(module) not in found:
+        if is_joint(target.weight) and id(module) not in found:
             joint = joint_of(module)
             found |= {id(sibling): joint for sibling in module.siblings}
     return {
         target.owners[0].fqn: found[id(target.owners[0].module)]
         for target in targets
-        if isinstance(target.weight, JointTensor)
+        if is_joint(target.weight)
     }

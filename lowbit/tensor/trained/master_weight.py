@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lowbit.linear.dequantized import Values
 from lowbit.linear.frozen.checks import TRANSFORMS
+from lowbit.linear.operands import Values
 from lowbit.tensor.core import (
     Gather,
     InnerShapes,

@@ -1,29 +1,26 @@
-"""The class of a prepared weight, by the module that holds it and by what is trained."""
+"""The prepared weight of a target, and the order in which QAT keeps it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+
+from torch import Tensor
 
 from lowbit.convert import Target, is_conv, is_turned, shape_of_blocks
 from lowbit.numerics.granularity import PerBlock, PerTensor
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.frozen.turned import spec_of_linears
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.trained.fake_quantized_conv import (
-    FakeQuantizedConvTensor,
-    LearnedScalesConvTensor,
-)
-from lowbit.tensor.trained.joint import JointTensor
-from lowbit.tensor.trained.learned_scales import LearnedScalesTensor
+from lowbit.tensor.trained.quantizers import Quantizer
 
 
-def prepared_kind(target: Target, learned: bool, joint: bool = False) -> type[FakeQuantizedTensor]:
-    """`learned`: its scales are parameters. `joint`: it shares a part of its scales with siblings."""
-    if joint:
-        return JointTensor
-    if is_conv(target):
-        return LearnedScalesConvTensor if learned else FakeQuantizedConvTensor
-    return LearnedScalesTensor if learned else FakeQuantizedTensor
+def prepared_weight(
+    target: Target, values: Tensor, scheme: Scheme, quantizer: Quantizer
+) -> FakeQuantizedTensor:
+    """Plain `values` in place of the weight of `target`."""
+    return FakeQuantizedTensor(
+        values, scheme, "convolution" if is_conv(target) else "matrix", quantizer
+    )
 
 
 def in_model_order(target: Target) -> Target:
