@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lowbit.convert import Filter, Schemes, check_module, find_targets, rounding_owners
 from lowbit.layers import static_input
+from lowbit.layers.frozen import shown_class
 from lowbit.layers.prepared import rounds_input
 from lowbit.numerics.learned_scales import learns_zero
 from lowbit.numerics.spec import Spec
@@ -208,7 +209,7 @@ def _plain(
 def _check_forward(module: nn.Module, fqn: str) -> None:
     """Raise ValueError for a linear or convolution that may not multiply its input as it is."""
     plain = {kind.forward for kind in (nn.Linear, *CONVOLUTIONS)}
-    if type(module).forward not in plain:
+    if shown_class(module).forward not in plain:
         raise ValueError(
             f"{fqn} belongs to a {type(module).__name__}, whose forward() may change its input before the product: "
             "leave it out by filter_fn or a pattern, or give it a scheme with a dynamic activation"

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lowbit.convert.replaced import hand_over
 from lowbit.convert.report import Entry, Report
 from lowbit.convert.walk import Target, is_conv
+from lowbit.layers.frozen import hide_frozen, show_frozen
 from lowbit.progress import progress
 from lowbit.tensor.core.base import stored_shape
 from lowbit.tensor.frozen.conv_tensor import matrix_shape
@@ -34,11 +35,14 @@ def replace_weights(
         trainable: keep `requires_grad`, gradients and hooks.
         note: what the report says of each weight; None for the scheme's description.
     """
+    owners = {owner.module: None for target in targets for owner in target.owners}
+    hide_frozen(owners)
     with progress("converting weights", sum(t.weight.nbytes for t in targets)) as advance:
         while targets:
             size = targets[0].weight.nbytes
             _replace(targets.pop(0), report, make, trainable, note)
             advance(size)
+    show_frozen(owners)
     return report
 
 

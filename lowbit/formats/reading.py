@@ -16,6 +16,7 @@ from lowbit.formats.base import FormatError
 from lowbit.formats.experts import Joined, joined
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf.file import GgufFile
+from lowbit.layers.frozen import show_frozen
 from lowbit.progress import progress
 from lowbit.tensor.core.base import LowbitTensor
 
@@ -122,6 +123,7 @@ def _fill(model: nn.Module, folder: Folder | Joined | GgufFile, device: torch.de
         else:
             for module, attribute in places:
                 module._buffers[attribute] = t.clone()
+    show_frozen(model.modules())
     # buffers that no checkpoint holds, such as frequencies of rotary embeddings
     for module in model.modules():
         for attribute, buffer in module._buffers.items():

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowbit.convert import Entry, Report, find_owners
+from lowbit.layers.frozen import show_frozen
 from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.training import BLOCK, BLOCK_ACTIVATION, BLOCK_WEIGHT
@@ -81,6 +82,7 @@ def load_float8_blocks_(
             module.register_parameter(attribute, param)
             note = f"float8 in blocks of {BLOCK} x {BLOCK}, as in the checkpoint"
             report.entries.append(Entry(fqn, tuple(weight.shape), True, note))
+    show_frozen(model.modules())
     return report.count(model)
 
 

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from lowbit.convert import find_owners, joined_name
 from lowbit.convert.siblings import siblings
+from lowbit.layers.frozen import show_frozen, shown_class
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.state_dict import (
     check_described,
@@ -89,6 +90,7 @@ def fuse_linears_(
         )
     for parent, _, names in found:
         lead = FusedLinear(names, [parent._modules[n] for n in names])  # type: ignore[misc]
+        show_frozen([lead])
         setattr(parent, names[0], lead)
         for index, name in enumerate(names[1:], 1):
             setattr(parent, name, FusedPart(lead, index))
@@ -183,6 +185,7 @@ class FusedLinear(nn.Module):
         linear.weight = nn.Parameter(weight.detach().clone(), self.weight.requires_grad)
         if self.bias is not None and bias is not None:
             linear.bias = nn.Parameter(bias.detach().clone(), self.bias.requires_grad)
+        show_frozen([linear])
         return linear.train(self.training)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -290,7 +293,7 @@ def _obstacle(names: Sequence[str], modules: Sequence[Any], uses: Mapping[int, i
     """Why these modules cannot be one product, or ""."""
     parts: list[nn.Linear] = []
     for name, part in zip(names, modules, strict=True):
-        if type(part) is not nn.Linear:
+        if shown_class(part) is not nn.Linear:
             return f"{name} is a {type(part).__name__}, not an nn.Linear"
         if "weight" not in part._parameters:
             return f"the weight of {name} is computed, not a parameter"

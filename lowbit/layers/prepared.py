@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowbit.layers import static_input
+from lowbit.layers.frozen import hide_frozen, show_frozen, shown_class
 from lowbit.layers.learned_experts import scaled, scaled_by
 from lowbit.layers.sharded_linear import sharded_linear
 from lowbit.layers.static_input import OBSERVER, check_input, hold_input, inputs_of, take_input
@@ -245,7 +246,8 @@ def make_prepared(modules: Iterable[nn.Module], kinds: Sequence[type[nn.Module]]
 def is_layer(module: nn.Module) -> bool:
     """True if the module is an `nn.Linear`, `nn.Embedding`, `nn.Conv1d` or `nn.Conv2d` and no subclass of it, so that
     its product is known."""
-    return type(module) in LAYERS or type(module) in LAYERS.values()
+    kind = shown_class(module)
+    return kind in LAYERS or kind in LAYERS.values()
 
 
 def why_not_learned(module: nn.Module, attribute: str) -> str | None:
@@ -306,6 +308,8 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 def make_plain(modules: Iterable[nn.Module]) -> None:
     """Take back all that was done to prepared modules, once their weights are others. Plain ones stay as they are."""
+    modules = list(modules)
+    hide_frozen(modules)
     for module in modules:
         plain = plain_class(module)
         if plain is type(module):
@@ -319,6 +323,7 @@ def make_plain(modules: Iterable[nn.Module]) -> None:
             for name in ("has_static_input", "is_calibrated", "siblings"):
                 module.__dict__.pop(name, None)
         module.__class__ = plain
+    show_frozen(modules)
 
 
 # ---- static scales of inputs, in a model -------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def test_every_option_of_a_convolution(options: dict, rank: int) -> None:
     module = conv(rank, **options)
     plain, x = copy.deepcopy(module), inputs(rank)
     lb.quantize_(module, lb.Int8WeightOnly(), is_conv)
-    assert type(module) is type(plain) and isinstance(module.weight, ConvTensor)
+    assert isinstance(module, type(plain)) and isinstance(module.weight, ConvTensor)
     y = module(x)
     assert relative_error(y, plain(x)) < 0.01
     plain.weight.data = module.weight.dequantize()

@@ -99,7 +99,7 @@ def test_the_same_outputs_from_fewer_products(scheme: lb.Scheme | None, bias: bo
     assert set(kept) == set(model.state_dict(keep_vars=True)), "whole, as parameters are"
     unfuse_linears_(fused)
     assert torch.equal(fused(x), model(x)) and same_state(fused, model)
-    assert all(type(m) in (nn.Linear, Layer, nn.Sequential) for m in fused.modules())
+    assert all(isinstance(m, (nn.Linear, Layer, nn.Sequential)) for m in fused.modules())
 
 
 def test_the_kernel_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from lowbit.formats.module import ModelSource
 from lowbit.formats.registry import by_name
 from lowbit.interop.hf.config import METHOD, LowbitConfig
 from lowbit.interop.hf.plan import WeightChoice, plan
+from lowbit.layers.frozen import show_frozen
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.core.base import LowbitTensor, check_weight
@@ -213,6 +214,7 @@ class LowbitQuantizer(HfQuantizer):
                 model.get_submodule(layer).register_parameter(attribute, weight)
         for name, error in self.errors.items():
             raise FormatError(f"{name}: {error}") from error
+        show_frozen(model.modules())
         self._conversions = None if self.pre_quantized else model._weight_conversions
         model._weight_conversions = []
         if self._plan is not None:

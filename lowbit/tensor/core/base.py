@@ -22,6 +22,7 @@ values that `dequantize()` gives, and nothing else.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, ClassVar, Self
@@ -88,6 +89,8 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     flat_from: tuple[int, ...] | None
     """Set on the result of `view(-1)`: the shape that it was flattened from. Such a tensor can be viewed back,
     moved, cloned and dequantized, and nothing else."""
+    shown_in: tuple[weakref.ref[Any], ...] = ()
+    """The modules that hold the inner tensors as attributes of their own (`lowbit.layers.frozen`)."""
     transposed: bool = False
     """The logical tensor is the stored one with its last two dimensions swapped. True only for classes that have this
     in `meta_attrs`."""
@@ -214,8 +217,11 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
                 _SET_DATA(self, other)  # of the wrapper
         for name, t in other.inner_tensors().items():
             setattr(self, name, t)
+        layers = self.shown_in
         for name in self.caches:
             self.__dict__.pop(name, None)
+        for layer in filter(None, (ref() for ref in layers)):
+            layer.show_parts()
 
     def over(self, values: Tensor) -> Self | None:
         """A tensor like this one over other plain values of its shape, where it trains; None where a plain tensor takes

@@ -14,7 +14,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -56,7 +56,7 @@ def _sources(kinds: frozenset[type]) -> Iterator[bytes]:
 class Pickling:
     """Mixin of LowbitTensor: pickling through `rebuild`, and `check_parts`."""
 
-    caches: ClassVar[tuple[str, ...]] = ()
+    caches: ClassVar[tuple[str, ...]] = ("shown_in",)
     """Attributes that a pickle leaves out. The class computes them again where they are missing."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
@@ -72,8 +72,12 @@ class Pickling:
 
     def digest_of_sources(self: Any) -> str:
         """The part of the keys of compiled graphs beside the layout: the code that dispatches the tensor."""
-        used = map(type, self.meta().values())
-        kinds = frozenset({*type(self).__mro__, *used, *Granularity.kinds.values()})
+        return self.digest_of_code(self.meta().values())
+
+    @classmethod
+    def digest_of_code(cls, meta: Iterable[Any]) -> str:
+        """`digest_of_sources` of tensors of this class with these values of their metadata."""
+        kinds = frozenset({*cls.__mro__, *map(type, meta), *Granularity.kinds.values()})
         return f"{_digest_of_sources(kinds)}{registered_sources()}"
 
     def check_parts(self: Any) -> None:

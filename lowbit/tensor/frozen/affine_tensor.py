@@ -89,7 +89,7 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
         "call .dequantize() for a plain tensor first, or lowbit.dequantize_(model) for a plain model"
     )
 
-    caches = ("_known_products", "_reader")
+    caches = (*LowbitTensor.caches, "_known_products", "_reader")
     stored_as: ClassVar[str | None] = "integers"
     """The name of the layout of the codes. lowbit's kernels read the layouts of lowbit's own classes alone."""
 
