@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
 from lowbit import qat
+from lowbit.layers.frozen import shown_class
 from lowbit.numerics.granularity import (
     PerBlock,
     PerGroup,
@@ -155,7 +156,7 @@ def test_the_converted_model_computes_what_was_trained(name, path, turned, scale
     zeros = scales == "learned" and learns_zero(SCHEMES[name].weight)
     assert ("experts.down_zero" in names) == zeros
     qat.convert_(model)
-    assert type(model.experts) is Experts
+    assert shown_class(model.experts) is Experts
     assert not any(n.endswith(("_scale", "_zero")) for n, _ in model.named_parameters())
     assert torch.equal(model(x, EVEN), y)
 
@@ -356,7 +357,7 @@ def test_copies_files_and_undo() -> None:
     assert torch.equal(empty.eval()(x, EVEN), y)
     weights = {n: p.weight.clone() for n, p in model.named_parameters() if hasattr(p, "weight")}
     qat.undo_(model)
-    assert type(model.experts) is Experts
+    assert shown_class(model.experts) is Experts
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in Model().named_parameters()]
     for name, expected in weights.items():
         assert torch.equal(model.get_parameter(name), expected), name
@@ -375,7 +376,7 @@ def test_plans_by_pattern() -> None:
     y = trained(model)(values(ROWS, HIDDEN), EVEN)
     qat.convert_(model)
     assert torch.equal(model(values(ROWS, HIDDEN), EVEN), y)
-    assert type(model.experts) is Experts
+    assert shown_class(model.experts) is Experts
 
 
 def test_report_and_trace() -> None:
@@ -465,10 +466,17 @@ def test_what_keeps_present_scales() -> None:
         assert not hasattr(model, "up_scale") or kind is Taken
 
 
+def test_a_weight_outside_of_the_forward_of_its_module() -> None:
+    model, x = prepared(Model(), WEIGHT), values(ROWS, HIDDEN)
+    up = model.experts.up
+    y = grouped(x, up.transpose(-2, -1), EVEN)
+    assert torch.equal(y, grouped(x, up.dequantize().transpose(-2, -1), EVEN))
+    y.backward(torch.randn_like(y))
+    assert up.grad.norm() > 0 and model.experts.up_scale.grad.norm() > 0
+
+
 def test_errors() -> None:
     model = prepared(Model(), WEIGHT)
-    with pytest.raises(NotImplementedError, match="parameters of its module; call the module"):
-        grouped(values(ROWS, HIDDEN), model.experts.up.transpose(-2, -1), EVEN)
     with pytest.raises(TypeError, match="offs"):  # a failing forward leaves the parameters
         model(values(ROWS, HIDDEN), (1, 2))
     assert is_learned(model.experts._parameters["up"])

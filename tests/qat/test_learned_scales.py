@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lowbit import Int8DynamicActivationInt4Weight, IntxWeightOnly, dequantize_, qat
+from lowbit.layers.frozen import shown_class
 from lowbit.numerics import learned_scales
 from lowbit.numerics.granularity import (
     PerBlock,
@@ -208,7 +209,7 @@ def test_a_model_converts_to_what_was_trained(spec, dtype):
     names = [name for name, _ in prepared.named_parameters()]
     assert "1.weight_scale" in names and ("1.weight_zero" in names) == learns_zero(spec)
     qat.convert_(prepared)
-    assert type(prepared[1]) is nn.Linear and type(prepared[0]) is nn.Embedding
+    assert shown_class(prepared[1]) is nn.Linear and shown_class(prepared[0]) is nn.Embedding
     assert not any("_scale" in name for name, _ in prepared.named_parameters())
     if dtype is torch.float32:
         assert torch.equal(prepared(tokens()), before)
@@ -377,7 +378,7 @@ def test_a_weight_that_its_module_holds_finds_its_scales() -> None:
     values = layer.weight.dequantize()
     dequantize_(model)
     assert torch.equal(layer.weight, values) and not hasattr(layer, "weight_scale")
-    assert type(layer) is nn.Linear
+    assert shown_class(layer) is nn.Linear
 
 
 def test_switched_off_it_is_the_plain_model():
@@ -403,7 +404,7 @@ def test_undone_it_is_plain_again():
     prepared = trained(IntxWeightOnly(4, 32), tied=True)
     weights = {n: p.weight for n, p in prepared.named_parameters() if n.endswith(".weight")}
     qat.undo_(prepared)
-    assert type(prepared[1]) is nn.Linear and type(prepared[0]) is nn.Embedding
+    assert shown_class(prepared[1]) is nn.Linear and shown_class(prepared[0]) is nn.Embedding
     assert prepared[0].weight is prepared[4].weight
     names = {n for n, _ in prepared.named_parameters()}
     assert names == {n for n, _ in model(tied=True).named_parameters()}

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
 from lowbit import qat
+from lowbit.layers.frozen import shown_class
 from lowbit.linear.frozen.dequantized import plain_linear
 from lowbit.numerics.learned_scales import learned_fake_quantize
 from lowbit.tensor.trained.adapted import is_merged
@@ -97,7 +98,7 @@ def test_converted_weights_are_those_of_training(scheme: lb.Scheme, dtype: torch
     assert scheme is not INT8_INT8 or torch.equal(model(x), y)
     for name, rounded in seen.items():
         layer = getattr(model, name)
-        assert type(layer) is nn.Linear and not layer.weight.requires_grad
+        assert shown_class(layer) is nn.Linear and not layer.weight.requires_grad
         assert torch.equal(layer.weight.dequantize(), rounded), name
 
 
@@ -180,7 +181,7 @@ def test_embeddings(scheme: lb.Scheme) -> None:
     ):
         assert relative_error(found.grad, wanted.grad) < 0.02
     qat.convert_(model)
-    assert type(model[0]) is nn.Embedding and torch.equal(model(tokens), y)
+    assert shown_class(model[0]) is nn.Embedding and torch.equal(model(tokens), y)
 
 
 # ---- gradients and memory ------------------------------------------------------------------------------------------
@@ -376,7 +377,7 @@ def test_copied_and_pickled() -> None:
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(other(x), model(x)) and type(other.up) is type(model.up)
         qat.convert_(other)
-        assert type(other.up) is nn.Linear
+        assert shown_class(other.up) is nn.Linear
 
 
 # ---- states of the layers ------------------------------------------------------------------------------------------
@@ -579,7 +580,9 @@ def test_learned_scales_of_merged_weights(scheme: lb.Scheme) -> None:
     qat.convert_(model)
     for name, values in expected.items():
         layer: Any = getattr(model, name)
-        assert type(layer) is nn.Linear and torch.equal(layer.weight.dequantize(), values), name
+        assert shown_class(layer) is nn.Linear and torch.equal(layer.weight.dequantize(), values), (
+            name
+        )
         assert not any(p.endswith("_scale") for p in layer._parameters)
     assert relative_error(model(x), before) < 2e-2  # int8 products of activations
 

@@ -20,6 +20,7 @@ from lowbit.convert.siblings import (
     family_of,
     siblings,
 )
+from lowbit.layers.frozen import shown_class
 from lowbit.layers.prepared import Linear
 from lowbit.tensor.trained.joint import is_joint
 from tests.qat.lora_layers import LoraLayer
@@ -149,7 +150,7 @@ def test_prepared_equals_converted(scheme, part, dtype) -> None:
             assert torch.equal(net(x), plain(x))
             assert relative_error(final(x), net(x)) < 1e-2
         assert len({t.item() for t in final.parts(part)}) == 1
-        assert type(final.q_proj) is nn.Linear and not hasattr(final.q_proj, "siblings")
+        assert shown_class(final.q_proj) is nn.Linear and not hasattr(final.q_proj, "siblings")
         qat.undo_(fresh)
         lb.quantize_(fresh, scheme)
         for name in (*net.names, "last"):

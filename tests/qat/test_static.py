@@ -28,6 +28,7 @@ from lowbit import (
     qat,
 )
 from lowbit.layers import static_input
+from lowbit.layers.frozen import shown_class
 from lowbit.linear.frozen.dequantized import plain_linear
 from lowbit.numerics.learned_scales import RATE, as_parameters, qparams
 from tests.qat.lora_layers import LoraLayer
@@ -92,7 +93,7 @@ def test_a_trained_model_equals_the_converted_one(activation, scales):
     report = qat.convert_(found)
     assert "static" in str(report)
     assert torch.equal(found(x), expected)
-    assert [type(m) for m in found] == [nn.Linear, nn.GELU, nn.Linear]
+    assert [shown_class(m) for m in found] == [nn.Linear, nn.GELU, nn.Linear]
     assert {*found.state_dict()} & {"0.weight.input_scale", "0.input_scale"} == {
         "0.weight.input_scale"
     }
@@ -347,7 +348,7 @@ def test_a_scheme_without_static_inputs_leaves_an_earlier_calibration(undo):
     ):
         pass
     undo(m)
-    assert type(m) is nn.Linear
+    assert shown_class(m) is nn.Linear
     assert all(torch.equal(getattr(m, name), value) for name, value in held.items())
 
 
