@@ -1,0 +1,360 @@
+"""Frozen layers: a compiled graph gets the inner tensors of their weights, and everything else stays as it is."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lowbit as lb
+from lowbit.layers.frozen import Frozen, hide_frozen, show_frozen, shown_class
+from lowbit.tensor import LowbitTensor
+from tests.schemes import SCHEMES, over
+
+INT4, INT8 = lb.Int4WeightOnly(16), lb.Int8WeightOnly()
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 24, 32) / 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([F.linear(x, w) for w in self.up]).sum(0)
+
+
+class Model(nn.Module):
+    """Every kind of layer that holds a frozen weight: two linears, an embedding, a convolution, experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 32)
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32, bias=False)
+        self.conv = nn.Conv1d(32, 32, 3, padding=1)
+        self.experts = Experts()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = self.second(F.relu(self.first(x)))
+        x = self.conv(x.mT).mT
+        return self.experts(x)
+
+
+TOKENS = torch.arange(14).view(2, 7)
+
+
+def model(scheme: lb.Scheme = INT8, seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    made = Model().requires_grad_(False)
+    lb.quantize_(made, scheme, lambda module, name: True)
+    return made
+
+
+class Graphs:
+    """A backend of torch.compile that keeps the types of the inputs of each graph."""
+
+    def __init__(self) -> None:
+        self.inputs: list[set[type]] = []
+
+    def __call__(self, graph: Any, examples: list[Any]) -> Callable[..., Any]:
+        from torch._dynamo.backends.debugging import aot_eager
+
+        self.inputs.append({type(t) for t in examples})
+        return aot_eager(graph, examples)
+
+
+def compiled(module: nn.Module) -> tuple[Callable[..., Tensor], Graphs]:
+    torch._dynamo.reset()
+    graphs = Graphs()
+    return torch.compile(module, backend=graphs, fullgraph=True), graphs
+
+
+def check(module: nn.Module, *args: Tensor) -> None:
+    """A graph with the outputs of eager code, to the bit, that has no low-bit tensor among its inputs."""
+    run, graphs = compiled(module)
+    with torch.no_grad():
+        assert torch.equal(run(*args), module(*args))
+    (kinds,) = graphs.inputs
+    assert kinds <= {Tensor, nn.Parameter}
+
+
+@over(SCHEMES)
+def test_the_inputs_of_a_graph_are_plain(scheme: lb.Scheme) -> None:
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(32, 24), nn.ReLU(), nn.Linear(24, 16, bias=False))
+    lb.quantize_(layer.requires_grad_(False), scheme)
+    check(layer, torch.randn(5, 32))
+
+
+def test_every_kind_of_layer() -> None:
+    check(model(), TOKENS)
+
+
+def test_a_graph_of_one_layer_serves_all_layers_alike() -> None:
+    layers = [nn.Linear(32, 32, bias=False).requires_grad_(False) for _ in range(3)]
+    graphs = Graphs()
+    torch._dynamo.reset()
+    run = torch.compile(lambda layer, x: layer(x), backend=graphs, fullgraph=True)
+    x = torch.randn(4, 32)
+    for layer in layers:
+        lb.quantize_(layer, INT4)
+        assert torch.equal(run(layer, x), layer(x))
+    assert len(graphs.inputs) == 1
+
+
+def test_modules_stay_what_they_were() -> None:
+    plain, found = Model(), model()
+    assert repr(found) == repr(plain)
+    for (name, module), other in zip(found.named_modules(), plain.modules(), strict=True):
+        assert isinstance(module, type(other)) and shown_class(module) is type(other), name
+    assert [n for n, _ in found.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert not list(found.buffers())
+    assert isinstance(found.first.weight, LowbitTensor) and hasattr(found.first, "weight")
+    again = Model()
+    lb.quantize_(again, INT8, lambda module, name: True)
+    again.load_state_dict(found.state_dict())
+    assert torch.equal(again(TOKENS), found(TOKENS))
+
+
+def copied(found: Model) -> Model:
+    return copy.deepcopy(found)
+
+
+def pickled(found: Model) -> Model:
+    made: Model = pickle.loads(pickle.dumps(found))
+    return made
+
+
+def saved(found: Model) -> Model:
+    file = io.BytesIO()
+    torch.save(found, file)
+    file.seek(0)
+    made: Model = torch.load(file, weights_only=False)
+    return made
+
+
+@pytest.mark.parametrize("how", [copied, pickled, saved])
+def test_copies_show_their_own_weights(how: Callable[[Model], Model]) -> None:
+    found = model()
+    before = found(TOKENS)
+    other = how(found)
+    assert type(other.first) is type(found.first)
+    assert other.first._weight_codes is other.first.weight.codes
+    assert other.first._weight_codes is not found.first._weight_codes
+    with torch.no_grad():
+        other.first.weight.copy_(torch.randn(32, 32))
+    check(other, TOKENS)
+    assert not torch.equal(other(TOKENS), before) and torch.equal(found(TOKENS), before)
+    check(found, TOKENS)
+
+
+def assigned(found: Model, other: Model) -> None:
+    found.first.weight = other.first.weight
+
+
+def registered(found: Model, other: Model) -> None:
+    found.first.register_parameter("weight", other.first.weight)
+
+
+def taken_over(found: Model, other: Model) -> None:
+    found.first.weight.data = other.first.weight.data
+
+
+def written(found: Model, other: Model) -> None:
+    with torch.no_grad():
+        found.first.weight.copy_(other.first.weight)
+
+
+def loaded(found: Model, other: Model) -> None:
+    found.load_state_dict(other.state_dict())
+
+
+def loaded_by_assignment(found: Model, other: Model) -> None:
+    found.load_state_dict(other.state_dict(), assign=True)
+
+
+def moved(found: Model, other: Model) -> None:
+    found.to(torch.float64)
+
+
+def removed_and_set(found: Model, other: Model) -> None:
+    weight = found.first.weight
+    del found.first.weight
+    assert not hasattr(found.first, "weight") and "_weight_codes" not in found.first.__dict__
+    found.first.weight = nn.Parameter(other.first.weight.detach(), requires_grad=False)
+    assert found.first.weight is not weight
+
+
+def plain_again(found: Model, other: Model) -> None:
+    found.first.weight = nn.Parameter(torch.randn(32, 32))
+
+
+CHANGES = [
+    *(assigned, registered, taken_over, written, loaded, loaded_by_assignment, moved),
+    *(removed_and_set, plain_again),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_compiled_model_follows_its_weights(change: Callable[[Model, Model], None]) -> None:
+    found = model()
+    run, graphs = compiled(found)
+    with torch.no_grad():
+        before = run(TOKENS)
+        change(found, model(seed=1))
+        after = run(TOKENS)
+        assert not torch.equal(after, before)
+        assert torch.equal(after, found(TOKENS))
+    assert graphs.inputs[-1] <= {Tensor, nn.Parameter}
+
+
+def test_tied_weights_are_shown_in_both_layers() -> None:
+    pair = nn.ModuleList([nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)])
+    pair[1].weight = pair[0].weight
+    lb.quantize_(pair.requires_grad_(False), INT4)
+    other = lb.quantize_  # the same scheme for the weight that comes next
+    fresh = nn.Linear(32, 32, bias=False).requires_grad_(False)
+    other(fresh, INT4)
+    pair[0].weight.data = fresh.weight.data
+    for layer in pair:
+        assert layer._weight_codes is fresh.weight.codes
+        check(layer, torch.randn(2, 32))
+
+
+def test_conversions_back_give_the_plain_class() -> None:
+    found = model()
+    lb.dequantize_(found)
+    assert [type(m) for m in found.modules()] == [type(m) for m in Model().modules()]
+    assert not any(name.startswith("_weight_") for name in found.first.__dict__)
+    found = model()
+    lb.dequantize_(found, lambda module, name: name == "first")
+    assert type(found.first) is nn.Linear and isinstance(found.second, Frozen)
+    check(found, TOKENS)
+    hide_frozen(found.modules())
+    assert not any(isinstance(m, Frozen) for m in found.modules())
+    run, graphs = compiled(found)
+    assert torch.equal(run(TOKENS), found(TOKENS)) and len(graphs.inputs[0]) > 2
+    show_frozen(found.modules())
+    check(found, TOKENS)
+
+
+def test_gradients_reach_inputs_and_adapters() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 24).requires_grad_(False)
+    lb.quantize_(layer, lb.NF4WeightOnly(16))
+    run, graphs = compiled(layer)
+    x, y = (torch.randn(5, 32, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    x.requires_grad_()
+    y.requires_grad_()
+    run(x).sin().sum().backward()
+    layer(y).sin().sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, y.grad) and x.grad.norm() > 0
+    assert graphs.inputs[0] <= {Tensor, nn.Parameter}
+
+
+def test_fused_linears() -> None:
+    parent = nn.Module()
+    parent.q_proj, parent.k_proj, parent.v_proj = (nn.Linear(32, 16) for _ in range(3))
+    parent.forward = lambda x: parent.q_proj(x) + parent.k_proj(x) * parent.v_proj(x)  # type: ignore[method-assign]
+    lb.quantize_(parent.requires_grad_(False), INT4)
+    x = torch.randn(3, 32)
+    expected = parent.forward(x)
+    lb.inference.fuse_linears_(parent)
+    assert isinstance(parent.q_proj, Frozen)
+    run, graphs = compiled(parent)
+    assert torch.allclose(run(x), expected) and graphs.inputs[0] <= {Tensor, nn.Parameter}
+    lb.inference.unfuse_linears_(parent)
+    assert shown_class(parent.q_proj) is nn.Linear and isinstance(parent.q_proj, Frozen)
+
+
+def test_weights_of_qat_are_shown_once_they_are_converted() -> None:
+    found = nn.Sequential(nn.Linear(32, 32))
+    lb.qat.prepare_(found, INT4)
+    assert not isinstance(found[0], Frozen)
+    lb.qat.convert_(found)
+    check(found, torch.randn(2, 32))
+
+
+def test_a_loaded_folder(tmp_path: Path) -> None:
+    found = nn.Sequential(nn.Linear(32, 32)).requires_grad_(False)
+    lb.quantize_(found, INT4)
+    lb.export(found, tmp_path / "folder", format="lowbit")
+    again = nn.Sequential(nn.Linear(32, 32))
+    check(lb.load_pretrained(tmp_path / "folder", again), torch.randn(2, 32))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_sees_the_parameters(strict: bool) -> None:
+    found = nn.Sequential(nn.Linear(32, 16)).requires_grad_(False)
+    lb.quantize_(found, INT8)
+    x = torch.randn(2, 32)
+    with torch.no_grad():
+        exported = torch.export.export(found, (x,), strict=strict)
+        assert torch.equal(exported.module()(x), found(x))
+    assert not any("made" in str(node.target) for node in exported.graph.nodes)
+
+
+def test_hooks_of_accelerate_leave_the_parameters_alone() -> None:
+    pytest.importorskip("accelerate")
+    from lowbit import accelerate
+
+    found = model()
+    expected = found(TOKENS)
+    accelerate.cpu_offload(found, "cpu")
+    for module in (found.first, found.second, found.conv, found.experts):
+        assert not any(name.endswith(("_codes", "_scale")) for name in module.__dict__)
+    assert torch.equal(found(TOKENS), expected)
+
+
+def test_torchs_caches_find_a_graph_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    layer = nn.Linear(32, 16).requires_grad_(False)
+    lb.quantize_(layer, INT4)
+    x = torch.randn(2, 32)
+    for found in ("autograd_cache_miss", "autograd_cache_hit"):
+        torch._dynamo.reset()
+        counters.clear()
+        with torch.no_grad():
+            assert torch.allclose(torch.compile(layer)(x), layer(x))
+        assert counters["aot_autograd"][found] == 1
+    lb.quantize_(other := nn.Linear(32, 16).requires_grad_(False), lb.Int4WeightOnly(8))
+    torch._dynamo.reset()
+    counters.clear()
+    with torch.no_grad():
+        torch.compile(other)(x)
+    assert counters["aot_autograd"]["autograd_cache_miss"] == 1, "another form"
+
+
+def skipped_layers(net: nn.Module) -> list[bool]:
+    """For each linear of `net`, True if torch skips its guards while the layer is unchanged."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    def call(module: nn.Module, x: Tensor) -> Tensor:
+        return module(x)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(call, backend="eager", fullgraph=True)(net, torch.randn(2, 32))
+    (entry,) = _debug_get_cache_entry_list(call.__code__)
+    lines = str(entry.guard_manager).splitlines()
+    found = ["tag_safe=(True" in line for line in lines if "linear.Linear'>, tag_safe" in line]
+    assert len(found) == 2
+    return found
+
+
+def test_guards_are_skipped_as_those_of_plain_layers() -> None:
+    net = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)).requires_grad_(False)
+    expected = skipped_layers(net)
+    lb.quantize_(net, INT4)
+    assert skipped_layers(net) == expected
