@@ -157,20 +157,28 @@ def _forget(module: nn.Module, name: str) -> None:
             module.__dict__.pop(_key(name, part), None)
 
 
+class _StandsFor(type):
+    """The class of the subclasses. accelerate and PEFT find the class of a name, "Linear", by the first module that has
+    it, and then ask which modules are instances. These are all modules of the plain class."""
+
+    def __instancecheck__(cls: Any, instance: Any) -> bool:
+        return isinstance(instance, cls.plain)
+
+
 _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[Frozen]] = {}
 
 
 def _frozen_class(plain: type[nn.Module], frozen: tuple[str, ...]) -> type[Frozen]:
     """The subclass of `plain` that shows these parameters, always the same one."""
-    kind = _CLASSES.get((plain, frozen))
-    if kind is None:
+    if (plain, frozen) not in _CLASSES:
         members: dict[str, Any] = {name: _weight(name) for name in frozen}
         if plain.forward is nn.Linear.forward:
             members["forward"] = _linear
         members |= {"plain": plain, "frozen": frozen}
         members |= {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-        kind = _CLASSES[plain, frozen] = type(plain.__name__, (Frozen, plain), members)
-    return kind
+        kind: Any = _StandsFor(plain.__name__, (Frozen, plain), members)
+        _CLASSES[plain, frozen] = kind
+    return _CLASSES[plain, frozen]
 
 
 # ---- what torch.compile traces --------------------------------------------------------------------------------------

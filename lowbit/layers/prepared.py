@@ -48,6 +48,7 @@ from lowbit.tensor.trained.learned_scales import (
 )
 from lowbit.tensor.trained.quantizers import NO_SCALES
 from lowbit.tensor.trained.trainable import TrainableTensor
+from lowbit.tracing import tracer
 
 
 class Prepared(nn.Module):
@@ -135,8 +136,8 @@ class Linear(Prepared, nn.Linear):
             product = self._local_product if has_scales(self) else None
             return sharded_linear(input, weight, self.bias, product)
         static = None if weight.scheme.activation is None else self._static(input)
-        if static is None and weight.off == "all":
-            return F.linear(input, weight, self.bias)
+        if static is None and (weight.off == "all" or tracer.active is not None):
+            return F.linear(input, weight, self.bias)  # which a trace watches
         asks = weight.quantizer.has_scales_beside and weight.rounds_weight
         scales = weight.quantizer.scales_in(self) if asks else NO_SCALES
         return FakeQuantizedTensor.product(input, weight, self.bias, scales, static)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import lowbit as lb
+from lowbit.layers.frozen import shown_class
 from lowbit.tensor.trained.adapted import is_merged
 from tests.integrations.models import TOKENS, gpt2, is_inner_linear, llama, logits, train
 from tests.schemes import relative_error
@@ -85,7 +86,7 @@ def test_conversion_gives_the_merged_weight_that_was_trained(name: str, dtype: A
     modules = dict(model.named_modules())
     assert seen and not layers(model)
     for fqn, weight in seen.items():
-        assert type(modules[fqn]) is nn.Linear
+        assert shown_class(modules[fqn]) is nn.Linear
         assert torch.equal(modules[fqn].weight.dequantize(), weight), fqn
     if dtype is torch.float32:
         assert torch.equal(logits(model), expected)
@@ -145,7 +146,7 @@ def test_adapters_of_an_embedding() -> None:
     expected = logits(model)
     lb.qat.convert_(model)
     assert losses[-1] < losses[0] and torch.equal(logits(model), expected)
-    assert type(model.base_model.model.model.embed_tokens) is nn.Embedding
+    assert shown_class(model.base_model.model.model.embed_tokens) is nn.Embedding
 
 
 # ---- PEFT's own functions --------------------------------------------------------------------------------------------

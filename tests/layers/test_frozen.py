@@ -358,3 +358,22 @@ def test_guards_are_skipped_as_those_of_plain_layers() -> None:
     expected = skipped_layers(net)
     lb.quantize_(net, INT4)
     assert skipped_layers(net) == expected
+
+
+class Residual(nn.Module):
+    """A layer whose product ends in a residual, as in the decode recipe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return lb.inference.linear(F.relu(x), self.out.weight, self.out.bias, x)
+
+
+@pytest.mark.parametrize("scheme", [INT4, lb.Int8DynamicActivationInt8Weight()])
+def test_a_residual_within_the_product(scheme: lb.Scheme) -> None:
+    torch.manual_seed(0)
+    layer = Residual().requires_grad_(False)
+    lb.quantize_(layer, scheme)
+    check(layer, torch.randn(4, 32))

@@ -15,8 +15,8 @@ instead of asking for a class.
 """
 
 from lowbit.linear.frozen.built_in import BUILT_IN, choose_linear
-from lowbit.linear.frozen.experts import grouped_linear
-from lowbit.linear.frozen.frozen_linear import linear, quantized_linear
+from lowbit.linear.frozen.called import grouped_linear, linear
+from lowbit.linear.frozen.frozen_linear import quantized_linear
 from lowbit.linear.frozen.registered import register_linear, registered_sources, unregister_linear
 from lowbit.linear.frozen.row import Row
 

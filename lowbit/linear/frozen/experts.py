@@ -13,22 +13,8 @@ from lowbit.linear.frozen.weight_only import group_size_of, has_weight_kernel
 from lowbit.tracing import tracer
 
 
-def grouped_linear(x: Tensor, weight: Any, offsets: Tensor) -> Tensor:
-    """Each row of x times the weight of its expert, transposed; the rows are sorted by expert. [M, N] in x's dtype.
-
-    Args:
-        x: [M, K].
-        weight: [E, N, K], quantized or plain.
-        offsets: int32 [E], on x's device: expert e takes the rows from offsets[e − 1] (0 for the first) to offsets[e],
-            as in `torch._grouped_mm`. Rows after the last offset are zero in the result.
-
-    int4 and int8 weights on a GPU have a kernel, which reads the offsets on the device: it works in a CUDA graph.
-    Elsewhere, and where a gradient of x is asked for, experts run one by one, and the host reads the offsets.
-    Differentiable in x.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit; offsets that fall, or exceed M (where the host reads them).
-    """
+def grouped_product(x: Tensor, weight: Any, offsets: Tensor) -> Tensor:
+    """`lowbit.inference.grouped_linear` in eager code."""
     _check_grouped(x, weight, offsets)
     if _has_grouped_kernel(x, weight):
         codes, group_size = weight.codes, group_size_of(x, weight)

@@ -83,21 +83,10 @@ def quantized_linear(
     return _run(row, x, weight, bias, residual)
 
 
-def linear(
+def any_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """`x` [..., K] times `weight` [N, K] transposed, plus `bias` [N] and `residual` [..., N].
-
-    Returns [..., N] in x's dtype, or in the dtype that a residual of another dtype promotes it to. On a GPU, in
-    16 bits, the decode and large-batch kernels of `lowbit_kernels` add the residual before they round: it costs neither
-    a launch nor a second rounding. All other products, and those that autograd differentiates, add it afterwards.
-
-        h = lowbit.inference.linear(attended, block.out.weight, residual=h)
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit.
-        RuntimeError: the same with a plain weight, from F.linear.
-    """
+    """`lowbit.inference.linear` in eager code: of a frozen weight, or a plain one."""
     if getattr(weight, "stored_as", None) is not None:
         return quantized_linear(x, weight, bias, residual)
     check_addend("residual", residual, (*x.shape[:-1], weight.shape[0]), x, weight)

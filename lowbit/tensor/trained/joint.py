@@ -25,7 +25,7 @@ from lowbit.tensor.trained.quantizers import PresentScales, Scales
 from lowbit.tensor.trained.trainable import TrainableTensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class JointScales(PresentScales):
     """See the module."""
 

@@ -54,7 +54,7 @@ _RATE = "scale_rate"
 """The key of `rate_of` in the description of a weight."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LearnedScales(Quantizer):
     """Scales that are parameters beside the weight.
 

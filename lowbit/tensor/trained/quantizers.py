@@ -21,7 +21,7 @@ of the weight, which torch.compile guards and pickles hold. What it needs beside
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -40,7 +40,7 @@ siblings share. Each may be None."""
 NO_SCALES: Scales = (None, None, None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Quantizer:
     """See the module."""
 
@@ -60,6 +60,10 @@ class Quantizer:
     """True if a description suffices to read a weight back: it needs no other weight."""
     constant_codes: bool = False
     """True where scales train alone: their gradient is that of constant codes."""
+
+    def __repr__(self) -> str:
+        others = (f for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in others)})"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -153,7 +157,7 @@ class Quantizer:
         return cls()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PresentScales(Quantizer):
     """The scales and zero points that the Spec chooses for the present weight."""
 
