@@ -22,7 +22,7 @@ _UP, _DOWN = "gate_up_proj", "down_proj"
 
 def stacked(module: nn.Module, name: str) -> tuple[str, ...]:
     """The attributes of a module that are stacked experts. `name`: that of the module."""
-    says = (type(module).__name__ + name.rpartition(".")[2]).lower()
+    says = f"{type(module).__name__} {name.rpartition('.')[2]}".lower()
     if "expert" not in says or type(module).__module__.startswith("torch.nn"):
         return ()
     return tuple(

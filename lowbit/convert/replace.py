@@ -37,12 +37,14 @@ def replace_weights(
     """
     owners = {owner.module: None for target in targets for owner in target.owners}
     hide_frozen(owners)
-    with progress("converting weights", sum(t.weight.nbytes for t in targets)) as advance:
-        while targets:
-            size = targets[0].weight.nbytes
-            _replace(targets.pop(0), report, make, trainable, note)
-            advance(size)
-    show_frozen(owners)
+    try:
+        with progress("converting weights", sum(t.weight.nbytes for t in targets)) as advance:
+            while targets:
+                size = targets[0].weight.nbytes
+                _replace(targets.pop(0), report, make, trainable, note)
+                advance(size)
+    finally:
+        show_frozen(owners)
     return report
 
 

@@ -82,7 +82,7 @@ def families_of(targets: Sequence[Target]) -> list[list[Target]]:
     weights = {
         name: (
             [owner.fqn for owner in target.owners],
-            alike(target.scheme.weight, target.weight.shape),
+            alike(target.scheme.weight, shape_of_blocks(target)),
         )
         for name, target in by_name.items()
     }

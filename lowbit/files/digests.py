@@ -133,7 +133,11 @@ def damaged(
 ) -> set[str]:
     """The subset of `names` whose tensors hold other bytes than were saved."""
     found = each(lambda _, t: _digest(t), {name: tensors[name] for name in names}, "hashing")
-    return {name for name, digest in found.items() if digest != entries[name].get("sha256")}
+    return {
+        name
+        for name, digest in found.items()
+        if digest is None or digest != entries[name].get("sha256")
+    }
 
 
 def each(

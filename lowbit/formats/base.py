@@ -185,8 +185,7 @@ class Format(ABC):
     def read(
         self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
     ) -> LowbitTensor:
-        """What `decode` makes of these arguments. Raises FormatError for a part that is missing, and with the reason of
-        a ValueError, for parts that fit no weight."""
+        """The weight that `decode` makes. Raises FormatError for a missing part, and for a ValueError of `decode`."""
         try:
             return self.decode(_Stored(parts), config, weight, dtype)
         except FormatError:

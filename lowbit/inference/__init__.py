@@ -2,6 +2,7 @@
 
 from lowbit.convert import Report
 from lowbit.inference.float8_blocks import float8_blocks_state_dict, load_float8_blocks_
+from lowbit.inference.freeze import freeze_
 from lowbit.inference.fuse import fuse_linears_, unfuse_linears_
 from lowbit.inference.quantize import quantize_
 from lowbit.linear.frozen import (
@@ -14,6 +15,7 @@ from lowbit.linear.frozen import (
 __all__ = [
     "Report",
     "float8_blocks_state_dict",
+    "freeze_",
     "fuse_linears_",
     "grouped_linear",
     "linear",

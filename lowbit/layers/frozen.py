@@ -6,20 +6,22 @@ plain parameters. Measured in torch 2.11 for a call with 224 int4 weights: 2.5 m
 weights.
 
 So a module with frozen weights gets a subclass of its class, of the same name, in place. Its parameters, its state dict
-and its eager code stay as they are. Beside the parameter the module holds the inner tensors as plain attributes
-(`_weight_codes`, `_weight_scale`). Code that torch.compile traces makes the weight from them inside the graph, which
-takes 0.06 ms in that measurement.
+and its eager code stay as they are. Beside the parameter the module holds the inner tensors as plain attributes. Code
+that torch.compile traces makes the weight from them inside the graph, which takes 0.06 ms in that measurement.
 
 The attributes follow the parameter through `to`, `load_state_dict`, `weight.data = …`, an assignment, FSDP2, copies and
-pickles. Only eager code sees what is written to `module._parameters` directly. accelerate's hooks write there, so
-modules that have one are compiled as before. So are weights that are DTensors. `torch.export` sees the parameters.
+pickles. They do not see what is done behind the module's back: a write to `module._parameters`, as by
+`torch.func.functional_call` and accelerate's `set_module_tensor_to_device`; `torch.utils.swap_tensors`; another inner
+tensor for the weight (`weight.scale = …`). Eager code follows these, and compiled code after
+`lowbit.inference.freeze_(model)`. Modules with a hook of accelerate are compiled as before. So are weights that are DTensors. `torch.export` sees
+the parameters.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -43,142 +45,169 @@ def is_frozen(weight: Any) -> bool:
 
 def show_frozen(modules: Iterable[nn.Module]) -> None:
     """Give each of `modules` with frozen weights the subclass of its class that shows compiled graphs their inner
-    tensors, in place. Calling it again does nothing."""
+    tensors, in place. Calling it again brings the attributes up to date. A module of whose class Python makes no subclass
+    stays as it is: its graphs are right, and slower."""
     for module in modules:
         names = tuple(name for name, p in module._parameters.items() if is_frozen(p))
-        if isinstance(module, Frozen) and module.frozen == names:
-            module.show_parts()
+        if isinstance(module, Frozen) and _names_of(module) == names:
+            _show_all(module)
             continue
         hide_frozen([module])
-        if names and not isinstance(module, torch.jit.ScriptModule):
-            module.__class__ = _frozen_class(type(module), names)
-            module.show_parts()  # type: ignore[operator]
+        if not names or isinstance(module, Frozen | torch.jit.ScriptModule):
+            continue
+        kind = _frozen_class(type(module), names)
+        if kind is not None:
+            object.__setattr__(module, "__class__", kind)
+            _show_all(module)
 
 
 def hide_frozen(modules: Iterable[nn.Module]) -> None:
-    """Give each of `modules` its plain class again, if `show_frozen` gave it another."""
+    """Give each of `modules` its plain class again, if `show_frozen` gave it another. Where somebody has put a class on
+    top, as FSDP2 and parametrizations do, the classes stay."""
     for module in modules:
         if isinstance(module, Frozen):
-            for name in module.frozen:
-                _forget(module, name)
-            module.__class__ = module.plain  # type: ignore[assignment]
+            for name in _names_of(module):
+                _replace_shown(module, name, {})
+            if type(module) in _PLAIN:
+                object.__setattr__(module, "__class__", shown_class(module))
 
 
 def shown_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module had before `show_frozen`."""
-    return module.plain if isinstance(module, Frozen) else type(module)
+    kind = type(module)
+    return _PLAIN[kind][0] if kind in _PLAIN else kind
+
+
+_PLAIN: dict[type, tuple[type[nn.Module], tuple[str, ...]]] = {}
+"""Each subclass that stands for a class, and the names of the parameters that it shows. Here and not in the subclass,
+whose modules have attributes of their own."""
+_CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[Frozen] | None] = {}
+_PREFIX = "_lowbit_"
+"""How the attributes begin that hold inner tensors."""
+
+
+def _names_of(module: nn.Module) -> tuple[str, ...]:
+    """The names of the parameters that a frozen module shows."""
+    return next(_PLAIN[kind][1] for kind in type(module).__mro__ if kind in _PLAIN)
+
+
+def _show_all(module: nn.Module) -> None:
+    """Let the attributes beside each frozen parameter follow it."""
+    for name in _names_of(module):
+        _show(module, name)
+
+
+def _show(module: Any, name: str) -> None:
+    weight: Any = module._parameters.get(name)
+    shown: dict[str, Any] = {}
+    if is_frozen(weight) and not hasattr(module, "_hf_hook"):
+        shown = {_key(name, part): t for part, t in weight.inner_tensors().items()}
+        shown[_key(name, "form")] = name_of_form(weight)
+        known = [(ref, show) for ref, show in weight.shown_in if ref() not in (None, module)]
+        weight.shown_in = (*known, (weakref.ref(module), _show_all))
+    _replace_shown(module, name, shown)
+
+
+def _replace_shown(module: nn.Module, name: str, shown: dict[str, Any]) -> None:
+    """Have these attributes beside the parameter of this name, and no others. A compiled graph may run meanwhile."""
+    own = module.__dict__
+    form = own.get(_key(name, "form"))
+    before = () if form is None else [_key(name, part) for part in ("form", *parts_of_form(form))]
+    own.update(shown)
+    for key in before:
+        if key not in shown:
+            own.pop(key, None)
+
+
+def _key(name: str, part: str) -> str:
+    return f"{_PREFIX}{name}_{part}"
 
 
 class Frozen(nn.Module):
-    """What the subclasses have that `show_frozen` makes."""
-
-    plain: ClassVar[type[nn.Module]]
-    """The class that the subclass stands for."""
-    frozen: ClassVar[tuple[str, ...]]
-    """The names of the parameters that are shown as their inner tensors."""
-
-    def show_parts(self) -> None:
-        """Let the attributes beside each frozen parameter follow it."""
-        for name in self.frozen:
-            self._show(name)
-
-    def _show(self, name: str) -> None:
-        _forget(self, name)
-        weight: Any = self._parameters.get(name)
-        if not is_frozen(weight) or hasattr(self, "_hf_hook"):
-            return
-        own = self.__dict__
-        own[_key(name, "form")] = name_of_form(weight)
-        for part, t in weight.inner_tensors().items():
-            own[_key(name, part)] = t
-        known = [ref for ref in weight.shown_in if ref() not in (None, self)]
-        weight.shown_in = (*known, weakref.ref(self))
-
-    # ---- what replaces parameters -----------------------------------------------------------------------------------
+    """What the subclasses have that `show_frozen` makes: all that replaces a parameter replaces the attributes."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        frozen = self.frozen  # before a change of the class
         super().__setattr__(name, value)
-        if name in frozen:
-            self._show(name)
-        elif (
-            name == "_hf_hook"
-        ):  # accelerate moves the weights in and out, behind the module's back
-            self.show_parts()
+        _changed(self, name)
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
-        if name in self.frozen:
-            self._show(name)
-        elif name == "_hf_hook":
-            self.show_parts()
+        _changed(self, name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
-        if name in self.frozen:
-            self._show(name)
+        _changed(self, name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self.show_parts()
+        _show_all(self)
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self.show_parts()
-
-    # ---- copies and pickles -----------------------------------------------------------------------------------------
+        _show_all(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles name the plain class, since the subclass exists in this process alone."""
-        shown = tuple(f"_{name}_" for name in self.frozen)
-        state: Any = self.__getstate__()
-        kept = {name: value for name, value in state.items() if not name.startswith(shown)}
-        return _restored, (self.plain, self.frozen), kept
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, args, *others = reduced
+        plain, names = next(_PLAIN[kind] for kind in type(self).__mro__ if kind in _PLAIN)
+        args = tuple(plain if arg is type(self) else arg for arg in args)
+        if others and isinstance(others[0], dict):
+            others[0] = {k: v for k, v in others[0].items() if not k.startswith(_PREFIX)}
+        return _shown_again, (make, args, names), *others
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
-        self.show_parts()
+        _show_all(self)
 
 
-def _restored(plain: type[nn.Module], frozen: tuple[str, ...]) -> nn.Module:
-    kind = _frozen_class(plain, frozen)
-    return kind.__new__(kind)
+def _changed(module: nn.Module, name: str) -> None:
+    if not isinstance(module, Frozen):  # its class has changed
+        return
+    if name in _names_of(module):
+        _show(module, name)
+    elif name == "_hf_hook":  # accelerate moves the weights in and out, behind the module's back
+        _show_all(module)
 
 
-def _key(name: str, part: str) -> str:
-    return f"_{name}_{part}"
-
-
-def _forget(module: nn.Module, name: str) -> None:
-    form = module.__dict__.pop(_key(name, "form"), None)
-    if form is not None:
-        for part in parts_of_form(form):
-            module.__dict__.pop(_key(name, part), None)
+def _shown_again(make: Any, args: tuple[Any, ...], names: tuple[str, ...]) -> nn.Module:
+    module: nn.Module = make(*args)
+    kind = _frozen_class(type(module), names)
+    if kind is not None:
+        object.__setattr__(module, "__class__", kind)
+    return module
 
 
 class _StandsFor(type):
     """The class of the subclasses. accelerate and PEFT find the class of a name, "Linear", by the first module that has
     it, and then ask which modules are instances. These are all modules of the plain class."""
 
-    def __instancecheck__(cls: Any, instance: Any) -> bool:
-        return isinstance(instance, cls.plain)
+    def __instancecheck__(cls, instance: Any) -> bool:
+        plain = _PLAIN.get(cls)
+        return (
+            super().__instancecheck__(instance) if plain is None else isinstance(instance, plain[0])
+        )
 
 
-_CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[Frozen]] = {}
-
-
-def _frozen_class(plain: type[nn.Module], frozen: tuple[str, ...]) -> type[Frozen]:
-    """The subclass of `plain` that shows these parameters, always the same one."""
-    if (plain, frozen) not in _CLASSES:
-        members: dict[str, Any] = {name: _weight(name) for name in frozen}
+def _frozen_class(plain: type[nn.Module], names: tuple[str, ...]) -> type[Frozen] | None:
+    """The subclass of `plain` that shows these parameters, always the same one; None where Python makes none."""
+    if (plain, names) not in _CLASSES:
+        members: dict[str, Any] = {name: _weight(name) for name in names}
         if plain.forward is nn.Linear.forward:
             members["forward"] = _linear
-        members |= {"plain": plain, "frozen": frozen}
         members |= {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-        kind: Any = _StandsFor(plain.__name__, (Frozen, plain), members)
-        _CLASSES[plain, frozen] = kind
-    return _CLASSES[plain, frozen]
+        own = type(plain)
+        kind: Any = None
+        try:
+            meta = _StandsFor if own is type else type(own.__name__, (_StandsFor, own), {})
+            kind = meta(plain.__name__, (Frozen, plain), members)
+        except TypeError:  # a metaclass or an __init_subclass__ that wants more
+            pass
+        else:
+            _PLAIN[kind] = plain, names
+        _CLASSES[plain, names] = kind
+    return _CLASSES[plain, names]
 
 
 # ---- what torch.compile traces --------------------------------------------------------------------------------------

@@ -239,9 +239,12 @@ LAYERS: dict[type[nn.Module], type[nn.Module]] = {
 
 def make_prepared(modules: Iterable[nn.Module], kinds: Sequence[type[nn.Module]]) -> None:
     """Give each of `modules` that is a layer of one of `kinds` of torch its prepared class, in place."""
+    modules = list(modules)
+    hide_frozen(modules)
     for module in modules:
         if type(module) in kinds:
             module.__class__ = LAYERS[type(module)]
+    show_frozen(modules)
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -276,7 +279,9 @@ def give_scales(weight: FakeQuantizedTensor, holders: Iterable[tuple[nn.Module, 
         for end, parameter in made.items():
             module.register_parameter(attribute + end, parameter)
         if not isinstance(module, Prepared):
+            hide_frozen([module])
             module.__class__ = LAYERS.get(type(module)) or scaled(type(module), attribute)
+            show_frozen([module])
         if i == 0:
             hold(module)
 

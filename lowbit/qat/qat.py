@@ -220,7 +220,9 @@ def _families(
 def _check_choices(scales: str, adapters: str, gradients: MixedPrecision | None) -> None:
     if scales not in Quantizer.kinds:
         accepted = " or ".join(map(repr, Quantizer.kinds))
-        raise ValueError(f"scales must be {accepted}, which starts from a search, got {scales!r}")
+        raise ValueError(
+            f"scales must be {accepted} ('learned' starts from a search), got {scales!r}"
+        )
     if adapters not in ("merge", "keep"):
         raise ValueError(f'adapters must be "merge" or "keep", got {adapters!r}')
     check_gradients(gradients)

@@ -58,6 +58,11 @@ def model(scheme: lb.Scheme = INT8, seed: int = 0) -> Model:
     return made
 
 
+def shown(layer: nn.Module) -> Tensor | None:
+    """The codes that graphs of a linear read."""
+    return layer.__dict__.get("_lowbit_weight_codes")
+
+
 class Graphs:
     """A backend of torch.compile that keeps the types of the inputs of each graph."""
 
@@ -147,8 +152,8 @@ def test_copies_show_their_own_weights(how: Callable[[Model], Model]) -> None:
     before = found(TOKENS)
     other = how(found)
     assert type(other.first) is type(found.first)
-    assert other.first._weight_codes is other.first.weight.codes
-    assert other.first._weight_codes is not found.first._weight_codes
+    assert shown(other.first) is other.first.weight.codes
+    assert shown(other.first) is not shown(found.first)
     with torch.no_grad():
         other.first.weight.copy_(torch.randn(32, 32))
     check(other, TOKENS)
@@ -188,7 +193,7 @@ def moved(found: Model, other: Model) -> None:
 def removed_and_set(found: Model, other: Model) -> None:
     weight = found.first.weight
     del found.first.weight
-    assert not hasattr(found.first, "weight") and "_weight_codes" not in found.first.__dict__
+    assert not hasattr(found.first, "weight") and shown(found.first) is None
     found.first.weight = nn.Parameter(other.first.weight.detach(), requires_grad=False)
     assert found.first.weight is not weight
 
@@ -225,7 +230,7 @@ def test_tied_weights_are_shown_in_both_layers() -> None:
     other(fresh, INT4)
     pair[0].weight.data = fresh.weight.data
     for layer in pair:
-        assert layer._weight_codes is fresh.weight.codes
+        assert shown(layer) is fresh.weight.codes
         check(layer, torch.randn(2, 32))
 
 
@@ -233,7 +238,7 @@ def test_conversions_back_give_the_plain_class() -> None:
     found = model()
     lb.dequantize_(found)
     assert [type(m) for m in found.modules()] == [type(m) for m in Model().modules()]
-    assert not any(name.startswith("_weight_") for name in found.first.__dict__)
+    assert not any(name.startswith("_lowbit_") for name in found.first.__dict__)
     found = model()
     lb.dequantize_(found, lambda module, name: name == "first")
     assert type(found.first) is nn.Linear and isinstance(found.second, Frozen)
@@ -310,7 +315,7 @@ def test_hooks_of_accelerate_leave_the_parameters_alone() -> None:
     expected = found(TOKENS)
     accelerate.cpu_offload(found, "cpu")
     for module in (found.first, found.second, found.conv, found.experts):
-        assert not any(name.endswith(("_codes", "_scale")) for name in module.__dict__)
+        assert not any(name.startswith("_lowbit_") for name in module.__dict__)
     assert torch.equal(found(TOKENS), expected)
 
 
@@ -377,3 +382,127 @@ def test_a_residual_within_the_product(scheme: lb.Scheme) -> None:
     layer = Residual().requires_grad_(False)
     lb.quantize_(layer, scheme)
     check(layer, torch.randn(4, 32))
+
+
+def functionally(found: Model, other: Model) -> None:
+    for name, weight in other.named_parameters():
+        layer, _, attribute = name.rpartition(".")
+        found.get_submodule(layer)._parameters[attribute] = weight
+
+
+def swapped(found: Model, other: Model) -> None:
+    torch.utils.swap_tensors(found.first.weight, other.first.weight)
+
+
+def another_scale(found: Model, other: Model) -> None:
+    found.first.weight.scale = found.first.weight.scale * 2
+
+
+@pytest.mark.parametrize("change", [functionally, swapped, another_scale])
+def test_freeze_follows_a_change_that_went_past_the_layers(
+    change: Callable[[Model, Model], None],
+) -> None:
+    found = model()
+    run, _ = compiled(found)
+    with torch.no_grad():
+        before = run(TOKENS)
+        change(found, model(seed=1))
+        lb.inference.freeze_(found)
+        assert torch.equal(run(TOKENS), found(TOKENS)) and not torch.equal(run(TOKENS), before)
+
+
+def test_freeze_takes_a_model_that_was_loaded_by_assignment(tmp_path: Path) -> None:
+    found = model()
+    plain = Model().requires_grad_(False)
+    lb.save(found, tmp_path / "model.safetensors")
+    plain.load_state_dict(lb.load(tmp_path / "model.safetensors"), assign=True)
+    assert not isinstance(plain.first, Frozen)
+    lb.inference.freeze_(plain)
+    check(plain, TOKENS)
+    with pytest.raises(TypeError, match=r"must be an nn\.Module"):
+        lb.inference.freeze_(found.first.weight)  # type: ignore[arg-type]
+
+
+class Named(nn.Linear):
+    """A layer with attributes of the names that lowbit might have taken."""
+
+    frozen = False
+
+    def __init__(self) -> None:
+        super().__init__(32, 32)
+        self.plain, self._weight_scale, self._weight_gain = "mine", 0.5, 2.0
+
+    def show_parts(self) -> str:
+        return "mine"
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) * self._weight_scale * self._weight_gain
+        return y * 0 if self.frozen else y
+
+
+def test_attributes_of_a_layer_stay_its_own() -> None:
+    layer = Named().requires_grad_(False)
+    x = torch.randn(3, 32)
+    expected = layer(x)
+    lb.quantize_(layer, INT8)
+    layer.frozen = False
+    for one in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert one.plain == one.show_parts() == "mine"
+        assert torch.allclose(one(x), expected, atol=0.1)
+        check(one, x)
+    lb.dequantize_(layer)
+    assert type(layer) is Named and layer._weight_scale == 0.5
+
+
+class Meta(type):
+    pass
+
+
+class OfMeta(nn.Linear, metaclass=Meta):
+    pass
+
+
+class Keyed(nn.Linear):
+    def __init_subclass__(cls, *, key: str) -> None: ...
+
+
+@pytest.mark.parametrize("kind", [OfMeta, Keyed])
+def test_classes_of_which_python_makes_a_subclass_or_none(kind: type[nn.Linear]) -> None:
+    layer = kind(32, 16).requires_grad_(False)
+    lb.quantize_(layer, INT8)
+    assert isinstance(layer, Frozen) == (kind is OfMeta)
+    x = torch.randn(3, 32)
+    run, _ = compiled(layer)
+    assert torch.equal(run(x), layer(x))
+
+
+def test_a_class_on_top_stays() -> None:
+    layer = nn.Linear(32, 16).requires_grad_(False)
+    lb.quantize_(layer, INT8)
+    nn.utils.parametrize.register_parametrization(layer, "bias", nn.Tanh())
+    x = torch.randn(3, 32)
+    expected = layer(x)
+    check(layer, x)
+    lb.dequantize_(layer)
+    assert torch.allclose(layer(x), expected, atol=1e-5)
+
+
+def test_quantized_experts_beside_learned_scales() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(2, 24, 32) / 6)
+            self.down = nn.Parameter(torch.randn(2, 32, 24) / 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum(F.linear(F.linear(x, u), d) for u, d in zip(self.up, self.down, strict=True))
+
+    model = nn.ModuleDict({"experts": Pair()})
+    lb.quantize_(model, {"*.up": INT8}, lambda module, name: name.endswith("up"))
+    lb.qat.prepare_(
+        model, {"*.down": INT8}, lambda m, name: name.endswith("down"), scales="learned"
+    )
+    lb.qat.convert_(model)
+    assert [name for name, _ in model.named_parameters()] == ["experts.up", "experts.down"]
+    assert shown_class(model.experts) is Pair and isinstance(model.experts, Frozen)
+    check(model.experts, torch.randn(3, 32))

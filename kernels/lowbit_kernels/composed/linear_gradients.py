@@ -282,7 +282,7 @@ def _columns(weight: Tensor | TensorLayout, scale: Tensor | TensorLayout | None)
 def _shapes(
     grad: Tensor, weight: Tensor | None, weight_scale: Tensor | None, x: Tensor | None
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of grad_x and grad_weight."""
+    """The shapes of grad_x and grad_weight."""
     m, n = grad.shape
     return (
         (0, 0) if weight is None else (m, _columns(weight, weight_scale)),

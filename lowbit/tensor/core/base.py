@@ -89,8 +89,9 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     flat_from: tuple[int, ...] | None
     """Set on the result of `view(-1)`: the shape that it was flattened from. Such a tensor can be viewed back,
     moved, cloned and dequantized, and nothing else."""
-    shown_in: tuple[weakref.ref[Any], ...] = ()
-    """The modules that hold the inner tensors as attributes of their own (`lowbit.layers.frozen`)."""
+    shown_in: tuple[tuple[weakref.ref[Any], Callable[[Any], None]], ...] = ()
+    """The modules that hold the inner tensors as attributes too (`lowbit.layers.frozen`), and the function that brings
+    a module up to date."""
     transposed: bool = False
     """The logical tensor is the stored one with its last two dimensions swapped. True only for classes that have this
     in `meta_attrs`."""
@@ -220,8 +221,9 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         layers = self.shown_in
         for name in self.caches:
             self.__dict__.pop(name, None)
-        for layer in filter(None, (ref() for ref in layers)):
-            layer.show_parts()
+        for ref, show in layers:
+            if (layer := ref()) is not None:
+                show(layer)
 
     def over(self, values: Tensor) -> Self | None:
         """A tensor like this one over other plain values of its shape, where it trains; None where a plain tensor takes

@@ -172,7 +172,7 @@ class LearnedScales(Quantizer):
 
     def to_json(self, spec: Spec) -> dict[str, Any]:
         constant = {_CONSTANT: True} if self.constant_codes else {}
-        return {**super().to_json(spec), _RATE: rate_of(spec), **constant}
+        return {"quantizer": self.name, _RATE: rate_of(spec), **constant}
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Quantizer:

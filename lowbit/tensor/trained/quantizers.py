@@ -141,7 +141,8 @@ class Quantizer:
 
     def to_json(self, spec: Spec) -> dict[str, Any]:
         """Its entries in the description of a weight of this spec."""
-        return {"quantizer": self.name}
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "constant_codes"}
+        return {"quantizer": self.name, **({"quantizer_options": own} if own else {})}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Quantizer:
@@ -154,7 +155,7 @@ class Quantizer:
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Quantizer:
         """One of this class, by the entries of `to_json`."""
-        return cls()
+        return cls(**data.get("quantizer_options", {}))
 
 
 @dataclass(frozen=True, repr=False)
@@ -191,7 +192,7 @@ class PresentScales(Quantizer):
         return Wire(shard.gathered, {name: t for name, t in tensors.items() if t is not None})
 
     def to_json(self, spec: Spec) -> dict[str, Any]:
-        return {}
+        return {} if self == PRESENT else super().to_json(spec)
 
 
 PRESENT = PresentScales()

@@ -1,0 +1,32 @@
+"""freeze_: let compiled graphs read frozen weights as plain tensors."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lowbit.convert import check_module
+from lowbit.layers.frozen import show_frozen
+
+
+def freeze_(model: nn.Module) -> None:
+    """Have graphs of torch.compile read the codes and scales of the frozen low-bit weights of `model` as plain tensors,
+    in place. A call of such a graph costs the host what plain weights cost.
+
+        model.load_state_dict(lowbit.load("model.safetensors"), assign=True)
+        lowbit.inference.freeze_(model)
+        fast = torch.compile(model)
+
+    `quantize_`, `load_pretrained`, `convert_` and `LowbitConfig` do so. Call it for a model whose plain weights were
+    replaced by low-bit ones in another way. Call it again after a change that went past the layers, which compiled code
+    would not follow: a write to `layer._parameters`, as by `torch.func.functional_call` or accelerate's
+    `set_module_tensor_to_device`; `torch.utils.swap_tensors`; another inner tensor, `weight.scale = other`.
+
+    Layers get a subclass of their class, of the same name. Parameters, state dicts and eager code stay as they are.
+
+    Args:
+        model: any module, with frozen low-bit weights or without.
+
+    Raises TypeError for anything but a module.
+    """
+    check_module(model)
+    show_frozen(model.modules())
