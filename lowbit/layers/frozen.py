@@ -13,8 +13,8 @@ The attributes follow the parameter through `to`, `load_state_dict`, `weight.dat
 pickles. They do not see what is done behind the module's back: a write to `module._parameters`, as by
 `torch.func.functional_call` and accelerate's `set_module_tensor_to_device`; `torch.utils.swap_tensors`; another inner
 tensor for the weight (`weight.scale = …`). Eager code follows these, and compiled code after
-`lowbit.inference.freeze_(model)`. Modules with a hook of accelerate are compiled as before. So are weights that are DTensors. `torch.export` sees
-the parameters.
+`lowbit.inference.freeze_(model)`. Modules with a hook of accelerate are compiled as before. So are weights that are
+DTensors. `torch.export` sees the parameters.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def is_frozen(weight: Any) -> bool:
 
 def show_frozen(modules: Iterable[nn.Module]) -> None:
     """Give each of `modules` with frozen weights the subclass of its class that shows compiled graphs their inner
-    tensors, in place. Calling it again brings the attributes up to date. A module of whose class Python makes no subclass
+    tensors, in place. Calling it again brings the attributes up to date. Where Python makes no such subclass, a module
     stays as it is: its graphs are right, and slower."""
     for module in modules:
         names = tuple(name for name, p in module._parameters.items() if is_frozen(p))
