@@ -192,7 +192,8 @@ class PresentScales(Quantizer):
         return Wire(shard.gathered, {name: t for name, t in tensors.items() if t is not None})
 
     def to_json(self, spec: Spec) -> dict[str, Any]:
-        return {} if self == PRESENT else super().to_json(spec)
+        has_own = "name" in type(self).__dict__ and self != PRESENT
+        return super().to_json(spec) if has_own else {}
 
 
 PRESENT = PresentScales()
