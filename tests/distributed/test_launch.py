@@ -42,7 +42,7 @@ def hang(rank, world_size):
 
 
 def server_threads(rank, world_size):
-    """Of the process that this one is a fork of, and how many compiled kernels that process has loaded."""
+    """The threads of the process that forked this one, and how many compiled kernels that process has loaded."""
     server = Path("/proc", str(os.getppid()))
     threads = [Path(task, "comm").read_text() for task in (server / "task").iterdir()]
     return threads, (server / "maps").read_text().count("lowbit-kernel")

@@ -5,20 +5,14 @@ Code that torch.compile traces imports this module while it is traced, since the
 
 from __future__ import annotations
 
-import torch
-import torch._inductor.config
 from torch import Tensor
 
+from lowbit.linear.frozen.whole import taken_whole
 from lowbit.tensor.core.forms import form
 
 
-@torch.compiler.allow_in_graph
+@taken_whole
 def made(name: str, sources: str, *parts: Tensor) -> Tensor:
     """The weight of the form of this name over its inner tensors. `sources` only tells graphs apart."""
     kind, names, context, shape, strides = form(name)
     return kind.__tensor_unflatten__(dict(zip(names, parts, strict=True)), context, shape, strides)
-
-
-# torch keeps no graph on disk that calls a function which it does not know. Everything that `made` depends on is in its
-# arguments.
-torch._inductor.config.unsafe_marked_cacheable_functions[f"{made.__module__}.{made.__name__}"] = "1"

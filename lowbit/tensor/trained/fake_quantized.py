@@ -56,9 +56,9 @@ Qparams = tuple[Tensor, Tensor | None]
 Off = Literal["weights", "activations", "all", None]
 """Which rounding of a weight's products is switched off."""
 Role = Literal["matrix", "convolution", "base"]
-"""What a weight is to its layer. "matrix": [N, K], or a stack of them. "convolution": [N, C/groups, k…], which keeps
-its shape, and which is rounded and converted as the matrix [N, K] of its rows. "base": a matrix that a LoRA layer
-rounds with its adapters merged (`lowbit.tensor.trained.adapted`). FSDP2 gathers all but the first unrounded."""
+"""The role of a weight in its layer. "matrix": [N, K], or a stack of them. "convolution": [N, C/groups, k…], which
+keeps its shape, and which is rounded and converted as the matrix [N, K] of its rows. "base": a matrix that a LoRA
+layer rounds with its adapters merged (`lowbit.tensor.trained.adapted`). FSDP2 gathers all but the first unrounded."""
 
 
 class CodesBeforeClamp:
