@@ -53,6 +53,7 @@ else:
         return kernel
 
 
+@functools.cache
 def runs_on(device: torch.device) -> bool:
     """True if Triton kernels run on tensors of ``device``. On the CPU they do under ``TRITON_INTERPRET=1`` only."""
     if triton is None:

@@ -479,8 +479,9 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
             in_codes: False for high precision, where the converted weight does not multiply codes.
         """
         refuse_transforms(weight)
-        with torch._C.DisableTorchFunctionSubclass():  # for `dtype`, which passes through it
+        with torch._C.DisableTorchFunctionSubclass():  # `dtype` and `ndim` pass through it
             input, bias = autocast_inputs(input, weight, bias)
+            again = in_codes and static is None and values is None and weight.rounds_again
         is_observed = static is not None and static.is_observed
         found = None
         if in_codes and weight.scheme.activation is not None and not is_observed:
@@ -488,7 +489,7 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
         if found is not None:
             own = weight.coded_by(*scales, values=values)
             return coded_linear(input, weight, own, bias, found, static)
-        if in_codes and static is None and values is None and weight.rounds_again:
+        if again:
             own = weight.operand_of_rounding()
             return rounded_linear(input, own, bias, rounding_of(weight, own.dtype), *scales)
         if values is None:
