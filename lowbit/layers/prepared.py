@@ -1,7 +1,7 @@
 """Layers with a prepared weight: what a product rounds, by which scales, and where these are.
 
-`lowbit.train.prepare_` and `lowbit.qat.prepare_` give a layer the class below that stands for its own, once, and
-`make_plain` takes all of it back. What such a layer does follows from its weight and from what it holds beside it:
+`lowbit.train.prepare_` and `lowbit.qat.prepare_` give a layer the mixin below for its class, once, and `make_plain`
+takes all of it back. What such a layer does follows from its weight and from what it holds beside it:
 
     weight      present scales: the weight computes them in every product
                 learned ones: parameters `weight_scale` and `weight_zero` (`lowbit.tensor.trained.learned_scales`)
@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowbit.layers import static_input
-from lowbit.layers.frozen import hide_frozen, show_frozen, shown_class
-from lowbit.layers.learned_experts import scaled, scaled_by
+from lowbit.layers.frozen import hide_frozen, show_frozen
+from lowbit.layers.learned_experts import Scaled
 from lowbit.layers.sharded_linear import sharded_linear
+from lowbit.layers.stand_in import StandIn, give, names_given, take, without
 from lowbit.layers.static_input import OBSERVER, check_input, hold_input, inputs_of, take_input
 from lowbit.linear.coded_linear import constant_input
 from lowbit.linear.frozen.checks import refuse_transforms
@@ -51,7 +52,7 @@ from lowbit.tensor.trained.trainable import TrainableTensor
 from lowbit.tracing import tracer
 
 
-class Prepared(nn.Module):
+class Prepared(StandIn):
     """What all layers below have: they round their input by a static scale, and their weights know them."""
 
     siblings: tuple[nn.Module, ...]
@@ -125,10 +126,10 @@ class Prepared(nn.Module):
             self.is_calibrated = True
 
 
-class Linear(Prepared, nn.Linear):
+class Linear(Prepared):
     """nn.Linear with a prepared weight, whole or split over ranks."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self: Any, input: Tensor) -> Tensor:
         weight: Any = self.weight  # read once, because nn.Module looks parameters up in Python
         if not isinstance(weight, FakeQuantizedTensor):
             if not is_dtensor(weight):
@@ -174,10 +175,10 @@ class Linear(Prepared, nn.Linear):
             own.was_placed(param)
 
 
-class Embedding(Prepared, nn.Embedding):
+class Embedding(Prepared):
     """nn.Embedding whose weight has learned scales."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self: Any, input: Tensor) -> Tensor:
         weight: Any = self.weight
         if is_dtensor(weight):
             raise NotImplementedError(
@@ -213,25 +214,25 @@ def _convolve(self: Any, input: Tensor) -> Tensor:
     return self._conv_forward(*operands)
 
 
-class Conv1d(Prepared, nn.Conv1d):
+class Conv1d(Prepared):
     """nn.Conv1d whose weight has learned scales, or whose input a static one."""
 
     forward = _convolve
 
 
-class Conv2d(Prepared, nn.Conv2d):
+class Conv2d(Prepared):
     """nn.Conv2d whose weight has learned scales, or whose input a static one."""
 
     forward = _convolve
 
 
-LAYERS: dict[type[nn.Module], type[nn.Module]] = {
+LAYERS: dict[type[nn.Module], type[Prepared]] = {
     nn.Linear: Linear,
     nn.Embedding: Embedding,
     nn.Conv1d: Conv1d,
     nn.Conv2d: Conv2d,
 }
-"""The class that stands for each class of torch while a layer is prepared."""
+"""The mixin for each class of torch."""
 
 
 # ---- preparing ----------------------------------------------------------------------------------------------------
@@ -243,15 +244,14 @@ def make_prepared(modules: Iterable[nn.Module], kinds: Sequence[type[nn.Module]]
     hide_frozen(modules)
     for module in modules:
         if type(module) in kinds:
-            module.__class__ = LAYERS[type(module)]
+            give(module, LAYERS[type(module)])
     show_frozen(modules)
 
 
 def is_layer(module: nn.Module) -> bool:
     """True if the module is an `nn.Linear`, `nn.Embedding`, `nn.Conv1d` or `nn.Conv2d` and no subclass of it, so that
     its product is known."""
-    kind = shown_class(module)
-    return kind in LAYERS or kind in LAYERS.values()
+    return without(type(module)) in LAYERS
 
 
 def why_not_learned(module: nn.Module, attribute: str) -> str | None:
@@ -280,7 +280,10 @@ def give_scales(weight: FakeQuantizedTensor, holders: Iterable[tuple[nn.Module, 
             module.register_parameter(attribute + end, parameter)
         if not isinstance(module, Prepared):
             hide_frozen([module])
-            module.__class__ = LAYERS.get(type(module)) or scaled(type(module), attribute)
+            names = (*names_given(module, Scaled), attribute)
+            take(module, Scaled)
+            kind = LAYERS.get(type(module))
+            give(module, *((kind,) if kind else (Scaled, names)))
             show_frozen([module])
         if i == 0:
             hold(module)
@@ -306,29 +309,22 @@ def make_siblings(modules: Sequence[nn.Module]) -> None:
         hold(module)
 
 
-def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module had before it was prepared."""
-    plain = next((plain for plain, own in LAYERS.items() if type(module) is own), None)
-    return plain or scaled_by(type(module))[1]
-
-
 def make_plain(modules: Iterable[nn.Module]) -> None:
     """Take back all that was done to prepared modules, once their weights are others. Plain ones stay as they are."""
     modules = list(modules)
     hide_frozen(modules)
     for module in modules:
-        plain = plain_class(module)
-        if plain is type(module):
+        if without(type(module)) is type(module):
             continue
-        names = scaled_by(type(module))[0] or ("weight",)
-        for name in (name + end for name in names for end in (SCALE, ZERO)):
-            module._parameters.pop(name, None)
+        for name in names_given(module, Scaled) or ("weight",):
+            for end in (SCALE, ZERO):
+                module._parameters.pop(name + end, None)
         if isinstance(module, Prepared):
             if module.has_static_input:
                 take_input([module])
             for name in ("has_static_input", "is_calibrated", "siblings"):
                 module.__dict__.pop(name, None)
-        module.__class__ = plain
+        take(module)
     show_frozen(modules)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lowbit.convert import Target, find_owners
-from lowbit.layers.prepared import plain_class
+from lowbit.layers.stand_in import without
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
@@ -118,7 +118,7 @@ def in_high_precision(targets: Iterable[Target]) -> list[Held]:
         for owner in target.owners:
             held = made.get(id(owner.module))
             own = {} if held is None else held.parameters
-            kind = plain_class(owner.module) if held is None else held.kind
+            kind = without(type(owner.module)) if held is None else held.kind
             made[id(owner.module)] = Held(owner.module, kind, {**own, owner.attribute: plain})
     return list(made.values())
 

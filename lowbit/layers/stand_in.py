@@ -1,0 +1,130 @@
+"""Give a module a subclass of its class in place, and take it back.
+
+Layers with low-bit weights multiply or read their weights in ways of their own. Each such way is a mixin, a subclass of
+`StandIn`. `give` makes a subclass of the mixin and of the module's class, always the same one, and gives it to the
+module. Several may be on top of each other, and `take` takes back any of them:
+
+    frozen weights, for compiled graphs     `lowbit.layers.frozen`
+    a prepared layer                        `lowbit.layers.prepared`
+    experts with learned scales             `lowbit.layers.learned_experts`
+    LoRA in QAT                             `lowbit.qat.lora`
+
+The subclass has the name and the module of the class that it stands for. accelerate and PEFT find the class of a name,
+"Linear", by the first module that has it, and then ask which modules are instances: these are all modules of the plain
+class. Copies and pickles name the plain class and the mixins, since the subclass exists in this process alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class StandIn(nn.Module):
+    """The base of the mixins."""
+
+    @classmethod
+    def members(cls, plain: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
+        """What the subclass of `plain` defines besides. Args: those of `give`."""
+        return {}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, args, *others = reduced
+        kind = next(kind for kind in type(self).__mro__ if kind in _GIVEN)
+        given: list[tuple[type[StandIn], tuple[str, ...]]] = []
+        while kind in _GIVEN:
+            mixin, kind, names = _GIVEN[kind]
+            given.insert(0, (mixin, names))
+        args = tuple(kind if arg is type(self) else arg for arg in args)
+        return _made_again, (make, args, given), *others
+
+
+class _Given(NamedTuple):
+    mixin: type[StandIn]
+    plain: type[nn.Module]
+    names: tuple[str, ...]
+
+
+_GIVEN: dict[type, _Given] = {}
+"""What each subclass was made of. Here and not in the subclass, whose modules have attributes of their own."""
+_SUBCLASSES: dict[_Given, type[nn.Module]] = {}
+
+
+def give(module: nn.Module, mixin: type[StandIn], names: tuple[str, ...] = ()) -> None:
+    """Give `module` the subclass of its class that `mixin` makes.
+
+    Args:
+        module: changed in place, its class alone.
+        mixin: the first base of the subclass.
+        names: the parameters that the mixin serves, where it asks.
+
+    Raises TypeError where Python makes no such subclass: a metaclass or an `__init_subclass__` wants more.
+    """
+    _set(module, _subclass(mixin, type(module), names))
+
+
+def take(module: nn.Module, mixin: type[StandIn] = StandIn) -> None:
+    """Take back what `give` gave for `mixin` and its subclasses. Where somebody has put a class on top, as FSDP2 and
+    parametrizations do, the classes stay."""
+    _set(module, without(type(module), mixin))
+
+
+def without(kind: type[nn.Module], mixin: type[StandIn] = StandIn) -> type[nn.Module]:
+    """The class that a module of class `kind` has after `take`."""
+    if kind not in _GIVEN:
+        return kind
+    own, plain, names = _GIVEN[kind]
+    below = without(plain, mixin)
+    if issubclass(own, mixin):
+        return below
+    return kind if below is plain else _subclass(own, below, names)
+
+
+def names_given(module: nn.Module, mixin: type[StandIn]) -> tuple[str, ...]:
+    """The `names` that the module was given for `mixin`; none without it."""
+    given = (_GIVEN[kind] for kind in type(module).__mro__ if kind in _GIVEN)
+    return next((names for own, _, names in given if issubclass(own, mixin)), ())
+
+
+def _set(module: nn.Module, kind: type[nn.Module]) -> None:
+    if kind is not type(module):
+        object.__setattr__(module, "__class__", kind)
+
+
+def _subclass(
+    mixin: type[StandIn], plain: type[nn.Module], names: tuple[str, ...]
+) -> type[nn.Module]:
+    given = _Given(mixin, plain, names)
+    if given not in _SUBCLASSES:
+        members = mixin.members(plain, names)
+        members |= {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
+        members["__doc__"] = plain.__doc__
+        own = type(plain)
+        meta: Any = _StandsFor if own is type else type(own.__name__, (_StandsFor, own), {})
+        kind = meta(plain.__name__, (mixin, plain), members)
+        _GIVEN[kind] = given
+        _SUBCLASSES[given] = kind
+    return _SUBCLASSES[given]
+
+
+class _StandsFor(type):
+    """The class of the subclasses."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        given = _GIVEN.get(cls)
+        return (
+            super().__instancecheck__(instance)
+            if given is None
+            else isinstance(instance, given.plain)
+        )
+
+
+def _made_again(
+    make: Any, args: tuple[Any, ...], given: list[tuple[type[StandIn], tuple[str, ...]]]
+) -> nn.Module:
+    module: nn.Module = make(*args)
+    for mixin, names in given:
+        give(module, mixin, names)
+    return module
