@@ -15,12 +15,13 @@ Experts, whose forward is their own, are in `lowbit.layers.learned_experts`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from lowbit.layers import static_input
 from lowbit.layers.frozen import hide_frozen, show_frozen
@@ -114,6 +115,21 @@ class Prepared(StandIn):
             observer.observe(input)
         return self
 
+    def check_computed(self, fqn: str | None = None) -> None:
+        """Raise NotImplementedError if the weight is computed from a prepared one whose products round their input,
+        since the product of the computed weight would not. `fqn`: the name of the layer."""
+        if type(self.weight) is not Tensor:
+            return
+        for name, parameter in self.named_parameters():
+            own = held_locally(parameter)
+            if isinstance(own, FakeQuantizedTensor) and own.input_spec is not None:
+                raise NotImplementedError(
+                    f"{fqn or self}: its weight is computed from {name}, as by torch.nn.utils.prune and parametrize, "
+                    f"and a product of the computed weight does not round its input to {own.input_spec.format}; "
+                    "accepted: prune.remove(layer, 'weight') or parametrize.remove_parametrizations(layer, 'weight') "
+                    "before, or a scheme without activation"
+                )
+
     def _check_calibrated(self: Any) -> None:
         # In this order, since torch.compile guards what it reads, and a call in eager mode sets `is_calibrated`.
         if torch.compiler.is_compiling() or self.is_calibrated:
@@ -133,6 +149,8 @@ class Linear(Prepared):
         weight: Any = self.weight  # read once, because nn.Module looks parameters up in Python
         if not isinstance(weight, FakeQuantizedTensor):
             if not is_dtensor(weight):
+                if type(weight) is Tensor:
+                    self.check_computed()
                 return F.linear(input, weight, self.bias)
             product = self._local_product if has_scales(self) else None
             return sharded_linear(input, weight, self.bias, product)
@@ -204,6 +222,7 @@ def _convolve(self: Any, input: Tensor) -> Tensor:
     """The forward of a prepared convolution."""
     weight: Any = self.weight
     if not isinstance(weight, FakeQuantizedTensor):  # computed from it, as by prune
+        self.check_computed()
         return self._conv_forward(input, weight, self.bias)
     static = self._static(input)
     values = weight.seen_by(*weight.quantizer.scales_in(self))
@@ -309,12 +328,17 @@ def make_siblings(modules: Sequence[nn.Module]) -> None:
         hold(module)
 
 
-def make_plain(modules: Iterable[nn.Module]) -> None:
-    """Take back all that was done to prepared modules, once their weights are others. Plain ones stay as they are."""
-    modules = list(modules)
+def make_plain(model: nn.Module, holders: Collection[nn.Module]) -> None:
+    """Take back all that was done to the prepared modules of `model` that hold, or compute by a parametrization, the
+    weights of `holders`, once these are others. Plain modules stay as they are."""
+    modules = [*holders]
+    for module in model.modules():
+        computed: Any = module.parametrizations if parametrize.is_parametrized(module) else None
+        if computed is not None and any(part in holders for part in computed.children()):
+            modules.append(module)
     hide_frozen(modules)
     for module in modules:
-        if without(type(module)) is type(module):
+        if not isinstance(module, Prepared | Scaled):
             continue
         for name in names_given(module, Scaled) or ("weight",):
             for end in (SCALE, ZERO):

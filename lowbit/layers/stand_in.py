@@ -12,6 +12,9 @@ module. Several may be on top of each other, and `take` takes back any of them:
 The subclass has the name and the module of the class that it stands for. accelerate and PEFT find the class of a name,
 "Linear", by the first module that has it, and then ask which modules are instances: these are all modules of the plain
 class. Copies and pickles name the plain class and the mixins, since the subclass exists in this process alone.
+
+`torch.nn.utils.parametrize` puts a class of its own on top of that of a module, and later takes the top one away. So
+`give` and `take` work below it.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 
 class StandIn(nn.Module):
@@ -62,13 +66,20 @@ def give(module: nn.Module, mixin: type[StandIn], names: tuple[str, ...] = ()) -
 
     Raises TypeError where Python makes no such subclass: a metaclass or an `__init_subclass__` wants more.
     """
-    _set(module, _subclass(mixin, type(module), names))
+    _set(module, _subclass(mixin, class_of(module), names))
 
 
 def take(module: nn.Module, mixin: type[StandIn] = StandIn) -> None:
-    """Take back what `give` gave for `mixin` and its subclasses. Where somebody has put a class on top, as FSDP2 and
-    parametrizations do, the classes stay."""
-    _set(module, without(type(module), mixin))
+    """Take back what `give` gave for `mixin` and its subclasses. Where somebody else has put a class on top, as FSDP2
+    does, the classes stay."""
+    _set(module, without(class_of(module), mixin))
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, below that of its parametrizations."""
+    kind = type(module)
+    is_on_top = kind.__module__ == parametrize.__name__ and parametrize.is_parametrized(module)
+    return kind.__bases__[0] if is_on_top else kind
 
 
 def without(kind: type[nn.Module], mixin: type[StandIn] = StandIn) -> type[nn.Module]:
@@ -89,8 +100,14 @@ def names_given(module: nn.Module, mixin: type[StandIn]) -> tuple[str, ...]:
 
 
 def _set(module: nn.Module, kind: type[nn.Module]) -> None:
-    if kind is not type(module):
-        object.__setattr__(module, "__class__", kind)
+    below, top = class_of(module), type(module)
+    if kind is below:
+        return
+    if below is not top:
+        own = {k: v for k, v in vars(top).items() if k not in ("__dict__", "__weakref__")}
+        meta: Any = type(kind)
+        kind = meta(top.__name__, (kind,), own)
+    object.__setattr__(module, "__class__", kind)
 
 
 def _subclass(

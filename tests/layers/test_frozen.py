@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit.layers.frozen import Frozen, hide_frozen, show_frozen, shown_class
+from lowbit.qat.exchange import Held, exchanged
 from lowbit.tensor import LowbitTensor
 from tests.schemes import SCHEMES, over
 
@@ -409,6 +410,17 @@ def test_freeze_follows_a_change_that_went_past_the_layers(
         change(found, model(seed=1))
         lb.inference.freeze_(found)
         assert torch.equal(run(TOKENS), found(TOKENS)) and not torch.equal(run(TOKENS), before)
+
+
+def test_graphs_follow_weights_that_are_exchanged_for_a_while() -> None:
+    layer, other = (nn.Linear(32, 16).requires_grad_(False) for _ in range(2))
+    for one in (layer, other):
+        lb.quantize_(one, INT8)
+    run, x = torch.compile(layer, backend="aot_eager", dynamic=False), torch.randn(3, 32)
+    before, changed = run(x), Held(layer, type(layer), {"weight": other.weight})
+    with exchanged([changed]):
+        assert torch.equal(run(x), layer(x)) and not torch.equal(run(x), before)
+    assert torch.equal(run(x), before) and isinstance(layer, Frozen)
 
 
 def test_freeze_takes_a_model_that_was_loaded_by_assignment(tmp_path: Path) -> None:
