@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.convert import routers_among
 from lowbit.files import digests
 from lowbit.files.tensor_file import TensorFile
 from lowbit.formats.auto_round import translated
@@ -277,11 +278,12 @@ class Folder:
             for name in self.plain
             if name.endswith(".weight") and len(self.plain_shape(name)) == 2
         ]
+        routers = routers_among(map(layer_of, self.names()))
         with damage_of(f"{self.path}"):
             return [
                 weight_of(layer)
                 for layer in linears
-                if why_left_alone(layer, None) is None
+                if why_left_alone(layer, None, router=layer in routers) is None
                 and not self.format.skips(self.settings, layer)
             ]
 
