@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowbit.convert import routers_among
 from lowbit.files import digests
-from lowbit.files.tensor_file import TensorFile
+from lowbit.files.tensor_file import ReplacedFileError, TensorFile
 from lowbit.formats.auto_round import translated
 from lowbit.formats.base import Format, FormatError, damage_of, layer_of, weight_of
 from lowbit.formats.layer_names import (
@@ -361,7 +361,10 @@ class Folder:
         if self._mapped_file is not file or self._mapped > MOST_MAPPED:
             self._unmap()
             self._mapped_file, self._mapped = file, 0
-        found = file.tensor(name)
+        try:
+            found = file.tensor(name)
+        except ReplacedFileError as error:
+            raise FormatError(str(error)) from error
         self._mapped += found.nbytes
         return found
 
