@@ -30,7 +30,8 @@ def linear(
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
-        RuntimeError: the same with a plain weight, from F.linear.
+        RuntimeError: the same with a plain weight, from F.linear. A graph of torch.compile raises an error of
+            torch, which quotes these.
     """
     if _is_compiling():
         from lowbit.linear.frozen import in_graph
