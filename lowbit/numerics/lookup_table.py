@@ -22,11 +22,14 @@ from torch import Tensor
 
 from lowbit.numerics.codebook import (
     boundaries,
+    codes_like,
     pairs,
     ranks,
     share_a_cell,
     steps,
+    values_like,
 )
+from lowbit.numerics.opaque import opaque
 from lowbit.numerics.packing import unpack
 
 
@@ -210,6 +213,11 @@ def _negative_zero(values: Sequence[float]) -> int | None:
     return at if ordered[at] == 0 and math.copysign(1.0, ordered[at]) < 0 else None
 
 
+def _values_fake(packed: Tensor, values: list[float], size: int) -> Tensor:
+    return packed.new_empty((*packed.shape[:-1], size), dtype=torch.float32)
+
+
+@opaque("table_nearest(Tensor x, float[] values, bool ties_to_even) -> Tensor", values_like)
 def _nearest(x: Tensor, values: list[float], ties_to_even: bool) -> Tensor:
     tables = _on_device(tuple(values), ties_to_even, x.device)
     found = tables.ascending.index_select(0, _ranks(x, tables)).view(x.shape)
@@ -218,6 +226,7 @@ def _nearest(x: Tensor, values: list[float], ties_to_even: bool) -> Tensor:
     return found
 
 
+@opaque("table_codes(Tensor x, float[] values) -> Tensor", codes_like)
 def _codes(x: Tensor, values: list[float]) -> Tensor:
     tables = _on_device(tuple(values), False, x.device)
     codes = tables.codes.index_select(0, _ranks(x, tables)).view(x.shape)
@@ -227,6 +236,7 @@ def _codes(x: Tensor, values: list[float]) -> Tensor:
     return codes
 
 
+@opaque("table_values(Tensor packed, float[] values, SymInt size) -> Tensor", _values_fake)
 def _values(packed: Tensor, values: list[float], size: int) -> Tensor:
     tables = _on_device(tuple(values), False, packed.device)
     if tables.pairs is not None:
@@ -235,28 +245,3 @@ def _values(packed: Tensor, values: list[float], size: int) -> Tensor:
         return found if found.shape[-1] == size else found[..., :size].contiguous()
     codes = unpack(packed, len(values).bit_length() - 1, size)
     return tables.values.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
-
-
-def _values_fake(packed: Tensor, values: list[float], size: int) -> Tensor:
-    return packed.new_empty((*packed.shape[:-1], size), dtype=torch.float32)
-
-
-def _nearest_fake(x: Tensor, values: list[float], ties_to_even: bool) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.float32)
-
-
-def _codes_fake(x: Tensor, values: list[float]) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.uint8)
-
-
-_LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
-_LIBRARY.define("table_nearest(Tensor x, float[] values, bool ties_to_even) -> Tensor")
-_LIBRARY.define("table_codes(Tensor x, float[] values) -> Tensor")
-_LIBRARY.define("table_values(Tensor packed, float[] values, SymInt size) -> Tensor")
-for _name, _impl, _fake in (
-    ("table_nearest", _nearest, _nearest_fake),
-    ("table_codes", _codes, _codes_fake),
-    ("table_values", _values, _values_fake),
-):
-    _LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lowbit::{_name}", _fake, lib=_LIBRARY)

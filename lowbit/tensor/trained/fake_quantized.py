@@ -43,7 +43,7 @@ from lowbit.tensor.core import (
     Wire,
     stored_shape,
 )
-from lowbit.tensor.core.reading import read, reads
+from lowbit.tensor.core.reading import ROUNDING_INPUTS, read, reads
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor, check_convolution, matrix_shape
 from lowbit.tensor.trained.master_weight import MasterWeightTensor
@@ -763,7 +763,7 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
                 )
 
 
-@FakeQuantizedTensor.implements(torch.ops.lowbit.rounding_inputs.default)
+@FakeQuantizedTensor.implements(ROUNDING_INPUTS)
 def _rounding_inputs(func: Any, args: Any, kwargs: Any) -> Tensor:
     weight, values = args
     meta = {name: getattr(weight, name) for name in FakeQuantizedTensor.meta_attrs}
