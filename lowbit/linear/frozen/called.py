@@ -29,7 +29,7 @@ def linear(
         h = lowbit.inference.linear(attended, block.out.weight, residual=h)
 
     Args:
-        x: in the weight's dtype, to which autocast makes an exception, and on its device.
+        x: in the weight's dtype, unless autocast casts it, and on its device.
         weight: frozen in low bits, or plain.
         bias: in x's dtype.
         residual: in any floating dtype.

@@ -42,7 +42,7 @@ NO_SCALES: Scales = (None, None, None)
 
 @dataclass(frozen=True, repr=False)
 class Quantizer:
-    """Which scales round a fake-quantized weight, and how gradients pass. Frozen metadata of the weight, without tensors.
+    """Which scales round a fake-quantized weight, and how gradients pass. Metadata of the weight, without tensors.
 
     Attributes:
         constant_codes: True where scales train alone: their gradient is that of constant codes.
