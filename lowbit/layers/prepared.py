@@ -48,6 +48,7 @@ from lowbit.tensor.trained.learned_scales import (
     scales_of,
     starting_parameters,
 )
+from lowbit.tensor.trained.lookup import rows_of
 from lowbit.tensor.trained.quantizers import NO_SCALES
 from lowbit.tensor.trained.trainable import TrainableTensor
 from lowbit.tracing import tracer
@@ -214,8 +215,7 @@ class Embedding(Prepared):
         if weight.is_gathered or not weight.rounds_weight:
             return F.embedding(input, weight.seen_by(*scales).to(weight.dtype), *options)
         refuse_transforms(weight)
-        found: Tensor = weight.rows_of(Values.apply(weight), input, scales, *options)
-        return found
+        return rows_of(weight, Values.apply(weight), input, scales, *options)
 
 
 def _convolve(self: Any, input: Tensor) -> Tensor:
