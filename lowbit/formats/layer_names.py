@@ -44,7 +44,7 @@ def is_head(layer: str) -> bool:
 def begins_with(expression: str, layer: str) -> bool:
     """True if a regular expression of a folder's config.json matches the beginning of a name.
 
-    Raises `lowbit.convert.patterns.PatternError`, a ValueError, for an expression that may take for ever.
+    Raises `lowbit.convert.patterns.PatternError`, a ValueError, for an expression whose match may never end.
     """
     return patterns.matches(expression, layer)
 

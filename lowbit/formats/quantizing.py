@@ -42,7 +42,7 @@ SCALES = ("minmax", "searched")
 
 
 class Quantizing:
-    """See the module.
+    """A folder of plain weights, which are quantized when their turn comes.
 
     Args:
         folder: of plain weights.

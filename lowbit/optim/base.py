@@ -99,7 +99,7 @@ def _made_rule(hyper: tuple[str, ...], prepare: str, update: str) -> Rule:
 
 
 class LowbitOptimizer(torch.optim.Optimizer):
-    """See the module. Subclasses give `moments` and `reference`, and may give `rule` for the kernels.
+    """The base of lowbit's optimizers. Subclasses give `moments` and `reference`, and may give `rule` for the kernels.
 
     Args:
         params: parameters, (name, parameter) pairs, or groups.
