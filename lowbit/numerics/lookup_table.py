@@ -213,11 +213,6 @@ def _negative_zero(values: Sequence[float]) -> int | None:
     return at if ordered[at] == 0 and math.copysign(1.0, ordered[at]) < 0 else None
 
 
-def _values_fake(packed: Tensor, values: list[float], size: int) -> Tensor:
-    return packed.new_empty((*packed.shape[:-1], size), dtype=torch.float32)
-
-
-@opaque("table_nearest(Tensor x, float[] values, bool ties_to_even) -> Tensor", values_like)
 def _nearest(x: Tensor, values: list[float], ties_to_even: bool) -> Tensor:
     tables = _on_device(tuple(values), ties_to_even, x.device)
     found = tables.ascending.index_select(0, _ranks(x, tables)).view(x.shape)
@@ -226,7 +221,6 @@ def _nearest(x: Tensor, values: list[float], ties_to_even: bool) -> Tensor:
     return found
 
 
-@opaque("table_codes(Tensor x, float[] values) -> Tensor", codes_like)
 def _codes(x: Tensor, values: list[float]) -> Tensor:
     tables = _on_device(tuple(values), False, x.device)
     codes = tables.codes.index_select(0, _ranks(x, tables)).view(x.shape)
@@ -236,7 +230,6 @@ def _codes(x: Tensor, values: list[float]) -> Tensor:
     return codes
 
 
-@opaque("table_values(Tensor packed, float[] values, SymInt size) -> Tensor", _values_fake)
 def _values(packed: Tensor, values: list[float], size: int) -> Tensor:
     tables = _on_device(tuple(values), False, packed.device)
     if tables.pairs is not None:
@@ -245,3 +238,14 @@ def _values(packed: Tensor, values: list[float], size: int) -> Tensor:
         return found if found.shape[-1] == size else found[..., :size].contiguous()
     codes = unpack(packed, len(values).bit_length() - 1, size)
     return tables.values.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
+
+
+def _values_fake(packed: Tensor, values: list[float], size: int) -> Tensor:
+    return packed.new_empty((*packed.shape[:-1], size), dtype=torch.float32)
+
+
+opaque("table_nearest(Tensor x, float[] values, bool ties_to_even) -> Tensor", values_like)(
+    _nearest
+)
+opaque("table_codes(Tensor x, float[] values) -> Tensor", codes_like)(_codes)
+opaque("table_values(Tensor packed, float[] values, SymInt size) -> Tensor", _values_fake)(_values)
