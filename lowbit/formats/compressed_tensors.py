@@ -45,14 +45,7 @@ from lowbit.formats.integers import (
 )
 from lowbit.formats.layer_names import begins_with, is_embedding, is_listed
 from lowbit.numerics.affine import Mapping as QuantizationMapping
-from lowbit.numerics.granularity import (
-    Granularity,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    PerToken,
-)
+from lowbit.numerics.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.numerics.lookup_table import E2M1, LookupTable
 from lowbit.numerics.number_format import Float8, Int
 from lowbit.numerics.packing import pack, unpack

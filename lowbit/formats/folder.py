@@ -47,11 +47,11 @@ _MOST_JSON, _MOST_LEVELS = 2**28, 100
 _NO_CODES = (*FLOATS, torch.int64, torch.uint64, torch.bool, torch.complex64)
 """Dtypes in which no format stores codes; models store indices and masks in some of them."""
 WEIGHT_SUFFIXES = {
-    *(".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt"),
+    *(".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt")
 }
 """Ends of the names of files with weights."""
 _SETTINGS_OF_WEIGHTS = {
-    *("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json"),
+    *("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json")
 }
 """Files that describe the weights beside them, also those of AutoGPTQ, AutoAWQ and ModelOpt. Copied beside new weights
 they would be wrong."""

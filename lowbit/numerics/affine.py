@@ -212,11 +212,7 @@ class Grid(NamedTuple):
 
 
 def unchecked_grid(
-    mapping: Mapping,
-    dtype: CodeType,
-    low: float,
-    high: float,
-    zero_point_dtype: torch.dtype | None,
+    mapping: Mapping, dtype: CodeType, low: float, high: float, zero_point_dtype: torch.dtype | None
 ) -> Grid:
     """The grid of these codes. Args: those of `Grid`; the range of a table is its own."""
     if isinstance(dtype, LookupTable):

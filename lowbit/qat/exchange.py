@@ -18,12 +18,7 @@ from lowbit.layers.stand_in import without
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.trained.learned_scales import (
-    SCALE,
-    ZERO,
-    is_learned,
-    scales_of,
-)
+from lowbit.tensor.trained.learned_scales import SCALE, ZERO, is_learned, scales_of
 
 
 @dataclass(frozen=True)

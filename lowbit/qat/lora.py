@@ -22,13 +22,7 @@ from torch import Tensor, nn
 from lowbit.convert import Choice, Filter, Owner, Report, Target, joined_name
 from lowbit.layers.stand_in import StandIn, give, take, without
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.trained.adapted import (
-    Adapters,
-    frozen_with,
-    is_merged,
-    product_with,
-    rows_with,
-)
+from lowbit.tensor.trained.adapted import Adapters, frozen_with, is_merged, product_with, rows_with
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 
 KEEP = (

@@ -81,11 +81,7 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
     """The module of the weight, where its quantizer looks for scales (`hold`)."""
 
     def __new__(
-        cls,
-        weight: Tensor,
-        scheme: Any,
-        role: Role = "matrix",
-        quantizer: Quantizer = PRESENT,
+        cls, weight: Tensor, scheme: Any, role: Role = "matrix", quantizer: Quantizer = PRESENT
     ) -> Self:
         """Wrap `weight` for `scheme`, sharing its memory if it is contiguous.
 
@@ -224,10 +220,7 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
         return self.quantized_by(*self.quantizer.scales_alone(self, "a product"))
 
     def quantized_by(
-        self,
-        scale: Tensor | None = None,
-        zero: Tensor | None = None,
-        joint: Tensor | None = None,
+        self, scale: Tensor | None = None, zero: Tensor | None = None, joint: Tensor | None = None
     ) -> Tensor:
         """The weight as its products see it: plain, equal to the converted weight's values, differentiable in the
         weight and in the parameters `scale` and `zero`.
@@ -241,10 +234,7 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
         return self.rounded(Values.apply(self), scale, zero, joint)
 
     def seen_by(
-        self,
-        scale: Tensor | None = None,
-        zero: Tensor | None = None,
-        joint: Tensor | None = None,
+        self, scale: Tensor | None = None, zero: Tensor | None = None, joint: Tensor | None = None
     ) -> Tensor:
         """`quantized_by`, or the high-precision weight while its rounding is off."""
         refuse_transforms(self)
