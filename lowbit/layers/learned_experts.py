@@ -22,7 +22,16 @@ from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import hold, settled_by
 
 
-class Scaled(StandIn):
+class Holder(StandIn):
+    """A layer of weights that know their module."""
+
+    def __setstate__(self, state: Any) -> None:
+        """A copy's weights know the copy."""
+        super().__setstate__(state)
+        hold(self)
+
+
+class Scaled(Holder):
     """Mixin of modules whose weights of the `names` given have scales beside them: see the file."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -40,11 +49,6 @@ class Scaled(StandIn):
             return super().forward(*args, **kwargs)
         finally:
             parameters.update(weights)
-
-    def __setstate__(self: Any, state: Any) -> None:
-        """A copy's weights know the copy."""
-        super().__setstate__(state)
-        hold(self)
 
 
 def _seen(weight: Any, scale: Any, zero: Any) -> Tensor:

@@ -25,9 +25,9 @@ from torch.nn.utils import parametrize
 
 from lowbit.layers import static_input
 from lowbit.layers.frozen import hide_frozen, show_frozen
-from lowbit.layers.learned_experts import Scaled
+from lowbit.layers.learned_experts import Holder, Scaled
 from lowbit.layers.sharded_linear import sharded_linear
-from lowbit.layers.stand_in import StandIn, give, names_given, take, without
+from lowbit.layers.stand_in import give, names_given, take, without
 from lowbit.layers.static_input import OBSERVER, check_input, hold_input, inputs_of, take_input
 from lowbit.linear.coded_linear import constant_input
 from lowbit.linear.frozen.checks import refuse_transforms
@@ -54,7 +54,7 @@ from lowbit.tensor.trained.trainable import TrainableTensor
 from lowbit.tracing import tracer
 
 
-class Prepared(StandIn):
+class Prepared(Holder):
     """What all layers below have: they round their input by a static scale, and their weights know them."""
 
     siblings: tuple[nn.Module, ...]
@@ -63,11 +63,6 @@ class Prepared(StandIn):
     """True after `prepare_input`. A layer may also hold the scale of a calibration that its scheme does not use."""
     is_calibrated = False
     """Eager code has found the static scale to be a number. Not asked again, because the host would wait."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy's weights know the copy."""
-        super().__setstate__(state)
-        hold(self)
 
     @property
     def is_observed(self) -> bool:

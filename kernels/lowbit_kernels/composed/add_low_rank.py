@@ -32,10 +32,7 @@ CHUNK = 2**22  # elements of w that are widened at once
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-@op(
-    "torch.empty(w.shape, dtype=w.dtype, device=w.device)",
-    rules={"_check(w, a, b, scales)": ""},
-)
+@op("torch.empty(w.shape, dtype=w.dtype, device=w.device)", rules={"_check(w, a, b, scales)": ""})
 def add_low_rank(
     w: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float]
 ) -> Tensor:

@@ -20,13 +20,7 @@ from lowbit_kernels.matmul.mm_tiles_triton import store
 from lowbit_kernels.matmul.scaled_mm import scaled_mm
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
-from lowbit_kernels.runtime.triton_runtime import (
-    jit,
-    runs_on,
-    stored_dtype,
-    tl,
-    triton,
-)
+from lowbit_kernels.runtime.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 from lowbit_kernels.weight_only.dequantize_cpu import rows_in_tiles
 
 MOST_ROWS = 64

@@ -18,20 +18,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit_kernels.elementwise.random_bits import (
-    hash_of,
-    multiplier_of,
-    random_bits,
-    upper,
-)
+from lowbit_kernels.elementwise.random_bits import hash_of, multiplier_of, random_bits, upper
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
-from lowbit_kernels.runtime.triton_runtime import (
-    jit,
-    runs_on,
-    tl,
-    triton,
-)
+from lowbit_kernels.runtime.triton_runtime import jit, runs_on, tl, triton
 
 KEYS = (0x45E50725, 0xE4A20C3)
 """k0 and k1: two arbitrary numbers, which must never change."""

@@ -15,13 +15,7 @@ from torch import Tensor
 
 from lowbit_kernels.runtime import launcher
 from lowbit_kernels.runtime.compiling import compiling
-from lowbit_kernels.runtime.launch_plan import (
-    Address,
-    Buffer,
-    Launch,
-    LaunchPlan,
-    TritonKernel,
-)
+from lowbit_kernels.runtime.launch_plan import Address, Buffer, Launch, LaunchPlan, TritonKernel
 
 triton: Any
 tl: Any
