@@ -48,7 +48,6 @@ from lowbit.tensor.trained.learned_scales import (
     scales_of,
     starting_parameters,
 )
-from lowbit.tensor.trained.lookup import rows_of
 from lowbit.tensor.trained.quantizers import NO_SCALES
 from lowbit.tensor.trained.trainable import TrainableTensor
 from lowbit.tracing import tracer
@@ -210,7 +209,8 @@ class Embedding(Prepared):
         if weight.is_gathered or not weight.rounds_weight:
             return F.embedding(input, weight.seen_by(*scales).to(weight.dtype), *options)
         refuse_transforms(weight)
-        return rows_of(weight, Values.apply(weight), input, scales, *options)
+        found: Tensor = weight.rows_of(Values.apply(weight), input, scales, *options)
+        return found
 
 
 def _convolve(self: Any, input: Tensor) -> Tensor:

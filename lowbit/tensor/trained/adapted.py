@@ -25,7 +25,6 @@ from lowbit.linear.frozen.checks import check_first_derivative
 from lowbit.linear.operands import Values
 from lowbit.tensor.core import LowbitTensor
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.trained.lookup import rows_of
 from lowbit.tensor.trained.quantizers import Scales
 from lowbit.tracing import tracer
 
@@ -113,7 +112,7 @@ def rows_with(
 
     def look_up(indices: Tensor, _: None, merged: Tensor, scales: Scales) -> Tensor:
         if weight.rounds_weight and scales[0] is None:
-            return rows_of(weight, merged, indices, scales, *options)
+            return weight.rows_of(merged, indices, scales, *options)
         values = merged
         if weight.rounds_weight:
             values = weight.rounded(merged, *scales)

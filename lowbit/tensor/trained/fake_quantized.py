@@ -538,8 +538,14 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
             return F.embedding(indices, self.high_precision(), *args, **kwargs)
         scales = self.scales_now("a lookup")
         if scales[0] is None:
-            return rows_of(self, Values.apply(self), indices, scales, *args, **kwargs)
+            return self.rows_of(Values.apply(self), indices, scales, *args, **kwargs)
         return F.embedding(indices, self.seen_by(*scales).to(self.dtype), *args, **kwargs)
+
+    def rows_of(
+        self, values: Tensor, indices: Tensor, scales: Scales, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """`lowbit.tensor.trained.lookup.rows_of` this weight."""
+        return rows_of(self, values, indices, scales, *args, **kwargs)
 
     def in_attention(self, rows: int) -> Tensor:
         if self.input_spec is not None:
