@@ -106,6 +106,8 @@ def read(
         text, seal = file.metadata.get("lowbit", "null"), file.metadata.get(SEAL)
         is_whole = not verify or seal is None or seal == digests.of_text(text)
         info = json.loads(text) if is_whole else None
+    except (OSError, MemoryError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
     except Exception as error:  # JSON of any kind may stand in a damaged file
         raise CheckpointError(
             f"{path} cannot be read: it is truncated, damaged or not a safetensors file ({type(error).__name__})"

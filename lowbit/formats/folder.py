@@ -92,6 +92,8 @@ def open_shard(path: str | os.PathLike[str]) -> TensorFile:
     """The file of safetensors, of which only the header is read. Raises FormatError if it cannot be read."""
     try:
         return TensorFile(Path(path))
+    except (OSError, MemoryError) as error:
+        raise FormatError(f"{path} cannot be read: {error}") from error
     except Exception as error:  # JSON of any kind may stand in a damaged header
         raise FormatError(
             f"{path} cannot be read: it is truncated, damaged or not a safetensors file ({error})"

@@ -118,8 +118,9 @@ def _subclass(
         members = mixin.members(plain, names)
         members |= {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
         members["__doc__"] = plain.__doc__
-        own = type(plain)
-        meta: Any = _StandsFor if own is type else type(own.__name__, (_StandsFor, own), {})
+        meta: Any = type(plain)
+        if not issubclass(meta, _StandsFor):
+            meta = _StandsFor if meta is type else type(meta.__name__, (_StandsFor, meta), {})
         kind = meta(plain.__name__, (mixin, plain), members)
         _GIVEN[kind] = given
         _SUBCLASSES[given] = kind

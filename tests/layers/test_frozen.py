@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit.layers.frozen import Frozen, hide_frozen, show_frozen, shown_class
+from lowbit.layers.learned_experts import Scaled
 from lowbit.qat.exchange import Held, exchanged
 from lowbit.tensor import LowbitTensor
 from tests.schemes import SCHEMES, over
@@ -509,12 +510,16 @@ def test_quantized_experts_beside_learned_scales() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return sum(F.linear(F.linear(x, u), d) for u, d in zip(self.up, self.down, strict=True))
 
-    model = nn.ModuleDict({"experts": Pair()})
+    model, x = nn.ModuleDict({"experts": Pair()}), torch.randn(3, 32)
     lb.quantize_(model, {"*.up": INT8}, lambda module, name: name.endswith("up"))
     lb.qat.prepare_(
         model, {"*.down": INT8}, lambda m, name: name.endswith("down"), scales="learned"
     )
+    again = copy.deepcopy(model)
+    for each in (model, again):
+        assert isinstance(each.experts, Frozen) and isinstance(each.experts, Scaled)
+        assert torch.equal(each.experts(x), model.experts(x))
     lb.qat.convert_(model)
     assert [name for name, _ in model.named_parameters()] == ["experts.up", "experts.down"]
     assert shown_class(model.experts) is Pair and isinstance(model.experts, Frozen)
-    check(model.experts, torch.randn(3, 32))
+    check(model.experts, x)
