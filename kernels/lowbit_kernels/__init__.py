@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         linear_gradients,
         linear_output,
     )
+    from lowbit_kernels.decoding import argmax_rows, decode_attention, gated_activation, rms_norm
     from lowbit_kernels.elementwise import fake_quantize, normalize_matrices
     from lowbit_kernels.matmul import (
         batched_mm,
@@ -46,11 +47,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "add_low_rank",
+    "argmax_rows",
     "batched_mm",
     "block_scaled_mm",
+    "decode_attention",
     "dequantize",
     "dynamic_linear",
     "fake_quantize",
+    "gated_activation",
     "grouped_linear",
     "grouped_scaled_mm",
     "linear_gradients",
@@ -60,6 +64,7 @@ __all__ = [
     "quantize_experts",
     "quantize_grouped",
     "quantize_rowcol",
+    "rms_norm",
     "round_rows",
     "scaled_mm",
     "ternary_mm",

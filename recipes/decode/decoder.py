@@ -20,7 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowbit.inference import linear
-from recipes.decode.ops import decode_attention, next_token, rms_norm, silu_mul
+from lowbit_kernels.decoding.argmax_rows import argmax_rows
+from lowbit_kernels.decoding.decode_attention import decode_attention
+from lowbit_kernels.decoding.gated_activation import gated_activation
+from lowbit_kernels.decoding.rms_norm import rms_norm
 from recipes.llama import Block, Llama, rotate
 
 
@@ -84,8 +87,8 @@ def project(module: nn.Module, x_BTD: Tensor, residual_BTD: Tensor) -> Tensor:
 def block_step(
     block: Block,
     x_BTD: Tensor,
-    cos_SP: Tensor,
-    sin_SP: Tensor,
+    cos: Tensor,
+    sin: Tensor,
     position_T: Tensor,
     keys_BKSE: Tensor,
     values_BKSE: Tensor,
@@ -97,8 +100,8 @@ def block_step(
     Args:
         block: the block.
         x_BTD: its input.
-        cos_SP: cosines of the rotary angles of all positions.
-        sin_SP: sines of the same angles.
+        cos: cosines of the new positions' rotary angles, as `angles` gives them.
+        sin: sines of the same angles.
         position_T: the T new positions, int64.
         keys_BKSE: the block's cache of keys, which the call writes.
         values_BKSE: the block's cache of values, which the call writes.
@@ -111,24 +114,37 @@ def block_step(
     key = attention.key(h_BTD).view(split).transpose(1, 2)
     value = attention.value(h_BTD).view(split).transpose(1, 2)
     if new == 1:
-        new_position = (query, key, value, x_BTD, eps, cos_SP, sin_SP, position_T)
-        mixed = decode_attention(*new_position, keys_BKSE, values_BKSE)
+        cache = (keys_BKSE, values_BKSE, position_T)
+        mixed = decode_attention(
+            *(query, key, value, *cache, None, cos, sin, None, x_BTD),
+            scale=attention.config.head_dim**-0.5,
+            eps=eps,
+        )
     else:
-        angles = cos_SP[position_T], sin_SP[position_T]
-        query, key = rotate(query, *angles), rotate(key, *angles)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         keys_BKSE.index_copy_(2, position_T, key)
         values_BKSE.index_copy_(2, position_T, value)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     x_BTD = project(attention.out, mixed.transpose(1, 2).reshape(batch, new, -1), x_BTD)
     h_BTD = x_BTD if new == 1 else block.mlp_norm(x_BTD)
     gate, up = mlp.gate(h_BTD), mlp.up(h_BTD)
-    h_BTF = silu_mul(gate, up, x_BTD, eps) if new == 1 else F.silu(gate) * up
+    h_BTF = gated_activation(gate, up, x_BTD, eps=eps) if new == 1 else F.silu(gate) * up
     return project(mlp.down, h_BTF, x_BTD)
 
 
-def embed(model: Llama, tokens_BT: Tensor) -> Tensor:
-    """The input of the first block: [B, T, D]."""
-    return model.embedding(tokens_BT)
+def embed(model: Llama, tokens_BT: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The input of the first block, [B, T, D], and the cosines and sines of the positions' rotary angles."""
+    x_BTD = model.embedding(tokens_BT)
+    return x_BTD, *(angles(t, position_T, x_BTD.dtype) for t in (model.cos, model.sin))
+
+
+def angles(table_SP: Tensor, position_T: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a table of cosines or sines: [T, P], or for one position [1, 1, 2 P] in `dtype`, as
+    `decode_attention` takes them."""
+    rows_TP = table_SP[position_T]
+    if position_T.shape[0] > 1:
+        return rows_TP
+    return torch.cat([rows_TP, rows_TP], dim=-1).to(dtype)[None]
 
 
 def choose(model: Llama, x_BTD: Tensor, token_B1: Tensor, position: Tensor) -> None:
@@ -140,8 +156,10 @@ def choose(model: Llama, x_BTD: Tensor, token_B1: Tensor, position: Tensor) -> N
         token_B1: receives the tokens, int64.
         position: the position to increment, int64.
     """
-    last_B1D = rms_norm(x_BTD[:, -1:], model.norm.weight, model.norm.eps)
-    next_token(model.head(last_B1D), token_B1, position)
+    assert model.norm.weight is not None and model.norm.eps is not None
+    last_B1D = rms_norm(x_BTD[:, -1:], model.norm.weight, eps=model.norm.eps)
+    token_B1.copy_(argmax_rows(model.head(last_B1D)[:, 0])[:, None])
+    position.add_(1)
 
 
 class Decoder:
@@ -172,7 +190,7 @@ class Decoder:
         self.position = torch.zeros(1, dtype=torch.int64, device=weight.device)
         self._block: Callable[..., Tensor] = block_step
         self._choose: Callable[..., None] = choose
-        self._embed: Callable[..., Tensor] = embed
+        self._embed: Callable[..., Any] = embed
         if backend is not None:
             options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
             self._block = torch.compile(block_step, **options)
@@ -182,7 +200,7 @@ class Decoder:
     def _run(self, tokens_BT: Tensor, position_T: Tensor) -> None:
         """Write the token after these to `token_B1`. They are the first positions, or a single one after others."""
         model = self.model
-        x_BTD, angles = self._embed(model, tokens_BT), (model.cos, model.sin)
+        x_BTD, *angles = self._embed(model, tokens_BT, position_T)
         for block, *cache in zip(model.blocks, self.keys, self.values, strict=True):
             x_BTD = self._block(block, x_BTD, *angles, position_T, *cache)
         self._choose(model, x_BTD, self.token_B1, self.position)

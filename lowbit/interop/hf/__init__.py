@@ -1,4 +1,5 @@
-"""lowbit in transformers 5: weights quantized while `from_pretrained` reads them, folders, and parts for its Trainer.
+"""lowbit in transformers 5: weights quantized while `from_pretrained` reads them, folders, a loop that generates,
+and parts for its Trainer.
 
     from lowbit.hf import LowbitConfig
 
@@ -18,7 +19,8 @@ optional.check("lowbit.hf needs", ["transformers"], "hf")
 make_room()
 
 from lowbit.interop.hf.config import LowbitConfig  # noqa: E402
+from lowbit.interop.hf.decoding import generate  # noqa: E402
 from lowbit.interop.hf.quantizer import LowbitQuantizer  # noqa: E402
 from lowbit.interop.hf.training import QATCallback, optimizer  # noqa: E402
 
-__all__ = ["LowbitConfig", "LowbitQuantizer", "QATCallback", "optimizer"]
+__all__ = ["LowbitConfig", "LowbitQuantizer", "QATCallback", "generate", "optimizer"]

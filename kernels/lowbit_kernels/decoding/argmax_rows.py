@@ -1,0 +1,84 @@
+"""The largest score of each row.
+
+    token[r] = the first k with the largest scores[r, k]
+
+    scores  float [R, V], V at least 1
+    token   int64 [R], within 0 … V − 1 also with NaNs
+
+torch.argmax gives a row to few programs. Here one launch searches chunks of all rows and another one the chunks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels.decoding.overlap import launch_dependents, overlap_options, wait_for_previous
+from lowbit_kernels.runtime.launches import ran
+from lowbit_kernels.runtime.op import op
+from lowbit_kernels.runtime.triton_runtime import jit, runs_on, tl, triton
+
+BLOCK = 1024
+"""Scores that a program searches."""
+
+
+@op(
+    "empty(torch.int64, R)",
+    scores="float [R, V]; flatten leading dimensions first",
+    rules={"V > 0": "rows must have a score, got {V}"},
+)
+def argmax_rows(scores: Tensor) -> Tensor:
+    """The index of the first largest score of each row, int64 [R].
+
+    Raises TypeError for other dtypes, ValueError for other shapes.
+    """
+    return scores.argmax(-1)
+
+
+reference = argmax_rows.reference
+
+
+@jit
+def _argmax_of_chunks(scores, best, best_at, width, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    launch_dependents(PDL)
+    row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    columns = chunk * BLOCK + tl.arange(0, BLOCK)
+    wait_for_previous(PDL)
+    own = tl.load(scores + row * stride + columns, mask=columns < width, other=float("-inf"))
+    largest, at = tl.max(own.to(tl.float32), 0, return_indices=True)
+    tl.store(best + row * chunks + chunk, largest)
+    tl.store(best_at + row * chunks + chunk, tl.minimum(chunk * BLOCK + at, width - 1))
+
+
+@jit
+def _argmax_of_rows(best, best_at, token, chunks, CHUNKS: tl.constexpr, PDL: tl.constexpr):
+    launch_dependents(PDL)
+    row, chunk = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS)
+    wait_for_previous(PDL)
+    own = tl.load(best + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
+    _, first = tl.max(own, 0, return_indices=True)
+    chosen = tl.load(best_at + row * chunks + tl.minimum(first, chunks - 1))
+    tl.store(token + row, chosen.to(tl.int64))
+
+
+@argmax_rows.kernel
+def _launch(scores: Tensor) -> Tensor | None:
+    """The Triton kernels where they run, else the reference."""
+    rows, width = scores.shape
+    if not runs_on(scores.device) or rows == 0:
+        return None
+    ran("argmax_rows", "triton")
+    scores = scores if scores.stride(1) == 1 else scores.contiguous()
+    chunks = triton.cdiv(width, BLOCK)
+    best = torch.empty((rows, chunks), dtype=torch.float32, device=scores.device)
+    best_at = torch.empty((rows, chunks), dtype=torch.int32, device=scores.device)
+    token = torch.empty(rows, dtype=torch.int64, device=scores.device)
+    overlaps = overlap_options(scores.device)
+    with torch.cuda.device_of(scores):
+        _argmax_of_chunks[(rows, chunks)](
+            *(scores, best, best_at, width, scores.stride(0)), BLOCK=BLOCK, **overlaps
+        )
+        _argmax_of_rows[(rows,)](
+            *(best, best_at, token, chunks), CHUNKS=triton.next_power_of_2(chunks), **overlaps
+        )
+    return token

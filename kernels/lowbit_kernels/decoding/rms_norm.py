@@ -1,0 +1,81 @@
+"""RMS norm of rows (arXiv 1910.07467).
+
+    y = x / sqrt(mean(x²) + eps) · (weight + offset)      over the last dimension, in float32, rounded once
+
+    x       float [..., D]
+    weight  float [D]
+    offset  0, or 1 for models that store the weight minus 1
+    y       x's dtype [..., D], contiguous
+
+On a GPU with programmatic dependent launch the kernel loads the weight while the previous launch ends.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels.decoding.overlap import launch_dependents, overlap_options, wait_for_previous
+from lowbit_kernels.runtime.launches import ran
+from lowbit_kernels.runtime.op import op
+from lowbit_kernels.runtime.triton_runtime import jit, runs_on, stored_dtype, tl, triton
+
+BLOCK = 8192
+"""The most columns of a pass over a row."""
+
+
+@op("empty(x.dtype, *x.shape)", x="float [..., D]", weight="float [D]")
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0) -> Tensor:
+    """The norm of each row of x [..., D] times `weight` [D] + `offset`, in x's dtype; see the module's docstring.
+
+    Raises TypeError for other dtypes, ValueError for shapes that don't fit each other.
+    """
+    wide = x.float()
+    factor = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (wide * factor * (weight.float() + offset)).to(x.dtype).contiguous()
+
+
+reference = rms_norm.reference
+
+
+@jit
+def _kernel(
+    x,
+    weight,
+    result,
+    eps,
+    offset,
+    width,
+    x_stride,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    launch_dependents(PDL)
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = columns < width
+    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) + offset
+    wait_for_previous(PDL)
+    own = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    y = own * tl.rsqrt(tl.sum(own * own, 0) / width + eps) * factor
+    tl.store(result + row * width + columns, y.to(result.dtype.element_ty), mask=inside)
+
+
+@rms_norm.kernel
+def _launch(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor | None:
+    """The Triton kernel where it runs and a row fits one program, else the reference."""
+    width = x.shape[-1]
+    if not runs_on(x.device) or x.numel() == 0 or width > BLOCK:
+        return None
+    ran("rms_norm", "triton")
+    rows = x.reshape(-1, width)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    result = torch.empty(x.shape, dtype=stored_dtype(x.dtype, x.device), device=x.device)
+    block = triton.next_power_of_2(width)
+    with torch.cuda.device_of(x):
+        _kernel[(rows.shape[0],)](
+            *(rows, weight.contiguous(), result, eps, offset, width, rows.stride(0)),
+            BLOCK=block,
+            num_warps=min(max(block // 256, 1), 16),
+            **overlap_options(x.device),
+        )
+    return result.to(x.dtype)

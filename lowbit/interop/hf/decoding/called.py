@@ -1,0 +1,148 @@
+"""`lowbit.hf.generate` as a function, and as transformers' `custom_generate`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.interop.hf.decoding.held import decoder_for
+from lowbit.interop.hf.decoding.loop import decode
+from lowbit.interop.hf.decoding.options import Prepared, read
+from lowbit.interop.hf.decoding.refused import refused
+from lowbit.interop.hf.decoding.step import padded_length
+
+LOST = ("assistant_model", "synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask")
+"""Arguments of transformers' `generate` that it does not pass to a `custom_generate`."""
+
+
+def generate(
+    model: Any,
+    input_ids: Tensor | None = None,
+    generation_config: Any = None,
+    logits_processor: Any = None,
+    stopping_criteria: Any = None,
+    streamer: Any = None,
+    generator: torch.Generator | None = None,
+    **options: Any,
+) -> Tensor:
+    """Generate tokens with a decoder-only model of transformers: on a GPU one CUDA graph a token, choice included.
+
+        tokens = lowbit.hf.generate(model, **tokenizer(texts, return_tensors="pt", padding=True), max_new_tokens=100)
+        tokens = model.generate(**inputs, max_new_tokens=100, custom_generate=lowbit.hf.generate)     # the same
+
+    Options have transformers' names and defaults, from `model.generation_config`, `generation_config` and keyword
+    arguments: `max_new_tokens`, `max_length`, `eos_token_id`, `pad_token_id`, `do_sample`, `temperature`, `top_k`,
+    `top_p`, `min_p`, `typical_p`, `epsilon_cutoff`, `eta_cutoff`, `repetition_penalty`, `renormalize_logits`,
+    `remove_invalid_values`, `num_return_sequences`, `prefill_chunk_size`. Every other option that would change the
+    result raises an error.
+
+    The first call for a batch size, and for sequences that are longer than before, traces and captures the graph. The
+    model keeps it, with a cache of 2 · layers · batch · slots · key/value heads · width numbers; slots are a power of
+    two from 256 to 1,024, or a multiple of 1,024. It is captured again when the model's modules, settings or tensors
+    are others; values may change in place. Hooks of modules run in prompts, and while the graph is captured. On other
+    devices the model is called for each token. Only one thread at a time may call it for a model.
+
+    Args:
+        model: a model of transformers for causal language modeling, on one device, in eval mode.
+        input_ids: int64 [batch, length], padded on the left where `attention_mask` is 0.
+        generation_config: a GenerationConfig; None: that of the model.
+        logits_processor: processors of transformers for the options above, and no others.
+        stopping_criteria: MaxLengthCriteria and EosTokenCriteria, and no others.
+        streamer: gets the prompt and then the tokens of each step, two steps late on a GPU.
+        generator: draws the seed of a call that samples; None: torch's default generator of the CPU.
+        options: further options of transformers' `generate`.
+
+    Returns:
+        int64 [batch, length + new tokens], up to the end of the longest sequence. The others are padded.
+
+    Raises:
+        TypeError: the model has no `generate`.
+        ValueError: an option or a model that it does not take. The message names it, and the way out.
+    """
+    if hasattr(
+        generation_config, "_eos_token_tensor"
+    ):  # transformers' generate has prepared the call
+        caller = _generate_frame(sys._getframe(1), model)
+        given = {} if caller is None else caller.f_locals
+        _refuse_lost({**given.get("kwargs", {}), **{n: given.get(n) for n in LOST}})
+        streamer = given.get("streamer") if streamer is None else streamer
+        assert input_ids is not None
+        prepared = (input_ids, generation_config, logits_processor, stopping_criteria)
+        return _decoded(model, Prepared(*prepared, options), streamer, generator)
+    if not hasattr(model, "generate"):
+        raise TypeError(
+            f"generate takes a model of transformers with a generate method, got {type(model).__name__}"
+        )
+    _refuse_lost(options)
+    found: Tensor = model.generate(
+        input_ids,
+        generation_config=generation_config,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        custom_generate=_with(streamer, generator),
+        **options,
+    )
+    return found
+
+
+def _with(streamer: Any, generator: torch.Generator | None) -> Callable[..., Tensor]:
+    """The function that transformers calls for `generate`."""
+
+    def custom(
+        model: Any,
+        input_ids: Tensor,
+        *,
+        generation_config: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        prepared = (input_ids, generation_config, logits_processor, stopping_criteria)
+        return _decoded(model, Prepared(*prepared, model_kwargs), streamer, generator)
+
+    return custom
+
+
+def _generate_frame(frame: FrameType | None, model: Any) -> FrameType | None:
+    """The frame of transformers' `generate`, which keeps arguments that it does not pass on, the streamer first."""
+    while frame is not None:
+        if frame.f_code.co_name == "generate" and frame.f_locals.get("self") is model:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _refuse_lost(given: dict[str, Any]) -> None:
+    for name in LOST:
+        if given.get(name) is not None and given[name] is not False:
+            raise refused(name, "it generates with one model, by one process")
+    if given.get("past_key_values") is not None:
+        raise refused("past_key_values", "it has a cache of its own")
+
+
+def _decoded(
+    model: Any, call: Prepared, streamer: Any, generator: torch.Generator | None
+) -> Tensor:
+    """The tokens of a call that transformers has prepared."""
+    options = read(model, call)
+    ids = call.input_ids.to(model.device)
+    batch, length = ids.shape
+    tokens = padded_length(ids.device, batch, length) + options.new_tokens
+    decoder = decoder_for(model, batch, tokens, ids.device)
+    seed = _drawn(generator) if options.choice.samples else 0
+    decoder.begin(ids, options.start, seed, options.hides_padding)
+    found = decode(model, decoder, ids, options.new_tokens, options.choice, options.chunk, streamer)
+    return found.to(call.input_ids.device)
+
+
+def _drawn(generator: torch.Generator | None) -> int:
+    """A seed of 63 bits."""
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(2**63 - 1, (), generator=generator, device=device))

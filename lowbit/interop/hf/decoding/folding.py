@@ -1,0 +1,222 @@
+"""Chains of operations in the graph of one token, each replaced by one kernel that computes the same.
+
+    RMS norm in 16 bits, as transformers' models write it (three ways)      rms_norm
+    silu(a) · b, gelu(a) · b by tanh                                        gated_activation
+    rotated queries and keys before the attention                           decode_attention rotates them
+    r + a low-bit linear                                                    weight_linear adds r
+
+A pattern is a tree of operations with names for what may stand in it. It is matched from its last operation upwards,
+so that other readers of an intermediate result do not matter: what nobody reads any more is removed afterwards. The
+kernels round once where the chains round after each operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+import lowbit_kernels  # noqa: F401  (defines torch.ops.lowbit)
+
+aten: Any = torch.ops.aten
+lowbit: Any = torch.ops.lowbit
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, eq=False)
+class Any_:
+    """Matches any argument, always the same one where the pattern has it several times."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Matches a call of `op`; its arguments match by position, those that follow may be anything. The arguments of
+    sums and products may be exchanged."""
+
+    op: Any
+    args: tuple[Any, ...]
+
+    @property
+    def is_symmetric(self) -> bool:
+        return self.op in (aten.add.Tensor, aten.mul.Tensor) and len(self.args) == 2
+
+
+def call(op: Any, *args: Any) -> Call:
+    return Call(op, args)
+
+
+def matched(pattern: Any, found: Any, bound: dict[Any, Any]) -> dict[Any, Any] | None:
+    """`bound` and what the pattern's parts stand for; None where it does not match."""
+    if isinstance(pattern, Any_ | Call) and pattern in bound:
+        return bound if bound[pattern] is found else None
+    if isinstance(pattern, Any_):
+        return {**bound, pattern: found}
+    if isinstance(pattern, Call):
+        return _matched_call(pattern, found, bound)
+    if isinstance(pattern, list):
+        if not isinstance(found, list | tuple) or len(found) != len(pattern):
+            return None
+        return _matched_all(pattern, found, bound)
+    return bound if type(found) in (int, float, bool, str) and pattern == found else None
+
+
+def _matched_call(pattern: Call, found: Any, bound: dict[Any, Any]) -> dict[Any, Any] | None:
+    if not isinstance(found, fx.Node) or found.target is not pattern.op:
+        return None
+    if len(found.args) < len(pattern.args):
+        return None
+    given = found.args[: len(pattern.args)]
+    orders = [given, given[::-1]] if pattern.is_symmetric else [given]
+    for order in orders:
+        result = _matched_all(pattern.args, order, {**bound, pattern: found})
+        if result is not None:
+            return result
+    return None
+
+
+def _matched_all(patterns: Any, found: Any, bound: dict[Any, Any] | None) -> dict[Any, Any] | None:
+    for pattern, one in zip(patterns, found, strict=True):
+        bound = None if bound is None else matched(pattern, one, bound)
+    return bound
+
+
+# ---- the patterns --------------------------------------------------------------------------------------------------
+
+X, WEIGHT, EPS, OTHER = Any_(), Any_(), Any_(), Any_()
+WIDE = call(aten._to_copy.default, X)
+MEAN = call(aten.mean.dim, call(aten.pow.Tensor_Scalar, WIDE, 2), [-1], True)
+NORMED = call(aten.mul.Tensor, WIDE, call(aten.rsqrt.default, call(aten.add.Tensor, MEAN, EPS)))
+ROUNDED_BEFORE = call(aten.mul.Tensor, call(aten._to_copy.default, NORMED), WEIGHT)
+ROUNDED_AFTER = call(aten._to_copy.default, call(aten.mul.Tensor, NORMED, WEIGHT))
+PLUS_ONE = call(aten.add.Tensor, call(aten._to_copy.default, WEIGHT), 1.0)
+STORED_MINUS_ONE = call(aten._to_copy.default, call(aten.mul.Tensor, NORMED, PLUS_ONE))
+
+SILU = call(aten.mul.Tensor, call(aten.silu.default, X), OTHER)
+GELU_OF_X = call(aten.gelu.default, X)
+GELU = call(aten.mul.Tensor, GELU_OF_X, OTHER)
+
+COS, SIN, HALF, END = Any_(), Any_(), Any_(), Any_()
+SECOND = call(aten.neg.default, call(aten.slice.Tensor, X, 3, HALF, END))
+TURNED = call(aten.cat.default, [SECOND, call(aten.slice.Tensor, X, 3, 0, HALF)], -1)
+ROTATED = call(
+    aten.add.Tensor,
+    call(aten.mul.Tensor, X, call(aten.unsqueeze.default, COS, 1)),
+    call(aten.mul.Tensor, TURNED, call(aten.unsqueeze.default, SIN, 1)),
+)
+
+
+def fold(module: fx.GraphModule) -> dict[str, int]:
+    """Replace the chains in `module`, in place. Returns how many of each kind."""
+    counts: dict[str, int] = {}
+    rules: list[tuple[str, Callable[[fx.Node], bool]]] = [
+        ("rms_norm", _fold_norm),
+        ("gated_activation", _fold_gate),
+        ("rotated attention", _fold_rotation),
+        ("residual", _fold_residual),
+    ]
+    for name, rule in rules:
+        for node in list(module.graph.nodes):
+            if node.op == "call_function" and rule(node):
+                counts[name] = counts.get(name, 0) + 1
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return counts
+
+
+def _value(node: Any) -> Any:
+    """The shape and dtype that a node has, as a tensor; None for anything else."""
+    return node.meta.get("val") if isinstance(node, fx.Node) else None
+
+
+def _replace(node: fx.Node, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    graph = node.graph
+    with graph.inserting_before(node):
+        new = graph.call_function(op, args, kwargs)
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    return True
+
+
+def _fold_norm(node: fx.Node) -> bool:
+    for pattern, offset in (
+        (STORED_MINUS_ONE, 1.0),
+        (ROUNDED_AFTER, 0.0),
+        (ROUNDED_BEFORE, 0.0),
+    ):
+        bound = matched(pattern, node, {})
+        if bound is None:
+            continue
+        x, weight, y = _value(bound[X]), _value(bound[WEIGHT]), _value(node)
+        fits = weight is not None and weight.ndim == 1 and x.shape == y.shape
+        if fits and x.dtype in HALVES and y.dtype == x.dtype and weight.shape[0] == x.shape[-1]:
+            args = (bound[X], bound[WEIGHT])
+            return _replace(
+                node, lowbit.rms_norm.default, args, {"eps": bound[EPS], "offset": offset}
+            )
+    return False
+
+
+def _fold_gate(node: fx.Node) -> bool:
+    for pattern, activation in ((SILU, "silu"), (GELU, "gelu_tanh")):
+        bound = matched(pattern, node, {})
+        if bound is None:
+            continue
+        if pattern is GELU and bound[GELU_OF_X].kwargs.get("approximate") != "tanh":
+            continue
+        gate, up = _value(bound[X]), _value(bound[OTHER])
+        if (
+            up is not None
+            and gate.dtype in HALVES
+            and (gate.shape, gate.dtype)
+            == (
+                up.shape,
+                up.dtype,
+            )
+        ):
+            args = (bound[X], bound[OTHER])
+            return _replace(node, lowbit.gated_activation.default, args, {"activation": activation})
+    return False
+
+
+def _fold_rotation(node: fx.Node) -> bool:
+    """Let the attention rotate its query and key."""
+    if node.target is not lowbit.decode_attention.default:
+        return False
+    args = list(node.args) + [None] * (11 - len(node.args))
+    if args[7] is not None:
+        return False
+    query, key = matched(ROTATED, args[0], {}), matched(ROTATED, args[1], {})
+    if query is None or key is None:
+        return False
+    if query[COS] is not key[COS] or query[SIN] is not key[SIN]:
+        return False
+    width, cos = _value(query[X]).shape[-1], _value(query[COS])
+    fits = query[HALF] == key[HALF] == width // 2 and cos.is_contiguous()
+    if not fits or cos.dtype != _value(query[X]).dtype or cos.shape[-1] != width:
+        return False
+    args[0], args[1], args[7], args[8] = query[X], key[X], query[COS], query[SIN]
+    node.args = tuple(args)
+    return True
+
+
+def _fold_residual(node: fx.Node) -> bool:
+    """Let a low-bit linear add what is added to its output."""
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return False
+    for linear, residual in (node.args, node.args[::-1]):
+        if (
+            isinstance(linear, fx.Node)
+            and linear.target is lowbit.weight_linear.default
+            and len(linear.users) == 1
+            and len(linear.args) >= 6
+            and linear.args[5] is None
+            and _value(residual) is not None
+            and _value(residual).shape == _value(linear).shape
+            and _value(residual).dtype == _value(linear).dtype
+        ):
+            args = (*linear.args[:5], residual, *linear.args[6:])
+            return _replace(node, linear.target, args, dict(linear.kwargs))
+    return False

@@ -1,0 +1,88 @@
+"""The decoders that a model keeps from call to call, and when they no longer fit it.
+
+A CUDA graph reads addresses. So a decoder serves a model as long as its modules, their settings and the addresses of
+their tensors are the same; values may change in place. Decoders go with the model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.interop.hf.decoding.step import Decoder
+from lowbit.tensor.core.base import LowbitTensor
+
+MOST_DECODERS = 4
+"""Decoders of a model, one a batch size."""
+LEAST, STEP = 256, 1024
+"""Capacities are powers of two from LEAST to STEP, and multiples of STEP."""
+
+SETTINGS = (bool, int, float, str, type(None))
+STOCK = ("torch.", "transformers.", "lowbit.")
+TORCH = frozenset(vars(nn.Module()))
+"""The attributes that every module has."""
+MOST_SHOWN = 16
+
+_held: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[int, Decoder]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def decoder_for(model: nn.Module, batch: int, tokens: int, device: torch.device) -> Decoder:
+    """The decoder of `model` for sequences of `tokens`: one that it has, or a new one for this batch size."""
+    facts = _facts(model)
+    known, decoders = _held.get(model, (None, {}))
+    if known != facts:
+        decoders = {}
+        _held[model] = facts, decoders
+    decoder = decoders.pop(batch, None)
+    if decoder is None or decoder.capacity < tokens:
+        decoder = None  # its memory goes first
+        decoder = Decoder(model, batch, capacity_for(tokens), device)
+    decoders[batch] = decoder  # the latest one last
+    while len(decoders) > MOST_DECODERS:
+        del decoders[next(iter(decoders))]
+    return decoder
+
+
+def capacity_for(tokens: int) -> int:
+    """The slots of a cache for so many tokens."""
+    capacity = LEAST
+    while capacity < min(tokens, STEP):
+        capacity *= 2
+    return capacity if tokens <= capacity else -(-tokens // STEP) * STEP
+
+
+def _facts(model: nn.Module) -> list[Any]:
+    """What a graph of the model depends on, besides the values of its tensors: the modules, their attributes that are
+    numbers, names or switches, and the addresses of their tensors."""
+    found: list[Any] = []
+    for module in model.modules():
+        own = vars(module)
+        found += [id(module), type(module), [v for v in own.values() if type(v) in SETTINGS]]
+        if not type(module).__module__.startswith(STOCK):  # an adapter has more
+            found += [
+                repr(v) if len(v) < MOST_SHOWN else len(v)
+                for k, v in own.items()
+                if type(v) in (dict, list, tuple, set) and k not in TORCH
+            ]
+        for tensors in (module._parameters, module._buffers):
+            for t in tensors.values():
+                if isinstance(t, LowbitTensor):
+                    found += [one.data_ptr() for one in _plain(t)]
+                elif t is not None:
+                    found.append(t.data_ptr())
+    return found
+
+
+def _plain(t: Tensor) -> Iterator[Tensor]:
+    """The plain tensors of a parameter or buffer."""
+    if isinstance(t, LowbitTensor):
+        for part in t.inner_tensors().values():
+            yield from _plain(part)
+    else:
+        yield t

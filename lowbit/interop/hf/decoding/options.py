@@ -1,0 +1,142 @@
+"""The options of a call, in transformers' names: what is taken, and errors for the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import stopping_criteria as criteria
+from transformers.generation.configuration_utils import GenerationMode
+
+from lowbit.interop.hf.decoding.choice import Choice, checked_processors, hides_padding
+from lowbit.interop.hf.decoding.refused import refused
+
+CHUNK = 2048
+"""Tokens of a prompt that the model reads at a time, without `prefill_chunk_size`."""
+OWN = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+"""Arguments of a model's forward that transformers makes for every call."""
+OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call of transformers' `generate`, as far as it has prepared it: input_ids int64 [batch, length], the
+    GenerationConfig, logits processors, stopping criteria, arguments of the model's forward."""
+
+    input_ids: Tensor
+    config: Any
+    processors: Any
+    stops: Any
+    model_kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """A call's options. ``start``: the first column of each sequence; those before it are padding. ``hides_padding``:
+    the choice does not see padding."""
+
+    choice: Choice
+    new_tokens: int
+    chunk: int
+    start: list[int]
+    hides_padding: bool
+
+
+def read(model: Any, call: Prepared) -> Options:
+    """The options of a call. Raises ValueError, which names the option, for everything else than `generate`
+    describes."""
+    config = call.config
+    _check_config(config)
+    _check_model(model)
+    for name, value in call.model_kwargs.items():
+        if name not in OWN and value is not None and value is not False:
+            raise refused(name, "it takes input_ids and attention_mask")
+    longest, ends = _limits(call.stops)
+    pad = config._pad_token_tensor
+    pad_id = 0 if pad is None else int(pad)
+    batch, length = call.input_ids.shape
+    start = _starts(call.model_kwargs, batch, length)
+    processors = checked_processors(call.processors, start)
+    return Options(
+        Choice(processors, bool(config.do_sample), ends, pad_id),
+        longest - length,
+        config.prefill_chunk_size or CHUNK,
+        start,
+        hides_padding(call.processors),
+    )
+
+
+def _check_config(config: Any) -> None:
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise refused(
+            f"the mode {mode.value!r} (num_beams={config.num_beams})", "it is greedy or samples"
+        )
+    for name in OUTPUTS:
+        if getattr(config, name, None):
+            raise refused(f"{name}=True", "it returns tokens alone")
+    if config.return_dict_in_generate:
+        raise refused("return_dict_in_generate=True", "it returns a tensor of tokens")
+    if config.use_cache is False:
+        raise refused("use_cache=False", "its cache is static")
+    if config.cache_implementation not in (None, "static"):
+        raise refused(
+            f"cache_implementation={config.cache_implementation!r}", "its cache is static"
+        )
+    for name in ("compile_config", "prompt_lookup_num_tokens", "use_mtp", "speculation_type"):
+        if getattr(config, name, None):
+            raise refused(
+                f"{name}={getattr(config, name)!r}", "it captures a CUDA graph of a token"
+            )
+
+
+def _check_model(model: Any) -> None:
+    if model.config.is_encoder_decoder:
+        raise refused(type(model).__name__, "it takes decoder-only models")
+    if model.training:
+        raise refused("a model in training mode", "call model.eval() first")
+    if not model._supports_attention_backend:
+        raise refused(type(model).__name__, "its attention is its own")
+    places = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
+    if len(places) > 1:
+        raise refused(f"a model on {sorted(places)}", "one device holds the whole model")
+
+
+def _limits(stops: Any) -> tuple[int, tuple[int, ...]]:
+    """The most tokens of a sequence, and the tokens that end it."""
+    longest, ends = None, ()
+    for one in stops:
+        if type(one) is criteria.MaxLengthCriteria:
+            longest = one.max_length if longest is None else min(longest, one.max_length)
+        elif type(one) is criteria.EosTokenCriteria:
+            ends = (*ends, *one.eos_token_id.flatten().tolist())
+        else:
+            raise refused(
+                f"the stopping criterion {type(one).__name__}",
+                "it stops at max_new_tokens, max_length and eos_token_id",
+            )
+    if longest is None:
+        raise refused("no max_new_tokens or max_length", "its cache has a fixed length")
+    return longest, ends
+
+
+def _starts(model_kwargs: dict[str, Any], batch: int, length: int) -> list[int]:
+    """The first column of each sequence, from the mask and the positions."""
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    seen = torch.ones(batch, length, dtype=torch.bool) if mask is None else mask.bool().cpu()
+    if seen.shape != (batch, length):
+        raise refused(
+            f"an attention_mask of shape {tuple(seen.shape)}", f"it takes {(batch, length)}"
+        )
+    starts = (~seen).sum(1)
+    expected = torch.arange(length) >= starts[:, None]
+    if not torch.equal(seen, expected) or not seen[:, -1].all():
+        raise refused("this attention_mask", "padding stands on the left (padding_side='left')")
+    if positions is not None:
+        own = (torch.arange(length) - starts[:, None]).clamp(min=0)
+        given = positions.cpu().expand(batch, -1) if positions.ndim == 2 else positions
+        if given.shape != own.shape or not torch.equal(given[seen], own[seen]):
+            raise refused("these position_ids", "they count from each sequence's first token")
+    return [int(n) for n in starts]

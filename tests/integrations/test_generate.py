@@ -1,0 +1,461 @@
+"""`lowbit.hf.generate`: the tokens of transformers' own loop, its options, and errors for everything else."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowbit as lb
+from tests.integrations.models import SIZES
+
+transformers = pytest.importorskip("transformers")
+
+from lowbit import hf  # noqa: E402
+from lowbit.interop.hf.decoding import held, loop, options  # noqa: E402
+from lowbit.interop.hf.decoding.choice import Choice  # noqa: E402
+from lowbit.interop.hf.decoding.step import Decoder, _token  # noqa: E402
+from lowbit_kernels.runtime import launches  # noqa: E402
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+HEADS = {"head_dim": 16, "sliding_window": 6}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "mistral": ("Mistral", {"sliding_window": 6}),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": ("Gemma2", HEADS),
+    "gemma3": ("Gemma3", HEADS),
+    "phi3": ("Phi3", {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "qwen3-moe": ("Qwen3Moe", EXPERTS),
+    "gpt-oss": ("GptOss", {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt-neox": ("GPTNeoX", {}),
+}
+over_families = pytest.mark.parametrize("family", FAMILIES)
+
+
+@functools.cache
+def made(family: str = "llama", **changes: Any) -> Any:
+    """A tiny model whose tokens vary; tests that change it take a copy."""
+    name, settings = FAMILIES[family]
+    kind = "TextConfig" if family == "gemma3" else "Config"
+    own = {**SIZES, "num_hidden_layers": 2, "tie_word_embeddings": False, **settings, **changes}
+    torch.manual_seed(0)
+    config = getattr(transformers, name + kind)(**own)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    return model
+
+
+def fresh(family: str = "llama", **changes: Any) -> Any:
+    made.cache_clear()
+    model = made(family, **changes)
+    made.cache_clear()
+    return model
+
+
+def prompts(batch: int, length: int = 11, padding: bool = True) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(batch)
+    ids = torch.randint(3, SIZES["vocab_size"], (batch, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if padding:
+        for row in range(1, batch):
+            mask[row, : (3 * row) % length] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+# ---- greedy --------------------------------------------------------------------------------------------------------
+
+
+@over_families
+def test_the_tokens_of_transformers_greedy_loop(family: str) -> None:
+    model = made(family)
+    for batch, penalty in ((1, None), (3, None), (3, 1.8)):
+        inputs = {**prompts(batch), "max_new_tokens": 20, "do_sample": False}
+        settings = {**inputs, "eos_token_id": None, "repetition_penalty": penalty}
+        expected = model.generate(**settings)
+        assert torch.equal(hf.generate(model, **settings), expected)
+        assert torch.equal(model.generate(**settings, custom_generate=hf.generate), expected)
+        chunked = hf.generate(model, **settings, prefill_chunk_size=4)
+        assert torch.equal(chunked, expected)
+    assert len(set(expected[0, 11:].tolist())) > 9
+
+
+def test_a_prompt_beyond_the_least_cache_and_a_shorter_one_after_it() -> None:
+    model = fresh()
+    for length in (300, 5, 700):
+        settings = {**prompts(2, length), "max_new_tokens": 5, "do_sample": False}
+        assert torch.equal(hf.generate(model, **settings), model.generate(**settings))
+    (decoder,) = held._held[model][1].values()
+    assert decoder.capacity == 1024
+    assert [held.capacity_for(n) for n in (1, 256, 257, 1024, 1025, 5000)] == [
+        *(256, 256, 512, 1024, 2048, 5120)
+    ]
+
+
+def test_sequences_end_one_by_one() -> None:
+    model = made()
+    settings: dict[str, Any] = {**prompts(3), "max_new_tokens": 30, "do_sample": False}
+    plain = model.generate(**settings, eos_token_id=None)[:, 11:]
+    ends = [int(plain[0, 3]), int(plain[1, 9]), int(plain[2, 14])]
+    for eos in (ends, ends[:1], ends[1]):
+        own = {**settings, "eos_token_id": eos, "pad_token_id": 77}
+        expected = model.generate(**own)
+        assert torch.equal(hf.generate(model, **own), expected)
+    assert expected.shape[1] <= 41 and (model.generate(**settings, eos_token_id=ends) != 77).any()
+
+
+def test_settings_of_the_generation_config() -> None:
+    model = fresh()
+    model.generation_config.max_new_tokens = 6
+    model.generation_config.repetition_penalty = 1.7
+    inputs = prompts(2)
+    expected = model.generate(**inputs)
+    assert expected.shape[1] == 17 and torch.equal(hf.generate(model, **inputs), expected)
+    own = transformers.GenerationConfig(max_length=15, num_return_sequences=1, eos_token_id=None)
+    expected = model.generate(**inputs, generation_config=own)
+    assert torch.equal(hf.generate(model, **inputs, generation_config=own), expected)
+    assert hf.generate(model, inputs["input_ids"][:1], max_new_tokens=1).shape == (1, 12)
+
+
+# ---- sampling ------------------------------------------------------------------------------------------------------
+
+WARPED = [
+    {"temperature": 0.7},
+    {"top_k": 7},
+    {"top_p": 0.6, "temperature": 1.3},
+    {"min_p": 0.2, "top_k": 0},
+    {"repetition_penalty": 1.9, "top_k": 20, "renormalize_logits": True},
+    {"typical_p": 0.5, "epsilon_cutoff": 1e-3, "eta_cutoff": 1e-3},
+]
+
+
+@pytest.mark.parametrize("warped", WARPED, ids=str)
+def test_scores_are_those_of_transformers_processors(
+    warped: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+    own = Choice.scores
+
+    def scores(self: Choice, ids: Tensor, logits: Tensor) -> Tensor:
+        found = own(self, ids, logits)
+        seen.append((ids.clone(), logits.clone(), found.clone()))
+        return found
+
+    monkeypatch.setattr(Choice, "scores", scores)
+    model, inputs = made(), prompts(2)
+    settings = {**inputs, "do_sample": True, "max_new_tokens": 4, "eos_token_id": None, **warped}
+    found = hf.generate(model, **settings)
+    lists: list[Any] = []
+
+    def keep(model: Any, input_ids: Tensor, *, logits_processor: Any, **_: Any) -> Tensor:
+        lists.append(logits_processor)
+        return input_ids
+
+    model.generate(**settings, custom_generate=keep)
+    assert len(seen) == 4 and len(lists[0]) >= len(warped) - 1
+    for n, (_, logits, processed) in enumerate(seen):
+        expected = lists[0](found[:, : 11 + n], logits.float())
+        assert torch.equal(processed, expected)
+
+
+def test_draws_have_the_distribution_of_the_scores() -> None:
+    logits = torch.randn(5)
+    logits[3] = -torch.inf
+    rows = 40_000
+    seed, column = torch.tensor([9]), torch.tensor([4])
+    choice = Choice((), True, (), 0)
+    ids = torch.zeros(rows, 1, dtype=torch.int64)
+    found = choice.tokens(ids, logits.expand(rows, 5), seed, column)
+    share = logits.double().softmax(0)
+    off = (found.bincount(minlength=5) / rows - share).abs()
+    assert (off <= 5 * (share * (1 - share) / rows).sqrt()).all()
+    again = choice.tokens(ids, logits.expand(rows, 5), seed, column)
+    other = choice.tokens(ids, logits.expand(rows, 5), seed, column + 1)
+    assert torch.equal(found, again) and 0.3 < (found == other).float().mean() < 0.9
+
+
+def test_a_seed_gives_the_same_tokens() -> None:
+    model, inputs = made(), prompts(2)
+    settings = {**inputs, "do_sample": True, "max_new_tokens": 12, "top_k": 0}
+
+    def drawn(seed: int) -> Tensor:
+        return hf.generate(model, **settings, generator=torch.Generator().manual_seed(seed))
+
+    assert torch.equal(drawn(1), drawn(1)) and not torch.equal(drawn(1), drawn(2))
+    torch.manual_seed(3)
+    first = model.generate(**settings, custom_generate=hf.generate)
+    second = model.generate(**settings, custom_generate=hf.generate)
+    torch.manual_seed(3)
+    assert torch.equal(hf.generate(model, **settings), first) and not torch.equal(first, second)
+    by_hook = {**settings, "generator": torch.Generator().manual_seed(1)}
+    assert torch.equal(model.generate(**by_hook, custom_generate=hf.generate), drawn(1))
+    several = hf.generate(model, **{**settings, **prompts(1)}, num_return_sequences=3)
+    assert several.shape[0] == 3 and not torch.equal(several[0], several[1])
+
+
+class Heard:
+    """A streamer that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.tokens: list[list[Any]] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        assert value.device.type == "cpu" and not self.ended
+        self.tokens.append(value.tolist())
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("eos", [None, 1], ids=["to-the-end", "eos"])
+def test_a_streamer_hears_what_transformers_tells_it(eos: int | None) -> None:
+    model, inputs = made(), prompts(1)
+    settings: dict[str, Any] = {**inputs, "max_new_tokens": 12, "do_sample": False}
+    if eos is not None:
+        eos = int(model.generate(**settings, eos_token_id=None)[0, 11 + 6])
+    heard = [Heard(), Heard(), Heard()]
+    settings |= {"eos_token_id": eos}
+    model.generate(**settings, streamer=heard[0])
+    hf.generate(model, **settings, streamer=heard[1])
+    model.generate(**settings, streamer=heard[2], custom_generate=hf.generate)
+    assert heard[0].tokens == heard[1].tokens == heard[2].tokens
+    assert all(one.ended for one in heard)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"num_beams": 2}, "num_beams=2"),
+    ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True"),
+    ({"return_dict_in_generate": True}, "return_dict_in_generate=True"),
+    ({"use_cache": False}, "use_cache=False"),
+    ({"cache_implementation": "dynamic"}, "cache_implementation='dynamic'"),
+    ({"max_time": 3.0}, "the stopping criterion MaxTimeCriteria"),
+    ({"no_repeat_ngram_size": 2}, "the logits processor NoRepeatNGramLogitsProcessor"),
+    ({"min_new_tokens": 3}, "the logits processor Min(NewTokens)?LengthLogitsProcessor"),
+    ({"guidance_scale": 1.5}, "the logits processor UnbatchedClassifierFreeGuidance"),
+    ({"prefix_allowed_tokens_fn": lambda *_: [5]}, "PrefixConstrainedLogitsProcessor"),
+    ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens|assisted_generation"),
+    ({"synced_gpus": True}, "synced_gpus"),
+    ({"past_key_values": transformers.DynamicCache()}, "past_key_values"),
+    ({"token_type_ids": torch.zeros(1, 11, dtype=torch.int64)}, "token_type_ids"),
+    ({"attention_mask": torch.ones(1, 11).long().index_fill(1, torch.tensor([10]), 0)}, "attention_mask"),
+    ({"attention_mask": torch.ones(1, 11).long().index_fill(1, torch.tensor([5]), 0)}, "attention_mask"),
+    ({"position_ids": torch.arange(11)[None] + 3}, "position_ids"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("option", "said"), REFUSED, ids=[said for _, said in REFUSED])
+def test_what_it_does_not_do_raises(option: dict[str, Any], said: str) -> None:
+    model, inputs = made(), prompts(1)
+    settings = {**inputs, "max_new_tokens": 3, "do_sample": False, **option}
+    for call in (
+        lambda: hf.generate(model, **settings),
+        lambda: model.generate(**settings, custom_generate=hf.generate),
+    ):
+        with pytest.raises(ValueError, match=said) as error:
+            call()
+        if "token_type_ids" not in option:  # transformers' own message
+            assert "without custom_generate, which is transformers' own loop" in str(error.value)
+
+
+def test_models_that_it_does_not_take() -> None:
+    inputs = {**prompts(1), "max_new_tokens": 3}
+    model = fresh()
+    model.train()
+    with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
+        hf.generate(model, **inputs)
+    chunked = transformers.Llama4TextConfig(
+        **{**SIZES, "attention_chunk_size": 6, "head_dim": 16, "num_local_experts": 2}
+    )
+    llama4 = transformers.Llama4ForCausalLM(chunked).eval()
+    with pytest.raises(ValueError, match="neither causal nor a causal sliding window"):
+        hf.generate(llama4, **inputs)
+    falcon = transformers.FalconForCausalLM(transformers.FalconConfig(**SIZES)).eval()
+    with pytest.raises(ValueError, match="FalconForCausalLM: its attention is its own"):
+        hf.generate(falcon, **inputs)
+    with pytest.raises(TypeError, match="got Linear"):
+        hf.generate(torch.nn.Linear(2, 2), **inputs)
+    own = transformers.StoppingCriteriaList([lambda ids, scores, **_: ids[:, 0] > 0])
+    with pytest.raises(ValueError, match="the stopping criterion function"):
+        hf.generate(made(), **inputs, stopping_criteria=own)
+
+
+# ---- what a model keeps --------------------------------------------------------------------------------------------
+
+
+def decoder_of(model: Any, batch: int = 2) -> Any:
+    """The decoder after a call."""
+    hf.generate(model, **prompts(batch), max_new_tokens=3, do_sample=False)
+    return held._held[model][1][batch]
+
+
+def test_a_model_keeps_its_decoders_until_it_changes_or_goes() -> None:
+    model = fresh().bfloat16()
+    first = decoder_of(model)
+    assert decoder_of(model) is first
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)  # the same address
+    assert decoder_of(model) is first
+    lb.quantize_(model, lb.Int4WeightOnly(32))
+    second = decoder_of(model)
+    assert second is not first
+    lb.inference.fuse_linears_(model)
+    third = decoder_of(model)
+    assert third is not second
+    model.model.layers[0].mlp.act_fn = torch.nn.Tanh()
+    assert decoder_of(model) is not third
+    for batch in range(1, 7):
+        decoder_of(model, batch)
+    assert list(held._held[model][1]) == [3, 4, 5, 6]
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@over_families
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+def test_the_folded_graph_of_a_token_computes_the_forward(family: str, fused: bool) -> None:
+    """Traced on a CPU, where `generate` traces nothing."""
+    model = fresh(family).bfloat16()
+    lb.quantize_(model, {"lm_head": None, "*": lb.Int4WeightOnly(32)})
+    if fused:
+        if family in ("phi3", "gpt-neox"):
+            pytest.skip("it stores its projections joined")
+        lb.inference.fuse_linears_(model)
+    with torch.no_grad():
+        decoder = Decoder(model, 2, 256, torch.device("cpu"))
+        decoder.begin(prompts(2)["input_ids"], [0, 3], 0)
+        decoder.choose(Choice((), False, (), 0), decoder.read_prompt(model, 100))
+        given = (decoder.token, decoder.position_ids, decoder.position, decoder.start)
+        expected = _token(model, decoder.cache)(*given).float()
+        with launches.counted() as calls:
+            found = decoder.traced(model)(*given).float()
+    assert (found - expected).norm() < 0.03 * expected.norm()
+    if family == "gpt-neox":  # it has layer norms, and gates nothing
+        return
+    layers, experts = 2, family in ("mixtral", "qwen3-moe", "gpt-oss")
+    norms = {"qwen3": 4, "gemma2": 4, "gemma3": 6, "qwen3-moe": 4}.get(family, 2)
+    assert decoder.folded["rms_norm"] == layers * norms + 1
+    assert calls["decode_attention", "torch"] == 2 * layers, "one in the forward, one in the graph"
+    if family not in ("phi3", "gpt-oss"):  # other ways to rotate
+        assert decoder.folded["rotated attention"] == layers
+    if not experts:
+        assert decoder.folded["gated_activation"] == layers
+        if "gemma" not in family or family == "gemma":  # they have a norm before the sum
+            assert decoder.folded["residual"] == 2 * layers
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------------
+
+BOUND = 2**-5
+"""Where bfloat16 tokens differ from transformers', their logits differ by this share of the largest one at most."""
+
+
+def check_parting(model: Any, inputs: dict[str, Tensor], found: Tensor, expected: Tensor) -> None:
+    """Where the tokens part first, transformers' logits of both tokens are nearly equal."""
+    length = min(found.shape[1], expected.shape[1])
+    for row in range(found.shape[0]):
+        apart = (found[row, :length] != expected[row, :length]).nonzero()
+        if not len(apart):
+            continue
+        at = int(apart[0])
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, at), value=1)[
+            row : row + 1, :at
+        ]
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        own = model(expected[row : row + 1, :at], attention_mask=mask, position_ids=positions)
+        logits = own.logits[0, -1].float()
+        gap = (logits[expected[row, at]] - logits[found[row, at]]).abs()
+        assert gap <= BOUND * logits.abs().max(), f"row {row}, column {at}: {gap}"
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@over_families
+def test_graphs_generate_what_transformers_does(family: str) -> None:
+    """float32: the same tokens. bfloat16 and int4: the same, or the two logits are within the bound."""
+    for kind in ("float32", "bfloat16", "int4"):
+        model = fresh(family).cuda()
+        model = model if kind == "float32" else model.bfloat16()
+        if kind == "int4":
+            lb.quantize_(model, {"lm_head": None, "*": lb.Int4WeightOnly(32)})
+        for batch in (1, 3):
+            inputs = {k: t.cuda() for k, t in prompts(batch).items()}
+            settings = {**inputs, "max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+            expected = model.generate(**settings)
+            for _ in range(3):  # the second prompt of a length is captured
+                found = hf.generate(model, **settings)
+                if kind == "float32":
+                    assert torch.equal(found, expected)
+                check_parting(model, inputs, found, expected)
+            decoder = held._held[model][1][batch]
+            assert len(decoder._steps) == 1 and decoder._prompts[16] not in (None, (None, None))
+
+
+@pytest.mark.gpu
+def test_a_graph_runs_without_python_and_is_captured_once() -> None:
+    """200 tokens and prompts of two lengths: one graph of a token; its ops are not called again."""
+    torch._dynamo.utils.counters.clear()
+    model = fresh().cuda().bfloat16()
+    lb.quantize_(model, {"lm_head": None, "*": lb.Int4WeightOnly(32)})
+    lb.inference.fuse_linears_(model)
+    settings = {"max_new_tokens": 200, "do_sample": False, "eos_token_id": None}
+    outs = []
+    for length in (11, 300, 11, 11, 300):
+        inputs = {k: t.cuda() for k, t in prompts(2, length).items()}
+        with launches.counted() as calls:
+            outs.append(hf.generate(model, **inputs, **settings))
+    assert calls["decode_attention", "triton"] == 0 and calls["weight_linear", "decode"] <= 1
+    (decoder,) = held._held[model][1].values()
+    assert len(decoder._steps) == 1 and list(decoder._prompts) == [16]
+    assert torch.equal(outs[2], outs[3]) and torch.equal(outs[1], outs[4])
+    assert not torch._dynamo.utils.counters["frames"]
+    with launches.counted() as calls, torch.no_grad():
+        decoder._one(decoder._forward, Choice((), False, (), 0))
+    layers = 2
+    assert calls["decode_attention", "triton"] == layers
+    assert calls["gated_activation", "triton"] == layers
+    assert calls["rms_norm", "triton"] == 2 * layers + 1
+    assert calls["argmax_rows", "triton"] == 1
+    assert sum(n for (op, _), n in calls.items() if op == "weight_linear") == 4 * layers
+
+
+@pytest.mark.gpu
+def test_options_on_a_gpu() -> None:
+    model = fresh().cuda()
+    inputs = {k: t.cuda() for k, t in prompts(3).items()}
+    settings: dict[str, Any] = {**inputs, "max_new_tokens": 40, "do_sample": False}
+    plain = model.generate(**settings, eos_token_id=None)[:, 11:]
+    ends = [int(plain[0, 3]), int(plain[1, 9]), int(plain[2, 14])]
+    own = {**settings, "eos_token_id": ends, "pad_token_id": 77, "repetition_penalty": 1.3}
+    assert torch.equal(hf.generate(model, **own), model.generate(**own))
+    heard = [Heard(), Heard()]
+    one = {k: t[:1] for k, t in inputs.items()}
+    alone = {**settings, **one, "eos_token_id": ends}
+    model.generate(**alone, streamer=heard[0])
+    model.generate(**alone, streamer=heard[1], custom_generate=hf.generate)
+    assert heard[0].tokens == heard[1].tokens and heard[1].ended
+    for warped in WARPED:
+        drawn = {**settings, "do_sample": True, "eos_token_id": None, **warped}
+        found = [
+            hf.generate(model.to(device), **{**drawn, **{k: t.to(device) for k, t in inputs.items()}},
+                        generator=torch.Generator().manual_seed(5)).cpu()
+            for device in ("cuda", "cuda", "cpu")
+        ]  # fmt: skip
+        model.cuda()
+        assert torch.equal(found[0], found[1])
+        assert (found[0] == found[2]).float().mean() > 0.9, "float32 logits round differently"
+    assert loop.LOOK > 1 and options.CHUNK >= 256
