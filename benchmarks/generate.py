@@ -1,8 +1,9 @@
-"""transformers' own `generate` on an 8B Llama: tokens a second of a model as a user converts it.
+"""`generate` on an 8B Llama, transformers' own and lowbit's: tokens a second of a model as a user converts it.
 
 The model is transformers' Llama with random weights. `cache_implementation="static"` lets transformers compile the
-forward of a token. "plain buffers" is what a graph could cost at best: each linear is replaced by a module that keeps
-the codes and scales as buffers and calls the op of lowbit's int4 kernel, or torch's (tinygemm).
+forward of a token; `lowbit.hf.generate` captures a CUDA graph of it. "plain buffers" is what a compiled graph could
+cost at best: each linear is replaced by a module that keeps the codes and scales as buffers and calls the op of
+lowbit's int4 kernel, or torch's (tinygemm).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.registry import Problem, Result, Row, Table, benchmark
 from benchmarks.report import ratio
-from lowbit import Int4WeightOnly, Int8WeightOnly, inference, quantize_
+from lowbit import Int4WeightOnly, Int8WeightOnly, Scheme, inference, quantize_
 from lowbit.tensor import AffineTensor
 from lowbit_kernels.weight_only.weight_linear import weight_linear
 
@@ -87,18 +88,28 @@ def with_buffers(kind: Callable[[AffineTensor], nn.Module]) -> Callable[[nn.Modu
     return convert
 
 
-def fused(model: nn.Module) -> None:
-    quantize_(model, Int4WeightOnly(GROUP))
-    inference.fuse_linears_(model)
+def fused(scheme: Scheme) -> Callable[[nn.Module], object]:
+    def convert(model: nn.Module) -> None:
+        quantize_(model, scheme)
+        inference.fuse_linears_(model)
+
+    return convert
 
 
 CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
     "int4 g128": lambda model: quantize_(model, Int4WeightOnly(GROUP)),
-    "int4 g128, fused": fused,
+    "int4 g128, fused": fused(Int4WeightOnly(GROUP)),
     "int8": lambda model: quantize_(model, Int8WeightOnly()),
+    "int8, fused": fused(Int8WeightOnly()),
     "int4 g128, plain buffers": with_buffers(Int4Buffers),
     "tinygemm, plain buffers": with_buffers(Tinygemm),
     PLAIN: lambda model: None,
+}
+OWN_LOOP = ", lowbit.hf.generate"
+"""How the names of the rows end that lowbit's loop generates."""
+CONVERSIONS |= {
+    name + OWN_LOOP: CONVERSIONS[name]
+    for name in ("int4 g128", "int4 g128, fused", "int8, fused", PLAIN)
 }
 
 
@@ -153,7 +164,11 @@ def measure_generate(candidate: Model, repeats: int) -> Speed:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    from lowbit.hf import generate as own
+
     model = candidate.made()
+    is_own = candidate.name.endswith(OWN_LOOP)
+    loop = {"custom_generate": own} if is_own else {"cache_implementation": "static"}
     last = dict(candidate.shape)["vocab_size"]
     tokens = torch.randint(0, last, (candidate.batch, PROMPT), device=candidate.device)
 
@@ -164,7 +179,7 @@ def measure_generate(candidate: Model, repeats: int) -> Speed:
             attention_mask=torch.ones_like(tokens),
             max_new_tokens=NEW,
             do_sample=False,
-            cache_implementation="static",
+            **loop,
         )
         out.tolist()  # waits for the device
         return time.perf_counter() - start
@@ -187,12 +202,12 @@ GENERATE_TABLE = Table(
     measure=measure_generate,
     cells=generate_cells,
     legend=f"{PROMPT} tokens of prompt, {NEW} new ones, greedy, "
-    '`model.generate(…, cache_implementation="static")`; the time of the whole call, its prompt included. '
-    "*first call*: it compiles.",
+    '`model.generate(…, cache_implementation="static")` or `(…, custom_generate=lowbit.hf.generate)`; the time of the '
+    "whole call, its prompt included. *first call*: it compiles or captures.",
 )
 
 
-@benchmark("generate", "transformers' generate on an 8B Llama", table=GENERATE_TABLE)
+@benchmark("generate", "generate on an 8B Llama, by transformers and lowbit", table=GENERATE_TABLE)
 def generate() -> Iterator[Problem]:
     check_peers()
     for batch in (1, 16):

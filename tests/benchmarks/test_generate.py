@@ -1,4 +1,4 @@
-"""The benchmark of transformers' generate, on a tiny model and a CPU."""
+"""The benchmark of generate, on a tiny model and a CPU."""
 
 import pytest
 

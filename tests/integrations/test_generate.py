@@ -95,6 +95,9 @@ def test_a_prompt_beyond_the_least_cache_and_a_shorter_one_after_it() -> None:
     for length in (300, 5, 700):
         settings = {**prompts(2, length), "max_new_tokens": 5, "do_sample": False}
         assert torch.equal(hf.generate(model, **settings), model.generate(**settings))
+    with torch.inference_mode():
+        assert torch.equal(hf.generate(model, **settings), model.generate(**settings))
+    assert torch.equal(hf.generate(model, **settings), model.generate(**settings))
     (decoder,) = held._held[model][1].values()
     assert decoder.capacity == 1024
     assert [held.capacity_for(n) for n in (1, 256, 257, 1024, 1025, 5000)] == [
@@ -383,29 +386,6 @@ def check_parting(model: Any, inputs: dict[str, Tensor], found: Tensor, expected
 
 
 @pytest.mark.gpu
-@torch.no_grad()
-@over_families
-def test_graphs_generate_what_transformers_does(family: str) -> None:
-    """float32: the same tokens. bfloat16 and int4: the same, or the two logits are within the bound."""
-    for kind in ("float32", "bfloat16", "int4"):
-        model = fresh(family).cuda()
-        model = model if kind == "float32" else model.bfloat16()
-        if kind == "int4":
-            lb.quantize_(model, {"lm_head": None, "*": lb.Int4WeightOnly(32)})
-        for batch in (1, 3):
-            inputs = {k: t.cuda() for k, t in prompts(batch).items()}
-            settings = {**inputs, "max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
-            expected = model.generate(**settings)
-            for _ in range(3):  # the second prompt of a length is captured
-                found = hf.generate(model, **settings)
-                if kind == "float32":
-                    assert torch.equal(found, expected)
-                check_parting(model, inputs, found, expected)
-            decoder = held._held[model][1][batch]
-            assert len(decoder._steps) == 1 and decoder._prompts[16] not in (None, (None, None))
-
-
-@pytest.mark.gpu
 def test_a_graph_runs_without_python_and_is_captured_once() -> None:
     """200 tokens and prompts of two lengths: one graph of a token; its ops are not called again."""
     torch._dynamo.utils.counters.clear()
@@ -414,14 +394,14 @@ def test_a_graph_runs_without_python_and_is_captured_once() -> None:
     lb.inference.fuse_linears_(model)
     settings = {"max_new_tokens": 200, "do_sample": False, "eos_token_id": None}
     outs = []
-    for length in (11, 300, 11, 11, 300):
+    for length in (300, 11, 300, 11):
         inputs = {k: t.cuda() for k, t in prompts(2, length).items()}
         with launches.counted() as calls:
             outs.append(hf.generate(model, **inputs, **settings))
-    assert calls["decode_attention", "triton"] == 0 and calls["weight_linear", "decode"] <= 1
+    assert calls == {("argmax_rows", "triton"): 1}, "after a captured prompt only the choice runs"
     (decoder,) = held._held[model][1].values()
     assert len(decoder._steps) == 1 and list(decoder._prompts) == [16]
-    assert torch.equal(outs[2], outs[3]) and torch.equal(outs[1], outs[4])
+    assert torch.equal(outs[0], outs[2]) and torch.equal(outs[1], outs[3])
     assert not torch._dynamo.utils.counters["frames"]
     with launches.counted() as calls, torch.no_grad():
         decoder._one(decoder._forward, Choice((), False, (), 0))
@@ -434,6 +414,30 @@ def test_a_graph_runs_without_python_and_is_captured_once() -> None:
 
 
 @pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.cover("values")
+@pytest.mark.parametrize("batch", [3, 1])
+@pytest.mark.parametrize("kind", ["float32", "int4", "bfloat16"])
+@over_families
+def test_graphs_generate_what_transformers_does(family: str, kind: str, batch: int) -> None:
+    """float32: the same tokens. bfloat16 and int4: the same, or the two logits are within the bound."""
+    model = fresh(family).cuda()
+    model = model if kind == "float32" else model.bfloat16()
+    if kind == "int4":
+        lb.quantize_(model, {"lm_head": None, "*": lb.Int4WeightOnly(32)})
+    inputs = {k: t.cuda() for k, t in prompts(batch).items()}
+    settings = {**inputs, "max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(**settings)
+    found = hf.generate(model, **settings)
+    if kind == "float32":
+        assert torch.equal(found, expected)
+    check_parting(model, inputs, found, expected)
+    assert torch.equal(hf.generate(model, **settings), found)
+    decoder = held._held[model][1][batch]
+    assert len(decoder._steps) == 1 and decoder._prompts[16] is not None
+
+
+@pytest.mark.gpu
 def test_options_on_a_gpu() -> None:
     model = fresh().cuda()
     inputs = {k: t.cuda() for k, t in prompts(3).items()}
@@ -443,19 +447,21 @@ def test_options_on_a_gpu() -> None:
     own = {**settings, "eos_token_id": ends, "pad_token_id": 77, "repetition_penalty": 1.3}
     assert torch.equal(hf.generate(model, **own), model.generate(**own))
     heard = [Heard(), Heard()]
-    one = {k: t[:1] for k, t in inputs.items()}
-    alone = {**settings, **one, "eos_token_id": ends}
+    alone = {**settings, **{k: t[:1] for k, t in inputs.items()}, "eos_token_id": ends}
     model.generate(**alone, streamer=heard[0])
     model.generate(**alone, streamer=heard[1], custom_generate=hf.generate)
     assert heard[0].tokens == heard[1].tokens and heard[1].ended
-    for warped in WARPED:
-        drawn = {**settings, "do_sample": True, "eos_token_id": None, **warped}
-        found = [
-            hf.generate(model.to(device), **{**drawn, **{k: t.to(device) for k, t in inputs.items()}},
-                        generator=torch.Generator().manual_seed(5)).cpu()
-            for device in ("cuda", "cuda", "cpu")
-        ]  # fmt: skip
-        model.cuda()
-        assert torch.equal(found[0], found[1])
-        assert (found[0] == found[2]).float().mean() > 0.9, "float32 logits round differently"
+    drawn = [sampled(model, inputs, warped) for warped in (*WARPED, *WARPED[-1:])]
+    assert torch.equal(drawn[-1], drawn[-2])
+    model.cpu()
+    for one, warped in zip(drawn, WARPED, strict=False):
+        other = sampled(model, {k: t.cpu() for k, t in inputs.items()}, warped)
+        assert torch.equal(one[:, :12].cpu(), other[:, :12])
+        assert (one.cpu() == other).float().mean() > 0.6, "float32 logits round differently"
     assert loop.LOOK > 1 and options.CHUNK >= 256
+
+
+def sampled(model: Any, inputs: dict[str, Tensor], warped: dict[str, Any]) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    own = {**inputs, **warped, "max_new_tokens": 20, "do_sample": True, "eos_token_id": None}
+    return hf.generate(model, **own, generator=generator)

@@ -51,8 +51,10 @@ def exact_attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value, keys, values, position, start, cos, sin, sinks, x, *numbers = arguments
     scale, window, softcap, eps = numbers
     times = factor(x, eps) if x is None else factor(x, eps)[:, None]
+    dtype, last = query.dtype, int(position)
     query, key = (rotated(t.double() * times, cos, sin) for t in (query, key))
-    value, last = value.double() * times, int(position)
+    # rounded as the caches are
+    query, key, value = (t.to(dtype).double() for t in (query, key, value.double() * times))
     result = torch.empty_like(query)
     group = query.shape[1] // keys.shape[1]
     for b in range(query.shape[0]):
@@ -173,12 +175,13 @@ def test_the_kernels_in_the_interpreter() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.cover("values")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("module", "check"), CHECKS, ids=["attention", "norm", "gate", "choice"])
 def test_the_kernels_on_a_gpu(module: Any, check: Any, dtype: torch.dtype) -> None:
     with launches.counted() as calls:
         for case in module.CASES:
-            check(case, "cuda", dtype, 1e-5 if dtype == torch.float32 else 6e-3)
+            check(case, "cuda", dtype, 1e-5 if dtype == torch.float32 else 3e-3)
     assert calls.total() and {how for _, how in calls} >= {"triton"}
 
 

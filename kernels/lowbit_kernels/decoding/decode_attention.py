@@ -1,6 +1,6 @@
 """Attention of one new token of each sequence over a static cache, which the op writes the token's key and value to.
 
-    q', k' = rotated(f · query), rotated(f · key), v' = f · value
+    q', k' = rotated(f · query), rotated(f · key), v' = f · value          rounded to query's dtype
     keys[b, :, position], values[b, :, position] = k', v'
     s[b, h, j] = cap(scale · q'[b, h] · keys[b, h // G, j])      for first[b] ≤ j ≤ position
     y[b, h]    = sum_j exp(s[b, h, j]) values[b, h // G, j] / (sum_j exp(s[b, h, j]) + exp(sinks[h]))
@@ -99,9 +99,10 @@ def decode_attention(
     """
     if x is not None:
         factor = rms_factor(x, eps)[:, None]
-        query, key, value = ((t * factor).to(t.dtype) for t in (query, key, value))
+        query, key, value = (t * factor for t in (query, key, value))
     if cos is not None and sin is not None:
         query, key = (_rotated_by(t, cos[:, None], sin[:, None]) for t in (query, key))
+    query, key, value = (t.to(keys.dtype) for t in (query, key, value))
     keys.index_copy_(2, position, key)
     values.index_copy_(2, position, value)
     if keys.device.type == "cpu":  # the host may read: only the part in use
@@ -121,8 +122,8 @@ reference = decode_attention.reference
 
 
 def _rotated_by(z: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = z.chunk(2, dim=-1)
-    return (z * cos + torch.cat([-second, first], dim=-1) * sin).to(z.dtype)
+    first, second = z.float().chunk(2, dim=-1)
+    return (z.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(z.dtype)
 
 
 def attention(

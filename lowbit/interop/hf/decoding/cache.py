@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -61,11 +62,12 @@ class SlotLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         batch, heads, _, _ = key_states.shape
-        # Zeros, since the kernel multiplies unused slots of a block by 0.
-        self.keys, self.values = (
-            t.new_zeros((batch, heads, self.slots.capacity, t.shape[-1]))
-            for t in (key_states, value_states)
-        )
+        shape = (batch, heads, self.slots.capacity)
+        with _disable_current_modes():  # real tensors, also where the forward is traced
+            # Zeros, since the kernel multiplies unused slots of a block by 0.
+            self.keys, self.values = (
+                t.new_zeros((*shape, t.shape[-1])) for t in (key_states, value_states)
+            )
         self.is_initialized = True
 
     def update(
@@ -160,6 +162,11 @@ def _mask(
 
 def _is_causal(mask_function: Callable[..., Any], window: int, device: Any) -> bool:
     """True if the function of (batch, head, query, key) is the causal mask, as far as some pairs tell."""
+    with _disable_current_modes():  # the host reads the result
+        return _agrees(mask_function, window, device)
+
+
+def _agrees(mask_function: Callable[..., Any], window: int, device: Any) -> bool:
     reach = window or 64
     near = (-1, 0, 1)
     queries = sorted({max(n * reach + d, 0) for n in (0, 1, 2, 3) for d in (*near, reach // 2)})

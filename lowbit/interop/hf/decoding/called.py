@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -132,14 +133,23 @@ def _decoded(
 ) -> Tensor:
     """The tokens of a call that transformers has prepared."""
     options = read(model, call)
-    ids = call.input_ids.to(model.device)
-    batch, length = ids.shape
-    tokens = padded_length(ids.device, batch, length) + options.new_tokens
-    decoder = decoder_for(model, batch, tokens, ids.device)
-    seed = _drawn(generator) if options.choice.samples else 0
-    decoder.begin(ids, options.start, seed, options.hides_padding)
-    found = decode(model, decoder, ids, options.new_tokens, options.choice, options.chunk, streamer)
+    # Buffers that outlive the call are no inference tensors, which nothing may write to elsewhere.
+    with torch.inference_mode(False), torch.no_grad(), _device_of(model.device):
+        ids = call.input_ids.to(model.device)
+        batch, length = ids.shape
+        tokens = padded_length(ids.device, batch, length) + options.new_tokens
+        decoder = decoder_for(model, batch, tokens, ids.device)
+        seed = _drawn(generator) if options.choice.samples else 0
+        decoder.begin(ids, options.start, seed, options.hides_padding)
+        found = decode(
+            model, decoder, ids, options.new_tokens, options.choice, options.chunk, streamer
+        )
     return found.to(call.input_ids.device)
+
+
+def _device_of(device: torch.device) -> Any:
+    """Graphs are captured on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _drawn(generator: torch.Generator | None) -> int:

@@ -34,7 +34,9 @@ _held: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[int, Decoder]]] = (
 
 def decoder_for(model: nn.Module, batch: int, tokens: int, device: torch.device) -> Decoder:
     """The decoder of `model` for sequences of `tokens`: one that it has, or a new one for this batch size."""
-    facts = _facts(model)
+    kind = device.type
+    autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    facts = [*autocast, *_facts(model)]
     known, decoders = _held.get(model, (None, {}))
     if known != facts:
         decoders = {}

@@ -4,8 +4,8 @@ The forward of transformers' model is traced once by ``make_fx``: its operations
 Python. `folding` replaces chains of them by kernels. The list runs while the graph is captured, with the choice after
 it, and never again. On a CPU nothing is traced: each step calls the model.
 
-A short prompt takes the host longer than the GPU, so its forward is captured too, once a second prompt of its length
-comes. There are graphs for a few lengths; a prompt between two gets more padding.
+A short prompt takes the host longer than the GPU, so its forward is captured too. There are graphs for a few lengths; a
+prompt between two gets more padding.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Decoder:
         self.folded: dict[str, int] = {}
         self._forward: Callable[..., Tensor] | None = None
         self._steps: dict[Any, torch.cuda.CUDAGraph] = {}
-        self._prompts: dict[int, Any] = {}
+        self._prompts: dict[int, tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}
 
     # ---- the prompt ------------------------------------------------------------------------------------------------
 
@@ -96,24 +96,23 @@ class Decoder:
         return logits
 
     def _of_short(self, model: Any) -> Tensor:
-        """The logits after a prompt that the model reads at once; from the second one of a length on by a graph, where
-        the forward is one."""
-        columns, forward = self.ids[:, : self.length], _part_of_prompt(model, self.cache, 0)
-        known = self._prompts.get(self.length)
-        if known is None and self.length in self._prompts:
-            inputs = (columns, self.start)
+        """The logits after a prompt that the model reads at once: by a graph, where the forward is one."""
+        inputs, forward = (
+            (self.ids[:, : self.length], self.start),
+            _part_of_prompt(model, self.cache, 0),
+        )
+        if self.length not in self._prompts:
             try:
                 traced = _traced(model, forward, inputs)[0]
-                known = self._captured(lambda: traced(*inputs))
+                self._prompts[self.length] = self._captured(lambda: traced(*inputs))
             except ValueError:
-                known = None, None
-            self._prompts[self.length] = known
-        graph, logits = known or (None, None)
-        if graph is None:
-            self._prompts.setdefault(self.length, None)
-            return forward(columns, self.start)
+                self._prompts[self.length] = None
+        known = self._prompts[self.length]
+        if known is None:
+            return forward(*inputs)
+        graph, logits = known
         graph.replay()
-        return cast("Tensor", logits)
+        return logits
 
     # ---- a token ---------------------------------------------------------------------------------------------------
 
