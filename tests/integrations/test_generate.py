@@ -38,6 +38,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt-neox": ("GPTNeoX", {}),
 }
+MIXTURES = ("mixtral", "qwen3-moe", "gpt-oss")
 over_families = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -138,7 +139,7 @@ WARPED = [
     {"top_p": 0.6, "temperature": 1.3},
     {"min_p": 0.2, "top_k": 0},
     {"repetition_penalty": 1.9, "top_k": 20, "renormalize_logits": True},
-    {"typical_p": 0.5, "epsilon_cutoff": 1e-3, "eta_cutoff": 1e-3},
+    {"typical_p": 0.5, "epsilon_cutoff": 1e-3},
 ]
 
 
@@ -246,6 +247,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"cache_implementation": "dynamic"}, "cache_implementation='dynamic'"),
     ({"max_time": 3.0}, "the stopping criterion MaxTimeCriteria"),
     ({"no_repeat_ngram_size": 2}, "the logits processor NoRepeatNGramLogitsProcessor"),
+    ({"eta_cutoff": 1e-3, "do_sample": True}, "the logits processor EtaLogitsWarper"),
     ({"min_new_tokens": 3}, "the logits processor Min(NewTokens)?LengthLogitsProcessor"),
     ({"guidance_scale": 1.5}, "the logits processor UnbatchedClassifierFreeGuidance"),
     ({"prefix_allowed_tokens_fn": lambda *_: [5]}, "PrefixConstrainedLogitsProcessor"),
@@ -349,13 +351,13 @@ def test_the_folded_graph_of_a_token_computes_the_forward(family: str, fused: bo
     assert (found - expected).norm() < 0.03 * expected.norm()
     if family == "gpt-neox":  # it has layer norms, and gates nothing
         return
-    layers, experts = 2, family in ("mixtral", "qwen3-moe", "gpt-oss")
+    layers = 2
     norms = {"qwen3": 4, "gemma2": 4, "gemma3": 6, "qwen3-moe": 4}.get(family, 2)
     assert decoder.folded["rms_norm"] == layers * norms + 1
     assert calls["decode_attention", "torch"] == 2 * layers, "one in the forward, one in the graph"
     if family not in ("phi3", "gpt-oss"):  # other ways to rotate
         assert decoder.folded["rotated attention"] == layers
-    if not experts:
+    if family not in MIXTURES:
         assert decoder.folded["gated_activation"] == layers
         if "gemma" not in family or family == "gemma":  # they have a norm before the sum
             assert decoder.folded["residual"] == 2 * layers
@@ -434,7 +436,9 @@ def test_graphs_generate_what_transformers_does(family: str, kind: str, batch: i
     check_parting(model, inputs, found, expected)
     assert torch.equal(hf.generate(model, **settings), found)
     decoder = held._held[model][1][batch]
-    assert len(decoder._steps) == 1 and decoder._prompts[16] is not None
+    assert len(decoder._steps) == 1
+    if family not in MIXTURES:  # the host may wait where experts multiply several tokens
+        assert decoder._prompts[16] is not None
 
 
 @pytest.mark.gpu
@@ -459,6 +463,27 @@ def test_options_on_a_gpu() -> None:
         assert torch.equal(one[:, :12].cpu(), other[:, :12])
         assert (one.cpu() == other).float().mean() > 0.6, "float32 logits round differently"
     assert loop.LOOK > 1 and options.CHUNK >= 256
+
+
+@pytest.mark.gpu
+def test_where_the_host_waits_nothing_is_captured() -> None:
+    """torch's generators go on."""
+    model = fresh().cuda()
+    act = model.model.layers[1].mlp.act_fn
+
+    class Waits(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return act(x) if bool(torch.isfinite(x).all()) else x
+
+    model.model.layers[1].mlp.act_fn = Waits()
+    inputs = {k: t.cuda() for k, t in prompts(1).items()}
+    settings = {**inputs, "max_new_tokens": 4, "do_sample": False}
+    with pytest.raises(ValueError, match=r"the host waits|its forward is not a graph"):
+        hf.generate(model, **settings)
+    decoder = Decoder(model, 1, 256, torch.device("cuda"))
+    with pytest.raises(ValueError, match="the host waits for the device in it"):
+        decoder._captured(lambda: decoder.ids.sum().item())
+    torch.randn(3, device="cuda")
 
 
 def sampled(model: Any, inputs: dict[str, Tensor], warped: dict[str, Any]) -> Tensor:

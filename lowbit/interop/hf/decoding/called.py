@@ -38,7 +38,7 @@ def generate(
 
     Options have transformers' names and defaults, from `model.generation_config`, `generation_config` and keyword
     arguments: `max_new_tokens`, `max_length`, `eos_token_id`, `pad_token_id`, `do_sample`, `temperature`, `top_k`,
-    `top_p`, `min_p`, `typical_p`, `epsilon_cutoff`, `eta_cutoff`, `repetition_penalty`, `renormalize_logits`,
+    `top_p`, `min_p`, `typical_p`, `epsilon_cutoff`, `repetition_penalty`, `renormalize_logits`,
     `remove_invalid_values`, `num_return_sequences`, `prefill_chunk_size`. Every other option that would change the
     result raises an error.
 

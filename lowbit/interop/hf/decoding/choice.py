@@ -31,7 +31,6 @@ PROCESSORS: dict[str, str] = {
     "MinPLogitsWarper": "min_p",
     "TypicalLogitsWarper": "typical_p",
     "EpsilonLogitsWarper": "epsilon_cutoff",
-    "EtaLogitsWarper": "eta_cutoff",
     "RepetitionPenaltyLogitsProcessor": "repetition_penalty",
     "InfNanRemoveLogitsProcessor": "remove_invalid_values",
     "LogitNormalization": "renormalize_logits",

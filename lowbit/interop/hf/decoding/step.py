@@ -11,7 +11,7 @@ prompt between two gets more padding.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -161,13 +161,12 @@ class Decoder:
         stream.wait_stream(here)
         with torch.cuda.stream(stream):
             run()  # compiles kernels
+            with _no_waiting():
+                run()
         here.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                found = run()
-        except RuntimeError as error:
-            raise refused("this model", f"its forward cannot be captured ({error})") from error
+        with torch.cuda.graph(graph):
+            found = run()
         for t, value in zip(held, before, strict=True):
             t.copy_(value)
         return graph, found
@@ -175,6 +174,22 @@ class Decoder:
     def nbytes(self) -> int:
         """Bytes of the cache and the tokens; the graphs' own memory comes on top."""
         return self.cache.nbytes() + self.ids.nbytes
+
+
+@contextlib.contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Raise ValueError where the host waits for the device: after a capture that fails at such a place, torch's CUDA
+    generators are of no use."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        raise refused(
+            "this model or choice", f"the host waits for the device in it ({error})"
+        ) from error
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def padded_length(device: torch.device, batch: int, length: int) -> int:
