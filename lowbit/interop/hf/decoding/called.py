@@ -17,8 +17,15 @@ from lowbit.interop.hf.decoding.options import Prepared, read
 from lowbit.interop.hf.decoding.refused import refused
 from lowbit.interop.hf.decoding.step import padded_length
 
-LOST = ("assistant_model", "synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask")
-"""Arguments of transformers' `generate` that it does not pass to a `custom_generate`."""
+LOST = {
+    "assistant_model": "it generates with one model",
+    "synced_gpus": "it generates in one process",
+    "negative_prompt_ids": "it takes input_ids and attention_mask",
+    "negative_prompt_attention_mask": "it takes input_ids and attention_mask",
+    "stop_strings": "it stops at max_new_tokens, max_length and eos_token_id",
+    "past_key_values": "it has a cache of its own",
+}
+"""Arguments of transformers' `generate` that it does not pass to a `custom_generate`, and why they are refused."""
 
 
 def generate(
@@ -45,8 +52,8 @@ def generate(
     The first call for a batch size, and for sequences that are longer than before, traces and captures the graph. The
     model keeps it, with a cache of 2 · layers · batch · slots · key/value heads · width numbers; slots are a power of
     two from 256 to 1,024, or a multiple of 1,024. It is captured again when the model's modules, settings or tensors
-    are others; values may change in place. Hooks of modules run in prompts, and while the graph is captured. On other
-    devices the model is called for each token. Only one thread at a time may call it for a model.
+    are others; values may change in place. The Python of a hook runs while the graph is captured. On other devices the
+    model is called for each token. Only one thread at a time may call it for a model.
 
     Args:
         model: a model of transformers for causal language modeling, on one device, in eval mode.
@@ -70,7 +77,7 @@ def generate(
     ):  # transformers' generate has prepared the call
         caller = _generate_frame(sys._getframe(1), model)
         given = {} if caller is None else caller.f_locals
-        _refuse_lost({**given.get("kwargs", {}), **{n: given.get(n) for n in LOST}})
+        _refuse_lost({**given, **given.get("kwargs", {})})
         streamer = given.get("streamer") if streamer is None else streamer
         assert input_ids is not None
         prepared = (input_ids, generation_config, logits_processor, stopping_criteria)
@@ -79,9 +86,10 @@ def generate(
         raise TypeError(
             f"generate takes a model of transformers with a generate method, got {type(model).__name__}"
         )
-    _refuse_lost(options)
+    strings = options.get("stop_strings") or getattr(generation_config, "stop_strings", None)
+    _refuse_lost({**options, "stop_strings": strings})
     found: Tensor = model.generate(
-        input_ids,
+        *(() if input_ids is None else (input_ids,)),
         generation_config=generation_config,
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,
@@ -121,11 +129,9 @@ def _generate_frame(frame: FrameType | None, model: Any) -> FrameType | None:
 
 
 def _refuse_lost(given: dict[str, Any]) -> None:
-    for name in LOST:
+    for name, why in LOST.items():
         if given.get(name) is not None and given[name] is not False:
-            raise refused(name, "it generates with one model, by one process")
-    if given.get("past_key_values") is not None:
-        raise refused("past_key_values", "it has a cache of its own")
+            raise refused(name, why)
 
 
 def _decoded(

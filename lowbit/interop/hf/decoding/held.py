@@ -60,12 +60,13 @@ def capacity_for(tokens: int) -> int:
 
 
 def _facts(model: nn.Module) -> list[Any]:
-    """What a graph of the model depends on, besides the values of its tensors: the modules, their attributes that are
-    numbers, names or switches, and the addresses of their tensors."""
+    """What a graph of the model depends on, besides the values of its tensors: the modules, their hooks, the addresses of
+    their tensors, and their attributes that are numbers, names or switches."""
     found: list[Any] = []
     for module in model.modules():
         own = vars(module)
         found += [id(module), type(module), [v for v in own.values() if type(v) in SETTINGS]]
+        found += [*module._forward_hooks, *module._forward_pre_hooks]
         if not type(module).__module__.startswith(STOCK):  # an adapter has more
             found += [
                 repr(v) if len(v) < MOST_SHOWN else len(v)

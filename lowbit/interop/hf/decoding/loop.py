@@ -103,7 +103,7 @@ class _Watch:
 def _copied(t: Tensor) -> tuple[Tensor, Any]:
     """t on the CPU, and the event after which it is there."""
     if t.device.type != "cuda":
-        return t, None
+        return t.cpu(), None
     there = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
     there.copy_(t, non_blocking=True)
     event = torch.cuda.Event()

@@ -17,6 +17,8 @@ CHUNK = 2048
 """Tokens of a prompt that the model reads at a time, without `prefill_chunk_size`."""
 OWN = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
 """Arguments of a model's forward that transformers makes for every call."""
+STATIC = ("static", "hybrid", "sliding_window")
+"""Names of caches whose place the own one takes."""
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -81,7 +83,7 @@ def _check_config(config: Any) -> None:
         raise refused("return_dict_in_generate=True", "it returns a tensor of tokens")
     if config.use_cache is False:
         raise refused("use_cache=False", "its cache is static")
-    if config.cache_implementation not in (None, "static"):
+    if config.cache_implementation not in (None, *STATIC):
         raise refused(
             f"cache_implementation={config.cache_implementation!r}", "its cache is static"
         )
