@@ -60,8 +60,8 @@ def capacity_for(tokens: int) -> int:
 
 
 def _facts(model: nn.Module) -> list[Any]:
-    """What a graph of the model depends on, besides the values of its tensors: the modules, their hooks, the addresses of
-    their tensors, and their attributes that are numbers, names or switches."""
+    """What a graph of the model depends on, besides the values of its tensors: the modules, their hooks, the addresses
+    of their tensors, and their attributes that are numbers, names or switches."""
     found: list[Any] = []
     for module in model.modules():
         own = vars(module)
