@@ -3,7 +3,7 @@
     RMS norm in 16 bits, as transformers' models write it (three ways)      rms_norm
     silu(a) · b, gelu(a) · b by tanh                                        gated_activation
     rotated queries and keys before the attention                           decode_attention rotates them
-    r + a low-bit linear                                                    weight_linear adds r
+    r + a low-bit linear                                                    the linear adds r
 
 A pattern is a tree of operations with names for what may stand in it. It is matched from its last operation upwards,
 so that other readers of an intermediate result do not matter: what nobody reads any more is removed afterwards. The
@@ -23,6 +23,11 @@ import lowbit_kernels  # noqa: F401  (defines torch.ops.lowbit)
 
 aten: Any = torch.ops.aten
 lowbit: Any = torch.ops.lowbit
+RESIDUALS = {
+    op: [argument.name for argument in op._schema.arguments].index("residual")
+    for op in (lowbit.weight_linear.default, lowbit.dynamic_linear.default)
+}
+"""The linears that add a residual, and where among their arguments it is."""
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -64,7 +69,7 @@ def matched(pattern: Any, found: Any, bound: dict[Any, Any]) -> dict[Any, Any] |
 
 
 def _matched_call(pattern: Call, found: Any, bound: dict[Any, Any]) -> dict[Any, Any] | None:
-    if not isinstance(found, fx.Node) or found.target is not pattern.op:
+    if not _is_node(found) or found.target is not pattern.op:
         return None
     if len(found.args) < len(pattern.args):
         return None
@@ -111,7 +116,7 @@ ROTATED = call(
 def fold(module: fx.GraphModule) -> dict[str, int]:
     """Replace the chains in `module`, in place. Returns how many of each kind."""
     counts: dict[str, int] = {}
-    rules: list[tuple[str, Callable[[fx.Node], bool]]] = [
+    rules: list[tuple[str, Callable[[Any], bool]]] = [
         ("rms_norm", _fold_norm),
         ("gated_activation", _fold_gate),
         ("rotated attention", _fold_rotation),
@@ -126,12 +131,16 @@ def fold(module: fx.GraphModule) -> dict[str, int]:
     return counts
 
 
+def _is_node(found: Any) -> bool:
+    return isinstance(found, fx.Node)
+
+
 def _value(node: Any) -> Any:
     """The shape and dtype that a node has, as a tensor; None for anything else."""
-    return node.meta.get("val") if isinstance(node, fx.Node) else None
+    return node.meta.get("val") if _is_node(node) else None
 
 
-def _replace(node: fx.Node, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _replace(node: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     graph = node.graph
     with graph.inserting_before(node):
         new = graph.call_function(op, args, kwargs)
@@ -140,7 +149,7 @@ def _replace(node: fx.Node, op: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return True
 
 
-def _fold_norm(node: fx.Node) -> bool:
+def _fold_norm(node: Any) -> bool:
     for pattern, offset in (
         (STORED_MINUS_ONE, 1.0),
         (ROUNDED_AFTER, 0.0),
@@ -159,7 +168,7 @@ def _fold_norm(node: fx.Node) -> bool:
     return False
 
 
-def _fold_gate(node: fx.Node) -> bool:
+def _fold_gate(node: Any) -> bool:
     for pattern, activation in ((SILU, "silu"), (GELU, "gelu_tanh")):
         bound = matched(pattern, node, {})
         if bound is None:
@@ -181,7 +190,7 @@ def _fold_gate(node: fx.Node) -> bool:
     return False
 
 
-def _fold_rotation(node: fx.Node) -> bool:
+def _fold_rotation(node: Any) -> bool:
     """Let the attention rotate its query and key."""
     if node.target is not lowbit.decode_attention.default:
         return False
@@ -202,21 +211,17 @@ def _fold_rotation(node: fx.Node) -> bool:
     return True
 
 
-def _fold_residual(node: fx.Node) -> bool:
+def _fold_residual(node: Any) -> bool:
     """Let a low-bit linear add what is added to its output."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return False
     for linear, residual in (node.args, node.args[::-1]):
-        if (
-            isinstance(linear, fx.Node)
-            and linear.target is lowbit.weight_linear.default
-            and len(linear.users) == 1
-            and len(linear.args) >= 6
-            and linear.args[5] is None
-            and _value(residual) is not None
-            and _value(residual).shape == _value(linear).shape
-            and _value(residual).dtype == _value(linear).dtype
-        ):
-            args = (*linear.args[:5], residual, *linear.args[6:])
+        at = RESIDUALS.get(linear.target) if _is_node(linear) else None
+        if at is None or len(linear.users) > 1 or len(linear.args) <= at:
+            continue
+        own, other = _value(linear), _value(residual)
+        fits = other is not None and (other.shape, other.dtype) == (own.shape, own.dtype)
+        if linear.args[at] is None and fits:
+            args = (*linear.args[:at], residual, *linear.args[at + 1 :])
             return _replace(node, linear.target, args, dict(linear.kwargs))
     return False

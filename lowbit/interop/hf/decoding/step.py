@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -29,6 +29,8 @@ SHORT = (16, 32, 64, 128, 192, 256)
 """Lengths of prompts that have graphs."""
 MOST_ROWS = 1024
 """The most tokens of all sequences in such a graph."""
+MOST_APART = 2**-7
+"""The most by which the logits of a trace and those of the model may differ, relative: some sums have no order."""
 DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 """Tags of operations whose results the host needs."""
 
@@ -243,13 +245,26 @@ def _traced(
     for node in module.graph.nodes:
         if _waits(node):
             raise refused(f"this {type(model).__name__}", f"{node.target} waits for the device")
+    if not _computes(module, forward, inputs):
+        raise refused(f"this {type(model).__name__}", "it runs kernels that are not ops of torch")
     return module, fold(module)
 
 
-def _waits(node: fx.Node) -> bool:
+def _computes(
+    module: Callable[..., Tensor], forward: Callable[..., Tensor], inputs: tuple[Tensor, ...]
+) -> bool:
+    """True if the operations compute the forward. They get other tokens than the trace did: what a trace does not see
+    would still be in memory."""
+    ids, *others = inputs
+    ids = torch.where(ids > 0, ids - 1, ids + 1)
+    found, expected = module(ids, *others).float(), forward(ids, *others).float()
+    return bool((found - expected).norm() <= MOST_APART * expected.norm())
+
+
+def _waits(node: Any) -> bool:
     """True for an operation whose result has a shape that the device computes, or that the host needs."""
     if node.target is torch.ops.aten.index.Tensor:  # only by masks
-        indices = [n.meta.get("val") for n in cast("Any", node.args[1]) if isinstance(n, fx.Node)]
+        indices = [n.meta.get("val") for n in node.args[1] if isinstance(n, fx.Node)]
         return any(t is None or t.dtype in (torch.bool, torch.uint8) for t in indices)
     return bool(set(getattr(node.target, "tags", ())) & DEPENDENT)
 
