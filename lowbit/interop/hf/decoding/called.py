@@ -72,9 +72,8 @@ def generate(
         TypeError: the model has no `generate`.
         ValueError: an option or a model that it does not take. The message names it, and the way out.
     """
-    if hasattr(
-        generation_config, "_eos_token_tensor"
-    ):  # transformers' generate has prepared the call
+    if hasattr(generation_config, "_eos_token_tensor"):
+        # transformers' generate has prepared the call.
         caller = _generate_frame(sys._getframe(1), model)
         given = {} if caller is None else caller.f_locals
         _refuse_lost({**given, **given.get("kwargs", {})})

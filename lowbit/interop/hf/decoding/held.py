@@ -20,12 +20,14 @@ MOST_DECODERS = 4
 """Decoders of a model, one a batch size."""
 LEAST, STEP = 256, 1024
 """Capacities are powers of two from LEAST to STEP, and multiples of STEP."""
-
 SETTINGS = (bool, int, float, str, type(None))
+"""Types of attributes that are compared."""
 STOCK = ("torch.", "transformers.", "lowbit.")
+"""Packages whose modules keep no settings in dictionaries."""
 TORCH = frozenset(vars(nn.Module()))
 """The attributes that every module has."""
 MOST_SHOWN = 16
+"""Entries of a dictionary that are compared by value; of longer ones their number is."""
 
 _held: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[int, Decoder]]] = (
     weakref.WeakKeyDictionary()

@@ -99,10 +99,8 @@ class Decoder:
 
     def _of_short(self, model: Any) -> Tensor:
         """The logits after a prompt that the model reads at once: by a graph, where the forward is one."""
-        inputs, forward = (
-            (self.ids[:, : self.length], self.start),
-            _part_of_prompt(model, self.cache, 0),
-        )
+        inputs = (self.ids[:, : self.length], self.start)
+        forward = _part_of_prompt(model, self.cache, 0)
         if self.length not in self._prompts:
             try:
                 traced = _traced(model, forward, inputs)[0]
