@@ -29,8 +29,9 @@ SHORT = (16, 32, 64, 128, 192, 256)
 """Lengths of prompts that have graphs."""
 MOST_ROWS = 1024
 """The most tokens of all sequences in such a graph."""
-MOST_APART = 2**-7
-"""The most by which the logits of a trace and those of the model may differ, relative: some sums have no order."""
+MOST_APART = 2**-4
+"""The most by which the logits of a trace and those of the model may differ, relative. They are equal, unless a sum has no
+order, which may send a token to another expert. A layer that a trace does not see makes them differ by a half."""
 DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 """Tags of operations whose results the host needs."""
 
@@ -255,7 +256,8 @@ def _computes(
     would still be in memory."""
     ids, *others = inputs
     ids = torch.where(ids > 0, ids - 1, ids + 1)
-    found, expected = module(ids, *others).float(), forward(ids, *others).float()
+    both = (module(ids, *others), forward(ids, *others))
+    found, expected = (t.float().nan_to_num() for t in both)
     return bool((found - expected).norm() <= MOST_APART * expected.norm())
 
 
