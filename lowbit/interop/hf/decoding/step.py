@@ -30,8 +30,8 @@ SHORT = (16, 32, 64, 128, 192, 256)
 MOST_ROWS = 1024
 """The most tokens of all sequences in such a graph."""
 MOST_APART = 2**-4
-"""The most by which the logits of a trace and those of the model may differ, relative. They are equal, unless a sum has no
-order, which may send a token to another expert. A layer that a trace does not see makes them differ by a half."""
+"""The most by which the logits of a trace and those of the model may differ, relative. They are equal, unless a sum has
+no order, which may send a token to another expert. A layer that a trace does not see makes them differ by a half."""
 DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 """Tags of operations whose results the host needs."""
 
