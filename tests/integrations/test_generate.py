@@ -407,6 +407,18 @@ def test_forwards_that_are_no_graph_are_refused(layer: Any, said: str) -> None:
             decoder.traced(model)
 
 
+def test_angles_that_the_length_changes_are_no_graph() -> None:
+    """Without a graph, on a CPU, they are those of transformers' loop."""
+    angles = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config = transformers.LlamaConfig(**SIZES, rope_parameters=angles, max_position_embeddings=16)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    settings = {**prompts(2), "max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(hf.generate(model, **settings), model.generate(**settings))
+    with torch.no_grad(), pytest.raises(ValueError, match="its forward is not a graph"):
+        held._held[model][1][2].traced(model)
+
+
 # ---- on a GPU ------------------------------------------------------------------------------------------------------
 
 BOUND = 2**-5
