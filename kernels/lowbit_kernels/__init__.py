@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         linear_gradients,
         linear_output,
     )
+    from lowbit_kernels.decoding import quantize_to_cache, quantized_attention
     from lowbit_kernels.elementwise import fake_quantize, normalize_matrices
     from lowbit_kernels.matmul import (
         batched_mm,
@@ -60,6 +61,8 @@ __all__ = [
     "quantize_experts",
     "quantize_grouped",
     "quantize_rowcol",
+    "quantize_to_cache",
+    "quantized_attention",
     "round_rows",
     "scaled_mm",
     "ternary_mm",

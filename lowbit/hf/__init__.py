@@ -1,5 +1,5 @@
 """lowbit in transformers; `lowbit.interop.hf` describes and holds it."""
 
-from lowbit.interop.hf import LowbitConfig, LowbitQuantizer, QATCallback, optimizer
+from lowbit.interop.hf import KVCache, LowbitConfig, LowbitQuantizer, QATCallback, optimizer
 
-__all__ = ["LowbitConfig", "LowbitQuantizer", "QATCallback", "optimizer"]
+__all__ = ["KVCache", "LowbitConfig", "LowbitQuantizer", "QATCallback", "optimizer"]

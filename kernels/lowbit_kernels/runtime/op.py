@@ -33,7 +33,7 @@ import ast
 import inspect
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar, cast
 
 import torch
@@ -91,6 +91,7 @@ def op(
     rules: Mapping[str, str] | None = None,
     types: Mapping[str, str] | None = None,
     by_layout: bool = False,
+    writes: Sequence[str] = (),
     **operands: str,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Declare an op; the module's docstring says how.
@@ -104,12 +105,13 @@ def op(
             A function that raises the errors itself takes its own message, "".
         types: the same for a TypeError, after the rules.
         by_layout: the kernel checks operands itself, once for each layout.
+        writes: the tensors that the op changes in place.
         operands: the dtypes and the shape of each tensor.
     """
 
     def declared(reference: Callable[P, R]) -> Op[P, R]:
         own = name or reference.__name__
-        declaration = _Declaration(own, reference, operands, rules or {}, types or {})
+        declaration = _Declaration(own, reference, operands, rules or {}, types or {}, writes)
         check, fake = declaration.compiled(None), declaration.compiled(results)
         by_position = _by_position(reference, declaration)
         run, use = _running(own, check, by_position, declaration, by_layout)
@@ -213,7 +215,9 @@ class _Declaration:
         operands: Mapping[str, str],
         rules: Mapping[str, str],
         types: Mapping[str, str],
+        writes: Sequence[str],
     ) -> None:
+        self.writes = tuple(writes)
         parameters = inspect.signature(reference).parameters
         self.name, self.globals = name, reference.__globals__
         self.parameters = parameters
@@ -295,8 +299,13 @@ class _Declaration:
                     f"{self.name}: {n} must be one of {taken}, got {parameter.annotation}"
                 )
             takes_default = takes_default and parameter.default is not parameter.empty
-            default = f"={parameter.default}".replace("torch.", "") if takes_default else ""
-            arguments.insert(0, f"{SCHEMA_TYPES[parameter.annotation]} {n}{default}")
+            value = parameter.default
+            shown = f'"{value}"' if isinstance(value, str) else f"{value}".replace("torch.", "")
+            default = f"={shown}" if takes_default else ""
+            kind = SCHEMA_TYPES[parameter.annotation]
+            if n in self.writes:
+                kind = kind.replace("Tensor", f"Tensor({'abcdef'[self.writes.index(n)]}!)")
+            arguments.insert(0, f"{kind} {n}{default}")
         count = len(typing.get_args(self.returned))
         results = f"({', '.join(['Tensor'] * count)})" if count else "Tensor"
         return f"{self.name}({', '.join(arguments)}) -> {results}"
