@@ -24,8 +24,8 @@ FORMATS = {torch.int8: "INT8", torch.float8_e4m3fn: "E4M3", torch.uint8: "UINT4"
 WARPS, TILE, SCALE_BYTES = 4, 32, 2
 """Warps of a block, slots of a tile, bytes of a scale."""
 WIDEST, MAX_STAGES, MAX_SPLITS = 256, 6, 64
-SHARED_OF_TWO = 113 * 1024
-"""Bytes of shared memory that leave room for two blocks on a multiprocessor."""
+MOST_BLOCKS = 2
+"""Blocks that share a multiprocessor."""
 LOG2_E = math.log2(math.e)
 OVERHEAD = 3
 """Tiles of each warp in whose time a block begins and ends."""
@@ -78,8 +78,9 @@ def room(width: int, value_width: int, rows: int, kinds: int) -> Room:
         header = -(-header // 16) * 16 + WARPS * stages * kinds * TILE * SCALE_BYTES
         return -(-header // 1024) * 1024 + WARPS * stages * TILE * (width + value_width)
 
-    for blocks, most in (2, SHARED_OF_TWO), (1, nvrtc.SHARED_LIMIT):
-        fitting = [stages for stages in range(2, MAX_STAGES + 1) if shared(stages) <= most]
+    for blocks in range(MOST_BLOCKS, 0, -1):
+        limit = nvrtc.SHARED_LIMIT // blocks - (1024 if blocks > 1 else 0)
+        fitting = [stages for stages in range(2, MAX_STAGES + 1) if shared(stages) <= limit]
         if fitting:
             return Room(fitting[-1], shared(fitting[-1]), blocks)
     raise AssertionError(f"no room for heads of {width}")
