@@ -13,7 +13,6 @@ transformers = pytest.importorskip("transformers")
 from lowbit.hf import KVCache  # noqa: E402
 from lowbit_kernels.decoding.quantize_to_cache import dequantized, quantized  # noqa: E402
 from lowbit_kernels.runtime import launches  # noqa: E402
-from tests.integrations.models import llama  # noqa: E402
 from tests.kernels.quantized_attention_emulator import emulated  # noqa: E402
 
 SIZES: dict[str, Any] = {
@@ -224,7 +223,6 @@ def test_errors() -> None:
         cache.offload(0)
     with pytest.raises(TypeError, match=r"keys of .*got torch.float64"):
         KVCache(model.config, 16).update(*[torch.zeros(1, 2, 1, 16).double()] * 2, 0)
-    assert llama is not None
 
 
 def test_beyond_the_cache_the_output_is_nan() -> None:
@@ -233,3 +231,43 @@ def test_beyond_the_cache_the_output_is_nan() -> None:
     with emulated():
         logits = steps(model.bfloat16(), cache, torch.zeros(1, 5, dtype=torch.int64))
     assert logits[:, :4].isfinite().all()
+
+
+@pytest.mark.gpu
+@every_kind
+def test_a_gpu_reads_the_codes(kind: str) -> None:
+    model = made(kind, hidden_size=256, num_attention_heads=4).to("cuda", torch.bfloat16)
+    tokens = torch.randint(128, (2, 21), device="cuda")
+    with launches.counted() as calls:
+        found = steps(model, KVCache(model.config, 24), tokens)
+    assert calls["quantized_attention", "sm90"] == 2 * 21
+    expected = steps(model, Rounded(model.config, 24, "int8", "int8"), tokens)
+    assert difference(found.float(), expected.float()) < 0.03
+
+
+@pytest.mark.gpu
+def test_generate_compiles_once() -> None:
+    """transformers compiles the forward of a token and captures it; two prompt lengths and 200 tokens add no graph."""
+    torch._dynamo.reset()
+    model = made(hidden_size=256, num_attention_heads=4).to("cuda", torch.bfloat16)
+    prompt = torch.randint(1, 128, (2, 12), device="cuda")
+    mask = torch.ones_like(prompt)
+    mask[1, :5] = 0
+    cache = KVCache(model.config, 256)
+    graphs = []
+    for length, new in ((12, 8), (9, 200), (12, 8)):
+        cache.reset()
+        with launches.counted() as calls:
+            model.generate(
+                prompt[:, -length:],
+                attention_mask=mask[:, -length:],
+                past_key_values=cache,
+                max_new_tokens=new,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        if length == 12 and len(graphs) == 1:
+            assert calls["quantized_attention", "sm90"] > 0
+    assert graphs[0] == graphs[-1]
