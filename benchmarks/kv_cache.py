@@ -93,10 +93,15 @@ class Model:
         return model, cache
 
 
+def memory(layer: Any) -> tuple[Tensor, ...]:
+    """The tensors of a layer's keys and values."""
+    found = getattr(layer, "codes", None)
+    return (layer.keys, layer.values) if found is None else found.tensors()
+
+
 def fill(layer: Any, tokens: int) -> None:
     """Fill a layer's slots with random numbers."""
-    found = vars(layer).values()
-    for tensor in [x for x in found if isinstance(x, Tensor) and x.dim() > 0]:
+    for tensor in memory(layer):
         if tensor.dim() == 3:
             tensor.uniform_(0.005, 0.015)  # scales
         elif tensor.dtype == torch.bfloat16:
@@ -140,8 +145,7 @@ def measure_token(candidate: Model, repeats: int) -> Speed:
 
     with torch.no_grad():
         times = replays(again, repeats)
-    tensors = [x for x in vars(cache.layers[0]).values() if isinstance(x, Tensor)]
-    row = sum(x.nbytes for x in tensors) / candidate.batch / candidate.context
+    row = sum(x.nbytes for x in memory(cache.layers[0])) / candidate.batch / candidate.context
     return Speed(statistics.median(times), row * dict(candidate.shape)["num_hidden_layers"])
 
 

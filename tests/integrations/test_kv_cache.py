@@ -159,7 +159,7 @@ def test_bytes_of_a_token() -> None:
     for values, expected in (("int8", 2 * 64 + 2 * 2), ("int4", 64 + 32 + 3 * 2)):
         cache = KVCache(model.config, 64, values=values)
         model(torch.zeros(1, 1, dtype=torch.int64), past_key_values=cache)
-        assert sum(t.nbytes for t in cache.layers[0]._tensors()) == 64 * expected
+        assert sum(t.nbytes for t in cache.layers[0].codes.tensors()) == 64 * expected
 
 
 def test_beams_and_addresses() -> None:
@@ -168,15 +168,15 @@ def test_beams_and_addresses() -> None:
     tokens = torch.randint(128, (3, 5))
     steps(model, cache, tokens)
     layer = cache.layers[1]
-    before = [t.data_ptr() for t in layer._tensors()]
-    codes, scale = layer.keys.float(), layer.value_scale.clone()
+    before = [t.data_ptr() for t in layer.codes.tensors()]
+    codes, scale = layer.codes.keys.float(), layer.codes.value_scale.clone()
     order = torch.tensor([2, 0, 0])
     cache.reorder_cache(order)
-    assert torch.equal(layer.keys.float(), codes[order])
-    assert torch.equal(layer.value_scale, scale[order])
+    assert torch.equal(layer.codes.keys.float(), codes[order])
+    assert torch.equal(layer.codes.value_scale, scale[order])
     cache.reset()
-    assert before == [t.data_ptr() for t in layer._tensors()]
-    assert not layer.keys.float().any() and cache.get_seq_length() == 0
+    assert before == [t.data_ptr() for t in layer.codes.tensors()]
+    assert not layer.codes.keys.float().any() and cache.get_seq_length() == 0
 
 
 def test_a_compiled_step_serves_all_lengths() -> None:

@@ -38,13 +38,15 @@ class CachedStates(NamedTuple):
     width: int
     has_kernel: bool
 
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The values of all slots, [batch, heads, window, width], the oldest token first."""
+    def dequantize(self, dtype: torch.dtype, count: int | None = None) -> Tensor:
+        """The values of all slots, or of the first `count` where there is no ring: [batch, heads, slots, width], the
+        oldest token first."""
         parts = (self.codes, self.scale, self.zero)
         if self.ring:
             codes, scale, zero = (None if p is None else self._in_order(p) for p in parts)
         else:
-            codes, scale, zero = (None if p is None else p[:, :, : self.window] for p in parts)
+            used = self.window if count is None else count
+            codes, scale, zero = (None if p is None else p[:, :, :used] for p in parts)
         return dequantized(cast("Tensor", codes), cast("Tensor", scale), zero, self.width).to(dtype)
 
     def _in_order(self, part: Tensor) -> Tensor:

@@ -89,6 +89,66 @@ def _quantized(
     return layer
 
 
+class Codes:
+    """The memory of a layer's keys and values: codes, scales and zeros of all slots.
+
+    Args:
+        key_states, value_states: keys and values of that shape, [batch, heads, any, width], dtype and device.
+        tokens: slots; there is memory for the next multiple of `STEP`.
+        key_dtype, value_dtype: of the codes.
+    """
+
+    def __init__(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        tokens: int,
+        key_dtype: torch.dtype,
+        value_dtype: torch.dtype,
+    ) -> None:
+        batch, heads, _, self.key_width = key_states.shape
+        self.value_width = value_states.shape[-1]
+        whole = batch, heads, -(-tokens // STEP) * STEP
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros((*whole, *shape), dtype=dtype, device=key_states.device)
+
+        def codes(width: int, dtype: torch.dtype) -> Tensor:
+            is_4bit = dtype == torch.uint8
+            step = STEP if is_4bit else STEP // 2
+            return zeros(-(-width // step) * step // (1 + is_4bit), dtype=dtype)
+
+        self.keys = codes(self.key_width, key_dtype)
+        self.values = codes(self.value_width, value_dtype)
+        self.key_scale, self.value_scale = (zeros(dtype=torch.bfloat16) for _ in range(2))
+        has_zero = value_dtype == torch.uint8
+        self.value_zero = zeros(dtype=torch.bfloat16) if has_zero else None
+        self.has_kernel = self.key_width == self.value_width and quantized_attention_sm90.takes(
+            self.keys, self.values, key_states.dtype, self.key_width
+        )
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        found = (self.keys, self.key_scale, self.values, self.value_scale, self.value_zero)
+        return tuple(t for t in found if t is not None)
+
+    def write(
+        self, key: Tensor, value: Tensor, length: Tensor, window: int, ring: bool = False
+    ) -> Tensor:
+        """Write tokens after the first `length`; returns how many there are then. See `quantize_to_cache`."""
+        own = (self.keys, self.key_scale, self.values, self.value_scale, length, self.value_zero)
+        return quantize_to_cache(key, value, *own, window=window, ring=ring)
+
+    def states(
+        self, length: Tensor, window: int, ring: bool = False
+    ) -> tuple[CachedStates, CachedStates]:
+        """Keys and values of the slots in use, of which `length` tokens have come."""
+        common, zero, kernel = (length, window, ring), self.value_zero, self.has_kernel
+        return (
+            CachedStates(self.keys, self.key_scale, None, *common, self.key_width, kernel),
+            CachedStates(self.values, self.value_scale, zero, *common, self.value_width, kernel),
+        )
+
+
 class QuantizedLayer(StaticLayer):
     """Keys and values of one layer as codes; see `KVCache`.
 
@@ -111,7 +171,6 @@ class QuantizedLayer(StaticLayer):
         super().__init__(max_cache_len=max_cache_len)
         self.config, self.key_dtype, self.value_dtype = config, key_dtype, value_dtype
         self.is_empty = True
-        self.value_zero: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate codes and scales for keys and values of these shapes."""
@@ -120,40 +179,18 @@ class QuantizedLayer(StaticLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.num_heads = key_states.shape[:2]
         self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
-        slots = -(-self.max_cache_len // STEP) * STEP
-
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            whole = (self.batch_size, self.num_heads, slots, *shape)
-            return torch.zeros(whole, dtype=dtype, device=self.device)
-
-        def codes(width: int, dtype: torch.dtype) -> Tensor:
-            padded = -(-width // STEP) * STEP if dtype == torch.uint8 else -(-width // 16) * 16
-            return zeros(padded // (1 + (dtype == torch.uint8)), dtype=dtype)
-
-        self.keys, self.values = (
-            codes(self.k_head_dim, self.key_dtype),
-            codes(self.v_head_dim, self.value_dtype),
-        )
-        self.key_scale, self.value_scale = (zeros(dtype=torch.bfloat16) for _ in range(2))
-        if self.value_dtype == torch.uint8:
-            self.value_zero = zeros(dtype=torch.bfloat16)
+        dtypes = self.key_dtype, self.value_dtype
+        self.codes = Codes(key_states, value_states, self.max_cache_len, *dtypes)
         self.cumulative_length = self.cumulative_length.to(self.device)
         if not torch.compiler.is_compiling():
-            for tensor in (*self._tensors(), self.cumulative_length):
+            for tensor in (*self.codes.tensors(), self.cumulative_length):
                 torch._dynamo.mark_static_address(tensor)  # so that CUDA graphs need no copies
-        self.has_kernel = self.k_head_dim == self.v_head_dim and quantized_attention_sm90.takes(
-            self.keys, self.values, self.dtype, self.k_head_dim
-        )
         if self.device.type == "cuda" and self.config._attn_implementation != NAME:
             logger.warning_once(
                 f"KVCache: the attention {self.config._attn_implementation!r} reads a dequantized copy of the cache; "
                 "model.set_attn_implementation('lowbit') reads the codes themselves"
             )
         self.is_initialized = True
-
-    def _tensors(self) -> tuple[Tensor, ...]:
-        found = (self.keys, self.key_scale, self.values, self.value_scale, self.value_zero)
-        return tuple(t for t in found if t is not None)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -166,30 +203,17 @@ class QuantizedLayer(StaticLayer):
         was_empty, self.is_empty = self.is_empty, False
         tokens = key_states.shape[-2]
         whole = self._whole_states(key_states, value_states, was_empty)
-        seen = quantize_to_cache(
-            *(key_states, value_states, self.keys, self.key_scale),
-            *(self.values, self.value_scale, self.cumulative_length.view(1), self.value_zero),
-            window=self.max_cache_len,
-            ring=self.ring,
-        )
+        before = self.cumulative_length.view(1)
+        seen = self.codes.write(key_states, value_states, before, self.max_cache_len, self.ring)
         self.cumulative_length.add_(tokens)
         if whole is not None:
             return whole
         if reads_codes and was_empty and tokens > 1:
             return key_states, value_states
-        key, value = self._cached(seen)
+        key, value = self.codes.states(seen, self.max_cache_len, self.ring)
         if reads_codes and tokens == 1:
             return key, value
         return key.dequantize(key_states.dtype), value.dequantize(value_states.dtype)
-
-    def _cached(self, length: Tensor) -> tuple[CachedStates, CachedStates]:
-        """Keys and values of all slots."""
-        common = (length, self.max_cache_len, self.ring)
-        zero, kernel = self.value_zero, self.has_kernel
-        return (
-            CachedStates(self.keys, self.key_scale, None, *common, self.k_head_dim, kernel),
-            CachedStates(self.values, self.value_scale, zero, *common, self.v_head_dim, kernel),
-        )
 
     def _check(self, key_states: Tensor) -> None:
         batch, heads, tokens, width = key_states.shape
@@ -215,13 +239,13 @@ class QuantizedLayer(StaticLayer):
         self.is_empty = True
         self.cumulative_length.zero_()
         if self.is_initialized:
-            for tensor in self._tensors():
+            for tensor in self.codes.tensors():
                 raw(tensor).zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Give each sequence the tokens of sequence `beam_idx[i]`."""
         if self.is_initialized:
-            for tensor in map(raw, self._tensors()):
+            for tensor in map(raw, self.codes.tensors()):
                 tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def offload(self) -> None:
@@ -264,7 +288,8 @@ class QuantizedSlidingLayer(QuantizedLayer):
         if was_empty:
             return key_states, value_states
         first, last = (1, None) if seen >= self.max_cache_len else (0, seen)
-        old = (x.dequantize(key_states.dtype) for x in self._cached(self.cumulative_length.view(1)))
+        cached = self.codes.states(self.cumulative_length.view(1), self.max_cache_len, True)
+        old = (x.dequantize(key_states.dtype) for x in cached)
         keys, values = (x[:, :, first:last] for x in old)
         return torch.cat((keys, key_states), 2), torch.cat((values, value_states), 2)
 
