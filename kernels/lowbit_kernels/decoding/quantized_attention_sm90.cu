@@ -16,9 +16,9 @@
 // slots in turn. Each warp has a pipeline of its own and an online softmax of its own, so no warp waits for another
 // before the end, where the block combines the warps' sums. A second kernel combines the ranges.
 //
-// Queries are in units of their largest magnitude. Keys in int8 are multiplied as they are, by queries of 15 bits in two
-// bytes; the sums are exact. Other codes become fp16, which holds them exactly. The scale of a value joins its score as a logarithm, so the weights that multiply the codes are at most 1, whatever
-// the scales are.
+// Queries are in units of their largest magnitude. Keys in int8 are multiplied as they are, by queries of 15 bits in
+// two bytes: their sums are exact. Other codes become fp16, which holds them exactly. The scale of a value joins its
+// score as a logarithm, so the weights that multiply the codes are at most 1, whatever the scales are.
 //
 // Codes are not reordered in memory. A lane of ldmatrix gets four adjacent bytes of a key, and takes the query's
 // elements in the same order. The transposed ldmatrix gives it two adjacent bytes of two values, hence columns of the
@@ -46,9 +46,8 @@ struct Shared {
 };
 
 struct Problem {
-    const unsigned char *key_scale, *value_scale, *value_zero, *mask;
-    long long mask_stride;
-    int heads, capacity, window;
+    const unsigned char *key_scale, *value_scale, *value_zero;
+    int capacity, window;
 };
 
 DEVICE float low_half(uint32 pair) { return X == BF16 ? bits_float(pair << 16) : from_half(pair & 0xffff); }
@@ -88,15 +87,17 @@ DEVICE void load_stage(const Problem &p, const TensorMap &keys, const TensorMap 
     if constexpr (ZERO) load_bulk(shared_address(scales[2]), p.value_zero + row * 2, SCALES, full);
 }
 
-// ---- codes to fp16 ----------------------------------------------------------------------------------------------------
+// ---- codes to fp16 --------------------------------------------------------------------------------------------------
 
 // The pairs of column i: of bytes (0, 2) and (1, 3), or 16 + the nibbles at bits 4 i of both halves. `weigh` takes the
 // 16 off again.
 template <int CODES>
 DEVICE void columns(uint32 word, uint32 (&pairs)[SPREAD]) {
     if constexpr (CODES == UINT4) {  // 0x4c00 | n << 6 is 16 + n
-        pairs[0] = masked_or(word << 6, 0x03c003c0u, 0x4c004c00u), pairs[1] = masked_or(word << 2, 0x03c003c0u, 0x4c004c00u);
-        pairs[2] = masked_or(word >> 2, 0x03c003c0u, 0x4c004c00u), pairs[3] = masked_or(word >> 6, 0x03c003c0u, 0x4c004c00u);
+        pairs[0] = masked_or(word << 6, 0x03c003c0u, 0x4c004c00u);
+        pairs[1] = masked_or(word << 2, 0x03c003c0u, 0x4c004c00u);
+        pairs[2] = masked_or(word >> 2, 0x03c003c0u, 0x4c004c00u);
+        pairs[3] = masked_or(word >> 6, 0x03c003c0u, 0x4c004c00u);
     } else if constexpr (CODES == E4M3) {
         pairs[0] = from_e4m3x2(permute(word, 0, 0x4420)), pairs[1] = from_e4m3x2(permute(word, 0, 0x4431));
     } else {
@@ -106,12 +107,12 @@ DEVICE void columns(uint32 word, uint32 (&pairs)[SPREAD]) {
     }
 }
 
-// ---- queries ----------------------------------------------------------------------------------------------------------
+// ---- queries --------------------------------------------------------------------------------------------------------
 
 // A lane's elements of its rows (lane / 4, and that + 8), four of each chunk of 16, in units of the row's largest
-// magnitude. For e4m3 keys as two words of fp16 for each chunk and row. For int8 keys as integers n = 256 high + low of
-// 15 bits, split into bytes: the operands of two chunks, of which rows 8 to 15 are the low bytes of rows 0 to 7, or with
-// 16 rows those of all high and of all low bytes.
+// magnitude. For e4m3 keys they are two words of fp16 for each chunk and row. For int8 keys they are integers
+// n = 256 high + low of 15 bits, split into bytes: the operands of two chunks, of which rows 8 to 15 are the low bytes
+// of rows 0 to 7. With 16 rows there are two sets, all high and all low bytes.
 static constexpr bool INTEGERS = KEYS == INT8;
 static constexpr int PAIRS = (STEPS + 1) / 2;
 static constexpr float UNITS = 127.0f * 256.0f;
@@ -151,7 +152,8 @@ DEVICE void convert(Bytes &q, const Halves &raw, int h, float inverse) {
 }
 
 // `factor` becomes what multiplies a score in these units, NaN for a row with a NaN.
-DEVICE void load_queries(Queries &q, float (&factor)[HALVES], const unsigned short *query, long long stride, int rows, int d) {
+DEVICE void load_queries(Queries &q, float (&factor)[HALVES], const unsigned short *query, long long stride, int rows,
+                         int d) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     Halves raw;
 #pragma unroll
@@ -180,7 +182,7 @@ DEVICE void load_queries(Queries &q, float (&factor)[HALVES], const unsigned sho
     }
 }
 
-// ---- one tile ---------------------------------------------------------------------------------------------------------
+// ---- one tile -------------------------------------------------------------------------------------------------------
 
 struct State {
     float largest[HALVES], total[HALVES], zero[HALVES];  // total and zero: of the lane's own slots
@@ -223,7 +225,7 @@ DEVICE void score(const Bytes &q, float (&scores)[4][4], uint32 keys) {
             scores[i][n] = (float)(256 * sums[0][i][n] + (HALVES == 1 ? sums[0][i][n + 2] : sums[HALVES - 1][i][n]));
 }
 
-// The score in units of log2. `x` is the score / softcap where there is a softcap, which `softcap` gives in units of log2.
+// The score in units of log2. Where there is a softcap, `x` is the score / softcap, and `softcap` is in units of log2.
 DEVICE float capped(float x, float softcap) {
     if constexpr (!SOFTCAP) return x;
     const float e = power_of_2(fminf(x * 2.8853900817779268f, 126.0f));  // tanh(x) = 1 - 2 / (e^2x + 1)
@@ -233,7 +235,8 @@ DEVICE float capped(float x, float softcap) {
 // Turns scores into the weights of the codes, two fp16 in a word for each eight slots and row, and adds the weights of
 // the values to the state. Bit n of `seen` tells whether the query sees slot n of the tile.
 typedef uint32 Weights[4][HALVES];
-DEVICE void weigh(State &state, Weights &weights, float (&scores)[4][4], const float (&factor)[HALVES], float softcap, uint32 scales, uint32 seen) {
+DEVICE void weigh(State &state, Weights &weights, float (&scores)[4][4], const float (&factor)[HALVES], float softcap,
+                  uint32 scales, uint32 seen) {
     const int t = threadIdx.x % 4;
     const uint32 own = seen >> 2 * t;
     float inverse[4][2], offset[4][2];
@@ -293,7 +296,8 @@ DEVICE void add_values(State &state, const Weights &weights, uint32 values) {
 #pragma unroll
         for (int c = 0; c < VALUE_CHUNKS; c += 2) {
             uint32 words[4];  // slots 0 to 7 and 8 to 15 of chunk c, then of chunk c + 1
-            load_matrices_transposed(values + place<VALUE_WIDTH>(16 * j + lane % 16, min(c + lane / 16, VALUE_CHUNKS - 1)), words);
+            const int chunk = min(c + lane / 16, VALUE_CHUNKS - 1);
+            load_matrices_transposed(values + place<VALUE_WIDTH>(16 * j + lane % 16, chunk), words);
 #pragma unroll
             for (int i = 0; i < 2 && c + i < VALUE_CHUNKS; ++i) {
                 uint32 low[SPREAD], high[SPREAD];
@@ -315,7 +319,7 @@ DEVICE bool is_seen(const Problem &p, const unsigned char *mask, int tile, int c
     return slot < count && age >= hidden && (mask == nullptr || mask[age] != 0);
 }
 
-// ---- the kernels ------------------------------------------------------------------------------------------------------
+// ---- the kernels ----------------------------------------------------------------------------------------------------
 
 // Writes each warp's state to shared memory: sums to where its tiles were.
 DEVICE void put_down(const State &state, Shared &shared, float *sums) {
@@ -326,12 +330,15 @@ DEVICE void put_down(const State &state, Shared &shared, float *sums) {
         total += __shfl_xor_sync(0xffffffff, total, 1), total += __shfl_xor_sync(0xffffffff, total, 2);
         zero += __shfl_xor_sync(0xffffffff, zero, 1), zero += __shfl_xor_sync(0xffffffff, zero, 2);
         const int row = g + 8 * h;
-        if (t == 0) shared.largest[warp][row] = state.largest[h], shared.total[warp][row] = total, shared.zero[warp][row] = zero;
+        if (t == 0) {
+            shared.largest[warp][row] = state.largest[h];
+            shared.total[warp][row] = total, shared.zero[warp][row] = zero;
+        }
 #pragma unroll
         for (int n = 0; n < TILES; ++n)
 #pragma unroll
             for (int e = 0; e < 2; ++e)
-                sums[row * PITCH + n / SPREAD * 8 * SPREAD + (2 * t + e) * SPREAD + n % SPREAD] = state.sums[n][2 * h + e];
+                sums[row * PITCH + (n / SPREAD * 8 + 2 * t + e) * SPREAD + n % SPREAD] = state.sums[n][2 * h + e];
     }
 }
 
@@ -344,13 +351,14 @@ DEVICE float sink_of(const float *sinks, long long query, int queries, float mos
 // `first`: the position of each sequence's first token that is not padding.
 // parts [all queries, splits, WIDTH], stats [all queries, splits, 2]; with one split the block writes `out` itself.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attend(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const unsigned short *query,
-           long long query_batch, long long query_head, const unsigned char *key_scale, const unsigned char *value_scale,
-           const unsigned char *value_zero, const long long *length, int length_stride, const unsigned char *mask,
-           long long mask_stride, const long long *first, const float *sinks, unsigned short *out, float *parts, float *stats,
-           int heads, int group, int d, int capacity, int window, int ring, int splits, float factor, float softcap) {
+    attend(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values,
+           const unsigned short *query, long long query_batch, long long query_head, const unsigned char *key_scale,
+           const unsigned char *value_scale, const unsigned char *value_zero, const long long *length,
+           int length_stride, const unsigned char *mask, long long mask_stride, const long long *first,
+           const float *sinks, unsigned short *out, float *parts, float *stats, int heads, int group, int d,
+           int capacity, int window, int ring, int splits, float factor, float softcap) {
     DYNAMIC_SHARED(memory);
-    const Problem p = {key_scale, value_scale, value_zero, mask, mask_stride, heads, capacity, window};
+    const Problem p = {key_scale, value_scale, value_zero, capacity, window};
     static constexpr int HEADER = (sizeof(Shared) + 1023) / 1024 * 1024;
     Shared &shared = *(Shared *)memory;
     const uint32 stages = shared_address(memory) + HEADER;
@@ -382,7 +390,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) factors[h] = factor;
     const long long first_query = head * group + first_row;  // of all queries
-    load_queries(q, factors, query + batch * query_batch + (head % heads * group + first_row) * query_head, query_head, rows, d);
+    const unsigned short *own = query + batch * query_batch + (head % heads * group + first_row) * query_head;
+    load_queries(q, factors, own, query_head, rows, d);
     State state;
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) state.largest[h] = -bits_float(INFINITE), state.total[h] = state.zero[h] = 0.0f;
@@ -441,7 +450,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // Combines the splits of a query. Grid: one block per query, of WIDTH threads.
 extern "C" __global__ void __launch_bounds__(WIDTH)
-    combine(const float *parts, const float *stats, const float *sinks, unsigned short *out, int queries, int d, int splits) {
+    combine(const float *parts, const float *stats, const float *sinks, unsigned short *out, int queries, int d,
+            int splits) {
     wait_for_previous();
     let_next_start();
     const long long own = blockIdx.x;
