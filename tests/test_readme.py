@@ -325,6 +325,7 @@ def test_names_in_backticks_are_lowbits() -> None:
     foreign |= {"Accelerator", "PeftModel", "TorchAoConfig"}
     foreign |= {"AWQModifier", "GPTQModifier", "QuantizeConfig"}
     foreign |= {
+        "KVCache",
         "LowbitConfig",
         "QATCallback",
     }  # of lowbit.hf, whose import needs transformers

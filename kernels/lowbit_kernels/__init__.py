@@ -26,7 +26,14 @@ if TYPE_CHECKING:
         linear_gradients,
         linear_output,
     )
-    from lowbit_kernels.decoding import argmax_rows, decode_attention, gated_activation, rms_norm
+    from lowbit_kernels.decoding import (
+        argmax_rows,
+        decode_attention,
+        gated_activation,
+        quantize_to_cache,
+        quantized_attention,
+        rms_norm,
+    )
     from lowbit_kernels.elementwise import fake_quantize, normalize_matrices
     from lowbit_kernels.matmul import (
         batched_mm,
@@ -64,7 +71,14 @@ __all__ = [
     "quantize_experts",
     "quantize_grouped",
     "quantize_rowcol",
-    "rms_norm",
+    from lowbit_kernels.decoding import (
+        argmax_rows,
+        decode_attention,
+        gated_activation,
+        quantize_to_cache,
+        quantized_attention,
+        rms_norm,
+    )
     "round_rows",
     "scaled_mm",
     "ternary_mm",

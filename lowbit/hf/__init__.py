@@ -1,5 +1,12 @@
 """lowbit in transformers; `lowbit.interop.hf` describes and holds it."""
 
-from lowbit.interop.hf import LowbitConfig, LowbitQuantizer, QATCallback, generate, optimizer
+from lowbit.interop.hf import (
+    KVCache,
+    LowbitConfig,
+    LowbitQuantizer,
+    QATCallback,
+    generate,
+    optimizer,
+)
 
-__all__ = ["LowbitConfig", "LowbitQuantizer", "QATCallback", "generate", "optimizer"]
+__all__ = ["KVCache", "LowbitConfig", "LowbitQuantizer", "QATCallback", "generate", "optimizer"]

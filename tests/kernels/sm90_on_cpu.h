@@ -257,6 +257,15 @@ static inline uint32 exchanged(uint32 x, uint32 lane) {
     return result;
 }
 static inline uint32 __shfl_sync(uint32, uint32 x, uint32 lane) { return exchanged(x, lane); }
+static inline uint32 ballot(bool condition) {
+    const unsigned int me = emulation::current;
+    emulation::fibers[me].given[0] = condition;
+    emulation::meet_warp();
+    uint32 result = 0;
+    for (unsigned int i = 0; i < 32; ++i) result |= emulation::fibers[me / 32 * 32 + i].given[0] << i;
+    emulation::meet_warp();
+    return result;
+}
 static inline float __shfl_xor_sync(uint32, float x, uint32 lanes) {
     uint32 bits;
     memcpy(&bits, &x, 4);
@@ -343,6 +352,11 @@ static inline void store_pair(uint32 address, float a, float b) {
     memcpy(emulation::memory() + address, &pair, 8);
 }
 static inline int4 __ldcs(const int4 *p) { return *p; }
+static inline uint32 shared_word(uint32 at) {
+    uint32 x;
+    memcpy(&x, emulation::memory() + at, 4);
+    return x;
+}
 static inline uint4 shared_vector(uint32 at) {
     uint4 x;
     memcpy(&x, emulation::memory() + at, 16);
@@ -370,6 +384,14 @@ static inline void store_matrices(uint32 address, uint32 a, uint32 b, uint32 c, 
     emulation::meet_warp();
     for (int matrix = 0; matrix < 4; ++matrix)
         memcpy(emulation::memory() + emulation::fibers[me - lane + matrix * 8 + lane / 4].address + lane % 4 * 4, &x[matrix], 4);
+    emulation::meet_warp();
+}
+static inline void load_matrices(uint32 address, uint32 (&x)[4]) {
+    const unsigned int me = emulation::current, lane = me % 32;
+    emulation::fibers[me].address = address;
+    emulation::meet_warp();
+    for (int matrix = 0; matrix < 4; ++matrix)
+        memcpy(&x[matrix], emulation::memory() + emulation::fibers[me - lane + matrix * 8 + lane / 4].address + lane % 4 * 4, 4);
     emulation::meet_warp();
 }
 static inline void store_matrices_transposed(uint32 address, const uint32 (&x)[4]) {
@@ -429,6 +451,10 @@ static inline uint32 fma_half2(uint32 a, uint32 b, uint32 c) {
     const auto fused = [](uint32 a, uint32 b, uint32 c) { return fmaf(from_half(a), from_half(b), from_half(c)); };
     return to_half2(fused(a, b, c), fused(a >> 16, b >> 16, c >> 16));
 }
+static inline float reciprocal(float x) { return 1.0f / x; }
+static inline float power_of_2(float x) { return exp2f(x); }
+static inline float logarithm_2(float x) { return log2f(x); }
+static inline bool for_warp(bool condition) { return condition; }
 static inline float fma_exactly(float a, float b, float c) { return fmaf(a, b, c); }
 static inline uint32 masked_xor(uint32 x, uint32 mask, uint32 y) { return (x & mask) ^ y; }
 static inline uint32 masked_or(uint32 x, uint32 mask, uint32 y) { return (x & mask) | y; }
@@ -520,4 +546,19 @@ static inline void warp_multiply_bf16(float (&sums)[4], uint32 a0, uint32 a1, ui
 }
 static inline void warp_multiply_half(float (&sums)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
     warp_multiply(sums, {a0, a1, a2, a3, b0, b1}, true);
+}
+
+// mma.m16n8k32 of bytes with a sign.
+static inline void warp_multiply_s8(int (&sums)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
+    const unsigned int me = emulation::current, lane = me % 32;
+    const uint32 own[6] = {a0, a1, a2, a3, b0, b1};
+    memcpy(emulation::fibers[me].given, own, 24);
+    emulation::meet_warp();
+    const auto given = [&](int other, int i, int k) {
+        return from_s8(emulation::fibers[me - lane + other * 4 + k % 16 / 4].given[i] >> 8 * (k % 4) & 255);
+    };
+    for (int i = 0; i < 4; ++i)
+        for (int k = 0; k < 32; ++k)
+            sums[i] += given(lane / 4, i / 2 + k / 16 * 2, k) * given(lane % 4 * 2 + i % 2, 4 + k / 16, k);
+    emulation::meet_warp();
 }

@@ -175,6 +175,18 @@ DEVICE float approximate_root(float x) {
     return result;
 }
 
+// 2^x and log2(x), with an error of about 2**-22, relative for 2^x.
+DEVICE float power_of_2(float x) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+DEVICE float logarithm_2(float x) {
+    float result;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
 // `high` shifted left; the highest bits of `low` fill its lowest bits.
 DEVICE unsigned int shift_in(unsigned int high, unsigned int low, int bits) { return __funnelshift_l(low, high, bits); }
 
@@ -222,6 +234,9 @@ DEVICE unsigned int take_next(unsigned int *counter, int lane) {
 
 // A condition that is the same in all lanes of the warp, which the compiler cannot know of itself.
 DEVICE bool for_warp(bool condition) { return __any_sync(0xffffffff, condition); }
+
+// Bit n: the condition of lane n.
+DEVICE unsigned int ballot(bool condition) { return __ballot_sync(0xffffffff, condition); }
 
 // `x` of another lane of the same half warp, whose number is the lowest four bits of `from`; for all lanes at once.
 DEVICE float from_lane_of_half(float x, unsigned int from) { return __shfl_sync(0xffffffff, x, from, 16); }
@@ -278,5 +293,15 @@ DEVICE void warp_multiply_half(float (&sums)[4], unsigned int a0, unsigned int a
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// The same for bytes with a sign, 16 x 32 times 32 x 8. Lane 4 g + t holds
+//   of a     columns 4 t to 4 t + 3 of rows g and g + 8, then columns 4 t + 16 to 4 t + 19 of both;
+//   of b     rows 4 t to 4 t + 3 of column g, then rows 4 t + 16 to 4 t + 19.
+DEVICE void warp_multiply_s8(int (&sums)[4], unsigned int a0, unsigned int a1, unsigned int a2, unsigned int a3,
+                             unsigned int b0, unsigned int b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }

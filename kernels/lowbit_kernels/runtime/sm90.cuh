@@ -208,7 +208,7 @@ DEVICE void store_matrices(uint32 address, uint32 a, uint32 b, uint32 c, uint32 
                  : "memory");
 }
 
-// Stores, and loads, the same with each matrix transposed.
+// Stores, and loads, the same with each matrix transposed; load_matrices does not transpose.
 DEVICE void store_matrices_transposed(uint32 address, const uint32 (&x)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]),
                  "r"(x[1]), "r"(x[2]), "r"(x[3])
@@ -221,6 +221,18 @@ DEVICE void load_matrices_transposed(uint32 address, uint32 (&x)[4]) {
                  : "memory");
 }
 
+DEVICE void load_matrices(uint32 address, uint32 (&x)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+DEVICE uint32 shared_word(uint32 address) {
+    uint32 x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
+}
 DEVICE uint4 shared_vector(uint32 address) {
     uint4 x;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -20,7 +20,8 @@ make_room()
 
 from lowbit.interop.hf.config import LowbitConfig  # noqa: E402
 from lowbit.interop.hf.decoding import generate  # noqa: E402
+from lowbit.interop.hf.kv_cache import KVCache  # noqa: E402
 from lowbit.interop.hf.quantizer import LowbitQuantizer  # noqa: E402
 from lowbit.interop.hf.training import QATCallback, optimizer  # noqa: E402
 
-__all__ = ["LowbitConfig", "LowbitQuantizer", "QATCallback", "generate", "optimizer"]
+__all__ = ["KVCache", "LowbitConfig", "LowbitQuantizer", "QATCallback", "generate", "optimizer"]

@@ -1,0 +1,148 @@
+"""Attention of one new token of each sequence over a cache of keys and values in 8 and 4 bits.
+
+    k[s], v[s]  = codes · scale, in 4 bits codes · scale + zero                      as `quantize_to_cache` wrote them
+    a[b, h, s]  = cap(scale · query[b, h] · k[b, h // G, s])                         for the slots s that h sees
+    y[b, h]     = sum_s exp(a[b, h, s]) v[b, h // G, s] / (sum_s exp(a[b, h, s]) + exp(sinks[h]))
+
+    cap         softcap · tanh(a / softcap), or a where softcap is 0
+    sinks       the last term is 0 without them
+
+    query       float [B, H, 1, E], H a multiple of K, G = H / K
+    key_codes, value_codes, key_scale, value_scale, value_zero   as in `quantize_to_cache`
+    length      int64 [1] or [B]: tokens that the cache has seen, the new one included
+    window      slots in use. In a ring, token t is in slot t % window; without one y is NaN where length > window
+    mask        bool [1, M] or [B, M], M >= window: whether the query sees a token. Entry i belongs to the i-th oldest
+                token of the cache, so without a ring to slot i. None: it sees all
+    first       int64 [1] or [B]: tokens before this position are padding, which the query does not see, or None
+    sinks       float [H] or None
+    y           query's dtype [B, H, 1, E], 0 where a query sees nothing
+
+The device reads length, mask and first, so one CUDA graph serves all lengths. No slot beyond `length` is read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels.decoding import quantized_attention_sm90
+from lowbit_kernels.decoding.quantize_to_cache import (
+    check_cache,  # noqa: F401 (a rule below calls it)
+    dequantized,
+)
+from lowbit_kernels.runtime.launches import ran
+from lowbit_kernels.runtime.op import op
+
+
+@op(
+    "empty(query.dtype, B, H, 1, E)",
+    query="float [B, H, 1, E]; one token of each sequence",
+    key_codes="int8|float8_e4m3fn [B, K, S, W]",
+    key_scale="bfloat16 [B, K, S]",
+    value_codes="int8|float8_e4m3fn|uint8 [B, K, S, V]",
+    value_scale="bfloat16 [B, K, S]",
+    length="int64 [1] or [B]",
+    value_zero="bfloat16 [B, K, S]",
+    mask="bool [...]",
+    first="int64 [1] or [B]",
+    sinks="float [H]",
+    rules={
+        "H % K == 0": "heads must be a multiple of the key/value heads, got {H} and {K}",
+        "0 < window <= S": "window must be from 1 to the {S} slots of the cache, got {window}",
+        "mask is None or (mask.dim() == 2 and mask.shape[0] in (1, B) and mask.shape[1] >= window)": (
+            "mask must be [1 or {B}, M] with an entry for each of the {window} slots, got {tuple(mask.shape)}"
+        ),
+        "check_cache((key_codes, key_scale, None, E), (value_codes, value_scale, value_zero, E))": "",
+    },
+)
+def quantized_attention(
+    query: Tensor,
+    key_codes: Tensor,
+    key_scale: Tensor,
+    value_codes: Tensor,
+    value_scale: Tensor,
+    length: Tensor,
+    value_zero: Tensor | None = None,
+    mask: Tensor | None = None,
+    first: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    window: int,
+    softcap: float = 0.0,
+    ring: bool = False,
+) -> Tensor:
+    """Attention over a quantized cache; the module's docstring has shapes, dtypes and the formula.
+
+    Raises TypeError for other dtypes, ValueError for shapes that don't fit each other.
+    """
+    batch, heads, _, width = query.shape
+    slots = torch.arange(window, device=query.device)
+    oldest = (length % window)[:, None] * (length > window)[:, None]
+    age = (slots - oldest) % window  # [1 or B, window]; 0: the oldest token
+    count = length.clamp(max=window)[:, None]
+    seen = (slots < count).expand(batch, -1)
+    if first is not None:
+        seen = seen & (age >= first[:, None] - (length[:, None] - count))
+    if mask is not None:
+        seen = seen & mask.expand(batch, -1).gather(1, age.expand(batch, -1))
+    keys = dequantized(key_codes[:, :, :window], key_scale[:, :, :window], None, width)
+    zero = None if value_zero is None else value_zero[:, :, :window]
+    values = dequantized(value_codes[:, :, :window], value_scale[:, :, :window], zero, width)
+    grouped = query.float().unflatten(1, (keys.shape[1], -1)).squeeze(3)  # [B, K, G, E]
+    scores = grouped @ keys.transpose(-1, -2) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+    sink = scores.new_full((heads,), -torch.inf) if sinks is None else sinks.float()
+    sink = sink.view(1, keys.shape[1], -1, 1).expand(batch, -1, -1, -1)
+    weights = torch.softmax(torch.cat((scores, sink), -1), -1)[..., :-1]
+    weights = torch.where(seen[:, None, None] | weights.isnan(), weights, 0.0)
+    weights = torch.where(seen.any(-1)[:, None, None, None], weights, 0.0)
+    values = torch.where(seen[:, None, :, None], values, 0.0)
+    y = (weights @ values).reshape(batch, heads, 1, width)
+    if not ring:
+        y = torch.where((length > window)[:, None, None, None], torch.nan, y)
+    return y.to(query.dtype)
+
+
+reference = quantized_attention.reference
+
+
+@quantized_attention.kernel
+def _launch(
+    query: Tensor,
+    key_codes: Tensor,
+    key_scale: Tensor,
+    value_codes: Tensor,
+    value_scale: Tensor,
+    length: Tensor,
+    value_zero: Tensor | None,
+    mask: Tensor | None,
+    first: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    ring: bool,
+) -> Tensor | None:
+    """The kernel for compute capability 9.0 where it takes the operands, else the formula."""
+    if not quantized_attention_sm90.takes(key_codes, value_codes, query.dtype, query.shape[3]):
+        return None
+    ran("quantized_attention", "sm90")
+    return quantized_attention_sm90.attend(
+        query,
+        key_codes,
+        key_scale,
+        value_codes,
+        value_scale,
+        length,
+        value_zero,
+        mask,
+        first,
+        sinks,
+        scale,
+        window,
+        softcap,
+        ring,
+    )
