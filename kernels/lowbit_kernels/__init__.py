@@ -71,14 +71,9 @@ __all__ = [
     "quantize_experts",
     "quantize_grouped",
     "quantize_rowcol",
-    from lowbit_kernels.decoding import (
-        argmax_rows,
-        decode_attention,
-        gated_activation,
-        quantize_to_cache,
-        quantized_attention,
-        rms_norm,
-    )
+    "quantize_to_cache",
+    "quantized_attention",
+    "rms_norm",
     "round_rows",
     "scaled_mm",
     "ternary_mm",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
+import lowbit.hf  # noqa: E402
 from lowbit.hf import KVCache  # noqa: E402
 from lowbit_kernels.decoding.quantize_to_cache import dequantized, quantized  # noqa: E402
 from lowbit_kernels.runtime import launches  # noqa: E402
@@ -271,3 +272,36 @@ def test_generate_compiles_once() -> None:
         if length == 12 and len(graphs) == 1:
             assert calls["quantized_attention", "sm90"] > 0
     assert graphs[0] == graphs[-1]
+
+
+@every_kind
+@pytest.mark.parametrize("name", ["int8", "float8", "int8_int4"])
+@pytest.mark.cover("values")
+def test_the_loop_of_lowbit_has_the_same_cache(kind: str, name: str) -> None:
+    model = made(kind)
+    prompt = torch.randint(1, 128, (2, 12))
+    mask = torch.ones_like(prompt)
+    mask[1, :5] = 0
+    settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    keys, _, values = name.partition("_")
+    cache = KVCache(model.config, 40, keys, values or keys)
+    expected = model.generate(prompt, attention_mask=mask, past_key_values=cache, **settings)
+    found = lowbit.hf.generate(model, prompt, attention_mask=mask, kv_cache=name, **settings)
+    assert torch.equal(found, expected)
+    in_parts = {**settings, "prefill_chunk_size": 5}
+    parts = lowbit.hf.generate(model, prompt, attention_mask=mask, kv_cache=name, **in_parts)
+    assert (parts[:, :14] == expected[:, :14]).float().mean() > 0.9
+    with pytest.raises(ValueError, match=r"kv_cache of int8, float8, int8_int4, .*got 'int4'"):
+        lowbit.hf.generate(model, prompt, kv_cache="int4", **settings)
+
+
+@pytest.mark.gpu
+@every_kind
+def test_the_graph_of_a_token_reads_the_codes(kind: str) -> None:
+    model = made(kind, hidden_size=256, num_attention_heads=4).to("cuda", torch.bfloat16)
+    prompt = torch.randint(1, 128, (2, 12), device="cuda")
+    settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with launches.counted() as calls:
+        found = lowbit.hf.generate(model, prompt, kv_cache="int8", **settings)
+    assert calls["quantized_attention", "sm90"] > 0 and found.shape == (2, 32)
+    assert torch.equal(found, lowbit.hf.generate(model, prompt, kv_cache="int8", **settings))

@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -84,6 +84,30 @@ class SlotLayer(CacheLayerMixin):
             self.given = key_states, value_states
         return self.given
 
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int,
+        scale: float,
+        softcap: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attention of one new token, whose key and value `update` returned, over the cache."""
+        return decode_attention(
+            *(query, key, value, self.keys, self.values),
+            *(cast("Tensor", self.slots.position), self.slots.start),
+            sinks=sinks,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        )
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The memory of all slots."""
+        return self.keys, self.values
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.slots.capacity, 0
 
@@ -98,10 +122,12 @@ class SlotLayer(CacheLayerMixin):
 class SlotCache(Cache):
     """The keys and values of all layers in slots of fixed addresses."""
 
-    def __init__(self, model: Any, capacity: int) -> None:
+    def __init__(
+        self, model: Any, capacity: int, layer: Callable[[Slots], SlotLayer] = SlotLayer
+    ) -> None:
         self.slots = Slots(capacity)
         count = model.config.get_text_config(decoder=True).num_hidden_layers
-        super().__init__(layers=[SlotLayer(self.slots) for _ in range(count)])
+        super().__init__(layers=[layer(self.slots) for _ in range(count)])
         configs = {
             id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)
         }
@@ -111,9 +137,7 @@ class SlotCache(Cache):
 
     def nbytes(self) -> int:
         """Bytes of the keys and values."""
-        return sum(
-            t.nbytes for own in self.layers if own.is_initialized for t in (own.keys, own.values)
-        )
+        return sum(t.nbytes for own in self.layers if own.is_initialized for t in own.tensors())
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -208,13 +232,7 @@ def _attention(
     layer.given = None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if own.slots.position is not None:
-        y = decode_attention(
-            *(query, key, value, layer.keys, layer.values, own.slots.position, own.slots.start),
-            sinks=s_aux,
-            scale=scale,
-            window=attention_mask.window,
-            softcap=softcap or 0.0,
-        )
+        y = layer.attend(query, key, value, attention_mask.window, scale, softcap or 0.0, s_aux)
     else:
         y = _of_prompt(query, key, value, own.slots, attention_mask.window, scale, softcap, s_aux)
     return y.transpose(1, 2).contiguous(), None

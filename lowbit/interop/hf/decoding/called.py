@@ -23,7 +23,7 @@ LOST = {
     "negative_prompt_ids": "it takes input_ids and attention_mask",
     "negative_prompt_attention_mask": "it takes input_ids and attention_mask",
     "stop_strings": "it stops at max_new_tokens, max_length and eos_token_id",
-    "past_key_values": "it has a cache of its own",
+    "past_key_values": 'it has a cache of its own, in 8 bits with kv_cache="int8"',
 }
 """Arguments of transformers' `generate` that it does not pass to a `custom_generate`, and why they are refused."""
 
@@ -36,6 +36,7 @@ def generate(
     stopping_criteria: Any = None,
     streamer: Any = None,
     generator: torch.Generator | None = None,
+    kv_cache: str | None = None,
     **options: Any,
 ) -> Tensor:
     """Generate tokens with a decoder-only model of transformers: on a GPU one CUDA graph a token, choice included.
@@ -63,6 +64,8 @@ def generate(
         stopping_criteria: MaxLengthCriteria and EosTokenCriteria, and no others.
         streamer: gets the prompt and then the tokens of each step, two steps late on a GPU.
         generator: draws the seed of a call that samples; None: torch's default generator of the CPU.
+        kv_cache: "int8", "float8", or "int8_int4" for keys in int8 and values in int4, as `KVCache` has them; None: in
+            the model's dtype. By transformers' hook: ``functools.partial(lowbit.hf.generate, kv_cache="int8")``.
         options: further options of transformers' `generate`.
 
     Returns:
@@ -80,7 +83,7 @@ def generate(
         streamer = given.get("streamer") if streamer is None else streamer
         assert input_ids is not None
         prepared = (input_ids, generation_config, logits_processor, stopping_criteria)
-        return _decoded(model, Prepared(*prepared, options), streamer, generator)
+        return _decoded(model, Prepared(*prepared, options), streamer, generator, kv_cache)
     if not hasattr(model, "generate"):
         raise TypeError(
             f"generate takes a model of transformers with a generate method, got {type(model).__name__}"
@@ -92,13 +95,15 @@ def generate(
         generation_config=generation_config,
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,
-        custom_generate=_with(streamer, generator),
+        custom_generate=_with(streamer, generator, kv_cache),
         **options,
     )
     return found
 
 
-def _with(streamer: Any, generator: torch.Generator | None) -> Callable[..., Tensor]:
+def _with(
+    streamer: Any, generator: torch.Generator | None, kv_cache: str | None
+) -> Callable[..., Tensor]:
     """The function that transformers calls for `generate`."""
 
     def custom(
@@ -113,7 +118,7 @@ def _with(streamer: Any, generator: torch.Generator | None) -> Callable[..., Ten
         if streamer is not None:
             streamer.put(input_ids.cpu())
         prepared = (input_ids, generation_config, logits_processor, stopping_criteria)
-        return _decoded(model, Prepared(*prepared, model_kwargs), streamer, generator)
+        return _decoded(model, Prepared(*prepared, model_kwargs), streamer, generator, kv_cache)
 
     return custom
 
@@ -134,7 +139,11 @@ def _refuse_lost(given: dict[str, Any]) -> None:
 
 
 def _decoded(
-    model: Any, call: Prepared, streamer: Any, generator: torch.Generator | None
+    model: Any,
+    call: Prepared,
+    streamer: Any,
+    generator: torch.Generator | None,
+    kv_cache: str | None,
 ) -> Tensor:
     """The tokens of a call that transformers has prepared."""
     options = read(model, call)
@@ -143,7 +152,7 @@ def _decoded(
         ids = call.input_ids.to(model.device)
         batch, length = ids.shape
         tokens = padded_length(ids.device, batch, length) + options.new_tokens
-        decoder = decoder_for(model, batch, tokens, ids.device)
+        decoder = decoder_for(model, batch, tokens, ids.device, kv_cache)
         seed = _drawn(generator) if options.choice.samples else 0
         decoder.begin(ids, options.start, seed, options.hides_padding)
         found = decode(

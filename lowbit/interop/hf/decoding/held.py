@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowbit.interop.hf.decoding.quantized import layer_of
 from lowbit.interop.hf.decoding.step import Decoder
 from lowbit.tensor.core.base import LowbitTensor
 
 MOST_DECODERS = 4
-"""Decoders of a model, one a batch size."""
+"""Decoders of a model, one a batch size and format of the cache."""
 LEAST, STEP = 256, 1024
 """Capacities are powers of two from LEAST to STEP, and multiples of STEP."""
 SETTINGS = (bool, int, float, str, type(None))
@@ -29,13 +30,16 @@ TORCH = frozenset(vars(nn.Module()))
 MOST_SHOWN = 16
 """Entries of a dictionary that are compared by value; of longer ones their number is."""
 
-_held: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[int, Decoder]]] = (
+_held: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[Any, Decoder]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def decoder_for(model: nn.Module, batch: int, tokens: int, device: torch.device) -> Decoder:
-    """The decoder of `model` for sequences of `tokens`: one that it has, or a new one for this batch size."""
+def decoder_for(
+    model: nn.Module, batch: int, tokens: int, device: torch.device, kv_cache: str | None = None
+) -> Decoder:
+    """The decoder of `model` for sequences of `tokens`: one that it has, or a new one for this batch size and this
+    format of its cache."""
     kind = device.type
     autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     facts = [*autocast, *_facts(model)]
@@ -43,11 +47,12 @@ def decoder_for(model: nn.Module, batch: int, tokens: int, device: torch.device)
     if known != facts:
         decoders = {}
         _held[model] = facts, decoders
-    decoder = decoders.pop(batch, None)
+    key = batch if kv_cache is None else (batch, kv_cache)
+    decoder = decoders.pop(key, None)
     if decoder is None or decoder.capacity < tokens:
         decoder = None  # its memory goes first
-        decoder = Decoder(model, batch, capacity_for(tokens), device)
-    decoders[batch] = decoder  # the latest one last
+        decoder = Decoder(model, batch, capacity_for(tokens), device, layer_of(kv_cache))
+    decoders[key] = decoder  # the latest one last
     while len(decoders) > MOST_DECODERS:
         del decoders[next(iter(decoders))]
     return decoder

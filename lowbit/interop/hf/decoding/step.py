@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lowbit.interop.hf.decoding.cache import SlotCache
+from lowbit.interop.hf.decoding.cache import SlotCache, SlotLayer, Slots
 from lowbit.interop.hf.decoding.choice import Choice
 from lowbit.interop.hf.decoding.folding import fold
 from lowbit.interop.hf.decoding.refused import refused
@@ -44,9 +44,16 @@ class Decoder:
     model reads next. ``start`` int64 [batch]: the first slot of each sequence.
     """
 
-    def __init__(self, model: Any, batch: int, capacity: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Any,
+        batch: int,
+        capacity: int,
+        device: torch.device,
+        layer: Callable[[Slots], SlotLayer] = SlotLayer,
+    ) -> None:
         self.batch, self.capacity, self.device = batch, capacity, device
-        self.cache = SlotCache(model, capacity)
+        self.cache = SlotCache(model, capacity, layer)
         integers: dict[str, Any] = {"dtype": torch.int64, "device": device}
         self.ids = torch.zeros((batch, capacity + 1), **integers)
         self.token, self.position_ids = (torch.zeros((batch, 1), **integers) for _ in range(2))
