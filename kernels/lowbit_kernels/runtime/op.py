@@ -295,7 +295,8 @@ class _Declaration:
                     f"{self.name}: {n} must be one of {taken}, got {parameter.annotation}"
                 )
             takes_default = takes_default and parameter.default is not parameter.empty
-            default = f"={parameter.default}".replace("torch.", "") if takes_default else ""
+            value = str(parameter.default).replace("torch.", "").replace("()", "[]")
+            default = f"={value}" if takes_default else ""
             arguments.insert(0, f"{SCHEMA_TYPES[parameter.annotation]} {n}{default}")
         count = len(typing.get_args(self.returned))
         results = f"({', '.join(['Tensor'] * count)})" if count else "Tensor"

@@ -237,6 +237,7 @@ def takes(operands: WeightOperands) -> bool:
         and (x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and codes.dtype != E4M3))
         and (operands.k == k or codes.dtype != E4M3)
         and codes.dtype in CODE_MACROS
+        and (codes.dtype == E4M3 or operands.format.is_int4_or_int8)
         and operands.scale.dtype in FLOAT_MACROS
         and operands.n > 0
         and k % 32 == 0
@@ -299,7 +300,7 @@ class DecodeProduct:
         return _kernel(self.variant, self.plan.shared, torch.cuda.current_device())
 
     def __call__(self, tensors: Tensors) -> Tensor:
-        x, codes, scale, zero_point, bias, residual, token_scale = tensors
+        x, codes, scale, zero_point, bias, residual, token_scale, *_ = tensors
         if not self.is_ready:
             scale = aligned(scale)
             zero_point = None if zero_point is None else aligned(zero_point)
