@@ -5,7 +5,7 @@
 It takes at most 16 tokens and weights of 1 to 8 bits in the formats of `codes_format`, on GPUs of compute capability
 9.0: integers, float8 e4m3, and tables of up to 16 numbers. The weight is not rounded: codes minus zero points are exact
 in x's dtype, sums and scales are float32. Only numbers of a table are rounded to x's dtype, after a factor that makes
-them round well (`table_of`): NF4's to 6e-4 of their norm in bfloat16.
+them round well (`table_of`): NF4's to 7e-4 of their norm in bfloat16.
 """
 
 from __future__ import annotations
