@@ -12,15 +12,15 @@ means one scale a row. Kp is K padded to a multiple of G, and the values in the 
 may be strided, offsets are 64-bit, NaN and infinities pass.
 
 Sums are float32, and a group's sum is scaled in float32, so the weight is not rounded (`weight_mm_decode_sm90` and
-`weight_mm_large_batch_sm90` state exceptions). "dequantize" rounds the weight to x's dtype first. There, and on CPUs, bias and residual may be
-added with a rounding each.
+`weight_mm_large_batch_sm90` state exceptions). "dequantize" rounds the weight to x's dtype first. There, and on CPUs,
+bias and residual may be added with a rounding each.
 
 Implementations, as `launches` reports them:
 
     decode       weight_mm_decode_sm90: CUDA C++ for compute capability 9.0, up to 16 tokens, bound by memory
     large_batch  weight_mm_large_batch_sm90: CUDA C++ for compute capability 9.0, with wgmma
-    triton       weight_mm_triton: int4 and int8 on other GPUs, and in layouts that the CUDA kernels don't take, up to 64
-                 tokens
+    triton       weight_mm_triton: int4 and int8 on other GPUs, and in layouts that the CUDA kernels don't take, up to
+                 64 tokens
     dequantize   weight_mm_dequantized: cuBLAS, or PyTorch on CPUs, on a chunk of the dequantized weight at a time
     cpu          weight_mm_cpu: C++ compiled at first use, for few tokens in 16 bits times int4 and int8 on a CPU
     empty        no product: M, N or K is 0
