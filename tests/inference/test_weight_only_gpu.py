@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.inference import fuse_linears_, grouped_linear, linear
+from lowbit_kernels.runtime import launches
 from tests.inference.test_fuse import make
 from tests.schemes import over, relative_error
 
@@ -46,6 +47,38 @@ def test_against_float64(scheme: lb.Scheme, tokens: int, dtype: torch.dtype) -> 
     assert relative_error(model(x), exact(x, model.weight, model.bias)) < bound
     y = linear(x, model.weight, model.bias, residual)
     assert relative_error(y, exact(x, model.weight, model.bias, residual)) < bound
+
+
+FORMATS = {
+    "1-bit": lb.Int1WeightOnly(),
+    "2-bits": lb.Int2WeightOnly(),
+    "3-bits": lb.IntxWeightOnly(3, 32),
+    "5-bits-asymmetric": lb.IntxWeightOnly(5, 64, "asymmetric"),
+    "float8": lb.Float8WeightOnly(),
+    "nf4": lb.NF4WeightOnly(),
+    "nf4-double": lb.NF4WeightOnly(double_quantization=True),
+    "mxfp4": lb.MXFP4WeightOnly(),
+    "nvfp4": lb.NVFP4WeightOnly(),
+}
+
+
+@over(FORMATS)
+@pytest.mark.parametrize("tokens", [1, 16, 40])
+@torch.no_grad()
+def test_formats_against_float64(scheme: lb.Scheme, tokens: int) -> None:
+    model = layer(scheme)
+    x = torch.randn(tokens, 512, dtype=torch.bfloat16, device="cuda")
+    with launches.counted() as calls:
+        y = model(x)
+    expected = exact(x, model.weight, model.bias)
+    if tokens > 16:
+        assert relative_error(y, expected) < 4e-3  # the weight may be rounded once
+        return
+    assert relative_error(y, expected) < 2e-3
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert calls["weight_linear", "decode"] == 1
+    compiled = torch.compile(model, fullgraph=True)
+    assert relative_error(compiled(x), expected) < 2e-3
 
 
 @over(SCHEMES)

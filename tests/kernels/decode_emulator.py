@@ -19,8 +19,8 @@ extern "C" void emulated_product(unsigned grid, const uint64 *codes, const uint6
     emulation::launch(grid, THREADS, SPLIT, [=] {
         decode_mm(described(codes), described(x), (const unsigned short *)a[0], (const unsigned char *)a[1],
                       (const unsigned char *)a[2], (const unsigned char *)a[3], (const unsigned short *)a[4],
-                      (const unsigned short *)a[5], (const float *)a[6], (unsigned short *)a[7], a[8], a[9], a[10],
-                      a[11], a[12], a[13], a[14], a[15], a[16]);
+                      (const unsigned short *)a[5], (const float *)a[6], (const float *)a[7], (unsigned short *)a[8],
+                      a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16], a[17]);
     });
 }
 """
@@ -29,11 +29,13 @@ extern "C" void emulated_product(unsigned grid, const uint64 *codes, const uint6
 def _kernel(variant: weight_mm_decode_sm90.DecodeVariant, *_: object) -> Callable[..., None]:
     code = weight_mm_decode_sm90.source(variant)
     folder = Path(weight_mm_decode_sm90.__file__).parents[1]
-    ptx, kernel = (
-        (folder / f).read_text()
-        for f in ("runtime/ptx.cuh", "weight_only/weight_mm_decode_sm90.cu")
+    names = (
+        "runtime/ptx.cuh",
+        "weight_only/weight_codes_sm90.cuh",
+        "weight_only/weight_mm_decode_sm90.cu",
     )
-    compiled = library("\n".join([code[: code.index(ptx)], HEADER.read_text(), kernel, FOOTER]))
+    ptx, *kernel = ((folder / name).read_text() for name in names)
+    compiled = library("\n".join([code[: code.index(ptx)], HEADER.read_text(), *kernel, FOOTER]))
 
     def product(stream: int, grid: int, threads: int, *arguments: tuple[int, ...]) -> None:
         codes, x, *rest = arguments

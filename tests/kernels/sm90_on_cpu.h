@@ -22,6 +22,7 @@
 #define DEVICE static inline
 #define MEMBER inline
 #define __global__
+#define __constant__ static
 #define __device__
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
@@ -266,6 +267,9 @@ static inline uint32 ballot(bool condition) {
     emulation::meet_warp();
     return result;
 }
+static inline uint32 __shfl_xor_sync(uint32, uint32 x, uint32 lanes) {
+    return exchanged(x, threadIdx.x % 32 ^ lanes);
+}
 static inline float __shfl_xor_sync(uint32, float x, uint32 lanes) {
     uint32 bits;
     memcpy(&bits, &x, 4);
@@ -462,6 +466,12 @@ static inline uint32 permute(uint32 a, uint32 b, uint32 selector) {
     uint32 result = 0;
     for (int i = 0; i < 4; ++i) result |= (uint32)(((uint64)b << 32 | a) >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
     return result;
+}
+
+static inline float divide_exactly(float a, float b) { return a / b; }
+static inline uint32 byte_of(uint32 word, int i) { return word >> 8 * i & 255; }
+static inline uint32 shift_out(uint32 low, uint32 high, int bits) {
+    return (uint32)(((uint64)high << 32 | low) >> bits);
 }
 
 // ---- products of warpgroups --------------------------------------------------------------------------------------------

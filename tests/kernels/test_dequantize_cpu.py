@@ -14,7 +14,7 @@ import lowbit
 from lowbit.tensor import AffineTensor
 from lowbit.tensor.frozen import cpu_values
 from lowbit_kernels.runtime import host_compiler
-from lowbit_kernels.weight_only import codes_cpu, dequantize_cpu
+from lowbit_kernels.weight_only import codes_cpu, codes_format, dequantize_cpu
 from tests.schemes import WEIGHT_ONLY, over, specs
 
 pytestmark = pytest.mark.skipif(not host_compiler.compiler(), reason="no C++ compiler")
@@ -59,7 +59,7 @@ def test_every_float8(dtype: torch.dtype) -> None:
     """Zeros of both signs, subnormal numbers, NaNs and infinities."""
     codes = torch.arange(256, dtype=torch.uint8).view(1, 256)
     exponent = 4 if dtype is torch.float8_e4m3fn else 5
-    kernel = dequantize_cpu.Dequantizer(codes_cpu.CodesFormat(8, exponent=exponent), 1, 256, 256)
+    kernel = dequantize_cpu.Dequantizer(codes_format.CodesFormat(8, exponent=exponent), 1, 256, 256)
     found = kernel.dequantize(codes_cpu.Parts(codes, torch.ones(1, 1)))
     expected = codes.view(dtype).float()
     known = ~expected.isnan()

@@ -56,7 +56,7 @@ def of_numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A stand-in for the CUDA kernels, in PyTorch ops, takes products on the CPU."""
 
     def product(operands, tensors):
-        x, codes, scale, zero_point, bias, residual, token_scale = tensors
+        x, codes, scale, zero_point, bias, residual, token_scale, _ = tensors
         found = WeightOperands.of(*tensors, group_size=x.shape[1], out=operands.out)
         assert operands.x == found.x and operands.codes == found.codes
         assert operands.scale == found.scale or len(codes) == 1  # one row has any stride

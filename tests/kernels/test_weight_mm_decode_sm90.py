@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.weight_only import weight_mm_decode_sm90
 from lowbit_kernels.weight_only.weight_mm_decode_sm90 import (
-    CHUNK_BYTES,
     DecodeVariant,
+    chunk_bytes,
     neighbours,
     plan,
     source,
@@ -25,9 +25,16 @@ from lowbit_kernels.weight_only.weight_mm_decode_sm90 import (
 )
 from lowbit_kernels.weight_only.weight_operands import WeightOperands
 
-KERNEL = Path(weight_mm_decode_sm90.__file__).with_suffix(".cu").read_text(encoding="utf-8")
+_FOLDER = Path(weight_mm_decode_sm90.__file__).parent
+KERNEL, CODES = (
+    (_FOLDER / name).read_text(encoding="utf-8")
+    for name in ("weight_mm_decode_sm90.cu", "weight_codes_sm90.cuh")
+)
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]
-VARIANT = DecodeVariant("INT4", 128, "BF16", "BF16", "BF16", False, 8, 2, 1, 1, 1, True, True, 4)
+VARIANT = DecodeVariant(
+    *("INT", 4, 128, "BY_UNIT", "BF16", "BF16", "BF16", "NONE"),
+    *(8, 2, 1, 1, 1, True, True, 4, False, "0x3f80", "0.5f"),
+)
 
 
 # ---- division of the work ------------------------------------------------------------------------
@@ -47,19 +54,20 @@ def test_a_layer_takes_nearly_all_multiprocessors(n: int, k: int, bits: int, m: 
     st.integers(1, 16),
     st.integers(1, 40_000),
     st.integers(1, 1100),
-    st.sampled_from([4, 8]),
+    st.integers(1, 8),
     st.integers(16, 200),
     st.sampled_from([32, 64, 128, 1 << 20]),
     st.integers(1, 5),
 )
 def test_every_plan_fits_and_covers_all(m, n, k32, bits, processors, group, element) -> None:
-    k = 32 * k32
+    k = 128 * -(-k32 // 4) if bits % 4 else 32 * k32
     groups, vector = -(-k // group), neighbours(bits, 0 if group >= k else group)
     chosen = plan(m, n, k, bits, processors, scale_bytes=groups * element, vector=vector)
     if chosen is None:
         assert k > 16_384
         return
-    chunks = -(-k * bits // (8 * CHUNK_BYTES))
+    size = chunk_bytes(bits)
+    chunks = -(-k * bits // (8 * size))
     assert chosen.tokens >= m and chosen.grid % chosen.split == 0
     assert chosen.grid <= processors or chosen.split > 1
     assert chosen.shared <= nvrtc.SHARED_LIMIT and chosen.stages <= weight_mm_decode_sm90.MAX_STAGES
@@ -69,7 +77,7 @@ def test_every_plan_fits_and_covers_all(m, n, k32, bits, processors, group, elem
         parts = [(end - start) * part // chosen.parts for part in range(chosen.parts + 1)]
         # As the kernel divides them.
         for part, (first, last) in enumerate(itertools.pairwise(parts)):
-            assert (last - first) * CHUNK_BYTES <= chosen.pitch <= weight_mm_decode_sm90.BOX_BYTES
+            assert (last - first) * size <= chosen.pitch <= weight_mm_decode_sm90.BOX_BYTES
             more = part * 16 // chosen.parts
             shares = [((last - first) * warp + more) // 16 for warp in range(17)]
             assert shares[0] == 0 and shares[-1] == last - first
@@ -77,17 +85,20 @@ def test_every_plan_fits_and_covers_all(m, n, k32, bits, processors, group, elem
             assert all(0 <= count <= chosen.chunks for count in counts)
     # The kernel's memory: x in registers; two sets of the warps' sums, the ring, a cluster's sums, and x.
     sets = -(-chosen.parts * chosen.chunks // max(8 // chosen.tokens, 1))
-    assert sets * max(chosen.tokens // 8, 1) * 64 // bits <= weight_mm_decode_sm90.X_REGISTERS
+    assert (
+        sets * max(chosen.tokens // 8, 1) * (8 if bits == 8 else 16)
+        <= weight_mm_decode_sm90.X_REGISTERS
+    )
     rows, pieces = 16 * chosen.height, chosen.height * -(-chosen.tokens // 8)
     rounds = math.ceil(-(-n // rows) / (chosen.grid // chosen.split))
     kept = -(-rounds // chosen.split) * chosen.split * pieces * 512 if chosen.split > 1 else 0
     stage = -(-rows * (chosen.pitch + groups * element) // 128) * 128
     slice_ = -(-chunks // chosen.split)
     copied = chosen.tokens == 1 or (chosen.tokens < 8 and chosen.parts > 2)
-    copy = m * (-(-slice_ * CHUNK_BYTES * 16 // bits // 128) * 128 + 32) if copied else 0
+    copy = m * (-(-slice_ * size * 16 // bits // 128) * 128 + 32) if copied else 0
     assert 512 + 2 * 16 * pieces * 512 + chosen.stages * stage + 128 + kept + copy <= chosen.shared
     if chosen.box > 0:
-        assert bits == 4 and chosen.tokens >= 8 and 1 <= chosen.apart <= chosen.stages
+        assert bits < 8 and chosen.tokens >= 8 and 1 <= chosen.apart <= chosen.stages
         boxes = -(-slice_ // chosen.box)
         assert boxes <= 16 and chosen.box * 256 <= weight_mm_decode_sm90.X_BYTES
         x = boxes * chosen.box * 256 * chosen.tokens
@@ -192,15 +203,15 @@ def test_rows_that_lanes_read_at_once_lie_in_different_banks(bits: int, group: i
 def test_source_defines_every_macro_of_the_kernel() -> None:
     for variant in (
         VARIANT,
-        replace(VARIANT, codes="INT8", group=0, zero=True, scale="FP32", split=4, box=0),
-        replace(VARIANT, codes="E4M3", group=0, x="FP16", box=0),
+        replace(VARIANT, codes="INT8", bits=8, group=0, zero="CODE", scale="FP32", split=4, box=0),
+        replace(VARIANT, codes="E4M3", bits=8, group=0, x="FP16", box=0),
     ):
         text = source(variant)
         for name, value in vars(variant).items():
             written = value if isinstance(value, str) else int(value)
             assert f"#define {name.upper()} {written}\n" in text
-            assert re.search(rf"\b{name.upper()}\b", KERNEL)
-    head = KERNEL[: KERNEL.index("enum")]
+            assert re.search(rf"\b{name.upper()}\b", KERNEL + CODES)
+    head = KERNEL[: KERNEL.index("static constexpr")]
     assert all(field.upper() in head for field in vars(VARIANT))
 
 
@@ -210,7 +221,6 @@ def test_source_defines_every_macro_of_the_kernel() -> None:
         ("MAX_STAGES", weight_mm_decode_sm90.MAX_STAGES),
         ("ROWS", weight_mm_decode_sm90.ROWS),
         ("WARPS", weight_mm_decode_sm90.WARPS),
-        ("CHUNK_BYTES", weight_mm_decode_sm90.CHUNK_BYTES),
     ],
 )
 def test_launcher_and_kernel_agree(name: str, value: int) -> None:
@@ -220,7 +230,7 @@ def test_launcher_and_kernel_agree(name: str, value: int) -> None:
 def test_launcher_passes_every_argument() -> None:
     signature = re.search(r"decode_mm\((const __grid_constant__.*?)\)", KERNEL, re.DOTALL)
     assert signature is not None
-    assert len(signature[1].split(",")) == 19
+    assert len(signature[1].split(",")) == 20
 
 
 # ---- the order of k ------------------------------------------------------------------------------
@@ -264,13 +274,13 @@ def paired(x: list[float], bits: int) -> list[tuple[float, float]]:
     return pairs
 
 
-def test_only_float16_holds_float8() -> None:
+def test_float8_takes_no_padding() -> None:
     """float8 needs rows that end at k, since the padding may hold NaN."""
     codes = torch.zeros(16, 64, dtype=torch.float8_e4m3fn)
     scale = torch.ones(16, 1)
     for dtype, k, fits in (
         (torch.float16, 64, True),
-        (torch.bfloat16, 64, False),
+        (torch.bfloat16, 64, True),
         (torch.float16, 60, False),
     ):
         x = torch.zeros(2, k, dtype=dtype)
@@ -284,9 +294,9 @@ def test_only_float16_holds_float8() -> None:
 def test_both_operands_of_mma_have_the_same_k(bits: int, vector: int) -> None:
     """The fragments of mma.m16n8k16, lane by lane, give the product of a chunk."""
     generator = torch.Generator().manual_seed(1)
-    chunk = CHUNK_BYTES * 8 // bits
+    chunk = chunk_bytes(bits) * 8 // bits
     x = torch.randint(-9, 10, (8, chunk), generator=generator)
-    memory = torch.randint(0, 256, (16, CHUNK_BYTES), dtype=torch.uint8, generator=generator)
+    memory = torch.randint(0, 256, (16, chunk_bytes(bits)), dtype=torch.uint8, generator=generator)
     if bits == 4:
         codes = torch.stack([memory & 15, memory >> 4], -1).view(16, chunk).long() - 8
     else:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_kernels.weight_only.weight_mm_decode_sm90 import neighbours, plan
+from lowbit_kernels.weight_only.weight_mm_decode_sm90 import planned
 from tests.kernels import decode_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.test_weight_mm_decode_sm90_gpu import (
@@ -16,6 +16,7 @@ from tests.kernels.test_weight_mm_decode_sm90_gpu import (
     exact,
     float8_operands,
     operands,
+    operands_of,
     run_planned,
 )
 
@@ -23,15 +24,7 @@ pytestmark = pytest.mark.skipif(not COMPILER, reason="no g++")
 
 
 def run(case: dict, blocks: int = 2, split: int = 1, height: int = 1, **changed: int) -> Tensor:
-    bits, group, scale = case["bits"], case["group_size"], case["scale"]
-    m, (n, row) = case["x"].shape[0], case["codes"].shape
-    chosen = plan(
-        *(m, n, row * 8 // bits, bits, blocks),
-        scale_bytes=scale.shape[1] * (scale.element_size() + (case["zero_point"] is not None)),
-        vector=neighbours(bits, 0 if scale.shape[1] == 1 else group),
-        splits=(split,),
-        heights=(height,),
-    )
+    chosen = planned(operands_of(case), blocks, splits=(split,), heights=(height,))
     assert chosen is not None and chosen.split == split
     chosen = replace(chosen, **changed)
     with decode_emulator.emulated():

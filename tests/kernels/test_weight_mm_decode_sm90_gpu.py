@@ -94,7 +94,7 @@ def exact(
 
 def tensors_of(case: dict) -> tuple:
     named = ("x", "codes", "scale", "zero_point", "bias", "residual", "token_scale")
-    return tuple(case[name] for name in named)
+    return *(case[name] for name in named), None
 
 
 def operands_of(case: dict) -> WeightOperands:

@@ -43,6 +43,7 @@ from lowbit_kernels.quantize.quantize_rowcol import codes_of
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
 from lowbit_kernels.weight_only import weight_mm_decode_sm90, weight_mm_large_batch_sm90
+from lowbit_kernels.weight_only.codes_format import format_of
 from lowbit_kernels.weight_only.linear_table import choose
 from lowbit_kernels.weight_only.weight_operands import (
     ADDEND_TYPES,
@@ -140,7 +141,8 @@ def planned(tensors: tuple[Description | None, ...], tensorwise: bool) -> Dynami
         step = 0 if has_one_scale and n > 1 else scale.strides[0]
         by_row = scale._replace(shape=(n, 1), strides=(step, 1))
         ends = bias and bias.contiguous((n,)), residual and residual.contiguous((m, n))
-        operands = WeightOperands(q, codes, by_row, None, *ends, None, k, x.dtype)
+        format = format_of(codes.dtype, scale.dtype)
+        operands = WeightOperands(q, codes, by_row, None, *ends, None, k, x.dtype, format)
         if found := of_numbers(operands):
             return DynamicLinearPlan(*found, numbers, (m, k), shape, 0)
     return DynamicLinearPlan("scaled_mm", None, codes.dtype, (m, k), shape, -k % 16)
@@ -171,7 +173,7 @@ def _run(x, codes, scale, bias, residual, tensorwise) -> Tensor:
     if plan.product is not None:
         by_row, t = scale.reshape(-1, 1).expand(n, 1), t.expand(m).contiguous()
         residual = None if residual is None else residual.reshape(m, n).contiguous()
-        tensors = (q[:, :k], codes, by_row, None, bias, residual, t)
+        tensors = (q[:, :k], codes, by_row, None, bias, residual, t, None)
         return plan.product(tensors).view(plan.shape)
     if plan.padding:
         codes = F.pad(codes.view(torch.int8), (0, plan.padding)).view(codes.dtype)

@@ -43,14 +43,14 @@ from lowbit_kernels.runtime.triton_runtime import (
     triton,
 )
 from lowbit_kernels.weight_only import weight_linear, weight_mm_triton
+from lowbit_kernels.weight_only.codes_format import bits_of
 from lowbit_kernels.weight_only.weight_mm_triton import sums_of_blocks
 from lowbit_kernels.weight_only.weight_operands import (
-    GROUP_RULES,
     K_RULE,
     Description,
     all_described,
     all_layouts,
-    bits_of,
+    group_rules,
 )
 
 MOST_ROWS = 64  # of a tile
@@ -64,7 +64,7 @@ MOST_ROWS = 64  # of a tile
     scale="float [E, N, groups]",
     zero_point="int8 [E, N, groups]; it lies on the codes' grid",
     offsets="int32 [E]",
-    rules={**GROUP_RULES, **K_RULE},
+    rules={**group_rules(), **K_RULE},
 )
 def grouped_linear(
     x: Tensor,

@@ -190,6 +190,9 @@ DEVICE float logarithm_2(float x) {
 // `high` shifted left; the highest bits of `low` fill its lowest bits.
 DEVICE unsigned int shift_in(unsigned int high, unsigned int low, int bits) { return __funnelshift_l(low, high, bits); }
 
+// `low` shifted right; the lowest bits of `high` fill its highest bits.
+DEVICE unsigned int shift_out(unsigned int low, unsigned int high, int bits) { return __funnelshift_r(low, high, bits); }
+
 // Four bytes of b:a, chosen by the four nibbles of the selector; nibble 8 + n gives the sign of byte n eight times.
 DEVICE unsigned int permute(unsigned int a, unsigned int b, unsigned int selector) {
     unsigned int result;

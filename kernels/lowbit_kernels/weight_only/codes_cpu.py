@@ -1,11 +1,10 @@
-"""The format and the memory layout of a weight on a CPU, and how kernels that include ``codes_cpu.h`` are compiled."""
+"""The memory layout of a weight on a CPU, and how kernels that include ``codes_cpu.h`` are compiled."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import sys
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -15,43 +14,22 @@ from torch import Tensor
 from lowbit_kernels.runtime import host_compiler
 from lowbit_kernels.runtime.sources import program
 from lowbit_kernels.runtime.warned import warn_once
+from lowbit_kernels.weight_only.codes_format import CodesFormat
 
 GRAIN = 2**20
 """Elements of a weight above which several threads are faster than one."""
 
 
-@dataclass(frozen=True)
-class CodesFormat:
-    """The format of codes that a kernel is compiled for.
-
-    Args:
-        bits: bits of a code, 1 to 8.
-        low: the smallest integer code: 0, or negative for signed codes.
-        exponent: bits of a float8's exponent, 4 (e4m3) or 5 (e5m2); 0 for integers.
-        zero_point: "none", "code" or "value".
-        mid: for zero points of kind "value", the code whose value a zero point gives.
-        table: the float32 value of each code, for codes of a lookup table; empty for numbers.
-        scale_bytes: scales are bytes, each of which has a float32 value (`Parts.of_byte`), and not float32.
-    """
-
-    bits: int
-    low: int = 0
-    exponent: int = 0
-    zero_point: str = "none"
-    mid: int = 0
-    table: tuple[float, ...] = ()
-    scale_bytes: bool = False
-
-    def source(self, file: str, *defined: str) -> str:
-        """The C++ program of a file of this folder that uses ``codes_cpu.h``, with the names in `defined` set to 1."""
-        zero = ("none", "code", "value").index(self.zero_point)
-        defines = {"BITS": self.bits, "LOW": self.low, "EXPONENT": self.exponent}
-        defines |= {"ZERO": zero, "MID": self.mid, "SCALE_BYTES": int(self.scale_bytes)}
-        defines |= dict.fromkeys(defined, 1)
-        values = {name: f"({n})" for name, n in defines.items()}
-        if self.table:
-            values["TABLE"] = ", ".join(f"{value.hex()}f" for value in self.table)
-        return program(values, "weight_only/codes_cpu.h", file)
+def source(format: CodesFormat, file: str, *defined: str) -> str:
+    """The C++ program of a file of this folder that uses ``codes_cpu.h``, with the names in `defined` set to 1."""
+    zero = ("none", "code", "value").index(format.zero_point)
+    defines = {"BITS": format.bits, "LOW": format.low, "EXPONENT": format.exponent}
+    defines |= {"ZERO": zero, "MID": format.mid, "SCALE_BYTES": int(format.scale_bytes)}
+    defines |= dict.fromkeys(defined, 1)
+    values = {name: f"({n})" for name, n in defines.items()}
+    if format.table:
+        values["TABLE"] = ", ".join(f"{value.hex()}f" for value in format.table)
+    return program(values, "weight_only/codes_cpu.h", file)
 
 
 class Parts(NamedTuple):

@@ -1,22 +1,13 @@
-"""Integer weights of 4 and 8 bits to floating point.
+"""Weights of 1 to 8 bits to floating point, by the formula of `codes_format`.
 
-    x[n, k] = (code[n, k] - zero_point[n, k // G]) * scale[n, k // G]
-
-The difference is exact. The product is rounded once to float32, and that once to the output dtype. All implementations
-below give the same bits.
-
-    codes       packed int4: uint8 [N, ceil(Kp / 2)], even k in the low nibble of byte k // 2, odd k in the high nibble;
-                code = nibble - 8, in -8 .. 7
-                8 bits: int8 [N, Kp]
-    scale       float32, bfloat16 or float16 [N, Kp / G]
-    zero_point  int8 [N, Kp / G], on the grid of the codes, or None for 0
-    result      float32, bfloat16 or float16 [N, K], contiguous, K <= Kp
+The value is rounded once to float32, and that once to the output dtype: float32, bfloat16 or float16 [N, K],
+contiguous, K <= Kp. All implementations below give the same bits.
 
 G (``group_size``) is any positive number; for one scale a row, it is Kp. Kp is K padded to a multiple of G. Padding
 does not appear in the result. Rows may be strided (a slice of a larger weight); offsets are 64-bit. Callers flatten
 leading dimensions, such as experts.
 
-On GPUs a Triton kernel runs. It is bound by memory bandwidth:
+On GPUs a Triton kernel runs for signed integers of 4 and 8 bits. It is bound by memory bandwidth:
 
 - int4: a lane loads a 32-bit word of 8 nibbles and writes the 8 results with one 16-byte store (bf16, fp16). No
   conversion instruction is needed: a nibble ORed into the mantissa of 2**23 is the float 2**23 + nibble, and
@@ -24,10 +15,13 @@ On GPUs a Triton kernel runs. It is bound by memory bandwidth:
   misaligned, or are not a multiple of 4 bytes, are read byte by byte.
 - int8: a lane loads 16 codes and writes their results side by side.
 
-On a CPU, PyTorch's integer operations do the same for a block of rows that fits the L2 cache.
+On a CPU, PyTorch's integer operations do the same for a block of rows that fits the L2 cache. The reference serves
+other formats.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -41,7 +35,12 @@ from lowbit_kernels.runtime.triton_runtime import (
     tl,
     triton,
 )
-from lowbit_kernels.weight_only.weight_operands import GROUP_RULES
+from lowbit_kernels.weight_only.codes_format import dequantized, format_of
+from lowbit_kernels.weight_only.weight_operands import (
+    FORMAT_OPERANDS,
+    FORMAT_RULES,
+    group_rules,
+)
 
 CODES = {torch.uint8: "int4", torch.int8: "int8"}
 CPU_CACHE_BYTES = 2**21
@@ -57,11 +56,13 @@ a byte moves within the wide integer, and the float that each nibble is added to
 
 @op(
     "empty(dtype, N, size)",
-    codes="uint8|int8 [N, W]; flatten leading dimensions first",
-    scale="float [N, groups]",
-    zero_point="int8 [N, groups]; it lies on the grid of the signed codes",
+    codes=FORMAT_OPERANDS["codes"],
+    scale=FORMAT_OPERANDS["scale"],
+    zero_point=FORMAT_OPERANDS["zero_point"],
+    global_scale=FORMAT_OPERANDS["global_scale"],
     rules={
-        **GROUP_RULES,
+        **FORMAT_RULES,
+        **group_rules("bits"),
         "0 <= size <= groups * group_size": "size must be 0..{groups * group_size}, the codes of a row; got {size}",
     },
     dtype="float",
@@ -74,30 +75,28 @@ def dequantize(
     group_size: int,
     size: int,
     dtype: torch.dtype,
+    global_scale: Tensor | None = None,
+    bits: int = 0,
+    table: Sequence[float] = (),
 ) -> Tensor:
-    """Dequantize a weight of 4 or 8 bits, as the dtype of the codes says.
+    """Dequantize a weight of 1 to 8 bits.
 
-    Shapes, dtypes and the formula are in the module's docstring.
+    Shapes, dtypes and the formula are in the docstring of `codes_format`.
 
     Args:
-        codes, scale, zero_point: as above, on one device.
+        codes, scale, zero_point, global_scale: as there, on one device.
         group_size: G, elements of a row that share a scale.
         size: K, elements of a row without padding.
         dtype: of the result.
+        bits: of a code in a bit stream, 1 to 8; 0: 4 bits for uint8 codes, 8 for other dtypes.
+        table: the number of each of the 2^bits codes; empty for integers and float8.
 
     Raises:
         TypeError: a dtype other than those above.
-        ValueError: shapes that do not fit each other.
+        ValueError: shapes or formats that do not fit each other.
     """
-    if codes.dtype == torch.uint8:
-        nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
-        x = nibbles[:, :size].to(torch.float32) - 8
-    else:
-        x = codes[:, :size].to(torch.float32)
-    group = torch.arange(size, device=codes.device) // group_size
-    if zero_point is not None:
-        x = x - zero_point.to(torch.float32)[:, group]
-    return (x * scale.to(torch.float32)[:, group]).to(dtype)
+    parts = (codes, scale, zero_point, group_size, size, torch.float32)
+    return dequantized(*parts, global_scale, bits, table).to(dtype)
 
 
 reference = dequantize.reference
@@ -293,7 +292,12 @@ def _write_nibbles(out: Tensor, packed: Tensor) -> None:
 
 
 @dequantize.kernel
-def _launch(codes, scale, zero_point, group_size, size, dtype) -> Tensor:
+def _launch(
+    codes, scale, zero_point, group_size, size, dtype, global_scale=None, bits=0, table=()
+) -> Tensor | None:
+    zeros = None if zero_point is None else zero_point.dtype
+    if not format_of(codes.dtype, scale.dtype, zeros, bits, tuple(table)).is_int4_or_int8:
+        return None
     format = CODES[codes.dtype]
     if runs_on(codes.device):
         ran("dequantize", f"{format} triton")

@@ -30,12 +30,13 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.weight_only.codes_cpu import (
-    CodesFormat,
     CodesLayout,
     Parts,
     functions,
+    source,
     warn_not_compiled,
 )
+from lowbit_kernels.weight_only.codes_format import CodesFormat
 
 _FLOAT32 = torch.float32
 MOST_KEPT = 2**22
@@ -175,8 +176,8 @@ def dequantizer(format: CodesFormat, *sizes: int) -> Dequantizer | None:
 
 @functools.cache
 def _functions(format: CodesFormat) -> tuple[Any, Any]:
-    source = format.source("weight_only/dequantize_cpu.cpp", "TO_MEMORY")
-    dequantize, look_up = functions(source, "dequantize", "look_up")
+    program = source(format, "weight_only/dequantize_cpu.cpp", "TO_MEMORY")
+    dequantize, look_up = functions(program, "dequantize", "look_up")
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     dequantize.argtypes = [*([pointer] * 6), number, number, pointer, number]
     look_up.argtypes = [*([pointer] * 7), number]

@@ -1,30 +1,28 @@
-"""Products of activations and a weight of 4 or 8 bits.
+"""Products of activations and a weight of 1 to 8 bits.
 
-    out[m, n] = sum_k x[m, k] * (code[n, k] - zero_point[n, k // G]) * scale[n, k // G]  +  bias[n] + residual[m, n]
+    out[m, n] = sum_k x[m, k] * weight[n, k]  +  bias[n] + residual[m, n]
 
-    x           bfloat16, float16 or float32 [..., K]
-    codes       4 bits: uint8 [N, ceil(Kp / 2)], even k in the low nibble, nibble = code + 8, code in -8 .. 7
-                8 bits: int8 [N, Kp]
-    scale       float32, bfloat16 or float16 [N, Kp / G]
-    zero_point  int8 [N, Kp / G], on the grid of the codes, or None for 0
-    bias        [N], residual [..., N]: x's dtype, or None
-    out         x's dtype [..., N], contiguous
+    x               bfloat16, float16 or float32 [..., K]
+    bias            [N], residual [..., N]: x's dtype, or None
+    out             x's dtype [..., N], contiguous
 
-The group size G (`group_size`) is any positive number; K or more means one scale a row. Kp is K padded to a multiple of
-G, and the values in the padding don't count. Rows of the weight may be strided, offsets are 64-bit, NaN and infinities
-pass.
+`codes_format` has the formula of the weight, and its tensors codes, scale, zero_point and global_scale: integers of 1
+to 8 bits, float8, and tables (NF4, MXFP4, NVFP4). The group size G (`group_size`) is any positive number; K or more
+means one scale a row. Kp is K padded to a multiple of G, and the values in the padding don't count. Rows of the weight
+may be strided, offsets are 64-bit, NaN and infinities pass.
 
-Sums are float32, and a group's sum is scaled in float32, so the weight is not rounded (`weight_mm_large_batch_sm90`
-states an exception). "dequantize" rounds the weight to x's dtype first. There, and on CPUs, bias and residual may be
-added with a rounding each.
+Sums are float32, and a group's sum is scaled in float32, so the weight is not rounded (`weight_mm_decode_sm90` and
+`weight_mm_large_batch_sm90` state exceptions). "dequantize" rounds the weight to x's dtype first. There, and on CPUs,
+bias and residual may be added with a rounding each.
 
 Implementations, as `launches` reports them:
 
     decode       weight_mm_decode_sm90: CUDA C++ for compute capability 9.0, up to 16 tokens, bound by memory
     large_batch  weight_mm_large_batch_sm90: CUDA C++ for compute capability 9.0, with wgmma
-    triton       weight_mm_triton: other GPUs, and layouts that the CUDA kernels don't take, up to 64 tokens
+    triton       weight_mm_triton: int4 and int8 on other GPUs, and in layouts that the CUDA kernels don't take, up to
+                 64 tokens
     dequantize   weight_mm_dequantized: cuBLAS, or PyTorch on CPUs, on a chunk of the dequantized weight at a time
-    cpu          weight_mm_cpu: C++ compiled at first use, for few tokens in 16 bits on a CPU
+    cpu          weight_mm_cpu: C++ compiled at first use, for few tokens in 16 bits times int4 and int8 on a CPU
     empty        no product: M, N or K is 0
 
 `linear_table` chooses among those for GPUs. A call looks up its plan by the layouts of its operands; only new layouts
@@ -34,6 +32,7 @@ are checked and planned. The op has no gradient: callers compute that of x with 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -50,9 +49,11 @@ from lowbit_kernels.weight_only import (
     weight_mm_large_batch_sm90,
     weight_mm_triton,
 )
+from lowbit_kernels.weight_only.codes_format import dequantized, format_of
 from lowbit_kernels.weight_only.weight_operands import (
     ADDEND_TYPES,
-    GROUP_RULES,
+    FORMAT_OPERANDS,
+    FORMAT_RULES,
     HALVES,
     K_RULE,
     Description,
@@ -61,7 +62,7 @@ from lowbit_kernels.weight_only.weight_operands import (
     WeightOperands,
     all_described,
     all_layouts,
-    bits_of,
+    group_rules,
 )
 
 IMPLEMENTATIONS = {
@@ -79,12 +80,13 @@ ON_CPU = ("triton", "cpu", "dequantize")  # Triton only under its interpreter
     "empty(x.dtype, *x.shape[:-1], N)",
     by_layout=True,
     x="float [..., K]",
-    codes="uint8|int8 [N, W]; uint8 holds two codes of 4 bits in a byte",
-    scale="float [N, groups]",
-    zero_point="int8 [N, groups]; it lies on the codes' grid",
+    codes=FORMAT_OPERANDS["codes"],
+    scale=FORMAT_OPERANDS["scale"],
+    zero_point=FORMAT_OPERANDS["zero_point"],
     bias="float [N]",
     residual="float [..., N]",
-    rules={**GROUP_RULES, **K_RULE},
+    global_scale=FORMAT_OPERANDS["global_scale"],
+    rules={**FORMAT_RULES, **group_rules("bits"), **K_RULE},
     types=ADDEND_TYPES,
 )
 def weight_linear(
@@ -96,21 +98,24 @@ def weight_linear(
     residual: Tensor | None = None,
     *,
     group_size: int,
+    global_scale: Tensor | None = None,
+    bits: int = 0,
+    table: Sequence[float] = (),
 ) -> Tensor:
-    """x times a weight of 4 bits (uint8 codes) or 8 (int8); the module's docstring has shapes, dtypes and the formula.
+    """x times a weight in few bits; the module's docstring has shapes, dtypes and the formula.
+
+    Args:
+        x, codes, scale, zero_point, bias, residual, global_scale: as above, on one device.
+        group_size: elements of a row that share a scale.
+        bits: of a code in a bit stream, 1 to 8; 0: 4 bits for uint8 codes, 8 for other dtypes.
+        table: the number of each of the 2^bits codes; empty for integers and float8.
 
     Raises:
         TypeError: a dtype other than those above.
-        ValueError: shapes that don't fit each other, or tensors on several devices.
+        ValueError: shapes or formats that don't fit each other, or tensors on several devices.
     """
-    k = x.shape[-1]
-    if bits_of(codes.dtype) == 4:
-        codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).to(torch.int8) - 8
-    weight = codes[:, :k].double()
-    group = torch.arange(k, device=x.device) // group_size
-    if zero_point is not None:
-        weight = weight - zero_point.double()[:, group]
-    out = x.double() @ (weight * scale.double()[:, group]).T
+    parts = (codes, scale, zero_point, group_size, x.shape[-1], torch.float64)
+    out = x.double() @ dequantized(*parts, global_scale, bits, table).T
     for part in (bias, residual):
         out = out if part is None else out + part.double()
     return out.to(x.dtype)
@@ -131,17 +136,21 @@ class WeightLinearPlan(NamedTuple):
 
 @functools.lru_cache(maxsize=8192)
 def planned(
-    tensors: tuple[Description | None, ...], group_size: int, implementation: str | None = None
+    tensors: tuple[Description | None, ...],
+    group_size: int,
+    bits: int = 0,
+    table: tuple[float, ...] = (),
+    implementation: str | None = None,
 ) -> WeightLinearPlan:
-    """The plan for x, codes, scale, zero_point, bias and residual that are `described` so.
+    """The plan for x, codes, scale, zero_point, bias, residual and global_scale that are `described` so.
 
     Args:
         implementation: one of IMPLEMENTATIONS, for tests and benchmarks. ValueError where it doesn't take the operands.
 
     Raises: as `weight_linear`.
     """
-    layouts = all_layouts(tensors)
-    check(*layouts, group_size)
+    *layouts, global_scale = all_layouts(tensors)
+    check(*layouts, group_size, global_scale, bits, table)
     x, codes, scale, zero_point, bias, residual = layouts
     n = codes.shape[0]
     m, shape = prod(x.shape[:-1]), (*x.shape[:-1], n)
@@ -150,7 +159,10 @@ def planned(
     rows = x.rows()
     flat = rows or x.copied((m, x.shape[-1]))
     ends = bias and bias.contiguous((n,)), residual and residual.contiguous((m, n))
-    operands = WeightOperands(flat, codes, scale, zero_point, *ends, None, group_size, x.dtype)
+    zeros = None if zero_point is None else zero_point.dtype
+    format = format_of(codes.dtype, scale.dtype, zeros, bits, table)
+    parts = (flat, codes, scale, zero_point, *ends, None, group_size, x.dtype)
+    operands = WeightOperands(*parts, format, global_scale)
     name, product = _chosen(operands, implementation)
     is_direct = rows is not None and flat.shape == x.shape and ends == (bias, residual)
     return WeightLinearPlan(name, product, shape, is_direct, rows is None)
@@ -172,6 +184,8 @@ def _preferred(operands: WeightOperands) -> tuple[str, ...]:
         return ON_CPU
     if x.dtype not in HALVES:
         return ("dequantize",)
+    if operands.m <= weight_mm_decode_sm90.MAX_TOKENS and not operands.format.is_int4_or_int8:
+        return ON_CUDA  # measured: faster than any other kernel for these formats
     fastest = linear_table.choose(
         operands.m, operands.n, operands.k, operands.bits, operands.group_size
     )
@@ -180,7 +194,7 @@ def _preferred(operands: WeightOperands) -> tuple[str, ...]:
 
 def _empty(shape: tuple[int, ...], tensors: Tensors) -> Tensor:
     """The result where there is nothing to multiply: bias and residual alone."""
-    x, *_, bias, residual, _ = tensors
+    x, _, _, _, bias, residual, *_ = tensors
     out = x.new_zeros(shape)
     for part in (bias, residual):
         out = out if part is None else out + part
@@ -189,18 +203,29 @@ def _empty(shape: tuple[int, ...], tensors: Tensors) -> Tensor:
 
 @weight_linear.kernel
 def run(
-    x, codes, scale, zero_point, bias, residual, group_size, implementation: str | None = None
+    x,
+    codes,
+    scale,
+    zero_point,
+    bias,
+    residual,
+    group_size,
+    global_scale=None,
+    bits=0,
+    table=(),
+    implementation: str | None = None,
 ) -> Tensor:
     """The op's kernel on every device, by the implementation that `planned` chooses or is given."""
-    layouts = all_described(x, codes, scale, zero_point, bias, residual)
-    plan = planned(layouts, group_size, implementation)
+    layouts = all_described(x, codes, scale, zero_point, bias, residual, global_scale)
+    plan = planned(layouts, group_size, bits, tuple(table), implementation)
     ran("weight_linear", plan.implementation)
     if plan.is_direct:
-        return plan.product((x, codes, scale, zero_point, bias, residual, None))
+        return plan.product((x, codes, scale, zero_point, bias, residual, None, global_scale))
     n, k = plan.shape[-1], x.shape[-1]
     if plan.copies_x:
         x = x.clone(memory_format=torch.contiguous_format)
     x = x.view(-1, k)
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.reshape(-1, n).contiguous()
-    return plan.product((x, codes, scale, zero_point, bias, residual, None)).view(plan.shape)
+    parts = (x, codes, scale, zero_point, bias, residual, None, global_scale)
+    return plan.product(parts).view(plan.shape)

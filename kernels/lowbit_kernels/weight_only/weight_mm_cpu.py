@@ -24,12 +24,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit_kernels.weight_only.codes_cpu import (
-    CodesFormat,
     CodesLayout,
     Parts,
     functions,
+    source,
     warn_not_compiled,
 )
+from lowbit_kernels.weight_only.codes_format import CodesFormat
 from lowbit_kernels.weight_only.weight_operands import (
     HALVES,
     Product,
@@ -91,7 +92,9 @@ class Multiplier(CodesLayout):
 @functools.cache
 def _functions(format: CodesFormat) -> tuple[Any, int]:
     """The kernel, and the lanes of the order of x that it takes for vectors of words; 0 for none."""
-    multiply, lanes = functions(format.source("weight_only/weight_mm_cpu.cpp"), "multiply", "lanes")
+    multiply, lanes = functions(
+        source(format, "weight_only/weight_mm_cpu.cpp"), "multiply", "lanes"
+    )
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     multiply.argtypes = [*([pointer] * 7), number, number, pointer, number]
     return multiply, lanes()
@@ -114,8 +117,8 @@ def _planned(bits: int, has_zero: bool, rows: int, columns: int, group: int) -> 
 
 def product(operands: WeightOperands) -> Product | None:
     """The planned product; None on other devices, for float32, for more than MOST_TOKENS tokens, for codes with gaps,
-    with a token_scale, and without a compiler."""
-    if operands.token_scale is not None:
+    for formats other than int4 and int8, with a token_scale, and without a compiler."""
+    if operands.token_scale is not None or not operands.format.is_int4_or_int8:
         return None
     if operands.x.device.type != "cpu" or operands.x.dtype not in HALVES:
         return None
@@ -127,7 +130,7 @@ def product(operands: WeightOperands) -> Product | None:
 
 
 def _product(kernel: Multiplier, dtype: torch.dtype, tensors: Tensors) -> Tensor:
-    x, codes, scale, zero_point, bias, residual, _ = tensors
+    x, codes, scale, zero_point, bias, residual, *_ = tensors
     out = kernel.multiply(x, Parts(codes, scale, zero_point))
     for part in (bias, residual):
         if part is not None:

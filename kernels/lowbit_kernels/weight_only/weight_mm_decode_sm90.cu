@@ -1,20 +1,28 @@
-// The decode kernel: at most 16 tokens times a weight of 4 or 8 bits, integers or float8, on sm_90, at memory speed.
-//   out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] - zero_point[n, k / group]) * scale[n, k / group]
-//               + bias[n] + residual[m, n]
+// The decode kernel: at most 16 tokens times a weight of 1 to 8 bits, on sm_90, at memory speed.
+//   out[m, n] = token_scale[m] / global_scale * sum_k x[m, k] * weight[n, k] + bias[n] + residual[m, n]
+//   weight[n, k] = (number(code[n, k]) - zero_point[n, k / group]) * scale[n, k / group]
+//                  or number(code[n, k]) * scale[n, k / group] + zero_point[n, k / group]
 //
 // weight_mm_decode_sm90.py puts ptx.cuh and sm90.cuh before this source and compiles it for each combination of
-//   CODES              INT4: a byte holds two codes + 8, the one of the even k in its low half; INT8; or E4M3
-//   GROUP              codes along k that share a scale, a multiple of 32; 0: a row has one scale
-//   X, OUT, SCALE      BF16 or FP16; the scale also FP32. E4M3 needs X = FP16, the only one that holds it exactly.
-//                      OUT is also the dtype of the bias and the residual
-//   ZERO               whether there are zero points: int8, -8 .. 7 for INT4; none for E4M3
+//   CODES              INT: a bit stream of integers, each plus 2^(BITS - 1); TABLE: a bit stream of indices into VALUES;
+//                      E2M1: a bit stream of numbers of 4 bits, for X = BF16; INT8; UINT8, integers plus 128; or E4M3
+//   BITS               of a code: 1 to 7 for INT, 1 to 4 for TABLE, 4 for E2M1, else 8
+//   VALUES, UNIT_VALUE numbers of the codes of a TABLE in X's dtype, as bits; their unit, in float32
+//   GROUP              codes along k that share a scale, a multiple of 32 or 16; 0: a row has one scale
+//   SCALING            BY_UNIT: the sums of codes of one group are scaled; BY_COLUMN: for few tokens, the columns of mma
+//                      hold the sums of different groups; IN_CODES: codes times scales are exact in X's dtype
+//   X, OUT, SCALE      BF16 or FP16; the scale also FP32, E8M0 or E4M3. OUT is also the dtype of the bias and the
+//                      residual
+//   ZERO               NONE; CODE: zero points are integers of the codes' grid, int8; UNSIGNED: the same plus
+//                      2^(BITS - 1), uint8; VALUE: they are values, in the dtype of SCALE
 //   TOKENS             1, 2, 4, 8 or 16
 //   HEIGHT             of a tile, in 16 rows
 //   SPLIT              blocks of a cluster; each has a slice of k (split-K)
 //   PARTS              of a tile's slice, loaded one after the other
-//   CHUNKS             of a part that one warp has, at most; a chunk is 64 bytes of a row's codes
+//   CHUNKS             of a part that one warp has, at most; a chunk is 64 codes of 8 bits, or 128 others
 //   WHOLE              whether a part is whole rows without gaps between them
 //   EVEN               whether every warp has CHUNKS chunks of every part
+//   PAIRED             BY_COLUMN for one token, and an even number of groups: a lane reads two scales at once
 //   BOX                chunks whose x one copy loads to shared memory, as a box of all tokens; 0: no boxes
 //
 // Pipeline. A cluster takes every n-th tile of the weight. One thread of a block issues TMA copies of parts of tiles
@@ -30,23 +38,20 @@
 // registers. Each chunk of the weight is multiplied by all columns; only that chunk's columns of the product are used.
 // So the registers of a block hold the x of 64 Ki of k for one token.
 //
+// Small groups and few tokens (BY_COLUMN). A column of mma holds the x of one group, and zeros for the other groups. So
+// it sums up that group, and a lane scales its sums once for several groups, not once for each.
+//
 // Neither codes nor x are reordered in memory: a lane reads adjacent codes, and the x that belongs to them. mma only
 // needs both operands to have the same k at the same position.
 
-enum { BF16, FP16, FP32, INT4, INT8, E4M3 };
-
-static constexpr int BITS = CODES == INT4 ? 4 : 8;
 static constexpr int WARPS = 16, THREADS = 32 * (WARPS + 4);  // 16 multiply, 2 add up, 1 loads codes, 1 loads x
 static constexpr int ROWS = 16 * HEIGHT, TILES = TOKENS > 8 ? 2 : 1;  // of a tile; mma takes 8 tokens
 static constexpr int PIECES = HEIGHT * TILES;                         // of a tile's sums: 16 rows by 8 tokens
 static constexpr int MAX_STAGES = 6;
-static constexpr int WORD = 32 / BITS;  // codes in a word
-static constexpr int CHUNK_BYTES = 64, CHUNK = 16 * WORD;
-static constexpr int SPAN = GROUP == 0 ? 1 << 30 : GROUP;  // codes along k with one scale
-static constexpr int UNIT = SPAN % CHUNK == 0 ? CHUNK : SPAN % (CHUNK / 2) == 0 ? CHUNK / 2 : CHUNK / 4;  // in one group
-static constexpr int UNITS = CHUNK / UNIT, VECTOR = 4 / UNITS;  // adjacent words of a unit that a lane reads
-static constexpr int PAIRS = WORD / 2;                             // registers of x for a word
-static constexpr int SHARE = TOKENS < 8 ? 8 / TOKENS : 1;          // chunks whose x is in the same registers
+static constexpr int GROUPS = SCALING == BY_UNIT || SPAN > CHUNK ? 1 : CHUNK / SPAN;  // of a chunk
+static constexpr int DEPTH = SCALING == BY_COLUMN ? 8 / TOKENS / GROUPS : 1;  // chunks whose groups fill the columns
+static constexpr int TURNS = (CHUNKS + DEPTH - 1) / DEPTH;
+static constexpr int SHARE = SCALING != BY_COLUMN && TOKENS < 8 ? 8 / TOKENS : 1;  // chunks with x in the same registers
 static constexpr int SETS = (PARTS * CHUNKS + SHARE - 1) / SHARE;  // of registers for x
 // Whether x is copied to shared memory first, token by token. This is faster for one token or many parts, where lanes
 // would load x from distant addresses. Otherwise the copies are slower, since they queue with those of the codes.
@@ -54,12 +59,13 @@ static constexpr bool COPIES_X = BOX == 0 && (TOKENS == 1 || (SHARE > 1 && PARTS
 static constexpr int BOX_PITCH = BOX * CHUNK * 2, MAX_BOXES = 16;  // bytes of a token in a box, a multiple of 256
 static constexpr bool LARGE_X = SETS * 4 * TILES * PAIRS > 32;  // x takes more than 32 registers
 static constexpr int REGISTERS[2] = {LARGE_X ? 112 : 104, LARGE_X ? 32 : 64};  // of a multiplying warp; of the others
-static constexpr int SCALE_SIZE = SCALE == FP32 ? 4 : 2;
-// Whether mma multiplies the codes + 136, and (136 + zero point) times the sum of x is subtracted from the unit's sum.
-// The only loss is that of float32 sums that are 136 times larger. Otherwise the offset is subtracted from each code.
-static constexpr bool FOLD = CODES == INT4 && X == BF16 && UNITS == 1;
-static_assert(SPAN % UNIT == 0 && (CODES != E4M3 || (X == FP16 && !ZERO)) && (BOX == 0 || (BITS == 4 && SHARE == 1)), "");
-
+// Whether the sums of x over a unit are needed.
+static constexpr bool SUMS_X = FOLD || (ZERO != NONE && (ZERO == VALUE || SCALING == BY_COLUMN) && UNITS == 1);
+static_assert(SCALING != BY_UNIT || SPAN % UNIT == 0, "");
+static_assert(SCALING != BY_COLUMN || (CHUNK % SPAN == 0 && DEPTH > 0 && IS_STREAM), "");
+static_assert(SCALING != IN_CODES || ((CODES == TABLE || CODES == E2M1) && ZERO == NONE), "");
+static_assert((CODES != E4M3 || ZERO == NONE) && (CODES != E2M1 || (X == BF16 && BITS == 4)), "");
+static_assert((BOX == 0 || (IS_STREAM && SHARE == 1)), "");
 // The start of shared memory, before the ring. The buffers that the adding warps read are double: for even and odd
 // tiles.
 struct Shared {
@@ -76,7 +82,7 @@ struct Problem {
     const unsigned short *x;
     const unsigned char *codes, *scale, *zero_point;
     const unsigned short *bias, *residual;
-    const float *token_scale;
+    const float *token_scale, *global_scale;
     unsigned short *out;
     long long x_stride;  // in elements
     int m, n, k, chunks, groups;
@@ -85,7 +91,7 @@ struct Problem {
     MEMBER int tiles() const { return (n + ROWS - 1) / ROWS; }
     MEMBER int scale_bytes() const { return ROWS * groups * SCALE_SIZE; }  // in a tile; a multiple of 16
     MEMBER int stage_bytes() const {
-        return (ROWS * pitch + scale_bytes() + (ZERO ? ROWS * groups : 0) + 127) & ~127;  // the TMA's alignment
+        return (ROWS * pitch + scale_bytes() + ROWS * groups * ZERO_SIZE + 127) & ~127;  // the TMA's alignment
     }
 };
 
@@ -154,9 +160,9 @@ DEVICE void produce(const Problem &p, const TensorMap &codes, Shared &shared, un
             barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
             if (BOX > 0 && ring.slot >= p.apart) barrier_wait(shared_address(&shared.loaded), 0);
             unsigned char *scale_to = stage + ROWS * p.pitch, *zero_to = scale_to + p.scale_bytes();
-            const unsigned char *scale = p.scale + first * SCALE_SIZE, *zero_point = p.zero_point + first;
+            const unsigned char *scale = p.scale + first * SCALE_SIZE, *zero_point = p.zero_point + first * ZERO_SIZE;
             const uint32 scales = bulk_part(scale_to, scale, rows * p.groups * SCALE_SIZE);
-            const uint32 zeros = ZERO ? bulk_part(zero_to, zero_point, rows * p.groups) : 0;
+            const uint32 zeros = ZERO != NONE ? bulk_part(zero_to, zero_point, rows * p.groups * ZERO_SIZE) : 0;
             const uint32 bytes = (WHOLE ? rows : ROWS) * p.pitch;
             barrier_expect(full, bytes + scales + zeros);
             if constexpr (WHOLE) load_bulk(shared_address(stage), p.codes + (long long)row * p.pitch, bytes, full);
@@ -214,9 +220,6 @@ DEVICE void copy_boxes(const Problem &p, const TensorMap &x, Shared &shared, con
 
 // ---- multiplying ----------------------------------------------------------------------------------------------------
 
-// The offset in bytes of word `word` of a lane's four words in a chunk.
-DEVICE int word_at(int word, int t) { return word / VECTOR * (16 * VECTOR) + (t * VECTOR + word % VECTOR) * 4; }
-
 // Loads the x of one token that belongs to a word, in the order of memory; 0 beyond the last k.
 template <bool ALIGNED>
 DEVICE void load_x(uint32 (&two)[PAIRS], const unsigned short *x, int first, int k) {
@@ -224,7 +227,7 @@ DEVICE void load_x(uint32 (&two)[PAIRS], const unsigned short *x, int first, int
     for (int i = 0; i < PAIRS; ++i) two[i] = 0;
     if constexpr (ALIGNED) {
         if (first < k) {
-            if constexpr (BITS == 4) {
+            if constexpr (WORD == 8) {
                 const uint4 all = *(const uint4 *)(x + first);
                 two[0] = all.x, two[1] = all.y, two[2] = all.z, two[3] = all.w;
             } else {
@@ -239,10 +242,10 @@ DEVICE void load_x(uint32 (&two)[PAIRS], const unsigned short *x, int first, int
     }
 }
 
-// Pairs x in the order in which `unpack` gives codes, from a word's first k: INT4: (k, k + 4), (k + 1, k + 5), ...;
-// INT8: (k, k + 2), (k + 1, k + 3); E4M3: (k, k + 1), (k + 2, k + 3).
+// Pairs x in the order in which `unpack` gives codes, from a word's first k: INT, E2M1: (k, k + 4), (k + 1, k + 5), ...; 8
+// bits: (k, k + 2), (k + 1, k + 3); TABLE, and E4M3 in fp16: (k, k + 1), (k + 2, k + 3), ....
 DEVICE void order_x(uint32 (&pairs)[PAIRS]) {
-    if constexpr (CODES == E4M3) return;
+    if constexpr (CODES == TABLE || (CODES == E4M3 && X == FP16)) return;
     uint32 two[PAIRS];
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) two[i] = pairs[i];
@@ -254,6 +257,9 @@ DEVICE void order_x(uint32 (&pairs)[PAIRS]) {
 }
 
 typedef uint32 Tokens[4][TILES][PAIRS];  // x of the chunks that share these registers
+
+// With BY_COLUMN, the column, counted in steps of TOKENS, of the group of a lane's word in a warp's chunk.
+DEVICE int column_of_group(int chunk, int word, int t) { return chunk % DEPTH * GROUPS + word_at(word, t) / SPAN; }
 
 // Loads x from tokens that are `stride` elements apart and begin at k = `start`.
 template <bool ALIGNED>
@@ -269,10 +275,11 @@ DEVICE void load_tokens(Tokens (&x)[SETS], const Problem &p, int rank, const uns
         for (int word = 0; word < 4; ++word)
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
-                const int token = SHARE > 1 ? g % TOKENS : tile * 8 + g;
-                const int k = (own.first + i % CHUNKS) * CHUNK + word_at(word, t) * (8 / BITS) - start;
+                const int token = TOKENS < 8 ? g % TOKENS : tile * 8 + g;
+                const int k = (own.first + i % CHUNKS) * CHUNK + word_at(word, t) - start;
+                const bool in_column = SCALING != BY_COLUMN || g / TOKENS == column_of_group(i % CHUNKS, word, t);
                 load_x<ALIGNED>(x[set][word][tile], from + token * stride, k,
-                                exists && token < p.m ? p.k - start : 0);
+                                exists && in_column && token < p.m ? p.k - start : 0);
             }
     }
 }
@@ -310,7 +317,7 @@ DEVICE void load_boxes(Tokens (&x)[SETS], const Problem &p, Shared &shared, cons
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
                 const unsigned char *from = box + (tile * 8 + g) * BOX_PITCH;
-                const int k = word_at(word ^ turn, t) * (8 / BITS);
+                const int k = word_at(word ^ turn, t);
                 load_x<true>(x[set][word][tile], (const unsigned short *)from, k, CHUNK);
             }
         exchange<1>(x[set], turn & 1);
@@ -320,64 +327,22 @@ DEVICE void load_boxes(Tokens (&x)[SETS], const Problem &p, Shared &shared, cons
     if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.loaded));
 }
 
-DEVICE uint32 subtract(uint32 a, uint32 b) {
-    if constexpr (X == FP16) return subtract_half2(a, b);
-    else return subtract_bf16x2(a, b);
-}
-
-// The offset that `unpack` subtracts, in both halves of a register. `unpack` puts a code into the mantissa of a number
-// whose last bit counts 1, which gives for INT4: 128 (fp16: 1024) + 8 + code; for INT8 in fp16: 1024 + 128 + code. INT8
-// in bf16 needs only the zero point, converted.
-DEVICE uint32 offset_of(int zero_point) {
-    if constexpr (CODES == INT4) return zero_point * 0x10001 + (X == FP16 ? 0x64086408 : 0x43084308);
-    else if constexpr (X == FP16) return zero_point * 0x10001 + 0x64806480;
-    else return to_bf16x2((float)zero_point, (float)zero_point);
-}
-
-// A word's codes minus their zero point, in the pairs of `order_x`.
-DEVICE void unpack(uint32 (&pairs)[PAIRS], uint32 word, uint32 offset) {
-#pragma unroll
-    for (int i = 0; i < PAIRS; ++i) {
-        const uint32 own = word >> (i * (CODES == E4M3 ? 16 : BITS));
-        if constexpr (CODES == E4M3) {
-            pairs[i] = from_e4m3x2(own & 0xffff);
-        } else if constexpr (CODES == INT4) {
-            pairs[i] = masked_or(own, 0x000f000f, X == FP16 ? 0x64006400 : 0x43004300);
-            if constexpr (!FOLD) pairs[i] = subtract(pairs[i], offset);
-        } else if constexpr (X == FP16) {
-            pairs[i] = subtract(masked_xor(own, 0x00ff00ff, 0x64806480), offset);
-        } else {  // (128 + the low 7 bits) - (128, or 256 with the sign bit, which is the exponent's last bit)
-            pairs[i] = subtract(masked_or(own, 0x007f007f, 0x43004300), masked_or(own, 0x00800080, 0x43004300));
-            if constexpr (ZERO) pairs[i] = subtract(pairs[i], offset);
-        }
-    }
-}
-
 DEVICE void multiply(float (&sums)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
     if constexpr (X == FP16) warp_multiply_half(sums, a0, a1, a2, a3, b0, b1);
     else warp_multiply_bf16(sums, a0, a1, a2, a3, b0, b1);
 }
 
-DEVICE void read_words(uint32 (&words)[4], const unsigned char *from) {
+// Makes the sums of a row NaN if one of its codes is.
+DEVICE void add_nan(float (&sums)[TILES][4], const uint32 (&bad)[2]) {
 #pragma unroll
-    for (int unit = 0; unit < UNITS; ++unit) {
-        const unsigned char *at = from + unit * 16 * VECTOR;
-        if constexpr (VECTOR == 4) {
-            const uint4 all = *(const uint4 *)at;
-            words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
-        } else if constexpr (VECTOR == 2) {
-            const uint2 all = *(const uint2 *)at;
-            words[unit * 2] = all.x, words[unit * 2 + 1] = all.y;
-        } else {
-            words[unit] = *(const uint32 *)at;
-        }
+    for (int row = 0; row < 2; ++row) {
+        uint32 any = bad[row];
+        any |= __shfl_xor_sync(0xffffffff, any, 1), any |= __shfl_xor_sync(0xffffffff, any, 2);
+        if (any & 0x80808080)
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile)
+                sums[tile][2 * row] = sums[tile][2 * row + 1] = bits_float(0x7fc00000);
     }
-}
-
-DEVICE float scale_at(const unsigned char *scales, int i) {
-    if constexpr (SCALE == FP32) return ((const float *)scales)[i];
-    else if constexpr (SCALE == FP16) return from_half(((const unsigned short *)scales)[i]);
-    else return bits_float((uint32)((const unsigned short *)scales)[i] << 16);
 }
 
 // The group of a unit of a warp's chunk `c`, relative to the group of the warp's first chunk, `first`.
@@ -388,63 +353,165 @@ DEVICE int group_of(uint32 first, uint32 c, int unit) {
     else return ((first + c) * CHUNK + unit * UNIT) / SPAN - first * CHUNK / SPAN;
 }
 
-// The sums of x over a chunk, for the columns whose results a lane has, as products with ones.
-DEVICE void sum_tokens(float (&sums)[TILES][2], const Tokens &x) {
+// sums += the offsets of `unpack` (or ones) times x over words `first` .. `end` - 1, for the columns whose results a lane
+// has. All rows of the product are equal.
+template <bool ONES>
+DEVICE void sum_x(float (&sums)[TILES][2], const Tokens &x, int first, int end) {
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
-        float own[4] = {};
+        float own[4] = {sums[tile][0], sums[tile][1], sums[tile][0], sums[tile][1]};
 #pragma unroll
-        for (int word = 0; word < 4; ++word)
+        for (int word = first; word < end; ++word)
 #pragma unroll
-            for (int i = 0; i < PAIRS; i += 2)
-                multiply(own, 0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80, x[word][tile][i], x[word][tile][i + 1]);
+            for (int i = 0; i < PAIRS; i += 2) {
+                const uint32 one = X == FP16 ? 0x3c003c00 : 0x3f803f80;
+                const uint32 a = ONES ? one : offset_of(0, i), b = ONES ? one : offset_of(0, i + 1);
+                multiply(own, a, a, b, b, x[word][tile][i], x[word][tile][i + 1]);
+            }
         sums[tile][0] = own[0], sums[tile][1] = own[1];
     }
 }
 
+// The sums of x that belong to the unit or the groups of some registers: times the offsets, and alone.
+struct Sums {
+    float offset[TILES][2], plain[TILES][2];
+
+    MEMBER void clear() {
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) offset[tile][i] = plain[tile][i] = 0.0f;
+    }
+    MEMBER void add(const Tokens &x) {
+        if constexpr (FOLD) sum_x<false>(offset, x, 0, 4);
+        if constexpr (SUMS_X && ZERO != NONE) sum_x<true>(plain, x, 0, 4);
+    }
+};
+
+// Multiplies words `first` .. `end` - 1 of rows g and g + 8, which begin at `codes` and `codes + 8 * pitch`. `scales` and
+// `limit`, for IN_CODES: those of row g at the chunk, and the number of groups that exist from there on.
+DEVICE void multiply_words(float (&own)[TILES][4], const Tokens &x, const Word (&upper)[4], const Word (&lower)[4],
+                           int first, int end, const int (&zero)[2], const unsigned char *table,
+                           const unsigned char *scales, int rest, int limit) {
+    const int t = threadIdx.x % 4;
+    uint32 scale[2] = {};
+#pragma unroll
+    for (int word = first; word < end; ++word) {
+        uint32 a[PAIRS], b[PAIRS];
+        unpack(a, upper[word], zero[0], table);
+        unpack(b, lower[word], zero[1], table);
+        if constexpr (SCALING == IN_CODES) {
+            if (word * WORD % SPAN == 0) {
+                const int group = word_at(word, t) / SPAN;
+#pragma unroll
+                for (int row = 0; row < 2; ++row) {
+                    const float of_row = group < limit ? number_at(scales, group + row * rest) : 0.0f;
+                    scale[row] = X == FP16 ? to_half2(of_row, of_row) : to_bf16x2(of_row, of_row);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < PAIRS; ++i) {
+                a[i] = X == FP16 ? multiply_half2(a[i], scale[0]) : multiply_bf16x2(a[i], scale[0]);
+                b[i] = X == FP16 ? multiply_half2(b[i], scale[1]) : multiply_bf16x2(b[i], scale[1]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < PAIRS; i += 2)
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile)
+                multiply(own[tile], a[i], b[i], a[i + 1], b[i + 1], x[word][tile][i], x[word][tile][i + 1]);
+    }
+}
+
+// Where the scales and zero points of a warp's groups are: those of row g; those of row g + 8 follow `rest` elements
+// later. `left`: groups from there on to the end of the row.
+struct Scales {
+    const unsigned char *scales, *zero_points;
+    int rest, left;
+};
+
 // Adds the products of the warp's chunk `c` to `sums`. Where chunks share the registers of x, only the columns of chunk
-// `place` count. `codes` points to the lane's codes of row g. `scales` and `zero_points` point to those of row g at the
-// warp's first k, which begins chunk `first`; those of row g + 8 follow `rest` elements later. `left`: k from there on.
-DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const float (&x_sums)[TILES][2],
-                           const unsigned char *codes, int pitch, const unsigned char *scales,
-                           const signed char *zero_points, int rest, int first, int c, int left, int place) {
-    uint32 upper[4], lower[4];  // of rows g and g + 8
+// `place` count. `codes` points to the chunk's codes of row g, `scales` to the groups of the warp's first k, which begins
+// chunk `first`. `left`: k from there on. `bad` collects bits of codes (`is_nan`).
+DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const Sums &x_sums, const unsigned char *codes,
+                           int pitch, const Scales &of, const unsigned char *table, int first, int c, int left,
+                           int place, uint32 (&bad)[2]) {
+    Word upper[4], lower[4];  // of rows g and g + 8
     read_words(upper, codes);
     read_words(lower, codes + 8 * pitch);
+    if constexpr (IS_BF16_E4M3)
+#pragma unroll
+        for (int word = 0; word < 4; ++word) collect(bad[0], upper[word].low), collect(bad[1], lower[word].low);
 #pragma unroll
     for (int unit = 0; unit < UNITS; ++unit) {
         const int at = group_of(first, c, unit);
         // Past the end of the row codes are arbitrary and x is 0. The scale there may be NaN, so it is replaced by 0.
         const bool beyond = UNITS > 1 && c * CHUNK + unit * UNIT >= left;
-        int zero[2] = {0, 0};
-        if constexpr (ZERO) zero[0] = zero_points[at], zero[1] = zero_points[at + rest];
-        const uint32 offset[2] = {offset_of(zero[0]), offset_of(zero[1])};
-        const float scale[2] = {beyond ? 0.0f : scale_at(scales, at), beyond ? 0.0f : scale_at(scales, at + rest)};
-        float own[TILES][4] = {};
+        const int zero[2] = {zero_at(of.zero_points, at), zero_at(of.zero_points, at + of.rest)};
+        float scale[2] = {1.0f, 1.0f}, added[2] = {};
 #pragma unroll
-        for (int word = unit * VECTOR; word < (unit + 1) * VECTOR; ++word) {
-            uint32 a[PAIRS], b[PAIRS];
-            unpack(a, upper[word], offset[0]);
-            unpack(b, lower[word], offset[1]);
-#pragma unroll
-            for (int i = 0; i < PAIRS; i += 2)
-#pragma unroll
-                for (int tile = 0; tile < TILES; ++tile)
-                    multiply(own[tile], a[i], b[i], a[i + 1], b[i + 1], x[word][tile][i], x[word][tile][i + 1]);
+        for (int i = 0; i < 2; ++i) {
+            if (SCALING == BY_UNIT) scale[i] = beyond ? 0.0f : number_at(of.scales, at + i * of.rest);
+            if (ZERO == VALUE) added[i] = beyond ? 0.0f : number_at(of.zero_points, at + i * of.rest);
         }
+        float own[TILES][4] = {};
+        multiply_words(own, x, upper, lower, unit * VECTOR, (unit + 1) * VECTOR, zero, table,
+                       of.scales + at * SCALE_SIZE, of.rest, of.left - at);
+        Sums here = x_sums;
+        if constexpr (ZERO == VALUE && UNITS > 1) here.clear(), sum_x<true>(here.plain, x, unit * VECTOR, (unit + 1) * VECTOR);
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 if (SHARE > 1 && (int)(threadIdx.x % 4 * 2 + i % 2) / TOKENS != place) continue;
-                if constexpr (FOLD)
-                    own[tile][i] = fma_exactly(-136.0f - (float)zero[i / 2], x_sums[tile][i % 2], own[tile][i]);
+                if constexpr (FOLD) own[tile][i] -= here.offset[tile][i % 2];
+                if constexpr (FOLD && (ZERO == CODE || ZERO == UNSIGNED))
+                    own[tile][i] = fma_exactly(-(float)zero[i / 2], here.plain[tile][i % 2], own[tile][i]);
                 sums[tile][i] = fma_exactly(own[tile][i], scale[i / 2], sums[tile][i]);
+                if constexpr (ZERO == VALUE) sums[tile][i] = fma_exactly(added[i / 2], here.plain[tile][i % 2], sums[tile][i]);
             }
     }
 }
 
-DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stages, const unsigned char *copy, int rank) {
+// With BY_COLUMN: adds the products of a chunk to the sums of the groups. `codes`: those of row g.
+DEVICE void add_chunk(float (&groups)[4], const Tokens &x, const unsigned char *codes, int pitch,
+                      const unsigned char *table) {
+    Word upper[4], lower[4];
+    read_words(upper, codes);
+    read_words(lower, codes + 8 * pitch);
+    float own[TILES][4] = {{groups[0], groups[1], groups[2], groups[3]}};
+    const int zero[2] = {};
+    multiply_words(own, x, upper, lower, 0, 4, zero, table, nullptr, 0, 0);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) groups[i] = own[0][i];
+}
+
+// With BY_COLUMN: adds the sums of the groups from `first` on, scaled. `limit`: of the warp's groups.
+DEVICE void scale_groups(float (&sums)[4], const float (&groups)[4], const Sums &x_sums, const Scales &of, int first,
+                         int limit) {
+    const int t = threadIdx.x % 4, at = first + 2 * t / TOKENS, next = first + (2 * t + 1) / TOKENS;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        float scale[2], zero[2] = {};
+        numbers_at(scale, of.scales, at + row * of.rest, at < limit, next < limit);
+        if constexpr (ZERO == VALUE) {
+            numbers_at(zero, of.zero_points, at + row * of.rest, at < limit, next < limit);
+        } else if constexpr (ZERO != NONE) {
+            zero[0] = at < limit ? (float)zero_at(of.zero_points, at + row * of.rest) : 0.0f;
+            zero[1] = next < limit ? (float)zero_at(of.zero_points, next + row * of.rest) : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float own = groups[2 * row + i], &sum = sums[2 * row + i];
+            if constexpr (ZERO == CODE || ZERO == UNSIGNED) own = fma_exactly(-zero[i], x_sums.plain[0][i], own);
+            sum = fma_exactly(own, scale[i], sum);
+            if constexpr (ZERO == VALUE) sum = fma_exactly(zero[i], x_sums.plain[0][i], sum);
+        }
+    }
+}
+
+DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *table, const unsigned char *stages,
+                    const unsigned char *copy, int rank) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
     Tokens x[SETS];
     if (COPIES_X || BOX > 0) named_barrier_sync(1, THREADS);
@@ -460,45 +527,63 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *stage
         load_tokens<true>(x, p, rank, p.x, p.x_stride, 0);
     }
     if (!COPIES_X && BOX == 0) named_barrier_sync(1, THREADS);
-    float x_sums[SETS][TILES][2];
+    constexpr int PER_PART = SCALING == BY_COLUMN ? TURNS : 1, ALL = SCALING == BY_COLUMN ? PARTS * TURNS : SETS;
+    Sums x_sums[ALL];
+#pragma unroll
+    for (int i = 0; i < ALL; ++i) x_sums[i].clear();
 #pragma unroll
     for (int set = 0; set < SETS; ++set) {
 #pragma unroll
         for (int word = 0; word < 4; ++word)
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) order_x(x[set][word][tile]);
-        if constexpr (FOLD) sum_tokens(x_sums[set], x[set]);
+        x_sums[SCALING == BY_COLUMN ? set / CHUNKS * PER_PART + set % CHUNKS / DEPTH : set].add(x[set]);
     }
 
     Ring ring;
     uint32 round = 0;
     for (int tile = first_tile(); tile < p.tiles(); tile += tile_step(), ++round) {
         float sums[HEIGHT][TILES][4] = {};
+        uint32 bad[HEIGHT][2] = {};
 #pragma unroll
         for (int part = 0; part < PARTS; ++part, ring.advance(p.stages)) {
             const Range all = part_of(p, rank, part), own = share_of(all, warp, part);
-            const int group = g * p.groups + (GROUP == 0 ? 0 : own.first * CHUNK / SPAN);
+            const int start = GROUP == 0 ? 0 : own.first * CHUNK / SPAN, group = g * p.groups + start;
             const unsigned char *stage = stages + ring.slot * p.stage_bytes();
-            const unsigned char *codes =
-                stage + g * p.pitch + (own.first - all.first) * CHUNK_BYTES + word_at(0, lane % 4);
-            const unsigned char *scales = stage + ROWS * p.pitch;
-            const signed char *zero_points = (const signed char *)scales + p.scale_bytes() + group;
+            const unsigned char *codes = stage + g * p.pitch + (own.first - all.first) * CHUNK_BYTES;
+            const unsigned char *scales = stage + ROWS * p.pitch, *zero_points = scales + p.scale_bytes();
             const int left = p.groups * SPAN - own.first * CHUNK;
+            float groups[HEIGHT][4];
             barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c)
-                if (EVEN || c < own.count)
 #pragma unroll
-                    for (int high = 0; high < HEIGHT; ++high) {
+                for (int high = 0; high < HEIGHT; ++high) {
+                    const int at = group + high * 16 * p.groups;
+                    const unsigned char *from = codes + high * 16 * p.pitch + c * CHUNK_BYTES;
+                    const Scales of = {scales + at * SCALE_SIZE, zero_points + at * ZERO_SIZE, 8 * p.groups, p.groups - start};
+                    if constexpr (SCALING == BY_COLUMN) {
+                        const Sums &sum = x_sums[part * TURNS + c / DEPTH];
+                        if (c % DEPTH == 0)
+#pragma unroll
+                            for (int i = 0; i < 4; ++i) groups[high][i] = FOLD ? -sum.offset[0][i % 2] : 0.0f;
+                        if (EVEN || c < own.count)
+                            add_chunk(groups[high], x[part * CHUNKS + c], from, p.pitch, table);
+                        if (c % DEPTH == DEPTH - 1 || c == CHUNKS - 1)
+                            scale_groups(sums[high][0], groups[high], sum, of, c / DEPTH * DEPTH * GROUPS,
+                                         min(of.left, own.count * GROUPS));
+                    } else if (EVEN || c < own.count) {
                         const int set = (part * CHUNKS + c) / SHARE, place = (part * CHUNKS + c) % SHARE;
-                        multiply_chunk(sums[high], x[set], x_sums[set],
-                                       codes + high * 16 * p.pitch + c * CHUNK_BYTES, p.pitch,
-                                       scales + (group + high * 16 * p.groups) * SCALE_SIZE,
-                                       zero_points + high * 16 * p.groups, 8 * p.groups, own.first, c, left, place);
+                        multiply_chunk(sums[high], x[set], x_sums[set], from, p.pitch, of, table, own.first, c, left,
+                                       place, bad[high]);
                     }
+                }
             __syncwarp();
             if (lane == 0) barrier_arrive(shared_address(&shared.empty[ring.slot]));
         }
+        if constexpr (IS_BF16_E4M3)
+#pragma unroll
+            for (int high = 0; high < HEIGHT; ++high) add_nan(sums[high], bad[high]);
 
         const uint32 buffer = round & 1;
         barrier_wait(shared_address(&shared.added[buffer]), ~round >> 1 & 1);
@@ -540,6 +625,8 @@ struct Epilogue {
             const int own = row + g + 8 * i, of = token + 2 * t + i;
             bias[i] = p.bias && own < p.n ? from_out(p.bias[own]) : 0.0f;
             token_scale[i] = p.token_scale && of < p.m ? p.token_scale[of] : 1.0f;
+            if constexpr (CODES == TABLE) token_scale[i] *= UNIT_VALUE;
+            if (SCALE == E4M3 && p.global_scale) token_scale[i] = divide_exactly(token_scale[i], *p.global_scale);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -590,7 +677,7 @@ DEVICE void finish(const Problem &p, Shared &shared, float4 *kept, int rank, int
             float4 sums = shared.sums[buffer][0][i][lane];
 #pragma unroll (LARGE_X ? 5 : 15)
             for (int warp = 1; warp < WARPS; ++warp) add(sums, shared.sums[buffer][warp][i][lane]);
-            if constexpr (SHARE > 1) fold(sums);
+            if constexpr (TOKENS < 8) fold(sums);
             return sums;
         };
 #pragma unroll
@@ -632,7 +719,7 @@ DEVICE void combine(const Problem &p, Shared &shared, float4 *kept, int rank) {
 // null. codes, scale and zero_point begin at multiples of 16 bytes. `chunks`: in a row.
 //
 // Shared memory, in this order:
-//   Shared
+//   Shared, and with CODES = TABLE the table of `write_table`
 //   `stages` of Problem::stage_bytes(), and 128 bytes that may be read past them; the boxes of x lie after the first
 //   `apart` stages, and the other stages use their memory once x is in registers
 //   with SPLIT > 1: 512 bytes for each piece of the sums of a cluster's tiles, whose number is rounded up to SPLIT
@@ -641,15 +728,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     decode_mm(const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap x_map,
                   const unsigned short *x, const unsigned char *codes, const unsigned char *scale,
                   const unsigned char *zero_point, const unsigned short *bias, const unsigned short *residual,
-                  const float *token_scale, unsigned short *out, long long x_stride, int m, int n, int k, int chunks,
+                  const float *token_scale, const float *global_scale, unsigned short *out, long long x_stride, int m, int n, int k, int chunks,
                   int groups, int pitch, int stages, int apart) {
     DYNAMIC_SHARED(memory);
     Shared &shared = *(Shared *)memory;
-    const Problem p = {x, codes, scale, zero_point, bias, residual, token_scale, out, x_stride,
+    const Problem p = {x, codes, scale, zero_point, bias, residual, token_scale, global_scale, out, x_stride,
                        m, n, k, chunks, groups, pitch, stages, apart};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, role = warp - WARPS;
     const int rank = SPLIT > 1 ? cluster_rank() : 0;
-    unsigned char *ring = memory + sizeof(Shared), *past = ring + stages * p.stage_bytes() + 128;
+    unsigned char *table = memory + sizeof(Shared), *ring = table + TABLE_BYTES, *past = ring + stages * p.stage_bytes() + 128;
     const unsigned char *copy = past + (SPLIT > 1 ? (rounds_of(p) + SPLIT - 1) / SPLIT * SPLIT * PIECES * 512 : 0);
     if constexpr (BOX > 0) {
         copy = ring + apart * p.stage_bytes();
@@ -660,8 +747,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (warp < WARPS) {
         take_registers<REGISTERS[0]>();
         if constexpr (SPLIT > 1) cluster_arrive();
+        if constexpr (CODES == TABLE) write_table(table, WARPS);
         wait_for_previous();
-        consume(p, shared, ring, copy, rank);
+        consume(p, shared, table, ring, copy, rank);
     } else {
         give_registers<REGISTERS[1]>();
         if (role == 2 && lane == 0) {

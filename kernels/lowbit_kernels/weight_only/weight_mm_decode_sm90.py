@@ -1,11 +1,11 @@
 """The decode kernel: launches ``weight_mm_decode_sm90.cu``, a small-batch GEMM bound by the weight's bytes.
 
-    out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] - zero_point[n, k // G]) * scale[n, k // G]
-                + bias[n] + residual[m, n]
+    out[m, n] = token_scale[m] * sum_k x[m, k] * weight[n, k] + bias[n] + residual[m, n]
 
-It takes at most 16 tokens and weights of 4 or 8 bits, integers or float8, on GPUs of compute capability 9.0. The weight
-is never rounded: codes minus zero points are exact in x's dtype, sums and scales are float32. float8 codes are exact
-only in float16, so x has to be float16 for them, and they have no zero points.
+It takes at most 16 tokens and weights of 1 to 8 bits in the formats of `codes_format`, on GPUs of compute capability
+9.0: integers, float8 e4m3, and tables of up to 16 numbers. The weight is not rounded: codes minus zero points are exact
+in x's dtype, sums and scales are float32. Only numbers of a table are rounded to x's dtype, after a factor that makes
+them round well (`table_of`): NF4's to 7e-4 of their norm in bfloat16.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.library import aligned
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
 from lowbit_kernels.runtime.tensor_map import takes_rows, tensor_map
+from lowbit_kernels.weight_only.codes_format import CodesFormat
 from lowbit_kernels.weight_only.weight_operands import (
-    CODE_MACROS,
     E4M3,
     GROUP_STEP,
+    HALVES,
     Tensors,
     WeightOperands,
     addresses,
@@ -32,8 +33,10 @@ from lowbit_kernels.weight_only.weight_operands import (
 
 MAX_TOKENS, ROWS, WARPS, MAX_STAGES = 16, 16, 16, 6
 THREADS = 32 * (WARPS + 4)
-CHUNK_BYTES = 64  # of a row's codes
-CHUNK = 128  # codes in a chunk, at 4 bits
+CHUNK = 128  # codes of fewer than 8 bits in a chunk; 64 others
+COLUMNS = 8  # of mma
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+SCALE_MACROS = {**FLOAT_MACROS, torch.uint8: "E8M0", E4M3: "E4M3"}
 BOX_BYTES = 2048  # most bytes of a row that one copy loads
 X_BYTES = 1024  # most bytes of a token's x that one copy loads
 # Bytes of tiles that a block loads at once. With more in flight they arrive later, and out of order.
@@ -47,11 +50,13 @@ class DecodeVariant:
     """The macros that the kernel is compiled with; the head of ``weight_mm_decode_sm90.cu`` explains each."""
 
     codes: str
+    bits: int
     group: int
+    scaling: str
     x: str
     out: str
     scale: str
-    zero: bool
+    zero: str
     tokens: int
     chunks: int
     height: int
@@ -60,6 +65,9 @@ class DecodeVariant:
     whole: bool
     even: bool
     box: int
+    paired: bool
+    values: str = ""  # of a table
+    unit_value: str = "1.0f"
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,8 @@ def plan(
     *,
     scale_bytes: int = 0,
     vector: int = 4,
+    by_column: bool = False,
+    table_bytes: int = 0,
     splits: tuple[int, ...] = (1, 2, 4, 8),
     heights: tuple[int, ...] | None = None,
 ) -> DecodeDivision | None:
@@ -98,14 +108,17 @@ def plan(
         k: the codes' K, padded.
         scale_bytes: bytes of the scales and zero points of a row.
         vector: see `neighbours`.
+        by_column: whether the columns of mma hold the sums of different groups.
+        table_bytes: bytes of shared memory for a table.
         splits, heights: the choices; by default no higher tiles where they were never faster.
     """
-    heights = heights or ((1,) if m <= 8 or bits == 4 else (1, 2))
+    heights = heights or ((1,) if m <= 8 or bits < 8 else (1, 2))
     least = 1 << (m - 1).bit_length()
     # At 8 bits compute 8 tokens where their x fits: 5 to 13% faster for 4, whose x would pass through shared memory.
     for tokens in (8, least) if bits == 8 and 1 < m < 8 else (least,):
         shape = (m, tokens, n, k, bits, multiprocessors, scale_bytes, vector)
-        plans = [_divided(*shape, split, height) for split in splits for height in heights]
+        last = by_column, table_bytes
+        plans = [_divided(*shape, *last, split, height) for split in splits for height in heights]
         if possible := [one for one in plans if one is not None]:
             break
     # Higher tiles leave enough registers only with one chunk a warp, and were faster only with at most two blocks.
@@ -127,7 +140,7 @@ def _nanoseconds(
     slice_ = k * bits / (8 * one.split)
     waves = math.ceil(one.grid / multiprocessors)
     rounds = waves * math.ceil(-(-n // (ROWS * one.height)) / (one.grid // one.split))
-    chunks = one.height * one.parts * one.chunks * 4 / bits  # of a warp, in those of 4 bits
+    chunks = one.height * one.parts * one.chunks / (2 if bits == 8 else 1)  # of 128 codes
     seen = 0.6 if bits == 8 or one.box > 0 else 1.0
     work, exchange = 380 + 170 * chunks, 525 + 250 * one.split
     if m > 8:
@@ -150,24 +163,27 @@ def _divided(
     multiprocessors: int,
     scale_bytes: int,
     vector: int,
+    by_column: bool,
+    table_bytes: int,
     split: int,
     height: int,
 ) -> DecodeDivision | None:
     """The plan for clusters of `split` blocks, tiles of `height` and m tokens computed as `tokens`; None if registers
     or shared memory are too small."""
-    chunks = -(-k * bits // (8 * CHUNK_BYTES))
+    size = chunk_bytes(bits)
+    chunks = -(-k * bits // (8 * size))
     if split > chunks:
         return None
     slice_ = -(-chunks // split)
-    parts = _parts(slice_, bits, vector)
+    gap = _bank_step(bits, vector)
+    parts = _parts(slice_, bits, gap)
     part = -(-slice_ // parts)
     own = -(-part // WARPS)  # of a warp
-    sets = -(-parts * own // max(8 // tokens, 1))
-    if sets * max(tokens // 8, 1) * 64 // bits > X_REGISTERS:
+    sets = -(-parts * own // (1 if by_column else max(8 // tokens, 1)))
+    if sets * max(tokens // 8, 1) * (8 if bits == 8 else 16) > X_REGISTERS:
         return None
-    # Lanes read rows from different banks at once. With reads of 16 bytes two rows share a bank, which costs little.
-    pitch = part * CHUNK_BYTES
-    pitch += (16 * vector - pitch) % 128 if vector < 4 else 0
+    pitch = part * size
+    pitch += (gap - pitch) % 128 if gap else 0
     # A cluster lies in one part of the GPU: 30 clusters of 4 or 15 of 8 fit on an H200 with 132 multiprocessors.
     usable = multiprocessors if split <= 2 else multiprocessors * 10 // 11
     tiles, pieces = -(-n // (ROWS * height)), height * -(-tokens // 8)
@@ -178,11 +194,11 @@ def _divided(
         clusters = min(tiles, clusters)
     rounds = -(-tiles // clusters)
     # 128 bytes more: for the last chunk of a row the kernel reads past the scales, and ignores these bytes.
-    fixed = 512 + 128 + 2 * WARPS * pieces * 512
+    fixed = 512 + 128 + table_bytes + 2 * WARPS * pieces * 512
     if split > 1:
         fixed += -(-rounds // split) * split * pieces * 512
     if tokens == 1 or (tokens < 8 and parts > 2):  # x
-        fixed += m * (-(-slice_ * CHUNK_BYTES * 16 // bits // 128) * 128 + 32)
+        fixed += m * (-(-slice_ * size * 16 // bits // 128) * 128 + 32)
     stage = -(-ROWS * height * (pitch + scale_bytes) // 128) * 128
     # With up to 4 parts more than 4 stages were not faster.
     wanted = min(MAX_STAGES if parts > 4 else 4, rounds * parts)
@@ -191,7 +207,7 @@ def _divided(
     if stages < min(2, wanted):
         return None
     shared, box, apart = fixed + stages * stage, 0, stages
-    if bits == 4 and tokens >= 8:  # at 8 bits loading x takes less time than loading codes
+    if bits < 8 and tokens >= 8:  # at 8 bits loading x takes less time than loading codes
         most, x = _boxes(slice_, tokens)
         if fixed + x + stage <= nvrtc.SHARED_LIMIT:
             box, apart = most, min((nvrtc.SHARED_LIMIT - fixed - x) // stage, stages)
@@ -202,10 +218,22 @@ def _divided(
     )
 
 
-def _parts(slice_: int, bits: int, vector: int) -> int:
-    """The number of parts of a slice of so many chunks."""
-    gap = 0 if vector == 4 else 112  # most bytes between rows
-    parts = -(-slice_ // ((BOX_BYTES - gap) // CHUNK_BYTES))
+def chunk_bytes(bits: int) -> int:
+    """Bytes of a chunk of a row's codes."""
+    return 64 if bits == 8 else CHUNK * bits // 8
+
+
+def _bank_step(bits: int, vector: int) -> int:
+    """The distance of rows in shared memory modulo 128 bytes at which lanes read from different banks; 0: any. With
+    reads of 16 bytes two rows share a bank, which costs little."""
+    if bits in (4, 8):
+        return 16 * vector if vector < 4 else 0
+    return 16 * bits
+
+
+def _parts(slice_: int, bits: int, gap: int) -> int:
+    """The number of parts of a slice of so many chunks, whose rows are apart by up to 112 bytes if there is a `gap`."""
+    parts = -(-slice_ // ((BOX_BYTES - (112 if gap else 0)) // chunk_bytes(bits)))
     if bits == 8 and slice_ <= 4 * WARPS and slice_ % WARPS == 0:
         parts = slice_ // WARPS  # measured: 7% faster with K in four parts
     even = (n for n in range(parts, 2 * parts + 1) if slice_ % (n * WARPS) == 0)
@@ -220,56 +248,132 @@ def _boxes(slice_: int, tokens: int) -> tuple[int, int]:
 
 
 def neighbours(bits: int, group: int) -> int:
-    """Words of a row that a lane reads at once: 4, or fewer where groups begin within a chunk (group 0: one a row)."""
-    words = group * bits // 32
+    """Words of a row that a lane reads at once, 8 codes or 4 of 8 bits: 4, or fewer where groups begin within a chunk
+    (group 0: one a row)."""
+    words = group // 4 if bits == 8 else group // 8
     return 4 if words % 16 == 0 else 2 if words % 8 == 0 else 1
 
 
 def takes(operands: WeightOperands) -> bool:
     """True if the kernel multiplies these: 1 to 16 tokens, and codes whose rows begin at multiples of 16 bytes and hold
     whole groups. For float8 K is not padded, since the padding may hold NaN."""
-    x, codes, k = operands.x, operands.codes, operands.padded_k
-    pitch = codes.strides[0]
+    x, codes, zero, format = operands.x, operands.codes, operands.zero_point, operands.format
+    k = operands.groups * operands.group_size
     return (
         1 <= operands.m <= MAX_TOKENS
         and 1 <= operands.k <= k
         and (x.strides[1] == 1 or operands.k == 1)
-        and (x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and codes.dtype != E4M3))
+        and x.dtype in HALVES
         and (operands.k == k or codes.dtype != E4M3)
-        and codes.dtype in CODE_MACROS
-        and operands.scale.dtype in FLOAT_MACROS
+        and (format.exponent == 0 or codes.dtype == E4M3)
+        and (not format.table or format.bits <= 4)
+        and operands.scale.dtype in SCALE_MACROS
+        and (zero is None or zero.dtype.itemsize == 1 or zero.dtype == operands.scale.dtype)
         and operands.n > 0
         and k % 32 == 0
-        and k % operands.group_size == 0
-        and operands.group_size % GROUP_STEP == 0
+        and codes.shape[1] % 16 == 0
+        and codes.shape[1] * 8 == k * format.bits
+        and scaling_of(operands) is not None
         and (codes.strides[1] == 1 or codes.shape[1] == 1)
         and codes.misaligned == 0
-        and (operands.n == 1 or takes_rows(pitch, codes.shape[1]))
+        and (operands.n == 1 or takes_rows(codes.strides[0], codes.shape[1]))
     )
+
+
+def scaling_of(operands: WeightOperands) -> str | None:
+    """How the kernel scales groups; None for groups that it doesn't take."""
+    group, tokens = operands.group, 1 << (operands.m - 1).bit_length()
+    if operands.bits < 8 and 0 < group < CHUNK and CHUNK % group == 0 and group % 16 == 0:
+        if CHUNK // group * tokens <= COLUMNS:
+            return "BY_COLUMN"
+        if _is_exact_scaled(operands):
+            return "IN_CODES"
+    return "BY_UNIT" if group % GROUP_STEP == 0 else None
+
+
+def _is_exact_scaled(operands: WeightOperands) -> bool:
+    """True if the numbers of the table times scales are exact in x's dtype."""
+    table, bits = operands.format.table, 8 if operands.x.dtype == torch.bfloat16 else 11
+    if not table or operands.scale.dtype not in (torch.uint8, E4M3):
+        return False
+    if operands.scale.dtype == torch.uint8 and operands.x.dtype != torch.bfloat16:
+        return False  # beyond float16's range
+    bits -= 4 if operands.scale.dtype == E4M3 else 1
+    return all(
+        (math.frexp(v)[0] * 2**bits).is_integer() and (v == 0 or 2.0**-6 <= abs(v) <= 2.0**6)
+        for v in table
+    )
+
+
+@functools.lru_cache
+def table_of(values: tuple[float, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], float]:
+    """The bits of the numbers of a table in `dtype`, divided by a unit, and the unit: the one with the least error."""
+    exact = torch.tensor(values, dtype=torch.float64)
+
+    def error(unit: float) -> float:
+        rounded = (exact / unit).to(dtype).double() * unit
+        return float((rounded - exact).square().sum())
+
+    unit = 1.0
+    if error(unit) > 0:
+        start = 2.0 ** math.floor(math.log2(max(map(abs, values))))
+        unit = min((start * 2 ** (i / 512) for i in range(512)), key=error)
+    bits = (exact / unit).to(dtype).view(torch.int16).int() & 0xFFFF
+    return tuple(bits.tolist()), unit
 
 
 def product(operands: WeightOperands) -> DecodeProduct | None:
     """The planned product; None where the device or the operands are not the kernel's."""
     if not (nvrtc.runs_on_hopper(operands.x.device) and takes(operands)):
         return None
-    scale, zero = operands.scale, operands.zero_point is not None
-    chosen = plan(
-        *(operands.m, operands.n, operands.padded_k, operands.bits),
-        nvrtc.multiprocessors(operands.codes.device),
-        scale_bytes=operands.groups * (scale.dtype.itemsize + zero),
-        vector=neighbours(operands.bits, operands.group),
-    )
+    chosen = planned(operands, nvrtc.multiprocessors(operands.codes.device))
     return None if chosen is None else DecodeProduct(operands, chosen)
+
+
+def planned(
+    operands: WeightOperands, multiprocessors: int, **choices: tuple[int, ...]
+) -> DecodeDivision | None:
+    """The `plan` for these operands; `choices`: its `splits` and `heights`."""
+    zero, scaling, bits = operands.zero_point, scaling_of(operands), operands.bits
+    has_table = _codes_macro(operands.format, operands.x.dtype) == "TABLE"
+    each = operands.scale.dtype.itemsize + (0 if zero is None else zero.dtype.itemsize)
+    return plan(
+        *(operands.m, operands.n, operands.groups * operands.group_size, bits),
+        multiprocessors,
+        scale_bytes=operands.groups * each,
+        vector=neighbours(bits, operands.group) if scaling == "BY_UNIT" else 4,
+        by_column=scaling == "BY_COLUMN",
+        table_bytes=128 << 2 * bits if has_table else 0,
+        **choices,
+    )
+
+
+def _codes_macro(format: CodesFormat, dtype: torch.dtype) -> str:
+    if format.table:
+        return "E2M1" if format.table == E2M1 and dtype == torch.bfloat16 else "TABLE"
+    if format.exponent:
+        return "E4M3"
+    if format.bits < 8:
+        return "INT"
+    return "INT8" if format.low < 0 else "UINT8"
+
+
+def _zero_macro(format: CodesFormat) -> str:
+    if format.zero_point == "code":
+        return "CODE" if format.low < 0 else "UNSIGNED"
+    return "VALUE" if format.zero_point == "value" else "NONE"
 
 
 class DecodeProduct:
     """The product of operands for which `takes` holds, divided as `plan` says."""
 
     def __init__(self, operands: WeightOperands, plan: DecodeDivision) -> None:
-        (m, k), (n, row) = operands.x.shape, operands.codes.shape
+        (m, k), (n, row), format = operands.x.shape, operands.codes.shape, operands.format
         x_stride = operands.x.strides[0] if m > 1 else 0
         pitch = operands.codes.strides[0] if n > 1 else row
-        chunks = -(-row // CHUNK_BYTES)
+        chunks = -(-row // chunk_bytes(format.bits))
+        scaling = scaling_of(operands) or "BY_UNIT"
+        by_column = scaling == "BY_COLUMN"
         self.plan, self.shape, self.dtype = plan, (m, n), operands.out
         self.is_ready = operands.has_aligned_scales
         self.codes_map = (8, n, row // 8, pitch // 8, ROWS * plan.height, plan.pitch // 8)
@@ -277,12 +381,14 @@ class DecodeProduct:
         shape = (x_stride, m, n, k, chunks, operands.groups)
         self.sizes = (*shape, plan.pitch, plan.stages, plan.apart)
         self.variant = DecodeVariant(
-            CODE_MACROS[operands.codes.dtype],
+            _codes_macro(format, operands.x.dtype),
+            format.bits,
             operands.group,
+            scaling,
             FLOAT_MACROS[operands.x.dtype],
             FLOAT_MACROS[operands.out],
-            FLOAT_MACROS[operands.scale.dtype],
-            operands.zero_point is not None,
+            SCALE_MACROS[operands.scale.dtype],
+            _zero_macro(format),
             plan.tokens,
             plan.chunks,
             plan.height,
@@ -291,6 +397,8 @@ class DecodeProduct:
             plan.parts * plan.split == 1 and plan.pitch == operands.codes.strides[0] == row,
             plan.split * plan.parts * plan.chunks * WARPS == chunks,
             0 if self.x_map is None else plan.box,
+            by_column and plan.tokens == 1 and operands.groups % 2 == 0,
+            *_table_macros(format, operands.x.dtype),
         )
 
     @functools.cached_property
@@ -299,7 +407,7 @@ class DecodeProduct:
         return _kernel(self.variant, self.plan.shared, torch.cuda.current_device())
 
     def __call__(self, tensors: Tensors) -> Tensor:
-        x, codes, scale, zero_point, bias, residual, token_scale = tensors
+        x, codes, scale, zero_point, bias, residual, token_scale, global_scale = tensors
         if not self.is_ready:
             scale = aligned(scale)
             zero_point = None if zero_point is None else aligned(zero_point)
@@ -316,10 +424,17 @@ class DecodeProduct:
                 x_map,
                 x_at,
                 codes_at,
-                *addresses(scale, zero_point, bias, residual, token_scale, out),
+                *addresses(scale, zero_point, bias, residual, token_scale, global_scale, out),
                 *self.sizes,
             )
         return out
+
+
+def _table_macros(format: CodesFormat, dtype: torch.dtype) -> tuple[str, ...]:
+    if _codes_macro(format, dtype) != "TABLE":
+        return ()
+    bits, unit = table_of(format.table, dtype)
+    return ", ".join(map(str, bits)), f"{unit.hex()}f"
 
 
 def _x_map(operands: WeightOperands, plan: DecodeDivision) -> tuple[int, ...] | None:
@@ -333,10 +448,12 @@ def _x_map(operands: WeightOperands, plan: DecodeDivision) -> tuple[int, ...] | 
 
 def source(variant: DecodeVariant) -> str:
     """The CUDA C++ to compile."""
+    macros = {name: value for name, value in asdict(variant).items() if value != ""}
     return program(
-        asdict(variant),
+        macros,
         "runtime/ptx.cuh",
         "runtime/sm90.cuh",
+        "weight_only/weight_codes_sm90.cuh",
         "weight_only/weight_mm_decode_sm90.cu",
     )
 
@@ -344,7 +461,7 @@ def source(variant: DecodeVariant) -> str:
 @functools.cache
 def _kernel(variant: DecodeVariant, shared: int, device: int) -> nvrtc.Kernel:
     return _module(variant, device).kernel(
-        "decode_mm", 19, structs=2, shared=shared, cluster=variant.split, overlaps=True
+        "decode_mm", 20, structs=2, shared=shared, cluster=variant.split, overlaps=True
     )
 
 

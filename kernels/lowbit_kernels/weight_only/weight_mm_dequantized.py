@@ -1,4 +1,4 @@
-"""Products with a dequantized weight of 4 or 8 bits, a chunk of its rows at a time in the same memory.
+"""Products with a dequantized weight of 1 to 8 bits, a chunk of its rows at a time in the same memory.
 
 A large weight is never dequantized as a whole. A chunk is still in the cache when it is multiplied: at most 24 MB in
 the L2 cache of GPUs, where torch.mm writes its columns of the result in place, and 2 MB on CPUs.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime.triton_runtime import runs_on
+from lowbit_kernels.weight_only.codes_format import CodesFormat
 from lowbit_kernels.weight_only.dequantize import (
     fill,
     fill_on_cpu,
@@ -42,12 +43,12 @@ def product(operands: WeightOperands) -> Product | None:
     if operands.token_scale is not None:
         return None
     multiply = _on_cpu if operands.x.device.type == "cpu" else _in_place
-    return functools.partial(multiply, operands.group_size)
+    return functools.partial(multiply, operands.group_size, operands.format)
 
 
-def _in_place(group_size: int, tensors: Tensors) -> Tensor:
+def _in_place(group_size: int, format: CodesFormat, tensors: Tensors) -> Tensor:
     """Each chunk's product is written into its columns of the result."""
-    x, codes, scale, zero_point, bias, residual, _ = tensors
+    x, codes, scale, zero_point, bias, residual, _, global_scale = tensors
     (m, k), n = x.shape, codes.shape[0]
     rows = rows_of_chunk(n, k, x.element_size())
     out, chunk = x.new_empty((m, n)), x.new_empty((rows, k))
@@ -57,7 +58,7 @@ def _in_place(group_size: int, tensors: Tensors) -> Tensor:
         part = slice(first, min(first + rows, n))
         weight, to = chunk[: part.stop - first], out[:, part]
         zeros = None if zero_point is None else zero_point[part]
-        _fill(weight, codes[part], scale[part], zeros, group_size)
+        _fill(weight, codes[part], scale[part], zeros, group_size, format, global_scale)
         # autocast leaves products with `out` alone
         if residual is not None:
             torch.addmm(residual[:, part], x, weight.t(), out=to)
@@ -69,21 +70,29 @@ def _in_place(group_size: int, tensors: Tensors) -> Tensor:
 
 
 def _fill(
-    out: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, group_size: int
+    out: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    group_size: int,
+    format: CodesFormat,
+    global_scale: Tensor | None,
 ) -> None:
     """out [N, K] = the dequantized weight, on any device."""
-    if runs_on(out.device) and out.is_cuda:
+    if format.is_int4_or_int8 and runs_on(out.device) and out.is_cuda:
         fill(out, codes, scale, zero_point, group_size)
     else:
-        out.copy_(reference(codes, scale, zero_point, group_size, out.shape[1], out.dtype))
+        parts = (codes, scale, zero_point, group_size, out.shape[1], out.dtype)
+        out.copy_(reference(*parts, global_scale, format.bits, format.table))
 
 
-def _on_cpu(group_size: int, tensors: Tensors) -> Tensor:
-    x, codes, scale, zero_point, bias, residual, _ = tensors
+def _on_cpu(group_size: int, format: CodesFormat, tensors: Tensors) -> Tensor:
+    x, codes, scale, zero_point, bias, residual, _, global_scale = tensors
     (m, k), (n, groups) = x.shape, scale.shape
     dtype, padded = x.dtype, groups * group_size
     if dtype == torch.float16 or m <= MOST_TOKENS_IN_FLOAT32:
         x = x.float()
+    is_simple = format.is_int4_or_int8 and not (format.bits == 4 and padded % 2)
     out = x.new_empty((m, n), dtype=dtype)
     rows = min(n, rows_in_cache(x.new_empty((0, padded))))
     chunk, product = x.new_empty((rows, padded)), x.new_empty((m, rows))
@@ -92,8 +101,9 @@ def _on_cpu(group_size: int, tensors: Tensors) -> Tensor:
         height = part.stop - first
         weight, to = chunk[:height], product[:, :height]
         zeros = None if zero_point is None else zero_point[part]
-        if codes.dtype == torch.uint8 and padded % 2:
-            _fill(weight[:, :k], codes[part], scale[part], zeros, group_size)
+        if not is_simple:
+            parts = (codes[part], scale[part], zeros, group_size, format, global_scale)
+            _fill(weight[:, :k], *parts)
         else:
             fill_on_cpu(weight, codes[part], scale[part], zeros, group_size)
         torch.mm(x, weight[:, :k].t(), out=to)

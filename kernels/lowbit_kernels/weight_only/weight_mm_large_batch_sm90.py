@@ -221,6 +221,7 @@ def takes(operands: WeightOperands) -> bool:
         (x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and codes.dtype != E4M3))
         and ((operands.groups == 1 and operands.k == width) or codes.dtype != E4M3)
         and codes.dtype in CODE_MACROS
+        and (codes.dtype == E4M3 or operands.format.is_int4_or_int8)
         and scale.dtype in FLOAT_MACROS
         and x.strides[1] == 1
         and codes.strides[1] == 1
@@ -272,7 +273,7 @@ class LargeBatchProduct:
         return _kernel(*self.macros, torch.cuda.current_device())
 
     def __call__(self, tensors: Tensors) -> Tensor:
-        x, codes, scale, zero_point, bias, residual, token_scale = tensors
+        x, codes, scale, zero_point, bias, residual, token_scale, *_ = tensors
         if not self.is_ready:  # the kernel reads two scales at a time
             scale = aligned(scale)
             zero_point = None if zero_point is None else zero_point.contiguous()

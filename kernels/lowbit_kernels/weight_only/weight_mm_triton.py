@@ -222,8 +222,10 @@ def _even_slices(blocks: int, slices: int) -> tuple[int, int]:
 
 
 def product(operands: WeightOperands, slices: int | None = None) -> Product | None:
-    """The planned product; None where Triton doesn't run, for more than MOST_TOKENS tokens, and for groups that
-    `block_of_k` refuses. `slices`: of K, for tests."""
+    """The planned product; None where Triton doesn't run, for more than MOST_TOKENS tokens, for formats other than int4
+    and int8, and for groups that `block_of_k` refuses. `slices`: of K, for tests."""
+    if not operands.format.is_int4_or_int8:
+        return None
     block = block_of_k(operands.group_size, operands.groups)
     if not (runs_on(operands.x.device) and operands.m <= MOST_TOKENS and block):
         return None
@@ -258,7 +260,7 @@ class TritonProduct:
         }
 
     def __call__(self, tensors: Tensors) -> Tensor:
-        x, codes, scale, zero_point, bias, residual, token_scale = tensors
+        x, codes, scale, zero_point, bias, residual, token_scale, *_ = tensors
         (m, n), k = self.shape, x.shape[1]
         if x.device.type == "cpu":  # the interpreter has no bfloat16
             x = x.float()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime.library import contiguous_strides
+from lowbit_kernels.weight_only.codes_format import CodesFormat, format_of
 
 HALVES = (torch.bfloat16, torch.float16)
 GROUP_STEP = 32
@@ -22,15 +23,56 @@ E4M3 = torch.float8_e4m3fn
 # Names of the dtypes of codes in the CUDA sources.
 CODE_MACROS = {torch.uint8: "INT4", torch.int8: "INT8", E4M3: "E4M3"}
 
-GROUP_RULES = {
-    "group_size >= 1": "group_size must be 1 or more elements, got {group_size}",
-    "W == -(-groups * group_size // (2 if codes.dtype == torch.uint8 else 1))": (
-        "a scale of shape {tuple(scale.shape)} with group_size {group_size} takes {codes.dtype} codes of shape "
-        "{(*codes.shape[:-1], -(-groups * group_size // (2 if codes.dtype == torch.uint8 else 1)))}, got "
-        "{tuple(codes.shape)}"
+
+STORED_BITS = "(4 if codes.dtype == torch.uint8 else 8)"
+"""In a rule, the bits of a code where an op gives none, as `codes_format.bits_of`."""
+
+
+def group_rules(bits: str = "0") -> dict[str, str]:
+    """Rules of ops that take codes [..., W] and a scale [..., groups] for each `group_size` elements.
+
+    Args:
+        bits: the op's argument of this name, if it has one.
+    """
+    width = f"-(-groups * group_size * ({bits} or {STORED_BITS}) // 8)"
+    return {
+        "group_size >= 1": "group_size must be 1 or more elements, got {group_size}",
+        f"W == {width}": (
+            "a scale of shape {tuple(scale.shape)} with group_size {group_size} takes {codes.dtype} codes of shape "
+            f"{{(*codes.shape[:-1], {width})}}, got {{tuple(codes.shape)}}"
+        ),
+    }
+
+
+FORMAT_RULES = {
+    "0 <= bits <= 8 and (codes.dtype == torch.uint8 or bits in (0, 8))": (
+        "bits must be 0 (4 for uint8 codes, else 8) or, of a bit stream in uint8, 1 to 8; got {bits} for {codes.dtype}"
+    ),
+    f"not table or (codes.dtype == torch.uint8 and len(table) == 2 ** (bits or {STORED_BITS}))": (
+        f"a table goes with uint8 codes and has a number for each code of {{bits or {STORED_BITS}}} bits; got "
+        "{len(table)} for {codes.dtype}"
+    ),
+    "table or codes.dtype != torch.uint8 or bits < 8 or (zero_point is not None and zero_point.dtype != torch.int8)": (
+        "uint8 codes of 8 bits begin at 0 and take a zero_point in uint8 or floats; signed codes of 8 bits are int8"
+    ),
+    "zero_point is None or not (table or codes.dtype.is_floating_point)": (
+        "codes of a table and float8 codes take no zero_point"
+    ),
+    "zero_point is None or zero_point.dtype != torch.uint8 or codes.dtype == torch.uint8": (
+        "zero_point must be int8 for int8 codes, which begin below 0; got torch.uint8"
+    ),
+    "global_scale is None or scale.dtype == torch.float8_e4m3fn": (
+        "global_scale goes with a scale of torch.float8_e4m3fn; got one of {scale.dtype}"
     ),
 }
-"""Rules of ops that take codes [..., W] and a scale [..., groups] for each `group_size` elements; uint8 holds two."""
+"""Rules of ops that take every format of `codes_format`."""
+FORMAT_OPERANDS = {
+    "codes": "uint8|codes [N, W]; uint8 holds a bit stream of codes, flatten leading dimensions first",
+    "scale": "float|uint8|float8_e4m3fn [N, groups]; uint8 is e8m0",
+    "zero_point": "int8|uint8|float [N, groups]; integers lie on the grid of the codes, floats are values",
+    "global_scale": "float32 [] or [1] or [1, 1]",
+}
+"""The tensors of every format, for the declarations of these ops."""
 K_RULE = {
     "(groups - 1) * group_size < K <= groups * group_size or not (K or groups)": (
         "x has K = {K}, but {groups} groups of {group_size} hold a K of {max((groups - 1) * group_size + 1, 0)} to "
@@ -48,8 +90,17 @@ ADDEND_TYPES = {
 
 ALIGNMENT = 16  # bytes: the widest load of any kernel, and the requirement of the TMA
 
-Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""x, codes, scale, zero_point, bias, residual and token_scale of a product."""
+Tensors = tuple[
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+]
+"""x, codes, scale, zero_point, bias, residual, token_scale and global_scale of a product."""
 
 Product = Callable[[Tensors], Tensor]
 """A planned product."""
@@ -130,7 +181,8 @@ class WeightOperands(NamedTuple):
     """Operands of one product: x [M, K]; codes, scale, zero_point and bias as in `weight_linear`; residual [M, N].
 
     token_scale: float32 [M], multiplied into the sums; out: the dtype of the result, the bias and the residual. Bias,
-    residual and token_scale are contiguous.
+    residual and token_scale are contiguous. format: that of the codes and scales; an implementation declines the ones
+    that it doesn't take.
     """
 
     x: TensorLayout
@@ -142,6 +194,8 @@ class WeightOperands(NamedTuple):
     token_scale: TensorLayout | None
     group_size: int
     out: torch.dtype
+    format: CodesFormat
+    global_scale: TensorLayout | None = None
 
     @classmethod
     def of(
@@ -153,13 +207,19 @@ class WeightOperands(NamedTuple):
         bias: Tensor | None = None,
         residual: Tensor | None = None,
         token_scale: Tensor | None = None,
+        global_scale: Tensor | None = None,
         *,
         group_size: int,
         out: torch.dtype | None = None,
+        bits: int = 0,
+        table: tuple[float, ...] = (),
     ) -> WeightOperands:
         """The operands of a product of these tensors; x and residual are matrices already."""
         tensors = x, codes, scale, zero_point, bias, residual, token_scale
-        return cls._make((*map(layout, tensors), group_size, out or x.dtype))
+        zeros = None if zero_point is None else zero_point.dtype
+        format = format_of(codes.dtype, scale.dtype, zeros, bits, table)
+        last = group_size, out or x.dtype, format, layout(global_scale)
+        return cls._make((*map(layout, tensors), *last))
 
     @property
     def m(self) -> int:
@@ -175,7 +235,7 @@ class WeightOperands(NamedTuple):
 
     @property
     def bits(self) -> int:
-        return bits_of(self.codes.dtype)
+        return self.format.bits
 
     @property
     def padded_k(self) -> int:
@@ -200,8 +260,3 @@ class WeightOperands(NamedTuple):
 def addresses(*tensors: Tensor | None) -> list[int]:
     """Their addresses; 0 for None, a null pointer."""
     return [0 if t is None else t.data_ptr() for t in tensors]
-
-
-def bits_of(codes: torch.dtype) -> int:
-    """4 for uint8, two codes in a byte; else 8."""
-    return 4 if codes == torch.uint8 else 8

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from lowbit.numerics.packing import unpack
 from lowbit.numerics.spec import crop
+from lowbit_kernels.weight_only.codes_format import bits_of, float_scale
 
 _MOST_INT8_ROWS = 20
 """Tokens up to which PyTorch's int8 product is faster than unpacking and a product in the dtype of x. For 1, 24 and 64
@@ -53,16 +54,28 @@ def _dequantize(
     group_size: int,
     size: int,
     dtype: torch.dtype,
+    global_scale: Tensor | None = None,
+    bits: int = 0,
+    table: Sequence[float] = (),
 ) -> Tensor:
     # `lowbit_kernels.weight_only.dequantize.reference` with views and broadcasts, which compilers vectorise, for its
     # gather.
     groups = scale.shape[1]
-    if codes.dtype is torch.uint8:
-        codes = unpack(codes, 4, groups * group_size).view(torch.int8) - 8
+    bits, count = bits_of(codes.dtype, bits), groups * group_size
+    if table:
+        codes = _table_values(codes, table, count)
+    elif codes.dtype is torch.uint8:
+        codes = unpack(codes, bits, count).float() - 2 ** (bits - 1)
     values = codes.unflatten(1, (groups, group_size)).float()
-    if zero_point is not None:
-        values = values - zero_point.float().unsqueeze(-1)
-    values = values * scale.float().unsqueeze(-1)
+    scales = float_scale(scale, global_scale).unsqueeze(-1)
+    if zero_point is None:
+        values = values * scales
+    elif zero_point.is_floating_point():
+        values = (values.double() * scales.double() + zero_point.double().unsqueeze(-1)).float()
+    else:
+        zeros = zero_point.float().unsqueeze(-1)
+        zeros = zeros - 2 ** (bits - 1) if zero_point.dtype is torch.uint8 else zeros
+        values = (values - zeros) * scales
     return crop(values.flatten(1).to(dtype), (len(codes), size))
 
 
@@ -74,6 +87,9 @@ def _weight_linear(
     bias: Tensor | None,
     residual: Tensor | None,
     group_size: int,
+    global_scale: Tensor | None = None,
+    bits: int = 0,
+    table: Sequence[float] = (),
 ) -> Tensor:
     k = x.shape[-1]
     if _is_plain_int8(x, codes, scale, zero_point):
@@ -81,7 +97,8 @@ def _weight_linear(
         y = rows.view(*x.shape[:-1], codes.shape[0])
         y = y if bias is None else y + bias
     else:
-        weight = _dequantize(codes, scale, zero_point, group_size, k, x.dtype)
+        parts = (codes, scale, zero_point, group_size, k, x.dtype)
+        weight = _dequantize(*parts, global_scale, bits, table)
         y = F.linear(x, weight, bias)
     return y if residual is None else y + residual
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import lowbit_kernels as kernels
-from lowbit.linear.frozen.weight_only import group_size_of, has_weight_kernel
+from lowbit.linear.frozen.weight_only import group_size_of, has_int_kernel
 from lowbit.tracing import tracer
 
 
@@ -29,7 +29,7 @@ def _has_grouped_kernel(x: Tensor, weight: Any) -> bool:
         return False
     if getattr(weight, "stored_as", None) is None or weight.activation is not None:
         return False
-    return has_weight_kernel(x, weight, None)
+    return has_int_kernel(x, weight)
 
 
 def _one_by_one(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ from lowbit.numerics.number_format import Int
 from lowbit.numerics.spec import Spec, crop
 
 if TYPE_CHECKING:
-    from lowbit_kernels.weight_only.codes_cpu import CodesFormat, Parts
+    from lowbit_kernels.weight_only.codes_cpu import Parts
+    from lowbit_kernels.weight_only.codes_format import CodesFormat
     from lowbit_kernels.weight_only.dequantize_cpu import Dequantizer
     from lowbit_kernels.weight_only.weight_mm_cpu import Multiplier
 
@@ -249,7 +250,7 @@ def _sizes(spec: Spec, shape: tuple[int, ...]) -> tuple[int, int, int, int] | No
 
 @functools.lru_cache
 def _format(spec: Spec, dims: int) -> CodesFormat:
-    from lowbit_kernels.weight_only.codes_cpu import CodesFormat
+    from lowbit_kernels.weight_only.codes_format import CodesFormat
 
     fmt = spec.format
     if isinstance(fmt, LookupTable):
