@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         round_rows,
         transpose_codes,
     )
-    from lowbit_kernels.weight_only import dequantize, weight_linear
+    from lowbit_kernels.weight_only import dequantize, input_gradient, weight_linear
 
 __all__ = [
     "add_low_rank",
@@ -64,6 +64,7 @@ __all__ = [
     "gated_activation",
     "grouped_linear",
     "grouped_scaled_mm",
+    "input_gradient",
     "linear_gradients",
     "linear_output",
     "normalize_matrices",

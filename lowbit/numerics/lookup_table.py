@@ -32,6 +32,10 @@ from lowbit.numerics.codebook import (
 from lowbit.numerics.opaque import opaque
 from lowbit.numerics.packing import unpack
 
+_is_compiling = torch.compiler.is_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_traced = torch._C._is_tracing
+
 
 @dataclass(frozen=True, repr=False)
 class LookupTable:
@@ -103,6 +107,8 @@ class LookupTable:
 
     def look_up(self, packed: Tensor, size: int) -> Tensor:
         """float32 values [..., size] of codes that `lowbit.numerics.packing.pack` packed."""
+        if type(packed) is Tensor and not (_is_compiling() or _dispatch_modes() or _is_traced()):
+            return _values(packed, self.values, size)  # the op would read its list of values
         return torch.ops.lowbit.table_values(packed, self.values, size)
 
     @property
@@ -230,7 +236,7 @@ def _codes(x: Tensor, values: list[float]) -> Tensor:
     return codes
 
 
-def _values(packed: Tensor, values: list[float], size: int) -> Tensor:
+def _values(packed: Tensor, values: Sequence[float], size: int) -> Tensor:
     tables = _on_device(tuple(values), False, packed.device)
     if tables.pairs is not None:
         both = tables.pairs.index_select(0, packed.reshape(-1).to(torch.int32))

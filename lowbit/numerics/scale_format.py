@@ -197,7 +197,12 @@ class Double(ScaleFormat):
 
     def decode(self, parts: ScaleParts) -> Tensor:
         values = DYNAMIC8.look_up(parts["scale"], parts["scale"].shape[-1])
-        return values * _spread(parts["scale_absmax"], values) + parts["scale_offset"]
+        of_block, offset = parts["scale_absmax"], parts["scale_offset"]
+        copies = of_block.shape[-1]
+        if copies in (0, values.shape[-1]):
+            return values * of_block + offset
+        spread = values.unflatten(-1, (copies, -1)) * of_block.unsqueeze(-1)
+        return spread.flatten(-2) + offset
 
 
 def absmax_of_rows(flat: Tensor, rows: int, groups: int) -> Tensor:

@@ -1,5 +1,6 @@
-"""Adapters of PEFT in low-bit weights; `lowbit.interop.peft` describes and holds it."""
+"""Adapters of PEFT in low-bit weights; `lowbit.interop.peft` merges and `lowbit.interop.fused_lora` trains them."""
 
+from lowbit.interop.fused_lora import fuse_
 from lowbit.interop.peft import Merged, MergeReport, merge_
 
-__all__ = ["MergeReport", "Merged", "merge_"]
+__all__ = ["MergeReport", "Merged", "fuse_", "merge_"]

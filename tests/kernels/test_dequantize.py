@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from benchmarks.cases.dequantize import CASES, Case
+from benchmarks.cases.formats import FORMATS
+from lowbit_kernels.runtime.launches import counted
+from lowbit_kernels.weight_only.codes_format import dequantized
 from lowbit_kernels.weight_only.dequantize import dequantize, reference
 from tests.kernels.interpreted import in_new_process, interpreted
 
@@ -83,6 +87,66 @@ def under_triton() -> dict[str, bool]:
 @pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
 def test_interpreted_kernel(under_triton: dict[str, bool], case: Case) -> None:
     assert under_triton[case.name]
+
+
+FORMAT_SHAPES = ((64, None), (45, 9), (37, 16), (21, 40))
+"""K and the group size (None: that of the format)."""
+
+
+def of_formats(
+    dtype: torch.dtype,
+    device: str = "cpu",
+    shapes: tuple[tuple[int, int | None], ...] = FORMAT_SHAPES,
+) -> dict[str, bool]:
+    """True for each format and shape whose kernel, which must run, gives the bits of the reference. Rows are those of a
+    larger weight, and codes begin at odd addresses too."""
+    found = {}
+    for format in FORMATS:
+        for k, group in shapes:
+            weight = format.weight(9, k, group, device)
+            for name in ("codes", "scale", "zero_point"):
+                weight[name] = None if weight[name] is None else weight[name][1::3]
+            arguments = {**weight, "size": k, "dtype": dtype}
+            expected = dequantized(**{**arguments, "dtype": torch.float32}).to(dtype)
+            with counted() as calls:
+                out = dequantize(**arguments)
+            is_triton = [name.endswith(" triton") for _, name in calls] == [True]
+            found[f"{format.name}-{k}"] = is_triton and equal_bits(out, expected)
+    return found
+
+
+def test_interpreted_formats() -> None:
+    code = """
+import json, torch
+from tests.kernels.test_dequantize import of_formats
+torch.manual_seed(0)
+print(json.dumps({str(dtype): of_formats(dtype) for dtype in (torch.float32, torch.float16)}))
+"""
+    for found in interpreted(code).values():
+        assert found and all(found.values()), [name for name, same in found.items() if not same]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [(torch.float32, (64, None)), (torch.bfloat16, (37, 16))], ids=str
+)
+def test_cuda_formats(dtype: torch.dtype, shape: tuple[int, int | None]) -> None:
+    found = of_formats(dtype, "cuda", (shape,))
+    assert all(found.values()), [name for name, same in found.items() if not same]
+
+
+@pytest.mark.gpu
+def test_cuda_graph_of_a_table_that_no_call_has_seen() -> None:
+    """A graph cannot copy the table from the host."""
+    weight = next(f for f in FORMATS if f.name == "table3").weight(8, 64, device="cuda")
+    call = partial(dequantize, size=64, dtype=torch.float32)
+    call(**weight)
+    weight["table"] = tuple(value * 3 for value in weight["table"])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(**weight)
+    graph.replay()
+    assert equal_bits(out, call(**weight))
 
 
 def test_without_triton() -> None:

@@ -14,7 +14,7 @@ from lowbit_kernels.weight_only.weight_operands import layout
 @given(st.integers(1, 200_000), st.integers(1, 60_000), st.sampled_from([2, 4]))
 def test_chunks_fit_the_cache(n: int, k: int, itemsize: int) -> None:
     rows = weight_mm_dequantized.rows_of_chunk(n, k, itemsize)
-    most = weight_mm_dequantized.BYTES_IN_L2
+    most = weight_mm_dequantized.MOST_BYTES
     assert 1 <= rows <= n or rows % 256 == 0
     assert rows * k * itemsize <= max(most, 256 * k * itemsize)
 

@@ -238,7 +238,7 @@ def test_an_error_is_raised_at_every_call() -> None:
 @pytest.mark.parametrize("case", RUNNING, ids=lambda c: c.name)
 def test_products_into_columns(case: Case, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The chunks of GPUs, on the CPU: slices of at most 16 columns of the result, or all columns at once."""
-    monkeypatch.setattr(weight_mm_dequantized, "BYTES_IN_L2", most)
+    monkeypatch.setattr(weight_mm_dequantized, "MOST_BYTES", most)
     monkeypatch.setattr(weight_mm_dequantized, "ROWS_OF_A_TILE", 16)
     x, *parts, residual, group = arguments = case.arguments()
     if residual is not None:
@@ -407,7 +407,7 @@ def test_cuda_product_into_columns_copies_nothing() -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run(x, codes, scale, None, None, None, 128, implementation="dequantize")
-    most = 2 * 2048 * 16384 + weight_mm_dequantized.BYTES_IN_L2 + 2**21
+    most = 2 * 2048 * 16384 + weight_mm_dequantized.MOST_BYTES + 2**21
     assert torch.cuda.max_memory_allocated() - before <= most
 
 

@@ -14,8 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import lowbit
 from lowbit.tensor import BitNetTensor, CodebookTensor, FakeQuantizedTensor
+from lowbit.tensor.frozen.op_arguments import values_by_op
 from lowbit.testing import relative_error
 from lowbit.testing.autograd import PRODUCTS
+from lowbit_kernels.runtime.launches import counted
+from tests.schemes import WEIGHT_ONLY
 from tests.tensor.cases import (
     CASES,
     by_class,
@@ -290,21 +293,55 @@ def test_activation_checkpointing_and_second_derivatives(case):
     assert relative_error(found, (2 * plain.t() @ plain).sum(0).expand(x.shape)) < 2e-6
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("mapping", ["symmetric", "symmetric_no_clipping_err", "asymmetric"])
-@pytest.mark.parametrize(
-    "granularity", [lowbit.PerRow(), lowbit.PerGroup(16), lowbit.PerGroup(24)], ids=str
-)
-def test_the_op_that_dequantizes_on_gpus_gives_the_same_bits(bits, mapping, granularity):
-    """int4 and int8 weights use the op on a GPU; here it runs on a CPU."""
-    spec = lowbit.Spec(lowbit.Int(bits), granularity, mapping)
+EVERY_LAYOUT = {
+    **WEIGHT_ONLY,
+    **{
+        f"int{bits}-{mapping}-{granularity}": lowbit.Scheme(
+            lowbit.Spec(lowbit.Int(bits), granularity, mapping)
+        )
+        for bits in (4, 8)
+        for mapping in ("symmetric", "symmetric_no_clipping_err", "asymmetric")
+        for granularity in (lowbit.PerRow(), lowbit.PerGroup(16), lowbit.PerGroup(24))
+    },
+    "uint8": lowbit.Scheme(
+        lowbit.Spec(lowbit.Int(8, signed=False), lowbit.PerGroup(7), "asymmetric")
+    ),
+    "float8-e5m2-g20": lowbit.Scheme(
+        lowbit.Spec(lowbit.Float8(torch.float8_e5m2), lowbit.PerGroup(20))
+    ),
+    "float8-blocks": lowbit.Float8WeightOnly(lowbit.PerBlock(4, 24)),
+    "float8-tensor": lowbit.Float8WeightOnly(lowbit.PerTensor()),
+}
+
+
+def same_by_the_op(weight: lowbit.AffineTensor) -> bool:
+    arguments = weight.op_arguments()
+    assert arguments is not None
+    expected = weight._dequantized(weight.shape)
+    found = values_by_op(weight, arguments)
+    return found.dtype is expected.dtype and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("scheme", EVERY_LAYOUT.values(), ids=EVERY_LAYOUT)
+def test_the_op_that_dequantizes_on_gpus_gives_the_same_bits(scheme):
+    """Weights use the op on a GPU; here it runs on a CPU."""
     for shape in ((7, 100), (3, 5, 64)):
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            weight = lowbit.AffineTensor.from_float(torch.randn(shape, dtype=dtype), spec)
-            assert weight._fits_dequantize_op()
-            codes = weight._load(spec.padded_shape(shape)[-1])
-            parts = (codes, weight.scale, weight.zero_point, shape, dtype)
-            assert torch.equal(weight._dequantize_by_op(), spec.dequantize(*parts))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            values = torch.randn(shape, dtype=dtype)
+            assert same_by_the_op(lowbit.AffineTensor.from_float(values, scheme))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", EVERY_LAYOUT.values(), ids=EVERY_LAYOUT)
+def test_dequantize_on_a_gpu_gives_the_bits_of_pytorch(scheme):
+    for shape in ((7, 100), (3, 5, 64)):
+        for dtype in (torch.float32, torch.bfloat16):
+            values = torch.randn(shape, dtype=dtype, device="cuda")
+            weight = lowbit.AffineTensor.from_float(values, scheme)
+            assert same_by_the_op(weight)
+            with counted() as calls:
+                found = weight.dequantize()
+            assert calls.total() == 1 and torch.equal(found, weight._dequantized(shape))
 
 
 # ---- updates between forward and backward --------------------------------------------------------------------------

@@ -7,16 +7,8 @@ G (``group_size``) is any positive number; for one scale a row, it is Kp. Kp is 
 does not appear in the result. Rows may be strided (a slice of a larger weight); offsets are 64-bit. Callers flatten
 leading dimensions, such as experts.
 
-On GPUs a Triton kernel runs for signed integers of 4 and 8 bits. It is bound by memory bandwidth:
-
-- int4: a lane loads a 32-bit word of 8 nibbles and writes the 8 results with one 16-byte store (bf16, fp16). No
-  conversion instruction is needed: a nibble ORed into the mantissa of 2**23 is the float 2**23 + nibble, and
-  subtracting 2**23 + 8 + zero_point is exact. A weight without padding is treated as one long row. Rows that are
-  misaligned, or are not a multiple of 4 bytes, are read byte by byte.
-- int8: a lane loads 16 codes and writes their results side by side.
-
-On a CPU, PyTorch's integer operations do the same for a block of rows that fits the L2 cache. The reference serves
-other formats.
+On GPUs the kernel of `dequantize_triton` runs. On a CPU, PyTorch's integer operations dequantize signed integers of 4
+and 8 bits, a block of rows that fits the L2 cache at a time. The reference serves other formats there.
 """
 
 from __future__ import annotations
@@ -28,21 +20,15 @@ from torch import Tensor
 
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
-from lowbit_kernels.runtime.triton_runtime import (
-    jit,
-    runs_on,
-    stored_dtype,
-    tl,
-    triton,
-)
-from lowbit_kernels.weight_only.codes_format import dequantized, format_of
+from lowbit_kernels.runtime.triton_runtime import runs_on, stored_dtype
+from lowbit_kernels.weight_only.codes_format import CodesFormat, dequantized, format_of
+from lowbit_kernels.weight_only.dequantize_triton import fill
 from lowbit_kernels.weight_only.weight_operands import (
     FORMAT_OPERANDS,
     FORMAT_RULES,
     group_rules,
 )
 
-CODES = {torch.uint8: "int4", torch.int8: "int8"}
 CPU_CACHE_BYTES = 2**21
 """Bytes of the result that a CPU computes at a time: its L2 cache."""
 NIBBLES_TO_FLOATS = {
@@ -102,152 +88,6 @@ def dequantize(
 reference = dequantize.reference
 
 
-# ---- GPU -----------------------------------------------------------------------------------------------------------
-
-
-@jit
-def _int4_kernel(
-    packed,  # int32 or uint8 words; each row is a whole number of them
-    scale,
-    zero_point,  # unused unless HAS_ZERO_POINT
-    out,
-    size,  # elements of a row of the result
-    chunks,  # programs of a row
-    packed_stride,  # of a row, in words
-    scale_stride,
-    zero_point_stride,
-    GROUP_SIZE: tl.constexpr,
-    NIBBLES: tl.constexpr,  # of a word
-    BLOCK: tl.constexpr,  # words of a program
-    HAS_ZERO_POINT: tl.constexpr,
-):
-    program = tl.program_id(0)
-    row = (program // chunks).to(tl.int64)
-    start = (program % chunks).to(tl.int64) * (BLOCK * NIBBLES)
-    word = tl.arange(0, BLOCK)
-    nibble = tl.arange(0, NIBBLES)
-    element = word[:, None] * NIBBLES + nibble[None, :]
-    word_inside = word * NIBBLES < size - start
-    inside = element < size - start
-
-    words = tl.load(
-        packed + row * packed_stride + start // NIBBLES + word, mask=word_inside, other=0
-    )
-    nibbles = (words.to(tl.int32)[:, None] >> (4 * nibble)[None, :]) & 15
-
-    # Only the start needs 64 bits: groups are counted from the one in which the chunk starts.
-    start_in_group = (start % GROUP_SIZE).to(tl.int32)
-    if GROUP_SIZE % NIBBLES == 0:  # all nibbles of a word share a group
-        group = ((start_in_group + word * NIBBLES) // GROUP_SIZE)[:, None]
-        group_inside = word_inside[:, None]
-    else:
-        group = (start_in_group + element) // GROUP_SIZE
-        group_inside = inside
-    first_group = start // GROUP_SIZE
-    s = tl.load(scale + row * scale_stride + first_group + group, mask=group_inside, other=0)
-    bias = 8388616.0  # 2**23 + 8
-    if HAS_ZERO_POINT:
-        row_zero_point = zero_point + row * zero_point_stride + first_group
-        bias += tl.load(row_zero_point + group, mask=group_inside, other=0).to(tl.float32)
-    x = ((nibbles | 0x4B000000).to(tl.float32, bitcast=True) - bias) * s.to(tl.float32)
-    tl.store(out + row * size + start + element, x.to(out.dtype.element_ty), mask=inside)
-
-
-@jit
-def _int8_kernel(
-    codes,
-    scale,
-    zero_point,  # unused unless HAS_ZERO_POINT
-    out,
-    size,  # elements of a row of the result
-    chunks,  # programs of a row
-    codes_stride,  # of a row
-    scale_stride,
-    zero_point_stride,
-    GROUP_SIZE: tl.constexpr,  # 0: one group per row
-    BLOCK: tl.constexpr,  # elements of a program
-    HAS_ZERO_POINT: tl.constexpr,
-):
-    program = tl.program_id(0)
-    row = (program // chunks).to(tl.int64)
-    start = (program % chunks).to(tl.int64) * BLOCK
-    element = tl.arange(0, BLOCK)
-    inside = element < size - start
-    x = tl.load(codes + row * codes_stride + start + element, mask=inside, other=0)
-    if GROUP_SIZE == 0:
-        group = element * 0
-    else:
-        # Only the start needs 64 bits: groups are counted from the one in which the chunk starts.
-        group = ((start % GROUP_SIZE).to(tl.int32) + element) // GROUP_SIZE
-        scale += start // GROUP_SIZE
-        zero_point += start // GROUP_SIZE
-    s = tl.load(scale + row * scale_stride + group, mask=inside, other=0).to(tl.float32)
-    value = x.to(tl.float32)
-    if HAS_ZERO_POINT:
-        zero = tl.load(zero_point + row * zero_point_stride + group, mask=inside, other=0)
-        value -= zero.to(tl.float32)
-    tl.store(out + row * size + start + element, (value * s).to(out.dtype.element_ty), mask=inside)
-
-
-def fill(
-    out: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, group_size: int
-) -> None:
-    """Write the op's result into `out` [N, K], contiguous, by a Triton kernel. The arguments have been checked."""
-    if out.numel() == 0:
-        return
-    codes, scale = _dense_rows(codes), _dense_rows(scale)
-    zeros = scale if zero_point is None else _dense_rows(zero_point)
-    launch = _launch_int4 if codes.dtype == torch.uint8 else _launch_int8
-    with torch.cuda.device_of(codes):
-        launch(out, codes, scale, zeros, group_size, zero_point is not None)
-
-
-def _dense_rows(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def _launch_int4(
-    out: Tensor, codes: Tensor, scale: Tensor, zeros: Tensor, group_size: int, has_zeros: bool
-) -> None:
-    rows, size = out.shape
-    parts = (codes, scale, zeros)
-    if size == codes.shape[1] * 2 == scale.shape[1] * group_size and all(
-        part.is_contiguous() for part in parts
-    ):
-        codes, scale, zeros = (part.view(1, -1) for part in parts)
-        rows, size = 1, rows * size
-    if all(n % 4 == 0 for n in (codes.data_ptr(), codes.stride(0), codes.shape[1])):
-        codes = codes.view(torch.int32)
-    nibbles = 2 * codes.itemsize
-    block = min(1024, triton.next_power_of_2(triton.cdiv(size, nibbles)))
-    chunks = triton.cdiv(size, block * nibbles)
-    _int4_kernel[(rows * chunks,)](
-        *(codes, scale, zeros, out, size, chunks),
-        *(codes.stride(0), scale.stride(0), zeros.stride(0)),
-        GROUP_SIZE=group_size,
-        NIBBLES=nibbles,
-        BLOCK=block,
-        HAS_ZERO_POINT=has_zeros,
-        num_warps=4,
-    )
-
-
-def _launch_int8(
-    out: Tensor, codes: Tensor, scale: Tensor, zeros: Tensor, group_size: int, has_zeros: bool
-) -> None:
-    rows, size = out.shape
-    block = min(4096, triton.next_power_of_2(size))
-    chunks = triton.cdiv(size, block)
-    _int8_kernel[(rows * chunks,)](
-        *(codes, scale, zeros, out, size, chunks),
-        *(codes.stride(0), scale.stride(0), zeros.stride(0)),
-        GROUP_SIZE=0 if scale.shape[1] == 1 else group_size,
-        BLOCK=block,
-        HAS_ZERO_POINT=has_zeros,
-        num_warps=4 if block < 4096 else 8,
-    )
-
-
 # ---- CPU -----------------------------------------------------------------------------------------------------------
 
 
@@ -296,16 +136,16 @@ def _launch(
     codes, scale, zero_point, group_size, size, dtype, global_scale=None, bits=0, table=()
 ) -> Tensor | None:
     zeros = None if zero_point is None else zero_point.dtype
-    if not format_of(codes.dtype, scale.dtype, zeros, bits, tuple(table)).is_int4_or_int8:
-        return None
-    format = CODES[codes.dtype]
+    format = format_of(codes.dtype, scale.dtype, zeros, bits, tuple(table))
     if runs_on(codes.device):
-        ran("dequantize", f"{format} triton")
+        report(format)
         out = codes.new_empty((codes.shape[0], size), dtype=stored_dtype(dtype, codes.device))
-        fill(out, codes, scale, zero_point, group_size)
+        fill(out, codes, scale, zero_point, group_size, format, global_scale)
         return out.to(dtype)
-    ran("dequantize", f"{format} torch")
-    width = 2 * codes.shape[1] if format == "int4" else codes.shape[1]
+    if not format.is_int4_or_int8:
+        return None
+    ran("dequantize", f"{_name(format)} torch")
+    width = codes.shape[1] * 8 // format.bits
     if codes.device.type != "cpu" or not width == scale.shape[1] * group_size > 0:
         return reference(codes, scale, zero_point, group_size, size, dtype)
     out = codes.new_empty((codes.shape[0], width), dtype=dtype)
@@ -314,3 +154,13 @@ def _launch(
         zeros = None if zero_point is None else zero_point[rows]
         fill_on_cpu(out[rows], codes[rows], scale[rows], zeros, group_size)
     return out if width == size else out[:, :size].contiguous()
+
+
+def report(format: CodesFormat) -> None:
+    """Tell listeners that the kernel of GPUs runs, for the op or for a caller of `fill`."""
+    ran("dequantize", f"{_name(format)} triton")
+
+
+def _name(format: CodesFormat) -> str:
+    kind = "table" if format.table else "float" if format.exponent else "int"
+    return f"{kind}{format.bits}"

@@ -1,7 +1,9 @@
 """Products with a dequantized weight of 1 to 8 bits, a chunk of its rows at a time in the same memory.
 
-A large weight is never dequantized as a whole. A chunk is still in the cache when it is multiplied: at most 24 MB in
-the L2 cache of GPUs, where torch.mm writes its columns of the result in place, and 2 MB on CPUs.
+A large weight is never dequantized as a whole. On GPUs a chunk has up to 128 MiB, and torch.mm writes its columns of
+the result in place. Smaller chunks, which stay in the L2 cache, are slower there: their products fill the
+multiprocessors less evenly (H200, 14336 x 4096 in NF4: five chunks take 0.97 to 1.32 times as long as one, from 128 to
+8,192 tokens). On CPUs a chunk has 2 MB, and is still in the cache when it is multiplied.
 
 The weight is rounded once to the dtype of the product. On CPUs the product is float32, without that rounding, in two
 cases: for up to 8 tokens, where it costs nothing, and for float16, whose products take five times as long.
@@ -24,17 +26,18 @@ from lowbit_kernels.weight_only.dequantize import (
 )
 from lowbit_kernels.weight_only.weight_operands import Product, Tensors, WeightOperands
 
-BYTES_IN_L2 = 24_000_000
+MOST_BYTES = 2**27
+"""Bytes of a chunk on a GPU."""
 ROWS_OF_A_TILE = 256
 MOST_TOKENS_IN_FLOAT32 = 8  # of bfloat16, on CPUs
 
 
 def rows_of_chunk(n: int, k: int, itemsize: int) -> int:
-    """Rows of a chunk on a GPU: all, or a number of whole tiles that divides them evenly and fits into the cache."""
-    chunks = -(-n * k * itemsize // BYTES_IN_L2)
+    """Rows of a chunk on a GPU: all, or a number of whole tiles that divides them evenly and fits `MOST_BYTES`."""
+    chunks = -(-n * k * itemsize // MOST_BYTES)
     if chunks <= 1:
         return n
-    most = max(1, BYTES_IN_L2 // (k * itemsize * ROWS_OF_A_TILE)) * ROWS_OF_A_TILE
+    most = max(1, MOST_BYTES // (k * itemsize * ROWS_OF_A_TILE)) * ROWS_OF_A_TILE
     return min(most, -(-n // chunks // ROWS_OF_A_TILE) * ROWS_OF_A_TILE)
 
 
@@ -58,7 +61,7 @@ def _in_place(group_size: int, format: CodesFormat, tensors: Tensors) -> Tensor:
         part = slice(first, min(first + rows, n))
         weight, to = chunk[: part.stop - first], out[:, part]
         zeros = None if zero_point is None else zero_point[part]
-        _fill(weight, codes[part], scale[part], zeros, group_size, format, global_scale)
+        write_values(weight, codes[part], scale[part], zeros, group_size, format, global_scale)
         # autocast leaves products with `out` alone
         if residual is not None:
             torch.addmm(residual[:, part], x, weight.t(), out=to)
@@ -69,7 +72,7 @@ def _in_place(group_size: int, format: CodesFormat, tensors: Tensors) -> Tensor:
     return out if bias is None or in_product is not None else out.add_(bias)
 
 
-def _fill(
+def write_values(
     out: Tensor,
     codes: Tensor,
     scale: Tensor,
@@ -79,8 +82,8 @@ def _fill(
     global_scale: Tensor | None,
 ) -> None:
     """out [N, K] = the dequantized weight, on any device."""
-    if format.is_int4_or_int8 and runs_on(out.device) and out.is_cuda:
-        fill(out, codes, scale, zero_point, group_size)
+    if runs_on(out.device) and out.is_cuda:
+        fill(out, codes, scale, zero_point, group_size, format, global_scale)
     else:
         parts = (codes, scale, zero_point, group_size, out.shape[1], out.dtype)
         out.copy_(reference(*parts, global_scale, format.bits, format.table))
@@ -103,7 +106,7 @@ def _on_cpu(group_size: int, format: CodesFormat, tensors: Tensors) -> Tensor:
         zeros = None if zero_point is None else zero_point[part]
         if not is_simple:
             parts = (codes[part], scale[part], zeros, group_size, format, global_scale)
-            _fill(weight[:, :k], *parts)
+            write_values(weight[:, :k], *parts)
         else:
             fill_on_cpu(weight, codes[part], scale[part], zeros, group_size)
         torch.mm(x, weight[:, :k].t(), out=to)

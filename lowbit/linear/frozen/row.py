@@ -8,7 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import lowbit_kernels as kernels
 from lowbit.linear.operands import Kept
+from lowbit_kernels.runtime.library import FLOATS
+
+MOST_BYTES = 2**27
+"""Bytes of a weight that a GPU decodes as a whole for a gradient."""
 
 Weight = Any
 """A LowbitTensor [N, K] with the attributes of an AffineTensor. Both import this package, so it does not name them."""
@@ -41,5 +46,34 @@ class Row(NamedTuple):
     ) -> tuple[Tensor | None, None]:
         if not needs[0]:
             return None, None
-        with torch._C.DisableTorchFunctionSubclass():
-            return grad @ kept[0].dequantize().to(grad.dtype), None
+        return grad_of_input(grad, kept[0]), None
+
+
+def grad_of_input(grad: Tensor, weight: Weight) -> Tensor:
+    """The gradient [..., K] of a product's input, of that of its result [..., N]: a product with the frozen weight
+    [N, K], in low bits or plain.
+
+    On a GPU the weight is decoded into memory of limited size, where nothing differentiates this product again.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        if getattr(weight, "stored_as", None) is None:
+            return grad @ weight.to(grad.dtype)
+        is_whole = weight.dtype is grad.dtype and weight.numel() * grad.itemsize <= MOST_BYTES
+        if not is_whole and grad.is_cuda and not torch.is_grad_enabled() and grad.dtype in FLOATS:
+            found = op_matrix(weight, grad.dtype)
+            if found is not None:
+                size = weight.shape[1]
+                return kernels.input_gradient.input_gradient(grad, **found, size=size)
+        return grad @ weight.dequantize().to(grad.dtype)
+
+
+def op_matrix(weight: Weight, dtype: torch.dtype) -> dict[str, Any] | None:
+    """The arguments of the ops of `lowbit_kernels.weight_only` for a matrix [N, K], whose values they round to `dtype`.
+
+    None where they do not read its layout, or would leave out a rounding to the weight's own dtype.
+    """
+    if weight.ndim != 2 or (weight.dtype is not dtype and weight.dtype is not torch.float32):
+        return None
+    found = weight.op_arguments()
+    has_rows = found is not None and len(found["codes"]) == len(weight)  # blocks of rows pad them
+    return found if has_rows else None

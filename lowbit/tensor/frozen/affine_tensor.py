@@ -31,10 +31,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-import lowbit_kernels as kernels
 from lowbit.linear.frozen import quantized_linear
 from lowbit.linear.frozen.kinds import KINDS, representation_of
-from lowbit.numerics.granularity import PerGroup, PerRow
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8, Int
 from lowbit.numerics.packing import pack, packed_size, unpack
@@ -58,6 +56,7 @@ from lowbit.tensor.core import (
 from lowbit.tensor.frozen.blocked import BlockedTensor
 from lowbit.tensor.frozen.cpu_values import ReadOnCpu, rows_of_embedding
 from lowbit.tensor.frozen.frozen import asks_for_gradient
+from lowbit.tensor.frozen.op_arguments import ReadByOps
 from lowbit.tensor.frozen.requantize import holds, requantize
 from lowbit.tracing.report import specs_name
 
@@ -69,7 +68,7 @@ _LINEAR = F.linear  # a name of this module: an attribute lookup takes time at e
 _BEFORE_MERGING = "call lowbit.dequantize_(model) before merging into it"
 
 
-class AffineTensor(ReadOnCpu, BlockedTensor):
+class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
     """A weight in integer codes; see the module for the layout. Make one with `AffineTensor.from_float`.
 
     It is frozen: `requires_grad_()` leaves `requires_grad` False, and warns where the tensor is a parameter. Gradients
@@ -314,8 +313,8 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
         if 0 in self.shape:  # an empty slice keeps the scales of the original
             return self.scale.new_empty(tuple(self.shape), dtype=self.dtype)
         shape = self.shape_of_codes(self.shape)
-        if self.codes.is_cuda and self._fits_dequantize_op():
-            return self._dequantize_by_op()
+        if self.codes.is_cuda and (values := self._dequantize_on_gpu()) is not None:
+            return values
         if (values := self._dequantize_on_cpu()) is not None:
             return values
         return self._dequantized(shape)
@@ -328,30 +327,6 @@ class AffineTensor(ReadOnCpu, BlockedTensor):
     def scale_values(self) -> Tensor:
         """The scale of each block, as `lowbit.numerics.affine` takes it."""
         return self.scale
-
-    def _fits_dequantize_op(self) -> bool:
-        spec = self.spec
-        return (
-            self.stored_as == "integers"
-            and spec.format in (Int(4), Int(8))
-            and isinstance(spec.granularity, PerGroup | PerRow)
-            and not spec.zero_point_is_value
-            and self.dtype is not torch.float64
-        )
-
-    def _dequantize_by_op(self) -> Tensor:
-        """`dequantize` in one kernel, with the same bits."""
-        shape = self.shape_of_codes(self.shape)
-        zero_point = None if self.zero_point is None else self.zero_point.flatten(0, -2)
-        values = kernels.dequantize.dequantize(
-            self.codes.flatten(0, -2),
-            self.scale.flatten(0, -2),
-            zero_point,
-            group_size=self.spec.block_size(shape)[-1],
-            size=shape[-1],
-            dtype=self.dtype,
-        )
-        return values.view(self.shape)
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         if self.transposed:
