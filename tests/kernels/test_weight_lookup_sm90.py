@@ -28,7 +28,7 @@ from tests.kernels.compiled_on_cpu import COMPILER
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BY_NAME = {format.name: format for format in FORMATS}
-DECLINED = ("int5", "int6", "int7", "int6-zero", "uint5", "float8_e5m2")
+DECLINED = ("float8_e5m2",)
 
 
 class Product:
@@ -147,6 +147,10 @@ EMULATED = [
     ("int2-value", (32, 128, 2), {}),
     ("int4-value", (16, 256, 4), {}),
     ("uint8", (16, 64, 4), {"rounded": False}),
+    ("int5", (16, 128, 4), {"rounded": False}),
+    ("int6-zero", (32, 64, 4), {"rounded": False, "split": 2}),
+    ("int7", (64, 128, 2), {"rounded": False, "beside": 2}),
+    ("uint5", (128, 128, 2), {"rounded": True}),
     ("float8_e4m3fn", (16, 128, 4), {"rounded": False}),
     ("nf4", (16, 128, 4), {"rounded": False}),
     ("nf4", (16, 128, 2), {"rounded": True}),

@@ -12,7 +12,7 @@
 //   UNIT_OF_TABLE      a factor that makes the values exact or nearly so in DTYPE. With a SCALE of E4M3 it includes
 //                      2**-120
 
-enum { BF16, FP16, FP32, INT4, INT8, E4M3, LOOKUP, E8M0 };
+enum { BF16, FP16, FP32, INT4, INT8, STREAM, E4M3, LOOKUP, E8M0 };
 
 static constexpr bool SCALED = CODES == LOOKUP && ROUNDED;
 static_assert(CODES != LOOKUP || BITS <= 4, "");

@@ -27,7 +27,7 @@ class Unpacking(NamedTuple):
     """The format of a weight as the kernel sees it.
 
     Args:
-        codes: "INT4", "INT8", "E4M3" or "LOOKUP".
+        codes: "INT4", "INT8", "STREAM" (integers of 5 to 7 bits), "E4M3" or "LOOKUP".
         bits: of a code.
         group: elements along K that share a scale; 0: one scale a row, multiplied into the result.
         unsigned: integers and their zero points begin at 0.
@@ -95,8 +95,9 @@ def _codes(operands: WeightOperands) -> str | None:
     if operands.codes.dtype == E4M3:
         return "E4M3" if operands.groups == 1 and operands.k == operands.padded_k else None
     if format.exponent or format.bits > MOST_BITS:
-        is_int8 = format.is_integer and format.bits == 8 and not (is_value or format.scale_bytes)
-        return "INT8" if is_int8 and (format.low or zeros is not None) else None
+        is_plain = format.is_integer and not (is_value or format.scale_bytes)
+        name = "INT8" if format.bits == 8 else "STREAM"
+        return name if is_plain and (format.low or zeros is not None) else None
     if format.bits == 4 and not (format.table or is_value or format.scale_bytes):
         return "INT4"
     return "LOOKUP"

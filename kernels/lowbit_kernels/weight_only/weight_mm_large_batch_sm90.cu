@@ -5,8 +5,9 @@
 // weight_mm_large_batch_sm90.py puts ptx.cuh, sm90.cuh and `multiply`, the wgmma instruction, before this source and
 // compiles it for each combination of
 //   DTYPE, OUT         BF16 or FP16: of x; of bias, residual and out
-//   CODES, BITS        INT4 (nibble = code + 8, even k in the low one), INT8, E4M3 (GROUP 0, ZERO 0), or LOOKUP: a bit
-//                      stream of codes of 1 to 4 BITS, whose values TABLE lists: see weight_lookup_sm90.cuh
+//   CODES, BITS        INT4 (nibble = code + 8, even k in the low one), INT8, E4M3 (GROUP 0, ZERO 0), STREAM: a bit
+//                      stream of integers of 5 to 7 BITS, or LOOKUP: a bit stream of codes of 1 to 4 BITS, whose values
+//                      TABLE lists: see weight_lookup_sm90.cuh
 //   UNSIGNED           1: integers and zero points are unsigned: a nibble or a byte is the code
 //   GROUP              codes along k that share a scale, a multiple of 32; 0: a row has one scale
 //   SCALE              BF16, FP16 or FP32; for LOOKUP with ROUNDED also E8M0 and E4M3
@@ -80,9 +81,9 @@ static constexpr uint32 FACTOR = DTYPE == FP16 ? (BITS == 4 ? 0x2c003c00 : 0x3c0
                                  : CODES == E4M3 ? 0x7b807b80
                                  : BITS == 4     ? 0x7d007f00
                                                  : 0x7f007f00;
-static constexpr uint32 OFFSET = DTYPE == FP16 ? (BITS == 4 ? 0xd480e408 : 0xe480e480)
+static constexpr uint32 OFFSET = DTYPE == FP16 ? (BITS == 4 ? 0xd480e408 : 0xe400e400 + (1u << BITS - 1) * 0x00010001)
                                  : BITS == 4   ? 0xbe00be00
-                                               : 0xc000c000;
+                                               : 0xc000c000 - (8 - BITS) * 0x00800080;
 static constexpr int UNITS = HELD / 16;                         // of 16 rows, the share of a warp
 static constexpr int OWN = TOKENS / 16 * UNITS / SPLIT;         // squares of 16 rows by 16 tokens that a block finishes
 static constexpr int MERGED = OVERLAP ? TOKENS / 16 * 2 : 1;    // squares whose sum the other block has a part of
@@ -278,11 +279,12 @@ DEVICE Group group_from(const Fetched &from, const Shape &shape, int chunk, int 
 // The thread's place among the four of a row: which bytes of eight codes it selects, and their factor. The factor
 // differs for an upper nibble, which is 16 times as large.
 struct Place {
-    uint32 selector, factor;
-    MEMBER Place(int t, const Shape &shape) {
-        selector = CODES == INT4   ? t * 0x0101
-                   : CODES == INT8 ? t * 0x0202 + 0x0100
-                                   : t * (DTYPE == FP16 ? 0x0022 : 0x2222) + (DTYPE == FP16 ? 0x0010 : 0x9180);
+    uint32 selector, factor, shift;
+    MEMBER Place(int t, const Shape &shape) : shift(t * 2 * BITS % 8) {
+        selector = CODES == INT4     ? t * 0x0101
+                   : CODES == INT8   ? t * 0x0202 + 0x0100
+                   : CODES == STREAM ? t * 2 * BITS / 8 * 0x0111 + 0x0210
+                                     : t * (DTYPE == FP16 ? 0x0022 : 0x2222) + (DTYPE == FP16 ? 0x0010 : 0x9180);
         // hidden from the compiler: it would move known constants to a register at each use
         factor = shape.m > 0 ? FACTOR : 0;
         in_use(selector);
@@ -310,6 +312,21 @@ DEVICE uint32 two_of(uint32 low, uint32 high, const Place &place, const Group &g
     return x;
 }
 
+// The same for the eight codes of 5 to 7 bits that begin at bit 8 * BITS * j of the words.
+DEVICE uint32 two_of_stream(const uint32 (&words)[WORDS], int j, const Place &place, const Group &group, uint32 scale) {
+    const int first = BITS * j / 4, byte = BITS * j % 4, selector = 0x3210 + byte * 0x1111;
+    uint32 low = words[first], high = words[min(first + 1, WORDS - 1)];
+    if (byte > 0) {
+        low = permute(low, high, selector);
+        high = permute(high, words[min(first + 2, WORDS - 1)], selector);
+    }
+    constexpr uint32 MASK = (1u << BITS) - 1, MORE = DTYPE == FP16 ? 0x64006400 : 0;
+    uint32 x = permute(low, high, place.selector) >> place.shift;
+    x = masked_or(x << 16 - BITS, MASK << 16, x & MASK | MORE);
+    x = fused(x, place.factor, group.offset);
+    return ROUNDED ? product_of(x, scale) : x;
+}
+
 // Loads a piece's codes from step `first` of a chunk on, for rows lane / 4 and lane / 4 + 8 of a warp's 16. The four
 // threads of a row read the same bytes. `at` is the address of the upper row, whose units of 16 bytes the TMA has
 // swizzled if its pitch is a power of two.
@@ -326,9 +343,15 @@ DEVICE void load_codes(uint32 (&codes)[2][WORDS], uint32 at, int first) {
 // Unpacks the first operand of the piece's products: k = 2 t and 2 t + 1 of each eight.
 DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint32 (&codes)[2][WORDS], int first, const Place &place,
                    const Group (&upper)[RUNS], const Group (&lower)[RUNS], uint32 (&seen)[2]) {
-    constexpr int EIGHTS = 16 / BITS;  // in a vector of 16 bytes
+    constexpr int EIGHTS = CODES == STREAM ? 2 * STEPS : 16 / BITS;  // in a vector of 16 bytes; in a piece
 #pragma unroll
-    for (int i = 0; i < WORDS / 2; ++i) {
+    for (int i = 0; CODES == STREAM && i < STEPS * 4; ++i) {
+        const int run = GROUP ? (first + i / 4) * 16 / RUN : 0;
+        const Group &group = i % 2 ? lower[run] : upper[run];
+        a[i] = two_of_stream(codes[i % 2], i / 2, place, group, packed<DTYPE>(group.scale, group.scale));
+    }
+#pragma unroll
+    for (int i = 0; CODES != STREAM && i < WORDS / 2; ++i) {
         const int run = GROUP ? (first + i / 2 * 8 / BITS) * 16 / RUN : 0;
         const Group &group = i % 2 ? lower[run] : upper[run];
         const uint32 scale = ROUNDED ? packed<DTYPE>(group.scale, group.scale) : 0;

@@ -1,5 +1,5 @@
 """The large-batch kernel: launches ``weight_mm_large_batch_sm90.cu``, a GEMM on the wgmma instructions of compute
-capability 9.0, for weights of 1 to 4 and 8 bits: integers, float8 and tables (`weight_lookup_sm90`).
+capability 9.0, for weights of 1 to 8 bits: integers, float8 and tables (`weight_lookup_sm90`).
 
     out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] - zero_point[n, k // G]) * scale[n, k // G]
                 + bias[n] + residual[m, n]
@@ -139,7 +139,7 @@ def _spills(tile: Tile, unpacking: Unpacking) -> bool:
     if tile.tokens != 64 or unpacking.group == 0:
         return False
     if tile.rows < 256:
-        return tile.groups == 4 and bool(unpacking.table)
+        return tile.groups == 4 and unpacking.codes in ("LOOKUP", "STREAM")
     return tile.groups == 4 or unpacking.group % 128 > 0
 
 
@@ -175,6 +175,8 @@ def _clocks(plan: LargeBatchDivision, m: int, n: int, k: int, unpacking: Unpacki
         own -= 35
     if unpacking.table:
         own += 100 if plan.groups == 2 else 40
+    elif unpacking.codes == "STREAM":
+        own += 250
     elif unpacking.codes == "E4M3" and plan.tokens >= 128:
         own += 50
     part = plan.chunk / 128
