@@ -1,0 +1,121 @@
+"""Weight-only linears at shapes drawn from published models: the chosen implementation beside all that take the shape.
+
+The draw has a fixed seed, so a change of the kernels or of `linear_table` is judged on shapes that nobody chose for it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+from torch.nn import functional as F
+
+from benchmarks.cases.weight_linear import Case
+from benchmarks.registry import Problem, benchmark
+from benchmarks.weight_linear import GROUP, TABLE, Linear, _bf16
+from lowbit_kernels.weight_only.weight_linear import IMPLEMENTATIONS, run
+from lowbit_kernels.weight_only.weight_operands import WeightOperands
+
+SEED = 34
+DRAWN = 60
+SHARDS = (1, 2, 4, 8)
+TOKENS = (1, 4, 16, 24, 48, 100, 200, 384, 777, 1024, 2048)
+
+
+class Model(NamedTuple):
+    """A published model's sizes: of the residual stream, the MLP, all queries, all keys, and the vocabulary."""
+
+    hidden: int
+    mlp: int
+    queries: int
+    keys: int
+    vocabulary: int
+
+
+MODELS = {
+    "Llama-2-13B": Model(5120, 13824, 5120, 5120, 32000),
+    "Llama-3.2-1B": Model(2048, 8192, 2048, 512, 128256),
+    "Llama-3.2-3B": Model(3072, 8192, 3072, 1024, 128256),
+    "Llama-3.1-8B": Model(4096, 14336, 4096, 1024, 128256),
+    "Llama-3.1-70B": Model(8192, 28672, 8192, 1024, 128256),
+    "Qwen2.5-0.5B": Model(896, 4864, 896, 128, 151936),
+    "Qwen2.5-1.5B": Model(1536, 8960, 1536, 256, 151936),
+    "Qwen2.5-7B": Model(3584, 18944, 3584, 512, 152064),
+    "Qwen2.5-14B": Model(5120, 13824, 5120, 1024, 152064),
+    "Qwen2.5-32B": Model(5120, 27648, 5120, 1024, 152064),
+    "Qwen3-0.6B": Model(1024, 3072, 2048, 1024, 151936),
+    "Qwen3-4B": Model(2560, 9728, 4096, 1024, 151936),
+    "Qwen3-8B": Model(4096, 12288, 4096, 1024, 151936),
+    "Mistral-7B": Model(4096, 14336, 4096, 1024, 32768),
+    "Mistral-Nemo": Model(5120, 14336, 4096, 1024, 131072),
+    "Mistral-Small-24B": Model(5120, 32768, 4096, 1024, 131072),
+    "Gemma-2-2B": Model(2304, 9216, 2048, 1024, 256000),
+    "Gemma-2-9B": Model(3584, 14336, 4096, 2048, 256000),
+    "Gemma-3-27B": Model(5376, 21504, 4096, 2048, 262208),
+    "Phi-2": Model(2560, 10240, 2560, 2560, 51200),
+    "Phi-3-mini": Model(3072, 8192, 3072, 3072, 32064),
+    "Phi-4": Model(5120, 17920, 5120, 1280, 100352),
+}
+
+
+class Drawn(NamedTuple):
+    """A linear of a model, or a shard of it under tensor parallelism, and a number of tokens."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+
+
+def linears(model: Model, shards: int) -> dict[str, tuple[int, int]]:
+    """N and K of one shard of each linear of a model; what the shards don't divide is left out."""
+    hidden, mlp, queries, keys, vocabulary = model
+    split = {
+        "q-k-v": (queries + 2 * keys, hidden),
+        "gate-up": (2 * mlp, hidden),
+        "head": (vocabulary, hidden),
+    }
+    found = {name: (n // shards, k) for name, (n, k) in split.items() if n % shards == 0}
+    joined = {"out": (hidden, queries), "down": (hidden, mlp)}
+    return found | {name: (n, k // shards) for name, (n, k) in joined.items() if k % shards == 0}
+
+
+def drawn(count: int = DRAWN, seed: int = SEED) -> list[Drawn]:
+    """Different shapes, in the order in which they are drawn."""
+    chance = random.Random(seed)
+    found: dict[tuple[int, int, int], Drawn] = {}
+    while len(found) < count:
+        name = chance.choice(sorted(MODELS))
+        shards = chance.choice(SHARDS)
+        of_model = linears(MODELS[name], shards)
+        layer = chance.choice(sorted(of_model))
+        shape = (chance.choice(TOKENS), *of_model[layer])
+        label = f"{name} {layer}" + (f" / {shards}" if shards > 1 else "")
+        found.setdefault(shape, Drawn(label, *shape))
+    return list(found.values())
+
+
+def _candidates(bits: int, m: int, n: int, k: int) -> Iterator[Linear]:
+    case = Case("", m, n, k, GROUP if bits == 4 else k, bits)
+    *tensors, group = case.arguments("meta")
+    operands = WeightOperands.of(*tensors, group_size=group)
+    moved, operations = n * k * bits // 8, 2 * m * n * k
+    arguments = partial(case.arguments, "cuda")
+    yield Linear("chosen", run, arguments, moved, operations=operations)
+    for name in ("decode", "large_batch", "dequantize"):
+        kernel = IMPLEMENTATIONS[name]
+        if name == "dequantize" or kernel.takes(operands):
+            forced = partial(run, implementation=name)
+            yield Linear(name, forced, arguments, moved, operations=operations)
+    yield Linear("bf16", F.linear, partial(_bf16, m, n, k), 2 * n * k, operations=operations)
+
+
+@benchmark("shapes", "int4 and int8 weights at shapes drawn from published models", table=TABLE)
+def shapes() -> Iterator[Problem]:
+    """int4 in groups of 128 and int8 in rows, at every drawn shape."""
+    for one in drawn():
+        for bits in (4, 8):
+            name = f"int{bits}, {one.name}, {one.n} x {one.k}, {one.m} tokens"
+            yield Problem(name, list(_candidates(bits, one.m, one.n, one.k)), reference="bf16")
