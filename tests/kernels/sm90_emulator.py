@@ -24,8 +24,8 @@ FOOTER = """
 extern "C" void emulated_product(unsigned grid, const uint64 *codes, const uint64 *x, const uint64 *a) {
     emulation::launch(grid, THREADS, CLUSTER, [=] {
         weight_mm(described(codes), described(x), (const void *)a[0], (const signed char *)a[1], (const void *)a[2],
-                  (const void *)a[3], (const float *)a[4], (unsigned short *)a[5], a[6], a[7], a[8], a[9], a[10], a[11],
-                  a[12], a[13]);
+                  (const void *)a[3], (const float *)a[4], (const float *)a[5], (unsigned short *)a[6], a[7], a[8],
+                  a[9], a[10], a[11], a[12], a[13], a[14]);
     });
 }
 """
@@ -43,9 +43,13 @@ class _Map(tuple[int, ...]):
 def _kernel(dtype: torch.dtype, *macros: object) -> Callable[..., None]:
     code = weight_mm_large_batch_sm90.source(dtype, *macros[:-1])  # type: ignore[arg-type]
     folder = Path(weight_mm_large_batch_sm90.__file__).parents[1]
-    ptx, kernel = (
+    ptx, lookup, kernel = (
         (folder / f).read_text()
-        for f in ("runtime/ptx.cuh", "weight_only/weight_mm_large_batch_sm90.cu")
+        for f in (
+            "runtime/ptx.cuh",
+            "weight_only/weight_lookup_sm90.cuh",
+            "weight_only/weight_mm_large_batch_sm90.cu",
+        )
     )
     half = "true" if dtype == torch.float16 else "false"
     multiply = f"""
@@ -54,7 +58,7 @@ template <int SUMS> static inline void multiply(float (&sums)[SUMS], const uint3
 }}
 """
     defines = code[: code.index(ptx)]
-    source = "\n".join([defines, HEADER.read_text(), multiply, kernel, DESCRIBED, FOOTER])
+    source = "\n".join([defines, HEADER.read_text(), lookup, multiply, kernel, DESCRIBED, FOOTER])
     product_of = library(source).emulated_product
 
     def product(stream: int, grid: int, threads: int, *arguments: tuple[int, ...]) -> None:

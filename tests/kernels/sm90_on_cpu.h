@@ -294,13 +294,16 @@ static inline void load_bulk(uint32 to, const void *from, uint32 bytes, uint32 b
     });
 }
 
-// The swizzle of 64 (128) bytes: bits 4 to 5 (to 6) of an address are XORed with bits 7 to 8 (to 9).
-static inline uint32 swizzled(uint32 at, uint32 width) { return at ^ (at >> 7 & (width / 16 - 1)) << 4; }
+// The swizzle of 32 (64, 128) bytes: bit 4 (bits 4 to 5, to 6) of an address is XORed with bit 7 (bits 7 to 8, to 9).
+// Other widths are not swizzled.
+static inline uint32 swizzled(uint32 at, uint32 width) {
+    return width == 32 || width == 64 || width == 128 ? at ^ (at >> 7 & (width / 16 - 1)) << 4 : at;
+}
 
 static inline void fill(const TensorMap &map, int x, int y, uint32 to, emulation::Block &block, uint32 barrier) {
     const int width = map.width * map.size;
-    if (map.plain ? width % 16 || to % 128 : (width != 64 && width != 128) || to % (8 * width))
-        emulation::fail("no such box");
+    const bool is_swizzled = !map.plain && (width == 32 || width == 64 || width == 128);
+    if (is_swizzled ? to % (8 * width) : width % 16 || to % 128) emulation::fail("no such box");
     emulation::load([=, &block] {
         for (int i = 0; i < map.box * width; ++i) {
             const long row = y + i / width, byte = (long)x * map.size + i % width;
@@ -350,6 +353,17 @@ static inline int4 __ldcs(const int4 *p) { return *p; }
 static inline uint4 shared_vector(uint32 at) {
     uint4 x;
     memcpy(&x, emulation::memory() + at, 16);
+    return x;
+}
+
+template <int WORDS>
+static inline void shared_words(uint32 *to, uint32 at) {
+    if (at % (WORDS * 4)) emulation::fail("misaligned words");
+    memcpy(to, emulation::memory() + at, WORDS * 4);
+}
+static inline uint32 shared_word(uint32 at) {
+    uint32 x;
+    shared_words<1>(&x, at);
     return x;
 }
 
@@ -438,9 +452,17 @@ static inline uint32 masked_xor(uint32 x, uint32 mask, uint32 y) { return (x & m
 static inline uint32 masked_or(uint32 x, uint32 mask, uint32 y) { return (x & mask) | y; }
 static inline uint32 permute(uint32 a, uint32 b, uint32 selector) {
     uint32 result = 0;
-    for (int i = 0; i < 4; ++i) result |= (uint32)(((uint64)b << 32 | a) >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    for (int i = 0; i < 4; ++i) {
+        const uint32 byte = ((uint64)b << 32 | a) >> 8 * (selector >> 4 * i & 7) & 255;
+        result |= (selector >> 4 * i & 8 ? byte >> 7 ? 255 : 0 : byte) << 8 * i;
+    }
     return result;
 }
+static inline uint32 shift_in(uint32 high, uint32 low, uint32 bits) { return ((uint64)high << 32 | low) << bits % 32 >> 32; }
+static inline uint32 larger_halves(uint32 a, uint32 b) {
+    return max(a & 0xffff0000, b & 0xffff0000) | max(a & 0xffff, b & 0xffff);
+}
+static inline uint32 larger_magnitudes(uint32 a, uint32 b) { return larger_halves(a & 0x7fff7fff, b & 0x7fff7fff); }
 
 static inline float divide_exactly(float a, float b) { return a / b; }
 static inline uint32 byte_of(uint32 word, int i) { return word >> 8 * i & 255; }

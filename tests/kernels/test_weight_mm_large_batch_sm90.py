@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lowbit_kernels.weight_only import weight_mm_large_batch_sm90
+from lowbit_kernels.weight_only.weight_lookup_sm90 import Unpacking
 from lowbit_kernels.weight_only.weight_mm_large_batch_sm90 import (
     LargeBatchDivision,
     LargeBatchProduct,
@@ -22,6 +23,11 @@ from tests.kernels.compiled_on_cpu import COMPILER
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ERROR = {BF16: 2e-3, FP16: 4e-4}  # relative, of norms: the result's rounding
+
+
+def integers(bits: int, group: int, **options) -> Unpacking:
+    """Signed codes of 4 or 8 bits in groups, or with one scale a row (0)."""
+    return Unpacking(f"INT{bits}", bits, group, **options)
 
 
 # ---- source, operands ------------------------------------------------------------------------------------------------
@@ -45,11 +51,14 @@ def test_unpacked_codes_are_exact(dtype: torch.dtype, bits: int, shift: int) -> 
 
 def test_source_has_the_macros() -> None:
     shape = (64, 128, 4, 1, 2, False, 128, 5)
-    code = weight_mm_large_batch_sm90.source(FP16, BF16, FP32, torch.int8, True, 64, shape)
+    unpacking = integers(8, 64, zero=1, scale="FP32")
+    code = weight_mm_large_batch_sm90.source(FP16, BF16, unpacking, shape)
     for macro in (
         "DTYPE FP16",
         "OUT BF16",
         "CODES INT8",
+        "BITS 8",
+        "UNSIGNED 0",
         "GROUP 64",
         "SCALE FP32",
         "ZERO 1",
@@ -84,6 +93,10 @@ def test_codes_that_bulk_copies_cannot_read_are_not_taken() -> None:
     assert not takes(codes, x=torch.zeros(3, 128))
     assert not takes(codes, x=torch.zeros(128, 3, dtype=BF16).T)
     assert not takes(codes[:1].expand(8, 64))
+    for k, fits in ((112, True), (104, False)):  # bytes of a row
+        x, int8 = torch.zeros(3, k, dtype=BF16), torch.zeros(8, k, dtype=torch.int8)
+        operands = WeightOperands.of(x, int8, torch.ones(8, 1, dtype=BF16), group_size=k)
+        assert weight_mm_large_batch_sm90.takes(operands) == fits
 
 
 def test_tokens_that_the_tma_cannot_read_are_copied() -> None:
@@ -151,7 +164,7 @@ class Operands:
         return self
 
     def arguments(self) -> tuple:
-        extra = (self.bias, self.residual, self.token_scale)
+        extra = (self.bias, self.residual, self.token_scale, None)
         return (self.x, self.codes, self.scale, self.zero, *extra)
 
     def product(self, chosen: LargeBatchDivision | None = None) -> torch.Tensor:
@@ -188,6 +201,7 @@ EMULATED = [  # plan, m, n, k, bits, group: split-K, turns of warp groups, more 
     (planned(16, 128, 4, 2, 1, 1), 17, 270, 300, 4, 256),
     (planned(16, 128, 2, 1, 8, 1), 17, 17, 1100, 8, 0),
     (planned(16, 128, 4, 1, 1, 2), 10, 129, 352, 4, 96),
+    (planned(16, 64, 4, 1, 1, 1), 18, 70, 112, 8, 112),
     (planned(32, 256, 2, 1, 1, 1), 30, 129, 96, 8, 32),
     (planned(64, 256, 4, 1, 1, 1), 40, 200, 400, 4, 128),
     (planned(32, 128, 2, 2, 1, 2), 30, 620, 900, 4, 128),  # the last tile is divided
@@ -242,14 +256,16 @@ def test_emulated(
 
 LATE = [  # rings that warp groups share, with more chunks than slots, in even and odd numbers
     (
-        weight_mm_large_batch_sm90.plan(16, 28672, 8192, 8, 0, 132)._replace(clusters=1),
+        weight_mm_large_batch_sm90.plan(16, 28672, 8192, integers(8, 0), 132)._replace(clusters=1),
         448,
         1792,
         8,
         0,
     ),
     (
-        weight_mm_large_batch_sm90.plan(16, 28672, 8192, 4, 128, 132)._replace(clusters=1),
+        weight_mm_large_batch_sm90.plan(16, 28672, 8192, integers(4, 128), 132)._replace(
+            clusters=1
+        ),
         448,
         3584,
         4,
@@ -322,8 +338,9 @@ def test_groups_and_dtypes(group: int, bits: int, dtype, scale, zero: bool) -> N
 
 def planned_deep(tokens, rows, groups, *rest, group=128, rounded=False) -> LargeBatchDivision:
     beside, split, clusters = rest
-    chunk = chunk_of(weight_mm_large_batch_sm90.Tile(tokens, rows, groups), 4, group, 2048)
-    depth = stages(tokens, rows, groups, split, 4, chunk)
+    unpacking = integers(4, group)
+    chunk = chunk_of(weight_mm_large_batch_sm90.Tile(tokens, rows, groups), unpacking, 2048)
+    depth = stages(tokens, rows, groups, split, unpacking, chunk)
     return LargeBatchDivision(tokens, rows, groups, beside, split, rounded, chunk, depth, clusters)
 
 

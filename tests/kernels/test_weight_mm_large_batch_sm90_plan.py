@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.weight_only import weight_mm_large_batch_sm90
+from lowbit_kernels.weight_only.weight_lookup_sm90 import Unpacking
 from lowbit_kernels.weight_only.weight_mm_large_batch_sm90 import (
     BAND,
     LargeBatchDivision,
@@ -60,29 +61,38 @@ SHAPES = (st.integers(1, 3000), st.integers(1, 40000), st.integers(1, 400))
 @settings(max_examples=200)
 @given(
     *SHAPES,
-    st.sampled_from([4, 8]),
-    st.sampled_from([0, 32, 64, 96, 128, 160, 256]),
-    st.sampled_from([16, 78, 114, 132]),
+    st.sampled_from([1, 2, 3, 4, 8]),
     st.booleans(),
+    st.sampled_from([0, 16, 32, 64, 96, 128, 160, 256]),
+    st.sampled_from([16, 78, 114, 132]),
+    st.sampled_from(["never", "large", "free", "always"]),
 )
-def test_plan_fits_the_gpu_and_covers_all(m, n, k32, bits, group, processors, may_round) -> None:
-    k = 32 * k32
-    chosen = plan(m, n, k, bits, group, processors, may_round)
+def test_plan_fits_the_gpu_and_covers_all(
+    m, n, k32, bits, looked_up, group, processors, rounding
+) -> None:
+    looked_up = bits < 4 or (looked_up and bits == 4)
+    k = (128 if looked_up and rounding != "never" else 32) * k32
+    table = tuple(range(2**bits)) if looked_up else ()
+    codes = "LOOKUP" if looked_up else f"INT{bits}"
+    unpacking = Unpacking(codes, bits, group, rounding=rounding, table=table)
+    chosen = plan(m, n, k, unpacking, processors)
     assert chosen.tokens in (16, 32, 64, 128, 256) and chosen.rows in (64, 128, 224, 256)
     assert 1 <= chosen.clusters * chosen.cluster <= processors and chosen.cluster <= 8
     assert chosen.tokens % (8 * chosen.beside) == 0 and chosen.rows // 16 % chosen.split == 0
-    assert chosen.rounded <= (may_round and m >= 256 and group in (128, 256))
+    assert chosen.rounded <= unpacking.rounds(m)
+    assert looked_up or chosen.rounded <= (group in (128, 256))
+    assert chosen.rounded or not (looked_up and group and rounding in ("free", "always"))
+    if chosen.rounded and looked_up:
+        assert k % chosen.chunk == 0 and chosen.chunk * bits % 128 == 0
     summed_twice = group > 0 and not chosen.rounded
     registers = chosen.tokens // 2 * max(chosen.rows // 64 // chosen.groups, 1)
     assert registers * (2 if summed_twice else 1) <= {2: 128, 4: 64}[chosen.groups]
-    assert 2 <= chosen.stages == stages(*chosen[:3], chosen.split, bits, chosen.chunk)
+    assert 2 <= chosen.stages == stages(*chosen[:3], chosen.split, unpacking, chosen.chunk)
     turns = weight_mm_large_batch_sm90.Tile(*chosen[:3]).turns
     assert chosen.stages % turns == 0 and chosen.stages > turns
-    stage = weight_mm_large_batch_sm90._stage(chosen.tokens, chosen.rows, bits, chosen.chunk) + 16
-    assert (
-        chosen.stages * stage + weight_mm_large_batch_sm90._fixed(*chosen[:3], chosen.split)
-        <= nvrtc.SHARED_LIMIT
-    )
+    stage = weight_mm_large_batch_sm90._stage(chosen.tokens, chosen.rows, unpacking, chosen.chunk)
+    fixed = weight_mm_large_batch_sm90._fixed(*chosen[:3], chosen.split, unpacking)
+    assert chosen.stages * (stage + 16) + fixed <= nvrtc.SHARED_LIMIT
     parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for row, token, first, last in work(chosen, m, n, k):
         assert first < last or k <= chosen.chunk, "no block is idle"
@@ -96,11 +106,12 @@ def test_plan_fits_the_gpu_and_covers_all(m, n, k32, bits, group, processors, ma
 
 
 def test_plan_of_the_shapes_that_matter() -> None:
-    assert plan(1024, 28672, 8192, 4, 128, 132, True).rounded
-    assert not plan(1024, 28672, 8192, 4, 128, 132).rounded
-    assert plan(256, 14336, 4096, 4, 128, 132, True)[:3] == (256, 128, 2)
+    exact, rounded = (Unpacking("INT4", 4, 128, rounding=r) for r in ("never", "large"))
+    assert plan(1024, 28672, 8192, rounded, 132).rounded
+    assert not plan(1024, 28672, 8192, exact, 132).rounded
+    assert plan(256, 14336, 4096, rounded, 132)[:3] == (256, 128, 2)
     for m in (16, 32):  # all blocks that the GPU holds but four
-        small = plan(m, 4096, 4096, 4, 128, 132)
+        small = plan(m, 4096, 4096, exact, 132)
         assert small[:5] == (m, 64, 4, 1, 2) and small.clusters == 64
-        large = plan(m, 28672, 8192, 4, 128, 132)
+        large = plan(m, 28672, 8192, exact, 132)
         assert large[:5] == (m, 224, 4, 2, 1) and large.clusters == 64

@@ -71,6 +71,13 @@ DEVICE unsigned int multiply_half2(unsigned int a, unsigned int b) {
     return result;
 }
 
+// The larger of the magnitudes in each half, as bf16; NaN does not count.
+DEVICE unsigned int larger_magnitudes(unsigned int a, unsigned int b) {
+    unsigned int result;
+    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+}
+
 // a * b + c of two packed numbers, rounded once; subnormal numbers are kept.
 DEVICE unsigned int fma_bf16x2(unsigned int a, unsigned int b, unsigned int c) {
     unsigned int result;

@@ -229,6 +229,24 @@ DEVICE uint4 shared_vector(uint32 address) {
                  : "memory");
     return x;
 }
+// Loads 1, 2 or 4 words.
+template <int WORDS>
+DEVICE void shared_words(uint32 *to, uint32 address) {
+    if constexpr (WORDS == 4) {
+        const uint4 x = shared_vector(address);
+        to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+    } else if constexpr (WORDS == 2) {
+        asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(address) : "memory");
+    } else {
+        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(to[0]) : "r"(address) : "memory");
+    }
+}
+// Loads a word that no thread writes any more: the compiler may move or drop the load.
+DEVICE uint32 shared_word(uint32 address) {
+    uint32 x;
+    asm("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address));
+    return x;
+}
 DEVICE void store_pair(uint32 address, float a, float b) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }

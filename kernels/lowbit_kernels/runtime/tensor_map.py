@@ -17,8 +17,8 @@ def tensor_map(
 ) -> Any:
     """A tensor map of `rows` x `columns` elements of `size` bytes at `address`, copied in boxes of `box` x `width`.
 
-    Rows of a box are swizzled over their 64 or 128 bytes, except elements of 8 bytes. A map owns no memory and depends
-    only on the arguments, so maps are cached.
+    Rows of a box are swizzled over their 32, 64 or 128 bytes, except those of other widths and elements of 8 bytes. A
+    map owns no memory and depends only on the arguments, so maps are cached.
 
     Raises:
         RuntimeError: CUDA refuses the map; the message describes the map.
@@ -30,9 +30,11 @@ def tensor_map(
     swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_NONE
     if size < 8:
         promotion = driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
-        swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_64B
-        if width * size == 128:
-            swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_128B
+        swizzle = {
+            32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
+            64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
+            128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
+        }.get(width * size, swizzle)
     error, encoded = driver.cuTensorMapEncodeTiled(
         {
             1: types.CU_TENSOR_MAP_DATA_TYPE_UINT8,

@@ -1,17 +1,18 @@
-// The large-batch kernel: many tokens times a weight of 4 or 8 bits, integers or float8, on sm_90a.
+// The large-batch kernel: many tokens times a weight of at most 8 bits, integers, float8 or a table's, on sm_90a.
 //   out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] - zero[n, k / GROUP]) * scale[n, k / GROUP]
 //               + bias[n] + residual[m, n]
 //
 // weight_mm_large_batch_sm90.py puts ptx.cuh, sm90.cuh and `multiply`, the wgmma instruction, before this source and
 // compiles it for each combination of
 //   DTYPE, OUT         BF16 or FP16: of x; of bias, residual and out
-//   CODES              INT4 (nibble = code + 8, even k in the low one), INT8, or E4M3. E4M3 needs DTYPE FP16, which
-//                      holds it exactly, GROUP 0 and ZERO 0
+//   CODES, BITS        INT4 (nibble = code + 8, even k in the low one), INT8, E4M3 (GROUP 0, ZERO 0), or LOOKUP: a bit
+//                      stream of codes of 1 to 4 BITS, whose values TABLE lists: see weight_lookup_sm90.cuh
+//   UNSIGNED           1: integers and zero points are unsigned: a nibble or a byte is the code
 //   GROUP              codes along k that share a scale, a multiple of 32; 0: a row has one scale
-//   SCALE              BF16, FP16 or FP32
-//   ZERO               1: there are zero points
-//   ROUNDED            1: the scale is multiplied into the weight, which is rounded to DTYPE (SCALE is DTYPE);
-//                      0: the scale is multiplied into the sums of a group, in float32
+//   SCALE              BF16, FP16 or FP32; for LOOKUP with ROUNDED also E8M0 and E4M3
+//   ZERO               1: there are zero points; 2, 3: they are values in float32 or DTYPE, added to the scaled codes
+//   ROUNDED            1: the scale is multiplied into the weight, which is rounded to DTYPE (SCALE is DTYPE, except
+//                      for LOOKUP); 0: the scale is multiplied into the sums of a group, in float32
 //   TOKENS             of a tile: a multiple of 16, at most 256
 //   ROWS               of the weight in a block's tile: 64, 128 or 256; or 224, with GROUPS 4, BESIDE 2, SPLIT 1 and at
 //                      most 32 TOKENS
@@ -32,10 +33,7 @@
 // tiles don't divide evenly among clusters end with tiles that two blocks share, where otherwise each block has its
 // own.
 
-enum { BF16, FP16, FP32, INT4, INT8, E4M3 };
-
-static constexpr int BITS = CODES == INT4 ? 4 : 8;
-static_assert(CODES != E4M3 || (DTYPE == FP16 && GROUP == 0 && !ZERO), "");
+static_assert(CODES != E4M3 || (GROUP == 0 && !ZERO), "");
 static constexpr int SUBTILES = ROWS > 64 * GROUPS ? 2 : 1;   // of 64 rows, in a warp group
 // With 28,672 rows, 112 tiles of 256 leave 20 of 132 multiprocessors idle; 128 tiles of 224 leave only 4. Two adjacent
 // blocks then hold 256 rows each of 448. Both hold the middle 64 rows, and each multiplies every other chunk of them.
@@ -63,17 +61,25 @@ static constexpr bool FLUSH = GROUP > 0 && !ROUNDED;  // a group's sums are scal
 static constexpr int RUN = GROUP % 128 == 0 && CHUNK > 64 ? 128 : GROUP % 64 == 0 ? 64 : 32;  // adjacent K in one group
 static constexpr int RUNS = GROUP ? CHUNK / RUN : 1;
 static constexpr int SUMMED = FLUSH ? RUNS : 1;                 // parts of a chunk with separate sums
-// Instructions of a piece, with 16 K each. Pieces are short, so that unpacking interleaves with the products.
-static constexpr int STEPS = BITS == 4 && GROUPS == 2 && TOKENS < 128 && RUN > 32 ? 4 : 2;
-static constexpr int VECTORS = STEPS * BITS / 8;  // loads of 16 bytes for a piece's codes of a row
+// Instructions of a piece, with 16 K each. Pieces are short, so that unpacking interleaves with the products. Longer
+// pieces hide the time to unpack better, where registers suffice.
+static constexpr bool LONG = TOKENS < 128 || (TOKENS == 128 && SUBTILES == 1 && (!FLUSH || CODES == LOOKUP));
+static constexpr int STEPS = BITS <= 4 && GROUPS == 2 && LONG && CHUNK > 64 && (RUN > 32 || SCALED) ? 4 : 2;
+// Whether the two warp groups issue their products in turns, so that each unpacks while the tensor cores work for the
+// other one.
+static constexpr bool ORDERED = CODES == LOOKUP && GROUPS == 2 && LANES == 1 && (TOKENS == 64 || TOKENS == 128);
+static constexpr int WORDS = STEPS * BITS / 2;  // of a row's codes in a piece
 static constexpr int PIECES = CHUNK / 16 / STEPS, HALVES = PIECES / SUMMED;  // in a chunk, in a part
 // Whether a piece's codes are loaded while the products of the previous piece are issued, where registers suffice.
 static constexpr bool EARLY = GROUPS == 2 || SUMS * (FLUSH ? 2 : 1) < 64;
-static constexpr float UNIT = DTYPE == FP16 ? 1.0f : 1.0f / 64;  // factor of the weights in the products
+// The factor of the weights in the products.
+static constexpr float UNIT = CODES == LOOKUP ? UNIT_OF_TABLE : DTYPE == FP16 || CODES == E4M3 ? 1.0f : 1.0f / 64;
 // The bits of an integer, read as a number, times FACTOR, plus OFFSET, give the integer times UNIT: see two_of.
+// E4M3's bits read as a bfloat16 are 2**-120 of the number.
 static constexpr uint32 FACTOR = DTYPE == FP16 ? (BITS == 4 ? 0x2c003c00 : 0x3c003c00)
-                                 : BITS == 4   ? 0x7d007f00
-                                               : 0x7f007f00;
+                                 : CODES == E4M3 ? 0x7b807b80
+                                 : BITS == 4     ? 0x7d007f00
+                                                 : 0x7f007f00;
 static constexpr uint32 OFFSET = DTYPE == FP16 ? (BITS == 4 ? 0xd480e408 : 0xe480e480)
                                  : BITS == 4   ? 0xbe00be00
                                                : 0xc000c000;
@@ -92,6 +98,7 @@ struct Shared {
     unsigned char box[SOURCES > 1 ? 1 : WARPS][16 * BOX_PITCH];
     uint64 full[STAGES], empty[STAGES], sums_arrived, sums_read;
 };
+static constexpr int LOOKUP_AT = sizeof(Shared);
 
 // The product's shape in tiles: `rows` of clusters and `columns` of tokens. The grid works through `band` columns at a
 // time, so that the L2 cache serves them.
@@ -102,7 +109,7 @@ struct Shape {
 // The factors of the sums, the addends, and the result.
 struct Epilogue {
     const void *scale, *bias, *residual;
-    const float *token_scale;
+    const float *token_scale, *global_scale;
     unsigned short *out;
     int wide;  // all rows begin at multiples of 16 bytes
 };
@@ -168,7 +175,7 @@ DEVICE void fetch(const TensorMap &codes, const Epilogue &epilogue, const Shape 
 #pragma unroll
     for (int i = 0; i < HELD; i += BOX_ROWS)
         if (!schedule.leaves(i, 0)) prefetch_box(codes, schedule.first * PITCH, schedule.row + i);
-    const long long row = shape.groups * (SCALE == FP32 ? 4ll : 2ll);
+    const long long row = shape.groups * (long long)SCALE_BYTES;
     const char *from = (const char *)epilogue.scale + schedule.row * row;
     const long long bytes = min(HELD, shape.n - schedule.row) * row, ahead = -(long long)from & 15;
     if (GROUP > 0 && bytes >= ahead + 16) prefetch(from + ahead, (uint32)min(bytes - ahead, 1ll * FETCHED) & ~15);
@@ -207,12 +214,6 @@ DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, 
 
 // ---- unpacking ------------------------------------------------------------------------------------------------------
 
-template <int TO>
-DEVICE uint32 packed(float low, float high) {
-    if constexpr (TO == FP16) return to_half2(low, high);
-    else return to_bf16x2(low, high);
-}
-
 // An element of the bias or the residual, from its low 16 bits.
 DEVICE float unpacked(uint32 bits) {
     if constexpr (OUT == FP16) return from_half(bits & 0xffff);
@@ -223,12 +224,6 @@ DEVICE float number_at(const void *p, long long i, int type) {
     if (type == FP32) return ((const float *)p)[i];
     const uint32 bits = ((const unsigned short *)p)[i];
     return type == FP16 ? from_half(bits) : bits_float(bits << 16);
-}
-
-// a * b + c for two adjacent numbers, rounded once
-DEVICE uint32 fused(uint32 a, uint32 b, uint32 c) {
-    if constexpr (DTYPE == FP16) return fma_half2(a, b, c);
-    else return fma_bf16x2(a, b, c);
 }
 
 // Whether the scales of a chunk's two groups are read together.
@@ -256,7 +251,8 @@ DEVICE Fetched fetched(const void *scale, const signed char *zero, const Shape &
     if constexpr (SCALE == FP32) result.scale = ((const uint32 *)scale)[at];
     else if constexpr (TWO_SCALES) result.scale = *(const uint32 *)((const unsigned short *)scale + at);
     else result.scale = ((const unsigned short *)scale)[at];
-    result.zero = ZERO ? zero[TWO_SCALES ? at + run : at] : 0;
+    result.zero = !ZERO ? 0 : UNSIGNED ? ((const unsigned char *)zero)[TWO_SCALES ? at + run : at]
+                            : zero[TWO_SCALES ? at + run : at];
     return result;
 }
 
@@ -266,10 +262,13 @@ DEVICE Group group_from(const Fetched &from, const Shape &shape, int chunk, int 
     const uint32 bits = TWO_SCALES && run ? from.scale >> 16 : from.scale;
     group.scale = SCALE == FP32 ? bits_float(bits) : SCALE == FP16 ? from_half(bits) : bits_float(bits << 16);
     if (GROUP % CHUNK != 0 && !TWO_SCALES && group_of(chunk * RUNS + run) >= shape.groups) group.scale = 0.0f;
+    const float least = UNSIGNED ? 0.0f : 1 << BITS - 1;
     if constexpr (!ZERO) {
         group.offset = OFFSET;
+    } else if constexpr (CODES == LOOKUP) {
+        group.offset = packed<DTYPE>(from.zero + least, from.zero + least);
     } else {
-        const float upper = from.zero + (DTYPE == BF16 ? 0.0f : BITS == 4 ? 64.0f : 1024.0f) + (1 << BITS - 1);
+        const float upper = from.zero + (DTYPE == BF16 ? 0.0f : BITS == 4 ? 64.0f : 1024.0f) + least;
         const float lower = DTYPE == FP16 && BITS == 4 ? upper + 960.0f : upper;
         group.offset = packed<DTYPE>(-UNIT * lower, -UNIT * upper);
     }
@@ -281,52 +280,83 @@ DEVICE Group group_from(const Fetched &from, const Shape &shape, int chunk, int 
 struct Place {
     uint32 selector, factor;
     MEMBER Place(int t, const Shape &shape) {
-        selector = CODES == INT4 ? t * 0x0101 : CODES == INT8 ? t * 0x0202 + 0x0100 : t * 0x0022 + 0x0010;
+        selector = CODES == INT4   ? t * 0x0101
+                   : CODES == INT8 ? t * 0x0202 + 0x0100
+                                   : t * (DTYPE == FP16 ? 0x0022 : 0x2222) + (DTYPE == FP16 ? 0x0010 : 0x9180);
         // hidden from the compiler: it would move known constants to a register at each use
         factor = shape.m > 0 ? FACTOR : 0;
         in_use(selector);
     }
 };
 
+// The largest magnitude of E4M3's codes, each read as a bfloat16, that is not NaN.
+static constexpr uint32 LARGEST = 0x07e0;
+
 // Two adjacent codes of eight along K, minus the zero point, times UNIT: byte `t` of a word at 4 bits, bytes 2 t and 2
 // t + 1 of two words at 8 bits. In bf16 an integer in the lowest 8 bits is a (subnormal) multiple of 2**-133, exactly.
-// In fp16 it is or-ed into 1024 and adds to it. E4M3 codes are numbers already.
-DEVICE uint32 two_of(uint32 low, uint32 high, const Place &place, const Group &group, uint32 scale) {
+// In fp16 it is or-ed into 1024 and adds to it. E4M3 codes are numbers already; `seen` keeps the largest magnitude.
+DEVICE uint32 two_of(uint32 low, uint32 high, const Place &place, const Group &group, uint32 scale, uint32 &seen) {
     uint32 x = permute(low, BITS == 4 ? 0 : high, place.selector);
-    if constexpr (CODES == E4M3) return from_e4m3x2(x & 0xffff);
+    if constexpr (CODES == E4M3) {
+        if constexpr (DTYPE == FP16) return from_e4m3x2(x & 0xffff);
+        x = x << 4 & 0x87f087f0;  // from bytes whose sign fills the halves
+        seen = larger_magnitudes(seen, x);
+        return multiply_bf16x2(x, place.factor);
+    }
     if constexpr (BITS == 4) x = DTYPE == FP16 ? masked_or(x, 0x00f0000f, 0x64006400) : x & 0x00f0000f;
-    else x = masked_xor(x, 0x00ff00ff, DTYPE == FP16 ? 0x64806480 : 0x00800080);
+    else x = masked_xor(x, 0x00ff00ff, (DTYPE == FP16 ? 0x64006400 : 0) | (UNSIGNED ? 0 : 0x00800080));
     x = fused(x, place.factor, group.offset);
-    if constexpr (ROUNDED) x = DTYPE == FP16 ? multiply_half2(x, scale) : multiply_bf16x2(x, scale);
+    if constexpr (ROUNDED) x = product_of(x, scale);
     return x;
 }
 
 // Loads a piece's codes from step `first` of a chunk on, for rows lane / 4 and lane / 4 + 8 of a warp's 16. The four
-// threads of a row read the same 16 bytes. `at` is the address of the upper row, whose units of 16 bytes the TMA has
-// swizzled.
-DEVICE void load_codes(uint4 (&codes)[VECTORS][2], uint32 at, int first) {
+// threads of a row read the same bytes. `at` is the address of the upper row, whose units of 16 bytes the TMA has
+// swizzled if its pitch is a power of two.
+DEVICE void load_codes(uint32 (&codes)[2][WORDS], uint32 at, int first) {
+    constexpr int TOGETHER = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-        const uint32 from = at ^ (first * BITS / 8 + i) * 16;
-        codes[i][0] = shared_vector(from), codes[i][1] = shared_vector(from + 8 * PITCH);
+    for (int i = 0; i < WORDS; i += TOGETHER) {
+        const int bytes = first * BITS * 2 + i * 4;
+        const uint32 from = PITCH & PITCH - 1 ? at + bytes : at ^ bytes;
+        shared_words<TOGETHER>(&codes[0][i], from), shared_words<TOGETHER>(&codes[1][i], from + 8 * PITCH);
     }
 }
 
 // Unpacks the first operand of the piece's products: k = 2 t and 2 t + 1 of each eight.
-DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint4 (&codes)[VECTORS][2], int first, const Place &place,
-                   const Group (&upper)[RUNS], const Group (&lower)[RUNS]) {
+DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint32 (&codes)[2][WORDS], int first, const Place &place,
+                   const Group (&upper)[RUNS], const Group (&lower)[RUNS], uint32 (&seen)[2]) {
+    constexpr int EIGHTS = 16 / BITS;  // in a vector of 16 bytes
 #pragma unroll
-    for (int i = 0; i < VECTORS * 2; ++i) {
+    for (int i = 0; i < WORDS / 2; ++i) {
         const int run = GROUP ? (first + i / 2 * 8 / BITS) * 16 / RUN : 0;
         const Group &group = i % 2 ? lower[run] : upper[run];
         const uint32 scale = ROUNDED ? packed<DTYPE>(group.scale, group.scale) : 0;
-        const uint4 x = codes[i / 2][i % 2];
-        uint32 *to = a + i / 2 * (32 / BITS) + i % 2;
-        if constexpr (BITS == 4) {
-            to[0] = two_of(x.x, 0, place, group, scale), to[2] = two_of(x.y, 0, place, group, scale);
-            to[4] = two_of(x.z, 0, place, group, scale), to[6] = two_of(x.w, 0, place, group, scale);
-        } else {
-            to[0] = two_of(x.x, x.y, place, group, scale), to[2] = two_of(x.z, x.w, place, group, scale);
+#pragma unroll
+        for (int j = i / 2 * EIGHTS; j < (i / 2 + 1) * EIGHTS; ++j) {
+            const uint32 *from = &codes[i % 2][BITS / 4 * j];
+            a[j * 2 + i % 2] = two_of(from[0], from[BITS / 4 - 1], place, group, scale, seen[i % 2]);
+        }
+    }
+}
+
+// The same by look-up. `scales` are those of the rows, with SCALED.
+DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint32 (&codes)[2][WORDS], int first, const Pairs &pairs,
+                   const Group (&upper)[RUNS], const Group (&lower)[RUNS], const Scales (&scales)[2]) {
+#pragma unroll
+    for (int i = 0; i < STEPS * 2; ++i) {
+        const int step = first + i / 2, below = i % 2;
+        const int group = GROUP < CHUNK ? step * 16 / (GROUP ? GROUP : 1) : 0;
+        const uint32 offset = SCALED ? (ZERO == 1 ? scales[below].offset(group) : 0)
+                                     : (below ? lower : upper)[GROUP ? step * 16 / RUN : 0].offset;
+        Factor factor = {0, 0, 0};
+        if constexpr (SCALED) factor = scales[below].factor(group);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            uint32 &x = a[i / 2 * 4 + j * 2 + below];
+            x = pairs.at(codes[below], i / 2 * 2 + j);
+            if constexpr (ZERO == 1) x = difference_of(x, offset);
+            if constexpr (SCALED) x = scaled(x, factor);
         }
     }
 }
@@ -365,13 +395,18 @@ struct Consumer {
     const uint32 rank;
     Ring ring;
     uint32 base, a[2][STEPS * 4];
-    uint4 loaded[VECTORS][2];         // codes of the next piece
+    uint32 loaded[2][WORDS];          // codes of the next piece
     uint32 rows[SUBTILES][2];         // index of the rows' first group
+    uint32 seen[SUBTILES][2];         // of the rows' codes or scales: whether one is NaN
     Group group[SUBTILES][2][RUNS];   // of the present chunk
     Fetched next[SUBTILES][2][RUNS];  // of the next chunk
+    Scales scales[SUBTILES][2], next_scales[SUBTILES][2];  // the same with SCALED
+    const Place place;
+    const Pairs pairs;
 
     MEMBER Consumer(Shared &shared, const void *scale, const signed char *zero, const Shape &shape, uint32 rank)
-        : shared(shared), scale(scale), zero(zero), shape(shape), rank(rank), base(shared_address(&shared)) {
+        : shared(shared), scale(scale), zero(zero), shape(shape), rank(rank), base(shared_address(&shared)),
+          place(threadIdx.x % 4, shape), pairs(shared_address(&shared) + LOOKUP_AT, threadIdx.x % 4) {
         in_use(base);  // else the compiler recomputes it at each use
 #pragma unroll
         for (int i = 0; i < STEPS * 4; ++i) a[0][i] = a[1][i] = 0;
@@ -381,11 +416,19 @@ struct Consumer {
 
     MEMBER void begin(int row) {
 #pragma unroll
-        for (int i = 0; i < SUBTILES * 2; ++i)
+        for (int i = 0; i < SUBTILES * 2; ++i) {
             rows[i / 2][i % 2] = (uint32)min(row + i / 2 * 64 + i % 2 * 8, shape.n - 1) * shape.groups;
+            seen[i / 2][i % 2] = 0;
+        }
     }
 
     MEMBER void fetch(int chunk) {
+        if constexpr (SCALED) {
+#pragma unroll
+            for (int i = 0; i < SUBTILES * 2; ++i)
+                next_scales[i / 2][i % 2].load(scale, zero, rows[i / 2][i % 2], shape.groups, chunk);
+            return;
+        }
 #pragma unroll
         for (int i = 0; i < SUBTILES * 2 * RUNS; ++i) {
             const int subtile = i / RUNS / 2, below = i / RUNS % 2, run = i % RUNS;
@@ -394,6 +437,14 @@ struct Consumer {
     }
 
     MEMBER void take_fetched(int chunk) {
+        if constexpr (SCALED) {
+#pragma unroll
+            for (int i = 0; i < SUBTILES * 2; ++i) {
+                scales[i / 2][i % 2] = next_scales[i / 2][i % 2];
+                if constexpr (MAY_BE_NAN) seen[i / 2][i % 2] |= scales[i / 2][i % 2].nan();
+            }
+            return;
+        }
 #pragma unroll
         for (int i = 0; i < SUBTILES * 2 * RUNS; ++i) {
             const int subtile = i / RUNS / 2, below = i / RUNS % 2, run = i % RUNS;
@@ -416,12 +467,12 @@ struct Consumer {
     MEMBER void sum(float (&sums)[SUBTILES][SUMS], float (&totals)[SUBTILES][SUMS], int row, int first, int last,
                     bool divided) {
         const int lane = threadIdx.x % 32, line = threadIdx.x / 32 * 16 % 64 + lane / 4;
-        const int swizzle = PITCH == 64 ? lane / 8 % 4 : lane / 4;  // of the row
+        // of the row, where the TMA swizzles
+        const int swizzle = PITCH == 128 ? lane / 4 : PITCH == 64 ? lane / 8 % 4 : PITCH == 32 ? lane / 16 % 2 : 0;
         const int group_of_rows = threadIdx.x / 128 % (GROUPS / LANES);
         const int turns = shares(rank) ? 2 : LANES, turn = shares(rank) ? rank : threadIdx.x / 128 / (GROUPS / LANES);
         const int others = (turn - ring.slot) & (turns - 1);  // chunks before its first one
         uint32 codes = (group_of_rows * 64 * SUBTILES + line) * PITCH + swizzle * 16;
-        const Place place(lane % 4, shape);
         float pending[SUBTILES][2] = {};
         uint32 end = last;
         uint32 operands = operand(base + CODE_BYTES);
@@ -456,12 +507,17 @@ struct Consumer {
                 keep(own);
                 if (piece == 1 && before >= 0) release(address(shared.empty) + before * 8, rank, divided);
                 if constexpr (!EARLY) load_piece(stage + codes, piece);
-                unpack(own, loaded, step_of(piece), place, group[subtile][0], group[subtile][1]);
+                if constexpr (CODES == LOOKUP) {
+                    unpack(own, loaded, step_of(piece), pairs, group[subtile][0], group[subtile][1], scales[subtile]);
+                } else {
+                    unpack(own, loaded, step_of(piece), place, group[subtile][0], group[subtile][1], seen[subtile]);
+                }
                 if (EARLY && piece + 1 < PIECES * SUBTILES) load_piece(stage + codes, piece + 1);
                 if (FLUSH && piece % (HALVES * SUBTILES) == 0) {
                     product_wait<0>();
                     flush_all(totals, sums, pending, part);
                 }
+                if constexpr (ORDERED) named_barrier_sync(2 + threadIdx.x / 128, WARPS * 32);
                 product_fence();
 #pragma unroll
                 for (int i = 0; i < STEPS; ++i) {
@@ -470,6 +526,7 @@ struct Consumer {
                     multiply(sums[subtile], own + i * 4, b, !FLUSH || half > 0 || i > 0);
                 }
                 product_commit();
+                if constexpr (ORDERED) named_barrier_arrive(3 - threadIdx.x / 128, WARPS * 32);
             }
             before = ring.slot;
         }
@@ -479,6 +536,23 @@ struct Consumer {
         ring = after;
         if constexpr (FLUSH) flush_all(totals, sums, pending, 0);
         else keep(sums[0]), keep(sums[SUBTILES - 1]);
+        if constexpr (CODES == E4M3 && DTYPE == BF16 || MAY_BE_NAN) spread_nan(sums);
+    }
+
+    // Makes all sums of a row NaN if one of its codes or scales is NaN.
+    MEMBER void spread_nan(float (&sums)[SUBTILES][SUMS]) const {
+#pragma unroll
+        for (int i = 0; i < SUBTILES * 2; ++i) {
+            uint32 found = seen[i / 2][i % 2];
+            if constexpr (!MAY_BE_NAN) {  // each of the four threads of a row has seen codes of its own
+                found = max(found & 0x7fff, found >> 16 & 0x7fff) > LARGEST;
+                found |= __shfl_xor_sync(0xffffffff, found, 1);
+                found |= __shfl_xor_sync(0xffffffff, found, 2);
+            }
+#pragma unroll
+            for (int j = 0; j < SUMS; ++j)
+                if (j / 2 % 2 == i % 2) sums[i / 2][j] = found ? bits_float(0x7fc00000) : sums[i / 2][j];
+        }
     }
 
     // Adds the scaled sums of the previous group to the totals, and keeps this part's scales for the next call.
@@ -512,6 +586,7 @@ struct Rows {
         for (int i = 0; i < 2; ++i) {
             const int own = min(row + (int)threadIdx.x % 32 / 4 + i * 8, shape.n - 1);
             scale[i] = (GROUP ? 1.0f : number_at(epilogue.scale, own, SCALE)) / UNIT;
+            if (SCALE == E4M3 && epilogue.global_scale) scale[i] /= *epilogue.global_scale;
             bias[i] = epilogue.bias ? number_at(epilogue.bias, own, OUT) : 0.0f;
         }
     }
@@ -698,6 +773,7 @@ DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char 
                     uint32 rank) {
     const int warp = threadIdx.x / 32, below = warp % (WARPS / LANES) / 4 * 64 * SUBTILES + warp % 4 * 16;
     Consumer consumer(shared, epilogue.scale, zero, shape, rank);
+    if (ORDERED && threadIdx.x >= 128) named_barrier_arrive(2, WARPS * 32);  // the first group begins
     uint32 parity = 0;
     for (Schedule schedule(shape, rank); schedule.take(); parity ^= 1) {
         float sums[SUBTILES][SUMS] = {}, totals[SUBTILES][SUMS] = {};
@@ -727,15 +803,16 @@ DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char 
 
 // Grid: a multiple of CLUSTER blocks. codes [n, bytes]: tensor map in boxes of BOX_ROWS rows of PITCH bytes, swizzled
 // over PITCH bytes. x [m, k]: tensor map in boxes of TOKENS / BESIDE rows of 64 elements. scale and zero [n, groups].
-// bias [n], residual [m, n] and token_scale [m] may be null.
+// bias [n], residual [m, n], token_scale [m] and global_scale [1], which divides the scales, may be null.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     weight_mm(const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap x, const void *scale,
               const signed char *zero, const void *bias, const void *residual, const float *token_scale,
-              unsigned short *out, int m, int n, int chunks, int groups, int rows, int columns, int band, int wide) {
+              const float *global_scale, unsigned short *out, int m, int n, int chunks, int groups, int rows,
+              int columns, int band, int wide) {
     DYNAMIC_SHARED(memory);
     Shared &shared = *(Shared *)memory;
     const Shape shape = {m, n, chunks, groups, rows, columns, band};
-    const Epilogue epilogue = {scale, bias, residual, token_scale, out, wide};
+    const Epilogue epilogue = {scale, bias, residual, token_scale, global_scale, out, wide};
     const uint32 rank = CLUSTER == 1 ? 0 : cluster_rank();
     if (threadIdx.x == 0) {
         if (shared_address(memory) % 1024 != 0) __trap();  // the swizzle depends on the address
@@ -749,6 +826,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         prefetch(codes), prefetch(x);
     }
     if (threadIdx.x == GROUPS * 128) fetch(codes, epilogue, shape, rank);
+    if constexpr (CODES == LOOKUP) {
+        fill_lookup(memory + LOOKUP_AT, THREADS);
+        named_barrier_sync(1, THREADS);
+    }
     __syncwarp();
     cluster_arrive();
     cluster_wait();  // all barriers are initialised

@@ -1,5 +1,5 @@
 """The large-batch kernel: launches ``weight_mm_large_batch_sm90.cu``, a GEMM on the wgmma instructions of compute
-capability 9.0, for weights of 4 or 8 bits, integers or float8.
+capability 9.0, for weights of 1 to 4 and 8 bits: integers, float8 and tables (`weight_lookup_sm90`).
 
     out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] - zero_point[n, k // G]) * scale[n, k // G]
                 + bias[n] + residual[m, n]
@@ -7,8 +7,10 @@ capability 9.0, for weights of 4 or 8 bits, integers or float8.
 Blocks of a cluster may share the K of a tile (split-K). They exchange their sums through shared memory and add them in
 the order of K, so results are the same in every run. A launch overlaps with the end of the previous one.
 
-Only the result is rounded, with one exception: for 256 tokens or more and bfloat16 x and scales, weights may be rounded
-to bfloat16, as a weight is that is dequantized before the product.
+Only the result is rounded, with these exceptions. For 256 tokens or more and bfloat16 x and scales, weights may be
+rounded to bfloat16, as a weight is that is dequantized before the product. Numbers of at most two significant bits,
+such as integers up to 4, lose little by it. They and weights with zero points that are values are rounded for any
+number of tokens. A table's values are rounded to the dtype of x, after a factor that brings them close to such numbers.
 """
 
 from __future__ import annotations
@@ -23,10 +25,9 @@ from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.library import aligned
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
 from lowbit_kernels.runtime.tensor_map import takes_rows, tensor_map
+from lowbit_kernels.weight_only.weight_lookup_sm90 import STEP, Unpacking, unpacking_of
 from lowbit_kernels.weight_only.weight_operands import (
-    CODE_MACROS,
-    E4M3,
-    GROUP_STEP,
+    HALVES,
     TensorLayout,
     Tensors,
     WeightOperands,
@@ -91,63 +92,72 @@ LARGE = (Tile(128, 256, 2), Tile(256, 128, 2))  # registers hold one set of sums
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(
-    m: int,
-    n: int,
-    k: int,
-    bits: int,
-    group_size: int,
-    multiprocessors: int,
-    may_round: bool = False,
-) -> LargeBatchDivision:
-    """The plan with the fewest estimated clocks (`_clocks`).
-
-    `group_size` 0 stands for one scale a row. `may_round` allows scales to be multiplied into the weights, which are
-    rounded to bfloat16 then. Plans do so only for groups of multiples of 128 and at least 256 tokens, where registers
-    don't hold two sets of sums. With fewer tokens it would gain 3 to 5% and lose exactness.
-    """
+def plan(m: int, n: int, k: int, unpacking: Unpacking, multiprocessors: int) -> LargeBatchDivision:
+    """The plan with the fewest estimated clocks (`_clocks`)."""
     # Plans bound by memory have the same estimated cost. min() takes the first, which was slightly faster in practice.
-    tiles = []
-    if group_size == 0 and m > 64:
-        tiles = [(tile, False) for tile in (BROAD, *LARGE)]
-    elif may_round and group_size % 128 == 0 and m >= 256:
-        tiles = [(LARGE[1], True)]
-    fitting = [t for t in (*PAIRED, *SMALL, *MIDDLE) if t.tokens < 2 * max(m, 16)]
-    tiles += [(tile, False) for tile in fitting if not _spills(tile, group_size)]
     candidates = [
         LargeBatchDivision(*tile, beside, split, rounds, chunk, depth, clusters)
-        for tile, rounds in tiles
-        for chunk in [chunk_of(tile, bits, group_size, k)]
+        for tile, rounds in _tiles(m, unpacking)
+        for chunk in [chunk_of(tile, unpacking, k)]
         for beside in (1, 2)
         for split in (1, 2, 4, 8)
         if beside * split <= 8 and split <= min(-(-k // chunk), tile.rows // 16)
         if split == 1 or tile.tokens * tile.rows < 2**15
         if beside == 1 or tile.lanes == 1
         if not tile.overlaps or (beside, split) == (2, 1)
-        for depth in [stages(*tile, split, bits, chunk)]
+        for depth in [stages(*tile, split, unpacking, chunk)]
         if depth >= 2 * tile.turns
-        for clusters in [_clusters(m, n, tile, beside, split, multiprocessors)]
+        for clusters in _clusters(m, n, tile, beside, split, multiprocessors)
     ]
-    return min(candidates, key=lambda c: _clocks(c, m, n, k, bits))
+    return min(candidates, key=lambda c: _clocks(c, m, n, k, unpacking))
 
 
-def _spills(tile: Tile, group_size: int) -> bool:
+def _tiles(m: int, unpacking: Unpacking) -> list[tuple[Tile, bool]]:
+    """Tiles for M tokens, and whether scales are multiplied into the weights.
+
+    The registers of the largest tiles don't hold two sets of sums. So integers of 4 and 8 bits are rounded with such
+    tiles only: with smaller ones it would gain 3 to 5% and lose exactness.
+    """
+    fitting = [t for t in (*PAIRED, *SMALL, *MIDDLE) if t.tokens < 2 * max(m, 16)]
+    group, is_looked_up = unpacking.group, unpacking.lookup_bytes > 0
+    rounds = unpacking.rounds(m)
+    tiles = []
+    if rounds and is_looked_up:
+        large = (BROAD, *LARGE) if m > 64 else ()
+        tiles = [(tile, True) for tile in (*large, *fitting)]
+        if unpacking.rounding != "large":
+            return tiles
+    elif rounds and group % 128 == 0:
+        tiles = [(LARGE[1], True), (BROAD, True)]
+    elif group == 0 and m > 64:
+        tiles = [(tile, False) for tile in (BROAD, *LARGE)]
+    return [*tiles, *((tile, False) for tile in fitting if not _spills(tile, unpacking))]
+
+
+def _spills(tile: Tile, unpacking: Unpacking) -> bool:
     """True if the sums of groups, the scales and the rest exceed a thread's registers."""
-    if tile[:2] != (64, 256) or group_size == 0:
+    if tile.tokens != 64 or unpacking.group == 0:
         return False
-    return tile.groups == 4 or group_size % 128 > 0
+    if tile.rows < 256:
+        return tile.groups == 4 and bool(unpacking.table)
+    return tile.groups == 4 or unpacking.group % 128 > 0
 
 
-def _clusters(m: int, n: int, tile: Tile, beside: int, split: int, multiprocessors: int) -> int:
-    """As many clusters as the GPU runs at a time, or as there are tiles. A cluster of more than 2 blocks lies in one
-    part of the GPU: an H200 with 132 multiprocessors runs 30 of 4 blocks or 15 of 8."""
+def _clusters(
+    m: int, n: int, tile: Tile, beside: int, split: int, multiprocessors: int
+) -> list[int]:
+    """As many clusters as the GPU runs at a time, or as there are tiles. For the largest tiles, which are not split,
+    also twice as many: their blocks share tiles. A cluster of more than 2 blocks lies in one part of the GPU: an H200
+    with 132 multiprocessors runs 30 of 4 blocks or 15 of 8."""
     size = beside * split
-    most = (multiprocessors if size <= 2 else multiprocessors * 10 // 11) // size
-    return min(max(most, 1), -(-n // (tile.rows * beside)) * -(-m // tile.tokens))
+    most = max((multiprocessors if size <= 2 else multiprocessors * 10 // 11) // size, 1)
+    tiles = -(-n // (tile.rows * beside)) * -(-m // tile.tokens)
+    shared = size == beside == 2 and tile.tokens * tile.rows >= 2**15 and 2 * tiles <= most
+    return [min(most, tiles), *([2 * tiles] if shared else [])]
 
 
-def _clocks(plan: LargeBatchDivision, m: int, n: int, k: int, bits: int) -> float:
-    """The estimated clocks of a cluster, fitted to measurements on an H200.
+def _clocks(plan: LargeBatchDivision, m: int, n: int, k: int, unpacking: Unpacking) -> float:
+    """The estimated clocks of a cluster, fitted to measurements on an H200 (looked-up codes: to 560 of them, 10% off).
 
     Each chunk takes the slowest of: unpacking and products (with two warp groups, their latency); the L2 cache, at 44
     bytes a clock; memory, at 2,110 bytes a clock for all clusters. The exchange of sums and the results come on top.
@@ -155,15 +165,20 @@ def _clocks(plan: LargeBatchDivision, m: int, n: int, k: int, bits: int) -> floa
     chunks = -(-k // (plan.chunk * plan.split))
     columns = -(-m // plan.tokens)
     tiles = -(-n // (plan.rows * plan.beside)) * columns
+    bits = unpacking.bits
     codes, tokens = plan.rows * plan.chunk * bits // 8, plan.tokens * plan.chunk * 2
     alone = plan.rows <= 64 * plan.groups  # a warp group has 64 rows, which hide less latency
-    unpacking = 165 + 3.4 * plan.tokens
+    own = 165 + 3.4 * plan.tokens
     if plan.groups == 2 and alone:
-        unpacking = max(300, 200 + 3.15 * plan.tokens)
+        own = max(300, 200 + 3.15 * plan.tokens)
     if bits == 8 or plan.rounded:  # sums of groups are usually not scaled
-        unpacking -= 35
+        own -= 35
+    if unpacking.table:
+        own += 100 if plan.groups == 2 else 40
+    elif unpacking.codes == "E4M3" and plan.tokens >= 128:
+        own += 50
     part = plan.chunk / 128
-    products = max(unpacking * part + (110 if alone or bits == 8 else 55), 4.8 * plan.tokens * part)
+    products = max(own * part + (110 if alone or bits == 8 else 55), 4.8 * plan.tokens * part)
     chunk = max(
         plan.rows / 64 * products,
         (codes + tokens / plan.beside) / 44,
@@ -171,7 +186,8 @@ def _clocks(plan: LargeBatchDivision, m: int, n: int, k: int, bits: int) -> floa
     )
     end = 3500
     if plan.split * Tile(*plan[:3]).lanes > 1:
-        end = 4730 + _fixed(*plan[:3], plan.split) // 12
+        sums = _fixed(*plan[:3], plan.split, unpacking) - unpacking.lookup_bytes
+        end = 4730 + sums // (24 if unpacking.table and plan.split == 1 else 12)
     whole, left = divmod(tiles, plan.clusters)
     divided = plan.divides and left * 2 <= plan.clusters
     rounds = whole + (left > 0) * (0.6 if divided else 1.0)
@@ -180,57 +196,61 @@ def _clocks(plan: LargeBatchDivision, m: int, n: int, k: int, bits: int) -> floa
     return rounds * (chunks * chunk + end)
 
 
-def chunk_of(tile: Tile, bits: int, group_size: int, k: int) -> int:
+def chunk_of(tile: Tile, unpacking: Unpacking, k: int) -> int:
     """K of a pipeline stage. Narrow tiles load rows of 128 bytes of codes, since the TMA takes nearly as long for rows
     of 64. Wide tiles have smaller stages, so that more of them fit. The scales of a chunk's two groups are read
-    together, so a row must have an even number of them."""
-    if tile.tokens == 256 and bits == 8:
-        return 64
-    paired = group_size % 128 == 0 and (group_size != 128 or -(-k // 128) % 2 == 0)
+    together, so a row must have an even number of them. Scales that are multiplied are read for a whole chunk."""
+    bits, group = unpacking.bits, unpacking.group
+    if tile.tokens == 256 and (bits == 8 or (unpacking.table and bits == 4)):
+        return STEP
+    if unpacking.table:
+        fills = (
+            tile.tokens == 64 and tile.lanes > 1 and bits == 4
+        )  # with few stages, beside sums and the table
+        return STEP if fills or (unpacking.rounding != "never" and k % (2 * STEP)) else 2 * STEP
+    paired = group % 128 == 0 and (group != 128 or -(-k // 128) % 2 == 0)
     narrow = tile.tokens <= 32 or tile == (64, 128, 2)
     return 256 if narrow and bits == 4 and paired else 128
 
 
-def stages(tokens: int, rows: int, groups: int, split: int, bits: int, chunk: int) -> int:
+def stages(
+    tokens: int, rows: int, groups: int, split: int, unpacking: Unpacking, chunk: int
+) -> int:
     """The pipeline stages that fit into shared memory, a multiple of the tile's turns."""
-    fixed = _fixed(tokens, rows, groups, split) + 16 * MAX_STAGES
-    most = min((nvrtc.SHARED_LIMIT - fixed) // _stage(tokens, rows, bits, chunk), MAX_STAGES)
+    fixed = _fixed(tokens, rows, groups, split, unpacking) + 16 * MAX_STAGES
+    most = min((nvrtc.SHARED_LIMIT - fixed) // _stage(tokens, rows, unpacking, chunk), MAX_STAGES)
     return most - most % Tile(tokens, rows, groups).turns
 
 
-def _stage(tokens: int, rows: int, bits: int, chunk: int) -> int:
+def _stage(tokens: int, rows: int, unpacking: Unpacking, chunk: int) -> int:
     held = -(-rows // 64) * 64  # 256 for 224 rows, which overlap
-    return held * chunk * bits // 8 + tokens * chunk * 2
+    return held * chunk * unpacking.bits // 8 + tokens * chunk * 2
 
 
-def _fixed(tokens: int, rows: int, groups: int, split: int) -> int:
+def _fixed(tokens: int, rows: int, groups: int, split: int, unpacking: Unpacking) -> int:
     """Bytes of shared memory besides the stages and their barriers."""
-    tile = Tile(tokens, rows, groups)
+    tile, looked_up = Tile(tokens, rows, groups), unpacking.lookup_bytes
     if split * tile.lanes > 1:
-        return tokens * rows * 4 * tile.lanes + BOX + 16
-    return (tokens * 128 if tile.overlaps else 1024) + 4 * groups * BOX + 16
+        return tokens * rows * 4 * tile.lanes + BOX + 16 + looked_up
+    return (tokens * 128 if tile.overlaps else 1024) + 4 * groups * BOX + 16 + looked_up
 
 
 def takes(operands: WeightOperands) -> bool:
-    """True if the kernel multiplies these: codes that the TMA can read, in rows that begin at multiples of 16 bytes,
-    and groups of multiples of 32. float8 takes float16 x, one scale a row, and K without padding, which may be NaN."""
-    x, codes, scale = operands.x, operands.codes, operands.scale
-    width = operands.padded_k
+    """True if the kernel multiplies these: a format that it unpacks, codes that the TMA can read, in rows that begin at
+    multiples of 16 bytes, and groups of multiples of 32, or of 16 where scales are multiplied into the weights. float8
+    takes one scale a row, and K without padding, which may be NaN."""
+    x, codes = operands.x, operands.codes
     pitch = codes.strides[0] if operands.n > 1 else codes.shape[1]
     return (
-        (x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and codes.dtype != E4M3))
-        and ((operands.groups == 1 and operands.k == width) or codes.dtype != E4M3)
-        and codes.dtype in CODE_MACROS
-        and (codes.dtype == E4M3 or operands.format.is_int4_or_int8)
-        and scale.dtype in FLOAT_MACROS
+        x.dtype in HALVES
         and x.strides[1] == 1
         and codes.strides[1] == 1
         and takes_rows(pitch, codes.shape[1])
         and codes.misaligned == 0
-        and width % 32 == 0
-        and operands.group_size % GROUP_STEP == 0
+        and (operands.padded_k % 32 == 0 or operands.bits == 8)
         and operands.n * operands.groups < 2**32
         and min(*x.shape, *codes.shape) > 0
+        and unpacking_of(operands) is not None
     )
 
 
@@ -238,10 +258,9 @@ def product(operands: WeightOperands) -> LargeBatchProduct | None:
     """The planned product; None where the device or the operands are not the kernel's."""
     if not (nvrtc.runs_on_hopper(operands.x.device) and takes(operands)):
         return None
-    may_round = operands.x.dtype == operands.scale.dtype == torch.bfloat16
-    processors = nvrtc.multiprocessors(operands.x.device)
-    shape = (operands.m, operands.n, operands.k, operands.bits, operands.group)
-    return LargeBatchProduct(operands, plan(*shape, processors, may_round))
+    own, processors = unpacking_of(operands), nvrtc.multiprocessors(operands.x.device)
+    assert own is not None
+    return LargeBatchProduct(operands, plan(operands.m, operands.n, operands.k, own, processors))
 
 
 class LargeBatchProduct:
@@ -264,8 +283,9 @@ class LargeBatchProduct:
             *(m, n, -(-k // plan.chunk), operands.groups),
             *(-(-n // (plan.rows * plan.beside)), -(-m // plan.tokens), BAND, int(wide)),
         )
-        dtypes = (x.dtype, operands.out, operands.scale.dtype, codes.dtype)
-        self.macros = (*dtypes, operands.zero_point is not None, operands.group, plan[:8])
+        own = unpacking_of(operands)
+        assert own is not None
+        self.macros = (x.dtype, operands.out, own, plan[:8])
 
     @functools.cached_property
     def kernel(self) -> nvrtc.Kernel:
@@ -273,10 +293,10 @@ class LargeBatchProduct:
         return _kernel(*self.macros, torch.cuda.current_device())
 
     def __call__(self, tensors: Tensors) -> Tensor:
-        x, codes, scale, zero_point, bias, residual, token_scale, *_ = tensors
+        x, codes, scale, zero_point, bias, residual, token_scale, global_scale = tensors
         if not self.is_ready:  # the kernel reads two scales at a time
             scale = aligned(scale)
-            zero_point = None if zero_point is None else zero_point.contiguous()
+            zero_point = None if zero_point is None else aligned(zero_point)
         if self.copies_x:
             x = readable(x)
         out = x.new_empty(self.shape, dtype=self.dtype)
@@ -287,7 +307,7 @@ class LargeBatchProduct:
                 self.threads,
                 tensor_map(codes.data_ptr(), *self.codes_map).getPtr(),
                 tensor_map(x.data_ptr(), *self.x_map).getPtr(),
-                *addresses(scale, zero_point, bias, residual, token_scale, out),
+                *addresses(scale, zero_point, bias, residual, token_scale, global_scale, out),
                 *self.sizes,
             )
         return out
@@ -313,23 +333,17 @@ def _even(k: int) -> int:
 def source(
     dtype: torch.dtype,
     out: torch.dtype,
-    scale: torch.dtype,
-    codes: torch.dtype,
-    zero: bool,
-    group: int,
+    unpacking: Unpacking,
     shape: tuple[int, int, int, int, int, bool, int, int],
 ) -> str:
     """The CUDA C++ to compile; `shape` is a `LargeBatchDivision` without its clusters."""
     names = ("TOKENS", "ROWS", "GROUPS", "BESIDE", "SPLIT", "ROUNDED", "CHUNK", "STAGES")
-    macros: dict[str, object] = {
-        "DTYPE": FLOAT_MACROS[dtype],
-        "OUT": FLOAT_MACROS[out],
-        "CODES": CODE_MACROS[codes],
-    }
-    macros |= {"GROUP": group, "SCALE": FLOAT_MACROS[scale], "ZERO": zero}
+    macros = {"DTYPE": FLOAT_MACROS[dtype], "OUT": FLOAT_MACROS[out], **unpacking.macros()}
     macros |= dict(zip(names, shape, strict=True))
-    own = _multiply(shape[0], dtype), "weight_only/weight_mm_large_batch_sm90.cu"
-    return program(macros, "runtime/ptx.cuh", "runtime/sm90.cuh", *own)
+    headers = "runtime/ptx.cuh", "runtime/sm90.cuh", "weight_only/weight_lookup_sm90.cuh"
+    return program(
+        macros, *headers, _multiply(shape[0], dtype), "weight_only/weight_mm_large_batch_sm90.cu"
+    )
 
 
 def _multiply(tokens: int, dtype: torch.dtype) -> str:
@@ -358,16 +372,12 @@ DEVICE void multiply(float (&sums)[{sums}], const uint32 *a, uint64 b, int add) 
 def _kernel(
     dtype: torch.dtype,
     out: torch.dtype,
-    scale: torch.dtype,
-    codes: torch.dtype,
-    zero: bool,
-    group: int,
+    unpacking: Unpacking,
     shape: tuple[int, int, int, int, int, bool, int, int],
     device: int,
 ) -> nvrtc.Kernel:
-    code = source(dtype, out, scale, codes, zero, group, shape)
-    module = nvrtc.Module(nvrtc.compiled(code, "sm_90a"))
+    module = nvrtc.Module(nvrtc.compiled(source(dtype, out, unpacking, shape), "sm_90a"))
     tokens, rows, groups, _, split, _, chunk, stages = shape
-    bits = 4 if codes == torch.uint8 else 8
-    shared = stages * (_stage(tokens, rows, bits, chunk) + 16) + _fixed(tokens, rows, groups, split)
-    return module.kernel("weight_mm", 16, structs=2, shared=shared, overlaps=True)
+    shared = stages * (_stage(tokens, rows, unpacking, chunk) + 16)
+    shared += _fixed(tokens, rows, groups, split, unpacking)
+    return module.kernel("weight_mm", 17, structs=2, shared=shared, overlaps=True)

@@ -1,0 +1,172 @@
+// Codes of 1 to 4 bits unpacked by look-up, and scales multiplied into their values, for weight_mm_large_batch_sm90.cu.
+//
+// Shared memory holds the values of each pair of codes as one word, once for each lane of a warp, so no two lanes ask
+// the same bank for different words. A pair takes a rotation, a LOP3 and a load, whatever its values are: a table's, or
+// integers.
+//
+// With ROUNDED a pair is multiplied by its group's scale. That is exact where the product has at most DTYPE's
+// significant bits: E2M1 times E8M0 or E4M3, integers of 2 bits times bfloat16 scales.
+//
+//   TABLE              the values of the codes times UNIT_OF_TABLE, as the bits of DTYPE, separated by commas. With ZERO
+//                      1 they are the codes themselves, which start at 0
+//   UNIT_OF_TABLE      a factor that makes the values exact or nearly so in DTYPE. With a SCALE of E4M3 it includes
+//                      2**-120
+
+enum { BF16, FP16, FP32, INT4, INT8, E4M3, LOOKUP, E8M0 };
+
+static constexpr bool SCALED = CODES == LOOKUP && ROUNDED;
+static_assert(CODES != LOOKUP || BITS <= 4, "");
+static_assert(!SCALED || (DTYPE == BF16 && GROUP > 0 && (GROUP % CHUNK == 0 || CHUNK % GROUP == 0)), "");
+static_assert(SCALED || (SCALE != E8M0 && SCALE != E4M3 && ZERO < 2), "");
+
+template <int TO>
+DEVICE uint32 packed(float low, float high) {
+    if constexpr (TO == FP16) return to_half2(low, high);
+    else return to_bf16x2(low, high);
+}
+
+// a * b, a - b and a * b + c for two adjacent numbers, rounded once
+DEVICE uint32 product_of(uint32 a, uint32 b) {
+    if constexpr (DTYPE == FP16) return multiply_half2(a, b);
+    else return multiply_bf16x2(a, b);
+}
+DEVICE uint32 difference_of(uint32 a, uint32 b) {
+    if constexpr (DTYPE == FP16) return subtract_half2(a, b);
+    else return subtract_bf16x2(a, b);
+}
+DEVICE uint32 fused(uint32 a, uint32 b, uint32 c) {
+    if constexpr (DTYPE == FP16) return fma_half2(a, b, c);
+    else return fma_bf16x2(a, b, c);
+}
+
+// ---- the table ------------------------------------------------------------------------------------------------------
+
+static constexpr int PAIRS = CODES == LOOKUP ? 1 << 2 * BITS : 0;
+
+__constant__ unsigned short VALUES[] = {TABLE};
+
+// Writes the table of pairs to 128 * PAIRS bytes of shared memory; for all threads of a block.
+DEVICE void fill_lookup(void *lookup, int threads) {
+    for (int i = threadIdx.x; i < PAIRS * 8; i += threads) {
+        const uint32 pair = VALUES[i / 8 % (1 << BITS)] | (uint32)VALUES[i / 8 >> BITS] << 16;
+        ((uint4 *)lookup)[i] = make_uint4(pair, pair, pair, pair);
+    }
+}
+
+// Where the thread, number `t` of the four of a row, finds its pair of eight codes: the rotations that put it at bit 7,
+// for eight codes that begin at each byte of a word.
+struct Pairs {
+    uint32 rotation[4], lane, lookup;
+    MEMBER Pairs(uint32 lookup, int t) : lane(threadIdx.x % 32 * 4), lookup(lookup) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) rotation[i] = 7 - i * 8 - t * 2 * BITS & 31, in_use(rotation[i]);
+        in_use(lane);
+    }
+
+    // The values of the thread's two of the eight codes that begin at bit 8 * BITS * j of the words.
+    template <int WORDS>
+    MEMBER uint32 at(const uint32 (&words)[WORDS], int j) const {
+        const int first = 8 * BITS * j / 32;
+        int byte = BITS * j % 4;
+        uint32 word = words[first];
+        if (byte + BITS > 4) {
+            word = permute(word, words[first + 1 < WORDS ? first + 1 : first], 0x3210 + byte * 0x1111);
+            byte = 0;
+        }
+        return shared_word(lookup + masked_or(shift_in(word, word, rotation[byte]), (PAIRS - 1u) << 7, lane));
+    }
+};
+
+// ---- scales ---------------------------------------------------------------------------------------------------------
+
+static constexpr int SCALE_BYTES = SCALE == FP32 ? 4 : SCALE == E8M0 || SCALE == E4M3 ? 1 : 2;
+static constexpr int PER = SCALED && GROUP < CHUNK ? CHUNK / GROUP : 1;  // groups of a chunk, which divide a row's
+static constexpr int SCALE_WORDS = (PER * SCALE_BYTES + 3) / 4;
+static constexpr int ZERO_WORDS = ZERO == 2 ? PER : ZERO == 3 ? (PER + 1) / 2 : (PER + 3) / 4;
+static constexpr bool MAY_BE_NAN = SCALED && (SCALE == E8M0 || SCALE == E4M3);
+
+// What a pair of values is multiplied with, and what is added. `rest` is the part of the scale below DTYPE's precision.
+struct Factor {
+    uint32 scale, rest, zero;
+};
+
+// Loads BYTES, a power of two.
+template <int BYTES, int WORDS>
+DEVICE void load_words(uint32 (&to)[WORDS], const void *from) {
+    if constexpr (BYTES == 1) to[0] = *(const unsigned char *)from;
+    else if constexpr (BYTES == 2) to[0] = *(const unsigned short *)from;
+    else if constexpr (BYTES == 4) to[0] = *(const uint32 *)from;
+    else if constexpr (BYTES == 8) {
+        const uint2 x = *(const uint2 *)from;
+        to[0] = x.x, to[1] = x.y;
+    } else {
+#pragma unroll
+        for (int i = 0; i < BYTES / 16; ++i) {
+            const uint4 x = ((const uint4 *)from)[i];
+            to[i * 4] = x.x, to[i * 4 + 1] = x.y, to[i * 4 + 2] = x.z, to[i * 4 + 3] = x.w;
+        }
+    }
+}
+
+// A row's scales and zero points of a chunk, as they are in memory.
+struct Scales {
+    uint32 scale[SCALE_WORDS], zero[ZERO_WORDS];
+
+    // `row` is the index of the row's first group.
+    MEMBER void load(const void *scales, const void *zeros, uint32 row, int groups, int chunk) {
+        const int group = GROUP > CHUNK ? chunk / (GROUP > CHUNK ? GROUP / CHUNK : 1) : chunk * PER;
+        const uint32 at = row + min(group, groups - PER);
+        load_words<PER * SCALE_BYTES>(scale, (const char *)scales + (uint64)at * SCALE_BYTES);
+        if constexpr (ZERO == 1) load_words<PER>(zero, (const char *)zeros + at);
+        if constexpr (ZERO == 2) load_words<PER * 4>(zero, (const char *)zeros + at * 4ull);
+        if constexpr (ZERO == 3) load_words<PER * 2>(zero, (const char *)zeros + at * 2ull);
+    }
+
+    // Not 0 if one of the scales is NaN. As numbers they would be 480 or infinite.
+    MEMBER uint32 nan() const {
+        uint32 found = 0;
+#pragma unroll
+        for (int i = 0; i < SCALE_WORDS; ++i) {
+            const uint32 full = ((scale[i] & 0x7f7f7f7f) + 0x01010101) & 0x80808080;
+            found |= SCALE == E8M0 ? full & scale[i] : full;
+        }
+        return found;
+    }
+
+    // The zero point of the chunk's group `i` among codes that start at 0.
+    MEMBER uint32 offset(int i) const {
+        const uint32 byte = zero[i / 4] >> i % 4 * 8;
+        const float point = UNSIGNED ? (float)(byte & 255) : (float)(signed char)byte + (1 << BITS - 1);
+        return packed<DTYPE>(point, point);
+    }
+
+    MEMBER Factor factor(int i) const {
+        Factor result = {0, 0, 0};
+        if constexpr (SCALE == DTYPE) {
+            result.scale = permute(scale[i / 2], 0, i % 2 ? 0x3232 : 0x1010);
+        } else if constexpr (SCALE == E8M0) {  // 2**-127 is a subnormal number
+            result.scale = larger_halves(permute(scale[i / 4], 0, 0x0404 + i % 4 * 0x1010) >> 1, 0x00400040);
+        } else if constexpr (SCALE == E4M3) {  // sign, exponent and mantissa where bfloat16 has them: 2**-120 of it
+            result.scale = permute(scale[i / 4], 0, 0x8080 + i % 4 * 0x1111) << 4 & 0x87f087f0;
+        } else {
+            const uint32 bits = SCALE == FP32 ? scale[i] : scale[i / 2] >> i % 2 * 16 & 0xffff;
+            const float number = SCALE == FP32 ? bits_float(bits) : from_half(bits);
+            result.scale = packed<DTYPE>(number, number);
+            const float rest = number - bits_float(result.scale << 16);
+            const uint32 small = packed<DTYPE>(rest, rest);
+            result.rest = rest == rest ? small : 0;  // of an infinite scale it would be NaN
+        }
+        if constexpr (ZERO == 2) result.zero = packed<DTYPE>(bits_float(zero[i]), bits_float(zero[i]));
+        if constexpr (ZERO == 3) result.zero = permute(zero[i / 2], 0, i % 2 ? 0x3232 : 0x1010);
+        return result;
+    }
+};
+
+// Multiplies a pair of values by its scale.
+DEVICE uint32 scaled(uint32 pair, const Factor &factor) {
+    constexpr bool HAS_REST = SCALE != DTYPE && SCALE != E8M0 && SCALE != E4M3;
+    const uint32 zero = ZERO >= 2 && HAS_REST ? fused(pair, factor.rest, factor.zero) : factor.zero;
+    if constexpr (ZERO >= 2) return fused(pair, factor.scale, zero);
+    else if constexpr (HAS_REST) return fused(pair, factor.scale, product_of(pair, factor.rest));
+    else return product_of(pair, factor.scale);
+}

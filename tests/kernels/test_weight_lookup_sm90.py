@@ -1,0 +1,248 @@
+"""The large-batch kernel on every format: which it takes, its tables, emulated on a CPU, and on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.cases.formats import FORMATS, Format
+from lowbit.numerics.lookup_table import E2M1, NF4
+from lowbit_kernels.weight_only import weight_mm_large_batch_sm90
+from lowbit_kernels.weight_only.codes_format import dequantized
+from lowbit_kernels.weight_only.weight_lookup_sm90 import table_of, unpacking_of
+from lowbit_kernels.weight_only.weight_mm_large_batch_sm90 import (
+    LARGE,
+    MIDDLE,
+    PAIRED,
+    SMALL,
+    LargeBatchDivision,
+    LargeBatchProduct,
+    Tile,
+    chunk_of,
+    stages,
+    takes,
+)
+from lowbit_kernels.weight_only.weight_operands import WeightOperands
+from tests.kernels import sm90_emulator
+from tests.kernels.compiled_on_cpu import COMPILER
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BY_NAME = {format.name: format for format in FORMATS}
+DECLINED = ("int5", "int6", "int7", "int6-zero", "uint5", "float8_e5m2")
+
+
+class Product:
+    """Random operands of a format."""
+
+    def __init__(self, format: Format, m: int, n: int, k: int, *, dtype=BF16, device="cuda"):
+        self.weight = format.weight(n, k, device=device)
+        self.x = torch.randn(m, k, device=device).to(dtype)
+        self.bias: torch.Tensor | None = None
+
+    def operands(self) -> WeightOperands:
+        kinds = {name: self.weight[name] for name in ("group_size", "bits", "table")}
+        return WeightOperands.of(*self.arguments(), **kinds)
+
+    def arguments(self) -> tuple:
+        codes, scale, zero, global_scale = (
+            self.weight[name] for name in ("codes", "scale", "zero_point", "global_scale")
+        )
+        return (self.x, codes, scale, zero, self.bias, None, None, global_scale)
+
+    def exact(self) -> torch.Tensor:
+        own = dict(self.weight)
+        group, global_scale = own.pop("group_size"), own.pop("global_scale")
+        parts = (own["codes"], own["scale"], own["zero_point"], group, self.x.shape[1])
+        weight = dequantized(*parts, torch.float64, global_scale, own["bits"], own["table"])
+        out = self.x.double() @ weight.T
+        return out if self.bias is None else out + self.bias.double()
+
+    def run(self, chosen: LargeBatchDivision | None = None) -> torch.Tensor:
+        if chosen is not None:
+            return LargeBatchProduct(self.operands(), chosen)(self.arguments())
+        product = weight_mm_large_batch_sm90.product(self.operands())
+        assert product is not None
+        return product(self.arguments())
+
+    def error(self, chosen: LargeBatchDivision | None = None) -> float:
+        out, exact = self.run(chosen).double(), self.exact()
+        assert out.shape == exact.shape
+        return float((out - exact).norm() / exact.norm())
+
+
+def divided(
+    product: Product, *tile: int, beside=1, split=1, clusters=1, rounded=None
+) -> LargeBatchDivision:
+    own = unpacking_of(product.operands())
+    assert own is not None
+    shape = Tile(*tile)
+    rounded = own.rounds(0) if rounded is None else rounded
+    chunk = chunk_of(shape, own, product.x.shape[1])
+    depth = stages(*tile, split, own, chunk)
+    if shape.tokens < 128:  # more chunks than stages
+        depth = min(depth, 2 * shape.turns + (shape.turns == 1))
+    return LargeBatchDivision(*tile, beside, split, rounded, chunk, depth, clusters)
+
+
+# ---- formats and tables ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+def test_formats_that_are_taken(format: Format) -> None:
+    def fits(k: int = 256, dtype: torch.dtype = BF16) -> bool:
+        return takes(Product(format, 20, 16, k, dtype=dtype, device="cpu").operands())
+
+    assert fits() == (format.name not in DECLINED)
+    needs_bf16 = format.name in ("mxfp4", "nvfp4") or format.name.endswith("value")
+    assert fits(dtype=FP16) == (format.name not in DECLINED and not needs_bf16)
+
+
+@pytest.mark.parametrize(
+    ("format", "rounding"),
+    [
+        (Format("", 32, 3), "free"),
+        (Format("", 32, 2, zero_point=torch.int8), "free"),
+        (Format("", 32, 3, zero_point=torch.int8), "large"),
+        (Format("", 32, 2, (-1.5, -0.5, 0.5, 1.5)), "free"),
+        (Format("", 32, 4, E2M1.values), "free"),
+        (Format("", 32, 3, scale=FP32), "large"),
+        (Format("", 32, 4, NF4.values), "large"),
+        (Format("", 32, 4, E2M1.values, scale=torch.uint8), "always"),
+        (Format("", 32, 2, zero_point=BF16), "always"),
+    ],
+    ids=str,
+)
+def test_weights_are_rounded_where_that_costs_little(format: Format, rounding: str) -> None:
+    own = unpacking_of(Product(format, 20, 16, 256, device="cpu").operands())
+    assert own is not None and own.rounding == rounding
+
+
+def test_values_that_the_dtype_holds_keep_their_bits() -> None:
+    for dtype in (BF16, FP16):
+        bits, unit = table_of(E2M1.values, dtype, True)
+        held = torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(dtype)
+        assert torch.equal(held.double() / unit, torch.tensor(E2M1.values, dtype=torch.double))
+
+
+def test_a_factor_brings_a_table_close_to_bfloat16() -> None:
+    bits, unit = table_of(NF4.values, BF16, True)
+    held = torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(BF16).double() / unit
+    exact = torch.tensor(NF4.values, dtype=torch.double)
+    plain = (exact.to(BF16).double() - exact).norm() / exact.norm()
+    assert (held - exact).norm() / exact.norm() < 0.6 * plain
+
+
+# ---- emulated --------------------------------------------------------------------------------------------------------
+
+EMULATED = [
+    ("int1", (32, 64, 4), {}),
+    ("int2", (16, 128, 4), {"split": 2}),
+    ("int3", (32, 128, 2), {"beside": 2, "clusters": 2}),
+    ("int3", (16, 64, 4), {"rounded": False}),
+    ("int3-zero", (16, 128, 2), {}),
+    ("uint2", (32, 64, 4), {}),
+    ("uint3", (16, 64, 4), {"rounded": False}),
+    ("uint4", (16, 64, 4), {"rounded": False}),
+    ("int1-value", (16, 64, 4), {}),
+    ("int2-value", (32, 128, 2), {}),
+    ("int4-value", (16, 256, 4), {}),
+    ("uint8", (16, 64, 4), {"rounded": False}),
+    ("float8_e4m3fn", (16, 128, 4), {"rounded": False}),
+    ("nf4", (16, 128, 4), {"rounded": False}),
+    ("nf4", (16, 128, 2), {"rounded": True}),
+    ("mxfp4", (32, 64, 4), {}),
+    ("mxfp4", (16, 224, 4), {"beside": 2}),
+    ("mxfp4", (256, 128, 2), {"beside": 2, "clusters": 2}),  # two blocks share a tile
+    ("int3", (64, 256, 2), {}),
+    ("nvfp4", (128, 128, 2), {"beside": 2, "clusters": 2}),
+    ("nf4", (64, 128, 2), {"rounded": False, "beside": 2}),
+    ("int3", (128, 128, 2), {}),
+    ("nvfp4", (16, 128, 2), {}),
+    ("nvfp4", (16, 256, 4), {"split": 2}),
+    ("table3", (16, 128, 2), {"rounded": False}),
+]
+
+
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
+@pytest.mark.parametrize(("name", "tile", "options"), EMULATED, ids=str)
+def test_emulated(name: str, tile: tuple[int, int, int], options: dict) -> None:
+    """The kernel's arithmetic, indices and barriers, run in fibers on the CPU."""
+    with sm90_emulator.emulated():
+        product = Product(BY_NAME[name], 20, 150, 768, device="cpu")
+        product.bias = torch.randn(150).to(BF16)
+        assert product.error(divided(product, *tile, **options)) < 3e-3
+
+
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "float8_e4m3fn"])
+def test_emulated_nan(name: str) -> None:
+    """A scale or a code that is NaN makes its row's results NaN, and no others."""
+    with sm90_emulator.emulated():
+        product = Product(BY_NAME[name], 20, 70, 384, device="cpu")
+        chosen = divided(product, 16, 64, 4)
+        clean = product.run(chosen)
+        part = product.weight["codes" if name == "float8_e4m3fn" else "scale"]
+        part.view(torch.uint8)[9, 3] = 255 if name == "mxfp4" else 127
+        found = product.run(chosen)
+    assert found[:, 9].isnan().all()
+    found[:, 9] = clean[:, 9]
+    assert torch.equal(found, clean)
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+def limit(format: Format, m: int) -> float:
+    """Of the error: weights are rounded where the module says so."""
+    if format.name in ("mxfp4", "nvfp4"):
+        return 2e-3
+    return 2.9e-3 if format.name.endswith("value") or m >= 256 else 2.1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [50, 300])
+@pytest.mark.parametrize("format", [f for f in FORMATS if f.name not in DECLINED], ids=str)
+def test_every_format(format: Format, m: int) -> None:
+    product = Product(format, m, 272, 1408)
+    product.bias = torch.randn(272, device="cuda").to(BF16)
+    assert product.error() < limit(format, m)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["nf4", "int3-zero", "table3"])
+def test_float16(name: str) -> None:
+    assert Product(BY_NAME[name], 100, 300, 1024, dtype=FP16).error() < 5e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [*SMALL, *PAIRED, *MIDDLE, *LARGE], ids=str)
+@pytest.mark.parametrize("name", ["int3", "nvfp4"])
+def test_every_tile(name: str, tile: Tile) -> None:
+    """Tiles that clusters share or split, with more tiles than clusters."""
+    product = Product(BY_NAME[name], 300, 520, 2048)
+    beside = 1 if tile.lanes > 1 else 2
+    split = 2 if tile.lanes > 1 else 1
+    chosen = divided(product, *tile, beside=beside, split=split, clusters=4)
+    assert product.error(chosen) < 2.1e-3
+    assert torch.equal(product.run(chosen), product.run(chosen))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [320, 2368])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_rows_that_end_within_128(name: str, k: int) -> None:
+    assert Product(BY_NAME[name], 100, 300, k).error() < 2e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "float8_e4m3fn", "int3"])
+def test_nan(name: str) -> None:
+    product = Product(BY_NAME[name], 100, 300, 1024)
+    is_code = name == "float8_e4m3fn"
+    part = product.weight["codes" if is_code else "scale"]
+    if name == "int3":
+        part[9, 3] = float("nan")
+    else:
+        part.view(torch.uint8)[9, 0 if is_code else 3] = 255 if name == "mxfp4" else 127
+    out = product.run()
+    assert out[:, 9].isnan().all() and out.isnan().sum() == 100
