@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.cases.dynamic_linear import Case as DynamicCase
+from benchmarks.cases.formats import FORMATS, Format
 from benchmarks.cases.weight_linear import Case
 from benchmarks.registry import Candidate, Problem, Result, Row, Table, benchmark
 from benchmarks.report import readable
@@ -21,6 +22,12 @@ from lowbit_kernels.weight_only import weight_linear
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
 LAYERS = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192))
+TOKENS_OF_FORMATS = (1, 4, 16, 64, 512, 2048)
+CHECKED_TOKENS = (1, 16, 64)  # the reference decodes the whole weight in float64
+PRESETS = (
+    *("int4", "int8", "int1-value", "int2-value", "int3-value", "int3", "uint3", "int5", "int6"),
+    *("int7", "uint8", "float8_e4m3fn", "nf4", "mxfp4", "nvfp4"),
+)
 GROUP = 128
 ROTATED_BYTES = 2**28  # of weights used in turn, so that none is in the L2 cache
 MOST_TINYGEMM_TOKENS = 256  # more tokens take it tens of milliseconds
@@ -141,11 +148,47 @@ def _candidates(m: int, n: int, k: int) -> Iterator[Linear]:
         yield Linear(name, run, made, moved, operations=operations, reference=checked)
 
 
+def _of_format(format: Format, m: int, n: int, k: int) -> tuple:
+    weight = format.weight(n, k, device="cuda")
+    x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
+    parts = (weight["codes"], weight["scale"], weight["zero_point"], None, None)
+    last = (weight["group_size"], weight["global_scale"], weight["bits"], [*weight["table"]])
+    return (x, *parts, *last)
+
+
+def _bytes_of(format: Format, n: int, k: int) -> int:
+    """Bytes of the codes, scales and zero points of a weight."""
+    row = format.weight(1, k)
+    tensors = (row["codes"], row["scale"], row["zero_point"])
+    return n * sum(t.nbytes for t in tensors if t is not None)
+
+
 def shapes_of(file: Path) -> list[tuple[int, int, int]]:
     """The distinct M, N, K of the forward products that ran, in a file that ``lowbit.trace`` wrote."""
     products = json.loads(file.read_text(encoding="utf-8"))["products"]
     ran = [p for p in products if p["product"] == "output" and p["calls"]]
     return sorted({(p["m"], p["n"], p["k"]) for p in ran}, key=lambda s: s[::-1])
+
+
+@benchmark("weight_formats", "linears of weights in every format", table=TABLE)
+def weight_formats() -> Iterator[Problem]:
+    """The formats of presets at two shapes, in the group sizes in which models have them."""
+    run, reference = torch.ops.lowbit.weight_linear, weight_linear.reference
+    for n, k in LAYERS[:2]:
+        for m in TOKENS_OF_FORMATS:
+            candidates: list[Candidate] = []
+            operations = 2 * m * n * k
+            for format in FORMATS:
+                if format.name in PRESETS:
+                    made, moved = partial(_of_format, format, m, n, k), _bytes_of(format, n, k)
+                    checked = reference if m in CHECKED_TOKENS else None
+                    one = Linear(
+                        format.name, run, made, moved, operations=operations, reference=checked
+                    )
+                    candidates.append(one)
+            bf16 = partial(_bf16, m, n, k)
+            candidates.append(Linear("bf16", F.linear, bf16, 2 * n * k, operations=operations))
+            yield Problem(f"{n} x {k}, {m} tokens", candidates, reference="bf16")
 
 
 @benchmark(

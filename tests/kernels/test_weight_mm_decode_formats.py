@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases.formats import FORMATS, Format
+from lowbit_kernels.runtime import launches
+from lowbit_kernels.weight_only import weight_mm_decode_sm90
 from lowbit_kernels.weight_only.codes_format import dequantized
 from lowbit_kernels.weight_only.weight_mm_decode_sm90 import (
     DecodeProduct,
     planned,
     scaling_of,
+    table_of,
     takes,
 )
 from lowbit_kernels.weight_only.weight_operands import WeightOperands
@@ -21,6 +24,7 @@ from tests.kernels import decode_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 
 NAMED = {format.name: format for format in FORMATS}
+PRESETS = ["int2-value", "int3", "float8_e4m3fn", "nf4", "mxfp4", "nvfp4"]
 TAKEN = [format for format in FORMATS if format.name != "float8_e5m2"]
 NUMBERS = {torch.bfloat16: 8e-4, torch.float16: 3e-4}
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -82,6 +86,7 @@ class Product:
             return DecodeProduct(self.operands, chosen)(self.tensors)
 
 
+@pytest.mark.cover("values")
 @on_cpu
 @pytest.mark.parametrize("m", [1, 5])
 @pytest.mark.parametrize("format", TAKEN, ids=lambda f: f.name)
@@ -92,6 +97,7 @@ def test_emulated(format: Format, m: int) -> None:
 
 
 @on_cpu
+@pytest.mark.cover("pairs")
 @HALVES
 @pytest.mark.parametrize("m", [1, 2, 3, 9])
 @pytest.mark.parametrize("group", [16, 32, 64, 128, 0])
@@ -102,3 +108,101 @@ def test_emulated_groups(name: str, group: int, m: int, dtype: torch.dtype) -> N
         assert group == 16 and m > 1 and scaling_of(product.operands) is None
         return
     product.check(product.emulated(split=2))
+
+
+@pytest.mark.parametrize("name", ["int2-value", "uint3", "mxfp4", "nvfp4", "float8_e4m3fn"])
+@pytest.mark.parametrize("m", [1, 9])
+@on_cpu
+def test_emulated_nan_stays_in_its_row_and_token(name: str, m: int) -> None:
+    product = Product(NAMED[name], m, 20, 256)
+    clean = product.emulated()
+    scale = product.weight["scale"]
+    if scale.dtype == torch.bfloat16:
+        scale[3, -1] = math.nan
+    else:
+        scale.view(torch.uint8)[3, -1] = 255 if scale.dtype == torch.uint8 else 127
+    if name == "float8_e4m3fn":
+        product.weight["codes"].view(torch.uint8)[7, 250] = 255
+    product.x[-1, 100] = math.nan
+    out, wanted = product.emulated(), clean.clone()
+    wanted[:, 3], wanted[-1] = math.nan, math.nan
+    if name == "float8_e4m3fn":
+        wanted[:, 7] = math.nan
+    assert torch.equal(out.isnan(), wanted.isnan())
+    assert torch.equal(out.nan_to_num(), wanted.nan_to_num())
+
+
+def test_numbers_of_tables() -> None:
+    """Those of E2M1 are exact; those of NF4 round better after a division."""
+    for dtype in (torch.bfloat16, torch.float16):
+        bits, unit = table_of(NAMED["mxfp4"].table, dtype)
+        found = torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(dtype)
+        assert unit == 1 and found.tolist() == [*NAMED["mxfp4"].table]
+    values = torch.tensor(NAMED["nf4"].table, dtype=torch.float64)
+    bits, unit = table_of(NAMED["nf4"].table, torch.bfloat16)
+    found = torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    assert (found.double() * unit - values).norm() < 7e-4 * values.norm()
+    assert (values.bfloat16().double() - values).norm() > 1e-3 * values.norm()
+
+
+def run(product: Product) -> Tensor:
+    planned = weight_mm_decode_sm90.product(product.operands)
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip(f"compute capability 9.0, got {torch.cuda.get_device_capability()}")
+    assert planned is not None
+    return planned(product.tensors)
+
+
+@pytest.mark.cover("values")
+@pytest.mark.gpu
+@HALVES
+@pytest.mark.parametrize("m", [1, 2, 4, 7, 16])
+@pytest.mark.parametrize("format", TAKEN, ids=lambda f: f.name)
+def test_formats(format: Format, m: int, dtype: torch.dtype) -> None:
+    product = Product(format, m, 1041, 1920, dtype=dtype, device="cuda")
+    product.check(run(product))
+
+
+@pytest.mark.cover("pairs")
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 16])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (14336, 4096), (4096, 14336)])
+@pytest.mark.parametrize("name", PRESETS)
+def test_layers(name: str, n: int, k: int, m: int) -> None:
+    product = Product(NAMED[name], m, n, k, device="cuda")
+    product.check(out := run(product))
+    assert torch.equal(run(product), out)
+    error = (out.double() - (exact := product.exact())).norm() / exact.norm()
+    assert error <= 2e-3
+
+
+@pytest.mark.cover("values")
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 2, 16])
+@pytest.mark.parametrize("group", [16, 32, 64, 128, 0])
+@pytest.mark.parametrize("name", ["int1-value", "int3", "int5", "uint2", "mxfp4", "nvfp4", "nf4"])
+def test_groups(name: str, group: int, m: int) -> None:
+    product = Product(NAMED[name], m, 333, 2048, group, device="cuda")
+    if takes(product.operands):
+        product.check(run(product))
+    else:
+        assert group == 16 and m > 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["nf4", "mxfp4", "int2-value"])
+def test_the_op_takes_this_kernel_in_graphs(name: str) -> None:
+    product = Product(NAMED[name], 3, 256, 1024, device="cuda")
+    x, codes, scale, zero_point, *ends, _, global_scale = product.tensors
+    last = (product.group_size, global_scale, product.bits, [*product.table])
+    arguments = (x, codes, scale, zero_point, *ends, *last)
+    op = torch.ops.lowbit.weight_linear
+    with launches.counted() as calls:
+        product.check(op(*arguments))
+    assert calls["weight_linear", "decode"] == 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = op(*arguments)
+    x.neg_()
+    graph.replay()
+    product.check(out)

@@ -25,11 +25,15 @@ from lowbit_kernels.weight_only.weight_mm_decode_sm90 import (
 )
 from lowbit_kernels.weight_only.weight_operands import WeightOperands
 
-KERNEL = Path(weight_mm_decode_sm90.__file__).with_suffix(".cu").read_text(encoding="utf-8")
+_FOLDER = Path(weight_mm_decode_sm90.__file__).parent
+KERNEL, CODES = (
+    (_FOLDER / name).read_text(encoding="utf-8")
+    for name in ("weight_mm_decode_sm90.cu", "weight_codes_sm90.cuh")
+)
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]
 VARIANT = DecodeVariant(
     *("INT", 4, 128, "BY_UNIT", "BF16", "BF16", "BF16", "NONE"),
-    *(8, 2, 1, 1, 1, True, True, 4, "0x3f80", "0.5f"),
+    *(8, 2, 1, 1, 1, True, True, 4, False, "0x3f80", "0.5f"),
 )
 
 
@@ -206,8 +210,8 @@ def test_source_defines_every_macro_of_the_kernel() -> None:
         for name, value in vars(variant).items():
             written = value if isinstance(value, str) else int(value)
             assert f"#define {name.upper()} {written}\n" in text
-            assert re.search(rf"\b{name.upper()}\b", KERNEL)
-    head = KERNEL[: KERNEL.index("enum")]
+            assert re.search(rf"\b{name.upper()}\b", KERNEL + CODES)
+    head = KERNEL[: KERNEL.index("static constexpr")]
     assert all(field.upper() in head for field in vars(VARIANT))
 
 

@@ -5,8 +5,8 @@
 //
 // weight_mm_decode_sm90.py puts ptx.cuh and sm90.cuh before this source and compiles it for each combination of
 //   CODES              INT: a bit stream of integers, each plus 2^(BITS - 1); TABLE: a bit stream of indices into VALUES;
-//                      INT8; UINT8, integers plus 128; or E4M3
-//   BITS               of a code: 1 to 7 for INT, 1 to 4 for TABLE, else 8
+//                      E2M1: a bit stream of numbers of 4 bits, for X = BF16; INT8; UINT8, integers plus 128; or E4M3
+//   BITS               of a code: 1 to 7 for INT, 1 to 4 for TABLE, 4 for E2M1, else 8
 //   VALUES, UNIT_VALUE numbers of the codes of a TABLE in X's dtype, as bits; their unit, in float32
 //   GROUP              codes along k that share a scale, a multiple of 32 or 16; 0: a row has one scale
 //   SCALING            BY_UNIT: the sums of codes of one group are scaled; BY_COLUMN: for few tokens, the columns of mma
@@ -22,6 +22,7 @@
 //   CHUNKS             of a part that one warp has, at most; a chunk is 64 codes of 8 bits, or 128 others
 //   WHOLE              whether a part is whole rows without gaps between them
 //   EVEN               whether every warp has CHUNKS chunks of every part
+//   PAIRED             BY_COLUMN for one token, and an even number of groups: a lane reads two scales at once
 //   BOX                chunks whose x one copy loads to shared memory, as a box of all tokens; 0: no boxes
 //
 // Pipeline. A cluster takes every n-th tile of the weight. One thread of a block issues TMA copies of parts of tiles
@@ -43,23 +44,10 @@
 // Neither codes nor x are reordered in memory: a lane reads adjacent codes, and the x that belongs to them. mma only
 // needs both operands to have the same k at the same position.
 
-enum { BF16, FP16, FP32, E8M0, E4M3, INT, TABLE, INT8, UINT8 };
-enum { BY_UNIT, BY_COLUMN, IN_CODES };
-enum { NONE, CODE, UNSIGNED, VALUE };
-
-static constexpr bool IS_STREAM = CODES == INT || CODES == TABLE;
 static constexpr int WARPS = 16, THREADS = 32 * (WARPS + 4);  // 16 multiply, 2 add up, 1 loads codes, 1 loads x
 static constexpr int ROWS = 16 * HEIGHT, TILES = TOKENS > 8 ? 2 : 1;  // of a tile; mma takes 8 tokens
 static constexpr int PIECES = HEIGHT * TILES;                         // of a tile's sums: 16 rows by 8 tokens
 static constexpr int MAX_STAGES = 6;
-static constexpr int WORD = IS_STREAM ? 8 : 4;  // codes that a lane unpacks at once, a word: BITS bytes, or 4
-static constexpr int CHUNK = 16 * WORD, CHUNK_BYTES = CHUNK * BITS / 8;
-static constexpr int SPAN = GROUP == 0 ? 1 << 30 : GROUP;  // codes along k with one scale
-static constexpr int UNIT = SCALING != BY_UNIT || SPAN % CHUNK == 0 ? CHUNK
-                            : SPAN % (CHUNK / 2) == 0               ? CHUNK / 2
-                                                                    : CHUNK / 4;  // scaled at once
-static constexpr int UNITS = CHUNK / UNIT, VECTOR = 4 / UNITS;  // adjacent words of a unit that a lane reads
-static constexpr int PAIRS = WORD / 2;                             // registers of x for a word
 static constexpr int GROUPS = SCALING == BY_UNIT || SPAN > CHUNK ? 1 : CHUNK / SPAN;  // of a chunk
 static constexpr int DEPTH = SCALING == BY_COLUMN ? 8 / TOKENS / GROUPS : 1;  // chunks whose groups fill the columns
 static constexpr int TURNS = (CHUNKS + DEPTH - 1) / DEPTH;
@@ -71,25 +59,13 @@ static constexpr bool COPIES_X = BOX == 0 && (TOKENS == 1 || (SHARE > 1 && PARTS
 static constexpr int BOX_PITCH = BOX * CHUNK * 2, MAX_BOXES = 16;  // bytes of a token in a box, a multiple of 256
 static constexpr bool LARGE_X = SETS * 4 * TILES * PAIRS > 32;  // x takes more than 32 registers
 static constexpr int REGISTERS[2] = {LARGE_X ? 112 : 104, LARGE_X ? 32 : 64};  // of a multiplying warp; of the others
-static constexpr int SCALE_SIZE = SCALE == FP32 ? 4 : SCALE == E8M0 || SCALE == E4M3 ? 1 : 2;
-static constexpr int ZERO_SIZE = ZERO == NONE ? 0 : ZERO == VALUE ? SCALE_SIZE : 1;
-static constexpr int MIDDLE = 1 << (BITS - 1);
-static constexpr bool IS_BF16_E4M3 = CODES == E4M3 && X == BF16;
-// Whether mma multiplies the codes + an offset (136 at 4 bits), and (offset + zero point) times the sum of x is
-// subtracted from the unit's sum. The only loss is that of float32 sums that are larger by this offset. Otherwise the
-// offset is subtracted from each code.
-static constexpr bool FOLD = CODES == INT && X == BF16 && UNITS == 1 && SCALING != IN_CODES;
 // Whether the sums of x over a unit are needed.
 static constexpr bool SUMS_X = FOLD || (ZERO != NONE && (ZERO == VALUE || SCALING == BY_COLUMN) && UNITS == 1);
-static constexpr int TABLE_BYTES = CODES == TABLE ? 128 << 2 * BITS : 0;
 static_assert(SCALING != BY_UNIT || SPAN % UNIT == 0, "");
 static_assert(SCALING != BY_COLUMN || (CHUNK % SPAN == 0 && DEPTH > 0 && IS_STREAM), "");
-static_assert(SCALING != IN_CODES || (CODES == TABLE && ZERO == NONE), "");
-static_assert((CODES != E4M3 || ZERO == NONE) && (BOX == 0 || (IS_STREAM && SHARE == 1)), "");
-#ifdef VALUES
-__constant__ unsigned short NUMBERS[1 << BITS] = {VALUES};
-#endif
-
+static_assert(SCALING != IN_CODES || ((CODES == TABLE || CODES == E2M1) && ZERO == NONE), "");
+static_assert((CODES != E4M3 || ZERO == NONE) && (CODES != E2M1 || (X == BF16 && BITS == 4)), "");
+static_assert((BOX == 0 || (IS_STREAM && SHARE == 1)), "");
 // The start of shared memory, before the ring. The buffers that the adding warps read are double: for even and odd
 // tiles.
 struct Shared {
@@ -244,9 +220,6 @@ DEVICE void copy_boxes(const Problem &p, const TensorMap &x, Shared &shared, con
 
 // ---- multiplying ----------------------------------------------------------------------------------------------------
 
-// The first code of word `word` of a lane's four words in a chunk.
-DEVICE int word_at(int word, int t) { return word / VECTOR * UNIT + (t * VECTOR + word % VECTOR) * WORD; }
-
 // Loads the x of one token that belongs to a word, in the order of memory; 0 beyond the last k.
 template <bool ALIGNED>
 DEVICE void load_x(uint32 (&two)[PAIRS], const unsigned short *x, int first, int k) {
@@ -269,7 +242,7 @@ DEVICE void load_x(uint32 (&two)[PAIRS], const unsigned short *x, int first, int
     }
 }
 
-// Pairs x in the order in which `unpack` gives codes, from a word's first k: INT: (k, k + 4), (k + 1, k + 5), ...; 8
+// Pairs x in the order in which `unpack` gives codes, from a word's first k: INT, E2M1: (k, k + 4), (k + 1, k + 5), ...; 8
 // bits: (k, k + 2), (k + 1, k + 3); TABLE, and E4M3 in fp16: (k, k + 1), (k + 2, k + 3), ....
 DEVICE void order_x(uint32 (&pairs)[PAIRS]) {
     if constexpr (CODES == TABLE || (CODES == E4M3 && X == FP16)) return;
@@ -354,204 +327,10 @@ DEVICE void load_boxes(Tokens (&x)[SETS], const Problem &p, Shared &shared, cons
     if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.loaded));
 }
 
-DEVICE uint32 subtract(uint32 a, uint32 b) {
-    if constexpr (X == FP16) return subtract_half2(a, b);
-    else return subtract_bf16x2(a, b);
-}
-
-// The lowest bit, in a half register, of the codes of pair `i` of INT: where `unpack` takes them without a shift.
-DEVICE constexpr int place_of(int i) { return BITS == 1 ? i : BITS == 2 ? i % 3 * 2 : BITS == 3 ? i % 2 * 3 : 0; }
-
-// A number of X whose bit `place` counts 1, in both halves; `unpack` puts the codes of INT into its lowest bits.
-DEVICE constexpr uint32 base_of(int place) {
-    return (X == FP16 ? 25 - place << 10 : 134 - place << 7) * 0x10001u;
-}
-
-// The offset that `unpack` subtracts from pair `i`, in both halves of a register. For INT it is the base + the middle of
-// the codes + the zero point; for 8 bits in fp16: 1024 + 128 + the zero point. 8 bits in bf16 need only the zero point,
-// converted.
-DEVICE uint32 offset_of(int zero_point, int i) {
-    if constexpr (CODES == INT) return base_of(place_of(i)) + ((zero_point + MIDDLE) * 0x10001 << place_of(i));
-    else if constexpr (X == FP16) return zero_point * 0x10001 + 0x64806480;
-    else return to_bf16x2((float)zero_point, (float)zero_point);
-}
-
-// A word of codes: the first four bytes, and up to three more.
-struct Word {
-    uint32 low, high;
-};
-
-// Registers whose halves hold the codes of each pair of INT, from bit `place_of` on.
-DEVICE void align(uint32 (&pairs)[PAIRS], Word word) {
-    const uint32 low = word.low;
-    if constexpr (BITS == 1) {
-        const uint32 both = low * 0x1001;  // `low` is a byte
-        pairs[0] = pairs[1] = pairs[2] = pairs[3] = both;
-    } else if constexpr (BITS == 2) {  // `low` has a byte in each half
-        pairs[0] = pairs[1] = pairs[2] = low, pairs[3] = low >> 6;
-    } else if constexpr (BITS == 3) {
-        const uint32 both = permute(low, low << 4, 0x7610);
-        pairs[0] = pairs[1] = both, pairs[2] = pairs[3] = both >> 6;
-    } else if constexpr (BITS == 4) {
-#pragma unroll
-        for (int i = 0; i < PAIRS; ++i) pairs[i] = low >> 4 * i;
-    } else {  // the first four codes, and the other four, in two bytes that hold two or one of them
-        const uint32 last = shift_out(low, word.high, 4 * BITS);
-#pragma unroll
-        for (int i = 0; i < PAIRS; ++i) {
-            const int byte = i * BITS / 8;
-            const uint32 both = permute(low, last, byte == 0 ? 0x5410 : byte == 1 ? 0x6521 : 0x7632);
-            pairs[i] = both >> (i * BITS - 8 * byte);
-        }
-    }
-}
-
-// A word's codes minus their zero point, in the pairs of `order_x`. `table`: the lane's column of the table.
-DEVICE void unpack(uint32 (&pairs)[PAIRS], Word word, int zero_point, const unsigned char *table) {
-    if constexpr (CODES == INT) {
-        align(pairs, word);
-#pragma unroll
-        for (int i = 0; i < PAIRS; ++i) {
-            const uint32 mask = ((1u << BITS) - 1) * 0x10001u << place_of(i);
-            pairs[i] = masked_or(pairs[i], mask, base_of(place_of(i)));
-            if constexpr (!FOLD) pairs[i] = subtract(pairs[i], offset_of(zero_point, i));
-        }
-    } else if constexpr (CODES == TABLE) {
-        constexpr uint32 mask = (1u << 2 * BITS) - 1 << 7;
-#pragma unroll
-        for (int i = 0; i < PAIRS; ++i) {
-            const int shift = 2 * BITS * i - 7;
-            const uint32 moved = shift < 0 ? word.low << -shift : word.low >> (shift < 0 ? 0 : shift);
-            pairs[i] = *(const uint32 *)(table + (moved & mask));
-        }
-    } else if constexpr (IS_BF16_E4M3) {  // the bits moved to those of bf16 are 2^-120 of the number
-        const uint32 own = word.low;
-        pairs[0] = masked_or(own << 8, 0x80008000, own << 4 & 0x07f007f0);
-        pairs[1] = masked_or(own, 0x80008000, own >> 4 & 0x07f007f0);
-        pairs[0] = multiply_bf16x2(pairs[0], 0x7b807b80), pairs[1] = multiply_bf16x2(pairs[1], 0x7b807b80);
-    } else {
-        const uint32 offset = offset_of(zero_point, 0);
-#pragma unroll
-        for (int i = 0; i < PAIRS; ++i) {
-            const uint32 own = word.low >> (i * (CODES == E4M3 ? 16 : 8));
-            if constexpr (CODES == E4M3) {
-                pairs[i] = from_e4m3x2(own & 0xffff);
-            } else if constexpr (X == FP16) {
-                pairs[i] = subtract(masked_xor(own, 0x00ff00ff, 0x64806480), offset);
-            } else {  // (128 + the low 7 bits) - (128, or 256 with the sign bit, which is the exponent's last bit)
-                pairs[i] = subtract(masked_or(own, 0x007f007f, 0x43004300), masked_or(own, 0x00800080, 0x43004300));
-                if constexpr (ZERO == CODE || ZERO == UNSIGNED) pairs[i] = subtract(pairs[i], offset);
-            }
-        }
-    }
-}
-
-// Writes the numbers of every two adjacent codes to shared memory, once for each lane, so that lanes that look up
-// different codes read different banks.
-DEVICE void write_table(unsigned char *table) {
-#ifdef VALUES
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll 4
-    for (int i = warp; i < 1 << 2 * BITS; i += WARPS)
-        ((uint32 *)table)[i * 32 + lane] = NUMBERS[i & (1 << BITS) - 1] | (uint32)NUMBERS[i >> BITS] << 16;
-#endif
-}
-
 DEVICE void multiply(float (&sums)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
     if constexpr (X == FP16) warp_multiply_half(sums, a0, a1, a2, a3, b0, b1);
     else warp_multiply_bf16(sums, a0, a1, a2, a3, b0, b1);
 }
-
-// Reads the lane's four words of a chunk of streams, from adjacent memory: BITS words of 4 bytes.
-DEVICE void read_adjacent(Word (&words)[4], const unsigned char *at) {
-    uint32 all[8] = {};
-    if constexpr (BITS == 4) {
-        const uint4 four = *(const uint4 *)at;
-        all[0] = four.x, all[1] = four.y, all[2] = four.z, all[3] = four.w;
-    } else {
-#pragma unroll
-        for (int i = 0; i < BITS; i += BITS % 2 ? 1 : 2) {
-            if constexpr (BITS % 2) {
-                all[i] = ((const uint32 *)at)[i];
-            } else {
-                const uint2 two = ((const uint2 *)at)[i / 2];
-                all[i] = two.x, all[i + 1] = two.y;
-            }
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int first = i * BITS / 4, shift = i * BITS % 4 * 8;
-        if constexpr (BITS == 1) {
-            words[i].low = byte_of(all[0], i);
-        } else if constexpr (BITS == 2) {
-            words[i].low = CODES == TABLE ? all[first] >> shift : permute(all[first], 0, shift ? 0x4342 : 0x4140);
-        } else {
-            words[i].low = shift == 0 ? all[first] : shift_out(all[first], all[first + 1], shift);
-            words[i].high = shift == 0 ? all[first + 1] : shift_out(all[first + 1], all[first + 2 < 8 ? first + 2 : 7], shift);
-        }
-    }
-}
-
-// Reads a word of a stream, which may begin at any byte.
-DEVICE Word read_word(const unsigned char *chunk, int byte) {
-    if constexpr (BITS == 1) return {chunk[byte], 0};
-    if constexpr (BITS == 2) {
-        const uint32 two = *(const unsigned short *)(chunk + byte);
-        return {CODES == TABLE ? two : permute(two, 0, 0x4140), 0};
-    }
-    if constexpr (BITS == 4) return {*(const uint32 *)(chunk + byte), 0};
-    const uint32 *at = (const uint32 *)(chunk + (byte & ~3));
-    const int shift = byte % 4 * 8;
-    return {shift_out(at[0], at[1], shift), BITS > 4 ? shift_out(at[1], at[2], shift) : 0};
-}
-
-// Reads the lane's four words of a chunk.
-DEVICE void read_words(Word (&words)[4], const unsigned char *chunk) {
-    const int t = threadIdx.x % 4;
-    if constexpr (IS_STREAM && VECTOR == 4) {
-        read_adjacent(words, chunk + word_at(0, t) * BITS / 8);
-    } else if constexpr (IS_STREAM && (BITS != 4 || VECTOR == 1)) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) words[i] = read_word(chunk, word_at(i, t) * BITS / 8);
-    } else {
-#pragma unroll
-        for (int unit = 0; unit < UNITS; ++unit) {
-            const unsigned char *at = chunk + word_at(unit * VECTOR, t) * BITS / 8;
-            if constexpr (VECTOR == 4) {
-                const uint4 all = *(const uint4 *)at;
-                words[0].low = all.x, words[1].low = all.y, words[2].low = all.z, words[3].low = all.w;
-            } else if constexpr (VECTOR == 2) {
-                const uint2 all = *(const uint2 *)at;
-                words[unit * 2].low = all.x, words[unit * 2 + 1].low = all.y;
-            } else {
-                words[unit].low = *(const uint32 *)at;
-            }
-        }
-        if constexpr (CODES == UINT8)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) words[i].low ^= 0x80808080;
-    }
-}
-
-DEVICE float number_at(const unsigned char *numbers, int i) {
-    if constexpr (SCALE == FP32) return ((const float *)numbers)[i];
-    else if constexpr (SCALE == FP16) return from_half(((const unsigned short *)numbers)[i]);
-    else if constexpr (SCALE == BF16) return bits_float((uint32)((const unsigned short *)numbers)[i] << 16);
-    else if constexpr (SCALE == E4M3) return from_half(from_e4m3x2(numbers[i]) & 0xffff);
-    const uint32 exponent = numbers[i];
-    return bits_float(exponent == 0 ? 0x400000 : exponent == 255 ? 0x7fc00000 : exponent << 23);
-}
-
-// A zero point that is a code, counted from the middle of the codes; 0 without one.
-DEVICE int zero_at(const unsigned char *zero_points, int i) {
-    if constexpr (ZERO == CODE) return ((const signed char *)zero_points)[i];
-    else if constexpr (ZERO == UNSIGNED) return zero_points[i] - MIDDLE;
-    else return 0;
-}
-
-// E4M3 in bf16: NaN would be 480. Collects a bit of each of a word's codes that is NaN.
-DEVICE void collect(uint32 &bad, uint32 codes) { bad |= (codes & 0x7f7f7f7f) + 0x01010101; }
 
 // Makes the sums of a row NaN if one of its codes is.
 DEVICE void add_nan(float (&sums)[TILES][4], const uint32 (&bad)[2]) {
@@ -710,17 +489,24 @@ DEVICE void add_chunk(float (&groups)[4], const Tokens &x, const unsigned char *
 // With BY_COLUMN: adds the sums of the groups from `first` on, scaled. `limit`: of the warp's groups.
 DEVICE void scale_groups(float (&sums)[4], const float (&groups)[4], const Sums &x_sums, const Scales &of, int first,
                          int limit) {
+    const int t = threadIdx.x % 4, at = first + 2 * t / TOKENS, next = first + (2 * t + 1) / TOKENS;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int at = first + (threadIdx.x % 4 * 2 + i % 2) / TOKENS, from = at + i / 2 * of.rest;
-        const bool exists = at < limit;
-        const float scale = exists ? number_at(of.scales, from) : 0.0f;
-        float own = groups[i];
-        if constexpr (ZERO == CODE || ZERO == UNSIGNED)
-            own = fma_exactly(exists ? -(float)zero_at(of.zero_points, from) : 0.0f, x_sums.plain[0][i % 2], own);
-        sums[i] = fma_exactly(own, scale, sums[i]);
-        if constexpr (ZERO == VALUE)
-            sums[i] = fma_exactly(exists ? number_at(of.zero_points, from) : 0.0f, x_sums.plain[0][i % 2], sums[i]);
+    for (int row = 0; row < 2; ++row) {
+        float scale[2], zero[2] = {};
+        numbers_at(scale, of.scales, at + row * of.rest, at < limit, next < limit);
+        if constexpr (ZERO == VALUE) {
+            numbers_at(zero, of.zero_points, at + row * of.rest, at < limit, next < limit);
+        } else if constexpr (ZERO != NONE) {
+            zero[0] = at < limit ? (float)zero_at(of.zero_points, at + row * of.rest) : 0.0f;
+            zero[1] = next < limit ? (float)zero_at(of.zero_points, next + row * of.rest) : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float own = groups[2 * row + i], &sum = sums[2 * row + i];
+            if constexpr (ZERO == CODE || ZERO == UNSIGNED) own = fma_exactly(-zero[i], x_sums.plain[0][i], own);
+            sum = fma_exactly(own, scale[i], sum);
+            if constexpr (ZERO == VALUE) sum = fma_exactly(zero[i], x_sums.plain[0][i], sum);
+        }
     }
 }
 
@@ -756,7 +542,6 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *table
 
     Ring ring;
     uint32 round = 0;
-    table += lane * 4;
     for (int tile = first_tile(); tile < p.tiles(); tile += tile_step(), ++round) {
         float sums[HEIGHT][TILES][4] = {};
         uint32 bad[HEIGHT][2] = {};
@@ -962,7 +747,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (warp < WARPS) {
         take_registers<REGISTERS[0]>();
         if constexpr (SPLIT > 1) cluster_arrive();
-        if constexpr (CODES == TABLE) write_table(table);
+        if constexpr (CODES == TABLE) write_table(table, WARPS);
         wait_for_previous();
         consume(p, shared, table, ring, copy, rank);
     } else {

@@ -35,6 +35,7 @@ MAX_TOKENS, ROWS, WARPS, MAX_STAGES = 16, 16, 16, 6
 THREADS = 32 * (WARPS + 4)
 CHUNK = 128  # codes of fewer than 8 bits in a chunk; 64 others
 COLUMNS = 8  # of mma
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 SCALE_MACROS = {**FLOAT_MACROS, torch.uint8: "E8M0", E4M3: "E4M3"}
 BOX_BYTES = 2048  # most bytes of a row that one copy loads
 X_BYTES = 1024  # most bytes of a token's x that one copy loads
@@ -64,6 +65,7 @@ class DecodeVariant:
     whole: bool
     even: bool
     box: int
+    paired: bool
     values: str = ""  # of a table
     unit_value: str = "1.0f"
 
@@ -115,8 +117,8 @@ def plan(
     # At 8 bits compute 8 tokens where their x fits: 5 to 13% faster for 4, whose x would pass through shared memory.
     for tokens in (8, least) if bits == 8 and 1 < m < 8 else (least,):
         shape = (m, tokens, n, k, bits, multiprocessors, scale_bytes, vector)
-        shape = (*shape, by_column, table_bytes)
-        plans = [_divided(*shape, split, height) for split in splits for height in heights]
+        last = by_column, table_bytes
+        plans = [_divided(*shape, *last, split, height) for split in splits for height in heights]
         if possible := [one for one in plans if one is not None]:
             break
     # Higher tiles leave enough registers only with one chunk a warp, and were faster only with at most two blocks.
@@ -180,7 +182,6 @@ def _divided(
     sets = -(-parts * own // (1 if by_column else max(8 // tokens, 1)))
     if sets * max(tokens // 8, 1) * (8 if bits == 8 else 16) > X_REGISTERS:
         return None
-    # Lanes read rows from different banks at once. With reads of 16 bytes two rows share a bank, which costs little.
     pitch = part * size
     pitch += (gap - pitch) % 128 if gap else 0
     # A cluster lies in one part of the GPU: 30 clusters of 4 or 15 of 8 fit on an H200 with 132 multiprocessors.
@@ -223,7 +224,8 @@ def chunk_bytes(bits: int) -> int:
 
 
 def _bank_step(bits: int, vector: int) -> int:
-    """The distance of rows in shared memory modulo 128 bytes at which lanes read from different banks; 0: any."""
+    """The distance of rows in shared memory modulo 128 bytes at which lanes read from different banks; 0: any. With
+    reads of 16 bytes two rows share a bank, which costs little."""
     if bits in (4, 8):
         return 16 * vector if vector < 4 else 0
     return 16 * bits
@@ -255,7 +257,7 @@ def neighbours(bits: int, group: int) -> int:
 def takes(operands: WeightOperands) -> bool:
     """True if the kernel multiplies these: 1 to 16 tokens, and codes whose rows begin at multiples of 16 bytes and hold
     whole groups. For float8 K is not padded, since the padding may hold NaN."""
-    x, codes, format = operands.x, operands.codes, operands.format
+    x, codes, zero, format = operands.x, operands.codes, operands.zero_point, operands.format
     k = operands.groups * operands.group_size
     return (
         1 <= operands.m <= MAX_TOKENS
@@ -266,7 +268,7 @@ def takes(operands: WeightOperands) -> bool:
         and (format.exponent == 0 or codes.dtype == E4M3)
         and (not format.table or format.bits <= 4)
         and operands.scale.dtype in SCALE_MACROS
-        and (format.zero_point != "value" or operands.zero_point.dtype == operands.scale.dtype)
+        and (zero is None or zero.dtype.itemsize == 1 or zero.dtype == operands.scale.dtype)
         and operands.n > 0
         and k % 32 == 0
         and codes.shape[1] % 16 == 0
@@ -312,10 +314,9 @@ def table_of(values: tuple[float, ...], dtype: torch.dtype) -> tuple[tuple[int, 
         rounded = (exact / unit).to(dtype).double() * unit
         return float((rounded - exact).square().sum())
 
-    largest = max(map(abs, values)) or 1.0
-    start = 2.0 ** math.floor(math.log2(largest))
-    unit = start
-    if error(start) > 0:
+    unit = 1.0
+    if error(unit) > 0:
+        start = 2.0 ** math.floor(math.log2(max(map(abs, values))))
         unit = min((start * 2 ** (i / 512) for i in range(512)), key=error)
     bits = (exact / unit).to(dtype).view(torch.int16).int() & 0xFFFF
     return tuple(bits.tolist()), unit
@@ -334,6 +335,7 @@ def planned(
 ) -> DecodeDivision | None:
     """The `plan` for these operands; `choices`: its `splits` and `heights`."""
     zero, scaling, bits = operands.zero_point, scaling_of(operands), operands.bits
+    has_table = _codes_macro(operands.format, operands.x.dtype) == "TABLE"
     each = operands.scale.dtype.itemsize + (0 if zero is None else zero.dtype.itemsize)
     return plan(
         *(operands.m, operands.n, operands.groups * operands.group_size, bits),
@@ -341,14 +343,14 @@ def planned(
         scale_bytes=operands.groups * each,
         vector=neighbours(bits, operands.group) if scaling == "BY_UNIT" else 4,
         by_column=scaling == "BY_COLUMN",
-        table_bytes=128 << 2 * bits if operands.format.table else 0,
+        table_bytes=128 << 2 * bits if has_table else 0,
         **choices,
     )
 
 
-def _codes_macro(format: CodesFormat) -> str:
+def _codes_macro(format: CodesFormat, dtype: torch.dtype) -> str:
     if format.table:
-        return "TABLE"
+        return "E2M1" if format.table == E2M1 and dtype == torch.bfloat16 else "TABLE"
     if format.exponent:
         return "E4M3"
     if format.bits < 8:
@@ -370,6 +372,8 @@ class DecodeProduct:
         x_stride = operands.x.strides[0] if m > 1 else 0
         pitch = operands.codes.strides[0] if n > 1 else row
         chunks = -(-row // chunk_bytes(format.bits))
+        scaling = scaling_of(operands) or "BY_UNIT"
+        by_column = scaling == "BY_COLUMN"
         self.plan, self.shape, self.dtype = plan, (m, n), operands.out
         self.is_ready = operands.has_aligned_scales
         self.codes_map = (8, n, row // 8, pitch // 8, ROWS * plan.height, plan.pitch // 8)
@@ -377,10 +381,10 @@ class DecodeProduct:
         shape = (x_stride, m, n, k, chunks, operands.groups)
         self.sizes = (*shape, plan.pitch, plan.stages, plan.apart)
         self.variant = DecodeVariant(
-            _codes_macro(format),
+            _codes_macro(format, operands.x.dtype),
             format.bits,
             operands.group,
-            scaling_of(operands) or "BY_UNIT",
+            scaling,
             FLOAT_MACROS[operands.x.dtype],
             FLOAT_MACROS[operands.out],
             SCALE_MACROS[operands.scale.dtype],
@@ -393,6 +397,7 @@ class DecodeProduct:
             plan.parts * plan.split == 1 and plan.pitch == operands.codes.strides[0] == row,
             plan.split * plan.parts * plan.chunks * WARPS == chunks,
             0 if self.x_map is None else plan.box,
+            by_column and plan.tokens == 1 and operands.groups % 2 == 0,
             *_table_macros(format, operands.x.dtype),
         )
 
@@ -426,7 +431,7 @@ class DecodeProduct:
 
 
 def _table_macros(format: CodesFormat, dtype: torch.dtype) -> tuple[str, ...]:
-    if not format.table:
+    if _codes_macro(format, dtype) != "TABLE":
         return ()
     bits, unit = table_of(format.table, dtype)
     return ", ".join(map(str, bits)), f"{unit.hex()}f"
@@ -448,6 +453,7 @@ def source(variant: DecodeVariant) -> str:
         macros,
         "runtime/ptx.cuh",
         "runtime/sm90.cuh",
+        "weight_only/weight_codes_sm90.cuh",
         "weight_only/weight_mm_decode_sm90.cu",
     )
 
