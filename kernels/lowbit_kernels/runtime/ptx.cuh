@@ -146,6 +146,11 @@ DEVICE float divide_exactly(float a, float b) {
     asm("div.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
     return result;
 }
+DEVICE float reciprocal_exactly(float x) {
+    float result;
+    asm("rcp.rn.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
 
 // |a| * b, at most 1; NaN becomes 0.
 DEVICE float saturated_product(float a, float b) { return __saturatef(fabsf(a) * b); }
@@ -288,5 +293,14 @@ DEVICE void warp_multiply_half(float (&sums)[4], unsigned int a0, unsigned int a
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// The same for int8, 16 x 32 times 32 x 8. A register holds four neighbours where those above hold two.
+DEVICE void warp_multiply_int8(int (&sums)[4], unsigned int a0, unsigned int a1, unsigned int a2, unsigned int a3,
+                               unsigned int b0, unsigned int b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
