@@ -84,8 +84,9 @@ def _weight_only(bits: int, m: int, n: int, k: int) -> tuple:
     return Case("", m, n, k, group, bits).arguments("cuda")
 
 
-def _dynamic(format: str, m: int, n: int, k: int) -> tuple:
-    return DynamicCase("", m, n, k, format).arguments("cuda")
+def _dynamic(format: str, m: int, n: int, k: int, group: int = 0) -> tuple:
+    scales = torch.bfloat16 if group else torch.float32
+    return DynamicCase("", m, n, k, format, scale_dtype=scales, group=group).arguments("cuda")
 
 
 def _tinygemm_arguments(m: int, n: int, k: int) -> tuple:
@@ -96,7 +97,7 @@ def _tinygemm_arguments(m: int, n: int, k: int) -> tuple:
     return x, weight, GROUP, scales
 
 
-def _scaled_mm(x, codes, scale, bias, residual, tensorwise) -> torch.Tensor:
+def _scaled_mm(x, codes, scale, bias, residual, *others) -> torch.Tensor:
     """The code of a user with torch alone, for torch.compile: quantization in one pass, then the product."""
     t = (x.float().abs().amax(1, keepdim=True) / 448).clamp(min=2.0**-126)
     q = (x.float() / t).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -120,6 +121,16 @@ def _candidates(m: int, n: int, k: int) -> Iterator[Linear]:
             partial(_dynamic, "int8", *shape),
             n * k + by_row,
             dynamic,
+        ),
+        *(
+            (
+                f"int8 x int4, groups of {group}",
+                ops.dynamic_linear,
+                partial(_dynamic, "int4", *shape, group),
+                n * k // 2 + 2 * n * -(-k // group),
+                dynamic,
+            )
+            for group in (GROUP, 32)
         ),
         (
             "float8",

@@ -31,6 +31,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 INT4 = lb.Int4WeightOnly(32)
 INT8, FLOAT8 = DYNAMIC["int8xint8"], DYNAMIC["float8xfloat8"]
+INT8_INT4 = lb.Int8DynamicActivationInt4Weight(64, "asymmetric")
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +94,10 @@ def test_against_float64(scheme: lb.Scheme, dtype: torch.dtype, k: int) -> None:
         (FLOAT8, 1, 64, 48, torch.bfloat16, "dynamic_linear"),
         (FLOAT8, 33, 128, 256, torch.bfloat16, "dynamic_linear"),
         (FLOAT8, 33, 64, 48, torch.float32, "plain_linear"),
-        (FLOAT8, 33, 72, 48, torch.bfloat16, "plain_linear"),
+        (FLOAT8, 33, 72, 47, torch.bfloat16, "dynamic_linear"),
+        (INT8_INT4, 3, 64, 48, torch.bfloat16, "int4_dynamic_linear"),
+        (INT8_INT4, 300, 256, 47, torch.float16, "int4_dynamic_linear"),
+        (INT8_INT4, 3, 64, 48, torch.float32, "plain_linear"),
     ],
 )
 def test_the_product_that_runs(scheme, tokens, k, n, dtype, chosen) -> None:

@@ -179,6 +179,7 @@ DEVICE float limit_magnitude(float x, float most) { return fabsf(x) > most ? cop
 DEVICE float multiply_exactly(float a, float b) { return a * b; }
 DEVICE float fma_exactly(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE float divide_exactly(float a, float b) { return a / b; }
+DEVICE float reciprocal_exactly(float x) { return 1.0f / x; }
 DEVICE float saturated_product(float a, float b) {
     const float product = fabsf(a) * b;
     return product != product ? 0.0f : product > 1.0f ? 1.0f : product;

@@ -29,13 +29,19 @@ extern "C" void emulated_product(unsigned grid, const uint64 *codes, const uint6
 def _kernel(variant: weight_mm_decode_sm90.DecodeVariant, *_: object) -> Callable[..., None]:
     code = weight_mm_decode_sm90.source(variant)
     folder = Path(weight_mm_decode_sm90.__file__).parents[1]
-    names = (
-        "runtime/ptx.cuh",
-        "weight_only/weight_codes_sm90.cuh",
-        "weight_only/weight_mm_decode_sm90.cu",
+    ptx, *parts = (
+        (folder / f).read_text()
+        for f in (
+            "runtime/ptx.cuh",
+            "quantize/row_codes.cuh",
+            "weight_only/round_tokens_sm90.cuh",
+            "weight_only/int4_as_int8.cuh",
+            "weight_only/weight_codes_sm90.cuh",
+            "weight_only/weight_mm_decode_sm90.cu",
+        )
     )
-    ptx, *kernel = ((folder / name).read_text() for name in names)
-    compiled = library("\n".join([code[: code.index(ptx)], HEADER.read_text(), *kernel, FOOTER]))
+    parts = [code[: code.index(ptx)], HEADER.read_text(), *parts, FOOTER]
+    compiled = library("\n".join(parts))
 
     def product(stream: int, grid: int, threads: int, *arguments: tuple[int, ...]) -> None:
         codes, x, *rest = arguments

@@ -267,9 +267,11 @@ static inline uint32 ballot(bool condition) {
     emulation::meet_warp();
     return result;
 }
-static inline uint32 __shfl_xor_sync(uint32, uint32 x, uint32 lanes) {
-    return exchanged(x, threadIdx.x % 32 ^ lanes);
+static inline uint32 warp_max(uint32 x) {
+    for (uint32 lanes = 1; lanes < 32; lanes *= 2) x = max(x, exchanged(x, threadIdx.x % 32 ^ lanes));
+    return x;
 }
+static inline uint32 __shfl_xor_sync(uint32, uint32 x, uint32 lanes) { return exchanged(x, threadIdx.x % 32 ^ lanes); }
 static inline float __shfl_xor_sync(uint32, float x, uint32 lanes) {
     uint32 bits;
     memcpy(&bits, &x, 4);
@@ -448,6 +450,15 @@ static inline float from_e4m3(uint32 byte) {
     const float magnitude = exponent ? ldexpf(8 + fraction, (int)exponent - 10) : ldexpf(fraction, -9);
     return copysignf((byte & 127) == 127 ? NAN : magnitude, byte & 128 ? -1.0f : 1.0f);
 }
+static inline uint32 to_e4m3(float x) {
+    if (x != x) return 0x7f;
+    const auto distance = [&](uint32 code) { return fabsf(from_e4m3(code) - fabsf(x)); };
+    uint32 best = 0;
+    for (uint32 code = 1; code < 0x7f; ++code)
+        if (distance(code) < distance(best) || (distance(code) == distance(best) && code % 2 == 0)) best = code;
+    return best | (float_bits(x) >> 24 & 0x80);
+}
+static inline uint32 to_e4m3x2(float low, float high) { return to_e4m3(low) | to_e4m3(high) << 8; }
 static inline uint32 from_e4m3x2(uint32 pair) { return to_half2(from_e4m3(pair & 255), from_e4m3(pair >> 8)); }
 static inline uint32 subtract_bf16x2(uint32 a, uint32 b) {
     return to_bf16x2(from_bf16(a & 0xffff) - from_bf16(b & 0xffff), from_bf16(a >> 16) - from_bf16(b >> 16));
@@ -474,6 +485,13 @@ static inline float power_of_2(float x) { return exp2f(x); }
 static inline float logarithm_2(float x) { return log2f(x); }
 static inline bool for_warp(bool condition) { return condition; }
 static inline float fma_exactly(float a, float b, float c) { return fmaf(a, b, c); }
+static inline float multiply_exactly(float a, float b) { return a * b; }
+static inline float divide_exactly(float a, float b) { return a / b; }
+static inline float reciprocal_exactly(float x) { return 1.0f / x; }
+static inline uint32 larger_signed_halves(uint32 a, uint32 b) {
+    const short low = max((short)a, (short)b), high = max((short)(a >> 16), (short)(b >> 16));
+    return (uint32)(unsigned short)high << 16 | (unsigned short)low;
+}
 static inline uint32 masked_xor(uint32 x, uint32 mask, uint32 y) { return (x & mask) ^ y; }
 static inline uint32 masked_or(uint32 x, uint32 mask, uint32 y) { return (x & mask) | y; }
 static inline uint32 permute(uint32 a, uint32 b, uint32 selector) {
@@ -490,7 +508,6 @@ static inline uint32 larger_halves(uint32 a, uint32 b) {
 }
 static inline uint32 larger_magnitudes(uint32 a, uint32 b) { return larger_halves(a & 0x7fff7fff, b & 0x7fff7fff); }
 
-static inline float divide_exactly(float a, float b) { return a / b; }
 static inline uint32 byte_of(uint32 word, int i) { return word >> 8 * i & 255; }
 static inline uint32 shift_out(uint32 low, uint32 high, int bits) {
     return (uint32)(((uint64)high << 32 | low) >> bits);
@@ -530,6 +547,25 @@ static inline void multiply_fragments(float (&sums)[SUMS], const uint32 *a, uint
             sum += row[i / 2 % 2][k] * number(*(const unsigned short *)(emulation::memory() + at));
         }
         sums[i] = (add ? sums[i] : 0.0f) + sum;
+    }
+    emulation::meet_warp();
+}
+
+// The same for 32 int8 of a row: the registers hold four neighbours, at columns 4 (lane % 4) and 4 (lane % 4) + 16.
+template <int SUMS>
+static inline void multiply_integers(int (&sums)[SUMS], const uint32 *a, uint32 b, bool add) {
+    const unsigned int me = emulation::current, lane = me % 32;
+    memcpy(emulation::fibers[me].given, a, 16);
+    emulation::meet_warp();
+    for (int i = 0; i < SUMS; ++i) {
+        const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        int sum = 0;
+        for (int k = 0; k < 32; ++k) {
+            const uint32 word = emulation::fibers[me / 4 * 4 + k % 16 / 4].given[i / 2 % 2 + k / 16 * 2];
+            const uint32 at = swizzled((b & 0x3fff) * 16 + token * 128 + k, 128);
+            sum += (signed char)(word >> 8 * (k % 4)) * (signed char)emulation::memory()[at];
+        }
+        sums[i] = (add ? sums[i] : 0) + sum;
     }
     emulation::meet_warp();
 }

@@ -1,4 +1,4 @@
-"""dynamic_linear in int8 and float8: against float64 over the scheme's own codes, and which implementation runs."""
+"""dynamic_linear in int8, int8 by int4 and float8: against float64 over the schemes' codes, and what runs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import torch
 
 from benchmarks.cases.dynamic_linear import CASES, E4M3, Case
 from lowbit_kernels.composed import dynamic_linear
-from lowbit_kernels.composed.dynamic_linear import MOST_NUMBERS, reference
+from lowbit_kernels.composed.dynamic_linear import FORMATS, MOST_NUMBERS, reference
 from lowbit_kernels.runtime import launches
-from lowbit_kernels.weight_only import linear_table, weight_mm_triton
-from lowbit_kernels.weight_only.weight_operands import WeightOperands
+from lowbit_kernels.weight_only import weight_mm_triton
+from lowbit_kernels.weight_only.codes_format import dequantized
+from lowbit_kernels.weight_only.weight_operands import HALVES, WeightOperands
 from tests.kernels.test_quantize_rows import by_scheme
 
 SMALL = [case for case in CASES if not case.large]
+COUNTED = [case for case in SMALL if case.format != "e4m3"]  # whose sums are exact
 INT8 = [case for case in SMALL if case.format == "int8"]
 FEW = 8  # tokens up to which a stub takes "decode"
 ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -36,9 +38,12 @@ def assert_close(out: torch.Tensor, case: Case, arguments: tuple, sums: float = 
 @pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
 def test_cpu(case: Case) -> None:
     arguments = case.arguments()
-    with launches.counted() as calls:
-        assert_close(op(*arguments), case, arguments, sums=1e-6)
-    assert calls["dynamic_linear", "scaled_mm"] == 1
+    is_int4 = case.format == "int4"
+    with launches.counted() as calls:  # `weight_linear` rounds x to its dtype once more
+        assert_close(
+            op(*arguments), case, arguments, sums=ROUNDING[case.dtype] if is_int4 else 1e-6
+        )
+    assert calls["dynamic_linear", "weight_linear" if is_int4 else "scaled_mm"] == 1
 
 
 @pytest.mark.parametrize("case", SMALL[:3] + SMALL[12:15], ids=lambda c: c.name)
@@ -52,45 +57,56 @@ def test_reference_multiplies_the_schemes_codes(case: Case) -> None:
 
 
 @pytest.fixture
-def of_numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def of_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A stand-in for the CUDA kernels, in PyTorch ops, takes products on the CPU."""
 
     def product(operands, tensors):
         x, codes, scale, zero_point, bias, residual, token_scale, _ = tensors
-        found = WeightOperands.of(*tensors, group_size=x.shape[1], out=operands.out)
-        assert operands.x == found.x and operands.codes == found.codes
+        size = operands.group_size
+        found = WeightOperands.of(*tensors, group_size=size, out=operands.out)
+        assert operands.codes == found.codes and operands.zero_point == found.zero_point
         assert operands.scale == found.scale or len(codes) == 1  # one row has any stride
-        assert operands.residual == found.residual and operands.group_size == x.shape[1]
-        assert zero_point is None and token_scale.shape == (len(x),)
-        assert x.dtype == torch.float16 or codes.dtype == torch.int8
-        assert torch.equal(x, x.float().to(codes.dtype).to(x.dtype))
-        out = (x.double() @ codes.double().T) * token_scale.double()[:, None] * scale.double().T
+        assert operands.residual == found.residual and operands.x.shape == found.x.shape
+        if token_scale is None:
+            x, token_scale = by_scheme(x, FORMATS[codes.dtype])
+        else:
+            assert token_scale.shape == (len(x),) and x.dtype in HALVES
+            assert x.dtype == torch.float16 or codes.dtype != E4M3
+        weight = dequantized(codes, scale, zero_point, size, x.shape[1], torch.float64)
+        out = (x.double() @ weight.T) * token_scale.double()[:, None]
         for part in (bias, residual):
             out = out if part is None else out + part.double()
         return out.to(operands.out)
 
-    def kernel(operands):
-        if operands.out == torch.float32 or operands.m > MOST_NUMBERS[operands.codes.dtype]:
+    def kernel(operands, tensorwise):
+        codes = operands.codes.dtype
+        if operands.out == torch.float32 or operands.m > MOST_NUMBERS.get(codes, 64):
             return None
-        return "decode" if operands.m <= FEW else "large_batch", partial(product, operands)
+        found = partial(product, operands)
+        if operands.m <= FEW and not tensorwise:
+            return "decode", found, None
+        numbers = torch.float16 if codes == E4M3 else operands.x.dtype
+        return "large_batch", found, numbers
 
-    monkeypatch.setattr(dynamic_linear, "of_numbers", kernel)
+    monkeypatch.setattr(dynamic_linear, "of_kernel", kernel)
     dynamic_linear.planned.cache_clear()
     yield
     dynamic_linear.planned.cache_clear()
 
 
-@pytest.mark.usefixtures("of_numbers")
+@pytest.mark.usefixtures("of_kernel")
 @pytest.mark.parametrize("case", [c for c in SMALL if c.m * c.n * c.k], ids=lambda c: c.name)
-def test_codes_of_small_batches_are_multiplied_as_floats(case: Case) -> None:
+def test_kernels_of_small_batches(case: Case) -> None:
     arguments = case.arguments()
     with launches.counted() as calls:
         assert_close(op(*arguments), case, arguments, sums=1e-6)
     m = case.m * math.prod(case.leading)
+    is_int4 = case.format == "int4"
     if case.dtype == torch.float32 or (case.tensorwise and case.one_scale):
         m = 65
-    most = MOST_NUMBERS[arguments[1].dtype]
-    expected = "decode" if m <= FEW else "large_batch" if m <= most else "scaled_mm"
+    most = MOST_NUMBERS.get(arguments[1].dtype, 64)
+    expected = "decode" if m <= FEW and not case.tensorwise else "large_batch"
+    expected = expected if m <= most else "weight_linear" if is_int4 else "scaled_mm"
     assert calls["dynamic_linear", expected] == 1
 
 
@@ -113,6 +129,7 @@ def test_magnitudes(format: str, magnitude: float) -> None:
 
 
 OPCHECKED = [SMALL[i] for i in (0, 1, 6, 8)]
+OPCHECKED += [c for c in SMALL if c.name in ("int4-one-token", "int4-no-tokens")]
 
 
 @pytest.mark.parametrize("case", OPCHECKED, ids=lambda c: c.name)
@@ -142,7 +159,20 @@ def test_compiles_without_a_break() -> None:
 @pytest.mark.parametrize(
     ("change", "raised", "message"),
     [
-        ({"codes": torch.zeros(3, 16, dtype=torch.uint8)}, TypeError, r"got torch\.uint8"),
+        ({"codes": torch.zeros(3, 16, dtype=torch.int16)}, TypeError, r"got torch\.int16"),
+        (
+            {"codes": torch.zeros(3, 8, dtype=torch.uint8)},
+            *(ValueError, r"group_size of 1 or more .*got 0 and 8"),
+        ),
+        (
+            {"codes": torch.zeros(3, 9, dtype=torch.uint8), "group_size": 16},
+            *(ValueError, r"16 \* groups / 2 bytes a row, got 16 and 9"),
+        ),
+        (
+            {"codes": torch.zeros(3, 8, dtype=torch.uint8), "group_size": 8},
+            *(ValueError, r"a scale of shape \(3, 2\), got \(3,\)"),
+        ),
+        ({"group_size": 16}, ValueError, r"are for uint8 codes, got torch\.int8"),
         ({"codes": torch.zeros(3, 16).to(torch.float8_e5m2)}, TypeError, r"got torch\.float8_e5m2"),
         ({"tensorwise": True}, ValueError, "tensorwise takes float8 codes"),
         (
@@ -192,7 +222,9 @@ def test_cuda(case: Case) -> None:
     if case.large and case.m > 1:
         pytest.skip("for benchmarks: float64 takes too long")
     arguments = case.arguments("cuda")
-    assert_close(op(*arguments), case, arguments, sums=0 if case in INT8 else 3e-3)
+    is_rounded = case.format == "int4" and (case.group == 16 or case.dtype == torch.float32)
+    exact = case in COUNTED and not is_rounded
+    assert_close(op(*arguments), case, arguments, sums=0 if exact else 5e-3)
 
 
 @pytest.mark.gpu
@@ -216,7 +248,7 @@ def test_cuda_codes_of_small_batches_are_multiplied_as_floats(
     arguments = case.arguments("cuda")
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0")
-    kernel = linear_table.choose(m, case.n, case.k, 8, case.k)
+    kernel = "decode" if m <= 16 and scales != "tensorwise" else "large_batch"
     with launches.counted() as calls:
         assert_close(op(*arguments), case, arguments, sums=1e-5)
     assert calls["dynamic_linear", kernel] == 1

@@ -135,3 +135,40 @@ def test_nan_and_infinity_stay_with_their_token() -> None:
     case["x"][1, 5], case["x"][1, 2000] = float("nan"), float("inf")
     out = run(case)
     assert out[1].isnan().all() and torch.equal(out[0], clean[0])
+
+
+def rounding(m: int, n: int, k: int, bits: int = 4, group: int = 128, **options) -> dict:
+    """A case whose x the kernel rounds to int8."""
+    case = operands(m, n, k, bits, group, extras=True, device="cpu", **options)
+    return {**case, "token_scale": None, "rounds": torch.int8}
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "group", "split"),
+    [(1, 1088, 32, 4), (3, 640, 64, 2), (5, 1000, 128, 1), (8, 1024, 128, 1), (16, 1024, 128, 2)],
+)
+def test_rounds_x_to_int8(m: int, k: int, group: int, split: int) -> None:
+    """Blocks of a cluster have parts of a token, and registers the x of several chunks."""
+    check(rounding(m, 40, k, 4, group, zero=k != 1024), blocks=2 * split, split=split)
+
+
+@pytest.mark.parametrize(("m", "group", "zero"), [(4, 32, False), (8, 0, False), (2, 128, True)])
+def test_rounds_x_for_weights_of_8_bits(m: int, group: int, zero: bool) -> None:
+    check(rounding(m, 40, 1024, 8, group, zero=zero), blocks=2, split=2)
+
+
+@pytest.mark.parametrize(("m", "split"), [(3, 1), (16, 2)])
+def test_rounds_x_to_e4m3(m: int, split: int) -> None:
+    case = float8_operands(m, 40, 1024, torch.bfloat16, extras=True, device="cpu")
+    x = torch.randn(m, 1024).bfloat16()
+    rounded = {"x": x, "token_scale": None, "rounds": torch.float8_e4m3fn}
+    check({**case, **rounded}, blocks=2 * split, split=split)
+
+
+def test_rounding_keeps_nan_with_its_token_and_zeros() -> None:
+    case = rounding(5, 40, 1024)
+    clean = run(case, blocks=4, split=2)
+    case["x"][1, 5], case["x"][2, 900], case["x"][3] = float("nan"), -float("inf"), 0
+    out, expected = run(case, blocks=4, split=2), exact(**case)
+    assert torch.equal(out[[0, 4]], clean[[0, 4]]) and out[1:3].isnan().all()
+    assert torch.equal(out[3], expected[3].to(out.dtype))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit_kernels.quantize import quantize_rowcol
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.weight_only import weight_mm_decode_sm90
 from lowbit_kernels.weight_only.weight_mm_decode_sm90 import DecodeDivision, DecodeProduct, plan
@@ -76,8 +77,24 @@ def float8_operands(
 
 
 def exact(
-    x, codes, scale, zero_point, bias, residual, token_scale, *, bits, group_size, dtype=None
+    x,
+    codes,
+    scale,
+    zero_point,
+    bias,
+    residual,
+    token_scale,
+    *,
+    bits,
+    group_size,
+    dtype=None,
+    rounds=None,
 ) -> Tensor:
+    if rounds is not None:
+        format = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}[rounds]
+        k = x.shape[1]
+        x, token_scale, _, _ = quantize_rowcol.reference(x, format, True, False)
+        x = x[:, :k]
     if bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1).double() - 8
     codes = codes.double().unflatten(1, (-1, group_size))
@@ -99,7 +116,10 @@ def tensors_of(case: dict) -> tuple:
 
 def operands_of(case: dict) -> WeightOperands:
     return WeightOperands.of(
-        *tensors_of(case), group_size=case["group_size"], out=case.get("dtype")
+        *tensors_of(case),
+        group_size=case["group_size"],
+        out=case.get("dtype"),
+        rounds=case.get("rounds"),
     )
 
 
@@ -353,3 +373,37 @@ def test_late_writes_of_the_previous_kernel_are_seen(name: str, k: int) -> None:
         stream = torch.cuda.current_stream().cuda_stream
         writer(stream, 64, 256, *addresses, right.numel() * right.element_size() // 16)
         assert torch.equal(run(case), expected)
+
+
+@pytest.mark.cover("pairs")
+@pytest.mark.gpu
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("group", [32, 64, 128, 0])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (4097, 14336), (65, 100), (33, 4104)])
+@pytest.mark.parametrize("m", [1, 3, 8, 16])
+def test_rounds_x_to_int8(m: int, n: int, k: int, bits: int, group: int, zero: bool) -> None:
+    case = operands(m, n, k, bits, group, zero=zero, extras=True)
+    check({**case, "token_scale": None, "rounds": torch.int8})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("m", [1, 5, 16])
+def test_rounds_x_to_e4m3(m: int, dtype: torch.dtype) -> None:
+    case = float8_operands(m, 1000, 4096, dtype, extras=True)
+    x = torch.randn(m, 4096, device="cuda").to(dtype)
+    case["scale"] /= 64
+    check({**case, "x": x, "token_scale": None, "rounds": torch.float8_e4m3fn})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [1, 2, 4, 8])
+def test_blocks_of_a_cluster_round_alike(split: int) -> None:
+    case = {**operands(11, 12_000, 2176), "rounds": torch.int8}
+    run(case)
+    sizes = {"scale_bytes": 34, "splits": (split,), "heights": (1,), "rounding": True}
+    chosen = plan(11, 12_000, 2176, 4, 64, **sizes)
+    assert chosen is not None
+    out, expected = run_planned(case, chosen), exact(**case)
+    assert (out.double() - expected).norm() <= 2e-3 * expected.norm()

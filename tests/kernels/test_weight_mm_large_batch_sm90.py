@@ -227,6 +227,7 @@ EMULATED = [  # plan, m, n, k, bits, group: split-K, turns of warp groups, more 
         8,
         128,
     ),
+    (planned(256, 128, 2, 2, 1, 1, rounded=True), 60, 104, 290, 4, 32),
 ]
 
 
@@ -381,7 +382,7 @@ def test_every_division(group: int, chosen: LargeBatchDivision) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("group", [128, 256])
+@pytest.mark.parametrize("group", [32, 128, 256])
 @pytest.mark.parametrize("beside", [1, 2])
 @pytest.mark.parametrize("tile", weight_mm_large_batch_sm90.LARGE, ids=str)
 def test_rounded_weights(tile: weight_mm_large_batch_sm90.Tile, beside: int, group: int) -> None:

@@ -80,7 +80,7 @@ def test_plan_fits_the_gpu_and_covers_all(
     assert 1 <= chosen.clusters * chosen.cluster <= processors and chosen.cluster <= 8
     assert chosen.tokens % (8 * chosen.beside) == 0 and chosen.rows // 16 % chosen.split == 0
     assert chosen.rounded <= unpacking.rounds(m)
-    assert looked_up or chosen.rounded <= (group in (128, 256))
+    assert looked_up or chosen.rounded <= (group in (128, 256) or (bits == 4 and group > 0))
     assert chosen.rounded or not (looked_up and group and rounding in ("free", "always"))
     if chosen.rounded and looked_up:
         assert k % chosen.chunk == 0 and chosen.chunk * bits % 128 == 0

@@ -1,4 +1,4 @@
-"""Products of activations that are quantized on the fly and weights in the same 8-bit format.
+"""Products of activations that are quantized on the fly and weights in 8 bits of the same format, or in 4 bits.
 
     q[m, k], t[m] = quantize_rowcol(x)
     out[m, n]     = (sum_k q[m, k] * codes[n, k]) * t[m] * scale[n]  +  bias[n] + residual[m, n]
@@ -6,22 +6,31 @@
     x          bfloat16, float16 or float32 [..., K]
     codes      int8 or float8_e4m3fn [N, K]
     scale      float32, bfloat16 or float16 [N] or [N, 1]; for float8 also [1], for all rows
-    bias       [N], residual [..., N]: x's dtype, or None; "scaled_mm" adds the residual after rounding the product
+    bias       [N], residual [..., N]: x's dtype, or None; "scaled_mm" and "int8_int4" add the residual after rounding
     out        x's dtype [..., N], contiguous
+
+Codes of 4 bits are multiplied by int8 codes of x. They have groups and zero points as in `weight_linear`:
+
+    out[m, n]  = t[m] * sum_g scale[n, g] * (sum_{k in g} q[m, k] * (code[n, k] - zero_point[n, g]))  +  ...
+
+    codes      uint8 [N, ceil(Kp / 2)], two codes in a byte
+    scale      [N, Kp / group_size], zero_point int8 of this shape or None
 
 Codes and scales of x are bit for bit those of ``lowbit``'s dynamic schemes (`quantize_rowcol`), computed in one kernel.
 int8 sums are exact in int32, which 131,071 products can't exceed; a longer K raises an error.
 
 Implementations, as `launches` reports them:
 
-    decode       weight_mm_decode_sm90, up to `MOST_NUMBERS` tokens
-    large_batch  weight_mm_large_batch_sm90, up to `MOST_NUMBERS` tokens
-    scaled_mm    `scaled_mm`, for more tokens and on other devices
+    decode         weight_mm_decode_sm90, up to 16 tokens. It rounds x itself, and multiplies int8 in the units for int8
+    large_batch    weight_mm_large_batch_sm90, up to `MOST_NUMBERS` tokens
+    int8_int4      int8_int4_mm_sm90, 4 bits and more tokens, in groups of a multiple of 128
+    scaled_mm      `scaled_mm`, 8 bits, for more tokens and on other devices
+    weight_linear  `weight_linear` of x rounded to its codes, 4 bits, on other devices
 
 A product of 8 bits by 8 bits has tiles of 128 tokens and takes as long for fewer. The first two kernels are faster for
-small batches, since they are bound by the weight's bytes; `linear_table` chooses between them. They take the codes of x
-as floating-point numbers, which hold them exactly: int8 codes in x's dtype, float8 codes in float16. Their float32 sums
-of int8 are exact below 2**24. Larger sums (K over 1,040 at the earliest) round at 2**-23.
+small batches, since they are bound by the weight's bytes. "large_batch" takes the codes of x as floating-point numbers,
+which hold them exactly: int8 codes in x's dtype, float8 codes in float16. Its float32 sums of int8 are exact below
+2**24. Larger sums (K over 1,040 at the earliest) round at 2**-23.
 
 ``tensorwise`` (float8) gives all tokens one scale. If the weight has one scale too, `scaled_mm` runs every batch size.
 `scaled_mm` needs K as a multiple of 16; other weights are padded, in a copy, at every call.
@@ -37,14 +46,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowbit_kernels.matmul import int8_int4_mm_sm90
 from lowbit_kernels.matmul.scaled_mm import scaled_mm
-from lowbit_kernels.quantize import quantize_rowcol
+from lowbit_kernels.quantize import quantize_rowcol, quantize_rows_sm90
 from lowbit_kernels.quantize.quantize_rowcol import codes_of
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
-from lowbit_kernels.weight_only import weight_mm_decode_sm90, weight_mm_large_batch_sm90
-from lowbit_kernels.weight_only.codes_format import format_of
-from lowbit_kernels.weight_only.linear_table import choose
+from lowbit_kernels.weight_only import (
+    weight_linear,
+    weight_mm_decode_sm90,
+    weight_mm_large_batch_sm90,
+)
+from lowbit_kernels.weight_only.codes_format import dequantized, format_of
 from lowbit_kernels.weight_only.weight_operands import (
     ADDEND_TYPES,
     E4M3,
@@ -57,27 +70,48 @@ from lowbit_kernels.weight_only.weight_operands import (
     all_layouts,
 )
 
+INT4 = torch.uint8
 MOST_NUMBERS = {torch.int8: 32, E4M3: 64}  # tokens whose codes are multiplied as floating point
 MOST_K = (2**31 - 1) // 2**14  # int8 products that int32 sums hold
-FORMATS = {torch.int8: "int8", E4M3: "e4m3"}  # as `quantize_rowcol` names them
+FORMATS = {torch.int8: "int8", E4M3: "e4m3", INT4: "int8"}
+"""The format of x for codes of these dtypes, as `quantize_rowcol` names it."""
+
+
+def groups_of(k: int, group_size: int) -> int:
+    """Groups of a row; 1 for a group size of 0."""
+    return 1 if group_size < 1 else -(-k // group_size)
 
 
 @op(
     "empty(x.dtype, *x.shape[:-1], N)",
     by_layout=True,
     x="float [..., K]",
-    codes="int8|float8_e4m3fn [N, K]",
-    scale="float [N] or [N, 1] or [1]",
+    codes="int8|float8_e4m3fn|uint8 [N, W]; uint8 holds two codes of 4 bits in a byte",
+    scale="float [N] or [N, 1] or [1] or [N, groups_of(K, group_size)]",
     bias="float [N]",
     residual="float [..., N]",
+    zero_point="int8 [N, groups_of(K, group_size)]; it lies on the codes' grid",
     rules={
+        "codes.dtype == INT4 or W == K": (
+            "codes [N, K], here ({N}, {K}), got {tuple(codes.shape)}"
+        ),
+        "codes.dtype == INT4 or (zero_point is None and group_size == 0)": (
+            "zero points and group_size are for uint8 codes, got {codes.dtype}"
+        ),
+        "codes.dtype != INT4 or (group_size > 0 and W == -(-groups_of(K, group_size) * group_size // 2))": (
+            "uint8 codes take a group_size of 1 or more and {max(group_size, 1)} * groups / 2 bytes a row, got "
+            "{group_size} and {W}"
+        ),
+        "codes.dtype != INT4 or tuple(scale.shape) == (N, groups_of(K, group_size))": (
+            "uint8 codes take a scale of shape {(N, groups_of(K, group_size))}, got {tuple(scale.shape)}"
+        ),
         "codes.dtype != torch.int8 or scale.shape[0] == N": (
             "int8 codes take a scale for each row, ({N},) or ({N}, 1), got {tuple(scale.shape)}"
         ),
-        "codes.dtype != torch.int8 or not tensorwise": (
+        "codes.dtype == E4M3 or not tensorwise": (
             "int8 codes have a scale for each token; tensorwise takes float8 codes"
         ),
-        "codes.dtype != torch.int8 or K <= MOST_K": (
+        "codes.dtype == E4M3 or K <= MOST_K": (
             "int8 sums of more than {MOST_K} products may exceed int32, got K = {K}; split K"
         ),
     },
@@ -91,11 +125,15 @@ def dynamic_linear(
     residual: Tensor | None = None,
     *,
     tensorwise: bool = False,
+    zero_point: Tensor | None = None,
+    group_size: int = 0,
 ) -> Tensor:
-    """int8 by int8 or float8 by float8, as the codes are; the module's docstring has shapes, dtypes and the formula.
+    """int8 by int8 or int4, or float8 by float8; the module's docstring has shapes, dtypes and the formula.
 
     Args:
+        x, codes, scale, bias, residual: as above, on one device.
         tensorwise: one scale for all of x; float8 only.
+        zero_point, group_size: of codes of 4 bits.
 
     Raises:
         TypeError: a dtype other than those above.
@@ -104,8 +142,11 @@ def dynamic_linear(
     k = x.shape[-1]
     rows = x.reshape(prod(x.shape[:-1]), k)
     q, t, _, _ = quantize_rowcol.reference(rows, FORMATS[codes.dtype], True, False, tensorwise)
-    sums = q[:, :k].double() @ codes.double().T
-    out = sums * t.double().reshape(-1, 1) * scale.double().reshape(1, -1)
+    if codes.dtype == INT4:
+        weight = dequantized(codes, scale, zero_point, group_size, k, torch.float64)
+    else:
+        weight = codes.double() * scale.double().reshape(-1, 1)
+    out = (q[:, :k].double() @ weight.T) * t.double().reshape(-1, 1)
     out = out.view(*x.shape[:-1], codes.shape[0])
     for part in (bias, residual):
         out = out if part is None else out + part.double()
@@ -119,64 +160,110 @@ class DynamicLinearPlan(NamedTuple):
     """How calls with operands of the same layouts run."""
 
     implementation: str
-    product: Product | None  # of codes as numbers; None for "scaled_mm"
-    numbers: torch.dtype  # of x's codes
+    product: Product | None  # None for "scaled_mm" and "weight_linear"
+    numbers: torch.dtype | None  # of x's codes; None: the product rounds x
     rows: tuple[int, int]  # x's shape as a matrix
     shape: tuple[int, ...]  # of the result
-    padding: int  # of K, for "scaled_mm"
+    padding: int = 0  # of K, for "scaled_mm"
 
 
 @functools.lru_cache(maxsize=8192)
-def planned(tensors: tuple[Description | None, ...], tensorwise: bool) -> DynamicLinearPlan:
-    """The plan for x, codes, scale, bias and residual that are `described` so; errors as of `dynamic_linear`."""
-    layouts = all_layouts(tensors)
-    check(*layouts, tensorwise)
+def planned(
+    tensors: tuple[Description | None, ...], tensorwise: bool = False, group_size: int = 0
+) -> DynamicLinearPlan:
+    """The plan for x, codes, scale, bias, residual and zero_point that are `described` so; errors as of
+    `dynamic_linear`."""
+    *layouts, zero_point = all_layouts(tensors)
+    check(*layouts, tensorwise, zero_point, group_size)
     x, codes, scale, bias, residual = layouts
-    (n, k), m = codes.shape, prod(x.shape[:-1])
+    (n, _), k, m = codes.shape, x.shape[-1], prod(x.shape[:-1])
     shape, has_one_scale = (*x.shape[:-1], n), prod(scale.shape) == 1
     if m * n * k and not (tensorwise and has_one_scale):
-        numbers = x.dtype if codes.dtype == torch.int8 else torch.float16
-        # as `codes_of` makes it
-        q = TensorLayout((m, k), (k + -k % 16, 1), numbers, x.device, 0)
-        step = 0 if has_one_scale and n > 1 else scale.strides[0]
-        by_row = scale._replace(shape=(n, 1), strides=(step, 1))
+        if codes.dtype == INT4:
+            by_row = scale
+        else:
+            step = 0 if has_one_scale and n > 1 else scale.strides[0]
+            by_row = scale._replace(shape=(n, 1), strides=(step, 1))
         ends = bias and bias.contiguous((n,)), residual and residual.contiguous((m, n))
-        format = format_of(codes.dtype, scale.dtype)
-        operands = WeightOperands(q, codes, by_row, None, *ends, None, k, x.dtype, format)
-        if found := of_numbers(operands):
-            return DynamicLinearPlan(*found, numbers, (m, k), shape, 0)
-    return DynamicLinearPlan("scaled_mm", None, codes.dtype, (m, k), shape, -k % 16)
+        rows = x.rows() or x.copied((m, k))
+        format = format_of(codes.dtype, scale.dtype, zero_point and zero_point.dtype)
+        last = zero_point, *ends, None, group_size or k, x.dtype, format
+        operands = WeightOperands(rows, codes, by_row, *last)
+        if found := of_kernel(operands, tensorwise):
+            return DynamicLinearPlan(*found, (m, k), shape)
+    name = "weight_linear" if codes.dtype == INT4 else "scaled_mm"
+    numbers = torch.int8 if codes.dtype == INT4 else codes.dtype
+    return DynamicLinearPlan(name, None, numbers, (m, k), shape, -k % 16)
 
 
-def of_numbers(operands: WeightOperands) -> tuple[str, Product] | None:
-    """The implementation and product for codes as numbers; None where there are too many tokens or no kernel."""
-    m, n, k = operands.m, operands.n, operands.k
-    if operands.x.device.type != "cuda" or operands.out not in HALVES:
+Kernel = tuple[str, Product, torch.dtype | None]
+"""The first three fields of a `DynamicLinearPlan`."""
+
+
+def of_kernel(operands: WeightOperands, tensorwise: bool) -> Kernel | None:
+    """The kernel for operands with x before rounding; None where there is none, or `scaled_mm` is faster."""
+    x, codes, m = operands.x, operands.codes.dtype, operands.m
+    if x.device.type != "cuda" or operands.out not in HALVES:
         return None
-    if m > MOST_NUMBERS[operands.codes.dtype]:
+    found: Product | None = None
+    if m <= weight_mm_decode_sm90.MAX_TOKENS and not tensorwise:
+        rounding = operands._replace(rounds=E4M3 if codes == E4M3 else torch.int8)
+        found = weight_mm_decode_sm90.product(rounding)
+        if found is not None:
+            return "decode", found, None
+    if codes == INT4 and int8_int4_mm_sm90.is_faster(m, operands.n) and quantize_rows_sm90.takes(x):
+        found = int8_int4_mm_sm90.product(_with_codes(operands, torch.int8))
+        if found is not None:
+            return "int8_int4", found, torch.int8
+    if m > MOST_NUMBERS.get(codes, m):
         return None
-    is_decode = choose(m, n, k, 8, k) == "decode"
-    kernel = weight_mm_decode_sm90 if is_decode else weight_mm_large_batch_sm90
-    product = kernel.product(operands)
-    return None if product is None else ("decode" if is_decode else "large_batch", product)
+    numbers = torch.float16 if codes == E4M3 else x.dtype
+    found = weight_mm_large_batch_sm90.product(_with_codes(operands, numbers))
+    return None if found is None else ("large_batch", found, numbers)
+
+
+def _with_codes(operands: WeightOperands, numbers: torch.dtype) -> WeightOperands:
+    """The operands with x's codes in place of x, as `codes_of` makes them."""
+    m, k = operands.x.shape
+    q = TensorLayout((m, k), (k + -k % 16, 1), numbers, operands.x.device, 0)
+    scales = TensorLayout((m,), (1,), torch.float32, operands.x.device, 0)
+    return operands._replace(x=q, token_scale=scales)
 
 
 @dynamic_linear.kernel
-def _run(x, codes, scale, bias, residual, tensorwise) -> Tensor:
-    plan = planned(all_described(x, codes, scale, bias, residual), tensorwise)
+def _run(x, codes, scale, bias, residual, tensorwise, zero_point, group_size) -> Tensor:
+    described = all_described(x, codes, scale, bias, residual, zero_point)
+    plan = planned(described, tensorwise, group_size)
     ran("dynamic_linear", plan.implementation)
-    (m, k), n, format = plan.rows, codes.shape[0], FORMATS[codes.dtype]
+    (m, k), n = plan.rows, codes.shape[0]
     rows = x.reshape(m, k)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     bias = None if bias is None else bias.contiguous()
-    q, t = codes_of(rows, format, plan.numbers, tensorwise)
+    q, t = _codes(rows, plan, FORMATS[codes.dtype], tensorwise)
     if plan.product is not None:
-        by_row, t = scale.reshape(-1, 1).expand(n, 1), t.expand(m).contiguous()
+        by_row = scale if codes.dtype == INT4 else scale.reshape(-1, 1).expand(n, 1)
         residual = None if residual is None else residual.reshape(m, n).contiguous()
-        tensors = (q[:, :k], codes, by_row, None, bias, residual, t, None)
+        tensors = (q, codes, by_row, zero_point, bias, residual, t, None)
         return plan.product(tensors).view(plan.shape)
+    assert t is not None
+    if plan.implementation == "weight_linear":
+        rounded = (q[:, :k].float() * t[:, None]).to(x.dtype).view(x.shape)
+        return weight_linear.run(rounded, codes, scale, zero_point, bias, residual, group_size)
     if plan.padding:
         codes = F.pad(codes.view(torch.int8), (0, plan.padding)).view(codes.dtype)
     by_column = scale.reshape(-1).float()
     out = scaled_mm(q, codes, t, by_column, bias=bias, out_dtype=x.dtype).view(plan.shape)
     return out if residual is None else out.add_(residual)
+
+
+def _codes(
+    rows: Tensor, plan: DynamicLinearPlan, format: str, tensorwise: bool
+) -> tuple[Tensor, Tensor | None]:
+    """x [M, K] as the plan multiplies it, and the scale of each token where the product does not find it itself."""
+    m, k = plan.rows
+    if plan.numbers is None:
+        return rows, None
+    if plan.implementation == "int8_int4":
+        return quantize_rows_sm90.turned_codes(rows)
+    q, t = codes_of(rows, format, plan.numbers, tensorwise)
+    return (q, t) if plan.product is None else (q[:, :k], t.expand(m).contiguous())

@@ -17,7 +17,8 @@ The dtype of the operands and the device choose the implementation:
                                             multiprocessors. A slice takes 4·M·N bytes for its sums
             other CUDA devices              Triton (int8_mm_triton)
             CPU                             PyTorch
-    float8  CUDA, compute capability 9.0    scaled_mm_sm90.cu for sums of `LONG` products or more; else as below
+    float8  CUDA, compute capability 9.0    scaled_mm_sm90.cu for sums of `LONG` products or more, and where N is not a
+                                            multiple of 16; else as below
             CUDA, from capability 8.9 on    cuBLAS. On Hopper float8 sums keep about 14 bits, here and in our kernel
             elsewhere                       the float32 product of the decoded operands
 """
@@ -139,7 +140,8 @@ def _implementation(
     is_int8, device = a.dtype == torch.int8, a.device
     if 0 in (*a.shape, b.shape[0]):
         return "int8 empty" if is_int8 else "float8 empty", _empty_sum
-    if nvrtc.runs_on_hopper(device) and (is_int8 or a.shape[1] >= LONG):
+    needs_copy = b.shape[0] % 16 > 0  # cuBLAS takes multiples of 16 columns, so b would be copied
+    if nvrtc.runs_on_hopper(device) and (is_int8 or needs_copy or a.shape[1] >= LONG):
         return ("int8 sm90" if is_int8 else "float8 sm90"), scaled_mm_sm90.multiply
     if is_int8:
         if runs_on(device):

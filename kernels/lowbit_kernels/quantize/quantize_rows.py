@@ -23,6 +23,7 @@ from lowbit_kernels.runtime.triton_runtime import (
     tl,
     triton,
 )
+from lowbit_kernels.weight_only.weight_operands import TensorLayout, described
 
 MOST_KEPT = 8192
 """Elements of a row that a Triton program keeps in registers."""
@@ -145,7 +146,7 @@ def kernel_of(
     """
     if format == "e5m2" or not x.numel():
         return None
-    if not tensorwise and quantize_rows_sm90.takes(x):
+    if not tensorwise and quantize_rows_sm90.takes(TensorLayout(*described(x))):
         return "sm90", _by_sm90
     return ("triton", _by_triton) if runs_on(x.device) and takes(format, x.device) else None
 

@@ -5,7 +5,8 @@
 //   CODES      INT8 or E4M3
 //   OUT        the dtype in which codes are written: CODES, or as numbers BF16 or FP16 (E4M3: FP16 only)
 //   VECTORS    vectors of eight elements that a thread keeps
-// and puts ptx.cuh and sm90.cuh before it.
+//   TURNED     1: int8 codes are written in the order of int8_int4_mm_sm90.cu, in rows of whole 128 codes; the rest is 0
+// and puts ptx.cuh, sm90.cuh and row_codes.cuh before it.
 //
 // One block per row. Each thread issues all its loads at once to hide the latency of memory, and keeps the loaded words
 // in registers until the scale is known. The start of this launch overlaps with the end of the previous one.
@@ -15,35 +16,33 @@ enum { BF16, FP16, INT8, E4M3 };
 static constexpr int MAX_WARPS = 32;
 static constexpr int BYTES = OUT == CODES ? 1 : 2;  // of a code
 static constexpr int ENDS = CODES == E4M3 ? 1 : 2;  // extremes that the scale depends on: |x|, or max and -min
+static constexpr bool HALF = X == FP16;
 static_assert(CODES != E4M3 || OUT == E4M3 || OUT == FP16, "");
-static constexpr float SMALLEST = 1.1754943508222875e-38f, INTEGERS = 12582912.0f;  // 1.5 * 2**23: its ulp is 1
-static constexpr uint32 INFINITE = 0x7f800000;
+static_assert(!TURNED || OUT == INT8, "");
 
-DEVICE float low_half(uint32 pair) { return X == BF16 ? bits_float(pair << 16) : from_half(pair & 0xffff); }
-DEVICE float high_half(uint32 pair) { return X == BF16 ? bits_float(pair & 0xffff0000u) : from_half(pair >> 16); }
-
-// The larger of two magnitudes as float32 bits, in whose order NaN is largest.
-DEVICE uint32 larger_half(uint32 pair) { return max(float_bits(low_half(pair)), float_bits(high_half(pair))); }
-
-// The codes of two neighbours: as bytes in the lower half of the word, or as numbers in all of it. The product is
-// rounded before the sum (no FMA).
+// The codes of two neighbours: as bytes in the lower half of the word, or as numbers in all of it.
 DEVICE uint32 coded(uint32 pair, float inverse) {
-    const float low = multiply_exactly(low_half(pair), inverse), high = multiply_exactly(high_half(pair), inverse);
-    if constexpr (CODES == E4M3) return OUT == FP16 ? from_e4m3x2(to_e4m3x2(low, high)) : to_e4m3x2(low, high);
-    const float a = low + INTEGERS, b = high + INTEGERS;
-    if constexpr (OUT == INT8) return permute(float_bits(a), float_bits(b), 0x40);
-    else if constexpr (OUT == BF16) return to_bf16x2(a - INTEGERS, b - INTEGERS);
-    else return to_half2(a - INTEGERS, b - INTEGERS);
+    if constexpr (BYTES == 2) return rounded_pair<CODES == E4M3, HALF, OUT == FP16>(pair, inverse);
+    const float low = low_half<HALF>(pair), high = high_half<HALF>(pair);
+    if constexpr (CODES == E4M3) return to_e4m3x2(multiply_exactly(low, inverse), multiply_exactly(high, inverse));
+    return permute(float_bits(integer_of(low, inverse)), float_bits(integer_of(high, inverse)), 0x40);
 }
 
 DEVICE void store_codes(unsigned char *row, int i, uint4 x, float inverse) {
     const uint32 a = coded(x.x, inverse), b = coded(x.y, inverse), c = coded(x.z, inverse), d = coded(x.w, inverse);
-    if constexpr (BYTES == 1) ((uint2 *)row)[i] = make_uint2(permute(a, b, 0x5410), permute(c, d, 0x5410));
-    else ((uint4 *)row)[i] = make_uint4(a, b, c, d);
+    if constexpr (TURNED) {
+        const uint32 first = permute(a, b, 0x5410), second = permute(c, d, 0x5410);
+        uint32 *to = (uint32 *)row + i / 16 * 32 + i % 4 * 8 + i / 4 % 4;
+        to[0] = permute(first, second, 0x6420), to[4] = permute(first, second, 0x7531);
+    } else if constexpr (BYTES == 1) {
+        ((uint2 *)row)[i] = make_uint2(permute(a, b, 0x5410), permute(c, d, 0x5410));
+    } else {
+        ((uint4 *)row)[i] = make_uint4(a, b, c, d);
+    }
 }
 
 // Grid: one block per row. Rows of x have `vectors` vectors and are `stride` elements apart; a block is whole warps and
-// holds a whole row. codes [m, 8 * vectors], scale [m].
+// holds a whole row. codes [m, 8 * vectors], scale [m]. With TURNED `vectors` is rounded up to a multiple of 16 for codes.
 extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
     quantize_rows(const unsigned char *x, long long stride, unsigned char *codes, float *scale, int vectors) {
     __shared__ uint32 found[ENDS][MAX_WARPS];
@@ -71,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
         }
     }
     if constexpr (ENDS == 1) high = larger_halves(low, high);
-    uint32 ends[2] = {warp_max(larger_half(high)), ENDS == 2 ? warp_max(larger_half(low)) : 0};
+    uint32 ends[2] = {warp_max(larger_half<HALF>(high)), ENDS == 2 ? warp_max(larger_half<HALF>(low)) : 0};
     if (warps > 1) {
         if (lane == 0)
             for (int i = 0; i < ENDS; ++i) found[i][warp] = ends[i];
@@ -79,22 +78,17 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
         for (int i = 0; i < ENDS; ++i) ends[i] = warp_max(lane < warps ? found[i][lane] : 0);
     }
 
-    float own = CODES == E4M3 ? divide_exactly(bits_float(ends[0]), 448.0f)
-                              : max(divide_exactly(bits_float(ends[0]), 127.0f), divide_exactly(bits_float(ends[1]), 128.0f));
-    own = max(own, SMALLEST);
-    const uint32 largest = max(ends[0], ends[1]);
-    if (largest == 0) own = 1.0f;
-    if (largest >= INFINITE) {
-        own = bits_float(0x7fc00000);
+    const float own = scale_of<CODES == E4M3>(ends[0], ends[1]), inverse = inverse_of(own);
+    if (own != own) {
 #pragma unroll
         for (int j = 0; j < VECTORS; ++j) kept[j] = make_uint4(0, 0, 0, 0);
     }
     if (threadIdx.x == 0) scale[row] = own;
-    const float inverse = largest < INFINITE ? divide_exactly(1.0f, own) : 0.0f;
-    unsigned char *to = codes + row * vectors * 8 * BYTES;
+    const int stored = TURNED ? (vectors + 15) / 16 * 16 : vectors;
+    unsigned char *to = codes + row * stored * 8 * BYTES;
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j) {
         const int i = threadIdx.x + j * blockDim.x;
-        if (i < vectors) store_codes(to, i, kept[j], inverse);
+        if (i < stored) store_codes(to, i, kept[j], inverse);
     }
 }

@@ -16,6 +16,7 @@ from lowbit_kernels.runtime.launch_plan import (
     LaunchPlan,
 )
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
+from lowbit_kernels.weight_only.weight_operands import TensorLayout
 
 DTYPES = {**FLOAT_MACROS, torch.int8: "INT8", torch.float8_e4m3fn: "E4M3"}
 VECTOR = 8  # elements of a 16-byte load
@@ -31,9 +32,10 @@ class RowsVariant:
     codes: str
     out: str
     vectors: int
+    turned: bool
 
 
-def takes(x: Tensor) -> bool:
+def takes(x: TensorLayout) -> bool:
     """True if `quantize` takes x [M, K], M and K > 0: rows begin at multiples of 16 bytes, K is a multiple of 16."""
     m, k = x.shape
     return (
@@ -41,9 +43,9 @@ def takes(x: Tensor) -> bool:
         and x.dtype in (torch.bfloat16, torch.float16)
         and k % 16 == 0
         and k <= VECTOR * MAX_THREADS * MAX_VECTORS
-        and x.stride(1) == 1
-        and (m == 1 or x.stride(0) % VECTOR == 0)
-        and x.data_ptr() % 16 == 0
+        and x.strides[1] == 1
+        and (m == 1 or x.strides[0] % VECTOR == 0)
+        and x.misaligned == 0
     )
 
 
@@ -59,15 +61,25 @@ def plan(k: int) -> tuple[int, int]:
     return own, -(-vectors // (own * 32)) * 32
 
 
-def quantize(x: Tensor, codes: Tensor, scale: Tensor, format: str, op: str | None = None) -> None:
+def quantize(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    format: str,
+    op: str | None = None,
+    turned: bool = False,
+) -> None:
     """Write codes [M, K] and scale [M] of an x for which `takes` holds.
 
-    `format` is "int8" or "e4m3". `codes` has the format's dtype, or is float16, or for "int8" bfloat16. `op`: the
-    planned op whose call this is all of.
+    Args:
+        format: "int8" or "e4m3".
+        codes: of the format's dtype, or float16, or for "int8" bfloat16.
+        op: the planned op whose call this is all of.
+        turned: as `turned_codes` writes them.
     """
     m, k = x.shape
     own, threads = plan(k)
-    variant = RowsVariant(DTYPES[x.dtype], format.upper(), DTYPES[codes.dtype], own)
+    variant = RowsVariant(DTYPES[x.dtype], format.upper(), DTYPES[codes.dtype], own, turned)
     with torch.cuda.device_of(x):
         stream = torch.cuda.current_stream().cuda_stream
         addresses = (x.data_ptr(), x.stride(0), codes.data_ptr(), scale.data_ptr())
@@ -88,11 +100,22 @@ def quantize(x: Tensor, codes: Tensor, scale: Tensor, format: str, op: str | Non
         launcher.learn(op, plan_of_call)
 
 
+def turned_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 codes [M, K rounded up to a multiple of 128] of an x for which `takes` holds, in the order that
+    ``int8_int4_mm_sm90.cu`` needs, and scales [M]."""
+    m, k = x.shape
+    codes = x.new_empty((m, k + -k % 128), dtype=torch.int8)
+    scale = x.new_empty(m, dtype=torch.float32)
+    quantize(x, codes, scale, "int8", turned=True)
+    return codes, scale
+
+
 def source(
     variant: RowsVariant, primitives: tuple[str, ...] = ("runtime/ptx.cuh", "runtime/sm90.cuh")
 ) -> str:
     """The CUDA C++ to compile."""
-    return program(asdict(variant), *primitives, "quantize/quantize_rows_sm90.cu")
+    files = *primitives, "quantize/row_codes.cuh", "quantize/quantize_rows_sm90.cu"
+    return program(asdict(variant), *files)
 
 
 @functools.cache

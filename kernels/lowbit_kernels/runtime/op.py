@@ -300,7 +300,11 @@ class _Declaration:
                 )
             takes_default = takes_default and parameter.default is not parameter.empty
             value = parameter.default
-            shown = f'"{value}"' if isinstance(value, str) else f"{value}".replace("torch.", "").replace("()", "[]")
+            shown = (
+                f'"{value}"'
+                if isinstance(value, str)
+                else f"{value}".replace("torch.", "").replace("()", "[]")
+            )
             default = f"={shown}" if takes_default else ""
             kind = SCHEMA_TYPES[parameter.annotation]
             if n in self.writes:

@@ -146,6 +146,11 @@ DEVICE float divide_exactly(float a, float b) {
     asm("div.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
     return result;
 }
+DEVICE float reciprocal_exactly(float x) {
+    float result;
+    asm("rcp.rn.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
 
 // |a| * b, at most 1; NaN becomes 0.
 DEVICE float saturated_product(float a, float b) { return __saturatef(fabsf(a) * b); }

@@ -3,7 +3,8 @@
 //   weight[n, k] = (number(code[n, k]) - zero_point[n, k / group]) * scale[n, k / group]
 //                  or number(code[n, k]) * scale[n, k / group] + zero_point[n, k / group]
 //
-// weight_mm_decode_sm90.py puts ptx.cuh and sm90.cuh before this source and compiles it for each combination of
+// weight_mm_decode_sm90.py puts ptx.cuh, sm90.cuh, row_codes.cuh, round_tokens_sm90.cuh, int4_as_int8.cuh and
+// weight_codes_sm90.cuh before this source and compiles it for each combination of
 //   CODES              INT: a bit stream of integers, each plus 2^(BITS - 1); TABLE: a bit stream of indices into VALUES;
 //                      E2M1: a bit stream of numbers of 4 bits, for X = BF16; INT8; UINT8, integers plus 128; or E4M3
 //   BITS               of a code: 1 to 7 for INT, 1 to 4 for TABLE, 4 for E2M1, else 8
@@ -24,6 +25,9 @@
 //   EVEN               whether every warp has CHUNKS chunks of every part
 //   PAIRED             BY_COLUMN for one token, and an even number of groups: a lane reads two scales at once
 //   BOX                chunks whose x one copy loads to shared memory, as a box of all tokens; 0: no boxes
+//   ROUNDS             NONE; or INT8 or E4M3: each token is rounded to codes with a scale of its own, token_scale. Groups
+//                      are then scaled BY_UNIT
+//   SOURCE             BF16 or FP16, the dtype of x in memory; X unless ROUNDS is E4M3
 //
 // Pipeline. A cluster takes every n-th tile of the weight. One thread of a block issues TMA copies of parts of tiles
 // into a ring of stages. The ring holds only as much as keeps memory busy: with more copies in flight, later ones delay
@@ -40,6 +44,10 @@
 //
 // Small groups and few tokens (BY_COLUMN). A column of mma holds the x of one group, and zeros for the other groups. So
 // it sums up that group, and a lane scales its sums once for several groups, not once for each.
+//
+// Rounding. A cluster has all of x in registers, so it finds each token's scale there: the lanes of a warp, the warps of
+// a block and the blocks of a cluster exchange the largest and smallest numbers of a token. Meanwhile codes arrive. int8
+// codes of x are multiplied as int8: an instruction takes twice as many, and codes of a weight are unpacked faster.
 //
 // Neither codes nor x are reordered in memory: a lane reads adjacent codes, and the x that belongs to them. mma only
 // needs both operands to have the same k at the same position.
@@ -59,13 +67,19 @@ static constexpr bool COPIES_X = BOX == 0 && (TOKENS == 1 || (SHARE > 1 && PARTS
 static constexpr int BOX_PITCH = BOX * CHUNK * 2, MAX_BOXES = 16;  // bytes of a token in a box, a multiple of 256
 static constexpr bool LARGE_X = SETS * 4 * TILES * PAIRS > 32;  // x takes more than 32 registers
 static constexpr int REGISTERS[2] = {LARGE_X ? 112 : 104, LARGE_X ? 32 : 64};  // of a multiplying warp; of the others
+// int8 by int8, where x has int8 codes. CODE_UNIT: see four_of.
+static constexpr bool BY_INTEGERS = ROUNDS == INT8 && ((CODES == INT && BITS == 4) || (CODES == INT8 && ZERO == NONE));
+static constexpr float CODE_UNIT = BY_INTEGERS && BITS == 4 && ZERO == NONE ? 1.0f / 16 : 1.0f;
+static constexpr bool FOLDS = FOLD && !BY_INTEGERS;
 // Whether the sums of x over a unit are needed.
-static constexpr bool SUMS_X = FOLD || (ZERO != NONE && (ZERO == VALUE || SCALING == BY_COLUMN) && UNITS == 1);
+static constexpr bool SUMS_X = FOLDS || (ZERO != NONE && (ZERO == VALUE || SCALING == BY_COLUMN) && UNITS == 1);
 static_assert(SCALING != BY_UNIT || SPAN % UNIT == 0, "");
 static_assert(SCALING != BY_COLUMN || (CHUNK % SPAN == 0 && DEPTH > 0 && IS_STREAM), "");
 static_assert(SCALING != IN_CODES || ((CODES == TABLE || CODES == E2M1) && ZERO == NONE), "");
 static_assert((CODES != E4M3 || ZERO == NONE) && (CODES != E2M1 || (X == BF16 && BITS == 4)), "");
 static_assert((BOX == 0 || (IS_STREAM && SHARE == 1)), "");
+static_assert(ROUNDS == NONE || (SCALING == BY_UNIT && ZERO != VALUE && !(CODES == TABLE || CODES == E2M1)), "");
+
 // The start of shared memory, before the ring. The buffers that the adding warps read are double: for even and odd
 // tiles.
 struct Shared {
@@ -74,7 +88,9 @@ struct Shared {
     uint64 arrived[MAX_BOXES];   // a box of x is in shared memory
     uint64 loaded;               // the warps have x in registers
     uint64 received;             // the sums of all blocks have arrived
+    uint64 exchanged;            // the ends of the tokens have arrived from all blocks
     uint64 summed[2], added[2];  // the warps' sums are written; they have been read
+    TokenScales<ROUNDS == NONE ? 1 : 16, WARPS> tokens;
     alignas(512) float4 sums[2][WARPS][PIECES][32];
 };
 
@@ -245,7 +261,7 @@ DEVICE void load_x(uint32 (&two)[PAIRS], const unsigned short *x, int first, int
 // Pairs x in the order in which `unpack` gives codes, from a word's first k: INT, E2M1: (k, k + 4), (k + 1, k + 5), ...; 8
 // bits: (k, k + 2), (k + 1, k + 3); TABLE, and E4M3 in fp16: (k, k + 1), (k + 2, k + 3), ....
 DEVICE void order_x(uint32 (&pairs)[PAIRS]) {
-    if constexpr (CODES == TABLE || (CODES == E4M3 && X == FP16)) return;
+    if constexpr (CODES == TABLE || (CODES == E4M3 && X == FP16) || BY_INTEGERS) return;
     uint32 two[PAIRS];
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) two[i] = pairs[i];
@@ -383,7 +399,7 @@ struct Sums {
             for (int i = 0; i < 2; ++i) offset[tile][i] = plain[tile][i] = 0.0f;
     }
     MEMBER void add(const Tokens &x) {
-        if constexpr (FOLD) sum_x<false>(offset, x, 0, 4);
+        if constexpr (FOLDS) sum_x<false>(offset, x, 0, 4);
         if constexpr (SUMS_X && ZERO != NONE) sum_x<true>(plain, x, 0, 4);
     }
 };
@@ -423,6 +439,29 @@ DEVICE void multiply_words(float (&own)[TILES][4], const Tokens &x, const Word (
     }
 }
 
+// The same as products of int8.
+DEVICE void multiply_integers(float (&sums)[TILES][4], const Tokens &x, const Word (&upper)[4], const Word (&lower)[4],
+                              int first, int end, const int (&zero)[2]) {
+    int own[TILES][4] = {};
+    constexpr int STEP = BITS == 4 ? 1 : 2;  // words of an instruction
+    constexpr bool HAS_ZERO = ZERO != NONE;
+#pragma unroll
+    for (int word = first; word < end; word += STEP) {
+        const int next = word + STEP - 1;
+        const uint32 row[2] = {upper[word].low, lower[word].low};
+        uint32 a[4] = {row[0], row[1], upper[next].low, lower[next].low};
+        if constexpr (BITS == 4) {
+            a[0] = four_of<false, HAS_ZERO>(row[0], zero[0]), a[1] = four_of<false, HAS_ZERO>(row[1], zero[1]);
+            a[2] = four_of<true, HAS_ZERO>(row[0], zero[0]), a[3] = four_of<true, HAS_ZERO>(row[1], zero[1]);
+        }
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile)
+            warp_multiply_s8(own[tile], a[0], a[1], a[2], a[3], x[word][tile][0], x[next][tile][BITS == 4 ? 1 : 0]);
+    }
+#pragma unroll
+    for (int i = 0; i < TILES * 4; ++i) sums[i / 4][i % 4] = (float)own[i / 4][i % 4];
+}
+
 // Where the scales and zero points of a warp's groups are: those of row g; those of row g + 8 follow `rest` elements
 // later. `left`: groups from there on to the end of the row.
 struct Scales {
@@ -451,12 +490,15 @@ DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const Sums 
         float scale[2] = {1.0f, 1.0f}, added[2] = {};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            if (SCALING == BY_UNIT) scale[i] = beyond ? 0.0f : number_at(of.scales, at + i * of.rest);
+            if (SCALING == BY_UNIT) scale[i] = beyond ? 0.0f : number_at(of.scales, at + i * of.rest) * CODE_UNIT;
             if (ZERO == VALUE) added[i] = beyond ? 0.0f : number_at(of.zero_points, at + i * of.rest);
         }
         float own[TILES][4] = {};
-        multiply_words(own, x, upper, lower, unit * VECTOR, (unit + 1) * VECTOR, zero, table,
-                       of.scales + at * SCALE_SIZE, of.rest, of.left - at);
+        if constexpr (BY_INTEGERS)
+            multiply_integers(own, x, upper, lower, unit * VECTOR, (unit + 1) * VECTOR, zero);
+        else
+            multiply_words(own, x, upper, lower, unit * VECTOR, (unit + 1) * VECTOR, zero, table,
+                           of.scales + at * SCALE_SIZE, of.rest, of.left - at);
         Sums here = x_sums;
         if constexpr (ZERO == VALUE && UNITS > 1) here.clear(), sum_x<true>(here.plain, x, unit * VECTOR, (unit + 1) * VECTOR);
 #pragma unroll
@@ -464,8 +506,8 @@ DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const Sums 
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 if (SHARE > 1 && (int)(threadIdx.x % 4 * 2 + i % 2) / TOKENS != place) continue;
-                if constexpr (FOLD) own[tile][i] -= here.offset[tile][i % 2];
-                if constexpr (FOLD && (ZERO == CODE || ZERO == UNSIGNED))
+                if constexpr (FOLDS) own[tile][i] -= here.offset[tile][i % 2];
+                if constexpr (FOLDS && (ZERO == CODE || ZERO == UNSIGNED))
                     own[tile][i] = fma_exactly(-(float)zero[i / 2], here.plain[tile][i % 2], own[tile][i]);
                 sums[tile][i] = fma_exactly(own[tile][i], scale[i / 2], sums[tile][i]);
                 if constexpr (ZERO == VALUE) sums[tile][i] = fma_exactly(added[i / 2], here.plain[tile][i % 2], sums[tile][i]);
@@ -527,6 +569,9 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *table
         load_tokens<true>(x, p, rank, p.x, p.x_stride, 0);
     }
     if (!COPIES_X && BOX == 0) named_barrier_sync(1, THREADS);
+    if constexpr (ROUNDS != NONE)
+        round_tokens<ROUNDS == E4M3, SOURCE == FP16, X == FP16, BY_INTEGERS>(
+            x, shared.tokens, shared_address(&shared.exchanged), rank);
     constexpr int PER_PART = SCALING == BY_COLUMN ? TURNS : 1, ALL = SCALING == BY_COLUMN ? PARTS * TURNS : SETS;
     Sums x_sums[ALL];
 #pragma unroll
@@ -566,7 +611,7 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *table
                         const Sums &sum = x_sums[part * TURNS + c / DEPTH];
                         if (c % DEPTH == 0)
 #pragma unroll
-                            for (int i = 0; i < 4; ++i) groups[high][i] = FOLD ? -sum.offset[0][i % 2] : 0.0f;
+                            for (int i = 0; i < 4; ++i) groups[high][i] = FOLDS ? -sum.offset[0][i % 2] : 0.0f;
                         if (EVEN || c < own.count)
                             add_chunk(groups[high], x[part * CHUNKS + c], from, p.pitch, table);
                         if (c % DEPTH == DEPTH - 1 || c == CHUNKS - 1)
@@ -636,13 +681,14 @@ struct Epilogue {
         }
     }
 
-    MEMBER void store(const Problem &p, int row, int token, const float4 &sums) const {
+    MEMBER void store(const Problem &p, const Shared &shared, int row, int token, const float4 &sums) const {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         const float all[4] = {sums.x, sums.y, sums.z, sums.w};
+        const float *of_tokens = ROUNDS == NONE ? token_scale : &shared.tokens.scale[token + 2 * t];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int own = row + g + i / 2 * 8, of = token + 2 * t + i % 2;
-            const float result = fma_exactly(all[i], token_scale[i % 2], bias[i / 2]) + residual[i];
+            const float result = fma_exactly(all[i], of_tokens[i % 2], bias[i / 2]) + residual[i];
             if (own < p.n && of < p.m) p.out[(long long)of * p.n + own] = to_out(result);
         }
     }
@@ -685,7 +731,8 @@ DEVICE void finish(const Problem &p, Shared &shared, float4 *kept, int rank, int
             const int row = tile * ROWS + i / TILES * 16, token = i % TILES * 8;
             if constexpr (SPLIT == 1) {
                 const Epilogue epilogue(p, row, token);  // loads its operands before the wait in `sum`
-                epilogue.store(p, row, token, sum(i));
+                const float4 sums = sum(i);
+                epilogue.store(p, shared, row, token, sums);
             } else {
                 send(shared_address(kept_at(kept, round, rank) + i * 32), round % SPLIT, sum(i),
                      shared_address(&shared.received));
@@ -707,7 +754,7 @@ DEVICE void combine(const Problem &p, Shared &shared, float4 *kept, int rank) {
         float4 sums = kept_at(kept, round, 0)[piece * 32];
 #pragma unroll
         for (int other = 1; other < SPLIT; ++other) add(sums, kept_at(kept, round, other)[piece * 32]);
-        epilogue.store(p, row, token, sums);
+        epilogue.store(p, shared, row, token, sums);
     }
 }
 
@@ -772,6 +819,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 const int own = (rounds_of(p) - rank + SPLIT - 1) / SPLIT;  // tiles that this block adds up
                 barrier_init(shared_address(&shared.received), 1);
                 barrier_expect(shared_address(&shared.received), own * SPLIT * PIECES * 512);
+                if constexpr (ROUNDS != NONE) {
+                    barrier_init(shared_address(&shared.exchanged), 1);
+                    barrier_expect(shared_address(&shared.exchanged), SPLIT * ((TOKENS + 3) / 4) * 16);
+                }
             }
             barrier_init_fence();
         }
@@ -793,7 +844,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     if constexpr (SPLIT > 1) {
         __syncwarp();
-        if (role < 0 || role >= 2) cluster_wait();
+        if ((role < 0 && ROUNDS == NONE) || role >= 2) cluster_wait();
+        if constexpr (ROUNDS != NONE) named_barrier_sync(4, THREADS);  // token_scale is written
         combine(p, shared, kept, rank);
     }
 }

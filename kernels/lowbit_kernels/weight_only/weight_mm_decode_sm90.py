@@ -6,6 +6,9 @@ It takes at most 16 tokens and weights of 1 to 8 bits in the formats of `codes_f
 9.0: integers, float8 e4m3, and tables of up to 16 numbers. The weight is not rounded: codes minus zero points are exact
 in x's dtype, sums and scales are float32. Only numbers of a table are rounded to x's dtype, after a factor that makes
 them round well (`table_of`): NF4's to 7e-4 of their norm in bfloat16.
+
+With `WeightOperands.rounds` the kernel rounds x [m, k] to int8 or e4m3 codes with a scale a token, as `quantize_rowcol`
+does, and multiplies these. A launch of its own for that would take 2 to 3 us.
 """
 
 from __future__ import annotations
@@ -43,6 +46,8 @@ X_BYTES = 1024  # most bytes of a token's x that one copy loads
 IN_FLIGHT = 112 * 1024
 KEPT_LIMIT = 32 * 1024  # bytes of shared memory for sums that wait for those of other blocks
 X_REGISTERS = 64  # registers of a thread that hold x
+ROUNDING_BYTES = 1536  # of shared memory, for the scales of tokens
+ROUNDS_MACROS = {torch.int8: "INT8", E4M3: "E4M3"}
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,8 @@ class DecodeVariant:
     even: bool
     box: int
     paired: bool
+    rounds: str = "NONE"
+    source: str = "BF16"  # of x in memory, where it is rounded
     values: str = ""  # of a table
     unit_value: str = "1.0f"
 
@@ -99,6 +106,7 @@ def plan(
     vector: int = 4,
     by_column: bool = False,
     table_bytes: int = 0,
+    rounding: bool = False,
     splits: tuple[int, ...] = (1, 2, 4, 8),
     heights: tuple[int, ...] | None = None,
 ) -> DecodeDivision | None:
@@ -110,6 +118,7 @@ def plan(
         vector: see `neighbours`.
         by_column: whether the columns of mma hold the sums of different groups.
         table_bytes: bytes of shared memory for a table.
+        rounding: the kernel rounds x.
         splits, heights: the choices; by default no higher tiles where they were never faster.
     """
     heights = heights or ((1,) if m <= 8 or bits < 8 else (1, 2))
@@ -117,7 +126,7 @@ def plan(
     # At 8 bits compute 8 tokens where their x fits: 5 to 13% faster for 4, whose x would pass through shared memory.
     for tokens in (8, least) if bits == 8 and 1 < m < 8 else (least,):
         shape = (m, tokens, n, k, bits, multiprocessors, scale_bytes, vector)
-        last = by_column, table_bytes
+        last = by_column, table_bytes + rounding * ROUNDING_BYTES
         plans = [_divided(*shape, *last, split, height) for split in splits for height in heights]
         if possible := [one for one in plans if one is not None]:
             break
@@ -274,16 +283,24 @@ def takes(operands: WeightOperands) -> bool:
         and codes.shape[1] % 16 == 0
         and codes.shape[1] * 8 == k * format.bits
         and scaling_of(operands) is not None
+        and (operands.rounds is None or _can_round(operands))
         and (codes.strides[1] == 1 or codes.shape[1] == 1)
         and codes.misaligned == 0
         and (operands.n == 1 or takes_rows(codes.strides[0], codes.shape[1]))
     )
 
 
+def _can_round(operands: WeightOperands) -> bool:
+    """True for a weight whose products with rounded x the kernel has: int4, int8 and float8."""
+    format = operands.format
+    return (format.is_int4_or_int8 or format.exponent > 0) and operands.scale.dtype in FLOAT_MACROS
+
+
 def scaling_of(operands: WeightOperands) -> str | None:
     """How the kernel scales groups; None for groups that it doesn't take."""
     group, tokens = operands.group, 1 << (operands.m - 1).bit_length()
-    if operands.bits < 8 and 0 < group < CHUNK and CHUNK % group == 0 and group % 16 == 0:
+    is_small = operands.bits < 8 and 0 < group < CHUNK and CHUNK % group == 0 and group % 16 == 0
+    if is_small and operands.rounds is None:
         if CHUNK // group * tokens <= COLUMNS:
             return "BY_COLUMN"
         if _is_exact_scaled(operands):
@@ -344,6 +361,7 @@ def planned(
         vector=neighbours(bits, operands.group) if scaling == "BY_UNIT" else 4,
         by_column=scaling == "BY_COLUMN",
         table_bytes=128 << 2 * bits if has_table else 0,
+        rounding=operands.rounds is not None,
         **choices,
     )
 
@@ -381,11 +399,11 @@ class DecodeProduct:
         shape = (x_stride, m, n, k, chunks, operands.groups)
         self.sizes = (*shape, plan.pitch, plan.stages, plan.apart)
         self.variant = DecodeVariant(
-            _codes_macro(format, operands.x.dtype),
+            _codes_macro(format, operands.numbers),
             format.bits,
             operands.group,
             scaling,
-            FLOAT_MACROS[operands.x.dtype],
+            FLOAT_MACROS[operands.numbers],
             FLOAT_MACROS[operands.out],
             SCALE_MACROS[operands.scale.dtype],
             _zero_macro(format),
@@ -398,7 +416,9 @@ class DecodeProduct:
             plan.split * plan.parts * plan.chunks * WARPS == chunks,
             0 if self.x_map is None else plan.box,
             by_column and plan.tokens == 1 and operands.groups % 2 == 0,
-            *_table_macros(format, operands.x.dtype),
+            "NONE" if operands.rounds is None else ROUNDS_MACROS[operands.rounds],
+            FLOAT_MACROS[operands.x.dtype],
+            *_table_macros(format, operands.numbers),
         )
 
     @functools.cached_property
@@ -453,6 +473,9 @@ def source(variant: DecodeVariant) -> str:
         macros,
         "runtime/ptx.cuh",
         "runtime/sm90.cuh",
+        "quantize/row_codes.cuh",
+        "weight_only/round_tokens_sm90.cuh",
+        "weight_only/int4_as_int8.cuh",
         "weight_only/weight_codes_sm90.cuh",
         "weight_only/weight_mm_decode_sm90.cu",
     )

@@ -650,8 +650,9 @@ DEVICE void finish(unsigned char *box, const Epilogue &epilogue, const Shape &sh
     __syncwarp();
 }
 
-// The same for all squares of a warp, where only a bias is added and all rows are aligned. It has few instructions:
+// The same for all squares of a warp, where no residual is added and all rows are aligned. It has few instructions:
 // each runs once a tile, so fetching it costs most.
+template <bool SCALED>
 DEVICE void finish_plain(unsigned char *box, const Epilogue &epilogue, const Shape &shape, const Rows &rows,
                          const float (&sums)[SUMS], int row, int token) {
     const int lane = threadIdx.x % 32;
@@ -664,9 +665,14 @@ DEVICE void finish_plain(unsigned char *box, const Epilogue &epilogue, const Sha
         uint32 result[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float *two = &sums[j * 8 + i * 2];
             const float scale = rows.scale[i % 2], bias = rows.bias[i % 2];
-            result[i] = packed<OUT>(fmaf(two[0], scale, bias), fmaf(two[1], scale, bias));
+            float2 two = {sums[j * 8 + i * 2], sums[j * 8 + i * 2 + 1]};
+            if constexpr (SCALED) {
+                const int first = token + j * 16 + i / 2 * 8 + lane % 4 * 2;
+                two.x *= epilogue.token_scale[min(first, shape.m - 1)];
+                two.y *= epilogue.token_scale[min(first + 1, shape.m - 1)];
+            }
+            result[i] = packed<OUT>(fmaf(two.x, scale, bias), fmaf(two.y, scale, bias));
         }
         store_matrices_transposed(matrix, result);
         __syncwarp();
@@ -678,12 +684,13 @@ DEVICE void finish_plain(unsigned char *box, const Epilogue &epilogue, const Sha
 // Finishes a tile whose sums this block has alone.
 DEVICE void finish_all(unsigned char *box, const Epilogue &epilogue, const Shape &shape,
                        const float (&sums)[SUBTILES][SUMS], int row, int token) {
-    const bool plain = epilogue.wide && !epilogue.residual && !epilogue.token_scale;
+    const bool plain = epilogue.wide && !epilogue.residual;
 #pragma unroll
     for (int subtile = 0; subtile < SUBTILES; ++subtile, row += 64) {
         const Rows rows(epilogue, shape, row);
         if (plain && row + 16 <= shape.n) {
-            finish_plain(box, epilogue, shape, rows, sums[subtile], row, token);
+            if (epilogue.token_scale) finish_plain<true>(box, epilogue, shape, rows, sums[subtile], row, token);
+            else finish_plain<false>(box, epilogue, shape, rows, sums[subtile], row, token);
             continue;
         }
 #pragma unroll 1

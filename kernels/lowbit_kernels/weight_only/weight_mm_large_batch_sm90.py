@@ -116,7 +116,8 @@ def _tiles(m: int, unpacking: Unpacking) -> list[tuple[Tile, bool]]:
     """Tiles for M tokens, and whether scales are multiplied into the weights.
 
     The registers of the largest tiles don't hold two sets of sums. So integers of 4 and 8 bits are rounded with such
-    tiles only: with smaller ones it would gain 3 to 5% and lose exactness.
+    tiles only: with smaller ones it would gain 3 to 5% and lose exactness. Sums of groups of 32 take 1.7 times bf16's
+    time, rounded weights 1.1.
     """
     fitting = [t for t in (*PAIRED, *SMALL, *MIDDLE) if t.tokens < 2 * max(m, 16)]
     group, is_looked_up = unpacking.group, unpacking.lookup_bytes > 0
@@ -127,7 +128,7 @@ def _tiles(m: int, unpacking: Unpacking) -> list[tuple[Tile, bool]]:
         tiles = [(tile, True) for tile in (*large, *fitting)]
         if unpacking.rounding != "large":
             return tiles
-    elif rounds and group % 128 == 0:
+    elif rounds and (group % 128 == 0 or unpacking.codes == "INT4"):
         tiles = [(LARGE[1], True), (BROAD, True)]
     elif group == 0 and m > 64:
         tiles = [(tile, False) for tile in (BROAD, *LARGE)]

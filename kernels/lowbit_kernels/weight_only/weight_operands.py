@@ -182,7 +182,8 @@ class WeightOperands(NamedTuple):
 
     token_scale: float32 [M], multiplied into the sums; out: the dtype of the result, the bias and the residual. Bias,
     residual and token_scale are contiguous. format: that of the codes and scales; an implementation declines the ones
-    that it doesn't take.
+    that it doesn't take. rounds: torch.int8 or torch.float8_e4m3fn where the kernel rounds x to codes with a scale a
+    token.
     """
 
     x: TensorLayout
@@ -196,6 +197,7 @@ class WeightOperands(NamedTuple):
     out: torch.dtype
     format: CodesFormat
     global_scale: TensorLayout | None = None
+    rounds: torch.dtype | None = None
 
     @classmethod
     def of(
@@ -213,12 +215,13 @@ class WeightOperands(NamedTuple):
         out: torch.dtype | None = None,
         bits: int = 0,
         table: tuple[float, ...] = (),
+        rounds: torch.dtype | None = None,
     ) -> WeightOperands:
         """The operands of a product of these tensors; x and residual are matrices already."""
         tensors = x, codes, scale, zero_point, bias, residual, token_scale
         zeros = None if zero_point is None else zero_point.dtype
         format = format_of(codes.dtype, scale.dtype, zeros, bits, table)
-        last = group_size, out or x.dtype, format, layout(global_scale)
+        last = group_size, out or x.dtype, format, layout(global_scale), rounds
         return cls._make((*map(layout, tensors), *last))
 
     @property
@@ -232,6 +235,11 @@ class WeightOperands(NamedTuple):
     @property
     def n(self) -> int:
         return self.codes.shape[0]
+
+    @property
+    def numbers(self) -> torch.dtype:
+        """The dtype in which x is multiplied: float16 holds codes of e4m3."""
+        return torch.float16 if self.rounds == E4M3 else self.x.dtype
 
     @property
     def bits(self) -> int:

@@ -19,7 +19,9 @@ from lowbit.linear.frozen.eight_bits import (
     dynamic_linear,
     has_block_kernel,
     has_dynamic_kernel,
+    has_int4_kernel,
     has_static_kernel,
+    int4_dynamic_linear,
     int8_dynamic_linear,
     int8_static_linear,
     static_linear,
@@ -55,6 +57,8 @@ def ordered_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 # ---- the list ------------------------------------------------------------------------------------------------
 
 BUILT_IN = (
+    # int4 weights and int8 activations in 16 bits on a GPU
+    Row("int4_dynamic_linear", has_int4_kernel, int4_dynamic_linear, takes_residual=True),
     # int4 weights, and int8 weights without a quantized activation, in bfloat16 or float16: kernels for GPU and CPU
     Row("weight_linear", has_weight_kernel, weight_linear, takes_residual=True),
     # int8 weights and activations in 16 bits on a GPU, and float8 ones in bfloat16 on a GPU that has float8 units

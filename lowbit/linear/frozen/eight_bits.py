@@ -1,4 +1,4 @@
-"""Activations and weights in 8 bits: int8 by int8 and float8 by float8, with dynamic and static scales."""
+"""Activations in 8 bits: int8 by int8 or int4 and float8 by float8 weights, with dynamic and static scales."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 import lowbit_kernels as kernels
 from lowbit.linear.frozen.checks import unflattened
 from lowbit.linear.frozen.row import Weight
+from lowbit.linear.frozen.weight_only import group_size_of, has_int_kernel
 from lowbit.numerics.granularity import (
     PerBlock,
     PerGroup,
@@ -55,7 +56,22 @@ def _fits_float8_kernel(x: Tensor, weight: Weight) -> bool:
         and is_rowwise(weight, Float8())
         and torch.cuda.get_device_capability(x.device) >= (8, 9)
         and x.numel() > 0
-        and all(size % 16 == 0 for size in weight.shape)
+        and weight.numel() > 0
+    )
+
+
+def has_int4_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    """For symmetric int8 tokens and int4 weights in groups, with integer zero points or none, on a GPU."""
+    activation = weight.activation
+    return (
+        x.is_cuda
+        and activation is not None
+        and has_int_kernel(x, weight)
+        and weight.spec.format == Int(4)
+        and activation.format == Int(8)
+        and isinstance(activation.granularity, PerToken)
+        and activation.mapping == "symmetric_no_clipping_err"  # the kernel's own
+        and 0 < weight.shape[1] <= kernels.dynamic_linear.MOST_K
     )
 
 
@@ -66,6 +82,22 @@ def dynamic_linear(
     tracer.multiplies_in(kernels.dynamic_linear.FORMATS[weight.codes.dtype])
     codes, scale = weight.codes, weight.scale
     return kernels.dynamic_linear.dynamic_linear(x, codes, scale, bias, residual)
+
+
+def int4_dynamic_linear(
+    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None = None
+) -> Tensor:
+    """int8 by int4 on a GPU, as `dynamic_linear`."""
+    tracer.multiplies_in("int8")
+    return kernels.dynamic_linear.dynamic_linear(
+        x,
+        weight.codes,
+        weight.scale,
+        bias,
+        residual,
+        zero_point=weight.zero_point,
+        group_size=group_size_of(x, weight),
+    )
 
 
 _BLOCK = 128

@@ -1,0 +1,125 @@
+"""int8 tokens times a weight of 4 bits on the units for int8: which operands fit, and the product against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit_kernels.matmul import int8_int4_mm_sm90
+from lowbit_kernels.matmul.int8_int4_mm_sm90 import Int8Int4Product
+from lowbit_kernels.quantize import quantize_rows_sm90
+from lowbit_kernels.weight_only.weight_operands import WeightOperands
+from tests.kernels import emulator, int8_int4_emulator
+from tests.kernels.compiled_on_cpu import COMPILER
+from tests.kernels.test_weight_mm_decode_sm90_gpu import BOUND, exact, operands, tensors_of
+
+SHAPES = [
+    (5, 140, 256, 128, False, torch.bfloat16),
+    (130, 72, 384, 128, True, torch.float16),  # an odd number of chunks, two tiles of tokens
+    (70, 300, 144, 0, True, torch.bfloat16),  # one scale a row
+    (
+        3,
+        520,
+        1008,
+        256,
+        False,
+        torch.bfloat16,
+    ),  # more tiles than clusters, a k that ends within a chunk
+    (40, 131, 256, 128, True, torch.bfloat16),
+]
+
+
+def case_of(
+    m: int, n: int, k: int, group: int, zero: bool, dtype: torch.dtype, device: str
+) -> dict:
+    case = operands(m, n, k, 4, group, dtype, zero=zero, extras=True, device=device)
+    return {**case, "rounds": torch.int8}
+
+
+def product_of(case: dict, codes: Tensor, token_scale: Tensor) -> Tensor:
+    """The product of x's codes, which the rounding kernel wrote."""
+    tensors = (codes, *tensors_of(case)[1:6], token_scale)
+    given = (codes[:, : case["x"].shape[1]], *tensors[1:])
+    sizes = {"group_size": case["group_size"], "out": case["x"].dtype}
+    planned = WeightOperands.of(*given, **sizes)
+    assert int8_int4_mm_sm90.takes(planned)
+    return Int8Int4Product(planned)((*tensors, None))
+
+
+def emulated(case: dict) -> Tensor:
+    m, k = case["x"].shape
+    codes, scale = torch.empty(m, k + -k % 128, dtype=torch.int8), torch.empty(m)
+    emulator.quantize_rows(case["x"], codes, scale, "int8", None, True)
+    with int8_int4_emulator.emulated():
+        return product_of(case, codes, scale)
+
+
+def assert_close(out: Tensor, case: dict) -> None:
+    expected = exact(**case)
+    assert out.shape == expected.shape and out.is_contiguous()
+    # the residual is added after a rounding
+    assert (out.double() - expected).norm() <= 2 * BOUND[out.dtype] * expected.norm()
+
+
+@pytest.mark.skipif(not COMPILER, reason="no g++")
+@pytest.mark.parametrize(("m", "n", "k", "group", "zero", "dtype"), SHAPES)
+def test_emulated(m: int, n: int, k: int, group: int, zero: bool, dtype: torch.dtype) -> None:
+    case = case_of(m, n, k, group, zero, dtype, "cpu")
+    assert_close(emulated(case), case)
+
+
+@pytest.mark.skipif(not COMPILER, reason="no g++")
+def test_emulated_nan_stays_with_its_token_and_row() -> None:
+    case = case_of(5, 40, 256, 128, True, torch.bfloat16, "cpu")
+    clean = emulated(case)
+    case["x"][1, 3], case["x"][2, 7], case["scale"][9, 1] = float("nan"), float("inf"), float("nan")
+    expected, out = clean.clone(), emulated(case)
+    expected[1], expected[2], expected[:, 9] = float("nan"), float("nan"), float("nan")
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.nan_to_num(), expected.nan_to_num())
+
+
+def test_sums_of_large_codes_are_exact() -> None:
+    """All codes at the ends of their ranges: the sums of a group are the largest."""
+    if not COMPILER:
+        pytest.skip("no g++")
+    case = case_of(2, 16, 256, 0, False, torch.float16, "cpu")
+    case["x"], case["codes"] = (
+        torch.full((2, 256), -1.0).half(),
+        torch.zeros(16, 128, dtype=torch.uint8),
+    )
+    case["scale"], case["bias"], case["residual"] = torch.full((16, 1), 2.0**-9).half(), None, None
+    out = emulated(case)
+    assert torch.equal(out, torch.full((2, 16), 256 * 8 * 2.0**-9).half())
+
+
+@pytest.mark.parametrize("group", [32, 64, 96, 192])
+def test_groups_that_are_no_chunks_are_declined(group: int) -> None:
+    case = operands(4, 16, group * 3, 4, group, device="cpu")
+    codes, scale = torch.zeros(4, group * 3, dtype=torch.int8), torch.ones(4)
+    tensors = (codes, *tensors_of(case)[1:6], scale)
+    planned = WeightOperands.of(*tensors, group_size=group, out=torch.bfloat16)
+    assert not int8_int4_mm_sm90.takes(planned)
+
+
+def test_the_ring_fits_shared_memory() -> None:
+    stages, shared = int8_int4_mm_sm90.stages(int8_int4_mm_sm90.TOKENS)
+    assert stages >= 4 and shared <= 227 * 1024
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("m", "n", "k", "group", "zero", "dtype"),
+    [
+        *SHAPES,
+        (1000, 4096, 4096, 128, True, torch.bfloat16),
+        (257, 1027, 14336, 256, False, torch.bfloat16),
+    ],
+)
+def test_cuda(m: int, n: int, k: int, group: int, zero: bool, dtype: torch.dtype) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    case = case_of(m, n, k, group, zero, dtype, "cuda")
+    codes, scale = quantize_rows_sm90.turned_codes(case["x"])
+    assert_close(product_of(case, codes, scale), case)
