@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lowbit_kernels.composed import (
         add_low_rank,
         dynamic_linear,
+        expert_linear,
         grouped_linear,
         linear_gradients,
         linear_output,
@@ -50,6 +51,7 @@ __all__ = [
     "block_scaled_mm",
     "dequantize",
     "dynamic_linear",
+    "expert_linear",
     "fake_quantize",
     "grouped_linear",
     "grouped_scaled_mm",

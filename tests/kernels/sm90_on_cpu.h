@@ -269,6 +269,17 @@ static inline float __shfl_xor_sync(uint32, float x, uint32 lanes) {
     return x;
 }
 
+static inline uint32 ballot(bool condition) {
+    const unsigned int me = emulation::current;
+    emulation::fibers[me].given[0] = condition;
+    emulation::meet_warp();
+    uint32 result = 0;
+    for (int lane = 0; lane < 32; ++lane) result |= emulation::fibers[me / 32 * 32 + lane].given[0] << lane;
+    emulation::meet_warp();
+    return result;
+}
+static inline int bits_set(uint32 x) { return __builtin_popcount(x); }
+
 // ---- copies ----------------------------------------------------------------------------------------------------------
 
 struct TensorMap {
@@ -432,6 +443,13 @@ static inline uint32 fma_bf16x2(uint32 a, uint32 b, uint32 c) {
 static inline uint32 fma_half2(uint32 a, uint32 b, uint32 c) {
     const auto fused = [](uint32 a, uint32 b, uint32 c) { return fmaf(from_half(a), from_half(b), from_half(c)); };
     return to_half2(fused(a, b, c), fused(a >> 16, b >> 16, c >> 16));
+}
+static inline float exponential(float x) { return expf(x); }
+static inline float quotient(float a, float b) { return a / b; }
+template <typename T>
+static inline T stream_load(const T *p) {
+    if ((uintptr_t)p % sizeof(T)) emulation::fail("a misaligned load");
+    return *p;
 }
 static inline float fma_exactly(float a, float b, float c) { return fmaf(a, b, c); }
 static inline uint32 masked_xor(uint32 x, uint32 mask, uint32 y) { return (x & mask) ^ y; }
