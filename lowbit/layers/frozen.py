@@ -27,8 +27,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowbit.layers.routed_experts import routed_forward
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.core.forms import name_of_form, parts_of_form, sources_of_form
+from lowbit.tensor.core.forms import (
+    has_expert_kernel,
+    name_of_form,
+    parts_of_form,
+    sources_of_form,
+)
 from lowbit.tensor.trained.trainable import TrainableTensor
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -196,6 +202,8 @@ def _frozen_class(plain: type[nn.Module], names: tuple[str, ...]) -> type[Frozen
         members: dict[str, Any] = {name: _weight(name) for name in names}
         if plain.forward is nn.Linear.forward:
             members["forward"] = _linear
+        elif (forward := routed_forward(plain, names, _has_expert_kernel)) is not None:
+            members["forward"] = forward
         members |= {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
         own = type(plain)
         kind: Any = None
@@ -233,6 +241,12 @@ def _in_graph(module: Any, name: str) -> Tensor | None:
 
     parts = [getattr(module, _key(name, part)) for part in parts_of_form(form)]
     return made(form, sources_of_form(form), *parts)
+
+
+def _has_expert_kernel(module: Any, name: str) -> bool:
+    """`has_expert_kernel` of the weight that `_in_graph` makes; False where it makes none."""
+    form = None if _is_exported() else getattr(module, _key(name, "form"), None)
+    return form is not None and has_expert_kernel(form)
 
 
 def _linear(self: Any, input: Tensor) -> Tensor:

@@ -22,8 +22,9 @@
 // no expert has more pairs than that.
 //
 // A warp reads codes from memory straight to registers, in chunks of 64 bytes of 16 rows, and converts them to one
-// operand of mma, exactly. x is the other operand. The sums of a unit, which lies in one group, are scaled in float32.
-// Memory is kept busy by many warps, each with several chunks in flight. All additions have a fixed order.
+// operand of mma, exactly. While it multiplies some chunks, the next ones are on their way. x is the other operand: the
+// block copies a slab of it to shared memory, in the order in which lanes read it. The sums of a unit, which lies in one
+// group, are scaled in float32. All additions have a fixed order.
 
 enum { BF16, FP16, FP32, INT4, INT8, E4M3, E2M1, E8M0 };
 
@@ -32,11 +33,18 @@ static constexpr int WARPS = ALONG * BESIDE, THREADS = 32 * WARPS;
 static constexpr int WORD = 32 / BITS, PAIRS = WORD / 2;  // codes in a word; registers of a word's codes
 static constexpr int CHUNK_BYTES = 64, CHUNK = 16 * WORD;
 static constexpr int SPAN = GROUP == 0 ? 1 << 30 : GROUP;
-static constexpr int UNIT = SPAN % CHUNK == 0 ? CHUNK : SPAN % (CHUNK / 2) == 0 ? CHUNK / 2 : CHUNK / 4;  // in one group
+// MXFP4: a lane's 16 bytes are one group, and numbers times a power of two are exact in bf16. So the scale is multiplied
+// into the numbers, and lanes read 16 bytes although groups are small.
+static constexpr bool SCALED = CODES == E2M1 && SCALE == E8M0 && X == BF16 && GROUP == 32;
+static constexpr int UNIT = SCALED || SPAN % CHUNK == 0 ? CHUNK : SPAN % (CHUNK / 2) == 0 ? CHUNK / 2 : CHUNK / 4;  // in one group
 static constexpr int UNITS = CHUNK / UNIT, VECTOR = 4 / UNITS;  // adjacent words of a unit that a lane reads
 static constexpr int TOKENS = 8 * TILES;
-static constexpr int BATCH = TILES > 2 ? 2 : 4;  // chunks whose codes a warp loads at once
-static_assert(SPAN % UNIT == 0 && (!GATED || BESIDE % 2 == 0), "");
+static constexpr int BATCH = 2;                       // chunks whose codes a warp loads at once
+static constexpr int SLAB = 16 / TILES * (BITS == 4 ? 1 : 2);  // chunks of x in shared memory: 32 KiB
+// Whether mma multiplies the codes + 136, and (136 + zero point) times the sum of x is subtracted from the unit's sum.
+// The only loss is that of float32 sums that are 136 times larger. Otherwise the offset is subtracted from each code.
+static constexpr bool FOLD = CODES == INT4 && X == BF16;
+static_assert((SCALED || SPAN % UNIT == 0) && (!GATED || BESIDE % 2 == 0), "");
 
 struct Problem {
     const unsigned short *x;
@@ -50,6 +58,8 @@ struct Problem {
 };
 
 struct Shared {
+    uint32 x[SLAB][TILES][4][32][PAIRS];  // of a chunk and 8 tokens, for each of a lane's words
+    float x_sums[FOLD ? SLAB : 1][UNITS][TOKENS];
     int rows[TOKENS];
     float sums[ALONG][TOKENS][16 * BESIDE + 1];
 };
@@ -62,33 +72,53 @@ DEVICE int expert_of(const Problem &p, int pair) {
     return id < (unsigned long long)p.experts ? (int)id : p.experts;
 }
 
+static constexpr int SPANS = 8;  // of 32 pairs, whose ids are loaded together
+
+// The experts of a lane's pairs in the spans from `base` on; -1 past the last pair.
+DEVICE void load_experts(int (&found)[SPANS], const Problem &p, int base) {
+#pragma unroll
+    for (int i = 0; i < SPANS; ++i) {
+        const int pair = base + i * 32 + threadIdx.x % 32;
+        found[i] = pair < p.pairs ? expert_of(p, pair) : -1;
+    }
+}
+
 // Fills `rows` with the next pairs of an expert from `from` on, at most TOKENS. Returns their number, and in `from` where
 // to go on. Every warp does the same.
 DEVICE int next_pairs(const Problem &p, int expert, int &from, int *rows) {
     const int lane = threadIdx.x % 32;
-    int count = 0;
-    for (int base = from; base < p.pairs; base += 32) {
-        const int pair = base + lane;
-        const uint32 hits = ballot(pair < p.pairs && expert_of(p, pair) == expert);
-        const int place = count + bits_set(hits & ((1u << lane) - 1));
-        if (hits >> lane & 1 && place < TOKENS) rows[place] = pair;
-        count += bits_set(hits);
-        if (count >= TOKENS) {  // the last pair that fits is found again: the search goes on after it
-            __syncwarp();
-            from = rows[TOKENS - 1] + 1;
-            return TOKENS;
+    int count = 0, base = from;
+    for (; base < p.pairs && count < TOKENS; base += SPANS * 32) {
+        int found[SPANS];
+        load_experts(found, p, base);
+#pragma unroll
+        for (int i = 0; i < SPANS; ++i) {
+            const uint32 hits = ballot(found[i] == expert);
+            const int place = count + bits_set(hits & ((1u << lane) - 1));
+            if (hits >> lane & 1 && place < TOKENS) rows[place] = base + i * 32 + lane;
+            count += bits_set(hits);
         }
     }
-    from = p.pairs;
-    return count;
+    if (count < TOKENS) {
+        from = p.pairs;
+        return count;
+    }
+    __syncwarp();
+    from = rows[TOKENS - 1] + 1;
+    return TOKENS;
 }
 
 // Whether a pair before `pair` has the same expert.
 DEVICE bool has_earlier(const Problem &p, int expert, int pair) {
     const int lane = threadIdx.x % 32;
-    for (int base = 0; base < pair; base += 32)
-        if (ballot(base + lane < pair && expert_of(p, base + lane) == expert)) return true;
-    return false;
+    bool has = false;
+    for (int base = 0; base < pair; base += SPANS * 32) {
+        int found[SPANS];
+        load_experts(found, p, base);
+#pragma unroll
+        for (int i = 0; i < SPANS; ++i) has |= base + i * 32 + lane < pair && found[i] == expert;
+    }
+    return ballot(has) != 0;
 }
 
 // ---- operands --------------------------------------------------------------------------------------------------------
@@ -143,6 +173,36 @@ DEVICE void load_x(uint32 (&pairs)[PAIRS], const unsigned short *x, int first, i
     }
 }
 
+// Copies x of `count` tokens and the chunks from `first` on to shared memory, with its sums over units.
+DEVICE void copy_x(Shared &shared, const Problem &p, int count, int first, int chunks) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    for (int i = warp; i < chunks * TILES; i += WARPS) {
+        const int chunk = i / TILES, tile = i % TILES, token = tile * 8 + g;
+        if (tile * 8 >= count) continue;
+        const unsigned short *x = token < count ? p.x + shared.rows[token] / p.top * p.x_stride : nullptr;
+#pragma unroll
+        for (int unit = 0; unit < UNITS; ++unit) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int j = 0; j < VECTOR; ++j) {
+                const int word = unit * VECTOR + j, k = (first + chunk) * CHUNK + word_at(word, t) / 4 * WORD;
+                uint32 pairs[PAIRS];
+                load_x(pairs, x, k, x ? p.k : 0);
+#pragma unroll
+                for (int n = 0; n < PAIRS; ++n) {
+                    shared.x[chunk][tile][word][lane][n] = pairs[n];
+                    sum += bits_float(pairs[n] << 16) + bits_float(pairs[n] & 0xffff0000);
+                }
+            }
+            if constexpr (FOLD) {
+                sum += __shfl_xor_sync(0xffffffff, sum, 1);
+                sum += __shfl_xor_sync(0xffffffff, sum, 2);
+                if (t == 0) shared.x_sums[chunk][unit][token] = sum;
+            }
+        }
+    }
+}
+
 DEVICE uint32 subtract(uint32 a, uint32 b) {
     if constexpr (X == FP16) return subtract_half2(a, b);
     else return subtract_bf16x2(a, b);
@@ -156,7 +216,8 @@ DEVICE uint32 offset_of(int zero_point) {
     else return to_bf16x2((float)zero_point, (float)zero_point);
 }
 
-// A word's codes minus their zero point as numbers of X, exactly.
+// A word's codes minus their zero point as numbers of X, exactly; with FOLD the codes + 136.
+// With SCALED, `offset` is the scale.
 DEVICE void unpack(uint32 (&pairs)[PAIRS], uint32 word, uint32 offset) {
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
@@ -165,11 +226,15 @@ DEVICE void unpack(uint32 (&pairs)[PAIRS], uint32 word, uint32 offset) {
             pairs[i] = from_e4m3x2(own & 0xffff);
             if constexpr (X == BF16) pairs[i] = to_bf16x2(from_half(pairs[i] & 0xffff), from_half(pairs[i] >> 16));
         } else if constexpr (CODES == E2M1) {  // as the lowest bits of an exponent and the highest of a mantissa
-            const uint32 sign = (own & 0x00080008) << 12;
-            if constexpr (X == FP16) pairs[i] = multiply_half2((own & 0x00070007) << 9 | sign, 0x74007400);
-            else pairs[i] = multiply_bf16x2((own & 0x00070007) << 6 | sign, 0x7e807e80);
+            constexpr int TO = X == FP16 ? 9 : 6;
+            const int left = TO - 4 * i;
+            const uint32 magnitude = (left < 0 ? word >> -left : word << left) & (X == FP16 ? 0x0e000e00 : 0x01c001c0);
+            pairs[i] = masked_or(word << (12 - 4 * i), 0x80008000, magnitude);
+            pairs[i] = X == FP16 ? multiply_half2(pairs[i], 0x74007400) : multiply_bf16x2(pairs[i], 0x7e807e80);
+            if constexpr (SCALED) pairs[i] = multiply_bf16x2(pairs[i], offset);
         } else if constexpr (CODES == INT4) {
-            pairs[i] = subtract(masked_or(own, 0x000f000f, X == FP16 ? 0x64006400 : 0x43004300), offset);
+            pairs[i] = masked_or(own, 0x000f000f, X == FP16 ? 0x64006400 : 0x43004300);
+            if constexpr (!FOLD) pairs[i] = subtract(pairs[i], offset);
         } else if constexpr (X == FP16) {
             pairs[i] = subtract(masked_xor(own, 0x00ff00ff, 0x64806480), offset);
         } else {  // (128 + the low 7 bits) - (128, or 256 with the sign bit, which is the exponent's last bit)
@@ -179,14 +244,17 @@ DEVICE void unpack(uint32 (&pairs)[PAIRS], uint32 word, uint32 offset) {
     }
 }
 
-DEVICE float scale_at(const unsigned char *scales, long long i) {
-    if constexpr (SCALE == FP32) return ((const float *)scales)[i];
-    else if constexpr (SCALE == FP16) return from_half(((const unsigned short *)scales)[i]);
-    else if constexpr (SCALE == BF16) return bits_float((uint32)((const unsigned short *)scales)[i] << 16);
-    else {
-        const uint32 s = scales[i];  // 2^-127 is subnormal, and 255 is NaN
-        return bits_float(s == 0 ? 0x00400000 : s == 255 ? 0x7fc00000 : s << 23);
-    }
+// A scale as stored in memory. It is converted where it is used, so that nothing waits for it before.
+DEVICE uint32 stored_scale(const unsigned char *scales, long long i) {
+    if constexpr (SCALE == FP32) return ((const uint32 *)scales)[i];
+    else if constexpr (SCALE == E8M0) return scales[i];
+    else return ((const unsigned short *)scales)[i];
+}
+DEVICE float scale_from(uint32 bits) {
+    if constexpr (SCALE == FP32) return bits_float(bits);
+    else if constexpr (SCALE == FP16) return from_half(bits);
+    else if constexpr (SCALE == BF16) return bits_float(bits << 16);
+    else return bits_float(bits == 0 ? 0x00400000 : bits == 255 ? 0x7fc00000 : bits << 23);  // 2^-127; NaN
 }
 
 DEVICE void multiply(float (&sums)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
@@ -194,13 +262,23 @@ DEVICE void multiply(float (&sums)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a
     else warp_multiply_bf16(sums, a0, a1, a2, a3, b0, b1);
 }
 
+// A lane's x of a word; 0 for tokens that do not exist.
+DEVICE void read_x(uint32 (&pairs)[PAIRS], const uint32 (&from)[PAIRS], bool exists) {
+    if constexpr (PAIRS == 4) {
+        const uint4 all = exists ? *(const uint4 *)from : make_uint4(0, 0, 0, 0);
+        pairs[0] = all.x, pairs[1] = all.y, pairs[2] = all.z, pairs[3] = all.w;
+    } else {
+        const uint2 all = exists ? *(const uint2 *)from : make_uint2(0, 0);
+        pairs[0] = all.x, pairs[1] = all.y;
+    }
+}
+
 // ---- products --------------------------------------------------------------------------------------------------------
 
 // What a lane holds of a chunk: of rows g and g + 8.
 struct Chunk {
-    uint32 words[2][4];
-    float scale[2][UNITS];
-    int zero[2][UNITS];
+    uint32 words[2][4], scale[2][UNITS];
+    signed char zero[2][UNITS];
 };
 
 // The rows of a warp, and where they are in memory.
@@ -218,85 +296,116 @@ struct Rows {
         }
     }
 
+    // Past the end of the row x is 0, and codes and scales are arbitrary numbers of the row.
     MEMBER void load(Chunk &to, const Problem &p, int chunk) const {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) load_codes(to.words[i], codes[i], chunk * CHUNK_BYTES, p.width);
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
+        for (int i = 0; i < 2; ++i) {
+            load_codes(to.words[i], codes[i], chunk * CHUNK_BYTES, p.width);
 #pragma unroll
             for (int unit = 0; unit < UNITS; ++unit) {
                 if (GROUP == 0) continue;
-                const int k = chunk * CHUNK + unit * UNIT;
-                // Past the end of the row x is 0, and so is the scale, since 0 times NaN would be NaN.
-                to.scale[i][unit] = k < p.k ? scale_at(p.scale, first[i] + k / SPAN) : 0.0f;
-                to.zero[i][unit] = ZERO && k < p.k ? p.zero_point[first[i] + k / SPAN] : 0;
+                const int k = chunk * CHUNK + (SCALED ? (int)threadIdx.x % 4 * 32 : unit * UNIT);
+                const long long at = first[i] + min(k / SPAN, p.groups - 1);
+                to.scale[i][unit] = stored_scale(p.scale, at);
+                if constexpr (ZERO) to.zero[i][unit] = p.zero_point[at];
             }
+        }
     }
 };
 
-// Adds the products of a chunk to `totals`. x: pointers to the tokens of the lane's columns, or null.
-DEVICE void multiply_chunk(float (&totals)[TILES][4], const Chunk &own, const unsigned short *const (&x)[TILES], int chunk,
-                           const Problem &p, const int (&row_zero)[2]) {
-    const int t = threadIdx.x % 4;
+// Adds the products of a chunk to `totals`; `at`: the chunk's place in the slab.
+DEVICE void multiply_chunk(float (&totals)[TILES][4], const Shared &shared, const Chunk &own, int at, int count,
+                           const int (&row_zero)[2]) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int unit = 0; unit < UNITS; ++unit) {
-        float sums[TILES][4] = {};
+        float sums[2][TILES][4] = {}, scale[2];  // two chains of products, since each waits for the one before
+        int zero[2];
         uint32 offset[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) offset[i] = offset_of(GROUP == 0 ? row_zero[i] : own.zero[i][unit]);
+        for (int i = 0; i < 2; ++i) {
+            scale[i] = GROUP == 0 ? 1.0f : scale_from(own.scale[i][unit]);
+            zero[i] = GROUP == 0 ? row_zero[i] : ZERO ? own.zero[i][unit] : 0;
+            offset[i] = SCALED ? (float_bits(scale[i]) >> 16) * 0x10001 : offset_of(zero[i]);
+        }
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
-            const int word = unit * VECTOR + j, k = chunk * CHUNK + word_at(word, t) / 4 * WORD;
+            const int word = unit * VECTOR + j;
             uint32 upper[PAIRS], lower[PAIRS];
             unpack(upper, own.words[0][word], offset[0]);
             unpack(lower, own.words[1][word], offset[1]);
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
                 uint32 b[PAIRS];
-                load_x(b, x[tile], k, x[tile] ? p.k : 0);
+                read_x(b, shared.x[at][tile][word][lane], tile * 8 + g < count);
 #pragma unroll
                 for (int i = 0; i < PAIRS; i += 2)
-                    multiply(sums[tile], upper[i], lower[i], upper[i + 1], lower[i + 1], b[i], b[i + 1]);
+                    multiply(sums[j % 2][tile], upper[i], lower[i], upper[i + 1], lower[i + 1], b[i], b[i + 1]);
             }
         }
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                totals[tile][i] = GROUP == 0 ? totals[tile][i] + sums[tile][i]
-                                             : fmaf(sums[tile][i], own.scale[i / 2][unit], totals[tile][i]);
+            for (int i = 0; i < 4; ++i) {
+                float sum = sums[0][tile][i] + sums[1][tile][i];
+                if constexpr (FOLD) sum = fmaf(-136.0f - zero[i / 2], shared.x_sums[at][unit][tile * 8 + t * 2 + i % 2], sum);
+                totals[tile][i] = GROUP == 0 || SCALED ? totals[tile][i] + sum : fmaf(sum, scale[i / 2], totals[tile][i]);
+            }
     }
 }
+
+// A warp's chunks of a slab, two batches of them in registers.
+struct Share {
+    const Rows &rows;
+    const Problem &p;
+    const int first, last;
+    Chunk even[BATCH], odd[BATCH];
+
+    MEMBER Share(const Rows &rows, const Problem &p, int first, int last) : rows(rows), p(p), first(first), last(last) {
+        load(even, first);
+    }
+    MEMBER void load(Chunk (&to)[BATCH], int chunk) const {
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) rows.load(to[i], p, min(chunk + i, last - 1));
+    }
+    MEMBER void multiply(float (&totals)[TILES][4], const Shared &shared, const Chunk (&from)[BATCH], int chunk, int slab,
+                         int count, const int (&row_zero)[2]) const {
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i)
+            if (chunk + i < last) multiply_chunk(totals, shared, from[i], chunk + i - slab, count, row_zero);
+    }
+    MEMBER void add(float (&totals)[TILES][4], const Shared &shared, int slab, int count, const int (&row_zero)[2]) {
+#pragma unroll 1
+        for (int chunk = first; chunk < last; chunk += 2 * BATCH) {
+            load(odd, chunk + BATCH);
+            multiply(totals, shared, even, chunk, slab, count, row_zero);
+            load(even, chunk + 2 * BATCH);
+            multiply(totals, shared, odd, chunk + BATCH, slab, count, row_zero);
+        }
+    }
+};
 
 // The sums of a warp's 16 rows over its share of k, for `count` pairs, in shared memory.
 DEVICE void sum_rows(Shared &shared, const Problem &p, int expert, int row, int count) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int along = warp % ALONG, beside = warp / ALONG;
     const int chunks = (p.width + CHUNK_BYTES - 1) / CHUNK_BYTES;
-    const int first = chunks * along / ALONG, last = chunks * (along + 1) / ALONG;
     const Rows rows(p, expert, row);
-    const unsigned short *x[TILES];
-#pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) {
-        const int token = tile * 8 + g;
-        x[tile] = token < count ? p.x + shared.rows[token] / p.top * p.x_stride : nullptr;
-    }
     float totals[TILES][4] = {}, row_scale[2];
     int row_zero[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        row_scale[i] = GROUP == 0 ? scale_at(p.scale, rows.first[i]) : 1.0f;
+        row_scale[i] = GROUP == 0 ? scale_from(stored_scale(p.scale, rows.first[i])) : 1.0f;
         row_zero[i] = GROUP == 0 && ZERO ? p.zero_point[rows.first[i]] : 0;
     }
 #pragma unroll 1
-    for (int chunk = first; chunk < last; chunk += BATCH) {
-        Chunk own[BATCH];
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i)
-            if (chunk + i < last) rows.load(own[i], p, chunk + i);
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i)
-            if (chunk + i < last) multiply_chunk(totals, own[i], x, chunk + i, p, row_zero);
+    for (int slab = 0; slab < chunks; slab += SLAB) {
+        const int own = min(SLAB, chunks - slab);
+        Share share(rows, p, slab + own * along / ALONG, slab + own * (along + 1) / ALONG);
+        if (slab > 0) named_barrier_sync(1, THREADS);  // all are done with the x of the last slab
+        copy_x(shared, p, count, slab, own);
+        named_barrier_sync(1, THREADS);
+        share.add(totals, shared, slab, count, row_zero);
     }
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile)
@@ -337,7 +446,7 @@ DEVICE void store(const Shared &shared, const Problem &p, int expert, bool exist
 }
 
 // Grid: tiles of rows for each expert or pair, those of one after the other.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 16 / (TILES < 4 ? TILES : 2) / WARPS)
     expert_mm(const unsigned short *x, const unsigned char *codes, const unsigned char *scale,
               const signed char *zero_point, const unsigned short *bias, const long long *ids, unsigned short *out,
               long long x_stride, long long codes_stride, long long codes_expert, int pairs, int top, int experts, int n,

@@ -21,6 +21,8 @@ from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
 from lowbit_kernels.weight_only.expert_operands import ExpertOperands, Tensors
 from lowbit_kernels.weight_only.weight_operands import GROUP_STEP, HALVES, addresses
 
+SLAB, UNITS = 16, 4
+"""Chunks of 4 bits whose x for 8 tokens is in shared memory, and the most groups in one."""
 CHUNK_BYTES = 64
 """Bytes of a row's codes that a warp multiplies at a time."""
 MOST_WARPS = 4
@@ -47,7 +49,9 @@ class ExpertVariant:
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block."""
-        return 4 * 8 * self.tiles * (1 + self.along * (16 * self.beside + 1))
+        sums = 8 * self.tiles * (1 + self.along * (16 * self.beside + 1))
+        slab = SLAB // self.tiles * (1 if self.codes in ("INT4", "E2M1") else 2)
+        return 32 * 1024 + 4 * (8 * self.tiles * UNITS * slab + sums)
 
 
 def takes(operands: ExpertOperands) -> bool:

@@ -75,13 +75,11 @@ if triton is not None:
 
 
 @jit
-def _numbers(words, CODES: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """The numbers of codes [BLOCK_N, words]: [BLOCK_N, BLOCK_K] in DTYPE, exactly."""
+def _of_nibbles(words, CODES: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """The numbers of words of eight four-bit codes [BLOCK_N, words]: [BLOCK_N, 8 * words]."""
     N: tl.constexpr = words.shape[0]
-    W: tl.constexpr = words.shape[1]
-    if CODES == "INT8" or CODES == "E4M3":
-        return words.to(DTYPE)
-    if ASSEMBLY and tl.bfloat16 == DTYPE:
+    K: tl.constexpr = words.shape[1] * 8
+    if ASSEMBLY and DTYPE == tl.bfloat16:  # noqa: SIM300
         n0, n1, n2, n3, n4, n5, n6, n7 = tl.inline_asm_elementwise(
             INT4_IN_BF16 if CODES == "INT4" else E2M1_IN_BF16,
             REGISTERS,
@@ -92,15 +90,30 @@ def _numbers(words, CODES: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.const
         )
         even = tl.join(tl.join(n0, n4), tl.join(n2, n6))
         odd = tl.join(tl.join(n1, n5), tl.join(n3, n7))
-        return tl.reshape(tl.join(even, odd), (N, W * 8))
-    nibbles = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
-    nibbles = tl.reshape(nibbles, (N, W * 8))
-    if CODES == "INT4":
-        return (nibbles - 8).to(DTYPE)
-    exponent, fraction = (nibbles >> 1) & 3, (nibbles & 1).to(tl.float32) * 0.5
-    power = (1 << tl.maximum(exponent - 1, 0)).to(tl.float32)
-    magnitude = tl.where(exponent == 0, fraction, (1 + fraction) * power)
-    return tl.where(nibbles > 7, -magnitude, magnitude).to(DTYPE)
+        numbers = tl.reshape(tl.join(even, odd), (N, K))
+    else:
+        nibbles = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
+        nibbles = tl.reshape(nibbles, (N, K))
+        if CODES == "INT4":
+            numbers = (nibbles - 8).to(DTYPE)
+        else:
+            exponent, fraction = (nibbles >> 1) & 3, (nibbles & 1).to(tl.float32) * 0.5
+            power = (1 << tl.maximum(exponent - 1, 0)).to(tl.float32)
+            magnitude = tl.where(exponent == 0, fraction, (1 + fraction) * power)
+            numbers = tl.where(nibbles > 7, -magnitude, magnitude).to(DTYPE)
+    return numbers
+
+
+@jit
+def _numbers(words, CODES: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """The numbers of codes [BLOCK_N, words]: [BLOCK_N, BLOCK_K] in DTYPE, exactly."""
+    if CODES == "INT4" or CODES == "E2M1":
+        numbers = _of_nibbles(words, CODES, DTYPE, ASSEMBLY)
+    elif CODES == "E4M3":
+        numbers = words.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    else:
+        numbers = words.to(DTYPE)
+    return numbers
 
 
 @jit
@@ -321,7 +334,7 @@ class ExpertsTriton:
         x = x if x.stride(1) == 1 else x.contiguous()
         scale = scale if scale.stride(2) == 1 else scale.contiguous()
         zeros = None if zero_point is None else zero_point.contiguous()
-        words = codes.view(torch.int32) if self.word == 8 else codes
+        words = codes.view(torch.int32 if self.word == 8 else torch.int8)
         order = ids.new_empty(self.pairs, dtype=torch.int32)
         ends = ids.new_empty(self.experts + 1, dtype=torch.int32)
         out = x.new_empty(self.shape, dtype=self.stored)

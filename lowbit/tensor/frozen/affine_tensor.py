@@ -611,7 +611,7 @@ def _matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 @AffineTensor.implements(aten.bmm.default, aten._grouped_mm.default)
-def _products_of_experts(func: Any, args: Any, kwargs: Any) -> Tensor:
+def products_of_experts(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Products of all experts at once, in high precision. The weight may be either operand."""
     for weight in (x for x in args[:2] if isinstance(x, AffineTensor)):
         if weight.activation is not None:  # inputs cannot be told from gradients here
