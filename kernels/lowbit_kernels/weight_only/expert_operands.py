@@ -58,5 +58,9 @@ class ExpertOperands(NamedTuple):
 
     @property
     def word(self) -> int:
-        """Codes in a word that a kernel of Triton reads."""
-        return 8 if self.format.bits == 4 else 1
+        """Codes in a word that a Triton kernel reads: eight of four bits, or two where rows don't hold whole words."""
+        if self.format.bits != 4:
+            return 1
+        codes = self.codes if self.codes.strides[2] == 1 else self.codes.copied()
+        numbers = (codes.misaligned, codes.shape[2], *codes.strides[:2])
+        return 8 if all(n % 4 == 0 for n in numbers) else 2

@@ -46,7 +46,7 @@ def _route(ids, order, ends, pairs, experts, SCANNED: tl.constexpr):
         own = ((id == expert) & (at < pairs)).to(tl.int32)
         tl.store(order + place + tl.cumsum(own, 0) - 1, at, mask=own > 0)
         place += tl.sum(own, 0)
-    tl.store(ends + expert, place)
+    tl.store(ends + expert, place, mask=expert < experts)
 
 
 def _assembly(code: str) -> tl.constexpr:
@@ -75,11 +75,13 @@ if triton is not None:
 
 
 @jit
-def _of_nibbles(words, CODES: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """The numbers of words of eight four-bit codes [BLOCK_N, words]: [BLOCK_N, 8 * words]."""
+def _of_nibbles(
+    words, CODES: tl.constexpr, WORD: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr
+):
+    """The numbers of words of WORD four-bit codes [BLOCK_N, words]: [BLOCK_N, WORD * words]."""
     N: tl.constexpr = words.shape[0]
-    K: tl.constexpr = words.shape[1] * 8
-    if ASSEMBLY and DTYPE == tl.bfloat16:  # noqa: SIM300
+    K: tl.constexpr = words.shape[1] * WORD
+    if ASSEMBLY and WORD == 8 and DTYPE == tl.bfloat16:  # noqa: SIM300
         n0, n1, n2, n3, n4, n5, n6, n7 = tl.inline_asm_elementwise(
             INT4_IN_BF16 if CODES == "INT4" else E2M1_IN_BF16,
             REGISTERS,
@@ -92,7 +94,8 @@ def _of_nibbles(words, CODES: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.co
         odd = tl.join(tl.join(n1, n5), tl.join(n3, n7))
         numbers = tl.reshape(tl.join(even, odd), (N, K))
     else:
-        nibbles = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
+        shifts = 4 * tl.arange(0, WORD)
+        nibbles = (words.to(tl.int32)[:, :, None] >> shifts[None, None, :]) & 15
         nibbles = tl.reshape(nibbles, (N, K))
         if CODES == "INT4":
             numbers = (nibbles - 8).to(DTYPE)
@@ -105,10 +108,12 @@ def _of_nibbles(words, CODES: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.co
 
 
 @jit
-def _numbers(words, CODES: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+def _numbers(
+    words, CODES: tl.constexpr, WORD: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr
+):
     """The numbers of codes [BLOCK_N, words]: [BLOCK_N, BLOCK_K] in DTYPE, exactly."""
     if CODES == "INT4" or CODES == "E2M1":
-        numbers = _of_nibbles(words, CODES, DTYPE, ASSEMBLY)
+        numbers = _of_nibbles(words, CODES, WORD, DTYPE, ASSEMBLY)
     elif CODES == "E4M3":
         numbers = words.to(tl.float8e4nv, bitcast=True).to(DTYPE)
     else:
@@ -126,12 +131,15 @@ def _scales(at, inside, BYTES: tl.constexpr):
 
 
 @jit
-def _find(ends, experts, tile, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """A tile's expert (more than `experts` where there is none), and where its pairs begin and end."""
+def _find(ends, pairs, experts, tile, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """A tile's expert (more than `experts` where there is none), and where its pairs begin and end. The pairs after the
+    last end are those of "expert" `experts`."""
     every = tl.arange(0, EXPERTS)
-    end = tl.load(ends + every, mask=every <= experts, other=0)
-    start = tl.load(ends + every - 1, mask=(every > 0) & (every <= experts), other=0)
-    tiles = (tl.where(every <= experts, end - start, 0) + BLOCK_M - 1) // BLOCK_M
+    end = tl.minimum(tl.load(ends + every, mask=every < experts, other=pairs), pairs)
+    inside = (every > 0) & (every <= experts)
+    start = tl.minimum(tl.load(ends + every - 1, mask=inside, other=0), pairs)
+    tiles = tl.maximum(tl.where(every <= experts, end - start, 0), 0)
+    tiles = (tiles + BLOCK_M - 1) // BLOCK_M
     upto = tl.cumsum(tiles, 0)
     expert = tl.sum((upto <= tile).to(tl.int32), 0)
     own = every == expert
@@ -166,7 +174,7 @@ def _sums(
         element = start + tl.arange(0, BLOCK_K)
         wanted = row_inside[:, None] & (element < k)[None, :]
         tokens = tl.load(x_rows[:, None] + element[None, :], mask=wanted, other=0)
-        numbers = _numbers(words, CODES, tokens.dtype, ASSEMBLY)
+        numbers = _numbers(words, CODES, WORD, tokens.dtype, ASSEMBLY)
         if zero_rows is not None:
             zero = tl.load(zero_rows + group, mask=inside, other=0)
             numbers -= zero.to(numbers.dtype)[:, None]
@@ -199,9 +207,10 @@ def _kernel(
     scale,
     zero_point,
     bias,
-    order,
+    order,  # None: the pairs are sorted by expert
     ends,
     out,
+    pairs,
     experts,
     n,
     k,
@@ -224,11 +233,12 @@ def _kernel(
     BLOCKS: tl.constexpr,  # of M, N and K
 ):
     BLOCK_M: tl.constexpr = BLOCKS[0]
-    expert, first, end = _find(ends, experts, tl.program_id(1), EXPERTS, BLOCK_M)
+    expert, first, end = _find(ends, pairs, experts, tl.program_id(1), EXPERTS, BLOCK_M)
     if expert > experts:
         return
     at = first + tl.arange(0, BLOCK_M)
-    rows = tl.load(order + at, mask=at < end, other=0).to(tl.int64)
+    rows = at if order is None else tl.load(order + at, mask=at < end, other=0)
+    rows = rows.to(tl.int64)
     columns, inside = _columns(tl.program_id(0), n, GATED, BLOCKS[1])
     exists = expert < experts
     e = tl.where(exists, expert, 0).to(tl.int64)  # ids that no expert has come last
@@ -273,18 +283,15 @@ def _store(out, sums, rows, row_inside, n, GATED: tl.constexpr):
 
 def takes(operands: ExpertOperands) -> bool:
     """True if the kernel multiplies these: int4 and int8 with zero points or without, float8, and MXFP4; groups of
-    multiples of 32 that hold whole words."""
-    codes, scale = operands.codes, operands.scale
-    numbers = (codes.misaligned, codes.shape[2], *codes.strides[:2])
+    multiples of 32."""
+    scale = operands.scale
     return (
         operands.name in FORMATS
-        and codes.strides[2] == 1
         and (scale.dtype.is_floating_point or scale.dtype == torch.uint8)
         and scale.dtype != torch.float8_e4m3fn
         and operands.has_integer_zeros
         and (operands.group % 32 == 0)
-        and (operands.word == 1 or all(n % 4 == 0 for n in numbers))
-        and (operands.name != "E4M3" or operands.x.shape[1] == codes.shape[2])
+        and (operands.name != "E4M3" or operands.x.shape[1] == operands.codes.shape[2])
         and (operands.name != "E4M3" or operands.x.device.type == "cuda")
     )
 
@@ -328,24 +335,40 @@ class ExpertsTriton:
 
     def __call__(self, tensors: Tensors) -> Tensor:
         x, codes, scale, zero_point, bias, ids = tensors
-        k = x.shape[1]
-        if x.device.type == "cpu":  # the interpreter has no bfloat16
-            x = x.float()
-        x = x if x.stride(1) == 1 else x.contiguous()
-        scale = scale if scale.stride(2) == 1 else scale.contiguous()
-        zeros = None if zero_point is None else zero_point.contiguous()
-        words = codes.view(torch.int32 if self.word == 8 else torch.int8)
         order = ids.new_empty(self.pairs, dtype=torch.int32)
-        ends = ids.new_empty(self.experts + 1, dtype=torch.int32)
-        out = x.new_empty(self.shape, dtype=self.stored)
+        ends = ids.new_empty(self.experts, dtype=torch.int32)
         with torch.cuda.device_of(x):
             _route[(self.experts + 1,)](
                 ids.contiguous(), order, ends, self.pairs, self.experts, SCANNED=SCANNED
             )
+        return self.of_sorted(x, codes, scale, zero_point, bias, order, ends)
+
+    def of_sorted(
+        self,
+        x: Tensor,
+        codes: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        bias: Tensor | None,
+        order: Tensor | None,
+        ends: Tensor,
+    ) -> Tensor:
+        """The product where pairs `order` are sorted by expert, and end at `ends`; None: the pairs as they are."""
+        k = x.shape[1]
+        if x.device.type == "cpu":  # the interpreter has no bfloat16
+            x = x.float()
+        x = x if x.stride(1) == 1 else x.contiguous()
+        codes = codes if codes.stride(2) == 1 else codes.contiguous()
+        scale = scale if scale.stride(2) == 1 else scale.contiguous()
+        zeros = None if zero_point is None else zero_point.contiguous()
+        words = codes.view(torch.int32 if self.word == 8 else torch.int8)
+        out = x.new_empty(self.shape, dtype=self.stored)
+        with torch.cuda.device_of(x):
             _kernel[self.grid](
                 *(x, words, scale, zeros, None if bias is None else bias.contiguous()),
-                *(order, ends, out, self.experts, codes.shape[1], k, words.shape[2], self.top),
-                *(x.stride(0), *words.stride()[:2], *scale.stride()[:2]),
+                *(order, ends, out, self.pairs, self.experts, codes.shape[1], k),
+                *(words.shape[2], self.top, x.stride(0)),
+                *(*words.stride()[:2], *scale.stride()[:2]),
                 *((0, 0) if zeros is None else zeros.stride()[:2]),
                 **self.options,
             )
