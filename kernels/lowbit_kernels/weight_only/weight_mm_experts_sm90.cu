@@ -12,6 +12,7 @@
 //   ZERO               whether there are zero points: int8, -8 .. 7 for INT4; none for E4M3 and E2M1
 //   TILES              of 8 tokens that a block multiplies at once: 1, 2 or 4
 //   ALONG, BESIDE      warps of a block that share the k of a row, and those on adjacent 16 rows
+//   DEPTH              chunks of a warp whose codes are in registers or on their way
 //   GATED              whether half of the adjacent warps have rows of `gate`, the others those of `up`
 //   BY_EXPERT          whether a block's number names an expert, or a pair, of which the first of an expert counts; the
 //                      number after the last expert stands for ids that no expert has, whose results are 0
@@ -21,10 +22,10 @@
 // multiplies them 8 * TILES at a time. So nothing is sorted, nothing waits for the host, and a weight is read once if
 // no expert has more pairs than that.
 //
-// A warp reads codes from memory straight to registers, in chunks of 64 bytes of 16 rows, and converts them to one
-// operand of mma, exactly. While it multiplies some chunks, the next ones are on their way. x is the other operand: the
-// block copies a slab of it to shared memory, in the order in which lanes read it. The sums of a unit, which lies in one
-// group, are scaled in float32. All additions have a fixed order.
+// A warp reads codes straight to registers, in chunks of 64 bytes of 16 rows, and converts them to one operand of mma,
+// exactly. While it multiplies a chunk, the next ones are on their way, and all its rows are on their way to the L2
+// cache. x is the other operand: the block copies a slab of it to shared memory, in the order in which lanes read it.
+// The sums of a unit, which lies in one group, are scaled in float32. All additions have a fixed order.
 
 enum { BF16, FP16, FP32, INT4, INT8, E4M3, E2M1, E8M0 };
 
@@ -39,7 +40,6 @@ static constexpr bool SCALED = CODES == E2M1 && SCALE == E8M0 && X == BF16 && GR
 static constexpr int UNIT = SCALED || SPAN % CHUNK == 0 ? CHUNK : SPAN % (CHUNK / 2) == 0 ? CHUNK / 2 : CHUNK / 4;  // in one group
 static constexpr int UNITS = CHUNK / UNIT, VECTOR = 4 / UNITS;  // adjacent words of a unit that a lane reads
 static constexpr int TOKENS = 8 * TILES;
-static constexpr int BATCH = 2;                       // chunks whose codes a warp loads at once
 static constexpr int SLAB = 16 / TILES * (BITS == 4 ? 1 : 2);  // chunks of x in shared memory: 32 KiB
 // Whether mma multiplies the codes + 136, and (136 + zero point) times the sum of x is subtracted from the unit's sum.
 // The only loss is that of float32 sums that are 136 times larger. Otherwise the offset is subtracted from each code.
@@ -275,6 +275,12 @@ DEVICE void read_x(uint32 (&pairs)[PAIRS], const uint32 (&from)[PAIRS], bool exi
 
 // ---- products --------------------------------------------------------------------------------------------------------
 
+// Prefetches a warp's rows into the L2 cache, a row a lane.
+DEVICE void fetch_rows(const Problem &p, int expert, int row) {
+    const int own = row + threadIdx.x % 32;
+    if (threadIdx.x % 32 < 16 && own < p.n) prefetch(p.codes + expert * p.codes_expert + own * p.codes_stride, p.width);
+}
+
 // What a lane holds of a chunk: of rows g and g + 8.
 struct Chunk {
     uint32 words[2][4], scale[2][UNITS];
@@ -354,33 +360,27 @@ DEVICE void multiply_chunk(float (&totals)[TILES][4], const Shared &shared, cons
     }
 }
 
-// A warp's chunks of a slab, two batches of them in registers.
+// A warp's chunks of a slab, of which DEPTH are in registers or on their way.
 struct Share {
     const Rows &rows;
     const Problem &p;
     const int first, last;
-    Chunk even[BATCH], odd[BATCH];
+    Chunk own[DEPTH];
 
     MEMBER Share(const Rows &rows, const Problem &p, int first, int last) : rows(rows), p(p), first(first), last(last) {
-        load(even, first);
-    }
-    MEMBER void load(Chunk (&to)[BATCH], int chunk) const {
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) rows.load(to[i], p, min(chunk + i, last - 1));
-    }
-    MEMBER void multiply(float (&totals)[TILES][4], const Shared &shared, const Chunk (&from)[BATCH], int chunk, int slab,
-                         int count, const int (&row_zero)[2]) const {
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i)
-            if (chunk + i < last) multiply_chunk(totals, shared, from[i], chunk + i - slab, count, row_zero);
+        for (int i = 0; i < DEPTH; ++i)
+            if (first + i < last) rows.load(own[i], p, first + i);
     }
     MEMBER void add(float (&totals)[TILES][4], const Shared &shared, int slab, int count, const int (&row_zero)[2]) {
 #pragma unroll 1
-        for (int chunk = first; chunk < last; chunk += 2 * BATCH) {
-            load(odd, chunk + BATCH);
-            multiply(totals, shared, even, chunk, slab, count, row_zero);
-            load(even, chunk + 2 * BATCH);
-            multiply(totals, shared, odd, chunk + BATCH, slab, count, row_zero);
+        for (int chunk = first; chunk < last; chunk += DEPTH) {
+#pragma unroll
+            for (int i = 0; i < DEPTH; ++i) {
+                if (chunk + i >= last) break;
+                multiply_chunk(totals, shared, own[i], chunk + i - slab, count, row_zero);
+                if (chunk + i + DEPTH < last) rows.load(own[i], p, chunk + i + DEPTH);
+            }
         }
     }
 };
@@ -464,11 +464,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / (TILES < 4 ? TILES : 
     wait_for_previous();
     let_next_start();
     const int expert = BY_EXPERT ? slot : expert_of(p, slot);
+    const bool exists = expert < experts, fetches = exists && threadIdx.x / 32 % ALONG == 0;
+    if (!BY_EXPERT && fetches) fetch_rows(p, expert, row + of_warp);  // if not for this block, then for another one
     if (!BY_EXPERT && has_earlier(p, expert, slot)) return;
-    const bool exists = expert < experts;
     for (int from = BY_EXPERT ? 0 : slot; from < pairs;) {
         const int count = next_pairs(p, expert, from, shared.rows);
         if (count == 0) return;
+        if (BY_EXPERT && fetches) fetch_rows(p, expert, row + of_warp);
         named_barrier_sync(1, THREADS);
         if (exists) sum_rows(shared, p, expert, row + of_warp, count);
         named_barrier_sync(1, THREADS);

@@ -25,8 +25,6 @@ SLAB, UNITS = 16, 4
 """Chunks of 4 bits whose x for 8 tokens is in shared memory, and the most groups in one."""
 CHUNK_BYTES = 64
 """Bytes of a row's codes that a warp multiplies at a time."""
-MOST_WARPS = 4
-"""Of a block; 8 with an gated, where a block has rows of `gate` and of `up`."""
 SCALES = FLOAT_MACROS | {torch.uint8: "E8M0"}
 
 
@@ -42,6 +40,7 @@ class ExpertVariant:
     tiles: int
     along: int
     beside: int
+    depth: int
     gated: bool
     by_expert: bool
     aligned: bool
@@ -91,7 +90,7 @@ class ExpertProduct:
         columns = operands.results
         is_aligned = k % 8 == 0 and x.misaligned == 0 and (tokens == 1 or x.strides[0] % 8 == 0)
         by_expert = pairs >= experts
-        along, beside = _warps(width, operands.gated)
+        along, beside, depth = _warps(pairs * n // 16, width, operands.gated)
         self.variant = ExpertVariant(
             operands.name,
             operands.group,
@@ -101,6 +100,7 @@ class ExpertProduct:
             _tiles(pairs, experts),
             along,
             beside,
+            depth,
             operands.gated,
             by_expert,
             is_aligned,
@@ -142,12 +142,12 @@ def _tiles(pairs: int, experts: int) -> int:
     return 1 if mean <= 4 else 2 if mean <= 10 else 4
 
 
-def _warps(width: int, gated: bool) -> tuple[int, int]:
-    """Warps of a block that share a row, each with two chunks or more, and those on adjacent rows."""
-    chunks = -(-width // CHUNK_BYTES)
-    along = next(n for n in (4, 2, 1) if n == 1 or chunks >= 2 * n)
-    beside = MOST_WARPS // along
-    return along, max(beside, 2) if gated else beside
+def _warps(tiles: int, width: int, gated: bool) -> tuple[int, int, int]:
+    """Warps of a block that share a row, warps on adjacent rows, and chunks on their way, for products of so many tiles
+    of 16 rows: with few of them, more warps share a row, and each has more chunks on their way."""
+    if tiles < 2048 and width >= 4 * CHUNK_BYTES:
+        return 2, 4, 6
+    return 1, 4, 4
 
 
 def source(variant: ExpertVariant) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lowbit_kernels.runtime.triton_runtime import (
     jit,
@@ -75,21 +76,40 @@ if triton is not None:
 
 
 @jit
+def _eight_numbers(words, CODES: tl.constexpr):
+    """The numbers of words of eight four-bit codes, those of the j-th codes in the j-th of eight tensors."""
+    return tl.inline_asm_elementwise(
+        INT4_IN_BF16 if CODES == "INT4" else E2M1_IN_BF16,
+        REGISTERS,
+        args=[words],
+        dtype=(tl.bfloat16,) * 8,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@jit
+def _of_codes(nibbles, CODES: tl.constexpr, DTYPE: tl.constexpr):
+    """The numbers of four-bit codes, by operations that every GPU and the interpreter have."""
+    if CODES == "INT4":
+        numbers = (nibbles - 8).to(DTYPE)
+    else:
+        exponent, fraction = (nibbles >> 1) & 3, (nibbles & 1).to(tl.float32) * 0.5
+        power = (1 << tl.maximum(exponent - 1, 0)).to(tl.float32)
+        magnitude = tl.where(exponent == 0, fraction, (1 + fraction) * power)
+        numbers = tl.where(nibbles > 7, -magnitude, magnitude).to(DTYPE)
+    return numbers
+
+
+@jit
 def _of_nibbles(
     words, CODES: tl.constexpr, WORD: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr
 ):
     """The numbers of words of WORD four-bit codes [BLOCK_N, words]: [BLOCK_N, WORD * words]."""
     N: tl.constexpr = words.shape[0]
     K: tl.constexpr = words.shape[1] * WORD
-    if ASSEMBLY and WORD == 8 and DTYPE == tl.bfloat16:  # noqa: SIM300
-        n0, n1, n2, n3, n4, n5, n6, n7 = tl.inline_asm_elementwise(
-            INT4_IN_BF16 if CODES == "INT4" else E2M1_IN_BF16,
-            REGISTERS,
-            args=[words],
-            dtype=(tl.bfloat16,) * 8,
-            is_pure=True,
-            pack=2,
-        )
+    if ASSEMBLY and WORD == 8:
+        n0, n1, n2, n3, n4, n5, n6, n7 = _eight_numbers(words, CODES)
         even = tl.join(tl.join(n0, n4), tl.join(n2, n6))
         odd = tl.join(tl.join(n1, n5), tl.join(n3, n7))
         numbers = tl.reshape(tl.join(even, odd), (N, K))
@@ -97,13 +117,7 @@ def _of_nibbles(
         shifts = 4 * tl.arange(0, WORD)
         nibbles = (words.to(tl.int32)[:, :, None] >> shifts[None, None, :]) & 15
         nibbles = tl.reshape(nibbles, (N, K))
-        if CODES == "INT4":
-            numbers = (nibbles - 8).to(DTYPE)
-        else:
-            exponent, fraction = (nibbles >> 1) & 3, (nibbles & 1).to(tl.float32) * 0.5
-            power = (1 << tl.maximum(exponent - 1, 0)).to(tl.float32)
-            magnitude = tl.where(exponent == 0, fraction, (1 + fraction) * power)
-            numbers = tl.where(nibbles > 7, -magnitude, magnitude).to(DTYPE)
+        numbers = _of_codes(nibbles, CODES, DTYPE)
     return numbers
 
 
@@ -189,6 +203,62 @@ def _sums(
 
 
 @jit
+def _sums_of_words(
+    x_rows,
+    row_inside,
+    codes_rows,
+    scale_rows,
+    zero_rows,
+    inside,
+    k,
+    width,
+    CODES: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BYTE_SCALES: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):
+    """`_sums` for words of eight codes, and x in the order of `in_order_of_words`: code j of each of 16 words is a
+    matrix, which is multiplied by 16 adjacent columns of x. So codes stay in the registers that loaded them. Powers of
+    two for each 32 elements are multiplied into the numbers, exactly."""
+    BY_WORD: tl.constexpr = BYTE_SCALES and GROUP_SIZE == 32
+    FLUSHES: tl.constexpr = GROUP_SIZE > 0 and not BY_WORD
+    sums = tl.zeros((codes_rows.shape[0], x_rows.shape[0]), tl.float32)
+    own = tl.arange(0, 16)
+    for start in tl.range(0, k, 128):
+        word = (start // 8 + own)[None, :]
+        wanted = inside[:, None] & (word < width)
+        words = tl.load(codes_rows[:, None] + word, mask=wanted, other=0)
+        if ASSEMBLY:
+            numbers = _eight_numbers(words, CODES)
+        group = 0 if GROUP_SIZE == 0 else start // GROUP_SIZE
+        if BY_WORD:
+            scales = _scales(scale_rows[:, None] + word // 4, wanted, True).to(
+                x_rows.dtype.element_ty
+            )
+        partial = tl.zeros(sums.shape, tl.float32) if FLUSHES else sums
+        for j in tl.static_range(8):
+            at = x_rows[:, None] + (start + 16 * j + own)[None, :]
+            tokens = tl.load(at, mask=row_inside[:, None], other=0)
+            if ASSEMBLY:  # noqa: SIM108 a tuple has no item in the other case
+                number = numbers[j]
+            else:
+                number = _of_codes((words >> (4 * j)) & 15, CODES, tokens.dtype)
+            if BY_WORD:
+                number *= scales
+            if zero_rows is not None:
+                zero = tl.load(zero_rows + group, mask=inside, other=0)
+                number -= zero.to(number.dtype)[:, None]
+            partial = tl.dot(number, tl.trans(tokens), partial, input_precision="ieee")
+        if FLUSHES:
+            sums += partial * _scales(scale_rows + group, inside, BYTE_SCALES)[:, None]
+        else:
+            sums = partial
+    if GROUP_SIZE == 0:
+        sums *= _scales(scale_rows, inside, BYTE_SCALES)[:, None]
+    return sums
+
+
+@jit
 def _columns(program, n, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
     """The rows of the weight for a program, and which exist. With GATED, the first half has `gate`, the second `up`."""
     own = tl.arange(0, BLOCK_N)
@@ -229,6 +299,7 @@ def _kernel(
     BYTE_SCALES: tl.constexpr,
     GATED: tl.constexpr,
     ASSEMBLY: tl.constexpr,
+    ORDERED: tl.constexpr,  # x is in the order of `in_order_of_words`
     EXPERTS: tl.constexpr,  # a power of two, more than `experts`
     BLOCKS: tl.constexpr,  # of M, N and K
 ):
@@ -244,22 +315,17 @@ def _kernel(
     e = tl.where(exists, expert, 0).to(tl.int64)  # ids that no expert has come last
     if zero_point is not None:
         zero_point += e * zero_expert + columns * zero_stride
-    sums = _sums(
-        x + (rows // top) * x_stride,
-        at < end,
-        codes + e * codes_expert + columns * codes_stride,
-        scale + e * scale_expert + columns * scale_stride,
-        zero_point,
-        inside,
-        tl.where(exists, k, 0),
-        width,
-        CODES,
-        WORD,
-        GROUP_SIZE,
-        BYTE_SCALES,
-        ASSEMBLY,
-        BLOCKS[2],
-    )
+    x_rows = x + (rows // top) * x_stride
+    codes_rows = codes + e * codes_expert + columns * codes_stride
+    scale_rows = scale + e * scale_expert + columns * scale_stride
+    k = tl.where(exists, k, 0)
+    parts = (x_rows, at < end, codes_rows, scale_rows, zero_point, inside, k)
+    if ORDERED:
+        sums = _sums_of_words(*parts, width, CODES, GROUP_SIZE, BYTE_SCALES, ASSEMBLY)
+    else:
+        sums = _sums(
+            *parts, width, CODES, WORD, GROUP_SIZE, BYTE_SCALES, ASSEMBLY, BLOCK_K=BLOCKS[2]
+        )
     if bias is not None:
         sums += tl.load(bias + e * n + columns, mask=inside & exists, other=0)[:, None]
     _store(out, sums, rows, at < end, n, GATED)
@@ -279,6 +345,13 @@ def _store(out, sums, rows, row_inside, n, GATED: tl.constexpr):
         columns = tl.program_id(0) * N + tl.arange(0, N)
     wanted = row_inside[:, None] & (columns < n)[None, :]
     tl.store(out + rows[:, None] * n + columns[None, :], y.to(out.dtype.element_ty), mask=wanted)
+
+
+def in_order_of_words(x: Tensor) -> Tensor:
+    """x [T, K], padded to a multiple of 128 columns, with those of each 128 in the order 0, 8, 16 … 120, 1, 9 …: first
+    those of the first codes of 16 words, then those of the second ones."""
+    x = F.pad(x, (0, -x.shape[1] % 128))
+    return x.unflatten(1, (-1, 16, 8)).transpose(2, 3).flatten(1)
 
 
 def takes(operands: ExpertOperands) -> bool:
@@ -313,6 +386,11 @@ class ExpertsTriton:
         self.shape, self.dtype = (self.pairs, operands.results), x.dtype
         self.stored = stored_dtype(x.dtype, x.device)
         self.word = operands.word
+        is_cuda = x.device.type == "cuda" and torch.version.hip is None
+        # Powers of two in float16 would leave its range.
+        by_word = operands.scale.dtype == torch.uint8 and x.dtype != torch.float16
+        by_word = by_word and operands.group == 32
+        self.orders = self.word == 8 and (operands.group % 128 == 0 or by_word)
         # tiles of 64 pairs were the fastest, and smaller ones where experts have few
         mean = triton.next_power_of_2(-(-self.pairs // self.experts))
         rows, columns = max(16, min(mean, 64)), 128
@@ -323,7 +401,8 @@ class ExpertsTriton:
             "GROUP_SIZE": operands.group,
             "BYTE_SCALES": operands.scale.dtype == torch.uint8,
             "GATED": operands.gated,
-            "ASSEMBLY": x.device.type == "cuda" and torch.version.hip is None,
+            "ASSEMBLY": is_cuda and x.dtype == torch.bfloat16,
+            "ORDERED": self.orders,
             "EXPERTS": triton.next_power_of_2(self.experts + 1),
             "BLOCKS": (rows, columns, block),
             "num_warps": 4,
@@ -358,6 +437,7 @@ class ExpertsTriton:
         if x.device.type == "cpu":  # the interpreter has no bfloat16
             x = x.float()
         x = x if x.stride(1) == 1 else x.contiguous()
+        x = in_order_of_words(x) if self.orders else x
         codes = codes if codes.stride(2) == 1 else codes.contiguous()
         scale = scale if scale.stride(2) == 1 else scale.contiguous()
         zeros = None if zero_point is None else zero_point.contiguous()
