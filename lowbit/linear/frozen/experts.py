@@ -18,7 +18,7 @@ from lowbit.numerics.lookup_table import E2M1
 from lowbit.numerics.number_format import Float8, Int
 from lowbit.numerics.spec import Spec
 from lowbit.tracing import tracer
-from lowbit_kernels.weight_only.weight_operands import GROUP_STEP
+from lowbit_kernels.weight_only.weight_operands import GROUP_STEP, HALVES
 
 
 def grouped_product(x: Tensor, weight: Any, offsets: Tensor) -> Tensor:
@@ -113,3 +113,18 @@ def chosen_product(
             bits=4 if table else 0,
             table=table,
         )
+
+
+def stacked_product(x: Tensor, weight: Any, offsets: Tensor | None = None) -> Tensor | None:
+    """x [E, M, K], or x [M, K] whose rows for each expert end at `offsets`, times a weight [E, K, N] that holds
+    [E, N, K] transposed, by the kernel of `chosen_product`; None where it has none."""
+    if x.dtype not in HALVES or x.device.type not in ("cpu", "cuda") or not weight.transposed:
+        return None
+    if not has_expert_kernel(weight.stored_as, weight.spec, weight.activation):
+        return None
+    rows = torch.arange(x.shape[-2], device=x.device, dtype=torch.int32)
+    if offsets is not None:
+        return chosen_product(x, weight, torch.searchsorted(offsets, rows, right=True))
+    experts = torch.arange(len(weight), device=x.device).unsqueeze(1).expand(-1, len(rows))
+    y = chosen_product(x.reshape(-1, x.shape[-1]), weight, experts.reshape(-1))
+    return y.view(*x.shape[:2], -1)
