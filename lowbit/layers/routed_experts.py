@@ -26,17 +26,19 @@ from lowbit_kernels.weight_only.weight_operands import HALVES
 
 DOWN = "down_proj"
 UP = ("gate_up_proj", "up_proj")
+Known = Callable[[Any, str, torch.dtype], bool]
+"""Of a module, the name of a weight and a dtype: what `_fits` says, in code that torch.compile traces."""
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def routed_forward(
-    plain: type[nn.Module], names: Iterable[str], known: Callable[[Any, str], bool]
+    plain: type[nn.Module], names: Iterable[str], known: Known
 ) -> Callable[..., Any] | None:
     """The forward of modules of `plain` whose parameters of these names are frozen; None for classes without
     transformers' interface, and where an expert's weights are not all frozen.
 
     Args:
-        known: the answer of `has_expert_kernel` for a module's weight of a name, in code that torch.compile traces.
+        known: see `Known`.
     """
     up = next((name for name in UP if name in names), None)
     if up is None or DOWN not in names or not hasattr(plain.forward, "__wrapped__"):
@@ -54,9 +56,7 @@ def routed_forward(
     return forward
 
 
-def _takes(
-    module: Any, x: Tensor, names: tuple[str, str], known: Callable[[Any, str], bool]
-) -> bool:
+def _takes(module: Any, x: Tensor, names: tuple[str, str], known: Known) -> bool:
     if not hasattr(module, "is_transposed") or type(x) is not Tensor or x.ndim != 2:
         return False
     if x.dtype not in HALVES or x.device.type not in ("cpu", "cuda"):
@@ -64,7 +64,7 @@ def _takes(
     if torch.is_grad_enabled() and (x.requires_grad or _trains_biases(module, names)):
         return False
     if _is_compiling():
-        return known(module, names[0]) and known(module, names[1])
+        return known(module, names[0], x.dtype) and known(module, names[1], x.dtype)
     return all(_fits(module._parameters.get(name), x, module.is_transposed) for name in names)
 
 
@@ -87,7 +87,7 @@ def _run(
     module: Any, up: str, halves: bool, x: Tensor, ids: Tensor, routing_weights: Tensor
 ) -> Tensor:
     tokens, top = ids.shape
-    pairs = ids.reshape(-1)
+    pairs = ids.reshape(-1).long()
     gated = halves and module.has_gate and isinstance(module.act_fn, nn.SiLU)
     h = _product(module, up, x, pairs, gated)
     if not gated:

@@ -58,12 +58,15 @@ def parts_of_form(name: str) -> tuple[str, ...]:
     return _FORMS[name].parts
 
 
-def has_expert_kernel(name: str) -> bool:
-    """`lowbit.linear.frozen.experts.has_expert_kernel` of weights of this form, a constant in graphs."""
+def has_expert_kernel(name: str, dtype: torch.dtype, transposed: bool) -> bool:
+    """`lowbit.linear.frozen.experts.has_expert_kernel` of weights of this form, and True only for weights of this dtype
+    that are transposed or not; a constant in graphs."""
     own = _FORMS[name]
     meta = dict(zip(own.kind.meta_attrs, own.context[0], strict=True))
     stored_as = getattr(own.kind, "stored_as", None)
-    return "spec" in meta and _has_expert_kernel(stored_as, meta["spec"], meta.get("activation"))
+    if "spec" not in meta or (own.context[1], meta.get("transposed")) != (dtype, transposed):
+        return False
+    return _has_expert_kernel(stored_as, meta["spec"], meta.get("activation"))
 
 
 def sources_of_form(name: str) -> str:
