@@ -391,10 +391,12 @@ class ExpertsTriton:
         by_word = operands.scale.dtype == torch.uint8 and x.dtype != torch.float16
         by_word = by_word and operands.group == 32
         self.orders = self.word == 8 and (operands.group % 128 == 0 or by_word)
-        # tiles of 64 pairs were the fastest, and smaller ones where experts have few
+        # Tiles of 64 pairs were the fastest, and smaller ones where experts have few.
         mean = triton.next_power_of_2(-(-self.pairs // self.experts))
         rows, columns = max(16, min(mean, 64)), 128
-        block = 64 if operands.group == 0 else next(b for b in (64, 32) if operands.group % b == 0)
+        block = next(b for b in (128, 64, 32) if operands.group % b == 0)
+        if x.dtype == torch.float32:
+            block = min(block, 64)
         self.options = {
             "CODES": operands.name,
             "WORD": self.word,
@@ -405,8 +407,8 @@ class ExpertsTriton:
             "ORDERED": self.orders,
             "EXPERTS": triton.next_power_of_2(self.experts + 1),
             "BLOCKS": (rows, columns, block),
-            "num_warps": 4,
-            "num_stages": 4,
+            "num_warps": 8 if self.orders else 4,
+            "num_stages": 3 if block == 128 else 4,
         }
         own = columns // 2 if operands.gated else columns
         tiles = min(self.pairs, self.pairs // rows + self.experts + 1)

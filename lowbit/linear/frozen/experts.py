@@ -117,8 +117,9 @@ def chosen_product(
 
 def stacked_product(x: Tensor, weight: Any, offsets: Tensor | None = None) -> Tensor | None:
     """x [E, M, K], or x [M, K] whose rows for each expert end at `offsets`, times a weight [E, K, N] that holds
-    [E, N, K] transposed, by the kernel of `chosen_product`; None where it has none."""
-    if x.dtype not in HALVES or x.device.type not in ("cpu", "cuda") or not weight.transposed:
+    [E, N, K] transposed, by the kernel of `chosen_product`; None where it has none. Not on CPUs, where converted
+    experts have the outputs of those that were prepared for QAT, to the bit."""
+    if x.dtype not in HALVES or not (x.is_cuda and weight.transposed):
         return None
     if not has_expert_kernel(weight.stored_as, weight.spec, weight.activation):
         return None
