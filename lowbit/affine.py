@@ -7,9 +7,4 @@ from lowbit.numerics.affine import (
     quantize_affine,
 )
 
-__all__ = [
-    "choose_qparams_affine",
-    "dequantize_affine",
-    "fake_quantize_affine",
-    "quantize_affine",
-]
+__all__ = ["choose_qparams_affine", "dequantize_affine", "fake_quantize_affine", "quantize_affine"]

@@ -79,7 +79,7 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
     report = left
     for targets, note in ((frozen, _FROZEN), (trained, "plain")):
         report = replace_prepared(
-            targets, lambda t: _plain(t, joint), note, trainable=True, report=report
+            model, targets, lambda t: _plain(t, joint), note, trainable=True, report=report
         )
     if filter_fn is None:
         forget_prepared(model, report)

@@ -2,7 +2,8 @@
 
 A test with several `parametrize` decorators runs over their product. With `@pytest.mark.cover("pairs")` the usual run
 takes so few points that each pair of values of two axes occurs; with `cover("values")`, so few that each value occurs.
-The other points carry the marker `exhaustive`. They are not even collected unless `-m` names that marker.
+The other points carry the marker `exhaustive`, and are deselected unless `-m` names that marker. Points
+that the command line names are a product of their own.
 
 What counts as an equal value of an argument is its place in the list of `parametrize`, or what the marker says:
 `cover("pairs", case=lambda c: c.kind)` takes all cases of a kind for one value. A function that returns a tuple splits
@@ -17,8 +18,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import pytest
@@ -56,22 +56,19 @@ def covering(
     return sorted(chosen)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
-    yield
-    marker = metafunc.definition.get_closest_marker("cover")
-    if marker is not None:
-        kept = usual(metafunc._calls, *marker.args, **marker.kwargs)
-        extra = pytest.mark.exhaustive.mark
-        metafunc._calls[:] = [
-            call if at in kept else replace(call, marks=[*call.marks, extra])
-            for at, call in enumerate(metafunc._calls)
-            if at in kept or _asks_for_all(metafunc.config)
-        ]
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test may also be marked `exhaustive` by hand."""
+    points: dict[tuple[str, str], list[Any]] = {}
+    for item in items:
+        if item.get_closest_marker("cover") is not None and hasattr(item, "callspec"):
+            assert isinstance(item, pytest.Function) and item.parent is not None
+            points.setdefault((item.parent.nodeid, item.originalname), []).append(item)
+    for own in points.values():
+        marker = own[0].get_closest_marker("cover")
+        kept = usual(own, *marker.args, **marker.kwargs)
+        for at, item in enumerate(own):
+            if at not in kept:
+                item.add_marker("exhaustive")
     leave_out("exhaustive", config, items)
 
 
@@ -82,30 +79,41 @@ def leave_out(marker: str, config: pytest.Config, items: list[pytest.Item]) -> N
         items[:] = [item for item in items if marker not in item.keywords]
 
 
-def _asks_for_all(config: pytest.Config) -> bool:
-    return "exhaustive" in config.option.markexpr
-
-
-def usual(calls: Sequence[Any], what: str, **parts: Callable[[Any], object]) -> set[int]:
+def usual(points: Sequence[pytest.Item], what: str, **parts: Callable[[Any], object]) -> set[int]:
     """The positions of the points that the usual run takes. `what` and `parts`: the arguments of the marker."""
     alike: dict[frozenset[str], list[int]] = {}
-    for at, call in enumerate(calls):
-        alike.setdefault(frozenset(mark.name for mark in call.marks), []).append(at)
+    for at, point in enumerate(points):
+        marks = frozenset(mark.name for mark in point.callspec.marks)  # type: ignore[attr-defined]
+        alike.setdefault(marks, []).append(at)
     kept: set[int] = set()
     for group in alike.values():
-        rows = [_row(calls[at], parts) for at in group]
-        taken = [[*row, *calls[at].indices.values()] for row, at in zip(rows, group, strict=True)]
+        places = [_places(points[at]) for at in group]
+        rows = [_row(points[at], own, parts) for at, own in zip(group, places, strict=True)]
+        taken = [[*row, *own.values()] for row, own in zip(rows, places, strict=True)]
         kept |= {group[at] for at in covering(rows, STRENGTHS[what], taken)}
     return kept
 
 
-def _row(call: Any, parts: dict[str, Callable[[Any], object]]) -> list[Hashable]:
-    """The values of a point, axis by axis: places in the lists of `parametrize`, or what `parts` makes of a value."""
+def _places(point: Any) -> dict[str, Hashable]:
+    """For each argument, what stands for its place in the list of `parametrize`: the objects there."""
+    params: dict[str, Any] = point.callspec.params
+    places: dict[str, Hashable] = {name: id(value) for name, value in params.items()}
+    for mark in point.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = names.replace(" ", "").split(",") if isinstance(names, str) else names
+        places |= dict.fromkeys(names, tuple(id(params[name]) for name in names))
+    return places
+
+
+def _row(
+    point: Any, places: dict[str, Hashable], parts: dict[str, Callable[[Any], object]]
+) -> list[Hashable]:
+    """The values of a point, axis by axis: its places, or what `parts` makes of a value."""
     row: list[Hashable] = []
-    for name, position in call.indices.items():
+    for name, place in places.items():
         if name in parts:
-            found = parts[name](call.params[name])
+            found = parts[name](point.callspec.params[name])
             row += map(str, found if isinstance(found, tuple) else [found])
         else:
-            row.append(position)
+            row.append(place)
     return row

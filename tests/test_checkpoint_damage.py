@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 import sys
@@ -21,6 +22,8 @@ import lowbit as lb
 from lowbit import checkpoint, qat
 from lowbit.checkpoint import CheckpointError
 from lowbit.files import digests, tensor_file
+from lowbit.formats.base import FormatError
+from lowbit.formats.folder import Folder
 from tests.tensor.cases import same_bits
 from tests.test_checkpoint_versions import rewrite
 
@@ -73,6 +76,39 @@ def test_truncated_files(tmp_path: Path) -> None:
             lb.load(path)
     path.write_bytes(content[:-1])
     with pytest.raises(CheckpointError):
+        lb.load(path)
+
+
+@pytest.mark.parametrize("change", ["replaced", "touched", "removed"])
+def test_a_file_that_changes_between_its_header_and_its_tensors(
+    tmp_path: Path, change: str
+) -> None:
+    model, folder = quantized(), tmp_path / "folder"
+    lb.export(model, folder, format="lowbit")
+    path = folder / "model.safetensors"
+    read, opened = tensor_file.TensorFile(path), Folder(folder)
+    if change == "touched":
+        os.utime(path, ns=(0, 0))
+    elif change == "replaced":
+        other = tmp_path / "other"
+        other.write_bytes(path.read_bytes())
+        other.replace(path)
+    else:
+        path.unlink()
+    with pytest.raises(tensor_file.ReplacedFileError, match=r"model\.safetensors was replaced"):
+        read.tensor("0.bias")
+    with pytest.raises(FormatError, match="was replaced or changed after its header"):
+        opened.read("0.weight")
+
+
+def test_short_memory_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lb.save(quantized(), path := tmp_path / "m.safetensors")
+
+    def short(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Tensor, "to", short)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
         lb.load(path)
 
 

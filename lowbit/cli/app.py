@@ -122,10 +122,7 @@ def export(
 
 @_command("inspect")
 def inspect(
-    model: of.Model,
-    against: of.Against = None,
-    json: of.Json = False,
-    picture: of.Picture = None,
+    model: of.Model, against: of.Against = None, json: of.Json = False, picture: of.Picture = None
 ) -> None:
     """Show the schemes, the sizes and, against the original, the signal-to-noise ratio of each weight.
 

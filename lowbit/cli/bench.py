@@ -20,14 +20,8 @@ from lowbit.cli.output import check_picture, new_figure, print_json, print_table
 from lowbit.progress import progress
 
 TOKENS = (1, 16, 128)
-_OPTIMIZERS = {
-    "AdamW8bit": lowbit.optim.AdamW8bit,
-    "AdamW4bit": lowbit.optim.AdamW4bit,
-}
-_SCHEMES = {
-    "int8": lowbit.Int8WeightOnly,
-    "int4": lowbit.Int4WeightOnly,
-}
+_OPTIMIZERS = {"AdamW8bit": lowbit.optim.AdamW8bit, "AdamW4bit": lowbit.optim.AdamW4bit}
+_SCHEMES = {"int8": lowbit.Int8WeightOnly, "int4": lowbit.Int4WeightOnly}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`lowbit doctor`: which kernels, compilers, GPUs and extras this machine can use, and why not."""
+"""`lowbit doctor`: which kernels, compilers, GPUs and extras this machine can use, and why not the others."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def measure(
 
 
 def _perplexity(nll: float) -> float:
-    """exp(nll); infinite if a float cannot hold it, as for a model that its scales broke."""
+    """exp(nll); infinite if a float cannot hold it, as for a model with broken scales."""
     try:
         return math.exp(nll)
     except OverflowError:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from lowbit import optional
+from lowbit.convert import routers_among
 from lowbit.formats.base import FormatError, layer_of, weight_of
 from lowbit.formats.building import EmptyOnMeta, check_config
 from lowbit.formats.folder import Folder, read_json
 from lowbit.formats.gguf.file import GgufFile
-from lowbit.formats.layer_names import is_embedding, is_head, is_router
+from lowbit.formats.layer_names import is_embedding, is_head
 
 Shape = tuple[int, ...]
 
@@ -68,9 +69,10 @@ class ModelShapes:
 
     def matrices(self) -> Iterator[str]:
         """The weights that schemes convert: not embeddings, heads, routers, norms or biases."""
+        routers = routers_among(self.weights)
         for name, shape in self.weights.items():
             layer = layer_of(name) if name.endswith(".weight") else name
-            plain = is_embedding(layer) or is_head(layer) or is_router(layer)
+            plain = is_embedding(layer) or is_head(layer) or name in routers
             if not plain and len(shape) in (2, 3) and not name.endswith("bias"):
                 yield name
 

@@ -15,7 +15,7 @@ from lowbit.convert.by_name import (
     unused,
 )
 from lowbit.convert.choice import NAMED, Choice
-from lowbit.convert.experts import stacked
+from lowbit.convert.experts import routers_among, stacked
 from lowbit.convert.owners import Owner, check_module, find_owners, joined_name
 from lowbit.convert.replace import replace_weights
 from lowbit.convert.report import Entry, Report, followers, tell
@@ -67,6 +67,7 @@ __all__ = [
     "of_unused",
     "replace_weights",
     "rounding_owners",
+    "routers_among",
     "shape_of_blocks",
     "stacked",
     "tell",

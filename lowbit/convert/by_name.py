@@ -92,6 +92,16 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def names_outright(pattern: str, layer: str) -> bool:
-    """True if a pattern that matches `layer`, or its weight, matches no longer name, and so names this module."""
-    longer = f"{layer}_"
-    return not (matches(pattern, longer) or matches(pattern, f"{longer}.weight"))
+    """True if a pattern that matches `layer`, or its weight, names this module: it matches no longer name, and none
+    with other letters in one half of the module's own part of the name."""
+    path, dot, own = layer.rpartition(".")
+    size = len(own)
+    others = "".join("y" if letter == "x" else "x" for letter in own)
+    half = (size + 1) // 2
+    similar = (
+        f"{own}_",
+        f"{others[:half]}{own[half:]}",
+        f"{own[: size - half]}{others[size - half :]}",
+    )
+    names = (f"{path}{dot}{name}" for name in similar)
+    return not any(matches(pattern, n) or matches(pattern, f"{n}.weight") for n in names)

@@ -8,8 +8,8 @@
 | another class                                                    |                      |                         |
 
 Any other pattern, such as "model.layers.*", takes what the bare scheme takes of the names that it matches. A pattern
-names a weight if it matches the weight, or the module of a parameter `weight`, and no longer name
-(`names_outright`): "*.mlp.gate" and "*.gate.weight", not "*gate*".
+names a weight if it matches the weight, or the module of a parameter `weight`, and no other name in its place
+(`names_outright`): "*.mlp.gate" and "*.gate.weight", not "*gate*" and "*e".
 
 `lowbit.interop.hf.plan` has the same rule for a model that is loaded, besides the head and embeddings.
 """
@@ -42,15 +42,14 @@ class Choice:
             pattern: the first that matches the layer or the weight; None if none does.
         """
         module, attribute, fqn = owner
+        is_router = layer in self.routers
+        is_of_layer = attribute == "weight" and isinstance(module, nn.Linear)
+        if not is_router and (is_of_layer or attribute in stacked(module, layer)):
+            return None
         names = (layer, fqn) if attribute == "weight" else (fqn,)
         if pattern is not None and _names(pattern, *names):
             return None
-        if layer in self.routers:
-            return f"a router: {NAMED}"
-        is_of_layer = attribute == "weight" and isinstance(module, nn.Linear)
-        if is_of_layer or attribute in stacked(module, layer):
-            return None
-        return f"{_kind(module)}: {NAMED}"
+        return f"{'a router' if is_router else _kind(module)}: {NAMED}"
 
 
 def _names(pattern: str, name: str, *others: str) -> bool:

@@ -10,13 +10,13 @@ Those are quantized as [experts, outputs, inputs], so that groups run along the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from lowbit.convert.owners import Owner, joined_name
+from lowbit.convert.owners import Owner
 
-_ROUTERS = ("gate", "router", "shared_expert_gate")
+_ROUTERS, _GATE = ("router", "shared_expert_gate"), "gate"
 _UP, _DOWN = "gate_up_proj", "down_proj"
 
 
@@ -54,26 +54,32 @@ def _is_stack(param: Tensor | None) -> bool:
 
 
 def routers_of(model: nn.Module) -> set[str]:
-    """The names of the routers in `model`: the modules "gate", "router" and "shared_expert_gate" beside experts, with
-    all modules inside of them."""
-    return {name for block in _blocks(model) for name in _routers_in(model, block)}
+    """`routers_among` the modules of `model`."""
+    modules = dict(model.named_modules())
+    blocks = [name.rpartition(".")[0] for name, module in modules.items() if stacked(module, name)]
+    return routers_among(modules, blocks)
 
 
-def _blocks(model: nn.Module) -> set[str]:
-    """The names of the modules that hold experts, stacked or one by one."""
-    return {
-        name.rpartition(".")[0]
-        for name, module in model.named_modules()
-        if _is_of_experts(name.rpartition(".")[2]) or stacked(module, name)
-    }
+def routers_among(names: Iterable[str], blocks: Iterable[str] = ()) -> set[str]:
+    """The names of routers, and of all inside of them: "router", "shared_expert_gate", and a "gate" beside experts.
+
+    Args:
+        names: of all modules, or of all tensors, of a model.
+        blocks: the modules that hold experts whose names do not say so.
+    """
+    paths = {name: name.split(".") for name in names}
+    found = {*blocks}
+    for path in paths.values():
+        found |= {".".join(path[:i]) for i, part in enumerate(path) if _is_of_experts(part)}
+
+    def routes(path: list[str]) -> bool:
+        return any(
+            part in _ROUTERS or (part == _GATE and ".".join(path[:i]) in found)
+            for i, part in enumerate(path)
+        )
+
+    return {name for name, path in paths.items() if routes(path)}
 
 
 def _is_of_experts(name: str) -> bool:
     return "expert" in name and "shared" not in name
-
-
-def _routers_in(model: nn.Module, block: str) -> Iterator[str]:
-    for own, child in model.get_submodule(block).named_children():
-        if own in _ROUTERS:
-            for name, _ in child.named_modules(prefix=joined_name(block, own)):
-                yield name

@@ -95,7 +95,7 @@ def read(
     """The tensors on `device`, the description, and the tensors whose values are still unverified.
 
     Args: those of `lowbit.load`; without `with_tensors` only the description is read. Raises FileNotFoundError for a
-    missing file and CheckpointError for everything else.
+    missing file, CheckpointError for a file that cannot be read, and torch's own errors, as where memory is short.
     """
     check_suffix(path)
     if not path.is_file():
@@ -104,11 +104,10 @@ def read(
     try:
         file = tensor_file.TensorFile(path)
         text, seal = file.metadata.get("lowbit", "null"), file.metadata.get(SEAL)
-        as_read = {name: file.tensor(name) for name in (file.entries if with_tensors else ())}
         is_whole = not verify or seal is None or seal == digests.of_text(text)
         info = json.loads(text) if is_whole else None
-        is_ours = isinstance(info, dict)
-        tensors = {name: t.to(device) for name, t in as_read.items()} if is_ours else {}
+    except (OSError, MemoryError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
     except Exception as error:  # JSON of any kind may stand in a damaged file
         raise CheckpointError(
             f"{path} cannot be read: it is truncated, damaged or not a safetensors file ({type(error).__name__})"
@@ -117,10 +116,15 @@ def read(
         raise CheckpointError(
             f"{path}: its description, the JSON that says what the tensors are, is damaged; {_WAY_OUT}"
         )
-    if not is_ours or info is None:
+    if not isinstance(info, dict):
         raise CheckpointError(
             f"{path} was not written by lowbit.save; load it with its own library"
         )
+    try:
+        as_read = {name: file.tensor(name) for name in (file.entries if with_tensors else ())}
+    except tensor_file.ReplacedFileError as error:
+        raise CheckpointError(str(error)) from error
+    tensors = {name: t.to(device) for name, t in as_read.items()}
     if not verify:
         return tensors, info, Unverified(path, {}, {})
     if seal is None or "stored" not in info:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 import threading
 from collections.abc import Callable, Mapping
@@ -131,8 +132,13 @@ class StoredTensor:
         return self.end - self.begin
 
 
+class ReplacedFileError(ValueError):
+    """The file is not the one whose header was read."""
+
+
 class TensorFile:
-    """The header of a file of safetensors, and the tensors as views of the mapped file.
+    """The header of a file of safetensors, and the tensors as views of the mapped file. A file that changes between the
+    two is refused.
 
     Attributes:
         metadata: the texts beside the tensors.
@@ -143,9 +149,11 @@ class TensorFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._size = path, path.stat().st_size
+        self.path = path
         self._mapped: Any = None
         with path.open("rb") as file:
+            self._identity = _identity(os.fstat(file.fileno()))
+            self._size = self._identity[2]
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(self._size - 8, _MOST_HEADER):
                 raise ValueError(f"its header has {length} bytes")
@@ -164,14 +172,15 @@ class TensorFile:
             raise ValueError(f"its tensors end at byte {self._begin + end} of {self._size}")
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor of this name, on the CPU, a view of the file: its values are read when they are used."""
+        """The tensor of this name, on the CPU, a view of the file: its values are read when they are used.
+
+        Raises ReplacedFileError if it is another file than that of the header."""
         entry = self.entries[name]
         if not entry.nbytes:
             return torch.empty(entry.shape, dtype=entry.dtype)
         mapped = self._mapped  # another thread may unmap it
         if mapped is None:
-            mapped = torch.UntypedStorage.from_file(str(self.path), False, self._size)
-            self._mapped = mapped
+            mapped = self._mapped = self._map()
         first = self._begin + entry.begin
         own = mapped[first : first + entry.nbytes]  # a storage of its own, as torch.save writes it
         piece = torch.empty(0, dtype=torch.uint8).set_(own)
@@ -179,9 +188,23 @@ class TensorFile:
             piece = piece.clone()
         return piece.view(entry.dtype).view(entry.shape)
 
+    def _map(self) -> Any:
+        try:
+            return torch.UntypedStorage.from_file(str(self.path), False, self._size)
+        finally:
+            if not self.path.exists() or _identity(self.path.stat()) != self._identity:
+                raise ReplacedFileError(
+                    f"{self.path} was replaced or changed after its header was read; read it again, once "
+                    "nothing writes to it"
+                )
+
     def unmap(self) -> None:
         """Map the file anew at the next tensor: the pages of a mapping leave memory when no tensor holds it."""
         self._mapped = None
+
+
+def _identity(found: os.stat_result) -> tuple[int, int, int, int]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _entry(name: str, given: Any) -> StoredTensor:

@@ -211,8 +211,8 @@ class Format(ABC):
     def skips(self, config: Mapping[str, Any], layer: str) -> bool:
         """True if the "quantization_config" says that the linear `layer` is stored plainly.
 
-        Tensors decide how a weight is read. This method distinguishes a folder whose layers were all skipped from a
-        folder with the config.json of another.
+        Tensors decide how a weight is read. This method distinguishes a folder whose layers were all skipped from one
+        with another folder's config.json.
         """
         keys = ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
         return any(is_listed(layer, config.get(key)) for key in keys)
@@ -255,7 +255,7 @@ class Format(ABC):
         return AffineTensor.searched(values, scheme)
 
     def joint(self, weight: AffineTensor) -> dict[str, Tensor]:
-        """The tensors, by name, that readers of this format have once for siblings that they merge, so that siblings
+        """The tensors, by name, of which readers of this format keep one for all siblings that they merge. Siblings
         must agree in them (`lowbit.formats.merged`)."""
         return {}
 

@@ -1,6 +1,6 @@
-"""The model of transformers that a config.json names, without memory for its weights, as large as its folder allows.
+"""Builds the model of transformers that a config.json names, without memory for weights and no larger than its folder.
 
-A config.json may come from a stranger: building 10⁹ layers would take for ever. The headers give the number of tensors,
+A config.json may come from a stranger: building 10⁹ layers would never end. The headers give the number of tensors,
 so `check_config` compares counts of layers with it before the model is built, and building ends with an error when it
 has made more parameters than the folder can fill.
 """
@@ -60,8 +60,8 @@ def _values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class EmptyOnMeta(TorchFunctionMode):
-    """Makes uninitialised tensors, as which parameters of layers begin, on meta. All other tensors, such as buffers
-    with the frequencies of rotary embeddings, keep their values.
+    """Makes uninitialised tensors on meta. Parameters of layers begin as such tensors. All other tensors, such as
+    buffers with the frequencies of rotary embeddings, keep their values.
 
     Raises FormatError beyond `most` uninitialised tensors, and for a constant of absurd size.
     """
@@ -120,7 +120,7 @@ def built(folder: Folder | GgufFile) -> nn.Module:
             model.generation_config = made
     except FormatError as error:
         raise FormatError(f"{folder.path}: {error}, for {count} tensors in the folder") from error
-    except Exception as error:  # a model raises what its fields happen to break
+    except Exception as error:  # wrong fields may raise any error
         raise FormatError(
             f"{folder.path}: transformers cannot build the {names[0]} of config.json ({brief(error)}); give model="
         ) from error

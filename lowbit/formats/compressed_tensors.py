@@ -11,8 +11,8 @@ the two of `lowbit.formats.compressed_tensors_fp4`.
 
 `weight_scale` is [N, G] for groups, [N, 1] for rows ("channel"), [1] for a whole tensor, and a scale for each block of
 float8. `weight_packed` is lowbit's bit stream (`lowbit.numerics.packing`), each row padded to whole words of 32 bits.
-Zero points are packed the same way along N; that of a whole tensor is int8 [1]. Codes are stored with 2^(b−1) added.
-Folders of compressed-tensors before 0.18.0 pack 3, 5, 6 and 7 bits in other words
+Zero points are packed the same way along N; the zero point of a whole tensor is int8 [1]. Codes are stored with 2^(b−1)
+added. Folders of compressed-tensors before 0.18.0 pack 3, 5, 6 and 7 bits in other words
 (`lowbit.formats.compressed_tensors_words`). lowbit reads both, and states in a new folder which release reads it. A
 static scale of the inputs is `input_scale` [1].
 
@@ -45,14 +45,7 @@ from lowbit.formats.integers import (
 )
 from lowbit.formats.layer_names import begins_with, is_embedding, is_listed
 from lowbit.numerics.affine import Mapping as QuantizationMapping
-from lowbit.numerics.granularity import (
-    Granularity,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    PerToken,
-)
+from lowbit.numerics.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.numerics.lookup_table import E2M1, LookupTable
 from lowbit.numerics.number_format import Float8, Int
 from lowbit.numerics.packing import pack, unpack
@@ -225,7 +218,7 @@ class CompressedTensors(Format):
         return Scheme(Spec(Int(spec.format.bits), whole_groups(weight), mapping), activation)
 
     def rounded(self, values: Tensor, scheme: Scheme) -> LowbitTensor:
-        """Searched scales, which must take any value: not for FP4, whose scales do not."""
+        """Searched scales. A search needs scales that take any value, which those of FP4 do not."""
         is_table = isinstance(scheme.weight.format, LookupTable)
         return (AffineTensor.from_float if is_table else AffineTensor.searched)(values, scheme)
 

@@ -82,7 +82,7 @@ FAMILIES = {
         QWEN,
     ),
 }
-"""The families by the "model_type" of config.json: those that transformers converts in this way only."""
+"""The families by the "model_type" of config.json: only those that transformers converts in this way."""
 TRANSPOSED = {"gpt_oss"}
 """Models whose published checkpoints also have stacks, [E, K, N] with the inputs before the outputs."""
 

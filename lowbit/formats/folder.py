@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.convert import routers_among
 from lowbit.files import digests
-from lowbit.files.tensor_file import TensorFile
+from lowbit.files.tensor_file import ReplacedFileError, TensorFile
 from lowbit.formats.auto_round import translated
 from lowbit.formats.base import Format, FormatError, damage_of, layer_of, weight_of
 from lowbit.formats.layer_names import (
@@ -46,11 +47,11 @@ _MOST_JSON, _MOST_LEVELS = 2**28, 100
 _NO_CODES = (*FLOATS, torch.int64, torch.uint64, torch.bool, torch.complex64)
 """Dtypes in which no format stores codes; models store indices and masks in some of them."""
 WEIGHT_SUFFIXES = {
-    *(".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt"),
+    *(".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt")
 }
 """Ends of the names of files with weights."""
 _SETTINGS_OF_WEIGHTS = {
-    *("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json"),
+    *("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json")
 }
 """Files that describe the weights beside them, also those of AutoGPTQ, AutoAWQ and ModelOpt. Copied beside new weights
 they would be wrong."""
@@ -91,6 +92,8 @@ def open_shard(path: str | os.PathLike[str]) -> TensorFile:
     """The file of safetensors, of which only the header is read. Raises FormatError if it cannot be read."""
     try:
         return TensorFile(Path(path))
+    except (OSError, MemoryError) as error:
+        raise FormatError(f"{path} cannot be read: {error}") from error
     except Exception as error:  # JSON of any kind may stand in a damaged header
         raise FormatError(
             f"{path} cannot be read: it is truncated, damaged or not a safetensors file ({error})"
@@ -277,11 +280,12 @@ class Folder:
             for name in self.plain
             if name.endswith(".weight") and len(self.plain_shape(name)) == 2
         ]
+        routers = routers_among(map(layer_of, self.names()))
         with damage_of(f"{self.path}"):
             return [
                 weight_of(layer)
                 for layer in linears
-                if why_left_alone(layer, None) is None
+                if why_left_alone(layer, None, router=layer in routers) is None
                 and not self.format.skips(self.settings, layer)
             ]
 
@@ -359,7 +363,10 @@ class Folder:
         if self._mapped_file is not file or self._mapped > MOST_MAPPED:
             self._unmap()
             self._mapped_file, self._mapped = file, 0
-        found = file.tensor(name)
+        try:
+            found = file.tensor(name)
+        except ReplacedFileError as error:
+            raise FormatError(str(error)) from error
         self._mapped += found.nbytes
         return found
 

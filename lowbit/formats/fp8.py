@@ -31,12 +31,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.base import Format, FormatError, Parts, check_matrix, weight_of
-from lowbit.numerics.granularity import (
-    PerBlock,
-    PerRow,
-    PerTensor,
-    PerToken,
-)
+from lowbit.numerics.granularity import PerBlock, PerRow, PerTensor, PerToken
 from lowbit.numerics.number_format import Float8
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme

@@ -16,12 +16,7 @@ from torch.nn import functional as F
 
 from lowbit.formats.base import FormatError, ScalesError, check_matrix
 from lowbit.numerics.affine import Mapping
-from lowbit.numerics.granularity import (
-    Granularity,
-    PerGroup,
-    PerRow,
-    PerTensor,
-)
+from lowbit.numerics.granularity import Granularity, PerGroup, PerRow, PerTensor
 from lowbit.numerics.number_format import Int
 from lowbit.numerics.packing import packed_size
 from lowbit.numerics.spec import Spec

@@ -15,7 +15,6 @@ from lowbit.convert import NAMED, names_outright, patterns
 
 _EMBEDDINGS = {"wte", "wpe", "shared", "word_embeddings", "position_embeddings"}
 _HEADS = {"lm_head", "embed_out", "output", "score", "classifier"}
-_ROUTERS = {"gate", "router", "shared_expert_gate"}
 _CACHED = {f"{which}_{part}" for which in "qkv" for part in ("scale", "zero_point", "global_scale")}
 _CACHED |= {"kv_scale", "prob_scale"}
 
@@ -42,15 +41,10 @@ def is_head(layer: str) -> bool:
     return layer.rpartition(".")[2] in _HEADS and layer.count(".") <= 1
 
 
-def is_router(layer: str) -> bool:
-    """True if the layer chooses experts."""
-    return layer.rpartition(".")[2] in _ROUTERS
-
-
 def begins_with(expression: str, layer: str) -> bool:
     """True if a regular expression of a folder's config.json matches the beginning of a name.
 
-    Raises `lowbit.convert.patterns.PatternError`, a ValueError, for an expression that may take for ever.
+    Raises `lowbit.convert.patterns.PatternError`, a ValueError, for an expression whose match may never end.
     """
     return patterns.matches(expression, layer)
 
@@ -86,7 +80,12 @@ def left_out_by(config: Mapping[str, Any], layer: str) -> bool:
 
 
 def why_left_alone(
-    layer: str, pattern: str | None, embedding: bool = False, head: bool = False
+    layer: str,
+    pattern: str | None,
+    *,
+    embedding: bool = False,
+    head: bool = False,
+    router: bool = False,
 ) -> str | None:
     """Why the pattern that matches `layer`, or its weight, does not take the layer; None: it does.
 
@@ -94,9 +93,10 @@ def why_left_alone(
         layer: the name of the module.
         pattern: None if no pattern matches. Then the answer is that for "*".
         embedding, head: True if the module is one, even if its name does not say so.
+        router: True if the module is one (`lowbit.convert.routers_among`).
     """
     everything = pattern is None or pattern == "*"
-    if is_router(layer) and (everything or not names_outright(pattern or "*", layer)):
+    if router and (everything or not names_outright(pattern or "*", layer)):
         kind = "a router"
     elif everything and (embedding or is_embedding(layer)):
         kind = "an embedding"

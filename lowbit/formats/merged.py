@@ -43,7 +43,7 @@ class _Family:
 
 
 class MergedLayers:
-    """See the module.
+    """Holds siblings back until all of them have come, and compares them.
 
     Args:
         target: the format that is written.

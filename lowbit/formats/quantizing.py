@@ -23,6 +23,7 @@ from lowbit.convert import (
     first_match,
     joint_part,
     of_unused,
+    routers_among,
     unused,
 )
 from lowbit.convert.siblings import families
@@ -41,7 +42,7 @@ SCALES = ("minmax", "searched")
 
 
 class Quantizing:
-    """See the module.
+    """A folder of plain weights, which are quantized when their turn comes.
 
     Args:
         folder: of plain weights.
@@ -87,8 +88,10 @@ class Quantizing:
         self._stacks = {n for n, s in shapes.items() if is_transposed_stack(self.config, n, s)}
         kept = self._stacks if target is not None and target.holds_stacks else set()
         names = {n: [n, *(s for s, first in folder.tied.items() if first == n)] for n in shapes}
+        routers = routers_among(names)
         self._plan = {
-            n: _choose_tied(own, shapes[n], patterns, n in kept) for n, own in names.items()
+            n: _choose_tied(own, shapes[n], patterns, n in kept, routers)
+            for n, own in names.items()
         }
         used = {pattern for choice in self._plan.values() for pattern in choice.patterns}
         known = [name for own in names.values() for name in own]
@@ -164,6 +167,7 @@ def _choose_tied(
     shape: tuple[int, ...],
     patterns: Mapping[str, Scheme | None],
     is_stack: bool,
+    routers: Collection[str],
 ) -> _TensorChoice:
     """The choice for a tensor with these names, several for a tied tensor.
 
@@ -171,9 +175,9 @@ def _choose_tied(
     """
     first, *others = names
     if not others:
-        return _choose(first, shape, patterns, is_stack, set())
+        return _choose(first, shape, patterns, is_stack, set(), first in routers)
     uses = {"embedding" if is_embedding(layer_of(name)) else "linear" for name in names}
-    own = {name: _choose(name, shape, patterns, is_stack, uses) for name in names}
+    own = {n: _choose(n, shape, patterns, is_stack, uses, n in routers) for n in names}
     named = {n: c for n, c in own.items() if c.patterns and c.patterns != ("*",)}
     choices = named or own
     schemes = {choice.scheme for choice in choices.values()}
@@ -195,6 +199,7 @@ def _choose(
     patterns: Mapping[str, Scheme | None],
     is_stack: bool,
     uses: Collection[str],
+    is_router: bool,
 ) -> _TensorChoice:
     """The choice for a tensor of this name. `uses`: those of `lowbit.convert.USES`; empty: as the name says."""
     layer, _, last = name.rpartition(".")
@@ -205,7 +210,7 @@ def _choose(
     own = () if pattern is None else (pattern,)
     if scheme is None:
         return _TensorChoice(None, "no scheme for this name", own)
-    if (why := why_left_alone(layer, pattern)) is not None:
+    if (why := why_left_alone(layer, pattern, router=is_router)) is not None:
         return _TensorChoice(None, why)
     uses = uses or {"embedding" if is_embedding(layer) else "linear"}
     if is_stack:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.formats.base import layer_of
 from lowbit.formats.layer_names import is_embedding, is_head
 from lowbit.tensor.core.base import LowbitTensor
 
@@ -48,9 +49,9 @@ def second_names(
     if not is_tied(config):
         return {}
     own = [name for name in names if name.endswith("weight")]
-    heads = [name for name in own if is_head(_layer(name))]
-    embeddings = sorted((n for n in own if is_embedding(_layer(n))), key=lambda n: (len(n), n))
-    shared = [name for name in embeddings if _layer(name).rpartition(".")[2] == "shared"]
+    heads = [name for name in own if is_head(layer_of(name))]
+    embeddings = sorted((n for n in own if is_embedding(layer_of(n))), key=lambda n: (len(n), n))
+    shared = [name for name in embeddings if layer_of(name).rpartition(".")[2] == "shared"]
     copies = [name for name in embeddings if shared and name.endswith(_COPIES)]
     if not embeddings or not (heads or copies):
         return {}
@@ -73,10 +74,6 @@ def _say(config: dict[str, Any], tied: bool) -> None:
     places = places_of(config)
     for place in [p for p in places if KEY in p] or places[:1]:
         place[KEY] = tied
-
-
-def _layer(weight: str) -> str:
-    return weight.rpartition(".")[0]
 
 
 def _is_equal(a: Tensor, b: Tensor) -> bool:

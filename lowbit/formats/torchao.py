@@ -34,14 +34,7 @@ from lowbit.formats.integers import (
     whole_groups,
 )
 from lowbit.numerics.affine import Mapping as AffineMapping
-from lowbit.numerics.granularity import (
-    Granularity,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    PerToken,
-)
+from lowbit.numerics.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.numerics.number_format import Float8, Int
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme

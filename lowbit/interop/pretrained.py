@@ -1,7 +1,8 @@
 """How lowbit describes models of transformers for saving, and reads them, without importing transformers.
 
 - A flow that changes such a model in memory lets its config describe the low-bit weights
-  (`lowbit.interop.hf.in_memory`), so that `from_pretrained` reads what `save_pretrained` writes.
+  (`lowbit.interop.hf.in_memory`), so that `from_pretrained` reads what `save_pretrained` writes. So does
+  `load_state_dict(…, assign=True)`.
 - transformers knows the format "lowbit" as soon as both packages are imported, in any order. Without that, transformers
   fills the weights of such a folder with random values, and only logs a warning.
 
@@ -20,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from lowbit import convert
+from lowbit.tensor.core import state_dict
 
 METHOD = "lowbit"
 _TABLE = "transformers.quantizers.auto"
@@ -29,6 +31,7 @@ _TABLE = "transformers.quantizers.auto"
 def listen() -> None:
     """Follow the changes of every flow, and enter the format into transformers' table, now or at its import."""
     convert.followers.append(follow)
+    state_dict.followers.append(follow_load)
     if _TABLE in sys.modules:
         _enter()
     else:
@@ -53,6 +56,25 @@ def follow(model: nn.Module) -> None:
             )
             return
         in_memory.describe(model)
+
+
+def follow_load() -> None:
+    """`follow` the model that is being loaded, if one is: `load_state_dict(…, assign=True)` puts low-bit weights in the
+    place of plain ones, and torch tells each module and not the model."""
+    if "transformers.configuration_utils" not in sys.modules:
+        return
+    frame: Any = sys._getframe(1)
+    model: Any = None
+    while frame is not None:
+        if frame.f_code is nn.Module.load_state_dict.__code__:
+            model = frame.f_locals["self"]
+        frame = frame.f_back
+    if model is not None and _loaded not in model._load_state_dict_post_hooks.values():
+        model.register_load_state_dict_post_hook(_loaded)
+
+
+def _loaded(model: nn.Module, keys: Any) -> None:
+    follow(model)
 
 
 class Announced:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowbit.layers.routed_experts import routed_forward
+from lowbit.layers.stand_in import StandIn, give, names_given, take, without
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.forms import (
     has_expert_kernel,
@@ -55,51 +56,40 @@ def show_frozen(modules: Iterable[nn.Module]) -> None:
     stays as it is: its graphs are right, and slower."""
     for module in modules:
         names = tuple(name for name, p in module._parameters.items() if is_frozen(p))
-        if isinstance(module, Frozen) and _names_of(module) == names:
+        if isinstance(module, Frozen) and names_given(module, Frozen) == names:
             _show_all(module)
             continue
         hide_frozen([module])
         if not names or isinstance(module, Frozen | torch.jit.ScriptModule):
             continue
-        kind = _frozen_class(type(module), names)
-        if kind is not None:
-            object.__setattr__(module, "__class__", kind)
-            _show_all(module)
+        try:
+            give(module, Frozen, names)
+        except TypeError:
+            continue
+        _show_all(module)
 
 
 def hide_frozen(modules: Iterable[nn.Module]) -> None:
-    """Give each of `modules` its plain class again, if `show_frozen` gave it another. Where somebody has put a class on
-    top, as FSDP2 and parametrizations do, the classes stay."""
+    """Undo `show_frozen`. Where somebody has put a class on top, the module keeps its classes."""
     for module in modules:
         if isinstance(module, Frozen):
-            for name in _names_of(module):
+            for name in names_given(module, Frozen):
                 _replace_shown(module, name, {})
-            if type(module) in _PLAIN:
-                object.__setattr__(module, "__class__", shown_class(module))
+            take(module, Frozen)
 
 
 def shown_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module had before `show_frozen`."""
-    kind = type(module)
-    return _PLAIN[kind][0] if kind in _PLAIN else kind
+    return without(type(module), Frozen)
 
 
-_PLAIN: dict[type, tuple[type[nn.Module], tuple[str, ...]]] = {}
-"""Each subclass that stands for a class, and the names of the parameters that it shows. Here and not in the subclass,
-whose modules have attributes of their own."""
-_CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[Frozen] | None] = {}
 _PREFIX = "_lowbit_"
 """How the attributes begin that hold inner tensors."""
 
 
-def _names_of(module: nn.Module) -> tuple[str, ...]:
-    """The names of the parameters that a frozen module shows."""
-    return next(_PLAIN[kind][1] for kind in type(module).__mro__ if kind in _PLAIN)
-
-
 def _show_all(module: nn.Module) -> None:
     """Let the attributes beside each frozen parameter follow it."""
-    for name in _names_of(module):
+    for name in names_given(module, Frozen):
         _show(module, name)
 
 
@@ -129,8 +119,16 @@ def _key(name: str, part: str) -> str:
     return f"{_PREFIX}{name}_{part}"
 
 
-class Frozen(nn.Module):
-    """What the subclasses have that `show_frozen` makes: all that replaces a parameter replaces the attributes."""
+class Frozen(StandIn):
+    """What modules with frozen weights have: all that replaces a parameter replaces the attributes."""
+
+    @classmethod
+    def members(cls, plain: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
+        own: dict[str, Any] = {name: _weight(name) for name in names}
+        if plain.forward is nn.Linear.forward:
+            return own | {"forward": _linear}
+        forward = routed_forward(plain, names, _has_expert_kernel)
+        return own if forward is None else own | {"forward": forward}
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -153,15 +151,10 @@ class Frozen(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         _show_all(self)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles name the plain class, since the subclass exists in this process alone."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        make, args, *others = reduced
-        plain, names = next(_PLAIN[kind] for kind in type(self).__mro__ if kind in _PLAIN)
-        args = tuple(plain if arg is type(self) else arg for arg in args)
-        if others and isinstance(others[0], dict):
-            others[0] = {k: v for k, v in others[0].items() if not k.startswith(_PREFIX)}
-        return _shown_again, (make, args, names), *others
+    def __getstate__(self) -> Any:
+        """Without the attributes, which `__setstate__` makes again."""
+        state: Any = super().__getstate__()
+        return {k: v for k, v in state.items() if not k.startswith(_PREFIX)}
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
@@ -171,51 +164,10 @@ class Frozen(nn.Module):
 def _changed(module: nn.Module, name: str) -> None:
     if not isinstance(module, Frozen):  # its class has changed
         return
-    if name in _names_of(module):
+    if name in names_given(module, Frozen):
         _show(module, name)
     elif name == "_hf_hook":  # accelerate moves the weights in and out, behind the module's back
         _show_all(module)
-
-
-def _shown_again(make: Any, args: tuple[Any, ...], names: tuple[str, ...]) -> nn.Module:
-    module: nn.Module = make(*args)
-    kind = _frozen_class(type(module), names)
-    if kind is not None:
-        object.__setattr__(module, "__class__", kind)
-    return module
-
-
-class _StandsFor(type):
-    """The class of the subclasses. accelerate and PEFT find the class of a name, "Linear", by the first module that has
-    it, and then ask which modules are instances. These are all modules of the plain class."""
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        plain = _PLAIN.get(cls)
-        return (
-            super().__instancecheck__(instance) if plain is None else isinstance(instance, plain[0])
-        )
-
-
-def _frozen_class(plain: type[nn.Module], names: tuple[str, ...]) -> type[Frozen] | None:
-    """The subclass of `plain` that shows these parameters, always the same one; None where Python makes none."""
-    if (plain, names) not in _CLASSES:
-        members: dict[str, Any] = {name: _weight(name) for name in names}
-        if plain.forward is nn.Linear.forward:
-            members["forward"] = _linear
-        elif (forward := routed_forward(plain, names, _has_expert_kernel)) is not None:
-            members["forward"] = forward
-        members |= {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-        own = type(plain)
-        kind: Any = None
-        try:
-            meta = _StandsFor if own is type else type(own.__name__, (_StandsFor, own), {})
-            kind = meta(plain.__name__, (Frozen, plain), members)
-        except TypeError:  # a metaclass or an __init_subclass__ that wants more
-            pass
-        else:
-            _PLAIN[kind] = plain, names
-        _CLASSES[plain, names] = kind
-    return _CLASSES[plain, names]
 
 
 # ---- what torch.compile traces --------------------------------------------------------------------------------------

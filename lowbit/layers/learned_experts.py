@@ -1,7 +1,7 @@
 """Modules that multiply by 3-D weights with learned scales: the experts of a mixture.
 
 Such a module has several stacked weights [E, …] and a forward of its own, which indexes them, transposes them, and
-multiplies by all of them at once. `scaled` makes a subclass of its class. While its forward runs, each of
+multiplies by all of them at once. Its class is a `Scaled` one. While its forward runs, each of
 these weights reads as what products see: the whole weight rounded once by its scales, plain and differentiable. So any
 product that forward contains is that of a plain weight. Outside of forward the module holds its parameters.
 
@@ -11,29 +11,34 @@ codes, whose products round the inputs as they do with present scales.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from lowbit.layers.stand_in import StandIn, names_given
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.tensor.core.dtensor import by_rows, held_locally, placed_as
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import hold, settled_by
 
 
-class _Scaled:
-    """Mixin of a class of modules: see the file."""
+class Holder(StandIn):
+    """A layer of weights that know their module."""
 
-    plain: ClassVar[type[nn.Module]]
-    """The class without it."""
-    scaled: ClassVar[tuple[str, ...]]
-    """The names of the weights with scales beside them."""
+    def __setstate__(self, state: Any) -> None:
+        """A copy's weights know the copy."""
+        super().__setstate__(state)
+        hold(self)
+
+
+class Scaled(Holder):
+    """Mixin of modules whose weights of the `names` given have scales beside them: see the file."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = self._parameters
         weights = {
             name: parameters[name]
-            for name in self.scaled
+            for name in names_given(self, Scaled)
             if isinstance(held_locally(parameters[name]), FakeQuantizedTensor)
         }
         try:
@@ -41,18 +46,9 @@ class _Scaled:
                 parameters[name] = _seen(
                     weight, parameters[f"{name}_scale"], parameters[f"{name}_zero"]
                 )
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return super().forward(*args, **kwargs)
         finally:
             parameters.update(weights)
-
-    def __setstate__(self: Any, state: Any) -> None:
-        """A copy's weights know the copy."""
-        super().__setstate__(state)  # type: ignore[misc]
-        hold(self)
-
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        """Copies and pickles name the plain class, since the subclass exists in this process alone."""
-        return _restored, (self.plain, self.scaled), self.__dict__
 
 
 def _seen(weight: Any, scale: Any, zero: Any) -> Tensor:
@@ -76,32 +72,3 @@ def _seen(weight: Any, scale: Any, zero: Any) -> Tensor:
 
 def _seen_locally(weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
     return settled_by(weight, scale, zero)
-
-
-_MADE: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
-"""The plain class and the names of the weights → the subclass."""
-
-
-def scaled(kind: type[nn.Module], name: str) -> type[nn.Module]:
-    """The subclass of a class of modules whose weight `name` has scales beside it, beside those that have already."""
-    names, plain = scaled_by(kind)
-    return _made(plain, (*names, name))
-
-
-def scaled_by(kind: type[nn.Module]) -> tuple[tuple[str, ...], type[nn.Module]]:
-    """The names of the weights with scales, and the plain class; none and `kind` for other classes."""
-    own = kind.__dict__
-    return (own["scaled"], own["plain"]) if kind in _MADE.values() else ((), kind)
-
-
-def _made(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    if (kind, names) not in _MADE:
-        own = {"plain": kind, "scaled": names, "__module__": __name__, "__doc__": kind.__doc__}
-        _MADE[kind, names] = type(kind.__name__, (_Scaled, kind), own)
-    return _MADE[kind, names]
-
-
-def _restored(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    made = _made(kind, names)
-    module: nn.Module = made.__new__(made)
-    return module

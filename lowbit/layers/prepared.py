@@ -1,7 +1,7 @@
 """Layers with a prepared weight: what a product rounds, by which scales, and where these are.
 
-`lowbit.train.prepare_` and `lowbit.qat.prepare_` give a layer the class below that stands for its own, once, and
-`make_plain` takes all of it back. What such a layer does follows from its weight and from what it holds beside it:
+`lowbit.train.prepare_` and `lowbit.qat.prepare_` give a layer the mixin below for its class, once, and `make_plain`
+takes all of it back. What such a layer does follows from its weight and from what it holds beside it:
 
     weight      present scales: the weight computes them in every product
                 learned ones: parameters `weight_scale` and `weight_zero` (`lowbit.tensor.trained.learned_scales`)
@@ -15,17 +15,19 @@ Experts, whose forward is their own, are in `lowbit.layers.learned_experts`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from lowbit.layers import static_input
-from lowbit.layers.frozen import hide_frozen, show_frozen, shown_class
-from lowbit.layers.learned_experts import scaled, scaled_by
+from lowbit.layers.frozen import hide_frozen, show_frozen
+from lowbit.layers.learned_experts import Holder, Scaled
 from lowbit.layers.sharded_linear import sharded_linear
+from lowbit.layers.stand_in import give, names_given, take, without
 from lowbit.layers.static_input import OBSERVER, check_input, hold_input, inputs_of, take_input
 from lowbit.linear.coded_linear import constant_input
 from lowbit.linear.frozen.checks import refuse_transforms
@@ -51,7 +53,7 @@ from lowbit.tensor.trained.trainable import TrainableTensor
 from lowbit.tracing import tracer
 
 
-class Prepared(nn.Module):
+class Prepared(Holder):
     """What all layers below have: they round their input by a static scale, and their weights know them."""
 
     siblings: tuple[nn.Module, ...]
@@ -60,11 +62,6 @@ class Prepared(nn.Module):
     """True after `prepare_input`. A layer may also hold the scale of a calibration that its scheme does not use."""
     is_calibrated = False
     """Eager code has found the static scale to be a number. Not asked again, because the host would wait."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy's weights know the copy."""
-        super().__setstate__(state)
-        hold(self)
 
     @property
     def is_observed(self) -> bool:
@@ -113,6 +110,21 @@ class Prepared(nn.Module):
             observer.observe(input)
         return self
 
+    def check_computed(self, fqn: str | None = None) -> None:
+        """Raise NotImplementedError if the weight is computed from a prepared one whose products round their input,
+        since the product of the computed weight would not. `fqn`: the name of the layer."""
+        if type(self.weight) is not Tensor:
+            return
+        for name, parameter in self.named_parameters():
+            own = held_locally(parameter)
+            if isinstance(own, FakeQuantizedTensor) and own.input_spec is not None:
+                raise NotImplementedError(
+                    f"{fqn or self}: its weight is computed from {name}, as by torch.nn.utils.prune and parametrize, "
+                    f"and a product of the computed weight does not round its input to {own.input_spec.format}; "
+                    "accepted: prune.remove(layer, 'weight') or parametrize.remove_parametrizations(layer, 'weight') "
+                    "before, or a scheme without activation"
+                )
+
     def _check_calibrated(self: Any) -> None:
         # In this order, since torch.compile guards what it reads, and a call in eager mode sets `is_calibrated`.
         if torch.compiler.is_compiling() or self.is_calibrated:
@@ -125,13 +137,15 @@ class Prepared(nn.Module):
             self.is_calibrated = True
 
 
-class Linear(Prepared, nn.Linear):
+class Linear(Prepared):
     """nn.Linear with a prepared weight, whole or split over ranks."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self: Any, input: Tensor) -> Tensor:
         weight: Any = self.weight  # read once, because nn.Module looks parameters up in Python
         if not isinstance(weight, FakeQuantizedTensor):
             if not is_dtensor(weight):
+                if type(weight) is Tensor:
+                    self.check_computed()
                 return F.linear(input, weight, self.bias)
             product = self._local_product if has_scales(self) else None
             return sharded_linear(input, weight, self.bias, product)
@@ -174,10 +188,10 @@ class Linear(Prepared, nn.Linear):
             own.was_placed(param)
 
 
-class Embedding(Prepared, nn.Embedding):
+class Embedding(Prepared):
     """nn.Embedding whose weight has learned scales."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self: Any, input: Tensor) -> Tensor:
         weight: Any = self.weight
         if is_dtensor(weight):
             raise NotImplementedError(
@@ -203,6 +217,7 @@ def _convolve(self: Any, input: Tensor) -> Tensor:
     """The forward of a prepared convolution."""
     weight: Any = self.weight
     if not isinstance(weight, FakeQuantizedTensor):  # computed from it, as by prune
+        self.check_computed()
         return self._conv_forward(input, weight, self.bias)
     static = self._static(input)
     values = weight.seen_by(*weight.quantizer.scales_in(self))
@@ -213,25 +228,25 @@ def _convolve(self: Any, input: Tensor) -> Tensor:
     return self._conv_forward(*operands)
 
 
-class Conv1d(Prepared, nn.Conv1d):
+class Conv1d(Prepared):
     """nn.Conv1d whose weight has learned scales, or whose input a static one."""
 
     forward = _convolve
 
 
-class Conv2d(Prepared, nn.Conv2d):
+class Conv2d(Prepared):
     """nn.Conv2d whose weight has learned scales, or whose input a static one."""
 
     forward = _convolve
 
 
-LAYERS: dict[type[nn.Module], type[nn.Module]] = {
+LAYERS: dict[type[nn.Module], type[Prepared]] = {
     nn.Linear: Linear,
     nn.Embedding: Embedding,
     nn.Conv1d: Conv1d,
     nn.Conv2d: Conv2d,
 }
-"""The class that stands for each class of torch while a layer is prepared."""
+"""The mixin for each class of torch."""
 
 
 # ---- preparing ----------------------------------------------------------------------------------------------------
@@ -243,15 +258,14 @@ def make_prepared(modules: Iterable[nn.Module], kinds: Sequence[type[nn.Module]]
     hide_frozen(modules)
     for module in modules:
         if type(module) in kinds:
-            module.__class__ = LAYERS[type(module)]
+            give(module, LAYERS[type(module)])
     show_frozen(modules)
 
 
 def is_layer(module: nn.Module) -> bool:
     """True if the module is an `nn.Linear`, `nn.Embedding`, `nn.Conv1d` or `nn.Conv2d` and no subclass of it, so that
     its product is known."""
-    kind = shown_class(module)
-    return kind in LAYERS or kind in LAYERS.values()
+    return without(type(module)) in LAYERS
 
 
 def why_not_learned(module: nn.Module, attribute: str) -> str | None:
@@ -280,7 +294,10 @@ def give_scales(weight: FakeQuantizedTensor, holders: Iterable[tuple[nn.Module, 
             module.register_parameter(attribute + end, parameter)
         if not isinstance(module, Prepared):
             hide_frozen([module])
-            module.__class__ = LAYERS.get(type(module)) or scaled(type(module), attribute)
+            names = (*names_given(module, Scaled), attribute)
+            take(module, Scaled)
+            kind = LAYERS.get(type(module))
+            give(module, *((kind,) if kind else (Scaled, names)))
             show_frozen([module])
         if i == 0:
             hold(module)
@@ -306,29 +323,27 @@ def make_siblings(modules: Sequence[nn.Module]) -> None:
         hold(module)
 
 
-def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module had before it was prepared."""
-    plain = next((plain for plain, own in LAYERS.items() if type(module) is own), None)
-    return plain or scaled_by(type(module))[1]
-
-
-def make_plain(modules: Iterable[nn.Module]) -> None:
-    """Take back all that was done to prepared modules, once their weights are others. Plain ones stay as they are."""
-    modules = list(modules)
+def make_plain(model: nn.Module, holders: Collection[nn.Module]) -> None:
+    """Take back all that was done to the prepared modules of `model` that hold, or compute by a parametrization, the
+    weights of `holders`, once these are others. Plain modules stay as they are."""
+    modules = [*holders]
+    for module in model.modules():
+        computed: Any = module.parametrizations if parametrize.is_parametrized(module) else None
+        if computed is not None and any(part in holders for part in computed.children()):
+            modules.append(module)
     hide_frozen(modules)
     for module in modules:
-        plain = plain_class(module)
-        if plain is type(module):
+        if not isinstance(module, Prepared | Scaled):
             continue
-        names = scaled_by(type(module))[0] or ("weight",)
-        for name in (name + end for name in names for end in (SCALE, ZERO)):
-            module._parameters.pop(name, None)
+        for name in names_given(module, Scaled) or ("weight",):
+            for end in (SCALE, ZERO):
+                module._parameters.pop(name + end, None)
         if isinstance(module, Prepared):
             if module.has_static_input:
                 take_input([module])
             for name in ("has_static_input", "is_calibrated", "siblings"):
                 module.__dict__.pop(name, None)
-        module.__class__ = plain
+        take(module)
     show_frozen(modules)
 
 

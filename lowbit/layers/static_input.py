@@ -16,10 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lowbit.numerics.learned_scales import (
-    as_parameters,
-    qparams,
-)
+from lowbit.numerics.learned_scales import as_parameters, qparams
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.core.dtensor import local

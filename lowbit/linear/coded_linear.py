@@ -29,12 +29,7 @@ from lowbit.linear.frozen.checks import check_linear, refuse_second_derivative, 
 from lowbit.linear.frozen.codes_product import CodesProduct, Described, codes_product
 from lowbit.linear.frozen.eight_bits import scale_of_rows
 from lowbit.linear.frozen.kinds import representation_of
-from lowbit.linear.low_bit_linear import (
-    Codes,
-    low_bit_gradients,
-    of_last_input,
-    transposed,
-)
+from lowbit.linear.low_bit_linear import Codes, low_bit_gradients, of_last_input, transposed
 from lowbit.linear.operands import Kept, RoundedLinear
 from lowbit.numerics.affine import StraightThrough, computed_again, where_bits
 from lowbit.numerics.packing import pack

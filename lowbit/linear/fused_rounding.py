@@ -232,12 +232,7 @@ class _LearnedFakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        scale: Tensor,
-        zero: Tensor | None,
-        spec: Spec,
-        constant_codes: bool,
+        ctx: Any, x: Tensor, scale: Tensor, zero: Tensor | None, spec: Spec, constant_codes: bool
     ) -> Tensor:
         ctx.save_for_backward(x, scale, zero)
         ctx.spec, ctx.constant_codes = spec, constant_codes

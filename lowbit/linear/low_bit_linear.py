@@ -214,12 +214,7 @@ def low_bit_gradients(
 
 
 def _block_gradients(
-    note: Note | None,
-    scheme: Any,
-    grad: Tensor,
-    weight: Any,
-    x: Codes | None,
-    dtype: torch.dtype,
+    note: Note | None, scheme: Any, grad: Tensor, weight: Any, x: Codes | None, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
     """`low_bit_gradients` where scales are those of blocks, which no product moves into the gradient."""
     fmt = scheme.backward_format

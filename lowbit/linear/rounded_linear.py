@@ -199,6 +199,19 @@ class RoundingOfGathered(Rounding):
         return False
 
 
+def rounding_of(weight: Any, dtype: torch.dtype) -> Rounding:
+    """How products round their operands, where the plain values of `weight`, a FakeQuantizedTensor, are
+    of `dtype`.
+
+    It is not a method, since Dynamo takes each method of a tensor for an operation that returns tensors.
+    """
+    spec = weight.scheme.weight
+    scale_dtype = spec.scale_dtype_for(dtype)
+    kind = RoundingOfGathered if weight.is_gathered else Rounding
+    constant = weight.quantizer.constant_codes
+    return kind(spec, scale_dtype, weight.input_spec, constant)
+
+
 def rounded_linear(
     x: Tensor,
     weight: Any,

@@ -49,6 +49,7 @@ from lowbit.numerics.code_range import (
     within_range,
 )
 from lowbit.numerics.lookup_table import LookupTable
+from lowbit.numerics.opaque import opaque
 from lowbit.numerics.packing import unpack
 
 Mapping = Literal[
@@ -155,9 +156,11 @@ def _multiply_add(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
     return (a.double() * wide + c.double()).float()
 
 
-_LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
-_LIBRARY.define("cast(Tensor x, ScalarType dtype) -> Tensor")
-_LIBRARY.impl("cast", lambda x, dtype: x.to(dtype, copy=True), "CompositeExplicitAutograd")
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype, copy=True)
+
+
+opaque("cast(Tensor x, ScalarType dtype) -> Tensor", _cast)(_cast)
 
 
 def round_to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -209,11 +212,7 @@ class Grid(NamedTuple):
 
 
 def unchecked_grid(
-    mapping: Mapping,
-    dtype: CodeType,
-    low: float,
-    high: float,
-    zero_point_dtype: torch.dtype | None,
+    mapping: Mapping, dtype: CodeType, low: float, high: float, zero_point_dtype: torch.dtype | None
 ) -> Grid:
     """The grid of these codes. Args: those of `Grid`; the range of a table is its own."""
     if isinstance(dtype, LookupTable):

@@ -72,6 +72,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowbit.numerics.opaque import opaque
+
 # Far below the second moments of the smallest useful gradients (a gradient of 1e-6 has a moment of 1e-12), and still a
 # normal float32 when divided by 448.
 ABSMAX_FLOOR = 2.0**-100
@@ -431,13 +433,23 @@ def _from_float8(codes: Tensor) -> Tensor:
 
 
 # Operators hide the cached tables from tracing (torch.compile, fake tensors, a tensor subclass under either).
-_LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
-_LIBRARY.define("codebook_encode(Tensor x, int bits, bool signed) -> Tensor")
-_LIBRARY.define("codebook_decode(Tensor codes, int bits, bool signed) -> Tensor")
-_LIBRARY.define("codebook_decode_packed(Tensor packed, bool signed) -> Tensor")
-_LIBRARY.define("float8_decode(Tensor codes) -> Tensor")
 
 
+def codes_like(x: Tensor, *_: object) -> Tensor:
+    """Uninitialised codes for each element of x."""
+    return x.new_empty(x.shape, dtype=torch.uint8)
+
+
+def values_like(codes: Tensor, *_: object) -> Tensor:
+    """Uninitialised float32 values for each element of `codes`."""
+    return codes.new_empty(codes.shape, dtype=torch.float32)
+
+
+def _two_values_each(packed: Tensor, *_: object) -> Tensor:
+    return packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=torch.float32)
+
+
+@opaque("codebook_encode(Tensor x, int bits, bool signed) -> Tensor", codes_like)
 def _encode(x: Tensor, bits: int, signed: bool) -> Tensor:
     step = _on_device(Codebook(bits, signed), x.device).step
     return ranks(x, step).to(torch.uint8)
@@ -450,39 +462,20 @@ def ranks(x: Tensor, step: Tensor) -> Tensor:
     return code.add_(raw).bitwise_right_shift_(16).abs_().view(x.shape)
 
 
+@opaque("codebook_decode(Tensor codes, int bits, bool signed) -> Tensor", values_like)
 def _decode(codes: Tensor, bits: int, signed: bool) -> Tensor:
     values = _on_device(Codebook(bits, signed), codes.device).values
     return values.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
 
+@opaque("codebook_decode_packed(Tensor packed, bool signed) -> Tensor", _two_values_each)
 def _decode_packed(packed: Tensor, signed: bool) -> Tensor:
     pairs = _on_device(Codebook(4, signed), packed.device).pairs
     values = pairs.index_select(0, packed.reshape(-1).to(torch.int32)).view(torch.float32)
     return values.view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
+@opaque("float8_decode(Tensor codes) -> Tensor", values_like)
 def _float8_decode(codes: Tensor) -> Tensor:
     index = codes.view(torch.uint8).reshape(-1).to(torch.int32)
     return _float8_values(codes.device).index_select(0, index).view(codes.shape)
-
-
-def _encode_fake(x: Tensor, *_: object) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.uint8)
-
-
-def _decode_fake(codes: Tensor, *_: object) -> Tensor:
-    return codes.new_empty(codes.shape, dtype=torch.float32)
-
-
-def _decode_packed_fake(packed: Tensor, *_: object) -> Tensor:
-    return packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=torch.float32)
-
-
-for _name, _impl, _fake in (
-    ("codebook_encode", _encode, _encode_fake),
-    ("codebook_decode", _decode, _decode_fake),
-    ("codebook_decode_packed", _decode_packed, _decode_packed_fake),
-    ("float8_decode", _float8_decode, _decode_fake),
-):
-    _LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lowbit::{_name}", _fake, lib=_LIBRARY)

@@ -22,11 +22,14 @@ from torch import Tensor
 
 from lowbit.numerics.codebook import (
     boundaries,
+    codes_like,
     pairs,
     ranks,
     share_a_cell,
     steps,
+    values_like,
 )
+from lowbit.numerics.opaque import opaque
 from lowbit.numerics.packing import unpack
 
 
@@ -241,22 +244,8 @@ def _values_fake(packed: Tensor, values: list[float], size: int) -> Tensor:
     return packed.new_empty((*packed.shape[:-1], size), dtype=torch.float32)
 
 
-def _nearest_fake(x: Tensor, values: list[float], ties_to_even: bool) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.float32)
-
-
-def _codes_fake(x: Tensor, values: list[float]) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.uint8)
-
-
-_LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
-_LIBRARY.define("table_nearest(Tensor x, float[] values, bool ties_to_even) -> Tensor")
-_LIBRARY.define("table_codes(Tensor x, float[] values) -> Tensor")
-_LIBRARY.define("table_values(Tensor packed, float[] values, SymInt size) -> Tensor")
-for _name, _impl, _fake in (
-    ("table_nearest", _nearest, _nearest_fake),
-    ("table_codes", _codes, _codes_fake),
-    ("table_values", _values, _values_fake),
-):
-    _LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lowbit::{_name}", _fake, lib=_LIBRARY)
+opaque("table_nearest(Tensor x, float[] values, bool ties_to_even) -> Tensor", values_like)(
+    _nearest
+)
+opaque("table_codes(Tensor x, float[] values) -> Tensor", codes_like)(_codes)
+opaque("table_values(Tensor packed, float[] values, SymInt size) -> Tensor", _values_fake)(_values)

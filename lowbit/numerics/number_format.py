@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lowbit.numerics.code_range import (
-    FLOAT8_DTYPES,
-)
+from lowbit.numerics.code_range import FLOAT8_DTYPES
 from lowbit.numerics.lookup_table import LookupTable
 
 

@@ -30,16 +30,8 @@ from lowbit.numerics.affine import (
     unchecked_grid,
     unclamped_codes,
 )
-from lowbit.numerics.code_range import (
-    FLOATS,
-    clamped,
-    within_range,
-)
-from lowbit.numerics.granularity import (
-    Granularity,
-    PerBlock,
-    PerTensor,
-)
+from lowbit.numerics.code_range import FLOATS, clamped, within_range
+from lowbit.numerics.granularity import Granularity, PerBlock, PerTensor
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8, Int, NumberFormat
 from lowbit.numerics.scale_format import SCALE_FORMATS, ScaleFormat
@@ -326,10 +318,7 @@ class Spec(_Computed):
         return self._as_stored(scale, zero_point) if self.has_zero_point else (scale, None)
 
     def choose_scales(
-        self,
-        x: Tensor,
-        kept: dict[str, Tensor] | None = None,
-        joint: Tensor | None = None,
+        self, x: Tensor, kept: dict[str, Tensor] | None = None, joint: Tensor | None = None
     ) -> dict[str, Tensor]:
         """The scales of `x` (already padded) as they are stored, by name, where `scales` says how.
 

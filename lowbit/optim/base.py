@@ -72,13 +72,7 @@ from lowbit.optim.state.checkpoint import (
 from lowbit.optim.state.described import described
 from lowbit.optim.state.foreign import translated
 from lowbit.optim.step.eager import EagerStep
-from lowbit.optim.step.job import (
-    GradScale,
-    Job,
-    Step,
-    collect,
-    grad_scale,
-)
+from lowbit.optim.step.job import GradScale, Job, Step, collect, grad_scale
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local
 
@@ -99,7 +93,7 @@ def _made_rule(hyper: tuple[str, ...], prepare: str, update: str) -> Rule:
 
 
 class LowbitOptimizer(torch.optim.Optimizer):
-    """See the module. Subclasses give `moments` and `reference`, and may give `rule` for the kernels.
+    """The base of lowbit's optimizers. Subclasses give `moments` and `reference`, and may give `rule` for the kernels.
 
     Args:
         params: parameters, (name, parameter) pairs, or groups.
@@ -415,11 +409,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
                 jobs = step.run(self, jobs, scale)
 
     def _ensure_state(
-        self,
-        group: dict[str, Any],
-        param: Tensor,
-        signs: dict[str, bool],
-        formats: dict[str, str],
+        self, group: dict[str, Any], param: Tensor, signs: dict[str, bool], formats: dict[str, str]
     ) -> None:
         """Give a parameter the states that it lacks: all of them, or those of an option that was turned on since.
         `signs` and `formats`: `state_names` of the group, and the format of each."""

@@ -44,12 +44,7 @@ from lowbit.optim.options import (
 )
 from lowbit.optim.step.eager import EagerStep
 from lowbit.optim.step.job import GradScale, Job, Step
-from lowbit.optim.step.muon_formula import (
-    descend,
-    direction,
-    learning_rate_ratio,
-    stack_shape,
-)
+from lowbit.optim.step.muon_formula import descend, direction, learning_rate_ratio, stack_shape
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b and c of Keller Jordan's Muon."""

@@ -6,12 +6,7 @@ from lowbit.qat.qat import convert_, prepare_
 from lowbit.qat.scales import parameter_groups, search_scales_
 from lowbit.qat.schedule import Schedule
 from lowbit.qat.switch import disable_, enable_, high_precision
-from lowbit.qat.tools.blocks import (
-    BlockProgress,
-    BlockResult,
-    BlocksReport,
-    train_blocks,
-)
+from lowbit.qat.tools.blocks import BlockProgress, BlockResult, BlocksReport, train_blocks
 from lowbit.qat.tools.distillation import Distillation
 from lowbit.qat.tools.divergence import distillation_loss
 from lowbit.qat.tools.measure import report

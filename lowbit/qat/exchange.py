@@ -13,21 +13,17 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lowbit.convert import Target, find_owners
-from lowbit.layers.prepared import plain_class
+from lowbit.layers.frozen import hide_frozen, show_frozen, shown_class
+from lowbit.layers.stand_in import without
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.trained.learned_scales import (
-    SCALE,
-    ZERO,
-    is_learned,
-    scales_of,
-)
+from lowbit.tensor.trained.learned_scales import SCALE, ZERO, is_learned, scales_of
 
 
 @dataclass(frozen=True)
 class Held:
-    """A module, its class, and parameters of it by name."""
+    """A module, its class before `show_frozen`, and parameters of it by name."""
 
     module: nn.Module
     kind: type[nn.Module]
@@ -36,12 +32,14 @@ class Held:
     @classmethod
     def of(cls, module: nn.Module) -> Held:
         """All that the module holds now."""
-        return cls(module, type(module), dict(module._parameters))
+        return cls(module, shown_class(module), dict(module._parameters))
 
     def put(self) -> None:
         """Give the module this class and these parameters. Others stay."""
+        hide_frozen([self.module])
         self.module.__class__ = self.kind
         self.module._parameters.update(self.parameters)
+        show_frozen([self.module])
 
     def put_back(self) -> None:
         """Give the module this class and exactly these parameters, in their order."""
@@ -118,7 +116,7 @@ def in_high_precision(targets: Iterable[Target]) -> list[Held]:
         for owner in target.owners:
             held = made.get(id(owner.module))
             own = {} if held is None else held.parameters
-            kind = plain_class(owner.module) if held is None else held.kind
+            kind = without(type(owner.module)) if held is None else held.kind
             made[id(owner.module)] = Held(owner.module, kind, {**own, owner.attribute: plain})
     return list(made.values())
 

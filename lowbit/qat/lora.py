@@ -20,15 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import Choice, Filter, Owner, Report, Target, joined_name
-from lowbit.layers.prepared import Linear
+from lowbit.layers.stand_in import StandIn, give, take, without
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.trained.adapted import (
-    Adapters,
-    frozen_with,
-    is_merged,
-    product_with,
-    rows_with,
-)
+from lowbit.tensor.trained.adapted import Adapters, frozen_with, is_merged, product_with, rows_with
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 
 KEEP = (
@@ -36,7 +30,7 @@ KEEP = (
     "it; a pattern or filter leaves the layer out"
 )
 _INTERFACE = ("lora_A", "lora_B", "lora_embedding_A", "scaling", "lora_dropout", "merged")
-_BASES = (nn.Linear, Linear, nn.Embedding)
+_BASES = (nn.Linear, nn.Embedding)
 
 
 def is_tuner(module: nn.Module) -> bool:
@@ -155,7 +149,7 @@ def _check_layer(fqn: str, layer: Any, target: Target) -> None:
         _refuse(fqn, f"LoRA of the parameter {layer.parameter_name!r} (target_parameters)")
     if not all(hasattr(layer, name) for name in _INTERFACE):
         _refuse(fqn, f"an adapter of the kind {type(layer).__module__}.{kind}, which is no LoRA")
-    if type(base) not in _BASES:
+    if without(type(base)) not in _BASES:
         _refuse(fqn, f"LoRA of a {type(base).__name__} (accepted: nn.Linear and nn.Embedding)")
     if getattr(layer, "fan_in_fan_out", False) and isinstance(base, nn.Linear):
         _refuse(fqn, "LoRA with fan_in_fan_out=True, a transposed weight")
@@ -209,18 +203,15 @@ def _check_adapter(layer: Any, name: str, fqn: str) -> None:
 # ---- forward -----------------------------------------------------------------------------------------------------
 
 
-class _Merging:
+class _Merging(StandIn):
     """Mixin of a LoRA layer whose adapters are merged into the weight before it is rounded."""
-
-    plain: type[nn.Module]
-    """The class of PEFT."""
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         base = self.base_layer
         weight: Any = base.weight
         prepared = is_merged(weight) and weight.off != "all"
         if self.disable_adapters or self.merged or not prepared:
-            result: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+            result: Tensor = super().forward(x, *args, **kwargs)
             return result
         given = [name for name, value in kwargs.items() if value is not None]
         if args or given:
@@ -234,39 +225,17 @@ class _Merging:
             return rows_with(weight, adapters, x, scales, *options)
         return product_with(weight, adapters, x, base.bias, scales)
 
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        """Copies and pickles name the class of PEFT, since the subclass exists in this process alone."""
-        return _restored, (self.plain,), self.__dict__
-
-
-_MADE: dict[type[nn.Module], type[nn.Module]] = {}
-"""The class of PEFT → its subclass."""
-
-
-def _merging(kind: type[nn.Module]) -> type[nn.Module]:
-    if kind not in _MADE:
-        namespace = {"plain": kind, "__module__": __name__, "__doc__": _Merging.__doc__}
-        _MADE[kind] = type(kind.__name__, (_Merging, kind), namespace)
-    return _MADE[kind]
-
-
-def _restored(kind: type[nn.Module]) -> nn.Module:
-    made = _merging(kind)
-    layer: nn.Module = made.__new__(made)
-    return layer
-
 
 def merge_in_products(layers: Iterable[nn.Module]) -> None:
     """Give these LoRA layers a forward that multiplies by the rounded merged weight, in place."""
     for layer in layers:
-        layer.__class__ = _merging(type(layer))
+        give(layer, _Merging)
 
 
 def multiply_as_before(layers: Iterable[nn.Module]) -> None:
     """Undo `merge_in_products` for those of these modules for which it was called."""
     for layer in layers:
-        if isinstance(layer, _Merging):
-            layer.__class__ = layer.plain  # type: ignore[assignment]
+        take(layer, _Merging)
 
 
 # ---- conversion ------------------------------------------------------------------------------------------------------

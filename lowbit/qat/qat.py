@@ -31,6 +31,7 @@ from lowbit.convert import (
     rounding_owners,
 )
 from lowbit.layers.prepared import (
+    Prepared,
     give_scales,
     is_layer,
     make_plain,
@@ -289,9 +290,12 @@ def convert_(model: nn.Module) -> Report:
     Raises:
         ValueError: the model was never prepared, a trained weight or adapter has NaN or infinite values, or merged
             adapters are disabled. The model is then as it was.
-        NotImplementedError: a weight that a parametrization computes, with learned scales or a static activation. The
-            model is then as it was.
+        NotImplementedError: a weight that a parametrization computes, with learned scales or an activation. The model
+            is then as it was.
     """
+    for fqn, module in model.named_modules():
+        if isinstance(module, Prepared):
+            module.check_computed(fqn)
     layers = lora.merging_layers(model)
     merged: dict[int, Adapters] = {}
     targets = []
@@ -337,6 +341,6 @@ def convert_(model: nn.Module) -> Report:
 
     modules = _modules(targets)
     report = replace_weights(targets, Report(), frozen, trainable=False)
-    make_plain(modules)
+    make_plain(model, modules)
     lora.unwrap(model, {layer for _, layer in layers.values()})
     return report.count(model)

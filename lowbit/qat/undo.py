@@ -36,7 +36,7 @@ def undo_(model: nn.Module) -> Report:
     modules = {module for target in targets for module, _, _ in target.owners}
     report = replace_weights(targets, Report(), _plain, trainable=True, note="plain again")
     multiply_as_before(model.modules())
-    make_plain(modules)
+    make_plain(model, modules)
     return report.count(model)
 
 

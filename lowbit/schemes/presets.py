@@ -11,14 +11,7 @@ from __future__ import annotations
 import torch
 
 from lowbit.numerics.affine import Mapping
-from lowbit.numerics.granularity import (
-    Granularity,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    PerToken,
-)
+from lowbit.numerics.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.numerics.lookup_table import E2M1, NF4
 from lowbit.numerics.number_format import Float8, Int
 from lowbit.numerics.spec import ScaleFormatName, Spec

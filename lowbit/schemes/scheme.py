@@ -18,13 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.numerics.granularity import (
-    Granularity,
-    PerBlock,
-    PerGroup,
-    PerTensor,
-    PerToken,
-)
+from lowbit.numerics.granularity import Granularity, PerBlock, PerGroup, PerTensor, PerToken
 from lowbit.numerics.lookup_table import TABLES, LookupTable
 from lowbit.numerics.number_format import Float8, Int, NumberFormat
 from lowbit.numerics.spec import SCALE_DTYPES, Spec

@@ -75,7 +75,7 @@ def check_gradient(found: Any, expected: Tensor, where: Any) -> None:
 
 
 def check_forward_and_backward(rank: int, world_size: int, subject: Any) -> bool:
-    """Outputs and input gradients to the bit, the mean of parameter gradients; two iterations, so two gathers."""
+    """Outputs and gradients of the input are those of one process to the bit, gradients of parameters their mean."""
     for rows in subject.fsdp_rows:
         for dtype in (torch.float32, torch.bfloat16):
             where = (rows, dtype)

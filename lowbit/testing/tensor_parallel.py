@@ -43,7 +43,7 @@ def outcome(model: Any) -> dict[str, Tensor]:
 
 
 def check_parallel_block(rank: int, world_size: int, subject: Any) -> bool:
-    """Columns then rows, as in a transformer's MLP: outputs, and gradients of the input and the parameters."""
+    """Outputs and gradients of a layer split by columns and one split by rows, as in a transformer's MLP."""
     mesh = init_device_mesh("cpu", (world_size,))
     whole, model = ParallelBlock(subject), ParallelBlock(subject)
     parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})

@@ -35,7 +35,7 @@ def convert_(model: nn.Module) -> Report:
         assert isinstance(target.weight, TrainableTensor)
         check_weight(target.weight.master(), target.owners[0][2])
     report = replace_prepared(
-        targets, _frozen, "for inference", trainable=False, report=_staying(model)
+        model, targets, _frozen, "for inference", trainable=False, report=_staying(model)
     )
     return forget_prepared(model, report).count(model)
 

@@ -72,7 +72,7 @@ def restore_(model: nn.Module) -> Report:
         ValueError: the model was never prepared, or is sharded. The model then stays unchanged.
     """
     targets = prepared_targets(model, TrainableTensor.for_schemes(TrainingScheme), "restore")
-    report = replace_prepared(targets, _plain, "plain again", trainable=True)
+    report = replace_prepared(model, targets, _plain, "plain again", trainable=True)
     return forget_prepared(model, report).count(model)
 
 
@@ -109,16 +109,18 @@ def prepared_targets(model: nn.Module, kinds: tuple[type, ...], what: str) -> li
 
 
 def replace_prepared(
+    model: nn.Module,
     targets: list[Target],
     make: Callable[[Target], Tensor],
     note: str,
     trainable: bool,
     report: Report | None = None,
 ) -> Report:
-    """`replace_weights` for prepared weights. Also undoes what `prepare_` did to their modules. The same `Args:`."""
+    """`replace_weights` for prepared weights of `model`. Also undoes what `prepare_` did to its modules. The other
+    `Args:` are the same."""
     modules: set[nn.Module] = {module for target in targets for module, _, _ in target.owners}
     report = replace_weights(targets, report or Report(), make, trainable=trainable, note=note)
-    make_plain(modules)
+    make_plain(model, modules)
     return report
 
 

@@ -92,6 +92,16 @@ def trained(scheme: Any) -> Any:
     return model
 
 
+def assigned(inside: bool = False) -> Any:
+    """A plain model, alone or inside of another module, that takes the weights of a quantized one."""
+    model = llama()
+    holder, found = model, lb.tensor.joined(quantized().state_dict())
+    if inside:
+        holder, found = nn.ModuleDict({"inner": model}), {f"inner.{k}": v for k, v in found.items()}
+    holder.load_state_dict(found, assign=True)
+    return model
+
+
 def tied() -> Any:
     return quantized(make=lambda: llama(tie_word_embeddings=True), chosen=lambda module, name: True)
 
@@ -138,6 +148,8 @@ LOW: dict[str, Callable[[], Any]] = {
     ),
     "copied": lambda: copy.deepcopy(quantized()),
     "decoder": decoder_quantized,
+    "assigned": assigned,
+    "assigned inside": lambda: assigned(inside=True),
 }
 
 

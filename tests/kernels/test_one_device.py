@@ -26,7 +26,7 @@ def moved() -> Iterator[Any]:
                 yield pytest.param(op, wrong, id=f"{op}-{i}")
 
 
-@pytest.mark.parametrize(("op", "arguments"), moved())
+@pytest.mark.parametrize(("op", "arguments"), [*moved()])
 def test_tensors_of_two_devices_are_refused(op: str, arguments: tuple) -> None:
     with pytest.raises(ValueError, match=r"one device, got .*on cpu.* on meta.*move them"):
         getattr(torch.ops.lowbit, op)(*arguments)

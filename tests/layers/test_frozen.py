@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit.layers.frozen import Frozen, hide_frozen, show_frozen, shown_class
+from lowbit.layers.learned_experts import Scaled
+from lowbit.qat.exchange import Held, exchanged
 from lowbit.tensor import LowbitTensor
 from tests.schemes import SCHEMES, over
 
@@ -411,6 +413,17 @@ def test_freeze_follows_a_change_that_went_past_the_layers(
         assert torch.equal(run(TOKENS), found(TOKENS)) and not torch.equal(run(TOKENS), before)
 
 
+def test_graphs_follow_weights_that_are_exchanged_for_a_while() -> None:
+    layer, other = (nn.Linear(32, 16).requires_grad_(False) for _ in range(2))
+    for one in (layer, other):
+        lb.quantize_(one, INT8)
+    run, x = torch.compile(layer, backend="aot_eager", dynamic=False), torch.randn(3, 32)
+    before, changed = run(x), Held(layer, type(layer), {"weight": other.weight})
+    with exchanged([changed]):
+        assert torch.equal(run(x), layer(x)) and not torch.equal(run(x), before)
+    assert torch.equal(run(x), before) and isinstance(layer, Frozen)
+
+
 def test_freeze_takes_a_model_that_was_loaded_by_assignment(tmp_path: Path) -> None:
     found = model()
     plain = Model().requires_grad_(False)
@@ -497,12 +510,16 @@ def test_quantized_experts_beside_learned_scales() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return sum(F.linear(F.linear(x, u), d) for u, d in zip(self.up, self.down, strict=True))
 
-    model = nn.ModuleDict({"experts": Pair()})
+    model, x = nn.ModuleDict({"experts": Pair()}), torch.randn(3, 32)
     lb.quantize_(model, {"*.up": INT8}, lambda module, name: name.endswith("up"))
     lb.qat.prepare_(
         model, {"*.down": INT8}, lambda m, name: name.endswith("down"), scales="learned"
     )
+    again = copy.deepcopy(model)
+    for each in (model, again):
+        assert isinstance(each.experts, Frozen) and isinstance(each.experts, Scaled)
+        assert torch.equal(each.experts(x), model.experts(x))
     lb.qat.convert_(model)
     assert [name for name, _ in model.named_parameters()] == ["experts.up", "experts.down"]
     assert shown_class(model.experts) is Pair and isinstance(model.experts, Frozen)
-    check(model.experts, torch.randn(3, 32))
+    check(model.experts, x)

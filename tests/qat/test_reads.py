@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, prune, weight_norm
+from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
 from lowbit import qat, train
+from lowbit.layers.frozen import shown_class
+from lowbit.layers.prepared import Prepared
 from lowbit.tensor.core.reading import KEEPS, in_forward
 from tests.schemes import FREE_SCALES, SCHEMES, WEIGHT_ONLY, over
 
@@ -276,22 +278,44 @@ def test_experts_that_a_module_computes_with(how) -> None:
 @every_kind
 @pytest.mark.parametrize("change", ["prune", "weight_norm", "parametrized"])
 def test_what_torch_computes_from_the_weight(how, change) -> None:
-    """torch's hooks and parametrizations, put on prepared layers."""
+    """torch's hooks and parametrizations, put on prepared layers. None where products should round their input."""
     torch.manual_seed(0)
     model = prepare(nn.Sequential(nn.Linear(K, N)), how)
-    if change == "prune":
-        prune.l1_unstructured(model[0], "weight", 0.3)
-        check(model, torch.randn(3, K), "0.weight_orig")
-    elif change == "weight_norm":
-        weight_norm(model[0])
-        check(model, torch.randn(3, K), "0.weight_v")
+    name, put = {
+        "prune": ("0.weight_orig", lambda layer: prune.l1_unstructured(layer, "weight", 0.3)),
+        "weight_norm": ("0.weight_v", weight_norm),
+        "parametrized": ("0.parametrizations.weight.original1", parametrizations.weight_norm),
+    }[change]
+    put(model[0])
+    if getattr(how[0], "activation", None) is not None:
+        for use in (lambda: model(torch.randn(3, K)), lambda: convert(model)):
+            with pytest.raises(NotImplementedError, match=f"{name[2:]}.*does not round its input"):
+                use()
+    elif change == "parametrized" and how[1] == "learned":
+        with pytest.raises(NotImplementedError, match="remove_parametrizations"):
+            convert(model)
     else:
-        parametrizations.weight_norm(model[0])
-        if how[1] == "learned":
-            with pytest.raises(NotImplementedError, match="remove_parametrizations"):
-                convert(model)
-            return
-        check(model, torch.randn(3, K), "0.parametrizations.weight.original1")
+        check(model, torch.randn(3, K), name)
+        assert not isinstance(model[0], Prepared)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+@pytest.mark.parametrize("undo", [qat.convert_, qat.undo_, lb.dequantize_])
+def test_a_parametrized_layer_has_its_own_class_again(undo) -> None:
+    model, x = nn.Sequential(nn.Linear(K, N)), torch.randn(3, K)
+    qat.prepare_(model, lb.Int4WeightOnly(32))
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+    other = copy.deepcopy(model)
+    undo(model)
+    assert isinstance(other[0], Prepared) and not isinstance(model[0], Prepared)
+    y = model(x) - model[0].bias
+    parametrize.remove_parametrizations(model[0], "weight", leave_parametrized=False)
+    assert shown_class(model[0]) is nn.Linear
+    assert torch.allclose(2 * (model(x) - model[0].bias), y, atol=1e-5)
 
 
 @over(SCHEMES)

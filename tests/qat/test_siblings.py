@@ -135,7 +135,7 @@ def test_prepared_equals_converted(scheme, part, dtype) -> None:
     """After steps too, in which the largest weight moves from one sibling to another."""
     net = model().to(dtype)
     report = qat.prepare_(net, scheme)
-    assert len(report.converted) == 4 and type(net.q_proj) is Linear
+    assert len(report.converted) == 4 and isinstance(net.q_proj, Linear)
     assert is_joint(net.q_proj.weight) and not is_joint(net.last.weight)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     x = torch.randn(5, 48, dtype=dtype)

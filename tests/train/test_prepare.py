@@ -402,7 +402,7 @@ def test_restored():
     model = Model()
     kinds = {name: type(m) for name, m in model.named_modules()}
     train.prepare_(model, INT8)
-    assert type(model.up) is Linear and str(model.up).startswith("Linear(in_features=32")
+    assert isinstance(model.up, Linear) and str(model.up).startswith("Linear(in_features=32")
     memory = model.up.weight.master().data_ptr()
     report = train.restore_(model)
     assert set(report.converted) == {

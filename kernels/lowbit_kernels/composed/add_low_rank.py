@@ -32,10 +32,7 @@ CHUNK = 2**22  # elements of w that are widened at once
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-@op(
-    "torch.empty(w.shape, dtype=w.dtype, device=w.device)",
-    rules={"_check(w, a, b, scales)": ""},
-)
+@op("torch.empty(w.shape, dtype=w.dtype, device=w.device)", rules={"_check(w, a, b, scales)": ""})
 def add_low_rank(
     w: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float]
 ) -> Tensor:
@@ -88,7 +85,13 @@ def _add(w: Tensor, a: list[Tensor], b: list[Tensor], scales: list[float]) -> Te
     rules={"_check(grad, [a], [b], [scale])": ""},
 )
 def low_rank_gradients(grad: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """(grad_a, grad_b) of one product, from the gradient [N, K] of `add_low_rank`. Raises as it does."""
+    """(grad_a, grad_b) of one product, in the dtypes of a and b. Raises as `add_low_rank` does.
+
+    Args:
+        grad: the gradient [N, K] of the result of `add_low_rank`.
+        a, b: the factors [R, K] and [N, R].
+        scale: of the product.
+    """
     wide = scale * grad.double()
     return (b.double().t() @ wide).to(a.dtype), (wide @ a.double().t()).to(b.dtype)
 

@@ -49,7 +49,7 @@ X, X_SCALE, WEIGHT, BIAS, OUT = range(5)
     types={
         "(x.dtype, rowcol.FORMATS[format][0]) in scaled_mm.OPERANDS": (
             "codes of x in {x.dtype} can't be multiplied by a weight in {format}"
-        ),
+        )
     },
 )
 def linear_output(

@@ -14,13 +14,7 @@ from torch import Tensor
 from lowbit_kernels.quantize.quantize_rowcol_triton import rounded_to_float8
 from lowbit_kernels.quantize.quantize_rows import extremes
 from lowbit_kernels.runtime.library import FLOATS
-from lowbit_kernels.runtime.triton_runtime import (
-    jit,
-    launch,
-    stored_dtype,
-    tl,
-    triton,
-)
+from lowbit_kernels.runtime.triton_runtime import jit, launch, stored_dtype, tl, triton
 
 if TYPE_CHECKING:
     from lowbit_kernels.elementwise.grid import Grid

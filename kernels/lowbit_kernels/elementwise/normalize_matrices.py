@@ -20,13 +20,7 @@ from torch import Tensor
 
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
-from lowbit_kernels.runtime.triton_runtime import (
-    jit,
-    runs_on,
-    stored_dtype,
-    tl,
-    triton,
-)
+from lowbit_kernels.runtime.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 
 PIECE = 8192  # elements
 TOGETHER = 1024  # pieces that are summed at once

@@ -35,13 +35,7 @@ from lowbit_kernels.matmul.mm_tiles_triton import in_groups
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.library import aligned
 from lowbit_kernels.runtime.op import op
-from lowbit_kernels.runtime.triton_runtime import (
-    jit,
-    runs_on,
-    stored_dtype,
-    tl,
-    triton,
-)
+from lowbit_kernels.runtime.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 
 GRANULE = 64
 """The tensor maps see all matrices as one. A tile along k stays inside its matrix only if this number divides the
@@ -65,7 +59,7 @@ LARGEST = 2**31 - 2**20
     types={
         "a.dtype == b.dtype and (addend is None or addend.dtype == a.dtype)": (
             "a, b and addend must have one dtype, got {a.dtype}, {b.dtype} and {getattr(addend, 'dtype', None)}"
-        ),
+        )
     },
 )
 def batched_mm(

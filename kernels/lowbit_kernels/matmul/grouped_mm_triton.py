@@ -11,12 +11,7 @@ from torch import Tensor
 
 from lowbit_kernels.matmul.grouped_columns import STEP
 from lowbit_kernels.runtime import nvrtc
-from lowbit_kernels.runtime.triton_runtime import (
-    jit,
-    stored_dtype,
-    tl,
-    triton,
-)
+from lowbit_kernels.runtime.triton_runtime import jit, stored_dtype, tl, triton
 
 
 def takes(a: torch.dtype, b: torch.dtype, device: torch.device) -> bool:

@@ -10,15 +10,7 @@ The rows (tokens) are sorted by expert. `offsets` (int32 [E]) holds the end of e
 
 The first is the output of experts, or the gradient of their inputs; the second is the gradient of their weights.
 
-    a           int8 or float8 [M, K], K a multiple of 16; or [N, P], transposed copies with the columns of
-                `grouped_columns`, as ``quantize_grouped`` writes them
-    b           the same [E, N, K] or [K, P], contiguous along the dimension that the product sums over
-    a_scale     float32 [M] or [E, N]
-    b_scale     float32 [E, N] or [E, K]; [1] for all
-    offsets     int32 [E]; ascending, 0 to M. The op does not check the values, because reading them waits for the GPU.
-                Offsets that fall or exceed M count as the nearest ones that do not
-    out         out_dtype: float32, bfloat16 or float16 [M, N] or [E, N, K], contiguous. Rows that no expert has, and
-                weights of experts without rows, are 0
+Rows that no expert has, and weights of experts without rows, are 0.
 
 Formats and arithmetic are those of `scaled_mm`: int8 sums are exact in int32 and wrap beyond 2**31, which takes more
 than 133,000 products of 127 by 127. float8 sums have about 14 bits on Hopper.
@@ -80,10 +72,20 @@ def grouped_scaled_mm(
     *,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """The scaled products of all experts; shapes, dtypes and the formulas are in the module's docstring.
+    """The scaled products of all experts by the formulas of the module: [M, N] or [E, N, K], contiguous.
+
+    Args:
+        a: int8 or float8 [M, K], K a multiple of 16; or [N, P], transposed copies with the columns of
+            `grouped_columns`, as ``quantize_grouped`` writes them.
+        b: the same [E, N, K] or [K, P], contiguous along the dimension that the product sums over.
+        a_scale: float32 [M] or [E, N].
+        b_scale: float32 [E, N] or [E, K]; [1] for all.
+        offsets: int32 [E]; ascending, 0 to M. The op does not check the values, because reading them waits for the GPU.
+            Offsets that fall or exceed M count as the nearest ones that do not.
+        out_dtype: float32, bfloat16 or float16.
 
     Raises:
-        TypeError: a dtype, or a pair of dtypes, other than those above.
+        TypeError: a dtype, or a pair of dtypes, other than these.
         ValueError: shapes that do not fit each other, or tensors on several devices.
     """
 

@@ -18,12 +18,7 @@ from lowbit_kernels.matmul.mm_tiles_sm90 import (
     ring,
 )
 from lowbit_kernels.runtime import launch_plan, launcher, nvrtc
-from lowbit_kernels.runtime.launch_plan import (
-    Address,
-    Buffer,
-    Launch,
-    Map,
-)
+from lowbit_kernels.runtime.launch_plan import Address, Buffer, Launch, Map
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
 from lowbit_kernels.runtime.tensor_map import takes_rows
 from lowbit_kernels.weight_only.weight_operands import Description, TensorLayout, described
@@ -161,10 +156,7 @@ def planned(
     sizes = (slices, tall * pitch_of_sums, pitch_of_sums, pitch)
     blocks = -(-m * pitch_of_sums // 1024)
     sum_up = Launch(
-        _combine(formats, out, bias, device),
-        blocks,
-        256,
-        (Address(6), Address(5), *scales, *sizes),
+        _combine(formats, out, bias, device), blocks, 256, (Address(6), Address(5), *scales, *sizes)
     )
     return launch_plan.LaunchPlan((result,), (stored,), (product, sum_up))
 
@@ -183,11 +175,7 @@ def source(
 
 @functools.cache
 def _module(
-    formats: Formats,
-    out: torch.dtype,
-    bias: torch.dtype | None,
-    width: int,
-    device: torch.device,
+    formats: Formats, out: torch.dtype, bias: torch.dtype | None, width: int, device: torch.device
 ) -> nvrtc.Module:
     with torch.cuda.device(device):
         return nvrtc.Module(nvrtc.compiled(source(formats, out, bias, width), "sm_90a"))
@@ -195,11 +183,7 @@ def _module(
 
 @functools.cache
 def _product(
-    formats: Formats,
-    out: torch.dtype,
-    bias: torch.dtype | None,
-    width: int,
-    device: torch.device,
+    formats: Formats, out: torch.dtype, bias: torch.dtype | None, width: int, device: torch.device
 ) -> nvrtc.Kernel:
     shared = ring(width)[1]
     return _module(formats, out, bias, width, device).kernel(

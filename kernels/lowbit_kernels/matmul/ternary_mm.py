@@ -2,13 +2,6 @@
 
     out[m, n] = (sum_k a[m, k] * (code[n, k] - 2)) * a_scale[m] * b_scale + bias[n]
 
-    a          int8 [M, Ka], Ka at least K; columns beyond K are zero, as `quantize_rowcol` pads
-    packed     uint8 [N, ceil(K / 4)]: codes 1, 2, 3 for -1, 0, 1; four in a byte, the first in the lowest bits
-    a_scale    float32 [M]
-    b_scale    float32 [1]
-    bias       float32, bfloat16 or float16 [N], or None
-    out        out_dtype: float32, bfloat16 or float16 [M, N]
-
 The sum is exact in int32. The other steps are those of `lowbit_kernels.matmul.scaled_mm`; the result equals that of
 scaled_mm to the bit, except that either op may fuse the addition of the bias with the product before it.
 
@@ -27,13 +20,7 @@ from lowbit_kernels.matmul.mm_tiles_triton import store
 from lowbit_kernels.matmul.scaled_mm import scaled_mm
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
-from lowbit_kernels.runtime.triton_runtime import (
-    jit,
-    runs_on,
-    stored_dtype,
-    tl,
-    triton,
-)
+from lowbit_kernels.runtime.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 from lowbit_kernels.weight_only.dequantize_cpu import rows_in_tiles
 
 MOST_ROWS = 64
@@ -61,7 +48,15 @@ def ternary_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """The product above; shapes, dtypes and the formula are in the module's docstring.
+    """The product [M, N] by the formula of the module.
+
+    Args:
+        a: int8 [M, Ka], Ka at least K; columns beyond K are zero, as `quantize_rowcol` pads.
+        packed: uint8 [N, ceil(K / 4)]: codes 1, 2, 3 for -1, 0, 1; four in a byte, the first in the lowest bits.
+        a_scale: float32 [M].
+        b_scale: float32 [1].
+        bias: float32, bfloat16 or float16 [N], or None.
+        out_dtype: float32, bfloat16 or float16.
 
     Raises TypeError for other dtypes, ValueError for shapes that do not fit each other.
     """

@@ -56,12 +56,7 @@ SMALLEST_SCALE = 2.0**-126
     x="float [M, K]; flatten leading dimensions first",
 )
 def quantize_blocks(
-    x: Tensor,
-    *,
-    tiles: bool,
-    rows: bool = True,
-    columns: bool = True,
-    power_of_two: bool = False,
+    x: Tensor, *, tiles: bool, rows: bool = True, columns: bool = True, power_of_two: bool = False
 ) -> Result:
     """codes, scale, codes_t, scale_t; shapes, dtypes and the formula are in the module's docstring.
 

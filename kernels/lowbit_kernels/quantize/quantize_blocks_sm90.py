@@ -10,12 +10,7 @@ from torch import Tensor
 
 from lowbit_kernels.quantize.quantize_rowcol_sm90 import SHARED, THREADS, TILE
 from lowbit_kernels.runtime import launcher, nvrtc
-from lowbit_kernels.runtime.launch_plan import (
-    Address,
-    Buffer,
-    Launch,
-    LaunchPlan,
-)
+from lowbit_kernels.runtime.launch_plan import Address, Buffer, Launch, LaunchPlan
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
 from lowbit_kernels.weight_only.weight_operands import Description, TensorLayout, described
 

@@ -42,17 +42,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowbit_kernels.elementwise.random_bits import (
-    hashed,
-    keys,
-    multipliers,
-    upper,
-)
-from lowbit_kernels.quantize import (
-    quantize_rowcol_sm90,
-    quantize_rowcol_triton,
-    quantize_rows,
-)
+from lowbit_kernels.elementwise.random_bits import hashed, keys, multipliers, upper
+from lowbit_kernels.quantize import quantize_rowcol_sm90, quantize_rowcol_triton, quantize_rows
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.launch_plan import Buffer
 from lowbit_kernels.runtime.launches import ran

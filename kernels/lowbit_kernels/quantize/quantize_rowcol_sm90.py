@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime import launcher, nvrtc
-from lowbit_kernels.runtime.launch_plan import (
-    Address,
-    Buffer,
-    Launch,
-    LaunchPlan,
-)
+from lowbit_kernels.runtime.launch_plan import Address, Buffer, Launch, LaunchPlan
 from lowbit_kernels.runtime.seeds import seed_start, seed_step
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
 from lowbit_kernels.weight_only.weight_operands import Description, TensorLayout, described

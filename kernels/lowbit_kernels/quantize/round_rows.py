@@ -10,13 +10,6 @@ So the expectation of a code is within 2**-16 of q, and a q within 2**-16 of an 
 of the division moves nothing. The random bits of an element are the upper 16 of
 `lowbit_kernels.elementwise.random_bits`, with the 64-bit index first[r] + start + k and the keys `KEYS`.
 
-    values     float32 [R, K]
-    old        float32 [R], the scales so far, or None
-    largest    float32 [R], the largest magnitude of each row if `values` are only some of its columns, else None
-    first      int64 [R], the random offset of each row's first column; None rounds to nearest
-    start      the first of these columns in the row
-    codes      int8 [R, K], scale float32 [R]
-
 The Triton kernel makes two passes over a row; PyTorch ops make some forty passes over all of it.
 """
 
@@ -25,20 +18,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit_kernels.elementwise.random_bits import (
-    hash_of,
-    multiplier_of,
-    random_bits,
-    upper,
-)
+from lowbit_kernels.elementwise.random_bits import hash_of, multiplier_of, random_bits, upper
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
-from lowbit_kernels.runtime.triton_runtime import (
-    jit,
-    runs_on,
-    tl,
-    triton,
-)
+from lowbit_kernels.runtime.triton_runtime import jit, runs_on, tl, triton
 
 KEYS = (0x45E50725, 0xE4A20C3)
 """k0 and k1: two arbitrary numbers, which must never change."""
@@ -59,9 +42,16 @@ def round_rows(
     first: Tensor | None = None,
     start: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """(codes, scale); shapes, dtypes and the formula are in the module's docstring.
+    """(codes int8 [R, K], scale float32 [R]) by the formulas of the module.
 
-    Raises TypeError for other dtypes, ValueError for shapes that don't fit each other.
+    Args:
+        values: float32 [R, K].
+        old: float32 [R], the scales so far, or None.
+        largest: float32 [R], the largest magnitude of each row if `values` are only some of its columns, else None.
+        first: int64 [R], the random offset of each row's first column; None rounds to nearest.
+        start: the first of these columns in the row.
+
+    Raises TypeError for other dtypes, ValueError for shapes that do not fit each other.
     """
     if largest is None:
         padded = values if values.shape[1] else values.new_zeros((values.shape[0], 1))

@@ -18,13 +18,7 @@ from torch import Tensor
 
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
-from lowbit_kernels.runtime.triton_runtime import (
-    jit,
-    launch,
-    runs_on,
-    tl,
-    triton,
-)
+from lowbit_kernels.runtime.triton_runtime import jit, launch, runs_on, tl, triton
 
 DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 

@@ -51,9 +51,7 @@ def _define(module: str, schema: str) -> None:
     LIBRARY.define(schema)
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(
-        f"lowbit::{name}",
-        lambda *args: (_registered.get(name) or found())[1](*args),
-        lib=LIBRARY,
+        f"lowbit::{name}", lambda *args: (_registered.get(name) or found())[1](*args), lib=LIBRARY
     )
 
 

@@ -15,13 +15,7 @@ from torch import Tensor
 
 from lowbit_kernels.runtime import launcher
 from lowbit_kernels.runtime.compiling import compiling
-from lowbit_kernels.runtime.launch_plan import (
-    Address,
-    Buffer,
-    Launch,
-    LaunchPlan,
-    TritonKernel,
-)
+from lowbit_kernels.runtime.launch_plan import Address, Buffer, Launch, LaunchPlan, TritonKernel
 
 triton: Any
 tl: Any
@@ -53,6 +47,7 @@ else:
         return kernel
 
 
+@functools.cache
 def runs_on(device: torch.device) -> bool:
     """True if Triton kernels run on tensors of ``device``. On the CPU they do under ``TRITON_INTERPRET=1`` only."""
     if triton is None:

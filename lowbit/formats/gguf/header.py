@@ -1,6 +1,6 @@
 """Checks the header of a GGUF file before the package `gguf` reads it.
 
-The package believes a header: it would read an array of 2⁶⁰ elements for ever, and keep some 300 bytes for each
+The package believes a header: it would never finish an array of 2⁶⁰ elements, and keep some 300 bytes for each
 element. `check` compares every size with that of the file first.
 """
 

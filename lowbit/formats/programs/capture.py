@@ -102,7 +102,7 @@ def _memo(model: nn.Module, stand_ins: dict[int, nn.Parameter]) -> dict[int, Any
 
 
 class _Replacing:
-    """Replaces the uses of stand-ins in `graph`, its attributes with these names."""
+    """Replaces the uses of the stand-ins: the attributes of `graph` with these names."""
 
     def __init__(
         self,

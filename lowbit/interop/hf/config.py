@@ -125,7 +125,7 @@ class LowbitConfig(QuantizationConfigMixin):
 
 
 def _check_expressions(listed: Mapping[str, Any]) -> None:
-    """Raise ValueError for an expression of a folder that only Python's `re` runs, perhaps for ever."""
+    """Raise ValueError for an expression of a folder that only Python's `re` runs, whose match may never end."""
     refused = [p for p in listed if p.startswith("re:") and patterns.is_refused(p[3:])]
     if refused:
         raise ValueError(

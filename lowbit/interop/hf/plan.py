@@ -89,5 +89,5 @@ class _Loading(Choice):
             return "a convolution: lowbit.quantize_ converts it, after the load"
         is_embedding = isinstance(module, nn.Embedding)
         if attribute == "weight" and (is_embedding or module is self.head):
-            return why_left_alone(layer, pattern, is_embedding, module is self.head)
+            return why_left_alone(layer, pattern, embedding=is_embedding, head=module is self.head)
         return super().why_left(owner, layer, pattern)

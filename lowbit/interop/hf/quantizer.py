@@ -313,7 +313,7 @@ def _entries(model: nn.Module) -> Iterator[Entry]:
 
 
 class _Operation(ConversionOps):
-    """Converts weights and keeps errors, of which transformers would print stack traces and raise a general one."""
+    """Converts weights and keeps their errors: transformers would print stack traces, and raise a general error."""
 
     def __init__(self, hf_quantizer: LowbitQuantizer) -> None:
         self.hf_quantizer = hf_quantizer

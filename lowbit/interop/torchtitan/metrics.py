@@ -251,7 +251,7 @@ def shown(found: dict[str, float]) -> str:
 
 
 def strided(values: Tensor) -> Tensor:
-    """At most `SAMPLES` elements, or a few more, at equal distances."""
+    """About `SAMPLES` elements, at equal distances."""
     return values.reshape(-1)[:: max(1, math.ceil(values.numel() / SAMPLES))]
 
 

@@ -28,9 +28,16 @@ def linear(
 
         h = lowbit.inference.linear(attended, block.out.weight, residual=h)
 
+    Args:
+        x: in the weight's dtype, unless autocast casts it, and on its device.
+        weight: frozen in low bits, or plain.
+        bias: in x's dtype.
+        residual: in any floating dtype.
+
     Raises:
         ValueError: shapes or dtypes that do not fit.
-        RuntimeError: the same with a plain weight, from F.linear.
+        RuntimeError: the same with a plain weight, from F.linear. A graph of torch.compile raises an error of
+            torch, which quotes these.
     """
     if _is_compiling():
         from lowbit.linear.frozen import in_graph

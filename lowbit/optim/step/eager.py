@@ -28,12 +28,7 @@ from lowbit.numerics.rounding import (
     split_bf16,
 )
 from lowbit.optim.state import state as states
-from lowbit.optim.step.job import (
-    GradScale,
-    Job,
-    piece_of,
-    rows_of,
-)
+from lowbit.optim.step.job import GradScale, Job, piece_of, rows_of
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.frozen.codebook_tensor import CodebookTensor

@@ -29,13 +29,7 @@ from torch import Tensor
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.optim.state import state as states
 from lowbit.optim.step.job import GradScale, Job, local_grad
-from lowbit.optim.step.launch import (
-    StepItem,
-    StepLaunch,
-    compiled,
-    has_own_memory,
-    variant,
-)
+from lowbit.optim.step.launch import StepItem, StepLaunch, compiled, has_own_memory, variant
 from lowbit.optim.step.rounded import RoundedLaunch
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local

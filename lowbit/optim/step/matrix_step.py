@@ -44,20 +44,9 @@ from lowbit.optim.step.fused import (
     scattered,
 )
 from lowbit.optim.step.job import GradScale, Job
-from lowbit.optim.step.launch import (
-    StepItem,
-    StepLaunch,
-    has_own_memory,
-    variant,
-)
+from lowbit.optim.step.launch import StepItem, StepLaunch, has_own_memory, variant
 from lowbit.optim.step.orthogonalize import orthogonalize
-from lowbit.optim.step.row_exchange import (
-    RowExchange,
-    divided,
-    gathered,
-    own_part,
-    sharded_dim,
-)
+from lowbit.optim.step.row_exchange import RowExchange, divided, gathered, own_part, sharded_dim
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import held_locally
 from lowbit.tensor.frozen.codebook_tensor import CodebookTensor

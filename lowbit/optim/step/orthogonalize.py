@@ -49,11 +49,7 @@ FIRST_RESTART, RESTART = 2, 3
 
 
 def orthogonalize(
-    matrices: Tensor,
-    coefficients: tuple[float, float, float],
-    *,
-    steps: int,
-    eps: float,
+    matrices: Tensor, coefficients: tuple[float, float, float], *, steps: int, eps: float
 ) -> Tensor:
     """`matrices` [count, rows, cols] with their singular values near 1, in their dtype; see the module.
 

@@ -29,6 +29,7 @@ from lowbit.tensor.core.dtensor import replicated as replicated
 from lowbit.tensor.core.dtensor import split_as as split_as
 from lowbit.tensor.core.fsdp import Gather as Gather
 from lowbit.tensor.core.fsdp import Wire as Wire
+from lowbit.tensor.core.reading import ROUNDING_INPUTS as ROUNDING_INPUTS
 from lowbit.tensor.core.reading import below_transform as below_transform
 from lowbit.tensor.core.reading import in_forward as in_forward
 from lowbit.tensor.core.reading import rounding_inputs as rounding_inputs

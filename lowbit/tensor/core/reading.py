@@ -35,6 +35,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowbit.linear.frozen.checks import TRANSFORMS, in_transform
+from lowbit.numerics.opaque import for_subclasses
 from lowbit.tensor.core.contracted import CONTRACTIONS, NoProduct, contracted
 from lowbit.tensor.core.indexing import READS, as_copies
 from lowbit.tracing import tracer
@@ -223,28 +224,15 @@ def _factor(x: Any) -> Any:
     return x.factor() if is_whole else rounded_values(x)
 
 
-_LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
-_LIBRARY.define("rounding_inputs(Tensor weight, Tensor values) -> Tensor")
+ROUNDING_INPUTS = for_subclasses("rounding_inputs(Tensor weight, Tensor values) -> Tensor", 1)
 
 
 def rounding_inputs(weight: Tensor, values: Tensor) -> Tensor:
     """A weight over `values`, the rounded ones of `weight`, whose products round their input as those of `weight`, and
     `values` no more. Its gradient is that of `values`."""
     with torch._C.DisableTorchFunctionSubclass():
-        return torch.ops.lowbit.rounding_inputs(weight, values)
+        return ROUNDING_INPUTS(weight, values)
 
-
-def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    pass
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-    return None, grad
-
-
-torch.library.register_autograd(
-    "lowbit::rounding_inputs", _backward, setup_context=_setup, lib=_LIBRARY
-)
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ wrapper of a module, puts the name of the wrapped module into the keys of parts.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -539,9 +539,15 @@ def _own_part(t: Tensor, param: Tensor, name: str, key: str) -> Tensor:
 # ---- registration of the hooks -----------------------------------------------------------------------------------
 
 
+followers: list[Callable[[], None]] = []
+"""Called while a module gets its first low-bit parameter."""
+
+
 def register(module: nn.Module) -> None:
     """Add the hooks, once a module, however many of its parameters are low-bit."""
     if hand_out not in module._state_dict_hooks.values():
+        for follow in followers:
+            follow()
         module.register_state_dict_post_hook(hand_out)
         module.register_load_state_dict_pre_hook(take)
         module.__dict__[PREPARE] = refuse_script

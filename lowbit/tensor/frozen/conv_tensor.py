@@ -42,8 +42,8 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 class ConvTensor(AffineTensor):
-    """See the module. `ConvTensor.from_float(weight, scheme)` makes one. Scales and zero points have the shape that
-    they have for the matrix [N, K]."""
+    """The weight of a convolution. `ConvTensor.from_float(weight, scheme)` makes one. Scales and zero points have the
+    shape that they have for the matrix [N, K]."""
 
     @classmethod
     def from_float(

@@ -25,7 +25,7 @@ from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 
 class OrderedTensor(AffineTensor):
-    """See the module. `OrderedTensor.of_sorted(matrix, order)` makes one."""
+    """A weight whose columns are stored in another order. `OrderedTensor.of_sorted(matrix, order)` makes one."""
 
     tensor_attrs: ClassVar[tuple[str, ...]] = (*AffineTensor.tensor_attrs, "order")
     stored_as = "ordered"

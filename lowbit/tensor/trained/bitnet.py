@@ -32,6 +32,7 @@ from lowbit.numerics.packing import packed_size
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.schemes.training import BitNet
 from lowbit.tensor.core import (
+    ROUNDING_INPUTS,
     Gather,
     InnerShapes,
     LowbitTensor,
@@ -285,7 +286,7 @@ class BitNetTensor(MasterWeightTensor, codec=PackedTernary):
         return scale_of(total, n * k)
 
 
-@BitNetTensor.implements(torch.ops.lowbit.rounding_inputs.default)
+@BitNetTensor.implements(ROUNDING_INPUTS)
 def _rounding_inputs(func: Any, args: Any, kwargs: Any) -> Tensor:
     weight = args[0]
     codes, scale = weight.ternary()

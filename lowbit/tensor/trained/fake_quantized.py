@@ -11,41 +11,29 @@ metadata of the tensor: torch.compile guards it, and copies of the tensor have i
 
 from __future__ import annotations
 
-import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowbit.linear.coded_linear import CodedWeight, coded_linear, codes_again, product_of
+from lowbit.linear.coded_linear import CodedWeight, coded_linear, product_of
 from lowbit.linear.frozen.checks import autocast_inputs, in_transform, refuse_transforms
-from lowbit.linear.fused_rounding import (
-    Inside,
-    fake_quantize,
-    rounded,
-)
+from lowbit.linear.fused_rounding import fake_quantize
 from lowbit.linear.operands import Values
-from lowbit.linear.rounded_linear import Rounding, RoundingOfGathered, rounded_linear
-from lowbit.numerics.affine import StraightThrough
-from lowbit.numerics.code_range import within_range
-from lowbit.numerics.learned_scales import RESIDUAL_STEPS, gradients, qparams
-from lowbit.numerics.number_format import Float8
-from lowbit.numerics.spec import Spec, crop
+from lowbit.linear.rounded_linear import rounded_linear, rounding_of
+from lowbit.numerics.learned_scales import qparams
+from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import MixedPrecision
-from lowbit.tensor.core import (
-    Gather,
-    InnerShapes,
-    LowbitTensor,
-    Wire,
-    stored_shape,
-)
-from lowbit.tensor.core.reading import read, reads
+from lowbit.tensor.core import InnerShapes, LowbitTensor, stored_shape
+from lowbit.tensor.core.reading import ROUNDING_INPUTS, read, reads
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor, check_convolution, matrix_shape
+from lowbit.tensor.trained.codes_before_clamp import CodesBeforeClamp
+from lowbit.tensor.trained.lookup import rows_of
 from lowbit.tensor.trained.master_weight import MasterWeightTensor
 from lowbit.tensor.trained.quantizers import NO_SCALES, PRESENT, Quantizer, Scales
 from lowbit.tracing import tracer
@@ -59,89 +47,6 @@ Role = Literal["matrix", "convolution", "base"]
 """The role of a weight in its layer. "matrix": [N, K], or a stack of them. "convolution": [N, C/groups, k…], which
 keeps its shape, and which is rounded and converted as the matrix [N, K] of its rows. "base": a matrix that a LoRA
 layer rounds with its adapters merged (`lowbit.tensor.trained.adapted`). FSDP2 gathers all but the first unrounded."""
-
-
-class CodesBeforeClamp:
-    """The codec: codes before the clamp, one byte an element, and scales, which give the same products and gradients to
-    the bit. Learned scales have besides the residuals of the codes, in another byte. The gradient of a scale takes
-    (ŵ − w)/s to 1/254. Values are by the scales that travelled: those of the module may have been rounded for the
-    forward pass. What travels is the quantizer's answer (`Quantizer.encode`).
-    """
-
-    tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "residual", "scale", "zero_point")
-
-    @staticmethod
-    def encode(shard: Any, gather: Gather) -> Wire | None:
-        return shard.quantizer.encode(shard, gather)
-
-    def inner_shapes(self: Any, shape: Sequence[int]) -> InnerShapes:
-        spec, shape = self.scheme.weight, stored_shape(self, shape)
-        of_elements, of_blocks = spec.padded_shape(shape), spec.blocks(shape)
-        return {
-            name: (of_elements if name in ("codes", "residual") else of_blocks, t.dtype)
-            for name, t in self.inner_tensors().items()
-        }
-
-    def clamped(self: Any) -> Tensor:
-        """The codes on the grid of the format."""
-        fmt, codes = self.scheme.weight.format, self.codes
-        if not isinstance(fmt, Float8):
-            codes = codes.clamp(int(fmt.quant_min), int(fmt.quant_max))
-        return codes.to(fmt.dtype)
-
-    def decoded_values(self: Any) -> Tensor:
-        """In float32, which the weights had that travel as codes."""
-        spec = self.scheme.weight
-        return spec.dequantize(
-            self.clamped(), self.scale, self.zero_point, self.shape, torch.float32
-        )
-
-    def passed(self: Any, grad: Tensor) -> Tensor:
-        """The gradient of the weight from that of its values: the same where codes do not clip, zero where they do."""
-        fmt = self.scheme.weight.format
-        inside = within_range(self.codes.float(), fmt.dtype, fmt.quant_min, fmt.quant_max)
-        return Inside(crop(inside, self.shape)).passed(grad)
-
-    def gradients_by(
-        self: Any, grad: Tensor, scale: Tensor | None, zero: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        """Gradients of the weight and of the parameters `scale` and `zero`, from that of its values."""
-        if scale is None:
-            return self.passed(grad), None, None
-        residual = self.residual.float() / RESIDUAL_STEPS
-        return gradients(grad, self.codes.float(), residual, self.scheme.weight, scale, zero)
-
-    def quantized_by(
-        self: Any,
-        scale: Tensor | None = None,
-        zero: Tensor | None = None,
-        joint: Tensor | None = None,
-    ) -> Tensor:
-        if self.transposed:
-            return self.transpose(-2, -1).quantized_by(scale, zero).transpose(-2, -1)
-        return self.differentiable_values(scale, zero)
-
-    def coded_by(
-        self: Any,
-        scale: Tensor | None = None,
-        zero: Tensor | None = None,
-        joint: Tensor | None = None,
-        values: None = None,
-    ) -> CodedWeight:
-        codes, _ = codes_again(self.scheme.weight, self.codes, self.scale)
-        handle = self.differentiable_values(scale, zero, False)
-        return CodedWeight(codes, self.scale, handle, self.codes)
-
-    def codes_on_grid(self: Any, scale: Tensor, zero: Tensor | None) -> tuple[Tensor | None, ...]:
-        return self.clamped(), self.scale, self.zero_point
-
-    def _look_up(self: Any, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if is_sparse(args, kwargs):
-            raise self._unsupported(
-                "nn.Embedding(sparse=True) under FSDP2, which reduces no sparse gradients (accepted: sparse=False)"
-            )
-        values = self.quantized_by(*self.quantizer.scales_alone(self, "a lookup"))
-        return F.embedding(indices, values.to(self.dtype), *args, **kwargs)
 
 
 class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
@@ -176,11 +81,7 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
     """The module of the weight, where its quantizer looks for scales (`hold`)."""
 
     def __new__(
-        cls,
-        weight: Tensor,
-        scheme: Any,
-        role: Role = "matrix",
-        quantizer: Quantizer = PRESENT,
+        cls, weight: Tensor, scheme: Any, role: Role = "matrix", quantizer: Quantizer = PRESENT
     ) -> Self:
         """Wrap `weight` for `scheme`, sharing its memory if it is contiguous.
 
@@ -319,10 +220,7 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
         return self.quantized_by(*self.quantizer.scales_alone(self, "a product"))
 
     def quantized_by(
-        self,
-        scale: Tensor | None = None,
-        zero: Tensor | None = None,
-        joint: Tensor | None = None,
+        self, scale: Tensor | None = None, zero: Tensor | None = None, joint: Tensor | None = None
     ) -> Tensor:
         """The weight as its products see it: plain, equal to the converted weight's values, differentiable in the
         weight and in the parameters `scale` and `zero`.
@@ -336,10 +234,7 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
         return self.rounded(Values.apply(self), scale, zero, joint)
 
     def seen_by(
-        self,
-        scale: Tensor | None = None,
-        zero: Tensor | None = None,
-        joint: Tensor | None = None,
+        self, scale: Tensor | None = None, zero: Tensor | None = None, joint: Tensor | None = None
     ) -> Tensor:
         """`quantized_by`, or the high-precision weight while its rounding is off."""
         refuse_transforms(self)
@@ -479,8 +374,9 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
             in_codes: False for high precision, where the converted weight does not multiply codes.
         """
         refuse_transforms(weight)
-        with torch._C.DisableTorchFunctionSubclass():  # for `dtype`, which passes through it
+        with torch._C.DisableTorchFunctionSubclass():  # `dtype` and `ndim` pass through it
             input, bias = autocast_inputs(input, weight, bias)
+            again = in_codes and static is None and values is None and weight.rounds_again
         is_observed = static is not None and static.is_observed
         found = None
         if in_codes and weight.scheme.activation is not None and not is_observed:
@@ -488,7 +384,7 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
         if found is not None:
             own = weight.coded_by(*scales, values=values)
             return coded_linear(input, weight, own, bias, found, static)
-        if in_codes and static is None and values is None and weight.rounds_again:
+        if again:
             own = weight.operand_of_rounding()
             return rounded_linear(input, own, bias, rounding_of(weight, own.dtype), *scales)
         if values is None:
@@ -648,51 +544,8 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
     def rows_of(
         self, values: Tensor, indices: Tensor, scales: Scales, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """The rows at `indices` of plain `values` [V, D], rounded as this weight is.
-
-        Quantizes only the rows that are looked up, where scales belong to single rows. (Inductor 2.13 for CPU
-        miscompiles the other order, a gather of rows that were padded to a whole group.)
-
-        Args:
-            scales: what the quantizer gives.
-            args, kwargs: as `F.embedding` takes them after the table.
-        """
-        scale, zero, joint = scales
-        is_learned, shared = scale is not None, self.scheme.weight.shares_rows
-        if shared or not (is_learned or self.quantizer.rounds_parts):
-            if not is_sparse(args, kwargs):
-                whole = self.rounded(values, *scales).to(self.dtype)
-                return F.embedding(indices, whole, *args, **kwargs)
-            if not is_learned:
-                return self._rows_with_sparse_gradient(values, indices, joint, *args, **kwargs)
-        if not is_learned:
-            return self.rounded(F.embedding(indices, values, *args, **kwargs)).to(self.dtype)
-        index = indices.reshape(-1)
-        rows = F.embedding(index, values, *args, **kwargs)
-        if not shared:  # one scale for the table is that of any rows of it
-            scale, zero = (
-                None if t is None else F.embedding(index, t, *args, **kwargs) for t in (scale, zero)
-            )
-        found = self.rounded(rows, scale, zero)
-        return found.view(*indices.shape, values.shape[1]).to(self.dtype)
-
-    def _rows_with_sparse_gradient(
-        self, values: Tensor, indices: Tensor, joint: Tensor | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """`rows_of` a table that is rounded as a whole. The gradient of the lookup, which is sparse, goes to `values`,
-        since rounding has no gradient of a sparse one."""
-        if not self.quantizer.rounds_again:
-            raise self._unsupported(
-                f"nn.Embedding(sparse=True) with the quantizer {self.quantizer.name!r} (accepted: sparse=False)"
-            )
-        rows, rounding = (
-            F.embedding(indices, values, *args, **kwargs),
-            rounding_of(self, values.dtype),
-        )
-        whole, inside = rounded(values, rounding.weight, rounding.scale_dtype, joint=joint)
-        mask = inside.passed(torch.ones_like(whole))
-        found = StraightThrough.apply(rows, whole[indices], mask[indices], operator.mul)
-        return found.to(self.dtype)
+        """`lowbit.tensor.trained.lookup.rows_of` this weight."""
+        return rows_of(self, values, indices, scales, *args, **kwargs)
 
     def in_attention(self, rows: int) -> Tensor:
         if self.input_spec is not None:
@@ -762,24 +615,12 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
                 )
 
 
-@FakeQuantizedTensor.implements(torch.ops.lowbit.rounding_inputs.default)
+@FakeQuantizedTensor.implements(ROUNDING_INPUTS)
 def _rounding_inputs(func: Any, args: Any, kwargs: Any) -> Tensor:
     weight, values = args
     meta = {name: getattr(weight, name) for name in FakeQuantizedTensor.meta_attrs}
     meta |= {"transposed": False, "off": "weights"}
     return FakeQuantizedTensor.from_inner({"weight": values}, meta, values.shape, values.dtype)
-
-
-def rounding_of(weight: FakeQuantizedTensor, dtype: torch.dtype) -> Rounding:
-    """How products round their operands, where the plain values of `weight` are of `dtype`.
-
-    It is not a method, since Dynamo takes each method of a tensor for an operation that returns tensors.
-    """
-    spec = weight.scheme.weight
-    scale_dtype = spec.scale_dtype_for(dtype)
-    kind = RoundingOfGathered if weight.is_gathered else Rounding
-    constant = weight.quantizer.constant_codes
-    return kind(spec, scale_dtype, weight.input_spec, constant)
 
 
 _CONVOLUTIONS = (F.conv1d, F.conv2d)
@@ -801,8 +642,3 @@ def _convolved(
 
 def _plain(x: Any) -> Any:
     return x.high_precision() if isinstance(x, FakeQuantizedTensor) else x
-
-
-def is_sparse(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True if these arguments of F.embedding after the table ask for a sparse gradient."""
-    return bool(kwargs.get("sparse", args[4] if len(args) > 4 else False))

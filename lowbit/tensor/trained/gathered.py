@@ -57,7 +57,7 @@ class _Decoded(torch.autograd.Function):
 
 
 class GatheredTensor:
-    """See the module. A weight's class, by `gathered_form`, completes it."""
+    """The form of a weight that FSDP2 has gathered. The weight's class, by `gathered_form`, completes it."""
 
     is_described = False
     is_gathered: ClassVar[bool] = True

@@ -27,7 +27,7 @@ from lowbit.tensor.trained.trainable import TrainableTensor
 
 @dataclass(frozen=True, repr=False)
 class JointScales(PresentScales):
-    """See the module."""
+    """Present scales, of which a part is that of all siblings (see the module)."""
 
     has_scales_beside: ClassVar[bool] = True
     swaps_last: ClassVar[bool] = (

@@ -30,6 +30,7 @@ from lowbit.numerics.learned_scales import (
 )
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Int
+from lowbit.numerics.opaque import for_subclasses
 from lowbit.numerics.row_chunks import count_nonfinite
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.numerics.spec import Spec
@@ -263,16 +264,16 @@ def settled_by(weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
     if not has_codes or isinstance(spec.format, LookupTable):
         return rounding_inputs(weight, values)
     with torch._C.DisableTorchFunctionSubclass():
-        return torch.ops.lowbit.in_codes(weight, values, *weight.codes_on_grid(scale, zero))
+        return _IN_CODES(weight, values, *weight.codes_on_grid(scale, zero))
 
 
-_LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
-_LIBRARY.define(
-    "in_codes(Tensor weight, Tensor values, Tensor codes, Tensor scale, Tensor? zero_point) -> Tensor"
+_IN_CODES = for_subclasses(
+    "in_codes(Tensor weight, Tensor values, Tensor codes, Tensor scale, Tensor? zero_point) -> Tensor",
+    1,
 )
 
 
-@FakeQuantizedTensor.implements(torch.ops.lowbit.in_codes.default)
+@FakeQuantizedTensor.implements(_IN_CODES)
 def _in_codes(func: Any, args: Any, kwargs: Any) -> Tensor:
     """`values` as a weight whose products multiply codes, which lie within the range, so that every gradient passes."""
     weight, _, codes, scale, zero_point = args
@@ -280,17 +281,6 @@ def _in_codes(func: Any, args: Any, kwargs: Any) -> Tensor:
     inner = {"codes": codes, "scale": scale, "zero_point": zero_point}
     meta = {**weight.meta(), "transposed": False, "quantizer": PRESENT}
     return kind.from_inner(inner, meta, weight.shape, weight.dtype)
-
-
-def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    pass
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None, None]:
-    return None, grad, None, None, None
-
-
-torch.library.register_autograd("lowbit::in_codes", _backward, setup_context=_setup, lib=_LIBRARY)
 
 
 # ---- the parameters of a module ------------------------------------------------------------------------------------

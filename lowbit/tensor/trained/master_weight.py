@@ -26,12 +26,7 @@ from lowbit.tensor.core import (
     in_forward,
 )
 from lowbit.tensor.trained.gathered import Codec, gathered_form
-from lowbit.tensor.trained.trainable import (
-    INITIALISE,
-    READ,
-    UPDATE,
-    TrainableTensor,
-)
+from lowbit.tensor.trained.trainable import INITIALISE, READ, UPDATE, TrainableTensor
 from lowbit.tracing.report import dtype_name
 
 

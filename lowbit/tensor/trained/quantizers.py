@@ -42,7 +42,11 @@ NO_SCALES: Scales = (None, None, None)
 
 @dataclass(frozen=True, repr=False)
 class Quantizer:
-    """See the module."""
+    """Which scales round a fake-quantized weight, and how gradients pass. Metadata of the weight, without tensors.
+
+    Attributes:
+        constant_codes: True where scales train alone: their gradient is that of constant codes.
+    """
 
     kinds: ClassVar[dict[str, type[Quantizer]]] = {}
     """Every quantizer by its name. Each class enters itself. A name that another class has raises TypeError."""
@@ -59,7 +63,6 @@ class Quantizer:
     is_describable: ClassVar[bool] = True
     """True if a description suffices to read a weight back: it needs no other weight."""
     constant_codes: bool = False
-    """True where scales train alone: their gradient is that of constant codes."""
 
     def __repr__(self) -> str:
         others = (f for f in fields(self) if getattr(self, f.name) != f.default)

@@ -41,7 +41,7 @@ _ON_LISTS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
 
 
 class TrainableTensor(LowbitTensor):
-    """See the module. `cls(weight, scheme)` makes one from a plain weight [..., N, K]."""
+    """The base of weights that train. `cls(weight, scheme)` makes one from a plain weight [..., N, K]."""
 
     meta_attrs: ClassVar[tuple[str, ...]] = ("scheme",)
     way_out = KEEP_OUT
