@@ -1,10 +1,8 @@
-"""The benchmarks of transformers' generate, on tiny models and a CPU."""
+"""The benchmark of transformers' generate, on a tiny model and a CPU."""
 
 import pytest
 
 from benchmarks.generate import CONVERSIONS, GENERATE_TABLE, PLAIN, Model, check_peers
-from benchmarks.generate_experts import CONVERSIONS as OF_EXPERTS
-from benchmarks.generate_experts import Mixture
 from benchmarks.registry import Problem, Result, Row
 
 SHAPE = {
@@ -27,14 +25,3 @@ def test_a_table_of_a_tiny_model() -> None:
     cells = [GENERATE_TABLE.cells(row, result, 1.0) for row in rows]
     assert all(len(each) == len(GENERATE_TABLE.columns) and float(each[0]) > 0 for each in cells)
     assert cells[names.index(PLAIN)][1] == "1.00"
-
-
-def test_a_table_of_a_tiny_mixture() -> None:
-    pytest.importorskip("transformers")
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-    shape = tuple({**SHAPE, **experts, "head_dim": 128}.items())
-    models = [Mixture(name, 2, shape, "cpu") for name in OF_EXPERTS]
-    rows = [Row(model, GENERATE_TABLE.measure(model, 2)) for model in models]
-    result = Result(Problem("tiny", models, reference=PLAIN), rows)
-    cells = [GENERATE_TABLE.cells(row, result, 1.0) for row in rows]
-    assert all(len(each) == len(GENERATE_TABLE.columns) and float(each[0]) > 0 for each in cells)
