@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit_kernels.runtime.triton_runtime import (
+    KeptKernel,
     jit,
     runs_on,
     stored_dtype,
@@ -24,8 +25,8 @@ from lowbit_kernels.runtime.triton_runtime import (
 )
 from lowbit_kernels.weight_only.expert_operands import ExpertOperands, Tensors
 
-SCANNED = 1024
-"""Pairs that a program of `_route` reads at a time."""
+SCANNED = 4096
+"""The most pairs that a program of `_route` reads at a time."""
 FORMATS = ("INT4", "INT8", "E4M3", "E2M1")
 
 
@@ -350,8 +351,9 @@ def _store(out, sums, rows, row_inside, n, GATED: tl.constexpr):
 def in_order_of_words(x: Tensor) -> Tensor:
     """x [T, K], padded to a multiple of 128 columns, with those of each 128 in the order 0, 8, 16 … 120, 1, 9 …: first
     those of the first codes of 16 words, then those of the second ones."""
-    x = F.pad(x, (0, -x.shape[1] % 128))
-    return x.unflatten(1, (-1, 16, 8)).transpose(2, 3).flatten(1)
+    if x.shape[1] % 128:
+        x = F.pad(x, (0, -x.shape[1] % 128))
+    return x.view(len(x), -1, 16, 8).transpose(2, 3).reshape(x.shape)
 
 
 def takes(operands: ExpertOperands) -> bool:
@@ -397,7 +399,7 @@ class ExpertsTriton:
         block = next(b for b in (128, 64, 32) if operands.group % b == 0)
         if x.dtype == torch.float32:
             block = min(block, 64)
-        self.options = {
+        constants = {
             "CODES": operands.name,
             "WORD": self.word,
             "GROUP_SIZE": operands.group,
@@ -407,9 +409,11 @@ class ExpertsTriton:
             "ORDERED": self.orders,
             "EXPERTS": triton.next_power_of_2(self.experts + 1),
             "BLOCKS": (rows, columns, block),
-            "num_warps": 8 if self.orders else 4,
-            "num_stages": 3 if block == 128 else 4,
         }
+        warps, stages = 8 if self.orders else 4, 3 if block == 128 else 4
+        self.kernel = KeptKernel(_kernel, constants, num_warps=warps, num_stages=stages)
+        scanned = max(128, min(SCANNED, triton.next_power_of_2(self.pairs)))
+        self.route = KeptKernel(_route, {"SCANNED": scanned}, num_warps=4)
         own = columns // 2 if operands.gated else columns
         tiles = min(self.pairs, self.pairs // rows + self.experts + 1)
         self.grid = (-(-operands.results // own), tiles)
@@ -419,9 +423,8 @@ class ExpertsTriton:
         order = ids.new_empty(self.pairs, dtype=torch.int32)
         ends = ids.new_empty(self.experts, dtype=torch.int32)
         with torch.cuda.device_of(x):
-            _route[(self.experts + 1,)](
-                ids.contiguous(), order, ends, self.pairs, self.experts, SCANNED=SCANNED
-            )
+            grid = (self.experts + 1, 1)
+            self.route(grid, ids.contiguous(), order, ends, self.pairs, self.experts)
         return self.of_sorted(x, codes, scale, zero_point, bias, order, ends)
 
     def of_sorted(
@@ -446,12 +449,12 @@ class ExpertsTriton:
         words = codes.view(torch.int32 if self.word == 8 else torch.int8)
         out = x.new_empty(self.shape, dtype=self.stored)
         with torch.cuda.device_of(x):
-            _kernel[self.grid](
+            self.kernel(
+                self.grid,
                 *(x, words, scale, zeros, None if bias is None else bias.contiguous()),
                 *(order, ends, out, self.pairs, self.experts, codes.shape[1], k),
                 *(words.shape[2], self.top, x.stride(0)),
                 *(*words.stride()[:2], *scale.stride()[:2]),
                 *((0, 0) if zeros is None else zeros.stride()[:2]),
-                **self.options,
             )
         return out.to(self.dtype)
