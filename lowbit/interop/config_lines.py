@@ -105,7 +105,7 @@ def parsed(line: str, what: str, example: str) -> tuple[str, dict[str, Any]]:
             raise ValueError("only keyword arguments are accepted")
         options = {str(given.arg): ast.literal_eval(given.value) for given in call.keywords}
         if not isinstance(call.func, ast.Name | ast.Attribute):
-            raise ValueError("it begins with no name")
+            raise ValueError("it does not begin with a name")
         return ast.unparse(call.func), options
     except (SyntaxError, ValueError) as error:
         why = error.msg if isinstance(error, SyntaxError) else error

@@ -28,7 +28,13 @@ from lowbit.numerics.learned_scales import qparams
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import MixedPrecision
-from lowbit.tensor.core import InnerShapes, LowbitTensor, stored_shape
+from lowbit.tensor.core import (
+    InnerShapes,
+    LowbitTensor,
+    is_traced,
+    refuse_trace,
+    stored_shape,
+)
 from lowbit.tensor.core.reading import ROUNDING_INPUTS, read, reads
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor, check_convolution, matrix_shape
@@ -374,6 +380,8 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
             in_codes: False for high precision, where the converted weight does not multiply codes.
         """
         refuse_transforms(weight)
+        if is_traced() is not None:
+            refuse_trace()
         with torch._C.DisableTorchFunctionSubclass():  # `dtype` and `ndim` pass through it
             input, bias = autocast_inputs(input, weight, bias)
             again = in_codes and static is None and values is None and weight.rounds_again
