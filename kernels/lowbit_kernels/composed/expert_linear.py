@@ -53,7 +53,7 @@ from lowbit_kernels.weight_only.weight_operands import (
     group_rules,
 )
 
-FEW = 16
+FEW = 8
 """The most pairs an expert, on average, for which the decode kernel is faster."""
 
 
