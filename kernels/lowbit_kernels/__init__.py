@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lowbit_kernels.composed import (
         add_low_rank,
         dynamic_linear,
+        expert_linear,
         grouped_linear,
         linear_gradients,
         linear_output,
@@ -60,6 +61,7 @@ __all__ = [
     "decode_attention",
     "dequantize",
     "dynamic_linear",
+    "expert_linear",
     "fake_quantize",
     "gated_activation",
     "grouped_linear",

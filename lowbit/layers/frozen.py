@@ -27,9 +27,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowbit.layers.routed_experts import routed_forward
 from lowbit.layers.stand_in import StandIn, give, names_given, take, without
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.core.forms import name_of_form, parts_of_form, sources_of_form
+from lowbit.tensor.core.forms import (
+    has_expert_kernel,
+    name_of_form,
+    parts_of_form,
+    sources_of_form,
+)
 from lowbit.tensor.trained.trainable import TrainableTensor
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -119,7 +125,10 @@ class Frozen(StandIn):
     @classmethod
     def members(cls, plain: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
         own: dict[str, Any] = {name: _weight(name) for name in names}
-        return own | ({"forward": _linear} if plain.forward is nn.Linear.forward else {})
+        if plain.forward is nn.Linear.forward:
+            return own | {"forward": _linear}
+        forward = routed_forward(plain, names, _has_expert_kernel)
+        return own if forward is None else own | {"forward": forward}
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -184,6 +193,12 @@ def _in_graph(module: Any, name: str) -> Tensor | None:
 
     parts = [getattr(module, _key(name, part)) for part in parts_of_form(form)]
     return made(form, sources_of_form(form), *parts)
+
+
+def _has_expert_kernel(module: Any, name: str, dtype: torch.dtype) -> bool:
+    """`has_expert_kernel` of the weight that `_in_graph` makes; False where it makes none."""
+    form = None if _is_exported() else getattr(module, _key(name, "form"), None)
+    return form is not None and has_expert_kernel(form, dtype, module.is_transposed)
 
 
 def _linear(self: Any, input: Tensor) -> Tensor:

@@ -128,13 +128,16 @@ def rounded(values: Tensor, weight: Tensor) -> None:
         active.remember_rounded(values, (weight_format(_local(weight)), active.find(weight)))
 
 
-def running(x: Tensor, weight: Tensor, implementation: str) -> AbstractContextManager[Note | None]:
-    """The context in which `implementation` multiplies x [..., K] by a quantized weight [N, K] or [E, N, K]. It gives
-    the note, in which `record` notes the gradient of x."""
+def running(
+    x: Tensor, weight: Tensor, implementation: str, rows: int | None = None
+) -> AbstractContextManager[Note | None]:
+    """The context in which `implementation` multiplies x [..., K] by a quantized weight [N, K] or [E, N, K], or one
+    that holds these transposed. It gives the note, in which `record` notes the gradient of x. `rows`: of the result;
+    None: those of x."""
     # In backward no module runs, and the product that is differentiated notes its gradients.
     if active is None or not active.thread.modules:
         return _OFF
-    return _running(active, x, weight, implementation)
+    return _running(active, x, weight, implementation, rows)
 
 
 def multiplies_in(format: str) -> None:
@@ -147,11 +150,16 @@ _OFF: AbstractContextManager[None] = nullcontext(None)
 
 
 @contextmanager
-def _running(watch: Notes, x: Tensor, weight: Tensor, implementation: str) -> Iterator[Note]:
+def _running(
+    watch: Notes, x: Tensor, weight: Tensor, implementation: str, rows: int | None
+) -> Iterator[Note]:
     n, k = weight.shape[-2:]
+    if x.shape[-1] != k:
+        n, k = k, n
+    m = x.shape[:-1].numel() if rows is None else rows
     thread = watch.thread
     was_inside, outer = thread.inside, thread.product  # an implementation may run another one
-    made = watch.note(x.shape[:-1].numel(), n, k, weight, DEQUANTIZED)
+    made = watch.note(m, n, k, weight, DEQUANTIZED)
     rounds_input = getattr(weight, "activation", None) is not None
     record(made, "output", x.dtype, ROUNDED if rounds_input else WEIGHT_ONLY)
     made.ran["output"].implementation = implementation

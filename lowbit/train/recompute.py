@@ -26,7 +26,7 @@ PRODUCTS = {
     *("aten::_int_mm", "aten::_scaled_mm", "aten::_grouped_mm", "aten::_scaled_grouped_mm"),
     *("lowbit::scaled_mm", "lowbit::block_scaled_mm", "lowbit::grouped_scaled_mm"),
     *("lowbit::linear_output", "lowbit::ternary_mm", "lowbit::weight_linear"),
-    *("lowbit::grouped_linear", "lowbit::dynamic_linear"),
+    *("lowbit::grouped_linear", "lowbit::expert_linear", "lowbit::dynamic_linear"),
 }
 """Operators whose results are kept, besides those of attention."""
 ATTENTION = "aten::_scaled_dot_product_"

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lowbit as lb
+from lowbit_kernels.runtime import launches
 from tests.integrations.models import SIZES, TOKENS, gpt_oss, logits, mixtral, qwen3_moe, train
 from tests.schemes import relative_error
 
@@ -248,3 +249,156 @@ def test_training_schemes_take_the_same_weights(family: str, scheme: Any) -> Non
     assert losses[-1] < losses[0]
     lb.train.restore_(model)
     assert not any(isinstance(p, lb.LowbitTensor) for p in model.parameters())
+
+
+# ---- the products of the chosen experts -----------------------------------------------------------------------------
+
+ROUTED_FAMILIES = [family for family in FAMILIES if family not in ("llama4", "jetmoe")]
+"""Those whose experts have transformers' interface."""
+IMPLEMENTATIONS = ["grouped_mm", "batched_mm", "eager"]
+
+
+def converted(family: str, scheme: lb.Scheme, dtype: torch.dtype = torch.bfloat16) -> Any:
+    model = FAMILIES[family][0]().to(dtype)
+    lb.quantize_(model, {"lm_head": None, "*.experts.*": scheme})
+    return model
+
+
+def exact(model: nn.Module) -> tuple[Tensor, float]:
+    """The logits of the dequantized weights in float32, and how far they are off in 16 bits."""
+    plain = copy.deepcopy(model)
+    lb.dequantize_(plain)
+    in_16_bits = logits(plain).float()
+    expected = logits(plain.float())
+    return expected, relative_error(in_16_bits, expected)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [lb.Int4WeightOnly(32), lb.Int8WeightOnly(), lb.Float8WeightOnly(), lb.MXFP4WeightOnly()],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ROUTED_FAMILIES)
+def test_chosen_experts_in_16_bits(family: str, scheme: lb.Scheme) -> None:
+    """One product of the chosen experts each for up and down, whatever the implementation that is set."""
+    model = converted(family, scheme)
+    expected, bound = exact(model)
+    for implementation in IMPLEMENTATIONS:
+        model.set_experts_implementation(implementation)
+        with launches.counted() as calls:
+            found = logits(model)
+        assert calls["expert_linear", "loop"] == 2, calls
+        assert relative_error(found.float(), expected) < 1.5 * bound
+    with torch.no_grad():
+        traced = lb.trace(model, TOKENS, backward=False)
+    names = [n for n in stacks(model) if n.endswith(("gate_up_proj", "down_proj"))]
+    assert {p.layer for p in traced.products} >= {*names}
+
+
+@pytest.mark.parametrize("family", ROUTED_FAMILIES)
+def test_compiled_experts_in_16_bits(family: str) -> None:
+    """One graph without breaks and without subclasses among its inputs; other lengths of the prompt bring one more."""
+    torch._dynamo.reset()
+    model = converted(family, lb.Int4WeightOnly(32))
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(inputs)
+        return graph
+
+    fast = torch.compile(model, backend=backend, fullgraph=True)
+    for implementation in ("grouped_mm", "eager"):
+        model.set_experts_implementation(implementation)
+        with torch.no_grad(), launches.counted() as calls:
+            for length in (12, 9, 7, 12):
+                found = fast(input_ids=TOKENS[:, :length], use_cache=False).logits
+        assert torch.equal(found, logits(model))
+        assert calls["expert_linear", "loop"] == 8
+    assert len(graphs) <= 3
+    assert not any(isinstance(t, lb.LowbitTensor) for inputs in graphs for t in inputs)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_compiled_experts_in_float32(family: str, implementation: str) -> None:
+    torch._dynamo.reset()
+    model = converted(family, lb.Int4WeightOnly(32), torch.float32)
+    model.set_experts_implementation(implementation)
+    expected = logits(model)
+    fast = torch.compile(model, backend="aot_eager")
+    with torch.no_grad():
+        found = fast(input_ids=TOKENS, use_cache=False).logits
+    assert relative_error(found, expected) < 1e-5
+
+
+@pytest.mark.gpu
+def test_llama4_multiplies_by_a_kernel_too() -> None:
+    """Its experts take all tokens, as one product of stacks."""
+    model = converted("llama4", lb.Int4WeightOnly(32)).cuda()
+    plain = copy.deepcopy(model)
+    lb.dequantize_(plain)
+    tokens = TOKENS.cuda()
+    with torch.no_grad(), launches.counted() as calls:
+        found = model(input_ids=tokens).logits
+        expected = plain.float()(input_ids=tokens).logits
+    assert sum(n for (name, _), n in calls.items() if name == "expert_linear") == 2
+    assert relative_error(found.float(), expected) < 2e-2
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_gradients_through_frozen_experts_take_the_stock_way(family: str) -> None:
+    model = converted(family, lb.Int4WeightOnly(32))
+    plain = copy.deepcopy(model)
+    lb.dequantize_(plain)
+    hidden = torch.randn(6, 64, dtype=torch.bfloat16)
+    grads = []
+    for one in (model, plain):
+        (experts,) = (m for n, m in one.named_modules() if n.endswith("experts"))
+        x = hidden.clone().requires_grad_()
+        ids = torch.arange(12).view(6, 2) % 4
+        y = experts(x, ids, torch.full((6, 2), 0.5, dtype=torch.bfloat16))
+        y.square().sum().backward()
+        grads.append(x.grad)
+    assert relative_error(*grads) < 2e-2
+
+
+def test_decoding_generates_as_dequantized_weights_do() -> None:
+    model = converted("qwen3-moe", lb.Int4WeightOnly(32))
+    plain = copy.deepcopy(model)
+    lb.dequantize_(plain)
+    settings = {"max_new_tokens": 8, "do_sample": False, "output_logits": True}
+    found, expected = (
+        m.generate(TOKENS, return_dict_in_generate=True, **settings) for m in (model, plain)
+    )
+    assert relative_error(found.logits[0].float(), expected.logits[0].float()) < 2e-2
+    assert found.sequences.shape == expected.sequences.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", [lb.Int4WeightOnly(32), lb.MXFP4WeightOnly()], ids=str)
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_decoding_in_a_cuda_graph(family: str, scheme: lb.Scheme) -> None:
+    """Nothing waits for the host, and replays follow the router's choice."""
+    model = converted(family, scheme).cuda()
+    (experts,) = (m for n, m in model.named_modules() if n.endswith("experts"))
+    plain = copy.deepcopy(experts)
+    lb.dequantize_(plain)
+    plain.float()
+    x = torch.randn(5, 64, device="cuda", dtype=torch.bfloat16)
+    weights = torch.rand(5, 2, device="cuda").bfloat16()
+    ids = torch.arange(10, device="cuda").view(5, 2) % 4
+    with torch.no_grad():
+        experts(x, ids, weights)
+        torch.cuda.set_sync_debug_mode("error")
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph), launches.counted() as calls:
+                found = experts(x, ids, weights)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert sum(n for (name, _), n in calls.items() if name == "expert_linear") == 2
+        for shift in range(3):
+            ids.copy_((torch.arange(10) + shift).view(5, 2) % 4)
+            graph.replay()
+            expected = plain(x.float(), ids, weights.float())
+            assert relative_error(found.float(), expected) < 1e-2

@@ -280,6 +280,17 @@ static inline float __shfl_xor_sync(uint32, float x, uint32 lanes) {
     return x;
 }
 
+static inline uint32 ballot(bool condition) {
+    const unsigned int me = emulation::current;
+    emulation::fibers[me].given[0] = condition;
+    emulation::meet_warp();
+    uint32 result = 0;
+    for (int lane = 0; lane < 32; ++lane) result |= emulation::fibers[me / 32 * 32 + lane].given[0] << lane;
+    emulation::meet_warp();
+    return result;
+}
+static inline int bits_set(uint32 x) { return __builtin_popcount(x); }
+
 // ---- copies ----------------------------------------------------------------------------------------------------------
 
 struct TensorMap {
@@ -484,6 +495,13 @@ static inline float reciprocal(float x) { return 1.0f / x; }
 static inline float power_of_2(float x) { return exp2f(x); }
 static inline float logarithm_2(float x) { return log2f(x); }
 static inline bool for_warp(bool condition) { return condition; }
+static inline float exponential(float x) { return expf(x); }
+static inline float quotient(float a, float b) { return a / b; }
+template <typename T>
+static inline T stream_load(const T *p) {
+    if ((uintptr_t)p % sizeof(T)) emulation::fail("a misaligned load");
+    return *p;
+}
 static inline float fma_exactly(float a, float b, float c) { return fmaf(a, b, c); }
 static inline float multiply_exactly(float a, float b) { return a * b; }
 static inline float divide_exactly(float a, float b) { return a / b; }

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit_kernels.composed.grouped_linear import find_tile
 from lowbit_kernels.matmul.grouped_columns import STEP
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.triton_runtime import jit, stored_dtype, tl, triton
@@ -20,6 +19,23 @@ def takes(a: torch.dtype, b: torch.dtype, device: torch.device) -> bool:
     if a == torch.int8:
         return True
     return a == b and device.type == "cuda" and nvrtc.capability(device) >= (8, 9)
+
+
+@jit
+def find_tile(offsets, m, experts, tile, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """A tile's expert (`experts` where there is none), its index in the expert, and where its tokens begin and end."""
+    every = tl.arange(0, EXPERTS)
+    ends = tl.minimum(tl.load(offsets + every, mask=every < experts, other=0), m)
+    inside = (every > 0) & (every < experts)
+    starts = tl.minimum(tl.load(offsets + every - 1, mask=inside, other=0), m)
+    tiles = tl.maximum(tl.where(every < experts, ends - starts, 0), 0)
+    tiles = (tiles + BLOCK_M - 1) // BLOCK_M
+    upto = tl.cumsum(tiles, 0)
+    expert = tl.sum((upto <= tile).to(tl.int32), 0)
+    first = tl.sum(tl.where(every < expert, tiles, 0), 0)
+    start = tl.sum(tl.where(every == expert, starts, 0), 0)
+    end = tl.sum(tl.where(every == expert, ends, 0), 0)
+    return expert, tile - first, start, end
 
 
 @jit

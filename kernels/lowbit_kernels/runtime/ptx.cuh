@@ -180,6 +180,9 @@ DEVICE float reciprocal(float x) {
 }
 DEVICE float quotient(float a, float b) { return a * reciprocal(b); }
 
+// e to the power of x, with an error of about 2**-21 (2 + |x|).
+DEVICE float exponential(float x) { return __expf(x); }
+
 // The root of x, with an error of up to two units in the last place; NaN for negative x.
 DEVICE float approximate_root(float x) {
     float result;
@@ -252,6 +255,7 @@ DEVICE bool for_warp(bool condition) { return __any_sync(0xffffffff, condition);
 
 // Bit n: the condition of lane n.
 DEVICE unsigned int ballot(bool condition) { return __ballot_sync(0xffffffff, condition); }
+DEVICE int bits_set(unsigned int x) { return __popc(x); }
 
 // `x` of another lane of the same half warp, whose number is the lowest four bits of `from`; for all lanes at once.
 DEVICE float from_lane_of_half(float x, unsigned int from) { return __shfl_sync(0xffffffff, x, from, 16); }

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lowbit.formats.base import FormatError
 from lowbit.formats.registry import by_name
+from lowbit.interop.hf import experts as experts  # registers what stock experts need
 from lowbit.interop.hf.config import METHOD, LowbitConfig
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local

@@ -28,6 +28,7 @@ from lowbit.formats.base import Format, FormatError
 from lowbit.formats.folder import open_shard
 from lowbit.formats.module import ModelSource
 from lowbit.formats.registry import by_name
+from lowbit.interop.hf import experts as experts  # registers what stock experts need
 from lowbit.interop.hf.config import METHOD, LowbitConfig
 from lowbit.interop.hf.plan import WeightChoice, plan
 from lowbit.layers.frozen import show_frozen

@@ -1,4 +1,7 @@
-"""The product of frozen experts, each with its own rows."""
+"""The products of frozen experts: of rows that are sorted by expert, and of tokens that a router sends to some of them.
+
+The second reads the packed weights of the chosen experts in place, by ids that stay on the device.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,12 @@ from torch.nn import functional as F
 
 import lowbit_kernels as kernels
 from lowbit.linear.frozen.weight_only import group_size_of, has_int_kernel
+from lowbit.numerics.granularity import PerGroup, PerRow
+from lowbit.numerics.lookup_table import E2M1
+from lowbit.numerics.number_format import Float8, Int
+from lowbit.numerics.spec import Spec
 from lowbit.tracing import tracer
+from lowbit_kernels.weight_only.weight_operands import GROUP_STEP, HALVES
 
 
 def grouped_product(x: Tensor, weight: Any, offsets: Tensor) -> Tensor:
@@ -57,3 +65,67 @@ def _check_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
         raise ValueError(
             f"offsets must be int32 [{weight.shape[0]}], got {offsets.dtype} {tuple(offsets.shape)}"
         )
+
+
+# ---- tokens that a router sends to experts -----------------------------------------------------------------------
+
+
+def has_expert_kernel(stored_as: str | None, spec: Spec, activation: Spec | None) -> bool:
+    """True if `chosen_product` multiplies such weights on every device, and on a GPU without waiting for the host."""
+    if activation is not None or stored_as not in ("integers", "float8", "table"):
+        return False
+    granularity = spec.granularity
+    if isinstance(granularity, PerGroup):
+        if granularity.group_size % GROUP_STEP:
+            return False
+    elif not isinstance(granularity, PerRow):
+        return False
+    if stored_as == "integers":
+        return spec.format in (Int(4), Int(8)) and not spec.zero_point_is_value
+    if stored_as == "float8":
+        return spec.format == Float8(torch.float8_e4m3fn)
+    return spec.format == E2M1 and spec.scale_format == "e8m0"
+
+
+def chosen_product(
+    x: Tensor, weight: Any, ids: Tensor, bias: Tensor | None = None, gated: bool = False
+) -> Tensor:
+    """Each token times the weights of its experts, transposed, plus their biases: [P, N], or [P, N / 2] where gated.
+
+    Args:
+        x: [T, K] in 16 bits.
+        weight: [E, N, K], or [E, K, N] that holds this transposed, for which `has_expert_kernel` holds.
+        ids: int64 [P], the experts of the tokens, P / T of each.
+        bias: [E, N].
+        gated: return silu(gate) * up of the two halves of the columns.
+    """
+    table = weight.spec.format.values if weight.stored_as == "table" else ()
+    with tracer.running(x, weight, "expert_linear", ids.shape[0]):
+        return kernels.expert_linear.expert_linear(
+            x,
+            weight.codes,
+            weight.scale,
+            weight.zero_point,
+            ids,
+            bias,
+            group_size=group_size_of(x, weight),
+            gated=gated,
+            bits=4 if table else 0,
+            table=table,
+        )
+
+
+def stacked_product(x: Tensor, weight: Any, offsets: Tensor | None = None) -> Tensor | None:
+    """x [E, M, K], or x [M, K] whose rows for each expert end at `offsets`, times a weight [E, K, N] that holds
+    [E, N, K] transposed, by the kernel of `chosen_product`; None where it has none. Not on CPUs, where converted
+    experts have the outputs of those that were prepared for QAT, to the bit."""
+    if x.dtype not in HALVES or not (x.is_cuda and weight.transposed):
+        return None
+    if not has_expert_kernel(weight.stored_as, weight.spec, weight.activation):
+        return None
+    rows = torch.arange(x.shape[-2], device=x.device, dtype=torch.int32)
+    if offsets is not None:
+        return chosen_product(x, weight, torch.searchsorted(offsets, rows, right=True))
+    experts = torch.arange(len(weight), device=x.device).unsqueeze(1).expand(-1, len(rows))
+    y = chosen_product(x.reshape(-1, x.shape[-1]), weight, experts.reshape(-1))
+    return y.view(*x.shape[:2], -1)

@@ -1,4 +1,4 @@
-"""`linear` and `grouped_linear` of a graph of torch.compile, which takes them whole.
+"""`linear`, `grouped_linear` and `chosen_product` of a graph of torch.compile, which takes them whole.
 
 A weight that is made inside the graph (`lowbit.layers.frozen`) has no attributes while torch.compile traces Python.
 These functions run later, when the operations of the graph are traced, and decide then. Traced code imports this module
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lowbit.linear.frozen.experts import grouped_product
+from lowbit.linear.frozen import experts
 from lowbit.linear.frozen.frozen_linear import any_linear
 from lowbit.linear.frozen.whole import taken_whole
 
@@ -23,4 +23,9 @@ def linear(x: Tensor, weight: Any, bias: Tensor | None, residual: Tensor | None)
 
 @taken_whole
 def grouped_linear(x: Tensor, weight: Any, offsets: Tensor) -> Tensor:
-    return grouped_product(x, weight, offsets)
+    return experts.grouped_product(x, weight, offsets)
+
+
+@taken_whole
+def chosen_product(x: Tensor, weight: Any, ids: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
+    return experts.chosen_product(x, weight, ids, bias, gated)

@@ -35,7 +35,7 @@ from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.row_chunks import count_nonfinite
 from lowbit.tensor.core.contracted import CONTRACTIONS, contracted
 from lowbit.tensor.core.fsdp import FSDPHooks
-from lowbit.tensor.core.indexing import READS, as_copies, write
+from lowbit.tensor.core.indexing import READS, as_copies, index_in_graph, write
 from lowbit.tensor.core.pickled import Pickling
 from lowbit.tensor.core.reading import KEEPS, read, reads
 from lowbit.tensor.core.torchscript import is_traced, refuse_trace
@@ -452,6 +452,8 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
             return next(iter(args[0].inner_tensors().values())).data_ptr()
         if func is Tensor.is_shared:
             return all(t.is_shared() for t in args[0].inner_tensors().values())
+        if func is Tensor.__getitem__ and (at := index_in_graph(args[1])) is not None:
+            return args[0][at][0]
         if func is Tensor.__setitem__ and isinstance(args[0], LowbitTensor) and write(*args):
             return None
         with torch._C.DisableTorchFunctionSubclass():

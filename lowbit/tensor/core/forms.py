@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lowbit.files import digests
+from lowbit.linear.frozen.experts import has_expert_kernel as _has_expert_kernel
 from lowbit.tensor.core.base import LowbitTensor
 
 
@@ -57,6 +58,17 @@ def parts_of_form(name: str) -> tuple[str, ...]:
     return _FORMS[name].parts
 
 
+def has_expert_kernel(name: str, dtype: torch.dtype, transposed: bool) -> bool:
+    """`lowbit.linear.frozen.experts.has_expert_kernel` of weights of this form, and True only for weights of this dtype
+    that are transposed or not; a constant in graphs."""
+    own = _FORMS[name]
+    meta = dict(zip(own.kind.meta_attrs, own.context[0], strict=True))
+    stored_as = getattr(own.kind, "stored_as", None)
+    if "spec" not in meta or (own.context[1], meta.get("transposed")) != (dtype, transposed):
+        return False
+    return _has_expert_kernel(stored_as, meta["spec"], meta.get("activation"))
+
+
 def sources_of_form(name: str) -> str:
     """A digest of the code that dispatches weights of this form, a constant in graphs: torch's caches on disk must not
     find a graph that older code made."""
@@ -66,3 +78,4 @@ def sources_of_form(name: str) -> str:
 # What torch.compiler.assume_constant_result does, which would import the compiler along with lowbit.
 parts_of_form._dynamo_marked_constant = True  # type: ignore[attr-defined]
 sources_of_form._dynamo_marked_constant = True  # type: ignore[attr-defined]
+has_expert_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -116,6 +116,14 @@ def as_copies(tensor: Any, result: Any) -> Any:
     return result if result.untyped_storage().data_ptr() in memory else result.as_subclass(RowCopy)
 
 
+def index_in_graph(index: Any) -> Tensor | None:
+    """In code that torch.compile traces, a tensor of one integer as an index [1], which the graph does not read; None
+    for another index, and in eager code."""
+    if not torch.compiler.is_compiling() or type(index) is not Tensor or index.ndim:
+        return None
+    return None if index.is_floating_point() or index.dtype is torch.bool else index.reshape(1)
+
+
 def write(tensor: Any, index: Any, value: Any) -> bool:
     """Run `tensor[index] = value` if `index` consists of integers, slices and an ellipsis. Returns whether it does.
 

@@ -32,6 +32,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from lowbit.linear.frozen import quantized_linear
+from lowbit.linear.frozen.experts import stacked_product
 from lowbit.linear.frozen.kinds import KINDS, representation_of
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8, Int
@@ -585,9 +586,20 @@ def _matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
     return product_below_autograd(quantized_linear, func, args, kwargs)
 
 
+def _by_kernel(
+    x: Any, weight: Any, offs: Tensor | None = None, *others: Any, **named: Any
+) -> Tensor | None:
+    """The product by a kernel; None where it has none."""
+    rest = any(one is not None for one in (*others, *named.values()))
+    if isinstance(weight, AffineTensor) and weight.ndim == 3 and not rest:
+        return stacked_product(x, weight, offs)
+    return None
+
+
 @AffineTensor.implements(aten.bmm.default, aten._grouped_mm.default)
-def _products_of_experts(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Products of all experts at once, in high precision. The weight may be either operand."""
+def products_of_experts(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Products of all experts at once: in 16 bits by a kernel, else in high precision. The weight may be either
+    operand."""
     for weight in (x for x in args[:2] if isinstance(x, AffineTensor)):
         if weight.activation is not None:  # inputs cannot be told from gradients here
             raise weight._unsupported(
@@ -598,6 +610,9 @@ def _products_of_experts(func: Any, args: Any, kwargs: Any) -> Tensor:
     if not plain:
         raise args[0]._unsupported(f"{func} of two low-bit tensors (accepted: one of them plain)")
     dtype = plain[0].dtype
+    y = _by_kernel(*args, **kwargs)
+    if y is not None:
+        return y
     first, second = (
         x.dequantize().to(dtype) if isinstance(x, AffineTensor) else x for x in args[:2]
     )

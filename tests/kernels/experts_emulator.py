@@ -1,0 +1,48 @@
+"""``weight_mm_experts_sm90`` on a CPU, in the emulator of ``sm90_emulator``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+from lowbit_kernels.weight_only import weight_mm_experts_sm90
+from tests.kernels.compiled_on_cpu import library
+from tests.kernels.sm90_emulator import HEADER, _words, launches_on_cpu
+
+FOOTER = """
+extern "C" void emulated_product(unsigned grid, const uint64 *a) {
+    emulation::launch(grid, THREADS, 1, [=] {
+        expert_mm((const unsigned short *)a[0], (const unsigned char *)a[1], (const unsigned char *)a[2],
+                  (const signed char *)a[3], (const unsigned short *)a[4], (const long long *)a[5],
+                  (unsigned short *)a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16]);
+    });
+}
+"""
+
+
+def _kernel(variant: weight_mm_experts_sm90.ExpertVariant, *_: object) -> Callable[..., None]:
+    code = weight_mm_experts_sm90.source(variant)
+    folder = Path(weight_mm_experts_sm90.__file__).parents[1]
+    ptx, kernel = (
+        (folder / f).read_text()
+        for f in ("runtime/ptx.cuh", "weight_only/weight_mm_experts_sm90.cu")
+    )
+    compiled = library("\n".join([code[: code.index(ptx)], HEADER.read_text(), kernel, FOOTER]))
+
+    def product(stream: int, grid: int, threads: int, *arguments: int) -> None:
+        compiled.emulated_product(grid, _words(arguments))
+
+    return product
+
+
+@contextlib.contextmanager
+def emulated() -> Iterator[None]:
+    """Inside, `ExpertProduct` takes CPU tensors."""
+    with (
+        mock.patch.object(weight_mm_experts_sm90, "tensor_map", None, create=True),
+        launches_on_cpu(weight_mm_experts_sm90),
+        mock.patch.object(weight_mm_experts_sm90, "_kernel", _kernel),
+    ):
+        yield

@@ -1,0 +1,146 @@
+"""The forward of frozen stacked experts, on modules with transformers' interface of experts, without transformers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowbit as lb
+from lowbit_kernels.runtime import launches
+from tests.schemes import relative_error
+
+TOKENS, EXPERTS, HIDDEN, INNER, TOP = 5, 4, 64, 32, 2
+
+
+def wrapped(forward: Any) -> Any:
+    @functools.wraps(forward)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return forward(self, *args, **kwargs)
+
+    return run
+
+
+def _default_apply_gate(self: Any, both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, -1)
+    return self.act_fn(gate) * up
+
+
+class Experts(nn.Module):
+    """As transformers' decorator leaves a module of experts."""
+
+    _apply_gate = _default_apply_gate
+
+    def __init__(
+        self, act: nn.Module, has_gate: bool = True, has_bias: bool = False, norm: bool = False
+    ) -> None:
+        super().__init__()
+        self.act_fn, self.has_gate, self.has_bias = act, has_gate, has_bias
+        self.is_transposed, self.has_post_expert_norm = False, norm
+        self.up = "gate_up_proj" if has_gate else "up_proj"
+        rows = INNER * (2 if has_gate else 1)
+        for name, shape in ((self.up, (rows, HIDDEN)), ("down_proj", (HIDDEN, INNER))):
+            self.register_parameter(name, nn.Parameter(torch.randn(EXPERTS, *shape) * 0.1, False))
+            if has_bias:
+                bias = nn.Parameter(torch.randn(EXPERTS, shape[0]), False)
+                self.register_parameter(f"{name}_bias", bias)
+        if norm:
+            self.post_expert_norm = nn.RMSNorm(HIDDEN)
+
+    @wrapped
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for token in range(len(x)):
+            for slot in range(ids.shape[1]):
+                out[token] += weights[token, slot] * self.one(x[token], int(ids[token, slot]))
+        return out
+
+    def one(self, x: Tensor, expert: int) -> Tensor:
+        h = self.product(self.up, x, expert)
+        h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
+        y = self.product("down_proj", h, expert)
+        return self.post_expert_norm(y) if self.has_post_expert_norm else y
+
+    def product(self, name: str, x: Tensor, expert: int) -> Tensor:
+        bias = getattr(self, f"{name}_bias")[expert] if self.has_bias else 0
+        return nn.functional.linear(x[None], getattr(self, name)[expert])[0] + bias
+
+
+class Clamped(Experts):
+    """A gate of its own, as gpt-oss has."""
+
+    def _apply_gate(self, both: Tensor) -> Tensor:
+        gate, up = both[..., ::2].clamp(max=1), both[..., 1::2].clamp(-1, 1)
+        return (up + 1) * gate * torch.sigmoid(gate)
+
+
+MADE = {
+    "silu": lambda: Experts(nn.SiLU()),
+    "gelu": lambda: Experts(nn.GELU()),
+    "no gate": lambda: Experts(nn.ReLU(), has_gate=False),
+    "bias": lambda: Experts(nn.SiLU(), has_bias=True),
+    "norm": lambda: Experts(nn.SiLU(), norm=True),
+    "own gate": lambda: Clamped(nn.SiLU(), has_bias=True),
+}
+
+
+def inputs(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    ids = torch.rand(TOKENS, EXPERTS).topk(TOP).indices
+    return torch.randn(TOKENS, HIDDEN).to(dtype), ids, torch.rand(TOKENS, TOP).to(dtype)
+
+
+def frozen(name: str, scheme: lb.Scheme, dtype: torch.dtype = torch.bfloat16) -> Any:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"experts": MADE[name]()}).to(dtype)
+    lb.quantize_(model, scheme)
+    return model.experts
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_it_computes_what_the_stock_forward_does(name: str) -> None:
+    experts = frozen(name, lb.Int4WeightOnly(32))
+    plain = copy.deepcopy(experts)
+    lb.dequantize_(plain)
+    x, ids, weights = inputs()
+    expected = plain.float()(x.float(), ids, weights.float())
+    again = pickle.loads(pickle.dumps(experts))
+    for one in (experts, copy.deepcopy(experts), again):
+        with launches.counted() as calls:
+            found = one(x, ids, weights)
+        assert calls["expert_linear", "loop"] == 2
+        assert relative_error(found.float(), expected) < 2e-2
+    assert type(plain) is type(MADE[name]())
+
+
+@pytest.mark.parametrize("how", ["float32", "a gradient", "three bits", "an input in keywords"])
+def test_other_calls_take_the_stock_forward(how: str) -> None:
+    scheme = lb.IntxWeightOnly(3, 32) if how == "three bits" else lb.Int4WeightOnly(32)
+    dtype = torch.float32 if how == "float32" else torch.bfloat16
+    experts = frozen("silu", scheme, dtype)
+    x, ids, weights = inputs(dtype)
+    with launches.counted() as calls:
+        if how == "an input in keywords":
+            experts(x, ids=ids, weights=weights)
+        else:
+            experts(x.requires_grad_(how == "a gradient"), ids, weights)
+    assert not calls["expert_linear", "loop"]
+
+
+def test_other_modules_keep_their_forward() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj = nn.Parameter(torch.randn(2, 64, 64), False)
+            self.down_proj = nn.Parameter(torch.randn(2, 64, 32), False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.gate_up_proj[0]
+
+    model = nn.ModuleDict({"experts": Plain()})
+    lb.quantize_(model, lb.Int4WeightOnly(32))
+    assert type(model.experts).forward is Plain.forward
