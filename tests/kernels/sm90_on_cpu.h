@@ -280,15 +280,6 @@ static inline float __shfl_xor_sync(uint32, float x, uint32 lanes) {
     return x;
 }
 
-static inline uint32 ballot(bool condition) {
-    const unsigned int me = emulation::current;
-    emulation::fibers[me].given[0] = condition;
-    emulation::meet_warp();
-    uint32 result = 0;
-    for (int lane = 0; lane < 32; ++lane) result |= emulation::fibers[me / 32 * 32 + lane].given[0] << lane;
-    emulation::meet_warp();
-    return result;
-}
 static inline int bits_set(uint32 x) { return __builtin_popcount(x); }
 
 // ---- copies ----------------------------------------------------------------------------------------------------------

@@ -35,6 +35,8 @@ def has_int_kernel(x: Tensor, weight: Weight) -> bool:
     spec = weight.spec
     if spec.format not in (Int(4), Int(8)) or spec.zero_point_is_value:
         return False
+    if spec.format.bits == 8 and weight.activation is not None:
+        return False  # int8 by int8 is faster
     if isinstance(spec.granularity, PerGroup):
         return spec.granularity.group_size % GROUP_STEP == 0
     return isinstance(spec.granularity, PerRow)
