@@ -379,7 +379,7 @@ static inline void shared_words(uint32 *to, uint32 at) {
     if (at % (WORDS * 4)) emulation::fail("misaligned words");
     memcpy(to, emulation::memory() + at, WORDS * 4);
 }
-static inline uint32 shared_word(uint32 at) {
+static inline uint32 constant_word(uint32 at) {
     uint32 x;
     shared_words<1>(&x, at);
     return x;

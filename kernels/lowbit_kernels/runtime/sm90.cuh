@@ -254,7 +254,7 @@ DEVICE void shared_words(uint32 *to, uint32 address) {
     }
 }
 // Loads a word that no thread writes any more: the compiler may move or drop the load.
-DEVICE uint32 shared_word(uint32 address) {
+DEVICE uint32 constant_word(uint32 address) {
     uint32 x;
     asm("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address));
     return x;

@@ -73,7 +73,7 @@ struct Pairs {
             word = permute(word, words[first + 1 < WORDS ? first + 1 : first], 0x3210 + byte * 0x1111);
             byte = 0;
         }
-        return shared_word(lookup + masked_or(shift_in(word, word, rotation[byte]), (PAIRS - 1u) << 7, lane));
+        return constant_word(lookup + masked_or(shift_in(word, word, rotation[byte]), (PAIRS - 1u) << 7, lane));
     }
 };
 
