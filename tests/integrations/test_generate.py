@@ -18,7 +18,7 @@ from tests.integrations.models import SIZES
 transformers = pytest.importorskip("transformers")
 
 from lowbit import hf  # noqa: E402
-from lowbit.interop.hf.decoding import held, loop, options  # noqa: E402
+from lowbit.interop.hf.decoding import called, held, loop, options, step  # noqa: E402
 from lowbit.interop.hf.decoding.choice import Choice  # noqa: E402
 from lowbit.interop.hf.decoding.step import Decoder, _token  # noqa: E402
 from lowbit_kernels.runtime import launches  # noqa: E402
@@ -495,6 +495,17 @@ def test_graphs_generate_what_transformers_does(family: str, kind: str, batch: i
     assert len(decoder._steps) == 1
     if family not in MIXTURES:  # the host may wait where experts multiply several tokens
         assert decoder._prompts[16] is not None
+
+
+def test_padding_of_our_own_changes_no_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU pads short prompts to lengths that have graphs. The draws are those of the caller's columns."""
+    inputs = prompts(3)
+    settings = {**inputs, "max_new_tokens": 12, "do_sample": True, "eos_token_id": None}
+    seed = functools.partial(torch.Generator().manual_seed, 5)
+    expected = hf.generate(fresh(), **settings, generator=seed())
+    for module in (step, called):
+        monkeypatch.setattr(module, "padded_length", lambda device, batch, length: length + 5)
+    assert torch.equal(hf.generate(fresh(), **settings, generator=seed()), expected)
 
 
 @pytest.mark.gpu

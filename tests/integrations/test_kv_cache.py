@@ -152,7 +152,8 @@ def test_the_kernel_reads_the_codes(kind: str) -> None:
     with emulated(), launches.counted() as calls:
         found = steps(model, KVCache(model.config, 16), tokens)
     assert calls["quantized_attention", "sm90"] == 2 * 12
-    assert difference(found.float(), expected.float()) < 0.03
+    # A router of experts amplifies the rounding to bfloat16.
+    assert difference(found.float(), expected.float()) < (0.06 if kind == "gpt-oss" else 0.03)
 
 
 def test_bytes_of_a_token() -> None:

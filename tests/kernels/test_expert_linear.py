@@ -191,18 +191,19 @@ def test_wrong_arguments(change: dict, raised: type[Exception], message: str) ->
 def test_cuda(case: Case, how: str) -> None:
     arguments = case.arguments("cuda")
     x, codes, scale, zero, ids, bias, group, gated, global_scale, bits, table = arguments
+    bound = 1.0
     try:
         out = expert_linear.run(*arguments, implementation=how)
     except ValueError as error:
         assert "does not take" in str(error)
-        out = op(*arguments)
+        out, bound = op(*arguments), 2.0  # the loop may round the weight
     if case.tokens < 100:
-        assert off(out, arguments) <= 1
+        assert off(out, arguments) <= bound
     else:  # some of the tokens
         some = torch.arange(0, len(ids), 997, device="cuda")
         rows = x[some // case.top]
         few = (rows, codes, scale, zero, ids[some], bias, group, gated, global_scale, bits, table)
-        assert off(out[some].contiguous(), few) <= 1
+        assert off(out[some].contiguous(), few) <= bound
 
 
 @pytest.mark.gpu

@@ -159,7 +159,7 @@ def test_gpu(case: Case) -> None:
 
 @pytest.mark.gpu
 def test_one_graph_serves_all_lengths() -> None:
-    arguments = Case("", 1, slots=2048, masked=True).arguments("cuda")
+    arguments = Case("", 2048, slots=2048, masked=True).arguments("cuda")
     length = arguments[5]
     module._launch(*arguments)
     graph = torch.cuda.CUDAGraph()

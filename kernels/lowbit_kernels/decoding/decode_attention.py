@@ -146,6 +146,8 @@ def attention(
         softcap: 0 for none.
         sinks: [H], or None.
     """
+    if query.numel() == 0:  # on a GPU PyTorch's attention of no sequences may return None
+        return torch.empty_like(query)
     group = query.shape[1] // keys.shape[1]
     if not softcap and sinks is None:
         if (

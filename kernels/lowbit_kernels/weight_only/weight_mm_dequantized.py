@@ -49,6 +49,7 @@ def product(operands: WeightOperands) -> Product | None:
     return functools.partial(multiply, operands.group_size, operands.format)
 
 
+@torch.no_grad()
 def _in_place(group_size: int, format: CodesFormat, tensors: Tensors) -> Tensor:
     """Each chunk's product is written into its columns of the result."""
     x, codes, scale, zero_point, bias, residual, _, global_scale = tensors

@@ -56,7 +56,7 @@ def _fits_float8_kernel(x: Tensor, weight: Weight) -> bool:
         and is_rowwise(weight, Float8())
         and torch.cuda.get_device_capability(x.device) >= (8, 9)
         and x.numel() > 0
-        and weight.numel() > 0
+        and 0 not in weight.shape  # of a weight that is only described, too
     )
 
 

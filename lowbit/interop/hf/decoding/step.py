@@ -57,7 +57,7 @@ class Decoder:
         integers: dict[str, Any] = {"dtype": torch.int64, "device": device}
         self.ids = torch.zeros((batch, capacity + 1), **integers)
         self.token, self.position_ids = (torch.zeros((batch, 1), **integers) for _ in range(2))
-        self.position, self.seed = (torch.zeros(1, **integers) for _ in range(2))
+        self.position, self.seed, self.shift = (torch.zeros(1, **integers) for _ in range(3))
         self.start = torch.zeros(batch, **integers)
         self.done = torch.zeros(batch, dtype=torch.bool, device=device)
         self.folded: dict[str, int] = {}
@@ -88,6 +88,7 @@ class Decoder:
             ids = torch.where(columns < self.start[:, None] - shift, first, ids)
         self.ids[:, shift : self.length] = ids
         self.seed.fill_(seed)
+        self.shift.fill_(shift)
         self.done.zero_()
         self.cache.slots.start = self.start if any(start) or shift else None
 
@@ -126,7 +127,10 @@ class Decoder:
 
     def choose(self, choice: Choice, logits: Tensor) -> None:
         """Write the tokens after `position`, and go on to them. All on the device."""
-        tokens = choice.tokens(self.ids, logits, self.seed, self.position + 1)
+        column = (
+            self.position + 1 - self.shift
+        )  # of the caller's ids, so that a draw is the same without padding
+        tokens = choice.tokens(self.ids, logits, self.seed, column)
         if choice.ends:
             tokens = torch.where(self.done, choice.pad, tokens)
             for end in choice.ends:
