@@ -71,7 +71,7 @@ from lowbit_kernels.weight_only.weight_operands import (
 )
 
 INT4 = torch.uint8
-MOST_NUMBERS = {torch.int8: 32, E4M3: 64}  # tokens whose codes are multiplied as floating point
+MOST_NUMBERS = {torch.int8: 64, E4M3: 64}  # tokens whose codes are multiplied as floating point
 MOST_K = (2**31 - 1) // 2**14  # int8 products that int32 sums hold
 FORMATS = {torch.int8: "int8", E4M3: "e4m3", INT4: "int8"}
 """The format of x for codes of these dtypes, as `quantize_rowcol` names it."""

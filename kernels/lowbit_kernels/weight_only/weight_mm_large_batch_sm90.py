@@ -107,7 +107,7 @@ def plan(m: int, n: int, k: int, unpacking: Unpacking, multiprocessors: int) -> 
         if not tile.overlaps or (beside, split) == (2, 1)
         for depth in [stages(*tile, split, unpacking, chunk)]
         if depth >= 2 * tile.turns
-        for clusters in _clusters(m, n, tile, beside, split, multiprocessors)
+        for clusters in [_clusters(m, n, tile, beside, split, multiprocessors)]
     ]
     return min(candidates, key=lambda c: _clocks(c, m, n, k, unpacking))
 
@@ -144,17 +144,12 @@ def _spills(tile: Tile, unpacking: Unpacking) -> bool:
     return tile.groups == 4 or unpacking.group % 128 > 0
 
 
-def _clusters(
-    m: int, n: int, tile: Tile, beside: int, split: int, multiprocessors: int
-) -> list[int]:
-    """As many clusters as the GPU runs at a time, or as there are tiles. For the largest tiles, which are not split,
-    also twice as many: their blocks share tiles. A cluster of more than 2 blocks lies in one part of the GPU: an H200
-    with 132 multiprocessors runs 30 of 4 blocks or 15 of 8."""
+def _clusters(m: int, n: int, tile: Tile, beside: int, split: int, multiprocessors: int) -> int:
+    """As many clusters as the GPU runs at a time, or as there are tiles. A cluster of more than 2 blocks lies in one
+    part of the GPU: an H200 with 132 multiprocessors runs 30 of 4 blocks or 15 of 8."""
     size = beside * split
     most = max((multiprocessors if size <= 2 else multiprocessors * 10 // 11) // size, 1)
-    tiles = -(-n // (tile.rows * beside)) * -(-m // tile.tokens)
-    shared = size == beside == 2 and tile.tokens * tile.rows >= 2**15 and 2 * tiles <= most
-    return [min(most, tiles), *([2 * tiles] if shared else [])]
+    return min(most, -(-n // (tile.rows * beside)) * -(-m // tile.tokens))
 
 
 def _clocks(plan: LargeBatchDivision, m: int, n: int, k: int, unpacking: Unpacking) -> float:
