@@ -44,7 +44,7 @@ def test_layouts(bits: int, zero_point: bool, group: int) -> None:
         options = {"scale_dtype": scale_dtype, "zero_point": zero_point, "bias": True}
         case = Case("", m, n, k, group, bits, **options)
         arguments = case.arguments()
-        out = run(*arguments, "cpu")
+        out = run(*arguments, implementation="cpu")
         assert error(out, arguments) <= limit(out), case
 
 
@@ -57,7 +57,7 @@ def test_threads_give_the_same(bits: int) -> None:
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            results.append(run(*arguments, "cpu"))
+            results.append(run(*arguments, implementation="cpu"))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
