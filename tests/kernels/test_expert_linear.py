@@ -66,6 +66,13 @@ def fitting(case: Case) -> float:
     return 2.0 if case.gated else 1.0
 
 
+def test_without_columns_biases_are_left() -> None:
+    bias, ids = torch.randn(2, 3), torch.tensor([1, 5, 0, 1])
+    codes, scale = torch.empty(2, 3, 0, dtype=torch.int8), torch.empty(2, 3, 0)
+    out = op(torch.empty(2, 0), codes, scale, None, ids, bias, 32)
+    assert torch.equal(out, torch.stack([bias[1], torch.zeros(3), bias[0], bias[1]]))
+
+
 @cases
 def test_reference_and_cpu(case: Case) -> None:
     torch.manual_seed(0)
