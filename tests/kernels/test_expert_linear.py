@@ -116,6 +116,21 @@ def operands_of(x, codes, scale, zero, ids, bias, group, gated, bits, table):
     return ExpertOperands(*layouts, len(ids), group, gated, format)
 
 
+def test_more_tiles_than_a_grid_holds_are_declined() -> None:
+    pytest.importorskip("triton")
+    from lowbit_kernels.weight_only.weight_mm_experts_triton import takes
+
+    x, codes, scale = (
+        torch.randn(4, 64),
+        torch.zeros(2, 3, 32, dtype=torch.uint8),
+        torch.ones(2, 3, 2),
+    )
+    ids = torch.zeros(8, dtype=torch.int64)
+    operands = operands_of(x, codes, scale, None, ids, None, 32, False, 0, ())
+    assert takes(operands) and takes(operands._replace(pairs=2**22 - 2**8))
+    assert not takes(operands._replace(pairs=2**22))
+
+
 INTERPRETED = """
 import json, torch
 from benchmarks.cases.expert_linear import CASES
