@@ -164,7 +164,7 @@ def table_of(
     exact = np.array(values, np.float64)
     largest = np.abs(exact).max()
     best, least, unit = exact, math.inf, 1.0
-    if may_scale:
+    if may_scale and 0 < largest < math.inf:
         power = 2.0 ** -math.floor(math.log2(largest)) if dtype == torch.float16 else 1.0
         for i in range(FACTORS):
             scaled = exact * (power * (1 + i / FACTORS))
