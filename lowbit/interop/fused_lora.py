@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from lowbit.convert import check_module
 from lowbit.layers.frozen import shown_class
+from lowbit.layers.stand_in import StandIn, give
 from lowbit.linear.frozen.row import MOST_BYTES, grad_of_input
 from lowbit.qat.lora import is_tuner
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
@@ -107,24 +108,17 @@ def _values(weight: Any, x: Tensor) -> Tensor:
         return weight.dequantize() if is_whole else weight
 
 
-class _Fused:
+class _Fused(StandIn):
     """Mixin of PEFT's LoRA layer of an nn.Linear."""
 
-    plain: type[nn.Module]
-    """The class of PEFT."""
-
-    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         y = None
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             y = _result(self, x, args, kwargs)
         if y is None:
-            result: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+            result: Tensor = super().forward(x, *args, **kwargs)
             return result
         return y
-
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        """Copies and pickles name the class of PEFT, since the subclass exists in this process alone."""
-        return _restored, (self.plain,), self.__dict__
 
 
 def _result(layer: Any, x: Tensor, args: Any, kwargs: Any) -> Tensor | None:
@@ -177,23 +171,6 @@ def _is_served(base: Any, x: Tensor) -> bool:
     return isinstance(weight, AffineTensor) or type(weight) is nn.Parameter
 
 
-_MADE: dict[type[nn.Module], type[nn.Module]] = {}
-"""The class of PEFT → its subclass."""
-
-
-def _fusing(kind: type[nn.Module]) -> type[nn.Module]:
-    if kind not in _MADE:
-        namespace = {"plain": kind, "__module__": __name__, "__doc__": _Fused.__doc__}
-        _MADE[kind] = type(kind.__name__, (_Fused, kind), namespace)
-    return _MADE[kind]
-
-
-def _restored(kind: type[nn.Module]) -> nn.Module:
-    made = _fusing(kind)
-    layer: nn.Module = made.__new__(made)
-    return layer
-
-
 def fuse_(model: nn.Module) -> int:
     """Give the LoRA layers of `model` over an nn.Linear the forward and backward of this module, in place.
 
@@ -225,5 +202,5 @@ def fuse_(model: nn.Module) -> int:
         )
     fresh = [m for m in layers if not isinstance(m, _Fused)]
     for layer in fresh:
-        layer.__class__ = _fusing(type(layer))
+        give(layer, _Fused)
     return len(fresh)

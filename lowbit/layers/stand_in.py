@@ -8,6 +8,7 @@ module. Several may be on top of each other, and `take` takes back any of them:
     a prepared layer                        `lowbit.layers.prepared`
     experts with learned scales             `lowbit.layers.learned_experts`
     LoRA in QAT                             `lowbit.qat.lora`
+    LoRA in fewer passes                    `lowbit.interop.fused_lora`
 
 The subclass has the name and the module of the class that it stands for. accelerate and PEFT find the class of a name,
 "Linear", by the first module that has it, and then ask which modules are instances: these are all modules of the plain

@@ -133,6 +133,14 @@ def check_choice(case: Any, device: str, dtype: torch.dtype, bound: float = 0) -
     assert found.dtype == torch.int64 and bool(((found >= 0) & (found < case.width)).all())
 
 
+def check_start() -> None:
+    """A kernel reads `start` in order, so it refuses one with gaps."""
+    query, keys, position = torch.randn(2, 1, 1, 16), torch.zeros(2, 1, 8, 16), torch.tensor([3])
+    start = torch.tensor([[1, 9], [2, 9]])[:, 0]
+    with pytest.raises(ValueError, match="start must be contiguous"):
+        decode_attention(query, query, query, keys, keys.clone(), position, start, scale=0.25)
+
+
 CHECKS = [
     (attentions, check_attention),
     (norms, check_norm),
@@ -160,11 +168,12 @@ def test_the_ops_are_sound(op: str, module: Any) -> None:
 
 INTERPRETED = """
 import torch
-from tests.kernels.test_decoding_ops import EVERY
+from tests.kernels.test_decoding_ops import EVERY, check_start
 
 torch.manual_seed(0)
 for case, check in EVERY:
     check(case, "cpu", torch.float32, 2e-6)
+check_start()
 print("true")
 """
 
@@ -210,12 +219,17 @@ def test_wrong_arguments() -> None:
         (3, arguments[3].transpose(1, 2).contiguous().transpose(1, 2), ValueError, "contiguous"),
         (5, torch.tensor([3], dtype=torch.int32), TypeError, "position of torch.int64"),
         (8, None, ValueError, "cos and sin go together"),
+        (4, arguments[4].half(), TypeError, "must be of query's dtype"),
     ):
         wrong = [*arguments[:at], value, *arguments[at + 1 : 11]]
         with pytest.raises(error, match=match):
             decode_attention(*wrong, **numbers)
     with pytest.raises(ValueError, match=r"activation must be one of .*, got relu"):
         gated_activation(torch.randn(3), torch.randn(3), activation="relu")
+    with pytest.raises(
+        ValueError, match=r"takes x .*, got \(1, 8\)"
+    ):  # the kernel reads a row of x for each
+        gated_activation(torch.randn(4, 3), torch.randn(4, 3), torch.randn(1, 8))
     with pytest.raises(ValueError, match="rows must have a score, got 0"):
         argmax_rows(torch.randn(3, 0))
     with pytest.raises(ValueError, match="rms_norm takes weight"):

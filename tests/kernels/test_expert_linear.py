@@ -66,6 +66,13 @@ def fitting(case: Case) -> float:
     return 2.0 if case.gated else 1.0
 
 
+def test_without_columns_biases_are_left() -> None:
+    bias, ids = torch.randn(2, 3), torch.tensor([1, 5, 0, 1])
+    codes, scale = torch.empty(2, 3, 0, dtype=torch.int8), torch.empty(2, 3, 0)
+    out = op(torch.empty(2, 0), codes, scale, None, ids, bias, 32)
+    assert torch.equal(out, torch.stack([bias[1], torch.zeros(3), bias[0], bias[1]]))
+
+
 @cases
 def test_reference_and_cpu(case: Case) -> None:
     torch.manual_seed(0)
@@ -107,6 +114,21 @@ def operands_of(x, codes, scale, zero, ids, bias, group, gated, bits, table):
     format = format_of(codes.dtype, scale.dtype, None if zero is None else zero.dtype, bits, table)
     layouts = map(layout, (x, codes, scale, zero, bias))
     return ExpertOperands(*layouts, len(ids), group, gated, format)
+
+
+def test_more_tiles_than_a_grid_holds_are_declined() -> None:
+    pytest.importorskip("triton")
+    from lowbit_kernels.weight_only.weight_mm_experts_triton import takes
+
+    x, codes, scale = (
+        torch.randn(4, 64),
+        torch.zeros(2, 3, 32, dtype=torch.uint8),
+        torch.ones(2, 3, 2),
+    )
+    ids = torch.zeros(8, dtype=torch.int64)
+    operands = operands_of(x, codes, scale, None, ids, None, 32, False, 0, ())
+    assert takes(operands) and takes(operands._replace(pairs=2**22 - 2**8))
+    assert not takes(operands._replace(pairs=2**22))
 
 
 INTERPRETED = """

@@ -199,3 +199,17 @@ def test_wrong_arguments() -> None:
     ):
         with pytest.raises(error, match=message):
             torch.ops.lowbit.quantized_attention(*wrong)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_caches_that_the_tma_cannot_read_take_the_formula(
+    shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+    monkeypatch.setattr(quantized_attention_sm90, "takes", lambda *_: True)
+    monkeypatch.setattr(quantized_attention_sm90, "attend", lambda q, *_: ran.append(1) or q + 0)
+    codes, scale = torch.zeros(1, 2, 32, 16, dtype=torch.int8), torch.ones(1, 2, 32).bfloat16()
+    keys = torch.zeros(codes.numel() + 16, dtype=torch.int8)[shift:][: codes.numel()]
+    parts = (torch.randn(1, 2, 1, 16), keys.view(codes.shape), scale, codes, scale.clone())
+    module.quantized_attention(*parts, torch.tensor([3]), scale=0.25, window=32)
+    assert len(ran) == (shift == 0)

@@ -124,6 +124,15 @@ def test_values_that_the_dtype_holds_keep_their_bits() -> None:
         assert torch.equal(held.double() / unit, torch.tensor(E2M1.values, dtype=torch.double))
 
 
+@pytest.mark.parametrize("value", [0.0, float("inf"), float("nan")])
+def test_numbers_without_a_factor_stay(value: float) -> None:
+    bits, unit = table_of((value,) * 4, torch.float16, True)
+    held = torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    assert unit == 1.0 and torch.equal(
+        held.nan_to_num(7), torch.full((4,), value).half().nan_to_num(7)
+    )
+
+
 def test_a_factor_brings_a_table_close_to_bfloat16() -> None:
     bits, unit = table_of(NF4.values, BF16, True)
     held = torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(BF16).double() / unit

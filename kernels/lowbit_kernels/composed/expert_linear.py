@@ -18,8 +18,8 @@ Implementations, as `launches` reports them:
 
     decode      weight_mm_experts_sm90: CUDA C++ for compute capability 9.0, where experts have few tokens
     triton      weight_mm_experts_triton: GPUs, for many tokens, in two launches
-    loop        CPUs, and other formats: `weight_linear` expert by expert; on a GPU this waits for the ids
-    empty       no product: T, P, N, K or E is 0
+    loop        CPUs, other formats, and K = 0: `weight_linear` expert by expert; on a GPU this waits for the ids
+    empty       no result, or no expert: T, P, N or E is 0
 
 Only the result is rounded; in "loop" the products are rounded before silu.
 """
@@ -173,8 +173,10 @@ def planned(
     parts = (x, codes, scale, zero_point, bias, ids.shape[0], group_size, gated)
     operands = ExpertOperands(*parts, format)
     shape = ids.shape[0], operands.results
-    if 0 in (*x.shape, *codes.shape, *shape):
+    if 0 in (x.shape[0], codes.shape[0], *shape):
         return ExpertLinearPlan("empty", None, shape)
+    if 0 in (*x.shape, *codes.shape):  # results are biases
+        return ExpertLinearPlan("loop", None, shape)
     modules = {"decode": weight_mm_experts_sm90, "triton": weight_mm_experts_triton}
     is_few = ids.shape[0] <= FEW * codes.shape[0]
     names = ("decode", "triton") if is_few else ("triton", "decode")

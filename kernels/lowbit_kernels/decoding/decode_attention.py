@@ -14,7 +14,7 @@
     query         float [B, H, 1, E], key, value [B, K, 1, E], H a multiple of K, G = H / K
     keys, values  the caches [B, K, S, E], contiguous, in query's dtype
     position      int64 [1], below S
-    start         int64 [B], not above `position`, or None
+    start         int64 [B], contiguous, not above `position`, or None
     cos, sin      [B, 1, E] or [1, 1, E] in query's dtype, contiguous, or None
     sinks         float [H] or None
     x             [B, 1, D] in query's dtype, contiguous, or None
@@ -29,8 +29,8 @@ last range also uses the new key and value directly, and writes both to the cach
 maximum m, the sum l of exp(s − m), and the sum of exp(s − m) · v. The second launch combines the ranges, weighted by
 exp(m − largest m).
 
-With overlapping launches (`overlap`), x, `position`, the angles and the caches must be older than the launch that made
-the query: the op reads them while that launch runs.
+With overlapping launches (`overlap`), x, `position`, `start`, the angles and the caches must be older than the launch
+that made the query: the op reads them while that launch runs.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit_kernels.decoding.gated_activation import rms_factor, rms_factor_of
 from lowbit_kernels.decoding.overlap import launch_dependents, overlap_options, wait_for_previous
+from lowbit_kernels.decoding.rms_norm import rms_factor, rms_factor_of
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.triton_runtime import jit, runs_on, stored_dtype, tl, triton
@@ -73,6 +73,12 @@ LEAST_ROWS = 16
         "keys.is_contiguous() and values.is_contiguous()": "keys and values must be contiguous",
         "(cos is None) == (sin is None)": "cos and sin go together, got one of them",
         "cos is None or E % 2 == 0": "rotated heads must have an even width, got {E}",
+    },
+    types={
+        "{key.dtype, value.dtype, keys.dtype, values.dtype} == {query.dtype}": (
+            "key, value, keys and values must be of query's dtype, {query.dtype}; got "
+            "{[t.dtype for t in (key, value, keys, values)]}"
+        )
     },
 )
 def decode_attention(
@@ -455,7 +461,7 @@ def _launch(
     if not runs_on(query.device) or query.numel() == 0:
         return None
     # The kernel reads these early, before a copy would be complete.
-    for name, one in (("x", x), ("cos", cos), ("sin", sin)):
+    for name, one in (("start", start), ("x", x), ("cos", cos), ("sin", sin)):
         if one is not None and not one.is_contiguous():
             raise ValueError(
                 f"{name} must be contiguous, got strides {one.stride()}; pass a contiguous tensor"

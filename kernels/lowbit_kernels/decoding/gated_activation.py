@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit_kernels.decoding.overlap import launch_dependents, overlap_options, wait_for_previous
+from lowbit_kernels.decoding.rms_norm import rms_factor, rms_factor_of
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.triton_runtime import jit, runs_on, stored_dtype, tl, triton
@@ -53,19 +54,6 @@ def gated_activation(
 
 
 reference = gated_activation.reference
-
-
-def rms_factor(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x²) + eps) over the last dimension, which is kept: float32."""
-    return (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
-
-
-@jit
-def rms_factor_of(x, row, width, eps, BLOCK: tl.constexpr):
-    """`rms_factor` of a contiguous row, in Triton."""
-    columns = tl.arange(0, BLOCK)
-    own = tl.load(x + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
-    return tl.rsqrt(tl.sum(own * own, 0) / width + eps)
 
 
 @jit

@@ -32,6 +32,7 @@ from lowbit_kernels.decoding.quantize_to_cache import (
 )
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
+from lowbit_kernels.weight_only.weight_operands import ALIGNMENT
 
 
 @op(
@@ -126,8 +127,12 @@ def _launch(
     softcap: float,
     ring: bool,
 ) -> Tensor | None:
-    """The kernel for compute capability 9.0 where it takes the operands, else the formula."""
+    """The kernel for compute capability 9.0 where it takes the operands and the TMA reads the caches, else the
+    formula."""
     if not quantized_attention_sm90.takes(key_codes, value_codes, query.dtype, query.shape[3]):
+        return None
+    caches = (key_codes, key_scale, value_codes, value_scale, value_zero)
+    if any(t is not None and t.data_ptr() % ALIGNMENT for t in caches):
         return None
     ran("quantized_attention", "sm90")
     return quantized_attention_sm90.attend(

@@ -21,7 +21,7 @@ from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 
 BLOCK = 8192
-"""The most columns of a pass over a row."""
+"""The most columns of a row, all of which a program holds."""
 
 
 @op("empty(x.dtype, *x.shape)", x="float [..., D]", weight="float [D]")
@@ -30,12 +30,24 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0) -> T
 
     Raises TypeError for other dtypes, ValueError for shapes that don't fit each other.
     """
-    wide = x.float()
-    factor = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (wide * factor * (weight.float() + offset)).to(x.dtype).contiguous()
+    y = x.float() * rms_factor(x, eps) * (weight.float() + offset)
+    return y.to(x.dtype).contiguous()
 
 
 reference = rms_norm.reference
+
+
+def rms_factor(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x²) + eps) over the last dimension, which is kept: float32."""
+    return (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
+@jit
+def rms_factor_of(x, row, width, eps, BLOCK: tl.constexpr):
+    """`rms_factor` of a contiguous row, in Triton."""
+    columns = tl.arange(0, BLOCK)
+    own = tl.load(x + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(own * own, 0) / width + eps)
 
 
 @jit

@@ -271,8 +271,11 @@ class _Declaration:
         leads = shape[0] == LEADING
         count, unlike = len(shape) - leads, "<" if leads else "!="
         lines += [f"sizes_ = {name}.shape", f"if len(sizes_) {unlike} {count}: {wrong}"]
-        if leads:
+        if leads and "leading_" in self._bound:
+            lines.append(f"if sizes_[:-{count}] != leading_: {wrong}")
+        elif leads:
             lines.append(f"leading_ = sizes_[:-{count}]")
+            self._bound.add("leading_")
         lines += [f"{dim} = sizes_[{at}]" for at, dim in new.items()]
         self._bound |= set(new.values())
         dims = enumerate(shape[leads:], -count)

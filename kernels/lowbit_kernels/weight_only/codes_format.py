@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 
 FLOAT8_EXPONENTS = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers of the codes of MXFP4 and NVFP4."""
 
 
 @dataclass(frozen=True)

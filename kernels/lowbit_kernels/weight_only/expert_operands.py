@@ -7,13 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_kernels.weight_only.codes_format import CodesFormat
+from lowbit_kernels.weight_only.codes_format import E2M1, CodesFormat
 from lowbit_kernels.weight_only.weight_operands import TensorLayout
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]
 """x, codes, scale, zero_point, bias and ids of a product."""
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The numbers of MXFP4's codes."""
 
 
 class ExpertOperands(NamedTuple):

@@ -11,12 +11,15 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from lowbit_kernels.runtime.sources import FLOAT_MACROS
-from lowbit_kernels.weight_only.weight_operands import E4M3, GROUP_STEP, WeightOperands
+from lowbit_kernels.weight_only.weight_operands import (
+    E4M3,
+    GROUP_STEP,
+    SCALE_MACROS,
+    WeightOperands,
+)
 
 BF16 = torch.bfloat16
 Rounding = Literal["never", "large", "free", "always"]
-SCALE_MACROS = {**FLOAT_MACROS, torch.uint8: "E8M0", E4M3: "E4M3"}
 MOST_BITS = 4  # of codes that are looked up: a table of pairs has 128 bytes for each of 4**bits
 LEAST_GROUP = 16  # of scales that are multiplied into weights: the K of an instruction
 STEP = 64  # of K: a box of tokens
@@ -161,7 +164,7 @@ def table_of(
     exact = np.array(values, np.float64)
     largest = np.abs(exact).max()
     best, least, unit = exact, math.inf, 1.0
-    if may_scale:
+    if may_scale and 0 < largest < math.inf:
         power = 2.0 ** -math.floor(math.log2(largest)) if dtype == torch.float16 else 1.0
         for i in range(FACTORS):
             scaled = exact * (power * (1 + i / FACTORS))

@@ -24,11 +24,12 @@ from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.library import aligned
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
 from lowbit_kernels.runtime.tensor_map import takes_rows, tensor_map
-from lowbit_kernels.weight_only.codes_format import CodesFormat
+from lowbit_kernels.weight_only.codes_format import E2M1, CodesFormat
 from lowbit_kernels.weight_only.weight_operands import (
     E4M3,
     GROUP_STEP,
     HALVES,
+    SCALE_MACROS,
     Tensors,
     WeightOperands,
     addresses,
@@ -38,8 +39,6 @@ MAX_TOKENS, ROWS, WARPS, MAX_STAGES = 16, 16, 16, 6
 THREADS = 32 * (WARPS + 4)
 CHUNK = 128  # codes of fewer than 8 bits in a chunk; 64 others
 COLUMNS = 8  # of mma
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-SCALE_MACROS = {**FLOAT_MACROS, torch.uint8: "E8M0", E4M3: "E4M3"}
 BOX_BYTES = 2048  # most bytes of a row that one copy loads
 X_BYTES = 1024  # most bytes of a token's x that one copy loads
 # Bytes of tiles that a block loads at once. With more in flight they arrive later, and out of order.

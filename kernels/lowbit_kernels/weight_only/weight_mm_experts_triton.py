@@ -28,6 +28,12 @@ from lowbit_kernels.weight_only.expert_operands import ExpertOperands, Tensors
 SCANNED = 4096
 """The most pairs that a program of `_route` reads at a time."""
 FORMATS = ("INT4", "INT8", "E4M3", "E2M1")
+COLUMNS = 128
+"""Rows of the weight in a tile."""
+MOST_ROWS = 64
+"""The most pairs of a tile. Tiles of 64 were the fastest, and smaller ones where experts have few pairs."""
+MOST_TILES = 2**16 - 1
+"""CUDA's limit of a grid's second dimension."""
 
 
 @jit
@@ -358,7 +364,7 @@ def in_order_of_words(x: Tensor) -> Tensor:
 
 def takes(operands: ExpertOperands) -> bool:
     """True if the kernel multiplies these: int4 and int8 with zero points or without, float8, and MXFP4; groups of
-    multiples of 32."""
+    multiples of 32; up to four million pairs."""
     scale = operands.scale
     return (
         operands.name in FORMATS
@@ -368,7 +374,21 @@ def takes(operands: ExpertOperands) -> bool:
         and (operands.group % 32 == 0)
         and (operands.name != "E4M3" or operands.x.shape[1] == operands.codes.shape[2])
         and (operands.name != "E4M3" or operands.x.device.type == "cuda")
+        and _grid(operands)[1] <= MOST_TILES
     )
+
+
+def _rows(operands: ExpertOperands) -> int:
+    """Pairs of a tile."""
+    mean = -(-operands.pairs // operands.codes.shape[0])
+    return max(16, min(triton.next_power_of_2(mean), MOST_ROWS))
+
+
+def _grid(operands: ExpertOperands) -> tuple[int, int]:
+    """Tiles of columns, and the most tiles of pairs that any choice of experts has."""
+    pairs, experts = operands.pairs, operands.codes.shape[0]
+    own = COLUMNS // 2 if operands.gated else COLUMNS
+    return -(-operands.results // own), min(pairs, pairs // _rows(operands) + experts + 1)
 
 
 def product(operands: ExpertOperands) -> ExpertsTriton | None:
@@ -393,9 +413,6 @@ class ExpertsTriton:
         by_word = operands.scale.dtype == torch.uint8 and x.dtype != torch.float16
         by_word = by_word and operands.group == 32
         self.orders = self.word == 8 and (operands.group % 128 == 0 or by_word)
-        # Tiles of 64 pairs were the fastest, and smaller ones where experts have few.
-        mean = triton.next_power_of_2(-(-self.pairs // self.experts))
-        rows, columns = max(16, min(mean, 64)), 128
         block = next(b for b in (128, 64, 32) if operands.group % b == 0)
         if x.dtype == torch.float32:
             block = min(block, 64)
@@ -408,15 +425,13 @@ class ExpertsTriton:
             "ASSEMBLY": is_cuda and x.dtype == torch.bfloat16,
             "ORDERED": self.orders,
             "EXPERTS": triton.next_power_of_2(self.experts + 1),
-            "BLOCKS": (rows, columns, block),
+            "BLOCKS": (_rows(operands), COLUMNS, block),
         }
         warps, stages = 8 if self.orders else 4, 3 if block == 128 else 4
         self.kernel = KeptKernel(_kernel, constants, num_warps=warps, num_stages=stages)
         scanned = max(128, min(SCANNED, triton.next_power_of_2(self.pairs)))
         self.route = KeptKernel(_route, {"SCANNED": scanned}, num_warps=4)
-        own = columns // 2 if operands.gated else columns
-        tiles = min(self.pairs, self.pairs // rows + self.experts + 1)
-        self.grid = (-(-operands.results // own), tiles)
+        self.grid = _grid(operands)
 
     def __call__(self, tensors: Tensors) -> Tensor:
         x, codes, scale, zero_point, bias, ids = tensors

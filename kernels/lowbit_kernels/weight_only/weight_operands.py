@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime.library import contiguous_strides
+from lowbit_kernels.runtime.sources import FLOAT_MACROS
 from lowbit_kernels.weight_only.codes_format import CodesFormat, format_of
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -20,9 +21,8 @@ GROUP_STEP = 32
 """The fast kernels of `weight_linear` take groups of a multiple of this size, or one scale a row."""
 E4M3 = torch.float8_e4m3fn
 
-# Names of the dtypes of codes in the CUDA sources.
-CODE_MACROS = {torch.uint8: "INT4", torch.int8: "INT8", E4M3: "E4M3"}
-
+SCALE_MACROS = {**FLOAT_MACROS, torch.uint8: "E8M0", E4M3: "E4M3"}
+"""Names of the dtypes of scales in the CUDA sources."""
 
 STORED_BITS = "(4 if codes.dtype == torch.uint8 else 8)"
 """In a rule, the bits of a code where an op gives none, as `codes_format.bits_of`."""

@@ -71,7 +71,7 @@ def matched(pattern: Any, found: Any, bound: dict[Any, Any]) -> dict[Any, Any] |
 def _matched_call(pattern: Call, found: Any, bound: dict[Any, Any]) -> dict[Any, Any] | None:
     if not _is_node(found) or found.target is not pattern.op:
         return None
-    if len(found.args) < len(pattern.args):
+    if len(found.args) < len(pattern.args) or "alpha" in found.kwargs:
         return None
     given = found.args[: len(pattern.args)]
     orders = [given, given[::-1]] if pattern.is_symmetric else [given]
@@ -160,6 +160,7 @@ def _fold_norm(node: Any) -> bool:
             continue
         x, weight, y = _value(bound[X]), _value(bound[WEIGHT]), _value(node)
         fits = weight is not None and weight.ndim == 1 and x.shape == y.shape
+        fits = fits and isinstance(bound[EPS], float)
         if fits and x.dtype in HALVES and y.dtype == x.dtype and weight.shape[0] == x.shape[-1]:
             args = (bound[X], bound[WEIGHT])
             return _replace(
@@ -202,9 +203,10 @@ def _fold_rotation(node: Any) -> bool:
         return False
     if query[COS] is not key[COS] or query[SIN] is not key[SIN]:
         return False
-    width, cos = _value(query[X]).shape[-1], _value(query[COS])
-    fits = query[HALF] == key[HALF] == width // 2 and cos.is_contiguous()
-    if not fits or cos.dtype != _value(query[X]).dtype or cos.shape[-1] != width:
+    x, cos, sin = (_value(query[part]) for part in (X, COS, SIN))
+    width = x.shape[-1]
+    fits = query[HALF] == key[HALF] == width // 2 and cos.shape[-1] == width
+    if not fits or any(t.dtype != x.dtype or not t.is_contiguous() for t in (cos, sin)):
         return False
     args[0], args[1], args[7], args[8] = query[X], key[X], query[COS], query[SIN]
     node.args = tuple(args)
