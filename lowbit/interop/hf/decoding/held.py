@@ -6,6 +6,8 @@ their tensors are the same; values may change in place. Decoders go with the mod
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -35,27 +37,47 @@ _held: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[Any, Decoder]]] = (
 )
 
 
-def decoder_for(
+_turns: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+_turns_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def borrowed_decoder(
     model: nn.Module, batch: int, tokens: int, device: torch.device, kv_cache: str | None = None
-) -> Decoder:
+) -> Iterator[Decoder]:
     """The decoder of `model` for sequences of `tokens`: one that it has, or a new one for this batch size and this
-    format of its cache."""
-    kind = device.type
-    autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    format of its cache.
+
+    Other threads wait for their turn, since the attention of the model's config is another one meanwhile. A call
+    within the context, such as by a streamer, gets another decoder.
+    """
+    with _turns_lock:
+        turn = _turns.setdefault(model, threading.RLock())
+    with turn:
+        decoders = _fitting(model, device)
+        key = batch if kv_cache is None else (batch, kv_cache)
+        decoder = decoders.pop(key, None)
+        if decoder is None or decoder.capacity < tokens:
+            decoder = None  # its memory goes first
+            decoder = Decoder(model, batch, capacity_for(tokens), device, layer_of(kv_cache))
+        try:
+            yield decoder
+        finally:
+            decoders.pop(key, None)
+            decoders[key] = decoder  # the latest one last
+            while len(decoders) > MOST_DECODERS:
+                del decoders[next(iter(decoders))]
+
+
+def _fitting(model: nn.Module, device: torch.device) -> dict[Any, Decoder]:
+    """The decoders of the model as it is now."""
+    autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     facts = [*autocast, *_facts(model)]
     known, decoders = _held.get(model, (None, {}))
     if known != facts:
         decoders = {}
         _held[model] = facts, decoders
-    key = batch if kv_cache is None else (batch, kv_cache)
-    decoder = decoders.pop(key, None)
-    if decoder is None or decoder.capacity < tokens:
-        decoder = None  # its memory goes first
-        decoder = Decoder(model, batch, capacity_for(tokens), device, layer_of(kv_cache))
-    decoders[key] = decoder  # the latest one last
-    while len(decoders) > MOST_DECODERS:
-        del decoders[next(iter(decoders))]
-    return decoder
+    return decoders
 
 
 def capacity_for(tokens: int) -> int:
