@@ -227,12 +227,17 @@ def test_errors() -> None:
         KVCache(model.config, 16).update(*[torch.zeros(1, 2, 1, 16).double()] * 2, 0)
 
 
-def test_beyond_the_cache_the_output_is_nan() -> None:
-    model = made()
-    cache = KVCache(model.config, 4)
-    with emulated():
-        logits = steps(model.bfloat16(), cache, torch.zeros(1, 5, dtype=torch.int64))
-    assert logits[:, :4].isfinite().all()
+@pytest.mark.parametrize("values", ["int8", "int4"])
+@pytest.mark.parametrize("attention", ["lowbit", "sdpa", "eager"])
+def test_beyond_the_cache_the_output_is_nan(attention: str, values: str) -> None:
+    model, tokens = made(), torch.zeros(2, 6, dtype=torch.int64)
+    model.set_attn_implementation(attention)
+    logits = steps(model, KVCache(model.config, 4, values=values), tokens)
+    assert logits[:, :4].isfinite().all() and logits[:, 4:].isnan().all()
+    if attention == "lowbit":
+        with emulated():
+            logits = steps(model.bfloat16(), KVCache(model.config, 4, values=values), tokens)
+        assert logits[:, :4].isfinite().all() and logits[:, 4:].isnan().all()
 
 
 @pytest.mark.gpu
