@@ -135,6 +135,19 @@ def test_settings_of_the_generation_config() -> None:
     assert hf.generate(model, inputs["input_ids"][:1], max_new_tokens=1).shape == (1, 12)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_tokens_under_autocast(family: str) -> None:
+    model = fresh(family)
+    settings = {**prompts(3), "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    plain = model.generate(**settings)
+    for kv_cache in (None, "int8"):
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = model.generate(**settings)
+            found = hf.generate(model, **settings, kv_cache=kv_cache)
+        assert kv_cache or torch.equal(found, expected)
+    assert torch.equal(hf.generate(model, **settings), plain)
+
+
 # ---- sampling ------------------------------------------------------------------------------------------------------
 
 WARPED = [
@@ -335,6 +348,16 @@ def test_models_that_it_does_not_take() -> None:
     model.train()
     with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
         hf.generate(model, **inputs)
+    model = fresh(attention_dropout=0.5)
+    model.model.layers[1].train()
+    with pytest.raises(ValueError, match="an attention layer in training mode"):
+        hf.generate(model, **inputs)
+    with pytest.raises(TypeError, match=r"torch.Generator, got int"):
+        hf.generate(made(), **inputs, generator=3)
+    with pytest.raises(ValueError, match="custom_generate: it is one itself"):
+        hf.generate(made(), **inputs, custom_generate=hf.generate)
+    with pytest.raises(ValueError, match=r"a model in torch.float64"):
+        hf.generate(fresh().double(), **inputs)
     chunked = transformers.Llama4TextConfig(
         **{**SIZES, "attention_chunk_size": 6, "head_dim": 16, "num_local_experts": 2}
     )

@@ -89,6 +89,10 @@ def generate(
         raise TypeError(
             f"generate takes a model of transformers with a generate method, got {type(model).__name__}"
         )
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generate takes a torch.Generator, got {type(generator).__name__}")
+    if options.get("custom_generate") is not None:
+        raise refused("custom_generate", "it is one itself")
     strings = options.get("stop_strings") or getattr(generation_config, "stop_strings", None)
     _refuse_lost({**options, "stop_strings": strings})
     found: Tensor = model.generate(

@@ -100,6 +100,8 @@ def _check_model(model: Any) -> None:
         raise refused(type(model).__name__, "it takes decoder-only models")
     if model.training:
         raise refused("a model in training mode", "call model.eval() first")
+    if model.dtype == torch.float64:
+        raise refused("a model in torch.float64", "it takes float32, bfloat16 and float16")
     if not model._supports_attention_backend:
         raise refused(type(model).__name__, "its attention is its own")
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
