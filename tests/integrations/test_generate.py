@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 import lowbit as lb
@@ -395,6 +396,27 @@ def decoder_of(model: Any, batch: int = 2) -> Any:
     """The decoder after a call."""
     hf.generate(model, **prompts(batch), max_new_tokens=3, do_sample=False)
     return held._held[model][1][batch]
+
+
+def test_patches_and_settings_give_another_decoder() -> None:
+    model = fresh()
+    layer, config = model.model.layers[0], model.config
+    last, hooks = decoder_of(model), []
+    assert decoder_of(model) is last
+    for change in (
+        lambda: setattr(layer.mlp, "forward", lambda x: 0 * x),
+        lambda: setattr(layer.mlp, "forward", lambda x: 2 * x),
+        lambda: setattr(layer, "own", functools.partial(torch.add, 1)),
+        lambda: setattr(config, "hidden_act", "gelu"),
+        lambda: hooks.append(register_module_forward_hook(lambda *_: None)),
+        lambda: hooks[0].remove(),
+    ):
+        change()
+        assert decoder_of(model) is not last
+        last = decoder_of(model)
+    model.generate(**prompts(2), max_new_tokens=2)
+    model.set_attn_implementation("eager")
+    assert decoder_of(model) is last
 
 
 def test_a_model_keeps_its_decoders_until_it_changes_or_goes() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lowbit.interop.hf.decoding.quantized import layer_of
 from lowbit.interop.hf.decoding.step import Decoder
@@ -89,13 +90,23 @@ def capacity_for(tokens: int) -> int:
 
 
 def _facts(model: nn.Module) -> list[Any]:
-    """What a graph of the model depends on, besides the values of its tensors: the modules, their hooks, the addresses
-    of their tensors, and their attributes that are numbers, names or switches."""
-    found: list[Any] = []
+    """What a graph of the model depends on, besides the values of its tensors: the modules, their hooks and
+    functions, the addresses of their tensors, and their attributes, and those of configs, that are numbers, names or
+    switches."""
+    everywhere = torch.nn.modules.module
+    found: list[Any] = [*everywhere._global_forward_hooks, *everywhere._global_forward_pre_hooks]
     for module in model.modules():
         own = vars(module)
         found += [id(module), type(module), [v for v in own.values() if type(v) in SETTINGS]]
-        found += [*module._forward_hooks, *module._forward_pre_hooks]
+        found += [*module._forward_hooks, *module._forward_pre_hooks, type(module).forward]
+        # Not the functions themselves: a bound one would keep the model.
+        functions = [v for k, v in own.items() if callable(v) and not k.startswith("_compiled")]
+        found += [(id(v), getattr(v, "__code__", None)) for v in functions]
+        if isinstance(module, PreTrainedModel):
+            settings = vars(module.config).items()
+            found += [
+                (k, v) for k, v in settings if type(v) in SETTINGS and "_implementation" not in k
+            ]
         if not type(module).__module__.startswith(STOCK):  # an adapter has more
             found += [
                 repr(v) if len(v) < MOST_SHOWN else len(v)
