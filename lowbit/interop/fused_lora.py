@@ -150,6 +150,9 @@ def _adapters(layer: Any) -> list[str]:
     for name in names:
         drops = layer.training and getattr(layer.lora_dropout[name], "p", 0.0) > 0
         with_bias = layer.lora_A[name].bias is not None or layer.lora_B[name].bias is not None
+        factors = layer.lora_A[name], layer.lora_B[name]
+        if any(f._forward_hooks or f._forward_pre_hooks or f._backward_hooks for f in factors):
+            return []
         if drops or with_bias or name in layer.lora_variant:
             return []
     return names
@@ -179,9 +182,9 @@ def fuse_(model: nn.Module) -> int:
 
     The adapters stay PEFT's: parameters, state dict, `save_pretrained`, `set_adapter`, merging. A layer computes as
     PEFT does where it has DoRA or another variant, dropout in training or a bias of an adapter, where its base is not
-    frozen or has hooks, and in evaluation without gradients. The adapters' products run in the dtype of autocast or,
-    without it, of the input, where PEFT's run in that of the adapters; sums are float32. In torch.compile the layers
-    are PEFT's too: the compiler fuses the passes itself.
+    frozen, where the base or a factor has hooks, and in evaluation without gradients. The adapters' products run in the
+    dtype of autocast or, without it, of the input, where PEFT's run in that of the adapters; sums are float32. In
+    torch.compile the layers are PEFT's too: the compiler fuses the passes itself.
 
     Args:
         model: with adapters of PEFT, over low-bit or plain frozen weights.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 import lowbit as lb
@@ -134,6 +136,19 @@ def test_settings_of_the_generation_config() -> None:
     assert hf.generate(model, inputs["input_ids"][:1], max_new_tokens=1).shape == (1, 12)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_tokens_under_autocast(family: str) -> None:
+    model = fresh(family)
+    settings = {**prompts(3), "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    plain = model.generate(**settings)
+    for kv_cache in (None, "int8"):
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = model.generate(**settings)
+            found = hf.generate(model, **settings, kv_cache=kv_cache)
+        assert kv_cache or torch.equal(found, expected)
+    assert torch.equal(hf.generate(model, **settings), plain)
+
+
 # ---- sampling ------------------------------------------------------------------------------------------------------
 
 WARPED = [
@@ -241,6 +256,53 @@ def test_a_streamer_hears_what_transformers_tells_it(eos: int | None) -> None:
     assert all(one.ended for one in heard)
 
 
+class Asking(Heard):
+    """A streamer that generates with the same model in between."""
+
+    def __init__(self, model: Any, settings: dict[str, Any]) -> None:
+        super().__init__()
+        self.model, self.settings = model, settings
+
+    def put(self, value: Tensor) -> None:
+        super().put(value)
+        if len(self.tokens) == 3:
+            self.found = hf.generate(self.model, **self.settings)
+
+
+def test_a_call_within_a_call_changes_neither() -> None:
+    model = made()
+    outer = {**prompts(1), "max_new_tokens": 9, "eos_token_id": None}
+    inner = {**prompts(1, 7), "max_new_tokens": 5}
+    expected = model.generate(**outer), model.generate(**inner)
+    for call in (hf.generate, functools.partial(type(model).generate, custom_generate=hf.generate)):
+        streamer = Asking(model, inner)
+        assert torch.equal(call(model, **outer, streamer=streamer), expected[0])
+        assert torch.equal(streamer.found, expected[1]) and len(streamer.tokens) == 10
+
+
+def test_the_hook_takes_the_streamer_of_its_own_call() -> None:
+    """Not that of a call around it, and none if a GenerationConfig is used a second time."""
+    model, streamer = made(), Heard()
+    used = transformers.GenerationConfig(max_new_tokens=4, do_sample=False)
+    model._prepare_special_tokens(used)
+    expected = model.generate(prompts(1)["input_ids"], generation_config=used)
+
+    def around(model: Any, input_ids: Tensor, **_: Any) -> Tensor:
+        return hf.generate(model, input_ids, generation_config=used)
+
+    found = model.generate(**prompts(1), streamer=streamer, custom_generate=around)
+    assert torch.equal(found, expected) and len(streamer.tokens) == 1  # the prompt, by transformers
+
+
+def test_threads_take_turns() -> None:
+    model, name = made(), made().config._attn_implementation
+    inputs = [{**prompts(1, 5 + n), "max_new_tokens": 12, "do_sample": False} for n in range(4)]
+    expected = [model.generate(**own) for own in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda own: hf.generate(model, **own), inputs))
+    assert all(map(torch.equal, found, expected)) and model.config._attn_implementation == name
+
+
 # ---- what is refused -----------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -287,6 +349,16 @@ def test_models_that_it_does_not_take() -> None:
     model.train()
     with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
         hf.generate(model, **inputs)
+    model = fresh(attention_dropout=0.5)
+    model.model.layers[1].train()
+    with pytest.raises(ValueError, match="an attention layer in training mode"):
+        hf.generate(model, **inputs)
+    with pytest.raises(TypeError, match=r"torch.Generator, got int"):
+        hf.generate(made(), **inputs, generator=3)
+    with pytest.raises(ValueError, match="custom_generate: it is one itself"):
+        hf.generate(made(), **inputs, custom_generate=hf.generate)
+    with pytest.raises(ValueError, match=r"a model in torch.float64"):
+        hf.generate(fresh().double(), **inputs)
     chunked = transformers.Llama4TextConfig(
         **{**SIZES, "attention_chunk_size": 6, "head_dim": 16, "num_local_experts": 2}
     )
@@ -296,6 +368,20 @@ def test_models_that_it_does_not_take() -> None:
     falcon = transformers.FalconForCausalLM(transformers.FalconConfig(**SIZES)).eval()
     with pytest.raises(ValueError, match="FalconForCausalLM: its attention is its own"):
         hf.generate(falcon, **inputs)
+    angles = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 12}
+    angles |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    sizes = {"rope_parameters": angles, "original_max_position_embeddings": 12}
+    phi3 = transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES, **sizes)).eval()
+    with pytest.raises(ValueError, match=r"beyond 12 tokens the angles of all are others"):
+        hf.generate(phi3, **inputs)
+    conv = transformers.Lfm2Config(**SIZES, layer_types=["conv"])
+    with pytest.raises(ValueError, match=r"layers without attention \(\['conv'\]\)"):
+        hf.generate(transformers.Lfm2ForCausalLM(conv).eval(), **inputs)
+    peft = pytest.importorskip("peft")
+    for kind in (peft.PromptTuningConfig, peft.PrefixTuningConfig):
+        learned = peft.get_peft_model(fresh(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        with pytest.raises(ValueError, match="the prepare_inputs_for_generation of peft"):
+            hf.generate(learned.eval(), **inputs)
     with pytest.raises(TypeError, match="got Linear"):
         hf.generate(torch.nn.Linear(2, 2), **inputs)
     own = transformers.StoppingCriteriaList([lambda ids, scores, **_: ids[:, 0] > 0])
@@ -310,6 +396,27 @@ def decoder_of(model: Any, batch: int = 2) -> Any:
     """The decoder after a call."""
     hf.generate(model, **prompts(batch), max_new_tokens=3, do_sample=False)
     return held._held[model][1][batch]
+
+
+def test_patches_and_settings_give_another_decoder() -> None:
+    model = fresh()
+    layer, config = model.model.layers[0], model.config
+    last, hooks = decoder_of(model), []
+    assert decoder_of(model) is last
+    for change in (
+        lambda: setattr(layer.mlp, "forward", lambda x: 0 * x),
+        lambda: setattr(layer.mlp, "forward", lambda x: 2 * x),
+        lambda: setattr(layer, "own", functools.partial(torch.add, 1)),
+        lambda: setattr(config, "hidden_act", "gelu"),
+        lambda: hooks.append(register_module_forward_hook(lambda *_: None)),
+        lambda: hooks[0].remove(),
+    ):
+        change()
+        assert decoder_of(model) is not last
+        last = decoder_of(model)
+    model.generate(**prompts(2), max_new_tokens=2)
+    model.set_attn_implementation("eager")
+    assert decoder_of(model) is last
 
 
 def test_a_model_keeps_its_decoders_until_it_changes_or_goes() -> None:

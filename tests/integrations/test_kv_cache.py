@@ -216,6 +216,8 @@ def test_errors() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             KVCache(model.config, *arguments)
+    with pytest.raises(TypeError, match=r"got LlamaForCausalLM and int"):
+        KVCache(model, 16)
     cache = KVCache(model.config, 16)
     with pytest.raises(ValueError, match=r"max_cache_len=16\) does not hold 17 tokens"):
         steps(model, cache, torch.zeros(2, 17, dtype=torch.int64), 17)
@@ -227,12 +229,31 @@ def test_errors() -> None:
         KVCache(model.config, 16).update(*[torch.zeros(1, 2, 1, 16).double()] * 2, 0)
 
 
-def test_beyond_the_cache_the_output_is_nan() -> None:
-    model = made()
-    cache = KVCache(model.config, 4)
-    with emulated():
-        logits = steps(model.bfloat16(), cache, torch.zeros(1, 5, dtype=torch.int64))
-    assert logits[:, :4].isfinite().all()
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_cache_of_inference_mode_serves_outside(kind: str) -> None:
+    model, tokens = made(kind), torch.arange(20).view(2, 10)
+    with torch.inference_mode():
+        cache = KVCache(model.config, 16)
+        expected = steps(model, cache, tokens, 7)
+        cache.reset()
+    with torch.no_grad():
+        assert torch.equal(steps(model, cache, tokens, 7), expected)
+        cache.reset()
+    with torch.inference_mode():
+        assert torch.equal(steps(model, cache, tokens, 7), expected)
+
+
+@pytest.mark.parametrize("values", ["int8", "int4"])
+@pytest.mark.parametrize("attention", ["lowbit", "sdpa", "eager"])
+def test_beyond_the_cache_the_output_is_nan(attention: str, values: str) -> None:
+    model, tokens = made(), torch.zeros(2, 6, dtype=torch.int64)
+    model.set_attn_implementation(attention)
+    logits = steps(model, KVCache(model.config, 4, values=values), tokens)
+    assert logits[:, :4].isfinite().all() and logits[:, 4:].isnan().all()
+    if attention == "lowbit":
+        with emulated():
+            logits = steps(model.bfloat16(), KVCache(model.config, 4, values=values), tokens)
+        assert logits[:, :4].isfinite().all() and logits[:, 4:].isnan().all()
 
 
 @pytest.mark.gpu

@@ -168,6 +168,18 @@ def test_evaluation_disabled_adapters_and_hooks(products: list[int]) -> None:
     assert products == [0] and len(seen) == 14
 
 
+def test_hooks_of_factors_run(products: list[int]) -> None:
+    model = adapted("nf4", peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    lowbit.peft.fuse_(model)
+    layers = [m for m in model.modules() if isinstance(m, fused_lora._Fused)]
+    layers[0].lora_A["default"].register_forward_hook(lambda *args: args[2] * 0)
+    layers[1].lora_B["default"].register_forward_pre_hook(lambda _, args: (args[0] * 0,))
+    found = model(input_ids=TOKENS).logits
+    assert products == [0]
+    with model.disable_adapter():
+        assert torch.equal(found, model(input_ids=TOKENS).logits)
+
+
 def test_layers_stay_those_of_peft(tmp_path) -> None:
     model = adapted("nf4")
     state, expected = model.state_dict(), gradients(model)

@@ -90,6 +90,7 @@ def write_values(
         out.copy_(reference(*parts, global_scale, format.bits, format.table))
 
 
+@torch.no_grad()
 def _on_cpu(group_size: int, format: CodesFormat, tensors: Tensors) -> Tensor:
     x, codes, scale, zero_point, bias, residual, _, global_scale = tensors
     (m, k), (n, groups) = x.shape, scale.shape

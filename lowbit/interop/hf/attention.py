@@ -40,13 +40,14 @@ class CachedStates(NamedTuple):
 
     def dequantize(self, dtype: torch.dtype, count: int | None = None) -> Tensor:
         """The values of all slots, or of the first `count` where there is no ring: [batch, heads, slots, width], the
-        oldest token first."""
+        oldest token first. NaN where there is no ring and more tokens came than there are slots, as by the kernel."""
         parts = (self.codes, self.scale, self.zero)
         if self.ring:
             codes, scale, zero = (None if p is None else self._in_order(p) for p in parts)
         else:
             used = self.window if count is None else count
             codes, scale, zero = (None if p is None else p[:, :, :used] for p in parts)
+            scale = cast("Tensor", scale).masked_fill(self.length > self.window, torch.nan)
         return dequantized(cast("Tensor", codes), cast("Tensor", scale), zero, self.width).to(dtype)
 
     def _in_order(self, part: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ E / 2 + 4 in 4 bits, for 2 E in 16 bits.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, cast
 
 import torch
@@ -53,6 +54,7 @@ class KVCache(StaticCache):
         values: "int8", "float8" or "int4".
 
     Raises:
+        TypeError: `config` or `max_cache_len` is something else.
         ValueError: an unknown format, a `max_cache_len` below 1, or a model with layers that a static cache of keys and
             values does not describe. `update` raises it for another batch size, or for a prompt that is too long.
     """
@@ -63,15 +65,22 @@ class KVCache(StaticCache):
         for name, got, taken in (("keys", keys, KEYS), ("values", values, VALUES)):
             if got not in taken:
                 raise ValueError(f"KVCache takes {name} in {', '.join(taken)}, got {got!r}")
+        if not isinstance(config, PreTrainedConfig) or not isinstance(max_cache_len, int):
+            raise TypeError(
+                "KVCache takes the config of a model and a length as an int, got "
+                f"{type(config).__name__} and {type(max_cache_len).__name__}; call KVCache(model.config, 4096)"
+            )
         if max_cache_len < 1:
             raise ValueError(
                 f"KVCache(max_cache_len={max_cache_len}) holds no token; give the length of prompt and answer"
             )
-        super().__init__(config=config, max_cache_len=max_cache_len)
-        text = config.get_text_config(decoder=True)
-        dtypes = FORMATS[keys], FORMATS[values]
-        layers = cast("list[Any]", vars(self)["layers"])
-        layers[:] = (_quantized(layer, text, max_cache_len, *dtypes) for layer in layers)
+        # Tensors of inference mode would take no token outside of it.
+        with torch.inference_mode(False):
+            super().__init__(config=config, max_cache_len=max_cache_len)
+            text = config.get_text_config(decoder=True)
+            dtypes = FORMATS[keys], FORMATS[values]
+            layers = cast("list[Any]", vars(self)["layers"])
+            layers[:] = (_quantized(layer, text, max_cache_len, *dtypes) for layer in layers)
 
 
 def _quantized(
@@ -149,6 +158,12 @@ class Codes:
         )
 
 
+def _outside_inference_mode() -> Any:
+    """The context in which tensors are made that take values in every mode; torch.compile does not trace it."""
+    is_compiling = torch.compiler.is_compiling()
+    return contextlib.nullcontext() if is_compiling else torch.inference_mode(False)
+
+
 class QuantizedLayer(StaticLayer):
     """Keys and values of one layer as codes; see `KVCache`.
 
@@ -180,8 +195,9 @@ class QuantizedLayer(StaticLayer):
         self.batch_size, self.num_heads = key_states.shape[:2]
         self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
         dtypes = self.key_dtype, self.value_dtype
-        self.codes = Codes(key_states, value_states, self.max_cache_len, *dtypes)
-        self.cumulative_length = self.cumulative_length.to(self.device)
+        with _outside_inference_mode():
+            self.codes = Codes(key_states, value_states, self.max_cache_len, *dtypes)
+            self.cumulative_length = self.cumulative_length.to(self.device)
         if not torch.compiler.is_compiling():
             for tensor in (*self.codes.tensors(), self.cumulative_length):
                 torch._dynamo.mark_static_address(tensor)  # so that CUDA graphs need no copies

@@ -73,6 +73,7 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        key_states, value_states = autocast(key_states), autocast(value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.slots.position is None:
@@ -117,6 +118,12 @@ class SlotLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self.slots.capacity
+
+
+def autocast(t: Tensor) -> Tensor:
+    """A query, key or value in the dtype in which autocast gives it to SDPA."""
+    kind = t.device.type
+    return t.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else t
 
 
 class SlotCache(Cache):
@@ -217,6 +224,7 @@ def _attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What a model of transformers calls: [batch, queries, heads, width], and no weights."""
@@ -227,9 +235,12 @@ def _attention(
         raise refused("the attention of this model", "its mask or bias is its own tensor")
     if given is None or key is not given[0] or value is not given[1]:
         raise refused("the attention of this model", "it does not read what the cache returned")
+    if dropout:
+        raise refused("an attention layer in training mode", "call model.eval() first")
     if key.shape[-1] != value.shape[-1]:
         raise refused("the attention of this model", "keys and values differ in width")
     layer.given = None
+    query = autocast(query)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if own.slots.position is not None:
         y = layer.attend(query, key, value, attention_mask.window, scale, softcap or 0.0, s_aux)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -10,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 
-from lowbit.interop.hf.decoding.held import decoder_for
+from lowbit.interop.hf.decoding.held import borrowed_decoder
 from lowbit.interop.hf.decoding.loop import decode
 from lowbit.interop.hf.decoding.options import Prepared, read
 from lowbit.interop.hf.decoding.refused import refused
@@ -54,7 +56,7 @@ def generate(
     model keeps it, with a cache of 2 · layers · batch · slots · key/value heads · width numbers; slots are a power of
     two from 256 to 1,024, or a multiple of 1,024. It is captured again when the model's modules, settings or tensors
     are others; values may change in place. The Python of a hook runs while the graph is captured. On other devices the
-    model is called for each token. Only one thread at a time may call it for a model.
+    model is called for each token. Threads that call it for one model take turns.
 
     Args:
         model: a model of transformers for causal language modeling, on one device, in eval mode.
@@ -75,10 +77,9 @@ def generate(
         TypeError: the model has no `generate`.
         ValueError: an option or a model that it does not take. The message names it, and the way out.
     """
-    if hasattr(generation_config, "_eos_token_tensor"):
-        # transformers' generate has prepared the call.
-        caller = _generate_frame(sys._getframe(1), model)
-        given = {} if caller is None else caller.f_locals
+    caller = _preparing_frame(sys._getframe(1), model, generation_config)
+    if caller is not None:
+        given = caller.f_locals
         _refuse_lost({**given, **given.get("kwargs", {})})
         streamer = given.get("streamer") if streamer is None else streamer
         assert input_ids is not None
@@ -88,6 +89,10 @@ def generate(
         raise TypeError(
             f"generate takes a model of transformers with a generate method, got {type(model).__name__}"
         )
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generate takes a torch.Generator, got {type(generator).__name__}")
+    if options.get("custom_generate") is not None:
+        raise refused("custom_generate", "it is one itself")
     strings = options.get("stop_strings") or getattr(generation_config, "stop_strings", None)
     _refuse_lost({**options, "stop_strings": strings})
     found: Tensor = model.generate(
@@ -123,11 +128,20 @@ def _with(
     return custom
 
 
-def _generate_frame(frame: FrameType | None, model: Any) -> FrameType | None:
-    """The frame of transformers' `generate`, which keeps arguments that it does not pass on, the streamer first."""
+def _preparing_frame(frame: FrameType | None, model: Any, config: Any) -> FrameType | None:
+    """The frame of transformers' `generate` that made this GenerationConfig for this call; None outside a hook.
+
+    It does not pass the streamer on to a `custom_generate`, so its locals are the only place that has it. Each call of
+    it makes a config of its own, by which no frame of another call is mistaken for it.
+    """
+    if not hasattr(config, "_eos_token_tensor"):  # transformers' generate sets it
+        return None
+    code = inspect.unwrap(GenerationMixin.generate).__code__
     while frame is not None:
-        if frame.f_code.co_name == "generate" and frame.f_locals.get("self") is model:
-            return frame
+        if frame.f_code is code:
+            own = frame.f_locals
+            if own["self"] is model and own["generation_config"] is config:
+                return frame
         frame = frame.f_back
     return None
 
@@ -152,12 +166,12 @@ def _decoded(
         ids = call.input_ids.to(model.device)
         batch, length = ids.shape
         tokens = padded_length(ids.device, batch, length) + options.new_tokens
-        decoder = decoder_for(model, batch, tokens, ids.device, kv_cache)
         seed = _drawn(generator) if options.choice.samples else 0
-        decoder.begin(ids, options.start, seed, options.hides_padding)
-        found = decode(
-            model, decoder, ids, options.new_tokens, options.choice, options.chunk, streamer
-        )
+        with borrowed_decoder(model, batch, tokens, ids.device, kv_cache) as decoder:
+            decoder.begin(ids, options.start, seed, options.hides_padding)
+            found = decode(
+                model, decoder, ids, options.new_tokens, options.choice, options.chunk, streamer
+            )
     return found.to(call.input_ids.device)
 
 

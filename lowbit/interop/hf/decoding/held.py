@@ -6,12 +6,15 @@ their tensors are the same; values may change in place. Decoders go with the mod
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lowbit.interop.hf.decoding.quantized import layer_of
 from lowbit.interop.hf.decoding.step import Decoder
@@ -35,27 +38,47 @@ _held: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[Any, Decoder]]] = (
 )
 
 
-def decoder_for(
+_turns: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+_turns_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def borrowed_decoder(
     model: nn.Module, batch: int, tokens: int, device: torch.device, kv_cache: str | None = None
-) -> Decoder:
+) -> Iterator[Decoder]:
     """The decoder of `model` for sequences of `tokens`: one that it has, or a new one for this batch size and this
-    format of its cache."""
-    kind = device.type
-    autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    format of its cache.
+
+    Other threads wait for their turn, since the attention of the model's config is another one meanwhile. A call
+    within the context, such as by a streamer, gets another decoder.
+    """
+    with _turns_lock:
+        turn = _turns.setdefault(model, threading.RLock())
+    with turn:
+        decoders = _fitting(model, device)
+        key = batch if kv_cache is None else (batch, kv_cache)
+        decoder = decoders.pop(key, None)
+        if decoder is None or decoder.capacity < tokens:
+            decoder = None  # its memory goes first
+            decoder = Decoder(model, batch, capacity_for(tokens), device, layer_of(kv_cache))
+        try:
+            yield decoder
+        finally:
+            decoders.pop(key, None)
+            decoders[key] = decoder  # the latest one last
+            while len(decoders) > MOST_DECODERS:
+                del decoders[next(iter(decoders))]
+
+
+def _fitting(model: nn.Module, device: torch.device) -> dict[Any, Decoder]:
+    """The decoders of the model as it is now."""
+    autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     facts = [*autocast, *_facts(model)]
     known, decoders = _held.get(model, (None, {}))
     if known != facts:
         decoders = {}
         _held[model] = facts, decoders
-    key = batch if kv_cache is None else (batch, kv_cache)
-    decoder = decoders.pop(key, None)
-    if decoder is None or decoder.capacity < tokens:
-        decoder = None  # its memory goes first
-        decoder = Decoder(model, batch, capacity_for(tokens), device, layer_of(kv_cache))
-    decoders[key] = decoder  # the latest one last
-    while len(decoders) > MOST_DECODERS:
-        del decoders[next(iter(decoders))]
-    return decoder
+    return decoders
 
 
 def capacity_for(tokens: int) -> int:
@@ -67,13 +90,23 @@ def capacity_for(tokens: int) -> int:
 
 
 def _facts(model: nn.Module) -> list[Any]:
-    """What a graph of the model depends on, besides the values of its tensors: the modules, their hooks, the addresses
-    of their tensors, and their attributes that are numbers, names or switches."""
-    found: list[Any] = []
+    """What a graph of the model depends on, besides the values of its tensors: the modules, their hooks and
+    functions, the addresses of their tensors, and their attributes, and those of configs, that are numbers, names or
+    switches."""
+    everywhere = torch.nn.modules.module
+    found: list[Any] = [*everywhere._global_forward_hooks, *everywhere._global_forward_pre_hooks]
     for module in model.modules():
         own = vars(module)
         found += [id(module), type(module), [v for v in own.values() if type(v) in SETTINGS]]
-        found += [*module._forward_hooks, *module._forward_pre_hooks]
+        found += [*module._forward_hooks, *module._forward_pre_hooks, type(module).forward]
+        # Not the functions themselves: a bound one would keep the model.
+        functions = [v for k, v in own.items() if callable(v) and not k.startswith("_compiled")]
+        found += [(id(v), getattr(v, "__code__", None)) for v in functions]
+        if isinstance(module, PreTrainedModel):
+            settings = vars(module.config).items()
+            found += [
+                (k, v) for k, v in settings if type(v) in SETTINGS and "_implementation" not in k
+            ]
         if not type(module).__module__.startswith(STOCK):  # an adapter has more
             found += [
                 repr(v) if len(v) < MOST_SHOWN else len(v)

@@ -59,6 +59,7 @@ def read(model: Any, call: Prepared) -> Options:
     pad = config._pad_token_tensor
     pad_id = 0 if pad is None else int(pad)
     batch, length = call.input_ids.shape
+    _check_angles(model, length, longest)
     start = _starts(call.model_kwargs, batch, length)
     processors = checked_processors(call.processors, start)
     return Options(
@@ -99,11 +100,33 @@ def _check_model(model: Any) -> None:
         raise refused(type(model).__name__, "it takes decoder-only models")
     if model.training:
         raise refused("a model in training mode", "call model.eval() first")
+    if model.dtype == torch.float64:
+        raise refused("a model in torch.float64", "it takes float32, bfloat16 and float16")
     if not model._supports_attention_backend:
         raise refused(type(model).__name__, "its attention is its own")
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    if others := sorted({kind for kind in kinds if "attention" not in kind}):
+        raise refused(type(model).__name__, f"it has layers without attention ({others})")
+    prepares = model.prepare_inputs_for_generation
+    maker = getattr(prepares, "__module__", None) or ""
+    if not maker.startswith("transformers."):  # such as PEFT's for prompts that are learned
+        raise refused(
+            f"the prepare_inputs_for_generation of {maker}", "it gives the model tokens alone"
+        )
     places = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
     if len(places) > 1:
         raise refused(f"a model on {sorted(places)}", "one device holds the whole model")
+
+
+def _check_angles(model: Any, length: int, longest: int) -> None:
+    """Where Phi-3's angles switch to those of long sequences, transformers computes the cache again."""
+    own = model.config.get_text_config(decoder=True)
+    limit = getattr(own, "original_max_position_embeddings", None)
+    kind = (getattr(own, "rope_parameters", None) or {}).get("rope_type")
+    if kind == "longrope" and limit is not None and length <= limit < longest - 1:
+        raise refused(
+            f"sequences of {longest} tokens", f"beyond {limit} tokens the angles of all are others"
+        )
 
 
 def _limits(stops: Any) -> tuple[int, tuple[int, ...]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowbit.interop.hf.decoding.cache import SlotLayer, Slots
+from lowbit.interop.hf.decoding.cache import SlotLayer, Slots, autocast
 from lowbit.interop.hf.kv_cache import FORMATS, Codes
 from lowbit_kernels.decoding.quantized_attention import quantized_attention
 
@@ -47,6 +47,7 @@ class QuantizedSlotLayer(SlotLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
+        key_states, value_states = autocast(key_states), autocast(value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         slots, begin = self.slots, self.slots.filled
