@@ -27,7 +27,7 @@ from lowbit_kernels.weight_only.weight_operands import HALVES
 DOWN = "down_proj"
 UP = ("gate_up_proj", "up_proj")
 Known = Callable[[Any, str, torch.dtype], bool]
-"""Of a module, the name of a weight and a dtype: what `_fits` says, in code that torch.compile traces."""
+"""A function of a module, the name of a weight and a dtype: `_fits`, or the same in code that torch.compile traces."""
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 

@@ -14,7 +14,7 @@ from lowbit_kernels.matmul.mm_tiles_sm90 import FORMATS, Formats
 from lowbit_kernels.runtime import nvrtc
 from tests.kernels.compiled_on_cpu import library
 from tests.kernels.scaled_mm_emulator import MULTIPLY
-from tests.kernels.sm90_emulator import DESCRIBED, HEADER, _words, launches_on_cpu
+from tests.kernels.sm90_emulator import DESCRIBED, HEADER, launches_on_cpu, launching
 
 FOOTER = """
 extern "C" void emulated(unsigned grid, const uint64 *m, const uint64 *a) {
@@ -37,13 +37,7 @@ def _kernel(
     multiply = MULTIPLY.format(*(FORMATS[own] for own in formats))
     parts = [defines, HEADER.read_text(), multiply, tiles, kernel, DESCRIBED, FOOTER]
     compiled = library("\n".join(parts))
-
-    def launch(stream: int, grid: int, threads: int, *arguments: int | tuple[int, ...]) -> None:
-        maps = [word for one in arguments if isinstance(one, tuple) for word in one]
-        rest = [one for one in arguments if not isinstance(one, tuple)]
-        compiled.emulated(grid, _words(tuple(maps)), _words(tuple(rest)))
-
-    return launch
+    return launching(compiled.emulated)
 
 
 @contextlib.contextmanager

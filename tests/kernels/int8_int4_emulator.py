@@ -10,7 +10,7 @@ from unittest import mock
 from lowbit_kernels.matmul import int8_int4_mm_sm90
 from lowbit_kernels.runtime import nvrtc
 from tests.kernels.compiled_on_cpu import library
-from tests.kernels.sm90_emulator import DESCRIBED, HEADER, _words, launches_on_cpu
+from tests.kernels.sm90_emulator import DESCRIBED, HEADER, launches_on_cpu, launching
 
 FOOTER = """
 template <int SUMS> static inline void multiply(int (&sums)[SUMS], const uint32 *a, uint64 b, int add) {
@@ -35,13 +35,7 @@ def _kernel(*macros: object) -> Callable[..., None]:
     defines = code[: code.index(ptx)]
     parts = [defines, HEADER.read_text(), FOOTER, unpacking, kernel, DESCRIBED, PRODUCT]
     compiled = library("\n".join(parts))
-
-    def launch(stream: int, grid: int, threads: int, *arguments: int | tuple[int, ...]) -> None:
-        maps = [word for one in arguments if isinstance(one, tuple) for word in one]
-        rest = [one for one in arguments if not isinstance(one, tuple)]
-        compiled.emulated(grid, _words(tuple(maps)), _words(tuple(rest)))
-
-    return launch
+    return launching(compiled.emulated)
 
 
 @contextlib.contextmanager

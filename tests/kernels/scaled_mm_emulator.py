@@ -13,7 +13,7 @@ from lowbit_kernels.matmul import mm_tiles_sm90, scaled_mm_sm90
 from lowbit_kernels.runtime import launch_plan, launcher, nvrtc
 from tests.kernels.compiled_on_cpu import library
 from tests.kernels.emulator import filled_memory
-from tests.kernels.sm90_emulator import DESCRIBED, HEADER, _words, launches_on_cpu
+from tests.kernels.sm90_emulator import DESCRIBED, HEADER, launches_on_cpu, launching
 
 MULTIPLY = """
 template <int SUMS> static inline void multiply(SUM (&sums)[SUMS], uint32 a, uint32 b, int add) {{
@@ -54,13 +54,7 @@ def _kernel(
     compiled = library(
         "\n".join([defines, HEADER.read_text(), multiply, tiles, kernel, DESCRIBED, footer])
     )
-
-    def launch(stream: int, grid: int, threads: int, *arguments: int | tuple[int, ...]) -> None:
-        maps = [word for one in arguments if isinstance(one, tuple) for word in one]
-        rest = [one for one in arguments if not isinstance(one, tuple)]
-        compiled.emulated(grid, _words(tuple(maps)), _words(tuple(rest)))
-
-    return launch
+    return launching(compiled.emulated)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,17 @@ def _words(values: tuple[int, ...]) -> ctypes.Array[ctypes.c_uint64]:
     return (ctypes.c_uint64 * len(values))(*values)
 
 
+def launching(emulated: Callable[..., None]) -> Callable[..., None]:
+    """A launch of `emulated`, which takes the grid, the words of all tensor maps, and the other arguments."""
+
+    def launch(stream: int, grid: int, threads: int, *arguments: int | tuple[int, ...]) -> None:
+        maps = [word for one in arguments if isinstance(one, tuple) for word in one]
+        rest = [one for one in arguments if not isinstance(one, tuple)]
+        emulated(grid, _words(tuple(maps)), _words(tuple(rest)))
+
+    return launch
+
+
 class _Map(tuple[int, ...]):
     def getPtr(self) -> tuple[int, ...]:
         return self

@@ -206,7 +206,7 @@ def test_emulated_nan(name: str) -> None:
 
 
 def limit(format: Format, m: int) -> float:
-    """Of the error: weights are rounded where the module says so."""
+    """The bound of the error. The module says where weights are rounded."""
     if format.name in ("mxfp4", "nvfp4"):
         return 2e-3
     return 2.9e-3 if format.name.endswith("value") or m >= 256 else 2.1e-3

@@ -24,6 +24,8 @@ scale NaN and the codes 0. All is rounded to nearest even, and all arithmetic is
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -38,17 +40,23 @@ NARROW = 2.0**-10
 """The smallest scale of 4 bits, as a share of the largest magnitude: it keeps zero / scale small."""
 
 
+CACHE: dict[str, Any] = {
+    "key_codes": "int8|float8_e4m3fn [B, K, S, W]",
+    "key_scale": "bfloat16 [B, K, S]",
+    "value_codes": "int8|float8_e4m3fn|uint8 [B, K, S, V]",
+    "value_scale": "bfloat16 [B, K, S]",
+    "length": "int64 [1] or [B]",
+    "value_zero": "bfloat16 [B, K, S]",
+}
+"""The operands of a cache, as `op` declares them."""
+
+
 @op(
     "empty(torch.int64, len(length))",
     writes=("key_codes", "key_scale", "value_codes", "value_scale", "value_zero"),
     key="float [B, K, T, E]",
     value="float [B, K, T, F]",
-    key_codes="int8|float8_e4m3fn [B, K, S, W]",
-    key_scale="bfloat16 [B, K, S]",
-    value_codes="int8|float8_e4m3fn|uint8 [B, K, S, V]",
-    value_scale="bfloat16 [B, K, S]",
-    length="int64 [1] or [B]",
-    value_zero="bfloat16 [B, K, S]",
+    **CACHE,
     rules={
         "0 < window <= S": "window must be from 1 to the {S} slots of the cache, got {window}",
         "check_cache((key_codes, key_scale, None, E), (value_codes, value_scale, value_zero, F))": "",

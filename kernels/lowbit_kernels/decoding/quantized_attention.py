@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lowbit_kernels.decoding import quantized_attention_sm90
 from lowbit_kernels.decoding.quantize_to_cache import (
+    CACHE,
     check_cache,  # noqa: F401 (a rule below calls it)
     dequantized,
 )
@@ -38,12 +39,7 @@ from lowbit_kernels.weight_only.weight_operands import ALIGNMENT
 @op(
     "empty(query.dtype, B, H, 1, E)",
     query="float [B, H, 1, E]; one token of each sequence",
-    key_codes="int8|float8_e4m3fn [B, K, S, W]",
-    key_scale="bfloat16 [B, K, S]",
-    value_codes="int8|float8_e4m3fn|uint8 [B, K, S, V]",
-    value_scale="bfloat16 [B, K, S]",
-    length="int64 [1] or [B]",
-    value_zero="bfloat16 [B, K, S]",
+    **CACHE,
     mask="bool [...]",
     first="int64 [1] or [B]",
     sinks="float [H]",

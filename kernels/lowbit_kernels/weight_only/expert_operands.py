@@ -30,7 +30,7 @@ class ExpertOperands(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the format in the sources of kernels; "" for one that none of them takes."""
+        """The name of the format in the sources of kernels; "" for a format that no kernel takes."""
         own = self.format
         if own.table:
             return "E2M1" if own.bits == 4 and own.table == E2M1 else ""

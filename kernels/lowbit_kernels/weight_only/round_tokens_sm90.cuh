@@ -5,7 +5,7 @@
 // TOKENS, in lanes 4 g + t. The ends of a token, or of parts of one, are the two halves of a word, as magnitudes: of its
 // largest number in the lower half, and of its smallest one in the upper.
 
-// What the warps of a block and the blocks of a cluster exchange. COUNT: 16 tokens; or 1 if nothing is rounded.
+// The warps of a block and the blocks of a cluster exchange these. COUNT is 16 tokens, or 1 if nothing is rounded.
 template <int COUNT, int WARPS>
 struct TokenScales {
     alignas(16) uint32 ends[COUNT][WARPS];  // from each warp

@@ -85,7 +85,7 @@ static constexpr int SCALE_WORDS = (PER * SCALE_BYTES + 3) / 4;
 static constexpr int ZERO_WORDS = ZERO == 2 ? PER : ZERO == 3 ? (PER + 1) / 2 : (PER + 3) / 4;
 static constexpr bool MAY_BE_NAN = SCALED && (SCALE == E8M0 || SCALE == E4M3);
 
-// What a pair of values is multiplied with, and what is added. `rest` is the part of the scale below DTYPE's precision.
+// The factor of a pair of values, and the addend. `rest` is the part of the scale below DTYPE's precision.
 struct Factor {
     uint32 scale, rest, zero;
 };

@@ -37,7 +37,7 @@ _current: ContextVar[SlotCache] = ContextVar("_current")
 
 @dataclass
 class Slots:
-    """What the layers of a cache share: how many slots there are, and which are in use.
+    """The number of slots of a cache, and which of them are in use. All layers share them.
 
     ``filled``: slots in use, on the host, while a prompt is read. ``position``: int64 [1], the slot of the one new
     token, and None while a prompt is read. ``start``: int64 [batch], the first slot of each sequence; None for 0.
