@@ -1,4 +1,4 @@
-"""A stock mixture of experts in transformers' own `generate`, and its prefill: as a user converts the model.
+"""A stock mixture of experts in transformers' `generate` and lowbit's, and its prefill: as a user converts the model.
 
 The model is transformers' Qwen3-MoE with random weights, 12 layers of the shape of Qwen3-30B-A3B. The router's choice
 depends on the tokens, so random weights spread them over all experts.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.generate import GENERATE_TABLE, PLAIN, PROMPT
+from benchmarks.generate import GENERATE_TABLE, OWN_LOOP, PLAIN, PROMPT
 from benchmarks.registry import Problem, Result, Row, Table, benchmark
 from benchmarks.report import ratio
 from lowbit import Int4WeightOnly, Int8WeightOnly, quantize_
@@ -38,6 +38,8 @@ CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
     "int8": lambda model: quantize_(model, Int8WeightOnly()),
     PLAIN: lambda model: None,
 }
+LOOPS = (*CONVERSIONS, *(name + OWN_LOOP for name in CONVERSIONS))
+"""The names of models that `generate_experts` continues, by both loops."""
 TOKENS = 2048
 
 
@@ -66,7 +68,7 @@ class Mixture:
         finally:
             torch.set_default_dtype(before)
         model.eval().requires_grad_(False)
-        CONVERSIONS[self.name](model)
+        CONVERSIONS[self.name.removesuffix(OWN_LOOP)](model)
         return model
 
 
@@ -119,11 +121,11 @@ PREFILL_TABLE = Table(
 
 
 @benchmark(
-    "generate_experts", "transformers' generate on a mixture of experts", table=GENERATE_TABLE
+    "generate_experts", "generate on a mixture of experts", table=GENERATE_TABLE
 )
 def generate_experts() -> Iterator[Problem]:
     for batch in (1, 16):
-        models = [Mixture(name, batch) for name in CONVERSIONS]
+        models = [Mixture(name, batch) for name in LOOPS]
         yield Problem(
             f"Qwen3-MoE, {PROMPT} tokens of prompt, batch {batch}", models, reference=PLAIN
         )
