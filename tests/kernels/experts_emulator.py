@@ -1,4 +1,4 @@
-"""``weight_mm_experts_sm90`` on a CPU, in the emulator of ``sm90_emulator``."""
+"""``weight_mm_experts_sm90`` and its sibling for many tokens on a CPU, in the emulator of ``sm90_emulator``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
-from lowbit_kernels.weight_only import weight_mm_experts_sm90
+import torch
+from torch import Tensor
+
+from lowbit_kernels.weight_only import weight_mm_experts_large_sm90, weight_mm_experts_sm90
 from tests.kernels.compiled_on_cpu import library
-from tests.kernels.sm90_emulator import HEADER, _words, launches_on_cpu
+from tests.kernels.sm90_emulator import HEADER, _words, kernel_of, launches_on_cpu
 
 FOOTER = """
 extern "C" void emulated_product(unsigned grid, const uint64 *a) {
@@ -44,5 +47,37 @@ def emulated() -> Iterator[None]:
         mock.patch.object(weight_mm_experts_sm90, "tensor_map", None, create=True),
         launches_on_cpu(weight_mm_experts_sm90),
         mock.patch.object(weight_mm_experts_sm90, "_kernel", _kernel),
+    ):
+        yield
+
+
+class PairsOnCpu:
+    """`PairsByExpert` in PyTorch."""
+
+    def __init__(self, pairs: int, experts: int, x: Tensor) -> None:
+        self.experts, self.k, self.top = experts, x.shape[1], pairs // x.shape[0]
+        self.pitch = -(-self.k // 8) * 8
+
+    def __call__(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        own = torch.where((ids < 0) | (ids > self.experts), self.experts, ids)
+        order = own.argsort(stable=True)
+        ends = torch.bincount(own, minlength=self.experts + 1)[: self.experts].cumsum(0)
+        rows = torch.full((len(ids), self.pitch), torch.nan, dtype=x.dtype)
+        rows[:, : self.k] = x[order // self.top]
+        return order.int(), ends.int(), rows
+
+
+def _large(dtype: torch.dtype, *macros: object) -> Callable[..., None]:
+    code = weight_mm_experts_large_sm90.source(dtype, *macros[:-1])  # type: ignore[arg-type]
+    return kernel_of(code, dtype)
+
+
+@contextlib.contextmanager
+def emulated_large() -> Iterator[None]:
+    """Inside, `LargeExpertProduct` takes CPU tensors."""
+    with (
+        launches_on_cpu(weight_mm_experts_large_sm90),
+        mock.patch.object(weight_mm_experts_large_sm90, "PairsByExpert", PairsOnCpu),
+        mock.patch.object(weight_mm_experts_large_sm90, "_kernel", _large),
     ):
         yield

@@ -25,7 +25,11 @@ extern "C" void emulated_product(unsigned grid, const uint64 *codes, const uint6
     emulation::launch(grid, THREADS, CLUSTER, [=] {
         weight_mm(described(codes), described(x), (const void *)a[0], (const signed char *)a[1], (const void *)a[2],
                   (const void *)a[3], (const float *)a[4], (const float *)a[5], (unsigned short *)a[6], a[7], a[8],
-                  a[9], a[10], a[11], a[12], a[13], a[14]);
+                  a[9], a[10], a[11], a[12], a[13], a[14]
+#if EXPERTS
+                  , (const int *)a[15], (const int *)a[16]
+#endif
+        );
     });
 }
 """
@@ -52,7 +56,11 @@ class _Map(tuple[int, ...]):
 
 
 def _kernel(dtype: torch.dtype, *macros: object) -> Callable[..., None]:
-    code = weight_mm_large_batch_sm90.source(dtype, *macros[:-1])  # type: ignore[arg-type]
+    return kernel_of(weight_mm_large_batch_sm90.source(dtype, *macros[:-1]), dtype)  # type: ignore[arg-type]
+
+
+def kernel_of(code: str, dtype: torch.dtype) -> Callable[..., None]:
+    """The product of a source of the large-batch kernel."""
     folder = Path(weight_mm_large_batch_sm90.__file__).parents[1]
     ptx, lookup, kernel = (
         (folder / f).read_text()

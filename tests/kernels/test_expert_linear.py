@@ -10,9 +10,9 @@ from benchmarks.cases.expert_linear import CASES, Case
 from lowbit_kernels.composed import expert_linear
 from lowbit_kernels.composed.expert_linear import reference
 from lowbit_kernels.runtime import launches
-from lowbit_kernels.weight_only import weight_mm_experts_sm90
+from lowbit_kernels.weight_only import weight_mm_experts_large_sm90, weight_mm_experts_sm90
 from lowbit_kernels.weight_only.codes_format import dequantized
-from tests.kernels.experts_emulator import emulated
+from tests.kernels.experts_emulator import emulated, emulated_large
 from tests.kernels.interpreted import interpreted, names
 
 SMALL = [case for case in CASES if not case.large]
@@ -95,7 +95,7 @@ def test_emulated_decode_kernel(name: str) -> None:
     assert weight_mm_experts_sm90.takes(operands)
     with emulated():
         product = weight_mm_experts_sm90.ExpertProduct(operands)
-        out = product((x, codes, scale, zero, bias, ids))
+        out = product((x, codes, scale, zero, bias, ids, None))
     assert (
         off(
             out,
@@ -106,14 +106,45 @@ def test_emulated_decode_kernel(name: str) -> None:
     )
 
 
-def operands_of(x, codes, scale, zero, ids, bias, group, gated, bits, table):
+EMULATED_LARGE = {
+    **dict.fromkeys(["typical", "zero-bias", "groups-of-64", "one-expert", "int8", "int8-many"]),
+    **dict.fromkeys(["float8", "mxfp4", "nf4", "int3", "nvfp4", "nothing-but-beyond"]),
+    "groups-of-32": (64, 256, 2, 2, 1, False, 128),
+    "int8-groups": (32, 128, 2, 1, 1, False, 128),
+    "per-row": (160, 128, 2, 2, 1, False, 128),
+    "mxfp4-up": (128, 128, 2, 2, 1, True, 64),
+    "many": (32, 128, 2, 2, 1, False, 128),
+    "many-down": (64, 256, 2, 1, 1, False, 128),
+}
+"""Cases, and a division other than the chosen one."""
+
+
+@pytest.mark.parametrize("name", EMULATED_LARGE)
+def test_emulated_large_kernel(name: str) -> None:
+    torch.manual_seed(0)
+    (case,) = [c for c in CASES if c.name == name]
+    arguments = case.arguments()
+    x, codes, scale, zero, ids, bias, group, gated, global_scale, bits, table = arguments
+    operands = operands_of(x, codes, scale, zero, ids, bias, group, gated, bits, table, global_scale)
+    assert weight_mm_experts_large_sm90.takes(operands)
+    with emulated_large():
+        product = weight_mm_experts_large_sm90.LargeExpertProduct(operands, 3)
+        if chosen := EMULATED_LARGE[name]:
+            own = product.macros[1]
+            division = weight_mm_experts_large_sm90.with_stages(chosen, own, case.experts)
+            product = weight_mm_experts_large_sm90.LargeExpertProduct(operands, 3, division)
+        out = product((x, codes, scale, zero, bias, ids, global_scale))
+    assert off(out, arguments, exact(*arguments)) <= 1.1
+
+
+def operands_of(x, codes, scale, zero, ids, bias, group, gated, bits, table, global_scale=None):
     from lowbit_kernels.weight_only.codes_format import format_of
     from lowbit_kernels.weight_only.expert_operands import ExpertOperands
     from lowbit_kernels.weight_only.weight_operands import layout
 
     format = format_of(codes.dtype, scale.dtype, None if zero is None else zero.dtype, bits, table)
     layouts = map(layout, (x, codes, scale, zero, bias))
-    return ExpertOperands(*layouts, len(ids), group, gated, format)
+    return ExpertOperands(*layouts, len(ids), group, gated, format, layout(global_scale))
 
 
 def test_more_tiles_than_a_grid_holds_are_declined() -> None:
@@ -167,7 +198,7 @@ def test_nan_passes(nan: str) -> None:
     with emulated():
         operands = operands_of(x, codes, scale, *rest[:5], *rest[6:])
         out = weight_mm_experts_sm90.ExpertProduct(operands)(
-            (x, codes, scale, rest[0], None, rest[1])
+            (x, codes, scale, rest[0], None, rest[1], None)
         )
     assert torch.equal(out.isnan(), op(x, codes, scale, *rest).isnan()) and out[0].isnan().any()
 
@@ -208,7 +239,7 @@ def test_wrong_arguments(change: dict, raised: type[Exception], message: str) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("how", ["decode", "triton"])
+@pytest.mark.parametrize("how", ["decode", "large", "triton"])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_cuda(case: Case, how: str) -> None:
     arguments = case.arguments("cuda")

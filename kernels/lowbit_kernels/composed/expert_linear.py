@@ -17,6 +17,7 @@ so ids may change between replays of a CUDA graph.
 Implementations, as `launches` reports them:
 
     decode      weight_mm_experts_sm90: CUDA C++ for compute capability 9.0, where experts have few tokens
+    large       weight_mm_experts_large_sm90: compute capability 9.0, for many tokens, in three launches
     triton      weight_mm_experts_triton: GPUs, for many tokens, in two launches
     loop        CPUs, other formats, and K = 0: `weight_linear` expert by expert; on a GPU this waits for the ids
     empty       no result, or no expert: T, P, N or E is 0
@@ -38,6 +39,7 @@ from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
 from lowbit_kernels.weight_only import (
     weight_linear,
+    weight_mm_experts_large_sm90,
     weight_mm_experts_sm90,
     weight_mm_experts_triton,
 )
@@ -110,9 +112,9 @@ def expert_linear(
         TypeError: a dtype other than those above.
         ValueError: shapes or formats that don't fit each other, or tensors on several devices.
     """
-    tensors = (x.float(), codes, scale, zero_point, None if bias is None else bias.float(), ids)
-    last = group_size, global_scale, bits, table
-    return _loop(weight_linear.reference, tensors, gated, *last).to(x.dtype)
+    floats = None if bias is None else bias.float()
+    tensors = x.float(), codes, scale, zero_point, floats, ids, global_scale
+    return _loop(weight_linear.reference, tensors, gated, group_size, bits, table).to(x.dtype)
 
 
 reference, check = expert_linear.reference, expert_linear.check
@@ -123,11 +125,10 @@ def _loop(
     tensors: Tensors,
     gated: bool,
     group_size: int,
-    global_scale: Tensor | None,
     bits: int,
     table: Sequence[float],
 ) -> Tensor:
-    x, codes, scale, zero_point, bias, ids = tensors
+    x, codes, scale, zero_point, bias, ids, global_scale = tensors
     out = x.new_zeros((ids.shape[0], codes.shape[1]))
     top = ids.shape[0] // max(x.shape[0], 1)
     for e in ids.unique().tolist():
@@ -162,7 +163,7 @@ def planned(
     """The plan for x, codes, scale, zero_point, ids, bias and global_scale that are `described` so.
 
     Args:
-        implementation: "decode", "triton" or "loop", for tests and benchmarks. ValueError where it doesn't take these.
+        implementation: "decode", "large", "triton" or "loop", for tests and benchmarks. ValueError where it doesn't take these.
 
     Raises: as `expert_linear`.
     """
@@ -171,15 +172,19 @@ def planned(
     zeros = None if zero_point is None else zero_point.dtype
     format = format_of(codes.dtype, scale.dtype, zeros, bits, table)
     parts = (x, codes, scale, zero_point, bias, ids.shape[0], group_size, gated)
-    operands = ExpertOperands(*parts, format)
+    operands = ExpertOperands(*parts, format, global_scale)
     shape = ids.shape[0], operands.results
     if 0 in (x.shape[0], codes.shape[0], *shape):
         return ExpertLinearPlan("empty", None, shape)
     if 0 in (*x.shape, *codes.shape):  # results are biases
         return ExpertLinearPlan("loop", None, shape)
-    modules = {"decode": weight_mm_experts_sm90, "triton": weight_mm_experts_triton}
+    modules = {
+        "decode": weight_mm_experts_sm90,
+        "large": weight_mm_experts_large_sm90,
+        "triton": weight_mm_experts_triton,
+    }
     is_few = ids.shape[0] <= FEW * codes.shape[0]
-    names = ("decode", "triton") if is_few else ("triton", "decode")
+    names = ("decode", "large", "triton") if is_few else ("large", "triton", "decode")
     for name in names if implementation is None else (implementation,):
         product = modules[name].product(operands) if name in modules else None
         if product is not None or name == "loop":
@@ -210,8 +215,7 @@ def run(
     ran("expert_linear", plan.implementation)
     if plan.implementation == "empty":
         return x.new_zeros(plan.shape)
-    tensors: Any = (x, codes, scale, zero_point, bias, ids)
+    tensors: Any = (x, codes, scale, zero_point, bias, ids, global_scale)
     if plan.product is None:
-        last = group_size, global_scale, bits, table
-        return _loop(weight_linear.run, tensors, gated, *last)
+        return _loop(weight_linear.run, tensors, gated, group_size, bits, table)
     return plan.product(tensors)

@@ -10,8 +10,8 @@ from torch import Tensor
 from lowbit_kernels.weight_only.codes_format import E2M1, CodesFormat
 from lowbit_kernels.weight_only.weight_operands import TensorLayout
 
-Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]
-"""x, codes, scale, zero_point, bias and ids of a product."""
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]
+"""x, codes, scale, zero_point, bias, ids and global_scale of a product."""
 
 
 class ExpertOperands(NamedTuple):
@@ -27,6 +27,7 @@ class ExpertOperands(NamedTuple):
     group_size: int
     gated: bool
     format: CodesFormat
+    global_scale: TensorLayout | None = None
 
     @property
     def name(self) -> str:

@@ -120,7 +120,7 @@ class ExpertProduct:
         return _kernel(self.variant, torch.cuda.current_device())
 
     def __call__(self, tensors: Tensors) -> Tensor:
-        x, codes, scale, zero_point, bias, ids = tensors
+        x, codes, scale, zero_point, bias, ids, _ = tensors
         out = x.new_empty(self.shape, dtype=self.dtype)
         scale = aligned(scale)
         zero_point = None if zero_point is None else zero_point.contiguous()

@@ -1,6 +1,6 @@
 """Many tokens times the weights of the experts that a router chose, in Triton: the pairs of an expert make up tiles.
 
-One launch sorts the pairs by expert, on the device, and one multiplies. A program of the second multiplies BLOCK_N
+`pairs_by_expert` sorts the pairs by expert, on the device, and one launch multiplies. A program multiplies BLOCK_N
 rows of an expert's weight by BLOCK_M of its pairs. It reads the rows of x where the tokens are and writes each result
 where its pair is, so neither is gathered or sorted. The weight is the first operand of the product, in registers. A
 block of K lies in one group, so its sum is scaled once, in float32, and the weight is never rounded.
@@ -24,9 +24,8 @@ from lowbit_kernels.runtime.triton_runtime import (
     triton,
 )
 from lowbit_kernels.weight_only.expert_operands import ExpertOperands, Tensors
+from lowbit_kernels.weight_only.pairs_by_expert import PairsByExpert
 
-SCANNED = 4096
-"""The most pairs that a program of `_route` reads at a time."""
 FORMATS = ("INT4", "INT8", "E4M3", "E2M1")
 COLUMNS = 128
 """Rows of the weight in a tile."""
@@ -34,27 +33,6 @@ MOST_ROWS = 64
 """The most pairs of a tile. Tiles of 64 were the fastest, and smaller ones where experts have few pairs."""
 MOST_TILES = 2**16 - 1
 """CUDA's limit of a grid's second dimension."""
-
-
-@jit
-def _route(ids, order, ends, pairs, experts, SCANNED: tl.constexpr):
-    """The pairs of expert `program` in their order, behind those of the experts before it, and where they end."""
-    expert = tl.program_id(0)
-    before = tl.zeros((SCANNED,), tl.int32)
-    for start in tl.range(0, pairs, SCANNED):
-        at = start + tl.arange(0, SCANNED)
-        id = tl.load(ids + at, mask=at < pairs, other=experts)
-        id = tl.where((id < 0) | (id > experts), experts, id)
-        before += ((id < expert) & (at < pairs)).to(tl.int32)
-    place = tl.sum(before, 0)
-    for start in tl.range(0, pairs, SCANNED):
-        at = start + tl.arange(0, SCANNED)
-        id = tl.load(ids + at, mask=at < pairs, other=experts)
-        id = tl.where((id < 0) | (id > experts), experts, id)
-        own = ((id == expert) & (at < pairs)).to(tl.int32)
-        tl.store(order + place + tl.cumsum(own, 0) - 1, at, mask=own > 0)
-        place += tl.sum(own, 0)
-    tl.store(ends + expert, place, mask=expert < experts)
 
 
 def _assembly(code: str) -> tl.constexpr:
@@ -429,18 +407,12 @@ class ExpertsTriton:
         }
         warps, stages = 8 if self.orders else 4, 3 if block == 128 else 4
         self.kernel = KeptKernel(_kernel, constants, num_warps=warps, num_stages=stages)
-        scanned = max(128, min(SCANNED, triton.next_power_of_2(self.pairs)))
-        self.route = KeptKernel(_route, {"SCANNED": scanned}, num_warps=4)
+        self.by_expert = PairsByExpert(self.pairs, self.experts, x)
         self.grid = _grid(operands)
 
     def __call__(self, tensors: Tensors) -> Tensor:
-        x, codes, scale, zero_point, bias, ids = tensors
-        order = ids.new_empty(self.pairs, dtype=torch.int32)
-        ends = ids.new_empty(self.experts, dtype=torch.int32)
-        with torch.cuda.device_of(x):
-            grid = (self.experts + 1, 1)
-            self.route(grid, ids.contiguous(), order, ends, self.pairs, self.experts)
-        return self.of_sorted(x, codes, scale, zero_point, bias, order, ends)
+        x, codes, scale, zero_point, bias, ids, _ = tensors
+        return self.of_sorted(x, codes, scale, zero_point, bias, *self.by_expert.sorted(ids))
 
     def of_sorted(
         self,

@@ -22,6 +22,11 @@
 //   SPLIT              1, 2, 4 or 8 blocks of a cluster that share a tile's K (split-K)
 //   CHUNK              K of a pipeline stage: 128 or 256; 256 with groups of 128 needs an even number of them in a row
 //   STAGES             pipeline stages, in a ring
+//   EXPERTS            0; or the number of stacked weights [n, k], of which each multiplies tokens of its own: those of
+//                      expert e end at ends[e], later ones have no expert, and their results are 0. Token i's result is
+//                      row order[i] of out. BESIDE is 1 or 2, SPLIT 1, and a block's warp groups have rows of their own
+//   GATED              with EXPERTS, 1: the first half of a weight's rows is `gate`, the second is `up`, and the result
+//                      is silu(gate) * up. Half of a block's rows are of each. TOKENS is a multiple of 32
 //
 // A tile computes the transpose of out. Rows of the weight are the first operand of the product, which threads unpack
 // in registers. Tokens are the second, which the TMA copies to shared memory. For the 16 K of an instruction a thread
@@ -45,6 +50,9 @@ static_assert(!OVERLAP || (GROUPS == 4 && BESIDE == 2 && SPLIT == 1 && TOKENS <=
 // A turn belongs to a slot of the ring: a warp group that sees only some phases of a barrier could mistake one for
 // the next.
 static constexpr int TURNS = OVERLAP ? 2 : LANES;
+// GATED: the two rows of a thread are one of `gate` and that of `up`. They lie in the two halves of a stage.
+static constexpr int SPREAD = GATED ? 2 : 1;                  // a warp has 16 / SPREAD adjacent rows, and those below
+static constexpr int BELOW = GATED ? ROWS / 2 : 8;            // rows of a stage between a thread's two rows
 static_assert(STAGES % TURNS == 0, "");
 static constexpr int CLUSTER = BESIDE * SPLIT;                // blocks
 static constexpr int SOURCES = SPLIT * LANES;                 // of a tile's sums
@@ -53,7 +61,7 @@ static constexpr int THREADS = 128 * (GROUPS + 1);            // of these warps 
 static constexpr int PITCH = CHUNK * BITS / 8;                // bytes of a row of codes in a stage
 static constexpr int CODE_BYTES = HELD * PITCH, TOKEN_BYTES = TOKENS * CHUNK * 2;
 static constexpr int BOXES = CHUNK / 64;                     // of tokens in a stage, with rows of 128 bytes
-static constexpr int BOX_ROWS = OVERLAP ? 64 : ROWS < 128 ? ROWS : 128;  // of codes
+static constexpr int BOX_ROWS = OVERLAP ? 64 : ROWS < 128 * SPREAD ? ROWS / SPREAD : 128;  // of codes
 static constexpr int FETCHED = 32 * 1024;                    // most bytes of scales that are prefetched
 static constexpr int STAGE_BYTES = CODE_BYTES + TOKEN_BYTES;
 static_assert(STAGES > TURNS, "a warpgroup leaves a chunk's stage when it has begun with its next one");
@@ -90,7 +98,8 @@ static constexpr int MERGED = OVERLAP ? TOKENS / 16 * 2 : 1;    // squares whose
 static constexpr int BOX_PITCH = 48;                            // bytes between tokens; avoids bank conflicts
 
 // Whether the tiles of an incomplete last round may be divided among the two adjacent blocks.
-static constexpr bool TAIL = BESIDE == 2 && SOURCES == 1 && !OVERLAP;
+static constexpr bool TAIL = BESIDE == 2 && SOURCES == 1 && !OVERLAP && !EXPERTS;
+static_assert(!EXPERTS || (SOURCES == 1 && !OVERLAP && TOKENS % (16 * SPREAD) == 0), "");
 static_assert(!TAIL || TOKENS * ROWS * 4 <= STAGES * STAGE_BYTES, "their sums take the ring's place");
 
 struct Shared {
@@ -99,12 +108,13 @@ struct Shared {
     unsigned char box[SOURCES > 1 ? 1 : WARPS][16 * BOX_PITCH];
     uint64 full[STAGES], empty[STAGES], sums_arrived, sums_read;
 };
-static constexpr int LOOKUP_AT = sizeof(Shared);
+static constexpr int LOOKUP_AT = sizeof(Shared), TILES_AT = LOOKUP_AT + PAIRS * 128;
 
 // The product's shape in tiles: `rows` of clusters and `columns` of tokens. The grid works through `band` columns at a
-// time, so that the L2 cache serves them.
+// time, so that the L2 cache serves them. With EXPERTS, `tiles` has how many columns the experts up to each one have.
 struct Shape {
     int m, n, chunks, groups, rows, columns, band;
+    const int *ends = nullptr, *tiles = nullptr;
 };
 
 // The factors of the sums, the addends, and the result.
@@ -113,6 +123,7 @@ struct Epilogue {
     const float *token_scale, *global_scale;
     unsigned short *out;
     int wide;  // all rows begin at multiples of 16 bytes
+    const int *order = nullptr;
 };
 
 // Iterates over a block's tiles; its chunks of a tile are first..last - 1.
@@ -120,6 +131,7 @@ struct Schedule {
     const Shape shape;
     const uint32 rank;
     int first, last, tile = blockIdx.x / CLUSTER - gridDim.x / CLUSTER, row, token;
+    int end, above = 0;    // with EXPERTS: of the tile's tokens; the first row of their weight
     bool divided = false;  // whether each of the two adjacent blocks has half of the tile's K
 
     MEMBER Schedule(const Shape &shape, uint32 rank)
@@ -131,6 +143,7 @@ struct Schedule {
     MEMBER bool take() {
         const int clusters = gridDim.x / CLUSTER, tiles = shape.rows * shape.columns;
         tile += clusters;
+        if constexpr (EXPERTS > 0) return take_of_expert();
         int own = tile, beside = rank % BESIDE;
         if constexpr (TAIL) {
             const int left = tiles % clusters, more = tile - (tiles - left);
@@ -147,6 +160,25 @@ struct Schedule {
         token = (above + within % width) * TOKENS;
         return true;
     }
+
+    MEMBER bool take_of_expert() {
+        const int column = tile / shape.rows;
+        if (column >= shape.tiles[EXPERTS]) return false;
+        int expert = 0;  // the first one that has more than `column` columns with those before it
+#pragma unroll
+        for (int step = 1 << 15; step > 0; step /= 2)
+            if (step <= EXPERTS && expert + step <= EXPERTS && shape.tiles[expert + step - 1] <= column) expert += step;
+        const int start = expert ? min(shape.ends[expert - 1], shape.m) : 0;
+        end = expert < EXPERTS ? min(shape.ends[expert], shape.m) : shape.m;
+        token = start + (column - (expert ? shape.tiles[expert - 1] : 0)) * TOKENS;
+        row = (tile % shape.rows * BESIDE + rank % BESIDE) * (ROWS / SPREAD);
+        above = expert < EXPERTS ? expert * shape.n : 0;
+        last = expert < EXPERTS ? shape.chunks : 0;
+        return true;
+    }
+
+    // The row of all weights that is row `i` of a stage.
+    MEMBER int row_at(int i) const { return above + row + i + (GATED && i >= BELOW ? shape.n / 2 - BELOW : 0); }
 
     MEMBER bool more() const { return tile + (int)gridDim.x / CLUSTER < shape.rows * shape.columns; }
 
@@ -165,6 +197,24 @@ struct Ring {
     }
     MEMBER Ring after(int stages) const { return {(slot + stages) % STAGES, parity ^ (slot + stages) / STAGES % 2}; }
 };
+
+// Adds up the columns of the experts' tiles; for the first warp of a block.
+DEVICE void count_tiles(int *tiles, const int *ends, int m) {
+    const int lane = threadIdx.x % 32;
+    int before = 0;
+    for (int first = 0; first <= EXPERTS; first += 32) {
+        const int expert = first + lane, start = expert > 0 && expert <= EXPERTS ? min(ends[expert - 1], m) : 0;
+        const int end = expert < EXPERTS ? min(ends[expert], m) : expert == EXPERTS ? m : start;
+        int own = max(end - start + TOKENS - 1, 0) / TOKENS;
+#pragma unroll
+        for (int i = 1; i < 32; i *= 2) {
+            const int other = __shfl_sync(0xffffffff, own, (lane - i) & 31);
+            own += lane >= i ? other : 0;
+        }
+        if (expert <= EXPERTS) tiles[expert] = before + own;
+        before += __shfl_sync(0xffffffff, own, 31);
+    }
+}
 
 // ---- the producer ---------------------------------------------------------------------------------------------------
 
@@ -196,7 +246,7 @@ DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, 
                 for (int i = 0; i < 8; ++i) barrier_arrive(shared_address(&shared.empty[ring.slot]), i % 2);
 #pragma unroll
             for (int i = 0; i < HELD; i += BOX_ROWS)
-                if (!schedule.leaves(i, ring.slot)) load_box(codes, chunk * PITCH, schedule.row + i, to + i * PITCH, full);
+                if (!schedule.leaves(i, ring.slot)) load_box(codes, chunk * PITCH, schedule.row_at(i), to + i * PITCH, full);
 #pragma unroll
             for (int box = 0; box < BOXES; ++box) {
                 const uint32 there = to + CODE_BYTES + box * (TOKEN_BYTES / BOXES) + share * 128;
@@ -327,7 +377,7 @@ DEVICE uint32 two_of_stream(const uint32 (&words)[WORDS], int j, const Place &pl
     return ROUNDED ? product_of(x, scale) : x;
 }
 
-// Loads a piece's codes from step `first` of a chunk on, for rows lane / 4 and lane / 4 + 8 of a warp's 16. The four
+// Loads a piece's codes from step `first` of a chunk on, for rows lane / 4 and lane / 4 + BELOW of a warp. The four
 // threads of a row read the same bytes. `at` is the address of the upper row, whose units of 16 bytes the TMA has
 // swizzled if its pitch is a power of two.
 DEVICE void load_codes(uint32 (&codes)[2][WORDS], uint32 at, int first) {
@@ -336,7 +386,7 @@ DEVICE void load_codes(uint32 (&codes)[2][WORDS], uint32 at, int first) {
     for (int i = 0; i < WORDS; i += TOGETHER) {
         const int bytes = first * BITS * 2 + i * 4;
         const uint32 from = PITCH & PITCH - 1 ? at + bytes : at ^ bytes;
-        shared_words<TOGETHER>(&codes[0][i], from), shared_words<TOGETHER>(&codes[1][i], from + 8 * PITCH);
+        shared_words<TOGETHER>(&codes[0][i], from), shared_words<TOGETHER>(&codes[1][i], from + BELOW * PITCH);
     }
 }
 
@@ -382,6 +432,13 @@ DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint32 (&codes)[2][WORDS], int 
             if constexpr (SCALED) x = scaled(x, factor);
         }
     }
+}
+
+// The upper or the lower row of a thread among those of one weight, where `row` is the upper one; the last row for
+// those that don't exist.
+DEVICE int own_row(const Shape &shape, int row, int below) {
+    if constexpr (GATED) return min(row, shape.n / 2 - 1) + below * (shape.n / 2);
+    else return min(row + below * 8, shape.n - 1);
 }
 
 // ---- the consumers --------------------------------------------------------------------------------------------------
@@ -437,10 +494,11 @@ struct Consumer {
 
     MEMBER uint32 address(const void *p) const { return base + (uint32)((const char *)p - (const char *)&shared); }
 
-    MEMBER void begin(int row) {
+    MEMBER void begin(int row, int above) {
 #pragma unroll
         for (int i = 0; i < SUBTILES * 2; ++i) {
-            rows[i / 2][i % 2] = (uint32)min(row + i / 2 * 64 + i % 2 * 8, shape.n - 1) * shape.groups;
+            const int own = above + own_row(shape, row + i / 2 * (64 / SPREAD), i % 2);
+            rows[i / 2][i % 2] = (uint32)own * shape.groups;
             seen[i / 2][i % 2] = 0;
         }
     }
@@ -481,26 +539,26 @@ struct Consumer {
     }
 
     MEMBER void load_piece(uint32 at, int piece) {
-        load_codes(loaded, at + piece / HALVES % SUBTILES * 64 * PITCH, step_of(piece));
+        load_codes(loaded, at + piece / HALVES % SUBTILES * (64 / SPREAD) * PITCH, step_of(piece));
     }
 
     // Adds the products of chunks first..last - 1 to `sums`, or to `totals` where groups have separate sums; both begin
     // as 0. A piece has two or four products. While the tensor cores work on a piece, the next is unpacked in other
     // registers.
     MEMBER void sum(float (&sums)[SUBTILES][SUMS], float (&totals)[SUBTILES][SUMS], int row, int first, int last,
-                    bool divided) {
-        const int lane = threadIdx.x % 32, line = threadIdx.x / 32 * 16 % 64 + lane / 4;
+                    bool divided, int above) {
+        const int lane = threadIdx.x % 32, line = threadIdx.x / 32 * (16 / SPREAD) % (64 / SPREAD) + lane / 4;
         // of the row, where the TMA swizzles
         const int swizzle = PITCH == 128 ? lane / 4 : PITCH == 64 ? lane / 8 % 4 : PITCH == 32 ? lane / 16 % 2 : 0;
         const int group_of_rows = threadIdx.x / 128 % (GROUPS / LANES);
         const int turns = shares(rank) ? 2 : LANES, turn = shares(rank) ? rank : threadIdx.x / 128 / (GROUPS / LANES);
         const int others = (turn - ring.slot) & (turns - 1);  // chunks before its first one
-        uint32 codes = (group_of_rows * 64 * SUBTILES + line) * PITCH + swizzle * 16;
+        uint32 codes = (group_of_rows * (64 / SPREAD) * SUBTILES + line) * PITCH + swizzle * 16;
         float pending[SUBTILES][2] = {};
         uint32 end = last;
         uint32 operands = operand(base + CODE_BYTES);
         in_use(codes), in_use(end), in_use(operands);
-        begin(row);
+        begin(row, above);
         fetch(first + others);
         if constexpr (GROUP == 0) take_fetched(0);
         int before = -1;
@@ -600,14 +658,14 @@ DEVICE void copy_eight(unsigned short *to, const unsigned short *from, int count
     }
 }
 
-// Scale and bias of a thread's two rows, lane / 4 and lane / 4 + 8 of the 16 from `row` on.
+// Scale and bias of a thread's two rows, lane / 4 of those from `row` on and the one below.
 struct Rows {
     float scale[2], bias[2];
 
-    MEMBER Rows(const Epilogue &epilogue, const Shape &shape, int row) {
+    MEMBER Rows(const Epilogue &epilogue, const Shape &shape, int row, int above = 0) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int own = min(row + (int)threadIdx.x % 32 / 4 + i * 8, shape.n - 1);
+            const int own = above + own_row(shape, row + (int)threadIdx.x % 32 / 4, i);
             scale[i] = (GROUP ? 1.0f : number_at(epilogue.scale, own, SCALE)) / UNIT;
             if (SCALE == E4M3 && epilogue.global_scale) scale[i] /= *epilogue.global_scale;
             bias[i] = epilogue.bias ? number_at(epilogue.bias, own, OUT) : 0.0f;
@@ -701,6 +759,48 @@ DEVICE void finish_all(unsigned char *box, const Epilogue &epilogue, const Shape
                 if (i / 8 == j) square[i % 8] = sums[subtile][i];
             finish(box, epilogue, shape, rows, square, row, token + j * 16);
         }
+    }
+}
+
+// With EXPERTS: turns a warp's sums in a subtile into results, transposed through shared memory, where four matrices of
+// 8 x 8 are 16 rows of 16 tokens, or GATED 8 rows of 32 tokens.
+DEVICE void finish_pairs(unsigned char *box, const Epilogue &epilogue, const Shape &shape, const Schedule &schedule,
+                         const float (&sums)[SUMS], int row) {
+    constexpr int TOGETHER = 16 * SPREAD, PITCH_OF_BOX = GATED ? 16 : BOX_PITCH;
+    const int lane = threadIdx.x % 32, width = shape.n / SPREAD, column = row + (GATED ? 0 : lane % 2 * 8);
+    const int own = GATED ? lane : lane / 2, at = GATED ? lane : lane / 16 * 8 + lane % 8;
+    const uint32 matrix = shared_address(box) + at * PITCH_OF_BOX + (GATED ? 0 : lane / 8 % 2 * 16);
+    const unsigned short *mine = (unsigned short *)(box + own * PITCH_OF_BOX + (GATED ? 0 : lane % 2 * 16));
+    const bool exists = schedule.last > 0;
+    int pairs[TOKENS / TOGETHER];  // -1: none
+#pragma unroll
+    for (int j = 0; j < TOKENS / TOGETHER; ++j) {
+        const int token = schedule.token + j * TOGETHER + own;
+        pairs[j] = token < schedule.end ? epilogue.order[token] : -1;
+    }
+    const Rows rows(epilogue, shape, row, schedule.above);
+#pragma unroll
+    for (int j = 0; j < TOKENS / TOGETHER; ++j) {
+        uint32 result[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float y[2];
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                const float *sum = &sums[GATED ? j * 16 + i * 4 + k : j * 8 + i * 2 + k];
+                y[k] = fmaf(sum[0], rows.scale[GATED ? 0 : i % 2], rows.bias[GATED ? 0 : i % 2]);
+                if constexpr (GATED)
+                    y[k] = quotient(y[k], 1.0f + exponential(-y[k])) * fmaf(sum[2], rows.scale[1], rows.bias[1]);
+            }
+            result[i] = exists ? packed<OUT>(y[0], y[1]) : 0;
+        }
+        store_matrices_transposed(matrix, result);
+        __syncwarp();
+        if (pairs[j] >= 0) {
+            unsigned short *to = epilogue.out + (long long)pairs[j] * width + column;
+            copy_eight(to, mine, width - column, epilogue.wide);
+        }
+        __syncwarp();
     }
 }
 
@@ -801,16 +901,21 @@ DEVICE bool merge(Shared &shared, float (&sums)[SUMS], uint32 rank, uint32 parit
 
 DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char *zero, const Shape &shape,
                     uint32 rank) {
-    const int warp = threadIdx.x / 32, below = warp % (WARPS / LANES) / 4 * 64 * SUBTILES + warp % 4 * 16;
+    const int warp = threadIdx.x / 32, below = (warp % (WARPS / LANES) / 4 * 64 * SUBTILES + warp % 4 * 16) / SPREAD;
     Consumer consumer(shared, epilogue.scale, zero, shape, rank);
     if (ORDERED && threadIdx.x >= 128) named_barrier_arrive(2, WARPS * 32);  // the first group begins
     uint32 parity = 0;
     for (Schedule schedule(shape, rank); schedule.take(); parity ^= 1) {
         float sums[SUBTILES][SUMS] = {}, totals[SUBTILES][SUMS] = {};
         const int row = schedule.row + below;
-        consumer.sum(sums, totals, row + threadIdx.x % 32 / 4, schedule.first, schedule.last, schedule.divided);
+        consumer.sum(sums, totals, row + threadIdx.x % 32 / 4, schedule.first, schedule.last, schedule.divided,
+                     schedule.above);
         float(&result)[SUBTILES][SUMS] = FLUSH ? totals : sums;
-        if constexpr (SOURCES > 1) {
+        if constexpr (EXPERTS > 0) {
+#pragma unroll
+            for (int i = 0; i < SUBTILES; ++i)
+                finish_pairs(shared.box[warp], epilogue, shape, schedule, result[i], schedule.row + below + i * (64 / SPREAD));
+        } else if constexpr (SOURCES > 1) {
             const Exchange<SPLIT, BESIDE> exchange(shared, shared.part, rank);
             if constexpr (CLUSTER == 1) named_barrier_sync(1, WARPS * 32);
             else barrier_wait(shared_address(&shared.sums_read), parity ^ 1);
@@ -833,16 +938,24 @@ DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char 
 
 // Grid: a multiple of CLUSTER blocks. codes [n, bytes]: tensor map in boxes of BOX_ROWS rows of PITCH bytes, swizzled
 // over PITCH bytes. x [m, k]: tensor map in boxes of TOKENS / BESIDE rows of 64 elements. scale and zero [n, groups].
-// bias [n], residual [m, n], token_scale [m] and global_scale [1], which divides the scales, may be null.
+// bias [n], residual [m, n], token_scale [m] and global_scale [1], which divides the scales, may be null. With EXPERTS,
+// codes [EXPERTS * n, bytes], scale and zero [EXPERTS * n, groups], bias [EXPERTS, n]; no residual and token_scale.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     weight_mm(const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap x, const void *scale,
               const signed char *zero, const void *bias, const void *residual, const float *token_scale,
               const float *global_scale, unsigned short *out, int m, int n, int chunks, int groups, int rows,
-              int columns, int band, int wide) {
+              int columns, int band, int wide
+#if EXPERTS
+              , const int *order, const int *ends
+#endif
+              ) {
     DYNAMIC_SHARED(memory);
     Shared &shared = *(Shared *)memory;
-    const Shape shape = {m, n, chunks, groups, rows, columns, band};
-    const Epilogue epilogue = {scale, bias, residual, token_scale, global_scale, out, wide};
+    Shape shape = {m, n, chunks, groups, rows, columns, band};
+    Epilogue epilogue = {scale, bias, residual, token_scale, global_scale, out, wide};
+#if EXPERTS
+    shape.ends = ends, shape.tiles = (const int *)(memory + TILES_AT), epilogue.order = order;
+#endif
     const uint32 rank = CLUSTER == 1 ? 0 : cluster_rank();
     if (threadIdx.x == 0) {
         if (shared_address(memory) % 1024 != 0) __trap();  // the swizzle depends on the address
@@ -855,7 +968,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         barrier_init_fence();
         prefetch(codes), prefetch(x);
     }
-    if (threadIdx.x == GROUPS * 128) fetch(codes, epilogue, shape, rank);
+    if (!EXPERTS && threadIdx.x == GROUPS * 128) fetch(codes, epilogue, shape, rank);
     if constexpr (CODES == LOOKUP) {
         fill_lookup(memory + LOOKUP_AT, THREADS);
         named_barrier_sync(1, THREADS);
@@ -864,6 +977,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     cluster_arrive();
     cluster_wait();  // all barriers are initialised
     wait_for_previous();
+#if EXPERTS
+    if (threadIdx.x < 32) count_tiles((int *)(memory + TILES_AT), ends, m);
+    named_barrier_sync(1, THREADS);
+#endif
 
     if (threadIdx.x >= GROUPS * 128) {
         give_registers<GROUPS == 2 ? 40 : 32>();

@@ -1,0 +1,162 @@
+"""Many tokens times the weights of the experts that a router chose: ``weight_mm_large_batch_sm90.cu`` with EXPERTS.
+
+The stacked weights are one tall weight. Two launches of Triton sort the pairs by expert and gather their rows of x, on
+the device; the kernel finds the expert of each of its tiles from where the experts' pairs end, and writes results to
+the rows of their pairs. With `gated` operands a block has rows of both halves, and writes silu(gate) * up.
+
+It takes the formats of the large-batch kernel. The weight is rounded only where `weight_lookup_sm90` says "always".
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels.runtime import nvrtc
+from lowbit_kernels.runtime.library import aligned
+from lowbit_kernels.runtime.tensor_map import tensor_map
+from lowbit_kernels.weight_only import weight_mm_large_batch_sm90 as large
+from lowbit_kernels.weight_only.expert_operands import ExpertOperands, Tensors
+from lowbit_kernels.weight_only.pairs_by_expert import PairsByExpert
+from lowbit_kernels.weight_only.weight_lookup_sm90 import Unpacking, unpacking_of
+from lowbit_kernels.weight_only.weight_operands import WeightOperands, addresses
+
+TOKENS = (32, 64, 96, 128, 160)
+"""Of a tile. An expert whose pairs fill one tile reads and unpacks its weight once."""
+ROWS, GROUPS, BESIDE = 128, 2, 2
+MOST_EXPERTS = 4096
+"""Where their pairs' tiles end is in shared memory."""
+Division = tuple[int, int, int, int, int, bool, int, int]
+"""The macros of a `LargeBatchDivision`, without its clusters."""
+
+
+def _flat(operands: ExpertOperands) -> WeightOperands | None:
+    """The operands as those of one tall weight and gathered rows of x; None where the weights don't follow each other."""
+    codes, k = operands.codes.rows(), operands.x.shape[1]
+    if codes is None:
+        return None
+    x = operands.x.copied((operands.pairs, k))
+    scale, zeros = (
+        None if t is None else t.copied((codes.shape[0], t.shape[2]))
+        for t in (operands.scale, operands.zero_point)
+    )
+    assert scale is not None
+    last = operands.group_size, operands.x.dtype, operands.format, operands.global_scale
+    return WeightOperands(x, codes, scale, zeros, None, None, None, *last)
+
+
+def takes(operands: ExpertOperands) -> bool:
+    """True if the kernel multiplies these: the formats of the large-batch kernel, in weights that follow each other."""
+    flat = _flat(operands)
+    return (
+        flat is not None
+        and large.takes(flat)
+        and operands.codes.shape[0] <= MOST_EXPERTS
+        and operands.pairs < 2**30
+        and flat.n < 2**31
+    )
+
+
+def product(operands: ExpertOperands) -> LargeExpertProduct | None:
+    """The planned product; None where the device or the operands are not the kernel's."""
+    if not (nvrtc.runs_on_hopper(operands.x.device) and takes(operands)):
+        return None
+    return LargeExpertProduct(operands, nvrtc.multiprocessors(operands.x.device))
+
+
+def division_of(operands: ExpertOperands, own: Unpacking) -> Division:
+    """The tile: enough tokens for those of most experts, if their numbers spread as random choices do."""
+    mean = operands.pairs / operands.codes.shape[0]
+    wanted = mean + 2 * math.sqrt(mean)
+    tokens = next((t for t in TOKENS if t >= wanted), 128)
+    rounded = own.rounding == "always"
+    chunk = 128 if own.rounding == "never" or operands.x.shape[1] % 128 == 0 else 64
+    return with_stages((tokens, ROWS, GROUPS, BESIDE, 1, rounded, chunk), own, operands.codes.shape[0])
+
+
+def with_stages(shape: tuple, own: Unpacking, experts: int) -> Division:
+    """The division with as many stages as fit into shared memory."""
+    tokens, rows, groups, *_, chunk = shape
+    fixed = large._fixed(tokens, rows, groups, 1, own) + 16 * large.MAX_STAGES + 4 * experts + 4
+    fitting = (nvrtc.SHARED_LIMIT - fixed) // large._stage(tokens, rows, own, chunk)
+    return (*shape, min(fitting, large.MAX_STAGES))
+
+
+class LargeExpertProduct:
+    """The product of operands for which `takes` holds."""
+
+    def __init__(
+        self, operands: ExpertOperands, multiprocessors: int, division: Division | None = None
+    ) -> None:
+        flat = _flat(operands)
+        assert flat is not None
+        own = unpacking_of(flat)
+        assert own is not None
+        division = division_of(operands, own) if division is None else division
+        tokens, rows, groups, beside, _, _, chunk, _ = division
+        (experts, n, width), pairs, k = operands.codes.shape, operands.pairs, operands.x.shape[1]
+        self.by_expert = PairsByExpert(pairs, experts, operands.x)
+        self.shape, self.dtype = (pairs, operands.results), operands.x.dtype
+        half = 2 if operands.gated else 1
+        box = min(rows // half, 128)
+        pitch = flat.codes.strides[0]
+        self.codes_map = (1, experts * n, width, pitch, box, chunk * flat.bits // 8)
+        self.x_map = (2, pairs, k, self.by_expert.pitch, tokens // beside, 64)
+        across = -(-operands.results // (rows // half * beside))
+        most = across * min(pairs, pairs // tokens + experts + 1)
+        self.grid = min(multiprocessors // beside, most) * beside
+        wide = operands.results % 8 == 0
+        self.sizes = (pairs, n, -(-k // chunk), flat.groups, across, 0, 1, int(wide))
+        self.threads = 128 * (groups + 1)
+        self.macros = (self.dtype, own, division, experts, operands.gated)
+
+    @functools.cached_property
+    def kernel(self) -> nvrtc.Kernel:
+        """On the current device."""
+        return _kernel(*self.macros, torch.cuda.current_device())
+
+    def __call__(self, tensors: Tensors) -> Tensor:
+        x, codes, scale, zero_point, bias, ids, global_scale = tensors
+        scale = aligned(scale)
+        zero_point = None if zero_point is None else aligned(zero_point)
+        bias = None if bias is None else bias.contiguous()
+        out = x.new_empty(self.shape, dtype=self.dtype)
+        order, ends, rows = self.by_expert(x, ids)
+        with torch.cuda.device_of(x):
+            self.kernel(
+                torch.cuda.current_stream().cuda_stream,
+                self.grid,
+                self.threads,
+                tensor_map(codes.data_ptr(), *self.codes_map).getPtr(),
+                tensor_map(rows.data_ptr(), *self.x_map).getPtr(),
+                *addresses(scale, zero_point, bias, None, None, global_scale, out),
+                *self.sizes,
+                *addresses(order, ends),
+            )
+        return out
+
+
+def source(
+    dtype: torch.dtype, own: Unpacking, division: Division, experts: int, gated: bool
+) -> str:
+    """The CUDA C++ to compile."""
+    return large.source(dtype, dtype, own, division, experts, gated)
+
+
+@functools.cache
+def _kernel(
+    dtype: torch.dtype,
+    own: Unpacking,
+    division: Division,
+    experts: int,
+    gated: bool,
+    device: int,
+) -> nvrtc.Kernel:
+    module = nvrtc.Module(nvrtc.compiled(source(dtype, own, division, experts, gated), "sm_90a"))
+    tokens, rows, groups, *_, chunk, stages = division
+    shared = stages * (large._stage(tokens, rows, own, chunk) + 16)
+    shared += large._fixed(tokens, rows, groups, 1, own) + 4 * experts + 4
+    return module.kernel("weight_mm", 19, structs=2, shared=shared, overlaps=True)
