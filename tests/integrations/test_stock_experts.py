@@ -362,6 +362,42 @@ def test_gradients_through_frozen_experts_take_the_stock_way(family: str) -> Non
     assert relative_error(*grads) < 2e-2
 
 
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "gpt-oss", "deepseek-v3"])
+def test_adapters_of_experts(family: str, tmp_path: Path) -> None:
+    """PEFT's LoRA of the stacked parameters: it adds a product to the weight, in each call."""
+    peft = pytest.importorskip("peft")
+    make = FAMILIES[family][0]
+    model, again = make(), make()
+    lb.quantize_(model, PATTERNS)
+    lb.quantize_(again, PATTERNS)
+    base = logits(model)
+    plain = copy.deepcopy(model)
+    lb.dequantize_(plain)
+    targets = [name for name, _ in stacks(model).items()]
+    adapted = []
+    for one in (model, plain):
+        config = peft.LoraConfig(r=2, target_modules=[], target_parameters=targets)
+        adapted.append(peft.get_peft_model(one, config))
+        torch.manual_seed(1)
+        for name, p in adapted[-1].named_parameters():
+            if p.requires_grad:
+                torch.nn.init.normal_(p, std=0.2)
+        adapted[-1](TOKENS, labels=TOKENS).loss.backward()
+    found, expected = (
+        [p.grad for p in one.parameters() if p.requires_grad and p.grad is not None]
+        for one in adapted
+    )
+    assert len(found) == len(expected) == 2 * len(targets)
+    for own, other in zip(found, expected, strict=True):
+        assert relative_error(own, other) < 1e-4
+    outputs = logits(adapted[0])
+    assert relative_error(outputs, logits(adapted[1])) < 1e-5
+    assert relative_error(outputs, base) > 1e-3
+    adapted[0].save_pretrained(tmp_path)
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(again, tmp_path)), outputs)
+    assert torch.equal(logits(adapted[0].unload()), base)
+
+
 def test_decoding_generates_as_dequantized_weights_do() -> None:
     model = converted("qwen3-moe", lb.Int4WeightOnly(32))
     plain = copy.deepcopy(model)

@@ -73,6 +73,7 @@ STACKED: dict[str, Form] = {
     "x @ one expert": (lambda x, w: x @ w[:1].mT, STACK),
     "baddbmm": (lambda x, w: torch.baddbmm(torch.ones(N), x, w.mT, beta=2, alpha=0.5), STACK),
     "addbmm": (lambda x, w: torch.addbmm(torch.ones(B, N), x, w.mT), STACK),
+    "experts + a product": (lambda x, w: torch.baddbmm(w, torch.ones(E, N, 1), x[:, :1]), STACK),
     "inner(x, experts)": (torch.inner, X),
     "tensordot(x, experts)": (lambda x, w: torch.tensordot(x, w, dims=([1], [2])), X),
 }
@@ -210,7 +211,7 @@ def test_prepared_contractions_equal_the_converted_ones(
 REFUSED: dict[str, Callable[[Tensor, Any], Any]] = {
     "two weights": lambda x, w: torch.einsum("bk,nk->bn", w, w),
     "out=": lambda x, w: torch.tensordot(x, w, dims=([1], [1]), out=torch.empty(B, N)),
-    "addend": lambda x, w: torch.addmv(w, X, VECTOR),
+    "a sum with out=": lambda x, w: torch.addmv(torch.ones(N), w, VECTOR, out=torch.empty(N)),
     "bilinear": lambda x, w: F.bilinear(x, x, w[None]),
     "cdist": lambda x, w: torch.cdist(x, w),
 }

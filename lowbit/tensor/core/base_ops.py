@@ -289,6 +289,10 @@ def product_below_autograd(
     weight's class, which runs where the weight is stored as [N, K]."""
     if func is aten.addmm.default:
         bias, x, weight = args
+        if isinstance(bias, LowbitTensor):
+            bias = bias.dequantize()
+            if not isinstance(x, LowbitTensor) and not isinstance(weight, LowbitTensor):
+                return func(bias, x, weight, **kwargs)
         if kwargs:
             raise weight._unsupported(f"addmm with {kwargs}")
     else:

@@ -123,14 +123,15 @@ def _chain_matmul(low: type, *matrices: Any, out: Any = None) -> Tensor:
 
 
 def _added(multiply: Callable[[Any, Any], Tensor]) -> Callable[..., Tensor]:
-    """beta · input + alpha · multiply(a, b), as torch.addmv, addbmm and baddbmm."""
+    """beta · input + alpha · multiply(a, b), as torch.addmv, addbmm and baddbmm. A weight as `input` is dequantized,
+    as in any sum: PEFT adds an adapter to a parameter so."""
 
     def run(
         low: type, input: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1, out: Any = None
     ) -> Tensor:
-        held: Any = next(t for t in (input, a, b) if isinstance(t, low))
-        if out is not None or held is input:
-            raise held._unsupported("this sum with a product (accepted: as a factor, without out=)")
+        if out is not None:
+            held: Any = next(t for t in (input, a, b) if isinstance(t, low))
+            raise held._unsupported("a sum with a product with out=")
         y = multiply(a, b)
         y = y if alpha == 1 else alpha * y
         return y if beta == 0 else (input if beta == 1 else beta * input) + y
