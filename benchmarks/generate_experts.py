@@ -120,9 +120,7 @@ PREFILL_TABLE = Table(
 )
 
 
-@benchmark(
-    "generate_experts", "generate on a mixture of experts", table=GENERATE_TABLE
-)
+@benchmark("generate_experts", "generate on a mixture of experts", table=GENERATE_TABLE)
 def generate_experts() -> Iterator[Problem]:
     for batch in (1, 16):
         models = [Mixture(name, batch) for name in LOOPS]

@@ -379,7 +379,7 @@ def test_adapters_of_experts(family: str, tmp_path: Path) -> None:
         config = peft.LoraConfig(r=2, target_modules=[], target_parameters=targets)
         adapted.append(peft.get_peft_model(one, config))
         torch.manual_seed(1)
-        for name, p in adapted[-1].named_parameters():
+        for p in adapted[-1].parameters():
             if p.requires_grad:
                 torch.nn.init.normal_(p, std=0.2)
         adapted[-1](TOKENS, labels=TOKENS).loss.backward()

@@ -125,7 +125,9 @@ def test_emulated_large_kernel(name: str) -> None:
     (case,) = [c for c in CASES if c.name == name]
     arguments = case.arguments()
     x, codes, scale, zero, ids, bias, group, gated, global_scale, bits, table = arguments
-    operands = operands_of(x, codes, scale, zero, ids, bias, group, gated, bits, table, global_scale)
+    operands = operands_of(
+        x, codes, scale, zero, ids, bias, group, gated, bits, table, global_scale
+    )
     assert weight_mm_experts_large_sm90.takes(operands)
     with emulated_large():
         product = weight_mm_experts_large_sm90.LargeExpertProduct(operands, 3)

@@ -163,7 +163,8 @@ def planned(
     """The plan for x, codes, scale, zero_point, ids, bias and global_scale that are `described` so.
 
     Args:
-        implementation: "decode", "large", "triton" or "loop", for tests and benchmarks. ValueError where it doesn't take these.
+        implementation: "decode", "large", "triton" or "loop", for tests and benchmarks. ValueError where it doesn't
+            take these.
 
     Raises: as `expert_linear`.
     """

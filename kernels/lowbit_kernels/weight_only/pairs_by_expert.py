@@ -63,7 +63,7 @@ class PairsByExpert:
         self.gather = KeptKernel(_gather, {"BLOCK": block}, num_warps=block // 512 or 1)
 
     def sorted(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The pairs sorted by expert, those without one last, int32 [pairs]; where each expert's end, int32 [experts]."""
+        """The pairs sorted by expert, those without one last, int32 [pairs], and where each expert's end."""
         order = ids.new_empty(self.pairs, dtype=torch.int32)
         ends = ids.new_empty(self.experts, dtype=torch.int32)
         with torch.cuda.device_of(ids):

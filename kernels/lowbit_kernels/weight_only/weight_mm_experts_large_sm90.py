@@ -26,6 +26,7 @@ from lowbit_kernels.weight_only.weight_operands import WeightOperands, addresses
 
 TOKENS = (32, 64, 96, 128, 160)
 """Of a tile. An expert whose pairs fill one tile reads and unpacks its weight once."""
+BESIDES = 80
 ROWS, GROUPS, BESIDE = 128, 2, 2
 MOST_EXPERTS = 4096
 """Where their pairs' tiles end is in shared memory."""
@@ -34,7 +35,7 @@ Division = tuple[int, int, int, int, int, bool, int, int]
 
 
 def _flat(operands: ExpertOperands) -> WeightOperands | None:
-    """The operands as those of one tall weight and gathered rows of x; None where the weights don't follow each other."""
+    """The operands as those of one tall weight and gathered rows of x; None where weights have gaps between them."""
     codes, k = operands.codes.rows(), operands.x.shape[1]
     if codes is None:
         return None
@@ -68,13 +69,16 @@ def product(operands: ExpertOperands) -> LargeExpertProduct | None:
 
 
 def division_of(operands: ExpertOperands, own: Unpacking) -> Division:
-    """The tile: enough tokens for those of most experts, if their numbers spread as random choices do."""
+    """The tile that takes the least time for the pairs of most experts, if their numbers spread as random choices do: a
+    tile of T tokens takes as long as `BESIDES` + T of them."""
     mean = operands.pairs / operands.codes.shape[0]
-    wanted = mean + 2 * math.sqrt(mean)
-    tokens = next((t for t in TOKENS if t >= wanted), 128)
+    most = mean + 2 * math.sqrt(mean)
+    tokens = min(TOKENS, key=lambda t: math.ceil(most / t) * (BESIDES + t))
     rounded = own.rounding == "always"
     chunk = 128 if own.rounding == "never" or operands.x.shape[1] % 128 == 0 else 64
-    return with_stages((tokens, ROWS, GROUPS, BESIDE, 1, rounded, chunk), own, operands.codes.shape[0])
+    return with_stages(
+        (tokens, ROWS, GROUPS, BESIDE, 1, rounded, chunk), own, operands.codes.shape[0]
+    )
 
 
 def with_stages(shape: tuple, own: Unpacking, experts: int) -> Division:
@@ -143,7 +147,8 @@ def source(
     dtype: torch.dtype, own: Unpacking, division: Division, experts: int, gated: bool
 ) -> str:
     """The CUDA C++ to compile."""
-    return large.source(dtype, dtype, own, division, experts, gated)
+    macros = f"#define EXPERTS {experts}\n#define GATED {int(gated)}\n"
+    return macros + large.source(dtype, dtype, own, division)
 
 
 @functools.cache

@@ -39,6 +39,10 @@
 // tiles don't divide evenly among clusters end with tiles that two blocks share, where otherwise each block has its
 // own.
 
+#ifndef EXPERTS
+#define EXPERTS 0
+#define GATED 0
+#endif
 static_assert(CODES != E4M3 || (GROUP == 0 && !ZERO), "");
 static constexpr int SUBTILES = ROWS > 64 * GROUPS ? 2 : 1;   // of 64 rows, in a warp group
 // With 28,672 rows, 112 tiles of 256 leave 20 of 132 multiprocessors idle; 128 tiles of 224 leave only 4. Two adjacent
@@ -53,6 +57,7 @@ static constexpr int TURNS = OVERLAP ? 2 : LANES;
 // GATED: the two rows of a thread are one of `gate` and that of `up`. They lie in the two halves of a stage.
 static constexpr int SPREAD = GATED ? 2 : 1;                  // a warp has 16 / SPREAD adjacent rows, and those below
 static constexpr int BELOW = GATED ? ROWS / 2 : 8;            // rows of a stage between a thread's two rows
+static_assert(!EXPERTS || (SPLIT == 1 && LANES == 1 && !OVERLAP && TOKENS % (16 * SPREAD) == 0), "");
 static_assert(STAGES % TURNS == 0, "");
 static constexpr int CLUSTER = BESIDE * SPLIT;                // blocks
 static constexpr int SOURCES = SPLIT * LANES;                 // of a tile's sums
@@ -61,7 +66,7 @@ static constexpr int THREADS = 128 * (GROUPS + 1);            // of these warps 
 static constexpr int PITCH = CHUNK * BITS / 8;                // bytes of a row of codes in a stage
 static constexpr int CODE_BYTES = HELD * PITCH, TOKEN_BYTES = TOKENS * CHUNK * 2;
 static constexpr int BOXES = CHUNK / 64;                     // of tokens in a stage, with rows of 128 bytes
-static constexpr int BOX_ROWS = OVERLAP ? 64 : ROWS < 128 * SPREAD ? ROWS / SPREAD : 128;  // of codes
+static constexpr int BOX_ROWS = OVERLAP ? 64 : ROWS < 128 ? ROWS : 128;  // of codes
 static constexpr int FETCHED = 32 * 1024;                    // most bytes of scales that are prefetched
 static constexpr int STAGE_BYTES = CODE_BYTES + TOKEN_BYTES;
 static_assert(STAGES > TURNS, "a warpgroup leaves a chunk's stage when it has begun with its next one");
@@ -98,8 +103,7 @@ static constexpr int MERGED = OVERLAP ? TOKENS / 16 * 2 : 1;    // squares whose
 static constexpr int BOX_PITCH = 48;                            // bytes between tokens; avoids bank conflicts
 
 // Whether the tiles of an incomplete last round may be divided among the two adjacent blocks.
-static constexpr bool TAIL = BESIDE == 2 && SOURCES == 1 && !OVERLAP && !EXPERTS;
-static_assert(!EXPERTS || (SOURCES == 1 && !OVERLAP && TOKENS % (16 * SPREAD) == 0), "");
+static constexpr bool TAIL = BESIDE == 2 && SOURCES == 1 && !OVERLAP;
 static_assert(!TAIL || TOKENS * ROWS * 4 <= STAGES * STAGE_BYTES, "their sums take the ring's place");
 
 struct Shared {
@@ -245,7 +249,7 @@ DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, 
             if (less)  // for the four warps of these rows, at both blocks
                 for (int i = 0; i < 8; ++i) barrier_arrive(shared_address(&shared.empty[ring.slot]), i % 2);
 #pragma unroll
-            for (int i = 0; i < HELD; i += BOX_ROWS)
+            for (int i = 0; i < HELD; i += GATED ? min(BELOW, 128) : BOX_ROWS)
                 if (!schedule.leaves(i, ring.slot)) load_box(codes, chunk * PITCH, schedule.row_at(i), to + i * PITCH, full);
 #pragma unroll
             for (int box = 0; box < BOXES; ++box) {
@@ -910,12 +914,14 @@ DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char 
         const int row = schedule.row + below;
         consumer.sum(sums, totals, row + threadIdx.x % 32 / 4, schedule.first, schedule.last, schedule.divided,
                      schedule.above);
-        float(&result)[SUBTILES][SUMS] = FLUSH ? totals : sums;
         if constexpr (EXPERTS > 0) {
 #pragma unroll
             for (int i = 0; i < SUBTILES; ++i)
-                finish_pairs(shared.box[warp], epilogue, shape, schedule, result[i], schedule.row + below + i * (64 / SPREAD));
-        } else if constexpr (SOURCES > 1) {
+                finish_pairs(shared.box[warp], epilogue, shape, schedule, FLUSH ? totals[i] : sums[i], schedule.row + below + i * (64 / SPREAD));
+            continue;
+        }
+        float(&result)[SUBTILES][SUMS] = FLUSH ? totals : sums;
+        if constexpr (SOURCES > 1) {
             const Exchange<SPLIT, BESIDE> exchange(shared, shared.part, rank);
             if constexpr (CLUSTER == 1) named_barrier_sync(1, WARPS * 32);
             else barrier_wait(shared_address(&shared.sums_read), parity ^ 1);

@@ -333,14 +333,11 @@ def source(
     out: torch.dtype,
     unpacking: Unpacking,
     shape: tuple[int, int, int, int, int, bool, int, int],
-    experts: int = 0,
-    gated: bool = False,
 ) -> str:
-    """The CUDA C++ to compile; `shape` is a `LargeBatchDivision` without its clusters. `experts` and `gated`: see
-    `weight_mm_experts_large_sm90`."""
+    """The CUDA C++ to compile; `shape` is a `LargeBatchDivision` without its clusters."""
     names = ("TOKENS", "ROWS", "GROUPS", "BESIDE", "SPLIT", "ROUNDED", "CHUNK", "STAGES")
     macros = {"DTYPE": FLOAT_MACROS[dtype], "OUT": FLOAT_MACROS[out], **unpacking.macros()}
-    macros |= dict(zip(names, shape, strict=True)) | {"EXPERTS": experts, "GATED": gated}
+    macros |= dict(zip(names, shape, strict=True))
     headers = "runtime/ptx.cuh", "runtime/sm90.cuh", "weight_only/weight_lookup_sm90.cuh"
     return program(
         macros, *headers, _multiply(shape[0], dtype), "weight_only/weight_mm_large_batch_sm90.cu"
