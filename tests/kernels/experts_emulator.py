@@ -18,8 +18,9 @@ FOOTER = """
 extern "C" void emulated_product(unsigned grid, const uint64 *a) {
     emulation::launch(grid, THREADS, 1, [=] {
         expert_mm((const unsigned short *)a[0], (const unsigned char *)a[1], (const unsigned char *)a[2],
-                  (const signed char *)a[3], (const unsigned short *)a[4], (const long long *)a[5],
-                  (unsigned short *)a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16]);
+                  (const unsigned char *)a[3], (const unsigned short *)a[4], (const float *)a[5],
+                  (const long long *)a[6], (unsigned short *)a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15],
+                  a[16], a[17]);
     });
 }
 """
@@ -28,11 +29,16 @@ extern "C" void emulated_product(unsigned grid, const uint64 *a) {
 def _kernel(variant: weight_mm_experts_sm90.ExpertVariant, *_: object) -> Callable[..., None]:
     code = weight_mm_experts_sm90.source(variant)
     folder = Path(weight_mm_experts_sm90.__file__).parents[1]
-    ptx, kernel = (
+    ptx, codes, kernel = (
         (folder / f).read_text()
-        for f in ("runtime/ptx.cuh", "weight_only/weight_mm_experts_sm90.cu")
+        for f in (
+            "runtime/ptx.cuh",
+            "weight_only/weight_codes_sm90.cuh",
+            "weight_only/weight_mm_experts_sm90.cu",
+        )
     )
-    compiled = library("\n".join([code[: code.index(ptx)], HEADER.read_text(), kernel, FOOTER]))
+    parts = [code[: code.index(ptx)], HEADER.read_text(), codes, kernel, FOOTER]
+    compiled = library("\n".join(parts))
 
     def product(stream: int, grid: int, threads: int, *arguments: int) -> None:
         compiled.emulated_product(grid, _words(arguments))

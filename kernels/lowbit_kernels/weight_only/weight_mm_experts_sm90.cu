@@ -1,16 +1,15 @@
 // The decode kernel of experts: few tokens times the weights of the experts that a router chose, on sm_90.
-//   out[p, n] = sum_k x[p / TOP, k] * (code[e, n, k] - zero_point[e, n, k / group]) * scale[e, n, k / group] + bias[e, n]
+//   out[p, n] = sum_k x[p / TOP, k] * (number(code[e, n, k]) - zero_point[e, n, k / group]) * scale[e, n, k / group]
+//               + bias[e, n]
 // for pair p of a token and the expert e = ids[p]. With GATED, the first half of the rows n is `gate`, the second
 // is `up`, and out[p, n] = silu(gate[n]) * up[n].
 //
-// weight_mm_experts_sm90.py puts ptx.cuh and sm90.cuh before this source and compiles it for each combination of
-//   CODES              INT4: a byte holds two codes + 8, the one of the even k in its low half; INT8; E4M3; or E2M1, two
-//                      codes in a byte
-//   GROUP              codes along k that share a scale, a multiple of 32; 0: a row has one scale
-//   X                  BF16 or FP16: of x, bias and out
-//   SCALE              BF16, FP16, FP32, or E8M0: a byte s stands for 2^(s - 127), and 255 for NaN
-//   ZERO               whether there are zero points: int8, -8 .. 7 for INT4; none for E4M3 and E2M1
-//   TILES              of 8 tokens that a block multiplies at once: 1, 2 or 4
+// weight_mm_experts_sm90.py puts ptx.cuh, sm90.cuh and weight_codes_sm90.cuh before this source and compiles it for each
+// combination of
+//   CODES, BITS, VALUES, UNIT_VALUE, GROUP, X, SCALE, ZERO   the format of the weight, as in weight_mm_decode_sm90.cu;
+//                      ZERO is not VALUE; x, bias and out are in X
+//   SCALING            BY_UNIT; or IN_CODES, for E2M1 with powers of two for each 32 codes: a lane's words are one group
+//   TOKENS             that a block multiplies at once: 8, 16 or 32
 //   ALONG, BESIDE      warps of a block that share the k of a row, and those on adjacent 16 rows
 //   DEPTH              chunks of a warp whose codes are in registers or on their way
 //   GATED              whether half of the adjacent warps have rows of `gate`, the others those of `up`
@@ -22,35 +21,23 @@
 // multiplies them 8 * TILES at a time. So nothing is sorted, nothing waits for the host, and a weight is read once if
 // no expert has more pairs than that.
 //
-// A warp reads codes straight to registers, in chunks of 64 bytes of 16 rows, and converts them to one operand of mma,
+// A warp reads codes straight to registers, in chunks of 16 rows, and converts them to one operand of mma,
 // exactly. While it multiplies a chunk, the next ones are on their way, and all its rows are on their way to the L2
 // cache. x is the other operand: the block copies a slab of it to shared memory, in the order in which lanes read it.
 // The sums of a unit, which lies in one group, are scaled in float32. All additions have a fixed order.
 
-enum { BF16, FP16, FP32, INT4, INT8, E4M3, E2M1, E8M0 };
-
-static constexpr int BITS = CODES == INT4 || CODES == E2M1 ? 4 : 8;
+static constexpr int TILES = TOKENS / 8;
 static constexpr int WARPS = ALONG * BESIDE, THREADS = 32 * WARPS;
-static constexpr int WORD = 32 / BITS, PAIRS = WORD / 2;  // codes in a word; registers of a word's codes
-static constexpr int CHUNK_BYTES = 64, CHUNK = 16 * WORD;
-static constexpr int SPAN = GROUP == 0 ? 1 << 30 : GROUP;
-// MXFP4: a lane's 16 bytes are one group, and numbers times a power of two are exact in bf16. So the scale is multiplied
-// into the numbers, and lanes read 16 bytes although groups are small.
-static constexpr bool SCALED = CODES == E2M1 && SCALE == E8M0 && X == BF16 && GROUP == 32;
-static constexpr int UNIT = SCALED || SPAN % CHUNK == 0 ? CHUNK : SPAN % (CHUNK / 2) == 0 ? CHUNK / 2 : CHUNK / 4;  // in one group
-static constexpr int UNITS = CHUNK / UNIT, VECTOR = 4 / UNITS;  // adjacent words of a unit that a lane reads
-static constexpr int TOKENS = 8 * TILES;
-static constexpr int SLAB = 16 / TILES * (BITS == 4 ? 1 : 2);  // chunks of x in shared memory: 32 KiB
-// Whether mma multiplies the codes + 136, and (136 + zero point) times the sum of x is subtracted from the unit's sum.
-// The only loss is that of float32 sums that are 136 times larger. Otherwise the offset is subtracted from each code.
-static constexpr bool FOLD = CODES == INT4 && X == BF16;
-static_assert((SCALED || SPAN % UNIT == 0) && (!GATED || BESIDE % 2 == 0), "");
+static constexpr int SLAB = 16 / TILES * (WORD == 8 ? 1 : 2);  // chunks of x in shared memory: 32 KiB
+static_assert((SCALING == IN_CODES ? CODES == E2M1 && GROUP == 32 : SPAN % UNIT == 0) && (!GATED || BESIDE % 2 == 0), "");
+static_assert(ZERO != VALUE && (CODES != E4M3 || ZERO == NONE), "");
 
 struct Problem {
     const unsigned short *x;
     const unsigned char *codes, *scale;
-    const signed char *zero_point;
+    const unsigned char *zero_point;
     const unsigned short *bias;
+    const float *global_scale;
     const long long *ids;
     unsigned short *out;
     long long x_stride, codes_stride, codes_expert;  // of x in elements, of codes in bytes
@@ -59,9 +46,10 @@ struct Problem {
 
 struct Shared {
     uint32 x[SLAB][TILES][4][32][PAIRS];  // of a chunk and 8 tokens, for each of a lane's words
-    float x_sums[FOLD ? SLAB : 1][UNITS][TOKENS];
+    float2 x_sums[FOLD ? SLAB : 1][TOKENS];  // of the chunk's x times what `unpack` adds to codes; of x
     int rows[TOKENS];
     float sums[ALONG][TOKENS][16 * BESIDE + 1];
+    alignas(16) unsigned char table[TABLE_BYTES + 16];
 };
 
 // ---- the expert's pairs ----------------------------------------------------------------------------------------------
@@ -123,37 +111,42 @@ DEVICE bool has_earlier(const Problem &p, int expert, int pair) {
 
 // ---- operands --------------------------------------------------------------------------------------------------------
 
-// The offset in bytes of word `word` of a lane's four words in a chunk.
-DEVICE int word_at(int word, int t) { return word / VECTOR * (16 * VECTOR) + (t * VECTOR + word % VECTOR) * 4; }
-
-// A lane's four words of a row's chunk; 0 past the end of the row.
-DEVICE void load_codes(uint32 (&words)[4], const unsigned char *row, int at, int width) {
+// A lane's four words of a row's chunk that begins at byte `at`; 0 past the end of the row. Rows of streams that are not
+// of 4 bits end with a chunk.
+DEVICE void load_codes(Word (&words)[4], const unsigned char *row, int at, int width) {
+    if constexpr (BITS != 4 && BITS != 8) return read_words(words, row + at);
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int unit = 0; unit < UNITS; ++unit) {
-        const int first = at + word_at(unit * VECTOR, t);
+        const int first = at + word_at(unit * VECTOR, t) * BITS / 8;
         const bool inside = first < width;
         if constexpr (VECTOR == 4) {
             const uint4 all = inside ? stream_load((const uint4 *)(row + first)) : make_uint4(0, 0, 0, 0);
-            words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
+            words[0].low = all.x, words[1].low = all.y, words[2].low = all.z, words[3].low = all.w;
         } else if constexpr (VECTOR == 2) {
             const uint2 all = inside ? *(const uint2 *)(row + first) : make_uint2(0, 0);
-            words[unit * 2] = all.x, words[unit * 2 + 1] = all.y;
+            words[unit * 2].low = all.x, words[unit * 2 + 1].low = all.y;
         } else {
-            words[unit] = inside ? *(const uint32 *)(row + first) : 0;
+            words[unit].low = inside ? *(const uint32 *)(row + first) : 0;
         }
     }
+    if constexpr (CODES == UINT8)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i].low ^= 0x80808080;
 }
 
-// The x of one token that belongs to a word, in the order in which `unpack` gives codes: INT4 and E2M1: (k, k + 4),
-// (k + 1, k + 5) ...; INT8: (k, k + 2), (k + 1, k + 3); E4M3: as in memory. 0 past the last k.
+// Whether `unpack` gives codes in the order of memory. Otherwise it gives (k, k + 4), (k + 1, k + 5), … of eight, and
+// (k, k + 2), (k + 1, k + 3) of four.
+static constexpr bool IN_ORDER = CODES == TABLE || (CODES == E4M3 && X == FP16);
+
+// The x of one token that belongs to a word, in the order in which `unpack` gives codes. 0 past the last k.
 DEVICE void load_x(uint32 (&pairs)[PAIRS], const unsigned short *x, int first, int k) {
     uint32 two[PAIRS];
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) two[i] = 0;
     if constexpr (ALIGNED) {
         if (first < k) {
-            if constexpr (BITS == 4) {
+            if constexpr (WORD == 8) {
                 const uint4 all = *(const uint4 *)(x + first);
                 two[0] = all.x, two[1] = all.y, two[2] = all.z, two[3] = all.w;
             } else {
@@ -168,7 +161,7 @@ DEVICE void load_x(uint32 (&pairs)[PAIRS], const unsigned short *x, int first, i
     }
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
-        if constexpr (CODES == E4M3) pairs[i] = two[i];
+        if constexpr (IN_ORDER) pairs[i] = two[i];
         else pairs[i] = permute(two[i / 2], two[i / 2 + PAIRS / 2], i % 2 ? 0x7632 : 0x5410);
     }
 }
@@ -180,81 +173,34 @@ DEVICE void copy_x(Shared &shared, const Problem &p, int count, int first, int c
         const int chunk = i / TILES, tile = i % TILES, token = tile * 8 + g;
         if (tile * 8 >= count) continue;
         const unsigned short *x = token < count ? p.x + shared.rows[token] / p.top * p.x_stride : nullptr;
+        float2 sum = {0.0f, 0.0f};
 #pragma unroll
-        for (int unit = 0; unit < UNITS; ++unit) {
-            float sum = 0.0f;
+        for (int word = 0; word < 4; ++word) {
+            uint32 pairs[PAIRS];
+            load_x(pairs, x, (first + chunk) * CHUNK + word_at(word, t), x ? p.k : 0);
 #pragma unroll
-            for (int j = 0; j < VECTOR; ++j) {
-                const int word = unit * VECTOR + j, k = (first + chunk) * CHUNK + word_at(word, t) / 4 * WORD;
-                uint32 pairs[PAIRS];
-                load_x(pairs, x, k, x ? p.k : 0);
-#pragma unroll
-                for (int n = 0; n < PAIRS; ++n) {
-                    shared.x[chunk][tile][word][lane][n] = pairs[n];
-                    sum += bits_float(pairs[n] << 16) + bits_float(pairs[n] & 0xffff0000);
-                }
-            }
-            if constexpr (FOLD) {
-                sum += __shfl_xor_sync(0xffffffff, sum, 1);
-                sum += __shfl_xor_sync(0xffffffff, sum, 2);
-                if (t == 0) shared.x_sums[chunk][unit][token] = sum;
+            for (int n = 0; n < PAIRS; ++n) {
+                shared.x[chunk][tile][word][lane][n] = pairs[n];
+                const float both = bits_float(pairs[n] << 16) + bits_float(pairs[n] & 0xffff0000);
+                sum.x = fmaf(both, (128 >> place_of(n)) + MIDDLE, sum.x), sum.y += both;
             }
         }
-    }
-}
-
-DEVICE uint32 subtract(uint32 a, uint32 b) {
-    if constexpr (X == FP16) return subtract_half2(a, b);
-    else return subtract_bf16x2(a, b);
-}
-
-// The offset that `unpack` subtracts, in both halves of a register: INT4: 128 (fp16: 1024) + 8 + zero point; INT8 in
-// fp16: 1024 + 128 + zero point. INT8 in bf16 needs only the zero point, converted.
-DEVICE uint32 offset_of(int zero_point) {
-    if constexpr (CODES == INT4) return zero_point * 0x10001 + (X == FP16 ? 0x64086408 : 0x43084308);
-    else if constexpr (X == FP16) return zero_point * 0x10001 + 0x64806480;
-    else return to_bf16x2((float)zero_point, (float)zero_point);
-}
-
-// A word's codes minus their zero point as numbers of X, exactly; with FOLD the codes + 136.
-// With SCALED, `offset` is the scale.
-DEVICE void unpack(uint32 (&pairs)[PAIRS], uint32 word, uint32 offset) {
+        if constexpr (FOLD) {
 #pragma unroll
-    for (int i = 0; i < PAIRS; ++i) {
-        const uint32 own = word >> (i * (CODES == E4M3 ? 16 : BITS));
-        if constexpr (CODES == E4M3) {
-            pairs[i] = from_e4m3x2(own & 0xffff);
-            if constexpr (X == BF16) pairs[i] = to_bf16x2(from_half(pairs[i] & 0xffff), from_half(pairs[i] >> 16));
-        } else if constexpr (CODES == E2M1) {  // as the lowest bits of an exponent and the highest of a mantissa
-            constexpr int TO = X == FP16 ? 9 : 6;
-            const int left = TO - 4 * i;
-            const uint32 magnitude = (left < 0 ? word >> -left : word << left) & (X == FP16 ? 0x0e000e00 : 0x01c001c0);
-            pairs[i] = masked_or(word << (12 - 4 * i), 0x80008000, magnitude);
-            pairs[i] = X == FP16 ? multiply_half2(pairs[i], 0x74007400) : multiply_bf16x2(pairs[i], 0x7e807e80);
-            if constexpr (SCALED) pairs[i] = multiply_bf16x2(pairs[i], offset);
-        } else if constexpr (CODES == INT4) {
-            pairs[i] = masked_or(own, 0x000f000f, X == FP16 ? 0x64006400 : 0x43004300);
-            if constexpr (!FOLD) pairs[i] = subtract(pairs[i], offset);
-        } else if constexpr (X == FP16) {
-            pairs[i] = subtract(masked_xor(own, 0x00ff00ff, 0x64806480), offset);
-        } else {  // (128 + the low 7 bits) - (128, or 256 with the sign bit, which is the exponent's last bit)
-            pairs[i] = subtract(masked_or(own, 0x007f007f, 0x43004300), masked_or(own, 0x00800080, 0x43004300));
-            if constexpr (ZERO) pairs[i] = subtract(pairs[i], offset);
+            for (int lanes = 1; lanes < 4; lanes *= 2) {
+                sum.x += __shfl_xor_sync(0xffffffff, sum.x, lanes);
+                sum.y += __shfl_xor_sync(0xffffffff, sum.y, lanes);
+            }
+            if (t == 0) shared.x_sums[chunk][token] = sum;
         }
     }
 }
 
 // A scale as stored in memory. It is converted where it is used, so that nothing waits for it before.
 DEVICE uint32 stored_scale(const unsigned char *scales, long long i) {
-    if constexpr (SCALE == FP32) return ((const uint32 *)scales)[i];
-    else if constexpr (SCALE == E8M0) return scales[i];
-    else return ((const unsigned short *)scales)[i];
-}
-DEVICE float scale_from(uint32 bits) {
-    if constexpr (SCALE == FP32) return bits_float(bits);
-    else if constexpr (SCALE == FP16) return from_half(bits);
-    else if constexpr (SCALE == BF16) return bits_float(bits << 16);
-    else return bits_float(bits == 0 ? 0x00400000 : bits == 255 ? 0x7fc00000 : bits << 23);  // 2^-127; NaN
+    if constexpr (SCALE_SIZE == 4) return ((const uint32 *)scales)[i];
+    else if constexpr (SCALE_SIZE == 2) return ((const unsigned short *)scales)[i];
+    else return scales[i];
 }
 
 DEVICE void multiply(float (&sums)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
@@ -283,8 +229,9 @@ DEVICE void fetch_rows(const Problem &p, int expert, int row) {
 
 // What a lane holds of a chunk: of rows g and g + 8.
 struct Chunk {
-    uint32 words[2][4], scale[2][UNITS];
-    signed char zero[2][UNITS];
+    Word words[2][4];
+    uint32 scale[2][UNITS];
+    int zero[2][UNITS];
 };
 
 // The rows of a warp, and where they are in memory.
@@ -310,36 +257,42 @@ struct Rows {
 #pragma unroll
             for (int unit = 0; unit < UNITS; ++unit) {
                 if (GROUP == 0) continue;
-                const int k = chunk * CHUNK + (SCALED ? (int)threadIdx.x % 4 * 32 : unit * UNIT);
+                const int k = chunk * CHUNK + (SCALING == IN_CODES ? (int)threadIdx.x % 4 * 32 : unit * UNIT);
                 const long long at = first[i] + min(k / SPAN, p.groups - 1);
                 to.scale[i][unit] = stored_scale(p.scale, at);
-                if constexpr (ZERO) to.zero[i][unit] = p.zero_point[at];
+                to.zero[i][unit] = ZERO == NONE ? 0 : zero_at(p.zero_point, at);
             }
         }
     }
 };
 
-// Adds the products of a chunk to `totals`; `at`: the chunk's place in the slab.
+// Adds the products of a chunk to `totals`; `at`: the chunk's place in the slab. `bad`: see `collect`.
 DEVICE void multiply_chunk(float (&totals)[TILES][4], const Shared &shared, const Chunk &own, int at, int count,
-                           const int (&row_zero)[2]) {
+                           const int (&row_zero)[2], uint32 (&bad)[2]) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int unit = 0; unit < UNITS; ++unit) {
         float sums[2][TILES][4] = {}, scale[2];  // two chains of products, since each waits for the one before
         int zero[2];
-        uint32 offset[2];
+        uint32 in_codes[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            scale[i] = GROUP == 0 ? 1.0f : scale_from(own.scale[i][unit]);
-            zero[i] = GROUP == 0 ? row_zero[i] : ZERO ? own.zero[i][unit] : 0;
-            offset[i] = SCALED ? (float_bits(scale[i]) >> 16) * 0x10001 : offset_of(zero[i]);
+            scale[i] = GROUP == 0 ? 1.0f : number_of(own.scale[i][unit]);
+            zero[i] = GROUP == 0 ? row_zero[i] : own.zero[i][unit];
+            in_codes[i] = to_bf16x2(scale[i], scale[i]);
         }
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
             const int word = unit * VECTOR + j;
             uint32 upper[PAIRS], lower[PAIRS];
-            unpack(upper, own.words[0][word], offset[0]);
-            unpack(lower, own.words[1][word], offset[1]);
+            unpack(upper, own.words[0][word], zero[0], shared.table);
+            unpack(lower, own.words[1][word], zero[1], shared.table);
+            if constexpr (IS_BF16_E4M3) collect(bad[0], own.words[0][word].low), collect(bad[1], own.words[1][word].low);
+#pragma unroll
+            for (int i = 0; SCALING == IN_CODES && i < PAIRS; ++i) {
+                upper[i] = multiply_bf16x2(upper[i], in_codes[0]);
+                lower[i] = multiply_bf16x2(lower[i], in_codes[1]);
+            }
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
                 uint32 b[PAIRS];
@@ -354,8 +307,13 @@ DEVICE void multiply_chunk(float (&totals)[TILES][4], const Shared &shared, cons
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 float sum = sums[0][tile][i] + sums[1][tile][i];
-                if constexpr (FOLD) sum = fmaf(-136.0f - zero[i / 2], shared.x_sums[at][unit][tile * 8 + t * 2 + i % 2], sum);
-                totals[tile][i] = GROUP == 0 || SCALED ? totals[tile][i] + sum : fmaf(sum, scale[i / 2], totals[tile][i]);
+                if constexpr (FOLD) {
+                    const float2 of_x = shared.x_sums[at][tile * 8 + t * 2 + i % 2];
+                    sum -= of_x.x;
+                    if constexpr (ZERO != NONE) sum = fmaf(-(float)zero[i / 2], of_x.y, sum);
+                }
+                totals[tile][i] =
+                    GROUP == 0 || SCALING == IN_CODES ? totals[tile][i] + sum : fmaf(sum, scale[i / 2], totals[tile][i]);
             }
     }
 }
@@ -372,13 +330,14 @@ struct Share {
         for (int i = 0; i < DEPTH; ++i)
             if (first + i < last) rows.load(own[i], p, first + i);
     }
-    MEMBER void add(float (&totals)[TILES][4], const Shared &shared, int slab, int count, const int (&row_zero)[2]) {
+    MEMBER void add(float (&totals)[TILES][4], const Shared &shared, int slab, int count, const int (&row_zero)[2],
+                    uint32 (&bad)[2]) {
 #pragma unroll 1
         for (int chunk = first; chunk < last; chunk += DEPTH) {
 #pragma unroll
             for (int i = 0; i < DEPTH; ++i) {
                 if (chunk + i >= last) break;
-                multiply_chunk(totals, shared, own[i], chunk + i - slab, count, row_zero);
+                multiply_chunk(totals, shared, own[i], chunk + i - slab, count, row_zero, bad);
                 if (chunk + i + DEPTH < last) rows.load(own[i], p, chunk + i + DEPTH);
             }
         }
@@ -393,10 +352,13 @@ DEVICE void sum_rows(Shared &shared, const Problem &p, int expert, int row, int 
     const Rows rows(p, expert, row);
     float totals[TILES][4] = {}, row_scale[2];
     int row_zero[2];
+    uint32 bad[2] = {};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        row_scale[i] = GROUP == 0 ? scale_from(stored_scale(p.scale, rows.first[i])) : 1.0f;
-        row_zero[i] = GROUP == 0 && ZERO ? p.zero_point[rows.first[i]] : 0;
+        row_scale[i] = GROUP == 0 ? number_of(stored_scale(p.scale, rows.first[i])) : 1.0f;
+        if (CODES == TABLE) row_scale[i] *= UNIT_VALUE;
+        if (SCALE == E4M3 && p.global_scale) row_scale[i] /= *p.global_scale;
+        row_zero[i] = GROUP == 0 && ZERO != NONE ? zero_at(p.zero_point, rows.first[i]) : 0;
     }
 #pragma unroll 1
     for (int slab = 0; slab < chunks; slab += SLAB) {
@@ -405,7 +367,13 @@ DEVICE void sum_rows(Shared &shared, const Problem &p, int expert, int row, int 
         if (slab > 0) named_barrier_sync(1, THREADS);  // all are done with the x of the last slab
         copy_x(shared, p, count, slab, own);
         named_barrier_sync(1, THREADS);
-        share.add(totals, shared, slab, count, row_zero);
+        share.add(totals, shared, slab, count, row_zero, bad);
+    }
+#pragma unroll
+    for (int i = 0; IS_BF16_E4M3 && i < 2; ++i) {  // a row with a code that is NaN
+        bad[i] |= __shfl_xor_sync(0xffffffff, bad[i], 1);
+        bad[i] |= __shfl_xor_sync(0xffffffff, bad[i], 2);
+        if (bad[i] & 0x80808080) row_scale[i] = bits_float(0x7fc00000);
     }
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile)
@@ -448,19 +416,20 @@ DEVICE void store(const Shared &shared, const Problem &p, int expert, bool exist
 // Grid: tiles of rows for each expert or pair, those of one after the other.
 extern "C" __global__ void __launch_bounds__(THREADS, 16 / (TILES < 4 ? TILES : 2) / WARPS)
     expert_mm(const unsigned short *x, const unsigned char *codes, const unsigned char *scale,
-              const signed char *zero_point, const unsigned short *bias, const long long *ids, unsigned short *out,
-              long long x_stride, long long codes_stride, long long codes_expert, int pairs, int top, int experts, int n,
-              int k, int width, int groups) {
+              const unsigned char *zero_point, const unsigned short *bias, const float *global_scale,
+              const long long *ids, unsigned short *out, long long x_stride, long long codes_stride,
+              long long codes_expert, int pairs, int top, int experts, int n, int k, int width, int groups) {
     DYNAMIC_SHARED(memory);
     Shared &shared = *(Shared *)memory;
-    const Problem p = {x,     codes, scale, zero_point, bias, ids, out,   x_stride, codes_stride, codes_expert,
-                       pairs, top,   experts, n,        k,    width, groups};
+    const Problem p = {x,     codes, scale,   zero_point, bias, global_scale, ids,   out, x_stride, codes_stride, codes_expert,
+                       pairs, top,   experts, n,          k,    width,        groups};
     constexpr int OWN = GATED ? 8 * BESIDE : 16 * BESIDE;
     const int tiles = ((GATED ? n / 2 : n) + OWN - 1) / OWN;
     const int slot = blockIdx.x / tiles, row = blockIdx.x % tiles * OWN;
     const int beside = threadIdx.x / 32 / ALONG;
     // With GATED, the second half of the adjacent warps has rows of `up`.
     const int of_warp = GATED && beside >= BESIDE / 2 ? n / 2 + (beside - BESIDE / 2) * 16 : beside * 16;
+    if constexpr (CODES == TABLE) write_table(shared.table, WARPS);  // before the first barrier
     wait_for_previous();
     let_next_start();
     const int expert = BY_EXPERT ? slot : expert_of(p, slot);

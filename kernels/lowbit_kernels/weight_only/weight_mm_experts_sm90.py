@@ -2,9 +2,9 @@
 
     out[p] = x[p // top] times the weight of expert ids[p], transposed, plus its bias,    for a token's pair p
 
-It takes weights of 4 or 8 bits, integers, float8 or MXFP4, on GPUs of compute capability 9.0. The weight is never
-rounded: codes minus zero points are exact in x's dtype, sums and scales are float32. With `gated` operands it computes
-silu(gate) * up before it rounds.
+It takes integers of 1 to 8 bits, float8 and tables of up to 16 numbers, in groups of multiples of 32, on GPUs of compute
+capability 9.0. The weight is never rounded: codes minus zero points are exact in x's dtype, sums and scales are float32.
+With `gated` operands it computes silu(gate) * up before it rounds.
 """
 
 from __future__ import annotations
@@ -18,14 +18,21 @@ from torch import Tensor
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.library import aligned
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
+from lowbit_kernels.weight_only import weight_mm_decode_sm90 as decode
+from lowbit_kernels.weight_only.codes_format import E2M1
 from lowbit_kernels.weight_only.expert_operands import ExpertOperands, Tensors
-from lowbit_kernels.weight_only.weight_operands import GROUP_STEP, HALVES, addresses
+from lowbit_kernels.weight_only.weight_operands import (
+    E4M3,
+    GROUP_STEP,
+    HALVES,
+    SCALE_MACROS,
+    addresses,
+)
 
-SLAB, UNITS = 16, 4
-"""Chunks of 4 bits whose x for 8 tokens is in shared memory, and the most groups in one."""
-CHUNK_BYTES = 64
-"""Bytes of a row's codes that a warp multiplies at a time."""
-SCALES = FLOAT_MACROS | {torch.uint8: "E8M0"}
+SLAB = 16
+"""Chunks of 128 codes whose x for 8 tokens is in shared memory."""
+MIDDLE_BYTES = 64
+"""Bytes of a row's chunk of 4 or 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -33,37 +40,45 @@ class ExpertVariant:
     """The macros that the kernel is compiled with; the head of ``weight_mm_experts_sm90.cu`` explains each."""
 
     codes: str
+    bits: int
     group: int
+    scaling: str
     x: str
     scale: str
-    zero: bool
-    tiles: int
+    zero: str
+    tokens: int
     along: int
     beside: int
     depth: int
     gated: bool
     by_expert: bool
     aligned: bool
+    values: str = ""
+    unit_value: str = "1.0f"
+    paired: bool = False
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory of a block."""
-        sums = 8 * self.tiles * (1 + self.along * (16 * self.beside + 1))
-        slab = SLAB // self.tiles * (1 if self.codes in ("INT4", "E2M1") else 2)
-        return 32 * 1024 + 4 * (8 * self.tiles * UNITS * slab + sums)
+        """Bytes of shared memory of a block, at most."""
+        sums = self.tokens * (1 + self.along * (16 * self.beside + 1))
+        sums_of_x = 2 * self.tokens * SLAB * 8 // self.tokens
+        table = 256 << 2 * self.bits if self.values else 0
+        return 32 * 1024 + 4 * (sums_of_x + sums) + table + 32
 
 
 def takes(operands: ExpertOperands) -> bool:
     """True if the kernel multiplies these: rows of codes that begin at multiples of 16 bytes, and groups of multiples
-    of 32. For float8 K is not padded, since the padding may hold NaN."""
-    x, codes = operands.x, operands.codes
+    of 32. For float8 K is not padded, since the padding may hold NaN; streams of other than 4 bits have whole chunks."""
+    x, codes, format = operands.x, operands.codes, operands.format
     width, k = codes.shape[2], x.shape[1]
     return (
         x.dtype in HALVES
-        and operands.name != ""
-        and operands.scale.dtype in SCALES
-        and operands.has_integer_zeros
-        and (k == width or operands.name != "E4M3")
+        and (format.exponent == 0 or codes.dtype == E4M3)
+        and (not format.table or format.bits <= 4)
+        and format.zero_point != "value"
+        and operands.scale.dtype in SCALE_MACROS
+        and (k == width or codes.dtype != E4M3)
+        and (format.bits in (4, 8) or width % (16 * format.bits) == 0)
         and (operands.group == 0 or operands.group_size % GROUP_STEP == 0)
         and codes.misaligned == 0
         and codes.strides[2] == 1
@@ -71,6 +86,16 @@ def takes(operands: ExpertOperands) -> bool:
         and x.strides[1] == 1
         and min(*x.shape, *codes.shape, operands.pairs) > 0
         and max(operands.pairs, codes.shape[0], codes.shape[1]) < 2**24
+    )
+
+
+def _is_scaled_in_codes(operands: ExpertOperands) -> bool:
+    """True for MXFP4 in bfloat16, whose numbers times their scale are exact."""
+    return (
+        operands.format.table == E2M1
+        and operands.scale.dtype == torch.uint8
+        and operands.group == GROUP_STEP
+        and operands.x.dtype == torch.bfloat16
     )
 
 
@@ -90,20 +115,23 @@ class ExpertProduct:
         columns = operands.results
         is_aligned = k % 8 == 0 and x.misaligned == 0 and (tokens == 1 or x.strides[0] % 8 == 0)
         by_expert = pairs >= experts
-        along, beside, depth = _warps(pairs * n // 16, width, operands.gated)
+        along, beside, depth = _warps(pairs * n // 16, width)
         self.variant = ExpertVariant(
-            operands.name,
+            decode._codes_macro(operands.format, x.dtype),
+            operands.format.bits,
             operands.group,
+            "IN_CODES" if _is_scaled_in_codes(operands) else "BY_UNIT",
             FLOAT_MACROS[x.dtype],
-            SCALES[scale.dtype],
-            operands.zero_point is not None,
-            _tiles(pairs, experts),
+            SCALE_MACROS[scale.dtype],
+            decode._zero_macro(operands.format),
+            _tokens(pairs, experts),
             along,
             beside,
             depth,
             operands.gated,
             by_expert,
             is_aligned,
+            *decode._table_macros(operands.format, x.dtype),
         )
         self.shape, self.dtype = (pairs, columns), x.dtype
         own = 8 * beside if operands.gated else 16 * beside
@@ -120,7 +148,7 @@ class ExpertProduct:
         return _kernel(self.variant, torch.cuda.current_device())
 
     def __call__(self, tensors: Tensors) -> Tensor:
-        x, codes, scale, zero_point, bias, ids, _ = tensors
+        x, codes, scale, zero_point, bias, ids, global_scale = tensors
         out = x.new_empty(self.shape, dtype=self.dtype)
         scale = aligned(scale)
         zero_point = None if zero_point is None else zero_point.contiguous()
@@ -130,32 +158,34 @@ class ExpertProduct:
                 torch.cuda.current_stream().cuda_stream,
                 self.grid,
                 32 * self.variant.along * self.variant.beside,
-                *addresses(x, codes, scale, zero_point, bias, ids.contiguous(), out),
+                *addresses(x, codes, scale, zero_point, bias, global_scale, ids.contiguous(), out),
                 *self.sizes,
             )
         return out
 
 
-def _tiles(pairs: int, experts: int) -> int:
-    """Of 8 tokens that a block multiplies at once: enough for the tokens of most experts."""
+def _tokens(pairs: int, experts: int) -> int:
+    """Tokens that a block multiplies at once: enough for those of most experts."""
     mean = pairs / experts
-    return 1 if mean <= 4 else 2 if mean <= 10 else 4
+    return 8 if mean <= 4 else 16 if mean <= 10 else 32
 
 
-def _warps(tiles: int, width: int, gated: bool) -> tuple[int, int, int]:
+def _warps(tiles: int, width: int) -> tuple[int, int, int]:
     """Warps of a block that share a row, warps on adjacent rows, and chunks on their way, for products of so many tiles
     of 16 rows: with few of them, more warps share a row, and each has more chunks on their way."""
-    if tiles < 2048 and width >= 4 * CHUNK_BYTES:
+    if tiles < 2048 and width >= 4 * MIDDLE_BYTES:
         return 2, 4, 6
     return 1, 4, 4
 
 
 def source(variant: ExpertVariant) -> str:
     """The CUDA C++ to compile."""
+    macros = {name: value for name, value in asdict(variant).items() if value != ""}
     return program(
-        asdict(variant),
+        macros,
         "runtime/ptx.cuh",
         "runtime/sm90.cuh",
+        "weight_only/weight_codes_sm90.cuh",
         "weight_only/weight_mm_experts_sm90.cu",
     )
 
@@ -163,4 +193,4 @@ def source(variant: ExpertVariant) -> str:
 @functools.cache
 def _kernel(variant: ExpertVariant, device: int) -> nvrtc.Kernel:
     module = nvrtc.Module(nvrtc.compiled(source(variant), "sm_90a"))
-    return module.kernel("expert_mm", 17, shared=variant.shared, overlaps=True)
+    return module.kernel("expert_mm", 18, shared=variant.shared, overlaps=True)
