@@ -31,7 +31,7 @@ EMULATED = [
     *("int8-groups", "int8-many", "float8", "mxfp4", "mxfp4-half", "nothing-but-beyond"),
     *("nf4", "int3", "unsigned", "int2", "int6", "table3"),
 ]
-NO_TRITON = {"nf4", "int3", "nvfp4", "odd-group", "no-tokens", "float8"}
+NO_TRITON = {"nf4", "int3", "nvfp4", "odd-group", "no-tokens"}
 NO_TRITON |= {"unsigned", "int2", "int6", "table3"}
 cases = pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
 op = torch.ops.lowbit.expert_linear

@@ -22,13 +22,16 @@ def takes(a: torch.dtype, b: torch.dtype, device: torch.device) -> bool:
 
 
 @jit
-def find_tile(offsets, m, experts, tile, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """A tile's expert (`experts` where there is none), its index in the expert, and where its tokens begin and end."""
+def find_tile(
+    offsets, m, experts, tile, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, MORE: tl.constexpr = 0
+):
+    """A tile's expert (`experts` + MORE or more where there is none), its index in the expert, and where its tokens
+    begin and end. MORE: 1 where the tokens after the last offset are those of one more expert."""
     every = tl.arange(0, EXPERTS)
-    ends = tl.minimum(tl.load(offsets + every, mask=every < experts, other=0), m)
-    inside = (every > 0) & (every < experts)
+    ends = tl.minimum(tl.load(offsets + every, mask=every < experts, other=m), m)
+    inside = (every > 0) & (every <= experts)
     starts = tl.minimum(tl.load(offsets + every - 1, mask=inside, other=0), m)
-    tiles = tl.maximum(tl.where(every < experts, ends - starts, 0), 0)
+    tiles = tl.maximum(tl.where(every < experts + MORE, ends - starts, 0), 0)
     tiles = (tiles + BLOCK_M - 1) // BLOCK_M
     upto = tl.cumsum(tiles, 0)
     expert = tl.sum((upto <= tile).to(tl.int32), 0)

@@ -60,7 +60,7 @@ def _cycles(words, first, width, at, BITS: tl.constexpr, WORD: tl.constexpr):
 
 
 @jit
-def _scales(scale, inside, whole, SCALE: tl.constexpr):
+def scales_in_float32(scale, inside, whole, SCALE: tl.constexpr):
     """Scales in float32, but those in two steps."""
     stored = tl.load(scale, mask=inside, other=0)
     if SCALE == "e8m0":
@@ -83,7 +83,7 @@ def _scales_in_two_steps(scale, inside, values, absmax, offset):
 
 
 @jit
-def _numbers(code, table, inside, KIND: tl.constexpr):
+def numbers_of_codes(code, table, inside, KIND: tl.constexpr):
     """What codes that are not integers stand for, before their scale."""
     if KIND == "table":
         return tl.load(table + code, mask=inside, other=0)
@@ -176,9 +176,9 @@ def _kernel(
         step = absmax + row * absmax_stride + (first_group + group) // SHARING
         s = _scales_in_two_steps(scales, group_inside, byte_values, step, whole)
     else:
-        s = _scales(scales, group_inside, whole, SCALE)
+        s = scales_in_float32(scales, group_inside, whole, SCALE)
     if KIND != "integers":
-        x = _numbers(code, table, inside, KIND) * s
+        x = numbers_of_codes(code, table, inside, KIND) * s
     else:
         zeros = zero_point + row * zero_point_stride + first_group + group
         x = _integers(code ^ FLIP, s, zeros, group_inside, OFFSET, ZERO)
@@ -223,7 +223,7 @@ def fill(
     is_long = groups > 1 and size == groups * group_size and size * bits == 8 * codes.shape[1]
     if is_long and all(part.is_contiguous() for part in parts):
         rows, size, width = 1, rows * size, rows * width
-    stored, scales = _scale_bytes(parts[1], global_scale)
+    stored, scales = scale_bytes(parts[1], global_scale)
     zeros = stored if zero_point is None else parts[2]
     whole, values, absmax = (stored if global_scale is None else global_scale), stored, stored
     if two_steps is not None:
@@ -236,7 +236,7 @@ def fill(
             *(words, stored, zeros, whole, values, absmax, table, out),
             *(size, chunks, width, words.stride(0)),
             *(stored.stride(0), absmax.stride(0), zeros.stride(0)),
-            KIND="table" if format.table else KINDS[format.exponent],
+            KIND=kind_of(format),
             BITS=bits,
             WORD=word,
             FLIP=128 if codes.dtype == torch.int8 else 0,
@@ -251,6 +251,11 @@ def fill(
         )
 
 
+def kind_of(format: CodesFormat) -> str:
+    """How a code becomes a number: of `KINDS`, or by the table."""
+    return "table" if format.table else KINDS[format.exponent]
+
+
 def _words(codes: Tensor, bits: int) -> tuple[Tensor, int]:
     """The codes in words, and the bytes of a word."""
     word = bits & -bits  # the largest power of two that divides it
@@ -261,7 +266,7 @@ def _words(codes: Tensor, bits: int) -> tuple[Tensor, int]:
     return codes.view(WORDS[word]), word
 
 
-def _scale_bytes(scale: Tensor, global_scale: Tensor | None) -> tuple[Tensor, str]:
+def scale_bytes(scale: Tensor, global_scale: Tensor | None) -> tuple[Tensor, str]:
     """The scales, as the kernel takes them, and how they are stored."""
     if scale.dtype is torch.uint8:
         return scale, "e8m0"

@@ -24,6 +24,7 @@ from lowbit_kernels.runtime.triton_runtime import (
     tl,
     triton,
 )
+from lowbit_kernels.weight_only.dequantize_triton import numbers_of_codes, scales_in_float32
 from lowbit_kernels.weight_only.weight_operands import (
     Product,
     TensorLayout,
@@ -52,8 +53,13 @@ def sums_of_blocks(
     BITS: tl.constexpr,
     WORD: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    table=None,
+    whole=None,
+    KIND: tl.constexpr = "integers",
+    SCALE: tl.constexpr = "float",
 ):
-    """The scaled sums over columns first .. last of the weight: float32 [BLOCK_N, BLOCK_M]."""
+    """The scaled sums over columns first .. last of the weight: float32 [BLOCK_N, BLOCK_M]. The last four arguments are
+    those of `dequantize_triton`."""
     BLOCK_N: tl.constexpr = codes_rows.shape[0]
     BLOCK_M: tl.constexpr = x_rows.shape[0]
     WORDS: tl.constexpr = BLOCK_K // WORD
@@ -63,13 +69,16 @@ def sums_of_blocks(
         inside = column_inside[:, None] & (word < width)[None, :]
         words = tl.load(codes_rows[:, None] + word[None, :], mask=inside, other=0)
         group = 0 if GROUP_SIZE == 0 else start // GROUP_SIZE
-        s = tl.load(scale_rows + group, mask=column_inside, other=0).to(tl.float32)
+        s = scales_in_float32(scale_rows + group, column_inside, whole, SCALE)
         zero = tl.zeros((BLOCK_N,), tl.float32)
         if zero_rows is not None:
             zero += tl.load(zero_rows + group, mask=column_inside, other=0).to(tl.float32)
         partial = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for j in tl.static_range(WORD):
-            if BITS == 4:  # the mantissa of 2**23 with a nibble in it is the float 2**23 + nibble
+            if KIND != "integers":
+                code = (words.to(tl.int32) >> (BITS * j)) & ((1 << BITS) - 1)
+                value = numbers_of_codes(code, table, inside, KIND)
+            elif BITS == 4:  # the mantissa of 2**23 with a nibble in it is the float 2**23 + nibble
                 nibble = ((words.to(tl.int32) >> (4 * j)) & 15) | 0x4B000000
                 value = nibble.to(tl.float32, bitcast=True) - (zero + 8388616.0)[:, None]
             else:
