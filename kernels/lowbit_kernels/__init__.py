@@ -34,6 +34,8 @@ if TYPE_CHECKING:
         quantize_to_cache,
         quantized_attention,
         rms_norm,
+        top_experts,
+        weighted_sum,
     )
     from lowbit_kernels.elementwise import fake_quantize, normalize_matrices
     from lowbit_kernels.matmul import (
@@ -80,8 +82,10 @@ __all__ = [
     "round_rows",
     "scaled_mm",
     "ternary_mm",
+    "top_experts",
     "transpose_codes",
     "weight_linear",
+    "weighted_sum",
 ]
 
 

@@ -7,7 +7,7 @@ three would dequantize first. So such a module gets this forward, whatever the i
 
     h = gate(experts(ids) @ x)     one launch: up, and gate beside it
     y = experts(ids) @ h           one launch
-    out = sum of y by the routing weights
+    out = sum of y by the routing weights, one launch
 
 It takes inputs in 16 bits whose gradient nobody asks for, and formats that have a kernel. All others go to the stock
 forward.
@@ -21,11 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import lowbit_kernels as kernels
 from lowbit.linear.frozen.experts import chosen_product, has_expert_kernel
 from lowbit_kernels.weight_only.weight_operands import HALVES
 
 DOWN = "down_proj"
 UP = ("gate_up_proj", "up_proj")
+SILU = ("SiLU", "SiLUActivation")
+"""torch's and transformers' classes of silu."""
 Known = Callable[[Any, str, torch.dtype], bool]
 """A function of a module, the name of a weight and a dtype: `_fits`, or the same in code that torch.compile traces."""
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -88,15 +91,17 @@ def _run(
 ) -> Tensor:
     tokens, top = ids.shape
     pairs = ids.reshape(-1).long()
-    gated = halves and module.has_gate and isinstance(module.act_fn, nn.SiLU)
+    gated = halves and module.has_gate and type(module.act_fn).__name__ in SILU
     h = _product(module, up, x, pairs, gated)
     if not gated:
         h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
     y = _product(module, DOWN, h, pairs, False)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y)
-    y = y * routing_weights.reshape(-1, 1)
-    return y.view(tokens, top, -1).sum(1).to(x.dtype)
+    if _is_compiling() or (torch.is_grad_enabled() and routing_weights.requires_grad):
+        y = y * routing_weights.reshape(-1, 1)
+        return y.view(tokens, top, -1).sum(1).to(x.dtype)
+    return kernels.weighted_sum.weighted_sum(y, routing_weights.reshape(tokens, top)).to(x.dtype)
 
 
 def _product(module: Any, name: str, x: Tensor, ids: Tensor, gated: bool) -> Tensor:

@@ -2,9 +2,9 @@
 
     out[p] = x[p // top] times the weight of expert ids[p], transposed, plus its bias,    for a token's pair p
 
-It takes integers of 1 to 8 bits, float8 and tables of up to 16 numbers, in groups of multiples of 32, on GPUs of compute
-capability 9.0. The weight is never rounded: codes minus zero points are exact in x's dtype, sums and scales are float32.
-With `gated` operands it computes silu(gate) * up before it rounds.
+It takes integers of 1 to 8 bits, float8 and tables of up to 16 numbers, in groups of multiples of 32, on GPUs of
+compute capability 9.0. The weight is never rounded: codes minus zero points are exact in x's dtype, sums and scales are
+float32. With `gated` operands it computes silu(gate) * up before it rounds.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ExpertVariant:
 
 def takes(operands: ExpertOperands) -> bool:
     """True if the kernel multiplies these: rows of codes that begin at multiples of 16 bytes, and groups of multiples
-    of 32. For float8 K is not padded, since the padding may hold NaN; streams of other than 4 bits have whole chunks."""
+    of 32. For float8 K is not padded, since the padding may hold NaN. Streams of other bits have whole chunks."""
     x, codes, format = operands.x, operands.codes, operands.format
     width, k = codes.shape[2], x.shape[1]
     return (

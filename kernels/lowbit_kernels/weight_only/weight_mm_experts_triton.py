@@ -1,5 +1,5 @@
-"""Tokens times the weights of the experts that a router chose, in Triton, for GPUs and layouts that the CUDA kernels don't
-take: the pairs of an expert make up tiles.
+"""Tokens times the weights of the experts that a router chose, in Triton, for GPUs and layouts that the CUDA kernels
+don't take: the pairs of an expert make up tiles.
 
 `pairs_by_expert` sorts the pairs by expert, on the device, and one launch multiplies. A program multiplies BLOCK_N rows
 of an expert's weight by BLOCK_M of its pairs, as `weight_mm_triton` does. It reads the rows of x where the tokens are

@@ -4,6 +4,7 @@
     silu(a) · b, gelu(a) · b by tanh                                        gated_activation
     rotated queries and keys before the attention                           decode_attention rotates them
     r + a low-bit linear                                                    the linear adds r
+    the largest of a softmax, divided by their sum or not                   top_experts
 
 A pattern is a tree of operations with names for what may stand in it. It is matched from its last operation upwards,
 so that other readers of an intermediate result do not matter: what nobody reads any more is removed afterwards. The
@@ -112,6 +113,15 @@ ROTATED = call(
     call(aten.mul.Tensor, TURNED, call(aten.unsqueeze.default, SIN, 1)),
 )
 
+LAST = Any_()
+CHOSEN = (
+    call(
+        aten.topk.default, call(aten._softmax.default, call(aten._to_copy.default, X), LAST, False)
+    ),
+    call(aten.topk.default, call(aten._softmax.default, X, LAST, True)),
+)
+QUOTIENTS = (aten.div.Tensor, aten.div_.Tensor)
+
 
 def fold(module: fx.GraphModule) -> dict[str, int]:
     """Replace the chains in `module`, in place. Returns how many of each kind."""
@@ -121,6 +131,7 @@ def fold(module: fx.GraphModule) -> dict[str, int]:
         ("gated_activation", _fold_gate),
         ("rotated attention", _fold_rotation),
         ("residual", _fold_residual),
+        ("router", _fold_router),
     ]
     for name, rule in rules:
         for node in list(module.graph.nodes):
@@ -227,3 +238,36 @@ def _fold_residual(node: Any) -> bool:
             args = (*linear.args[:at], residual, *linear.args[at + 1 :])
             return _replace(node, linear.target, args, dict(linear.kwargs))
     return False
+
+
+def _fold_router(node: Any) -> bool:
+    """Let one kernel choose a token's experts, divide their weights by the sum, and round these."""
+    bound = next((b for b in (matched(p, node, {}) for p in CHOSEN) if b is not None), None)
+    if bound is None or len(node.args) > 2 or node.kwargs:
+        return False
+    logits, parts = _value(bound[X]), {user.args[1]: user for user in node.users}
+    if logits is None or logits.ndim != 2 or bound[LAST] not in (-1, 1) or 0 not in parts:
+        return False
+    last = weights = parts[0]
+    total = next((u for u in weights.users if u.target is aten.sum.dim_IntList), None)
+    quotient = next((u for u in weights.users if u.target in QUOTIENTS), None)
+    is_normalized = (
+        total is not None
+        and quotient is not None
+        and total.args == (weights, [-1], True)
+        and quotient.args == (weights, total)
+        and (len(weights.users), len(total.users)) == (2, 1)
+    )
+    dead = [quotient, total] if is_normalized else []
+    last = quotient if is_normalized else weights
+    dtype, rounded = torch.float32, next(iter(last.users), None)
+    is_rounded = len(last.users) == 1 and rounded.target is aten._to_copy.default
+    if is_rounded and rounded.kwargs.keys() == {"dtype"}:
+        dead, last, dtype = [rounded, *dead], rounded, rounded.kwargs["dtype"]
+    kwargs = {"normalized": is_normalized, "dtype": dtype}
+    _replace(node, lowbit.top_experts.default, (bound[X], node.args[1]), kwargs)
+    if dead:
+        last.replace_all_uses_with(weights)
+    for one in dead:
+        node.graph.erase_node(one)
+    return True
