@@ -116,6 +116,7 @@ class ExpertProduct:
         is_aligned = k % 8 == 0 and x.misaligned == 0 and (tokens == 1 or x.strides[0] % 8 == 0)
         by_expert = pairs >= experts
         along, beside, depth = _warps(pairs * n // 16, width)
+        values, unit = decode._table_macros(operands.format, x.dtype) or ("", "1.0f")
         self.variant = ExpertVariant(
             decode._codes_macro(operands.format, x.dtype),
             operands.format.bits,
@@ -131,7 +132,8 @@ class ExpertProduct:
             operands.gated,
             by_expert,
             is_aligned,
-            *decode._table_macros(operands.format, x.dtype),
+            values,
+            unit,
         )
         self.shape, self.dtype = (pairs, columns), x.dtype
         own = 8 * beside if operands.gated else 16 * beside

@@ -204,8 +204,9 @@ class ExpertsTriton:
         self.grid = _grid(operands)
 
     def __call__(self, tensors: Tensors) -> Tensor:
-        *parts, ids, global_scale = tensors
-        return self.of_sorted(*parts, *self.by_expert.sorted(ids), global_scale)
+        x, codes, scale, zero_point, bias, ids, global_scale = tensors
+        parts = (x, codes, scale, zero_point, bias, *self.by_expert.sorted(ids))
+        return self.of_sorted(*parts, global_scale)
 
     def of_sorted(
         self,

@@ -248,7 +248,7 @@ def _fold_router(node: Any) -> bool:
     logits, parts = _value(bound[X]), {user.args[1]: user for user in node.users}
     if logits is None or logits.ndim != 2 or bound[LAST] not in (-1, 1) or 0 not in parts:
         return False
-    last = weights = parts[0]
+    weights = parts[0]
     total = next((u for u in weights.users if u.target is aten.sum.dim_IntList), None)
     quotient = next((u for u in weights.users if u.target in QUOTIENTS), None)
     is_normalized = (
@@ -258,9 +258,10 @@ def _fold_router(node: Any) -> bool:
         and quotient.args == (weights, total)
         and (len(weights.users), len(total.users)) == (2, 1)
     )
-    dead = [quotient, total] if is_normalized else []
-    last = quotient if is_normalized else weights
-    dtype, rounded = torch.float32, next(iter(last.users), None)
+    dead: list[Any] = [quotient, total] if is_normalized else []
+    last: Any = quotient if is_normalized else weights
+    rounded: Any = next(iter(last.users), None)
+    dtype = torch.float32
     is_rounded = len(last.users) == 1 and rounded.target is aten._to_copy.default
     if is_rounded and rounded.kwargs.keys() == {"dtype"}:
         dead, last, dtype = [rounded, *dead], rounded, rounded.kwargs["dtype"]
