@@ -70,7 +70,7 @@ class PairsOnCpu:
         ends = torch.bincount(own, minlength=self.experts + 1)[: self.experts].cumsum(0)
         rows = torch.full((len(ids), self.pitch), torch.nan, dtype=x.dtype)
         rows[:, : self.k] = x[order // self.top]
-        return order.int(), ends.int(), rows
+        return order.int(), ends.int(), rows[:, : self.k]
 
 
 def _large(dtype: torch.dtype, *macros: object) -> Callable[..., None]:

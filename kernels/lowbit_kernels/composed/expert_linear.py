@@ -55,8 +55,8 @@ from lowbit_kernels.weight_only.weight_operands import (
     group_rules,
 )
 
-FEW = 8
-"""The most pairs an expert, on average, for which the decode kernel is faster."""
+FEW = 5
+"""The most pairs an expert, on average, for which the decode kernel is faster: of an H200, 4 and not 8."""
 
 
 def _of_experts(name: str) -> str:

@@ -16,13 +16,13 @@ the weight of any expert, or zeros.
 
 Implementations, as `launches` reports them:
 
-    triton      GPUs, for groups of multiples of 32 or one scale a row: one launch of the kernel of `expert_linear`,
-                which never rounds the weight
+    large       weight_mm_experts_large_sm90, for halves, on compute capability 9.0; one launch
+    triton      weight_mm_experts_triton: GPUs, for groups of multiples of 32 or one scale a row; one launch
     loop        CPUs and other groups: `weight_linear` expert by expert; on a GPU this waits for the offsets
     empty       no product: M, N, K or E is 0
 
-The Triton grid covers the most tiles of tokens that any offsets can give. A program reads its expert from the offsets,
-or finds that it has none. So nothing waits for the host, and offsets may change between replays of a CUDA graph.
+Both are kernels of `expert_linear`, which never round the weight. They find the expert of a tile of tokens in the
+offsets. So nothing waits for the host, and offsets may change between replays of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -35,9 +35,15 @@ from torch import Tensor
 
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
-from lowbit_kernels.weight_only import weight_linear, weight_mm_experts_triton
+from lowbit_kernels.weight_only import (
+    weight_linear,
+    weight_mm_experts_large_sm90,
+    weight_mm_experts_triton,
+)
 from lowbit_kernels.weight_only.codes_format import format_of
 from lowbit_kernels.weight_only.expert_operands import ExpertOperands
+from lowbit_kernels.weight_only.weight_mm_experts_large_sm90 import LargeExpertProduct
+from lowbit_kernels.weight_only.weight_mm_experts_triton import ExpertsTriton
 from lowbit_kernels.weight_only.weight_operands import (
     K_RULE,
     Description,
@@ -92,9 +98,9 @@ def _loop(linear, x, codes, scale, zero_point, offsets, group_size) -> Tensor:
 class GroupedLinearPlan(NamedTuple):
     """How calls with operands of the same layouts run."""
 
-    implementation: Literal["triton", "loop", "empty"]
+    implementation: Literal["large", "triton", "loop", "empty"]
     shape: tuple[int, int]  # of the result
-    product: weight_mm_experts_triton.ExpertsTriton | None = None
+    product: LargeExpertProduct | ExpertsTriton | None = None
 
 
 @functools.lru_cache(maxsize=8192)
@@ -109,7 +115,10 @@ def planned(tensors: tuple[Description | None, ...], group_size: int) -> Grouped
     zeros = None if zero_point is None else zero_point.dtype
     format = format_of(codes.dtype, scale.dtype, zeros)
     parts = (x, codes, scale, zero_point, None, x.shape[0], group_size, False)
-    product = weight_mm_experts_triton.product(ExpertOperands(*parts, format))
+    operands = ExpertOperands(*parts, format)
+    if (large := weight_mm_experts_large_sm90.product(operands)) is not None:
+        return GroupedLinearPlan("large", shape, large)
+    product = weight_mm_experts_triton.product(operands)
     return GroupedLinearPlan("loop" if product is None else "triton", shape, product)
 
 

@@ -22,7 +22,7 @@ from lowbit_kernels.weight_only import weight_mm_large_batch_sm90 as large
 from lowbit_kernels.weight_only.expert_operands import ExpertOperands, Tensors
 from lowbit_kernels.weight_only.pairs_by_expert import PairsByExpert
 from lowbit_kernels.weight_only.weight_lookup_sm90 import Unpacking, unpacking_of
-from lowbit_kernels.weight_only.weight_operands import WeightOperands, addresses
+from lowbit_kernels.weight_only.weight_operands import WeightOperands, addresses, layout
 
 TOKENS = (32, 64, 96, 128, 160)
 """Of a tile. An expert whose pairs fill one tile reads and unpacks its weight once."""
@@ -108,7 +108,7 @@ class LargeExpertProduct:
         box = min(rows // half, 128)
         pitch = flat.codes.strides[0]
         self.codes_map = (1, experts * n, width, pitch, box, chunk * flat.bits // 8)
-        self.x_map = (2, pairs, k, self.by_expert.pitch, tokens // beside, 64)
+        self.x_box = tokens // beside
         across = -(-operands.results // (rows // half * beside))
         most = across * min(pairs, pairs // tokens + experts + 1)
         self.grid = min(multiprocessors // beside, most) * beside
@@ -122,20 +122,40 @@ class LargeExpertProduct:
         """On the current device."""
         return _kernel(*self.macros, torch.cuda.current_device())
 
+    def x_map(self, rows: Tensor) -> tuple[int, ...]:
+        """The tensor map of rows of x, without its address."""
+        m, k = rows.shape
+        return 2, m, k, rows.stride(0) if m > 1 else -(-k // 8) * 8, self.x_box, 64
+
     def __call__(self, tensors: Tensors) -> Tensor:
         x, codes, scale, zero_point, bias, ids, global_scale = tensors
+        order, ends, rows = self.by_expert(x, ids)
+        return self.of_sorted(rows, codes, scale, zero_point, bias, order, ends, global_scale)
+
+    def of_sorted(
+        self,
+        rows: Tensor,
+        codes: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        bias: Tensor | None,
+        order: Tensor | None,
+        ends: Tensor,
+        global_scale: Tensor | None = None,
+    ) -> Tensor:
+        """The product of rows of x that are sorted by expert and end at `ends`. order: where their results belong."""
         scale = aligned(scale)
         zero_point = None if zero_point is None else aligned(zero_point)
         bias = None if bias is None else bias.contiguous()
-        out = x.new_empty(self.shape, dtype=self.dtype)
-        order, ends, rows = self.by_expert(x, ids)
-        with torch.cuda.device_of(x):
+        rows = rows if large.is_readable(layout(rows)) else large.readable(rows)
+        out = rows.new_empty(self.shape, dtype=self.dtype)
+        with torch.cuda.device_of(rows):
             self.kernel(
                 torch.cuda.current_stream().cuda_stream,
                 self.grid,
                 self.threads,
                 tensor_map(codes.data_ptr(), *self.codes_map).getPtr(),
-                tensor_map(rows.data_ptr(), *self.x_map).getPtr(),
+                tensor_map(rows.data_ptr(), *self.x_map(rows)).getPtr(),
                 *addresses(scale, zero_point, bias, None, None, global_scale, out),
                 *self.sizes,
                 *addresses(order, ends),

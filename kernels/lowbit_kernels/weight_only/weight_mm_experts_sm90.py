@@ -115,7 +115,8 @@ class ExpertProduct:
         columns = operands.results
         is_aligned = k % 8 == 0 and x.misaligned == 0 and (tokens == 1 or x.strides[0] % 8 == 0)
         by_expert = pairs >= experts
-        along, beside, depth = _warps(pairs * n // 16, width)
+        tokens_at_once = _tokens(pairs, experts)
+        along, beside, depth = _warps(pairs * n // 16, width, tokens_at_once)
         values, unit = decode._table_macros(operands.format, x.dtype) or ("", "1.0f")
         self.variant = ExpertVariant(
             decode._codes_macro(operands.format, x.dtype),
@@ -125,7 +126,7 @@ class ExpertProduct:
             FLOAT_MACROS[x.dtype],
             SCALE_MACROS[scale.dtype],
             decode._zero_macro(operands.format),
-            _tokens(pairs, experts),
+            tokens_at_once,
             along,
             beside,
             depth,
@@ -172,12 +173,13 @@ def _tokens(pairs: int, experts: int) -> int:
     return 8 if mean <= 4 else 16 if mean <= 10 else 32
 
 
-def _warps(tiles: int, width: int) -> tuple[int, int, int]:
+def _warps(tiles: int, width: int, tokens: int) -> tuple[int, int, int]:
     """Warps of a block that share a row, warps on adjacent rows, and chunks on their way, for products of so many tiles
-    of 16 rows: with few of them, more warps share a row, and each has more chunks on their way."""
+    of 16 rows: with few of them, more warps share a row."""
+    depth = 6 if tokens == 8 else 4  # as registers suffice
     if tiles < 2048 and width >= 4 * MIDDLE_BYTES:
-        return 2, 4, 6
-    return 1, 4, 4
+        return 2, 4, depth
+    return 1, 4, depth
 
 
 def source(variant: ExpertVariant) -> str:

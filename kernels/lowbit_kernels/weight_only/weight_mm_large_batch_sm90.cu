@@ -24,7 +24,7 @@
 //   STAGES             pipeline stages, in a ring
 //   EXPERTS            0; or the number of stacked weights [n, k], of which each multiplies tokens of its own: those of
 //                      expert e end at ends[e], later ones have no expert, and their results are 0. Token i's result is
-//                      row order[i] of out. BESIDE is 1 or 2, SPLIT 1, and a block's warp groups have rows of their own
+//                      row order[i] of out; i without an order. SPLIT is 1, and a block's warp groups have own rows
 //   GATED              with EXPERTS, 1: the first half of a weight's rows is `gate`, the second is `up`, and the result
 //                      is silu(gate) * up. Half of a block's rows are of each. TOKENS is a multiple of 32
 //
@@ -780,7 +780,7 @@ DEVICE void finish_pairs(unsigned char *box, const Epilogue &epilogue, const Sha
 #pragma unroll
     for (int j = 0; j < TOKENS / TOGETHER; ++j) {
         const int token = schedule.token + j * TOGETHER + own;
-        pairs[j] = token < schedule.end ? epilogue.order[token] : -1;
+        pairs[j] = token >= schedule.end ? -1 : epilogue.order ? epilogue.order[token] : token;
     }
     const Rows rows(epilogue, shape, row, schedule.above);
 #pragma unroll
