@@ -102,25 +102,12 @@ def _kernel(
     e = tl.where(exists, expert, 0).to(tl.int64)  # ids that no expert has come last
     if zero_point is not None:
         zero_point += e * zero_expert + columns * zero_stride
+    codes += e * codes_expert + columns * codes_stride
+    scale += e * scale_expert + columns * scale_stride
+    parts = (x + (rows // top) * x_stride, at < end, codes, scale, zero_point, inside)
+    upto = (0, tl.where(exists, k, 0), k, width)
     sums = sums_of_blocks(
-        x + (rows // top) * x_stride,
-        at < end,
-        codes + e * codes_expert + columns * codes_stride,
-        scale + e * scale_expert + columns * scale_stride,
-        zero_point,
-        inside,
-        0,
-        tl.where(exists, k, 0),
-        k,
-        width,
-        GROUP_SIZE,
-        BITS,
-        WORD,
-        BLOCKS[2],
-        table,
-        whole,
-        KIND,
-        SCALE,
+        *parts, *upto, GROUP_SIZE, BITS, WORD, BLOCKS[2], table, whole, KIND=KIND, SCALE=SCALE
     )
     if bias is not None:
         sums += tl.load(bias + e * n + columns, mask=inside & exists, other=0)[:, None]
