@@ -75,7 +75,8 @@ class PairsOnCpu:
 
 def _large(dtype: torch.dtype, *macros: object) -> Callable[..., None]:
     code = weight_mm_experts_large_sm90.source(dtype, *macros[:-1])  # type: ignore[arg-type]
-    return kernel_of(code, dtype)
+    path = Path(weight_mm_experts_large_sm90.__file__).with_suffix(".cuh")
+    return kernel_of(code, dtype, path.read_text())
 
 
 @contextlib.contextmanager

@@ -59,8 +59,8 @@ def _kernel(dtype: torch.dtype, *macros: object) -> Callable[..., None]:
     return kernel_of(weight_mm_large_batch_sm90.source(dtype, *macros[:-1]), dtype)  # type: ignore[arg-type]
 
 
-def kernel_of(code: str, dtype: torch.dtype) -> Callable[..., None]:
-    """The product of a source of the large-batch kernel."""
+def kernel_of(code: str, dtype: torch.dtype, more: str = "") -> Callable[..., None]:
+    """The product of a source of the large-batch kernel. more: the text that comes behind it."""
     folder = Path(weight_mm_large_batch_sm90.__file__).parents[1]
     ptx, lookup, kernel = (
         (folder / f).read_text()
@@ -77,7 +77,9 @@ template <int SUMS> static inline void multiply(float (&sums)[SUMS], const uint3
 }}
 """
     defines = code[: code.index(ptx)]
-    source = "\n".join([defines, HEADER.read_text(), lookup, multiply, kernel, DESCRIBED, FOOTER])
+    source = "\n".join(
+        [defines, HEADER.read_text(), lookup, multiply, kernel, more, DESCRIBED, FOOTER]
+    )
     product_of = library(source).emulated_product
 
     def product(stream: int, grid: int, threads: int, *arguments: tuple[int, ...]) -> None:

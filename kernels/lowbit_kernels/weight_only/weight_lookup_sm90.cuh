@@ -1,4 +1,5 @@
-// Codes of 1 to 4 bits unpacked by look-up, and scales multiplied into their values, for weight_mm_large_batch_sm90.cu.
+// How weight_mm_large_batch_sm90.cu unpacks codes: those of 1 to 4 bits by look-up, and scales multiplied into their
+// values; integers and float8 by arithmetic.
 //
 // Shared memory holds the values of each pair of codes as one word, once for each lane of a warp, so no two lanes ask
 // the same bank for different words. A pair takes a rotation, a LOP3 and a load, whatever its values are: a table's, or
@@ -169,4 +170,63 @@ DEVICE uint32 scaled(uint32 pair, const Factor &factor) {
     if constexpr (ZERO >= 2) return fused(pair, factor.scale, zero);
     else if constexpr (HAS_REST) return fused(pair, factor.scale, product_of(pair, factor.rest));
     else return product_of(pair, factor.scale);
+}
+
+// ---- integers and float8 --------------------------------------------------------------------------------------------
+
+// A group's scale, and the offset that unpacking adds to two adjacent codes.
+struct Group {
+    float scale;
+    uint32 offset;
+};
+
+// The thread's place among the four of a row: which bytes of eight codes it selects, and their factor. The factor
+// differs for an upper nibble, which is 16 times as large. It is hidden from the compiler, which would move a known
+// constant to a register at each use.
+struct Place {
+    uint32 selector, factor, shift;
+    MEMBER Place(int t, uint32 factor) : factor(factor), shift(t * 2 * BITS % 8) {
+        selector = CODES == INT4     ? t * 0x0101
+                   : CODES == INT8   ? t * 0x0202 + 0x0100
+                   : CODES == STREAM ? t * 2 * BITS / 8 * 0x0111 + 0x0210
+                                     : t * (DTYPE == FP16 ? 0x0022 : 0x2222) + (DTYPE == FP16 ? 0x0010 : 0x9180);
+        in_use(selector);
+    }
+};
+
+// The largest magnitude of E4M3's codes, each read as a bfloat16, that is not NaN.
+static constexpr uint32 LARGEST = 0x07e0;
+
+// Two adjacent codes of eight along K, minus the zero point, times UNIT: byte `t` of a word at 4 bits, bytes 2 t and 2
+// t + 1 of two words at 8 bits. In bf16 an integer in the lowest 8 bits is a (subnormal) multiple of 2**-133, exactly.
+// In fp16 it is or-ed into 1024 and adds to it. E4M3 codes are numbers already; `seen` keeps the largest magnitude.
+DEVICE uint32 two_of(uint32 low, uint32 high, const Place &place, const Group &group, uint32 scale, uint32 &seen) {
+    uint32 x = permute(low, BITS == 4 ? 0 : high, place.selector);
+    if constexpr (CODES == E4M3) {
+        if constexpr (DTYPE == FP16) return from_e4m3x2(x & 0xffff);
+        x = x << 4 & 0x87f087f0;  // from bytes whose sign fills the halves
+        seen = larger_magnitudes(seen, x);
+        return multiply_bf16x2(x, place.factor);
+    }
+    if constexpr (BITS == 4) x = DTYPE == FP16 ? masked_or(x, 0x00f0000f, 0x64006400) : x & 0x00f0000f;
+    else x = masked_xor(x, 0x00ff00ff, (DTYPE == FP16 ? 0x64006400 : 0) | (UNSIGNED ? 0 : 0x00800080));
+    x = fused(x, place.factor, group.offset);
+    if constexpr (ROUNDED) x = product_of(x, scale);
+    return x;
+}
+
+// The same for the eight codes of 5 to 7 bits that begin at bit 8 * BITS * j of the words.
+template <int WORDS>
+DEVICE uint32 two_of_stream(const uint32 (&words)[WORDS], int j, const Place &place, const Group &group, uint32 scale) {
+    const int first = BITS * j / 4, byte = BITS * j % 4, selector = 0x3210 + byte * 0x1111;
+    uint32 low = words[first], high = words[min(first + 1, WORDS - 1)];
+    if (byte > 0) {
+        low = permute(low, high, selector);
+        high = permute(high, words[min(first + 2, WORDS - 1)], selector);
+    }
+    constexpr uint32 MASK = (1u << BITS) - 1, MORE = DTYPE == FP16 ? 0x64006400 : 0;
+    uint32 x = permute(low, high, place.selector) >> place.shift;
+    x = masked_or(x << 16 - BITS, MASK << 16, x & MASK | MORE);
+    x = fused(x, place.factor, group.offset);
+    return ROUNDED ? product_of(x, scale) : x;
 }

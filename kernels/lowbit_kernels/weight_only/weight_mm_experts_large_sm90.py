@@ -1,4 +1,5 @@
-"""Many tokens times the weights of the experts that a router chose: ``weight_mm_large_batch_sm90.cu`` with EXPERTS.
+"""Many tokens times the weights of the experts that a router chose: launches ``weight_mm_large_batch_sm90.cu`` with
+``weight_mm_experts_large_sm90.cuh``.
 
 The stacked weights are one tall weight. Two launches of Triton sort the pairs by expert and gather their rows of x, on
 the device; the kernel finds the expert of each of its tiles from where the experts' pairs end, and writes results to
@@ -17,12 +18,18 @@ from torch import Tensor
 
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.library import aligned
+from lowbit_kernels.runtime.sources import program
 from lowbit_kernels.runtime.tensor_map import tensor_map
 from lowbit_kernels.weight_only import weight_mm_large_batch_sm90 as large
 from lowbit_kernels.weight_only.expert_operands import ExpertOperands, Tensors
 from lowbit_kernels.weight_only.pairs_by_expert import PairsByExpert
 from lowbit_kernels.weight_only.weight_lookup_sm90 import Unpacking, unpacking_of
-from lowbit_kernels.weight_only.weight_operands import WeightOperands, addresses, layout
+from lowbit_kernels.weight_only.weight_operands import (
+    TensorLayout,
+    WeightOperands,
+    addresses,
+    described,
+)
 
 TOKENS = (32, 64, 96, 128, 160)
 """Of a tile. An expert whose pairs fill one tile reads and unpacks its weight once."""
@@ -147,7 +154,7 @@ class LargeExpertProduct:
         scale = aligned(scale)
         zero_point = None if zero_point is None else aligned(zero_point)
         bias = None if bias is None else bias.contiguous()
-        rows = rows if large.is_readable(layout(rows)) else large.readable(rows)
+        rows = rows if large.is_readable(TensorLayout(*described(rows))) else large.readable(rows)
         out = rows.new_empty(self.shape, dtype=self.dtype)
         with torch.cuda.device_of(rows):
             self.kernel(
@@ -167,8 +174,9 @@ def source(
     dtype: torch.dtype, own: Unpacking, division: Division, experts: int, gated: bool
 ) -> str:
     """The CUDA C++ to compile."""
-    macros = f"#define EXPERTS {experts}\n#define GATED {int(gated)}\n"
-    return macros + large.source(dtype, dtype, own, division)
+    own_part = program({}, "weight_only/weight_mm_experts_large_sm90.cuh")
+    macros = program({"EXPERTS": experts, "GATED": gated})
+    return "\n".join([macros, large.source(dtype, dtype, own, division), own_part])
 
 
 @functools.cache

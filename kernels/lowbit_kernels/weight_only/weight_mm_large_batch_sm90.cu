@@ -22,11 +22,7 @@
 //   SPLIT              1, 2, 4 or 8 blocks of a cluster that share a tile's K (split-K)
 //   CHUNK              K of a pipeline stage: 128 or 256; 256 with groups of 128 needs an even number of them in a row
 //   STAGES             pipeline stages, in a ring
-//   EXPERTS            0; or the number of stacked weights [n, k], of which each multiplies tokens of its own: those of
-//                      expert e end at ends[e], later ones have no expert, and their results are 0. Token i's result is
-//                      row order[i] of out; i without an order. SPLIT is 1, and a block's warp groups have own rows
-//   GATED              with EXPERTS, 1: the first half of a weight's rows is `gate`, the second is `up`, and the result
-//                      is silu(gate) * up. Half of a block's rows are of each. TOKENS is a multiple of 32
+//   EXPERTS, GATED     see weight_mm_experts_large_sm90.cuh; undefined without experts
 //
 // A tile computes the transpose of out. Rows of the weight are the first operand of the product, which threads unpack
 // in registers. Tokens are the second, which the TMA copies to shared memory. For the 16 K of an instruction a thread
@@ -147,7 +143,9 @@ struct Schedule {
     MEMBER bool take() {
         const int clusters = gridDim.x / CLUSTER, tiles = shape.rows * shape.columns;
         tile += clusters;
-        if constexpr (EXPERTS > 0) return take_of_expert();
+#if EXPERTS
+        return take_of_expert();
+#endif
         int own = tile, beside = rank % BESIDE;
         if constexpr (TAIL) {
             const int left = tiles % clusters, more = tile - (tiles - left);
@@ -165,21 +163,7 @@ struct Schedule {
         return true;
     }
 
-    MEMBER bool take_of_expert() {
-        const int column = tile / shape.rows;
-        if (column >= shape.tiles[EXPERTS]) return false;
-        int expert = 0;  // the first one that has more than `column` columns with those before it
-#pragma unroll
-        for (int step = 1 << 15; step > 0; step /= 2)
-            if (step <= EXPERTS && expert + step <= EXPERTS && shape.tiles[expert + step - 1] <= column) expert += step;
-        const int start = expert ? min(shape.ends[expert - 1], shape.m) : 0;
-        end = expert < EXPERTS ? min(shape.ends[expert], shape.m) : shape.m;
-        token = start + (column - (expert ? shape.tiles[expert - 1] : 0)) * TOKENS;
-        row = (tile % shape.rows * BESIDE + rank % BESIDE) * (ROWS / SPREAD);
-        above = expert < EXPERTS ? expert * shape.n : 0;
-        last = expert < EXPERTS ? shape.chunks : 0;
-        return true;
-    }
+    MEMBER bool take_of_expert();
 
     // The row of all weights that is row `i` of a stage.
     MEMBER int row_at(int i) const { return above + row + i + (GATED && i >= BELOW ? shape.n / 2 - BELOW : 0); }
@@ -201,24 +185,6 @@ struct Ring {
     }
     MEMBER Ring after(int stages) const { return {(slot + stages) % STAGES, parity ^ (slot + stages) / STAGES % 2}; }
 };
-
-// Adds up the columns of the experts' tiles; for the first warp of a block.
-DEVICE void count_tiles(int *tiles, const int *ends, int m) {
-    const int lane = threadIdx.x % 32;
-    int before = 0;
-    for (int first = 0; first <= EXPERTS; first += 32) {
-        const int expert = first + lane, start = expert > 0 && expert <= EXPERTS ? min(ends[expert - 1], m) : 0;
-        const int end = expert < EXPERTS ? min(ends[expert], m) : expert == EXPERTS ? m : start;
-        int own = max(end - start + TOKENS - 1, 0) / TOKENS;
-#pragma unroll
-        for (int i = 1; i < 32; i *= 2) {
-            const int other = __shfl_sync(0xffffffff, own, (lane - i) & 31);
-            own += lane >= i ? other : 0;
-        }
-        if (expert <= EXPERTS) tiles[expert] = before + own;
-        before += __shfl_sync(0xffffffff, own, 31);
-    }
-}
 
 // ---- the producer ---------------------------------------------------------------------------------------------------
 
@@ -290,12 +256,6 @@ struct Fetched {
     int zero;
 };
 
-// A group's scale, and the offset that unpacking adds to two adjacent codes.
-struct Group {
-    float scale;
-    uint32 offset;
-};
-
 DEVICE int group_of(int run) { return GROUP ? run / (GROUP / RUN) : 0; }
 
 // Loads the group of a chunk's run for the row whose groups begin at `row`.
@@ -328,57 +288,6 @@ DEVICE Group group_from(const Fetched &from, const Shape &shape, int chunk, int 
         group.offset = packed<DTYPE>(-UNIT * lower, -UNIT * upper);
     }
     return group;
-}
-
-// The thread's place among the four of a row: which bytes of eight codes it selects, and their factor. The factor
-// differs for an upper nibble, which is 16 times as large.
-struct Place {
-    uint32 selector, factor, shift;
-    MEMBER Place(int t, const Shape &shape) : shift(t * 2 * BITS % 8) {
-        selector = CODES == INT4     ? t * 0x0101
-                   : CODES == INT8   ? t * 0x0202 + 0x0100
-                   : CODES == STREAM ? t * 2 * BITS / 8 * 0x0111 + 0x0210
-                                     : t * (DTYPE == FP16 ? 0x0022 : 0x2222) + (DTYPE == FP16 ? 0x0010 : 0x9180);
-        // hidden from the compiler: it would move known constants to a register at each use
-        factor = shape.m > 0 ? FACTOR : 0;
-        in_use(selector);
-    }
-};
-
-// The largest magnitude of E4M3's codes, each read as a bfloat16, that is not NaN.
-static constexpr uint32 LARGEST = 0x07e0;
-
-// Two adjacent codes of eight along K, minus the zero point, times UNIT: byte `t` of a word at 4 bits, bytes 2 t and 2
-// t + 1 of two words at 8 bits. In bf16 an integer in the lowest 8 bits is a (subnormal) multiple of 2**-133, exactly.
-// In fp16 it is or-ed into 1024 and adds to it. E4M3 codes are numbers already; `seen` keeps the largest magnitude.
-DEVICE uint32 two_of(uint32 low, uint32 high, const Place &place, const Group &group, uint32 scale, uint32 &seen) {
-    uint32 x = permute(low, BITS == 4 ? 0 : high, place.selector);
-    if constexpr (CODES == E4M3) {
-        if constexpr (DTYPE == FP16) return from_e4m3x2(x & 0xffff);
-        x = x << 4 & 0x87f087f0;  // from bytes whose sign fills the halves
-        seen = larger_magnitudes(seen, x);
-        return multiply_bf16x2(x, place.factor);
-    }
-    if constexpr (BITS == 4) x = DTYPE == FP16 ? masked_or(x, 0x00f0000f, 0x64006400) : x & 0x00f0000f;
-    else x = masked_xor(x, 0x00ff00ff, (DTYPE == FP16 ? 0x64006400 : 0) | (UNSIGNED ? 0 : 0x00800080));
-    x = fused(x, place.factor, group.offset);
-    if constexpr (ROUNDED) x = product_of(x, scale);
-    return x;
-}
-
-// The same for the eight codes of 5 to 7 bits that begin at bit 8 * BITS * j of the words.
-DEVICE uint32 two_of_stream(const uint32 (&words)[WORDS], int j, const Place &place, const Group &group, uint32 scale) {
-    const int first = BITS * j / 4, byte = BITS * j % 4, selector = 0x3210 + byte * 0x1111;
-    uint32 low = words[first], high = words[min(first + 1, WORDS - 1)];
-    if (byte > 0) {
-        low = permute(low, high, selector);
-        high = permute(high, words[min(first + 2, WORDS - 1)], selector);
-    }
-    constexpr uint32 MASK = (1u << BITS) - 1, MORE = DTYPE == FP16 ? 0x64006400 : 0;
-    uint32 x = permute(low, high, place.selector) >> place.shift;
-    x = masked_or(x << 16 - BITS, MASK << 16, x & MASK | MORE);
-    x = fused(x, place.factor, group.offset);
-    return ROUNDED ? product_of(x, scale) : x;
 }
 
 // Loads a piece's codes from step `first` of a chunk on, for rows lane / 4 and lane / 4 + BELOW of a warp. The four
@@ -490,7 +399,7 @@ struct Consumer {
 
     MEMBER Consumer(Shared &shared, const void *scale, const signed char *zero, const Shape &shape, uint32 rank)
         : shared(shared), scale(scale), zero(zero), shape(shape), rank(rank), base(shared_address(&shared)),
-          place(threadIdx.x % 4, shape), pairs(shared_address(&shared) + LOOKUP_AT, threadIdx.x % 4) {
+          place(threadIdx.x % 4, shape.m > 0 ? FACTOR : 0), pairs(shared_address(&shared) + LOOKUP_AT, threadIdx.x % 4) {
         in_use(base);  // else the compiler recomputes it at each use
 #pragma unroll
         for (int i = 0; i < STEPS * 4; ++i) a[0][i] = a[1][i] = 0;
@@ -766,48 +675,6 @@ DEVICE void finish_all(unsigned char *box, const Epilogue &epilogue, const Shape
     }
 }
 
-// With EXPERTS: turns a warp's sums in a subtile into results, transposed through shared memory, where four matrices of
-// 8 x 8 are 16 rows of 16 tokens, or GATED 8 rows of 32 tokens.
-DEVICE void finish_pairs(unsigned char *box, const Epilogue &epilogue, const Shape &shape, const Schedule &schedule,
-                         const float (&sums)[SUMS], int row) {
-    constexpr int TOGETHER = 16 * SPREAD, PITCH_OF_BOX = GATED ? 16 : BOX_PITCH;
-    const int lane = threadIdx.x % 32, width = shape.n / SPREAD, column = row + (GATED ? 0 : lane % 2 * 8);
-    const int own = GATED ? lane : lane / 2, at = GATED ? lane : lane / 16 * 8 + lane % 8;
-    const uint32 matrix = shared_address(box) + at * PITCH_OF_BOX + (GATED ? 0 : lane / 8 % 2 * 16);
-    const unsigned short *mine = (unsigned short *)(box + own * PITCH_OF_BOX + (GATED ? 0 : lane % 2 * 16));
-    const bool exists = schedule.last > 0;
-    int pairs[TOKENS / TOGETHER];  // -1: none
-#pragma unroll
-    for (int j = 0; j < TOKENS / TOGETHER; ++j) {
-        const int token = schedule.token + j * TOGETHER + own;
-        pairs[j] = token >= schedule.end ? -1 : epilogue.order ? epilogue.order[token] : token;
-    }
-    const Rows rows(epilogue, shape, row, schedule.above);
-#pragma unroll
-    for (int j = 0; j < TOKENS / TOGETHER; ++j) {
-        uint32 result[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float y[2];
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                const float *sum = &sums[GATED ? j * 16 + i * 4 + k : j * 8 + i * 2 + k];
-                y[k] = fmaf(sum[0], rows.scale[GATED ? 0 : i % 2], rows.bias[GATED ? 0 : i % 2]);
-                if constexpr (GATED)
-                    y[k] = quotient(y[k], 1.0f + exponential(-y[k])) * fmaf(sum[2], rows.scale[1], rows.bias[1]);
-            }
-            result[i] = exists ? packed<OUT>(y[0], y[1]) : 0;
-        }
-        store_matrices_transposed(matrix, result);
-        __syncwarp();
-        if (pairs[j] >= 0) {
-            unsigned short *to = epilogue.out + (long long)pairs[j] * width + column;
-            copy_eight(to, mine, width - column, epilogue.wide);
-        }
-        __syncwarp();
-    }
-}
-
 // ---- sums that blocks of a cluster or warp groups of a block share --------------------------------------------------
 
 // PARTS blocks share a tile's sums, for each of BESIDES tiles of the cluster. A block's index among them is `part`. It
@@ -903,6 +770,12 @@ DEVICE bool merge(Shared &shared, float (&sums)[SUMS], uint32 rank, uint32 parit
     return true;
 }
 
+#if EXPERTS
+DEVICE void count_tiles(int *tiles, const int *ends, int m);
+DEVICE void finish_pairs(unsigned char *box, const Epilogue &epilogue, const Shape &shape, const Schedule &schedule,
+                         const float (&sums)[SUMS], int row);
+#endif
+
 DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char *zero, const Shape &shape,
                     uint32 rank) {
     const int warp = threadIdx.x / 32, below = (warp % (WARPS / LANES) / 4 * 64 * SUBTILES + warp % 4 * 16) / SPREAD;
@@ -914,12 +787,13 @@ DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char 
         const int row = schedule.row + below;
         consumer.sum(sums, totals, row + threadIdx.x % 32 / 4, schedule.first, schedule.last, schedule.divided,
                      schedule.above);
-        if constexpr (EXPERTS > 0) {
+#if EXPERTS
 #pragma unroll
-            for (int i = 0; i < SUBTILES; ++i)
-                finish_pairs(shared.box[warp], epilogue, shape, schedule, FLUSH ? totals[i] : sums[i], schedule.row + below + i * (64 / SPREAD));
-            continue;
-        }
+        for (int i = 0; i < SUBTILES; ++i)
+            finish_pairs(shared.box[warp], epilogue, shape, schedule, FLUSH ? totals[i] : sums[i],
+                         schedule.row + below + i * (64 / SPREAD));
+        continue;
+#endif
         float(&result)[SUBTILES][SUMS] = FLUSH ? totals : sums;
         if constexpr (SOURCES > 1) {
             const Exchange<SPLIT, BESIDE> exchange(shared, shared.part, rank);
@@ -944,8 +818,7 @@ DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char 
 
 // Grid: a multiple of CLUSTER blocks. codes [n, bytes]: tensor map in boxes of BOX_ROWS rows of PITCH bytes, swizzled
 // over PITCH bytes. x [m, k]: tensor map in boxes of TOKENS / BESIDE rows of 64 elements. scale and zero [n, groups].
-// bias [n], residual [m, n], token_scale [m] and global_scale [1], which divides the scales, may be null. With EXPERTS,
-// codes [EXPERTS * n, bytes], scale and zero [EXPERTS * n, groups], bias [EXPERTS, n]; no residual and token_scale.
+// bias [n], residual [m, n], token_scale [m] and global_scale [1], which divides the scales, may be null.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     weight_mm(const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap x, const void *scale,
               const signed char *zero, const void *bias, const void *residual, const float *token_scale,
