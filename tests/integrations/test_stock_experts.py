@@ -312,7 +312,7 @@ def test_compiled_experts_in_16_bits(family: str) -> None:
         with torch.no_grad(), launches.counted() as calls:
             for length in (12, 9, 7, 12):
                 found = fast(input_ids=TOKENS[:, :length], use_cache=False).logits
-        assert torch.equal(found, logits(model))
+        assert relative_error(found.float(), logits(model).float()) < 5e-3  # sums round once more
         assert calls["expert_linear", "loop"] == 8
     assert len(graphs) <= 3
     assert not any(isinstance(t, lb.LowbitTensor) for inputs in graphs for t in inputs)
