@@ -410,6 +410,58 @@ def test_decoding_generates_as_dequantized_weights_do() -> None:
     assert found.sequences.shape == expected.sequences.shape
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "deepseek-v3"])
+def test_silu_is_a_part_of_the_product(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = converted(family, lb.Int4WeightOnly(32))
+    expected = logits(model)
+    experts = next(m for n, m in model.named_modules() if n.endswith(".mlp.experts"))
+    monkeypatch.setattr(type(experts), "_apply_gate", None)
+    assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize(("family", "routers"), [("qwen3-moe", 1), ("mixtral", 1), ("gpt-oss", 0)])
+def test_a_traced_router_becomes_one_op(family: str, routers: int) -> None:
+    """Softmax, the largest, their sum, the quotient and its rounding, where the model has them in this order."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from lowbit.interop.hf.decoding.folding import fold
+
+    block = converted(family, lb.Int4WeightOnly(32)).model.layers[0].mlp
+    hidden = torch.randn(1, 3, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        graph = make_fx(block)(hidden)
+        counts = fold(graph)
+        with launches.counted() as calls:
+            found, expected = graph(hidden), block(hidden)
+    ran = sum(n for (op, _), n in calls.items() if op == "top_experts")
+    assert counts.get("router", 0) == ran == routers
+    pairs = (found, expected) if routers == 0 else ((found,), (expected,))
+    assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
+
+
+def test_other_choices_of_the_largest_stay() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from lowbit.interop.hf.decoding.folding import fold
+
+    def unnormalized(x: Tensor) -> tuple[Tensor, Tensor]:
+        values, ids = x.softmax(-1, dtype=torch.float32).topk(2)
+        return values, ids
+
+    def read_twice(x: Tensor) -> tuple[Tensor, ...]:
+        values, ids = x.softmax(-1, dtype=torch.float32).topk(2)
+        return values / values.sum(-1, keepdim=True), values, ids
+
+    def smallest(x: Tensor) -> Any:
+        return x.softmax(-1, dtype=torch.float32).topk(2, largest=False)
+
+    x = torch.randn(3, 8, dtype=torch.bfloat16)
+    for function, folded in ((unnormalized, 1), (read_twice, 1), (smallest, 0)):
+        graph = make_fx(function)(x)
+        assert fold(graph).get("router", 0) == folded
+        assert all(torch.equal(a, b) for a, b in zip(graph(x), function(x), strict=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", [lb.Int4WeightOnly(32), lb.MXFP4WeightOnly()], ids=str)
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
