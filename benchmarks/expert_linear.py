@@ -19,8 +19,13 @@ from benchmarks.registry import Candidate, Problem, benchmark
 from lowbit_kernels.composed.expert_linear import expert_linear, reference
 
 EXPERTS, TOP, HIDDEN, INNER = 128, 8, 2048, 768
-FORMATS = {"int4": "lowbit, int4 g128", "mxfp4": "lowbit, mxfp4", "int8": "lowbit, int8"}
-BITS = {"int4": 4.125, "mxfp4": 4.25, "int8": 8.0, "bf16": 16.0}
+FORMATS = {
+    "int4": "lowbit, int4 g128",
+    "mxfp4": "lowbit, mxfp4",
+    "int8": "lowbit, int8",
+    "float8_e4m3fn": "lowbit, float8",
+}
+BITS = {"int4": 4.125, "mxfp4": 4.25, "int8": 8.0, "float8_e4m3fn": 8.0, "bf16": 16.0}
 FEW = 64
 """The most tokens for which transformers gathers experts."""
 
@@ -88,7 +93,7 @@ def _used(tokens: int) -> float:
 @benchmark("expert_linear", "tokens times the experts that a router chose")
 def expert_linears() -> Iterator[Problem]:
     for up in (True, False):
-        for tokens in (1, 16, FEW, 2048):
+        for tokens in (1, 16, FEW, 256, 2048):
             candidates: list[Candidate] = []
             peer = batched_mm if tokens <= FEW else grouped_mm
             ways: list[tuple[str, str, Callable[..., Any], Callable[..., tuple]]] = [

@@ -20,6 +20,7 @@ from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.library import aligned
 from lowbit_kernels.runtime.sources import program
 from lowbit_kernels.runtime.tensor_map import tensor_map
+from lowbit_kernels.runtime.triton_runtime import runs_on
 from lowbit_kernels.weight_only import weight_mm_large_batch_sm90 as large
 from lowbit_kernels.weight_only.expert_operands import ExpertOperands, Tensors
 from lowbit_kernels.weight_only.pairs_by_expert import PairsByExpert
@@ -69,8 +70,9 @@ def takes(operands: ExpertOperands) -> bool:
 
 
 def product(operands: ExpertOperands) -> LargeExpertProduct | None:
-    """The planned product; None where the device or the operands are not the kernel's."""
-    if not (nvrtc.runs_on_hopper(operands.x.device) and takes(operands)):
+    """The planned product; None where the device or the operands are not the kernel's, or Triton is missing."""
+    device = operands.x.device
+    if not (nvrtc.runs_on_hopper(device) and runs_on(device) and takes(operands)):
         return None
     return LargeExpertProduct(operands, nvrtc.multiprocessors(operands.x.device))
 
