@@ -19,7 +19,7 @@ from lowbit_kernels.weight_only.weight_linear import IMPLEMENTATIONS, run
 from lowbit_kernels.weight_only.weight_operands import WeightOperands
 
 SEED = 34
-DRAWN = 60
+DRAWN = 300
 SHARDS = (1, 2, 4, 8)
 TOKENS = (1, 4, 16, 24, 48, 100, 200, 384, 777, 1024, 2048)
 
