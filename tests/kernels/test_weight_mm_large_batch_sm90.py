@@ -12,6 +12,9 @@ from lowbit_kernels.weight_only.weight_lookup_sm90 import Unpacking
 from lowbit_kernels.weight_only.weight_mm_large_batch_sm90 import (
     LargeBatchDivision,
     LargeBatchProduct,
+    _holds,
+    _ring_holds_sums,
+    _stage,
     chunk_of,
     is_readable,
     readable,
@@ -228,6 +231,11 @@ EMULATED = [  # plan, m, n, k, bits, group: split-K, turns of warp groups, more 
         128,
     ),
     (planned(256, 128, 2, 2, 1, 1, rounded=True), 60, 104, 290, 4, 32),
+    (planned(80, 128, 2, 1, 2, 4), 100, 200, 600, 4, 128),  # sums in the ring's place
+    (planned(80, 128, 2, 2, 2, 4), 100, 500, 700, 4, 128),
+    (planned(112, 192, 3, 1, 1, 2), 200, 400, 500, 4, 128),
+    (planned(96, 192, 3, 2, 1, 2), 200, 700, 500, 8, 0),
+    (planned(160, 192, 3, 1, 4, 4, rounded=True), 200, 300, 1000, 4, 128),
 ]
 
 
@@ -351,8 +359,7 @@ def forced() -> list[tuple[int, LargeBatchDivision]]:
     for tile, groups in [
         *((t, (0, 32, 64, 128)) for t in weight_mm_large_batch_sm90.SMALL),
         *((t, (0, 32, 64, 128)) for t in weight_mm_large_batch_sm90.PAIRED),
-        *((t, (0, 32, 64, 128)) for t in weight_mm_large_batch_sm90.MIDDLE),
-        *((t, (0,)) for t in weight_mm_large_batch_sm90.LARGE),
+        *((t, (0, 128)) for t in weight_mm_large_batch_sm90.WIDE),
     ]:
         for beside, split, clusters in (
             (1, 1, 2),
@@ -363,9 +370,14 @@ def forced() -> list[tuple[int, LargeBatchDivision]]:
             (1, 8, 16),
         ):
             for group in groups:
+                if tile.is_once(split):
+                    clusters = tile.clusters(300, 520, beside)
                 chosen = planned_deep(*tile, beside, split, clusters, group=group)
                 paired = not tile.overlaps or (beside, split) == (2, 1)
-                if chosen.stages > tile.turns and split <= tile.rows // 16 and paired:
+                held = _holds(tile, integers(4, group), group > 0)
+                ring = chosen.stages * _stage(tile, integers(4, group), chosen.chunk)
+                fits = held and _ring_holds_sums(tile, beside, split, ring)
+                if chosen.stages > tile.turns and tile.rows // 16 % split == 0 and paired and fits:
                     found.append((group, chosen))
     return found
 
@@ -381,10 +393,17 @@ def test_every_division(group: int, chosen: LargeBatchDivision) -> None:
     assert torch.equal(operands.product(chosen), operands.product(chosen))
 
 
+ROUNDED = [
+    tile
+    for tile in weight_mm_large_batch_sm90.WIDE
+    if tile.tokens in (80, 128, 192, 256) and _holds(tile, integers(4, 128), False)
+]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", [32, 128, 256])
 @pytest.mark.parametrize("beside", [1, 2])
-@pytest.mark.parametrize("tile", weight_mm_large_batch_sm90.LARGE, ids=str)
+@pytest.mark.parametrize("tile", ROUNDED, ids=str)
 def test_rounded_weights(tile: weight_mm_large_batch_sm90.Tile, beside: int, group: int) -> None:
     """Against the product of weights rounded once to bfloat16, only the result is rounded."""
     chosen = planned_deep(*tile, beside, 1, 4, rounded=True)

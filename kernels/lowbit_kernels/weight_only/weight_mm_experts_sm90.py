@@ -160,7 +160,7 @@ def source(variant: ExpertVariant) -> str:
     )
 
 
-@functools.cache
+@nvrtc.variants
 def _kernel(variant: ExpertVariant, device: int) -> nvrtc.Kernel:
     module = nvrtc.Module(nvrtc.compiled(source(variant), "sm_90a"))
     return module.kernel("expert_mm", 17, shared=variant.shared, overlaps=True)
