@@ -120,7 +120,7 @@ def plan(m: int, n: int, k: int, unpacking: Unpacking, multiprocessors: int) -> 
         if beside == 1 or tile.lanes == 1
         if not tile.overlaps or (beside, split) == (2, 1)
         for depth in [stages(*tile, split, unpacking, chunk)]
-        if depth >= 2 * tile.turns
+        if depth >= (3 if tile.is_once(split) else 2 * tile.turns)
         for clusters in [_clusters(m, n, tile, beside, split, multiprocessors)]
         if not tile.is_once(split) or clusters == tile.clusters(m, n, beside)
         if _ring_holds_sums(tile, beside, split, depth * _stage(tile, unpacking, chunk))
@@ -188,8 +188,10 @@ def _clocks(plan: LargeBatchDivision, m: int, n: int, k: int, unpacking: Unpacki
     chunks = -(-k // (plan.chunk * plan.split))
     columns = -(-m // plan.tokens)
     codes, tokens = plan.rows * plan.chunk * unpacking.bits // 8, plan.tokens * plan.chunk * 2
+    # blocks that share copies wait for each other; three warp groups draw more power
+    slower = (1.02 if plan.beside > 1 else 1.0) * (1.03 if plan.groups == 3 else 1.0)
     chunk = max(
-        plan.rows / 64 * _products(plan, unpacking) * part * (1.02 if plan.beside > 1 else 1.0),
+        plan.rows / 64 * _products(plan, unpacking) * part * slower,
         (codes + tokens / plan.beside) / 49,
         codes * plan.clusters * plan.cluster / 2110 / min(columns, BAND),
     )
