@@ -1,26 +1,40 @@
-"""Weight-only linears at shapes drawn from published models: the chosen implementation beside all that take the shape.
+"""Weight-only linears at shapes drawn from published models, beside bf16 by cuBLAS.
 
 The draw has a fixed seed, so a change of the kernels or of `linear_table` is judged on shapes that nobody chose for it.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch.nn import functional as F
 
 from benchmarks.cases.weight_linear import Case
-from benchmarks.registry import Problem, benchmark
-from benchmarks.weight_linear import GROUP, TABLE, Linear, _bf16
-from lowbit_kernels.weight_only.weight_linear import IMPLEMENTATIONS, run
+from benchmarks.registry import Candidate, Problem, Result, Row, Table, benchmark
+from benchmarks.report import readable
+from benchmarks.timing import measure_over
+from benchmarks.weight_linear import GROUP, _bf16
+from lowbit_kernels.runtime import nvrtc
+from lowbit_kernels.weight_only import weight_mm_large_batch_sm90 as large_batch
+from lowbit_kernels.weight_only.weight_linear import run
+from lowbit_kernels.weight_only.weight_lookup_sm90 import unpacking_of
+from lowbit_kernels.weight_only.weight_mm_decode_sm90 import MAX_TOKENS
 from lowbit_kernels.weight_only.weight_operands import WeightOperands
 
 SEED = 34
-DRAWN = 60
+DRAWN = 300
 SHARDS = (1, 2, 4, 8)
+ROTATED_BYTES = 2**27
+MOST_SETS = 16
+CUDA = torch.device("cuda")
 TOKENS = (1, 4, 16, 24, 48, 100, 200, 384, 777, 1024, 2048)
 
 
@@ -97,25 +111,77 @@ def drawn(count: int = DRAWN, seed: int = SEED) -> list[Drawn]:
     return list(found.values())
 
 
-def _candidates(bits: int, m: int, n: int, k: int) -> Iterator[Linear]:
-    case = Case("", m, n, k, GROUP if bits == 4 else k, bits)
-    *tensors, group = case.arguments("meta")
-    operands = WeightOperands.of(*tensors, group_size=group)
-    moved, operations = n * k * bits // 8, 2 * m * n * k
-    arguments = partial(case.arguments, "cuda")
-    yield Linear("chosen", run, arguments, moved, operations=operations)
-    for name in ("decode", "large_batch", "dequantize"):
-        kernel = IMPLEMENTATIONS[name]
-        if name == "dequantize" or kernel.takes(operands):
-            forced = partial(run, implementation=name)
-            yield Linear(name, forced, arguments, moved, operations=operations)
-    yield Linear("bf16", F.linear, partial(_bf16, m, n, k), 2 * n * k, operations=operations)
+@dataclass(frozen=True)
+class Shape:
+    """A drawn shape: the one candidate of its problem."""
+
+    drawn: Drawn
+    name: str = "bf16, int4, int8"
+
+    def operands(self, bits: int, device: str = "meta") -> tuple:
+        """The arguments of `weight_linear`."""
+        _, m, n, k = self.drawn
+        return Case("", m, n, k, GROUP if bits == 4 else k, bits).arguments(device)
+
+
+class Times(NamedTuple):
+    """Seconds of a linear in bfloat16 by cuBLAS, and with an int4 and an int8 weight."""
+
+    bf16: float
+    int4: float
+    int8: float
+
+
+def _measure(candidate: Shape, repeats: int) -> Times:
+    _, m, n, k = candidate.drawn
+    return Times(
+        _median(F.linear, partial(_bf16, m, n, k), 2 * n * k, repeats),
+        *(
+            _median(run, partial(candidate.operands, bits, "cuda"), n * k * bits // 8, repeats)
+            for bits in (4, 8)
+        ),
+    )
+
+
+def _median(call: Callable, arguments: Callable[[], tuple], moved: int, repeats: int) -> float:
+    one = Candidate("", call, arguments, moved)
+    return measure_over(one, max(1, min(MOST_SETS, ROTATED_BYTES // moved)), repeats).median
+
+
+def _cells(row: Row, result: Result, bandwidth: float) -> list[str]:
+    bf16, int4, int8 = row.measured
+    return [readable(t) for t in row.measured] + [f"{int4 / bf16:.2f}", f"{int8 / bf16:.2f}"]
+
+
+TABLE = Table(
+    columns=("bf16", "int4", "int8", "int4 / bf16", "int8 / bf16"),
+    measure=_measure,
+    cells=_cells,
+    legend=f"Medians, in CUDA graphs, over {ROTATED_BYTES >> 20} MiB of weights in turn. bf16: cuBLAS. int4 in groups "
+    f"of {GROUP}, int8 with a scale a row.",
+)
+
+
+def compile_kernels(shapes: list[Drawn]) -> None:
+    """Compile the kernels of all shapes in threads: NVRTC lets others run, and one kernel takes it seconds."""
+    sources = set()
+    for one, bits in itertools.product(shapes, (4, 8)):
+        *tensors, group = Shape(one).operands(bits)
+        operands = WeightOperands.of(*tensors, group_size=group)
+        own = unpacking_of(operands)
+        if one.m <= MAX_TOKENS or own is None:
+            continue
+        chosen = large_batch.plan(one.m, one.n, one.k, own, nvrtc.multiprocessors(CUDA))
+        sources.add(large_batch.source(torch.bfloat16, torch.bfloat16, own, chosen[:8]))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda source: nvrtc.compiled(source, "sm_90a"), sorted(sources)))
 
 
 @benchmark("shapes", "int4 and int8 weights at shapes drawn from published models", table=TABLE)
 def shapes() -> Iterator[Problem]:
     """int4 in groups of 128 and int8 in rows, at every drawn shape."""
+    if nvrtc.runs_on_hopper(CUDA):
+        compile_kernels(drawn())
     for one in drawn():
-        for bits in (4, 8):
-            name = f"int{bits}, {one.name}, {one.n} x {one.k}, {one.m} tokens"
-            yield Problem(name, list(_candidates(bits, one.m, one.n, one.k)), reference="bf16")
+        name = f"{one.name}, {one.n} x {one.k}, {one.m} tokens"
+        yield Problem(name, [Shape(one)])

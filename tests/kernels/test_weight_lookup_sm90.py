@@ -11,10 +11,9 @@ from lowbit_kernels.weight_only import weight_mm_large_batch_sm90
 from lowbit_kernels.weight_only.codes_format import dequantized
 from lowbit_kernels.weight_only.weight_lookup_sm90 import table_of, unpacking_of
 from lowbit_kernels.weight_only.weight_mm_large_batch_sm90 import (
-    LARGE,
-    MIDDLE,
     PAIRED,
     SMALL,
+    WIDE,
     LargeBatchDivision,
     LargeBatchProduct,
     Tile,
@@ -228,11 +227,14 @@ def test_float16(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", [*SMALL, *PAIRED, *MIDDLE, *LARGE], ids=str)
+@pytest.mark.parametrize("tile", [*SMALL, *PAIRED, *WIDE[::3]], ids=str)
 @pytest.mark.parametrize("name", ["int3", "nvfp4"])
 def test_every_tile(name: str, tile: Tile) -> None:
     """Tiles that clusters share or split, with more tiles than clusters."""
     product = Product(BY_NAME[name], 300, 520, 2048)
+    own = unpacking_of(product.operands())
+    if own is None or not weight_mm_large_batch_sm90._holds(tile, own, False):
+        pytest.skip("registers don't hold its sums")
     beside = 1 if tile.lanes > 1 else 2
     split = 2 if tile.lanes > 1 else 1
     chosen = divided(product, *tile, beside=beside, split=split, clusters=4)

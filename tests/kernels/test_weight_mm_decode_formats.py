@@ -12,11 +12,11 @@ from benchmarks.cases.formats import FORMATS, Format
 from lowbit_kernels.runtime import launches
 from lowbit_kernels.weight_only import weight_mm_decode_sm90
 from lowbit_kernels.weight_only.codes_format import dequantized
+from lowbit_kernels.weight_only.weight_lookup_sm90 import table_of
 from lowbit_kernels.weight_only.weight_mm_decode_sm90 import (
     DecodeProduct,
     planned,
     scaling_of,
-    table_of,
     takes,
 )
 from lowbit_kernels.weight_only.weight_operands import WeightOperands
@@ -135,13 +135,13 @@ def test_emulated_nan_stays_in_its_row_and_token(name: str, m: int) -> None:
 def test_numbers_of_tables() -> None:
     """Those of E2M1 are exact; those of NF4 round better after a division."""
     for dtype in (torch.bfloat16, torch.float16):
-        bits, unit = table_of(NAMED["mxfp4"].table, dtype)
+        bits, factor = table_of(NAMED["mxfp4"].table, dtype, True)
         found = torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(dtype)
-        assert unit == 1 and found.tolist() == [*NAMED["mxfp4"].table]
+        assert (found / factor).tolist() == [*NAMED["mxfp4"].table]
     values = torch.tensor(NAMED["nf4"].table, dtype=torch.float64)
-    bits, unit = table_of(NAMED["nf4"].table, torch.bfloat16)
+    bits, factor = table_of(NAMED["nf4"].table, torch.bfloat16, True)
     found = torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    assert (found.double() * unit - values).norm() < 7e-4 * values.norm()
+    assert (found.double() / factor - values).norm() < 7e-4 * values.norm()
     assert (values.bfloat16().double() - values).norm() > 1e-3 * values.norm()
 
 

@@ -12,6 +12,7 @@ from lowbit_kernels.weight_only import weight_mm_large_batch_sm90
 from lowbit_kernels.weight_only.weight_lookup_sm90 import Unpacking
 from lowbit_kernels.weight_only.weight_mm_large_batch_sm90 import (
     BAND,
+    TOKENS,
     LargeBatchDivision,
     Tile,
     plan,
@@ -76,7 +77,7 @@ def test_plan_fits_the_gpu_and_covers_all(
     codes = "LOOKUP" if looked_up else f"INT{bits}" if bits in (4, 8) else "STREAM"
     unpacking = Unpacking(codes, bits, group, rounding=rounding, table=table)
     chosen = plan(m, n, k, unpacking, processors)
-    assert chosen.tokens in (16, 32, 64, 128, 256) and chosen.rows in (64, 128, 224, 256)
+    assert chosen.tokens in TOKENS and chosen.rows in (64, 128, 192, 224, 256)
     assert 1 <= chosen.clusters * chosen.cluster <= processors and chosen.cluster <= 8
     assert chosen.tokens % (8 * chosen.beside) == 0 and chosen.rows // 16 % chosen.split == 0
     assert chosen.rounded <= unpacking.rounds(m)
@@ -86,13 +87,18 @@ def test_plan_fits_the_gpu_and_covers_all(
         assert k % chosen.chunk == 0 and chosen.chunk * bits % 128 == 0
     summed_twice = group > 0 and not chosen.rounded
     registers = chosen.tokens // 2 * max(chosen.rows // 64 // chosen.groups, 1)
-    assert registers * (2 if summed_twice else 1) <= {2: 128, 4: 64}[chosen.groups]
+    assert registers * (2 if summed_twice else 1) <= {2: 128, 3: 96, 4: 64}[chosen.groups]
     assert 2 <= chosen.stages == stages(*chosen[:3], chosen.split, unpacking, chosen.chunk)
-    turns = weight_mm_large_batch_sm90.Tile(*chosen[:3]).turns
+    tile = Tile(*chosen[:3])
+    turns = tile.turns
     assert chosen.stages % turns == 0 and chosen.stages > turns
-    stage = weight_mm_large_batch_sm90._stage(chosen.tokens, chosen.rows, unpacking, chosen.chunk)
+    stage = weight_mm_large_batch_sm90._stage(tile, unpacking, chosen.chunk)
     fixed = weight_mm_large_batch_sm90._fixed(*chosen[:3], chosen.split, unpacking)
     assert chosen.stages * (stage + 16) + fixed <= nvrtc.SHARED_LIMIT
+    if tile.is_once(chosen.split):
+        assert chosen.clusters == tile.clusters(m, n, chosen.beside)
+    if tile.is_once(chosen.split) or chosen.divides:
+        assert chosen.tokens * chosen.rows * 4 <= chosen.stages * stage
     parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for row, token, first, last in work(chosen, m, n, k):
         assert first < last or k <= chosen.chunk, "no block is idle"

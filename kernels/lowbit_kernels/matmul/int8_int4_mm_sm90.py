@@ -17,6 +17,7 @@ from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.library import aligned
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
 from lowbit_kernels.runtime.tensor_map import takes_rows, tensor_map
+from lowbit_kernels.runtime.wgmma import multiply_from_registers
 from lowbit_kernels.weight_only.weight_operands import (
     HALVES,
     Tensors,
@@ -124,31 +125,11 @@ def source(out: torch.dtype, scale: torch.dtype, group: int, zero: bool, tokens:
     macros: dict[str, object] = {"OUT": FLOAT_MACROS[out], "SCALE": FLOAT_MACROS[scale]}
     macros |= {"GROUP": group, "ZERO": zero, "TOKENS": tokens, "STAGES": stages(tokens)[0]}
     before = "runtime/ptx.cuh", "runtime/sm90.cuh", "weight_only/int4_as_int8.cuh"
-    return program(macros, *before, _multiply(tokens), "matmul/int8_int4_mm_sm90.cu")
+    multiply = multiply_from_registers(tokens, 32, "s32.s8.s8")
+    return program(macros, *before, multiply, "matmul/int8_int4_mm_sm90.cu")
 
 
-def _multiply(tokens: int) -> str:
-    """The wgmma instruction for 64 x 32 int8 in registers and tokens x 32 in shared memory; generated, with an operand
-    for each sum."""
-    sums = tokens // 2
-    names = ", ".join(f"%{i}" for i in range(sums))
-    operands = ", ".join(f'"+r"(sums[{i}])' for i in range(sums))
-    first = ", ".join(f"%{sums + i}" for i in range(4))
-    b, add = (f"%{sums + 4 + i}" for i in range(2))
-    return f"""
-// sums = a * b, plus sums if `add`
-DEVICE void multiply(int (&sums)[{sums}], const uint32 *a, uint64 b, int add) {{
-    asm volatile(
-        "{{\\n.reg .pred p;\\n"
-        "setp.ne.b32 p, {add}, 0;\\n"
-        "wgmma.mma_async.sync.aligned.m64n{tokens}k32.s32.s8.s8 {{{names}}}, {{{first}}}, {b}, p;\\n}}"
-        : {operands}
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-}}
-"""
-
-
-@functools.cache
+@nvrtc.variants
 def _kernel(
     out: torch.dtype, scale: torch.dtype, group: int, zero: bool, tokens: int, device: int
 ) -> nvrtc.Kernel:

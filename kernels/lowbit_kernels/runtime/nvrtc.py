@@ -21,6 +21,9 @@ STATIC_SHARED = 48 * 1024
 """Bytes of shared memory that a block may have without setting an attribute of the kernel."""
 SHARED_LIMIT = 227 * 1024
 """Bytes of shared memory that a block may have on compute capability 9.0."""
+variants = functools.lru_cache(maxsize=1024)
+"""Decorates functions that make the kernels of an op. A user's tables and group sizes make any number of variants. A
+`Kernel` that leaves the cache stays loaded, since CUDA graphs may hold it."""
 OPTIONS = ("--std=c++17", "--ftz=true", "--prec-sqrt=false", "--prec-div=false")
 
 

@@ -275,7 +275,9 @@ def scale_bytes(scale: Tensor, global_scale: Tensor | None) -> tuple[Tensor, str
     return scale, "float"
 
 
+MOST_TABLES = 256
 _tables: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
+"""The first tables that a process uses, on the devices. None leaves, since CUDA graphs read them."""
 
 
 def on_device(table: tuple[float, ...], device: torch.device) -> Tensor:
@@ -287,5 +289,6 @@ def on_device(table: tuple[float, ...], device: torch.device) -> Tensor:
         return torch.stack([torch.full((), value, device=device) for value in table])
     with torch.inference_mode(False):
         found = torch.tensor(table, dtype=torch.float32, device=device)
-    _tables[table, device] = found
+    if len(_tables) < MOST_TABLES:
+        _tables[table, device] = found
     return found

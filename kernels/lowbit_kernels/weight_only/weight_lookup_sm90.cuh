@@ -174,10 +174,14 @@ DEVICE uint32 scaled(uint32 pair, const Factor &factor) {
 
 // ---- integers and float8 --------------------------------------------------------------------------------------------
 
-// A group's scale, and the offset that unpacking adds to two adjacent codes.
+// Whether scales are multiplied into FACTOR and OFFSET, not into each weight. Both are 2**-40 of what they are else:
+// products with scales below 2**40 are finite, and those with scales from 2**-80 on keep all bits.
+static constexpr bool FOLDED = ROUNDED && !ZERO && CODES != LOOKUP && DTYPE == BF16;
+
+// A group's scale, and what unpacking multiplies two adjacent codes by, with FOLDED, and adds to them.
 struct Group {
     float scale;
-    uint32 offset;
+    uint32 factor, offset;
 };
 
 // The thread's place among the four of a row: which bytes of eight codes it selects, and their factor. The factor
@@ -210,9 +214,8 @@ DEVICE uint32 two_of(uint32 low, uint32 high, const Place &place, const Group &g
     }
     if constexpr (BITS == 4) x = DTYPE == FP16 ? masked_or(x, 0x00f0000f, 0x64006400) : x & 0x00f0000f;
     else x = masked_xor(x, 0x00ff00ff, (DTYPE == FP16 ? 0x64006400 : 0) | (UNSIGNED ? 0 : 0x00800080));
-    x = fused(x, place.factor, group.offset);
-    if constexpr (ROUNDED) x = product_of(x, scale);
-    return x;
+    x = fused(x, FOLDED ? group.factor : place.factor, group.offset);
+    return ROUNDED && !FOLDED ? product_of(x, scale) : x;
 }
 
 // The same for the eight codes of 5 to 7 bits that begin at bit 8 * BITS * j of the words.
@@ -227,6 +230,6 @@ DEVICE uint32 two_of_stream(const uint32 (&words)[WORDS], int j, const Place &pl
     constexpr uint32 MASK = (1u << BITS) - 1, MORE = DTYPE == FP16 ? 0x64006400 : 0;
     uint32 x = permute(low, high, place.selector) >> place.shift;
     x = masked_or(x << 16 - BITS, MASK << 16, x & MASK | MORE);
-    x = fused(x, place.factor, group.offset);
-    return ROUNDED ? product_of(x, scale) : x;
+    x = fused(x, FOLDED ? group.factor : place.factor, group.offset);
+    return ROUNDED && !FOLDED ? product_of(x, scale) : x;
 }

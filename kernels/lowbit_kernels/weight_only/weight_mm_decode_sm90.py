@@ -25,6 +25,7 @@ from lowbit_kernels.runtime.library import aligned
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
 from lowbit_kernels.runtime.tensor_map import takes_rows, tensor_map
 from lowbit_kernels.weight_only.codes_format import E2M1, CodesFormat
+from lowbit_kernels.weight_only.weight_lookup_sm90 import table_of
 from lowbit_kernels.weight_only.weight_operands import (
     E4M3,
     GROUP_STEP,
@@ -321,23 +322,6 @@ def _is_exact_scaled(operands: WeightOperands) -> bool:
     )
 
 
-@functools.lru_cache
-def table_of(values: tuple[float, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], float]:
-    """The bits of the numbers of a table in `dtype`, divided by a unit, and the unit: the one with the least error."""
-    exact = torch.tensor(values, dtype=torch.float64)
-
-    def error(unit: float) -> float:
-        rounded = (exact / unit).to(dtype).double() * unit
-        return float((rounded - exact).square().sum())
-
-    unit = 1.0
-    if error(unit) > 0:
-        start = 2.0 ** math.floor(math.log2(max(map(abs, values))))
-        unit = min((start * 2 ** (i / 512) for i in range(512)), key=error)
-    bits = (exact / unit).to(dtype).view(torch.int16).int() & 0xFFFF
-    return tuple(bits.tolist()), unit
-
-
 def product(operands: WeightOperands) -> DecodeProduct | None:
     """The planned product; None where the device or the operands are not the kernel's."""
     if not (nvrtc.runs_on_hopper(operands.x.device) and takes(operands)):
@@ -452,8 +436,8 @@ class DecodeProduct:
 def _table_macros(format: CodesFormat, dtype: torch.dtype) -> tuple[str, ...]:
     if _codes_macro(format, dtype) != "TABLE":
         return ()
-    bits, unit = table_of(format.table, dtype)
-    return ", ".join(map(str, bits)), f"{unit.hex()}f"
+    bits, factor = table_of(format.table, dtype, True)
+    return ", ".join(map(str, bits)), f"{(1 / factor).hex()}f"
 
 
 def _x_map(operands: WeightOperands, plan: DecodeDivision) -> tuple[int, ...] | None:
@@ -480,13 +464,13 @@ def source(variant: DecodeVariant) -> str:
     )
 
 
-@functools.cache
+@nvrtc.variants
 def _kernel(variant: DecodeVariant, shared: int, device: int) -> nvrtc.Kernel:
     return _module(variant, device).kernel(
         "decode_mm", 20, structs=2, shared=shared, cluster=variant.split, overlaps=True
     )
 
 
-@functools.cache
+@nvrtc.variants
 def _module(variant: DecodeVariant, device: int) -> nvrtc.Module:
     return nvrtc.Module(nvrtc.compiled(source(variant), "sm_90a"))

@@ -194,7 +194,7 @@ def source(variant: ExpertVariant) -> str:
     )
 
 
-@functools.cache
+@nvrtc.variants
 def _kernel(variant: ExpertVariant, device: int) -> nvrtc.Kernel:
     module = nvrtc.Module(nvrtc.compiled(source(variant), "sm_90a"))
     return module.kernel("expert_mm", 18, shared=variant.shared, overlaps=True)

@@ -15,9 +15,9 @@
 //   ROUNDED            1: the scale is multiplied into the weight, which is rounded to DTYPE (SCALE is DTYPE, except
 //                      for LOOKUP); 0: the scale is multiplied into the sums of a group, in float32
 //   TOKENS             of a tile: a multiple of 16, at most 256
-//   ROWS               of the weight in a block's tile: 64, 128 or 256; or 224, with GROUPS 4, BESIDE 2, SPLIT 1 and at
-//                      most 32 TOKENS
-//   GROUPS             warp groups that multiply: 2 or 4
+//   ROWS               of the weight in a tile: 64, 128 or 256; 192 with GROUPS 3; or 224, with GROUPS 4, BESIDE
+//                      2, SPLIT 1 and at most 32 TOKENS
+//   GROUPS             warp groups that multiply: 2, 3 or 4
 //   BESIDE             1 or 2 blocks of a cluster, on adjacent rows; each loads half of the tokens for both
 //   SPLIT              1, 2, 4 or 8 blocks of a cluster that share a tile's K (split-K)
 //   CHUNK              K of a pipeline stage: 128 or 256; 256 with groups of 128 needs an even number of them in a row
@@ -62,7 +62,7 @@ static constexpr int THREADS = 128 * (GROUPS + 1);            // of these warps 
 static constexpr int PITCH = CHUNK * BITS / 8;                // bytes of a row of codes in a stage
 static constexpr int CODE_BYTES = HELD * PITCH, TOKEN_BYTES = TOKENS * CHUNK * 2;
 static constexpr int BOXES = CHUNK / 64;                     // of tokens in a stage, with rows of 128 bytes
-static constexpr int BOX_ROWS = OVERLAP ? 64 : ROWS < 128 ? ROWS : 128;  // of codes
+static constexpr int BOX_ROWS = OVERLAP ? 64 : ROWS % 128 ? ROWS : 128;  // of codes
 static constexpr int FETCHED = 32 * 1024;                    // most bytes of scales that are prefetched
 static constexpr int STAGE_BYTES = CODE_BYTES + TOKEN_BYTES;
 static_assert(STAGES > TURNS, "a warpgroup leaves a chunk's stage when it has begun with its next one");
@@ -71,28 +71,29 @@ static constexpr bool FLUSH = GROUP > 0 && !ROUNDED;  // a group's sums are scal
 static constexpr int RUN = GROUP % 128 == 0 && CHUNK > 64 ? 128 : GROUP % 64 == 0 ? 64 : 32;  // adjacent K in one group
 static constexpr int RUNS = GROUP ? CHUNK / RUN : 1;
 static constexpr int SUMMED = FLUSH ? RUNS : 1;                 // parts of a chunk with separate sums
-// Instructions of a piece, with 16 K each. Pieces are short, so that unpacking interleaves with the products. Longer
-// pieces hide the time to unpack better, where registers suffice.
-static constexpr bool LONG = TOKENS < 128 || (TOKENS == 128 && SUBTILES == 1 && (!FLUSH || CODES == LOOKUP));
-static constexpr int STEPS = BITS <= 4 && GROUPS == 2 && LONG && CHUNK > 64 && (RUN > 32 || SCALED) ? 4 : 2;
-// Whether the two warp groups issue their products in turns, so that each unpacks while the tensor cores work for the
-// other one.
-static constexpr bool ORDERED = CODES == LOOKUP && GROUPS == 2 && LANES == 1 && (TOKENS == 64 || TOKENS == 128);
+// Instructions of a piece, with 16 K each: few, so that unpacking interleaves with the products; more, to hide its time,
+// where registers suffice.
+static constexpr bool LONG = TOKENS <= (FLUSH && CODES != LOOKUP ? 64 : SUBTILES == 1 ? 128 : 112);
+static constexpr bool FOUR = (BITS <= 4 || CODES == E4M3) && GROUPS == 2 && LONG && CHUNK > 64 && (RUN > 32 || SCALED);
+static constexpr int STEPS = FOUR ? 4 : 2;
+// Whether the two warp groups take turns to multiply, so that each unpacks while the tensor cores work for the other.
+static constexpr bool ORDERED = CODES == LOOKUP && GROUPS == 2 && LANES == 1 && TOKENS >= 64 && TOKENS <= 128;
 static constexpr int WORDS = STEPS * BITS / 2;  // of a row's codes in a piece
 static constexpr int PIECES = CHUNK / 16 / STEPS, HALVES = PIECES / SUMMED;  // in a chunk, in a part
 // Whether a piece's codes are loaded while the products of the previous piece are issued, where registers suffice.
-static constexpr bool EARLY = GROUPS == 2 || SUMS * (FLUSH ? 2 : 1) < 64;
+static constexpr bool EARLY = GROUPS == 2 || SUMS * (FLUSH ? 2 : 1) < (GROUPS == 3 ? 80 : 64);
+static constexpr uint32 LESS = FOLDED ? 40 * 0x00800080 : 0;
 // The factor of the weights in the products.
-static constexpr float UNIT = CODES == LOOKUP ? UNIT_OF_TABLE : DTYPE == FP16 || CODES == E4M3 ? 1.0f : 1.0f / 64;
+static constexpr float UNIT = CODES == LOOKUP                  ? UNIT_OF_TABLE
+                              : DTYPE == FP16 || CODES == E4M3 ? 1.0f
+                                                               : 1.0f / 64 / (FOLDED ? 1ll << 40 : 1);
 // The bits of an integer, read as a number, times FACTOR, plus OFFSET, give the integer times UNIT: see two_of.
 // E4M3's bits read as a bfloat16 are 2**-120 of the number.
 static constexpr uint32 FACTOR = DTYPE == FP16 ? (BITS == 4 ? 0x2c003c00 : 0x3c003c00)
                                  : CODES == E4M3 ? 0x7b807b80
-                                 : BITS == 4     ? 0x7d007f00
-                                                 : 0x7f007f00;
+                                                 : (BITS == 4 ? 0x7d007f00 : 0x7f007f00) - LESS;
 static constexpr uint32 OFFSET = DTYPE == FP16 ? (BITS == 4 ? 0xd480e408 : 0xe400e400 + (1u << BITS - 1) * 0x00010001)
-                                 : BITS == 4   ? 0xbe00be00
-                                               : 0xc000c000 - (8 - BITS) * 0x00800080;
+                                                 : 0xc000c000 - (8 - BITS) * 0x00800080 - LESS;
 static constexpr int UNITS = HELD / 16;                         // of 16 rows, the share of a warp
 static constexpr int OWN = TOKENS / 16 * UNITS / SPLIT;         // squares of 16 rows by 16 tokens that a block finishes
 static constexpr int MERGED = OVERLAP ? TOKENS / 16 * 2 : 1;    // squares whose sum the other block has a part of
@@ -100,11 +101,14 @@ static constexpr int BOX_PITCH = 48;                            // bytes between
 
 // Whether the tiles of an incomplete last round may be divided among the two adjacent blocks.
 static constexpr bool TAIL = BESIDE == 2 && SOURCES == 1 && !OVERLAP;
-static_assert(!TAIL || TOKENS * ROWS * 4 <= STAGES * STAGE_BYTES, "their sums take the ring's place");
+// Whether the sums that blocks share take the ring's place. Then a block has one tile, or it is the last one.
+static constexpr bool ONCE = SPLIT > 1 && LANES == 1 && TOKENS > 64;
+static constexpr bool BESIDE_RING = SOURCES > 1 && !ONCE;  // whether they have a place of their own
+static_assert(!(TAIL || ONCE) || TOKENS * ROWS * 4 <= STAGES * STAGE_BYTES, "");
 
 struct Shared {
     unsigned char stage[STAGES][STAGE_BYTES];
-    float4 part[SOURCES > 1 ? OWN : MERGED][SOURCES][2][32];  // sums of the block's squares
+    float4 part[BESIDE_RING ? OWN : MERGED][BESIDE_RING ? SOURCES : 1][2][32];  // sums of the block's squares
     unsigned char box[SOURCES > 1 ? 1 : WARPS][16 * BOX_PITCH];
     uint64 full[STAGES], empty[STAGES], sums_arrived, sums_read;
 };
@@ -126,7 +130,10 @@ struct Epilogue {
     const int *order = nullptr;
 };
 
-// Iterates over a block's tiles; its chunks of a tile are first..last - 1.
+struct Corner { int row, token; };  // of a tile's first result
+
+// Iterates over a block's tiles; its chunks of a tile are first..last - 1. The last tiles end where the matrices end,
+// since the TMA takes long for rows outside of them. A tile begins at `row` and `token`, and stores from `own()` on.
 struct Schedule {
     const Shape shape;
     const uint32 rank;
@@ -146,20 +153,21 @@ struct Schedule {
 #if EXPERTS
         return take_of_expert();
 #endif
-        int own = tile, beside = rank % BESIDE;
+        int here = tile, beside = rank % BESIDE;
         if constexpr (TAIL) {
             const int left = tiles % clusters, more = tile - (tiles - left);
             divided = left * 2 <= clusters && more >= 0;
             if (divided) {
-                own = tiles - left + more / 2, beside = more % 2;
+                here = tiles - left + more / 2, beside = more % 2;
                 first = shape.chunks * rank / 2, last = shape.chunks * (rank + 1) / 2;
             }
         }
-        if (own >= tiles) return false;
-        const int above = own / (shape.band * shape.rows) * shape.band;
-        const int within = own - above * shape.rows, width = min(shape.band, shape.columns - above);
+        if (here >= tiles) return false;
+        const int above = here / (shape.band * shape.rows) * shape.band;
+        const int within = here - above * shape.rows, width = min(shape.band, shape.columns - above);
         row = (within / width * BESIDE + beside) * ROWS - (OVERLAP ? beside * 32 : 0);
-        token = (above + within % width) * TOKENS;
+        if constexpr (!OVERLAP) row = max(min(row, shape.n - ROWS), 0);
+        token = max(min((above + within % width) * TOKENS, shape.m - TOKENS), 0);
         return true;
     }
 
@@ -167,6 +175,10 @@ struct Schedule {
 
     // The row of all weights that is row `i` of a stage.
     MEMBER int row_at(int i) const { return above + row + i + (GATED && i >= BELOW ? shape.n / 2 - BELOW : 0); }
+
+    MEMBER Corner own() const {
+        return {OVERLAP ? row : (row + ROWS - 1) / ROWS * ROWS, (token + TOKENS - 1) / TOKENS * TOKENS};
+    }
 
     MEMBER bool more() const { return tile + (int)gridDim.x / CLUSTER < shape.rows * shape.columns; }
 
@@ -272,13 +284,16 @@ DEVICE Fetched fetched(const void *scale, const signed char *zero, const Shape &
 }
 
 // Beyond the last group x is 0 and codes are arbitrary; the scale becomes 0, too.
-DEVICE Group group_from(const Fetched &from, const Shape &shape, int chunk, int run) {
+DEVICE Group group_from(const Fetched &from, const Shape &shape, int chunk, int run, uint32 factor) {
     Group group;
     const uint32 bits = TWO_SCALES && run ? from.scale >> 16 : from.scale;
     group.scale = SCALE == FP32 ? bits_float(bits) : SCALE == FP16 ? from_half(bits) : bits_float(bits << 16);
     if (GROUP % CHUNK != 0 && !TWO_SCALES && group_of(chunk * RUNS + run) >= shape.groups) group.scale = 0.0f;
     const float least = UNSIGNED ? 0.0f : 1 << BITS - 1;
-    if constexpr (!ZERO) {
+    const uint32 two = packed<DTYPE>(group.scale, group.scale);
+    if constexpr (FOLDED) {
+        group.factor = product_of(two, factor), group.offset = product_of(two, OFFSET);
+    } else if constexpr (!ZERO) {
         group.offset = OFFSET;
     } else if constexpr (CODES == LOOKUP) {
         group.offset = packed<DTYPE>(from.zero + least, from.zero + least);
@@ -365,8 +380,7 @@ DEVICE void keep(T (&x)[COUNT]) {
 // Whether the other block also holds the rows of the thread's warp group.
 DEVICE bool shares(uint32 rank) { return OVERLAP && threadIdx.x / 128 == (rank ? 0 : 3); }
 
-// Signals that a warp has read a slot, to every block that writes to it. For a divided tile it signals its own block
-// twice.
+// Signals that a warp has read a slot, to every block that writes to it; for a divided tile, to its own block twice.
 DEVICE void release(uint32 empty, uint32 rank, bool divided) {
     const uint32 lane = threadIdx.x % 32;
     if (lane < BESIDE) barrier_arrive(empty, TAIL && divided ? rank : rank / BESIDE * BESIDE + lane);
@@ -442,7 +456,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < SUBTILES * 2 * RUNS; ++i) {
             const int subtile = i / RUNS / 2, below = i / RUNS % 2, run = i % RUNS;
-            group[subtile][below][run] = group_from(next[subtile][below][run], shape, chunk, run);
+            group[subtile][below][run] = group_from(next[subtile][below][run], shape, chunk, run, place.factor);
         }
     }
 
@@ -562,12 +576,13 @@ struct Consumer {
 
 // ---- results --------------------------------------------------------------------------------------------------------
 
-// Copies eight results of a token, or `count` if fewer, between global memory and 16 bytes of shared memory.
-DEVICE void copy_eight(unsigned short *to, const unsigned short *from, int count, bool wide) {
-    if (wide && count >= 8) {
+// Copies eight results of a token between global memory and 16 bytes of shared memory: those from `first` on, up to
+// `end`.
+DEVICE void copy_eight(unsigned short *to, const unsigned short *from, int first, int end, bool wide) {
+    if (wide && first <= 0 && end >= 8) {
         *(uint4 *)to = *(const uint4 *)from;
     } else {
-        for (int i = 0; i < min(count, 8); ++i) to[i] = from[i];
+        for (int i = max(first, 0); i < min(end, 8); ++i) to[i] = from[i];
     }
 }
 
@@ -587,17 +602,18 @@ struct Rows {
 };
 
 // Turns a warp's sums of 16 rows by 16 tokens into results, transposed through shared memory.
-DEVICE void finish(unsigned char *box, const Epilogue &epilogue, const Shape &shape, const Rows &rows,
-                   const float (&sums)[8], int row, int token) {
+DEVICE void finish(unsigned char *box, const Epilogue &epilogue, const Shape &shape, const Corner &from,
+                   const Rows &rows, const float (&sums)[8], int row, int token) {
     const int lane = threadIdx.x % 32;
     // The order of the 8 x 8 matrices: rows 0..7 and 8..15 of eight tokens, then those of the next eight.
     const uint32 matrix = shared_address(box) + (lane / 16 * 8 + lane % 8) * BOX_PITCH + lane / 8 % 2 * 16;
     unsigned short *mine = (unsigned short *)(box + lane / 2 * BOX_PITCH + lane % 2 * 16);
-    const int column = row + lane % 2 * 8, own = token + lane / 2, count = own < shape.m ? shape.n - column : 0;
+    const int column = row + lane % 2 * 8, own = token + lane / 2, skipped = from.row - column;
+    const int count = own >= from.token && own < shape.m ? shape.n - column : 0;
     const long long at = (long long)own * shape.n + column;
     uint32 residual[4] = {};
     if (epilogue.residual) {
-        copy_eight(mine, (const unsigned short *)epilogue.residual + at, count, epilogue.wide);
+        copy_eight(mine, (const unsigned short *)epilogue.residual + at, skipped, count, epilogue.wide);
         __syncwarp();
         load_matrices_transposed(matrix, residual);
         __syncwarp();
@@ -617,20 +633,21 @@ DEVICE void finish(unsigned char *box, const Epilogue &epilogue, const Shape &sh
     }
     store_matrices_transposed(matrix, result);
     __syncwarp();
-    copy_eight(epilogue.out + at, mine, count, epilogue.wide);
+    copy_eight(epilogue.out + at, mine, skipped, count, epilogue.wide);
     __syncwarp();
 }
 
-// The same for all squares of a warp, where no residual is added and all rows are aligned. It has few instructions:
-// each runs once a tile, so fetching it costs most.
+// The same for all squares of a warp, without residual and with aligned rows. It has few instructions: each runs once a
+// tile, so fetching it costs most.
 template <bool SCALED>
-DEVICE void finish_plain(unsigned char *box, const Epilogue &epilogue, const Shape &shape, const Rows &rows,
-                         const float (&sums)[SUMS], int row, int token) {
+DEVICE void finish_plain(unsigned char *box, const Epilogue &epilogue, const Shape &shape, const Corner &from,
+                         const Rows &rows, const float (&sums)[SUMS], int row, int token) {
     const int lane = threadIdx.x % 32;
     const uint32 matrix = shared_address(box) + (lane / 16 * 8 + lane % 8) * BOX_PITCH + lane / 8 % 2 * 16;
     const uint4 *mine = (const uint4 *)(box + lane / 2 * BOX_PITCH + lane % 2 * 16);
     unsigned short *to = epilogue.out + (long long)(token + lane / 2) * shape.n + row + lane % 2 * 8;
-    const int left = shape.m - token - lane / 2;
+    const int first = from.token - token - lane / 2;
+    const int end = row + lane % 2 * 8 >= from.row ? shape.m - token - lane / 2 : 0;
 #pragma unroll
     for (int j = 0; j < TOKENS / 16; ++j, to += 16ll * shape.n) {
         uint32 result[4];
@@ -647,21 +664,21 @@ DEVICE void finish_plain(unsigned char *box, const Epilogue &epilogue, const Sha
         }
         store_matrices_transposed(matrix, result);
         __syncwarp();
-        if (left > j * 16) *(uint4 *)to = *mine;
+        if (j * 16 >= first && j * 16 < end) *(uint4 *)to = *mine;
         __syncwarp();
     }
 }
 
 // Finishes a tile whose sums this block has alone.
-DEVICE void finish_all(unsigned char *box, const Epilogue &epilogue, const Shape &shape,
+DEVICE void finish_all(unsigned char *box, const Epilogue &epilogue, const Shape &shape, const Corner &from,
                        const float (&sums)[SUBTILES][SUMS], int row, int token) {
     const bool plain = epilogue.wide && !epilogue.residual;
 #pragma unroll
     for (int subtile = 0; subtile < SUBTILES; ++subtile, row += 64) {
         const Rows rows(epilogue, shape, row);
         if (plain && row + 16 <= shape.n) {
-            if (epilogue.token_scale) finish_plain<true>(box, epilogue, shape, rows, sums[subtile], row, token);
-            else finish_plain<false>(box, epilogue, shape, rows, sums[subtile], row, token);
+            if (epilogue.token_scale) finish_plain<true>(box, epilogue, shape, from, rows, sums[subtile], row, token);
+            else finish_plain<false>(box, epilogue, shape, from, rows, sums[subtile], row, token);
             continue;
         }
 #pragma unroll 1
@@ -670,7 +687,7 @@ DEVICE void finish_all(unsigned char *box, const Epilogue &epilogue, const Shape
 #pragma unroll
             for (int i = 0; i < SUMS; ++i)
                 if (i / 8 == j) square[i % 8] = sums[subtile][i];
-            finish(box, epilogue, shape, rows, square, row, token + j * 16);
+            finish(box, epilogue, shape, from, rows, square, row, token + j * 16);
         }
     }
 }
@@ -718,26 +735,34 @@ struct Exchange {
         }
     }
 
-    // Adds the sums that all blocks sent, in the order of K, and finishes the block's squares.
-    MEMBER void finish_own(const Epilogue &epilogue, const Shape &shape, const Schedule &schedule) const {
+    // Exchanges a tile's sums, adds them in the order of K, and finishes the block's squares. A warp's squares have the
+    // same rows. `read` is the parity of `sums_read` at which nobody needs what is in place of `parts`.
+    MEMBER void finish(const float (&sums)[SUBTILES][SUMS], const Epilogue &epilogue, const Shape &shape,
+                       const Schedule &schedule, uint32 parity, uint32 read) const {
+        static_assert(PARTS == 1 || WARPS % (UNITS / PARTS) == 0, "");
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int row = schedule.row + (warp % (UNITS / PARTS) * PARTS + part) * 16;
+        if constexpr (CLUSTER == 1) named_barrier_sync(1, WARPS * 32);
+        else barrier_wait(shared_address(&shared.sums_read), read);
+        send(sums);
+        const Rows rows(epilogue, shape, row);  // loaded while the sums arrive
+        if constexpr (CLUSTER == 1) named_barrier_sync(1, WARPS * 32);
+        else barrier_wait_after(shared_address(&shared.sums_arrived), parity);
         for (int own = warp; own < OWN; own += WARPS) {
-            const int row = schedule.row + (own % (UNITS / PARTS) * PARTS + part) * 16;
             const int token = schedule.token + own / (UNITS / PARTS) * 16;
             if (row >= shape.n || token >= shape.m) continue;
             float square[8] = {};
 #pragma unroll
             for (int source = 0; source < SOURCES; ++source) {
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const float4 more = parts[own][source][i][lane];
-                    square[i * 4] += more.x, square[i * 4 + 1] += more.y;
-                    square[i * 4 + 2] += more.z, square[i * 4 + 3] += more.w;
+                for (int i = 0; i < 8; i += 4) {
+                    const float4 more = parts[own][source][i / 4][lane];
+                    square[i] += more.x, square[i + 1] += more.y, square[i + 2] += more.z, square[i + 3] += more.w;
                 }
             }
             __syncwarp();
             unsigned char *box = (unsigned char *)parts[own][0];  // its sums are no longer needed
-            finish(box, epilogue, shape, Rows(epilogue, shape, row), square, row, token);
+            ::finish(box, epilogue, shape, schedule.own(), rows, square, row, token);
         }
         if (CLUSTER > 1 && schedule.more()) leave();  // else nobody waits, and other blocks may have exited
     }
@@ -795,23 +820,15 @@ DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char 
         continue;
 #endif
         float(&result)[SUBTILES][SUMS] = FLUSH ? totals : sums;
-        if constexpr (SOURCES > 1) {
+        if constexpr (BESIDE_RING) {
             const Exchange<SPLIT, BESIDE> exchange(shared, shared.part, rank);
-            if constexpr (CLUSTER == 1) named_barrier_sync(1, WARPS * 32);
-            else barrier_wait(shared_address(&shared.sums_read), parity ^ 1);
-            exchange.send(result);
-            if constexpr (CLUSTER == 1) named_barrier_sync(1, WARPS * 32);
-            else barrier_wait_after(shared_address(&shared.sums_arrived), parity);
-            exchange.finish_own(epilogue, shape, schedule);
-        } else if (TAIL && schedule.divided) {  // the last tile: once all are here, nobody reads the ring
-            const Exchange<BESIDE, 1> exchange(shared, shared.stage, rank);
-            exchange.leave();
-            barrier_wait(shared_address(&shared.sums_read), 0);
-            exchange.send(result);
-            barrier_wait_after(shared_address(&shared.sums_arrived), 0);
-            exchange.finish_own(epilogue, shape, schedule);
+            exchange.finish(result, epilogue, shape, schedule, parity, parity ^ 1);
+        } else if (ONCE || (TAIL && schedule.divided)) {
+            const Exchange<ONCE ? SPLIT : BESIDE, ONCE ? BESIDE : 1> exchange(shared, shared.stage, rank);
+            exchange.leave();  // once all are here, nobody reads the ring
+            exchange.finish(result, epilogue, shape, schedule, 0, 0);
         } else if (!shares(rank) || merge(shared, result[0], rank, parity)) {
-            finish_all(shared.box[SOURCES > 1 ? 0 : warp], epilogue, shape, result, row, schedule.token);
+            finish_all(shared.box[SOURCES > 1 ? 0 : warp], epilogue, shape, schedule.own(), result, row, schedule.token);
         }
     }
 }
@@ -868,7 +885,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             let_next_start();  // not earlier, since its copies would delay these
         }
     } else {
-        take_registers<GROUPS == 2 ? 232 : 112>();
+        take_registers<GROUPS == 2 ? 232 : GROUPS == 3 ? 160 : 112>();
         consume(shared, epilogue, zero, shape, rank);
     }
     __syncwarp();

@@ -8,9 +8,10 @@ Blocks of a cluster may share the K of a tile (split-K). They exchange their sum
 the order of K, so results are the same in every run. A launch overlaps with the end of the previous one.
 
 Only the result is rounded, with these exceptions. For 256 tokens or more and bfloat16 x and scales, weights may be
-rounded to bfloat16, as a weight is that is dequantized before the product. Numbers of at most two significant bits,
-such as integers up to 4, lose little by it. They and weights with zero points that are values are rounded for any
-number of tokens. A table's values are rounded to the dtype of x, after a factor that brings them close to such numbers.
+rounded to bfloat16, as a weight is that is dequantized before the product; an infinite scale then gives NaN. Numbers of
+at most two significant bits, such as integers up to 4, lose little by it. They and weights with zero points that are
+values are rounded for any number of tokens. A table's values are rounded to the dtype of x, after a factor that brings
+them close to such numbers.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.library import aligned
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
 from lowbit_kernels.runtime.tensor_map import takes_rows, tensor_map
+from lowbit_kernels.runtime.wgmma import multiply_from_registers
 from lowbit_kernels.weight_only.weight_lookup_sm90 import STEP, Unpacking, unpacking_of
 from lowbit_kernels.weight_only.weight_operands import (
     HALVES,
@@ -82,13 +84,26 @@ class Tile(NamedTuple):
     def turns(self) -> int:
         return 2 if self.overlaps else self.lanes
 
+    def clusters(self, m: int, n: int, beside: int) -> int:
+        """Tiles of clusters with so many blocks beside each other."""
+        return -(-n // (self.rows * beside)) * -(-m // self.tokens)
+
+    def is_once(self, split: int) -> bool:
+        """True if sums that blocks share take the ring's place, so that a block has one tile."""
+        return split > 1 and self.lanes == 1 and self.tokens > 64
+
 
 SMALL = tuple(Tile(tokens, rows, 4) for tokens in (16, 32, 64) for rows in (64, 128, 256))
 # Two adjacent blocks share 448 rows, and both hold the middle 64: see `weight_mm_large_batch_sm90.cu`.
 PAIRED = tuple(Tile(tokens, 224, 4) for tokens in (16, 32))
-BROAD = Tile(128, 128, 2)
-MIDDLE = (*(Tile(tokens, 128, 2) for tokens in (16, 32, 64)), BROAD, Tile(64, 256, 2))
-LARGE = (Tile(128, 256, 2), Tile(256, 128, 2))  # registers hold one set of sums only
+# A number of tokens that leaves a tile half empty costs as much as a full one, so there are many.
+TOKENS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 208, 256)
+WIDE = tuple(
+    Tile(tokens, rows, groups)
+    for tokens in TOKENS
+    for rows, groups, least, most in ((128, 2, 16, 256), (192, 3, 80, 192), (256, 2, 64, 128))
+    if least <= tokens <= most
+)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -101,47 +116,55 @@ def plan(m: int, n: int, k: int, unpacking: Unpacking, multiprocessors: int) -> 
         for chunk in [chunk_of(tile, unpacking, k)]
         for beside in (1, 2)
         for split in (1, 2, 4, 8)
-        if beside * split <= 8 and split <= min(-(-k // chunk), tile.rows // 16)
-        if split == 1 or tile.tokens * tile.rows < 2**15
+        if beside * split <= 8 and split <= -(-k // chunk) and tile.rows // 16 % split == 0
         if beside == 1 or tile.lanes == 1
         if not tile.overlaps or (beside, split) == (2, 1)
         for depth in [stages(*tile, split, unpacking, chunk)]
-        if depth >= 2 * tile.turns
+        if depth >= (3 if tile.is_once(split) else 2 * tile.turns)
         for clusters in [_clusters(m, n, tile, beside, split, multiprocessors)]
+        if not tile.is_once(split) or clusters == tile.clusters(m, n, beside)
+        if _ring_holds_sums(tile, beside, split, depth * _stage(tile, unpacking, chunk))
     ]
     return min(candidates, key=lambda c: _clocks(c, m, n, k, unpacking))
 
 
 def _tiles(m: int, unpacking: Unpacking) -> list[tuple[Tile, bool]]:
-    """Tiles for M tokens, and whether scales are multiplied into the weights.
-
-    The registers of the largest tiles don't hold two sets of sums. So integers of 4 and 8 bits are rounded with such
-    tiles only: with smaller ones it would gain 3 to 5% and lose exactness. Sums of groups of 32 take 1.7 times bf16's
-    time, rounded weights 1.1.
-    """
-    fitting = [t for t in (*PAIRED, *SMALL, *MIDDLE) if t.tokens < 2 * max(m, 16)]
-    group, is_looked_up = unpacking.group, unpacking.lookup_bytes > 0
-    rounds = unpacking.rounds(m)
-    tiles = []
-    if rounds and is_looked_up:
-        large = (BROAD, *LARGE) if m > 64 else ()
-        tiles = [(tile, True) for tile in (*large, *fitting)]
-        if unpacking.rounding != "large":
-            return tiles
-    elif rounds and (group % 128 == 0 or unpacking.codes == "INT4"):
-        tiles = [(LARGE[1], True), (BROAD, True)]
-    elif group == 0 and m > 64:
-        tiles = [(tile, False) for tile in (BROAD, *LARGE)]
-    return [*tiles, *((tile, False) for tile in fitting if not _spills(tile, unpacking))]
+    """Tiles for M tokens, and whether scales are multiplied into the weights."""
+    rounds, group = unpacking.rounds(m), unpacking.group
+    must_round = rounds and unpacking.lookup_bytes > 0 and unpacking.rounding != "large"
+    ways = [True] if must_round else [True, False] if rounds else [False]
+    return [
+        (tile, rounded)
+        for tile in (*PAIRED, *SMALL, *WIDE)
+        if tile.tokens < 2 * max(m, 16)
+        for rounded in ways
+        if _holds(tile, unpacking, group > 0 and not rounded)
+        if not rounded or unpacking.lookup_bytes or _rounds_integers(tile, unpacking)
+    ]
 
 
-def _spills(tile: Tile, unpacking: Unpacking) -> bool:
-    """True if the sums of groups, the scales and the rest exceed a thread's registers."""
-    if tile.tokens != 64 or unpacking.group == 0:
-        return False
+def _rounds_integers(tile: Tile, unpacking: Unpacking) -> bool:
+    """True if this tile may round integers of 4 to 8 bits. Small tiles gain little by it, and lose exactness."""
+    return tile.tokens > 64 and (unpacking.group % 128 == 0 or unpacking.codes == "INT4")
+
+
+def _holds(tile: Tile, unpacking: Unpacking, twice: bool) -> bool:
+    """True if a thread's registers hold its sums, `twice` where those of a group are scaled on their own."""
+    sums = tile.tokens // 2 * (2 if tile.rows > 64 * tile.groups else 1)
+    if not twice:
+        is_integer = unpacking.codes in ("INT4", "INT8")
+        return sums <= {2: 128, 3: 96 if is_integer else 80, 4: 64}[tile.groups]
+    if tile.tokens != 64:
+        return tile.groups != 3 and sums <= (64 if tile.groups == 2 and tile.rows < 256 else 32)
     if tile.rows < 256:
-        return tile.groups == 4 and unpacking.codes in ("LOOKUP", "STREAM")
-    return tile.groups == 4 or unpacking.group % 128 > 0
+        return tile.groups == 2 or unpacking.codes not in ("LOOKUP", "STREAM")
+    return tile.groups == 2 and unpacking.group % 128 == 0
+
+
+def _ring_holds_sums(tile: Tile, beside: int, split: int, ring: int) -> bool:
+    """True unless blocks exchange sums in the place of a ring of so many bytes that is too small."""
+    divides = beside == 2 and split * tile.lanes == 1 and not tile.overlaps
+    return not (tile.is_once(split) or divides) or tile.tokens * tile.rows * 4 <= ring
 
 
 def _clusters(m: int, n: int, tile: Tile, beside: int, split: int, multiprocessors: int) -> int:
@@ -149,49 +172,50 @@ def _clusters(m: int, n: int, tile: Tile, beside: int, split: int, multiprocesso
     part of the GPU: an H200 with 132 multiprocessors runs 30 of 4 blocks or 15 of 8."""
     size = beside * split
     most = max((multiprocessors if size <= 2 else multiprocessors * 10 // 11) // size, 1)
-    return min(most, -(-n // (tile.rows * beside)) * -(-m // tile.tokens))
+    return min(most, tile.clusters(m, n, beside))
 
 
 def _clocks(plan: LargeBatchDivision, m: int, n: int, k: int, unpacking: Unpacking) -> float:
-    """The estimated clocks of a cluster, fitted to measurements on an H200 (looked-up codes: to 560 of them, 10% off).
+    """The estimated clocks of a cluster: rounds of tiles, each with its chunks of K and an end.
 
-    Each chunk takes the slowest of: unpacking and products (with two warp groups, their latency); the L2 cache, at 44
-    bytes a clock; memory, at 2,110 bytes a clock for all clusters. The exchange of sums and the results come on top.
+    Fitted to 550 plans of 100 shapes on an H100 and an H200, with an error of 5% (root of mean square). In each of the
+    shapes the chosen plan was within 8% of the fastest one, in half of them it was the fastest.
+
+    Each chunk takes the slowest of: unpacking and products; the L2 cache, at 49 bytes a clock; memory, at 2,110 bytes a
+    clock for all clusters. The exchange of sums and the results come on top.
     """
+    tile, part = Tile(*plan[:3]), plan.chunk / 128
     chunks = -(-k // (plan.chunk * plan.split))
     columns = -(-m // plan.tokens)
-    tiles = -(-n // (plan.rows * plan.beside)) * columns
-    bits = unpacking.bits
-    codes, tokens = plan.rows * plan.chunk * bits // 8, plan.tokens * plan.chunk * 2
-    alone = plan.rows <= 64 * plan.groups  # a warp group has 64 rows, which hide less latency
-    own = 165 + 3.4 * plan.tokens
-    if plan.groups == 2 and alone:
-        own = max(300, 200 + 3.15 * plan.tokens)
-    if bits == 8 or plan.rounded:  # sums of groups are usually not scaled
-        own -= 35
-    if unpacking.table:
-        own += 100 if plan.groups == 2 else 40
-    elif unpacking.codes == "STREAM":
-        own += 250
-    elif unpacking.codes == "E4M3" and plan.tokens >= 128:
-        own += 50
-    part = plan.chunk / 128
-    products = max(own * part + (110 if alone or bits == 8 else 55), 4.8 * plan.tokens * part)
+    codes, tokens = plan.rows * plan.chunk * unpacking.bits // 8, plan.tokens * plan.chunk * 2
+    # blocks that share copies wait for each other; three warp groups draw more power
+    slower = (1.02 if plan.beside > 1 else 1.0) * (1.03 if plan.groups == 3 else 1.0)
     chunk = max(
-        plan.rows / 64 * products,
-        (codes + tokens / plan.beside) / 44,
+        plan.rows / 64 * _products(plan, unpacking) * part * slower,
+        (codes + tokens / plan.beside) / 49,
         codes * plan.clusters * plan.cluster / 2110 / min(columns, BAND),
     )
-    end = 3500
-    if plan.split * Tile(*plan[:3]).lanes > 1:
-        sums = _fixed(*plan[:3], plan.split, unpacking) - unpacking.lookup_bytes
-        end = 4730 + sums // (24 if unpacking.table and plan.split == 1 else 12)
-    whole, left = divmod(tiles, plan.clusters)
+    end = 2900 + 0.087 * plan.tokens * plan.rows
+    if plan.split * tile.lanes > 1:
+        end += 270 + 0.23 * plan.tokens * plan.rows * tile.lanes
+    whole, left = divmod(tile.clusters(m, n, plan.beside), plan.clusters)
     divided = plan.divides and left * 2 <= plan.clusters
-    rounds = whole + (left > 0) * (0.6 if divided else 1.0)
+    rounds = float(whole + (left > 0) * (0.6 if divided else 1.0))
     if rounds > 1 and columns > 1 and plan.beside == 1:
-        rounds *= 1.03  # blocks that read the same tokens drift apart in time
+        rounds *= 1.02  # blocks that read the same tokens drift apart in time
     return rounds * (chunks * chunk + end)
+
+
+def _products(plan: LargeBatchDivision, unpacking: Unpacking) -> float:
+    """Clocks of a warp group for 64 rows by 128 of K. Up to 128 tokens shared memory and the latency of unpacking bound
+    them, beyond that the tensor cores."""
+    once = plan.rounded or unpacking.group == 0
+    alone = {"INT4": 225 if once else 265, "INT8": 300, "E4M3": 350, "STREAM": 530, "LOOKUP": 390}
+    each = {"INT4": 2.8, "INT8": 2.3}.get(unpacking.codes, 2.4) if once else 2.9
+    base = float(alone[unpacking.codes] + (70 if unpacking.zero >= 2 else 0))
+    if plan.groups == 4:  # more warps, which hide more of the latency
+        base, each = base * 0.87, 2.8
+    return max(base + each * plan.tokens, 4.41 * plan.tokens)
 
 
 def chunk_of(tile: Tile, unpacking: Unpacking, k: int) -> int:
@@ -216,18 +240,21 @@ def stages(
 ) -> int:
     """The pipeline stages that fit into shared memory, a multiple of the tile's turns."""
     fixed = _fixed(tokens, rows, groups, split, unpacking) + 16 * MAX_STAGES
-    most = min((nvrtc.SHARED_LIMIT - fixed) // _stage(tokens, rows, unpacking, chunk), MAX_STAGES)
-    return most - most % Tile(tokens, rows, groups).turns
+    tile = Tile(tokens, rows, groups)
+    most = min((nvrtc.SHARED_LIMIT - fixed) // _stage(tile, unpacking, chunk), MAX_STAGES)
+    return most - most % tile.turns
 
 
-def _stage(tokens: int, rows: int, unpacking: Unpacking, chunk: int) -> int:
-    held = -(-rows // 64) * 64  # 256 for 224 rows, which overlap
-    return held * chunk * unpacking.bits // 8 + tokens * chunk * 2
+def _stage(tile: Tile, unpacking: Unpacking, chunk: int) -> int:
+    held = -(-tile.rows // 64) * 64  # 256 for 224 rows, which overlap
+    return held * chunk * unpacking.bits // 8 + tile.tokens * chunk * 2
 
 
 def _fixed(tokens: int, rows: int, groups: int, split: int, unpacking: Unpacking) -> int:
     """Bytes of shared memory besides the stages and their barriers."""
     tile, looked_up = Tile(tokens, rows, groups), unpacking.lookup_bytes
+    if tile.is_once(split):
+        return 1024 + BOX + 16 + looked_up
     if split * tile.lanes > 1:
         return tokens * rows * 4 * tile.lanes + BOX + 16 + looked_up
     return (tokens * 128 if tile.overlaps else 1024) + 4 * groups * BOX + 16 + looked_up
@@ -271,7 +298,7 @@ class LargeBatchProduct:
         self.is_ready = operands.has_aligned_scales
         self.copies_x = not is_readable(x)
         x_pitch = _even(k) if self.copies_x or m == 1 else x.strides[0]
-        share, height = plan.tokens // plan.beside, 64 if plan.rows % 64 else min(plan.rows, 128)
+        share, height = plan.tokens // plan.beside, _box_rows(plan.rows)
         pitch = codes.strides[0] if n > 1 else row
         self.codes_map = (1, n, row, pitch, height, plan.chunk * operands.bits // 8)
         self.x_map = (2, m, k, x_pitch, share, 64)
@@ -311,6 +338,11 @@ class LargeBatchProduct:
         return out
 
 
+def _box_rows(rows: int) -> int:
+    """Rows of codes that the TMA copies at a time."""
+    return 64 if rows % 64 else rows if rows % 128 else 128
+
+
 def is_readable(x: TensorLayout) -> bool:
     """True if the TMA reads x [M, K] of 16-bit numbers: rows begin at multiples of 16 bytes and don't overlap."""
     apart = x.shape[0] == 1 or takes_rows(2 * x.strides[0], 2 * x.shape[1])
@@ -339,34 +371,12 @@ def source(
     macros = {"DTYPE": FLOAT_MACROS[dtype], "OUT": FLOAT_MACROS[out], **unpacking.macros()}
     macros |= dict(zip(names, shape, strict=True))
     headers = "runtime/ptx.cuh", "runtime/sm90.cuh", "weight_only/weight_lookup_sm90.cuh"
-    return program(
-        macros, *headers, _multiply(shape[0], dtype), "weight_only/weight_mm_large_batch_sm90.cu"
-    )
-
-
-def _multiply(tokens: int, dtype: torch.dtype) -> str:
-    """The wgmma instruction for 64 x 16 elements in registers and tokens x 16 in shared memory; generated, with an
-    operand for each sum."""
-    sums = tokens // 2
-    names = ", ".join(f"%{i}" for i in range(sums))
-    operands = ", ".join(f'"+f"(sums[{i}])' for i in range(sums))
-    first = ", ".join(f"%{sums + i}" for i in range(4))
-    b, add = (f"%{sums + 4 + i}" for i in range(2))
     kind = "bf16" if dtype == torch.bfloat16 else "f16"
-    return f"""
-// sums = a * b, plus sums if `add`
-DEVICE void multiply(float (&sums)[{sums}], const uint32 *a, uint64 b, int add) {{
-    asm volatile(
-        "{{\\n.reg .pred p;\\n"
-        "setp.ne.b32 p, {add}, 0;\\n"
-        "wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.{kind}.{kind} {{{names}}}, {{{first}}}, {b}, p, 1, 1, 0;\\n}}"
-        : {operands}
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-}}
-"""
+    multiply = multiply_from_registers(shape[0], 16, f"f32.{kind}.{kind}")
+    return program(macros, *headers, multiply, "weight_only/weight_mm_large_batch_sm90.cu")
 
 
-@functools.cache
+@nvrtc.variants
 def _kernel(
     dtype: torch.dtype,
     out: torch.dtype,
@@ -376,6 +386,6 @@ def _kernel(
 ) -> nvrtc.Kernel:
     module = nvrtc.Module(nvrtc.compiled(source(dtype, out, unpacking, shape), "sm_90a"))
     tokens, rows, groups, _, split, _, chunk, stages = shape
-    shared = stages * (_stage(tokens, rows, unpacking, chunk) + 16)
+    shared = stages * (_stage(Tile(tokens, rows, groups), unpacking, chunk) + 16)
     shared += _fixed(tokens, rows, groups, split, unpacking)
     return module.kernel("weight_mm", 17, structs=2, shared=shared, overlaps=True)
