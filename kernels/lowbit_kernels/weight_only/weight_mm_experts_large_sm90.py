@@ -94,8 +94,13 @@ def with_stages(shape: tuple, own: Unpacking, experts: int) -> Division:
     """The division with as many stages as fit into shared memory."""
     tokens, rows, groups, *_, chunk = shape
     fixed = large._fixed(tokens, rows, groups, 1, own) + 16 * large.MAX_STAGES + 4 * experts + 4
-    fitting = (nvrtc.SHARED_LIMIT - fixed) // large._stage(tokens, rows, own, chunk)
+    fitting = (nvrtc.SHARED_LIMIT - fixed) // _stage(tokens, rows, own, chunk)
     return (*shape, min(fitting, large.MAX_STAGES))
+
+
+def _stage(tokens: int, rows: int, own: Unpacking, chunk: int) -> int:
+    """Bytes of a pipeline stage."""
+    return rows * chunk * own.bits // 8 + tokens * chunk * 2
 
 
 class LargeExpertProduct:
@@ -192,6 +197,6 @@ def _kernel(
 ) -> nvrtc.Kernel:
     module = nvrtc.Module(nvrtc.compiled(source(dtype, own, division, experts, gated), "sm_90a"))
     tokens, rows, groups, *_, chunk, stages = division
-    shared = stages * (large._stage(tokens, rows, own, chunk) + 16)
+    shared = stages * (_stage(tokens, rows, own, chunk) + 16)
     shared += large._fixed(tokens, rows, groups, 1, own) + 4 * experts + 4
     return module.kernel("weight_mm", 19, structs=2, shared=shared, overlaps=True)
