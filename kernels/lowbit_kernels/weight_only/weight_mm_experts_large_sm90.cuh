@@ -81,7 +81,9 @@ DEVICE void finish_pairs(unsigned char *box, const Epilogue &epilogue, const Sha
         __syncwarp();
         if (pairs[j] >= 0) {
             unsigned short *to = epilogue.out + (long long)pairs[j] * width + column;
-            copy_eight(to, mine, width - column, epilogue.wide);
+            if (epilogue.wide && column + 8 <= width) *(uint4 *)to = *(const uint4 *)mine;
+            else
+                for (int i = 0; i < min(width - column, 8); ++i) to[i] = mine[i];
         }
         __syncwarp();
     }
