@@ -20,6 +20,7 @@ from tests.integrations.models import SIZES
 transformers = pytest.importorskip("transformers")
 
 from lowbit import hf  # noqa: E402
+from lowbit.convert import side_by_side  # noqa: E402
 from lowbit.interop.hf.decoding import called, held, loop, options, step  # noqa: E402
 from lowbit.interop.hf.decoding.choice import Choice  # noqa: E402
 from lowbit.interop.hf.decoding.step import Decoder, _token  # noqa: E402
@@ -447,12 +448,16 @@ def test_a_model_keeps_its_decoders_until_it_changes_or_goes() -> None:
 
 
 @over_families
-@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-def test_the_folded_graph_of_a_token_computes_the_forward(family: str, fused: bool) -> None:
+@pytest.mark.parametrize("layout", ["", "fused", "side by side"])
+def test_the_folded_graph_of_a_token_computes_the_forward(
+    family: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Traced on a CPU, where `generate` traces nothing."""
     model = fresh(family).bfloat16()
+    if layout == "side by side":
+        monkeypatch.setattr(side_by_side, "DEVICES", ("cpu",))
     lb.quantize_(model, {"lm_head": None, "*": lb.Int4WeightOnly(32)})
-    if fused:
+    if layout == "fused":
         if family in ("phi3", "gpt-neox"):
             pytest.skip("it stores its projections joined")
         lb.inference.fuse_linears_(model)
@@ -466,9 +471,13 @@ def test_the_folded_graph_of_a_token_computes_the_forward(family: str, fused: bo
         with launches.counted() as calls:
             found = graph(*given).float()
     assert (found - expected).norm() < 0.03 * expected.norm()
+    layers = 2
+    if layout == "side by side" and family not in ("phi3", "gpt-neox"):
+        assert decoder.folded["siblings"] == layers * (1 if family in MIXTURES else 2)
+        linears = sum(n for (op, _), n in calls.items() if op == "weight_linear")
+        assert family in MIXTURES or linears == layers * 4
     if family == "gpt-neox":  # it has layer norms, and gates nothing
         return
-    layers = 2
     norms = {"qwen3": 4, "gemma2": 4, "gemma3": 6, "qwen3-moe": 4}.get(family, 2)
     assert decoder.folded["rms_norm"] == layers * norms + 1
     assert calls["decode_attention", "torch"] == layers
