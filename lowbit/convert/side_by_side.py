@@ -72,7 +72,7 @@ def join_rows(weights: list[Any]) -> bool:
     return True
 
 
-def _join_biases(biases: list[nn.Parameter]) -> None:
+def _join_biases(biases: list[Any]) -> None:
     alike = {(b.dtype, b.device, b.requires_grad) for b in biases}
     if alike != {(biases[0].dtype, biases[0].device, False)}:
         return

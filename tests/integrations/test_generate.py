@@ -196,15 +196,15 @@ def test_draws_have_the_distribution_of_the_scores() -> None:
     logits = torch.tensor([0.3, -1.2, 0.9, 0.0, 0.1])
     logits[3] = -torch.inf
     rows = 40_000
-    seed, column = torch.tensor([9]), torch.tensor([4])
+    seed, position, shift = (torch.tensor([n]) for n in (9, 4, 1))
     choice = Choice((), True, (), 0)
     ids = torch.zeros(rows, 1, dtype=torch.int64)
-    found = choice.tokens(ids, logits.expand(rows, 5), seed, column)
+    found = choice.tokens(ids, logits.expand(rows, 5), seed, position, shift)
     share = logits.double().softmax(0)
     off = (found.bincount(minlength=5) / rows - share).abs()
     assert (off <= 5 * (share * (1 - share) / rows).sqrt()).all()
-    again = choice.tokens(ids, logits.expand(rows, 5), seed, column)
-    other = choice.tokens(ids, logits.expand(rows, 5), seed, column + 1)
+    again = choice.tokens(ids, logits.expand(rows, 5), seed, position, shift)
+    other = choice.tokens(ids, logits.expand(rows, 5), seed, position + 1, shift)
     assert torch.equal(found, again) and 0.3 < (found == other).float().mean() < 0.9
 
 
@@ -472,6 +472,7 @@ def test_the_folded_graph_of_a_token_computes_the_forward(
             found = graph(*given).float()
     assert (found - expected).norm() < 0.03 * expected.norm()
     layers = 2
+    assert decoder.folded["tables"] == 2, "cosines and sines"
     if layout == "side by side" and family not in ("phi3", "gpt-neox"):
         assert decoder.folded["siblings"] == layers * (1 if family in MIXTURES else 2)
         linears = sum(n for (op, _), n in calls.items() if op == "weight_linear")
