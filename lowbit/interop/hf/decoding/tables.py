@@ -41,8 +41,8 @@ def tabulate(module: fx.GraphModule, position_ids: Tensor, capacity: int) -> int
         for number, members in enumerate(alike.values()):
             name = f"_table_{number}"
             module.register_buffer(name, torch.stack([tables[i] for i in members]))
-            rows = (graph.get_attr(name), 1, flat)
-            found = graph.call_function(aten.index_select.default, rows)
+            rows = (graph.get_attr(name), [None, flat])  # index_select takes the rows one by one
+            found = graph.call_function(aten.index.Tensor, rows)
             for at, i in enumerate(members):
                 one = graph.call_function(aten.select.int, (found, 0, at))
                 one.meta = dict(outputs[i].meta)
