@@ -4,15 +4,19 @@ q, k and v multiply the same input. Where their codes and scales are slices of o
 them in one launch. The modules, their parameters and state dicts stay as they are. `lowbit.inference.fuse_linears_`
 does more: it joins the modules, so that eager code and torch.compile have one product too.
 
+Each slice has a storage of its own. Tools that save models, such as safetensors and accelerate, take tensors of one
+storage for tied ones, and would leave some out.
+
 Memory that is moved, as by `model.to`, lies apart again until `lowbit.inference.freeze_`.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowbit.convert.owners import find_owners
 from lowbit.convert.siblings import siblings
@@ -23,6 +27,17 @@ DEVICES = ("cuda",)
 """Kinds of devices whose memory is laid out."""
 ALIGNMENT = 16
 """Bytes: kernels read rows that begin at multiples of it."""
+
+
+class Joint:
+    """The inner tensors of several weights, joined along their rows. It lives as long as one of the weights."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+
+_JOINTS: weakref.WeakValueDictionary[int, Joint] = weakref.WeakValueDictionary()
+"""By the address of each slice."""
 
 
 def lay_side_by_side(model: nn.Module) -> None:
@@ -61,14 +76,16 @@ def join_rows(weights: list[Any]) -> bool:
         return False
     if any(t.nbytes % ALIGNMENT for each in parts.values() for t in each[:-1]):
         return False
-    if all(are_joined(each) for each in parts.values()):
+    if all(joint_of(each) is not None for each in parts.values()):
         return False
-    joint = {name: torch.cat(each) for name, each in parts.items()}
-    at = dict.fromkeys(rows, 0)
+    joint = Joint({name: torch.cat(each) for name, each in parts.items()})
+    slices = {
+        name: _split(joint.tensors[name], [len(t) for t in each]) for name, each in parts.items()
+    }
     for i, w in enumerate(weights):
-        own = {name: joint[name].narrow(0, at[name], parts[name][i].shape[0]) for name in rows}
-        at = {name: at[name] + own[name].shape[0] for name in rows}
+        own = {name: slices[name][i] for name in rows}
         w._take_over(w._with({**w.inner_tensors(), **own}))
+        _keep(joint, w, own.values())
     return True
 
 
@@ -78,19 +95,44 @@ def _join_biases(biases: list[Any]) -> None:
         return
     if any(b.nbytes % ALIGNMENT for b in biases[:-1]):
         return
-    for b, own in zip(biases, torch.cat(biases).split([len(b) for b in biases]), strict=True):
+    joint = Joint({"bias": torch.cat(biases)})
+    for b, own in zip(biases, _split(joint.tensors["bias"], [len(b) for b in biases]), strict=True):
         b.data = own
+        _keep(joint, b, [own])
 
 
-def are_joined(tensors: list[Any]) -> bool:
-    """True if these are slices along dimension 0, one after the other, of a contiguous tensor."""
-    end = tensors[0].data_ptr()
-    for t in tensors:
-        is_next = t.data_ptr() == end and t.is_contiguous()
-        if not is_next or t.untyped_storage().data_ptr() != tensors[0].untyped_storage().data_ptr():
-            return False
-        end += t.nbytes
-    return True
+def _keep(joint: Joint, owner: Any, slices: Any) -> None:
+    owner.joint = joint
+    for t in slices:
+        _JOINTS[t.data_ptr()] = joint
+
+
+def _split(t: Tensor, rows: list[int]) -> list[Tensor]:
+    """Slices along dimension 0, over the same memory, each with a storage of its own."""
+    return [torch.from_dlpack(part.view(torch.uint8)).view(part.dtype) for part in t.split(rows)]
+
+
+def holder_of(part: Tensor) -> Joint | None:
+    """What a slice belongs to."""
+    return _JOINTS.get(part.data_ptr())
+
+
+def joint_of(parts: list[Tensor]) -> Tensor | None:
+    """The tensor of which these are the slices, all of them and in their order; None where they are no such slices."""
+    holder = holder_of(parts[0])
+    if holder is None:
+        return None
+    for t in holder.tensors.values():
+        at = t.data_ptr()
+        for part in parts:
+            is_next = part.data_ptr() == at and part.dtype == t.dtype and part.is_contiguous()
+            if not is_next or part.shape[1:] != t.shape[1:]:
+                break
+            at += part.nbytes
+        else:
+            if at == t.data_ptr() + t.nbytes:
+                return t
+    return None
 
 
 def has_scales_of_rows(weight: LowbitTensor) -> bool:

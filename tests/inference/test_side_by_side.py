@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 
 import lowbit as lb
 from lowbit.convert import side_by_side
-from lowbit.convert.side_by_side import are_joined
+from lowbit.convert.side_by_side import joint_of
 
 
 class Attention(nn.Module):
@@ -23,6 +25,10 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         return self.o_proj(q * torch.cat([k, v], -1))
+
+
+def are_joined(tensors: list[torch.Tensor]) -> bool:
+    return joint_of(tensors) is not None
 
 
 def parts(model: nn.Module, name: str) -> list[torch.Tensor]:
@@ -68,6 +74,9 @@ def test_nothing_else_changes(
     own, expected = joined.state_dict(), apart.state_dict()
     assert list(own) == list(expected)
     assert all(torch.equal(own[k], expected[k]) for k in own)
+    storages = {t.untyped_storage().data_ptr() for t in own.values()}
+    assert len(storages) == len(own), "no two are one for tools that save models"
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in own.values())
     file = io.BytesIO()
     torch.save(own, file)
     file.seek(0)
@@ -89,6 +98,15 @@ def test_graphs_and_moved_models_follow(monkeypatch: pytest.MonkeyPatch) -> None
     assert are_joined(parts(moved, "codes")) and are_joined(parts(moved, "scale"))
     x = torch.randn(2, 64)
     assert torch.equal(moved(x), apart(x))
+
+
+def test_memory_lives_as_long_as_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, joined = pair(monkeypatch, lb.Int4WeightOnly(32))
+    codes, joint = joined.v_proj.weight.codes, weakref.ref(joined.q_proj.weight.joint)
+    expected = codes.clone()
+    del joined
+    gc.collect()
+    assert joint() is None and torch.equal(codes, expected)
 
 
 def test_weights_that_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

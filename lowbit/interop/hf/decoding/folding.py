@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 import lowbit_kernels  # noqa: F401  (defines torch.ops.lowbit)
-from lowbit.convert.side_by_side import are_joined
+from lowbit.convert.side_by_side import holder_of, joint_of
 
 aten: Any = torch.ops.aten
 lowbit: Any = torch.ops.lowbit
@@ -249,22 +249,23 @@ def _fold_embedding(node: Any) -> bool:
 def _fold_siblings(node: Any) -> bool:
     """Compute linears of the same input by one product, where their weights are slices of joint ones."""
     own = _rows(node)
-    if not own or not node.users:
+    holder = holder_of(own["codes"]) if own and node.users else None
+    if holder is None:
         return False
-    memory = own["codes"].untyped_storage().data_ptr()
     found = []
     for other in node.args[0].users:
         rows = _rows(other) if _differs_in_rows(node, other) else {}
-        if list(rows) == list(own) and rows["codes"].untyped_storage().data_ptr() == memory:
+        if list(rows) == list(own) and holder_of(rows["codes"]) is holder:
             found.append((rows["codes"].data_ptr(), other, rows))
     found.sort(key=lambda one: one[0])
-    parts = [rows for _, _, rows in found]
-    if len(found) < 2 or not all(are_joined([rows[name] for rows in parts]) for name in own):
-        return False
     sizes = [_value(other).shape[-1] for _, other, _ in found]
-    if any(len(t) != size for rows, size in zip(parts, sizes, strict=True) for t in rows.values()):
+    for (_, _, rows), size in zip(found, sizes, strict=True):
+        if any(len(t) != size for t in rows.values()):
+            return False
+    joint = {name: joint_of([rows[name] for _, _, rows in found]) for name in own}
+    if any(t is None for t in joint.values()):
         return False
-    return _join(node, [other for _, other, _ in found], sizes, parts[0])
+    return _join(node, [other for _, other, _ in found], sizes, joint)
 
 
 def _rows(node: Any) -> dict[str, Tensor]:
@@ -299,15 +300,14 @@ def _differs_in_rows(node: Any, other: Any) -> bool:
     return True
 
 
-def _join(node: Any, siblings: list[Any], sizes: list[int], first: dict[str, Tensor]) -> bool:
+def _join(node: Any, siblings: list[Any], sizes: list[int], joint: dict[str, Any]) -> bool:
     """Replace the siblings, of which `node` stands first, by slices of one product."""
     graph, value, total, names = node.graph, _value(node), sum(sizes), LINEARS[node.target]
     args = list(node.args)
     with graph.inserting_before(node):
-        for name, t in first.items():
+        for name, t in joint.items():
             attribute = f"_joint_{node.name}_{name}"
-            joint = t.as_strided((total, *t.shape[1:]), t.stride())
-            graph.owning_module.register_buffer(attribute, joint)
+            graph.owning_module.register_buffer(attribute, t)
             args[names.index(name)] = graph.get_attr(attribute)
         product = graph.call_function(node.target, tuple(args), dict(node.kwargs))
         product.meta["val"] = value.new_empty((*value.shape[:-1], total))
