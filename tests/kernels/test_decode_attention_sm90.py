@@ -22,7 +22,8 @@ CASES = [
     Case("a-softcap", 1, 4, 2, 128, 100, 64, softcap=3.0),
     Case("without-angles", 1, 5, 1, 128, 100, 99, is_rotated=False),
     Case("the-norm-of-x", 5, 4, 2, 64, 90, 33, norm_width=72),
-    Case("many-sequences", 140, 2, 2, 64, 40, 35, has_start=True, is_rotated=False),
+    Case("clusters-of-four", 15, 8, 4, 128, 70, 65),
+    Case("clusters-of-two", 40, 2, 2, 64, 40, 35, has_start=True, is_rotated=False),
     Case("everything", 34, 14, 2, 64, 96, 95, True, True, False, 4096, 50, 4.0),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -74,6 +75,7 @@ def test_operands_that_it_does_not_take() -> None:
             Case("", 1, 4, 2, 128, decode_attention_sm90.MOST_SLOTS + 1, 3),
             Case("", 1, 4, 2, 128, 64, 3, has_sinks=True),
             Case("", 1, 4, 2, 128, 64, 3, norm_width=68),
+            Case("", 70, 4, 2, 128, 64, 3),
         ):
             assert not taken(wrong), wrong
 

@@ -5,7 +5,7 @@
 //   X        BF16 or FP16
 //   WIDTH    of a head, 64 or 128
 //   GROUP    queries that share a key/value head, at most 8
-//   CLUSTER  blocks that share such a head
+//   CLUSTER  blocks that share such a head: 2, 4 or 8. A block alone could not send
 //   ROTATED, FACTOR, SOFTCAP
 //
 // The warps of a cluster take tiles of 16 slots in turn, each with an online softmax of its own. They hold their first
@@ -24,7 +24,7 @@ static constexpr int LANES = WIDTH / 4, STEP = 32 / LANES;      // lanes with th
 static constexpr int ALL = CLUSTER * WARPS, OWN = WIDTH / CLUSTER;  // warps; columns that a block combines
 static constexpr float LOG2_E = 1.4426950408889634f;
 static constexpr uint32 INFINITE = 0x7f800000;
-static_assert((WIDTH == 64 || WIDTH == 128) && GROUP <= QUERIES && CLUSTER <= 8, "");
+static_assert((WIDTH == 64 || WIDTH == 128) && GROUP <= QUERIES && CLUSTER > 1 && CLUSTER <= 8, "");
 
 struct Shared {
     uint64 received;
@@ -232,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Shared &shared = *(Shared *)memory;
     let_next_start();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int rank = CLUSTER > 1 ? cluster_rank() : 0, index = warp * CLUSTER + rank;
+    const int rank = cluster_rank(), index = warp * CLUSTER + rank;
     const long long head = blockIdx.x / CLUSTER, batch = head / heads;
     if (threadIdx.x == 0) {
         barrier_init(shared_address(&shared.received), 1);
@@ -240,8 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         barrier_init_fence();
     }
     __syncwarp();
-    if constexpr (CLUSTER > 1) cluster_arrive();
-    else named_barrier_sync(2, THREADS);
+    cluster_arrive();
 
     const int slot = (int)*position;  // of the new token
     int first = start == nullptr ? 0 : (int)start[batch];
@@ -303,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         add_tile(state, fresh, q, shared, slot, slot, slot, factor, softcap);
     }
 
-    if constexpr (CLUSTER > 1) cluster_wait();  // the other blocks have initialised their barriers
+    cluster_wait();  // the other blocks have initialised their barriers
     send_state(state, shared, index);
     barrier_wait_after(shared_address(&shared.received), 0);
 #pragma unroll 1

@@ -15,9 +15,9 @@ from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
 
 WARPS, TILE, QUERIES = 4, 16, 8
 """Warps of a block, slots of a tile, queries that share a head at most."""
-BLOCKS = 264
-"""Two for each multiprocessor of an H200."""
-MOST_SLOTS = 4096
+MOST_HEADS = {8: 28, 4: 60, 2: 132}
+"""Clusters of so many blocks that run at once on an H200, two blocks on a multiprocessor."""
+MOST_SLOTS = 1024
 """Of a cache; with more, two launches that fill the GPU are faster."""
 LOG2_E = math.log2(math.e)
 
@@ -51,6 +51,7 @@ def takes(
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[3] in (64, 128)
         and query.shape[1] <= QUERIES * keys.shape[1]
+        and keys.shape[0] * keys.shape[1] <= max(MOST_HEADS.values())
         and keys.shape[2] <= MOST_SLOTS
         and key.stride() == value.stride()
         and (sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous()))
@@ -89,7 +90,7 @@ def attend(
     batch, queries, _, width = query.shape
     heads, capacity = keys.shape[1:3]
     blocks = batch * heads
-    cluster = next(n for n in (8, 4, 2, 1) if n == 1 or blocks * n <= BLOCKS)
+    cluster = next(n for n, most in MOST_HEADS.items() if blocks <= most)
     is_turned, has_factor = cos is not None, x is not None
     variant = DecodeAttentionVariant(
         *(FLOAT_MACROS[query.dtype], width, queries // heads, cluster),
