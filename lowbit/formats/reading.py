@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import tell
+from lowbit.convert.side_by_side import lay_side_by_side
 from lowbit.formats import building
 from lowbit.formats.base import FormatError
 from lowbit.formats.experts import Joined, joined
@@ -124,6 +125,7 @@ def _fill(model: nn.Module, folder: Folder | Joined | GgufFile, device: torch.de
             for module, attribute in places:
                 module._buffers[attribute] = t.clone()
     show_frozen(model.modules())
+    lay_side_by_side(model)
     # buffers that no checkpoint holds, such as frequencies of rotary embeddings
     for module in model.modules():
         for attribute, buffer in module._buffers.items():

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from lowbit.convert import find_owners, joined_name
 from lowbit.convert.siblings import siblings
+from lowbit.convert.side_by_side import has_scales_of_rows
 from lowbit.layers.frozen import show_frozen, shown_class
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.state_dict import (
@@ -310,20 +311,11 @@ def _obstacle(names: Sequence[str], modules: Sequence[Any], uses: Mapping[int, i
         same_type = type(w) is type(first)
         if not (first._is_stored_like(w) if isinstance(first, LowbitTensor) else same_type):
             return f"{name} is stored as {_stored(w)}, {names[0]} as {_stored(first)}"
-        if isinstance(w, LowbitTensor) and not _has_scales_of_rows(w):
+        if isinstance(w, LowbitTensor) and not has_scales_of_rows(w):
             return f"rows of {name} share a scale ({_stored(w)})"
         if isinstance(first, AffineTensor) and not first._has_input_of(w):  # type: ignore[arg-type]
             return f"{name} has another static scale of its input than {names[0]}"
     return ""
-
-
-def _has_scales_of_rows(weight: LowbitTensor) -> bool:
-    """True if no two rows share a scale, so that the rows of several weights can be joined and split anywhere."""
-    own = getattr(weight, "spec", None)
-    if own is not None and own.shares_rows:
-        return False
-    of_input = weight._of_input() if isinstance(weight, AffineTensor) else {}
-    return weight._row_attrs() == tuple(n for n in weight.inner_tensors() if n not in of_input)
 
 
 def _facts(part: nn.Linear) -> list[tuple[str, Any]]:

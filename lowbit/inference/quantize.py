@@ -19,6 +19,7 @@ from lowbit.convert import (
     replace_weights,
     rounding_owners,
 )
+from lowbit.convert.side_by_side import lay_side_by_side
 from lowbit.layers.static_input import (
     check_input,
     held_for,
@@ -113,6 +114,7 @@ def quantize_(
         trainable=False,
     )
     take_input(modules)
+    lay_side_by_side(model)
     return report.count(model)
 
 

@@ -20,6 +20,7 @@ from tests.integrations.models import SIZES
 transformers = pytest.importorskip("transformers")
 
 from lowbit import hf  # noqa: E402
+from lowbit.convert import side_by_side  # noqa: E402
 from lowbit.interop.hf.decoding import called, held, loop, options, step  # noqa: E402
 from lowbit.interop.hf.decoding.choice import Choice  # noqa: E402
 from lowbit.interop.hf.decoding.step import Decoder, _token  # noqa: E402
@@ -195,15 +196,15 @@ def test_draws_have_the_distribution_of_the_scores() -> None:
     logits = torch.tensor([0.3, -1.2, 0.9, 0.0, 0.1])
     logits[3] = -torch.inf
     rows = 40_000
-    seed, column = torch.tensor([9]), torch.tensor([4])
+    seed, position, shift = (torch.tensor([n]) for n in (9, 4, 1))
     choice = Choice((), True, (), 0)
     ids = torch.zeros(rows, 1, dtype=torch.int64)
-    found = choice.tokens(ids, logits.expand(rows, 5), seed, column)
+    found = choice.tokens(ids, logits.expand(rows, 5), seed, position, shift)
     share = logits.double().softmax(0)
     off = (found.bincount(minlength=5) / rows - share).abs()
     assert (off <= 5 * (share * (1 - share) / rows).sqrt()).all()
-    again = choice.tokens(ids, logits.expand(rows, 5), seed, column)
-    other = choice.tokens(ids, logits.expand(rows, 5), seed, column + 1)
+    again = choice.tokens(ids, logits.expand(rows, 5), seed, position, shift)
+    other = choice.tokens(ids, logits.expand(rows, 5), seed, position + 1, shift)
     assert torch.equal(found, again) and 0.3 < (found == other).float().mean() < 0.9
 
 
@@ -447,12 +448,16 @@ def test_a_model_keeps_its_decoders_until_it_changes_or_goes() -> None:
 
 
 @over_families
-@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-def test_the_folded_graph_of_a_token_computes_the_forward(family: str, fused: bool) -> None:
+@pytest.mark.parametrize("layout", ["", "fused", "side by side"])
+def test_the_folded_graph_of_a_token_computes_the_forward(
+    family: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Traced on a CPU, where `generate` traces nothing."""
     model = fresh(family).bfloat16()
+    if layout == "side by side":
+        monkeypatch.setattr(side_by_side, "DEVICES", ("cpu",))
     lb.quantize_(model, {"lm_head": None, "*": lb.Int4WeightOnly(32)})
-    if fused:
+    if layout == "fused":
         if family in ("phi3", "gpt-neox"):
             pytest.skip("it stores its projections joined")
         lb.inference.fuse_linears_(model)
@@ -466,9 +471,14 @@ def test_the_folded_graph_of_a_token_computes_the_forward(family: str, fused: bo
         with launches.counted() as calls:
             found = graph(*given).float()
     assert (found - expected).norm() < 0.03 * expected.norm()
+    layers = 2
+    assert decoder.folded["tables"] == 2, "cosines and sines"
+    if layout == "side by side" and family not in ("phi3", "gpt-neox"):
+        assert decoder.folded["siblings"] == layers * (1 if family in MIXTURES else 2)
+        linears = sum(n for (op, _), n in calls.items() if op == "weight_linear")
+        assert family in MIXTURES or linears == layers * 4
     if family == "gpt-neox":  # it has layer norms, and gates nothing
         return
-    layers = 2
     norms = {"qwen3": 4, "gemma2": 4, "gemma3": 6, "qwen3-moe": 4}.get(family, 2)
     assert decoder.folded["rms_norm"] == layers * norms + 1
     assert calls["decode_attention", "torch"] == layers
@@ -551,12 +561,14 @@ def check_parting(model: Any, inputs: dict[str, Tensor], found: Tensor, expected
 
 
 @pytest.mark.gpu
-def test_a_graph_runs_without_python_and_is_captured_once() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_graph_runs_without_python_and_is_captured_once(fused: bool) -> None:
     """200 tokens and prompts of two lengths: one graph of a token; its ops are not called again."""
     torch._dynamo.utils.counters.clear()
     model = fresh().cuda().bfloat16()
     lb.quantize_(model, {"lm_head": None, "*": lb.Int4WeightOnly(32)})
-    lb.inference.fuse_linears_(model)
+    if fused:  # otherwise the weights of siblings lie side by side
+        lb.inference.fuse_linears_(model)
     settings = {"max_new_tokens": 200, "do_sample": False, "eos_token_id": None}
     outs = []
     for length in (300, 11, 300, 11):

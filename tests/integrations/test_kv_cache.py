@@ -229,6 +229,31 @@ def test_errors() -> None:
         KVCache(model.config, 16).update(*[torch.zeros(1, 2, 1, 16).double()] * 2, 0)
 
 
+@pytest.mark.parametrize("helper", ["prompt_lookup_num_tokens", "assistant_model"])
+def test_assisted_generation_takes_tokens_back(helper: str) -> None:
+    model, other = made(), made(num_hidden_layers=1)
+    prompt = torch.arange(5).repeat(2)[None]
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False}
+    options |= {"eos_token_id": None, "pad_token_id": 0}
+    expected = model.generate(prompt, past_key_values=KVCache(model.config, 40), **options)
+    options[helper] = 3 if helper == "prompt_lookup_num_tokens" else other
+    found = model.generate(prompt, past_key_values=KVCache(model.config, 40), **options)
+    assert torch.equal(found, expected)
+
+
+def test_a_full_window_takes_no_tokens_back() -> None:
+    model = made("mistral")
+    cache, tokens = KVCache(model.config, 32), torch.arange(20)[None]
+    steps(model, cache, tokens[:, :6], 6)
+    cache.crop(-2)
+    found = steps(model, cache, tokens[:, 4:7])
+    expected = steps(model, KVCache(model.config, 32), tokens[:, :7], 6)
+    assert difference(found[:, -1], expected[:, -1]) < 0.03
+    steps(model, cache, tokens[:, 7:])
+    with pytest.raises(NotImplementedError, match="a sliding window of 8; generate without"):
+        cache.crop(-2)
+
+
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_a_cache_of_inference_mode_serves_outside(kind: str) -> None:
     model, tokens = made(kind), torch.arange(20).view(2, 10)

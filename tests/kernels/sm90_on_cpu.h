@@ -272,13 +272,15 @@ static inline uint32 warp_max(uint32 x) {
     return x;
 }
 static inline uint32 __shfl_xor_sync(uint32, uint32 x, uint32 lanes) { return exchanged(x, threadIdx.x % 32 ^ lanes); }
-static inline float __shfl_xor_sync(uint32, float x, uint32 lanes) {
+static inline float exchanged(float x, uint32 lane) {
     uint32 bits;
     memcpy(&bits, &x, 4);
-    bits = exchanged(bits, threadIdx.x % 32 ^ lanes);
+    bits = exchanged(bits, lane);
     memcpy(&x, &bits, 4);
     return x;
 }
+static inline float __shfl_sync(uint32, float x, uint32 lane) { return exchanged(x, lane); }
+static inline float __shfl_xor_sync(uint32, float x, uint32 lanes) { return exchanged(x, threadIdx.x % 32 ^ lanes); }
 
 static inline int bits_set(uint32 x) { return __builtin_popcount(x); }
 

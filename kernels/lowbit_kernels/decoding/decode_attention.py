@@ -23,11 +23,12 @@
 The op reads `position` on the device, so one CUDA graph serves every length, and reads only that part of the cache.
 A mask over the whole cache would read all of it.
 
-The kernel is Flash-Decoding with online softmax (arXiv 1805.02867). The first launch splits the slots over the GPU: a
-program takes the queries of one key/value head, which share its keys, and one of `SPLITS` ranges. The program of the
-last range also uses the new key and value directly, and writes both to the cache. Each program keeps the running
-maximum m, the sum l of exp(s − m), and the sum of exp(s − m) · v. The second launch combines the ranges, weighted by
-exp(m − largest m).
+The kernels are Flash-Decoding with online softmax (arXiv 1805.02867). On GPUs of compute capability 9.0 and for short
+caches it is `decode_attention_sm90`, one launch of clusters. Elsewhere there are two launches in Triton. The first one
+splits the slots over the GPU: a program takes the queries of one key/value head, which share its keys, and one of
+`SPLITS` ranges. The program of the last range also uses the new key and value directly, and writes both to the cache.
+Each program keeps the running maximum m, the sum l of exp(s − m), and the sum of exp(s − m) · v. The second launch
+combines the ranges, weighted by exp(m − largest m).
 
 With overlapping launches (`overlap`), x, `position`, `start`, the angles and the caches must be older than the launch
 that made the query: the op reads them while that launch runs.
@@ -39,6 +40,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowbit_kernels.decoding import decode_attention_sm90
 from lowbit_kernels.decoding.overlap import launch_dependents, overlap_options, wait_for_previous
 from lowbit_kernels.decoding.rms_norm import rms_factor, rms_factor_of
 from lowbit_kernels.runtime.launches import ran
@@ -457,15 +459,20 @@ def _launch(
     query, key, value, keys, values, position, start, cos, sin, sinks, x,
     scale: float, window: int, softcap: float, eps: float,
 ) -> Tensor | None:  # fmt: skip
-    """The Triton kernels where they run, else the reference."""
-    if not runs_on(query.device) or query.numel() == 0:
+    """`decode_attention_sm90` or the Triton kernels where they run, else the reference."""
+    own = (query, key, value, keys, values, position, start, cos, sin, sinks, x)
+    is_hopper = decode_attention_sm90.takes(query, key, value, keys, cos, sinks, x)
+    if query.numel() == 0 or not (is_hopper or runs_on(query.device)):
         return None
-    # The kernel reads these early, before a copy would be complete.
+    # The kernels read these early, before a copy would be complete.
     for name, one in (("start", start), ("x", x), ("cos", cos), ("sin", sin)):
         if one is not None and not one.is_contiguous():
             raise ValueError(
                 f"{name} must be contiguous, got strides {one.stride()}; pass a contiguous tensor"
             )
+    if is_hopper:
+        ran("decode_attention", "sm90")
+        return decode_attention_sm90.attend(*own, scale, window, softcap, eps)
     ran("decode_attention", "triton")
     batch, heads, _, width = query.shape
     kv_heads, capacity = keys.shape[1], keys.shape[2]

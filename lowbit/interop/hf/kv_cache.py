@@ -264,6 +264,17 @@ class QuantizedLayer(StaticLayer):
             for tensor in map(raw, self.codes.tensors()):
                 tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
+    def crop(self, tokens: int) -> None:
+        """Forget tokens, as assisted generation asks.
+
+        Args:
+            tokens: below 0: how many are forgotten, the latest first; above 0: how many stay.
+        """
+        if tokens > 0:
+            self.cumulative_length.clamp_(max=tokens)
+        else:
+            self.cumulative_length.add_(tokens).clamp_(min=0)
+
     def offload(self) -> None:
         """Refused: the cache stays on its device."""
         raise NotImplementedError("KVCache has no offloading; use StaticCache(offloading=True)")
@@ -310,6 +321,17 @@ class QuantizedSlidingLayer(QuantizedLayer):
         return torch.cat((keys, key_states), 2), torch.cat((values, value_states), 2)
 
     get_mask_sizes = StaticSlidingWindowLayer.get_mask_sizes
+
+    def crop(self, tokens: int) -> None:
+        """Refused once the ring is full: later tokens have replaced those that would come back."""
+        left = tokens if tokens > 0 else self.cumulative_length_int + tokens
+        if self.cumulative_length_int > self.max_cache_len and left < self.cumulative_length_int:
+            raise NotImplementedError(
+                f"KVCache does not take back tokens of a sliding window of {self.max_cache_len}; generate without "
+                "prompt_lookup_num_tokens and assistant_model, or with transformers' own cache"
+            )
+        super().crop(tokens)
+        self.cumulative_length_int = min(self.cumulative_length_int, max(left, 0))
 
     def get_seq_length(self) -> int:
         """Tokens seen."""

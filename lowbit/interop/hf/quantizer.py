@@ -23,6 +23,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from lowbit.convert import Entry, Report, joint_part
+from lowbit.convert.side_by_side import lay_side_by_side
 from lowbit.dequantize import dequantize_
 from lowbit.formats.base import Format, FormatError
 from lowbit.formats.folder import open_shard
@@ -216,6 +217,7 @@ class LowbitQuantizer(HfQuantizer):
         for name, error in self.errors.items():
             raise FormatError(f"{name}: {error}") from error
         show_frozen(model.modules())
+        lay_side_by_side(model)
         self._conversions = None if self.pre_quantized else model._weight_conversions
         model._weight_conversions = []
         if self._plan is not None:

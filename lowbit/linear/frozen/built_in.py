@@ -29,7 +29,12 @@ from lowbit.linear.frozen.eight_bits import (
 from lowbit.linear.frozen.registered import registered_row
 from lowbit.linear.frozen.row import Row, Weight
 from lowbit.linear.frozen.ternary import is_ternary, ternary_linear
-from lowbit.linear.frozen.weight_only import has_weight_kernel, weight_linear
+from lowbit.linear.frozen.weight_only import (
+    has_int_kernel,
+    has_matrix_kernel,
+    matrix_linear,
+    weight_linear,
+)
 
 
 def choose_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Row:
@@ -60,7 +65,9 @@ BUILT_IN = (
     # int4 weights and int8 activations in 16 bits on a GPU
     Row("int4_dynamic_linear", has_int4_kernel, int4_dynamic_linear, takes_residual=True),
     # int4 weights, and int8 weights without a quantized activation, in bfloat16 or float16: kernels for GPU and CPU
-    Row("weight_linear", has_weight_kernel, weight_linear, takes_residual=True),
+    Row("weight_linear", has_int_kernel, weight_linear, takes_residual=True),
+    # any other matrix in these dtypes on a GPU, but for 8 bits by 8 bits: the same kernels
+    Row("matrix_linear", has_matrix_kernel, matrix_linear, takes_residual=True),
     # int8 weights and activations in 16 bits on a GPU, and float8 ones in bfloat16 on a GPU that has float8 units
     Row("dynamic_linear", has_dynamic_kernel, dynamic_linear, takes_residual=True),
     # float8 weights and activations in blocks of 128, on a GPU that multiplies them

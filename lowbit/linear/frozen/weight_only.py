@@ -15,18 +15,7 @@ from lowbit.numerics.number_format import Int
 from lowbit_kernels.weight_only.weight_operands import GROUP_STEP, HALVES
 
 
-def has_weight_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
-    """For a matrix in any format on a GPU, and on a CPU for those of `has_int_kernel`."""
-    if x.dtype not in HALVES or weight.transposed:
-        return False
-    if has_int_kernel(x, weight):
-        return True
-    if not x.is_cuda or (weight.spec.format.bits == 8 and weight.activation is not None):
-        return False  # 8 bits by 8 bits is faster
-    return op_matrix(weight, x.dtype) is not None
-
-
-def has_int_kernel(x: Tensor, weight: Weight) -> bool:
+def has_int_kernel(x: Tensor, weight: Weight, bias: Tensor | None = None) -> bool:
     """For a weight [..., N, K] in signed integers of 4 or 8 bits, with integer zero points or none."""
     if x.dtype not in HALVES or x.device.type not in ("cpu", "cuda"):
         return False
@@ -42,15 +31,31 @@ def has_int_kernel(x: Tensor, weight: Weight) -> bool:
     return isinstance(spec.granularity, PerRow)
 
 
+def has_matrix_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    """For a matrix in any format on a GPU."""
+    if not x.is_cuda or x.dtype not in HALVES or weight.transposed:
+        return False
+    if weight.spec.format.bits == 8 and weight.activation is not None:
+        return False  # 8 bits by 8 bits is faster
+    return op_matrix(weight, x.dtype) is not None
+
+
 def weight_linear(
     x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None = None
 ) -> Tensor:
     """A kernel unpacks the codes. The activation is rounded before, if the scheme quantizes it."""
     if weight.activation is not None:
         x = weight.rounded_input(x)
-    if has_int_kernel(x, weight):
-        tensors = (x, weight.codes, weight.scale, weight.zero_point, bias, residual)
-        return kernels.weight_linear.weight_linear(*tensors, group_size=group_size_of(x, weight))
+    tensors = (x, weight.codes, weight.scale, weight.zero_point, bias, residual)
+    return kernels.weight_linear.weight_linear(*tensors, group_size=group_size_of(x, weight))
+
+
+def matrix_linear(
+    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None = None
+) -> Tensor:
+    """`weight_linear` for codes in any format."""
+    if weight.activation is not None:
+        x = weight.rounded_input(x)
     found = op_matrix(weight, x.dtype)
     assert found is not None
     return kernels.weight_linear.weight_linear(x, bias=bias, residual=residual, **found)

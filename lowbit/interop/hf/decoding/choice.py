@@ -60,17 +60,21 @@ class Choice:
             found = processor(ids, found)
         return found
 
-    def tokens(self, ids: Tensor, logits: Tensor, seed: Tensor, column: Tensor) -> Tensor:
+    def tokens(
+        self, ids: Tensor, logits: Tensor, seed: Tensor, position: Tensor, shift: Tensor
+    ) -> Tensor:
         """The next tokens, int64 [B], of sequences that have not ended.
 
         Args:
             ids: as in `scores`.
             logits: [B, V].
             seed: int64 [1].
-            column: int64 [1]: where the tokens go.
+            position: int64 [1]: the slot before the tokens.
+            shift: int64 [1]: slots before the caller's first column, so that a draw is the same without padding.
         """
         scores = self.scores(ids, logits) if self.processors else logits
         if self.samples:
+            column = position + 1 - shift
             scores = scores.float() - _exponential(scores.shape, seed, column).log()
         return argmax_rows(scores)
 

@@ -5,6 +5,8 @@
     rotated queries and keys before the attention                           decode_attention rotates them
     r + a low-bit linear                                                    the linear adds r
     the largest of a softmax, divided by their sum or not                   top_experts
+    embedding                                                               index, which reads rows at once
+    low-bit linears of one input whose weights lie side by side             one linear, and slices of its output
 
 A pattern is a tree of operations with names for what may stand in it. It is matched from its last operation upwards,
 so that other readers of an intermediate result do not matter: what nobody reads any more is removed afterwards. The
@@ -18,17 +20,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 import lowbit_kernels  # noqa: F401  (defines torch.ops.lowbit)
+from lowbit.convert.side_by_side import holder_of, joint_of
 
 aten: Any = torch.ops.aten
 lowbit: Any = torch.ops.lowbit
-RESIDUALS = {
-    op: [argument.name for argument in op._schema.arguments].index("residual")
+LINEARS = {
+    op: [argument.name for argument in op._schema.arguments]
     for op in (lowbit.weight_linear.default, lowbit.dynamic_linear.default)
 }
-"""The linears that add a residual, and where among their arguments it is."""
+"""The linears that add a residual, and the names of their arguments."""
+RESIDUALS = {op: names.index("residual") for op, names in LINEARS.items()}
+ROWS = ("codes", "scale", "zero_point", "bias")
+"""Arguments of the linears whose dimension 0 runs along the outputs."""
+VIEWS = (aten.view.default, aten._unsafe_view.default)
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -132,6 +139,8 @@ def fold(module: fx.GraphModule) -> dict[str, int]:
         ("rotated attention", _fold_rotation),
         ("residual", _fold_residual),
         ("router", _fold_router),
+        ("siblings", _fold_siblings),
+        ("embedding", _fold_embedding),
     ]
     for name, rule in rules:
         for node in list(module.graph.nodes):
@@ -271,4 +280,87 @@ def _fold_router(node: Any) -> bool:
         last.replace_all_uses_with(weights)
     for one in dead:
         node.graph.erase_node(one)
+    return True
+
+
+def _fold_embedding(node: Any) -> bool:
+    """torch's embedding of a few tokens reads one row after the other: 8 us for 16 rows of 4096, and this 2."""
+    if node.target is not aten.embedding.default:
+        return False
+    weight, ids = node.args[:2]
+    return _replace(node, aten.index.Tensor, (weight, [ids]), {})
+
+
+def _fold_siblings(node: Any) -> bool:
+    """Compute linears of the same input by one product, where their weights are slices of joint ones."""
+    own = _rows(node)
+    holder = holder_of(own["codes"]) if own and node.users else None
+    if holder is None:
+        return False
+    found = []
+    for other in node.args[0].users:
+        rows = _rows(other) if _differs_in_rows(node, other) else {}
+        if list(rows) == list(own) and holder_of(rows["codes"]) is holder:
+            found.append((rows["codes"].data_ptr(), other, rows))
+    found.sort(key=lambda one: one[0])
+    sizes = [_value(other).shape[-1] for _, other, _ in found]
+    for (_, _, rows), size in zip(found, sizes, strict=True):
+        if any(len(t) != size for t in rows.values()):
+            return False
+    joint = {name: joint_of([rows[name] for _, _, rows in found]) for name in own}
+    if any(t is None for t in joint.values()):
+        return False
+    return _join(node, [other for _, other, _ in found], sizes, joint)
+
+
+def _rows(node: Any) -> dict[str, Tensor]:
+    """The constants among the arguments of a linear that have a row for each output; none where it adds a residual, or
+    where they are not all constants."""
+    at = RESIDUALS.get(node.target)
+    if at is None or len(node.args) <= at or node.args[at] is not None:
+        return {}
+    given = zip(LINEARS[node.target], node.args, strict=False)
+    nodes = {name: arg for name, arg in given if name in ROWS and arg is not None}
+    if any(not _is_node(arg) or arg.op != "get_attr" for arg in nodes.values()):
+        return {}
+    return {name: getattr(node.graph.owning_module, arg.target) for name, arg in nodes.items()}
+
+
+def _differs_in_rows(node: Any, other: Any) -> bool:
+    """True if `other` is the same linear up to `ROWS`, and its readers take a slice of a wider output."""
+    if other.target is not node.target or not other.users or len(other.args) != len(node.args):
+        return False
+    given = zip(LINEARS[node.target], node.args, other.args, strict=False)
+    equal = [a is b or (type(a) is int and a == b) for name, a, b in given if name not in ROWS]
+    if not all(equal) or other.kwargs != node.kwargs:
+        return False
+    shape = _value(other).shape
+    wide = torch.empty((*shape[:-1], shape[-1] + 1), device="meta")[..., :-1]
+    for reader in other.users:
+        if reader.target in VIEWS:
+            try:
+                wide.view(reader.args[1])
+            except RuntimeError:
+                return False
+    return True
+
+
+def _join(node: Any, siblings: list[Any], sizes: list[int], joint: dict[str, Any]) -> bool:
+    """Replace the siblings, of which `node` stands first, by slices of one product."""
+    graph, value, total, names = node.graph, _value(node), sum(sizes), LINEARS[node.target]
+    args = list(node.args)
+    with graph.inserting_before(node):
+        for name, t in joint.items():
+            attribute = f"_joint_{node.name}_{name}"
+            graph.owning_module.register_buffer(attribute, t)
+            args[names.index(name)] = graph.get_attr(attribute)
+        product = graph.call_function(node.target, tuple(args), dict(node.kwargs))
+        product.meta["val"] = value.new_empty((*value.shape[:-1], total))
+        start = 0
+        for sibling, size in zip(siblings, sizes, strict=True):
+            bounds = (value.dim() - 1, start, start + size)
+            part = graph.call_function(aten.slice.Tensor, (product, *bounds))
+            part.meta["val"] = _value(sibling)
+            sibling.replace_all_uses_with(part)
+            start += size
     return True

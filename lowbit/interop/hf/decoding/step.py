@@ -22,6 +22,7 @@ from lowbit.interop.hf.decoding.cache import SlotCache, SlotLayer, Slots
 from lowbit.interop.hf.decoding.choice import Choice
 from lowbit.interop.hf.decoding.folding import fold
 from lowbit.interop.hf.decoding.refused import refused
+from lowbit.interop.hf.decoding.tables import tabulate
 
 MOST_CHOICES = 4
 """Captured graphs of a token that a decoder keeps, one a way of choosing."""
@@ -56,8 +57,10 @@ class Decoder:
         self.cache = SlotCache(model, capacity, layer)
         integers: dict[str, Any] = {"dtype": torch.int64, "device": device}
         self.ids = torch.zeros((batch, capacity + 1), **integers)
-        self.token, self.position_ids = (torch.zeros((batch, 1), **integers) for _ in range(2))
-        self.position, self.seed, self.shift = (torch.zeros(1, **integers) for _ in range(3))
+        self.token = torch.zeros((batch, 1), **integers)
+        self.places = torch.zeros(1 + batch, **integers)  # together, for one launch that adds 1
+        self.position, self.position_ids = self.places[:1], self.places[1:, None]
+        self.seed, self.shift = (torch.zeros(1, **integers) for _ in range(2))
         self.start = torch.zeros(batch, **integers)
         self.done = torch.zeros(batch, dtype=torch.bool, device=device)
         self.folded: dict[str, int] = {}
@@ -127,16 +130,12 @@ class Decoder:
 
     def choose(self, choice: Choice, logits: Tensor) -> None:
         """Write the tokens after `position`, and go on to them. All on the device."""
-        column = (
-            self.position + 1 - self.shift
-        )  # of the caller's ids, so that a draw is the same without padding
-        tokens = choice.tokens(self.ids, logits, self.seed, column)
+        tokens = choice.tokens(self.ids, logits, self.seed, self.position, self.shift)
         if choice.ends:
             tokens = torch.where(self.done, choice.pad, tokens)
             for end in choice.ends:
                 self.done.logical_or_(tokens == end)
-        self.position.add_(1)
-        self.position_ids.add_(1)
+        self.places.add_(1)
         self.token.copy_(tokens[:, None])
         self.ids.index_copy_(1, self.position, self.token)
 
@@ -161,12 +160,13 @@ class Decoder:
         inputs = (self.token, self.position_ids, self.position, self.start)
         with _fast_experts(model):
             module, self.folded = _traced(model, _token(model, self.cache), inputs)
+        self.folded["tables"] = tabulate(module, self.position_ids, self.capacity)
         return module
 
     def _captured(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         """A graph of `run`, and what it returned. The buffers stay as they are, and so do the slots that are in
         use."""
-        held = (self.ids, self.token, self.position, self.position_ids, self.done)
+        held = (self.ids, self.token, self.places, self.done)
         before = [t.clone() for t in held]
         here = torch.cuda.current_stream(self.device)
         stream = torch.cuda.Stream(self.device)
@@ -244,7 +244,7 @@ def _part_of_prompt(model: Any, cache: SlotCache, begin: int) -> Callable[..., T
 
 def _traced(
     model: Any, forward: Callable[..., Tensor], inputs: tuple[Tensor, ...]
-) -> tuple[Callable[..., Tensor], dict[str, int]]:
+) -> tuple[fx.GraphModule, dict[str, int]]:
     """The operations of a forward, folded, and how many chains of each kind were."""
     try:
         module = make_fx(forward)(*inputs)

@@ -1,0 +1,326 @@
+// Attention of one new token of each sequence over a cache in 16 bits, in one launch, for sm_90. The formula is in
+// decode_attention.py.
+//
+// decode_attention_sm90.py puts ptx.cuh and sm90.cuh before this source and compiles it for each combination of
+//   X        BF16 or FP16
+//   WIDTH    of a head, 64 or 128
+//   GROUP    queries that share a key/value head, at most 8
+//   CLUSTER  blocks that share such a head: 2, 4 or 8. A block alone could not send
+//   ROTATED, FACTOR, SOFTCAP
+//
+// The warps of a cluster take tiles of 16 slots in turn, each with an online softmax of its own. They hold their first
+// tile in registers before the launch that made the query is done. Then they send sums to the blocks of the cluster, each
+// of which combines a range of columns. The last warp also takes the new token, and writes it to the cache.
+//
+// Scores. mma multiplies 16 keys by 8 queries, of which GROUP count. A lane reads 16 adjacent bytes of both, so that the
+// products take the elements in another order than mma counts them. Values are multiplied without mma, by lanes that have
+// four columns each: mma would want them transposed.
+
+enum { BF16, FP16 };
+
+static constexpr int WARPS = 4, THREADS = 32 * WARPS, TILE = 16, QUERIES = 8;
+static constexpr int CHUNKS = WIDTH / 32;                       // of 32 elements
+static constexpr int LANES = WIDTH / 4, STEP = 32 / LANES;      // lanes with the columns of a value; values at once
+static constexpr int ALL = CLUSTER * WARPS, OWN = WIDTH / CLUSTER;  // warps; columns that a block combines
+static constexpr float LOG2_E = 1.4426950408889634f;
+static constexpr uint32 INFINITE = 0x7f800000;
+static_assert((WIDTH == 64 || WIDTH == 128) && GROUP <= QUERIES && CLUSTER > 1 && CLUSTER <= 8, "");
+
+struct Shared {
+    uint64 received;
+    float squares[WARPS];
+    alignas(16) float weights[WARPS][TILE][QUERIES], kept[WARPS][QUERIES];
+    alignas(16) float stats[ALL][2][QUERIES];  // largest scores; sums of weights
+    alignas(16) float parts[ALL][GROUP][OWN];
+};
+
+struct Tile {
+    uint4 keys[2][CHUNKS];     // of slots lane / 4 and that + 8, elements 8 (lane % 4) and on of each chunk
+    uint2 values[TILE / STEP];  // columns 4 (lane % LANES) and on of every STEP-th slot
+};
+
+struct Cache {
+    const unsigned short *keys, *values;  // of the head
+    int first, last;                      // slots that are seen, without the new one
+};
+
+DEVICE float low_half(uint32 pair) { return X == BF16 ? bits_float(pair << 16) : from_half(pair & 0xffff); }
+DEVICE float high_half(uint32 pair) { return X == BF16 ? bits_float(pair & 0xffff0000u) : from_half(pair >> 16); }
+DEVICE uint32 packed(float low, float high) { return X == BF16 ? to_bf16x2(low, high) : to_half2(low, high); }
+DEVICE uint4 load_16(const unsigned short *p) { return *(const uint4 *)p; }
+DEVICE uint2 load_8(const unsigned short *p) { return *(const uint2 *)p; }
+
+// The first slot of a tile is `begin`. Slots that are not seen repeat one that is: their memory may hold anything.
+DEVICE void load_tile(const Cache &cache, int begin, Tile &tile) {
+    const int lane = threadIdx.x % 32;
+    const auto row = [&](int slot) { return (long long)min(max(begin + slot, cache.first), cache.last) * WIDTH; };
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int j = 0; j < CHUNKS; ++j)
+            tile.keys[h][j] = load_16(cache.keys + row(lane / 4 + 8 * h) + 32 * j + lane % 4 * 8);
+#pragma unroll
+    for (int i = 0; i < TILE / STEP; ++i)
+        tile.values[i] = load_8(cache.values + row(STEP * i + lane / LANES) + lane % LANES * 4);
+}
+
+// Elements of a query or key in the order of `Tile::keys`, times `factor` and rotated.
+struct Angles {
+    uint4 cos[ROTATED ? CHUNKS : 1], sin[ROTATED ? CHUNKS : 1];
+};
+DEVICE uint32 rotated(uint32 x, uint32 partner, uint32 c, uint32 s, float sign, float factor) {
+    const float low = fmaf(low_half(x), low_half(c), sign * low_half(partner) * low_half(s));
+    const float high = fmaf(high_half(x), high_half(c), sign * high_half(partner) * high_half(s));
+    return packed(low * factor, high * factor);
+}
+DEVICE uint32 scaled(uint32 x, float factor) { return packed(low_half(x) * factor, high_half(x) * factor); }
+DEVICE void turn(uint4 (&to)[CHUNKS], const uint4 (&x)[CHUNKS], const Angles &angles, float factor) {
+#pragma unroll
+    for (int j = 0; j < CHUNKS; ++j) {
+        const uint4 a = x[j];
+        if constexpr (ROTATED) {
+            const uint4 b = x[j ^ (CHUNKS / 2)], c = angles.cos[j], s = angles.sin[j];
+            const float sign = j < CHUNKS / 2 ? -1.0f : 1.0f;
+            to[j] = make_uint4(rotated(a.x, b.x, c.x, s.x, sign, factor), rotated(a.y, b.y, c.y, s.y, sign, factor),
+                               rotated(a.z, b.z, c.z, s.z, sign, factor), rotated(a.w, b.w, c.w, s.w, sign, factor));
+        } else if constexpr (FACTOR) {
+            to[j] = make_uint4(scaled(a.x, factor), scaled(a.y, factor), scaled(a.z, factor), scaled(a.w, factor));
+        } else {
+            to[j] = a;
+        }
+    }
+}
+
+DEVICE void multiply(float (&sums)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
+    if constexpr (X == BF16) warp_multiply_bf16(sums, a0, a1, a2, a3, b0, b1);
+    else warp_multiply_half(sums, a0, a1, a2, a3, b0, b1);
+}
+
+// largest and total: of queries 2 (lane % 4) and the next one, total of the lane's own slots. sums: of the lane's columns.
+struct State {
+    float largest[2], total[2], sums[GROUP][4];
+};
+
+// In units of log2; where there is a softcap, `factor` is 2 scale log2(e) / softcap and `softcap` is times log2(e).
+DEVICE float score_of(float x, float factor, float softcap) {
+    x *= factor;
+    if constexpr (!SOFTCAP) return x;
+    const float e = power_of_2(fminf(x, 126.0f));  // tanh(z) = 1 - 2 / (e^2z + 1)
+    return x != x ? x : softcap * (1.0f - 2.0f * reciprocal(e + 1.0f));
+}
+
+// Adds the slots from `begin` on that lie in first .. last.
+DEVICE void add_tile(State &state, const Tile &tile, const uint4 (&q)[CHUNKS], Shared &shared, int begin, int first,
+                     int last, float factor, float softcap) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    float scores[4] = {};
+#pragma unroll
+    for (int j = 0; j < CHUNKS; ++j) {
+        const uint4 a = tile.keys[0][j], b = tile.keys[1][j];
+        multiply(scores, a.x, b.x, a.y, b.y, q[j].x, q[j].y);
+        multiply(scores, a.z, b.z, a.w, b.w, q[j].z, q[j].w);
+    }
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+        float most = state.largest[c];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int slot = begin + g + 8 * h;
+            float &x = scores[2 * h + c];
+            x = slot >= first && slot <= last ? score_of(x, factor, softcap) : -bits_float(INFINITE);
+            most = fmaxf(most, x);
+        }
+#pragma unroll
+        for (int lanes = 4; lanes <= 16; lanes *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, lanes));
+        const float base = most == -bits_float(INFINITE) ? 0.0f : most, kept = power_of_2(state.largest[c] - base);
+        state.largest[c] = most;
+        float sum = state.total[c] * kept;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float weight = power_of_2(scores[2 * h + c] - base);
+            sum += weight;
+            shared.weights[warp][g + 8 * h][2 * t + c] = weight;
+        }
+        state.total[c] = sum;
+        if (g == 0) shared.kept[warp][2 * t + c] = kept;
+    }
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < GROUP; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) state.sums[n][i] *= shared.kept[warp][n];
+#pragma unroll
+    for (int i = 0; i < TILE / STEP; ++i) {
+        const float(&weights)[QUERIES] = shared.weights[warp][STEP * i + lane / LANES];
+        const uint2 pair = tile.values[i];
+        const float value[4] = {low_half(pair.x), high_half(pair.x), low_half(pair.y), high_half(pair.y)};
+#pragma unroll
+        for (int n = 0; n < GROUP; ++n) {
+            const float weight = weights[n];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) state.sums[n][k] = fmaf(weight, value[k], state.sums[n][k]);
+        }
+    }
+    __syncwarp();
+}
+
+// Sends the warp's sums to the blocks that combine their columns, and its stats to all.
+DEVICE void send_state(State &state, Shared &shared, int index) {
+    const int lane = threadIdx.x % 32, n = lane % 4, from = 2 * (n & 1);
+    const uint32 received = shared_address(&shared.received);
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+#pragma unroll
+        for (int lanes = 4; lanes <= 16; lanes *= 2)
+            state.total[c] += __shfl_xor_sync(0xffffffff, state.total[c], lanes);
+    float all[2][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        all[0][i] = __shfl_sync(0xffffffff, state.largest[i % 2], from + i / 2);
+        all[1][i] = __shfl_sync(0xffffffff, state.total[i % 2], from + i / 2);
+    }
+    const bool second = n >= 2;
+    if (lane < 4 * CLUSTER)
+        send(shared_address(&shared.stats[index][n / 2][4 * (n & 1)]), lane / 4,
+             make_float4(second ? all[1][0] : all[0][0], second ? all[1][1] : all[0][1],
+                         second ? all[1][2] : all[0][2], second ? all[1][3] : all[0][3]),
+             received);
+    const int column = lane % LANES * 4;
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) {
+        float(&sums)[4] = state.sums[i];
+        if constexpr (STEP == 2)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) sums[k] += __shfl_xor_sync(0xffffffff, sums[k], 16);
+        if (lane < LANES)
+            send(shared_address(&shared.parts[index][i][column % OWN]), column / OWN,
+                 make_float4(sums[0], sums[1], sums[2], sums[3]), received);
+    }
+}
+
+// 1 / sqrt(mean(x^2) + eps), x of `width` elements.
+DEVICE float factor_of(const unsigned short *x, int width, float eps, Shared &shared) {
+    float sum = 0.0f;
+    for (int i = 8 * threadIdx.x; i < width; i += 8 * THREADS) {
+        const uint4 own = load_16(x + i);
+        const uint32 words[4] = {own.x, own.y, own.z, own.w};
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            sum = fmaf(low_half(words[k]), low_half(words[k]), sum);
+            sum = fmaf(high_half(words[k]), high_half(words[k]), sum);
+        }
+    }
+#pragma unroll
+    for (int lanes = 16; lanes >= 1; lanes /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lanes);
+    if (threadIdx.x % 32 == 0) shared.squares[threadIdx.x / 32] = sum;
+    named_barrier_sync(1, THREADS);
+    sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) sum += shared.squares[i];
+    return 1.0f / sqrtf(sum / width + eps);
+}
+
+// Grid: CLUSTER blocks for each key/value head of all sequences. Everything begins at multiples of 16 bytes, strides are
+// multiples of 8 elements. start, sinks, and unless FACTOR or ROTATED x, cos and sin, may be null.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attend(const unsigned short *query, const unsigned short *key, const unsigned short *value, const unsigned short *x,
+           const unsigned short *cos, const unsigned short *sin, unsigned short *keys, unsigned short *values,
+           const long long *position, const long long *start, const float *sinks, unsigned short *out,
+           long long query_batch, long long query_head, long long key_batch, long long key_head, int angle_batch,
+           int heads, int capacity, int window, int x_width, float factor, float softcap, float eps) {
+    DYNAMIC_SHARED(memory);
+    Shared &shared = *(Shared *)memory;
+    let_next_start();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int rank = cluster_rank(), index = warp * CLUSTER + rank;
+    const long long head = blockIdx.x / CLUSTER, batch = head / heads;
+    if (threadIdx.x == 0) {
+        barrier_init(shared_address(&shared.received), 1);
+        barrier_expect(shared_address(&shared.received), ALL * (GROUP * OWN + 2 * QUERIES) * 4);
+        barrier_init_fence();
+    }
+    __syncwarp();
+    cluster_arrive();
+
+    const int slot = (int)*position;  // of the new token
+    int first = start == nullptr ? 0 : (int)start[batch];
+    if (window > 0) first = max(first, slot - window + 1);
+    unsigned short *own_keys = keys + head * capacity * WIDTH, *own_values = values + head * capacity * WIDTH;
+    const Cache cache = {own_keys, own_values, first, slot - 1};
+    const int base = first & ~(TILE - 1), tiles = (slot - base + TILE - 1) / TILE;
+    Tile tile;
+    if (index < tiles && first < slot) load_tile(cache, base + index * TILE, tile);
+    Angles angles;
+    if constexpr (ROTATED)
+#pragma unroll
+        for (int j = 0; j < CHUNKS; ++j) {
+            angles.cos[j] = load_16(cos + batch * angle_batch + 32 * j + 8 * t);
+            angles.sin[j] = load_16(sin + batch * angle_batch + 32 * j + 8 * t);
+        }
+    const float f = FACTOR ? factor_of(x + batch * x_width, x_width, eps, shared) : 1.0f;
+    wait_for_previous();
+
+    uint4 raw[CHUNKS], q[CHUNKS];
+    const unsigned short *own = query + batch * query_batch + (head % heads * GROUP + g) * query_head;
+#pragma unroll
+    for (int j = 0; j < CHUNKS; ++j) raw[j] = g < GROUP ? load_16(own + 32 * j + 8 * t) : make_uint4(0, 0, 0, 0);
+    Tile fresh = {};
+    uint4 raw_key[CHUNKS];
+    const bool has_new = index == ALL - 1;
+    if (has_new) {
+        const unsigned short *of_key = key + batch * key_batch + head % heads * key_head;
+        const unsigned short *of_value = value + batch * key_batch + head % heads * key_head;
+#pragma unroll
+        for (int j = 0; j < CHUNKS; ++j) raw_key[j] = load_16(of_key + 32 * j + 8 * t);
+        if (lane < LANES) fresh.values[0] = load_8(of_value + lane * 4);
+    }
+    turn(q, raw, angles, f);
+
+    State state;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) state.largest[c] = -bits_float(INFINITE), state.total[c] = 0.0f;
+#pragma unroll
+    for (int n = 0; n < GROUP; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) state.sums[n][i] = 0.0f;
+    if (first < slot)
+#pragma unroll 1
+        for (int i = index; i < tiles; i += ALL) {
+            Tile next;
+            if (i + ALL < tiles) load_tile(cache, base + (i + ALL) * TILE, next);
+            add_tile(state, tile, q, shared, base + i * TILE, first, slot - 1, factor, softcap);
+            tile = next;
+        }
+    if (has_new) {
+        turn(fresh.keys[0], raw_key, angles, f);
+        if constexpr (FACTOR) fresh.values[0] = make_uint2(scaled(fresh.values[0].x, f), scaled(fresh.values[0].y, f));
+        if (g == 0)
+#pragma unroll
+            for (int j = 0; j < CHUNKS; ++j)
+                *(uint4 *)(own_keys + (long long)slot * WIDTH + 32 * j + 8 * t) = fresh.keys[0][j];
+        if (lane < LANES) *(uint2 *)(own_values + (long long)slot * WIDTH + lane * 4) = fresh.values[0];
+        add_tile(state, fresh, q, shared, slot, slot, slot, factor, softcap);
+    }
+
+    cluster_wait();  // the other blocks have initialised their barriers
+    send_state(state, shared, index);
+    barrier_wait_after(shared_address(&shared.received), 0);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < GROUP * OWN; i += THREADS) {
+        const int n = i / OWN, column = i % OWN;
+        const long long row = head * GROUP + n;
+        const float sink = sinks == nullptr ? -bits_float(INFINITE) : sinks[row % (heads * GROUP)] * LOG2_E;
+        float most = sink, total = 0.0f, sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < ALL; ++w) most = fmaxf(most, shared.stats[w][0][n]);
+        const float from = most == -bits_float(INFINITE) ? 0.0f : most;
+#pragma unroll
+        for (int w = 0; w < ALL; ++w) {
+            const float weight = power_of_2(shared.stats[w][0][n] - from);
+            total = fmaf(weight, shared.stats[w][1][n], total);
+            sum = fmaf(weight, shared.parts[w][n][column], sum);
+        }
+        total += power_of_2(sink - from);
+        out[row * WIDTH + rank * OWN + column] = (unsigned short)(packed(sum / total, 0.0f) & 0xffff);
+    }
+}

@@ -1,0 +1,140 @@
+"""Launches ``decode_attention_sm90.cu``: `decode_attention` in one launch, for compute capability 9.0."""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels.runtime import nvrtc
+from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
+
+WARPS, TILE, QUERIES = 4, 16, 8
+"""Warps of a block, slots of a tile, queries that share a head at most."""
+MOST_HEADS = {8: 28, 4: 60, 2: 132}
+"""Clusters of so many blocks that run at once on an H200, two blocks on a multiprocessor."""
+MOST_SLOTS = 1024
+"""Of a cache; with more, two launches that fill the GPU are faster."""
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class DecodeAttentionVariant:
+    """The macros that the kernel is compiled with; the head of ``decode_attention_sm90.cu`` explains each."""
+
+    x: str
+    width: int
+    group: int
+    cluster: int
+    rotated: bool
+    factor: bool
+    softcap: bool
+
+
+def takes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    cos: Tensor | None,
+    sinks: Tensor | None,
+    x: Tensor | None,
+) -> bool:
+    """True if the kernel takes these operands of `decode_attention`."""
+    vectors = [t for t in (query, key, value, cos, x) if t is not None]
+    return (
+        nvrtc.runs_on_hopper(query.device)
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[3] in (64, 128)
+        and query.shape[1] <= QUERIES * keys.shape[1]
+        and keys.shape[0] * keys.shape[1] <= max(MOST_HEADS.values())
+        and keys.shape[2] <= MOST_SLOTS
+        and key.stride() == value.stride()
+        and (sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous()))
+        and all(_is_aligned(t) for t in (*vectors, keys))
+        and (x is None or x.shape[2] % 8 == 0)
+    )
+
+
+def _is_aligned(t: Tensor) -> bool:
+    strides = [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1]
+    return (
+        (t.stride(-1) == 1 or t.shape[-1] == 1)
+        and t.data_ptr() % 16 == 0
+        and not any(stride % 8 for stride in strides if stride != 1)
+    )
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    start: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    sinks: Tensor | None,
+    x: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    eps: float,
+) -> Tensor:
+    """`decode_attention` of operands for which `takes` holds."""
+    batch, queries, _, width = query.shape
+    heads, capacity = keys.shape[1:3]
+    blocks = batch * heads
+    cluster = next(n for n, most in MOST_HEADS.items() if blocks <= most)
+    is_turned, has_factor = cos is not None, x is not None
+    variant = DecodeAttentionVariant(
+        *(FLOAT_MACROS[query.dtype], width, queries // heads, cluster),
+        *(is_turned, has_factor, softcap != 0),
+    )
+    out = torch.empty((batch, queries, 1, width), dtype=query.dtype, device=query.device)
+    units = 2 * scale / softcap * LOG2_E if softcap else scale * LOG2_E
+    operands = (query, key, value, x, cos, sin, keys, values, position, start, sinks, out)
+    with torch.cuda.device_of(query):
+        _kernel(variant, torch.cuda.current_device())(
+            *(torch.cuda.current_stream().cuda_stream, blocks * cluster, 32 * WARPS),
+            *(0 if t is None else t.data_ptr() for t in operands),
+            *(*query.stride()[:2], *key.stride()[:2]),
+            0 if cos is None or cos.shape[0] == 1 else width,
+            *(heads, capacity, window, 0 if x is None else x.shape[2]),
+            *map(_bits, (units, softcap * LOG2_E, eps)),
+        )
+    return out
+
+
+def _bits(x: float) -> int:
+    """The word that passes a float to a kernel."""
+    return int.from_bytes(struct.pack("<f", x), "little")
+
+
+def shared_bytes(variant: DecodeAttentionVariant) -> int:
+    """Bytes of a block's shared memory."""
+    warps = variant.cluster * WARPS
+    sums = 4 * warps * (variant.group * variant.width // variant.cluster + 2 * QUERIES)
+    return 64 + 4 * WARPS * QUERIES * (TILE + 1) + sums
+
+
+def source(variant: DecodeAttentionVariant) -> str:
+    """The CUDA C++ to compile."""
+    return program(
+        asdict(variant),
+        "runtime/ptx.cuh",
+        "runtime/sm90.cuh",
+        "decoding/decode_attention_sm90.cu",
+    )
+
+
+@functools.cache
+def _kernel(variant: DecodeAttentionVariant, device: int) -> nvrtc.Kernel:
+    module = nvrtc.Module(nvrtc.compiled(source(variant), "sm_90a"))
+    options = {"shared": shared_bytes(variant), "cluster": variant.cluster}
+    return module.kernel("attend", 24, overlaps=True, **options)

@@ -1,0 +1,144 @@
+"""Lay the frozen weights of sibling linears side by side in memory, so that one product may read them all.
+
+q, k and v multiply the same input. Where their codes and scales are slices of one tensor, `lowbit.hf.generate` computes
+them in one launch. The modules, their parameters and state dicts stay as they are. `lowbit.inference.fuse_linears_`
+does more: it joins the modules, so that eager code and torch.compile have one product too.
+
+Each slice has a storage of its own. Tools that save models, such as safetensors and accelerate, take tensors of one
+storage for tied ones, and would leave some out.
+
+Memory that is moved, as by `model.to`, lies apart again until `lowbit.inference.freeze_`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.convert.owners import find_owners
+from lowbit.convert.siblings import siblings
+from lowbit.layers.frozen import is_frozen
+from lowbit.tensor.core.base import LowbitTensor
+
+DEVICES = ("cuda",)
+"""Kinds of devices whose memory is laid out."""
+ALIGNMENT = 16
+"""Bytes: kernels read rows that begin at multiples of it."""
+
+
+class Joint:
+    """The inner tensors of several weights, joined along their rows. It lives as long as one of the weights."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+
+_JOINTS: weakref.WeakValueDictionary[int, Joint] = weakref.WeakValueDictionary()
+"""By the address of each slice."""
+
+
+def lay_side_by_side(model: nn.Module) -> None:
+    """Give the frozen weights of siblings on a GPU memory side by side, in place. One group is held twice meanwhile.
+
+    Weights that are tied, that share scales among rows, or that are stored in different ways stay where they are.
+    """
+    owners = find_owners(model)
+    for parent in model.modules():
+        for names in siblings():
+            parts = [parent._modules.get(name) for name in names]
+            weights: list[Any] = [m._parameters.get("weight") for m in parts if m is not None]
+            if len(weights) < len(names) or not all(map(is_frozen, weights)):
+                continue
+            if weights[0].device.type not in DEVICES or any(
+                len(owners[id(w)]) > 1 for w in weights
+            ):
+                continue
+            biases: list[Any] = [m._parameters.get("bias") for m in parts if m is not None]
+            if join_rows(weights) and all(type(b) is nn.Parameter for b in biases):
+                _join_biases(biases)
+
+
+@torch.no_grad()
+def join_rows(weights: list[Any]) -> bool:
+    """Give these weights inner tensors that are slices of joint ones. False where they can't be, or are already."""
+    first = weights[0]
+    for w in weights:
+        alike = w.dim() == 2 and w.shape[1] == first.shape[1] and w.device == first.device
+        alike = alike and w.dtype == first.dtype and first._is_stored_like(w)
+        if not alike or w.transposed or not has_scales_of_rows(w):
+            return False
+    rows = [name for name in first._row_attrs() if getattr(first, name) is not None]
+    parts = {name: [getattr(w, name) for w in weights] for name in rows}
+    if any(t.is_inference() or not t.is_contiguous() for each in parts.values() for t in each):
+        return False
+    if any(t.nbytes % ALIGNMENT for each in parts.values() for t in each[:-1]):
+        return False
+    if all(joint_of(each) is not None for each in parts.values()):
+        return False
+    joint = Joint({name: torch.cat(each) for name, each in parts.items()})
+    slices = {
+        name: _split(joint.tensors[name], [len(t) for t in each]) for name, each in parts.items()
+    }
+    for i, w in enumerate(weights):
+        own = {name: slices[name][i] for name in rows}
+        w._take_over(w._with({**w.inner_tensors(), **own}))
+        _keep(joint, w, own.values())
+    return True
+
+
+def _join_biases(biases: list[Any]) -> None:
+    alike = {(b.dtype, b.device, b.requires_grad) for b in biases}
+    if alike != {(biases[0].dtype, biases[0].device, False)}:
+        return
+    if any(b.nbytes % ALIGNMENT for b in biases[:-1]):
+        return
+    joint = Joint({"bias": torch.cat(biases)})
+    for b, own in zip(biases, _split(joint.tensors["bias"], [len(b) for b in biases]), strict=True):
+        b.data = own
+        _keep(joint, b, [own])
+
+
+def _keep(joint: Joint, owner: Any, slices: Any) -> None:
+    owner.joint = joint
+    for t in slices:
+        _JOINTS[t.data_ptr()] = joint
+
+
+def _split(t: Tensor, rows: list[int]) -> list[Tensor]:
+    """Slices along dimension 0, over the same memory, each with a storage of its own."""
+    return [torch.from_dlpack(part.view(torch.uint8)).view(part.dtype) for part in t.split(rows)]
+
+
+def holder_of(part: Tensor) -> Joint | None:
+    """What a slice belongs to."""
+    return _JOINTS.get(part.data_ptr())
+
+
+def joint_of(parts: list[Tensor]) -> Tensor | None:
+    """The tensor of which these are the slices, all of them and in their order; None where they are no such slices."""
+    holder = holder_of(parts[0])
+    if holder is None:
+        return None
+    for t in holder.tensors.values():
+        at = t.data_ptr()
+        for part in parts:
+            is_next = part.data_ptr() == at and part.dtype == t.dtype and part.is_contiguous()
+            if not is_next or part.shape[1:] != t.shape[1:]:
+                break
+            at += part.nbytes
+        else:
+            if at == t.data_ptr() + t.nbytes:
+                return t
+    return None
+
+
+def has_scales_of_rows(weight: LowbitTensor) -> bool:
+    """True if no two rows share a scale, so that the rows of several weights can be joined and split anywhere."""
+    own = getattr(weight, "spec", None)
+    if own is not None and own.shares_rows:
+        return False
+    of_input = weight._of_input() if hasattr(weight, "_of_input") else {}
+    return weight._row_attrs() == tuple(n for n in weight.inner_tensors() if n not in of_input)

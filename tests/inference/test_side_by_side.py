@@ -1,0 +1,122 @@
+"""Weights of siblings in memory side by side: the model computes, saves and loads as before."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit as lb
+from lowbit.convert import side_by_side
+from lowbit.convert.side_by_side import joint_of
+
+
+class Attention(nn.Module):
+    def __init__(self, bias: bool = False, k: int = 64) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(k, 64, bias=bias), nn.Linear(k, 32, bias=bias)
+        self.v_proj, self.o_proj = nn.Linear(k, 32, bias=bias), nn.Linear(64, k, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return self.o_proj(q * torch.cat([k, v], -1))
+
+
+def are_joined(tensors: list[torch.Tensor]) -> bool:
+    return joint_of(tensors) is not None
+
+
+def parts(model: nn.Module, name: str) -> list[torch.Tensor]:
+    weights = [getattr(model, p).weight for p in ("q_proj", "k_proj", "v_proj")]
+    return [getattr(w, name) for w in weights]
+
+
+def pair(
+    monkeypatch: pytest.MonkeyPatch, scheme: lb.Scheme, **options: bool
+) -> tuple[nn.Module, nn.Module]:
+    """A converted model, and one whose siblings lie side by side."""
+    torch.manual_seed(0)
+    apart = Attention(**options).requires_grad_(False)
+    joined = copy.deepcopy(apart)
+    lb.quantize_(apart, scheme)
+    monkeypatch.setattr(side_by_side, "DEVICES", ("cpu",))
+    lb.quantize_(joined, scheme)
+    return apart, joined
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        lb.Int4WeightOnly(32),
+        lb.Int8WeightOnly(),
+        lb.Float8WeightOnly(),
+        lb.NF4WeightOnly(32),
+        lb.Int8DynamicActivationInt8Weight(),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_nothing_else_changes(
+    scheme: lb.Scheme, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart, joined = pair(monkeypatch, scheme, bias=bias)
+    x = torch.randn(3, 64)
+    assert are_joined(parts(joined, "codes")) and not are_joined(parts(apart, "codes"))
+    if bias:
+        assert are_joined([joined.q_proj.bias, joined.k_proj.bias, joined.v_proj.bias])
+    assert torch.equal(joined(x), apart(x))
+    own, expected = joined.state_dict(), apart.state_dict()
+    assert list(own) == list(expected)
+    assert all(torch.equal(own[k], expected[k]) for k in own)
+    storages = {t.untyped_storage().data_ptr() for t in own.values()}
+    assert len(storages) == len(own), "no two are one for tools that save models"
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in own.values())
+    file = io.BytesIO()
+    torch.save(own, file)
+    file.seek(0)
+    other = Attention(bias=bias).requires_grad_(False)
+    lb.quantize_(other, scheme)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(other(x), apart(x))
+    assert torch.equal(copy.deepcopy(joined)(x), apart(x))
+    joined.load_state_dict(Attention(bias=bias).state_dict(), strict=False)
+    joined.load_state_dict(expected)
+    assert torch.equal(joined(x), apart(x))
+
+
+def test_graphs_and_moved_models_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart, joined = pair(monkeypatch, lb.Int4WeightOnly(32))
+    assert joined.q_proj._lowbit_weight_codes is joined.q_proj.weight.codes
+    moved = joined.to(torch.float64).to(torch.float32)
+    lb.inference.freeze_(moved)
+    assert are_joined(parts(moved, "codes")) and are_joined(parts(moved, "scale"))
+    x = torch.randn(2, 64)
+    assert torch.equal(moved(x), apart(x))
+
+
+def test_memory_lives_as_long_as_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, joined = pair(monkeypatch, lb.Int4WeightOnly(32))
+    codes, joint = joined.v_proj.weight.codes, weakref.ref(joined.q_proj.weight.joint)
+    expected = codes.clone()
+    del joined
+    gc.collect()
+    assert joint() is None and torch.equal(codes, expected)
+
+
+def test_weights_that_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "DEVICES", ("cpu",))
+    tied, mixed, narrow = Attention(), Attention(), Attention(k=40)
+    tied.k_proj.weight = tied.v_proj.weight
+    for model in (tied, mixed, narrow):
+        model.requires_grad_(False)
+    lb.quantize_(tied, lb.Int4WeightOnly(32))
+    lb.quantize_(mixed, {"q_proj": lb.Int8WeightOnly(), "*": lb.Int4WeightOnly(32)})
+    lb.quantize_(narrow, lb.Int4WeightOnly(8))
+    assert not are_joined(parts(tied, "codes")) and not are_joined(parts(mixed, "codes"))
+    assert narrow.q_proj.weight.codes.data_ptr() % 16 == 0
