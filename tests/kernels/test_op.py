@@ -102,3 +102,33 @@ def test_an_op_without_a_kernel_computes_its_formula(product: Any) -> None:
     with launches.counted() as calls:
         assert run(A, B, None, torch.float16).tolist() == [[4.0] * 3] * 2
     assert calls == {("declared_product", "torch"): 1}
+
+
+def test_an_op_raises_where_an_operand_requires_a_gradient(product: Any) -> None:
+    bias = torch.ones(3, requires_grad=True)
+    says = r"declared_product has no gradient, and bias requires one; .*\.detach\(\)"
+    for call in (
+        product,
+        torch.ops.lowbit.declared_product,
+        torch.compile(product, backend="eager"),
+    ):
+        with pytest.raises(RuntimeError, match=says):
+            call(A, B, bias=bias)
+        with torch.no_grad():
+            assert not call(A, B, bias=bias).requires_grad
+        assert call(A, B, bias=bias.detach()).tolist() == [[5.0] * 3] * 2
+    assert product.reference(A, B, bias, torch.float32).requires_grad
+
+
+OPS = [line.split(" ", 1)[1].partition("(")[0] for line in library.SCHEMAS.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_no_op_detaches_in_silence(name: str) -> None:
+    """The refusal comes before the checks, so operands without a meaning are enough."""
+    op = getattr(torch.ops.lowbit, name).default
+    values = {"Tensor": A.clone().requires_grad_(), "List[Tensor]": [A], "List[float]": [1.0]}
+    values |= {"str": "", "int": 1, "float": 1.0, "bool": False}
+    given = [values.get(str(argument.type)) for argument in op._schema.arguments]
+    with pytest.raises(RuntimeError, match=f"{name} has no gradient, and "):
+        op(*given)
