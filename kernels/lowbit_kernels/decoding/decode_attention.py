@@ -171,15 +171,35 @@ def attention(
         seen = torch.ones(
             query.shape[2], keys.shape[2], dtype=torch.bool, device=query.device
         ).tril()
-    wide_keys, wide_values = (t.float().repeat_interleave(group, dim=1) for t in (keys, values))
-    scores = query.float() @ wide_keys.mT * scale
+    y = softmax_attention(query, keys, values, seen, scale, softcap, sinks)
+    return y.to(query.dtype)
+
+
+def softmax_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: Tensor,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`attention` with softcap and sinks, in float32: 0 where a query sees nothing. Slots that no query sees may hold
+    anything. `seen` is [B or 1, 1, T, S] or [T, S]."""
+    batch, heads, count, width = query.shape
+    kv_heads, slots = keys.shape[1:3]
+    by_head = (batch, kv_heads, heads // kv_heads * count)
+    scores = query.float().reshape(*by_head, width) @ keys.float().mT * scale
+    scores = scores.view(batch, heads, count, slots)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~seen, float("-inf"))
+    scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         last = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, last], dim=-1)
-    return (scores.softmax(-1)[..., : keys.shape[2]] @ wide_values).to(query.dtype)
+    weights = torch.where(seen, scores.softmax(-1)[..., :slots], 0.0)
+    values = torch.where(seen.any(-2)[..., None], values.float(), 0.0)
+    return (weights.view(*by_head, slots) @ values).view(query.shape)
 
 
 # ---- Triton --------------------------------------------------------------------------------------------------------
