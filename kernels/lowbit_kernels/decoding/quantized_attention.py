@@ -22,6 +22,8 @@ The device reads length, mask and first, so one CUDA graph serves all lengths. N
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -97,43 +99,14 @@ reference = quantized_attention.reference
 
 
 @quantized_attention.kernel
-def _launch(
-    query: Tensor,
-    key_codes: Tensor,
-    key_scale: Tensor,
-    value_codes: Tensor,
-    value_scale: Tensor,
-    length: Tensor,
-    value_zero: Tensor | None,
-    mask: Tensor | None,
-    first: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-    ring: bool,
-) -> Tensor | None:
+def _launch(query: Tensor, *operands: Any) -> Tensor | None:
     """The kernel for compute capability 9.0 where it takes the operands and the TMA reads the caches, else the
     formula."""
+    key_codes, key_scale, value_codes, value_scale, _, value_zero, *_ = operands
     if not quantized_attention_sm90.takes(key_codes, value_codes, query.dtype, query.shape[3]):
         return None
     caches = (key_codes, key_scale, value_codes, value_scale, value_zero)
     if any(t is not None and t.data_ptr() % ALIGNMENT for t in caches):
         return None
     ran("quantized_attention", "sm90")
-    return quantized_attention_sm90.attend(
-        query,
-        key_codes,
-        key_scale,
-        value_codes,
-        value_scale,
-        length,
-        value_zero,
-        mask,
-        first,
-        sinks,
-        scale,
-        window,
-        softcap,
-        ring,
-    )
+    return quantized_attention_sm90.attend(query, *operands)
