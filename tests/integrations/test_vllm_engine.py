@@ -22,6 +22,8 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 pytest.importorskip("vllm.model_executor.models.llama", exc_type=ImportError)
 
+pytestmark = pytest.mark.timeout(1800)  # that process serves all folders
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

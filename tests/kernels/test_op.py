@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import lowbit_kernels
 from lowbit_kernels.runtime import launches, library, schemas
 from lowbit_kernels.runtime.op import op
 
@@ -109,7 +110,6 @@ def test_an_op_raises_where_an_operand_requires_a_gradient(product: Any) -> None
     says = r"declared_product has no gradient, and bias requires one; .*\.detach\(\)"
     for call in (
         product,
-        torch.ops.lowbit.declared_product,
         torch.compile(product, backend="eager"),
     ):
         with pytest.raises(RuntimeError, match=says):
@@ -120,15 +120,27 @@ def test_an_op_raises_where_an_operand_requires_a_gradient(product: Any) -> None
     assert product.reference(A, B, bias, torch.float32).requires_grad
 
 
-OPS = [line.split(" ", 1)[1].partition("(")[0] for line in library.SCHEMAS.read_text().splitlines()]
+def test_torch_warns_where_a_backward_pass_reaches_an_op(product: Any) -> None:
+    """A saved program calls it in grad mode."""
+    bias = torch.ones(3, requires_grad=True)
+    out = torch.ops.lowbit.declared_product(A, B, bias, torch.float16)
+    assert out.tolist() == [[5.0] * 3] * 2
+    with pytest.warns(UserWarning, match="declared_product: an autograd kernel was not registered"):
+        out.sum().backward()
+    assert bias.grad is None
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_no_op_detaches_in_silence(name: str) -> None:
+LINES = [line.split(" ", 1) for line in library.SCHEMAS.read_text().splitlines()]
+OPS = [(module, schema.partition("(")[0]) for module, schema in LINES]
+
+
+@pytest.mark.parametrize(("module", "name"), OPS, ids=[name for _, name in OPS])
+def test_no_op_detaches_in_silence(module: str, name: str) -> None:
     """The refusal comes before the checks, so operands without a meaning are enough."""
-    op = getattr(torch.ops.lowbit, name).default
+    function = getattr(getattr(lowbit_kernels, module), name)
     values = {"Tensor": A.clone().requires_grad_(), "List[Tensor]": [A], "List[float]": [1.0]}
     values |= {"str": "", "int": 1, "float": 1.0, "bool": False}
-    given = [values.get(str(argument.type)) for argument in op._schema.arguments]
+    schema = getattr(torch.ops.lowbit, name).default._schema
+    given = {argument.name: values.get(str(argument.type)) for argument in schema.arguments}
     with pytest.raises(RuntimeError, match=f"{name} has no gradient, and "):
-        op(*given)
+        function(**given)

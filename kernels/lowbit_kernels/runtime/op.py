@@ -22,8 +22,9 @@ op's arguments and the globals of its module. All tensors must be on one device,
 it. An argument that is a dtype has no shape in its declaration. The kernel's arguments have the declared types. Neither
 the kernel nor the functions that get them from it repeat these.
 
-No op has a gradient: lowbit's layers have ``autograd.Function``s around them. An op that gets a tensor that requires a
-gradient, in grad mode, raises RuntimeError, on every device.
+No op has a gradient: lowbit's layers have ``autograd.Function``s around them. The function of an op that gets a tensor
+that requires a gradient, in grad mode, raises RuntimeError, on every device. Saved programs call ``torch.ops.lowbit``
+itself, also in grad mode. That computes without autograd, and torch warns where a backward pass reaches it.
 
 The declaration is compiled to one Python function, so a check costs the host what one written by hand costs. torch must
 know the schema before the module of the op is imported, so ``schemas.txt`` lists all schemas
@@ -176,14 +177,16 @@ def _running(
     defaults = tuple(declaration.defaults.values())
     total = len(defaults)
     kernel: Callable[..., Any] | None = None
-    condition = f"lambda {', '.join(declaration.parameters)}: {declaration.requires_gradient}"
-    requires_gradient = eval(condition, {"grad_mode": torch.is_grad_enabled})
 
     def run(*args: Any) -> Any:
         if len(args) < total:  # torch leaves out arguments that equal their defaults
             args = *args, *defaults[len(args) :]
-        if requires_gradient(*args):  # of a call of ``torch.ops.lowbit``
-            declaration.refuse_gradient(*args)
+        if not torch.is_grad_enabled():
+            return computed(*args)
+        with torch.no_grad():
+            return computed(*args)
+
+    def computed(*args: Any) -> Any:
         if not by_layout:
             check(*args)
         found = None if kernel is None else kernel(*args)
