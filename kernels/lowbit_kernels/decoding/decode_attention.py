@@ -20,6 +20,11 @@
     x             [B, 1, D] in query's dtype, contiguous, or None
     y             query's dtype [B, H, 1, E], contiguous
 
+In 16 bits the Triton kernel multiplies exp(s − m) by the values in two parts. So y is within 1.7e-3 of the formula in
+float64, of which rounding y takes 1.65e-3 (H200). One part gave up to 2.25e-3, and two cost 0 to 4% of the time. The
+formula rounds q' and k' once, as every attention of transformers gets them. Without that rounding y differs by 2.3e-3
+for normal numbers, and by more where scores are larger.
+
 The op reads `position` on the device, so one CUDA graph serves every length, and reads only that part of the cache.
 A mask over the whole cache would read all of it.
 
@@ -310,7 +315,11 @@ def _update(q, k, v, scale, softcap, is_seen, largest, total, mixed, SOFTCAP: tl
     new = tl.maximum(largest, tl.max(score, 1))
     share = tl.exp(score - new[:, None])
     kept = tl.exp(largest - new)
-    mixed = mixed * kept[:, None] + tl.dot(share.to(v.dtype), v, input_precision="ieee")
+    mixed *= kept[:, None]
+    high = share.to(v.dtype)
+    mixed = tl.dot(high, v, mixed, input_precision="ieee")
+    if v.dtype != tl.float32:  # in two parts, which add up to more than 16 bits
+        mixed = tl.dot((share - high.to(tl.float32)).to(v.dtype), v, mixed)
     return new, total * kept + tl.sum(share, 1), mixed
 
 
