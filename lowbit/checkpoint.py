@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from lowbit.files import container
 from lowbit.files.container import CheckpointError
+from lowbit.files.memory import is_short_memory
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.state_dict import describe, joined, read_description
@@ -220,6 +221,8 @@ def _assemble(name: str, entry: Any, tensors: dict[str, Tensor]) -> LowbitTensor
         *(ArithmeticError, LookupError, ValueError),
         *(TypeError, AttributeError, RuntimeError),
     ) as error:
+        if is_short_memory(error):
+            raise
         why = error if isinstance(error, ValueError) else repr(error)
         raise CheckpointError(f"{name} cannot be put together again: {why}") from error
     return t

@@ -101,14 +101,23 @@ def test_a_file_that_changes_between_its_header_and_its_tensors(
         opened.read("0.weight")
 
 
-def test_short_memory_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("out of memory"), RuntimeError("can't allocate memory: out of memory")],
+)
+@pytest.mark.parametrize(
+    ("owner", "function"), [(Tensor, "to"), (lb.AffineTensor, "from_inner"), (digests, "of_tensor")]
+)
+def test_short_memory_is_not_damage(
+    owner: Any, function: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lb.save(quantized(), path := tmp_path / "m.safetensors")
 
     def short(*args: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
-    monkeypatch.setattr(Tensor, "to", short)
-    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+    monkeypatch.setattr(owner, function, short)
+    with pytest.raises(type(error), match="out of memory"):
         lb.load(path)
 
 

@@ -30,8 +30,8 @@ RUN_ELSEWHERE = {
     "./main": ("tests/formats/test_programs.py", "main.cpp"),
 }
 """Programs whose commands are run as they stand, or with the compiler of the machine; the file that does so."""
-NOT_RUN = {"vllm": "tests/integrations/test_vllm.py"}
-"""Programs that need a GPU, and the file that tests as much as runs without one."""
+NOT_RUN = {"vllm": "tests/integrations/test_vllm_engine.py"}
+"""Programs that the tests do not install, and the file that runs their engine where somebody did."""
 SHELLS = ("bash", "console")
 BLOCKS = {
     "bash": "tests/test_page_commands.py",

@@ -43,6 +43,13 @@ def matrix_of_magnitudes(shape: Sequence[int], dtype: torch.dtype, device: Devic
     return (x * torch.rand(rows, 1, device=device) * torch.rand(columns, device=device)).to(dtype)
 
 
+def laid_out_matrix(m: int, k: int, layout: str, dtype: torch.dtype, device: Device) -> Tensor:
+    """`matrix_of_magnitudes` [m, k], "contiguous", "transposed", "strided" or "misaligned"."""
+    shape = {"transposed": (k, m), "strided": (m, 2 * k), "misaligned": (m, k + 1)}
+    x = matrix_of_magnitudes(shape.get(layout, (m, k)), dtype, device)
+    return {"transposed": x.T, "strided": x[:, ::2], "misaligned": x[:, 1:]}.get(layout, x)
+
+
 def offsets_of(tokens: Sequence[int], device: Device) -> Tensor:
     """int32 [experts]: where each expert's tokens end."""
     return torch.tensor(tokens, device=device).cumsum(0).to(torch.int32)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.cases.operands import matrix_of_magnitudes
+from benchmarks.cases.operands import laid_out_matrix
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,7 @@ class Case:
 
     def arguments(self, device: torch.device | str = "cpu") -> tuple:
         """x, tiles, rows, columns, power_of_two."""
-        shape = {"transposed": (self.k, self.m), "misaligned": (self.m, self.k + 1)}
-        x = matrix_of_magnitudes(shape.get(self.layout, (self.m, self.k)), self.dtype, device)
-        x = {"transposed": x.T, "misaligned": x[:, 1:]}.get(self.layout, x)
+        x = laid_out_matrix(self.m, self.k, self.layout, self.dtype, device)
         return x, self.tiles, self.rows, self.columns, self.power_of_two
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.cases.operands import matrix_of_magnitudes
+from benchmarks.cases.operands import laid_out_matrix
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,9 @@ class Case:
 
     def arguments(self, device: torch.device | str = "cpu") -> tuple:
         """x, format, rows, columns, tensorwise, seed, row_factor, row_scales."""
-        m, k = self.m, self.k
-        shape = {"transposed": (k, m), "strided": (m, 2 * k), "misaligned": (m, k + 1)}
-        x = matrix_of_magnitudes(shape.get(self.layout, (m, k)), self.dtype, device)
-        x = {"transposed": x.T, "strided": x[:, ::2], "misaligned": x[:, 1:]}.get(self.layout, x)
+        x = laid_out_matrix(self.m, self.k, self.layout, self.dtype, device)
         seed = torch.tensor([2**40 + 77], device=device) if self.stochastic else None
-        factor = torch.rand(k, device=device) + 0.1 if self.factor else None
+        factor = torch.rand(self.k, device=device) + 0.1 if self.factor else None
         options = self.rows, self.columns, self.tensorwise
         return x, self.format, *options, seed, factor, self.row_scales
 

@@ -38,7 +38,8 @@ CASES = [
     Case("a-slice", (3, 40), is_slice=True),
     Case("one-row", (48,)),
     Case("no-rows", (0, 16)),
-    Case("a-row-beyond-one-program", (2, 9000)),
+    Case("a-row-beyond-one-block", (2, 9000)),
+    Case("three-blocks-of-a-slice", (3, 16391), offset=1.0, is_slice=True),
     Case("llama-8b", (1, 1, 4096), large=True),
     Case("llama-8b, 16 sequences", (16, 1, 4096), large=True),
 ]

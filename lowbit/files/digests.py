@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lowbit.files.memory import is_short_memory
 from lowbit.progress import progress
 
 Entries = dict[str, dict[str, Any]]
@@ -74,8 +75,10 @@ def while_written(t: Tensor, write: Callable[[memoryview], Any]) -> str:
 def _digest(t: Tensor) -> str | None:
     try:
         return of_tensor(t)
-    except (RuntimeError, TypeError):  # a damaged file may describe elements that cannot be read
-        return None
+    except (RuntimeError, TypeError) as error:
+        if is_short_memory(error):
+            raise
+        return None  # a damaged file may describe elements that cannot be read
 
 
 def _layout(t: Tensor) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lowbit.convert.patterns import PatternError
+from lowbit.files.memory import is_short_memory
 from lowbit.formats.layer_names import is_listed
 from lowbit.numerics.granularity import PerBlock
 from lowbit.numerics.lookup_table import LookupTable
@@ -52,7 +53,7 @@ def damage_of(what: str) -> Iterator[None]:
     """Raise a FormatError that begins with `what`, on one line, for the errors of code that reads a damaged file.
 
     Formats check what they read. But values of JSON may have any type and tensors any shape, so Python or PyTorch may
-    raise first.
+    raise first. Errors of short memory pass as they are.
     """
     try:
         yield
@@ -61,6 +62,8 @@ def damage_of(what: str) -> Iterator[None]:
         first, _, _ = str(error).partition("\n")
         raise FormatError(f"{what}: {first}") from error
     except _ERRORS_OF_DAMAGE as error:
+        if is_short_memory(error):
+            raise
         raise FormatError(f"{what}: it is damaged, or config.json is ({brief(error)})") from error
 
 
@@ -70,8 +73,12 @@ def brief(error: Exception) -> str:
 
 
 _ERRORS_OF_DAMAGE = (
-    *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
-    MemoryError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
 )
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.files.memory import is_short_memory
 from lowbit.formats.base import FormatError, damage_of
 from lowbit.formats.folder import Folder
 from lowbit.formats.sources import Item, Source
@@ -301,6 +302,8 @@ def stack_of(matrices: Mapping[Matrix, Tensor]) -> Tensor:
     try:
         rows = [p[0] if len(p) == 1 else torch.cat(_alike(p)) for p in experts.values()]
     except (NotImplementedError, RuntimeError) as error:
+        if is_short_memory(error):
+            raise
         raise FormatError(str(error)) from error
     return stacked(rows)
 

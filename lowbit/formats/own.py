@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from lowbit.checkpoint import FORMAT_VERSION
+from lowbit.files.memory import is_short_memory
 from lowbit.formats.base import Format, FormatError, Parts
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
@@ -74,6 +75,8 @@ class Own(Format):
         except FormatError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            if is_short_memory(error):
+                raise
             raise FormatError(f"its parts do not fit its description: {error}") from error
         return made
 

@@ -133,6 +133,12 @@ class PerGroup(Granularity):
 class PerBlock(Granularity):
     """One scale for each tile of the trailing dimensions, e.g. `PerBlock(128, 128)`.
 
+    The tile of a linear [N, K] has `a` outputs and `b` inputs, and so has that of stacked experts, also where a stock
+    model has them as [E, K, N] (gpt-oss, Llama 4). The one exception is `PerBlock(g, 1)` for those: it means groups of
+    g inputs, as files of the model's own format describe them, and is stored as `PerGroup(g)`. So one pattern with
+    `PerBlock(g, 1)` for a whole model of this kind gives its linears tiles of g outputs, and its experts groups of g
+    inputs; take `PerGroup(g)` for groups of inputs in both.
+
     Args:
         shape: sizes of the tile, one or more positive numbers.
     """

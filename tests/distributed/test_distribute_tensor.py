@@ -3,6 +3,8 @@ operation is refused by name. torch would hand gloo the address of the wrapper, 
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from lowbit.tensor import Int8WeightTensor
+from lowbit.tensor.core import collectives
 from lowbit.testing import launch
 from tests.tensor.cases import BY_NAME, CASES, same
 
@@ -95,6 +98,27 @@ def check_functions(rank: int, world_size: int, names: list[str]) -> list[str]:
                 if "dequantize" not in str(error):
                     wrong.append(f"{function} of {name}: {error}")
     return wrong
+
+
+@pytest.mark.parametrize("which", ["input", "output"])
+def test_a_collective_returns_when_no_thread_refers_to_its_tensors(which: str) -> None:
+    """Gloo's threads drop their references after the result is there. Python must free neither tensor meanwhile."""
+    dropped = threading.Event()
+
+    def hold(held: list[Any]) -> None:
+        time.sleep(0.03)
+        dropped.set()
+        held.clear()
+
+    def collective(sent: torch.Tensor) -> torch.Tensor:
+        result = sent.clone()
+        view = (sent if which == "input" else result).view(-1)  # which refers to its base
+        threading.Thread(target=hold, args=([view],)).start()
+        return result
+
+    inner = torch.rand(2, 3)
+    found = collectives._finished(collective, (), {}, inner)
+    assert dropped.is_set() and torch.equal(found, inner)
 
 
 def test_collectives_are_right_or_refused() -> None:

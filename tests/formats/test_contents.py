@@ -24,8 +24,10 @@ from lowbit import (
     PerBlock,
     formats,
 )
+from lowbit.files.memory import is_short_memory
 from lowbit.formats import FormatError
 from lowbit.formats.base import damage_of
+from lowbit.formats.experts import stack_of
 from lowbit.formats.registry import by_name
 from lowbit.schemes.scheme import Scheme
 from tests.formats.codec_case import NAME, weight
@@ -191,6 +193,40 @@ def test_the_error_names_the_folder(case: str, tmp_path: Path) -> None:
     with pytest.raises(FormatError) as caught:
         dict(formats.tensors(path))
     assert str(caught.value).startswith(f"{path}: {NAME}: ") and "\n" not in str(caught.value)
+
+
+SHORT = [
+    MemoryError("no memory"),
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError(
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate"
+    ),
+]
+
+
+@pytest.mark.parametrize("error", SHORT, ids=lambda e: type(e).__name__)
+def test_short_memory_is_not_damage(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(*args: Any) -> Any:
+        raise error
+
+    given, own = weight(INTS), by_name("lowbit")
+    described = own.settings(own.config({NAME: given}, ()), own.metadata({NAME: given}, ()))
+    parts = own.encode(given)
+    for module, function in ((torch, "cat"), (lowbit.AffineTensor, "from_inner")):
+        monkeypatch.setattr(module, function, short)
+    for read in (
+        short,
+        lambda: own.read(parts, described, NAME, None),
+        lambda: stack_of({(0, 0): torch.ones(1, 2), (0, 1): torch.ones(1, 2)}),
+    ):
+        with pytest.raises(type(error), match=str(error)[:9].replace("[", r"\[")), damage_of(NAME):
+            read()
+
+
+def test_the_allocator_names_short_memory() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_short_memory(caught.value) and not is_short_memory(RuntimeError("a shape"))
 
 
 def test_codes_above_their_bits_are_refused() -> None:

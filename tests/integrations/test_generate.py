@@ -112,6 +112,22 @@ def test_a_prompt_beyond_the_least_cache_and_a_shorter_one_after_it() -> None:
     ]
 
 
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("kv_cache", [None, "int8"])
+def test_logits_that_are_nan_raise(kv_cache: str | None, do_sample: bool) -> None:
+    model, given = fresh(), prompts(3)
+    bad = int(given["input_ids"][1, -1])
+    with torch.no_grad():
+        model.get_input_embeddings().weight[bad] = torch.nan
+    settings = {**given, "max_new_tokens": 4, "do_sample": do_sample, "kv_cache": kv_cache}
+    with pytest.raises(RuntimeError, match=r"logits are NaN.*in sequence (0, )?1(, 2)? of 3"):
+        hf.generate(model, **settings)
+    assert hf.generate(model, **settings, remove_invalid_values=True).shape == (3, 15)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[bad] = 0.0
+    assert hf.generate(model, **settings).shape == (3, 15)
+
+
 def test_sequences_end_one_by_one() -> None:
     model = made()
     settings: dict[str, Any] = {**prompts(3), "max_new_tokens": 30, "do_sample": False}

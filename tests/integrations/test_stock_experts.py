@@ -251,6 +251,30 @@ def test_training_schemes_take_the_same_weights(family: str, scheme: Any) -> Non
     assert not any(isinstance(p, lb.LowbitTensor) for p in model.parameters())
 
 
+def test_blocks_of_experts_with_inputs_first() -> None:
+    """a outputs by b inputs, as for linears; but PerBlock(g, 1) is PerGroup(g), and for linears g outputs."""
+    found: dict[str, Any] = {}
+    for name, granularity in {
+        "tiles": lb.PerBlock(16, 32),
+        "columns": lb.PerBlock(16, 1),
+        "groups": lb.PerGroup(16),
+    }.items():
+        model = FAMILIES["gpt-oss"][0]()
+        plain = next(iter(stacks(model).values())).detach().clone()  # [E, K, N]
+        linear = model.model.layers[0].self_attn.o_proj
+        lb.quantize_(model, lb.Scheme(lb.Spec(lb.Int(8), granularity)))
+        stack = next(iter(stacks(model).values()))
+        found[name] = stack
+        (experts, inputs, outputs), (rows, columns) = plain.shape, linear.weight.shape
+        if name == "tiles":
+            assert stack.scale.shape == (experts, -(-outputs // 16), -(-inputs // 32))
+            assert linear.weight.scale.shape == (-(-rows // 16), -(-columns // 32))
+        elif name == "columns":
+            assert linear.weight.scale.shape == (-(-rows // 16), columns)
+    assert found["columns"].spec == found["groups"].spec
+    assert torch.equal(found["columns"].dequantize(), found["groups"].dequantize())
+
+
 # ---- the products of the chosen experts -----------------------------------------------------------------------------
 
 ROUTED_FAMILIES = [family for family in FAMILIES if family not in ("llama4", "jetmoe")]

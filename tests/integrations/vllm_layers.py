@@ -6,6 +6,7 @@ The tests run `check` in one process, and in two that share each layer.
 from __future__ import annotations
 
 import json
+import os
 import traceback
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,8 @@ def check(rank: int, world: int, folders: list[str], store: str) -> list[str]:
 
     register()
     register()
+    # vLLM's CPU build names the memory that processes share by this. Its executor sets it.
+    os.environ.setdefault("VLLM_DIST_IDENT", Path(store).parent.name)
     found = []
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(world, rank, f"file://{store}", rank, "gloo")

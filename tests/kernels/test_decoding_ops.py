@@ -126,9 +126,12 @@ def check_gate(case: Any, device: str, dtype: torch.dtype, bound: float) -> None
 
 
 def check_choice(case: Any, device: str, dtype: torch.dtype, bound: float = 0) -> None:
-    """The first of equal scores is chosen; with NaNs, still a column."""
+    """The first of equal scores is chosen, a NaN before all of them."""
     (scores,) = case.arguments(device, dtype)
     assert torch.equal(ops.argmax_rows(scores), scores.cpu().argmax(-1).to(device))
+    if len(scores):
+        scores[-1, case.width // 2] = torch.nan
+        assert int(ops.argmax_rows(scores)[-1]) == case.width // 2
     found = ops.argmax_rows(torch.full_like(scores, torch.nan))
     assert found.dtype == torch.int64 and bool(((found >= 0) & (found < case.width)).all())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,7 @@ def of_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         assert operands.scale == found.scale or len(codes) == 1  # one row has any stride
         assert operands.residual == found.residual and operands.x.shape == found.x.shape
         if token_scale is None:
+            assert operands.x.strides[0] == found.x.strides[0] or len(x) == 1
             x, token_scale = by_scheme(x, FORMATS[codes.dtype])
         else:
             assert token_scale.shape == (len(x),) and x.dtype in HALVES
@@ -108,6 +110,28 @@ def test_kernels_of_small_batches(case: Case) -> None:
     expected = "decode" if m <= FEW and not case.tensorwise else "large_batch"
     expected = expected if m <= most else "weight_linear" if is_int4 else "scaled_mm"
     assert calls["dynamic_linear", expected] == 1
+
+
+COLUMNS = {
+    "contiguous": lambda x: x.contiguous(),
+    "a stride of the column": lambda x: x.contiguous().as_strided(x.shape, (2, 1, 7)),
+    "gaps between rows": lambda x: torch.cat([x, x], -1)[..., :1],
+    "gaps after rows": lambda x: torch.cat([x, x, x], -1)[..., ::3],
+    "gaps between tokens": lambda x: torch.stack([x, x], 1)[:, 0],
+}
+
+
+@pytest.mark.usefixtures("of_kernel")
+@pytest.mark.parametrize("change", list(COLUMNS.values()), ids=list(COLUMNS))
+def test_a_single_column_of_x(change: Any) -> None:
+    """Its stride does not matter, that of its rows does."""
+    case = Case("", 2, 16, 1, "int8", leading=(3,))
+    x, *rest = case.arguments()
+    arguments = (change(x), *rest)
+    assert arguments[0].shape == (3, 2, 1)
+    with launches.counted() as calls:
+        assert_close(op(*arguments), case, arguments, sums=1e-6)
+    assert calls == {("dynamic_linear", "decode"): 1}
 
 
 @pytest.mark.parametrize("format", ["int8", "e4m3"])

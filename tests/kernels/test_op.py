@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import lowbit_kernels
 from lowbit_kernels.runtime import launches, library, schemas
 from lowbit_kernels.runtime.op import op
 
@@ -102,3 +103,44 @@ def test_an_op_without_a_kernel_computes_its_formula(product: Any) -> None:
     with launches.counted() as calls:
         assert run(A, B, None, torch.float16).tolist() == [[4.0] * 3] * 2
     assert calls == {("declared_product", "torch"): 1}
+
+
+def test_an_op_raises_where_an_operand_requires_a_gradient(product: Any) -> None:
+    bias = torch.ones(3, requires_grad=True)
+    says = r"declared_product has no gradient, and bias requires one; .*\.detach\(\)"
+    for call in (
+        product,
+        torch.compile(product, backend="eager"),
+    ):
+        with pytest.raises(RuntimeError, match=says):
+            call(A, B, bias=bias)
+        with torch.no_grad():
+            assert not call(A, B, bias=bias).requires_grad
+        assert call(A, B, bias=bias.detach()).tolist() == [[5.0] * 3] * 2
+    assert product.reference(A, B, bias, torch.float32).requires_grad
+
+
+def test_torch_warns_where_a_backward_pass_reaches_an_op(product: Any) -> None:
+    """A saved program calls it in grad mode."""
+    bias = torch.ones(3, requires_grad=True)
+    out = torch.ops.lowbit.declared_product(A, B, bias, torch.float16)
+    assert out.tolist() == [[5.0] * 3] * 2
+    with pytest.warns(UserWarning, match="declared_product: an autograd kernel was not registered"):
+        out.sum().backward()
+    assert bias.grad is None
+
+
+LINES = [line.split(" ", 1) for line in library.SCHEMAS.read_text().splitlines()]
+OPS = [(module, schema.partition("(")[0]) for module, schema in LINES]
+
+
+@pytest.mark.parametrize(("module", "name"), OPS, ids=[name for _, name in OPS])
+def test_no_op_detaches_in_silence(module: str, name: str) -> None:
+    """The refusal comes before the checks, so operands without a meaning are enough."""
+    function = getattr(getattr(lowbit_kernels, module), name)
+    values = {"Tensor": A.clone().requires_grad_(), "List[Tensor]": [A], "List[float]": [1.0]}
+    values |= {"str": "", "int": 1, "float": 1.0, "bool": False}
+    schema = getattr(torch.ops.lowbit, name).default._schema
+    given = {argument.name: values.get(str(argument.type)) for argument in schema.arguments}
+    with pytest.raises(RuntimeError, match=f"{name} has no gradient, and "):
+        function(**given)

@@ -162,8 +162,39 @@ def test_matrix_products_with_the_transpose(case):
             y.sum().backward()
             assert type(y) is torch.Tensor and relative_error(y, reference) < 2e-6
             assert relative_error(x.grad, plain.sum(0).expand(x.shape)) < 2e-6
-    g = values((6, 24), 1)
-    assert relative_error(g @ weight, g.double() @ plain) < 2e-6
+
+
+@every_transposable
+def test_a_weight_with_its_inputs_first(case):
+    """x @ weight [K, N] rounds x as the linear of the transpose does, in all spellings."""
+    weight, bias = case.make((24, 100)), values((100,), 2)
+    x = values((6, 24), 1).requires_grad_()
+    expected = F.linear(x, weight.t())
+    assert (
+        relative_error(expected, activation_of(case, x).double() @ weight.dequantize().double())
+        < 2e-6
+    )
+    (gradient,) = torch.autograd.grad(expected.sum(), x)
+    left = [] if case.is_trainable else [lambda: (weight.t() @ x.t()).t()]
+    for product in (
+        *left,
+        lambda: x @ weight,
+        lambda: torch.mm(x, weight),
+        lambda: x.view(2, 3, 24).matmul(weight).view(6, 100),
+        lambda: torch.addmm(bias, x, weight) - bias,
+        lambda: torch.einsum("mk,kn->mn", x, weight),
+        lambda: torch.stack([row @ weight for row in x]),
+    ):
+        y = product()
+        assert relative_error(y, expected) < 2e-6
+        (own,) = torch.autograd.grad(y.sum(), x)
+        assert relative_error(own, gradient) < 2e-6
+
+
+def test_a_trained_bitnet_weight_with_its_inputs_first():
+    trained = BitNetTensor(values((24, 96)), lowbit.train.BitNet())
+    x = values((6, 24), 1)
+    assert relative_error(x @ trained, x @ trained.frozen()) < 1e-6
 
 
 @every_weight

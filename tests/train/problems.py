@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lowbit import train
 from lowbit.train import Float8BlockMixedPrecision, Float8MixedPrecision, Int8MixedPrecision
+from tests.scaled_products import scaled_products
 
 SCHEMES = {
     "int8": Int8MixedPrecision(always=True, stochastic_rounding=False),
@@ -59,14 +62,60 @@ def prepared(model: nn.Module, scheme: Any) -> nn.Module:
     return model
 
 
-def outcome(model: nn.Module, x: Tensor, upstream: Tensor | None = None) -> dict[str, Tensor]:
-    """Output, and the gradients of the input and of every parameter by name."""
+def outcome(
+    model: nn.Module, x: Tensor, upstream: Tensor | None = None, run: Any = None
+) -> dict[str, Tensor]:
+    """Output, and the gradients of the input and of every parameter by name. `run` calls the model."""
     x = x.detach().requires_grad_()
     model.zero_grad()
-    y = model(x)
+    y = model(x) if run is None else run(x)
     y.backward(values(*y.shape, seed=3, dtype=y.dtype) if upstream is None else upstream)
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"output": y.detach(), "input": x.grad, **grads}
+
+
+HOW = ["reentrant", "checkpointed", "compiled"]
+
+
+def int8_products(model: nn.Module, x: Tensor, how: str) -> int:
+    """The int8 products of a step of a linear that runs as one of `HOW` says. Its outcome must be that without."""
+    torch._dynamo.reset()
+    expected = outcome(model, x)
+    run = {
+        "reentrant": lambda x: checkpoint(model, x, use_reentrant=True),
+        "checkpointed": lambda x: checkpoint(model, x, use_reentrant=False),
+        "compiled": torch.compile(model, fullgraph=True, backend="aot_eager"),
+    }[how]
+    with scaled_products() as calls:
+        found = outcome(model, x, run=run)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert relative(found[name], value) < 1e-5, name
+    return calls["int8"]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(50, 64, padding_idx=3)
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 50)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.down(F.silu(self.up(self.table(tokens))))
+
+
+def tokens(step: int = 0) -> Tensor:
+    return torch.randint(50, (4, 12), generator=torch.Generator().manual_seed(step))
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
+    out = model(tokens(step))
+    loss = F.cross_entropy(out.flatten(0, -2).float(), tokens(step).flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
 
 
 def peak_of_a_step(model: nn.Module, x: Tensor) -> int:

@@ -11,14 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import lowbit
 from lowbit import BitNet, BitNetTensor, TernaryTensor, train
 from lowbit.tensor.frozen.ternary import pack_ternary, unpack_ternary
 from tests.scaled_products import scaled_products
 from tests.traced import low_bit
-from tests.train.problems import linear, outcome, prepared, relative, values
+from tests.train.problems import (
+    HOW,
+    Model,
+    int8_products,
+    linear,
+    outcome,
+    prepared,
+    relative,
+    tokens,
+    train_step,
+    values,
+)
 
 SCHEMES = {"plain": BitNet(), "int8": BitNet(grad_input=True, grad_weight=True)}
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
@@ -48,30 +58,6 @@ def reference(layer, x, upstream):
         "weight": flat.t() @ x.flatten(0, -2),
     }
     return found if bias is None else {**found, "bias": flat.sum(0)}
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(50, 64)
-        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 50)
-
-    def forward(self, tokens):
-        return self.down(F.silu(self.up(self.table(tokens))))
-
-
-def tokens(step: int = 0):
-    return torch.randint(50, (4, 12), generator=torch.Generator().manual_seed(step))
-
-
-def train_step(model, optimizer, step):
-    out = model(tokens(step))
-    loss = F.cross_entropy(out.flatten(0, -2).float(), tokens(step).flatten())
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.detach())
 
 
 @every_scheme
@@ -145,25 +131,10 @@ def test_products_are_counted_and_traced(scheme):
 
 
 @every_scheme
-@pytest.mark.parametrize("how", ["reentrant", "checkpointed", "compiled"])
+@pytest.mark.parametrize("how", HOW)
 def test_compiled_and_checkpointed(scheme, how):
-    torch._dynamo.reset()
     model, x = prepared(linear(48, 96), scheme), values(2, 16, 96, seed=4)
-    expected = outcome(model, x)
-    run = {
-        "reentrant": lambda x: checkpoint(model, x, use_reentrant=True),
-        "checkpointed": lambda x: checkpoint(model, x, use_reentrant=False),
-        "compiled": torch.compile(model, fullgraph=True, backend="aot_eager"),
-    }[how]
-    model.zero_grad()
-    y = x.clone().requires_grad_()
-    with scaled_products() as calls:
-        out = run(y)
-        out.backward(values(*out.shape, seed=3))
-    assert calls["int8"] > 0
-    found = {"output": out, "input": y.grad, "weight": model.weight.grad, "bias": model.bias.grad}
-    for name, value in expected.items():
-        assert relative(found[name].detach(), value) < 1e-5, name
+    assert int8_products(model, x, how) > 0
 
 
 def test_backward_keeps_a_byte_an_element_of_the_input():

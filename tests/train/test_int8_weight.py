@@ -8,13 +8,12 @@ import io
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import lowbit
 from lowbit import AffineTensor, Int8Weight, Int8WeightTensor, train
 from lowbit.optim.step import job
 from tests.as_sent import as_sent
-from tests.train.problems import linear, prepared, relative, values
+from tests.train.problems import Model, linear, prepared, relative, tokens, train_step, values
 
 PRODUCTS = Int8Weight(True, True, True, always=True)
 
@@ -28,32 +27,8 @@ def same(a: Int8WeightTensor, b: Int8WeightTensor) -> bool:
     return all(torch.equal(x, y) for x, y in pairs)
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(50, 64, padding_idx=3)
-        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 50)
-
-    def forward(self, tokens):
-        return self.down(F.silu(self.up(self.table(tokens))))
-
-
 def every_weight(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear | nn.Embedding)
-
-
-def tokens(step: int = 0):
-    return torch.randint(50, (4, 12), generator=torch.Generator().manual_seed(step))
-
-
-def train_step(model, optimizer, step):
-    out = model(tokens(step))
-    loss = F.cross_entropy(out.flatten(0, -2).float(), tokens(step).flatten())
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.detach())
 
 
 # ---- training ------------------------------------------------------------------------------------------------

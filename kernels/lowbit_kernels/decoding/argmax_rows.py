@@ -3,7 +3,7 @@
     token[r] = the first k with the largest scores[r, k]
 
     scores  float [R, V], V at least 1
-    token   int64 [R], within 0 … V − 1 also with NaNs
+    token   int64 [R]; a NaN counts as the largest score, so that a choice among NaNs shows
 
 torch.argmax gives a row to few programs. Here one launch searches chunks of all rows and another one the chunks.
 """
@@ -45,7 +45,9 @@ def _argmax_of_chunks(scores, best, best_at, width, stride, BLOCK: tl.constexpr,
     columns = chunk * BLOCK + tl.arange(0, BLOCK)
     wait_for_previous(PDL)
     own = tl.load(scores + row * stride + columns, mask=columns < width, other=float("-inf"))
-    largest, at = tl.max(own.to(tl.float32), 0, return_indices=True)
+    own = own.to(tl.float32)
+    own = tl.where(own == own, own, float("inf"))
+    largest, at = tl.max(own, 0, return_indices=True)
     tl.store(best + row * chunks + chunk, largest)
     tl.store(best_at + row * chunks + chunk, tl.minimum(chunk * BLOCK + at, width - 1))
 

@@ -20,6 +20,11 @@
     x             [B, 1, D] in query's dtype, contiguous, or None
     y             query's dtype [B, H, 1, E], contiguous
 
+In 16 bits the Triton kernel multiplies exp(s − m) by the values in two parts. So y is within 1.7e-3 of the formula in
+float64, of which rounding y takes 1.65e-3 (H200). One part gave up to 2.25e-3, and two cost 0 to 4% of the time. The
+formula rounds q' and k' once, as every attention of transformers gets them. Without that rounding y differs by 2.3e-3
+for normal numbers, and by more where scores are larger.
+
 The op reads `position` on the device, so one CUDA graph serves every length, and reads only that part of the cache.
 A mask over the whole cache would read all of it.
 
@@ -173,15 +178,35 @@ def attention(
         seen = torch.ones(
             query.shape[2], keys.shape[2], dtype=torch.bool, device=query.device
         ).tril()
-    wide_keys, wide_values = (t.float().repeat_interleave(group, dim=1) for t in (keys, values))
-    scores = query.float() @ wide_keys.mT * scale
+    y = softmax_attention(query, keys, values, seen, scale, softcap, sinks)
+    return y.to(query.dtype)
+
+
+def softmax_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: Tensor,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`attention` with softcap and sinks, in float32: 0 where a query sees nothing. Slots that no query sees may hold
+    anything. `seen` is [B or 1, 1, T, S] or [T, S]."""
+    batch, heads, count, width = query.shape
+    kv_heads, slots = keys.shape[1:3]
+    by_head = (batch, kv_heads, heads // kv_heads * count)
+    scores = query.float().reshape(*by_head, width) @ keys.float().mT * scale
+    scores = scores.view(batch, heads, count, slots)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~seen, float("-inf"))
+    scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         last = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, last], dim=-1)
-    return (scores.softmax(-1)[..., : keys.shape[2]] @ wide_values).to(query.dtype)
+    weights = torch.where(seen, scores.softmax(-1)[..., :slots], 0.0)
+    values = torch.where(seen.any(-2)[..., None], values.float(), 0.0)
+    return (weights.view(*by_head, slots) @ values).view(query.shape)
 
 
 # ---- Triton --------------------------------------------------------------------------------------------------------
@@ -292,7 +317,11 @@ def _update(q, k, v, scale, softcap, is_seen, largest, total, mixed, SOFTCAP: tl
     new = tl.maximum(largest, tl.max(score, 1))
     share = tl.exp(score - new[:, None])
     kept = tl.exp(largest - new)
-    mixed = mixed * kept[:, None] + tl.dot(share.to(v.dtype), v, input_precision="ieee")
+    mixed *= kept[:, None]
+    high = share.to(v.dtype)
+    mixed = tl.dot(high, v, mixed, input_precision="ieee")
+    if v.dtype != tl.float32:  # in two parts, which add up to more than 16 bits
+        mixed = tl.dot((share - high.to(tl.float32)).to(v.dtype), v, mixed)
     return new, total * kept + tl.sum(share, 1), mixed
 
 

@@ -22,10 +22,13 @@ The device reads length, mask and first, so one CUDA graph serves all lengths. N
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from lowbit_kernels.decoding import quantized_attention_sm90
+from lowbit_kernels.decoding.decode_attention import softmax_attention
 from lowbit_kernels.decoding.quantize_to_cache import (
     CACHE,
     check_cache,  # noqa: F401 (a rule below calls it)
@@ -73,7 +76,7 @@ def quantized_attention(
 
     Raises TypeError for other dtypes, ValueError for shapes that don't fit each other.
     """
-    batch, heads, _, width = query.shape
+    batch, width = query.shape[0], query.shape[3]
     slots = torch.arange(window, device=query.device)
     oldest = (length % window)[:, None] * (length > window)[:, None]
     age = (slots - oldest) % window  # [1 or B, window]; 0: the oldest token
@@ -86,18 +89,7 @@ def quantized_attention(
     keys = dequantized(key_codes[:, :, :window], key_scale[:, :, :window], None, width)
     zero = None if value_zero is None else value_zero[:, :, :window]
     values = dequantized(value_codes[:, :, :window], value_scale[:, :, :window], zero, width)
-    grouped = query.float().unflatten(1, (keys.shape[1], -1)).squeeze(3)  # [B, K, G, E]
-    scores = grouped @ keys.transpose(-1, -2) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
-    sink = scores.new_full((heads,), -torch.inf) if sinks is None else sinks.float()
-    sink = sink.view(1, keys.shape[1], -1, 1).expand(batch, -1, -1, -1)
-    weights = torch.softmax(torch.cat((scores, sink), -1), -1)[..., :-1]
-    weights = torch.where(seen[:, None, None] | weights.isnan(), weights, 0.0)
-    weights = torch.where(seen.any(-1)[:, None, None, None], weights, 0.0)
-    values = torch.where(seen[:, None, :, None], values, 0.0)
-    y = (weights @ values).reshape(batch, heads, 1, width)
+    y = softmax_attention(query, keys, values, seen[:, None, None], scale, softcap, sinks)
     if not ring:
         y = torch.where((length > window)[:, None, None, None], torch.nan, y)
     return y.to(query.dtype)
@@ -107,43 +99,14 @@ reference = quantized_attention.reference
 
 
 @quantized_attention.kernel
-def _launch(
-    query: Tensor,
-    key_codes: Tensor,
-    key_scale: Tensor,
-    value_codes: Tensor,
-    value_scale: Tensor,
-    length: Tensor,
-    value_zero: Tensor | None,
-    mask: Tensor | None,
-    first: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-    ring: bool,
-) -> Tensor | None:
+def _launch(query: Tensor, *operands: Any) -> Tensor | None:
     """The kernel for compute capability 9.0 where it takes the operands and the TMA reads the caches, else the
     formula."""
+    key_codes, key_scale, value_codes, value_scale, _, value_zero, *_ = operands
     if not quantized_attention_sm90.takes(key_codes, value_codes, query.dtype, query.shape[3]):
         return None
     caches = (key_codes, key_scale, value_codes, value_scale, value_zero)
     if any(t is not None and t.data_ptr() % ALIGNMENT for t in caches):
         return None
     ran("quantized_attention", "sm90")
-    return quantized_attention_sm90.attend(
-        query,
-        key_codes,
-        key_scale,
-        value_codes,
-        value_scale,
-        length,
-        value_zero,
-        mask,
-        first,
-        sinks,
-        scale,
-        window,
-        softcap,
-        ring,
-    )
+    return quantized_attention_sm90.attend(query, *operands)

@@ -7,7 +7,8 @@
     offset  0, or 1 for models that store the weight minus 1
     y       x's dtype [..., D], contiguous
 
-On a GPU with programmatic dependent launch the kernel loads the weight while the previous launch ends.
+On a GPU with programmatic dependent launch the kernel loads the weight while the previous launch ends. Rows of more
+than `BLOCK` columns are read twice, a block at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 
 BLOCK = 8192
-"""The most columns of a row, all of which a program holds."""
+"""The most columns that a program holds at a time."""
 
 
 @op("empty(x.dtype, *x.shape)", x="float [..., D]", weight="float [D]")
@@ -51,6 +52,22 @@ def rms_factor_of(x, row, width, eps, BLOCK: tl.constexpr):
 
 
 @jit
+def _of_wide_row(x, weight, result, eps, offset, width, columns, BLOCK: tl.constexpr):
+    squares = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, width, BLOCK):
+        at = begin + columns
+        own = tl.load(x + at, mask=at < width, other=0.0).to(tl.float32)
+        squares += own * own
+    norm = tl.rsqrt(tl.sum(squares, 0) / width + eps)
+    for begin in range(0, width, BLOCK):
+        at = begin + columns
+        own = tl.load(x + at, mask=at < width, other=0.0).to(tl.float32)
+        factor = tl.load(weight + at, mask=at < width, other=0.0).to(tl.float32) + offset
+        y = own * norm * factor
+        tl.store(result + at, y.to(result.dtype.element_ty), mask=at < width)
+
+
+@jit
 def _kernel(
     x,
     weight,
@@ -60,33 +77,41 @@ def _kernel(
     width,
     x_stride,
     BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,  # True if a row has more columns than a block
     PDL: tl.constexpr,
 ):
     launch_dependents(PDL)
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    inside = columns < width
-    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) + offset
-    wait_for_previous(PDL)
-    own = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    y = own * tl.rsqrt(tl.sum(own * own, 0) / width + eps) * factor
-    tl.store(result + row * width + columns, y.to(result.dtype.element_ty), mask=inside)
+    x += row * x_stride
+    result += row * width
+    if WIDE:
+        wait_for_previous(PDL)
+        _of_wide_row(x, weight, result, eps, offset, width, columns, BLOCK)
+    else:
+        inside = columns < width
+        factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) + offset
+        wait_for_previous(PDL)
+        own = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
+        y = own * tl.rsqrt(tl.sum(own * own, 0) / width + eps) * factor
+        tl.store(result + columns, y.to(result.dtype.element_ty), mask=inside)
 
 
 @rms_norm.kernel
 def _launch(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor | None:
-    """The Triton kernel where it runs and a row fits one program, else the reference."""
+    """The Triton kernel where it runs, else the reference."""
     width = x.shape[-1]
-    if not runs_on(x.device) or x.numel() == 0 or width > BLOCK:
+    if not runs_on(x.device) or x.numel() == 0:
         return None
     ran("rms_norm", "triton")
     rows = x.reshape(-1, width)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     result = torch.empty(x.shape, dtype=stored_dtype(x.dtype, x.device), device=x.device)
-    block = triton.next_power_of_2(width)
+    block = min(triton.next_power_of_2(width), BLOCK)
     with torch.cuda.device_of(x):
         _kernel[(rows.shape[0],)](
             *(rows, weight.contiguous(), result, eps, offset, width, rows.stride(0)),
             BLOCK=block,
+            WIDE=width > BLOCK,
             num_warps=min(max(block // 256, 1), 16),
             **overlap_options(x.device),
         )

@@ -22,6 +22,10 @@ op's arguments and the globals of its module. All tensors must be on one device,
 it. An argument that is a dtype has no shape in its declaration. The kernel's arguments have the declared types. Neither
 the kernel nor the functions that get them from it repeat these.
 
+No op has a gradient: lowbit's layers have ``autograd.Function``s around them. The function of an op that gets a tensor
+that requires a gradient, in grad mode, raises RuntimeError, on every device. Saved programs call ``torch.ops.lowbit``
+itself, also in grad mode. That computes without autograd, and torch warns where a backward pass reaches it.
+
 The declaration is compiled to one Python function, so a check costs the host what one written by hand costs. torch must
 know the schema before the module of the op is imported, so ``schemas.txt`` lists all schemas
 (`lowbit_kernels.runtime.schemas` writes it).
@@ -58,6 +62,12 @@ SCHEMA_TYPES = {
     **{"Tensor | None": "Tensor?", "Sequence[Tensor]": "Tensor[]", "Sequence[float]": "float[]"},
 }
 """The types of arguments in a schema, by the annotations of a declaration."""
+REQUIRES = {
+    "Tensor": "{0}.requires_grad",
+    "Tensor | None": "({0} is not None and {0}.requires_grad)",
+    "Sequence[Tensor]": "any(t.requires_grad for t in {0})",
+}
+"""True if an argument of this annotation requires a gradient."""
 LEADING = "*leading_"
 """The dimensions that ``...`` stands for before others, in the compiled declaration."""
 
@@ -138,8 +148,10 @@ def _calling(registered: Any, declaration: _Declaration, planned: bool) -> Calla
         signature.append(n if parameter.default is parameter.empty else f"{n}=defaults[{n!r}]")
     names = ", ".join(declaration.parameters)
     call = f"called(op, {names})" if planned else f"op({names})"
+    code = f"lambda {', '.join(signature)}: {declaration.requires_gradient} and refuse({names}) or {call}"
     space = {"op": registered, "called": launcher.called, "defaults": declaration.defaults}
-    return cast("Callable[..., Any]", eval(f"lambda {', '.join(signature)}: {call}", space))
+    space |= {"grad_mode": torch.is_grad_enabled, "refuse": declaration.refuse_gradient}
+    return cast("Callable[..., Any]", eval(code, space))
 
 
 def _by_position(reference: Callable[..., Any], declaration: _Declaration) -> Callable[..., Any]:
@@ -169,6 +181,12 @@ def _running(
     def run(*args: Any) -> Any:
         if len(args) < total:  # torch leaves out arguments that equal their defaults
             args = *args, *defaults[len(args) :]
+        if not torch.is_grad_enabled():
+            return computed(*args)
+        with torch.no_grad():
+            return computed(*args)
+
+    def computed(*args: Any) -> Any:
         if not by_layout:
             check(*args)
         found = None if kernel is None else kernel(*args)
@@ -225,6 +243,11 @@ class _Declaration:
         self.defaults = {n: p.default for n, p in parameters.items()}
         self.arguments = ", ".join(f"{n}=defaults[{n!r}]" for n in self.defaults)
         self.operands = {n: _Operand(text) for n, text in operands.items()}
+        self._gradient_tests = {
+            n: REQUIRES[p.annotation].format(n)
+            for n, p in parameters.items()
+            if p.annotation in REQUIRES
+        }
         self._bound: set[str] = set()
         self._lines: list[str] = []
         pending = [("ValueError", *rule) for rule in rules.items()]
@@ -290,6 +313,20 @@ class _Declaration:
             if dim.isidentifier() and not known and dim not in found.values():
                 found[at] = dim
         return found
+
+    @property
+    def requires_gradient(self) -> str:
+        """An expression of the arguments and `grad_mode`, which torch.compile evaluates when it traces a call."""
+        return f"grad_mode() and ({' or '.join(self._gradient_tests.values())})"
+
+    def refuse_gradient(self, *args: Any) -> NoReturn:
+        """Raise the error of an argument that requires a gradient."""
+        given = dict(zip(self.parameters, args, strict=True))
+        n = next(n for n, test in self._gradient_tests.items() if eval(test, given))
+        raise RuntimeError(
+            f"{self.name} has no gradient, and {n} requires one; call it under torch.no_grad(), pass {n}.detach(), or "
+            f"differentiate its formula in PyTorch operations, {self.name}.reference"
+        )
 
     def schema(self) -> str:
         """The schema of the op. torch takes no default before an argument without one."""

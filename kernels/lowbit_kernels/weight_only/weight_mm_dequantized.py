@@ -49,7 +49,6 @@ def product(operands: WeightOperands) -> Product | None:
     return functools.partial(multiply, operands.group_size, operands.format)
 
 
-@torch.no_grad()
 def _in_place(group_size: int, format: CodesFormat, tensors: Tensors) -> Tensor:
     """Each chunk's product is written into its columns of the result."""
     x, codes, scale, zero_point, bias, residual, _, global_scale = tensors
@@ -90,7 +89,6 @@ def write_values(
         out.copy_(reference(*parts, global_scale, format.bits, format.table))
 
 
-@torch.no_grad()
 def _on_cpu(group_size: int, format: CodesFormat, tensors: Tensors) -> Tensor:
     x, codes, scale, zero_point, bias, residual, _, global_scale = tensors
     (m, k), (n, groups) = x.shape, scale.shape

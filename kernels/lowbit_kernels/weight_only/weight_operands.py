@@ -137,7 +137,8 @@ class TensorLayout(NamedTuple):
         return self.copied(shape)._replace(misaligned=self.misaligned if self.is_contiguous else 0)
 
     def rows(self) -> TensorLayout | None:
-        """The layout of a view [M, K] of this [..., K]; None where that takes a copy, or elements of K have gaps."""
+        """The layout of a view [M, K] of this [..., K]; None where that takes a copy, or its columns have gaps, also a
+        single one: callers copy such a view."""
         *leading, last = self.shape
         count, step, expected = 1, last, None
         for size, stride in zip(reversed(leading), reversed(self.strides[:-1]), strict=True):
@@ -149,7 +150,7 @@ class TensorLayout(NamedTuple):
             elif stride != expected:
                 return None
             expected = stride * size
-        if self.strides[-1] != 1 and last != 1:
+        if self.strides[-1] != 1 and not self.is_contiguous:
             return None
         return self._replace(shape=(count, last), strides=(step, 1))
 

@@ -10,15 +10,15 @@ processes. vLLM uses it for folders with `"quant_method": "lowbit"` in their con
 - `linear`: these parameters as vLLM's own classes, and the product.
 - `config`: which layers have which weights.
 
-The interfaces are those of vLLM 0.33.
+The interfaces are those of vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations
 
 import logging
 
-FIRST = "0.33"
-"""The release of vLLM whose interfaces the plug-in uses."""
+FIRST = "0.32"
+"""The first release of vLLM whose interfaces the plug-in is tested with."""
 
 
 def register() -> None:

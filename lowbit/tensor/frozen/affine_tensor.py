@@ -23,7 +23,7 @@ merging loses nothing.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -481,6 +481,8 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
             return quantized_linear(*args, **kwargs) if kwargs else quantized_linear(*args)
         kwargs = kwargs or {}
         arranged = _arranged(*args) if func in _MATMUL and len(args) == 2 and not kwargs else None
+        if arranged is None and func in _OF_INPUTS_FIRST:
+            arranged = _OF_INPUTS_FIRST[func](*args, **kwargs)
         if arranged is not None:
             return arranged
         if func in _OF_EXPERTS and len(args) > 1:
@@ -538,7 +540,7 @@ def _parts_of_input(
     return {**found, "input_zero_point": zero_point}
 
 
-# ---- products of experts -----------------------------------------------------------------------------------------
+# ---- matmul and products of experts ------------------------------------------------------------------------------
 
 _OF_EXPERTS = {*GROUPED, *MATMULS}
 _MATMUL = {torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
@@ -551,6 +553,34 @@ def _arranged(x: Any, weight: Any) -> Tensor | None:
     if isinstance(x, AffineTensor):
         return of_swapped(x, weight)
     return of_stack(x, weight) if weight.ndim == 3 else None
+
+
+def _of_inputs_first(input: Any, other: Any, out: Any = None) -> Tensor | None:
+    """x @ weight [K, N] that rounds its inputs, by the linear of its transpose; None for others."""
+    is_weight = isinstance(other, AffineTensor) and other.ndim == 2 and not other.transposed
+    if (
+        not is_weight
+        or isinstance(input, LowbitTensor)
+        or not other.rounds_inputs
+        or out is not None
+    ):
+        return None
+    return F.linear(input, other.t())
+
+
+def _added_of_inputs_first(input: Any, mat1: Any, mat2: Any, **others: Any) -> Tensor | None:
+    product = None if others else _of_inputs_first(mat1, mat2)
+    return None if product is None else product + input
+
+
+_OF_INPUTS_FIRST: dict[Any, Callable[..., Tensor | None]] = {
+    **dict.fromkeys((torch.matmul, torch.linalg.matmul), _of_inputs_first),
+    **dict.fromkeys((Tensor.matmul, Tensor.__matmul__), _of_inputs_first),
+    **dict.fromkeys(
+        (torch.mm, Tensor.mm), lambda input, mat2, out=None: _of_inputs_first(input, mat2, out)
+    ),
+    **dict.fromkeys((torch.addmm, Tensor.addmm), _added_of_inputs_first),
+}
 
 
 def _rounded_for_experts(x: Any, weight: Any) -> tuple[Any, Any]:

@@ -434,9 +434,7 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
         activation = weight.input_spec
         if rounded is not None and activation is not None:
             return rounded(x)
-        if activation is not None and not weight.transposed:  # as for the converted weight
-            return fake_quantize(x, activation)
-        return x
+        return x if activation is None else fake_quantize(x, activation)
 
     @classmethod
     def matmul(cls, x: Any, weight: Any) -> Tensor:

@@ -76,6 +76,7 @@ def generate(
     Raises:
         TypeError: the model has no `generate`.
         ValueError: an option or a model that it does not take. The message names it, and the way out.
+        RuntimeError: the model's logits were NaN.
     """
     caller = _preparing_frame(sys._getframe(1), model, generation_config)
     if caller is not None:

@@ -53,6 +53,11 @@ class Choice:
         each = [(type(p).__name__, *sorted(_simple(p).items())) for p in self.processors]
         return (*each, self.samples, self.ends, self.pad)
 
+    @property
+    def replaces_nan(self) -> bool:
+        """True if a processor gives NaNs a number."""
+        return any(type(p).__name__ == "InfNanRemoveLogitsProcessor" for p in self.processors)
+
     def scores(self, ids: Tensor, logits: Tensor) -> Tensor:
         """The processed logits [B, V], float32; `ids` [B, any]: the tokens so far, some of them several times."""
         found = logits.float()

@@ -36,6 +36,8 @@ def decode(
         choice: how tokens are chosen.
         chunk: tokens of the prompt that the model reads at a time.
         streamer: gets the tokens of each step, int64 [batch] on the CPU.
+
+    Raises RuntimeError where the model's logits were NaN.
     """
     length = decoder.length
     decoder.choose(choice, decoder.read_prompt(model, chunk))
@@ -47,6 +49,7 @@ def decode(
         count += 1
         stops = watch.after(count)
     watch.finish()
+    decoder.check()
     end = length + _used(decoder.ids[:, length : length + count], choice)
     return torch.cat([prompt, decoder.ids[:, length:end]], dim=1)
 

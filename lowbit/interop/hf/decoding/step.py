@@ -63,6 +63,8 @@ class Decoder:
         self.seed, self.shift = (torch.zeros(1, **integers) for _ in range(2))
         self.start = torch.zeros(batch, **integers)
         self.done = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.largest = torch.zeros((batch, 1), device=device)
+        """The largest logit of the chosen tokens of each sequence: NaN once logits were NaN."""
         self.folded: dict[str, int] = {}
         self._forward: Callable[..., Tensor] | None = None
         self._steps: dict[Any, torch.cuda.CUDAGraph] = {}
@@ -93,6 +95,7 @@ class Decoder:
         self.seed.fill_(seed)
         self.shift.fill_(shift)
         self.done.zero_()
+        self.largest.zero_()
         self.cache.slots.start = self.start if any(start) or shift else None
 
     def read_prompt(self, model: Any, chunk: int) -> Tensor:
@@ -138,6 +141,18 @@ class Decoder:
         self.places.add_(1)
         self.token.copy_(tokens[:, None])
         self.ids.index_copy_(1, self.position, self.token)
+        if not choice.replaces_nan:
+            torch.maximum(self.largest, logits.gather(1, self.token).float(), out=self.largest)
+
+    def check(self) -> None:
+        """Raise RuntimeError if the logits of a sequence were NaN since `begin`. It waits for the device."""
+        bad = self.largest.isnan().flatten().nonzero().flatten().tolist()
+        if bad:
+            raise RuntimeError(
+                f"the model's logits are NaN, so no token is the next one, in sequence {', '.join(map(str, bad))} of "
+                f"{self.batch} (from 0); look for NaN or infinity in weights and inputs, or for 16-bit overflow, or "
+                "take what remains with remove_invalid_values=True"
+            )
 
     def step(self, model: Any, choice: Choice) -> Callable[[], None]:
         """What reads the last tokens and chooses the next ones: the replay of a graph, or on a CPU a function."""
