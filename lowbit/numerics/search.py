@@ -38,13 +38,16 @@ from lowbit.numerics.affine import (
     block_counts,
     check_input,
     chosen_qparams,
+    dequantize_affine,
     grid_of,
     half_step,
+    quantize_affine,
     round_to_dtype,
     round_to_grid,
     smallest_scale,
 )
 from lowbit.numerics.code_range import CodeType, is_value, quant_range
+from lowbit.numerics.lookup_table import LookupTable
 
 CHUNK_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Elements that are searched at once: few enough for a CPU's caches, and enough to occupy a GPU."""
@@ -420,3 +423,40 @@ def search_qparams_affine(
     scale = torch.cat([f.scale for f in found]).reshape(counts)
     zero_points = [f.zero_point for f in found if f.zero_point is not None]
     return scale, torch.cat(zero_points).reshape(scale.shape) if zero_points else None
+
+
+@torch.no_grad()
+def best_of_scales(
+    input: Tensor,
+    block_size: Sequence[int],
+    table: LookupTable,
+    start: Tensor,
+    offered: Iterable[Tensor],
+    importance: Tensor | None = None,
+) -> Tensor:
+    """For each block the scale, of `start` and all `offered`, with the smallest Σ importance · (x − x̂)².
+
+    A block keeps `start` unless another is better by more than sums in float32 are wrong. Arguments are those of
+    `search_qparams_affine`; scales are float32, one a block.
+    """
+    weights = None if importance is None else _check_importance(importance, input.shape)
+    counts = block_counts(input.shape, block_size)
+
+    def error(scale: Tensor) -> Tensor:
+        codes = quantize_affine(input, block_size, scale, None, table)
+        values = dequantize_affine(codes, block_size, scale, None)
+        wrong = values.sub_(input.float()).square_()
+        if weights is not None:
+            wrong = wrong * weights.float()
+        blocked = [n for pair in zip(counts, block_size, strict=True) for n in pair]
+        inner = list(range(1, len(blocked), 2))
+        return wrong.reshape(blocked).sum(inner, dtype=torch.float64)
+
+    if input.is_meta or input.numel() == 0:
+        return start
+    best, least = start, error(start)
+    for scale in offered:
+        found = error(scale)
+        better = found < least * _MARGIN
+        best, least = torch.where(better, scale, best), torch.where(better, found, least)
+    return best

@@ -29,7 +29,6 @@ from lowbit.progress import progress as bar
 from lowbit.qat.exchange import (
     Held,
     check_dynamic,
-    eval_mode,
     exchanged,
     in_high_precision,
     learned_scales,
@@ -37,12 +36,12 @@ from lowbit.qat.exchange import (
     prepared_targets,
     without_scales,
 )
-from lowbit.qat.tools.batches import call
 from lowbit.qat.tools.sensitivity import Sensitivity, SensitivityReport
 from lowbit.qat.weights import in_model_order, prepared_weight
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.trained.learned_scales import LearnedScales
 from lowbit.tensor.trained.quantizers import NO_SCALES, PRESENT, Quantizer
+from lowbit.tracing.batches import call, eval_mode
 from lowbit.tracing.tracer import state_restored
 
 Loss = Callable[[nn.Module, Any], Tensor]

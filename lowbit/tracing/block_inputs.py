@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lowbit.qat.tools.batches import call
+from lowbit.tracing.batches import call
 
 HIDDEN = "hidden_states"
 """The hidden state's name among the keyword arguments, where no argument is positional."""
@@ -125,7 +125,7 @@ class _Recorder:
     def _check(self, index: int, hidden: Any, others: Any) -> None:
         if index != len(self.calls):
             raise ValueError(
-                f"the model calls block {index} of train_blocks as number {len(self.calls)}; accepted: the blocks in "
+                f"the model calls block {index} as number {len(self.calls)}; accepted: the blocks in "
                 "the order in which the model calls them, each called once"
             )
         if not isinstance(hidden, Tensor):
