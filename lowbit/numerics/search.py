@@ -303,15 +303,25 @@ def _try_ranges(blocks: _Blocks) -> None:
         blocks.offer(fmt.of_scale(moved, best))
 
 
+def _try_zeros(blocks: _Blocks) -> None:
+    """Every zero point for each scale: the range slides from one end of the values to the other, a code at a time."""
+    fmt, start = blocks.fmt, blocks.best
+    assert start.zero_point is not None
+    dtype, steps = start.zero_point.dtype, fmt.high - fmt.low
+    low, high = blocks.least.clamp(max=0), blocks.most.clamp(min=0)  # zero has a code
+    for ratio in _ratios(fmt, RATIOS):
+        scale = fmt.stored((high - low) * (ratio / steps))
+        first = (fmt.low - low / scale.float()).round()
+        for shift in range(math.ceil((1 - ratio) * steps) + 1):
+            zero = (first - shift).clamp(fmt.low, fmt.high).nan_to_num(fmt.low)
+            blocks.offer(QParams(scale, zero.to(dtype)))
+
+
 def _try_ends(blocks: _Blocks) -> None:
-    """Each end by itself, for free zero points. A zero point that is a value also allows ranges without zero."""
+    """Each end by itself, for zero points that are values, which also allow ranges without zero."""
     fmt, start = blocks.fmt, blocks.best
     low, high = blocks.least, blocks.most
-    if fmt.mapping == "asymmetric":  # zero has a code
-        low, high = low.clamp(max=0), high.clamp(min=0)
-    centre = torch.zeros_like(low)
-    if fmt.mapping == "float_zero_point":
-        centre = torch.where((low > 0) | (high < 0), (low + high) * 0.5, centre)
+    centre = torch.where((low > 0) | (high < 0), (low + high) * 0.5, torch.zeros_like(low))
     ratios = _ratios(fmt, END_RATIOS)
     for first in ratios:
         for last in ratios:
@@ -346,8 +356,8 @@ def _fit(blocks: _Blocks) -> None:
 
 
 def _searched(blocks: _Blocks) -> QParams:
-    free = blocks.fmt.mapping in ("asymmetric", "float_zero_point")
-    attempts: list[Callable[[_Blocks], None]] = [_try_ends if free else _try_ranges]
+    starts = {"asymmetric": _try_zeros, "float_zero_point": _try_ends}
+    attempts: list[Callable[[_Blocks], None]] = [starts.get(blocks.fmt.mapping, _try_ranges)]
     for attempt in attempts + [_fit] * ROUNDS:
         attempt(blocks)
     return blocks.best

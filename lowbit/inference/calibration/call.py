@@ -315,7 +315,7 @@ def _calibrated(
     elif is_turned(target):
         result = made._transposed()
     seconds = time.perf_counter() - began
-    rows = sum(moments.rows) + moments.looked_up
+    rows = moments.total + moments.looked_up
     unreached = moments.rows.count(0) if moments.stack and rows else 0
     method = ", ".join(step.method for step in steps)
     return result, LayerResult(

@@ -15,7 +15,6 @@ llm-compressor and GPTQModel use too):
   W* = W + W C H⁻¹, C = Σ (x − x̂) x̂ᵀ, and W* takes the place of W. This is the objective of GPTAQ (arXiv 2504.02692),
   which corrects column by column; the closed form does it at once.
 - A column whose input is always zero is rounded to nearest, and makes up for nothing.
-- An expert with fewer rows than inputs: H ← H + (K − T) · H̄, where H̄ is the mean of x xᵀ over all experts of the stack.
 """
 
 from __future__ import annotations

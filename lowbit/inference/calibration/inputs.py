@@ -76,21 +76,26 @@ class Moments:
             self.cross[index].addmm_((high.to(self._device).float() - x).T, x)
 
     @property
+    def total(self) -> int:
+        """Input rows of all matrices together."""
+        return sum(self.rows)
+
+    @property
     def is_finite(self) -> bool:
         sums = (t for t in (self.square, self.cross) if t is not None)
         return all(map(bool, (t.isfinite().all() for t in sums)))
 
     def hessian(self, index: int) -> Tensor | None:
-        """H [K, K], or its diagonal [K], of one matrix; None if it saw no input. With an embedding beside it, the sum
-        that the module names."""
-        found = None
-        if self.square is not None and sum(self.rows):
+        """H [K, K], or its diagonal [K], of one matrix; None if none saw an input. With an embedding beside it, the sum
+        that the module names. For an expert with fewer rows T than inputs K: H + (K − T) · H̄, where H̄ is the mean of
+        x xᵀ over all experts."""
+        found: Tensor | None = None
+        total = self.total
+        if self.square is not None and total:
             found = self.square[index]
             missing = self.size - self.rows[index]
-            if (
-                self.stack and missing > 0
-            ):  # the mean of all experts stands for the rows that it lacks
-                found = found + self.square.sum(0) * (missing / sum(self.rows))
+            if self.stack and missing > 0:
+                found = found + self.square.sum(0) * (missing / total)
         if self.looked_up:
             eye = torch.ones(self.size, device=self._device)
             own = torch.diag(eye) if self.full else eye
