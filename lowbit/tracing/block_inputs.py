@@ -6,6 +6,8 @@ of what the model computes before the first block. The first block of each class
 beside the hidden state may be an argument of later ones. The model stops after the last block. A
 compiled model runs eagerly here.
 
+`call_after` runs what follows the last block in the same way.
+
 The hidden state is a block's first positional argument, or `hidden_states`, and its output or the first of its outputs.
 """
 
@@ -162,6 +164,29 @@ class _Recorder:
                 "for every batch"
             )
         return Captured(self.first.detach().to(device=self.device), tuple(self.calls))
+
+
+def call_after(model: nn.Module, blocks: Sequence[nn.Module], batch: Any, hidden: Tensor) -> Any:
+    """The model's output for a batch, with `hidden` in place of the hidden state that the last block gives. The first
+    block of each class runs, to see what it returns beside the hidden state."""
+    beside: dict[type, Any] = {}
+
+    def given(block: nn.Module) -> Callable[..., Any]:
+        forward = block.forward
+
+        def give(*args: Any, **kwargs: Any) -> Any:
+            if type(block) not in beside:
+                beside[type(block)] = forward(*args, **kwargs)
+            found = beside[type(block)]
+            return (hidden, *found[1:]) if isinstance(found, tuple | list) else hidden
+
+        return give
+
+    eager = torch.compiler.set_stance("force_eager")
+    with ExitStack() as stack, _without_cache(model), eager:
+        for block in blocks:
+            stack.enter_context(_forward_of(block, given(block)))
+        return call(model, batch)
 
 
 @contextmanager

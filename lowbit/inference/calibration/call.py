@@ -96,7 +96,7 @@ def calibrate(
     another, in the order in which the model calls them, so that each sees the inputs that the weights before it,
     rounded already, give. Static scales of activations are found first, by the same batches. The model runs in eval
     mode. Beside the model it holds the hidden states of all batches at one block, the Hessians of a few weights, and,
-    for `GPTQ(asymmetric=…)`, a copy of one block.
+    where a step compares with the model in high precision (`GPTQ`), these states twice and a copy of one block.
 
     In the context: see `lowbit.calibration`. A filter may also be the third argument there.
 

@@ -44,8 +44,8 @@ class GPTQ(Step):
     Args:
         damping: what is added to the diagonal of the Hessian, as a share of its mean.
         act_order: round columns by falling H_jj. False: in their order.
-        asymmetric: aim at the outputs of the model in high precision for its own inputs, not for those of the rounded
-            model; the share of that correction, 0 to 1. 0 needs no second stream of activations.
+        asymmetric: the share, 0 to 1, of the correction towards the outputs of the model in high precision for its own
+            inputs. 0 aims at W x̂, and needs no second stream of activations and no copy of a block.
         scales: "searched" or "minmax", where no earlier step chose them.
 
     Raises ValueError for other values.
@@ -53,7 +53,7 @@ class GPTQ(Step):
 
     damping: float = 0.01
     act_order: bool = True
-    asymmetric: float = 0.0
+    asymmetric: float = 1.0
     scales: Literal["searched", "minmax"] = "searched"
     needs: ClassVar[Literal["diagonal", "full"]] = "full"
 

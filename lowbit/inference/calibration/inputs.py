@@ -32,8 +32,8 @@ class Moments:
     Attributes:
         full: True if `square` is all of H, False if its diagonal.
         square: float32 [E, K, K] or [E, K], of E matrices: experts, the groups of a convolution, or one.
-        cross: float32 [E, K, K], Σ (x − x̂) x̂ᵀ, where x is the input in high precision and x̂ that of the rounded model.
-            None without pairs.
+        cross, drift: float32 [E, K, K], Σ (x − x̂) x̂ᵀ and Σ (x − x̂) (x − x̂)ᵀ, where x is the input in high precision
+            and x̂ that of the rounded model, which `square` is about. None without pairs.
         rows: int64 [E], the input rows that each matrix saw.
         looked_up: rows that an embedding read.
         once: True if a batch multiplies the weight once.
@@ -52,6 +52,7 @@ class Moments:
         self._device = device
         self.square: Tensor | None = None
         self.cross: Tensor | None = None
+        self.drift: Tensor | None = None
         self.stack = len(shape) == 3
         self.matrices = shape[0] if self.stack else 1
         self.rows = [0] * self.matrices
@@ -71,9 +72,11 @@ class Moments:
             return
         self.square[index].addmm_(x.T, x)
         if self.pairs and high is not None and high.shape == x.shape:
-            if self.cross is None:
-                self.cross = torch.zeros_like(self.square)
-            self.cross[index].addmm_((high.to(self._device).float() - x).T, x)
+            if self.cross is None or self.drift is None:
+                self.cross, self.drift = (torch.zeros_like(self.square) for _ in range(2))
+            apart = high.to(self._device).float() - x
+            self.cross[index].addmm_(apart.T, x)
+            self.drift[index].addmm_(apart.T, apart)
 
     @property
     def total(self) -> int:
@@ -82,7 +85,7 @@ class Moments:
 
     @property
     def is_finite(self) -> bool:
-        sums = (t for t in (self.square, self.cross) if t is not None)
+        sums = (t for t in (self.square, self.drift) if t is not None)
         return all(map(bool, (t.isfinite().all() for t in sums)))
 
     def hessian(self, index: int) -> Tensor | None:

@@ -15,8 +15,9 @@ class LayerResult:
         name: fully qualified.
         method: the steps that ran on it.
         seconds: their time.
-        before, after: Σ ‖(Q − W) x‖² / Σ ‖W x‖² over the inputs x of the batches, rounded to nearest by min-max, and as
-            it is now. Without inputs: Σ (Q − W)² / Σ W².
+        before, after: the relative squared error of its outputs, rounded to nearest by min-max, and as it is now:
+            Σ ‖Q x̂ − W x‖² / Σ ‖W x̂‖², where x̂ are its inputs in the rounded model. x are those in the model in high
+            precision where a step compares with it, else x̂. Without inputs: Σ (Q − W)² / Σ W².
         rows: input rows that it saw; for stacked experts of all together.
         unreached: matrices, such as experts, that saw none.
     """

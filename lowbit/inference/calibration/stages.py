@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lowbit.convert import Target, shape_of_blocks
 from lowbit.inference.calibration.inputs import Moments, Watch
 from lowbit.tracing.batches import call
-from lowbit.tracing.block_inputs import Arguments, capture
+from lowbit.tracing.block_inputs import Arguments, call_after, capture
 
 _EXPERT = re.compile(r"(experts?\.)\d+\.")
 
@@ -201,9 +201,8 @@ def walk(
     while inside:
         own = inside.pop(0)
         yield from states.groups(own, needs, masks)
-    del states
     if after:
-        yield from whole.groups(after, needs)
+        yield from states.tail(model, batches, masks, needs, after).groups(after, needs)
 
 
 def chain_of(model: nn.Module, targets: Sequence[Target]) -> list[nn.Module]:
@@ -248,6 +247,27 @@ class States:
     ) -> None:
         """Take the states of the model as it is now. Those in high precision stay."""
         self.low = [one.hidden for one in capture(model, blocks, batches, cache)]
+
+    def tail(
+        self,
+        model: nn.Module,
+        batches: Sequence[Any],
+        masks: Sequence[Tensor | None],
+        needs: Needs,
+        targets: Sequence[Target],
+    ) -> Place:
+        """What follows the last block. In high precision it differs by its input alone, so a weight there sees those
+        before it as they are."""
+
+        def run(states: list[Tensor], i: int) -> Any:
+            home = next((p.device for p in self.blocks[-1].parameters()), states[i].device)
+            return call_after(model, self.blocks, batches[i], states[i].to(home))
+
+        place = Place(lambda i: run(self.low, i), masks)
+        if needs.pairs:
+            place.copies = {target.owners[0].fqn: target for target in targets}
+            place.high = lambda i: run(self.high, i)
+        return place
 
     def _run(self, block: nn.Module, hidden: Tensor, number: int) -> Tensor:
         home = next((p.device for p in block.parameters()), hidden.device)

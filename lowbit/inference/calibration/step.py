@@ -27,12 +27,13 @@ class Part(NamedTuple):
     Attributes:
         at: its place among the layer's rows: an expert of a stack, or the rows of one group of a convolution.
         hessian: float32 [K, K], or its diagonal [K]; None if no input reached the matrix.
-        cross: float32 [K, K], Σ (x − x̂) x̂ᵀ; None without pairs.
+        cross, drift: those of `Moments`, float32 [K, K]; None without pairs.
     """
 
     at: int | slice
     hessian: Tensor | None
     cross: Tensor | None
+    drift: Tensor | None
 
 
 @dataclass
@@ -67,8 +68,8 @@ class Layer:
             if self.weight.ndim == 2:
                 rows = self.weight.shape[0] // count
                 index = slice(i * rows, (i + 1) * rows)
-            cross = None if moments.cross is None else moments.cross[i]
-            yield Part(index, moments.hessian(i), cross)
+            pairs = (None if t is None else t[i] for t in (moments.cross, moments.drift))
+            yield Part(index, moments.hessian(i), *pairs)
 
     def importance(self) -> Tensor | None:
         """The diagonal of each Hessian, broadcastable to the weight; None if no input reached the layer."""
@@ -96,21 +97,27 @@ class Layer:
         return self.spec.dequantize(codes, scale, zero, self.weight.shape, torch.float32)
 
     def error(self, values: Tensor) -> float:
-        """Σ ‖(Q − W) x‖² / Σ ‖W x‖² over all inputs, or over independent ones where none was seen."""
+        """Σ ‖Q x̂ − W x‖² / Σ ‖W x̂‖² over the inputs x̂ of the rounded model, where x = x̂ without pairs. Over
+        independent inputs where none was seen."""
         wrong = whole = 0.0
         for part in self.parts():
             w = self.weight[part.at]
-            wrong += _energy(values[part.at] - w, part.hessian)
+            moved = values[part.at] - w
+            wrong += _energy(moved, part.hessian)
+            if part.cross is not None:
+                wrong += _energy(w, part.drift)
+                wrong -= 2 * float(((w @ part.cross) * moved).sum(dtype=torch.float64))
             whole += _energy(w, part.hessian)
-        return wrong / whole if whole else 0.0
+        return max(wrong, 0.0) / whole if whole else 0.0
 
 
 def _energy(w: Tensor, hessian: Tensor | None) -> float:
+    """Σ ‖w x‖² for this Σ x xᵀ."""
     if hessian is None:
         return float(w.square().sum(dtype=torch.float64))
     if hessian.ndim == 1:
         return float((w.square() * hessian).sum(dtype=torch.float64))
-    return max(float(((w @ hessian) * w).sum(dtype=torch.float64)), 0.0)
+    return float(((w @ hessian) * w).sum(dtype=torch.float64))
 
 
 def by_rows(t: Tensor, spec: Spec, shape: tuple[int, ...]) -> Tensor:
