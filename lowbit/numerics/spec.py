@@ -338,6 +338,12 @@ class Spec(_Computed):
         """True if each block's scale can be chosen by itself, as `search_qparams` does: not for "double"."""
         return self.scales is None or self.scales.is_byte
 
+    @property
+    def has_few_codes(self) -> bool:
+        """True for integers of 1 and 2 bits, whose scales are searched by default. Min-max loses most there: random
+        weights in 1 bit and groups of 32 had a relative error of 0.96, and 0.49 after a search."""
+        return isinstance(self.format, Int) and self.format.bits <= 2
+
     def kept_parts(self, joint: Tensor | None) -> dict[str, Tensor] | None:
         """The part of stored scales that `joint` is, by its name; None where scales have none."""
         if joint is None or self.scales is None or self.scales.joint is None:

@@ -105,7 +105,7 @@ def report(
         passes += [[rounding.held(watched=False) for rounding in own] for own in candidates]
     known = operator.length_hint(batches) * len(passes) or None
     totals, baseline, count = [0.0] * len(passes), 0.0, 0
-    meter = _Meter(model, loss)
+    meter = Meter(model, loss)
     eager = torch.compiler.set_stance("force_eager")
     shown = bar("measuring weights", known, unit="passes", hidden=progress is not None)
     with eval_mode(model), eager, torch.no_grad(), exchanged(plain), shown as advance:
@@ -267,7 +267,7 @@ def _clipped_share(
 # ---- the measure ----------------------------------------------------------------------------------------------
 
 
-class _Meter:
+class Meter:
     """Runs the model, and compares what it gives with what it gave in high precision."""
 
     def __init__(self, model: nn.Module, loss: Loss | str | None) -> None:

@@ -62,9 +62,6 @@ from lowbit.tensor.frozen.requantize import holds, requantize
 from lowbit.tracing.report import specs_name
 
 torch.serialization.add_safe_globals([Int, Float8, LookupTable, Spec, Scheme])
-SEARCHED_BITS = 2
-"""The most bits of an integer format whose scales are searched by default. With so few codes min-max loses most: random
-weights in 1 bit and groups of 32 had a relative error of 0.96, and 0.49 after a search."""
 _LINEAR = F.linear  # a name of this module: an attribute lookup takes time at each product
 _BEFORE_MERGING = "call lowbit.dequantize_(model) before merging into it"
 
@@ -241,7 +238,7 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
 
         Args:
             weight, scheme, input_qparams: as for `from_float`.
-            scales: None takes the search for integers of up to `SEARCHED_BITS` bits, and "minmax" for all else.
+            scales: None takes the search for integers of 1 and 2 bits, and "minmax" for all else.
             joint: as for `from_float`. Scales that siblings share whole are then those of `from_float`.
 
         Raises ValueError as both do.
@@ -250,8 +247,7 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         if joint is not None and (spec.scales is None or scales != "searched"):
             return cls.from_float(weight, scheme, input_qparams=input_qparams, joint=joint)
         if scales is None:
-            few = isinstance(spec.format, Int) and spec.format.bits <= SEARCHED_BITS
-            scales = "searched" if few else "minmax"
+            scales = "searched" if spec.has_few_codes else "minmax"
         if scales == "searched":
             return cls.searched(weight, scheme, input_qparams=input_qparams, joint=joint)
         return cls.from_float(weight, scheme, input_qparams=input_qparams)
