@@ -4,6 +4,7 @@ from lowbit.convert import Report
 from lowbit.inference.calibration import (
     GPTQ,
     CalibrationReport,
+    Layer,
     LayerResult,
     Search,
     Step,
@@ -23,6 +24,7 @@ from lowbit.linear.frozen import (
 __all__ = [
     "GPTQ",
     "CalibrationReport",
+    "Layer",
     "LayerResult",
     "Report",
     "Search",

@@ -100,7 +100,7 @@ def search_scales_(
     check_module(model)
     reshard(model)
     if batches is None:
-        _start(model, searched=True)
+        start_scales_(model, searched=True)
         return True
     seen = list(batches)
     if not seen:
@@ -108,7 +108,7 @@ def search_scales_(
     plain, meter = in_high_precision(prepared_targets(model)), Meter(model, loss)
     totals = []
     for searched in (False, True):
-        _start(model, searched)
+        start_scales_(model, searched)
         total = 0.0
         with eval_mode(model):
             for batch in seen:
@@ -118,12 +118,13 @@ def search_scales_(
         totals.append(total)
     if totals[1] < totals[0]:
         return True
-    _start(model, searched=False)
+    start_scales_(model, searched=False)
     return False
 
 
-def _start(model: nn.Module, searched: bool) -> None:
-    """Set the learned scales and zero points to the present ones, or to searched ones."""
+@torch.no_grad()
+def start_scales_(model: nn.Module, searched: bool | None = None) -> None:
+    """Set the learned scales and zero points to searched ones, or to the present ones. None: as `prepare_` does."""
     found = 0
     for (module, name, fqn), *_ in find_owners(model).values():
         weight = module._parameters[name]
@@ -146,7 +147,7 @@ def _start(model: nn.Module, searched: bool) -> None:
         )
 
 
-def _starting(weight: Any, own: Any, searched: bool) -> tuple[Tensor | None, Tensor | None]:
+def _starting(weight: Any, own: Any, searched: bool | None) -> tuple[Tensor | None, Tensor | None]:
     """For the weight, or for this rank's rows of it where no scale depends on those of other ranks."""
     if not is_dtensor(weight):
         return starting_parameters(own, searched=searched)
