@@ -317,6 +317,29 @@ def test_the_layer_with_nan_inputs_is_named(value: float) -> None:
     assert type(model[2].weight) is nn.Parameter
 
 
+def test_siblings_share_their_global_scale() -> None:
+    model = llama()
+    lb.calibrate(model, lb.NVFP4WeightOnly(), BATCHES)
+    attention = model.blocks[0].attention
+    scales = [
+        layer.weight.global_scale for layer in (attention.query, attention.key, attention.value)
+    ]
+    assert torch.equal(scales[0], scales[1]) and torch.equal(scales[0], scales[2])
+
+
+def test_a_model_in_train_mode_is_calibrated_in_eval_mode() -> None:
+    """Its static scales too; the mode stays."""
+    scheme, x = lb.Int8StaticActivationInt8Weight(), torch.randn(64, 64)
+    models = []
+    for mode in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 32)).train(mode)
+        lb.calibrate(model, scheme, [x])
+        assert model.training is mode
+        models.append(model)
+    assert same(*models)
+
+
 def test_steps_in_order() -> None:
     """GPTQ takes the scales of the step before it."""
     model = nn.Sequential(nn.Linear(64, 32))

@@ -216,12 +216,13 @@ class _Run:
         """Find the static scales of inputs, where the scheme has them."""
         if not any(target.scheme.is_static for target in self.targets):
             return
-        context = observed.calibrate(
-            self.model, self.scheme, self.filter_fn, method=method, percentile=percentile
-        )
-        with context, torch.no_grad():
-            for batch in self.batches:
-                call(self.model, batch)
+        with eval_mode(self.model), torch.no_grad():
+            context = observed.calibrate(
+                self.model, self.scheme, self.filter_fn, method=method, percentile=percentile
+            )
+            with context:
+                for batch in self.batches:
+                    call(self.model, batch)
 
     def quantize(
         self, blocks: list[nn.Module] | None, cache: torch.device | None
