@@ -263,6 +263,11 @@ def test_stacked_experts_with_few_or_no_tokens() -> None:
     x = torch.randn(300, 64)
     report = lb.calibrate(model, lb.IntxWeightOnly(3, 32), [x])
     assert report.layers["experts.up"].unreached == 1
+    without = copy.deepcopy(plain)  # pairs of inputs would mix tokens
+    lb.calibrate(without, lb.IntxWeightOnly(3, 32), [x], steps=[GPTQ(asymmetric=0)])
+    for name in ("up", "down"):
+        own, other = (getattr(m.experts, name) for m in (model, without))
+        assert torch.equal(own.codes, other.codes)
     assert "1 experts saw no token" in str(report)
     with torch.no_grad():
         held_out = torch.randn(300, 64)

@@ -118,7 +118,10 @@ class Place:
             shape = shape_of_blocks(target)
             once = calls[index] == 1 and len(shape) == 2 and type(first[index]) is Tensor
             twin = group.twin(shape[-1]) if once and first[index] is group.source else None
-            moments = twin or Moments(shape, target.weight.device, *needs, once=once)
+            is_routed = len(shape) == 3 or own != target.owners[0].fqn
+            pairs = needs.pairs and not is_routed  # other tokens may reach an expert
+            device = target.weight.device
+            moments = twin or Moments(shape, device, needs.full, pairs, once)
             group.names.add(own)
             group.targets.append(target)
             group.moments.append(moments)
@@ -133,7 +136,8 @@ class Place:
         leads = {id(m): i for i, m in reversed(list(enumerate(group.moments)))}
 
         def remember(index: int, matrix: int, matrices: int, rows: Tensor, source: Any) -> None:
-            if not isinstance(rows, int) and leads[id(group.moments[index])] == index:
+            moments = group.moments[index]
+            if moments.pairs and not isinstance(rows, int) and leads[id(moments)] == index:
                 high.setdefault(index, []).append(rows)
 
         def count(index: int, matrix: int, matrices: int, rows: Any, source: Any) -> None:
