@@ -73,16 +73,14 @@ def parameters_for(
     """The values of `dtype` that training starts from, for scales and zero points of `weight`, each [blocks along each
     dimension]. Where the spec has a `scale_dtype`, `qparams` rounds to it.
 
-    `searched`: those with the least squared error. False: those of the present weight. None: the first with
-    one bit, where present scales lose nearly all of the weight, else the second.
+    `searched`: those with the least squared error. False: those of the present weight. None: the first with 1 and 2
+    bits, else the second.
     """
     if weight.is_meta:
         scale = torch.empty(spec.blocks(weight.shape), dtype=dtype, device="meta")
         return scale, torch.empty_like(scale) if learns_zero(spec) else None
     own, plain = spec.scale_dtype or dtype, weight.detach()
-    if searched is None:
-        searched = isinstance(spec.format, Int) and spec.format.bits == 1
-    if searched:
+    if spec.has_few_codes if searched is None else searched:
         scale, zero_point = spec.search_qparams(plain, own)
     else:
         scale, zero_point = spec.choose_qparams(spec.pad(plain), own)

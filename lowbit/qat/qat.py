@@ -74,7 +74,7 @@ def prepare_(
         model, scheme, filter_fn: those of `lowbit.quantize_`. Experts that the model stores as [experts, inputs,
             outputs] keep that order until `convert_`; a scheme that rounds inputs leaves them alone.
         scales: "present": at every step the scales and zero points of the present weight. The state dict stays that
-            of the plain model. "learned": trained along with the weight, from these on (with one bit from searched
+            of the plain model. "learned": trained along with the weight, from these on (with 1 and 2 bits from searched
             ones; `search_scales_` chooses by data), as parameters `weight_scale` and `weight_zero` of each `nn.Linear`,
             `nn.Embedding`, `nn.Conv1d` and `nn.Conv2d` (`lowbit.numerics.learned_scales`), and as `<name>_scale` and
             `<name>_zero` beside each 3-D weight (experts), which the module reads rounded in its forward. Other weights

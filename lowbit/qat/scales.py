@@ -77,7 +77,7 @@ def search_scales_(
 ) -> bool:
     """Set the learned scales and zero points of all weights to those of a search for the present weights, in place.
 
-        qat.prepare_(model, scheme, scales="learned")        # starts from the present scales
+        qat.prepare_(model, scheme, scales="learned")        # starts from the present scales with 3 bits and more
         qat.search_scales_(model, held_out)                  # takes the searched ones if the model is better with them
 
     A search finds the least squared error of the weights, with which the model may lose more than with the present
