@@ -15,7 +15,6 @@ from lowbit.affine import (
     fake_quantize_affine,
     quantize_affine,
 )
-from lowbit.calibration import calibrate
 from lowbit.checkpoint import CheckpointError, load, load_metadata, save
 from lowbit.convert.siblings import register_siblings
 from lowbit.dequantize import dequantize_
@@ -26,7 +25,7 @@ from lowbit.granularity import (
     PerTensor,
     PerToken,
 )
-from lowbit.inference import Report, quantize_, register_linear, unregister_linear
+from lowbit.inference import Report, calibrate, quantize_, register_linear, unregister_linear
 from lowbit.interop import pretrained
 from lowbit.numerics.lookup_table import E2M1, NF4, LookupTable
 from lowbit.numerics.number_format import Float8, Int

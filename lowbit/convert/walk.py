@@ -114,7 +114,7 @@ def joint_part(spec: Spec, weights: Sequence[Tensor], searched: bool = False) ->
     the smallest squared error over all weights, as `Spec.search_qparams` finds them."""
     dtype = spec.scale_dtype_for(weights[0].dtype)
     own = [weight.detach() for weight in weights]
-    if searched:
+    if searched and spec.scales is None:
         return spec.search_qparams(torch.cat([w.to(own[0].device) for w in own], -2), dtype)[0]
     return spec.joint_part(own, dtype)
 

@@ -1,6 +1,15 @@
 """Convert a trained model into one that runs and stores its weights in low bits."""
 
 from lowbit.convert import Report
+from lowbit.inference.calibration import (
+    GPTQ,
+    CalibrationReport,
+    Layer,
+    LayerResult,
+    Search,
+    Step,
+    calibrate,
+)
 from lowbit.inference.float8_blocks import float8_blocks_state_dict, load_float8_blocks_
 from lowbit.inference.freeze import freeze_
 from lowbit.inference.fuse import fuse_linears_, unfuse_linears_
@@ -13,7 +22,14 @@ from lowbit.linear.frozen import (
 )
 
 __all__ = [
+    "GPTQ",
+    "CalibrationReport",
+    "Layer",
+    "LayerResult",
     "Report",
+    "Search",
+    "Step",
+    "calibrate",
     "float8_blocks_state_dict",
     "freeze_",
     "fuse_linears_",

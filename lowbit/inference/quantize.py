@@ -83,7 +83,7 @@ def quantize_(
 
     Raises:
         TypeError: `scheme` is neither a Scheme nor a dict.
-        ValueError: unknown `scales`, or "searched" with a `scale_format` other than "float"; nothing to convert; a
+        ValueError: unknown `scales`, or "searched" with a `scale_format` of "double"; nothing to convert; a
             pattern that chooses nothing; an integer, complex, NaN or infinite weight; a static activation that
             `lowbit.calibrate` has not seen with this scheme. The model then stays unchanged.
     """
@@ -94,7 +94,7 @@ def quantize_(
     targets, report = find_targets(model, scheme, filter_fn)
     for target in targets:
         _check_calibrated(target)
-        if scales == "searched":
+        if scales == "searched" and not target.scheme.weight.is_searchable:
             target.scheme.weight.check_free_scales(
                 f"{target.owners[0].fqn}: scales='searched'", "call quantize_ with scales='minmax'"
             )

@@ -67,13 +67,23 @@ def learns_zero(spec: Spec) -> bool:
     return spec.mapping in ("asymmetric", "float_zero_point")
 
 
-def parameters_for(weight: Tensor, spec: Spec, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def parameters_for(
+    weight: Tensor, spec: Spec, dtype: torch.dtype, searched: bool | None = None
+) -> tuple[Tensor, Tensor | None]:
     """The values of `dtype` that training starts from, for scales and zero points of `weight`, each [blocks along each
-    dimension]. Where the spec has a `scale_dtype`, `qparams` rounds to it."""
+    dimension]. Where the spec has a `scale_dtype`, `qparams` rounds to it.
+
+    `searched`: those with the least squared error. False: those of the present weight. None: the first with 1 and 2
+    bits, else the second.
+    """
     if weight.is_meta:
         scale = torch.empty(spec.blocks(weight.shape), dtype=dtype, device="meta")
         return scale, torch.empty_like(scale) if learns_zero(spec) else None
-    scale, zero_point = spec.search_qparams(weight.detach(), spec.scale_dtype or dtype)
+    own, plain = spec.scale_dtype or dtype, weight.detach()
+    if spec.has_few_codes if searched is None else searched:
+        scale, zero_point = spec.search_qparams(plain, own)
+    else:
+        scale, zero_point = spec.choose_qparams(spec.pad(plain), own)
     return as_parameters(spec, scale.to(dtype), zero_point)
 
 

@@ -26,7 +26,7 @@ global scale and offset. All arithmetic is float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -76,11 +76,17 @@ class ScaleFormat:
         stored = every.view(parts["scale"].dtype).view(1, 256)
         return self.decode({**parts, "scale": stored}).view(256)
 
-    def encode_given(self, scale: Tensor) -> dict[str, Tensor]:
-        """The parts of these scales. Raises ValueError where the format does not hold them."""
+    def encode_given(self, scale: Tensor, kept: ScaleParts | None = None) -> dict[str, Tensor]:
+        """The parts of these scales. Raises ValueError where the format does not hold them.
+
+        `kept`: the part that a matrix shares, where there is one."""
         raise ValueError(
             "these scales are chosen from the weight: give no qparams, or scale_format='float'"
         )
+
+    def neighbours(self, parts: ScaleParts) -> Iterator[dict[str, Tensor]]:
+        """Other parts, with which each block may lose less than with these, for a search."""
+        raise NotImplementedError
 
 
 def _over_matrix(blocks: tuple[int, ...]) -> tuple[int, ...]:
@@ -112,7 +118,14 @@ class E8M0(ScaleFormat):
         bits = torch.where(byte == 0, 0x400000, byte << 23)  # 2^-127 is a subnormal number
         return torch.where(byte == 255, 0x7FC00000, bits).view(torch.float32)
 
-    def encode_given(self, scale: Tensor) -> dict[str, Tensor]:
+    def neighbours(self, parts: ScaleParts) -> Iterator[dict[str, Tensor]]:
+        """The exponents beside those of the largest values."""
+        byte = parts["scale"].to(torch.int16)
+        for step in (-1, 1):
+            moved = torch.where(byte == 255, byte, (byte + step).clamp(1, 254))
+            yield {"scale": moved.to(torch.uint8)}
+
+    def encode_given(self, scale: Tensor, kept: ScaleParts | None = None) -> dict[str, Tensor]:
         bits = scale.float().contiguous().view(torch.int32)
         bad = (bits & 0x7FFFFF != 0) | (bits <= 0) | (bits >> 23 == 255)
         if not scale.is_meta and bool(bad.any()):
@@ -129,6 +142,7 @@ class E4M3(ScaleFormat):
     joint = "global_scale"
     largest: ClassVar[float] = 448.0
     smallest: ClassVar[float] = 2.0**-9
+    ratios: ClassVar[tuple[float, ...]] = tuple(i / 16 for i in (*range(11, 16), *range(17, 27)))
     most_global: ClassVar[float] = 2.0**116
     """So that every scale / global_scale is a normal number."""
 
@@ -156,6 +170,27 @@ class E4M3(ScaleFormat):
 
     def decode(self, parts: ScaleParts) -> Tensor:
         return divide(parts["scale"].float(), parts["global_scale"])
+
+    def neighbours(self, parts: ScaleParts) -> Iterator[dict[str, Tensor]]:
+        """Multiples of the scales of the largest values, 1.5 among them, which puts those on 4 in place of 6."""
+        scale = parts["scale"].float()
+        for ratio in self.ratios:
+            moved = (scale * ratio).clamp(self.smallest, self.largest)
+            yield {**parts, "scale": round_to_dtype(moved, torch.float8_e4m3fn)}
+
+    def encode_given(self, scale: Tensor, kept: ScaleParts | None = None) -> dict[str, Tensor]:
+        if kept is None:
+            return super().encode_given(scale)
+        whole = kept["global_scale"].float()
+        stored = round_to_dtype(scale.float() * whole, torch.float8_e4m3fn)
+        parts = {"scale": stored, "global_scale": whole}
+        bad = (self.decode(parts) != scale) & scale.isfinite()
+        if not scale.is_meta and bool(bad.any()):
+            raise ValueError(
+                f"NVFP4 stores scales that are e4m3 numbers over the global scale, got a scale of "
+                f"{scale[bad][0].item()}; accepted: those of `search_qparams` with the same joint part"
+            )
+        return parts
 
 
 class Double(ScaleFormat):

@@ -38,13 +38,16 @@ from lowbit.numerics.affine import (
     block_counts,
     check_input,
     chosen_qparams,
+    dequantize_affine,
     grid_of,
     half_step,
+    quantize_affine,
     round_to_dtype,
     round_to_grid,
     smallest_scale,
 )
 from lowbit.numerics.code_range import CodeType, is_value, quant_range
+from lowbit.numerics.lookup_table import LookupTable
 
 CHUNK_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Elements that are searched at once: few enough for a CPU's caches, and enough to occupy a GPU."""
@@ -300,15 +303,25 @@ def _try_ranges(blocks: _Blocks) -> None:
         blocks.offer(fmt.of_scale(moved, best))
 
 
+def _try_zeros(blocks: _Blocks) -> None:
+    """Every zero point for each scale: the range slides from one end of the values to the other, a code at a time."""
+    fmt, start = blocks.fmt, blocks.best
+    assert start.zero_point is not None
+    dtype, steps = start.zero_point.dtype, fmt.high - fmt.low
+    low, high = blocks.least.clamp(max=0), blocks.most.clamp(min=0)  # zero has a code
+    for ratio in _ratios(fmt, RATIOS):
+        scale = fmt.stored((high - low) * (ratio / steps))
+        first = (fmt.low - low / scale.float()).round()
+        for shift in range(math.ceil((1 - ratio) * steps) + 1):
+            zero = (first - shift).clamp(fmt.low, fmt.high).nan_to_num(fmt.low)
+            blocks.offer(QParams(scale, zero.to(dtype)))
+
+
 def _try_ends(blocks: _Blocks) -> None:
-    """Each end by itself, for free zero points. A zero point that is a value also allows ranges without zero."""
+    """Each end by itself, for zero points that are values, which also allow ranges without zero."""
     fmt, start = blocks.fmt, blocks.best
     low, high = blocks.least, blocks.most
-    if fmt.mapping == "asymmetric":  # zero has a code
-        low, high = low.clamp(max=0), high.clamp(min=0)
-    centre = torch.zeros_like(low)
-    if fmt.mapping == "float_zero_point":
-        centre = torch.where((low > 0) | (high < 0), (low + high) * 0.5, centre)
+    centre = torch.where((low > 0) | (high < 0), (low + high) * 0.5, torch.zeros_like(low))
     ratios = _ratios(fmt, END_RATIOS)
     for first in ratios:
         for last in ratios:
@@ -343,8 +356,8 @@ def _fit(blocks: _Blocks) -> None:
 
 
 def _searched(blocks: _Blocks) -> QParams:
-    free = blocks.fmt.mapping in ("asymmetric", "float_zero_point")
-    attempts: list[Callable[[_Blocks], None]] = [_try_ends if free else _try_ranges]
+    starts = {"asymmetric": _try_zeros, "float_zero_point": _try_ends}
+    attempts: list[Callable[[_Blocks], None]] = [starts.get(blocks.fmt.mapping, _try_ranges)]
     for attempt in attempts + [_fit] * ROUNDS:
         attempt(blocks)
     return blocks.best
@@ -420,3 +433,40 @@ def search_qparams_affine(
     scale = torch.cat([f.scale for f in found]).reshape(counts)
     zero_points = [f.zero_point for f in found if f.zero_point is not None]
     return scale, torch.cat(zero_points).reshape(scale.shape) if zero_points else None
+
+
+@torch.no_grad()
+def best_of_scales(
+    input: Tensor,
+    block_size: Sequence[int],
+    table: LookupTable,
+    start: Tensor,
+    offered: Iterable[Tensor],
+    importance: Tensor | None = None,
+) -> Tensor:
+    """For each block the scale, of `start` and all `offered`, with the smallest Σ importance · (x − x̂)².
+
+    A block keeps `start` unless another is better by more than sums in float32 are wrong. Arguments are those of
+    `search_qparams_affine`; scales are float32, one a block.
+    """
+    weights = None if importance is None else _check_importance(importance, input.shape)
+    counts = block_counts(input.shape, block_size)
+
+    def error(scale: Tensor) -> Tensor:
+        codes = quantize_affine(input, block_size, scale, None, table)
+        values = dequantize_affine(codes, block_size, scale, None)
+        wrong = values.sub_(input.float()).square_()
+        if weights is not None:
+            wrong = wrong * weights.float()
+        blocked = [n for pair in zip(counts, block_size, strict=True) for n in pair]
+        inner = list(range(1, len(blocked), 2))
+        return wrong.reshape(blocked).sum(inner, dtype=torch.float64)
+
+    if input.is_meta or input.numel() == 0:
+        return start
+    best, least = start, error(start)
+    for scale in offered:
+        found = error(scale)
+        better = found < least * _MARGIN
+        best, least = torch.where(better, scale, best), torch.where(better, found, least)
+    return best

@@ -61,18 +61,6 @@ def exchanged(changes: Iterable[Held]) -> Iterator[None]:
             held.put_back()
 
 
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """The context in which the model runs in eval mode. Afterwards each module has the mode that it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 def prepared_targets(
     model: nn.Module, if_sharded: str = "accepted: the model before fully_shard"
 ) -> list[Target]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from lowbit.convert import check_module, find_owners
 from lowbit.layers.prepared import named_inputs
 from lowbit.numerics.sharded import is_dtensor
+from lowbit.qat.exchange import exchanged, in_high_precision, prepared_targets
+from lowbit.qat.tools.measure import Loss, Meter
 from lowbit.tensor.core.dtensor import by_rows, held_locally, local, split_as
 from lowbit.tensor.core.regather import reshard
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
@@ -19,6 +22,7 @@ from lowbit.tensor.trained.learned_scales import (
     scales_of,
     starting_parameters,
 )
+from lowbit.tracing.batches import eval_mode
 
 
 def learned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -65,22 +69,62 @@ def parameter_groups(model: nn.Module, weight_decay: float = 0.01) -> list[dict[
 
 
 @torch.no_grad()
-def search_scales_(model: nn.Module) -> None:
+def search_scales_(
+    model: nn.Module,
+    batches: Iterable[Any] | None = None,
+    *,
+    loss: Loss | Literal["kl", "error"] | None = None,
+) -> bool:
     """Set the learned scales and zero points of all weights to those of a search for the present weights, in place.
 
-    `prepare_` does so, and `load_state_dict` where a state dict has a weight and no scales. Call this where weights
-    came another way: initialised after `to_empty`, or read by torch.distributed.checkpoint. Parameters stay, and so do
-    optimizers. Weights whose scales train alone (`freeze_codes_`) are left as they are.
+        qat.prepare_(model, scheme, scales="learned")        # starts from the present scales with 3 bits and more
+        qat.search_scales_(model, held_out)                  # takes the searched ones if the model is better with them
+
+    A search finds the least squared error of the weights, with which the model may lose more than with the present
+    scales. With `batches`, which training does not see, both are measured, and the better ones stay. Call this also
+    where weights came another way: initialised after `to_empty`, or read by torch.distributed.checkpoint.
+    Parameters stay, and so do optimizers. Weights whose scales train alone (`freeze_codes_`) are left as they are.
 
     Args:
-        model: prepared with `scales="learned"`. If it is sharded, every rank calls this.
+        model: prepared with `scales="learned"`. If it is sharded, every rank calls this, without batches.
+        batches, loss: as for `lowbit.qat.report`. The measure is the mean over batches.
+
+    Returns:
+        True if the model has the searched scales now.
 
     Raises:
         TypeError: `model` is not a module.
-        ValueError: no weight has learned scales, or one is on the meta device.
+        ValueError: no weight has learned scales, or one is on the meta device; `batches` is empty, or the model is
+            sharded.
     """
     check_module(model)
     reshard(model)
+    if batches is None:
+        start_scales_(model, searched=True)
+        return True
+    seen = list(batches)
+    if not seen:
+        raise ValueError("search_scales_ was given no batches; accepted: one or more, or None")
+    plain, meter = in_high_precision(prepared_targets(model)), Meter(model, loss)
+    totals = []
+    for searched in (False, True):
+        start_scales_(model, searched)
+        total = 0.0
+        with eval_mode(model):
+            for batch in seen:
+                with exchanged(plain):
+                    meter.reference(batch)
+                total += meter.score(batch)
+        totals.append(total)
+    if totals[1] < totals[0]:
+        return True
+    start_scales_(model, searched=False)
+    return False
+
+
+@torch.no_grad()
+def start_scales_(model: nn.Module, searched: bool | None = None) -> None:
+    """Set the learned scales and zero points to searched ones, or to the present ones. None: as `prepare_` does."""
     found = 0
     for (module, name, fqn), *_ in find_owners(model).values():
         weight = module._parameters[name]
@@ -93,8 +137,7 @@ def search_scales_(model: nn.Module) -> None:
                 "load_state_dict"
             )
         found += 1
-        pairs = zip(scales_of(module, name), _searched(weight, own), strict=True)
-        for old, new in pairs:
+        for old, new in zip(scales_of(module, name), _starting(weight, own, searched), strict=True):
             if new is not None:
                 local(old).copy_(_part(new, old))
     if not found:
@@ -104,15 +147,15 @@ def search_scales_(model: nn.Module) -> None:
         )
 
 
-def _searched(weight: Any, own: Any) -> tuple[Tensor | None, Tensor | None]:
+def _starting(weight: Any, own: Any, searched: bool | None) -> tuple[Tensor | None, Tensor | None]:
     """For the weight, or for this rank's rows of it where no scale depends on those of other ranks."""
     if not is_dtensor(weight):
-        return starting_parameters(own)
+        return starting_parameters(own, searched=searched)
     if by_rows(weight.placements) and not own.scheme.weight.shares_rows:
-        return starting_parameters(own)
+        return starting_parameters(own, searched=searched)
     whole: Any = weight.full_tensor()
     values = whole.master() if isinstance(whole, FakeQuantizedTensor) else whole
-    return starting_parameters(own, values)
+    return starting_parameters(own, values, searched)
 
 
 def _part(new: Tensor, old: Any) -> Tensor:

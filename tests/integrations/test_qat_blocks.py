@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit import qat
-from lowbit.qat.tools.block_inputs import capture
+from lowbit.tracing.block_inputs import capture
 from tests.integrations.models import SIZES, TOKENS, llama, logits, mixtral
 
 transformers = pytest.importorskip("transformers")

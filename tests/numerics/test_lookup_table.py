@@ -313,14 +313,57 @@ def test_scales_of_scales_cannot_be_given(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["nf4-double", "mxfp4", "nvfp4"])
-def test_searched_and_learned_scales_are_refused_by_name(name: str) -> None:
+def test_learned_scales_are_refused_by_name(name: str) -> None:
     model = nn.Sequential(nn.Linear(64, 8))
     before = model[0].weight
-    with pytest.raises(ValueError, match=r"0\.weight: scales='searched'.*minmax"):
-        lb.quantize_(model, PRESETS[name], scales="searched")
     with pytest.raises(ValueError, match=r"0\.weight: scales='learned'.*scales='present'"):
         qat.prepare_(model, PRESETS[name], scales="learned")
     assert model[0].weight is before
+
+
+def test_searched_scales_of_scales_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(64, 8))
+    before = model[0].weight
+    with pytest.raises(ValueError, match=r"0\.weight: scales='searched'.*minmax"):
+        lb.quantize_(model, PRESETS["nf4-double"], scales="searched")
+    assert model[0].weight is before
+
+
+@pytest.mark.parametrize(
+    ("scheme", "normal_db", "heavy_db"),
+    [
+        (lb.NVFP4WeightOnly(), 21.8, 21.7),
+        (lb.MXFP4WeightOnly("symmetric"), 19.0, 18.2),
+        (lb.MXFP4WeightOnly(), 19.0, 18.2),
+    ],
+    ids=str,
+)
+def test_searched_scales_of_fp4(scheme: lb.Scheme, normal_db: float, heavy_db: float) -> None:
+    """Signal to noise of normal and Student-t values (5 degrees of freedom), and no block is worse than before."""
+    torch.manual_seed(0)
+    heavy = torch.distributions.StudentT(5.0).sample((512, 1024))
+    for x, least in ((torch.randn(512, 1024), normal_db), (heavy, heavy_db)):
+        start = lb.AffineTensor.from_float(x, scheme).dequantize()
+        found = lb.AffineTensor.searched(x, scheme)
+        group = scheme.weight.granularity.group_size
+        errors = [
+            (t - x).double().square().unflatten(-1, (-1, group)).sum(-1)
+            for t in (found.dequantize(), start)
+        ]
+        assert (errors[0] <= errors[1] * (1 + 1e-6)).all()
+        noise = errors[0].sum() / x.double().square().sum()
+        assert float(-10 * noise.log10()) > least - 0.05
+
+
+def test_searched_scales_of_fp4_see_an_importance() -> None:
+    torch.manual_seed(0)
+    x, h = torch.randn(64, 256), torch.rand(256) ** 4
+    for scheme in (lb.NVFP4WeightOnly(), lb.MXFP4WeightOnly()):
+        errors = [
+            float(((lb.AffineTensor.searched(x, scheme, i).dequantize() - x) ** 2 * h).sum())
+            for i in (None, h)
+        ]
+        assert errors[1] < errors[0]
 
 
 @every_preset

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import lowbit as lb
 from lowbit import qat
-from lowbit.qat.tools.block_inputs import capture
+from lowbit.tracing.block_inputs import capture
 from recipes.llama import Llama, LlamaConfig
 
 INT2 = lb.IntxWeightOnly(2, 32)

@@ -288,7 +288,9 @@ def test_compiled_without_new_graphs_for_other_tokens(scheme, scales, backend) -
         y.backward(grad)
         assert relative(y.detach(), expected["output"]) < 2e-2
         for name, p in model.named_parameters():
-            assert relative(p.grad, expected[name]) < 4e-2, (counts, name)
+            # no code clips, as at the start
+            is_zero = not p.grad.any() and not expected[name].any()
+            assert is_zero or relative(p.grad, expected[name]) < 4e-2, (counts, name)
     assert counted.frame_count == 1
 
 

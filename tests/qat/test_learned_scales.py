@@ -84,7 +84,7 @@ def test_the_smallest_scales_that_a_search_finds_are_kept(dtype):
     weight = (values(4, 64) * 1e-5).to(dtype)
     found, _ = spec.search_qparams(weight, dtype)
     assert found.abs().min() < 2.0**-14
-    assert torch.equal(qparams(spec, *parameters_for(weight, spec, dtype))[0], found)
+    assert torch.equal(qparams(spec, *parameters_for(weight, spec, dtype, searched=True))[0], found)
 
 
 def model(tied=False):
@@ -113,11 +113,14 @@ def trained(scheme, tied=False, dtype=torch.float32, steps=4):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_training_starts_at_searched_scales(spec, dtype):
+@pytest.mark.parametrize("searched", [False, True])
+def test_training_starts_at_present_or_searched_scales(spec, dtype, searched):
     w = values(24, 96, dtype=dtype)
-    parameters = parameters_for(w, spec, dtype)
+    parameters = parameters_for(w, spec, dtype, searched)
     scale, zero_point = qparams(spec, *parameters)
-    expected = spec.search_qparams(w, dtype)
+    expected = (
+        spec.search_qparams(w, dtype) if searched else spec.choose_qparams(spec.pad(w), dtype)
+    )
     if spec.scale_dtype is not None and dtype is torch.bfloat16:
         assert (scale - expected[0]).abs().max() <= expected[0].abs().max() * 2**-8
         return  # the parameters have the dtype of the weight
@@ -186,7 +189,7 @@ def test_gradients(name):
     straight through, which the reference does not know."""
     spec = SPECS[name]
     w, grad = values(8, 64, seed=3).requires_grad_(), values(8, 64, seed=4)
-    scale, zero = parameters_for(w, spec, torch.float32)
+    scale, zero = parameters_for(w, spec, torch.float32, searched=True)
     scale, zero = (None if p is None else p * 0.6 for p in (scale, zero))
     expected = reference_gradients(w.detach(), scale, zero, spec, grad.double())
     for p in (scale, zero):
@@ -443,7 +446,7 @@ def test_lookups_of_any_shape(shape):
 ZEROS = Scheme(Spec(Int(4), PerGroup(32), "asymmetric"))
 
 
-def test_a_plain_state_dict_brings_searched_scales():
+def test_a_plain_state_dict_brings_starting_scales():
     """Strictly, also of a model that was made on the meta device, and by assignment."""
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 97), nn.Conv1d(1, 4, 3))
@@ -494,6 +497,7 @@ def test_scales_of_weights_that_were_written_in_place():
             p.mul_(3)
     for each in (expected, found):
         qat.prepare_(each, ZEROS, CHOSEN, scales="learned")
+    assert qat.search_scales_(expected)
     with torch.no_grad():
         for name, p in found.named_parameters():
             p.copy_(expected.get_parameter(name) if "_scale" not in name else p)
@@ -513,6 +517,38 @@ def test_scales_of_weights_that_were_written_in_place():
     qat.prepare_(empty, ZEROS, CHOSEN, scales="learned")
     with pytest.raises(ValueError, match=r"0\.weight is on the meta device"):
         qat.search_scales_(empty)
+
+
+@pytest.mark.parametrize("bits", [4, 3])
+def test_searched_scales_stay_only_if_they_are_better_on_data(bits):
+    """By the error of the outputs, and by losses that prefer either."""
+    scheme, batches = IntxWeightOnly(bits, 32, "symmetric"), [tokens() for _ in range(3)]
+
+    def prepared():
+        torch.manual_seed(5)
+        made = model()
+        qat.prepare_(made, scheme, CHOSEN, scales="learned")
+        return made.eval()
+
+    states = {}
+    for searched in (False, True):
+        each = prepared()
+        if searched:
+            qat.search_scales_(each)
+        states[searched] = each.state_dict()
+    for wanted in (False, True):
+
+        def loss(found, batch, wanted=wanted):
+            own = found.state_dict()["1.weight_scale"]
+            return torch.tensor(float(torch.equal(own, states[not wanted]["1.weight_scale"])))
+
+        found = prepared()
+        assert qat.search_scales_(found, iter(batches), loss=loss) is wanted
+        assert all(torch.equal(v, states[wanted][k]) for k, v in found.state_dict().items())
+    found = prepared()
+    qat.search_scales_(found, batches)
+    with pytest.raises(ValueError, match="given no batches"):
+        qat.search_scales_(found, [])
 
 
 def test_other_data_keep_the_module_of_the_scales():

@@ -34,7 +34,7 @@ from lowbit.layers.prepared import forget_inputs
 from lowbit.layers.static_input import SCALE as INPUT_SCALE
 from lowbit.layers.static_input import ZERO as INPUT_ZERO
 from lowbit.optim import LowbitOptimizer, step_in_backward
-from lowbit.qat.scales import learned_parameters
+from lowbit.qat.scales import learned_parameters, start_scales_
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import BitNet, Int8Weight
 from lowbit.tensor.core.dtensor import held_locally
@@ -152,7 +152,7 @@ def with_lowbit(spec: TrainSpec) -> TrainSpec:
             train.locate_(self)
             super().init_weights(*args, **kwargs)
             if named_scales(self):
-                qat.search_scales_(self)
+                start_scales_(self)
             forget_inputs(self)
 
     Located.__name__, Located.__qualname__ = spec.model_cls.__name__, spec.model_cls.__qualname__

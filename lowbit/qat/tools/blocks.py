@@ -32,15 +32,15 @@ from lowbit.numerics.snr import Energies
 from lowbit.progress import progress as bar
 from lowbit.qat.exchange import (
     check_dynamic,
-    eval_mode,
     exchanged,
     in_high_precision,
     prepared_targets,
 )
-from lowbit.qat.tools.block_inputs import Arguments, capture
 from lowbit.qat.tools.block_state import BlockFolder, fingerprint
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import named_scales
+from lowbit.tracing.batches import eval_mode
+from lowbit.tracing.block_inputs import Arguments, capture
 
 LAST_RATE = 0.05
 """The learning rate at the end of a block's training, as a share of that at its start."""

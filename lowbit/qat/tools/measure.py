@@ -29,7 +29,6 @@ from lowbit.progress import progress as bar
 from lowbit.qat.exchange import (
     Held,
     check_dynamic,
-    eval_mode,
     exchanged,
     in_high_precision,
     learned_scales,
@@ -37,12 +36,12 @@ from lowbit.qat.exchange import (
     prepared_targets,
     without_scales,
 )
-from lowbit.qat.tools.batches import call
 from lowbit.qat.tools.sensitivity import Sensitivity, SensitivityReport
 from lowbit.qat.weights import in_model_order, prepared_weight
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.trained.learned_scales import LearnedScales
 from lowbit.tensor.trained.quantizers import NO_SCALES, PRESENT, Quantizer
+from lowbit.tracing.batches import call, eval_mode
 from lowbit.tracing.tracer import state_restored
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -106,7 +105,7 @@ def report(
         passes += [[rounding.held(watched=False) for rounding in own] for own in candidates]
     known = operator.length_hint(batches) * len(passes) or None
     totals, baseline, count = [0.0] * len(passes), 0.0, 0
-    meter = _Meter(model, loss)
+    meter = Meter(model, loss)
     eager = torch.compiler.set_stance("force_eager")
     shown = bar("measuring weights", known, unit="passes", hidden=progress is not None)
     with eval_mode(model), eager, torch.no_grad(), exchanged(plain), shown as advance:
@@ -268,7 +267,7 @@ def _clipped_share(
 # ---- the measure ----------------------------------------------------------------------------------------------
 
 
-class _Meter:
+class Meter:
     """Runs the model, and compares what it gives with what it gave in high precision."""
 
     def __init__(self, model: nn.Module, loss: Loss | str | None) -> None:

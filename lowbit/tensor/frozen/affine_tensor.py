@@ -62,9 +62,6 @@ from lowbit.tensor.frozen.requantize import holds, requantize
 from lowbit.tracing.report import specs_name
 
 torch.serialization.add_safe_globals([Int, Float8, LookupTable, Spec, Scheme])
-SEARCHED_BITS = 2
-"""The most bits of an integer format whose scales are searched by default. With so few codes min-max loses most: random
-weights in 1 bit and groups of 32 had a relative error of 0.96, and 0.49 after a search."""
 _LINEAR = F.linear  # a name of this module: an attribute lookup takes time at each product
 _BEFORE_MERGING = "call lowbit.dequantize_(model) before merging into it"
 
@@ -191,7 +188,7 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         check_weight(weight)
         spec.check_padding(weight.shape)
         if qparams is not None:
-            spec.check_qparams(weight.shape, *qparams)
+            spec.check_qparams(weight.shape, *qparams, joint)
         kind = representation_of(spec)
         scale_dtype = spec.scale_dtype_for(weight.dtype)
         meta = {"spec": spec, "activation": activation, "transposed": False}
@@ -210,11 +207,12 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         scheme: Scheme | Spec,
         importance: Tensor | None = None,
         input_qparams: tuple[Tensor, Tensor | None] | None = None,
+        joint: Tensor | None = None,
     ) -> AffineTensor:
         """`from_float` with the scales and zero points of `Spec.search_qparams`, which lose less by rounding.
 
         Args:
-            weight, scheme, input_qparams: as for `from_float`.
+            weight, scheme, input_qparams, joint: as for `from_float`.
             importance: the weight of each input channel's error, as for `Spec.search_qparams`; None: all alike.
 
         Raises ValueError as both do.
@@ -222,8 +220,10 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         spec = scheme.weight if isinstance(scheme, Scheme) else scheme
         check_weight(weight)
         scale_dtype = spec.scale_dtype_for(weight.dtype)
-        qparams = spec.search_qparams(weight.detach(), scale_dtype, importance)
-        return cls.from_float(weight, scheme, qparams, input_qparams)
+        if spec.scales is not None and spec.scales.joint is not None and joint is None:
+            joint = spec.joint_part([weight.detach()], scale_dtype)
+        qparams = spec.search_qparams(weight.detach(), scale_dtype, importance, joint)
+        return cls.from_float(weight, scheme, qparams, input_qparams, joint)
 
     @classmethod
     def quantized(
@@ -238,19 +238,19 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
 
         Args:
             weight, scheme, input_qparams: as for `from_float`.
-            scales: None takes the search for integers of up to `SEARCHED_BITS` bits, and "minmax" for all else.
-            joint: as for `from_float`; the scales are then those of `from_float`.
+            scales: None takes the search for integers of 1 and 2 bits, and "minmax" for all else.
+            joint: as for `from_float`. Scales that siblings share whole are then those of `from_float`.
 
         Raises ValueError as both do.
         """
-        if joint is not None:
-            return cls.from_float(weight, scheme, input_qparams=input_qparams, joint=joint)
         spec = scheme.weight if isinstance(scheme, Scheme) else scheme
+        if joint is not None and (spec.scales is None or scales != "searched"):
+            return cls.from_float(weight, scheme, input_qparams=input_qparams, joint=joint)
         if scales is None:
-            few = isinstance(spec.format, Int) and spec.format.bits <= SEARCHED_BITS
-            scales = "searched" if few else "minmax"
-        make = cls.searched if scales == "searched" else cls.from_float
-        return make(weight, scheme, input_qparams=input_qparams)
+            scales = "searched" if spec.has_few_codes else "minmax"
+        if scales == "searched":
+            return cls.searched(weight, scheme, input_qparams=input_qparams, joint=joint)
+        return cls.from_float(weight, scheme, input_qparams=input_qparams)
 
     @classmethod
     def _encode_as(

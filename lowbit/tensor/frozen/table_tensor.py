@@ -99,7 +99,7 @@ class TableTensor(AffineTensor):
         stored = (
             spec.choose_scales(spec.pad(weight), joint=joint)
             if qparams is None
-            else spec.scales.encode_given(qparams[0])
+            else spec.scales.encode_given(qparams[0], spec.kept_parts(joint))
         )
 
         def encode(part: Tensor, scale: Tensor) -> dict[str, Tensor | None]:

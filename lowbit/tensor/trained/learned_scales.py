@@ -138,7 +138,7 @@ class LearnedScales(Quantizer):
         entry: Any,
         assign: bool,
     ) -> dict[str, Tensor]:
-        """Searched scales and zero points, for a state dict of a plain model, which has this weight and no scales. For
+        """Starting scales and zero points, for a state dict of a plain model, which has this weight and no scales. For
         one whose scales were held by another factor, the scale times the quotient.
 
         Raises ValueError for scales whose description, `entry`, is of another scheme."""
@@ -226,12 +226,15 @@ def is_learned(weight: Any) -> bool:
     return isinstance(weight, FakeQuantizedTensor) and isinstance(weight.quantizer, LearnedScales)
 
 
-def starting_parameters(weight: Any, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """What the scales and zero points of `weight` start from: those of a search, for plain `values` of all of it.
-    None: for its present ones."""
+def starting_parameters(
+    weight: Any, values: Tensor | None = None, searched: bool | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """What the scales and zero points of `weight` start from, for plain `values` of all of it. None: for its present
+    ones. `searched`: as for `parameters_for`."""
     values, spec = weight.weight if values is None else values, weight.scheme.weight
     free = replace(spec, scale_dtype=None)
-    return parameters_for(weight.rows(values), spec, free.scale_dtype_for(values.dtype))
+    dtype = free.scale_dtype_for(values.dtype)
+    return parameters_for(weight.rows(values), spec, dtype, searched)
 
 
 def _factor_of(spec: Spec, entry: Any) -> float:
@@ -248,7 +251,7 @@ def _check_described(spec: Spec, key: str, entry: Any) -> None:
     if not spec.same_values(found):
         raise ValueError(
             f"{key} has learned scales of {found} in the state dict, and of {spec} in the model; prepare the model "
-            f"by the same scheme, or leave out the entries {key}{SCALE} and {key}{ZERO}, which are then searched"
+            f"by the same scheme, or leave out the entries {key}{SCALE} and {key}{ZERO}, which then start anew"
         )
 
 

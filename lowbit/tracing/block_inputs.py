@@ -6,6 +6,8 @@ of what the model computes before the first block. The first block of each class
 beside the hidden state may be an argument of later ones. The model stops after the last block. A
 compiled model runs eagerly here.
 
+`call_after` runs what follows the last block in the same way.
+
 The hidden state is a block's first positional argument, or `hidden_states`, and its output or the first of its outputs.
 """
 
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lowbit.qat.tools.batches import call
+from lowbit.tracing.batches import call
 
 HIDDEN = "hidden_states"
 """The hidden state's name among the keyword arguments, where no argument is positional."""
@@ -125,7 +127,7 @@ class _Recorder:
     def _check(self, index: int, hidden: Any, others: Any) -> None:
         if index != len(self.calls):
             raise ValueError(
-                f"the model calls block {index} of train_blocks as number {len(self.calls)}; accepted: the blocks in "
+                f"the model calls block {index} as number {len(self.calls)}; accepted: the blocks in "
                 "the order in which the model calls them, each called once"
             )
         if not isinstance(hidden, Tensor):
@@ -162,6 +164,29 @@ class _Recorder:
                 "for every batch"
             )
         return Captured(self.first.detach().to(device=self.device), tuple(self.calls))
+
+
+def call_after(model: nn.Module, blocks: Sequence[nn.Module], batch: Any, hidden: Tensor) -> Any:
+    """The model's output for a batch, with `hidden` in place of the hidden state that the last block gives. The first
+    block of each class runs, to see what it returns beside the hidden state."""
+    beside: dict[type, Any] = {}
+
+    def given(block: nn.Module) -> Callable[..., Any]:
+        forward = block.forward
+
+        def give(*args: Any, **kwargs: Any) -> Any:
+            if type(block) not in beside:
+                beside[type(block)] = forward(*args, **kwargs)
+            found = beside[type(block)]
+            return (hidden, *found[1:]) if isinstance(found, tuple | list) else hidden
+
+        return give
+
+    eager = torch.compiler.set_stance("force_eager")
+    with ExitStack() as stack, _without_cache(model), eager:
+        for block in blocks:
+            stack.enter_context(_forward_of(block, given(block)))
+        return call(model, batch)
 
 
 @contextmanager

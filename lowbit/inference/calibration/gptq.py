@@ -1,0 +1,212 @@
+"""GPTQ: round one column after another, and let the columns that follow make up for the error.
+
+For a weight W [N, K] and the Hessian H = Σ x xᵀ of its inputs (arXiv 2210.17323, with the factor of the inverse that
+llm-compressor and GPTQModel use too):
+
+    H ← H + damping · mean(diag H) · I,      H⁻¹ = Uᵀ U with U upper triangular
+    for each column j:   q_j = round(w_j),   e = (w_j − q_j) / U_jj,   w_k ← w_k − e · U_jk for all k > j
+
+- Order: columns by falling H_jj, so that those that matter most are rounded while most others can still make up for
+  them. Scales belong to the groups as they are stored ("static groups"), and are those of the original weight. So the
+  result is an ordinary quantized weight.
+- Scales: those that an earlier step left, else a search in which column j counts by 1 / U_jj², which is what a squared
+  error of that column costs once all later columns have made up for it.
+- Asymmetric: the inputs x̂ of the rounded model differ from x. Σ ‖Q x̂ − W x‖² has its minimum without rounding at
+  W* = W + W C H⁻¹, C = Σ (x − x̂) x̂ᵀ, and W* takes the place of W. This is the objective of GPTAQ (arXiv 2504.02692),
+  which corrects column by column; the closed form does it at once.
+- A column whose input is always zero is rounded to nearest, and makes up for nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lowbit.inference.calibration.search import searched
+from lowbit.inference.calibration.step import Layer, Part, Step, by_rows, check_share
+from lowbit.numerics.affine import round_to_grid
+from lowbit.numerics.number_format import Int
+from lowbit.numerics.spec import Spec
+
+COLUMNS = 128
+"""Columns whose errors reach the rest of the weight by one product."""
+MOST_DAMPING = 1.0
+"""Damping grows tenfold, up to this, until the Hessian can be factored."""
+
+
+@dataclass(frozen=True)
+class GPTQ(Step):
+    """Round column by column, with the error passed on to later columns.
+
+    Args:
+        damping: what is added to the diagonal of the Hessian, as a share of its mean.
+        act_order: round columns by falling H_jj. False: in their order.
+        asymmetric: the share, 0 to 1, of the correction towards the outputs of the model in high precision for its own
+            inputs. 0 aims at W x̂, and needs no second stream of activations and no copy of a block.
+        scales: "searched" or "minmax", where no earlier step chose them.
+
+    Raises ValueError for other values.
+    """
+
+    damping: float = 0.01
+    act_order: bool = True
+    asymmetric: float = 1.0
+    scales: Literal["searched", "minmax"] = "searched"
+    needs: ClassVar[Literal["diagonal", "full"]] = "full"
+
+    def __post_init__(self) -> None:
+        check_share("damping", self.damping)
+        check_share("asymmetric", self.asymmetric, 1.0)
+        if self.scales not in ("searched", "minmax"):
+            raise ValueError(f"scales must be 'searched' or 'minmax', got {self.scales!r}")
+
+    @property
+    def pairs(self) -> bool:  # type: ignore[override]
+        return self.asymmetric > 0
+
+    def apply(self, layer: Layer) -> None:
+        original, parts = layer.weight, list(layer.parts())
+        factors = [
+            None if p.hessian is None else Factor(p.hessian, self.damping, self.act_order)
+            for p in parts
+        ]
+        if self.asymmetric:
+            layer.weight = original.clone()
+            for part, factor in zip(parts, factors, strict=True):
+                if factor is not None and part.cross is not None:
+                    layer.weight[part.at] += self.asymmetric * factor.solved(
+                        original[part.at] @ part.cross
+                    )
+        if layer.qparams is None:
+            layer.qparams = layer.minmax()
+            if self.scales == "searched":
+                layer.qparams = searched(layer, _importance(layer, factors))
+        layer.values = _rounded(layer, parts, factors)
+        layer.weight = original
+
+
+class Factor:
+    """U of a Hessian [K, K], in the order in which columns are rounded.
+
+    Attributes:
+        order: int64 [K], the columns in this order.
+        upper: float32 [K, K], U in this order.
+        damping: the share of the mean that was added to the diagonal.
+    """
+
+    def __init__(self, hessian: Tensor, damping: float, act_order: bool) -> None:
+        h = hessian.double()
+        diagonal = h.diagonal().clone()
+        live = diagonal > 0
+        mean = float(diagonal[live].mean()) if bool(live.any()) else 1.0
+        h = h + torch.diag(torch.where(live, 0.0, mean))
+        self.order = torch.arange(len(diagonal), device=h.device)
+        if act_order:
+            self.order = diagonal.argsort(descending=True, stable=True)
+        h = h[self.order][:, self.order]
+        while True:
+            damped = h + torch.eye(len(h), dtype=h.dtype, device=h.device) * (damping * mean)
+            lower, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
+            if not int(info) or damping >= MOST_DAMPING:
+                break
+            damping = max(damping * 10, 1e-6)
+        root = lower.flip(0, 1)  # H = R Rᵀ, R upper triangular
+        eye = torch.eye(len(h), dtype=h.dtype, device=h.device)
+        self.upper = torch.linalg.solve_triangular(root, eye, upper=True).float()
+        self.damping = damping
+
+    @property
+    def cost(self) -> Tensor:
+        """float32 [K], what a squared error of each column costs: 1 / U_jj²."""
+        found = torch.empty_like(self.upper[0])
+        found[self.order] = self.upper.diagonal().square().reciprocal()
+        return found
+
+    def solved(self, b: Tensor) -> Tensor:
+        """b H⁻¹ of b [N, K]."""
+        found = torch.empty_like(b)
+        found[:, self.order] = b[:, self.order] @ self.upper.T @ self.upper
+        return found
+
+
+def _importance(layer: Layer, factors: list[Factor | None]) -> Tensor:
+    """The cost of each element's squared error, broadcastable to the weight."""
+    alike = torch.ones_like(layer.weight[..., 0, :].reshape(-1, layer.weight.shape[-1])[0])
+    each = torch.stack([alike if f is None else f.cost for f in factors])
+    if layer.weight.ndim == 3:
+        return each.unsqueeze(1)
+    return each.repeat_interleave(layer.weight.shape[0] // len(factors), 0)
+
+
+def _rounded(layer: Layer, parts: list[Part], factors: list[Factor | None]) -> Tensor:
+    assert layer.qparams is not None
+    values, shape = layer.rounded(layer.qparams), tuple(layer.weight.shape)
+    scale, zero = (None if t is None else by_rows(t, layer.spec, shape) for t in layer.qparams)
+    assert scale is not None
+    group = layer.spec.block_size(shape)[-1]
+    for part, factor in zip(parts, factors, strict=True):
+        if factor is not None:
+            at = part.at
+            grid = Grid(layer.spec, scale[at], None if zero is None else zero[at])
+            values[at] = by_columns(layer.weight[at], factor, grid, group)
+    return values
+
+
+class Grid:
+    """The values that the scales of a matrix allow, column by column.
+
+    Args:
+        spec: how the weight is quantized.
+        scale, zero: [N, blocks along K].
+    """
+
+    def __init__(self, spec: Spec, scale: Tensor, zero: Tensor | None) -> None:
+        self.format = spec.format
+        self.scale = scale.float().T.contiguous()
+        self.inverse = self.scale.reciprocal()
+        low, high = spec.format.quant_min, spec.format.quant_max
+        self.offset: Tensor | None = None
+        codes = torch.zeros_like(self.scale[:, :1])
+        if zero is not None and spec.zero_point_is_value:
+            self.offset = zero.float().T.contiguous()
+            codes += (low + high + 1) // 2
+        elif zero is not None:
+            codes = zero.float().T.contiguous()
+        self.least, self.most = low - codes, high - codes
+
+    def nearest(self, column: Tensor, group: int) -> Tensor:
+        """The value nearest to each element of a column [N], by the scales of this group."""
+        fmt, scale = self.format, self.scale[group]
+        if not isinstance(fmt, Int):
+            return round_to_grid(column, scale, None, fmt.dtype, fmt.quant_min, fmt.quant_max)[1]
+        offset = None if self.offset is None else self.offset[group]
+        x = column if offset is None else column - offset
+        codes = (x * self.inverse[group]).round_()
+        value = codes.clamp_(self.least[group], self.most[group]).mul_(scale)
+        return value if offset is None else value.add_(offset)
+
+
+def by_columns(w: Tensor, factor: Factor, grid: Grid, group: int) -> Tensor:
+    """The rounded weight [N, K], as the module describes it. `group`: columns that share a scale."""
+    order, upper = factor.order, factor.upper
+    left = w.T[order].contiguous()  # [K, N], so that a column is contiguous
+    found = torch.empty_like(left)
+    groups, count = (order // group).tolist(), len(left)
+    inverse = upper.diagonal().reciprocal()
+    for start in range(0, count, COLUMNS):
+        end = min(start + COLUMNS, count)
+        own, errors = left[start:end], torch.empty_like(left[start:end])
+        for j in range(end - start):
+            at = start + j
+            torch.sub(own[j], grid.nearest(own[j], groups[at]), out=errors[j])
+            found[at] = own[j] - errors[j]
+            errors[j] *= inverse[at]
+            if j + 1 < end - start:
+                own[j + 1 :].addr_(upper[at, at + 1 : end], errors[j], alpha=-1)
+        left[end:].addmm_(upper[start:end, end:].T, errors, alpha=-1)
+    result = torch.empty_like(w)
+    result.T[order] = found
+    return result

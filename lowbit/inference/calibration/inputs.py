@@ -1,0 +1,278 @@
+"""The inputs of weights: what products multiply a weight by, summed over all batches.
+
+    H = Σ x xᵀ        over the input rows x [K] of a weight [N, K], for a rounded weight Q the error of its outputs is
+
+    Σ ‖Q x − W x‖² = tr((Q − W) H (Q − W)ᵀ)
+
+`Watch` sees every product of the weights that it watches, whichever module computes it: linears, convolutions (by the
+patches that the kernel covers), the output projection of `nn.MultiheadAttention`, and experts that are stacked in one
+parameter, each of which has a Hessian of its own. It sees what the function multiplies, so that an input counts as the
+product gets it.
+
+An embedding reads rows, one a token. Its error is Σ ‖Q − W‖², so its Hessian is a multiple of the identity. A head tied
+to it has both: H / mean(diag H) + I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lowbit.convert import Target, shape_of_blocks
+
+
+class Moments:
+    """Sums over the inputs of one weight, or of several that multiply the same inputs.
+
+    Attributes:
+        full: True if `square` is all of H, False if its diagonal.
+        square: float32 [E, K, K] or [E, K], of E matrices: experts, the groups of a convolution, or one.
+        cross, drift: float32 [E, K, K], Σ (x − x̂) x̂ᵀ and Σ (x − x̂) (x − x̂)ᵀ, where x is the input in high precision
+            and x̂ that of the rounded model, which `square` is about. None without pairs.
+        rows: int64 [E], the input rows that each matrix saw.
+        looked_up: rows that an embedding read.
+        once: True if a batch multiplies the weight once.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        device: torch.device,
+        full: bool,
+        pairs: bool,
+        once: bool = False,
+    ) -> None:
+        self.full, self.pairs, self.once = full, pairs, once
+        self.size = shape[-1]
+        self._device = device
+        self.square: Tensor | None = None
+        self.cross: Tensor | None = None
+        self.drift: Tensor | None = None
+        self.stack = len(shape) == 3
+        self.matrices = shape[0] if self.stack else 1
+        self.rows = [0] * self.matrices
+        self.looked_up = 0
+
+    def add(self, index: int, x: Tensor, high: Tensor | None = None, matrices: int = 1) -> None:
+        """Count x [T, K] as inputs of the matrix `index`, and `high`, the same rows in high precision."""
+        if self.square is None:
+            self.matrices = max(self.matrices, matrices)
+            self.rows = [0] * self.matrices
+            shape = (self.matrices, self.size, *((self.size,) if self.full else ()))
+            self.square = torch.zeros(shape, device=self._device)
+        x = x.to(self._device).float()
+        self.rows[index] += x.shape[0]
+        if not self.full:
+            self.square[index] += x.square().sum(0)
+            return
+        self.square[index].addmm_(x.T, x)
+        if self.pairs and high is not None and high.shape == x.shape:
+            if self.cross is None or self.drift is None:
+                self.cross, self.drift = (torch.zeros_like(self.square) for _ in range(2))
+            apart = high.to(self._device).float() - x
+            self.cross[index].addmm_(apart.T, x)
+            self.drift[index].addmm_(apart.T, apart)
+
+    @property
+    def total(self) -> int:
+        """Input rows of all matrices together."""
+        return sum(self.rows)
+
+    @property
+    def is_finite(self) -> bool:
+        sums = (t for t in (self.square, self.drift) if t is not None)
+        return all(map(bool, (t.isfinite().all() for t in sums)))
+
+    def hessian(self, index: int) -> Tensor | None:
+        """H [K, K], or its diagonal [K], of one matrix; None if none saw an input. With an embedding beside it, the sum
+        that the module names. For an expert with fewer rows T than inputs K: H + (K − T) · H̄, where H̄ is the mean of
+        x xᵀ over all experts."""
+        found: Tensor | None = None
+        total = self.total
+        if self.square is not None and total:
+            found = self.square[index]
+            missing = self.size - self.rows[index]
+            if self.stack and missing > 0:
+                found = found + self.square.sum(0) * (missing / total)
+        if self.looked_up:
+            eye = torch.ones(self.size, device=self._device)
+            own = torch.diag(eye) if self.full else eye
+            if found is None:
+                return own
+            diagonal = found.diagonal() if self.full else found
+            return found / diagonal.mean().clamp(min=1e-30) + own
+        return found
+
+
+Seen = Callable[[int, int, int, Any, Any], None]
+"""Called with the number of a target, of the matrix, how many matrices there are, the rows x [T, K], or how many rows
+an embedding read, and the tensor that they come from."""
+
+
+class Watch(TorchFunctionMode):
+    """The context in which `seen` gets the inputs of each product of `targets`.
+
+    Args:
+        targets: the weights, plain. Products of quantized weights are not seen.
+        seen: gets the inputs of each matrix.
+        mask: the tokens that count, bool, of the shape of the leading dimensions of inputs; None: all.
+    """
+
+    def __init__(self, targets: Sequence[Target], seen: Seen, mask: Tensor | None = None) -> None:
+        super().__init__()
+        self.targets, self.seen, self.mask = targets, seen, mask
+        self.known = {t.weight.untyped_storage().data_ptr(): i for i, t in enumerate(targets)}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        read = _READERS.get(func)
+        if read is not None:
+            for weight, inputs in read(args, kwargs):
+                self._count(weight, inputs)
+        return func(*args, **kwargs)
+
+    def _count(
+        self, weight: Any, inputs: Callable[[Tensor], Iterator[tuple[int, int, Any]]]
+    ) -> None:
+        if type(weight) not in (Tensor, torch.nn.Parameter) or weight.layout is not torch.strided:
+            return
+        index = self.known.get(weight.untyped_storage().data_ptr())
+        if index is None:
+            return
+        target = self.targets[index]
+        shape = shape_of_blocks(target)
+        first = 0
+        if len(shape) == 3 and weight.ndim == 2:
+            first = (weight.storage_offset() - target.weight.storage_offset()) // (
+                shape[1] * shape[2]
+            )
+        for matrix, matrices, x in inputs(weight):
+            if isinstance(x, int):
+                self.seen(index, 0, 1, x, x)
+            elif x.shape[-1] == shape[-1]:
+                self.seen(index, first + matrix, matrices, self._rows(x), x)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        mask, lead = self.mask, x.shape[:-1]
+        if mask is not None and lead == mask.shape:
+            return x[mask.to(x.device)]
+        if mask is not None and lead == (mask.numel(),):
+            return x[mask.flatten().to(x.device)]
+        return x.reshape(-1, x.shape[-1])
+
+
+# ---- functions, and where their weight and its inputs are ------------------------------------------------------
+
+Read = Iterator[tuple[Any, Callable[[Tensor], Iterator[tuple[int, int, Any]]]]]
+
+
+def _argument(args: Any, kwargs: Any, at: int, *names: str, default: Any = None) -> Any:
+    if at < len(args):
+        return args[at]
+    return next((kwargs[name] for name in names if name in kwargs), default)
+
+
+def _linear(args: Any, kwargs: Any) -> Read:
+    x, weight = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "weight")
+    yield weight, lambda _: iter([(0, 1, x)])
+
+
+def _matmul(args: Any, kwargs: Any) -> Read:
+    x, weight = args[0], _argument(args, kwargs, 1, "other", "mat2")
+
+    def inputs(w: Tensor) -> Iterator[tuple[int, int, Any]]:
+        if w.ndim == 2:
+            yield 0, 1, x
+        elif w.ndim == 3:
+            stack = x.expand(w.shape[0], *x.shape[-2:])
+            yield from ((e, w.shape[0], stack[e]) for e in range(w.shape[0]))
+
+    yield weight, inputs
+
+
+def _grouped(args: Any, kwargs: Any) -> Read:
+    x, weight = args[0], args[1]
+    ends = _argument(args, kwargs, 2, "offs")
+
+    def inputs(w: Tensor) -> Iterator[tuple[int, int, Any]]:
+        if w.ndim != 3 or x.ndim != 2 or ends is None:
+            return
+        start = 0
+        for e, end in enumerate(ends.tolist()):
+            yield e, w.shape[0], x[start:end]
+            start = end
+
+    yield weight, inputs
+
+
+def _embedding(args: Any, kwargs: Any) -> Read:
+    ids, weight = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "weight")
+    yield weight, lambda _: iter([(0, 1, int(ids.numel()))])
+
+
+def _convolution(args: Any, kwargs: Any) -> Read:
+    x, weight = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "weight")
+    stride, padding, dilation = (
+        _argument(args, kwargs, at, name, default=default)
+        for at, name, default in ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1))
+    )
+    groups = _argument(args, kwargs, 6, "groups", default=1)
+
+    def inputs(w: Tensor) -> Iterator[tuple[int, int, Any]]:
+        dims = w.ndim - 2
+        each = [(v,) * dims if isinstance(v, int) else v for v in (stride, padding, dilation)]
+        steps, pads, holes = each
+        images = x if x.ndim == w.ndim else x.unsqueeze(0)
+        if isinstance(padding, str):
+            pads = (0,) * dims
+            if padding == "same":
+                whole = [d * (k - 1) for d, k in zip(holes, w.shape[2:], strict=True)]
+                images = F.pad(images, [p for t in reversed(whole) for p in (t // 2, t - t // 2)])
+        if dims == 1:
+            images, steps, pads, holes = images.unsqueeze(-2), (1, *steps), (0, *pads), (1, *holes)
+        kernel = (1,) * (2 - dims) + tuple(w.shape[2:])
+        for image in images.split(1):
+            for group, own in enumerate(image.chunk(groups, 1)):
+                patches = F.unfold(own, kernel, dilation=holes, padding=pads, stride=steps)
+                yield group, groups, patches[0].T
+
+    yield weight, inputs
+
+
+def _attention(args: Any, kwargs: Any) -> Read:
+    """The output projection of F.multi_head_attention_forward: its input is the output with no projection."""
+    weight = _argument(args, kwargs, 11, "out_proj_weight")
+
+    def inputs(w: Tensor) -> Iterator[tuple[int, int, Any]]:
+        plain = list(args)
+        named = dict(kwargs)
+        for at, name, value in (
+            (11, "out_proj_weight", torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)),
+            (12, "out_proj_bias", None),
+        ):
+            if at < len(plain):
+                plain[at] = value
+            else:
+                named[name] = value
+        yield 0, 1, F.multi_head_attention_forward(*plain, **named)[0]
+
+    yield weight, inputs
+
+
+_READERS: dict[Any, Callable[[Any, Any], Read]] = {
+    F.linear: _linear,
+    F.embedding: _embedding,
+    F.multi_head_attention_forward: _attention,
+    **dict.fromkeys((F.conv1d, F.conv2d), _convolution),
+    **dict.fromkeys((torch.matmul, torch.mm, torch.bmm), _matmul),
+    **dict.fromkeys((Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__), _matmul),
+    torch.linalg.matmul: _matmul,
+    torch._grouped_mm: _grouped,
+}
+if hasattr(F, "grouped_mm"):
+    _READERS[F.grouped_mm] = _grouped

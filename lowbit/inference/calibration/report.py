@@ -1,0 +1,50 @@
+"""The report of a calibration: that of a conversion, and what happened to each layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lowbit.convert import Report
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """One weight.
+
+    Attributes:
+        name: fully qualified.
+        method: the steps that ran on it.
+        seconds: their time.
+        before, after: the relative squared error of its outputs, rounded to nearest by min-max, and as it is now:
+            Σ ‖Q x̂ − W x‖² / Σ ‖W x̂‖², where x̂ are its inputs in the rounded model. x are those in the model in high
+            precision where a step compares with it, else x̂. Without inputs: Σ (Q − W)² / Σ W².
+        rows: input rows that it saw; for stacked experts of all together.
+        unreached: matrices, such as experts, that saw none.
+    """
+
+    name: str
+    method: str
+    seconds: float
+    before: float
+    after: float
+    rows: int
+    unreached: int = 0
+
+    def __str__(self) -> str:
+        note = f"{self.method}, {self.seconds:.2f} s, error {self.before:.3e} -> {self.after:.3e}"
+        if not self.rows:
+            return f"{note}; no batch reached it"
+        return f"{note}; {self.unreached} experts saw no token" if self.unreached else note
+
+
+@dataclass
+class CalibrationReport(Report):
+    """`print` it, or read `layers` beside what `lowbit.inference.Report` has.
+
+    Attributes:
+        layers: the results by name of the weight, in the order in which they were calibrated.
+        seconds: of the whole call.
+    """
+
+    layers: dict[str, LayerResult] = field(default_factory=dict)
+    seconds: float = 0.0

@@ -1,0 +1,32 @@
+"""Search: scales and zero points with the least error of the layer's output, if its inputs are uncorrelated.
+
+The search is that of `lowbit.quantize_(…, scales="searched")`, where each input channel counts by its mean square, the
+diagonal of the Hessian. Weights are rounded to nearest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lowbit.inference.calibration.step import Layer, QParams, Step
+
+
+@dataclass(frozen=True)
+class Search(Step):
+    """Scales and zero points that a search over the weights finds, weighted by the inputs."""
+
+    def apply(self, layer: Layer) -> None:
+        layer.qparams = searched(layer)
+
+
+def searched(layer: Layer, importance: Tensor | None = None) -> QParams:
+    """The scales with the least Σ h (w − ŵ)². Scales that siblings share stay as they are.
+
+    `importance`: h, broadcastable to the weight; None: the diagonal of the Hessian.
+    """
+    if layer.joint is not None and layer.spec.scales is None:
+        return layer.joint, None
+    h = layer.importance() if importance is None else importance
+    return layer.spec.search_qparams(layer.weight, layer.scale_dtype, h, layer.joint)

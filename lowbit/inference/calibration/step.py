@@ -1,0 +1,156 @@
+"""A step of a calibration, and the layer that it works on.
+
+Steps run in the order of the list, on one layer after another. A step reads what the steps before it left in the
+`Layer`, and leaves its own result there: scales in `qparams`, or values of the grid in `values`. What no step decided
+is done as `lowbit.quantize_` does it: scales from the smallest and largest value, rounding to nearest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit.inference.calibration.inputs import Moments
+from lowbit.numerics.spec import Spec
+
+QParams = tuple[Tensor, Tensor | None]
+
+
+class Part(NamedTuple):
+    """A matrix of a layer with a Hessian of its own.
+
+    Attributes:
+        at: its place among the layer's rows: an expert of a stack, or the rows of one group of a convolution.
+        hessian: float32 [K, K], or its diagonal [K]; None if no input reached the matrix.
+        cross, drift: those of `Moments`, float32 [K, K]; None without pairs.
+    """
+
+    at: int | slice
+    hessian: Tensor | None
+    cross: Tensor | None
+    drift: Tensor | None
+
+
+@dataclass
+class Layer:
+    """A weight on its way into low bits.
+
+    Attributes:
+        name: fully qualified.
+        weight: float32 [N, K], or [E, N, K] of stacked experts, as its groups run.
+        spec: how it is quantized.
+        scale_dtype: of new scales.
+        moments: sums over its inputs.
+        joint: what the scales of siblings share (`Spec.joint_part`), or None.
+        qparams: scale and zero point of each block; None: from the smallest and largest value.
+        values: float32 values of the grid, which `qparams` codes exactly; None: round to nearest.
+    """
+
+    name: str
+    weight: Tensor
+    spec: Spec
+    scale_dtype: torch.dtype
+    moments: Moments
+    joint: Tensor | None = None
+    qparams: QParams | None = None
+    values: Tensor | None = None
+
+    def parts(self) -> Iterator[Part]:
+        """The matrices, each with its Hessian."""
+        moments, count = self.moments, self.moments.matrices
+        for i in range(count):
+            index: int | slice = i
+            if self.weight.ndim == 2:
+                rows = self.weight.shape[0] // count
+                index = slice(i * rows, (i + 1) * rows)
+            pairs = (None if t is None else t[i] for t in (moments.cross, moments.drift))
+            yield Part(index, moments.hessian(i), *pairs)
+
+    def importance(self) -> Tensor | None:
+        """The diagonal of each Hessian, broadcastable to the weight; None if no input reached the layer."""
+        found = []
+        for part in self.parts():
+            h = part.hessian
+            if h is None:
+                found.append(torch.ones(self.weight.shape[-1], device=self.weight.device))
+            else:
+                found.append(h.diagonal() if h.ndim == 2 else h)
+        if all(part.hessian is None for part in self.parts()):
+            return None
+        each = torch.stack(found)
+        if self.weight.ndim == 3:
+            return each.unsqueeze(1)
+        return each.repeat_interleave(self.weight.shape[0] // len(found), 0)
+
+    def minmax(self) -> QParams:
+        """Scale and zero point of each block from its smallest and largest value."""
+        return self.spec.choose_qparams(self.spec.pad(self.weight), self.scale_dtype, self.joint)
+
+    def rounded(self, qparams: QParams) -> Tensor:
+        """The weight rounded to nearest by these scales: float32."""
+        codes, scale, zero = self.spec.quantize(self.weight, self.scale_dtype, qparams)
+        return self.spec.dequantize(codes, scale, zero, self.weight.shape, torch.float32)
+
+    def error(self, values: Tensor) -> float:
+        """Σ ‖Q x̂ − W x‖² / Σ ‖W x̂‖² over the inputs x̂ of the rounded model, where x = x̂ without pairs. Over
+        independent inputs where none was seen."""
+        wrong = whole = 0.0
+        for part in self.parts():
+            w = self.weight[part.at]
+            moved = values[part.at] - w
+            wrong += _energy(moved, part.hessian)
+            if part.cross is not None:
+                wrong += _energy(w, part.drift)
+                wrong -= 2 * float(((w @ part.cross) * moved).sum(dtype=torch.float64))
+            whole += _energy(w, part.hessian)
+        return max(wrong, 0.0) / whole if whole else 0.0
+
+
+def _energy(w: Tensor, hessian: Tensor | None) -> float:
+    """Σ ‖w x‖² for this Σ x xᵀ."""
+    if hessian is None:
+        return float(w.square().sum(dtype=torch.float64))
+    if hessian.ndim == 1:
+        return float((w.square() * hessian).sum(dtype=torch.float64))
+    return float(((w @ hessian) * w).sum(dtype=torch.float64))
+
+
+def by_rows(t: Tensor, spec: Spec, shape: tuple[int, ...]) -> Tensor:
+    """Scales or zero points [blocks along each dimension] with one entry for each row: [..., N, blocks along K]."""
+    block = spec.block_size(shape)
+    for dim in range(len(shape) - 1):
+        if block[dim] > 1:
+            t = t.repeat_interleave(block[dim], dim).narrow(dim, 0, shape[dim])
+    return t
+
+
+class Step:
+    """One algorithm. A subclass is one file.
+
+    Attributes:
+        needs: the sums over inputs that it reads: "diagonal" or "full" of the Hessian.
+        pairs: True if it also reads Σ (x − x̂) x̂ᵀ, for which the blocks run in high precision too.
+    """
+
+    needs: ClassVar[Literal["diagonal", "full"]] = "diagonal"
+    pairs: bool = False
+
+    def apply(self, layer: Layer) -> None:
+        """Set `qparams` or `values` of the layer."""
+        raise NotImplementedError
+
+    @property
+    def method(self) -> str:
+        """The name in reports."""
+        return type(self).__name__
+
+
+def check_share(name: str, value: float, most: float = math.inf) -> None:
+    """Raise ValueError unless 0 <= value <= most."""
+    if not 0 <= value <= most or not math.isfinite(value):
+        raise ValueError(f"{name} must be finite and from 0 to {most:g}, got {value!r}")

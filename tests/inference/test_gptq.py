@@ -1,0 +1,161 @@
+"""GPTQ against its textbook form in float64, column by column, and at its edges."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowbit as lb
+from lowbit.inference import GPTQ, Search
+from lowbit.inference.calibration.gptq import Factor
+from tests.schemes import SCHEMES, over
+
+SIZES = (24, 96)
+"""N and K of the weight."""
+
+
+def uneven(rows: int, size: int) -> Tensor:
+    """Inputs whose channels are correlated and differ in size."""
+    torch.manual_seed(1)
+    mixed = torch.randn(rows, size) @ (torch.randn(size, size) / size**0.5)
+    return mixed * torch.logspace(-1, 0.5, size)[torch.randperm(size)]
+
+
+def textbook(
+    weight: Tensor, hessian: Tensor, made: lb.AffineTensor, step: GPTQ
+) -> tuple[Tensor, Tensor]:
+    """The rounded weight, by elimination of one column after another from the inverse, and the order of columns."""
+    w, h = weight.double().clone(), hessian.double()
+    size = len(h)
+    inverse = torch.linalg.inv(h + step.damping * h.diagonal().mean() * torch.eye(size))
+    order = h.diagonal().argsort(descending=True, stable=True)
+    if not step.act_order:
+        order = torch.arange(size)
+    spec, shape = made.spec, made.shape
+    for j in order.tolist():
+        column = w.clone().float()
+        scales = (made.scale_values(), made.zero_point)
+        codes, scale, zero = spec.quantize(column, torch.float32, scales)
+        q = spec.dequantize(codes, scale, zero, shape, torch.float32)[:, j].double()
+        error = (w[:, j] - q) / inverse[j, j]
+        w -= torch.outer(error, inverse[j])
+        w[:, j] = q
+        inverse = inverse - torch.outer(inverse[:, j], inverse[j]) / inverse[j, j]
+        inverse[j], inverse[:, j] = 0, 0
+        inverse[j, j] = 1
+    return w, order
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        lb.IntxWeightOnly(4, 32, "symmetric"),
+        lb.IntxWeightOnly(3, 32, "asymmetric"),
+        lb.IntxWeightOnly(2, 32, "float_zero_point"),
+        lb.Int2WeightOnly(32),
+        lb.Int4WeightOnly(96),
+        lb.NVFP4WeightOnly(),
+        lb.MXFP4WeightOnly(),
+        lb.Float8WeightOnly(),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("act_order", [True, False])
+def test_equals_the_textbook(scheme: lb.Scheme, act_order: bool) -> None:
+    x = uneven(400, SIZES[1])
+    plain = nn.Linear(SIZES[1], SIZES[0], bias=False)
+    model, step = nn.Sequential(plain), GPTQ(act_order=act_order)
+    weight = plain.weight.detach().clone()
+    lb.calibrate(model, scheme, [x], steps=[step])
+    expected, _ = textbook(weight, x.double().T @ x.double(), model[0].weight, step)
+    found = model[0].weight.dequantize().double()
+    wrong = (found - expected).abs() > 1e-4 * expected.abs().max()
+    assert float(wrong.double().mean()) < 2e-3
+
+
+def error(found: Tensor, plain: Tensor, x: Tensor) -> float:
+    return float((x @ (found - plain.detach()).T).norm() / (x @ plain.detach().T).norm())
+
+
+@over(SCHEMES)
+def test_loses_less_than_rounding_for_every_scheme(scheme: lb.Scheme) -> None:
+    """And the search, which GPTQ starts from, no more."""
+    x = uneven(300, SIZES[1])
+    plain = nn.Linear(SIZES[1], SIZES[0])
+    models = [nn.Sequential(nn.Linear(SIZES[1], SIZES[0])) for _ in range(3)]
+    for model in models:
+        model.load_state_dict({f"0.{k}": v for k, v in plain.state_dict().items()})
+    lb.quantize_(models[0], scheme, scales="minmax")
+    if scheme.weight.scale_format == "double":
+        with pytest.raises(ValueError, match="no calibration chooses"):
+            lb.calibrate(models[1], scheme, [x])
+        return
+    lb.calibrate(models[1], scheme, [x], steps=[GPTQ()])
+    lb.calibrate(models[2], scheme, [x], steps=[Search()])
+    errors = [error(m[0].weight.dequantize(), plain.weight, x) for m in models]
+    assert all(e < errors[0] * 1.001 for e in errors[1:]), errors
+    assert errors[1] < errors[0] * 0.999
+    for model in models[1:]:
+        assert model[0].weight.spec == models[0][0].weight.spec
+        assert type(model[0].weight) is type(models[0][0].weight)
+        for name, t in models[0][0].weight.inner_tensors().items():
+            own = model[0].weight.inner_tensors()[name]
+            assert (own.dtype, own.shape) == (t.dtype, t.shape)
+
+
+def test_a_hessian_without_full_rank() -> None:
+    """Fewer rows than inputs, and inputs that are always zero: finite, and such columns are rounded to nearest."""
+    x = uneven(7, 96)
+    x[:, 10:20] = 0
+    factor = Factor(x.T @ x, 0.0, act_order=True)
+    assert factor.upper.isfinite().all() and factor.damping > 0
+    model = nn.Sequential(nn.Linear(96, 24))
+    plain = model[0].weight.detach().clone()
+    report = lb.calibrate(model, lb.Int4WeightOnly(32), [x], steps=[GPTQ(scales="minmax")])
+    found = model[0].weight
+    rounded = lb.AffineTensor.from_float(plain, lb.Int4WeightOnly(32)).dequantize()
+    assert torch.equal(found.dequantize()[:, 10:20], rounded[:, 10:20])
+    (layer,) = report.layers.values()
+    assert layer.after < layer.before
+
+
+def test_inputs_of_zeros_round_to_nearest() -> None:
+    model = nn.Sequential(nn.Linear(96, 24))
+    plain = model[0].weight.detach().clone()
+    lb.calibrate(model, lb.Int4WeightOnly(32), [torch.zeros(5, 96)], steps=[GPTQ(scales="minmax")])
+    rounded = lb.AffineTensor.from_float(plain, lb.Int4WeightOnly(32)).dequantize()
+    assert torch.equal(model[0].weight.dequantize(), rounded)
+
+
+def test_asymmetric_aims_at_the_outputs_in_high_precision() -> None:
+    torch.manual_seed(0)
+    x = uneven(600, 64)
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+
+    with torch.no_grad():
+        expected = build()(x)
+        errors = []
+        for share in (0.0, 1.0):
+            model = build()
+            scheme = lb.IntxWeightOnly(2, 32)
+            lb.calibrate(model, scheme, x.split(100), steps=[GPTQ(asymmetric=share)])
+            errors.append(float((model(x) - expected).norm()))
+    assert errors[1] < errors[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"damping": -0.1}, "damping must be finite and from 0"),
+        ({"damping": float("nan")}, "damping must be finite"),
+        ({"asymmetric": 1.5}, "asymmetric must be finite and from 0 to 1, got 1.5"),
+        ({"scales": "best"}, "scales must be 'searched' or 'minmax', got 'best'"),
+    ],
+)
+def test_bad_settings_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GPTQ(**arguments)

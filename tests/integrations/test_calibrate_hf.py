@@ -1,0 +1,83 @@
+"""`lowbit.calibrate` on models of transformers: decoders, a tied one, mixtures of experts, an encoder, padding."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import lowbit as lb
+from lowbit.inference import GPTQ
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "num_local_experts": 4,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "tied": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**EXPERTS, "head_dim": 16}),
+    "mixtral": ("MixtralForCausalLM", EXPERTS),
+    "gemma3": ("Gemma3ForCausalLM", {"head_dim": 16, "sliding_window": 8}),
+    "bert": ("BertForMaskedLM", {}),
+}
+
+
+def build(kind: str) -> Any:
+    name, changes = KINDS[kind]
+    architecture = getattr(transformers, name)
+    torch.manual_seed(0)
+    config = architecture.config_class(**SIZES, **changes)
+    model = architecture(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.mul_(4)
+    return model
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    made = []
+    for seed, length in enumerate((24, 24, 11)):
+        ids = torch.randint(96, (3, length), generator=torch.Generator().manual_seed(seed))
+        mask = torch.ones_like(ids)
+        mask[0, length - 4 :] = 0
+        made.append({"input_ids": ids, "attention_mask": mask})
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_loses_less_than_rounded(kind: str) -> None:
+    plain = build(kind)
+    model, rounded = copy.deepcopy(plain), copy.deepcopy(plain)
+    scheme = lb.IntxWeightOnly(3, 32, "symmetric")
+    report = lb.calibrate(model, scheme, batches(), steps=[GPTQ()])
+    lb.quantize_(rounded, scheme)
+    reached = [layer for layer in report.layers.values() if layer.rows]
+    assert len(reached) == len(report.layers), str(report)
+    assert all(layer.after < layer.before for layer in reached), str(report)
+    tokens = sum(int(b["attention_mask"].sum()) for b in batches())
+    first = next(
+        layer for name, layer in report.layers.items() if "q_proj" in name or "query" in name
+    )
+    assert first.rows == tokens
+    batch = batches()[0]
+    counts = batch["attention_mask"].bool()
+    with torch.no_grad():
+        expected = plain(**batch).logits[counts]
+        errors = [float((m(**batch).logits[counts] - expected).norm()) for m in (model, rounded)]
+    assert errors[0] < errors[1]
