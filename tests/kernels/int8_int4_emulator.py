@@ -13,10 +13,9 @@ from tests.kernels.compiled_on_cpu import library
 from tests.kernels.sm90_emulator import DESCRIBED, HEADER, launches_on_cpu, launching
 
 FOOTER = """
-template <int SUMS> static inline void multiply(int (&sums)[SUMS], const uint32 *a, uint64 b) {
-    multiply_integers(sums, a, b, true);
+template <int SUMS> static inline void multiply(int (&sums)[SUMS], const uint32 *a, uint64 b, int add) {
+    multiply_integers(sums, a, b, add);
 }
-
 """
 PRODUCT = """
 extern "C" void emulated(unsigned grid, const uint64 *m, const uint64 *a) {

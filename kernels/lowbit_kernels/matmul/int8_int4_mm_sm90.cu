@@ -191,10 +191,12 @@ struct Consumer {
         if (TURNS) named_barrier_sync(1 + GROUPS + group, GROUPS * 128);
         product_fence();
 #pragma unroll
-        for (int i = part * (STEPS / PARTS); i < (part + 1) * (STEPS / PARTS); ++i)
-            multiply(sums, a[i], (uint64)OPERAND_HIGH << 32 | tokens + 2 * i);
+        for (int i = part * (STEPS / PARTS); i < (part + 1) * (STEPS / PARTS); ++i) {
+            if (TURNS == 2 && i == (part + 1) * (STEPS / PARTS) - 1) product_commit();
+            multiply(sums, a[i], (uint64)OPERAND_HIGH << 32 | tokens + 2 * i, 1);
+        }
         product_commit();
-        if (TURNS) named_barrier_arrive(1 + GROUPS + 1 - group, GROUPS * 128);
+        if (TURNS == 1) named_barrier_arrive(1 + GROUPS + 1 - group, GROUPS * 128);
     }
 
     // Adds the scaled sums of PERIOD chunks. Products are not in flight when it ends: across iterations of a loop, the
@@ -223,7 +225,12 @@ struct Consumer {
                     const float other = ends ? 0.0f : last ? next.number(0, j) : now.number(part + 1, j);
                     factor[j] = UP * (now.number(part, j) - other);
                 }
+                if (TURNS == 2) {
+                    product_wait<1>();
+                    named_barrier_arrive(1 + GROUPS + 1 - threadIdx.x / 128, GROUPS * 128);
+                }
                 product_wait<0>();
+                if (TURNS == 3) named_barrier_arrive(1 + GROUPS + 1 - threadIdx.x / 128, GROUPS * 128);
 #pragma unroll
                 for (int j = 0; j < SUMS; ++j) in_use(sums[j]);
                 if (last && lane < BESIDE) barrier_arrive(empty, BESIDE == 1 ? schedule.rank : lane);

@@ -168,16 +168,16 @@ def _multiply(tokens: int) -> str:
     names = ", ".join(f"%{i}" for i in range(sums))
     operands = ", ".join(f'"+r"(sums[{i}])' for i in range(sums))
     first = ", ".join(f"%{sums + i}" for i in range(4))
-    b = f"%{sums + 4}"
+    b, add = (f"%{sums + 4 + i}" for i in range(2))
     return f"""
-// sums += a * b
-DEVICE void multiply(int (&sums)[{sums}], const uint32 *a, uint64 b) {{
+// sums = a * b, plus sums if `add`
+DEVICE void multiply(int (&sums)[{sums}], const uint32 *a, uint64 b, int add) {{
     asm volatile(
         "{{\\n.reg .pred p;\\n"
-        "setp.ne.b32 p, 1, 0;\\n"
+        "setp.ne.b32 p, {add}, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{tokens}k32.s32.s8.s8 {{{names}}}, {{{first}}}, {b}, p;\\n}}"
         : {operands}
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }}
 """
 
