@@ -211,7 +211,7 @@ def of_kernel(operands: WeightOperands, tensorwise: bool) -> Kernel | None:
         found = weight_mm_decode_sm90.product(rounding)
         if found is not None:
             return "decode", found, None
-    if codes == INT4 and int8_int4_mm_sm90.is_faster(operands) and quantize_rows_sm90.takes(x):
+    if codes == INT4 and m >= int8_int4_mm_sm90.LEAST_TOKENS and quantize_rows_sm90.takes(x):
         found = int8_int4_mm_sm90.product(_with_codes(operands, torch.int8))
         if found is not None:
             return "int8_int4", found, torch.int8

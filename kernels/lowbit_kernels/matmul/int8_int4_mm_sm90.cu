@@ -2,8 +2,8 @@
 //   out[m, n] = token_scale[m] * sum_g scale[n, g] * (sum_k x[m, k] * (code[n, k] - zero[n, g])) + bias[n]
 // where g = k / GROUP. The inner sums are exact in int32; they are scaled and added in float32.
 //
-// int8_int4_mm_sm90.py puts ptx.cuh, sm90.cuh, int4_as_int8.cuh and `multiply`, the wgmma instruction, before this source and compiles it
-// for each combination of
+// int8_int4_mm_sm90.py puts ptx.cuh, sm90.cuh, int4_as_int8.cuh and `multiply`, the wgmma instruction, before this
+// source and compiles it for each combination of
 //   OUT, SCALE         BF16 or FP16; the scale also FP32
 //   GROUP              codes along k that share a scale: 64, or a multiple of 128; 0: a row has one scale
 //   ZERO               1: there are zero points, int8 in -8 .. 7
@@ -11,21 +11,22 @@
 //   SPLIT              blocks of a cluster that share a tile's K: 1 or 2
 //   STAGES             of the ring
 //
-// A tile computes the transpose of out. Rows of the weight are the first operand of the product, which threads unpack in
-// registers. Tokens are the second, which the TMA copies to shared memory. Blocks are persistent. Without SPLIT the two
-// blocks of a cluster have adjacent rows, and each loads half of the tokens for both. Two warp groups multiply 64 rows
-// each, in turn.
+// A tile computes the transpose of out. Rows of the weight are the first operand of the product, which threads unpack
+// in registers. Tokens are the second, which the TMA copies to shared memory. Blocks are persistent. Without SPLIT the
+// two blocks of a cluster have adjacent rows, and each loads half of the tokens for both. Two warp groups multiply 64
+// rows each.
 //
-// Sums are scaled without a conversion. An int32 in 0 .. 2**24 has the bits of the float that is 2**-149 times as large.
-// So sums begin at BASE, stay positive, and one fused multiplication and addition scales each. They are not set to zero
-// for the next group:
+// Sums are scaled without a conversion. An int32 in 0 .. 2**24 has the bits of the float that is 2**-149 times as
+// large. So sums begin at BASE, stay positive, and one fused multiplication and addition scales each. They are not set
+// to zero for the next group:
 //   sum_g scale[g] * (S[g] - S[g - 1]) = sum_g (scale[g] - scale[g + 1]) * S[g],  where S[g] is the sum up to g.
-// After PERIOD chunks they begin at BASE again. The units read and write all sums for each 32 of k, and what other
-// instructions read of registers adds to their time: a conversion, a fused addition, products of a second set of sums.
-// Two and four warp groups, halves of the tokens, codes unpacked between the units' instructions: none was faster.
+// After PERIOD chunks they begin at BASE again. On an H200 all other instructions add to the time of the products,
+// about two clocks each. Four warp groups, turns of two, halves of the tokens and codes unpacked between the
+// instructions of the units were not faster.
 //
-// The codes of x are stored in the order in which unpacking gives those of the weight: byte 32 i + 16 h + 4 t + j of a row
-// is for k = 32 i + 8 t + 2 j + h. So thread t of four has a word of 8 codes in each 32, those in the low halves of its bytes first.
+// The codes of x are stored in the order in which unpacking gives those of the weight: byte 32 i + 16 h + 4 t + j of a
+// row is for k = 32 i + 8 t + 2 j + h. So thread t of four has a word of 8 codes in each 32, those in the low halves of
+// its bytes first.
 
 enum { BF16, FP16, FP32 };
 
@@ -36,10 +37,10 @@ static constexpr int CODE_BYTES = ROWS * PITCH, TOKEN_BYTES = TOKENS * CHUNK, ST
 static constexpr int SUMS = TOKENS / 2;  // of a thread
 static constexpr int STEPS = CHUNK / 32;
 static constexpr int PARTS = GROUP && GROUP < CHUNK ? CHUNK / GROUP : 1;  // groups of a chunk
-static_assert((GROUP % CHUNK == 0 || CHUNK % GROUP == 0 && GROUP >= 32) && TOKENS <= 128, "");
+static_assert((GROUP % CHUNK == 0 || GROUP == 64) && TOKENS <= 128, "");
 static_assert(TOKENS % (16 * SPLIT) == 0, "");
 
-// Without zero points `four_of` gives 16 times the codes, and a chunk's sum is up to 2**21. With them it is below 2**18.
+// Without zero points `four_of` gives 16 times the codes. A chunk's sum is at most 2**21, and with them below 2**18.
 static constexpr int PERIOD = 4, BASE = ZERO ? 1 << 20 : 1 << 23;
 // Scales are multiplied by 2**100, so that nothing is subnormal but the sums themselves.
 static constexpr float UP = 0x1p100f, BASE_UP = BASE * 0x1p-49f, UNIT = ZERO ? 0x1p49f : 0x1p45f;
@@ -171,7 +172,8 @@ struct Consumer {
         const int lane = threadIdx.x % 32, line = threadIdx.x / 32 * 16 + lane % 8;
         barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
         const uint32 stage = shared_address(shared.stage[ring.slot]);
-        const uint32 at = stage + line * PITCH + (lane / 8 ^ lane % 8 / 2) * 16;  // the TMA has swizzled units of 16 bytes
+        // The TMA has swizzled units of 16 bytes.
+        const uint32 at = stage + line * PITCH + (lane / 8 ^ lane % 8 / 2) * 16;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             uint32 words[STEPS];
@@ -185,18 +187,13 @@ struct Consumer {
         }
     }
 
-    // Begins the products of a part of a chunk, when the other warp group has begun its own.
+    // Begins the products of a part of a chunk.
     MEMBER void multiply_part(int (&sums)[SUMS], const Operand &a, uint32 tokens, int part) const {
-        const int group = threadIdx.x / 128;
-        if (TURNS) named_barrier_sync(1 + GROUPS + group, GROUPS * 128);
         product_fence();
 #pragma unroll
-        for (int i = part * (STEPS / PARTS); i < (part + 1) * (STEPS / PARTS); ++i) {
-            if (TURNS == 2 && i == (part + 1) * (STEPS / PARTS) - 1) product_commit();
+        for (int i = part * (STEPS / PARTS); i < (part + 1) * (STEPS / PARTS); ++i)
             multiply(sums, a[i], (uint64)OPERAND_HIGH << 32 | tokens + 2 * i, 1);
-        }
         product_commit();
-        if (TURNS == 1) named_barrier_arrive(1 + GROUPS + 1 - group, GROUPS * 128);
     }
 
     // Adds the scaled sums of PERIOD chunks. Products are not in flight when it ends: across iterations of a loop, the
@@ -225,12 +222,7 @@ struct Consumer {
                     const float other = ends ? 0.0f : last ? next.number(0, j) : now.number(part + 1, j);
                     factor[j] = UP * (now.number(part, j) - other);
                 }
-                if (TURNS == 2) {
-                    product_wait<1>();
-                    named_barrier_arrive(1 + GROUPS + 1 - threadIdx.x / 128, GROUPS * 128);
-                }
                 product_wait<0>();
-                if (TURNS == 3) named_barrier_arrive(1 + GROUPS + 1 - threadIdx.x / 128, GROUPS * 128);
 #pragma unroll
                 for (int j = 0; j < SUMS; ++j) in_use(sums[j]);
                 if (last && lane < BESIDE) barrier_arrive(empty, BESIDE == 1 ? schedule.rank : lane);
@@ -318,7 +310,6 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const void *scale, con
     const uint32 box = shared_address(shared.box[group]);
     Schedule schedule(shape, rank);
     Consumer consumer(shared, scale, zero, shape, schedule);
-    if (TURNS && group) named_barrier_arrive(1 + GROUPS, GROUPS * 128);  // the first group begins
     for (uint32 parity = 0; schedule.take(); parity ^= 1) {
         const int column = schedule.row + group * 64, row = column + thread / 32 * 16 + lane / 4;
         const int own = schedule.token + rank / BESIDE * (TOKENS / SPLIT), token = own + thread;

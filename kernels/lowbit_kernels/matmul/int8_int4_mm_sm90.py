@@ -35,10 +35,7 @@ class Int8Int4Division(NamedTuple):
     """How a product is divided: macros of ``int8_int4_mm_sm90.cu``."""
 
     tokens: int  # of a tile
-    split: int = (
-        1  # blocks of a cluster that share a tile's K; with 1, two blocks have adjacent rows
-    )
-    turns: int = 1
+    split: int = 1  # blocks of a cluster that share a tile's K; if 1, two blocks have adjacent rows
 
     @property
     def beside(self) -> int:
@@ -58,22 +55,17 @@ class Int8Int4Division(NamedTuple):
         return count, count * stage + fixed
 
 
-LEAST_TOKENS, LEAST_TILES = 33, 48
-
-
-def is_faster(operands: WeightOperands) -> bool:
-    """True where an H200 was faster than with x's codes as floating-point numbers."""
-    return operands.m >= LEAST_TOKENS
+LEAST_TOKENS = 33  # for which an H200 was faster than with x's codes as floating-point numbers
 
 
 def plan(m: int, n: int, k: int, multiprocessors: int) -> Int8Int4Division:
-    """The division that was fastest on an H200 of 132 multiprocessors: small tiles where large ones would occupy less
-    than three quarters of them."""
-    tiles = -(-n // (2 * ROWS))
-    if m > 64 and -(-m // 128) * tiles * 2 >= multiprocessors * 0.7:
+    """The division that was fastest on an H200: small tiles where large ones would occupy too few multiprocessors, and
+    shared K where small ones would."""
+    pairs = -(-n // (2 * ROWS))  # of blocks, for a tile of tokens
+    if m > 64 and 2 * pairs * -(-m // 128) >= 0.7 * multiprocessors:
         return Int8Int4Division(128)
-    few = -(-m // 64) * tiles * 4 <= multiprocessors and k > CHUNK * PERIOD
-    return Int8Int4Division(64, 2 if few else 1)
+    shares = 4 * pairs * -(-m // 64) <= multiprocessors and k > CHUNK * PERIOD
+    return Int8Int4Division(64, 2 if shares else 1)
 
 
 def takes(operands: WeightOperands) -> bool:
@@ -156,7 +148,7 @@ def source(
     """The CUDA C++ to compile."""
     macros: dict[str, object] = {"OUT": FLOAT_MACROS[out], "SCALE": FLOAT_MACROS[scale]}
     macros |= {"GROUP": group, "ZERO": zero, "TOKENS": division.tokens, "SPLIT": division.split}
-    macros |= {"STAGES": division.stages()[0], "TURNS": division.turns}
+    macros["STAGES"] = division.stages()[0]
     before = "runtime/ptx.cuh", "runtime/sm90.cuh", "weight_only/int4_as_int8.cuh"
     return program(macros, *before, _multiply(division.tokens), "matmul/int8_int4_mm_sm90.cu")
 
