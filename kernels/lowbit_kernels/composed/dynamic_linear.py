@@ -23,7 +23,7 @@ Implementations, as `launches` reports them:
 
     decode         weight_mm_decode_sm90, up to 16 tokens. It rounds x itself, and multiplies int8 in the units for int8
     large_batch    weight_mm_large_batch_sm90, up to `MOST_NUMBERS` tokens
-    int8_int4      int8_int4_mm_sm90, 4 bits and more tokens, in groups of 64 or a multiple of 128
+    int8_int4      int8_int4_mm_sm90, 4 bits, from `LEAST_TOKENS` tokens on, in groups of 64 or a multiple of 128
     scaled_mm      `scaled_mm`, 8 bits, for more tokens and on other devices
     weight_linear  `weight_linear` of x rounded to its codes, 4 bits, on other devices
 
