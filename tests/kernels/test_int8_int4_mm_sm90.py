@@ -7,26 +7,27 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.matmul import int8_int4_mm_sm90
-from lowbit_kernels.matmul.int8_int4_mm_sm90 import Int8Int4Product
+from lowbit_kernels.matmul.int8_int4_mm_sm90 import Int8Int4Division, Int8Int4Product
 from lowbit_kernels.quantize import quantize_rows_sm90
 from lowbit_kernels.weight_only.weight_operands import WeightOperands
 from tests.kernels import emulator, int8_int4_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.test_weight_mm_decode_sm90_gpu import BOUND, exact, operands, tensors_of
 
+LARGE, SMALL, SPLIT = DIVISIONS = (
+    Int8Int4Division(128),
+    Int8Int4Division(64),
+    Int8Int4Division(64, split=2),
+)
 SHAPES = [
-    (5, 140, 256, 128, False, torch.bfloat16),
-    (130, 72, 384, 128, True, torch.float16),  # an odd number of chunks, two tiles of tokens
-    (70, 300, 144, 0, True, torch.bfloat16),  # one scale a row
-    (
-        3,
-        520,
-        1008,
-        256,
-        False,
-        torch.bfloat16,
-    ),  # more tiles than clusters, a k that ends within a chunk
-    (40, 131, 256, 128, True, torch.bfloat16),
+    (5, 140, 256, 128, False, torch.bfloat16, LARGE),
+    (130, 72, 384, 128, True, torch.float16, LARGE),  # an odd number of chunks, two tiles of tokens
+    (70, 300, 144, 0, True, torch.bfloat16, SMALL),  # one scale a row
+    # more tiles than clusters, a k that ends within a chunk
+    (3, 520, 1008, 256, False, torch.bfloat16, LARGE),
+    (40, 131, 256, 128, True, torch.bfloat16, SPLIT),  # fewer chunks than a period
+    (70, 140, 1216, 64, True, torch.float16, SMALL),  # groups within a chunk
+    (100, 200, 1216, 64, False, torch.bfloat16, SPLIT),
 ]
 
 
@@ -37,22 +38,24 @@ def case_of(
     return {**case, "rounds": torch.int8}
 
 
-def product_of(case: dict, codes: Tensor, token_scale: Tensor) -> Tensor:
+def product_of(
+    case: dict, codes: Tensor, token_scale: Tensor, division: Int8Int4Division | None
+) -> Tensor:
     """The product of x's codes, which the rounding kernel wrote."""
     tensors = (codes, *tensors_of(case)[1:6], token_scale)
     given = (codes[:, : case["x"].shape[1]], *tensors[1:])
     sizes = {"group_size": case["group_size"], "out": case["x"].dtype}
     planned = WeightOperands.of(*given, **sizes)
     assert int8_int4_mm_sm90.takes(planned)
-    return Int8Int4Product(planned)((*tensors, None))
+    return Int8Int4Product(planned, division)((*tensors, None))
 
 
-def emulated(case: dict) -> Tensor:
+def emulated(case: dict, division: Int8Int4Division | None = None) -> Tensor:
     m, k = case["x"].shape
     codes, scale = torch.empty(m, k + -k % 128, dtype=torch.int8), torch.empty(m)
     emulator.quantize_rows(case["x"], codes, scale, "int8", None, True)
     with int8_int4_emulator.emulated():
-        return product_of(case, codes, scale)
+        return product_of(case, codes, scale, division)
 
 
 def assert_close(out: Tensor, case: dict) -> None:
@@ -63,10 +66,18 @@ def assert_close(out: Tensor, case: dict) -> None:
 
 
 @pytest.mark.skipif(not COMPILER, reason="no g++")
-@pytest.mark.parametrize(("m", "n", "k", "group", "zero", "dtype"), SHAPES)
-def test_emulated(m: int, n: int, k: int, group: int, zero: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("m", "n", "k", "group", "zero", "dtype", "division"), SHAPES)
+def test_emulated(
+    m: int,
+    n: int,
+    k: int,
+    group: int,
+    zero: bool,
+    dtype: torch.dtype,
+    division: Int8Int4Division,
+) -> None:
     case = case_of(m, n, k, group, zero, dtype, "cpu")
-    assert_close(emulated(case), case)
+    assert_close(emulated(case, division), case)
 
 
 @pytest.mark.skipif(not COMPILER, reason="no g++")
@@ -80,21 +91,18 @@ def test_emulated_nan_stays_with_its_token_and_row() -> None:
     assert torch.equal(out.nan_to_num(), expected.nan_to_num())
 
 
-def test_sums_of_large_codes_are_exact() -> None:
-    """All codes at the ends of their ranges: the sums of a group are the largest."""
-    if not COMPILER:
-        pytest.skip("no g++")
-    case = case_of(2, 16, 256, 0, False, torch.float16, "cpu")
-    case["x"], case["codes"] = (
-        torch.full((2, 256), -1.0).half(),
-        torch.zeros(16, 128, dtype=torch.uint8),
-    )
+@pytest.mark.skipif(not COMPILER, reason="no g++")
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_sums_of_large_codes_are_exact(sign: float) -> None:
+    """All codes at the ends of their ranges: the sums of four chunks are the largest, of either sign."""
+    case = case_of(2, 16, 1024, 0, False, torch.float16, "cpu")
+    case["x"] = torch.full((2, 1024), sign).half()
+    case["codes"] = torch.zeros(16, 512, dtype=torch.uint8)
     case["scale"], case["bias"], case["residual"] = torch.full((16, 1), 2.0**-9).half(), None, None
-    out = emulated(case)
-    assert torch.equal(out, torch.full((2, 16), 256 * 8 * 2.0**-9).half())
+    assert torch.equal(emulated(case), torch.full((2, 16), -sign * 1024 * 8 * 2.0**-9).half())
 
 
-@pytest.mark.parametrize("group", [32, 64, 96, 192])
+@pytest.mark.parametrize("group", [16, 32, 96, 192])
 def test_groups_that_are_no_chunks_are_declined(group: int) -> None:
     case = operands(4, 16, group * 3, 4, group, device="cpu")
     codes, scale = torch.zeros(4, group * 3, dtype=torch.int8), torch.ones(4)
@@ -104,22 +112,47 @@ def test_groups_that_are_no_chunks_are_declined(group: int) -> None:
 
 
 def test_the_ring_fits_shared_memory() -> None:
-    stages, shared = int8_int4_mm_sm90.stages(int8_int4_mm_sm90.TOKENS)
-    assert stages >= 4 and shared <= 227 * 1024
+    for division in DIVISIONS:
+        stages, shared = division.stages()
+        assert stages >= 4 and shared <= 227 * 1024
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("division", DIVISIONS)
 @pytest.mark.parametrize(
     ("m", "n", "k", "group", "zero", "dtype"),
     [
-        *SHAPES,
+        *(shape[:-1] for shape in SHAPES),
         (1000, 4096, 4096, 128, True, torch.bfloat16),
         (257, 1027, 14336, 256, False, torch.bfloat16),
     ],
 )
-def test_cuda(m: int, n: int, k: int, group: int, zero: bool, dtype: torch.dtype) -> None:
+def test_cuda(
+    m: int,
+    n: int,
+    k: int,
+    group: int,
+    zero: bool,
+    dtype: torch.dtype,
+    division: Int8Int4Division,
+) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0")
     case = case_of(m, n, k, group, zero, dtype, "cuda")
     codes, scale = quantize_rows_sm90.turned_codes(case["x"])
-    assert_close(product_of(case, codes, scale), case)
+    assert_close(product_of(case, codes, scale, division), case)
+
+
+@pytest.mark.gpu
+def test_cuda_outliers_do_not_lose_the_other_columns() -> None:
+    """One column of x is so large that other codes are 0 or 1, and the scales of a row differ 100 times."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    case = case_of(100, 520, 4096, 128, False, torch.float16, "cuda")
+    case["x"][:, 5] *= 100
+    case["scale"] *= torch.logspace(-2, 0, 32, device="cuda")[
+        torch.randperm(32, device="cuda")
+    ].half()
+    case["bias"] = case["residual"] = None
+    codes, scale = quantize_rows_sm90.turned_codes(case["x"])
+    assert_close(product_of(case, codes, scale, None), case)

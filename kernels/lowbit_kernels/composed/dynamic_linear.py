@@ -23,7 +23,7 @@ Implementations, as `launches` reports them:
 
     decode         weight_mm_decode_sm90, up to 16 tokens. It rounds x itself, and multiplies int8 in the units for int8
     large_batch    weight_mm_large_batch_sm90, up to `MOST_NUMBERS` tokens
-    int8_int4      int8_int4_mm_sm90, 4 bits and more tokens, in groups of a multiple of 128
+    int8_int4      int8_int4_mm_sm90, 4 bits, from `LEAST_TOKENS` tokens on, in groups of 64 or a multiple of 128
     scaled_mm      `scaled_mm`, 8 bits, for more tokens and on other devices
     weight_linear  `weight_linear` of x rounded to its codes, 4 bits, on other devices
 
@@ -211,7 +211,7 @@ def of_kernel(operands: WeightOperands, tensorwise: bool) -> Kernel | None:
         found = weight_mm_decode_sm90.product(rounding)
         if found is not None:
             return "decode", found, None
-    if codes == INT4 and int8_int4_mm_sm90.is_faster(m, operands.n) and quantize_rows_sm90.takes(x):
+    if codes == INT4 and m >= int8_int4_mm_sm90.LEAST_TOKENS and quantize_rows_sm90.takes(x):
         found = int8_int4_mm_sm90.product(_with_codes(operands, torch.int8))
         if found is not None:
             return "int8_int4", found, torch.int8

@@ -2,13 +2,14 @@
 
     out[m, n] = token_scale[m] * sum_g scale[n, g] * (sum_k x[m, k] * (code[n, k] - zero_point[n, g])) + bias[n]
 
-A group's sum is exact in int32. It is scaled, and added to those of other groups, in float32. Groups are multiples of
-128, or a row has one scale.
+A group's sum is exact in int32. It is scaled, and added to those of other groups, in float32. Groups are of 64 or a
+multiple of 128, or a row has one scale.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,28 +26,47 @@ from lowbit_kernels.weight_only.weight_operands import (
     addresses,
 )
 
-ROWS, CHUNK, CLUSTER, THREADS = 128, 128, 2, 384
+ROWS, CHUNK, PERIOD, THREADS = 128, 128, 4, 384
 CODE_BYTES = ROWS * CHUNK // 2
-TOKENS = 128  # of a tile
 MAX_STAGES = 12
 BAND = 8  # tiles of tokens that the grid works through together
 
 
-def stages(tokens: int) -> tuple[int, int]:
-    """Stages of the ring for tiles of so many tokens, and bytes of shared memory of a block."""
-    stage = CODE_BYTES + tokens * CHUNK
-    fixed = 2 * tokens * 128 + 2 * 4 * tokens + 16 * MAX_STAGES
-    count = min((nvrtc.SHARED_LIMIT - fixed) // stage, MAX_STAGES)
-    return count, count * stage + fixed
+class Int8Int4Division(NamedTuple):
+    """How a product is divided: macros of ``int8_int4_mm_sm90.cu``."""
+
+    tokens: int  # of a tile
+    split: int = 1  # blocks of a cluster that share a tile's K; if 1, two blocks have adjacent rows
+
+    @property
+    def beside(self) -> int:
+        return 2 if self.split == 1 else 1
+
+    @property
+    def cluster(self) -> int:
+        return self.beside * self.split
+
+    def stages(self) -> tuple[int, int]:
+        """Stages of the ring, and bytes of shared memory of a block."""
+        stage = CODE_BYTES + self.tokens * CHUNK
+        sums = 4 * ROWS * self.tokens if self.split > 1 else 1024
+        results = 2 * self.tokens // self.split * 128
+        fixed = results + sums + 2 * 4 * self.tokens + 16 * (MAX_STAGES + 1)
+        count = min((nvrtc.SHARED_LIMIT - fixed) // stage, MAX_STAGES)
+        return count, count * stage + fixed
 
 
-LEAST_TOKENS, LEAST_TILES = 96, 48
+LEAST_TOKENS = 33  # for which an H200 was faster than with x's codes as floating-point numbers
 
 
-def is_faster(m: int, n: int) -> bool:
-    """True where an H200 was faster than with x's codes as floating-point numbers: for full tiles that occupy more than
-    half of its multiprocessors."""
-    return m >= LEAST_TOKENS and -(-m // TOKENS) * -(-n // (ROWS * CLUSTER)) >= LEAST_TILES
+def plan(m: int, n: int, k: int, multiprocessors: int) -> Int8Int4Division:
+    """The division that was fastest on an H200: small tiles where large ones would occupy too few multiprocessors, and
+    shared K where small ones would."""
+    pairs = -(-n // (2 * ROWS))  # of blocks, for a tile of tokens
+    if m > 64 and 2 * pairs * -(-m // 128) >= 0.7 * multiprocessors:
+        return Int8Int4Division(128)
+    shares = 4 * pairs * -(-m // 64) <= multiprocessors and k > CHUNK * PERIOD
+    return Int8Int4Division(64, 2 if shares else 1)
 
 
 def takes(operands: WeightOperands) -> bool:
@@ -58,7 +78,7 @@ def takes(operands: WeightOperands) -> bool:
         and codes.dtype == torch.uint8
         and operands.format.is_int4_or_int8
         and operands.scale.dtype in FLOAT_MACROS
-        and operands.group % CHUNK == 0
+        and (operands.group % CHUNK == 0 or operands.group == 64)
         and width % 32 == 0
         and codes.strides[1] == 1
         and takes_rows(pitch, codes.shape[1])
@@ -77,22 +97,25 @@ def product(operands: WeightOperands) -> Int8Int4Product | None:
 class Int8Int4Product:
     """The product of operands for which `takes` holds. A residual is added to the rounded product."""
 
-    def __init__(self, operands: WeightOperands) -> None:
-        (n, row), m = operands.codes.shape, operands.m
-        self.tokens, self.out = TOKENS, operands.out
+    def __init__(self, operands: WeightOperands, division: Int8Int4Division | None = None) -> None:
+        (n, row), m, k = operands.codes.shape, operands.m, operands.k
+        multiprocessors = nvrtc.multiprocessors(operands.codes.device)
+        division = division or plan(m, n, k, multiprocessors)
+        tokens, beside, cluster = division.tokens, division.beside, division.cluster
+        self.out = operands.out
         self.pitch = -(-n // 8) * 8  # the TMA stores rows that begin at multiples of 16 bytes
         pitch = operands.codes.strides[0] if n > 1 else row
-        chunks = -(-operands.k // CHUNK)
+        width = k + -k % CHUNK
+        chunks = max(-(-k // (CHUNK * PERIOD)), division.split) * PERIOD
         self.shape = m, n
         self.codes_map = (1, n, row, pitch, ROWS, CHUNK // 2)
-        self.x_map = (1, m, chunks * CHUNK, chunks * CHUNK, self.tokens // CLUSTER, CHUNK)
-        self.out_map = (2, m, n, self.pitch, self.tokens, 64)
-        rows, columns = -(-n // (ROWS * CLUSTER)), -(-m // self.tokens)
-        most = nvrtc.multiprocessors(operands.codes.device) // CLUSTER
-        self.grid = min(rows * columns, most) * CLUSTER
+        self.x_map = (1, m, width, width, tokens // beside, CHUNK)
+        self.out_map = (2, m, n, self.pitch, tokens // division.split, 64)
+        rows, columns = -(-n // (ROWS * beside)), -(-m // tokens)
+        self.grid = min(rows * columns, multiprocessors // cluster) * cluster
         self.sizes = m, n, chunks, operands.groups, rows, columns, BAND
         zero = operands.zero_point is not None
-        self.macros = operands.out, operands.scale.dtype, operands.group, zero, self.tokens
+        self.macros = operands.out, operands.scale.dtype, operands.group, zero, division
 
     @functools.cached_property
     def kernel(self) -> nvrtc.Kernel:
@@ -120,19 +143,27 @@ class Int8Int4Product:
         return out if residual is None else out.add_(residual)
 
 
-def source(out: torch.dtype, scale: torch.dtype, group: int, zero: bool, tokens: int) -> str:
+def source(
+    out: torch.dtype, scale: torch.dtype, group: int, zero: bool, division: Int8Int4Division
+) -> str:
     """The CUDA C++ to compile."""
     macros: dict[str, object] = {"OUT": FLOAT_MACROS[out], "SCALE": FLOAT_MACROS[scale]}
-    macros |= {"GROUP": group, "ZERO": zero, "TOKENS": tokens, "STAGES": stages(tokens)[0]}
+    macros |= {"GROUP": group, "ZERO": zero, "TOKENS": division.tokens, "SPLIT": division.split}
+    macros["STAGES"] = division.stages()[0]
     before = "runtime/ptx.cuh", "runtime/sm90.cuh", "weight_only/int4_as_int8.cuh"
-    multiply = multiply_from_registers(tokens, 32, "s32.s8.s8")
+    multiply = multiply_from_registers(division.tokens, 32, "s32.s8.s8")
     return program(macros, *before, multiply, "matmul/int8_int4_mm_sm90.cu")
 
 
 @nvrtc.variants
 def _kernel(
-    out: torch.dtype, scale: torch.dtype, group: int, zero: bool, tokens: int, device: int
+    out: torch.dtype,
+    scale: torch.dtype,
+    group: int,
+    zero: bool,
+    division: Int8Int4Division,
+    device: int,
 ) -> nvrtc.Kernel:
-    module = nvrtc.Module(nvrtc.compiled(source(out, scale, group, zero, tokens), "sm_90a"))
-    shared = stages(tokens)[1]
+    module = nvrtc.Module(nvrtc.compiled(source(out, scale, group, zero, division), "sm_90a"))
+    shared = division.stages()[1]
     return module.kernel("int8_int4_mm", 14, structs=3, shared=shared, overlaps=True)

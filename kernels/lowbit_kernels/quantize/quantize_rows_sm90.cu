@@ -32,7 +32,7 @@ DEVICE void store_codes(unsigned char *row, int i, uint4 x, float inverse) {
     const uint32 a = coded(x.x, inverse), b = coded(x.y, inverse), c = coded(x.z, inverse), d = coded(x.w, inverse);
     if constexpr (TURNED) {
         const uint32 first = permute(a, b, 0x5410), second = permute(c, d, 0x5410);
-        uint32 *to = (uint32 *)row + i / 16 * 32 + i % 4 * 8 + i / 4 % 4;
+        uint32 *to = (uint32 *)row + i / 4 * 8 + i % 4;
         to[0] = permute(first, second, 0x6420), to[4] = permute(first, second, 0x7531);
     } else if constexpr (BYTES == 1) {
         ((uint2 *)row)[i] = make_uint2(permute(a, b, 0x5410), permute(c, d, 0x5410));
