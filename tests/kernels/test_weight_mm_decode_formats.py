@@ -97,6 +97,20 @@ def test_emulated(format: Format, m: int) -> None:
 
 
 @on_cpu
+@pytest.mark.parametrize(
+    ("name", "n", "teams", "resident"),
+    [("int4", 56, 1, 2), ("mxfp4", 60, 1, 2), ("nf4", 60, 2, 1), ("int3", 200, 2, 1)],
+)
+def test_emulated_one_token_in_teams_and_beside_the_next_launch(
+    name: str, n: int, teams: int, resident: int
+) -> None:
+    product = Product(NAMED[name], 1, n, 4096)
+    chosen = planned(product.operands, 2)
+    assert chosen is not None and (chosen.teams, chosen.resident) == (teams, resident)
+    product.check(product.emulated())
+
+
+@on_cpu
 @pytest.mark.cover("pairs")
 @HALVES
 @pytest.mark.parametrize("m", [1, 2, 3, 9])

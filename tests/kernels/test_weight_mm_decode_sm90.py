@@ -13,7 +13,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.weight_only import weight_mm_decode_sm90
 from lowbit_kernels.weight_only.weight_mm_decode_sm90 import (
     DecodeVariant,
@@ -33,7 +32,7 @@ KERNEL, CODES = (
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]
 VARIANT = DecodeVariant(
     *("INT", 4, 128, "BY_UNIT", "BF16", "BF16", "BF16", "NONE"),
-    *(8, 2, 1, 1, 1, True, True, 4, False, "NONE", "BF16", "0x3f80", "0.5f"),
+    *(8, 2, 1, 1, 1, True, True, 4, False, 1, 1, "NONE", "BF16", "0x3f80", "0.5f"),
 )
 
 
@@ -70,7 +69,11 @@ def test_every_plan_fits_and_covers_all(m, n, k32, bits, processors, group, elem
     chunks = -(-k * bits // (8 * size))
     assert chosen.tokens >= m and chosen.grid % chosen.split == 0
     assert chosen.grid <= processors or chosen.split > 1
-    assert chosen.shared <= nvrtc.SHARED_LIMIT and chosen.stages <= weight_mm_decode_sm90.MAX_STAGES
+    limit, registers = weight_mm_decode_sm90.RESIDENT[chosen.resident]
+    assert chosen.shared <= limit and chosen.stages <= weight_mm_decode_sm90.MAX_STAGES
+    assert chosen.stages % chosen.teams == 0 and 16 % chosen.teams == 0
+    assert chosen.teams == chosen.resident == 1 or (chosen.tokens == chosen.split == 1 and bits < 8)
+    warps = 16 // chosen.teams
     for start, end in itertools.pairwise(
         chunks * r // chosen.split for r in range(chosen.split + 1)
     ):
@@ -78,25 +81,23 @@ def test_every_plan_fits_and_covers_all(m, n, k32, bits, processors, group, elem
         # As the kernel divides them.
         for part, (first, last) in enumerate(itertools.pairwise(parts)):
             assert (last - first) * size <= chosen.pitch <= weight_mm_decode_sm90.BOX_BYTES
-            more = part * 16 // chosen.parts
-            shares = [((last - first) * warp + more) // 16 for warp in range(17)]
+            more = part * warps // chosen.parts
+            shares = [((last - first) * w + more) // warps for w in range(warps + 1)]
             assert shares[0] == 0 and shares[-1] == last - first
             counts = [b - a for a, b in itertools.pairwise(shares)]
             assert all(0 <= count <= chosen.chunks for count in counts)
     # The kernel's memory: x in registers; two sets of the warps' sums, the ring, a cluster's sums, and x.
     sets = -(-chosen.parts * chosen.chunks // max(8 // chosen.tokens, 1))
-    assert (
-        sets * max(chosen.tokens // 8, 1) * (8 if bits == 8 else 16)
-        <= weight_mm_decode_sm90.X_REGISTERS
-    )
+    assert sets * max(chosen.tokens // 8, 1) * (8 if bits == 8 else 16) <= registers
     rows, pieces = 16 * chosen.height, chosen.height * -(-chosen.tokens // 8)
     rounds = math.ceil(-(-n // rows) / (chosen.grid // chosen.split))
     kept = -(-rounds // chosen.split) * chosen.split * pieces * 512 if chosen.split > 1 else 0
     stage = -(-rows * (chosen.pitch + groups * element) // 128) * 128
     slice_ = -(-chunks // chosen.split)
-    copied = chosen.tokens == 1 or (chosen.tokens < 8 and chosen.parts > 2)
+    copied = chosen.resident == 1 and chosen.tokens < 8 and (chosen.tokens == 1 or chosen.parts > 2)
     copy = m * (-(-slice_ * size * 16 // bits // 128) * 128 + 32) if copied else 0
-    assert 512 + 2 * 16 * pieces * 512 + chosen.stages * stage + 128 + kept + copy <= chosen.shared
+    sums = 2 * warps * pieces * (256 if chosen.tokens == 1 else 512)
+    assert 512 + sums + chosen.stages * stage + 128 + kept + copy <= chosen.shared
     if chosen.box > 0:
         assert bits < 8 and chosen.tokens >= 8 and 1 <= chosen.apart <= chosen.stages
         boxes = -(-slice_ // chosen.box)
@@ -104,6 +105,7 @@ def test_every_plan_fits_and_covers_all(m, n, k32, bits, processors, group, elem
         x = boxes * chosen.box * 256 * chosen.tokens
         assert 512 + 2 * 16 * pieces * 512 + chosen.apart * stage + kept + x <= chosen.shared
     assert chosen.stages >= min(2, rounds * chosen.parts)
+    assert chosen.resident == 1 or chosen.stages == rounds * chosen.parts
 
 
 def test_x_comes_in_boxes() -> None:
@@ -135,7 +137,7 @@ def test_a_vocabulary_has_a_plan(m: int, bits: int) -> None:
     ("bits", "m", "n", "k", "division"),
     [
         *(
-            (4, 1, 4096, 4096, (1, 1, 1)),
+            (4, 1, 4096, 4096, (1, 1, 2)),
             (4, 8, 4096, 4096, (1, 1, 1)),
             (4, 16, 4096, 4096, (2, 1, 1)),
         ),

@@ -304,8 +304,10 @@ def test_plans_of_one_variant_do_not_take_each_others_shared_memory() -> None:
 
 
 @pytest.mark.gpu
-def test_in_a_graph_after_the_kernel_that_writes_its_operands() -> None:
-    case = operands(3, 512, 4096)
+@pytest.mark.parametrize(("m", "n"), [(3, 512), (1, 4096)])
+def test_in_a_graph_after_the_kernel_that_writes_its_operands(m: int, n: int) -> None:
+    """One token of 4,096 rows reads its codes before the previous kernel is known to be done."""
+    case = operands(m, n, 4096)
     run(case)
     source_codes, source_x = case["codes"].clone(), case["x"].clone()
     case["codes"].zero_()

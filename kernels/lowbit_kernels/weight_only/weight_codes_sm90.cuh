@@ -23,7 +23,8 @@ static constexpr bool IS_BF16_E4M3 = CODES == E4M3 && X == BF16;
 // subtracted from the unit's sum. The only loss is that of float32 sums that are larger by this offset. Otherwise the
 // offset is subtracted from each code.
 static constexpr bool FOLD = CODES == INT && X == BF16 && UNITS == 1 && SCALING != IN_CODES;
-static constexpr int TABLE_BYTES = CODES == TABLE ? 128 << 2 * BITS : 0;
+static constexpr int TABLE_STEP = BITS == 4 ? 256 : 128;  // bytes from pair to pair of a table
+static constexpr int TABLE_BYTES = CODES == TABLE ? TABLE_STEP << 2 * BITS : 0;
 #ifdef VALUES
 __constant__ unsigned short NUMBERS[1 << BITS] = {VALUES};
 #endif
@@ -106,7 +107,9 @@ DEVICE void unpack(uint32 (&pairs)[PAIRS], Word word, int zero_point, const unsi
         for (int i = 0; i < PAIRS; ++i) {
             const int shift = 2 * BITS * i - 7;
             const uint32 moved = shift < 0 ? word.low << -shift : word.low >> (shift < 0 ? 0 : shift);
-            pairs[i] = *(const uint32 *)(table + masked_or(moved, mask, threadIdx.x % 32 * 4));
+            const uint32 at = BITS == 4 ? permute(word.low, threadIdx.x % 32 * 4, 0x5504 | i << 4)
+                                        : masked_or(moved, mask, threadIdx.x % 32 * 4);
+            pairs[i] = *(const uint32 *)(table + at);
         }
     } else if constexpr (IS_BF16_E4M3) {  // the bits moved to those of bf16 are 2^-120 of the number
         const uint32 own = word.low;
@@ -137,7 +140,7 @@ DEVICE void write_table(unsigned char *table, int warps) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 4
     for (int i = warp; i < 1 << 2 * BITS; i += warps)
-        ((uint32 *)table)[i * 32 + lane] = NUMBERS[i & (1 << BITS) - 1] | (uint32)NUMBERS[i >> BITS] << 16;
+        ((uint32 *)(table + i * TABLE_STEP))[lane] = NUMBERS[i & (1 << BITS) - 1] | (uint32)NUMBERS[i >> BITS] << 16;
 #endif
 }
 
@@ -224,7 +227,10 @@ DEVICE float number_of(uint32 bits) {
     else if constexpr (SCALE == FP16) return from_half(bits);
     else if constexpr (SCALE == BF16) return bits_float(bits << 16);
     else if constexpr (SCALE == E4M3) return from_half(from_e4m3x2(bits) & 0xffff);
-    else return bits_float(bits == 0 ? 0x400000 : bits == 255 ? 0x7fc00000 : bits << 23);
+    else {  // 0 is 2^-127, a subnormal number; 255 gives infinity, which times 0 is NaN
+        const float power = bits_float(max(bits << 23, 0x400000u));
+        return fma_exactly(power, 0.0f, power);
+    }
 }
 
 DEVICE float number_at(const unsigned char *numbers, int i) {

@@ -23,6 +23,8 @@
 //   CHUNKS             of a part that one warp has, at most; a chunk is 64 codes of 8 bits, or 128 others
 //   WHOLE              whether a part is whole rows without gaps between them
 //   EVEN               whether every warp has CHUNKS chunks of every part
+//   TEAMS              1, or 2 that take turns at tiles
+//   RESIDENT           blocks of a multiprocessor: 1; or 2, the second of the next launch. It then has its codes already
 //   PAIRED             BY_COLUMN for one token, and an even number of groups: a lane reads two scales at once
 //   BOX                chunks whose x one copy loads to shared memory, as a box of all tokens; 0: no boxes
 //   ROUNDS             NONE; or INT8 or E4M3: each token is rounded to codes with a scale of its own, token_scale. Groups
@@ -38,6 +40,14 @@
 // warps add up the sums of the 16 and store results, or send them to the block of the cluster that adds them up.
 // Meanwhile the 16 warps work on the next tile. All additions have a fixed order.
 //
+// Two teams. A warp of 16 has little to do for a tile, and all of them wait for the same things at the same time. In two
+// teams, one multiplies while the other adds up and waits, each warp does twice as much for a tile, and sends half the
+// sums. Each team has a ring of its own.
+//
+// Launches that overlap (RESIDENT 2). Small weights take little longer than a launch. So this block leaves room for a
+// block of the next launch, which copies all its codes to shared memory and waits for x. Codes and scales are thus read
+// before the previous kernel has finished: a kernel that lets the next one start early must not write them.
+//
 // Few tokens. mma multiplies 8 columns. With fewer tokens, the columns hold the x of several chunks in the same
 // registers. Each chunk of the weight is multiplied by all columns; only that chunk's columns of the product are used.
 // So the registers of a block hold the x of 64 Ki of k for one token.
@@ -52,18 +62,22 @@
 // Neither codes nor x are reordered in memory: a lane reads adjacent codes, and the x that belongs to them. mma only
 // needs both operands to have the same k at the same position.
 
-static constexpr int WARPS = 16, THREADS = 32 * (WARPS + 4);  // 16 multiply, 2 add up, 1 loads codes, 1 loads x
+static constexpr bool IS_PAIRED = RESIDENT == 2;  // with a block of the next launch
+static constexpr int WARPS = 16, MEMBERS = WARPS / TEAMS;  // that multiply; those of a team
+static constexpr int ADDERS = IS_PAIRED ? 1 : 2;           // warps that add up
+static constexpr int THREADS = 32 * (WARPS + (IS_PAIRED ? 2 : 4));  // 1 more warp loads codes, and 1 x unless IS_PAIRED
 static constexpr int ROWS = 16 * HEIGHT, TILES = TOKENS > 8 ? 2 : 1;  // of a tile; mma takes 8 tokens
 static constexpr int PIECES = HEIGHT * TILES;                         // of a tile's sums: 16 rows by 8 tokens
 static constexpr int MAX_STAGES = 6;
 static constexpr int GROUPS = SCALING == BY_UNIT || SPAN > CHUNK ? 1 : CHUNK / SPAN;  // of a chunk
 static constexpr int DEPTH = SCALING == BY_COLUMN ? 8 / TOKENS / GROUPS : 1;  // chunks whose groups fill the columns
 static constexpr int TURNS = (CHUNKS + DEPTH - 1) / DEPTH;
-static constexpr int SHARE = SCALING != BY_COLUMN && TOKENS < 8 ? 8 / TOKENS : 1;  // chunks with x in the same registers
-static constexpr int SETS = (PARTS * CHUNKS + SHARE - 1) / SHARE;  // of registers for x
+static constexpr int SHARE = SCALING == BY_COLUMN ? DEPTH : TOKENS < 8 ? 8 / TOKENS : 1;  // chunks with x in the same registers
+// Sets of registers for x. With BY_COLUMN a set belongs to a part.
+static constexpr int SETS = SCALING == BY_COLUMN ? PARTS * TURNS : (PARTS * CHUNKS + SHARE - 1) / SHARE;
 // Whether x is copied to shared memory first, token by token. This is faster for one token or many parts, where lanes
 // would load x from distant addresses. Otherwise the copies are slower, since they queue with those of the codes.
-static constexpr bool COPIES_X = BOX == 0 && (TOKENS == 1 || (SHARE > 1 && PARTS > 2));
+static constexpr bool COPIES_X = BOX == 0 && !IS_PAIRED && (TOKENS == 1 || (SHARE > 1 && SCALING != BY_COLUMN && PARTS > 2));
 static constexpr int BOX_PITCH = BOX * CHUNK * 2, MAX_BOXES = 16;  // bytes of a token in a box, a multiple of 256
 static constexpr bool LARGE_X = SETS * 4 * TILES * PAIRS > 32;  // x takes more than 32 registers
 static constexpr int REGISTERS[2] = {LARGE_X ? 112 : 104, LARGE_X ? 32 : 64};  // of a multiplying warp; of the others
@@ -77,8 +91,25 @@ static_assert(SCALING != BY_UNIT || SPAN % UNIT == 0, "");
 static_assert(SCALING != BY_COLUMN || (CHUNK % SPAN == 0 && DEPTH > 0 && IS_STREAM), "");
 static_assert(SCALING != IN_CODES || ((CODES == TABLE || CODES == E2M1) && ZERO == NONE), "");
 static_assert((CODES != E4M3 || ZERO == NONE) && (CODES != E2M1 || (X == BF16 && BITS == 4)), "");
+static_assert(TEAMS == 1 || (TEAMS == 2 && BOX == 0), "");
+static_assert(RESIDENT == 1 || (RESIDENT == 2 && BOX == 0 && SPLIT == 1), "");
 static_assert((BOX == 0 || (IS_STREAM && SHARE == 1)), "");
 static_assert(ROUNDS == NONE || (SCALING == BY_UNIT && ZERO != VALUE && !(CODES == TABLE || CODES == E2M1)), "");
+
+// A lane's sums of a piece: rows g and g + 8 of two columns, which are added up at once for one token.
+#if TOKENS == 1
+struct Partial {
+    float upper, lower;
+
+    MEMBER static Partial of(const float (&x)[4]) { return {x[0] + x[1], x[2] + x[3]}; }
+    MEMBER float4 columns() const { return make_float4(upper, 0.0f, lower, 0.0f); }
+};
+#else
+struct Partial : float4 {
+    MEMBER static Partial of(const float (&x)[4]) { return {{x[0], x[1], x[2], x[3]}}; }
+    MEMBER float4 columns() const { return *this; }
+};
+#endif
 
 // The start of shared memory, before the ring. The buffers that the adding warps read are double: for even and odd
 // tiles.
@@ -91,7 +122,7 @@ struct Shared {
     uint64 exchanged;            // the ends of the tokens have arrived from all blocks
     uint64 summed[2], added[2];  // the warps' sums are written; they have been read
     TokenScales<ROUNDS == NONE ? 1 : 16, WARPS> tokens;
-    alignas(512) float4 sums[2][WARPS][PIECES][32];
+    alignas(512) Partial sums[2][MEMBERS][PIECES][32];
 };
 
 struct Problem {
@@ -123,15 +154,19 @@ DEVICE Range part_of(const Problem &p, int rank, int part) {
 }
 // The chunks of one warp. The warps that get one chunk more change from part to part, so that the totals are even.
 DEVICE Range share_of(const Range &part, int warp, int index) {
-    const int more = index * WARPS / PARTS, first = (part.count * warp + more) / WARPS;
-    return {part.first + first, (part.count * (warp + 1) + more) / WARPS - first};
+    const int own = warp % MEMBERS, more = index * MEMBERS / PARTS, first = (part.count * own + more) / MEMBERS;
+    return {part.first + first, (part.count * (own + 1) + more) / MEMBERS - first};
 }
 
+// A team's stages, `count` from `first` on.
 struct Ring {
-    int slot = 0;
-    uint32 parity = 0;
-    MEMBER void advance(int stages) {
-        if (++slot == stages) slot = 0, parity ^= 1;
+    int first, count, at;
+    uint32 parity;
+
+    MEMBER Ring(int stages, int team) : first(stages / TEAMS * team), count(stages / TEAMS), at(0), parity(0) {}
+    MEMBER int slot() const { return first + at; }
+    MEMBER void advance() {
+        if (++at == count) at = 0, parity ^= 1;
     }
 };
 
@@ -165,16 +200,16 @@ DEVICE void fetch(const Problem &p, const TensorMap &codes, int rank) {
 // Loads all parts of the block's tiles. The scales and zero points of a tile begin at multiples of 16 bytes; those of a
 // row need not.
 DEVICE void produce(const Problem &p, const TensorMap &codes, Shared &shared, unsigned char *stages, int rank) {
-    Ring ring;
+    Ring ring(p.stages, 0), other(p.stages, TEAMS - 1);
     for (int tile = first_tile(); tile < p.tiles(); tile += tile_step()) {
         const int row = tile * ROWS, rows = min(ROWS, p.n - row);
         const long long first = (long long)row * p.groups;
 #pragma unroll 1
-        for (int part = 0; part < PARTS; ++part, ring.advance(p.stages)) {
-            unsigned char *stage = stages + ring.slot * p.stage_bytes();
-            const uint32 full = shared_address(&shared.full[ring.slot]);
-            barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
-            if (BOX > 0 && ring.slot >= p.apart) barrier_wait(shared_address(&shared.loaded), 0);
+        for (int part = 0; part < PARTS; ++part, ring.advance()) {
+            unsigned char *stage = stages + ring.slot() * p.stage_bytes();
+            const uint32 full = shared_address(&shared.full[ring.slot()]);
+            barrier_wait(shared_address(&shared.empty[ring.slot()]), ring.parity ^ 1);
+            if (BOX > 0 && ring.slot() >= p.apart) barrier_wait(shared_address(&shared.loaded), 0);
             unsigned char *scale_to = stage + ROWS * p.pitch, *zero_to = scale_to + p.scale_bytes();
             const unsigned char *scale = p.scale + first * SCALE_SIZE, *zero_point = p.zero_point + first * ZERO_SIZE;
             const uint32 scales = bulk_part(scale_to, scale, rows * p.groups * SCALE_SIZE);
@@ -185,6 +220,10 @@ DEVICE void produce(const Problem &p, const TensorMap &codes, Shared &shared, un
             else load_box(codes, column_of(part_of(p, rank, part).first), row, shared_address(stage), full);
             if (scales > 0) load_bulk(shared_address(scale_to), scale, scales, full);
             if (zeros > 0) load_bulk(shared_address(zero_to), zero_point, zeros, full);
+        }
+        if constexpr (TEAMS == 2) {
+            const Ring used = ring;
+            ring = other, other = used;
         }
     }
 }
@@ -274,9 +313,6 @@ DEVICE void order_x(uint32 (&pairs)[PAIRS]) {
 
 typedef uint32 Tokens[4][TILES][PAIRS];  // x of the chunks that share these registers
 
-// With BY_COLUMN, the column, counted in steps of TOKENS, of the group of a lane's word in a warp's chunk.
-DEVICE int column_of_group(int chunk, int word, int t) { return chunk % DEPTH * GROUPS + word_at(word, t) / SPAN; }
-
 // Loads x from tokens that are `stride` elements apart and begin at k = `start`.
 template <bool ALIGNED>
 DEVICE void load_tokens(Tokens (&x)[SETS], const Problem &p, int rank, const unsigned short *from, long long stride,
@@ -284,16 +320,18 @@ DEVICE void load_tokens(Tokens (&x)[SETS], const Problem &p, int rank, const uns
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int set = 0; set < SETS; ++set) {
-        const int i = set * SHARE + (SHARE > 1 ? g / TOKENS : 0);  // index among the warp's chunks
-        const Range own = share_of(part_of(p, rank, i / CHUNKS), warp, i / CHUNKS);
-        const bool exists = i < PARTS * CHUNKS && i % CHUNKS < own.count;
+        const int column = TOKENS < 8 ? g / TOKENS : 0;
+        const int part = SCALING == BY_COLUMN ? set / TURNS : (set * SHARE + column) / CHUNKS;
+        const int c = SCALING == BY_COLUMN ? set % TURNS * DEPTH + column / GROUPS : (set * SHARE + column) % CHUNKS;
+        const Range own = share_of(part_of(p, rank, part), warp, part);
+        const bool exists = part < PARTS && c < min(CHUNKS, own.count);
 #pragma unroll
         for (int word = 0; word < 4; ++word)
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
                 const int token = TOKENS < 8 ? g % TOKENS : tile * 8 + g;
-                const int k = (own.first + i % CHUNKS) * CHUNK + word_at(word, t) - start;
-                const bool in_column = SCALING != BY_COLUMN || g / TOKENS == column_of_group(i % CHUNKS, word, t);
+                const int k = (own.first + c) * CHUNK + word_at(word, t) - start;
+                const bool in_column = SCALING != BY_COLUMN || column % GROUPS == word_at(word, t) / SPAN;
                 load_x<ALIGNED>(x[set][word][tile], from + token * stride, k,
                                 exists && in_column && token < p.m ? p.k - start : 0);
             }
@@ -339,8 +377,7 @@ DEVICE void load_boxes(Tokens (&x)[SETS], const Problem &p, Shared &shared, cons
         exchange<1>(x[set], turn & 1);
         exchange<2>(x[set], turn & 2);
     }
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.loaded));
+    barrier_arrive(shared_address(&shared.loaded));
 }
 
 DEVICE void multiply(float (&sums)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
@@ -515,17 +552,19 @@ DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const Sums 
     }
 }
 
-// With BY_COLUMN: adds the products of a chunk to the sums of the groups. `codes`: those of row g.
-DEVICE void add_chunk(float (&groups)[4], const Tokens &x, const unsigned char *codes, int pitch,
-                      const unsigned char *table) {
+// With BY_COLUMN: the products of chunk `place` of a set become the sums of its groups. `codes`: those of row g.
+DEVICE void take_chunk(float (&groups)[4], const Tokens &x, const Sums &x_sums, const unsigned char *codes, int pitch,
+                       const unsigned char *table, int place) {
     Word upper[4], lower[4];
     read_words(upper, codes);
     read_words(lower, codes + 8 * pitch);
-    float own[TILES][4] = {{groups[0], groups[1], groups[2], groups[3]}};
+    float own[TILES][4] = {};
     const int zero[2] = {};
     multiply_words(own, x, upper, lower, 0, 4, zero, table, nullptr, 0, 0);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) groups[i] = own[0][i];
+    for (int i = 0; i < 4; ++i)
+        if (DEPTH == 1 || (int)(threadIdx.x % 4 * 2 + i % 2) / TOKENS / GROUPS == place)
+            groups[i] = FOLDS ? own[0][i] - x_sums.offset[0][i % 2] : own[0][i];
 }
 
 // With BY_COLUMN: adds the sums of the groups from `first` on, scaled. `limit`: of the warp's groups.
@@ -572,34 +611,32 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *table
     if constexpr (ROUNDS != NONE)
         round_tokens<ROUNDS == E4M3, SOURCE == FP16, X == FP16, BY_INTEGERS>(
             x, shared.tokens, shared_address(&shared.exchanged), rank);
-    constexpr int PER_PART = SCALING == BY_COLUMN ? TURNS : 1, ALL = SCALING == BY_COLUMN ? PARTS * TURNS : SETS;
-    Sums x_sums[ALL];
-#pragma unroll
-    for (int i = 0; i < ALL; ++i) x_sums[i].clear();
+    Sums x_sums[SETS];
 #pragma unroll
     for (int set = 0; set < SETS; ++set) {
 #pragma unroll
         for (int word = 0; word < 4; ++word)
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) order_x(x[set][word][tile]);
-        x_sums[SCALING == BY_COLUMN ? set / CHUNKS * PER_PART + set % CHUNKS / DEPTH : set].add(x[set]);
+        x_sums[set].clear(), x_sums[set].add(x[set]);
     }
 
-    Ring ring;
-    uint32 round = 0;
-    for (int tile = first_tile(); tile < p.tiles(); tile += tile_step(), ++round) {
+    const int team = warp / MEMBERS;
+    Ring ring(p.stages, team);
+    uint32 round = team;
+    for (int tile = first_tile() + team * tile_step(); tile < p.tiles(); tile += TEAMS * tile_step(), round += TEAMS) {
         float sums[HEIGHT][TILES][4] = {};
         uint32 bad[HEIGHT][2] = {};
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part, ring.advance(p.stages)) {
+        for (int part = 0; part < PARTS; ++part, ring.advance()) {
             const Range all = part_of(p, rank, part), own = share_of(all, warp, part);
             const int start = GROUP == 0 ? 0 : own.first * CHUNK / SPAN, group = g * p.groups + start;
-            const unsigned char *stage = stages + ring.slot * p.stage_bytes();
+            const unsigned char *stage = stages + ring.slot() * p.stage_bytes();
             const unsigned char *codes = stage + g * p.pitch + (own.first - all.first) * CHUNK_BYTES;
             const unsigned char *scales = stage + ROWS * p.pitch, *zero_points = scales + p.scale_bytes();
             const int left = p.groups * SPAN - own.first * CHUNK;
             float groups[HEIGHT][4];
-            barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
+            barrier_wait(shared_address(&shared.full[ring.slot()]), ring.parity);
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c)
 #pragma unroll
@@ -608,12 +645,12 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *table
                     const unsigned char *from = codes + high * 16 * p.pitch + c * CHUNK_BYTES;
                     const Scales of = {scales + at * SCALE_SIZE, zero_points + at * ZERO_SIZE, 8 * p.groups, p.groups - start};
                     if constexpr (SCALING == BY_COLUMN) {
-                        const Sums &sum = x_sums[part * TURNS + c / DEPTH];
+                        const int set = part * TURNS + c / DEPTH;
+                        const Sums &sum = x_sums[set];
                         if (c % DEPTH == 0)
 #pragma unroll
-                            for (int i = 0; i < 4; ++i) groups[high][i] = FOLDS ? -sum.offset[0][i % 2] : 0.0f;
-                        if (EVEN || c < own.count)
-                            add_chunk(groups[high], x[part * CHUNKS + c], from, p.pitch, table);
+                            for (int i = 0; i < 4; ++i) groups[high][i] = 0.0f;
+                        if (EVEN || c < own.count) take_chunk(groups[high], x[set], sum, from, p.pitch, table, c % DEPTH);
                         if (c % DEPTH == DEPTH - 1 || c == CHUNKS - 1)
                             scale_groups(sums[high][0], groups[high], sum, of, c / DEPTH * DEPTH * GROUPS,
                                          min(of.left, own.count * GROUPS));
@@ -623,8 +660,7 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *table
                                        place, bad[high]);
                     }
                 }
-            __syncwarp();
-            if (lane == 0) barrier_arrive(shared_address(&shared.empty[ring.slot]));
+            barrier_arrive(shared_address(&shared.empty[ring.slot()]));
         }
         if constexpr (IS_BF16_E4M3)
 #pragma unroll
@@ -635,10 +671,9 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *table
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) {
             const float (&own)[4] = sums[i / TILES][i % TILES];
-            shared.sums[buffer][warp][i][lane] = make_float4(own[0], own[1], own[2], own[3]);
+            shared.sums[buffer][warp % MEMBERS][i][lane] = Partial::of(own);
         }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&shared.summed[buffer]));
+        barrier_arrive(shared_address(&shared.summed[buffer]));
     }
 }
 
@@ -654,9 +689,10 @@ DEVICE unsigned short to_out(float x) {
     else return (unsigned short)to_bf16x2(x, 0.0f);
 }
 
+DEVICE void add(float &to, float x) { to = fma_exactly(x, 1.0f, to); }
 DEVICE void add(float4 &to, const float4 &x) {
-    to.x = fma_exactly(x.x, 1.0f, to.x), to.y = fma_exactly(x.y, 1.0f, to.y);
-    to.z = fma_exactly(x.z, 1.0f, to.z), to.w = fma_exactly(x.w, 1.0f, to.w);
+    add(to.x, x.x), add(to.z, x.z);
+    if constexpr (TOKENS > 1) add(to.y, x.y), add(to.w, x.w);
 }
 
 // The operands that are added to a piece of a tile, and their use: 16 rows from `row` on, 8 tokens from `token` on.
@@ -674,7 +710,7 @@ struct Epilogue {
             if (SCALE == E4M3 && p.global_scale) token_scale[i] = divide_exactly(token_scale[i], *p.global_scale);
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < 4; i += TOKENS == 1 ? 2 : 1) {
             const int own = row + g + i / 2 * 8, of = token + 2 * t + i % 2;
             const bool exists = p.residual && own < p.n && of < p.m;
             residual[i] = exists ? from_out(p.residual[(long long)of * p.n + own]) : 0.0f;
@@ -686,7 +722,7 @@ struct Epilogue {
         const float all[4] = {sums.x, sums.y, sums.z, sums.w};
         const float *of_tokens = ROUNDS == NONE ? token_scale : &shared.tokens.scale[token + 2 * t];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < 4; i += TOKENS == 1 ? 2 : 1) {
             const int own = row + g + i / 2 * 8, of = token + 2 * t + i % 2;
             const float result = fma_exactly(all[i], of_tokens[i % 2], bias[i / 2]) + residual[i];
             if (own < p.n && of < p.m) p.out[(long long)of * p.n + own] = to_out(result);
@@ -696,14 +732,13 @@ struct Epilogue {
 
 // Adds up the columns that belong to the same token.
 DEVICE void fold(float4 &sums) {
-    if constexpr (TOKENS == 1) sums.x += sums.y, sums.z += sums.w;
 #pragma unroll
     for (int lanes = 2; lanes >= 1; lanes /= 2)
         if (2 * lanes >= TOKENS) {
-            float other[4] = {sums.x, sums.y, sums.z, sums.w};
+            float own[4] = {sums.x, sums.y, sums.z, sums.w};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) other[i] = __shfl_xor_sync(0xffffffff, other[i], lanes);
-            add(sums, make_float4(other[0], other[1], other[2], other[3]));
+            for (int i = 0; i < 4; i += TOKENS == 1 ? 2 : 1) add(own[i], __shfl_xor_sync(0xffffffff, own[i], lanes));
+            sums = make_float4(own[0], own[1], own[2], own[3]);
         }
 }
 
@@ -713,18 +748,19 @@ DEVICE float4 *kept_at(float4 *kept, int round, int rank) {
 }
 
 // Adds up the warps' sums of the even or the odd tiles.
-DEVICE void finish(const Problem &p, Shared &shared, float4 *kept, int rank, int buffer) {
+DEVICE void finish(const Problem &p, Shared &shared, float4 *kept, int rank, int first) {
     const int lane = threadIdx.x % 32;
-    uint32 parity = 0;
-    for (int round = buffer; round < rounds_of(p); round += 2, parity ^= 1) {
+    for (int round = first; round < rounds_of(p); round += ADDERS) {
+        const int buffer = round & 1;
+        const uint32 parity = round >> 1 & 1;
         const int tile = first_tile() + round * tile_step();
         const auto sum = [&](int i) {
             if (i == 0) barrier_wait(shared_address(&shared.summed[buffer]), parity);
-            float4 sums = shared.sums[buffer][0][i][lane];
+            float4 all = shared.sums[buffer][0][i][lane].columns();
 #pragma unroll (LARGE_X ? 5 : 15)
-            for (int warp = 1; warp < WARPS; ++warp) add(sums, shared.sums[buffer][warp][i][lane]);
-            if constexpr (TOKENS < 8) fold(sums);
-            return sums;
+            for (int warp = 1; warp < MEMBERS; ++warp) add(all, shared.sums[buffer][warp][i][lane].columns());
+            if constexpr (TOKENS < 8) fold(all);
+            return all;
         };
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) {
@@ -738,8 +774,7 @@ DEVICE void finish(const Problem &p, Shared &shared, float4 *kept, int rank, int
                      shared_address(&shared.received));
             }
         }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&shared.added[buffer]));
+        barrier_arrive(shared_address(&shared.added[buffer]));
     }
 }
 
@@ -771,7 +806,7 @@ DEVICE void combine(const Problem &p, Shared &shared, float4 *kept, int rank) {
 //   `apart` stages, and the other stages use their memory once x is in registers
 //   with SPLIT > 1: 512 bytes for each piece of the sums of a cluster's tiles, whose number is rounded up to SPLIT
 //   if COPIES_X: m tokens of Slice::pitch()
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     decode_mm(const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap x_map,
                   const unsigned short *x, const unsigned char *codes, const unsigned char *scale,
                   const unsigned char *zero_point, const unsigned short *bias, const unsigned short *residual,
@@ -792,28 +827,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float4 *kept = (float4 *)past;
 
     if (warp < WARPS) {
-        take_registers<REGISTERS[0]>();
+        if constexpr (!IS_PAIRED) take_registers<REGISTERS[0]>();
         if constexpr (SPLIT > 1) cluster_arrive();
         if constexpr (CODES == TABLE) write_table(table, WARPS);
         wait_for_previous();
         consume(p, shared, table, ring, copy, rank);
     } else {
-        give_registers<REGISTERS[1]>();
-        if (role == 2 && lane == 0) {
-            fetch(p, map, rank);
+        if constexpr (!IS_PAIRED) give_registers<REGISTERS[1]>();
+        if (role == ADDERS && lane == 0) {
+            if constexpr (IS_PAIRED) let_next_start();  // it reads results of others only when this launch is done
+            else fetch(p, map, rank);
             for (int i = 0; i < stages; ++i) {
                 barrier_init(shared_address(&shared.full[i]), 1);
-                barrier_init(shared_address(&shared.empty[i]), WARPS);
+                barrier_init(shared_address(&shared.empty[i]), MEMBERS * 32);
             }
             barrier_init(shared_address(&shared.copied), 1);
             if constexpr (BOX > 0) {
-                barrier_init(shared_address(&shared.loaded), WARPS);
+                barrier_init(shared_address(&shared.loaded), WARPS * 32);
                 for (int i = 0; i < boxes_of(p, rank); ++i) barrier_init(shared_address(&shared.arrived[i]), 1);
             }
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                barrier_init(shared_address(&shared.summed[i]), WARPS);
-                barrier_init(shared_address(&shared.added[i]), 1);
+                barrier_init(shared_address(&shared.summed[i]), MEMBERS * 32);
+                barrier_init(shared_address(&shared.added[i]), 32);
             }
             if constexpr (SPLIT > 1) {
                 const int own = (rounds_of(p) - rank + SPLIT - 1) / SPLIT;  // tiles that this block adds up
@@ -830,21 +866,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if constexpr (SPLIT > 1) cluster_arrive();
         named_barrier_sync(2, THREADS - WARPS * 32);
         named_barrier_arrive(1, THREADS);
-        wait_for_previous();
-        if (COPIES_X && role == 3 && lane == 0 && is_aligned(p)) copy_x(p, shared, copy, rank);
-        if (role == 2 && lane == 0) {
+        if (!IS_PAIRED || role < ADDERS) wait_for_previous();
+        if (COPIES_X && role == ADDERS + 1 && lane == 0 && is_aligned(p)) copy_x(p, shared, copy, rank);
+        if (role == ADDERS && lane == 0) {
             if constexpr (BOX > 0) copy_boxes(p, x_map, shared, copy, rank);
             produce(p, map, shared, ring, rank);
-            let_next_start();  // not earlier, since its copies would delay these
+            if constexpr (!IS_PAIRED) let_next_start();  // not earlier, since its copies would delay these
         }
         __syncwarp();
         if constexpr (SPLIT > 1)
-            if (role < 2) cluster_wait();  // the other blocks run and have initialised their barriers
-        if (role < 2) finish(p, shared, kept, rank, role);
+            if (role < ADDERS) cluster_wait();  // the other blocks run and have initialised their barriers
+        if (role < ADDERS) finish(p, shared, kept, rank, role);
     }
     if constexpr (SPLIT > 1) {
         __syncwarp();
-        if ((role < 0 && ROUNDS == NONE) || role >= 2) cluster_wait();
+        if ((role < 0 && ROUNDS == NONE) || role >= ADDERS) cluster_wait();
         if constexpr (ROUNDS != NONE) named_barrier_sync(4, THREADS);  // token_scale is written
         combine(p, shared, kept, rank);
     }

@@ -37,15 +37,17 @@ from lowbit_kernels.weight_only.weight_operands import (
 )
 
 MAX_TOKENS, ROWS, WARPS, MAX_STAGES = 16, 16, 16, 6
-THREADS = 32 * (WARPS + 4)
+THREADS = {1: 32 * (WARPS + 4), 2: 32 * (WARPS + 2)}  # of a block, by blocks of a multiprocessor
 CHUNK = 128  # codes of fewer than 8 bits in a chunk; 64 others
 COLUMNS = 8  # of mma
 BOX_BYTES = 2048  # most bytes of a row that one copy loads
 X_BYTES = 1024  # most bytes of a token's x that one copy loads
 # Bytes of tiles that a block loads at once. With more in flight they arrive later, and out of order.
 IN_FLIGHT = 112 * 1024
+TEAM_PART = 17 * 1024  # most bytes of codes that a team loads at once
 KEPT_LIMIT = 32 * 1024  # bytes of shared memory for sums that wait for those of other blocks
-X_REGISTERS = 64  # registers of a thread that hold x
+# Of one of so many blocks of a multiprocessor: bytes of shared memory, and registers of a thread that hold x.
+RESIDENT = {1: (nvrtc.SHARED_LIMIT, 64), 2: (113 * 1024, 16)}
 ROUNDING_BYTES = 1536  # of shared memory, for the scales of tokens
 ROUNDS_MACROS = {torch.int8: "INT8", E4M3: "E4M3"}
 
@@ -71,6 +73,8 @@ class DecodeVariant:
     even: bool
     box: int
     paired: bool
+    teams: int
+    resident: int
     rounds: str = "NONE"
     source: str = "BF16"  # of x in memory, where it is rounded
     values: str = ""  # of a table
@@ -92,6 +96,8 @@ class DecodeDivision:
     shared: int  # bytes of shared memory
     box: int  # chunks whose x one copy loads; 0: x is loaded without the TMA's boxes
     apart: int  # stages that share no memory with x
+    teams: int  # that take turns at tiles
+    resident: int  # blocks of a multiprocessor, of this launch and the next one
 
 
 @functools.lru_cache(maxsize=4096)
@@ -104,7 +110,7 @@ def plan(
     *,
     scale_bytes: int = 0,
     vector: int = 4,
-    by_column: bool = False,
+    depth: int = 0,
     table_bytes: int = 0,
     rounding: bool = False,
     splits: tuple[int, ...] = (1, 2, 4, 8),
@@ -116,7 +122,7 @@ def plan(
         k: the codes' K, padded.
         scale_bytes: bytes of the scales and zero points of a row.
         vector: see `neighbours`.
-        by_column: whether the columns of mma hold the sums of different groups.
+        depth: chunks whose groups have columns of mma of their own; 0: the groups of a chunk do not.
         table_bytes: bytes of shared memory for a table.
         rounding: the kernel rounds x.
         splits, heights: the choices; by default no higher tiles where they were never faster.
@@ -126,7 +132,7 @@ def plan(
     # At 8 bits compute 8 tokens where their x fits: 5 to 13% faster for 4, whose x would pass through shared memory.
     for tokens in (8, least) if bits == 8 and 1 < m < 8 else (least,):
         shape = (m, tokens, n, k, bits, multiprocessors, scale_bytes, vector)
-        last = by_column, table_bytes + rounding * ROUNDING_BYTES
+        last = depth, table_bytes, rounding
         plans = [_divided(*shape, *last, split, height) for split in splits for height in heights]
         if possible := [one for one in plans if one is not None]:
             break
@@ -135,7 +141,10 @@ def plan(
     possible = low or possible
     if not possible:
         return None
-    return min(possible, key=lambda one: _nanoseconds(one, m, n, k, bits, multiprocessors))
+    best = min(possible, key=lambda one: _nanoseconds(one, m, n, k, bits, multiprocessors))
+    if best.tokens > 1 or best.split > 1 or bits > 4 or table_bytes or rounding:
+        return best
+    return _divided(*shape, depth, 0, False, 1, 1, resident=2) or best
 
 
 def _nanoseconds(
@@ -149,7 +158,7 @@ def _nanoseconds(
     slice_ = k * bits / (8 * one.split)
     waves = math.ceil(one.grid / multiprocessors)
     rounds = waves * math.ceil(-(-n // (ROWS * one.height)) / (one.grid // one.split))
-    chunks = one.height * one.parts * one.chunks / (2 if bits == 8 else 1)  # of 128 codes
+    chunks = one.height * one.parts * one.chunks / one.teams / (2 if bits == 8 else 1)  # of 128
     seen = 0.6 if bits == 8 or one.box > 0 else 1.0
     work, exchange = 380 + 170 * chunks, 525 + 250 * one.split
     if m > 8:
@@ -172,10 +181,12 @@ def _divided(
     multiprocessors: int,
     scale_bytes: int,
     vector: int,
-    by_column: bool,
+    depth: int,
     table_bytes: int,
+    rounding: bool,
     split: int,
     height: int,
+    resident: int = 1,
 ) -> DecodeDivision | None:
     """The plan for clusters of `split` blocks, tiles of `height` and m tokens computed as `tokens`; None if registers
     or shared memory are too small."""
@@ -183,37 +194,34 @@ def _divided(
     chunks = -(-k * bits // (8 * size))
     if split > chunks:
         return None
+    tiles, pieces = -(-n // (ROWS * height)), height * -(-tokens // 8)
+    clusters = _clusters(tiles, pieces, split, multiprocessors)
+    rounds = -(-tiles // clusters)
     slice_ = -(-chunks // split)
     gap = _bank_step(bits, vector)
-    parts = _parts(slice_, bits, gap)
-    part = -(-slice_ // parts)
-    own = -(-part // WARPS)  # of a warp
-    sets = -(-parts * own // (1 if by_column else max(8 // tokens, 1)))
-    if sets * max(tokens // 8, 1) * (8 if bits == 8 else 16) > X_REGISTERS:
+    if resident == 2 and rounds != 2:  # with fewer or more tiles a block slower
         return None
+    # Teams are faster where the work takes longer than the codes do.
+    is_slow = bits < 4 or (bits == 4 and (depth > 0 or table_bytes > 0))
+    has_teams = is_slow and tokens * split * resident == 1 and rounds > 1 and slice_ <= 32
+    shares = _shares(slice_, bits, tokens, gap, depth, resident, has_teams and not rounding)
+    if shares is None:
+        return None
+    teams, parts, own = shares
+    warps, part = WARPS // teams, -(-slice_ // parts)
     pitch = part * size
     pitch += (gap - pitch) % 128 if gap else 0
-    # A cluster lies in one part of the GPU: 30 clusters of 4 or 15 of 8 fit on an H200 with 132 multiprocessors.
-    usable = multiprocessors if split <= 2 else multiprocessors * 10 // 11
-    tiles, pieces = -(-n // (ROWS * height)), height * -(-tokens // 8)
-    clusters = min(tiles, max(usable // split, 1))
-    # A cluster gets as many tiles as it can keep sums of. More clusters start when it is done.
-    if split > 1:
-        clusters *= -(-tiles * pieces * 512 // (clusters * KEPT_LIMIT))
-        clusters = min(tiles, clusters)
-    rounds = -(-tiles // clusters)
     # 128 bytes more: for the last chunk of a row the kernel reads past the scales, and ignores these bytes.
-    fixed = 512 + 128 + table_bytes + 2 * WARPS * pieces * 512
-    if split > 1:
-        fixed += -(-rounds // split) * split * pieces * 512
-    if tokens == 1 or (tokens < 8 and parts > 2):  # x
-        fixed += m * (-(-slice_ * size * 16 // bits // 128) * 128 + 32)
+    fixed = 512 + 128 + table_bytes + rounding * ROUNDING_BYTES
+    fixed += 2 * warps * pieces * (256 if tokens == 1 else 512)
+    kept = -(-rounds // split) * split * pieces * 512 if split > 1 else 0
+    copies_x = tokens * resident == 1 or (1 < tokens < 8 and parts > 2)
+    x = m * (-(-slice_ * size * 16 // bits // 128) * 128 + 32) if copies_x else 0
+    fixed += kept + x
     stage = -(-ROWS * height * (pitch + scale_bytes) // 128) * 128
-    # With up to 4 parts more than 4 stages were not faster.
-    wanted = min(MAX_STAGES if parts > 4 else 4, rounds * parts)
-    wanted = min(wanted, max(IN_FLIGHT // stage, 2))
-    stages = min((nvrtc.SHARED_LIMIT - fixed) // stage, wanted)
-    if stages < min(2, wanted):
+    wanted = _stages(rounds, parts, stage, teams, resident)
+    stages = min((RESIDENT[resident][0] - fixed) // stage, wanted, MAX_STAGES) // teams * teams
+    if stages < (wanted if resident == 2 else min(2, wanted)):
         return None
     shared, box, apart = fixed + stages * stage, 0, stages
     if bits < 8 and tokens >= 8:  # at 8 bits loading x takes less time than loading codes
@@ -223,7 +231,8 @@ def _divided(
             shared = max(shared, fixed + apart * stage + x)
     grid = clusters * split
     return DecodeDivision(
-        tokens, height, split, parts, own, pitch, grid, stages, shared, box, apart
+        *(tokens, height, split, parts, own, pitch, grid, stages, shared, box, apart),
+        *(teams, resident),
     )
 
 
@@ -240,13 +249,57 @@ def _bank_step(bits: int, vector: int) -> int:
     return 16 * bits
 
 
-def _parts(slice_: int, bits: int, gap: int) -> int:
-    """The number of parts of a slice of so many chunks, whose rows are apart by up to 112 bytes if there is a `gap`."""
+def _clusters(tiles: int, pieces: int, split: int, multiprocessors: int) -> int:
+    """The clusters of `split` blocks for so many tiles, whose sums have so many pieces."""
+    # A cluster lies in one part of the GPU: 30 clusters of 4 or 15 of 8 fit on an H200 with 132 multiprocessors.
+    usable = multiprocessors if split <= 2 else multiprocessors * 10 // 11
+    clusters = min(tiles, max(usable // split, 1))
+    if split == 1:
+        return clusters
+    # A cluster gets as many tiles as it can keep sums of. More clusters start when it is done.
+    return min(tiles, clusters * -(-tiles * pieces * 512 // (clusters * KEPT_LIMIT)))
+
+
+def _shares(
+    slice_: int, bits: int, tokens: int, gap: int, depth: int, resident: int, has_teams: bool
+) -> tuple[int, int, int] | None:
+    """Teams, parts and a warp's chunks of a part whose x fits the registers; None where it never does."""
+    for teams in (2, 1) if has_teams else (1,):
+        warps = WARPS // teams
+        parts = _parts(slice_, bits, gap, warps, teams, resident == 2 and bits > 2 and not depth)
+        own = math.ceil(math.ceil(slice_ / parts) / warps)
+        sets = parts * -(-own // depth) if depth else -(-parts * own // max(8 // tokens, 1))
+        registers = sets * max(tokens // 8, 1) * (8 if bits == 8 else 16)
+        if registers <= RESIDENT[resident][1] // teams:
+            return teams, parts, own
+    return None
+
+
+def _parts(slice_: int, bits: int, gap: int, warps: int, teams: int, is_single: bool) -> int:
+    """The number of parts of a slice of so many chunks, whose rows are apart by up to 112 bytes if there is a `gap`.
+
+    Args:
+        is_single: a warp has one chunk of a part, which takes fewer registers.
+    """
     parts = -(-slice_ // ((BOX_BYTES - (112 if gap else 0)) // chunk_bytes(bits)))
-    if bits == 8 and slice_ <= 4 * WARPS and slice_ % WARPS == 0:
-        parts = slice_ // WARPS  # measured: 7% faster with K in four parts
-    even = (n for n in range(parts, 2 * parts + 1) if slice_ % (n * WARPS) == 0)
+    if teams == 2:
+        parts = max(parts, -(-ROWS * slice_ * chunk_bytes(bits) // TEAM_PART))
+    is_single |= bits == 8 and slice_ <= 4 * warps  # measured: 7% faster with K in four parts
+    if is_single and slice_ % warps == 0:
+        parts = max(parts, slice_ // warps)
+    even = (n for n in range(parts, 2 * parts + 1) if slice_ % (n * warps) == 0)
     return next(even, parts)  # equal shares for all warps are 3 to 5% faster, even with more parts
+
+
+def _stages(rounds: int, parts: int, stage: int, teams: int, resident: int) -> int:
+    """The stages that keep memory busy: at least two, and with up to 4 parts at most 4, or for two teams 6. A block
+    beside one of the next launch copies everything at once."""
+    if resident == 2:
+        return rounds * parts
+    if teams == 2:
+        return min(MAX_STAGES if parts > 1 else 4, 2 * -(-rounds // 2) * parts)
+    wanted = min(MAX_STAGES if parts > 4 else 4, rounds * parts)
+    return min(wanted, max(IN_FLIGHT // stage, 2))
 
 
 def _boxes(slice_: int, tokens: int) -> tuple[int, int]:
@@ -335,6 +388,7 @@ def planned(
 ) -> DecodeDivision | None:
     """The `plan` for these operands; `choices`: its `splits` and `heights`."""
     zero, scaling, bits = operands.zero_point, scaling_of(operands), operands.bits
+    by_column = scaling == "BY_COLUMN"
     has_table = _codes_macro(operands.format, operands.x.dtype) == "TABLE"
     each = operands.scale.dtype.itemsize + (0 if zero is None else zero.dtype.itemsize)
     return plan(
@@ -342,8 +396,10 @@ def planned(
         multiprocessors,
         scale_bytes=operands.groups * each,
         vector=neighbours(bits, operands.group) if scaling == "BY_UNIT" else 4,
-        by_column=scaling == "BY_COLUMN",
-        table_bytes=128 << 2 * bits if has_table else 0,
+        depth=COLUMNS * operands.group // (CHUNK << (operands.m - 1).bit_length())
+        if by_column
+        else 0,
+        table_bytes=(256 if bits == 4 else 128) << 2 * bits if has_table else 0,
         rounding=operands.rounds is not None,
         **choices,
     )
@@ -396,9 +452,11 @@ class DecodeProduct:
             plan.split,
             plan.parts,
             plan.parts * plan.split == 1 and plan.pitch == operands.codes.strides[0] == row,
-            plan.split * plan.parts * plan.chunks * WARPS == chunks,
+            plan.split * plan.parts * plan.chunks * WARPS // plan.teams == chunks,
             0 if self.x_map is None else plan.box,
             by_column and plan.tokens == 1 and operands.groups % 2 == 0,
+            plan.teams,
+            plan.resident,
             "NONE" if operands.rounds is None else ROUNDS_MACROS[operands.rounds],
             FLOAT_MACROS[operands.x.dtype],
             *_table_macros(format, operands.numbers),
@@ -422,7 +480,7 @@ class DecodeProduct:
             self.kernel(
                 torch.cuda.current_stream().cuda_stream,
                 self.plan.grid,
-                THREADS,
+                THREADS[self.plan.resident],
                 codes_map,
                 x_map,
                 x_at,
