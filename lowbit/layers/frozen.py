@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from lowbit.layers.routed_experts import routed_forward
 from lowbit.layers.stand_in import StandIn, give, names_given, take, without
+from lowbit.linear.frozen import registered
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.forms import (
     has_expert_kernel,
@@ -36,7 +37,9 @@ from lowbit.tensor.core.forms import (
     parts_of_form,
     sources_of_form,
 )
+from lowbit.tensor.frozen.cpu_values import ReadOnCpu
 from lowbit.tensor.trained.trainable import TrainableTensor
+from lowbit.tracing import tracer
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -127,6 +130,8 @@ class Frozen(StandIn):
         own: dict[str, Any] = {name: _weight(name) for name in names}
         if plain.forward is nn.Linear.forward:
             return own | {"forward": _linear}
+        if plain.forward is nn.Embedding.forward:
+            return own | {"forward": _embedding}
         forward = routed_forward(plain, names, _has_expert_kernel)
         return own if forward is None else own | {"forward": forward}
 
@@ -203,8 +208,35 @@ def _has_expert_kernel(module: Any, name: str, dtype: torch.dtype) -> bool:
 
 def _linear(self: Any, input: Tensor) -> Tensor:
     """The forward of nn.Linear, which does not read the property: torch 2.11 checks it at each call."""
-    weight = _in_graph(self, "weight")
-    return F.linear(input, self.weight if weight is None else weight, self.bias)
+    if _is_compiling():
+        weight = _in_graph(self, "weight")
+        return F.linear(input, self.weight if weight is None else weight, self.bias)
+    weight, bias = _own(self, "weight"), _own(self, "bias")
+    if bias is None and _is_quick(weight):
+        y = weight.quick_product(input)
+        if y is not None:
+            return y
+    return F.linear(input, weight, bias)
+
+
+def _embedding(self: Any, input: Tensor) -> Tensor:
+    """The forward of nn.Embedding."""
+    if not _is_compiling() and self.max_norm is None and _is_quick(weight := _own(self, "weight")):
+        rows = weight.quick_rows(input, self.padding_idx)
+        if rows is not None:
+            return rows
+    return nn.Embedding.forward(self, input)
+
+
+def _own(module: Any, name: str) -> Any:
+    """A parameter, read as nn.Module would find it, in a quarter of the time."""
+    parameters = module._parameters
+    return parameters[name] if name in parameters else getattr(module, name)
+
+
+def _is_quick(weight: Any) -> bool:
+    """True if nothing but the weight's own product can be meant: neither a registered one, nor one that is traced."""
+    return isinstance(weight, ReadOnCpu) and tracer.active is None and not registered.rows
 
 
 def _weight(name: str) -> property:
