@@ -129,8 +129,9 @@ def cpu_linear() -> Iterator[Problem]:
         for size in (1024, 2048, 2880, 2912, 4096):
             names = EVERYDAY if size < 2912 else tuple(SCHEMES)
             yield _problem(names, size, 1, dtype)
-        for tokens in (16, 128):
-            yield _problem(EVERYDAY, 2048, tokens, dtype)
+        for size in (1024, 4096):
+            for tokens in (16, 128, 256):
+                yield _problem(EVERYDAY, size, tokens, dtype)
 
 
 def _problem(names: tuple[str, ...], size: int, tokens: int, dtype: torch.dtype) -> Problem:

@@ -37,11 +37,12 @@ from lowbit.tensor.core.forms import (
     parts_of_form,
     sources_of_form,
 )
-from lowbit.tensor.frozen.cpu_values import ReadOnCpu
+from lowbit.tensor.frozen.cpu_values import ReadOnCpu, rows_of_embedding
 from lowbit.tensor.trained.trainable import TrainableTensor
 from lowbit.tracing import tracer
 
 _is_compiling = torch.compiler.is_dynamo_compiling
+_function_modes = torch._C._len_torch_function_stack
 
 
 def is_frozen(weight: Any) -> bool:
@@ -211,32 +212,28 @@ def _linear(self: Any, input: Tensor) -> Tensor:
     if _is_compiling():
         weight = _in_graph(self, "weight")
         return F.linear(input, self.weight if weight is None else weight, self.bias)
-    weight, bias = _own(self, "weight"), _own(self, "bias")
-    if bias is None and _is_quick(weight):
+    own = self._parameters
+    weight = own.get("weight")
+    if (
+        isinstance(weight, ReadOnCpu)
+        and own.get("bias", self) is None
+        and tracer.active is None
+        and not registered.rows
+    ):
         y = weight.quick_product(input)
         if y is not None:
             return y
-    return F.linear(input, weight, bias)
+    return F.linear(input, self.weight, self.bias)
 
 
 def _embedding(self: Any, input: Tensor) -> Tensor:
     """The forward of nn.Embedding."""
-    if not _is_compiling() and self.max_norm is None and _is_quick(weight := _own(self, "weight")):
-        rows = weight.quick_rows(input, self.padding_idx)
-        if rows is not None:
-            return rows
-    return nn.Embedding.forward(self, input)
-
-
-def _own(module: Any, name: str) -> Any:
-    """A parameter, read as nn.Module would find it, in a quarter of the time."""
-    parameters = module._parameters
-    return parameters[name] if name in parameters else getattr(module, name)
-
-
-def _is_quick(weight: Any) -> bool:
-    """True if nothing but the weight's own product can be meant: neither a registered one, nor one that is traced."""
-    return isinstance(weight, ReadOnCpu) and tracer.active is None and not registered.rows
+    weight, rows = self._parameters.get("weight"), None
+    if isinstance(weight, ReadOnCpu) and not (
+        _is_compiling() or _function_modes() or tracer.active
+    ):
+        rows = rows_of_embedding(input, weight, self.padding_idx, self.max_norm)
+    return nn.Embedding.forward(self, input) if rows is None else rows
 
 
 def _weight(name: str) -> property:

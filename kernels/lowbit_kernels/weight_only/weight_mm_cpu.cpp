@@ -355,7 +355,7 @@ static void multiply_few(const Weight& weight, const Operands& given, Parallel p
 }
 
 #ifdef HAS_PAIRS
-static constexpr int64_t FEW = 3, FEW_HALVES = 2;  // the most tokens that are few
+static constexpr int64_t FEW = 3, FEW_HALVES = BITS == 8 ? 3 : 2;  // the most tokens that are few
 #else
 static constexpr int64_t FEW = 3, FEW_HALVES = 3;
 #endif
@@ -399,11 +399,15 @@ extern "C" int64_t multiply(const Call* call) {
 extern "C" int64_t most_tokens(int64_t halves) {
 #ifdef HAS_PAIRS
     if (halves) return fits_bfloat16() ? INT64_MAX : 32;
-#else
-    if (halves) return INT64_MAX;
 #endif
 #if defined(__AVX512F__)
-    if (!__builtin_cpu_is("intel")) return INT64_MAX;  // MKL uses half of the vectors of other processors
-#endif
+    // MKL uses half of the vectors of processors that are not Intel's.
+    return !halves && __builtin_cpu_is("intel") ? 24 : INT64_MAX;
+#elif defined(__AVX2__)
+    return INT64_MAX;
+#elif defined(__aarch64__)
     return 24;
+#else
+    return FEW;
+#endif
 }

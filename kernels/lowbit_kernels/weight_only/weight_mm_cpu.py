@@ -19,7 +19,8 @@ import ctypes
 import functools
 import struct
 from collections.abc import Sequence
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +41,21 @@ from lowbit_kernels.weight_only.weight_operands import (
 _FLOAT32, _BFLOAT16, _CPU = torch.float32, torch.bfloat16, torch.device("cpu")
 _CALL = struct.Struct("14q").pack
 """The C structure ``Call``; ctypes takes three times as long for as many arguments."""
+
+
+class Extent(NamedTuple):
+    """How much a product multiplies."""
+
+    tokens: int
+    columns: int
+    """K of the input."""
+    sizes: tuple[int, ...]
+    """Those of the result."""
+
+    @classmethod
+    def of(cls, shape: Sequence[int], rows: int) -> Extent:
+        """Of an input of this shape [..., K], and a result [..., rows]."""
+        return cls(prod(shape[:-1]), shape[-1], (*shape[:-1], rows))
 
 
 class Multiplier(CodesLayout):
@@ -63,7 +79,7 @@ class Multiplier(CodesLayout):
     def multiply(
         self,
         x: Tensor,
-        sizes: Sequence[int],
+        extent: Extent,
         bias: Tensor | None,
         codes: Tensor,
         scale: Tensor,
@@ -77,13 +93,12 @@ class Multiplier(CodesLayout):
 
         Args:
             x: float32 or bfloat16 [..., K]; K is at most Kp.
-            sizes: those of the result, [..., rows].
+            extent: `Extent.of` x and the rows of the result.
             bias: [rows] in x's dtype, or None.
             codes, scale, zero_point, of_byte: as in `codes_cpu.Parts`; without `of_byte`, the scale is float32 or
                 bfloat16.
         """
-        dtype, kind, k, rows = x.dtype, scale.dtype, x.shape[-1], sizes[-1]
-        tokens = x.numel() // k
+        dtype, kind, (tokens, columns, sizes) = x.dtype, scale.dtype, extent
         if (
             codes.nbytes != self.codes_bytes
             or scale.numel() != self._scales
@@ -119,8 +134,8 @@ class Multiplier(CodesLayout):
                 x.data_ptr(),
                 0 if bias is None else bias.data_ptr(),
                 tokens,
-                k,
-                rows,
+                columns,
+                sizes[-1],
                 halves + 2 if kind is _BFLOAT16 else halves,
                 parallel or 0,
                 1 if parallel is None else torch.get_num_threads(),
@@ -176,6 +191,6 @@ def _product(kernel: Multiplier, n: int, tensors: Tensors) -> Tensor:
     dtype = x.dtype
     if dtype is torch.float16 or residual is not None:  # rounded once, with all of the sum
         x, bias = x.float(), None if bias is None else bias.float()
-    out = kernel.multiply(x, (x.shape[0], n), bias, codes, scale, zero_point)
+    out = kernel.multiply(x, Extent.of(x.shape, n), bias, codes, scale, zero_point)
     assert out is not None
     return (out if residual is None else out.add_(residual)).to(dtype)

@@ -21,10 +21,13 @@ typedef uint16_t Half32 __attribute__((vector_size(64)));
 
 static constexpr int PER_WORD = 32 / BITS, CHUNK = 16 * PER_WORD;
 
+// Vectors of 16 rows in a panel, and what a register holds of a vector.
 #ifdef __AVX512F__
-static constexpr int WIDE = 4;  // vectors of 16 rows in a panel
+static constexpr int WIDE = 4;
+typedef Float16 FloatPart;
 #else
 static constexpr int WIDE = 1;
+typedef Floats FloatPart;
 #endif
 static constexpr int PANEL = 16 * WIDE, TOKENS = 6, DEPTH = BITS < 3 ? CHUNK : 128;
 #ifdef __AMX_BF16__
@@ -267,8 +270,9 @@ struct Values {
     static constexpr int COLUMNS = 1, DEPTH = ::DEPTH;  // of a unit, and of a panel
     static constexpr bool SCALED = true;
 
-    static INLINE_MEMBER Vector broadcast(Unit x) { return x - Vector{}; }  // 0 + x would add
-    static INLINE_MEMBER Float16 added(Float16 sum, Vector x, Vector number) { return sum + x * number; }
+    typedef FloatPart Part;
+    static INLINE_MEMBER Part broadcast(Unit x) { return x - Part{}; }  // 0 + x would add
+    static INLINE_MEMBER Part added(Part sum, Part x, Part number) { return sum + x * number; }
 
     // One token's columns from k on.
     static void take_x(const Operands& given, int64_t m, int64_t k, int64_t count, bool, Unit* to) {
@@ -333,7 +337,8 @@ struct Pairs {
     static constexpr int COLUMNS = 2, DEPTH = MOST_DEPTH;
     static constexpr bool SCALED = false;
 
-    static INLINE_MEMBER Vector broadcast(Unit x) { return Vector{} + x; }
+    typedef Word16 Part;
+    static INLINE_MEMBER Part broadcast(Unit x) { return Part{} + x; }
     static INLINE_MEMBER Float16 added(Float16 sum, Vector x, Vector number) {
         __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(number), "v"(x));
         return sum;
@@ -566,29 +571,34 @@ struct Blocked {
     // With several groups M is at most GROUPED, so that sums of the group and of all stay in registers.
     // A function of its own has all registers.
     template <int M, bool SEVERAL>
-    static __attribute__((noinline)) void tile(const Unit* x, const Vector* panel, int64_t steps, int64_t groups, const Float16* scale,
-                     Float16* sums) {
-        Float16 all[SEVERAL ? M : 1][WIDE] = {};
+    static __attribute__((noinline)) void tile(const Unit* x, const Vector* panel, int64_t steps, int64_t groups,
+                                               const Float16* scale, Float16* sums) {
+        typedef typename Kind::Part Part;
+        constexpr int PARTS = WIDE * sizeof(Vector) / sizeof(Part);
+        const Part* from = (const Part*)panel;
+        const FloatPart* scales = (const FloatPart*)scale;
+        FloatPart* to = (FloatPart*)sums;
+        FloatPart all[SEVERAL ? M : 1][PARTS] = {};
         for (int64_t g = 0; g < groups; g++, x += steps) {
-            Float16 own[M][WIDE] = {};
-            for (int64_t s = 0; s < steps; s++, panel += WIDE) {
-                Vector numbers[WIDE];
-                UNROLL for (int v = 0; v < WIDE; v++) numbers[v] = panel[v];
+            FloatPart own[M][PARTS] = {};
+            for (int64_t s = 0; s < steps; s++, from += PARTS) {
+                Part numbers[PARTS];
+                UNROLL for (int v = 0; v < PARTS; v++) numbers[v] = from[v];
                 UNROLL for (int i = 0; i < M; i++) {
-                    const Vector one = Kind::broadcast(x[i * STEPS + s]);
-                    UNROLL for (int v = 0; v < WIDE; v++) own[i][v] = Kind::added(own[i][v], one, numbers[v]);
+                    const Part one = Kind::broadcast(x[i * STEPS + s]);
+                    UNROLL for (int v = 0; v < PARTS; v++) own[i][v] = Kind::added(own[i][v], one, numbers[v]);
                 }
             }
-            UNROLL for (int v = 0; v < WIDE; v++) {
+            UNROLL for (int v = 0; v < PARTS; v++) {
                 UNROLL for (int i = 0; i < M; i++) {
-                    Float16& to = SEVERAL ? all[i][v] : sums[i * WIDE + v];
-                    to += Kind::SCALED ? own[i][v] : own[i][v] * scale[g * WIDE + v];
+                    FloatPart& sum = SEVERAL ? all[i][v] : to[i * PARTS + v];
+                    sum += Kind::SCALED ? own[i][v] : own[i][v] * scales[g * PARTS + v];
                 }
             }
         }
         if (SEVERAL)
             UNROLL for (int i = 0; i < M; i++)
-                UNROLL for (int v = 0; v < WIDE; v++) sums[i * WIDE + v] += all[SEVERAL ? i : 0][v];
+                UNROLL for (int v = 0; v < PARTS; v++) to[i * PARTS + v] += all[SEVERAL ? i : 0][v];
     }
 
     static constexpr int GROUPED = 3;

@@ -63,8 +63,8 @@ class Reader:
         """Rows of a matrix [N, K], which are the columns of its product."""
         self.multiplier: Multiplier | bool | None = self.layout is not None
         """The kernel of products; True where the first product makes it, and None or False where there is none."""
-        self.last: tuple[Any, torch.dtype | None, tuple[int, ...], bool] = (None, None, (), False)
-        """Of the last product without a bias or a rounded input: shape and dtype of x, sizes of the result, `of_op`."""
+        self.last: tuple[Any, torch.dtype | None, Any, bool] = (None, None, None, False)
+        """Of the last product without a bias or a rounded input: shape and dtype of x, its `Extent`, and `of_op`."""
 
     def __deepcopy__(self, memo: Any) -> Reader:
         return self
@@ -118,19 +118,21 @@ class ReadOnCpu:
             multiplier = reader.multiplier = _multiplier(reader.spec, reader.shape)
         if not multiplier:
             return None
-        dtype, sizes = x.dtype, (*x.shape[:-1], reader.rows)
+        from lowbit_kernels.weight_only.weight_mm_cpu import Extent
+
+        dtype, extent = x.dtype, Extent.of(x.shape, reader.rows)
         if dtype is torch.float16:
             x, bias = x.float(), None if bias is None else bias.float()
         y = None
         if reader.spec.scales is None:
-            y = multiplier.multiply(x, sizes, bias, self.codes, self.scale, self.zero_point)
+            y = multiplier.multiply(x, extent, bias, self.codes, self.scale, self.zero_point)
             if y is not None and self.activation is None and bias is None:
-                reader.last = (x.shape, dtype, sizes, of_op)
+                reader.last = (x.shape, dtype, extent, of_op)
         if y is None:
             found = kernel_of(self)
             if found is None:
                 return None
-            y = multiplier.multiply(x, sizes, bias, *found[1])
+            y = multiplier.multiply(x, extent, bias, *found[1])
         if y is None:
             return None
         if of_op:
@@ -140,24 +142,28 @@ class ReadOnCpu:
     def quick_product(self: Any, x: Tensor) -> Tensor | None:
         """`product_on_cpu` of an input like that of the last call, where nothing but this product can be meant.
 
-        A layer of 128 x 128 takes 4 us in high precision, and the way through torch's dispatch as much again.
+        A layer of 128 x 128 takes 4 us in high precision, and the way through torch's dispatch half as much.
         """
         reader = self._reader
         if reader is None or reader.spec is not self.spec or type(x) is not Tensor:
             return None
-        shape, dtype, sizes, of_op = reader.last
-        if x.shape != shape or x.dtype is not dtype or not x.is_cpu or _is_watched():
+        shape, dtype, extent, of_op = reader.last
+        if (
+            x.shape != shape
+            or x.dtype is not dtype
+            or not x.is_cpu
+            or _is_grad_enabled()
+            or _dispatch_modes()
+            or _function_modes()
+            or _is_any_autocast_enabled()
+            or _has_transforms()
+            or _is_traced()
+        ):
             return None
-        y = reader.multiplier.multiply(x, sizes, None, self.codes, self.scale, self.zero_point)
+        y = reader.multiplier.multiply(x, extent, None, self.codes, self.scale, self.zero_point)
         if of_op and y is not None:
             ran("weight_linear", "cpu")
         return y
-
-    def quick_rows(self: Any, index: Tensor, padding_idx: int | None) -> Tensor | None:
-        """`rows_of_embedding` where nothing but the kernel can be meant."""
-        if _is_watched():
-            return None
-        return rows_of_embedding(index, self, padding_idx)
 
     def product_in_tiles(self: Any, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """The same by PyTorch's product with a decoded tile of rows at a time.
@@ -261,18 +267,6 @@ def _parts(weight: Any, layout: Dequantizer) -> Parts:
         if zero_point is not None and zero_point.is_floating_point():
             zero_point = zero_point.float()
     return Parts(codes, scale, zero_point, of_byte)
-
-
-def _is_watched() -> bool:
-    """True if something may see or change operations: autograd, autocast, a mode, a transform or a trace."""
-    return bool(
-        _is_grad_enabled()
-        or _dispatch_modes()
-        or _function_modes()
-        or _is_any_autocast_enabled()
-        or _has_transforms()
-        or _is_traced()
-    )
 
 
 def _may_run() -> bool:
