@@ -228,10 +228,10 @@ def _linear(self: Any, input: Tensor) -> Tensor:
 
 def _embedding(self: Any, input: Tensor) -> Tensor:
     """The forward of nn.Embedding."""
+    if _is_compiling():  # a guard on the parameter would keep it from being replaced
+        return nn.Embedding.forward(self, input)
     weight, rows = self._parameters.get("weight"), None
-    if isinstance(weight, ReadOnCpu) and not (
-        _is_compiling() or _function_modes() or tracer.active
-    ):
+    if isinstance(weight, ReadOnCpu) and not (_function_modes() or tracer.active):
         rows = rows_of_embedding(input, weight, self.padding_idx, self.max_norm)
     return nn.Embedding.forward(self, input) if rows is None else rows
 
