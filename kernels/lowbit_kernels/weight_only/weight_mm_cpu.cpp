@@ -400,10 +400,7 @@ extern "C" int64_t most_tokens(int64_t halves) {
 #ifdef HAS_PAIRS
     if (halves) return fits_bfloat16() ? INT64_MAX : 32;
 #endif
-#if defined(__AVX512F__)
-    // MKL uses half of the vectors of processors that are not Intel's.
-    return !halves && __builtin_cpu_is("intel") ? 24 : INT64_MAX;
-#elif defined(__AVX2__)
+#if defined(__AVX2__)
     return INT64_MAX;
 #elif defined(__aarch64__)
     return 24;

@@ -87,6 +87,12 @@ struct Operands {
     bool halves;
 };
 
+// How many of `count` columns from k on x has; the weight may have more.
+INLINE int64_t own_columns(const Operands& given, int64_t k, int64_t count) {
+    const int64_t left = given.columns > k ? given.columns - k : 0;
+    return left < count ? left : count;
+}
+
 INLINE void write(const Operands& given, int64_t m, int64_t n, Float16 sums) {
     const int64_t at = m * given.rows + n, left = given.rows - n;
     if (left >= 16 && given.halves) {
@@ -276,7 +282,7 @@ struct Values {
 
     // One token's columns from k on.
     static void take_x(const Operands& given, int64_t m, int64_t k, int64_t count, bool, Unit* to) {
-        const int64_t own = given.columns - k < count ? given.columns - k : count;
+        const int64_t own = own_columns(given, k, count);
         if (given.halves) {
             const uint16_t* from = (const uint16_t*)given.x + m * given.columns + k;
             for (int64_t i = 0; i < own; i++) to[i] = of_bfloat16_one(from[i]);
@@ -331,6 +337,18 @@ struct Values {
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(HAS_SHUFFLE)
 #define HAS_PAIRS
 
+// Where the numbers of 32 columns stand in x, in the order of the pairs of words.
+static Half32 order_of_words() {
+    constexpr int HALF = PER_WORD / 2;
+    Half32 found = {};
+    for (int i = 0; i < 16 && HALF; i++) {
+        const int first = i / (HALF ? HALF : 1) * PER_WORD + i % (HALF ? HALF : 1);
+        found[2 * i] = (uint16_t)first, found[2 * i + 1] = (uint16_t)(first + HALF);
+    }
+    return found;
+}
+static const Half32 ORDER_OF_WORDS = order_of_words();  // a static of a member is one for all loaded formats
+
 struct Pairs {
     typedef uint32_t Unit;
     typedef Word16 Vector;
@@ -350,10 +368,14 @@ struct Pairs {
     // In words, code j of a word is beside code j + PER_WORD / 2.
     static void take_x(const Operands& given, int64_t m, int64_t k, int64_t count, bool in_words, Unit* to) {
         const uint16_t* from = (const uint16_t*)given.x + m * given.columns + k;
-        const int64_t own = given.columns - k < count ? given.columns - k : count;
+        const int64_t own = own_columns(given, k, count);
         constexpr int HALF = PER_WORD / 2;
         int64_t i = 0;
         if (in_words) {
+            typedef Half32 Unaligned32 __attribute__((aligned(2)));
+            typedef Word16 UnalignedPairs __attribute__((aligned(4)));
+            for (; i + 32 <= own; i += 32, from += 32, to += 16)
+                *(UnalignedPairs*)to = looked_up(*(const Unaligned32*)from, (Word16)ORDER_OF_WORDS);
             for (; i + PER_WORD <= own; i += PER_WORD, from += PER_WORD, to += HALF)
                 UNROLL for (int j = 0; j < HALF; j++) to[j] = from[j] | (uint32_t)from[j + HALF] << 16;
             if (i < own) {
@@ -406,13 +428,13 @@ struct Pairs {
         memcpy((char*)&found + 32, &halves, 32);
         return found;
     }
+#endif
     // By the lowest 5 bits of each 16.
     static INLINE_MEMBER Vector looked_up(Half32 table, Word16 codes) {
         Word16 found;
         __asm__("vpermw %1, %2, %0" : "=v"(found) : "v"(table), "v"(codes));
         return found;
     }
-#endif
     static void take_rows(const float* rows, int64_t columns, Vector* to) {
         for (int64_t k = 0; k < columns; k += 16) {
             const uint8_t* all[16];
@@ -710,7 +732,7 @@ static void multiply_panels(const Weight& weight, const Operands& given, bool in
         auto* x = (typename Kind::Unit*)kept_x.bytes(bytes);
         Blocked<Kind> job = {weight, given, x, m, tokens, room, in_words, in_tiles};
         typename Blocked<Kind>::Pack pack = {job};
-        all_rows(pack, 0, tokens, tokens * l.columns < (1 << 18) ? nullptr : parallel, threads);
+        all_rows(pack, 0, tokens, tokens * l.columns < (1 << 15) ? nullptr : parallel, threads, 1);
         all_rows(job, 0, l.rows, parallel, threads, PANEL);
     }
 }
