@@ -1,7 +1,7 @@
 """Weights in few bits times activations in 16 bits, by kernels that unpack the codes.
 
-Not for float32, where a converted model has the outputs of the model prepared for QAT, to the bit. In 16 bits the
-weights are equal to the bit, but the decode kernel does not round them to 16 bits.
+Not for float32, where a converted model has the outputs of the model prepared for QAT, to the bit, while gradients are
+enabled. In 16 bits the weights are equal to the bit, but the decode kernel does not round them to 16 bits.
 """
 
 from __future__ import annotations
