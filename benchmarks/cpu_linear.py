@@ -118,8 +118,8 @@ TABLE = Table(
     columns=("ms", "plain beside it", "/ plain", "page faults"),
     measure=measure,
     cells=cells,
-    legend="Milliseconds of `layer(x)` on one thread, the fastest of the calls of half a second; the plain layer of the "
-    "same dtype takes turns with it. *Page faults* of one call: pages of 4 KiB that the system cleared for it.",
+    legend="Milliseconds of `layer(x)` on one thread, the fastest of the calls of half a second; the plain layer of "
+    "the same dtype takes turns with it. *Page faults* of one call: pages of 4 KiB that the system cleared for it.",
 )
 
 
