@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from lowbit.layers.routed_experts import routed_forward
 from lowbit.layers.stand_in import StandIn, give, names_given, take, without
+from lowbit.linear.frozen import registered
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.forms import (
     has_expert_kernel,
@@ -36,9 +37,12 @@ from lowbit.tensor.core.forms import (
     parts_of_form,
     sources_of_form,
 )
+from lowbit.tensor.frozen.cpu_values import ReadOnCpu, rows_of_embedding
 from lowbit.tensor.trained.trainable import TrainableTensor
+from lowbit.tracing import tracer
 
 _is_compiling = torch.compiler.is_dynamo_compiling
+_function_modes = torch._C._len_torch_function_stack
 
 
 def is_frozen(weight: Any) -> bool:
@@ -127,6 +131,8 @@ class Frozen(StandIn):
         own: dict[str, Any] = {name: _weight(name) for name in names}
         if plain.forward is nn.Linear.forward:
             return own | {"forward": _linear}
+        if plain.forward is nn.Embedding.forward:
+            return own | {"forward": _embedding}
         forward = routed_forward(plain, names, _has_expert_kernel)
         return own if forward is None else own | {"forward": forward}
 
@@ -203,8 +209,31 @@ def _has_expert_kernel(module: Any, name: str, dtype: torch.dtype) -> bool:
 
 def _linear(self: Any, input: Tensor) -> Tensor:
     """The forward of nn.Linear, which does not read the property: torch 2.11 checks it at each call."""
-    weight = _in_graph(self, "weight")
-    return F.linear(input, self.weight if weight is None else weight, self.bias)
+    if _is_compiling():
+        weight = _in_graph(self, "weight")
+        return F.linear(input, self.weight if weight is None else weight, self.bias)
+    own = self._parameters
+    weight = own.get("weight")
+    if (
+        isinstance(weight, ReadOnCpu)
+        and own.get("bias", self) is None
+        and tracer.active is None
+        and not registered.rows
+    ):
+        y = weight.quick_product(input)
+        if y is not None:
+            return y
+    return F.linear(input, self.weight, self.bias)
+
+
+def _embedding(self: Any, input: Tensor) -> Tensor:
+    """The forward of nn.Embedding."""
+    if _is_compiling():  # a guard on the parameter would keep it from being replaced
+        return nn.Embedding.forward(self, input)
+    weight, rows = self._parameters.get("weight"), None
+    if isinstance(weight, ReadOnCpu) and not (_function_modes() or tracer.active):
+        rows = rows_of_embedding(input, weight, self.padding_idx, self.max_norm)
+    return nn.Embedding.forward(self, input) if rows is None else rows
 
 
 def _weight(name: str) -> property:

@@ -1,4 +1,5 @@
-"""float32 products of low-bit weights on a CPU: few operations, the bits of plain products, no stale decision."""
+"""float32 products of low-bit weights on a CPU: few operations, the bits of plain products where gradients are enabled,
+no stale decision."""
 
 from __future__ import annotations
 
@@ -71,10 +72,17 @@ def test_the_bits_of_a_plain_product(scheme: lb.Scheme, bias: bool, shape: tuple
     for leading in ((1, 1), (3,), (), (2, 5), (0,)):
         x = torch.randn(*leading, shape[0])
         expected = F.linear(x, values, linear.bias)
-        for context in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        for _ in range(3):
+            assert torch.equal(linear(x), expected)
+        for context in (torch.no_grad, torch.inference_mode):
             with context():
                 for _ in range(3):
-                    assert torch.equal(linear(x), expected)
+                    assert is_close(linear(x), expected)
+
+
+def is_close(found: Tensor, expected: Tensor) -> bool:
+    """float32 sums in another order."""
+    return torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
@@ -84,7 +92,7 @@ def test_alternating_shapes() -> None:
     for m in (1, 1, 5, 1, 2, 2):
         for module in (first, second, first):
             x = torch.randn(m, module.in_features)
-            assert torch.equal(module(x), F.linear(x, values[module]))
+            assert is_close(module(x), F.linear(x, values[module]))
 
 
 def test_gradients_are_of_the_values_at_forward() -> None:
@@ -126,7 +134,7 @@ def test_traces_contain_the_codes() -> None:
     y = linear(x)
     graph = make_fx(linear)(x)
     layer()(torch.randn(1, 48))
-    assert torch.equal(graph(x), y)
+    assert is_close(graph(x), y)
 
 
 def test_compiled_and_exported(expected: tuple[nn.Linear, Tensor, Tensor]) -> None:
@@ -160,7 +168,7 @@ def test_threads_have_memory_of_their_own() -> None:
         with torch.no_grad():
             for _ in range(200):
                 x = torch.randn(1, 48)
-                if not torch.equal(linear(x), F.linear(x, values)):
+                if not is_close(linear(x), F.linear(x, values)):
                     wrong.append(linear)
 
     threads = [threading.Thread(target=work, args=(linear,)) for linear in layers]

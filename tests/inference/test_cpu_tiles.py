@@ -136,6 +136,24 @@ def test_products_in_16_bits(scheme: lb.Scheme, dtype: torch.dtype) -> None:
 
 
 @over(WEIGHT_ONLY)
+@torch.no_grad()
+def test_products_without_gradients(scheme: lb.Scheme) -> None:
+    """Few tokens and many, in words and code by code, columns in the padding; NaN stays in its token."""
+    for n, k in ((65, 128), (24, 100), (33, 512), (7, 33)):
+        weight = AffineTensor.from_float(torch.randn(n, k), scheme)
+        values, bias = weight.dequantize().double(), torch.randn(n)
+        for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 3e-3)):
+            for m in (1, 3, 4, 7, 17):
+                x = torch.randn(m, k).to(dtype)
+                expected = F.linear(x.double(), values, bias.to(dtype).double())
+                y = F.linear(x, weight.to(dtype), bias.to(dtype))
+                assert y.dtype is dtype and relative_error(y, expected) < bound, (n, k, m, dtype)
+                x[0, k // 2] = torch.nan
+                y = F.linear(x, weight.to(dtype))
+                assert y[0].isnan().all() and y[1:].isfinite().all()
+
+
+@over(WEIGHT_ONLY)
 def test_nan_and_infinite_inputs_pass(scheme: lb.Scheme) -> None:
     weight = AffineTensor.from_float(torch.randn(6, 128), scheme)
     for dtype in (torch.float32, torch.bfloat16):

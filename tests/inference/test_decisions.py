@@ -214,14 +214,15 @@ def test_gradients_autocast_and_tracers_come_and_go(name: str) -> None:
     for _ in range(2):
         leaf.grad = None
         found = model(leaf)
-        assert found.requires_grad and torch.equal(found, y)
+        assert found.requires_grad and torch.allclose(found, y, rtol=1e-5, atol=1e-6)
         found.sum().backward()
         values = model.weight.dequantize().double().sum(0)
         assert relative_error(leaf.grad, values.expand(3, 64)) < 1e-2
     with torch.autocast("cpu", torch.bfloat16):
         for _ in range(2):
             assert model(x).dtype is torch.bfloat16
-    assert torch.equal(model(x), y)
+    with torch.no_grad():
+        assert torch.equal(model(x), y)
     with tracer.watched(model) as watch:
         model(x)
         model(leaf).sum().backward()

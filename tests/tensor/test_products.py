@@ -105,16 +105,17 @@ def test_linear_under_autocast(case):
 def test_grad_modes(case):
     x, weight, bias = operands(case, (4,), 24, 100)
     expected = F.linear(x, weight, bias).detach()
+    near = 1e-6 if x.dtype is torch.float32 else 0.0  # a CPU's kernel sums in another order
     with torch.no_grad():
         y = F.linear(x, weight, bias)
-        assert not y.requires_grad and same_bits(y, expected)
+        assert not y.requires_grad and relative_error(y, expected) <= near
     with torch.inference_mode():
         y = F.linear(x, weight, bias)
-        assert y.is_inference() and same_bits(y, expected)
+        assert y.is_inference() and relative_error(y, expected) <= near
         if case.is_transposable:
             assert relative_error(x @ weight.t() + bias, expected) < 1e-2
         inside = case.make((24, 100))
-        assert same_bits(F.linear(x, inside, bias), expected)
+        assert relative_error(F.linear(x, inside, bias), expected) <= near
         assert same_bits(case.values_of(inside[8:]), case.values_of(weight[8:]))
         assert same_bits(case.values_of(inside.clone()), case.values_of(weight))
 

@@ -13,6 +13,7 @@
 // values equal those of PyTorch's operations to the bit.
 
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #ifndef TO_MEMORY  // sums of products use FMA
@@ -23,7 +24,8 @@
 #endif
 #endif
 
-#define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
+#define INLINE static INLINE_MEMBER
 // Unrolled loops keep their arrays in registers.
 #ifdef __clang__
 #define UNROLL _Pragma("unroll")
@@ -61,13 +63,18 @@ struct Weight {
     const Scale* scale;
     const Zero* zero;
     const float* of_byte;  // 256 scales; null for float32 scales
+    bool half_scales;      // scales are bfloat16
 };
 
 static inline float scale_at(const Weight& weight, int64_t index) {
 #if SCALE_BYTES
     return weight.of_byte[weight.scale[index]];
 #else
-    return weight.scale[index];
+    if (!weight.half_scales) return weight.scale[index];
+    const uint32_t bits = (uint32_t)((const uint16_t*)weight.scale)[index] << 16;
+    float found;
+    memcpy(&found, &bits, 4);
+    return found;
 #endif
 }
 
@@ -279,30 +286,38 @@ INLINE void decode_group(const uint8_t* codes, int64_t row_bytes, int64_t k, int
 
 // ---- rows --------------------------------------------------------------------------------------------------------
 
-// Decodes R rows from `row` on. The sink gets (row - first row, column, values), in the order of the columns.
-template <int R, typename Sink>
-INLINE void decode_rows(const Weight& weight, int64_t row, Sink& sink) {
+// Decodes the columns from `k` to `end` of R rows from `row` on; numbers without their scales if not SCALED. The sink gets
+// (row - first row, column, values), in the order of the columns.
+template <int R, bool SCALED = true, typename Sink>
+INLINE void decode_columns(const Weight& weight, int64_t row, int64_t k, int64_t end, Sink& sink) {
     const Layout& l = *weight.layout;
     const uint8_t* codes = weight.codes + row * l.row_bytes;
     const int64_t after = (l.rows - row - R) * l.row_bytes;
     const int64_t eights = readable(l, after, 8), sixteens = readable(l, after, 16);
     int64_t first[R];
     UNROLL for (int r = 0; r < R; r++) first[r] = first_group(l, row + r);
-    for (int64_t g = 0, k = 0; g < l.groups; g++, k += l.group) {
+    for (int64_t g = k / l.group; k < end; g++) {
+        const int64_t last = (g + 1) * l.group, stop = last < end ? last : end;
         float scale[R];
         Zero zero[R] = {};
-        UNROLL for (int r = 0; r < R; r++) scale[r] = scale_at(weight, first[r] + g);
+        UNROLL for (int r = 0; r < R; r++) scale[r] = SCALED ? scale_at(weight, first[r] + g) : 1;
         UNROLL for (int r = 0; ZERO && r < R; r++) zero[r] = weight.zero[first[r] + g];
-        decode_group<R>(codes, l.row_bytes, k, k + l.group, eights, sixteens, scale, zero, sink);
+        decode_group<R>(codes, l.row_bytes, k, stop, eights, sixteens, scale, zero, sink);
+        k = stop;
     }
+}
+
+template <int R, typename Sink>
+INLINE void decode_rows(const Weight& weight, int64_t row, Sink& sink) {
+    decode_columns<R>(weight, row, 0, weight.layout->columns, sink);
 }
 
 // OpenMP's GOMP_parallel, which runs a function on PyTorch's threads; or null.
 typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
 
-// Runs `job.rows(first, end)` for the rows from `first` to `end`, in parts, on `threads` threads.
+// Runs `job.rows(first, end)` for the rows from `first` to `end`, in parts of whole `unit`s, on `threads` threads.
 template <typename Job>
-static void all_rows(Job& job, int64_t first, int64_t end, Parallel parallel, int64_t threads) {
+static void all_rows(Job& job, int64_t first, int64_t end, Parallel parallel, int64_t threads, int64_t unit = 4) {
     struct Shared {
         Job* job;
         int64_t end, step, next;
@@ -317,6 +332,6 @@ static void all_rows(Job& job, int64_t first, int64_t end, Parallel parallel, in
         }
     };
     if (!parallel || threads < 2) return job.rows(first, end);
-    Shared shared = {&job, end, ((end - first + threads - 1) / threads + 3) / 4 * 4, first};
+    Shared shared = {&job, end, ((end - first + threads - 1) / threads + unit - 1) / unit * unit, first};
     parallel(Shared::work, &shared, (unsigned)threads, 0);
 }

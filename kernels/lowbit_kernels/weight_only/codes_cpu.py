@@ -20,16 +20,16 @@ GRAIN = 2**20
 """Elements of a weight above which several threads are faster than one."""
 
 
-def source(format: CodesFormat, file: str, *defined: str) -> str:
-    """The C++ program of a file of this folder that uses ``codes_cpu.h``, with the names in `defined` set to 1."""
+def source(format: CodesFormat, *files: str, defined: str = "") -> str:
+    """The C++ program of files that use ``codes_cpu.h``, with the name `defined` set to 1."""
     zero = ("none", "code", "value").index(format.zero_point)
     defines = {"BITS": format.bits, "LOW": format.low, "EXPONENT": format.exponent}
     defines |= {"ZERO": zero, "MID": format.mid, "SCALE_BYTES": int(format.scale_bytes)}
-    defines |= dict.fromkeys(defined, 1)
+    defines |= {defined: 1} if defined else {}
     values = {name: f"({n})" for name, n in defines.items()}
     if format.table:
         values["TABLE"] = ", ".join(f"{value.hex()}f" for value in format.table)
-    return program(values, "weight_only/codes_cpu.h", file)
+    return program(values, "weight_only/codes_cpu.h", *files)
 
 
 class Parts(NamedTuple):

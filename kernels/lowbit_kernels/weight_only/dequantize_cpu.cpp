@@ -28,7 +28,7 @@ struct Dequantize {
 extern "C" int64_t dequantize(const Layout* layout, float* out, const uint8_t* codes, const Scale* scale,
                               const Zero* zero, const float* of_byte, int64_t first, int64_t end, Parallel parallel,
                               int64_t threads) {
-    Dequantize job = {{layout, codes, scale, zero, of_byte}, out, first};
+    Dequantize job = {{layout, codes, scale, zero, of_byte, false}, out, first};
     all_rows(job, first, end, parallel, threads);
     return 1;
 }
@@ -37,7 +37,7 @@ extern "C" int64_t dequantize(const Layout* layout, float* out, const uint8_t* c
 extern "C" int64_t look_up(const Layout* layout, float* out, const uint8_t* codes, const Scale* scale,
                            const Zero* zero, const float* of_byte, const int64_t* index, int64_t count) {
     const Denormals denormals;
-    const Weight weight = {layout, codes, scale, zero, of_byte};
+    const Weight weight = {layout, codes, scale, zero, of_byte, false};
     for (int64_t i = 0; i < count; i++) {
         if (index[i] < 0 || index[i] >= layout->rows) return 0;
         ToMemory sink = {out + i * layout->columns};

@@ -176,7 +176,7 @@ def dequantizer(format: CodesFormat, *sizes: int) -> Dequantizer | None:
 
 @functools.cache
 def _functions(format: CodesFormat) -> tuple[Any, Any]:
-    program = source(format, "weight_only/dequantize_cpu.cpp", "TO_MEMORY")
+    program = source(format, "weight_only/dequantize_cpu.cpp", defined="TO_MEMORY")
     dequantize, look_up = functions(program, "dequantize", "look_up")
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     dequantize.argtypes = [*([pointer] * 6), number, number, pointer, number]

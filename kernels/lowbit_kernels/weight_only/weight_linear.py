@@ -22,7 +22,7 @@ Implementations, as `launches` reports them:
     triton       weight_mm_triton: int4 and int8 on other GPUs, and in layouts that the CUDA kernels don't take, up to
                  64 tokens
     dequantize   weight_mm_dequantized: cuBLAS, or PyTorch on CPUs, on a chunk of the dequantized weight at a time
-    cpu          weight_mm_cpu: C++ compiled at first use, for few tokens in 16 bits times int4 and int8 on a CPU
+    cpu          weight_mm_cpu: C++ compiled at first use, for int4 and int8 on a CPU
     empty        no product: M, N or K is 0
 
 `linear_table` chooses among those for GPUs. A call looks up its plan by the layouts of its operands; only new layouts

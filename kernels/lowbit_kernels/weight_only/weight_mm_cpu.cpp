@@ -1,22 +1,15 @@
-// out[m, n] = sum_k x[m, k] * value(code[n, k]) in float32, for few tokens.
+// out[m, n] = sum_k x[m, k] * value(code[n, k]), summed in float32. weight_mm_panels_cpu.h multiplies many tokens, this
+// file few of them, whose products are bound by memory:
 //
 // A block multiplies R rows of the weight by M tokens in registers: it converts a code once for M products, and loads x
 // once for R rows. Where words of 32 bits hold whole codes, and a row is whole vectors of 16 words (`in_words`), the
-// vectors are loaded as stored, and the j-th shift of a vector gives the j-th code of each word. Then x comes in this
-// order: [tokens, columns / CHUNK, CHUNK / LANES, LANES]. Otherwise x comes in its own order, and codes_cpu.h reads the
-// weight.
+// vectors are loaded as stored, and the j-th shift of a vector gives the j-th code of each word. Then x is put into this
+// order: [tokens, columns / CHUNK, CHUNK / LANES, LANES]. Otherwise x keeps its order, and codes_cpu.h reads the weight.
 //
 // LANES are 16. Where the processor has AVX-512, float8 comes in vectors of 32 words of 16 bits, two codes each, which
 // are converted as float16.
 
-static constexpr int PER_WORD = 32 / BITS, CHUNK = 16 * PER_WORD;
 static constexpr bool WORDS = 32 % BITS == 0 && ZERO != 2;
-
-typedef uint32_t Word16 __attribute__((vector_size(64)));
-typedef uint32_t UnalignedWord16 __attribute__((vector_size(64), aligned(1)));
-typedef int32_t Int16 __attribute__((vector_size(64)));
-typedef float Float16 __attribute__((vector_size(64)));
-typedef float UnalignedFloat16 __attribute__((vector_size(64), aligned(4)));
 
 static inline float total(Float16 sums) {
     float parts[16], all = 0;
@@ -25,6 +18,20 @@ static inline float total(Float16 sums) {
     for (int i = 0; i < 4; i++) all += parts[i] + parts[i + 4];
     return all;
 }
+
+#ifdef HAS_SHUFFLE
+// The totals of four vectors, in lanes 0, 4, 8 and 12.
+INLINE Float16 totals(Float16 a, Float16 b, Float16 c, Float16 d) {
+    const Int16 low = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}, high = low + 8;
+    const Float16 two = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+    const Float16 next = __builtin_shuffle(c, d, low) + __builtin_shuffle(c, d, high);
+    const Int16 first = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
+    Float16 all = __builtin_shuffle(two, next, first) + __builtin_shuffle(two, next, first + 4);
+    const Int16 each = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    all += __builtin_shuffle(all, each ^ 2);
+    return all + __builtin_shuffle(all, each ^ 1);
+}
+#endif
 
 // ---- words -------------------------------------------------------------------------------------------------------
 
@@ -67,6 +74,8 @@ INLINE Float16 numbers(Word16 words, int j) {
 #if defined(HAS_TABLE)
     const Int16 all = Int16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} & MASK;
     return __builtin_shuffle(numbers_of<Float16>(all), (Int16)codes);
+#elif BITS == 8 && !EXPONENT && !defined(TABLE)
+    return number_of_word(words, j);
 #elif EXPONENT
     const Int16 moved = (Int16)(words << (uint32_t)(24 - 8 * j)) >> (8 - EXPONENT);
     return (Float16)((Word16)moved & MOVED) * UNIT;
@@ -113,50 +122,71 @@ struct Sums {
     float ones[R][M] = {};
     Floats eights[R][M] = {};
 
-    inline __attribute__((always_inline)) void operator()(int r, int64_t k, float value) {
+    INLINE_MEMBER void operator()(int r, int64_t k, float value) {
         UNROLL for (int m = 0; m < M; m++) ones[r][m] += x[m * stride + k] * value;
     }
-    inline __attribute__((always_inline)) void operator()(int r, int64_t k, Floats values) {
+    INLINE_MEMBER void operator()(int r, int64_t k, Floats values) {
         UNROLL for (int m = 0; m < M; m++) eights[r][m] += *(const Unaligned*)(x + m * stride + k) * values;
     }
 #ifdef HAS_TABLE
-    inline __attribute__((always_inline)) void operator()(int r, int64_t k, Floats16 values) {
-        Floats parts[2];
-        memcpy(parts, &values, sizeof(parts));
-        (*this)(r, k, parts[0]);
-        (*this)(r, k + 8, parts[1]);
+    Float16 sixteens[R][M] = {};
+
+    INLINE_MEMBER void operator()(int r, int64_t k, Floats16 values) {
+        UNROLL for (int m = 0; m < M; m++) sixteens[r][m] += *(const UnalignedFloat16*)(x + m * stride + k) * values;
     }
 #endif
 };
 
 struct Multiply {
     Weight weight;
-    const float* x;
-    float* out;  // [tokens, rows]
-    int64_t tokens;
+    Operands given;
+    const float* x;  // [tokens, columns]
     bool in_words;
+    Int16 each = {};             // `groups_of_words`
     int64_t block = 0;           // the first of the rows whose scales are in `decoded`
-    float* decoded = nullptr;    // float32 scales of 4 rows, where those of the weight are bytes
+    float* decoded = nullptr;    // scales of 4 rows, each with 15 more floats, where those of the weight cannot be read
 
     inline const float* scales_of(int64_t row) {
         const Layout& l = *weight.layout;
-#if SCALE_BYTES
-        return decoded + (row - block) * (l.groups + 15);
-#else
-        return weight.scale + first_group(l, row);
-#endif
+        if (decoded) return decoded + (row - block) * (l.groups + 15);
+        return (const float*)weight.scale + first_group(l, row);
     }
 
     void decode_scales(int64_t first, int64_t end) {
         block = first;
-#if SCALE_BYTES
         const Layout& l = *weight.layout;
-        for (int64_t n = first; n < end; n++) {
-            const uint8_t* __restrict bytes = weight.scale + first_group(l, n);
+        for (int64_t n = first; decoded && n < end; n++) {
             float* __restrict to = decoded + (n - first) * (l.groups + 15);
-            for (int64_t g = 0; g < l.groups; g++) to[g] = weight.of_byte[bytes[g]];
+            const int64_t from = first_group(l, n);
+            for (int64_t g = 0; g < l.groups; g++) to[g] = scale_at(weight, from + g);
+        }
+    }
+
+    void put(int64_t m, int64_t n, float sum) {
+        const int64_t at = m * given.rows + n;
+        if (n >= given.rows) return;
+        if (given.halves) {
+            if (given.bias) sum += of_bfloat16_one(((const uint16_t*)given.bias)[n]);
+            ((uint16_t*)given.out)[at] = to_bfloat16_one(sum);
+        } else {
+            if (given.bias) sum += ((const float*)given.bias)[n];
+            ((float*)given.out)[at] = sum;
+        }
+    }
+
+    template <int R, int M>
+    INLINE_MEMBER void put_totals(int64_t m, int64_t n, Float16 (&sums)[R][M]) {
+#ifdef HAS_SHUFFLE
+        if constexpr (R == 4) {
+            UNROLL for (int i = 0; i < M; i++) {
+                const Float16 all = totals(sums[0][i], sums[1][i], sums[2][i], sums[3][i]);
+                UNROLL for (int r = 0; r < 4; r++) put(m + i, n + r, all[4 * r]);
+            }
+            return;
         }
 #endif
+        for (int r = 0; r < R; r++)
+            for (int i = 0; i < M; i++) put(m + i, n + r, total(sums[r][i]));
     }
 
     template <int R, int M>
@@ -164,7 +194,6 @@ struct Multiply {
         const Layout& l = *weight.layout;
         const float* tokens_x = x + m * l.columns;
         const int64_t step = l.group % CHUNK ? CHUNK : l.group;
-        const Int16 each = groups_of_words(l.group);
         const float* scales[R];
         const Zero* zeros[R];
         UNROLL for (int r = 0; r < R; r++) {
@@ -204,8 +233,7 @@ struct Multiply {
                 UNROLL for (int i = 0; i < M; i++) sums[r][i] += part[r][i] * scale;
             }
         }
-        for (int r = 0; r < R; r++)
-            for (int i = 0; i < M; i++) out[(m + i) * l.rows + n + r] = total(sums[r][i]);
+        put_totals<R, M>(m, n, sums);
 #if EXPONENT
         if (M == 1 && __builtin_expect(any(special), 0)) one_by_one(n, R, m, M);
 #endif
@@ -235,7 +263,7 @@ struct Multiply {
                     const float number = one(weight.codes + n * l.row_bytes, k);
                     sum += x[i * l.columns + k / CHUNK * CHUNK + in_chunk] * value(number, scale, Zero());
                 }
-                out[i * l.rows + n] = sum;
+                put(i, n, sum);
             }
     }
 
@@ -244,18 +272,22 @@ struct Multiply {
         const Layout& l = *weight.layout;
         Sums<R, M> sums = {x + m * l.columns, l.columns};
         decode_rows<R>(weight, n, sums);
-        for (int r = 0; r < R; r++)
-            for (int i = 0; i < M; i++) {
-                float parts[8], all = sums.ones[r][i];
-                memcpy(parts, &sums.eights[r][i], sizeof(parts));
-                for (int p = 0; p < 8; p++) all += parts[p];
-                out[(m + i) * l.rows + n + r] = all;
+        Float16 all[R][M];
+        UNROLL for (int r = 0; r < R; r++) {
+            UNROLL for (int i = 0; i < M; i++) {
+                Floats parts[2] = {sums.eights[r][i], Floats{sums.ones[r][i]}};
+                memcpy(&all[r][i], parts, sizeof(parts));
+#ifdef HAS_TABLE
+                all[r][i] += sums.sixteens[r][i];
+#endif
             }
+        }
+        put_totals<R, M>(m, n, all);
     }
 
     template <int R, int M>
     int64_t some(int64_t n, int64_t m) {
-        for (; m + M <= tokens; m += M) {
+        for (; m + M <= given.tokens; m += M) {
             if constexpr (WORDS) in_words ? by_words<R, M>(n, m) : by_codes<R, M>(n, m);
             else by_codes<R, M>(n, m);
         }
@@ -263,43 +295,116 @@ struct Multiply {
     }
     void finish(int64_t first, int64_t end) {
 #if EXPONENT
-        if (in_words && tokens > 1 && has_special(first, end))
-            one_by_one(first, end - first, 0, tokens);
+        if (in_words && given.tokens > 1 && has_special(first, end))
+            one_by_one(first, end - first, 0, given.tokens);
 #endif
     }
     // Blocks whose sums fit into the registers, and are enough to hide the latency of additions.
     void blocks(int64_t n, int64_t end) {
         for (; n + 4 <= end; n += 4) {
             decode_scales(n, n + 4);
-            const int64_t fours = some<2, 4>(n, 0);
-            some<2, 4>(n + 2, 0);
-            some<4, 1>(n, some<4, 2>(n, fours));
+            some<4, 1>(n, some<4, 2>(n, 0));
             finish(n, n + 4);
         }
         decode_scales(n, end);
         for (; n < end; n++) {
-            some<1, 1>(n, some<1, 4>(n, 0));
+            some<1, 1>(n, 0);
             finish(n, n + 1);
         }
     }
     void rows(int64_t n, int64_t end) {
         const Denormals denormals;
+        const Layout& l = *weight.layout;
         Multiply own = *this;  // of this thread
-        own.decoded = SCALE_BYTES ? new float[4 * (weight.layout->groups + 15)]() : nullptr;
+        const bool reads_after = in_words && l.group % CHUNK != 0;
+        if (SCALE_BYTES || weight.half_scales || reads_after) {
+            const int64_t bytes = 4 * (l.groups + 15) * sizeof(float);
+            own.decoded = (float*)kept_sums.bytes(bytes);
+            memset(own.decoded, 0, bytes);
+        }
+        if (reads_after) own.each = groups_of_words(l.group);
         own.blocks(n, end);
-        delete[] own.decoded;
+    }
+
+    // x in the order of `in_words`, or in its own.
+    static float* ordered(const Operands& given, const Layout& l, bool in_words) {
+        float* all = (float*)kept_x.bytes((2 * given.tokens + 1) * l.columns * sizeof(float));
+        float* taken = in_words ? all + given.tokens * l.columns : all;
+        for (int64_t m = 0; m < given.tokens; m++) {
+            Values::take_x(given, m, 0, l.columns, false, taken);
+            if (!in_words) {
+                taken += l.columns;
+                continue;
+            }
+            constexpr int EACH = CHUNK / LANES;
+            float* to = all + m * l.columns;
+            for (int64_t k = 0; k < l.columns; k += CHUNK)
+                for (int j = 0; j < EACH; j++)
+                    for (int i = 0; i < LANES; i++) to[k + j * LANES + i] = taken[k + i * EACH + j];
+        }
+        return all;
     }
 };
 
-// LANES of the order of x for vectors of words; 0 where such codes are not loaded in words.
-extern "C" int64_t lanes() { return WORDS ? LANES : 0; }
+static void multiply_few(const Weight& weight, const Operands& given, Parallel parallel, int64_t threads) {
+    const Layout& l = *weight.layout;
+    const bool whole_words = CHUNK % l.group == 0 && l.group % PER_WORD == 0 && LANES == 16;
+    const bool in_words = WORDS && l.columns % CHUNK == 0 && (l.group % CHUNK == 0 || whole_words);
+    Multiply job = {weight, given, Multiply::ordered(given, l, in_words), in_words};
+    all_rows(job, 0, l.rows, parallel, threads);
+}
 
-// `in_words`: x has the order above, CHUNK divides the columns, and a group is whole chunks or, with 16 LANES, divides a
-// chunk into whole words. In the second case 15 more floats must be readable after float32 scales.
-extern "C" int64_t multiply(const Layout* layout, float* out, const uint8_t* codes, const Scale* scale,
-                            const Zero* zero, const float* of_byte, const float* x, int64_t tokens, int64_t in_words,
-                            Parallel parallel, int64_t threads) {
-    Multiply job = {{layout, codes, scale, zero, of_byte}, x, out, tokens, in_words != 0};
-    all_rows(job, 0, layout->rows, parallel, threads);
+#ifdef HAS_PAIRS
+static constexpr int64_t FEW = 3, FEW_HALVES = BITS == 8 ? 3 : 2;  // the most tokens that are few
+#else
+static constexpr int64_t FEW = 3, FEW_HALVES = 3;
+#endif
+
+// x [tokens, columns], bias [rows] or null and out [tokens, rows] are float32 or, if `halves` & 1, bfloat16. Scales are
+// float32 or bytes or, if `halves` & 2, bfloat16.
+struct Call {
+    const Layout* layout;
+    void* out;
+    const uint8_t* codes;
+    const Scale* scale;
+    const Zero* zero;
+    const float* of_byte;
+    const void *x, *bias;
+    int64_t tokens, columns, rows, halves;
+    Parallel parallel;
+    int64_t threads;
+};
+
+extern "C" int64_t multiply(const Call* call) {
+    const Call& c = *call;
+    const Layout& l = *c.layout;
+    const Weight weight = {c.layout, c.codes, c.scale, c.zero, c.of_byte, (c.halves & 2) != 0};
+    const Operands given = {c.x, c.out, c.bias, c.tokens, c.columns, c.rows, (c.halves & 1) != 0};
+    const bool in_words = 32 % BITS == 0 && l.columns % CHUNK == 0 && (l.group % PER_WORD == 0 || l.groups == 1);
+    if (c.tokens <= (given.halves ? FEW_HALVES : FEW)) {
+        multiply_few(weight, given, c.parallel, c.threads);
+        return 1;
+    }
+#ifdef HAS_PAIRS
+    if (given.halves && fits_bfloat16() && (l.groups == 1 || (l.group >= 16 && l.group % 2 == 0))) {
+        multiply_panels<Pairs>(weight, given, in_words, c.parallel, c.threads);
+        return 1;
+    }
+#endif
+    multiply_panels<Values>(weight, given, in_words, c.parallel, c.threads);
     return 1;
+}
+
+// The most tokens, of float32 or bfloat16, whose product this kernel computes faster than BLAS multiplies decoded tiles.
+extern "C" int64_t most_tokens(int64_t halves) {
+#ifdef HAS_PAIRS
+    if (halves) return fits_bfloat16() ? INT64_MAX : 32;
+#endif
+#if defined(__AVX2__)
+    return INT64_MAX;
+#elif defined(__aarch64__)
+    return 24;
+#else
+    return FEW;
+#endif
 }

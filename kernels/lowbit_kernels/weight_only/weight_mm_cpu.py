@@ -1,45 +1,61 @@
-"""Small-batch products with a low-bit weight on a CPU, summed in float32: the kernel of ``weight_mm_cpu.cpp``.
+"""Products with a low-bit weight on a CPU, summed in float32: the kernel of ``weight_mm_cpu.cpp``.
 
-    out[m, n] = sum_k x[m, k] * value(code[n, k])       values as in `dequantize_cpu`
+    out[m, n] = sum_k x[m, k] * value(code[n, k])  +  bias[n]       values as in `dequantize_cpu`
 
-The kernel reads codes and scales in place at every product. PyTorch's own int4 kernel needs a reordered copy as large
-as the weight. That copy goes stale when codes are written through ``.data``, NumPy, DLPack or a mapped file, which
-nothing reports. PyTorch's int8 kernel crashes on memory that isn't aligned.
+The kernel reads codes and scales in place at every product. A copy in another order would be as large as the weight,
+and go stale when codes are written through ``.data``, NumPy, DLPack or a mapped file, which nothing reports.
 
-Sums are float32 and are rounded once, after bias and residual. The kernel is about as fast as PyTorch's: one token
-times int4 of 4096 x 4096 takes 0.9 ms on one core of an EPYC with AVX-512, where dequantization in chunks takes 19 ms.
-That is the fallback without a compiler. The source is compiled at first use, once a machine and format.
+Up to 3 tokens are bound by memory and decode in registers. More tokens multiply panels of decoded rows, in float32 or,
+where the processor multiplies bfloat16 (AVX512_BF16), in bfloat16. The numbers of codes are exact in bfloat16, and
+scales are multiplied into float32 sums, so the weight is not rounded. The source is compiled at first use, once a
+machine and format.
 
-`product` plans it for `weight_linear`: 16 bits, and codes of 4 or 8 bits. `multiplier` is the kernel for any format.
+`product` plans it for `weight_linear`, and `multiplier` is the kernel for any format.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
+import struct
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lowbit_kernels.weight_only.codes_cpu import (
     CodesLayout,
-    Parts,
     functions,
     source,
     warn_not_compiled,
 )
 from lowbit_kernels.weight_only.codes_format import CodesFormat
 from lowbit_kernels.weight_only.weight_operands import (
-    HALVES,
     Product,
     Tensors,
     WeightOperands,
 )
 
-MOST_TOKENS = {4: 32, 8: 16}
-READ_AFTER = 15  # floats after the scales that the kernel may read
+_FLOAT32, _BFLOAT16, _CPU = torch.float32, torch.bfloat16, torch.device("cpu")
+_CALL = struct.Struct("14q").pack
+"""The C structure ``Call``; ctypes takes three times as long for as many arguments."""
+
+
+class Extent(NamedTuple):
+    """How much a product multiplies."""
+
+    tokens: int
+    columns: int
+    """K of the input."""
+    sizes: tuple[int, ...]
+    """Those of the result."""
+
+    @classmethod
+    def of(cls, shape: Sequence[int], rows: int) -> Extent:
+        """Of an input of this shape [..., K], and a result [..., rows]."""
+        return cls(prod(shape[:-1]), shape[-1], (*shape[:-1], rows))
 
 
 class Multiplier(CodesLayout):
@@ -53,51 +69,88 @@ class Multiplier(CodesLayout):
         self, format: CodesFormat, rows: int, columns: int, group_size: int, scale_rows: int = 1
     ) -> None:
         super().__init__(format, rows, columns, group_size, scale_rows)
-        self._multiply, lanes = _functions(format)
-        word, chunk = 32 // format.bits, 512 // format.bits
-        of_chunks, in_chunk = group_size % chunk == 0, chunk % group_size == 0
-        of_words = lanes == 16 and in_chunk and group_size % word == 0
-        in_words = lanes > 0 and columns % chunk == 0 and (of_chunks or of_words)
-        self._reads_after = in_words and not of_chunks
-        self._chunks = (columns // chunk, lanes, chunk // lanes) if in_words else ()
+        self._multiply, self._most_floats, self._most_halves = _functions(format)
+        self._scales = self.scale_bytes // (1 if format.scale_bytes else 4)
 
-    def multiply(self, x: Tensor, parts: Parts) -> Tensor:
-        """float32 [M, N] of x [M, K], in float32 or 16 bits, and a weight [N, Kp] with contiguous codes."""
-        m, (n, columns) = x.shape[0], self.shape
-        if padding := columns - x.shape[1]:
-            x = F.pad(x, (0, padding))
-        if self._chunks:
-            x = x.reshape(m, *self._chunks).transpose(2, 3)
-        x = x.to(torch.float32, memory_format=torch.contiguous_format)
-        codes, scale, zero_point, of_byte = parts
-        if of_byte is None and (
-            self._reads_after or scale.dtype != torch.float32 or not scale.is_contiguous()
+    def most_tokens(self, halves: bool) -> int:
+        """The most tokens that `multiply` takes, in float32 or bfloat16. PyTorch multiplies more of them faster."""
+        return self._most_halves if halves else self._most_floats
+
+    def multiply(
+        self,
+        x: Tensor,
+        extent: Extent,
+        bias: Tensor | None,
+        codes: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None = None,
+        of_byte: Tensor | None = None,
+    ) -> Tensor | None:
+        """x times the first rows of a weight [N, Kp], transposed, plus bias, in x's dtype.
+
+        None where the memory of the weight's parts does not fit, and where PyTorch's product with decoded tiles is
+        faster. Decoding calls this method for every layer and token, so it inlines the functions that it would call.
+
+        Args:
+            x: float32 or bfloat16 [..., K]; K is at most Kp.
+            extent: `Extent.of` x and the rows of the result.
+            bias: [rows] in x's dtype, or None.
+            codes, scale, zero_point, of_byte: as in `codes_cpu.Parts`; without `of_byte`, the scale is float32 or
+                bfloat16.
+        """
+        dtype, kind, (tokens, columns, sizes) = x.dtype, scale.dtype, extent
+        if (
+            codes.nbytes != self.codes_bytes
+            or scale.numel() != self._scales
+            or (kind is not _FLOAT32 and kind is not _BFLOAT16 and not self.has_byte_scales)
+            or not codes.is_contiguous()
+            or not scale.is_contiguous()
         ):
-            scale = _float32(scale, READ_AFTER if self._reads_after else 0)
+            return None
+        zero_address = of_byte_address = 0
         if zero_point is not None:
-            zero_point = zero_point.contiguous()
-        out = x.new_empty((m, n))
+            if zero_point.nbytes != self.zero_bytes or not zero_point.is_contiguous():
+                return None
+            zero_address = zero_point.data_ptr()
+        if of_byte is not None:
+            of_byte_address = of_byte.data_ptr()
+        if not x.is_contiguous():
+            x = x.contiguous()
+        if bias is not None and not bias.is_contiguous():
+            bias = bias.contiguous()
+        halves = 0 if dtype is _FLOAT32 else 1
+        if tokens > (self._most_halves if halves else self._most_floats):
+            return None
+        parallel = self._parallel
+        out = torch.empty(*sizes, dtype=dtype, device=_CPU)
         self._multiply(
-            self.address,
-            out.data_ptr(),
-            *Parts(codes, scale, zero_point, of_byte).addresses(),
-            x.data_ptr(),
-            m,
-            len(self._chunks) > 0,
-            *self.threads(),
+            _CALL(
+                self.address,
+                out.data_ptr(),
+                codes.data_ptr(),
+                scale.data_ptr(),
+                zero_address,
+                of_byte_address,
+                x.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+                tokens,
+                columns,
+                sizes[-1],
+                halves + 2 if kind is _BFLOAT16 else halves,
+                parallel or 0,
+                1 if parallel is None else torch.get_num_threads(),
+            )
         )
         return out
 
 
 @functools.cache
-def _functions(format: CodesFormat) -> tuple[Any, int]:
-    """The kernel, and the lanes of the order of x that it takes for vectors of words; 0 for none."""
-    multiply, lanes = functions(
-        source(format, "weight_only/weight_mm_cpu.cpp"), "multiply", "lanes"
-    )
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    multiply.argtypes = [*([pointer] * 7), number, number, pointer, number]
-    return multiply, lanes()
+def _functions(format: CodesFormat) -> tuple[Any, int, int]:
+    """The kernel, and the most tokens of its products in float32 and bfloat16."""
+    files = ("weight_only/weight_mm_panels_cpu.h", "weight_only/weight_mm_cpu.cpp")
+    multiply, most_tokens = functions(source(format, *files), "multiply", "most_tokens")
+    multiply.argtypes, most_tokens.argtypes = [ctypes.c_char_p], [ctypes.c_int64]
+    return multiply, most_tokens(0), most_tokens(1)
 
 
 def multiplier(format: CodesFormat, *sizes: int) -> Multiplier | None:
@@ -116,31 +169,28 @@ def _planned(bits: int, has_zero: bool, rows: int, columns: int, group: int) -> 
 
 
 def product(operands: WeightOperands) -> Product | None:
-    """The planned product; None on other devices, for float32, for more than MOST_TOKENS tokens, for codes with gaps,
-    for formats other than int4 and int8, with a token_scale, and without a compiler."""
+    """The planned product; None on other devices, for codes or scales with gaps, for formats other than int4 and int8,
+    for scales in float16, for many tokens where PyTorch is faster, with a token_scale, and without a compiler."""
     if operands.token_scale is not None or not operands.format.is_int4_or_int8:
         return None
-    if operands.x.device.type != "cpu" or operands.x.dtype not in HALVES:
+    parts = [operands.codes, operands.scale, operands.zero_point or operands.scale]
+    if operands.x.device.type != "cpu" or not all(part.is_contiguous for part in parts):
         return None
-    if operands.m > MOST_TOKENS[operands.bits] or not operands.codes.is_contiguous:
+    if operands.scale.dtype is torch.float16:
         return None
     columns, has_zero = operands.groups * operands.group_size, operands.zero_point is not None
     kernel = _planned(operands.bits, has_zero, operands.n, columns, operands.group_size)
-    return None if kernel is None else functools.partial(_product, kernel, operands.out)
+    is_half = operands.x.dtype is _BFLOAT16 and operands.residual is None
+    if kernel is None or operands.m > kernel.most_tokens(is_half):
+        return None
+    return functools.partial(_product, kernel, operands.n)
 
 
-def _product(kernel: Multiplier, dtype: torch.dtype, tensors: Tensors) -> Tensor:
+def _product(kernel: Multiplier, n: int, tensors: Tensors) -> Tensor:
     x, codes, scale, zero_point, bias, residual, *_ = tensors
-    out = kernel.multiply(x, Parts(codes, scale, zero_point))
-    for part in (bias, residual):
-        if part is not None:
-            out.add_(part)
-    return out.to(dtype)
-
-
-def _float32(scale: Tensor, after: int) -> Tensor:
-    """float32 scales without gaps, followed by `after` more floats of memory."""
-    if not after:
-        return scale.float().contiguous()
-    whole = torch.empty(scale.numel() + after, dtype=torch.float32)
-    return whole[: scale.numel()].view(scale.shape).copy_(scale)
+    dtype = x.dtype
+    if dtype is torch.float16 or residual is not None:  # rounded once, with all of the sum
+        x, bias = x.float(), None if bias is None else bias.float()
+    out = kernel.multiply(x, Extent.of(x.shape, n), bias, codes, scale, zero_point)
+    assert out is not None
+    return (out if residual is None else out.add_(residual)).to(dtype)

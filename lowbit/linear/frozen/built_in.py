@@ -7,6 +7,7 @@ from torch import Tensor
 from lowbit.linear.frozen.dequantized import (
     cpu_half_linear,
     cpu_linear,
+    exact_cpu_linear,
     is_any,
     is_float32_on_cpu,
     is_half_on_cpu,
@@ -32,6 +33,7 @@ from lowbit.linear.frozen.ternary import is_ternary, ternary_linear
 from lowbit.linear.frozen.weight_only import (
     has_int_kernel,
     has_matrix_kernel,
+    linear_by_op,
     matrix_linear,
     weight_linear,
 )
@@ -59,13 +61,26 @@ def ordered_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     return choose_linear(sorted_x, matrix, bias).implementation(sorted_x, matrix, bias)
 
 
+def recorded_ordered_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """The same where autograd records the product."""
+    sorted_x, matrix = weight.in_order(x), weight.sorted_matrix
+    row = choose_linear(sorted_x, matrix, bias)
+    return (row.recorded or row.implementation)(sorted_x, matrix, bias)
+
+
 # ---- the list ------------------------------------------------------------------------------------------------
 
 BUILT_IN = (
     # int4 weights and int8 activations in 16 bits on a GPU
     Row("int4_dynamic_linear", has_int4_kernel, int4_dynamic_linear, takes_residual=True),
     # int4 weights, and int8 weights without a quantized activation, in bfloat16 or float16: kernels for GPU and CPU
-    Row("weight_linear", has_int_kernel, weight_linear, takes_residual=True),
+    Row(
+        "weight_linear",
+        has_int_kernel,
+        weight_linear,
+        takes_residual=True,
+        recorded=linear_by_op,
+    ),
     # any other matrix in these dtypes on a GPU, but for 8 bits by 8 bits: the same kernels
     Row("matrix_linear", has_matrix_kernel, matrix_linear, takes_residual=True),
     # int8 weights and activations in 16 bits on a GPU, and float8 ones in bfloat16 on a GPU that has float8 units
@@ -80,10 +95,11 @@ BUILT_IN = (
     # ternary weights: int8 tokens by 2-bit codes
     Row("ternary_linear", is_ternary, ternary_linear),
     # columns in the order of GPTQ's act-order: a gather of the input, then the row for a weight of such codes
-    Row("ordered_linear", _is_ordered, ordered_linear),
-    # any other weight in float32 on a CPU: codes read by one kernel, then PyTorch's product
-    Row("cpu_linear", is_float32_on_cpu, cpu_linear),
-    # any other weight in bfloat16 or float16 on a CPU: the same for many tokens, a kernel that multiplies for few
+    Row("ordered_linear", _is_ordered, ordered_linear, recorded=recorded_ordered_linear),
+    # any other weight in float32 on a CPU: a kernel multiplies what it decodes. While gradients are enabled, outputs
+    # are those of the model prepared for QAT, to the bit: codes read by one kernel, then PyTorch's product
+    Row("cpu_linear", is_float32_on_cpu, cpu_linear, recorded=exact_cpu_linear),
+    # any other weight in bfloat16 or float16 on a CPU: a kernel that multiplies what it decodes
     Row("cpu_half_linear", is_half_on_cpu, cpu_half_linear),
     # everything else: PyTorch operations
     Row("plain_linear", is_any, plain_linear),

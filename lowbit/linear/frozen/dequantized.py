@@ -11,6 +11,7 @@ from lowbit_kernels.runtime.library import FLOATS
 from lowbit_kernels.weight_only.weight_operands import HALVES
 
 _is_compiling = torch.compiler.is_dynamo_compiling
+_is_grad_enabled = torch.is_grad_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_traced = torch._C._is_tracing
 _PlainAttributes = torch._C.DisableTorchFunctionSubclass
@@ -25,6 +26,13 @@ def is_float32_on_cpu(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
 
 
 def cpu_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """A kernel multiplies what it decodes. While gradients are enabled, `exact_cpu_linear`."""
+    if _is_grad_enabled():
+        return exact_cpu_linear(x, weight, bias)
+    return cpu_half_linear(x, weight, bias)
+
+
+def exact_cpu_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """`plain_linear` to the bit. One kernel dequantizes, a tile of rows at a time where the weight is large, into
     memory that this thread's next product overwrites."""
     if weight.activation is not None:
@@ -32,7 +40,8 @@ def cpu_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     values_t = weight.values_for_product()
     if values_t is not None:
         return x @ values_t if bias is None else F.linear(x, values_t.t(), bias)
-    return _by_kernel(x, weight, bias)
+    y = weight.product_in_tiles(x, bias)
+    return _dequantized_linear(x, weight, bias) if y is None else y
 
 
 def is_half_on_cpu(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
@@ -40,15 +49,13 @@ def is_half_on_cpu(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
 
 
 def cpu_half_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """A product in 16 bits. For few tokens a kernel multiplies what it decodes, in float32; for more it decodes a tile
-    of rows at a time. The weight is rounded to 16 bits only for many tokens in bfloat16."""
+    """A kernel multiplies what it decodes. Where PyTorch multiplies bfloat16 faster, it decodes a tile of rows at a
+    time, which is rounded to bfloat16."""
     if weight.activation is not None:
         x = weight.rounded_input(x)
-    return _by_kernel(x, weight, bias)
-
-
-def _by_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     y = weight.product_on_cpu(x, bias)
+    if y is None:
+        y = weight.product_in_tiles(x, bias)
     # None without a compiler, and while something traces the operations
     return _dequantized_linear(x, weight, bias) if y is None else y
 

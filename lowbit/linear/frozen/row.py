@@ -35,11 +35,14 @@ class Row(NamedTuple):
     takes_residual: bool = False
     source: str = ""
     """Names the code of a registration for the caches of compiled graphs; empty for built-in rows."""
+    recorded: Implementation | None = None
+    """The implementation of products that autograd records, if it is another one."""
 
     def output(
         self, x: Tensor, weight: Weight, bias: Tensor | None, needs: Sequence[bool]
     ) -> tuple[Tensor, Kept]:
-        return self.implementation(x, weight, bias), (weight.detach(),)
+        implementation = self.recorded or self.implementation
+        return implementation(x, weight, bias), (weight.detach(),)
 
     def gradients(
         self, grad: Tensor, kept: Sequence[Any], needs: Sequence[bool]

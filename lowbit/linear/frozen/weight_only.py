@@ -1,11 +1,12 @@
 """Weights in few bits times activations in 16 bits, by kernels that unpack the codes.
 
-Not for float32, where a converted model has the outputs of the model prepared for QAT, to the bit. In 16 bits the
-weights are equal to the bit, but the decode kernel does not round them to 16 bits.
+Not for float32, where a converted model has the outputs of the model prepared for QAT, to the bit, while gradients are
+enabled. In 16 bits the weights are equal to the bit, but the decode kernel does not round them to 16 bits.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 import lowbit_kernels as kernels
@@ -44,6 +45,19 @@ def weight_linear(
     x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None = None
 ) -> Tensor:
     """A kernel unpacks the codes. The activation is rounded before, if the scheme quantizes it."""
+    if x.is_cpu and residual is None and not torch.is_grad_enabled():
+        # the same kernel without the op, which costs the host more than a small product
+        rounded = x if weight.activation is None else weight.rounded_input(x)
+        y: Tensor | None = weight.product_on_cpu(rounded, bias, True)
+        if y is not None:
+            return y
+    return linear_by_op(x, weight, bias, residual)
+
+
+def linear_by_op(
+    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None = None
+) -> Tensor:
+    """The same by the op."""
     if weight.activation is not None:
         x = weight.rounded_input(x)
     tensors = (x, weight.codes, weight.scale, weight.zero_point, bias, residual)

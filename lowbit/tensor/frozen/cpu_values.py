@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Int
 from lowbit.numerics.spec import Spec, crop
+from lowbit_kernels.runtime.launches import ran
 
 if TYPE_CHECKING:
     from lowbit_kernels.weight_only.codes_cpu import Parts
@@ -29,27 +30,44 @@ if TYPE_CHECKING:
 _is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_traced = torch._C._is_tracing
+_function_modes = torch._C._len_torch_function_stack
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_is_grad_enabled = torch.is_grad_enabled
 _has_transforms = torch._C._are_functorch_transforms_active
 _PlainAttributes = torch._C.DisableTorchFunctionSubclass
 
 
-MOST_TOKENS = 16
-"""The most tokens of a product in 16 bits that decodes in registers. More tokens are multiplied by decoded tiles."""
 _LAYOUTS = ("integers", "float8", "ternary", "table")
 """The values of `stored_as` whose layout of codes the kernel knows."""
 
 
-class Reader(NamedTuple):
-    """The kernel that reads a weight's codes, found once for each weight."""
+class Reader:
+    """The kernels that read a weight's codes, found once for each weight."""
 
-    spec: Spec
-    """The weight's spec when the reader was made. A copy into the weight may change the spec."""
-    layout: Dequantizer | None
-    """None where no kernel reads such codes."""
-    is_padded: bool
-    """The kernel's rows are longer or more than the weight's."""
-    gives_rows: bool
-    """Rows of the kernel are rows of the weight, in its dtype."""
+    __slots__ = ("gives_rows", "is_padded", "last", "layout", "multiplier", "rows", "shape", "spec")
+
+    def __init__(self, weight: Any, is_known: bool) -> None:
+        shape = weight.shape_of_codes(weight.shape)
+        self.spec: Spec = weight.spec
+        """The weight's spec when the reader was made. A copy into the weight may change the spec."""
+        self.layout: Dequantizer | None = _layout(self.spec, shape) if is_known else None
+        """None where no kernel reads such codes."""
+        self.is_padded = self.layout is not None and self.layout.shape != shape
+        """The kernel's rows are longer or more than the weight's."""
+        is_turned = weight.transposed or weight.flat_from
+        self.gives_rows = not (self.is_padded or is_turned) and weight.dtype is torch.float32
+        """Rows of the kernel are rows of the weight, in its dtype."""
+        self.shape: tuple[int, ...] = shape
+        """That of the codes, without padding."""
+        self.rows: int = weight.shape[0]
+        """Rows of a matrix [N, K], which are the columns of its product."""
+        self.multiplier: Multiplier | bool | None = self.layout is not None
+        """The kernel of products; True where the first product makes it, and None or False where there is none."""
+        self.last: tuple[Any, torch.dtype | None, Any, bool] = (None, None, None, False)
+        """Of the last product without a bias or a rounded input: shape and dtype of x, its `Extent`, and `of_op`."""
+
+    def __deepcopy__(self, memo: Any) -> Reader:
+        return self
 
 
 class ReadOnCpu:
@@ -71,43 +89,96 @@ class ReadOnCpu:
             return None
         reader = self._reader
         # Repeats a part of `_reader_of`, because a call would take as long as all the rest here.
-        if reader is None or reader[0] is not self.spec:
+        if reader is None or reader.spec is not self.spec:
             reader = _reader_of(self)
-        _, layout, is_padded, _ = reader
+        layout = reader.layout
         if layout is None or not layout.is_small:
             return None
         values = layout.kept_transposed(self.codes, self.scale, self.zero_point)
-        if is_padded and values is not None:
+        if reader.is_padded and values is not None:
             # Longer rows are another operand to BLAS, and may give another sum.
             values = crop(values.t(), self.shape).t()
         return values
 
-    def product_on_cpu(self: Any, x: Tensor, bias: Tensor | None) -> Tensor | None:
+    def product_on_cpu(
+        self: Any, x: Tensor, bias: Tensor | None, of_op: bool = False
+    ) -> Tensor | None:
         """x [..., K], in float32 or 16 bits, times this matrix [N, K] transposed, plus bias [N]: [..., N].
 
-        In float32 it equals the product with `dequantize()` to the bit
-        (`lowbit_kernels.weight_only.weight_mm_tiles_cpu` names an exception). None where no kernel can run.
+        Sums are float32, and the weight is not rounded. None where no kernel can run, and where `product_in_tiles` is
+        faster. `of_op`: report a launch of the op `weight_linear`, in whose place this call stands.
         """
-        with _PlainAttributes():
-            found, (n, k), codes_shape = (
-                kernel_of(self),
-                self.shape,
-                self.shape_of_codes(self.shape),
-            )
-        if found is None:
+        if _is_compiling() or _dispatch_modes() or _is_traced() or type(x) is not Tensor:
             return None
-        layout, parts = found
-        tokens = x.numel() // k
-        if x.dtype is not torch.float32 and 0 < tokens <= MOST_TOKENS:
-            multiplier = _multiplier(self.spec, codes_shape)
-            if multiplier is not None:
-                out = multiplier.multiply(x.reshape(tokens, k), parts)[:, :n]
-                out = out if bias is None else out.add_(bias)
-                return out.to(x.dtype).reshape(*x.shape[:-1], n)
+        reader = self._reader
+        if reader is None or reader.spec is not self.spec:
+            reader = _reader_of(self)
+        multiplier = reader.multiplier
+        if multiplier is True:
+            multiplier = reader.multiplier = _multiplier(reader.spec, reader.shape)
+        if not multiplier:
+            return None
+        from lowbit_kernels.weight_only.weight_mm_cpu import Extent
+
+        dtype, extent = x.dtype, Extent.of(x.shape, reader.rows)
+        if dtype is torch.float16:
+            x, bias = x.float(), None if bias is None else bias.float()
+        y = None
+        if reader.spec.scales is None:
+            y = multiplier.multiply(x, extent, bias, self.codes, self.scale, self.zero_point)
+            if y is not None and self.activation is None and bias is None:
+                reader.last = (x.shape, dtype, extent, of_op)
+        if y is None:
+            found = kernel_of(self)
+            if found is None:
+                return None
+            y = multiplier.multiply(x, extent, bias, *found[1])
+        if y is None:
+            return None
+        if of_op:
+            ran("weight_linear", "cpu")
+        return y if y.dtype is dtype else y.to(dtype)
+
+    def quick_product(self: Any, x: Tensor) -> Tensor | None:
+        """`product_on_cpu` of an input like that of the last call, where nothing but this product can be meant.
+
+        A layer of 128 x 128 takes 4 us in high precision, and the way through torch's dispatch half as much.
+        """
+        reader = self._reader
+        if reader is None or reader.spec is not self.spec or type(x) is not Tensor:
+            return None
+        shape, dtype, extent, of_op = reader.last
+        if (
+            x.shape != shape
+            or x.dtype is not dtype
+            or not x.is_cpu
+            or _is_grad_enabled()
+            or _dispatch_modes()
+            or _function_modes()
+            or _is_any_autocast_enabled()
+            or _has_transforms()
+            or _is_traced()
+        ):
+            return None
+        y = reader.multiplier.multiply(x, extent, None, self.codes, self.scale, self.zero_point)
+        if of_op and y is not None:
+            ran("weight_linear", "cpu")
+        return y
+
+    def product_in_tiles(self: Any, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The same by PyTorch's product with a decoded tile of rows at a time.
+
+        In float32 it equals the product with `dequantize()` to the bit
+        (`lowbit_kernels.weight_only.weight_mm_tiles_cpu` names an exception). In bfloat16 the tiles are rounded. None
+        where no kernel can run.
+        """
         from lowbit_kernels.weight_only.weight_mm_tiles_cpu import has_tokens_inside, linear
 
-        if has_tokens_inside(x):
+        with _PlainAttributes():
+            found, n = kernel_of(self), self.shape[0]
+        if found is None or has_tokens_inside(x):
             return None
+        layout, parts = found
         tiles = layout.tiles(parts)
         if layout.shape[0] != n:
             tiles = _first_rows(tiles, n)
@@ -155,10 +226,11 @@ def rows_of_embedding(
     """
     if max_norm is not None or type(index) is not Tensor or not _may_run() or _has_transforms():
         return None
-    _, layout, _, gives_rows = _reader_of(weight)
+    reader = _reader_of(weight)
+    layout = reader.layout
     if (
         layout is None
-        or not gives_rows
+        or not reader.gives_rows
         or index.dtype is not torch.int64
         or not index.is_contiguous()
         or not index.is_cpu
@@ -174,7 +246,7 @@ def kernel_of(weight: Any) -> tuple[Dequantizer, Parts] | None:
     run."""
     if not _may_run():
         return None
-    _, layout, _, _ = _reader_of(weight)
+    layout = _reader_of(weight).layout
     if layout is None:
         return None
     parts = _parts(weight, layout)
@@ -204,16 +276,12 @@ def _may_run() -> bool:
 
 def _reader_of(weight: Any) -> Reader:
     reader = weight._reader
-    if reader is not None and reader[0] is weight.spec:
+    if reader is not None and reader.spec is weight.spec:
         return reader
     with _PlainAttributes():
-        spec, codes = weight.spec, weight.codes
-        shape = weight.shape_of_codes(weight.shape)
+        codes = weight.codes
         is_plain = type(codes) is Tensor and codes.is_cpu and weight.stored_as in _LAYOUTS
-        layout = _layout(spec, shape) if is_plain else None
-        is_padded = layout is not None and layout.shape != shape
-        gives_rows = not (is_padded or weight.transposed or weight.flat_from)
-        reader = Reader(spec, layout, is_padded, gives_rows and weight.dtype is torch.float32)
+        reader = Reader(weight, is_plain)
     if is_plain:
         weight._reader = reader
     return reader
