@@ -290,7 +290,10 @@ def test_a_gpu_reads_the_codes(kind: str) -> None:
         found = steps(model, KVCache(model.config, 24), tokens)
     assert calls["quantized_attention", "sm90"] == 2 * 21
     expected = steps(model, Rounded(model.config, 24, "int8", "int8"), tokens)
-    assert difference(found.float(), expected.float()) < 0.03
+    # a router's weights carry the rounding of bfloat16 on, so the bound is the rounding of the formula itself
+    exact = steps(model.float(), Rounded(model.config, 24, "int8", "int8"), tokens)
+    bound = max(0.02, 1.5 * difference(expected.float(), exact))
+    assert difference(found.float(), exact) < bound
 
 
 @pytest.mark.gpu

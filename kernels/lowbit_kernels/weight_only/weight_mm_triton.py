@@ -53,10 +53,10 @@ def sums_of_blocks(
     BITS: tl.constexpr,
     WORD: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    table=None,
-    whole=None,
-    KIND: tl.constexpr = "integers",
-    SCALE: tl.constexpr = "float",
+    table,
+    whole,
+    KIND: tl.constexpr,
+    SCALE: tl.constexpr,
 ):
     """The scaled sums over columns first .. last of the weight: float32 [BLOCK_N, BLOCK_M]. The last four arguments are
     those of `dequantize_triton`."""
@@ -154,6 +154,10 @@ def _kernel(
         BITS,
         WORD,
         BLOCK_K,
+        None,
+        None,
+        "integers",
+        "float",
     )
     sums = tl.trans(sums)
     inside = row_inside[:, None] & column_inside[None, :]
