@@ -139,25 +139,12 @@ def _kernel(
     if zero_point is not None:
         zero_point += columns * zero_stride
     first = tl.program_id(1) * steps * BLOCK_K
+    codes += columns * codes_stride
+    scale += columns * scale_stride
+    parts = (x + rows * x_stride, row_inside, codes, scale, zero_point, column_inside)
+    upto = (first, min(first + steps * BLOCK_K, k), k, width)
     sums = sums_of_blocks(
-        x + rows * x_stride,
-        row_inside,
-        codes + columns * codes_stride,
-        scale + columns * scale_stride,
-        zero_point,
-        column_inside,
-        first,
-        min(first + steps * BLOCK_K, k),
-        k,
-        width,
-        GROUP_SIZE,
-        BITS,
-        WORD,
-        BLOCK_K,
-        None,
-        None,
-        "integers",
-        "float",
+        *parts, *upto, GROUP_SIZE, BITS, WORD, BLOCK_K, None, None, "integers", "float"
     )
     sums = tl.trans(sums)
     inside = row_inside[:, None] & column_inside[None, :]
