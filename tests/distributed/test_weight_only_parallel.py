@@ -54,8 +54,9 @@ def check_block(rank, world_size, names):
             x = torch.randn(2, 5, 128, dtype=torch.bfloat16)
             expected = whole(x)
             ops.calls.clear()
-            with torch.no_grad():
-                y = model(x)
+            y = model(
+                x
+            ).detach()  # without gradients a CPU's kernel runs without the op that is counted here
             assert relative_error(y, expected.double()) < 1e-2, name
             found[name] = [call[:4] for call in ops.calls]
     return found

@@ -138,4 +138,4 @@ def snr(found: Tensor, expected: Tensor) -> float:
 
 def relative(found: Tensor, expected: Tensor) -> float:
     expected = expected.detach().double()
-    return float((found.double() - expected).norm() / expected.norm())
+    return float((found.detach().double() - expected).norm() / expected.norm().clamp(min=1e-300))
