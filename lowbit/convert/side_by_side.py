@@ -48,15 +48,16 @@ def lay_side_by_side(model: nn.Module) -> None:
     owners = find_owners(model)
     for parent in model.modules():
         for names in siblings():
-            parts = [parent._modules.get(name) for name in names]
-            weights: list[Any] = [m._parameters.get("weight") for m in parts if m is not None]
+            parts = [getattr(parent, name, None) for name in names]
+            weights: list[Any] = [getattr(m, "weight", None) for m in parts]
+            weights = [w for w in weights if w is not None]
             if len(weights) < len(names) or not all(map(is_frozen, weights)):
                 continue
             if weights[0].device.type not in DEVICES or any(
                 len(owners[id(w)]) > 1 for w in weights
             ):
                 continue
-            biases: list[Any] = [m._parameters.get("bias") for m in parts if m is not None]
+            biases: list[Any] = [getattr(m, "bias", None) for m in parts]
             if join_rows(weights) and all(type(b) is nn.Parameter for b in biases):
                 _join_biases(biases)
 

@@ -98,7 +98,8 @@ def _run(
     y = _product(module, DOWN, h, pairs, False)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y)
-    if _is_compiling() or (torch.is_grad_enabled() and routing_weights.requires_grad):
+    trains = torch.is_grad_enabled() and (y.requires_grad or routing_weights.requires_grad)
+    if _is_compiling() or trains:
         y = y * routing_weights.reshape(-1, 1)
         return y.view(tokens, top, -1).sum(1).to(x.dtype)
     return kernels.weighted_sum.weighted_sum(y, routing_weights.reshape(tokens, top)).to(x.dtype)

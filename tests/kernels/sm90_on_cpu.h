@@ -258,6 +258,7 @@ static inline uint32 exchanged(uint32 x, uint32 lane) {
     return result;
 }
 static inline uint32 __shfl_sync(uint32, uint32 x, uint32 lane) { return exchanged(x, lane); }
+static inline int __shfl_sync(uint32, int x, uint32 lane) { return int(exchanged(uint32(x), lane)); }
 static inline uint32 ballot(bool condition) {
     const unsigned int me = emulation::current;
     emulation::fibers[me].given[0] = condition;
