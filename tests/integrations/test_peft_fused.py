@@ -112,9 +112,11 @@ def test_bfloat16_under_autocast(products: list[int]) -> None:
     lowbit.peft.fuse_(model)
     found = gradients(model, torch.bfloat16)
     assert products == [14]
-    for name, grad in exact.items():
-        error, own = ((t[name] - grad).norm() / grad.norm() for t in (found, expected))
-        assert error <= 1.5 * own + 1e-3, name
+    errors, own = (
+        torch.stack([(given[n] - g).norm() / g.norm() for n, g in exact.items()])
+        for given in (found, expected)
+    )
+    assert errors.mean() <= 1.2 * own.mean() and errors.max() <= 1.5 * own.max(), (errors, own)
 
 
 def test_a_write_between_forward_and_backward_raises() -> None:

@@ -61,7 +61,9 @@ def test_converted_to_what_was_trained(make, implementation, name, scales) -> No
     assert all(p.calls and "rounded values" in p.why for p in products)
     qat.convert_(model)
     assert [shown_class(m) for m in model.modules()] == kinds
-    assert torch.equal(logits(model), y) and not torch.equal(y, before)
+    # without gradients a CPU's kernel adds float32 up in another order
+    torch.testing.assert_close(logits(model), y, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(y, before, rtol=1e-3)
 
 
 @both_scales
