@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 _MESSAGES = ("can't allocate memory", "not enough memory")
-"""Of the RuntimeError that torch's CPU allocator raises, on Linux and macOS, and on Windows."""
+"""Parts of the RuntimeError that torch's CPU allocator raises: on Linux and macOS, and on Windows."""
 
 
 def is_short_memory(error: BaseException) -> bool:

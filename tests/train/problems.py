@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lowbit import train
 from lowbit.train import Float8BlockMixedPrecision, Float8MixedPrecision, Int8MixedPrecision
 from tests.scaled_products import scaled_products
+from tests.schemes import relative_error as relative
 
 SCHEMES = {
     "int8": Int8MixedPrecision(always=True, stochastic_rounding=False),
@@ -134,8 +135,3 @@ def snr(found: Tensor, expected: Tensor) -> float:
     expected = expected.double()
     noise = (found.double() - expected).norm().clamp(min=1e-300)
     return float(20 * torch.log10(expected.norm() / noise))
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    expected = expected.detach().double()
-    return float((found.detach().double() - expected).norm() / expected.norm().clamp(min=1e-300))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
 from dataclasses import asdict, dataclass
 
 import torch
@@ -18,7 +17,7 @@ WARPS, TILE, QUERIES = 4, 16, 8
 MOST_HEADS = {8: 28, 4: 60, 2: 132}
 """Clusters of so many blocks that run at once on an H200, two blocks on a multiprocessor."""
 MOST_SLOTS = 1024
-"""Of a cache; with more, two launches that fill the GPU are faster."""
+"""The most slots of a cache in one launch. With more, two launches that fill the GPU are faster."""
 LOG2_E = math.log2(math.e)
 
 
@@ -106,14 +105,9 @@ def attend(
             *(*query.stride()[:2], *key.stride()[:2]),
             0 if cos is None or cos.shape[0] == 1 else width,
             *(heads, capacity, window, 0 if x is None else x.shape[2]),
-            *map(_bits, (units, softcap * LOG2_E, eps)),
+            *map(nvrtc.float_word, (units, softcap * LOG2_E, eps)),
         )
     return out
-
-
-def _bits(x: float) -> int:
-    """The word that passes a float to a kernel."""
-    return int.from_bytes(struct.pack("<f", x), "little")
 
 
 def shared_bytes(variant: DecodeAttentionVariant) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -144,7 +143,7 @@ def attend(
             *(_address(mask), mask.stride(0) if mask is not None and len(mask) > 1 else 0),
             *map(_address, (first, sinks, out, parts, stats)),
             *(heads, queries // heads, d, capacity, window, int(ring), splits),
-            *(_bits(units), _bits(softcap * LOG2_E)),
+            *(nvrtc.float_word(units), nvrtc.float_word(softcap * LOG2_E)),
         )
         if splits > 1:
             addresses = map(_address, (parts, stats, sinks, out))
@@ -174,11 +173,6 @@ def chosen(
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _bits(x: float) -> int:
-    """The word that passes a float to a kernel."""
-    return int.from_bytes(struct.pack("<f", x), "little")
 
 
 def _map(codes: Tensor) -> Any:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_kernels.runtime import host_compiler, launches, library
+from lowbit_kernels.runtime import host_compiler, launches, library, nvrtc
 from lowbit_kernels.runtime.launch_plan import (
     Address,
     Buffer,
@@ -260,7 +259,7 @@ def encoded(plan: LaunchPlan | None) -> list[int]:
 
 def _buffer(buffer: Buffer) -> list[int]:
     strides = library.contiguous_strides(buffer.shape)
-    word = int.from_bytes(struct.pack("<f", buffer.fill or 0), "little")
+    word = nvrtc.float_word(buffer.fill or 0)
     return [
         _dtype(buffer.dtype),
         len(buffer.shape),

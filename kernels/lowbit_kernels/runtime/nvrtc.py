@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import struct
 import threading
 from typing import Any
 
@@ -56,6 +57,11 @@ def cuda_version() -> tuple[int, ...]:
 def multiprocessors(device: torch.device) -> int:
     """The number of multiprocessors of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def float_word(x: float) -> int:
+    """The word of 32 bits that passes a float to a kernel."""
+    return int.from_bytes(struct.pack("<f", x), "little")
 
 
 class Kernel:

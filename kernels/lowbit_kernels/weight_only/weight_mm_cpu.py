@@ -54,7 +54,7 @@ class Extent(NamedTuple):
 
     @classmethod
     def of(cls, shape: Sequence[int], rows: int) -> Extent:
-        """Of an input of this shape [..., K], and a result [..., rows]."""
+        """The extent of a product with an input of this shape [..., K] and a result [..., rows]."""
         return cls(prod(shape[:-1]), shape[-1], (*shape[:-1], rows))
 
 

@@ -33,7 +33,7 @@ from lowbit_kernels.weight_only.weight_operands import (
 )
 
 TOKENS = (32, 64, 96, 128, 160)
-"""Of a tile. An expert whose pairs fill one tile reads and unpacks its weight once."""
+"""The sizes of a tile. An expert whose pairs fill one tile reads and unpacks its weight once."""
 BESIDES = 80
 ROWS, GROUPS, BESIDE = 128, 2, 2
 MOST_EXPERTS = 4096

@@ -201,7 +201,7 @@ def walk(
     targets.clear()
     if before:
         yield from whole.groups(before, needs)
-        states.again(model, chain, batches, cache)
+        states.again(model, batches, cache)
     while inside:
         own = inside.pop(0)
         yield from states.groups(own, needs, masks)
@@ -242,15 +242,9 @@ class States:
         self.high = list(self.low)
         self.arguments: list[tuple[Arguments, ...]] = [one.arguments for one in found]
 
-    def again(
-        self,
-        model: nn.Module,
-        blocks: Sequence[nn.Module],
-        batches: Sequence[Any],
-        cache: torch.device | None,
-    ) -> None:
+    def again(self, model: nn.Module, batches: Sequence[Any], cache: torch.device | None) -> None:
         """Take the states of the model as it is now. Those in high precision stay."""
-        self.low = [one.hidden for one in capture(model, blocks, batches, cache)]
+        self.low = [one.hidden for one in capture(model, self.blocks, batches, cache)]
 
     def tail(
         self,

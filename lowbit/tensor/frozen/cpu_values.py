@@ -64,7 +64,7 @@ class Reader:
         self.multiplier: Multiplier | bool | None = self.layout is not None
         """The kernel of products; True where the first product makes it, and None or False where there is none."""
         self.last: tuple[Any, torch.dtype | None, Any, bool] = (None, None, None, False)
-        """Of the last product without a bias or a rounded input: shape and dtype of x, its `Extent`, and `of_op`."""
+        """The last product without a bias or a rounded input: shape and dtype of x, its `Extent`, and `of_op`."""
 
     def __deepcopy__(self, memo: Any) -> Reader:
         return self
