@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 import lowbit
 from benchmarks.cases.weight_linear import Case
 from lowbit.tensor import AffineTensor
+from lowbit.testing.comparison import relative_error
 from lowbit_kernels.runtime import host_compiler, launches, warned
 from lowbit_kernels.weight_only import codes_cpu, weight_linear, weight_mm_cpu
 from lowbit_kernels.weight_only.weight_linear import run
@@ -45,6 +48,39 @@ def test_layouts(bits: int, zero_point: bool, group: int) -> None:
         arguments = case.arguments()
         out = run(*arguments, implementation="cpu")
         assert error(out, arguments) <= limit(out), case
+
+
+MAPPINGS = ("symmetric", "asymmetric", "float_zero_point", "half_integer")
+
+
+@needs_compiler
+@pytest.mark.cover("pairs")
+@pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize("bits", range(2, 9))
+@torch.no_grad()
+def test_whole_words_and_the_columns_after_them(
+    bits: int, mapping: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Words hold at most 8 codes, so 16 of them end at multiples of 128 columns, or of 64; columns follow or not."""
+    found: list[Tensor | None] = []
+    multiply = weight_mm_cpu.Multiplier.multiply
+    monkeypatch.setattr(
+        weight_mm_cpu.Multiplier,
+        "multiply",
+        lambda *args: found.append(multiply(*args)) or found[-1],
+    )
+    shapes = ((64, 32), (128, None), (192, 64), (257, None), (320, None), (384, 128))
+    kinds = ((1, torch.float32), (2, torch.bfloat16), (3, torch.float32))
+    for (k, group), (m, dtype) in itertools.product(shapes, kinds):
+        layer = torch.nn.Linear(k, 7, bias=False, dtype=dtype)
+        lowbit.quantize_(layer, lowbit.IntxWeightOnly(bits, group, mapping))
+        x = torch.randn(m, k, dtype=dtype)
+        out = layer(x)
+        assert found[-1] is out, "another product"
+        weight: Any = layer.weight
+        values = weight.float().double() if dtype is torch.bfloat16 else weight.dequantize()
+        error = relative_error(out, x.double() @ values.double().T)
+        assert error <= (3e-7 if dtype is torch.float32 else 3e-3), (k, group, m)
 
 
 @needs_compiler

@@ -2,14 +2,22 @@
 // file few of them, whose products are bound by memory:
 //
 // A block multiplies R rows of the weight by M tokens in registers: it converts a code once for M products, and loads x
-// once for R rows. Where words of 32 bits hold whole codes, and a row is whole vectors of 16 words (`in_words`), the
-// vectors are loaded as stored, and the j-th shift of a vector gives the j-th code of each word. Then x is put into this
-// order: [tokens, columns / CHUNK, CHUNK / LANES, LANES]. Otherwise x keeps its order, and codes_cpu.h reads the weight.
+// once for R rows. Where EACH codes fill whole bytes, a word, vectors of 16 words are loaded as stored, and the j-th shift
+// of a vector gives the j-th code of each word. These are the first `whole` columns, and x is put into this order for
+// them: [tokens, whole / STEP, STEP / LANES, LANES]. For the other columns x keeps its order, and codes_cpu.h reads the
+// weight.
 //
 // LANES are 16. Where the processor has AVX-512, float8 comes in vectors of 32 words of 16 bits, two codes each, which
 // are converted as float16.
 
-static constexpr bool WORDS = 32 % BITS == 0 && ZERO != 2;
+#if BITS == 3 && defined(HAS_SHUFFLE) && defined(__AVX512BW__)
+static constexpr bool OF_THREE_BYTES = true;
+#else
+static constexpr bool OF_THREE_BYTES = false;
+#endif
+static constexpr bool WORDS = 32 % BITS == 0 || OF_THREE_BYTES;
+// Codes of a word, and columns of a vector of words. More than 8 codes would ask for rows of more than 128 columns.
+static constexpr int EACH = PER_WORD < 8 ? PER_WORD : 8, STEP = 16 * EACH;
 
 static inline float total(Float16 sums) {
     float parts[16], all = 0;
@@ -85,16 +93,40 @@ INLINE Float16 numbers(Word16 words, int j) {
 }
 #endif
 
+typedef uint8_t UnalignedByte16 __attribute__((vector_size(16), aligned(1)));
+typedef uint8_t Byte64 __attribute__((vector_size(64)));
+
+// The 16 words at `p`; the bits above their codes are any.
+INLINE Word16 words_at(const uint8_t* p) {
+    constexpr int BYTES_EACH = BITS * EACH / 8;
+    if constexpr (BYTES_EACH == 1) {
+        return __builtin_convertvector(*(const UnalignedByte16*)p, Word16);
+    } else if constexpr (BYTES_EACH == 2) {
+        return __builtin_convertvector(*(const UnalignedHalf16*)p, Word16);
+#ifdef HAS_SHUFFLE
+    } else if constexpr (OF_THREE_BYTES) {
+        // Twelve bytes of codes in each quarter of the register, then three in each word.
+        const Int16 quarters = {0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8, 9, 10, 11, 11};
+        const Int16 loaded = (Int16)__builtin_ia32_loaddqusi512_mask((const int*)p, Int16{}, 0xfff);
+        Byte64 at;
+        for (int i = 0; i < 64; i++) at[i] = i / 16 * 16 + i % 16 / 4 * 3 + (i % 4 < 3 ? i % 4 : 2);
+        return (Word16)__builtin_shuffle((Byte64)__builtin_shuffle(loaded, quarters), at);
+#endif
+    } else {
+        return *(const UnalignedWord16*)p;
+    }
+}
+
 // The index of each word's group among the groups of 16 words, where a group is whole words.
 static inline Int16 groups_of_words(int64_t group) {
     Int16 each;
-    for (int i = 0; i < 16; i++) each[i] = (int)(i * PER_WORD / group);
+    for (int i = 0; i < 16; i++) each[i] = (int)(i * EACH / group);
     return each;
 }
 
 // The scale (or zero point) of each word's group, for 16 words from `column` on. May read 16 floats.
 INLINE Float16 of_words(const float* found, int64_t column, int64_t group, Int16 each) {
-    if (group % CHUNK == 0) return Float16{} + found[column / group];
+    if (group % STEP == 0) return Float16{} + found[column / group];
 #ifdef HAS_SHUFFLE
     const Float16 next = *(const UnalignedFloat16*)(found + column / group);
     return __builtin_shuffle(next, each);
@@ -107,7 +139,7 @@ INLINE Float16 of_words(const float* found, int64_t column, int64_t group, Int16
 
 template <typename Code>
 INLINE Float16 of_words(const Code* found, int64_t column, int64_t group, Int16 each) {
-    if (group % CHUNK == 0) return Float16{} + (float)found[column / group];
+    if (group % STEP == 0) return Float16{} + (float)found[column / group];
     Float16 all;
     for (int i = 0; i < 16; i++) all[i] = found[column / group + each[i]];
     return all;
@@ -141,15 +173,25 @@ struct Multiply {
     Weight weight;
     Operands given;
     const float* x;  // [tokens, columns]
-    bool in_words;
+    int64_t whole;  // 0: no words
     Int16 each = {};             // `groups_of_words`
     int64_t block = 0;           // the first of the rows whose scales are in `decoded`
-    float* decoded = nullptr;    // scales of 4 rows, each with 15 more floats, where those of the weight cannot be read
+    // Scales of 4 rows, then their zero points if ZERO is 2, each with 15 more floats, where those of the weight cannot
+    // be read.
+    float* decoded = nullptr;
 
     inline const float* scales_of(int64_t row) {
         const Layout& l = *weight.layout;
         if (decoded) return decoded + (row - block) * (l.groups + 15);
         return (const float*)weight.scale + first_group(l, row);
+    }
+
+    inline const Zero* zeros_of(int64_t row) {
+        const Layout& l = *weight.layout;
+#if ZERO == 2
+        if (decoded) return decoded + (4 + row - block) * (l.groups + 15);
+#endif
+        return weight.zero + first_group(l, row);
     }
 
     void decode_scales(int64_t first, int64_t end) {
@@ -159,6 +201,9 @@ struct Multiply {
             float* __restrict to = decoded + (n - first) * (l.groups + 15);
             const int64_t from = first_group(l, n);
             for (int64_t g = 0; g < l.groups; g++) to[g] = scale_at(weight, from + g);
+#if ZERO == 2
+            memcpy(to + 4 * (l.groups + 15), weight.zero + from, l.groups * sizeof(float));
+#endif
         }
     }
 
@@ -193,46 +238,54 @@ struct Multiply {
     void by_words(int64_t n, int64_t m) {
         const Layout& l = *weight.layout;
         const float* tokens_x = x + m * l.columns;
-        const int64_t step = l.group % CHUNK ? CHUNK : l.group;
+        const int64_t group = group_of_words(), step = group % STEP ? STEP : group;
         const float* scales[R];
         const Zero* zeros[R];
         UNROLL for (int r = 0; r < R; r++) {
             scales[r] = scales_of(n + r);
-            zeros[r] = weight.zero + first_group(l, n + r);
+            zeros[r] = zeros_of(n + r);
         }
         Float16 sums[R][M] = {};
 #if EXPONENT
         Word16 special = {};
 #endif
-        for (int64_t start = 0; start < l.columns; start += step) {
+        for (int64_t start = 0; start < whole; start += step) {
             Float16 part[R][M] = {}, zero[R];
             UNROLL for (int r = 0; r < R; r++)
-                zero[r] = ZERO ? of_words(zeros[r], start, l.group, each) : Float16{};
-            for (int64_t k = start; k < start + step; k += CHUNK) {
+                zero[r] = ZERO ? of_words(zeros[r], start, group, each) : Float16{};
+            Float16 given_sums[M] = {};
+            for (int64_t k = start; k < start + step; k += STEP) {
                 Word16 words[R];
                 UNROLL for (int r = 0; r < R; r++) {
                     const uint8_t* p = weight.codes + (n + r) * l.row_bytes + k * BITS / 8;
-                    words[r] = *(const UnalignedWord16*)p;
+                    words[r] = words_at(p);
                     __builtin_prefetch(p + 4 * l.row_bytes);  // rows are too short for the hardware prefetcher
 #if EXPONENT
                     if (M == 1) special |= specials(words[r]);
 #endif
                 }
-                UNROLL for (int j = 0; j < PER_WORD; j++) {
+                UNROLL for (int j = 0; j < EACH; j++) {
                     Float16 given[M];
                     UNROLL for (int i = 0; i < M; i++)
                         given[i] = *(const UnalignedFloat16*)(tokens_x + i * l.columns + k + 16 * j);
+                    if (ZERO == 2) UNROLL for (int i = 0; i < M; i++) given_sums[i] += given[i];
                     UNROLL for (int r = 0; r < R; r++) {
-                        const Float16 number = ZERO ? numbers(words[r], j) - zero[r] : numbers(words[r], j);
+                        Float16 number = numbers(words[r], j);
+                        if (ZERO == 1) number -= zero[r];
+                        if (ZERO == 2 && MID) number -= (float)MID;
                         UNROLL for (int i = 0; i < M; i++) part[r][i] += number * given[i];
                     }
                 }
             }
             UNROLL for (int r = 0; r < R; r++) {
-                const Float16 scale = of_words(scales[r], start, l.group, each) * NUMBER;
-                UNROLL for (int i = 0; i < M; i++) sums[r][i] += part[r][i] * scale;
+                const Float16 scale = of_words(scales[r], start, group, each) * NUMBER;
+                UNROLL for (int i = 0; i < M; i++) {
+                    sums[r][i] += part[r][i] * scale;
+                    if (ZERO == 2) sums[r][i] += given_sums[i] * zero[r];
+                }
             }
         }
+        if (whole < l.columns) add_codes<R, M>(n, m, whole, sums);
         put_totals<R, M>(m, n, sums);
 #if EXPONENT
         if (M == 1 && __builtin_expect(any(special), 0)) one_by_one(n, R, m, M);
@@ -245,7 +298,7 @@ struct Multiply {
         const Layout& l = *weight.layout;
         Word16 special = {};
         for (int64_t n = first; n < end; n++)
-            for (int64_t k = 0; k < l.columns; k += CHUNK)
+            for (int64_t k = 0; k < l.columns; k += STEP)
                 special |= specials(*(const UnalignedWord16*)(weight.codes + n * l.row_bytes + k));
         return any(special);
     }
@@ -259,43 +312,51 @@ struct Multiply {
                 float sum = 0;
                 for (int64_t k = 0; k < l.columns; k++) {
                     const float scale = scale_at(weight, first_group(l, n) + k / l.group);
-                    const int64_t each = CHUNK / LANES, in_chunk = k % each * LANES + k % CHUNK / each;
+                    const int64_t each = STEP / LANES, in_chunk = k % each * LANES + k % STEP / each;
                     const float number = one(weight.codes + n * l.row_bytes, k);
-                    sum += x[i * l.columns + k / CHUNK * CHUNK + in_chunk] * value(number, scale, Zero());
+                    sum += x[i * l.columns + k / STEP * STEP + in_chunk] * value(number, scale, Zero());
                 }
                 put(i, n, sum);
             }
     }
 
+    // Adds the products of the columns from k on, whose x has its own order.
     template <int R, int M>
-    void by_codes(int64_t n, int64_t m) {
+    INLINE_MEMBER void add_codes(int64_t n, int64_t m, int64_t k, Float16 (&all)[R][M]) {
         const Layout& l = *weight.layout;
         Sums<R, M> sums = {x + m * l.columns, l.columns};
-        decode_rows<R>(weight, n, sums);
-        Float16 all[R][M];
+        decode_columns<R>(weight, n, k, l.columns, sums);
         UNROLL for (int r = 0; r < R; r++) {
             UNROLL for (int i = 0; i < M; i++) {
                 Floats parts[2] = {sums.eights[r][i], Floats{sums.ones[r][i]}};
-                memcpy(&all[r][i], parts, sizeof(parts));
+                Float16 both;
+                memcpy(&both, parts, sizeof(parts));
+                all[r][i] += both;
 #ifdef HAS_TABLE
                 all[r][i] += sums.sixteens[r][i];
 #endif
             }
         }
+    }
+
+    template <int R, int M>
+    void by_codes(int64_t n, int64_t m) {
+        Float16 all[R][M] = {};
+        add_codes<R, M>(n, m, 0, all);
         put_totals<R, M>(m, n, all);
     }
 
     template <int R, int M>
     int64_t some(int64_t n, int64_t m) {
         for (; m + M <= given.tokens; m += M) {
-            if constexpr (WORDS) in_words ? by_words<R, M>(n, m) : by_codes<R, M>(n, m);
+            if constexpr (WORDS) whole ? by_words<R, M>(n, m) : by_codes<R, M>(n, m);
             else by_codes<R, M>(n, m);
         }
         return m;
     }
     void finish(int64_t first, int64_t end) {
 #if EXPONENT
-        if (in_words && given.tokens > 1 && has_special(first, end))
+        if (whole && given.tokens > 1 && has_special(first, end))
             one_by_one(first, end - first, 0, given.tokens);
 #endif
     }
@@ -316,9 +377,9 @@ struct Multiply {
         const Denormals denormals;
         const Layout& l = *weight.layout;
         Multiply own = *this;  // of this thread
-        const bool reads_after = in_words && l.group % CHUNK != 0;
+        const bool reads_after = whole && group_of_words() % STEP != 0;
         if (SCALE_BYTES || weight.half_scales || reads_after) {
-            const int64_t bytes = 4 * (l.groups + 15) * sizeof(float);
+            const int64_t bytes = (ZERO == 2 ? 8 : 4) * (l.groups + 15) * sizeof(float);
             own.decoded = (float*)kept_sums.bytes(bytes);
             memset(own.decoded, 0, bytes);
         }
@@ -326,32 +387,42 @@ struct Multiply {
         own.blocks(n, end);
     }
 
-    // x in the order of `in_words`, or in its own.
-    static float* ordered(const Operands& given, const Layout& l, bool in_words) {
+    // Columns with one scale, for words. A row without groups is one, whether or not words fill it.
+    int64_t group_of_words() const { return weight.layout->groups == 1 ? whole : weight.layout->group; }
+
+    // x with the first `whole` columns in the order of words.
+    static float* ordered(const Operands& given, const Layout& l, int64_t whole) {
         float* all = (float*)kept_x.bytes((2 * given.tokens + 1) * l.columns * sizeof(float));
-        float* taken = in_words ? all + given.tokens * l.columns : all;
+        float* taken = whole ? all + given.tokens * l.columns : all;
         for (int64_t m = 0; m < given.tokens; m++) {
             Values::take_x(given, m, 0, l.columns, false, taken);
-            if (!in_words) {
+            if (!whole) {
                 taken += l.columns;
                 continue;
             }
-            constexpr int EACH = CHUNK / LANES;
+            constexpr int RUN = STEP / LANES;
             float* to = all + m * l.columns;
-            for (int64_t k = 0; k < l.columns; k += CHUNK)
-                for (int j = 0; j < EACH; j++)
-                    for (int i = 0; i < LANES; i++) to[k + j * LANES + i] = taken[k + i * EACH + j];
+            for (int64_t k = 0; k < whole; k += STEP)
+                for (int j = 0; j < RUN; j++)
+                    for (int i = 0; i < LANES; i++) to[k + j * LANES + i] = taken[k + i * RUN + j];
+            memcpy(to + whole, taken + whole, (l.columns - whole) * sizeof(float));
         }
         return all;
     }
 };
 
+// Columns that `by_words` takes.
+static int64_t whole_columns(const Layout& l) {
+    const int64_t whole = l.columns / STEP * STEP;
+    const bool in_groups = STEP % l.group == 0 && l.group % EACH == 0 && LANES == 16;
+    const bool fits = l.groups == 1 || l.group % STEP == 0 || in_groups;
+    return WORDS && fits && !(EXPONENT && whole < l.columns) ? whole : 0;
+}
+
 static void multiply_few(const Weight& weight, const Operands& given, Parallel parallel, int64_t threads) {
-    const Layout& l = *weight.layout;
-    const bool whole_words = CHUNK % l.group == 0 && l.group % PER_WORD == 0 && LANES == 16;
-    const bool in_words = WORDS && l.columns % CHUNK == 0 && (l.group % CHUNK == 0 || whole_words);
-    Multiply job = {weight, given, Multiply::ordered(given, l, in_words), in_words};
-    all_rows(job, 0, l.rows, parallel, threads);
+    const int64_t whole = whole_columns(*weight.layout);
+    Multiply job = {weight, given, Multiply::ordered(given, *weight.layout, whole), whole};
+    all_rows(job, 0, weight.layout->rows, parallel, threads);
 }
 
 #ifdef HAS_PAIRS
