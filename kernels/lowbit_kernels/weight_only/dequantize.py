@@ -91,12 +91,32 @@ reference = dequantize.reference
 # ---- CPU -----------------------------------------------------------------------------------------------------------
 
 
-def rows_in_cache(out: Tensor) -> int:
-    """Rows of a dequantized weight that a CPU works on at a time."""
-    return max(1, CPU_CACHE_BYTES // max(out.shape[1] * out.itemsize, 1))
+def values_on_cpu(
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    group_size: int,
+    size: int,
+    dtype: torch.dtype,
+    format: CodesFormat,
+    global_scale: Tensor | None = None,
+) -> Tensor:
+    """The op's result, of weights on a CPU or where no kernel runs."""
+    (rows, groups), width = scale.shape, codes.shape[1] * 8 // format.bits
+    is_simple = format.is_int4_or_int8 and codes.device.type == "cpu"
+    if not is_simple or not width == groups * group_size > 0:
+        parts = (codes, scale, zero_point, group_size, size, dtype)
+        return reference(*parts, global_scale, format.bits, format.table)
+    out = codes.new_empty((rows, width), dtype=dtype)
+    step = max(1, CPU_CACHE_BYTES // (width * out.itemsize))
+    for first in range(0, rows, step):
+        part = slice(first, first + step)
+        zeros = None if zero_point is None else zero_point[part]
+        _fill_on_cpu(out[part], codes[part], scale[part], zeros, group_size)
+    return out if width == size else out[:, :size].contiguous()
 
 
-def fill_on_cpu(
+def _fill_on_cpu(
     out: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, group_size: int
 ) -> None:
     """Write the op's result into `out` [N, Kp], contiguous, by PyTorch ops; Kp of int4 codes is even."""
@@ -145,15 +165,7 @@ def _launch(
     if not format.is_int4_or_int8:
         return None
     ran("dequantize", f"{_name(format)} torch")
-    width = codes.shape[1] * 8 // format.bits
-    if codes.device.type != "cpu" or not width == scale.shape[1] * group_size > 0:
-        return reference(codes, scale, zero_point, group_size, size, dtype)
-    out = codes.new_empty((codes.shape[0], width), dtype=dtype)
-    for first in range(0, out.shape[0], step := rows_in_cache(out)):
-        rows = slice(first, first + step)
-        zeros = None if zero_point is None else zero_point[rows]
-        fill_on_cpu(out[rows], codes[rows], scale[rows], zeros, group_size)
-    return out if width == size else out[:, :size].contiguous()
+    return values_on_cpu(codes, scale, zero_point, group_size, size, dtype, format)
 
 
 def report(format: CodesFormat) -> None:

@@ -3,10 +3,10 @@
 A large weight is never dequantized as a whole. On GPUs a chunk has up to 128 MiB, and torch.mm writes its columns of
 the result in place. Smaller chunks, which stay in the L2 cache, are slower there: their products fill the
 multiprocessors less evenly (H200, 14336 x 4096 in NF4: five chunks take 0.97 to 1.32 times as long as one, from 128 to
-8,192 tokens). On CPUs a chunk has 2 MB, and is still in the cache when it is multiplied.
+8,192 tokens). On CPUs `weight_mm_tiles_cpu` multiplies tiles that are still in the cache.
 
-The weight is rounded once to the dtype of the product. On CPUs the product is float32, without that rounding, in two
-cases: for up to 8 tokens, where it costs nothing, and for float16, whose products take five times as long.
+The weight is rounded once to the dtype of the product. On CPUs that is float32, without that rounding, for float16, and
+for up to 8 tokens, where it costs nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,10 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime.triton_runtime import runs_on
+from lowbit_kernels.weight_only import weight_mm_tiles_cpu
 from lowbit_kernels.weight_only.codes_format import CodesFormat
-from lowbit_kernels.weight_only.dequantize import (
-    fill,
-    fill_on_cpu,
-    reference,
-    rows_in_cache,
-)
+from lowbit_kernels.weight_only.dequantize import fill, values_on_cpu
+from lowbit_kernels.weight_only.dequantize_cpu import TILE, rows_in_tiles
 from lowbit_kernels.weight_only.weight_operands import Product, Tensors, WeightOperands
 
 MOST_BYTES = 2**27
@@ -85,34 +82,22 @@ def write_values(
     if runs_on(out.device) and out.is_cuda:
         fill(out, codes, scale, zero_point, group_size, format, global_scale)
     else:
-        parts = (codes, scale, zero_point, group_size, out.shape[1], out.dtype)
-        out.copy_(reference(*parts, global_scale, format.bits, format.table))
+        own = (codes, scale, zero_point, group_size, out.shape[1], out.dtype)
+        out.copy_(values_on_cpu(*own, format, global_scale))
 
 
 def _on_cpu(group_size: int, format: CodesFormat, tensors: Tensors) -> Tensor:
     x, codes, scale, zero_point, bias, residual, _, global_scale = tensors
-    (m, k), (n, groups) = x.shape, scale.shape
-    dtype, padded = x.dtype, groups * group_size
-    if dtype == torch.float16 or m <= MOST_TOKENS_IN_FLOAT32:
-        x = x.float()
-    is_simple = format.is_int4_or_int8 and not (format.bits == 4 and padded % 2)
-    out = x.new_empty((m, n), dtype=dtype)
-    rows = min(n, rows_in_cache(x.new_empty((0, padded))))
-    chunk, product = x.new_empty((rows, padded)), x.new_empty((m, rows))
-    for first in range(0, n, rows):
-        part = slice(first, min(first + rows, n))
-        height = part.stop - first
-        weight, to = chunk[:height], product[:, :height]
-        zeros = None if zero_point is None else zero_point[part]
-        if not is_simple:
-            parts = (codes[part], scale[part], zeros, group_size, format, global_scale)
-            write_values(weight[:, :k], *parts)
-        else:
-            fill_on_cpu(weight, codes[part], scale[part], zeros, group_size)
-        torch.mm(x, weight[:, :k].t(), out=to)
-        if bias is not None:
-            to.add_(bias[part])
-        if residual is not None:
-            to.add_(residual[:, part])
-        out[:, part] = to
-    return out
+    n, k = codes.shape[0], x.shape[1]
+
+    def values(rows: slice) -> Tensor:
+        zeros = None if zero_point is None else zero_point[rows]
+        own = (codes[rows], scale[rows], zeros, group_size, k)
+        return values_on_cpu(*own, torch.float32, format, global_scale)
+
+    tiles = ((rows, values(rows)) for rows in rows_in_tiles(n, TILE // k))
+    dtype = x.dtype
+    if x.shape[0] <= MOST_TOKENS_IN_FLOAT32:
+        x, bias = x.float(), None if bias is None else bias.float()
+    out = weight_mm_tiles_cpu.linear(x, tiles, n, bias)
+    return (out if residual is None else out.add_(residual)).to(dtype)
