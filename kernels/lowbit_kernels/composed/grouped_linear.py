@@ -41,7 +41,7 @@ from lowbit_kernels.weight_only import (
     weight_mm_experts_triton,
 )
 from lowbit_kernels.weight_only.codes_format import format_of
-from lowbit_kernels.weight_only.expert_operands import ExpertOperands
+from lowbit_kernels.weight_only.expert_operands import ExpertOperands, SortedPairs
 from lowbit_kernels.weight_only.weight_mm_experts_large_sm90 import LargeExpertProduct
 from lowbit_kernels.weight_only.weight_mm_experts_triton import ExpertsTriton
 from lowbit_kernels.weight_only.weight_operands import (
@@ -130,5 +130,5 @@ def _run(x, codes, scale, zero_point, offsets, group_size) -> Tensor:
         return x.new_zeros(plan.shape)
     if plan.product is None:
         return _loop(weight_linear.run, x, codes, scale, zero_point, offsets, group_size)
-    ends = offsets.contiguous()
-    return plan.product.of_sorted(x, codes, scale, zero_point, None, None, ends)
+    pairs = (x, codes, scale, zero_point, None, None, offsets.contiguous())
+    return plan.product.of_sorted(SortedPairs(*pairs))

@@ -13,6 +13,20 @@ Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Te
 """x, codes, scale, zero_point, bias, ids and global_scale of a product."""
 
 
+class SortedPairs(NamedTuple):
+    """Tensors of a product of pairs sorted by expert, where each expert's end at `ends`. `order` has the pairs; None:
+    they are sorted as they are. Which rows x has, `of_sorted` of a product says."""
+
+    x: Tensor
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    bias: Tensor | None
+    order: Tensor | None
+    ends: Tensor
+    global_scale: Tensor | None = None
+
+
 class ExpertOperands(NamedTuple):
     """Operands of one product, as in `expert_linear`. format: of the codes and scales; an implementation declines those
     that it doesn't take."""

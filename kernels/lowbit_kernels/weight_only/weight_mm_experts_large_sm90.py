@@ -22,7 +22,7 @@ from lowbit_kernels.runtime.sources import program
 from lowbit_kernels.runtime.tensor_map import tensor_map
 from lowbit_kernels.runtime.triton_runtime import runs_on
 from lowbit_kernels.weight_only import weight_mm_large_batch_sm90 as large
-from lowbit_kernels.weight_only.expert_operands import ExpertOperands, Tensors
+from lowbit_kernels.weight_only.expert_operands import ExpertOperands, SortedPairs, Tensors
 from lowbit_kernels.weight_only.pairs_by_expert import PairsByExpert
 from lowbit_kernels.weight_only.weight_lookup_sm90 import Unpacking, unpacking_of
 from lowbit_kernels.weight_only.weight_operands import (
@@ -144,20 +144,12 @@ class LargeExpertProduct:
     def __call__(self, tensors: Tensors) -> Tensor:
         x, codes, scale, zero_point, bias, ids, global_scale = tensors
         order, ends, rows = self.by_expert(x, ids)
-        return self.of_sorted(rows, codes, scale, zero_point, bias, order, ends, global_scale)
+        parts = (rows, codes, scale, zero_point, bias, order, ends, global_scale)
+        return self.of_sorted(SortedPairs(*parts))
 
-    def of_sorted(
-        self,
-        rows: Tensor,
-        codes: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        bias: Tensor | None,
-        order: Tensor | None,
-        ends: Tensor,
-        global_scale: Tensor | None = None,
-    ) -> Tensor:
-        """The product of rows of x that are sorted by expert and end at `ends`. order: where their results belong."""
+    def of_sorted(self, pairs: SortedPairs) -> Tensor:
+        """The product of rows of x that are sorted by expert. `order`: where their results belong."""
+        rows, codes, scale, zero_point, bias, order, ends, global_scale = pairs
         scale = aligned(scale)
         zero_point = None if zero_point is None else aligned(zero_point)
         bias = None if bias is None else bias.contiguous()

@@ -25,7 +25,7 @@ from lowbit_kernels.runtime.triton_runtime import (
 )
 from lowbit_kernels.weight_only.codes_format import E2M1
 from lowbit_kernels.weight_only.dequantize_triton import kind_of, on_device, scale_bytes
-from lowbit_kernels.weight_only.expert_operands import ExpertOperands, Tensors
+from lowbit_kernels.weight_only.expert_operands import ExpertOperands, SortedPairs, Tensors
 from lowbit_kernels.weight_only.pairs_by_expert import PairsByExpert
 from lowbit_kernels.weight_only.weight_mm_triton import (
     block_of_k,
@@ -193,20 +193,11 @@ class ExpertsTriton:
     def __call__(self, tensors: Tensors) -> Tensor:
         x, codes, scale, zero_point, bias, ids, global_scale = tensors
         parts = (x, codes, scale, zero_point, bias, *self.by_expert.sorted(ids))
-        return self.of_sorted(*parts, global_scale)
+        return self.of_sorted(SortedPairs(*parts, global_scale))
 
-    def of_sorted(
-        self,
-        x: Tensor,
-        codes: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        bias: Tensor | None,
-        order: Tensor | None,
-        ends: Tensor,
-        global_scale: Tensor | None = None,
-    ) -> Tensor:
-        """The product where pairs `order` are sorted by expert, and end at `ends`; None: the pairs as they are."""
+    def of_sorted(self, pairs: SortedPairs) -> Tensor:
+        """The product of sorted pairs, whose rows of x are read where they are."""
+        x, codes, scale, zero_point, bias, order, ends, global_scale = pairs
         k = x.shape[1]
         if x.device.type == "cpu":  # the interpreter has no bfloat16
             x = x.float()
