@@ -48,7 +48,7 @@ def quantize(
 ) -> None:
     """The command `quantize`. Args: those of `lowbit.cli.app.quantize`."""
     _check_format(format)
-    is_mix = format == "gguf" and scheme in MIXES
+    is_mix = _is_mix(scheme, format)
     scales = scales or ("searched" if is_mix else None)
     choose = partial(_mix, model) if is_mix else chosen
     patterns = choose(scheme, group_size, layers or ())
@@ -72,6 +72,13 @@ def quantize(
     source = calibrated(model, patterns, data, context, limit, scales, device)
     options["tokenizer"] = model if model.is_dir() else tokenizer_of(model)
     _write(model, source, out, format, json, options)
+
+
+def _is_mix(scheme: str, format: str) -> bool:
+    """True if the scheme names a mix of gguf. Raises ValueError if it does and the format is another one."""
+    if scheme in MIXES and format != "gguf":
+        raise ValueError(f"--scheme {scheme} is for --format gguf, got --format {format}")
+    return scheme in MIXES
 
 
 def _mix(
@@ -104,7 +111,7 @@ def export(
     if scheme is None and group_size is not None:
         raise ValueError("--group-size belongs to a scheme; give --scheme too")
     patterns: Any = None if scheme is None else scheme
-    if scheme is not None and not (format == "gguf" and scheme in MIXES):
+    if scheme is not None and not _is_mix(scheme, format):
         patterns = chosen(scheme, group_size, ())
     options = {"scheme": patterns, "lossy": lossy, "overwrite": overwrite}
     _write(model, model, out, format, json, {**options, "max_shard_size": max_shard_size})
