@@ -86,8 +86,9 @@ def quantize(
 ) -> None:
     """Quantize a folder of plain weights, layer by layer, into a folder that vLLM and transformers take.
 
-    The model is never whole in memory, unless a scheme has static activations: their scales are found on --data, which
-    needs the extra hf. Embeddings, the output head and routers stay in high precision unless --layers names them.
+    The model is never whole in memory, unless --data is given, which needs the extra hf: static activations get their
+    scales by that text, and the weights of a mix of gguf are calibrated by it (GPTQ). Embeddings, the output head and
+    routers stay in high precision unless --layers or a mix names them.
 
     \b
     Examples:
@@ -95,6 +96,7 @@ def quantize(
       lowbit quantize model --scheme int8 --format lowbit --out model-int8 --json
       lowbit quantize model --layers lm_head=int8 --layers '*.0.*=none' --out model-mixed
       lowbit quantize model --scheme int8_int8_static --data text.txt --out model-static
+      lowbit quantize model --scheme Q4_K_M --format gguf --data text.txt --out model.gguf
     """
 
 

@@ -80,7 +80,10 @@ Out = Annotated[
 Format = Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(FORMATS)}.")]
 SchemeName = Annotated[
     str,
-    typer.Option(metavar="NAME", help="int4, int8, float8, int8_int8, … or a preset with options."),
+    typer.Option(
+        metavar="NAME",
+        help="int4, int8, float8, int8_int8, … or a preset with options; for gguf also Q4_K_M, …",
+    ),
 ]
 OnTheWay = Annotated[
     str | None, typer.Option(metavar="NAME", help="Quantize a plain folder on the way.")
@@ -102,7 +105,9 @@ Lossy = Annotated[
 StaticData = Annotated[
     Path | None,
     typer.Option(
-        parser=path, metavar="TEXT", help="A file of text, in UTF-8, for static activations."
+        parser=path,
+        metavar="TEXT",
+        help="A file of text, in UTF-8, for static activations and mixes of gguf.",
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint at --out.")]

@@ -1,4 +1,4 @@
-"""A folder quantized by a scheme with static activations: windows of a text find the scales of the inputs."""
+"""A folder quantized with the help of a text, whose windows are the batches of a calibration."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def calibrated(
     scales: str | None,
     device: str,
 ) -> nn.Module:
-    """The model of the folder `path`, whole in memory, calibrated on the text `data` and quantized.
+    """The model of the folder `path`, whole in memory, calibrated on the text `data` and quantized: by GPTQ, or with
+    static activations rounded to nearest.
 
     The patterns choose the layers that `lowbit.export(path, scheme=patterns)` would take, but no stacks of experts:
     a static scale belongs to one linear layer. Args: those of `lowbit.cli.app.quantize`.
@@ -54,6 +55,10 @@ def calibrated(
         return f"{name}.weight" in chosen
 
     windows = windows_of(tokens, model, context)
+    if not has_static(chosen):
+        batches = [{"input_ids": window, "use_cache": False} for window in windows]
+        lowbit.calibrate(model, chosen, batches, is_chosen)
+        return model
     total = sum(window.numel() for window in windows)
     calibration = lowbit.calibrate(model, chosen, is_chosen)
     bar = progress("calibrating on text", total, unit="tokens")

@@ -6,6 +6,8 @@ A scheme with static activations is the exception: the model is whole in memory,
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ from lowbit.cli.calibrated import calibrated, has_static
 from lowbit.cli.language_model import check, tokenizer_of
 from lowbit.cli.output import decibel, percent, print_json, print_table, size
 from lowbit.cli.schemes import chosen
+from lowbit.formats.gguf.mixes import MIXES
 from lowbit.formats.programs.base import ProgramFormat
 from lowbit.formats.registry import target
 from lowbit.formats.shards import check_free
+from lowbit.schemes.scheme import Scheme
 
 _WORST = 5
 """How many layers with the lowest signal-to-noise ratio a report names."""
@@ -44,14 +48,17 @@ def quantize(
 ) -> None:
     """The command `quantize`. Args: those of `lowbit.cli.app.quantize`."""
     _check_format(format)
-    patterns = chosen(scheme, group_size, layers or ())
+    is_mix = _is_mix(scheme, format)
+    scales = scales or ("searched" if is_mix else None)
+    choose = partial(_mix, model) if is_mix else chosen
+    patterns = choose(scheme, group_size, layers or ())
     options = {"lossy": lossy, "overwrite": overwrite, "max_shard_size": max_shard_size}
-    if not has_static(patterns):
+    if not (has_static(patterns) or (is_mix and data is not None)):
         of_data = {"--data": data, "--context": context, "--limit": limit}
         if given := [name for name, value in of_data.items() if value is not None]:
             raise ValueError(
-                f"{given[0]} is for static activations, and --scheme {scheme} has none; accepted there: e.g. "
-                "int8_int8_static, float8_float8_static"
+                f"{given[0]} is for static activations and for mixes of gguf, and --scheme {scheme} --format {format} "
+                "is neither; accepted there: e.g. int8_int8_static, float8_float8_static, Q4_K_M"
             )
         options |= {"scheme": patterns, "scales": scales, "device": device}
         _write(model, model, out, format, json, options)
@@ -65,6 +72,27 @@ def quantize(
     source = calibrated(model, patterns, data, context, limit, scales, device)
     options["tokenizer"] = model if model.is_dir() else tokenizer_of(model)
     _write(model, source, out, format, json, options)
+
+
+def _is_mix(scheme: str, format: str) -> bool:
+    """True if the scheme names a mix of gguf. Raises ValueError if it does and the format is another one."""
+    if scheme in MIXES and format != "gguf":
+        raise ValueError(f"--scheme {scheme} is for --format gguf, got --format {format}")
+    return scheme in MIXES
+
+
+def _mix(
+    model: Path, name: str, group_size: int | None, layers: Sequence[str]
+) -> dict[str, Scheme | None]:
+    """The patterns of a mix of gguf for the folder `model`, after those of --layers."""
+    if group_size is not None:
+        raise ValueError(
+            f"--group-size is not for --scheme {name}, whose types have groups of their own"
+        )
+    own = chosen("int4", None, layers)
+    named = dict(own) if isinstance(own, Mapping) else {}
+    named.pop("*", None)
+    return {**named, **formats.gguf_mix(name, check(model).config)}
 
 
 def export(
@@ -82,7 +110,9 @@ def export(
     _check_format(format)
     if scheme is None and group_size is not None:
         raise ValueError("--group-size belongs to a scheme; give --scheme too")
-    patterns = None if scheme is None else chosen(scheme, group_size, ())
+    patterns: Any = None if scheme is None else scheme
+    if scheme is not None and not _is_mix(scheme, format):
+        patterns = chosen(scheme, group_size, ())
     options = {"scheme": patterns, "lossy": lossy, "overwrite": overwrite}
     _write(model, model, out, format, json, {**options, "max_shard_size": max_shard_size})
 

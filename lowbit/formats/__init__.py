@@ -6,6 +6,8 @@ AOTInductor, ExecuTorch and ONNX: `lowbit.formats.programs`.
 """
 
 from lowbit.formats.base import Format, FormatError
+from lowbit.formats.gguf.format import gguf_scheme
+from lowbit.formats.gguf.mixes import gguf_mix
 from lowbit.formats.programs.base import ProgramFormat
 from lowbit.formats.programs.decompositions import decompositions
 from lowbit.formats.reading import load_pretrained, tensors
@@ -21,6 +23,8 @@ __all__ = [
     "ProgramFormat",
     "decompositions",
     "export",
+    "gguf_mix",
+    "gguf_scheme",
     "grid",
     "load_pretrained",
     "names",

@@ -86,7 +86,8 @@ def with_scales(scheme: Scheme, dtype: torch.dtype | None) -> Scheme:
     """`scheme` with scales of `dtype`, unless `scheme` names a dtype itself or its format fixes the dtype of scales."""
     spec = scheme.weight
     in_blocks = isinstance(spec.format, Float8) and isinstance(spec.granularity, PerBlock)
-    if spec.scale_dtype is not None or isinstance(spec.format, LookupTable) or in_blocks:
+    is_named = spec.scale_dtype is not None or spec.scale_format != "float"
+    if is_named or isinstance(spec.format, LookupTable) or in_blocks:
         return scheme
     return replace(scheme, weight=replace(spec, scale_dtype=dtype))
 

@@ -17,6 +17,7 @@ from lowbit.formats.folder import Folder
 from lowbit.formats.format_file import format_file
 from lowbit.formats.gguf.file import GgufFile, GgufWriter
 from lowbit.formats.gguf.format import Gguf
+from lowbit.formats.gguf.mixes import gguf_mix
 from lowbit.formats.heap import Trimmed
 from lowbit.formats.merged import MergedLayers, Ready
 from lowbit.formats.module import ModelSource
@@ -42,7 +43,7 @@ def export(
     out: str | os.PathLike[str],
     format: str = "compressed-tensors",
     *,
-    scheme: Scheme | Mapping[str, Scheme | None] | None = None,
+    scheme: Scheme | Mapping[str, Scheme | None] | str | None = None,
     scales: str | None = None,
     lossy: bool = False,
     overwrite: bool = False,
@@ -71,7 +72,8 @@ def export(
         scheme: for a folder of plain weights: a Scheme, or a dict of name patterns to a Scheme or None. A bare Scheme
             and the pattern "*" leave embeddings, the output head and routers alone. Another pattern takes those that it
             matches, but a router only if it names the router outright, such as "*.mlp.gate". Scales have the dtype that
-            the format stores (`lowbit.formats.grid`).
+            the format stores (`lowbit.formats.grid`). For "gguf" also the name of a mix, such as "Q4_K_M"
+            (`lowbit.formats.gguf_mix`), whose scales are searched unless `scales` says otherwise.
         scales: how `scheme` chooses scales, "minmax", "searched" or None, as in `lowbit.quantize_`.
         lossy: round a weight that the format cannot hold to the nearest scheme that it holds, or store the weight
             plainly if there is none. The report states each loss. False: such a weight raises an error.
@@ -142,7 +144,7 @@ def _source_of(
     model: nn.Module | str | os.PathLike[str],
     out: Path,
     target: Format,
-    scheme: Scheme | Mapping[str, Scheme | None] | None,
+    scheme: Scheme | Mapping[str, Scheme | None] | str | None,
     scales: str | None,
     tokenizer: Any,
     device: str | torch.device,
@@ -168,6 +170,13 @@ def _source_of(
             f"scheme= takes a folder of plain weights, got {source.path}: call lowbit.load_pretrained, then "
             "lowbit.quantize_"
         )
+    if isinstance(scheme, str):
+        if not isinstance(target, Gguf):
+            raise FormatError(
+                f"scheme={scheme!r} names a mix of gguf, got the format {target.name}; give a Scheme, such as "
+                "lowbit.Int4WeightOnly()"
+            )
+        scheme, scales = gguf_mix(scheme, source.config), scales or "searched"
     return Quantizing(source, scheme, scales, device, target)
 
 

@@ -275,4 +275,5 @@ SCALE_FORMATS: dict[str, Any] = {
     "e8m0": E8M0(),
     "e4m3": E4M3(),
     "double": Double(),
+    "super_block": None,  # float32 numbers, of which lowbit.numerics.super_blocks chooses some
 }

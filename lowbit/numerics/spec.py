@@ -31,13 +31,14 @@ from lowbit.numerics.affine import (
     unclamped_codes,
 )
 from lowbit.numerics.code_range import FLOATS, clamped, within_range
-from lowbit.numerics.granularity import Granularity, PerBlock, PerTensor
+from lowbit.numerics.granularity import Granularity, PerBlock, PerGroup, PerTensor
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8, Int, NumberFormat
 from lowbit.numerics.scale_format import SCALE_FORMATS, ScaleFormat
 from lowbit.numerics.search import best_of_scales, search_qparams_affine
+from lowbit.numerics.super_blocks import TABLE, SuperBlocks
 
-ScaleFormatName = Literal["float", "e8m0", "e4m3", "double"]
+ScaleFormatName = Literal["float", "e8m0", "e4m3", "double", "super_block"]
 
 
 MOST_PADDING, ALWAYS_PADDED = 256, 2**20
@@ -69,6 +70,8 @@ class _Computed:
     """The codes, for `lowbit.numerics.affine`."""
     scales: ScaleFormat | None
     """How scales are stored; None: as they are, in a floating dtype."""
+    super_blocks: SuperBlocks | None
+    """Which scales there are, where groups share parts of them ("super_block"); None: any."""
     rounds_minimum: bool
     """True if the smallest value of each block is rounded to `scale_dtype`, like its scale."""
     has_zero_point: bool
@@ -93,7 +96,8 @@ class Spec(_Computed):
         static: for an activation, with `PerTensor()`. False: the scale is dynamic, computed from each input. True: all
             inputs have one scale, which `lowbit.calibrate` finds before and which the layer stores.
         scale_format: for a LookupTable, how scales are stored: "float", "e8m0", "e4m3" or "double" (see
-            `lowbit.numerics.scale_format`).
+            `lowbit.numerics.scale_format`). For the integers of `lowbit.numerics.super_blocks` also "super_block": the
+            scales that the K-quants of GGUF have, kept in float32.
         scale_dtype: for the weight of an Int or Float8 scheme, the dtype that scales are rounded to: torch.float16,
             torch.bfloat16 or torch.float32. None: the dtype of the weight (float32 for float64, and for float8 in
             blocks). GPTQ, AWQ and GGUF store float16 scales; `lowbit.formats.grid` gives the dtype of a format. With
@@ -157,16 +161,26 @@ class Spec(_Computed):
         if rounds_minimum:
             zero_dtype = torch.float32
         in_blocks = isinstance(fmt, Float8) and isinstance(self.granularity, PerBlock)
-        is_wide = rounds_minimum or in_blocks or isinstance(fmt, LookupTable)
+        in_super_blocks = self.scale_format == "super_block"
+        is_wide = rounds_minimum or in_blocks or in_super_blocks or isinstance(fmt, LookupTable)
         self.__dict__.update(
+            super_blocks=self._super_blocks() if in_super_blocks else None,
             _grid=unchecked_grid(self.mapping, fmt.dtype, fmt.quant_min, fmt.quant_max, zero_dtype),
             scales=SCALE_FORMATS[self.scale_format],
             rounds_minimum=rounds_minimum,
             has_zero_point=is_int and not (getattr(fmt, "signed", False) and symmetric),
             zero_point_is_value=is_value_zero,
-            stored_scale_dtype=torch.float32 if rounds_minimum else self.scale_dtype,
+            stored_scale_dtype=torch.float32
+            if rounds_minimum or in_super_blocks
+            else self.scale_dtype,
             _new_scale_dtype=torch.float32 if is_wide else self.scale_dtype,
         )
+
+    def _super_blocks(self) -> SuperBlocks | None:
+        """The row of `lowbit.numerics.super_blocks` for these bits, groups and mapping."""
+        own = (self.format, self.granularity, self.mapping)
+        rows = ((Int(row.bits), PerGroup(row.group), row.mapping) for row in TABLE)
+        return next((row for row, key in zip(TABLE, rows, strict=True) if key == own), None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -176,7 +190,7 @@ class Spec(_Computed):
         self._compute()
 
     def __repr__(self) -> str:
-        left_out: tuple[str, ...] = () if self.scales is not None else ("scale_format",)
+        left_out: tuple[str, ...] = () if self.scale_format != "float" else ("scale_format",)
         left_out += () if self.scale_dtype is not None else ("scale_dtype",)
         shown = [f.name for f in fields(self) if f.name not in left_out]
         return f"Spec({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
@@ -186,6 +200,15 @@ class Spec(_Computed):
             raise ValueError(
                 f"unknown scale_format {self.scale_format!r}; accepted: {', '.join(SCALE_FORMATS)}"
             )
+        if self.scale_format == "super_block":
+            if self.scale_dtype is not None or self._super_blocks() is None:
+                rows = ", ".join(f"{row.bits} bits, {row.group}, {row.mapping!r}" for row in TABLE)
+                raise ValueError(
+                    f"scale_format='super_block' is for integers of these bits, groups and mappings: {rows}, "
+                    f"without a scale_dtype, got {self.format}, {self.granularity}, {self.mapping!r}, "
+                    f"{self.scale_dtype}"
+                )
+            return
         if not isinstance(self.format, LookupTable):
             if self.scale_format != "float":
                 raise ValueError(
@@ -313,6 +336,8 @@ class Spec(_Computed):
             return self.scales.decode(self.choose_scales(x, joint=joint)), None
         if joint is not None:
             return joint, None
+        if self.super_blocks is not None:
+            return self.super_blocks.of_range(x)
         block, own = self.block_size(x.shape), self.scale_dtype or scale_dtype
         scale, zero_point = chosen_qparams(x, self._grid, block, scale_dtype=own)
         return self._as_stored(scale, zero_point) if self.has_zero_point else (scale, None)
@@ -352,7 +377,7 @@ class Spec(_Computed):
 
     def check_free_scales(self, what: str, way_out: str) -> None:
         """Raise ValueError if scales cannot take any floating value. `what` needs such scales."""
-        if self.scales is not None:
+        if self.scale_format != "float":
             raise ValueError(
                 f"{what} needs scales that take any value, and {self} stores them as {self.scale_format!r}; "
                 f"{way_out}, or take scale_format='float'"
@@ -393,6 +418,8 @@ class Spec(_Computed):
             offered = (self.scales.decode(p) for p in self.scales.neighbours(start))
             best = self.scales.decode(start)
             return best_of_scales(padded, block, fmt, best, offered, importance), None
+        if self.super_blocks is not None and not x.is_meta and x.numel():
+            return self.super_blocks.search(padded, importance)
         scale, zero_point = search_qparams_affine(
             padded,
             self.mapping,

@@ -98,7 +98,7 @@ class Scheme:
         """A report's note on a weight that was converted."""
         spec, activation = self.weight, self.activation
         note = f"{spec.format}, {spec.granularity}, {spec.mapping}"
-        note += "" if spec.scales is None else f", {spec.scale_format} scales"
+        note += "" if spec.scale_format == "float" else f", {spec.scale_format} scales"
         if spec.scale_dtype is not None:
             note += f", {str(spec.scale_dtype).removeprefix('torch.')} scales"
         if activation is not None:
@@ -152,7 +152,7 @@ def _spec_to_dict(spec: Spec) -> dict[str, Any]:
     # defaults are left out
     if spec.static:
         found["static"] = True
-    if spec.scales is not None:
+    if spec.scale_format != "float":
         found["scale_format"] = spec.scale_format
     if spec.scale_dtype is not None:
         found["scale_dtype"] = str(spec.scale_dtype).removeprefix("torch.")

@@ -160,6 +160,6 @@ def _spec_name(spec: Spec) -> str:
     else:
         name += "-" + type(granularity).__name__.removeprefix("Per").lower()
         name += "x".join(map(str, granularity.sizes()))
-    if spec.scales is not None:
+    if spec.scale_format != "float":
         name += f"-{spec.scale_format}"
     return name if spec.mapping.startswith("symmetric") else f"{name}-{spec.mapping}"

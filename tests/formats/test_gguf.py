@@ -108,6 +108,10 @@ def test_blocks_by_the_package(kind: str, dtype: torch.dtype) -> None:
     blocks = torch.randint(0, 256, (8, 3, TYPES[kind][1]), dtype=torch.uint8)
     for at in HALVES.get(kind, (0, 2) if kind in ("Q4_1", "Q5_1") else (0,)):
         blocks[..., at : at + 2] = (torch.rand(8, 3, 1) * 0.01).half().view(torch.uint8)
+    if kind == "MXFP4":
+        blocks[..., 0] = torch.randint(
+            0, 254, (8, 3)
+        )  # 255 is NaN; float16 and bfloat16 round the same values
     rows = blocks.flatten(1)
     found = decode(kind, rows, dtype)
     values = found.dequantize() if isinstance(found, LowbitTensor) else found
@@ -152,8 +156,8 @@ def test_minimums_that_float16_represents() -> None:
 @pytest.mark.parametrize(
     ("scheme", "why"),
     [
-        (IntxWeightOnly(3), "4 bits, or 8"),
-        (IntxWeightOnly(8, 32, "asymmetric"), "4 bits, or 8"),
+        (IntxWeightOnly(3), "4 or 5 bits, or 8"),
+        (IntxWeightOnly(8, 32, "asymmetric"), "4 or 5 bits, or 8"),
         (Int4WeightOnly(16), "groups of 32"),
         (Int8DynamicActivationInt8Weight(), "rounds no inputs"),
         (Float8WeightOnly(), "holds integers"),

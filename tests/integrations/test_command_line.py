@@ -27,12 +27,13 @@ pytest.importorskip("transformers")
 
 
 def add_tokenizer(folder: Path) -> None:
-    """One token a byte, and one that ends a text."""
+    """One token a byte, one that ends a text, and two that merges make, as GGUF needs some."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate([*letters, "<end>"])}, merges=[]))
+    vocab = {c: i for i, c in enumerate([*letters, "<end>", "zq", "qz"])}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[("z", "q"), ("q", "z")]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>").save_pretrained(folder)
@@ -336,3 +337,32 @@ def test_gguf_files_are_written_inspected_and_run(
     )
     assert main(["generate", "model.gguf", "--prompt", "the", "--max-new-tokens", "4"]) == 0
     assert main(["eval", "model.gguf", "--data", "text.txt", "--against", "model"]) == 0
+
+
+def test_a_mix_of_gguf_is_calibrated_on_a_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The calibrated file is nearer to the original than the searched one; --layers goes before the mix."""
+    pytest.importorskip("gguf")
+    from tests.formats.test_gguf import tokenizer  # which skips without gguf
+
+    monkeypatch.chdir(tmp_path)
+    tokenizer(make_model(tmp_path / "model"))
+    (tmp_path / "text.txt").write_text(TEXT * 8, encoding="utf-8")
+    line = "quantize model --scheme Q2_K --format gguf --layers lm_head=Q8_0 --json"
+    assert main([*line.split()[:6], "--out", "searched.gguf"]) == 0
+    assert main([*line.split()[:6], "--out", "data.gguf", "--data", "text.txt"]) == 0
+    capsys.readouterr()
+    kl = {}
+    for name in ("searched", "data"):
+        options = ("--data", "text.txt", "--against", "model", "--limit", "256", "--json")
+        assert main(["eval", f"{name}.gguf", *options]) == 0
+        kl[name] = json.loads(capsys.readouterr().out)["kl"]
+    assert kl["data"] < kl["searched"]
+    for given, why in {
+        "quantize model --scheme Q2_K --out out": "Q2_K is for --format gguf",
+        "quantize model --scheme Q2_K --format gguf --group-size 32 --out out": "is not for --scheme",
+        "quantize model --scheme int4 --format gguf --data text.txt --out out.gguf": "mixes of gguf",
+    }.items():
+        assert main(given.split()) == 1
+        assert why in capsys.readouterr().err, given

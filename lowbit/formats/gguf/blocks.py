@@ -4,20 +4,22 @@
 |--------|-----:|-----------------|----------------------------------------------|---------|
 | Q4_0   | 4    | 32, 18          | d · (q − 8)                                  | yes     |
 | Q4_1   | 4    | 32, 20          | d · q + m                                    | yes     |
-| Q5_0   | 5    | 32, 22          | d · (q − 16)                                 | no      |
-| Q5_1   | 5    | 32, 24          | d · q + m                                    | no      |
+| Q5_0   | 5    | 32, 22          | d · (q − 16)                                 | yes     |
+| Q5_1   | 5    | 32, 24          | d · q + m                                    | yes     |
 | Q8_0   | 8    | 32, 34          | d · q                                        | yes     |
-| Q2_K   | 2    | 256, 84         | d · s · q − dmin · m for groups of 16        | no      |
-| Q3_K   | 3    | 256, 110        | d · s · (q − 4) for groups of 16             | no      |
-| Q4_K   | 4    | 256, 144        | d · s · q − dmin · m for groups of 32        | no      |
-| Q5_K   | 5    | 256, 176        | d · s · q − dmin · m for groups of 32        | no      |
-| Q6_K   | 6    | 256, 210        | d · s · (q − 32) for groups of 16            | no      |
+| Q2_K   | 2    | 256, 84         | d · s · q − dmin · m for groups of 16        | yes     |
+| Q3_K   | 3    | 256, 110        | d · s · (q − 4) for groups of 16             | yes     |
+| Q4_K   | 4    | 256, 144        | d · s · q − dmin · m for groups of 32        | yes     |
+| Q5_K   | 5    | 256, 176        | d · s · q − dmin · m for groups of 32        | yes     |
+| Q6_K   | 6    | 256, 210        | d · s · (q − 32) for groups of 16            | yes     |
+| MXFP4  | 4    | 32, 17          | 2^(s − 127) · E2M1[q]                        | yes     |
 | IQ4_NL | 4    | 32, 18          | d · IQ4[q]                                   | no      |
 | IQ4_XS | 4    | 256, 136        | d · (s − 32) · IQ4[q] for groups of 32       | no      |
 
-d, m and dmin are float16; s and m of K-quants are small integers. A minimum becomes a zero point that is a value, in
-float32: x̂ = (q − 2^(b−1)) · scale + zero_point. If float32 cannot hold that zero point exactly, the weight is read in
-high precision. `IQ4` is a table of 16 values, so weights of the last two types become a `TableTensor`.
+d, m and dmin are float16; s and m of K-quants are small integers (`lowbit.numerics.super_blocks`, which chooses them).
+A minimum becomes a zero point that is a value, in float32: x̂ = (q − 2^(b−1)) · scale + zero_point. If float32 cannot
+hold that zero point exactly, the weight is read in high precision. `IQ4` is a table of 16 values, so weights of the
+last two types become a `TableTensor`, as those of MXFP4 do.
 
 Files of one name mix types: a "Q4_K_M" also has Q6_K. If the length of rows is not a multiple of 256, a type with
 blocks of 32 replaces the K-quant: Q4_0 for Q2_K and Q3_K, Q5_0 for Q4_K, Q5_1 for Q5_K, Q8_0 for Q6_K, IQ4_NL for
@@ -32,7 +34,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lowbit.formats.base import FormatError
+from lowbit.formats.base import FormatError, check_matrix, check_plain_inputs
 from lowbit.formats.integers import (
     IntegerLayout,
     exact_scales,
@@ -40,11 +42,13 @@ from lowbit.formats.integers import (
     integers_of,
     layout_of,
 )
+from lowbit.numerics.affine import Mapping
 from lowbit.numerics.granularity import PerGroup
-from lowbit.numerics.lookup_table import LookupTable
+from lowbit.numerics.lookup_table import E2M1, LookupTable
 from lowbit.numerics.number_format import Int
-from lowbit.numerics.packing import pack
+from lowbit.numerics.packing import pack, unpack
 from lowbit.numerics.spec import Spec
+from lowbit.numerics.super_blocks import INPUTS, Fields, SuperBlocks
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.table_tensor import TableTensor
@@ -57,7 +61,8 @@ IQ4 = LookupTable((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 
 """The values of IQ4_NL and IQ4_XS: dense around zero, as weights are."""
 
 SMALL = 32
-"""Elements of a block that lowbit writes."""
+"""Elements of a block of the types that are not K-quants."""
+MXFP4 = Spec(E2M1, PerGroup(SMALL), "symmetric_no_clipping_err", scale_format="e8m0")
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -65,22 +70,29 @@ SMALL = 32
 
 def encode(weight: LowbitTensor) -> tuple[str, Tensor]:
     """The type and the bytes [N, …] of a weight, with the same values. Raises FormatError if no type holds it."""
-    has_minimum = getattr(getattr(weight, "spec", None), "mapping", None) == "float_zero_point"
+    spec = getattr(weight, "spec", None)
+    if isinstance(weight, TableTensor) and spec is not None and MXFP4.same_values(spec):
+        return "MXFP4", _mxfp4_of(weight)
+    has_minimum = getattr(spec, "mapping", None) == "float_zero_point"
     layout = _layout_with_minimum(weight) if has_minimum else layout_of(weight, "gguf")
     assert isinstance(weight, AffineTensor)
+    check_plain_inputs(weight, "gguf")
+    if weight.spec.super_blocks is not None:
+        return f"Q{layout.bits}_K", _k_quant_of(weight, weight.spec.super_blocks)
     columns, group = weight.shape[1], layout.group_size or weight.shape[1]
-    if weight.activation is not None:
-        raise FormatError(f"gguf rounds no inputs by a rule of the file, got {weight.activation}")
-    if layout.bits not in (4, 8) or (layout.bits == 8 and layout.has_zero_point):
-        raise FormatError(f"gguf is written with 4 bits, or 8 symmetric ones, got {weight.spec}")
+    if layout.bits not in (4, 5, 8) or (layout.bits == 8 and layout.has_zero_point):
+        raise FormatError(
+            f"gguf is written with 4 or 5 bits, or 8 symmetric ones, or scales of K-quants "
+            f"(lowbit.formats.gguf_scheme), got {weight.spec}"
+        )
     if columns % SMALL or group % SMALL:
         raise FormatError(f"gguf has groups of {SMALL}, got {columns} inputs in groups of {group}")
-    minimum = None
+    minimum, middle = None, layout.middle
     if has_minimum:
-        codes, scale, minimum = _with_minimum(weight)
+        codes, scale, minimum = _with_minimum(weight, middle)
     else:
         codes, scale, zero = integers_of(weight, layout)
-        minimum = None if zero is None else -(zero.float() + 8) * scale.float()
+        minimum = None if zero is None else -(zero.float() + middle) * scale.float()
     times = columns // SMALL // scale.shape[1]
     d = exact_scales(scale, torch.float16, "gguf").repeat_interleave(times, 1)
     q = codes.unflatten(1, (-1, SMALL))
@@ -88,34 +100,116 @@ def encode(weight: LowbitTensor) -> tuple[str, Tensor]:
         return "Q8_0", torch.cat([_bytes(d), q.view(torch.uint8)], -1).flatten(1)
     parts = [_bytes(d)]
     if minimum is not None:
-        m = exact_scales(minimum, torch.float16, "gguf (Q4_1, its minimums)")
+        m = exact_scales(minimum, torch.float16, f"gguf (Q{layout.bits}_1, its minimums)")
         parts.append(_bytes(m.repeat_interleave(times, 1)))
-    low, high = (q.short() + 8).to(torch.uint8).split(SMALL // 2, -1)
-    return "Q4_0" if minimum is None else "Q4_1", torch.cat([*parts, low | high << 4], -1).flatten(
-        1
-    )
+    unsigned = (q.short() + middle).to(torch.uint8)
+    if layout.bits == 5:
+        parts.append(_merged((unsigned >> 4).unflatten(-1, (4, 8)), 1))
+    low, high = (unsigned & 15).split(SMALL // 2, -1)
+    kind = f"Q{layout.bits}_{0 if minimum is None else 1}"
+    return kind, torch.cat([*parts, low | high << 4], -1).flatten(1)
 
 
 def _layout_with_minimum(weight: LowbitTensor) -> IntegerLayout:
     """`layout_of` of a weight whose zero points are values."""
     assert isinstance(weight, AffineTensor)
-    spec = replace(weight.spec, mapping="asymmetric", scale_dtype=None)
+    spec = replace(weight.spec, mapping="asymmetric", scale_dtype=None, scale_format="float")
     return layout_of(weight._with(spec=spec), "gguf")
 
 
-def _with_minimum(weight: AffineTensor) -> tuple[Tensor, Tensor, Tensor]:
+def _with_minimum(weight: AffineTensor, middle: int) -> tuple[Tensor, Tensor, Tensor]:
     """Signed codes [N, K], scales [N, G] and the smallest value of each group."""
     assert weight.zero_point is not None
     codes = weight._load(weight.shape[1])
     least = int(weight.spec.format.quant_min)
-    signed = (codes.short() - least - 8).to(torch.int8)
-    minimum = weight.zero_point.double() - 8 * weight.scale.double()
+    signed = (codes.short() - least - middle).to(torch.int8)
+    minimum = weight.zero_point.double() - middle * weight.scale.double()
     return signed, weight.scale, minimum
 
 
 def _bytes(half: Tensor) -> Tensor:
     """float16 [N, B] as uint8 [N, B, 2]."""
     return half.contiguous().view(torch.uint8).unflatten(-1, (-1, 2))
+
+
+def _merged(fields: Tensor, width: int) -> Tensor:
+    """Fields uint8 [..., 8 / width] of `width` bits as bytes [...], the first one in the lowest bits."""
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8)
+    return (fields << shifts).sum(-1, dtype=torch.uint8)
+
+
+def _planes(fields: Tensor, width: int) -> Tensor:
+    """The inverse of `_bits_of`."""
+    return _merged(fields.unflatten(-1, (-1, 8 // width, 32)).transpose(-1, -2), width).flatten(2)
+
+
+def _mxfp4_of(weight: TableTensor) -> Tensor:
+    check_matrix(weight, "gguf", rounds_inputs=False)
+    if weight.shape[1] % SMALL:
+        raise FormatError(f"gguf has groups of {SMALL}, got {weight.shape[1]} inputs")
+    codes = unpack(weight.codes, 4, weight.shape[1]).unflatten(1, (-1, SMALL))
+    low, high = codes.split(SMALL // 2, -1)
+    return torch.cat([weight.scale.unsqueeze(-1), low | high << 4], -1).flatten(1)
+
+
+def _k_quant_of(weight: AffineTensor, kind: SuperBlocks) -> Tensor:
+    if weight.shape[1] % INPUTS:
+        raise FormatError(
+            f"K-quants have super-blocks of {INPUTS} inputs, got {weight.shape[1]}; "
+            "lowbit.formats.gguf_mix gives such a weight another type"
+        )
+    fields = kind.fields(weight.scale, weight.zero_point)
+    if fields is None:
+        raise FormatError(
+            f"its scales are not those of super-blocks of {INPUTS} inputs, as training or slicing leaves them"
+        )
+    least = int(weight.spec.format.quant_min)
+    q = (weight._load(weight.shape[1]).short() - least).to(torch.uint8).unflatten(1, (-1, INPUTS))
+    return torch.cat(_K_PARTS[kind.bits](q, fields), -1).flatten(1)
+
+
+def _q2_k_of(q: Tensor, f: Fields) -> list[Tensor]:
+    assert f.dmin is not None and f.m is not None
+    both = f.s.to(torch.uint8) | f.m.to(torch.uint8) << 4
+    return [both, _planes(q, 2), _bytes(f.d.half()), _bytes(f.dmin.half())]
+
+
+def _q3_k_of(q: Tensor, f: Fields) -> list[Tensor]:
+    s = (f.s + 32).to(torch.uint8)
+    first, last = (s & 15).split(8, -1)
+    high = _merged((s >> 4).unflatten(-1, (4, 4)).transpose(-1, -2), 2)
+    return [_planes(q >> 2, 1), _planes(q & 3, 2), first | last << 4, high, _bytes(f.d.half())]
+
+
+def _scales_k_of(f: Fields) -> list[Tensor]:
+    """The inverse of `_scales_k`."""
+    assert f.dmin is not None and f.m is not None
+    (s, last), (m, top) = (t.to(torch.uint8).split(4, -1) for t in (f.s, f.m))
+    packed = [s | last >> 4 << 6, m | top >> 4 << 6, last & 15 | (top & 15) << 4]
+    return [_bytes(f.d.half()), _bytes(f.dmin.half()), *packed]
+
+
+def _q4_k_of(q: Tensor, f: Fields) -> list[Tensor]:
+    return [*_scales_k_of(f), _low_nibbles(q)]
+
+
+def _q5_k_of(q: Tensor, f: Fields) -> list[Tensor]:
+    return [*_scales_k_of(f), _planes(q >> 4, 1), _low_nibbles(q)]
+
+
+def _low_nibbles(q: Tensor) -> Tensor:
+    """The inverse of `_nibbles`, for the low four bits."""
+    low, high = (q & 15).unflatten(-1, (-1, 2, 32)).unbind(-2)
+    return (low | high << 4).flatten(2)
+
+
+def _q6_k_of(q: Tensor, f: Fields) -> list[Tensor]:
+    low, high = (q & 15).unflatten(-1, (2, 2, 64)).unbind(-2)
+    s = f.s.to(torch.int8).view(torch.uint8)
+    return [(low | high << 4).flatten(2), _planes(q >> 4, 2), s, _bytes(f.d.half())]
+
+
+_K_PARTS = {2: _q2_k_of, 3: _q3_k_of, 4: _q4_k_of, 5: _q5_k_of, 6: _q6_k_of}
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -133,6 +227,8 @@ def decode(kind: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
         raise FormatError(
             f"rows of {tuple(rows.shape)} bytes are not whole {kind} blocks of {size}"
         )
+    if kind == "MXFP4":
+        return _mxfp4(rows.unflatten(1, (-1, size)), dtype)
     codes, scale, minimum = read(rows.unflatten(1, (-1, size)))
     q, scale = codes.flatten(1), scale.flatten(1).contiguous()
     group = q.shape[1] // scale.shape[1]
@@ -141,9 +237,37 @@ def decode(kind: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
         return TableTensor(packed, {"scale": scale}, spec, q.shape, dtype)
     bits = format.bits
     signed = (q.short() - 2 ** (bits - 1)).to(torch.int8)
+    if kind.endswith("_K"):
+        return _in_super_blocks(q, scale, minimum, bits, dtype)
     if minimum is None:
         return from_integers(IntegerLayout(bits, group, False), signed, scale, None, dtype)
     return _added(q, signed, scale, minimum.flatten(1), bits, dtype)
+
+
+def _mxfp4(b: Tensor, dtype: torch.dtype) -> TableTensor:
+    q = torch.cat([b[..., 1:] & 15, b[..., 1:] >> 4], -1).flatten(1)
+    return TableTensor(pack(q, 4), {"scale": b[..., 0].contiguous()}, MXFP4, q.shape, dtype)
+
+
+def _in_super_blocks(
+    q: Tensor, scale: Tensor, minimum: Tensor | None, bits: int, dtype: torch.dtype
+) -> Tensor:
+    """The weight of a K-quant; plain where float32 does not represent a zero point."""
+    group, zero = PerGroup(q.shape[1] // scale.shape[1]), None
+    if minimum is not None:
+        exact = minimum.flatten(1).double() + 2 ** (bits - 1) * scale.double()
+        zero = exact.float()
+        if not torch.equal(zero.double(), exact):
+            return _values(q, scale, minimum.flatten(1)).to(dtype)
+    mapping: Mapping = "symmetric" if zero is None else "float_zero_point"
+    spec = Spec(Int(bits), group, mapping, scale_format="super_block")
+    return AffineTensor(pack(q, bits), scale, zero, spec, q.shape, dtype)
+
+
+def _values(q: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    """Unsigned codes [N, K] times scales plus minimums [N, G], in float32."""
+    group = q.shape[1] // scale.shape[1]
+    return q.float() * scale.repeat_interleave(group, 1) + minimum.repeat_interleave(group, 1)
 
 
 def _added(
@@ -157,8 +281,7 @@ def _added(
         return from_integers(IntegerLayout(bits, group, True), signed, scale, point, dtype)
     exact = minimum.double() + 2 ** (bits - 1) * scale.double()
     if not torch.equal(exact.float().double(), exact):
-        values = q.float() * scale.repeat_interleave(group, 1) + minimum.repeat_interleave(group, 1)
-        return values.to(dtype)
+        return _values(q, scale, minimum).to(dtype)
     spec = Spec(Int(bits), PerGroup(group), "float_zero_point")
     return AffineTensor(pack(q, bits), scale, exact.float(), spec, q.shape, dtype)
 
@@ -264,6 +387,7 @@ TYPES: dict[str, tuple[Int | LookupTable, int, Callable[[Tensor], Block]]] = {
     "Q4_K": (Int(4), 144, _q4_k),
     "Q5_K": (Int(5), 176, _q5_k),
     "Q6_K": (Int(6), 210, _q6_k),
+    "MXFP4": (E2M1, 17, _q4_0),
     "IQ4_NL": (IQ4, 18, _q4_0),
     "IQ4_XS": (IQ4, 136, _iq4_xs),
 }

@@ -17,11 +17,21 @@ from lowbit.formats.base import Format, FormatError, Parts
 from lowbit.formats.gguf import blocks as gguf_blocks
 from lowbit.formats.gguf.llama import in_gguf
 from lowbit.formats.integers import with_scales_of
+from lowbit.numerics.affine import Mapping as SpecMapping
 from lowbit.numerics.granularity import PerGroup
 from lowbit.numerics.number_format import Int
 from lowbit.numerics.spec import Spec
+from lowbit.numerics.super_blocks import TABLE
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
+
+_SMALL_TYPES: tuple[tuple[int, int, SpecMapping], ...] = (
+    (4, 0, "symmetric"),
+    (5, 0, "symmetric"),
+    (8, 0, "symmetric_no_clipping_err"),
+    (4, 1, "float_zero_point"),
+    (5, 1, "float_zero_point"),
+)
 
 
 class Gguf(Format):
@@ -58,9 +68,9 @@ class Gguf(Format):
         return {}
 
     def grid(self, scheme: Scheme) -> Scheme:
-        """Zero points of 4 bits become the smallest values of Q4_1, in float16."""
+        """Zero points of 4 and 5 bits become the smallest values of Q4_1 and Q5_1, in float16."""
         spec = scheme.weight
-        if spec.format == Int(4) and spec.mapping == "asymmetric":
+        if spec.format in (Int(4), Int(5)) and spec.mapping == "asymmetric":
             scheme = replace(scheme, weight=replace(spec, mapping="float_zero_point"))
         return super().grid(scheme)
 
@@ -74,3 +84,29 @@ class Gguf(Format):
 
     def rounded(self, values: Tensor, scheme: Scheme) -> LowbitTensor:
         return with_scales_of(torch.float16, values, scheme)
+
+
+SCHEMES: dict[str, Scheme] = {
+    **{
+        f"Q{row.bits}_K": Scheme(
+            Spec(Int(row.bits), PerGroup(row.group), row.mapping, scale_format="super_block")
+        )
+        for row in TABLE
+    },
+    **{
+        f"Q{bits}_{minimum}": Scheme(
+            Spec(Int(bits), PerGroup(gguf_blocks.SMALL), mapping, scale_dtype=torch.float16)
+        )
+        for bits, minimum, mapping in _SMALL_TYPES
+    },
+    "MXFP4": Scheme(gguf_blocks.MXFP4),
+}
+"""The scheme of each type of a tensor that lowbit writes."""
+
+
+def gguf_scheme(kind: str) -> Scheme:
+    """The scheme whose weights a GGUF file holds as tensors of the type `kind`, such as "Q4_K". Raises FormatError for
+    one that lowbit does not write."""
+    if kind not in SCHEMES:
+        raise FormatError(f"unknown type {kind!r}; lowbit writes {', '.join(sorted(SCHEMES))}")
+    return SCHEMES[kind]

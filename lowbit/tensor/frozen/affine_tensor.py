@@ -238,7 +238,8 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
 
         Args:
             weight, scheme, input_qparams: as for `from_float`.
-            scales: None takes the search for integers of 1 and 2 bits, and "minmax" for all else.
+            scales: None takes the search for integers of 1 and 2 bits and for "super_block" scales, and "minmax" for
+                all else.
             joint: as for `from_float`. Scales that siblings share whole are then those of `from_float`.
 
         Raises ValueError as both do.
@@ -247,7 +248,8 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         if joint is not None and (spec.scales is None or scales != "searched"):
             return cls.from_float(weight, scheme, input_qparams=input_qparams, joint=joint)
         if scales is None:
-            scales = "searched" if spec.has_few_codes else "minmax"
+            is_searched = spec.has_few_codes or spec.super_blocks is not None
+            scales = "searched" if is_searched else "minmax"
         if scales == "searched":
             return cls.searched(weight, scheme, input_qparams=input_qparams, joint=joint)
         return cls.from_float(weight, scheme, input_qparams=input_qparams)
