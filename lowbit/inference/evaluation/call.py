@@ -44,7 +44,7 @@ def evaluate(
     batches: Iterable[Any] | None = None,
     *,
     by_layer: bool = False,
-    tasks: Sequence[str] = (),
+    tasks: Sequence[Any] = (),
     tokenizer: Any = None,
     limit: int | None = None,
 ) -> EvaluationReport:
@@ -63,7 +63,8 @@ def evaluate(
             inputs, unshifted. Labels of −100 and tokens whose `attention_mask` is 0 don't count. None: tasks alone.
         by_layer: measure the original with each layer in low bits alone, a forward pass of all batches a layer. Here
             padding counts.
-        tasks: of lm-eval, e.g. ["arc_easy", "hellaswag"], which needs the package lm-eval and models of transformers.
+        tasks: of lm-eval, as its `simple_evaluate` takes them, e.g. ["arc_easy", "hellaswag"]. They need the package
+            lm-eval and models of transformers.
         tokenizer: for the tasks.
         limit: examples of each task; None for all.
 
@@ -98,7 +99,7 @@ def _check(
     original: Any,
     seen: list[Any] | None,
     by_layer: bool,
-    tasks: Sequence[str],
+    tasks: Sequence[Any],
     tokenizer: Any,
 ) -> None:
     """Raise the errors of arguments, before the first pass."""
@@ -285,7 +286,7 @@ def _moved(batch: Any, model: nn.Module) -> Any:
 
 
 def _results_of_tasks(
-    model: nn.Module, tasks: Sequence[str], tokenizer: Any, limit: int | None
+    model: nn.Module, tasks: Sequence[Any], tokenizer: Any, limit: int | None
 ) -> dict[str, dict[str, float]]:
     """Task of lm-eval → metric → value, by its `simple_evaluate`. Empty without tasks."""
     if not tasks:
