@@ -25,7 +25,14 @@ from lowbit.granularity import (
     PerTensor,
     PerToken,
 )
-from lowbit.inference import Report, calibrate, quantize_, register_linear, unregister_linear
+from lowbit.inference import (
+    Report,
+    calibrate,
+    evaluate,
+    quantize_,
+    register_linear,
+    unregister_linear,
+)
 from lowbit.interop import pretrained
 from lowbit.numerics.lookup_table import E2M1, NF4, LookupTable
 from lowbit.numerics.number_format import Float8, Int
@@ -125,6 +132,7 @@ __all__ = [
     "choose_qparams_affine",
     "dequantize_",
     "dequantize_affine",
+    "evaluate",
     "fake_quantize_affine",
     "inference",
     "load",

@@ -138,19 +138,26 @@ def inspect(
 
 @_command("evaluate", "eval")
 def evaluate(
-    model: of.Model,
+    models: of.Models,
     data: of.Text,
     against: of.Against = None,
     context: of.Context = None,
     limit: of.Limit = None,
+    by_layer: of.ByLayer = False,
+    tasks: of.Tasks = "",
+    examples: of.Examples = None,
     device: of.Device = "cpu",
     json: of.Json = False,
+    picture: of.Picture = None,
 ) -> None:
     """Perplexity on a text and, against the original, KL divergence and top-1 agreement. Needs the extra hf.
+
+    Several models are loaded one after another, beside the original.
 
     \b
     Examples:
       lowbit eval model-int4 --data text.txt
+      lowbit eval model-int4 --data text.txt --against model --by-layer --picture eval.png
       lowbit eval model-int4 --data text.txt --against model --context 64 --limit 256 --json
     """
 

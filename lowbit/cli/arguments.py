@@ -45,6 +45,14 @@ Model = Annotated[
         help="Folder with config.json and *.safetensors, or a GGUF file.",
     ),
 ]
+Models = Annotated[
+    list[Path],
+    typer.Argument(
+        parser=path,
+        metavar="MODEL…",
+        help="Folders with config.json and *.safetensors, or GGUF files.",
+    ),
+]
 Against = Annotated[
     Path | None,
     typer.Option(
@@ -66,6 +74,16 @@ AnyDevice = Annotated[
 Context = Annotated[int | None, typer.Option(help="Tokens of a window.")]
 Limit = Annotated[int | None, typer.Option(min=2, help="Use only the first tokens of the text.")]
 Text = Annotated[Path, typer.Option(parser=path, metavar="TEXT", help="A file of text, in UTF-8.")]
+ByLayer = Annotated[
+    bool, typer.Option("--by-layer", help="Also measure each layer alone in low bits.")
+]
+Tasks = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME,…", help="Also run tasks of lm-eval, which reads them from its hub."
+    ),
+]
+Examples = Annotated[int | None, typer.Option(min=1, help="Use only the first examples of a task.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Picture = Annotated[
     Path | None,

@@ -1,103 +1,60 @@
-"""`lowbit eval`: perplexity of a text and, against the original, divergence and agreement.
-
-With windows of T tokens, logits s of the model and t of the original, over all predicted tokens:
-
-    perplexity = exp(mean −log softmax(s)[next token])
-    KL = mean KL(softmax(t) ‖ softmax(s)), in nats
-    agreement = share of tokens with argmax s = argmax t
-"""
+"""`lowbit eval`: `lowbit.evaluate` of folders on a text."""
 
 from __future__ import annotations
 
-import math
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from lowbit.cli.language_model import check, load
-from lowbit.cli.output import print_json, print_table
+from lowbit.cli.language_model import check, load, tokenizer_of
+from lowbit.cli.output import check_picture, print_json, print_table, save_picture
 from lowbit.cli.windows import tokens_of, windows_of
-from lowbit.progress import progress
-from lowbit.qat.tools.divergence import distillation_loss
+from lowbit.inference import evaluate as evaluate_models
+from lowbit.inference.evaluation.call import Made
 
 
 def evaluate(
-    model: Path,
+    models: list[Path],
     data: Path,
     against: Path | None,
     context: int | None,
     limit: int | None,
+    by_layer: bool,
+    tasks: str,
+    examples: int | None,
     device: str,
     json: bool,
+    picture: Path | None,
 ) -> None:
     """The command `eval`. Args: those of `lowbit.cli.app.evaluate`."""
-    for path in (model, *([] if against is None else [against])):
+    check_picture(picture)
+    for path in (*models, *([] if against is None else [against])):
         check(path)
-    tokens = tokens_of(model, data, limit)
-    judged = load(model, device)
-    original = None if against is None else load(against, device)
+    if by_layer and against is None:
+        raise ValueError("--by-layer compares with the original; give --against too")
+    first = models[0]
+    tokens = tokens_of(first, data, limit)
+    judged = load(first if against is None else against, device)
+    original = None if against is None else judged
+    made: dict[str, Made] = {str(path): partial(load, path, device) for path in models}
+    if original is None:
+        made[str(first)] = judged
     windows = windows_of(tokens, judged, context)
-    result = measure(judged, original, windows, torch.device(device))
+    report = evaluate_models(
+        made,
+        original,
+        [{"input_ids": window, "use_cache": False} for window in windows],
+        by_layer=by_layer,
+        tasks=[name for name in tasks.split(",") if name],
+        tokenizer=tokenizer_of(first) if tasks else None,
+        limit=examples,
+    )
+    if picture is not None:
+        save_picture(report.figure(), picture)
     if json:
-        print_json({"model": str(model), "data": str(data), **result})
+        print_json({"data": str(data), **report.to_dict()})
         return
-    rows = [("perplexity", f"{result['perplexity']:.3f}")]
-    if original is not None:
-        rows += [
-            ("perplexity of the original", f"{result['perplexity_original']:.3f}"),
-            ("KL(original || model), nats a token", f"{result['kl']:.4g}"),
-            ("top-1 agreement", f"{100 * result['agreement']:.1f}%"),
-        ]
-    print_table(f"{model}, {result['tokens']:,} predicted tokens of {data}", ("", ""), rows)
-
-
-@torch.no_grad()
-def measure(
-    model: nn.Module, original: nn.Module | None, windows: list[Tensor], device: torch.device
-) -> dict[str, Any]:
-    """The figures of the module's docstring, of `model` against `original` (None: alone) on `device`. `windows`: token
-    ids [1, T]."""
-    sums = dict.fromkeys(("nll", "nll_original", "kl", "agreement"), 0.0)
-    count = sum(w.numel() - 1 for w in windows)
-    with progress("evaluating", count, unit="tokens") as advance:
-        for window in windows:
-            ids = window.to(device)
-            labels, predicted = ids[0, 1:], ids.numel() - 1
-            logits = _logits(model, ids)
-            sums["nll"] += predicted * _nll(logits, labels)
-            if original is not None:
-                given = _logits(original, ids)
-                if given.shape != logits.shape:
-                    raise ValueError(
-                        f"the original has {given.shape[-1]} tokens in its vocabulary, the model {logits.shape[-1]}"
-                    )
-                sums["nll_original"] += predicted * _nll(given, labels)
-                sums["kl"] += predicted * float(distillation_loss(logits, given))
-                sums["agreement"] += int((logits.argmax(-1) == given.argmax(-1)).sum())
-            advance(predicted)
-    found: dict[str, Any] = {"tokens": count, "perplexity": _perplexity(sums["nll"] / count)}
-    if original is not None:
-        found["perplexity_original"] = _perplexity(sums["nll_original"] / count)
-        found |= {"kl": sums["kl"] / count, "agreement": sums["agreement"] / count}
-    return found
-
-
-def _perplexity(nll: float) -> float:
-    """exp(nll); infinite if a float cannot hold it, as for a model with broken scales."""
-    try:
-        return math.exp(nll)
-    except OverflowError:
-        return math.inf
-
-
-def _logits(model: nn.Module, ids: Tensor) -> Tensor:
-    """The logits [T − 1, V] that predict the next token of the window."""
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits
-    return logits[0, :-1]
-
-
-def _nll(logits: Tensor, labels: Tensor) -> float:
-    """The mean cross-entropy, a few tokens in float32 at a time."""
-    return float(distillation_loss(logits, logits, labels, kl_weight=0.0))
+    head, *rows = report.rows()
+    print_table(f"{report.models[0].tokens:,} predicted tokens of {data}", head, rows)
+    if by_layer:
+        head, *rows = report.layer_rows()
+        print_table("", head, rows)

@@ -77,7 +77,7 @@ class Report:
         for name, param in model.named_parameters():  # a tied parameter once
             if isinstance(param, nn.UninitializedParameter):
                 continue
-            sizes[name] = size = _nbytes(param)
+            sizes[name] = size = nbytes_of(param)
             self.parameters += param.numel()
             self.nbytes += size
             own = local(param)
@@ -123,7 +123,7 @@ def _share(part: int, whole: int) -> str:
     return "<0.1%" if 0 < percent < 0.05 else f"{percent:.1f}%"
 
 
-def _nbytes(param: Any) -> int:
+def nbytes_of(param: Any) -> int:
     """Bytes of the whole parameter, sharded or not."""
     own = local(param)
     if not isinstance(own, LowbitTensor) or own.numel() == 0:

@@ -10,6 +10,7 @@ from lowbit.inference.calibration import (
     Step,
     calibrate,
 )
+from lowbit.inference.evaluation import Evaluation, EvaluationReport, evaluate
 from lowbit.inference.float8_blocks import float8_blocks_state_dict, load_float8_blocks_
 from lowbit.inference.freeze import freeze_
 from lowbit.inference.fuse import fuse_linears_, unfuse_linears_
@@ -24,12 +25,15 @@ from lowbit.linear.frozen import (
 __all__ = [
     "GPTQ",
     "CalibrationReport",
+    "Evaluation",
+    "EvaluationReport",
     "Layer",
     "LayerResult",
     "Report",
     "Search",
     "Step",
     "calibrate",
+    "evaluate",
     "float8_blocks_state_dict",
     "freeze_",
     "fuse_linears_",

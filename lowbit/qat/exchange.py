@@ -1,64 +1,22 @@
-"""Exchange weights of modules for a while, and put them back.
+"""The plain weights of a prepared model, and the prepared ones of a plain model.
 
 A module of a prepared model differs from the plain one in its weight, in the parameters of learned scales, and in its
-class. `Held` is these three. Nothing is copied, so what is put back are the same parameters.
+class. `Held` is these three.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 
 from lowbit.convert import Target, find_owners
-from lowbit.layers.frozen import hide_frozen, show_frozen, shown_class
+from lowbit.layers.exchange import Held
 from lowbit.layers.stand_in import without
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import SCALE, ZERO, is_learned, scales_of
-
-
-@dataclass(frozen=True)
-class Held:
-    """A module, its class before `show_frozen`, and parameters of it by name."""
-
-    module: nn.Module
-    kind: type[nn.Module]
-    parameters: Mapping[str, nn.Parameter | None]
-
-    @classmethod
-    def of(cls, module: nn.Module) -> Held:
-        """All that the module holds now."""
-        return cls(module, shown_class(module), dict(module._parameters))
-
-    def put(self) -> None:
-        """Give the module this class and these parameters. Others stay."""
-        hide_frozen([self.module])
-        self.module.__class__ = self.kind
-        self.module._parameters.update(self.parameters)
-        show_frozen([self.module])
-
-    def put_back(self) -> None:
-        """Give the module this class and exactly these parameters, in their order."""
-        self.module._parameters.clear()
-        self.put()
-
-
-@contextmanager
-def exchanged(changes: Iterable[Held]) -> Iterator[None]:
-    """The context in which modules hold `changes`. Afterwards they hold what they held before."""
-    changes = list(changes)
-    before = {id(change.module): Held.of(change.module) for change in changes}
-    try:
-        for change in changes:
-            change.put()
-        yield
-    finally:
-        for held in before.values():
-            held.put_back()
 
 
 def prepared_targets(

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import check_module, find_owners
+from lowbit.layers.exchange import exchanged
 from lowbit.layers.prepared import named_inputs
 from lowbit.numerics.sharded import is_dtensor
-from lowbit.qat.exchange import exchanged, in_high_precision, prepared_targets
-from lowbit.qat.tools.measure import Loss, Meter
+from lowbit.qat.exchange import in_high_precision, prepared_targets
 from lowbit.tensor.core.dtensor import by_rows, held_locally, local, split_as
 from lowbit.tensor.core.regather import reshard
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
@@ -23,6 +23,7 @@ from lowbit.tensor.trained.learned_scales import (
     starting_parameters,
 )
 from lowbit.tracing.batches import eval_mode
+from lowbit.tracing.damage import Loss, Meter
 
 
 def learned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

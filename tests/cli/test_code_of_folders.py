@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lowbit.cli import evaluate, language_model, shapes
+from lowbit.cli import language_model, shapes
 from lowbit.formats import FormatError
 
 
@@ -53,9 +52,3 @@ def test_tokenizers_run_no_code(recorder: Recorder, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="no tokenizer that transformers reads"):
         language_model.tokenizer_of(tmp_path)
     assert recorder.given == [{"local_files_only": True, "trust_remote_code": False}]
-
-
-def test_the_perplexity_of_a_broken_model_is_infinite() -> None:
-    assert evaluate._perplexity(1e4) == math.inf
-    assert math.isnan(evaluate._perplexity(math.nan))
-    assert evaluate._perplexity(1.0) == math.e

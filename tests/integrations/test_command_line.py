@@ -59,7 +59,8 @@ def test_eval_reports_what_the_formulas_give(home: Path) -> None:
     options = ("--data", "text.txt", "--against", "model", "--context", "32", "--limit", "80")
     done = command("eval", "model-int4", *options, "--json", cwd=home)
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    printed = json.loads(done.stdout)
+    report, original = printed["models"][0], printed["original"]
     from transformers import AutoTokenizer
 
     ids = torch.tensor(AutoTokenizer.from_pretrained("model")(TEXT)["input_ids"])[:80]
@@ -74,14 +75,35 @@ def test_eval_reports_what_the_formulas_give(home: Path) -> None:
     assert report["perplexity"] == pytest.approx(math.exp(torch.cat(nll).mean()), rel=1e-4)
     assert report["kl"] == pytest.approx(float(torch.cat(kl).mean()), rel=1e-3)
     assert report["agreement"] == pytest.approx(float(torch.cat(agreement).float().mean()))
-    assert report["perplexity_original"] != report["perplexity"]
+    assert original["perplexity"] != report["perplexity"] and original["kl"] is None
+    assert original["nbytes"] > report["nbytes"]
 
 
 def test_a_model_agrees_with_itself(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "model", "--data", "text.txt", "--against", "model", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    printed = json.loads(capsys.readouterr().out)
+    report = printed["models"][0]
     assert report["kl"] == pytest.approx(0.0, abs=1e-6) and report["agreement"] == 1.0
-    assert report["perplexity"] == report["perplexity_original"]
+    assert report["perplexity"] == printed["original"]["perplexity"]
+
+
+def test_eval_shows_several_models_and_their_layers(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quantize", "model", "--scheme", "int8", "--out", "model-int8"]) == 0
+    capsys.readouterr()
+    options = ["--data", "text.txt", "--against", "model", "--by-layer", "--picture", "eval.png"]
+    assert main(["eval", "model-int4", "model-int8", *options]) == 0
+    shown = capsys.readouterr().out
+    assert (home / "eval.png").stat().st_size > 10_000
+    for word in (
+        "model-int4",
+        "model-int8",
+        "original",
+        "top-1 agreement",
+        "layers.1.mlp.down_proj",
+    ):
+        assert word in shown
 
 
 def test_generate_continues_as_transformers_does(home: Path) -> None:

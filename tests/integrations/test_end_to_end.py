@@ -344,7 +344,8 @@ def test_the_command_line_quantizes_and_runs(plain: Path, tmp_path: Path) -> Non
     report = run("quantize", str(plain), *options, cwd=tmp_path)
     assert len(report["snr_db"]) == 14 and min(report["snr_db"].values()) > 15
     found = run("eval", "int4", "--data", "text.txt", "--against", str(plain), cwd=tmp_path)
-    assert found["perplexity"] < 1.1 * found["perplexity_original"] and found["kl"] < 0.05
+    judged, original = found["models"][0], found["original"]
+    assert judged["perplexity"] < 1.1 * original["perplexity"] and judged["kl"] < 0.05
     made = run("generate", "int4", "--prompt", "the model", "--max-new-tokens", "8", cwd=tmp_path)
     theirs = load(tmp_path / "int4")
     words = transformers.AutoTokenizer.from_pretrained(plain)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowbit as lb
+from lowbit.layers.exchange import Held, exchanged
 from lowbit.layers.frozen import Frozen, hide_frozen, show_frozen, shown_class
 from lowbit.layers.learned_experts import Scaled
-from lowbit.qat.exchange import Held, exchanged
 from lowbit.tensor import LowbitTensor
 from tests.schemes import SCHEMES, over
 

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import check_module, find_owners
+from lowbit.layers.exchange import exchanged
 from lowbit.numerics.snr import Energies
 from lowbit.progress import progress as bar
 from lowbit.qat.exchange import (
     check_dynamic,
-    exchanged,
     in_high_precision,
     prepared_targets,
 )

@@ -11,25 +11,23 @@ measured model holds one rounded weight more than the plain one.
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lowbit.convert import Filter, Schemes, Target, check_module, find_targets
+from lowbit.layers.exchange import Held, exchanged
 from lowbit.numerics.code_range import within_range
 from lowbit.numerics.learned_scales import codes_and_residual, qparams
 from lowbit.numerics.snr import Energies
 from lowbit.numerics.spec import Spec, crop
 from lowbit.progress import progress as bar
 from lowbit.qat.exchange import (
-    Held,
     check_dynamic,
-    exchanged,
     in_high_precision,
     learned_scales,
     plain_weight,
@@ -41,14 +39,9 @@ from lowbit.qat.weights import in_model_order, prepared_weight
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.trained.learned_scales import LearnedScales
 from lowbit.tensor.trained.quantizers import NO_SCALES, PRESENT, Quantizer
-from lowbit.tracing.batches import call, eval_mode
-from lowbit.tracing.tracer import state_restored
+from lowbit.tracing.damage import Measure, damages
 
-Loss = Callable[[nn.Module, Any], Tensor]
-"""A function of the model and a batch that gives a scalar."""
 MOST_DECIBELS = 200.0
-KL_ROWS = 1024
-"""Rows of logits that are in float32 at a time."""
 
 
 def report(
@@ -57,7 +50,7 @@ def report(
     scheme: Schemes | Sequence[Schemes] | None = None,
     filter_fn: Filter | None = None,
     *,
-    loss: Loss | Literal["kl", "error"] | None = None,
+    loss: Measure = None,
     progress: Callable[[int], None] | None = None,
 ) -> SensitivityReport:
     """Measure what the rounding of each weight alone costs.
@@ -91,8 +84,6 @@ def report(
             is not prepared; errors of `lowbit.quantize_`.
     """
     check_module(model)
-    if isinstance(loss, str) and loss not in ("kl", "error"):
-        raise ValueError(f"loss must be a function, 'kl', 'error' or None, got {loss!r}")
     plain = in_high_precision(prepared_targets(model))
     if scheme is not None:
         plain = [without_scales(held) for held in plain]
@@ -104,31 +95,27 @@ def report(
         passes = [[rounding.held(watched=True)] for rounding in alone]
         passes += [[rounding.held(watched=False) for rounding in own] for own in candidates]
     known = operator.length_hint(batches) * len(passes) or None
-    totals, baseline, count = [0.0] * len(passes), 0.0, 0
-    meter = Meter(model, loss)
-    eager = torch.compiler.set_stance("force_eager")
+    done = 0
     shown = bar("measuring weights", known, unit="passes", hidden=progress is not None)
-    with eval_mode(model), eager, torch.no_grad(), exchanged(plain), shown as advance:
-        for batch in batches:
-            measured = meter.reference(batch)
-            if not math.isfinite(measured):
-                raise ValueError(
-                    f"batch {count}: the {meter.measure} of the model in high precision is {measured}, with which "
-                    "nothing compares; leave the batch out, or repair the model"
-                )
-            baseline += measured
-            for i, rounded in enumerate(passes):
-                with exchanged(held for helds in rounded for held in helds):
-                    totals[i] += meter.score(batch)
-                advance(1)
-                if progress is not None:
-                    progress(count * len(passes) + i + 1)
-            count += 1
-    if not count:
-        raise ValueError("report was given no batches; accepted: at least one")
-    means = [total / count for total in totals]
-    rows = tuple(rounding.row(mean) for rounding, mean in zip(alone, means, strict=False))
-    return SensitivityReport(meter.measure, baseline / count, tuple(means[len(alone) :]), rows)
+    with shown as advance:
+
+        def passed() -> None:
+            nonlocal done
+            done += 1
+            advance(1)
+            if progress is not None:
+                progress(done)
+
+        contexts = [
+            partial(exchanged, [held for helds in rounded for held in helds]) for rounded in passes
+        ]
+        found = damages(
+            model, batches, contexts, loss, high=partial(exchanged, plain), passed=passed
+        )
+    rows = tuple(rounding.row(mean) for rounding, mean in zip(alone, found.values, strict=False))
+    return SensitivityReport(
+        found.measure, found.baseline, rows=rows, together=found.values[len(alone) :]
+    )
 
 
 def _targets(
@@ -262,87 +249,3 @@ def _clipped_share(
     fmt = spec.format
     inside = crop(within_range(codes, fmt.dtype, fmt.quant_min, fmt.quant_max), weight.shape)
     return 1.0 - float(inside.sum()) / max(inside.numel(), 1)
-
-
-# ---- the measure ----------------------------------------------------------------------------------------------
-
-
-class Meter:
-    """Runs the model, and compares what it gives with what it gave in high precision."""
-
-    def __init__(self, model: nn.Module, loss: Loss | str | None) -> None:
-        self.model = model
-        self.loss = loss if callable(loss) else None
-        self.measure = "loss" if callable(loss) else loss or ""
-        self.expected: Tensor | None = None
-
-    def reference(self, batch: Any) -> float:
-        """The measure of the model as it is now, with which `score` compares."""
-        if self.loss is not None:
-            return self.score(batch)
-        output = self._run(batch)
-        if not self.measure:
-            found = [name for name in ("loss", "logits") if _entry(output, name) is not None]
-            self.measure = {"loss": "loss", "logits": "kl"}[found[0]] if found else "error"
-        if self.measure == "loss":
-            return float(_entry(output, "loss"))
-        self.expected = _output_tensor(output)
-        return math.nan if bool(self.expected.isnan().any()) else 0.0
-
-    def score(self, batch: Any) -> float:
-        if self.loss is not None:
-            with state_restored(self.model):
-                found = self.loss(self.model, batch)
-            if isinstance(found, Tensor) and found.numel() != 1:
-                raise TypeError(
-                    f"loss(model, batch) gave a tensor of shape {tuple(found.shape)}; accepted: a scalar, such as its "
-                    "mean"
-                )
-            return float(found)
-        output = self._run(batch)
-        if self.measure == "loss":
-            return float(_entry(output, "loss"))
-        found, expected = _output_tensor(output), self.expected
-        assert expected is not None
-        return _divergence(expected, found) if self.measure == "kl" else _error(expected, found)
-
-    def _run(self, batch: Any) -> Any:
-        with state_restored(self.model):
-            return call(self.model, batch)
-
-
-def _entry(output: Any, name: str) -> Any:
-    if isinstance(output, Mapping):
-        return output.get(name)
-    return getattr(output, name, None)
-
-
-def _output_tensor(output: Any) -> Tensor:
-    """The logits, the last hidden state, the tensor itself, or the first one in a tuple or list."""
-    named = [_entry(output, name) for name in ("logits", "last_hidden_state")]
-    several = list(output) if isinstance(output, tuple | list) else []
-    for found in (output, *named, *several):
-        if isinstance(found, Tensor):
-            return found
-    raise TypeError(
-        f"the model's output is a {type(output).__name__} without loss, logits or a tensor; accepted: "
-        "loss=lambda model, batch: ..., which gives a scalar"
-    )
-
-
-def _divergence(expected: Tensor, found: Tensor) -> float:
-    """KL(softmax(expected) ‖ softmax(found)), the mean over rows, in nats."""
-    total, rows = 0.0, 0
-    pairs = (t.reshape(-1, t.shape[-1]).split(KL_ROWS) for t in (expected, found))
-    for before, after in zip(*pairs, strict=True):
-        p, q = before.float().log_softmax(-1), after.float().log_softmax(-1)
-        terms = torch.where(p.isneginf(), 0.0, p.exp() * (p - q))
-        total += float(terms.sum(dtype=torch.float64))
-        rows += len(before)
-    return total / max(rows, 1)
-
-
-def _error(expected: Tensor, found: Tensor) -> float:
-    energies = Energies()
-    energies.add(expected, found)
-    return energies.relative_error()
