@@ -25,7 +25,15 @@ from lowbit.granularity import (
     PerTensor,
     PerToken,
 )
-from lowbit.inference import Report, calibrate, quantize_, register_linear, unregister_linear
+from lowbit.inference import (
+    Plan,
+    Report,
+    autoquant,
+    calibrate,
+    quantize_,
+    register_linear,
+    unregister_linear,
+)
 from lowbit.interop import pretrained
 from lowbit.numerics.lookup_table import E2M1, NF4, LookupTable
 from lowbit.numerics.number_format import Float8, Int
@@ -113,6 +121,7 @@ __all__ = [
     "PerRow",
     "PerTensor",
     "PerToken",
+    "Plan",
     "Report",
     "Scheme",
     "Spec",
@@ -121,6 +130,7 @@ __all__ = [
     "Trace",
     "TracedProduct",
     "TrainingScheme",
+    "autoquant",
     "calibrate",
     "choose_qparams_affine",
     "dequantize_",

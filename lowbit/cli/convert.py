@@ -31,6 +31,7 @@ def quantize(
     scheme: str,
     group_size: int | None,
     layers: list[str] | None,
+    plan: Path | None,
     format: str,
     scales: str | None,
     lossy: bool,
@@ -44,7 +45,7 @@ def quantize(
 ) -> None:
     """The command `quantize`. Args: those of `lowbit.cli.app.quantize`."""
     _check_format(format)
-    patterns = chosen(scheme, group_size, layers or ())
+    patterns = chosen(scheme, group_size, layers or (), plan)
     options = {"lossy": lossy, "overwrite": overwrite, "max_shard_size": max_shard_size}
     if not has_static(patterns):
         of_data = {"--data": data, "--context": context, "--limit": limit}
@@ -82,7 +83,7 @@ def export(
     _check_format(format)
     if scheme is None and group_size is not None:
         raise ValueError("--group-size belongs to a scheme; give --scheme too")
-    patterns = None if scheme is None else chosen(scheme, group_size, ())
+    patterns = None if scheme is None else chosen(scheme, group_size)
     options = {"scheme": patterns, "lossy": lossy, "overwrite": overwrite}
     _write(model, model, out, format, json, {**options, "max_shard_size": max_shard_size})
 

@@ -1,6 +1,6 @@
 """Convert a trained model into one that runs and stores its weights in low bits."""
 
-from lowbit.convert import Report
+from lowbit.convert import Costs, Plan, PlanChoice, Report
 from lowbit.inference.calibration import (
     GPTQ,
     CalibrationReport,
@@ -13,6 +13,7 @@ from lowbit.inference.calibration import (
 from lowbit.inference.float8_blocks import float8_blocks_state_dict, load_float8_blocks_
 from lowbit.inference.freeze import freeze_
 from lowbit.inference.fuse import fuse_linears_, unfuse_linears_
+from lowbit.inference.planning import autoquant
 from lowbit.inference.quantize import quantize_
 from lowbit.linear.frozen import (
     grouped_linear,
@@ -24,11 +25,15 @@ from lowbit.linear.frozen import (
 __all__ = [
     "GPTQ",
     "CalibrationReport",
+    "Costs",
     "Layer",
     "LayerResult",
+    "Plan",
+    "PlanChoice",
     "Report",
     "Search",
     "Step",
+    "autoquant",
     "calibrate",
     "float8_blocks_state_dict",
     "freeze_",
