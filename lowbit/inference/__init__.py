@@ -2,11 +2,13 @@
 
 from lowbit.convert import Costs, Plan, PlanChoice, Report
 from lowbit.inference.calibration import (
+    AWQ,
     GPTQ,
     CalibrationReport,
     Layer,
     LayerResult,
     Search,
+    SmoothQuant,
     Step,
     calibrate,
 )
@@ -23,6 +25,7 @@ from lowbit.linear.frozen import (
 )
 
 __all__ = [
+    "AWQ",
     "GPTQ",
     "CalibrationReport",
     "Costs",
@@ -32,6 +35,7 @@ __all__ = [
     "PlanChoice",
     "Report",
     "Search",
+    "SmoothQuant",
     "Step",
     "autoquant",
     "calibrate",
