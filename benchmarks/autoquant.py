@@ -36,7 +36,7 @@ from recipes.training import TrainingConfig
 BYTES = [
     lowbit.IntxWeightOnly(bits, group, mapping, scale_dtype=torch.float16)
     for bits in range(2, 9)
-    for group in (32, 64, 128)
+    for group in (32, 128)
     for mapping in ((None, "asymmetric") if bits <= 4 else (None,))
 ]
 TIME = ("int8", "int4", "int4(group_size=32)", "float8", "int8_int8", "float8_float8", "int8_int4")
@@ -88,7 +88,7 @@ def of_bytes(folder: Path) -> None:
         steps = range(FIRST_STEP + first, FIRST_STEP + first + count)
         return [text.batch(run.data.train, i, seed=config.seed, **sizes)[0] for i in steps]
 
-    seen, held_out = batches(0, 8), batches(100, 16)
+    seen, held_out = batches(0, 4), batches(100, 8)
     with torch.no_grad():
         began = time.perf_counter()
         costs = _costs(model, seen, held_out, False)
