@@ -2,6 +2,7 @@
 
     python -m recipes.recovery --preset tiny --seeds 0 --base-only --out runs/recovery
     python -m benchmarks.autoquant bytes runs/recovery/seed0        # a trained model, on the CPU
+    python -m benchmarks.autoquant encoder FOLDER                   # a sentence encoder of transformers, on the CPU
     python -m benchmarks.autoquant time [--layers 4] [--dim 2048]   # a briefly trained one, on a GPU
 
 For each single scheme S the plan gets the damage of S as its budget: the KL divergence from the model in high precision
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
 import subprocess
 import sys
 import sysconfig
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowbit
+from lowbit.inference.planning.units import whole
 from lowbit.schemes.lines import line_of, scheme
 from lowbit.tracing.damage import damages
 from recipes import runs, text
@@ -88,55 +91,90 @@ def of_bytes(folder: Path) -> None:
         steps = range(FIRST_STEP + first, FIRST_STEP + first + count)
         return [text.batch(run.data.train, i, seed=config.seed, **sizes)[0] for i in steps]
 
-    seen, held_out = batches(0, 4), batches(100, 8)
+    _table(model, batches(0, 4), batches(100, 8), BYTES, "kl", True)
+
+
+def of_encoder(folder: Path) -> None:
+    """A sentence encoder of transformers, on sentences of these pages. Damage: the mean of 1 − cosine to the original."""
+    from transformers import AutoModel, AutoTokenizer
+
+    model = AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+    words = " ".join(page.read_text(encoding="utf-8") for page in pages)
+    sentences = [s.strip() for s in re.split(r"(?<=[.!?])\s+|\n\n", words) if 40 < len(s) < 300]
+    sentences = [s for s in sentences if "`" not in s]
+    torch.manual_seed(0)
+    order = torch.randperm(len(sentences)).tolist()
+
+    def embedded(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        states, counts = model(**given).last_hidden_state, batch["attention_mask"][..., None]
+        return F.normalize((states * counts).sum(1) / counts.sum(1), dim=-1)
+
+    batches = []
     with torch.no_grad():
+        for first in range(0, 6 * 24, 24):
+            chosen = [sentences[i] for i in order[first : first + 24]]
+            options = {"padding": True, "truncation": True, "max_length": 48}
+            batch = dict(tokenizer(chosen, return_tensors="pt", **options))
+            batches.append({**batch, "expected": embedded(model, batch)})
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return (1 - (embedded(model, batch) * batch["expected"]).sum(-1)).mean()
+
+    sizes = [(bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 128)]
+    candidates = [lowbit.IntxWeightOnly(*size, scale_dtype=torch.float16) for size in sizes]
+    with torch.no_grad():
+        _table(model, batches[:2], batches[2:], candidates, loss, False)
+
+
+def _table(
+    model: nn.Module,
+    seen: list[Any],
+    held_out: list[Any],
+    candidates: list[lowbit.Scheme],
+    loss: Any,
+    estimates: bool,
+) -> None:
+    """Print the table of bytes."""
+
+    def costs(estimate: bool) -> lowbit.inference.Costs:
+        options = {"bits": 5, "held_out": held_out[:1], "loss": loss, "estimate": estimate}
         began = time.perf_counter()
-        costs = _costs(model, seen, held_out, False)
-        measured = time.perf_counter() - began
-        estimated = _costs(model, seen, held_out, True)
-        print(
-            f"measured in {measured:.0f} s, estimated in {time.perf_counter() - began - measured:.0f} s"
-        )
-        ratios = [
-            other.damage / own.damage
-            for own, other in zip(costs.choices, estimated.choices, strict=True)
-            if own.damage > 0
+        found: Any = lowbit.autoquant(model, seen, candidates, every, **options).costs
+        print(f"{'estimated' if estimate else 'measured'} in {time.perf_counter() - began:.0f} s")
+        return found
+
+    every_way = [costs(False), *([costs(True)] if estimates else ())]
+    measured = every_way[0]
+    if estimates:
+        pairs = zip(measured.choices, every_way[1].choices, strict=True)
+        ratios = sorted(b.damage / a.damage for a, b in pairs if a.damage > 0)
+        shown = [f"{ratios[int(len(ratios) * q)]:.3f}" for q in (0.05, 0.5, 0.95)]
+        print(f"estimated / measured: 5% {shown[0]}, median {shown[1]}, 95% {shown[2]}")
+    rows = []
+    for one in candidates:
+        single = next(p for p in measured.uniform() if set(p.values()) == {one})
+        low = whole(model, one, every, None)
+        rows.append((single.bits, damages(model, held_out, [low.changed], loss).added[0], one))
+    least = float("inf")
+    more = " estimated: bits | damage |" if estimates else ""
+    print(f"| single scheme | bits | damage | plan: bits | damage | fewer bytes |{more}")
+    print(f"|---|--:|--:|--:|--:|--:|{'--:|--:|' if estimates else ''}")
+    for bits, damage, one in sorted(rows, key=lambda row: row[:2]):
+        beaten = "" if damage < least else " (a smaller one loses less)"
+        least = min(least, damage)
+        plans = [
+            lowbit.autoquant(model, [], own, every, damage=damage, held_out=held_out, loss=loss)
+            for own in every_way
         ]
-        ratios.sort()
+        cells = [f"{p.bits:.3f} | {p.measured:.5f}" for p in plans]
+        cells.insert(1, f"{100 * (1 - plans[0].bits / bits):.1f}%")
         print(
-            f"estimated / measured, 5%, median, 95%: {[ratios[int(len(ratios) * q)] for q in (0.05, 0.5, 0.95)]}"
+            f"| {line_of(one)}{beaten} | {bits:.3f} | {damage:.5f} | {' | '.join(cells)} |",
+            flush=True,
         )
-        rows = []
-        for one in BYTES:
-            plan = next(p for p in costs.uniform() if set(p.values()) == {one})
-            rows.append((plan.bits, lost(model, held_out, quantized(model, one, every)), one))
-        least = float("inf")
-        print(
-            "| single scheme | bits | nats | plan: bits | nats | fewer bytes | estimated: bits | nats |"
-        )
-        print("|---|--:|--:|--:|--:|--:|--:|--:|")
-        for bits, damage, one in sorted(rows, key=lambda row: row[:2]):
-            mark = "" if damage < least else ", beaten by a smaller one"
-            least = min(least, damage)
-            plans = [
-                lowbit.autoquant(model, [], own, every, damage=damage, held_out=held_out)
-                for own in (costs, estimated)
-            ]
-            cells = " | ".join(f"{p.bits:.3f} | {p.measured:.5f}" for p in plans)
-            first, _, rest = cells.partition(" | ")
-            nats, _, others = rest.partition(" | ")
-            share = 100 * (1 - plans[0].bits / bits)
-            print(
-                f"| {line_of(one)}{mark} | {bits:.3f} | {damage:.5f} | {first} | {nats} | {share:.1f}% | {others} |",
-                flush=True,
-            )
-
-
-def _costs(model: nn.Module, seen: list[Any], held_out: list[Any], estimate: bool) -> Any:
-    plan = lowbit.autoquant(
-        model, seen, BYTES, every, bits=5, held_out=held_out[:1], estimate=estimate
-    )
-    return plan.costs
 
 
 # ---- time -----------------------------------------------------------------------------------------------------
@@ -288,7 +326,7 @@ def warm(line: str, dim: int) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("benchmarks.autoquant", description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("bytes", "time", "warm"))
+    parser.add_argument("what", choices=("bytes", "encoder", "time", "warm"))
     parser.add_argument("given", nargs="?", help="a run folder; for warm a scheme")
     parser.add_argument("--dim", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=4)
@@ -296,6 +334,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.what == "bytes":
         of_bytes(Path(options.given))
+    elif options.what == "encoder":
+        of_encoder(Path(options.given))
     elif options.what == "warm":
         warm(options.given, options.dim)
     else:

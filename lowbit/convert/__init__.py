@@ -22,7 +22,7 @@ from lowbit.convert.plan import Choice as PlanChoice
 from lowbit.convert.plan import Costs, Plan, budget_of, pattern_of
 from lowbit.convert.replace import replace_weights
 from lowbit.convert.report import Entry, Report, followers, tell
-from lowbit.convert.siblings import unit_of
+from lowbit.convert.siblings import of_any_expert, unit_of
 from lowbit.convert.walk import (
     USES,
     Filter,
@@ -73,6 +73,7 @@ __all__ = [
     "joint_parts",
     "matches",
     "names_outright",
+    "of_any_expert",
     "of_unused",
     "pattern_of",
     "replace_weights",

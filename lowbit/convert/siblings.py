@@ -83,10 +83,15 @@ def family_of(weight: str) -> str | None:
     return ".".join((*parts[:at], "|".join(group))) if group else None
 
 
+def of_any_expert(weight: str) -> str:
+    """The name of a weight, the same for all experts of a list."""
+    return _EXPERT.sub(r"\1*.", weight)
+
+
 def unit_of(weight: str, shape: Sequence[int]) -> str:
     """A name that a weight shares with those which take one scheme in a plan, as one launch may read them: siblings,
     the stacked experts of a module, and the same weights of all experts of a list."""
-    name = _EXPERT.sub(r"\1*.", weight)
+    name = of_any_expert(weight)
     if len(shape) == 3:
         return name.rpartition(".")[0] or name
     return family_of(name) or name
