@@ -95,7 +95,7 @@ def of_bytes(folder: Path) -> None:
 
 
 def of_encoder(folder: Path) -> None:
-    """A sentence encoder of transformers, on sentences of these pages. Damage: the mean of 1 − cosine to the original."""
+    """A sentence encoder of transformers, on sentences of these pages; damage is 1 − cosine to the original."""
     from transformers import AutoModel, AutoTokenizer
 
     model = AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
