@@ -267,6 +267,10 @@ def of_time(dim: int, layers: int, steps: int) -> None:
     schemes = [scheme(one) for one in TIME]
     with torch.no_grad():
         _compare(model, batches, schemes, requests, say)
+        sizes = [(bits, group) for bits in (3, 4, 5, 6) for group in (32, 128)]
+        candidates = [lowbit.IntxWeightOnly(*size) for size in sizes]
+        _table(model, batches[:2], batches[2:], candidates, "kl", False)
+        say("bytes")
 
 
 def _compare(
