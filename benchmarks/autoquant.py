@@ -157,7 +157,7 @@ def _table(
     for one in candidates:
         single = next(p for p in measured.uniform() if set(p.values()) == {one})
         low = whole(model, one, every, None)
-        rows.append((single.bits, damages(model, held_out, [low.changed], loss).added[0], one))
+        rows.append((single.bits, damages(model, held_out, [low.changed()], loss).added[0], one))
     least = float("inf")
     more = " estimated: bits | damage |" if estimates else ""
     print(f"| single scheme | bits | damage | plan: bits | damage | fewer bytes |{more}")

@@ -133,9 +133,9 @@ def test_a_budget_of_damage_holds_for_the_whole_model_and_no_single_scheme_is_sm
     held_out = [torch.randint(96, (4, 16), generator=torch.Generator().manual_seed(9))]
     costs = lb.autoquant(model, BATCHES, SCHEMES, every, bits=5).costs
     for single in (INT3, INT4):
-        budget = damages(model, held_out, [whole(model, single, every, None).changed], "kl").added[
-            0
-        ]
+        budget = damages(
+            model, held_out, [whole(model, single, every, None).changed()], "kl"
+        ).added[0]
         plan = lb.autoquant(model, [], costs, every, damage=budget, held_out=held_out)
         (uniform,) = (p for p in costs.uniform() if set(p.values()) == {single})
         assert plan.measured <= budget and plan.bits <= uniform.bits

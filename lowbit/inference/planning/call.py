@@ -29,6 +29,8 @@ SCHEMES = (
 """What weights choose among, besides high precision, where the user gives no schemes."""
 _ROUNDS = 8
 """Plans that are measured to meet a budget of damage."""
+_KEPT = 2**32
+"""Bytes of plain weights up to which all quantized ones are kept in memory while they are measured."""
 _NEAR = 0.97
 """A plan that takes this share of the budget is good enough."""
 
@@ -118,7 +120,8 @@ def _damages(
             raise ValueError(f"estimate=True estimates loss='kl', got {loss!r}")
         with progress("estimating weights", len(batches), unit="batches") as advance:
             return estimated(model, batches, units, lambda: advance(1)), "kl"
-    contexts: list[Changed] = [option.changed for unit in units for option in unit.options[1:]]
+    keep = sum(t.weight.nbytes for unit in units for t in unit.weights.values()) <= _KEPT
+    contexts = [option.changed(keep) for unit in units for option in unit.options[1:]]
     total = len(contexts) * operator.length_hint(batches)
     with progress("measuring weights", total, unit="passes") as advance:
         found = damages(model, batches, contexts, loss, passed=lambda: advance(1))
@@ -145,10 +148,10 @@ def _scaled(
         ]
         for s in known
     ]
-    contexts = [_together([units[u].options[i] for u, i in own]) for own in taken]
-    found = damages(model, batches, contexts, loss).added
     scaled = [list(own) for own in lost]
-    for own, together in zip(taken, found, strict=True):
+    for own in taken:
+        context = _together([units[u].options[i] for u, i in own])
+        (together,) = damages(model, batches, [context], loss).added
         alone = sum(lost[u][i] for u, i in own)
         if alone > 0 and together > 0:
             for u, i in own:
@@ -157,9 +160,9 @@ def _scaled(
 
 
 def _together(options: list[Option]) -> Changed:
-    """The context in which these units are rounded."""
+    """Gives the context in which these units are rounded."""
     targets = tuple(t for option in options for t in option.targets)
-    return Option(targets, (), options[0].scales).changed
+    return Option(targets, (), options[0].scales).changed()
 
 
 def _times(
@@ -207,7 +210,7 @@ class _Whole:
         """The plan, with what the model loses by it."""
         if any(scheme is not None for scheme in plan.values()):
             option = whole(self.model, plan, self.filter_fn, self.scales)
-            found = damages(self.model, self.batches, [option.changed], self.loss)
+            found = damages(self.model, self.batches, [option.changed()], self.loss)
             plan.measured = found.added[0]
         else:
             plan.measured = 0.0

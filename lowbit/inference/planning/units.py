@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from lowbit.inference.quantize import Scales, quantized
 from lowbit.layers.exchange import Held, exchanged
 from lowbit.layers.frozen import shown_class
 from lowbit.schemes.scheme import Scheme
+from lowbit.tracing.damage import Changed
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,12 @@ class Option:
                 )
         return list(found.values())
 
-    def changed(self) -> AbstractContextManager[None]:
-        """The context in which the model holds the quantized weights."""
-        return exchanged(self.held(self.weights()))
+    def changed(self, keep: bool = True) -> Changed:
+        """A function that gives the context in which the model holds the quantized weights. Without `keep` they are
+        made each time."""
+        if not keep:
+            return lambda: exchanged(self.held(self.weights()))
+        return partial(exchanged, self.held(self.weights()))
 
     def nbytes(self) -> int:
         stored: list[Any] = self.weights()
