@@ -78,20 +78,26 @@ def _swapped(model: nn.Module, outputs: Iterable[Tensor]) -> Callable[[], Any]:
     return Context
 
 
-def of_bytes(folder: Path) -> None:
-    """The tiny model of a run folder."""
+def tiny(folder: Path) -> tuple[nn.Module, Callable[[int, int], list[Tensor]]]:
+    """The model of a run folder; and a function that gives batches, from a number on, so many."""
     found = runs.RunFolder(folder)
     config = TrainingConfig.from_dict(found.settings())
     tracker = runs.Tracker(found, {}, "disabled")
     run = Run(config, found, text.load(found.data), tracker, choose_device())
-    model = high_precision_model(run)
 
     def batches(first: int, count: int) -> list[Tensor]:
         sizes = {"batch_size": config.batch_size, "context": config.model.context}
         steps = range(FIRST_STEP + first, FIRST_STEP + first + count)
         return [text.batch(run.data.train, i, seed=config.seed, **sizes)[0] for i in steps]
 
-    _table(model, batches(0, 4), batches(100, 8), BYTES, "kl", True)
+    return high_precision_model(run), batches
+
+
+def of_bytes(folder: Path) -> None:
+    """The tiny model of a run folder."""
+    model, batches = tiny(folder)
+    with torch.no_grad():
+        _table(model, batches(0, 4), batches(100, 8), BYTES, "kl", True)
 
 
 def of_encoder(folder: Path) -> None:
