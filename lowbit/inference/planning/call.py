@@ -225,22 +225,22 @@ class _Whole:
             if self.measured(uniform).measured <= budget:  # type: ignore[operator]
                 best = uniform
                 break
-        low, high, own = 0.0, None, budget
+        low, high, own, missed = 0.0, None, budget, 0
         for _ in range(_ROUNDS):
             found = self.measured(costs.plan(damage=own))
             assert found.measured is not None
             if found.measured <= budget:
-                low = own
+                low, missed = own, 0
                 if best is None or _cost(found) < _cost(best):
                     best = found
                 if found.measured >= _NEAR * budget or not any(found.values()):
                     break
             else:
-                high = own
-            near = own * budget / found.measured if found.measured > 0 else 2 * own
-            if high is not None and not low < near < high:
-                near = (low + high) / 2
-            own = near
+                high, missed = own, missed + 1
+            share = budget / found.measured if found.measured > 0 else 2.0
+            own *= share ** (1 + missed)  # large damages grow more slowly than their estimates
+            if high is not None and not low < own < high:
+                own = (low + high) / 2
         return best if best is not None else self.measured(costs.plan(damage=0.0))
 
 
