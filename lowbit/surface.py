@@ -26,7 +26,9 @@ from lowbit.granularity import (
     PerToken,
 )
 from lowbit.inference import (
+    Plan,
     Report,
+    autoquant,
     calibrate,
     evaluate,
     quantize_,
@@ -120,6 +122,7 @@ __all__ = [
     "PerRow",
     "PerTensor",
     "PerToken",
+    "Plan",
     "Report",
     "Scheme",
     "Spec",
@@ -128,6 +131,7 @@ __all__ = [
     "Trace",
     "TracedProduct",
     "TrainingScheme",
+    "autoquant",
     "calibrate",
     "choose_qparams_affine",
     "dequantize_",

@@ -73,6 +73,7 @@ def quantize(
     scheme: of.SchemeName = "int4",
     group_size: of.GroupSize = None,
     layers: of.Layers = None,
+    plan: of.PlanFile = None,
     format: of.Format = "compressed-tensors",
     scales: of.Scales = None,
     lossy: of.Lossy = False,
@@ -95,6 +96,7 @@ def quantize(
       lowbit quantize model --scheme int4 --group-size 128 --out model-int4
       lowbit quantize model --scheme int8 --format lowbit --out model-int8 --json
       lowbit quantize model --layers lm_head=int8 --layers '*.0.*=none' --out model-mixed
+      lowbit quantize model --plan plan.json --out model-planned
       lowbit quantize model --scheme int8_int8_static --data text.txt --out model-static
       lowbit quantize model --scheme Q4_K_M --format gguf --data text.txt --out model.gguf
     """

@@ -111,6 +111,15 @@ Layers = Annotated[
     list[str] | None,
     typer.Option(metavar="PATTERN=SCHEME", help="A scheme, or none, for some layers; repeat it."),
 ]
+PlanFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan",
+        parser=path,
+        metavar="FILE",
+        help="A plan of lowbit.autoquant, with a scheme for each weight, in place of --scheme.",
+    ),
+]
 Scales = Annotated[
     str | None,
     typer.Option(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ def quantize(
     scheme: str,
     group_size: int | None,
     layers: list[str] | None,
+    plan: Path | None,
     format: str,
     scales: str | None,
     lossy: bool,
@@ -48,10 +48,12 @@ def quantize(
 ) -> None:
     """The command `quantize`. Args: those of `lowbit.cli.app.quantize`."""
     _check_format(format)
-    is_mix = _is_mix(scheme, format)
+    is_mix = plan is None and _is_mix(scheme, format)
     scales = scales or ("searched" if is_mix else None)
-    choose = partial(_mix, model) if is_mix else chosen
-    patterns = choose(scheme, group_size, layers or ())
+    if is_mix:
+        patterns: Any = _mix(model, scheme, group_size, layers or ())
+    else:
+        patterns = chosen(scheme, group_size, layers or (), plan)
     options = {"lossy": lossy, "overwrite": overwrite, "max_shard_size": max_shard_size}
     if not (has_static(patterns) or (is_mix and data is not None)):
         of_data = {"--data": data, "--context": context, "--limit": limit}
@@ -110,9 +112,9 @@ def export(
     _check_format(format)
     if scheme is None and group_size is not None:
         raise ValueError("--group-size belongs to a scheme; give --scheme too")
-    patterns: Any = None if scheme is None else scheme
+    patterns: Any = scheme
     if scheme is not None and not _is_mix(scheme, format):
-        patterns = chosen(scheme, group_size, ())
+        patterns = chosen(scheme, group_size)
     options = {"scheme": patterns, "lossy": lossy, "overwrite": overwrite}
     _write(model, model, out, format, json, {**options, "max_shard_size": max_shard_size})
 

@@ -7,6 +7,7 @@ so a refused model stays unchanged. A tensor that several modules share is conve
 from lowbit.convert.by_name import (
     NEEDS_CALIBRATION,
     check_pattern,
+    check_runs,
     check_schemes,
     first_match,
     matches,
@@ -17,8 +18,11 @@ from lowbit.convert.by_name import (
 from lowbit.convert.choice import NAMED, Choice
 from lowbit.convert.experts import routers_among, stacked
 from lowbit.convert.owners import Owner, check_module, find_owners, joined_name
+from lowbit.convert.plan import Choice as PlanChoice
+from lowbit.convert.plan import Costs, Plan, budget_of, pattern_of
 from lowbit.convert.replace import replace_weights
 from lowbit.convert.report import Entry, Report, followers, tell
+from lowbit.convert.siblings import of_any_expert, unit_of
 from lowbit.convert.walk import (
     USES,
     Filter,
@@ -41,16 +45,21 @@ __all__ = [
     "NEEDS_CALIBRATION",
     "USES",
     "Choice",
+    "Costs",
     "Entry",
     "Filter",
     "Owner",
+    "Plan",
+    "PlanChoice",
     "Report",
     "Schemes",
     "Target",
     "TrainingSchemes",
     "alike",
+    "budget_of",
     "check_module",
     "check_pattern",
+    "check_runs",
     "check_schemes",
     "families_of",
     "find_owners",
@@ -64,12 +73,15 @@ __all__ = [
     "joint_parts",
     "matches",
     "names_outright",
+    "of_any_expert",
     "of_unused",
+    "pattern_of",
     "replace_weights",
     "rounding_owners",
     "routers_among",
     "shape_of_blocks",
     "stacked",
     "tell",
+    "unit_of",
     "unused",
 ]

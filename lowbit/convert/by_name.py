@@ -48,6 +48,17 @@ def check_pattern(pattern: Any) -> None:
             raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
 
 
+def check_runs(patterns: Iterable[str], where: str) -> None:
+    """Raise ValueError for an expression of a file, called `where`, that only Python's `re` runs: its match may never
+    end."""
+    refused = [p for p in patterns if p.startswith("re:") and is_refused(p[3:])]
+    if refused:
+        raise ValueError(
+            f"{refused[0]!r:.80} of {where} is an expression that lowbit does not run; accepted: without back "
+            "references and lookbehind"
+        )
+
+
 def _remedy(scheme: Any) -> str:
     """The end of the message about an object that is not a scheme of the kind that a flow takes."""
     if isinstance(scheme, Scheme):

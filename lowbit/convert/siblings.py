@@ -8,7 +8,8 @@ rule of `lowbit.train` about small layers beside a larger one.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+import re
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 _GROUPS: list[tuple[str, ...]] = [
     ("q_proj", "k_proj", "v_proj"),
@@ -25,6 +26,8 @@ _GROUPS: list[tuple[str, ...]] = [
 ]
 """Llama and most others; BERT and recipes/llama.py; Mistral's own names; diffusers; the experts of Mixtral, and
 InternLM2; DeepSeek; Qwen3.5 and Qwen3-Next."""
+_EXPERT = re.compile(r"(experts?\.)\d+\.")
+"""One expert of a list."""
 _INSIDE = ("base_layer",)
 """Modules that hold the weight of the layer around them, as PEFT's layers do."""
 
@@ -78,6 +81,20 @@ def family_of(weight: str) -> str | None:
         at -= 1
     group = group_of(parts[at])
     return ".".join((*parts[:at], "|".join(group))) if group else None
+
+
+def of_any_expert(weight: str) -> str:
+    """The name of a weight, the same for all experts of a list."""
+    return _EXPERT.sub(r"\1*.", weight)
+
+
+def unit_of(weight: str, shape: Sequence[int]) -> str:
+    """A name that a weight shares with those which take one scheme in a plan, as one launch may read them: siblings,
+    the stacked experts of a module, and the same weights of all experts of a list."""
+    name = of_any_expert(weight)
+    if len(shape) == 3:
+        return name.rpartition(".")[0] or name
+    return family_of(name) or name
 
 
 def families(weights: Mapping[str, tuple[Iterable[str], Hashable]]) -> list[list[str]]:

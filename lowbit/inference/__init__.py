@@ -1,12 +1,14 @@
 """Convert a trained model into one that runs and stores its weights in low bits."""
 
-from lowbit.convert import Report
+from lowbit.convert import Costs, Plan, PlanChoice, Report
 from lowbit.inference.calibration import (
+    AWQ,
     GPTQ,
     CalibrationReport,
     Layer,
     LayerResult,
     Search,
+    SmoothQuant,
     Step,
     calibrate,
 )
@@ -14,6 +16,7 @@ from lowbit.inference.evaluation import Evaluation, EvaluationReport, evaluate
 from lowbit.inference.float8_blocks import float8_blocks_state_dict, load_float8_blocks_
 from lowbit.inference.freeze import freeze_
 from lowbit.inference.fuse import fuse_linears_, unfuse_linears_
+from lowbit.inference.planning import autoquant
 from lowbit.inference.quantize import quantize_
 from lowbit.linear.frozen import (
     grouped_linear,
@@ -23,15 +26,21 @@ from lowbit.linear.frozen import (
 )
 
 __all__ = [
+    "AWQ",
     "GPTQ",
     "CalibrationReport",
+    "Costs",
     "Evaluation",
     "EvaluationReport",
     "Layer",
     "LayerResult",
+    "Plan",
+    "PlanChoice",
     "Report",
     "Search",
+    "SmoothQuant",
     "Step",
+    "autoquant",
     "calibrate",
     "evaluate",
     "float8_blocks_state_dict",

@@ -110,7 +110,7 @@ def quantize_(
     report = replace_weights(
         targets,
         report,
-        lambda t: _quantized(t, scales, joint.get(t.owners[0].fqn)),
+        lambda t: quantized(t, scales, joint.get(t.owners[0].fqn)),
         trainable=False,
     )
     take_input(modules)
@@ -134,7 +134,8 @@ def _check_calibrated(target: Target) -> None:
     check_input(owner.module, owner.fqn)
 
 
-def _quantized(target: Target, scales: Scales | None, joint: Tensor | None) -> Tensor:
+def quantized(target: Target, scales: Scales | None, joint: Tensor | None) -> Tensor:
+    """The weight of `target`, quantized. `joint`: the part of its scales that siblings share, if they do."""
     spec = target.scheme.activation
     is_static = spec is not None and spec.static
     of_input = input_qparams(rounding_owners(target)[0].module, spec) if is_static else None

@@ -10,7 +10,6 @@ from lowbit.qat.tools.blocks import BlockProgress, BlockResult, BlocksReport, tr
 from lowbit.qat.tools.distillation import Distillation
 from lowbit.qat.tools.divergence import distillation_loss
 from lowbit.qat.tools.measure import report
-from lowbit.qat.tools.plan import Plan
 from lowbit.qat.tools.sensitivity import Sensitivity, SensitivityReport
 from lowbit.qat.undo import undo_
 
@@ -19,7 +18,6 @@ __all__ = [
     "BlockResult",
     "BlocksReport",
     "Distillation",
-    "Plan",
     "Report",
     "Schedule",
     "Sensitivity",

@@ -78,6 +78,19 @@ def test_layers_choose_schemes(home: Path) -> None:
     assert kinds["model.layers.1.mlp.up_proj.weight"] == "int4-g128"
 
 
+def test_a_plan_chooses_schemes(home: Path) -> None:
+    assert (
+        main(["quantize", "model", "--plan", "plan.json", "--format", "lowbit", "--out", "q"]) == 0
+    )
+    kinds = {
+        name: t.stored_format()
+        for name, t in lowbit.formats.tensors("q")
+        if isinstance(t, LowbitTensor)
+    }
+    assert kinds["lm_head.weight"] == "int8-row"
+    assert kinds["model.layers.1.mlp.up_proj.weight"] == "int4-g64"
+
+
 def test_blocks_of_float8_have_a_name(home: Path) -> None:
     """As DeepSeek publishes them, for --format fp8."""
     plain_folder(home / "wide", {f"{n}.weight": torch.randn(256, 384).bfloat16() for n in "ab"})

@@ -1,9 +1,21 @@
 """Calibration: quantize a trained model by a few batches, without training. One algorithm a file."""
 
+from lowbit.inference.calibration.awq import AWQ
 from lowbit.inference.calibration.call import calibrate
 from lowbit.inference.calibration.gptq import GPTQ
 from lowbit.inference.calibration.report import CalibrationReport, LayerResult
 from lowbit.inference.calibration.search import Search
+from lowbit.inference.calibration.smoothquant import SmoothQuant
 from lowbit.inference.calibration.step import Layer, Step
 
-__all__ = ["GPTQ", "CalibrationReport", "Layer", "LayerResult", "Search", "Step", "calibrate"]
+__all__ = [
+    "AWQ",
+    "GPTQ",
+    "CalibrationReport",
+    "Layer",
+    "LayerResult",
+    "Search",
+    "SmoothQuant",
+    "Step",
+    "calibrate",
+]

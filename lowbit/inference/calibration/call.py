@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -136,6 +137,7 @@ def calibrate(
             f"steps must be a list of steps, such as [lowbit.inference.GPTQ()], got {steps!r}"
         )
     run = _Run(model, scheme, filter_fn, chosen, _on_device_of(model, batches))
+    run.fold()
     run.find_static(method, percentile)
     return run.quantize(
         None if blocks is None else list(blocks), None if cache is None else torch.device(cache)
@@ -211,6 +213,17 @@ class _Run:
             _check_scales(target)
         self.report = CalibrationReport(entries=found.entries)
         self.total = len(self.targets)
+        self.methods: dict[str, list[str]] = {}
+        """The steps of each weight, as the report names them."""
+
+    def fold(self) -> None:
+        """Let the steps change the model in high precision."""
+        for step in self.steps:
+            notes = step.fold(self.model, self.targets, self.batches)
+            for target in self.targets:
+                own = [notes[id(o.module)] for o in target.owners if id(o.module) in notes]
+                method = f"{step.method} {own[0]}" if own else step.method
+                self.methods.setdefault(target.owners[0].fqn, []).append(method)
 
     def find_static(self, method: Method, percentile: float) -> None:
         """Find the static scales of inputs, where the scheme has them."""
@@ -258,6 +271,7 @@ class _Run:
 
         def make(target: Target) -> Tensor:
             made, found = _calibrated(target, moments, joint, self.steps)
+            found = replace(found, method=", ".join(self.methods[found.name]))
             result[found.name] = found
             return made
 
@@ -284,7 +298,7 @@ def _check_scales(target: Target) -> None:
 def _calibrated(
     target: Target, moments: Moments, joint: Tensor | None, steps: list[Step]
 ) -> tuple[Tensor, LayerResult]:
-    """The quantized weight, and what the steps did."""
+    """The quantized weight, and what the steps did, without their names."""
     began = time.perf_counter()
     spec, plain = target.scheme.weight, target.weight.detach()
     shape = shape_of_blocks(target)
@@ -318,7 +332,6 @@ def _calibrated(
     seconds = time.perf_counter() - began
     rows = moments.total + moments.looked_up
     unreached = moments.rows.count(0) if moments.stack and rows else 0
-    method = ", ".join(step.method for step in steps)
     return result, LayerResult(
-        layer.name, method, seconds, before, layer.error(values), rows, unreached
+        layer.name, "", seconds, before, layer.error(values), rows, unreached
     )

@@ -16,7 +16,6 @@ chain is one block.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -24,12 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowbit.convert import Target, shape_of_blocks
+from lowbit.convert import Target, of_any_expert, shape_of_blocks
 from lowbit.inference.calibration.inputs import Moments, Watch
 from lowbit.tracing.batches import call
 from lowbit.tracing.block_inputs import Arguments, call_after, capture
-
-_EXPERT = re.compile(r"(experts?\.)\d+\.")
 
 
 class Needs(NamedTuple):
@@ -110,7 +107,7 @@ class Place:
         groups: list[Group] = []
         for index in order:
             target = targets[index]
-            own = _EXPERT.sub(r"\1*.", target.owners[0].fqn)
+            own = of_any_expert(target.owners[0].fqn)
             group = next((g for g in groups if first[index] is g.source or own in g.names), None)
             if group is None:
                 group = Group(first[index], set(), [], [])

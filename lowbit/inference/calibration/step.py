@@ -8,13 +8,14 @@ is done as `lowbit.quantize_` does it: scales from the smallest and largest valu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lowbit.convert import Target
 from lowbit.inference.calibration.inputs import Moments
 from lowbit.numerics.spec import Spec
 
@@ -139,6 +140,13 @@ class Step:
 
     needs: ClassVar[Literal["diagonal", "full"]] = "diagonal"
     pairs: bool = False
+
+    def fold(
+        self, model: nn.Module, targets: Sequence[Target], batches: Sequence[Any]
+    ) -> dict[int, str]:
+        """Change the model in high precision before its weights are calibrated, without a change of what it computes.
+        Returns a note for the report by the id of each module that was changed."""
+        return {}
 
     def apply(self, layer: Layer) -> None:
         """Set `qparams` or `values` of the layer."""

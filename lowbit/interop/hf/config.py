@@ -8,9 +8,9 @@ from typing import Any, Self, get_args
 from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lowbit.convert import NEEDS_CALIBRATION, check_pattern, patterns
+from lowbit.convert import NEEDS_CALIBRATION, check_pattern, check_runs
 from lowbit.inference.quantize import Scales
-from lowbit.interop import config_lines
+from lowbit.schemes import lines
 from lowbit.schemes.scheme import Scheme
 
 GivenScheme = str | Scheme | Mapping[str, str | Scheme | None]
@@ -82,7 +82,7 @@ class LowbitConfig(QuantizationConfigMixin):
             try:
                 own = given.pop("schemes")
                 listed = {p: None if s is None else Scheme.from_dict(s) for p, s in own}
-                _check_expressions(listed)
+                check_runs(listed, "quantization_config")
                 made = cls(listed, **given)
             except (LookupError, TypeError) as error:
                 raise ValueError(
@@ -124,22 +124,10 @@ class LowbitConfig(QuantizationConfigMixin):
         return f"LowbitConfig({self.scheme!r}, scales={self.scales!r}{stored})"
 
 
-def _check_expressions(listed: Mapping[str, Any]) -> None:
-    """Raise ValueError for an expression of a folder that only Python's `re` runs, whose match may never end."""
-    refused = [p for p in listed if p.startswith("re:") and patterns.is_refused(p[3:])]
-    if refused:
-        raise ValueError(
-            f"{refused[0]!r:.80} of quantization_config is an expression that lowbit does not run; accepted: without "
-            "back references and lookbehind"
-        )
-
-
 def _schemes(given: GivenScheme, options: Mapping[str, Any]) -> Scheme | dict[str, Scheme | None]:
     """Names replaced by the schemes that they stand for."""
     if isinstance(given, str):
-        return _dynamic(
-            config_lines.scheme_of(given, options) if options else config_lines.scheme(given)
-        )
+        return _dynamic(lines.scheme_of(given, options) if options else lines.scheme(given))
     if options:
         raise TypeError(
             f"{', '.join(options)}: options belong to a scheme that is given by name, as in LowbitConfig('int4', "
@@ -160,7 +148,7 @@ def _schemes(given: GivenScheme, options: Mapping[str, Any]) -> Scheme | dict[st
 def _one(pattern: str, given: Any) -> Scheme:
     if not isinstance(given, str | Scheme):
         raise TypeError(f"{pattern!r}: {given!r}; accepted: a str, and a name, a Scheme or None")
-    return _dynamic(config_lines.scheme(given) if isinstance(given, str) else given)
+    return _dynamic(lines.scheme(given) if isinstance(given, str) else given)
 
 
 def _dynamic(scheme: Scheme) -> Scheme:

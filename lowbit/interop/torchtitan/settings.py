@@ -14,6 +14,7 @@ from lowbit import qat, train
 from lowbit.convert import Report, stacked
 from lowbit.interop import config_lines
 from lowbit.numerics.number_format import Int
+from lowbit.schemes import lines
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import LowbitProducts, TrainingScheme
 from lowbit.tensor.core.dtensor import held_locally
@@ -84,7 +85,7 @@ def scheme_of(settings: Lowbit, device: torch.device) -> TrainingScheme | Scheme
 def qat_scheme(line: str, observes: bool = False) -> Scheme:
     """The scheme of a line. Raises ValueError for an unknown name, and for a static activation that nothing
     `observes`."""
-    scheme = config_lines.scheme(line)
+    scheme = lines.scheme(line)
     if scheme.is_static and not observes:
         raise ValueError(
             f"{line}: its static activations need steps that observe them; set lowbit.qat_freeze_observers to a number "

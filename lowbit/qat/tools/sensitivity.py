@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from lowbit import optional
-from lowbit.qat.tools.plan import Choice, Plan, choose
+from lowbit.convert import Costs, Plan, PlanChoice, pattern_of, unit_of
 from lowbit.schemes.scheme import Scheme
 
 
@@ -144,39 +144,77 @@ class SensitivityReport:
         lost.legend(frameon=False)
         figure.savefig(path)
 
-    def plan(self, bits: float, *, high_precision: bool | None = None) -> Plan:
-        """A scheme for each weight, so that all of them take at most `bits` bits an element on average.
+    def plan(
+        self,
+        bits: float | None = None,
+        *,
+        damage: float | None = None,
+        high_precision: bool | None = None,
+    ) -> Plan:
+        """The plan (`lowbit.Plan`) with the least loss under a budget of bits, or the fewest bits under one of damage.
 
-        The result is a dict of patterns for `lowbit.qat.prepare_` and `lowbit.quantize_`, to call with the `filter_fn`
-        of the report. Weights choose among the candidate schemes that were measured. What the plan loses is estimated
-        as the sum of what each weight loses alone. `lowbit.qat.tools.plan` describes the greedy choice.
+        Weights choose among the candidate schemes that were measured; siblings such as q, k and v take one. What the
+        plan loses is estimated as the sum of what each weight loses alone. `lowbit.autoquant` also measures times, and
+        the finished plan. Call the flow with the `filter_fn` of the report.
 
         Args:
             bits: mean bits an element over the weights of the report, scales included.
+            damage: the most that may be added to the measure.
             high_precision: whether a weight may also stay as it is, for the bits of its dtype. None: if one candidate
                 was measured.
 
         Raises:
-            TypeError: `bits` is not a number.
-            ValueError: not even the smallest choice for each weight takes so few bits.
+            TypeError: not exactly one budget, or one that is not a number.
+            ValueError: no choice for each weight holds the budget.
         """
-        if isinstance(bits, bool) or not isinstance(bits, int | float):
-            raise TypeError(
-                f"bits must be a number, the mean over all elements, e.g. 4.5; got {bits!r}"
-            )
-        sizes = {row.weight: row for row in self.rows}
         if high_precision is None:
             high_precision = len(self.together) == 1
-        choices = [
-            Choice((row.weight, *row.tied), row.scheme, row.nbytes, row.loss - self.baseline)
-            for row in self.rows
-        ]
-        if high_precision:
-            choices += [
-                Choice((row.weight, *row.tied), None, row.plain_nbytes, 0.0)
-                for row in sizes.values()
-            ]
-        return choose(choices, {name: row.elements for name, row in sizes.items()}, bits)
+        return self.costs(high_precision).plan(bits, damage=damage)
+
+    def costs(self, high_precision: bool = False) -> Costs:
+        """The rows as the choices of a plan. `high_precision`: weights may also stay as they are."""
+        by_weight: dict[str, list[Sensitivity]] = {}
+        for row in self.rows:
+            by_weight.setdefault(row.weight, []).append(row)
+        units: dict[str, list[list[Sensitivity]]] = {}
+        for name, own in by_weight.items():
+            unit = units.setdefault(unit_of(name, own[0].shape), [])
+            if unit and not _common([*unit, own]):
+                unit = units.setdefault(name, [])  # it shares no candidate with its siblings
+            unit.append(own)
+        choices = []
+        for name, weights in units.items():
+            options = [[_with(own, scheme) for own in weights] for scheme in _common(weights)]
+            choices += [_choice(name, rows, self.baseline) for rows in options]
+            if high_precision:
+                choices.append(_plain_choice(name, [own[0] for own in weights]))
+        elements = sum(own[0].elements for own in by_weight.values())
+        return Costs(tuple(choices), elements, self.measure)
+
+
+def _common(weights: list[list[Sensitivity]]) -> list[Scheme]:
+    """The schemes by which all of these weights were rounded."""
+    first, *others = weights
+    return [row.scheme for row in first if all(_has(own, row.scheme) for own in others)]
+
+
+def _has(rows: list[Sensitivity], scheme: Scheme) -> bool:
+    return any(row.scheme == scheme for row in rows)
+
+
+def _with(rows: list[Sensitivity], scheme: Scheme) -> Sensitivity:
+    return next(row for row in rows if row.scheme == scheme)
+
+
+def _choice(unit: str, rows: list[Sensitivity], baseline: float) -> PlanChoice:
+    schemes = {pattern_of((row.weight, *row.tied)): row.scheme for row in rows}
+    lost = sum(row.loss - baseline for row in rows)
+    return PlanChoice(unit, schemes, sum(row.nbytes for row in rows), lost)
+
+
+def _plain_choice(unit: str, rows: list[Sensitivity]) -> PlanChoice:
+    schemes = dict.fromkeys(pattern_of((row.weight, *row.tied)) for row in rows)
+    return PlanChoice(unit, schemes, sum(row.plain_nbytes for row in rows), 0.0)
 
 
 HEAD = ("weight", "format", "bits", "SNR dB", "activation dB", "clipped", "loss", "more")

@@ -1,0 +1,93 @@
+"""AWQ: columns that meet large inputs are scaled up before they are rounded, so that their errors are smaller.
+
+Column j of the linears that multiply one input is multiplied by s_j = m_j^α, and the input divided by it. m_j is the
+mean magnitude of channel j (arXiv 2306.00978). α is the one of a grid with the least error of the outputs,
+
+    Σ over linears and inputs x of ‖(Q(W · s) / s − W) x‖²
+
+where Q rounds by the linear's scheme, from the smallest and largest values. α = 0 changes nothing, and is in the grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.convert import Target
+from lowbit.inference.calibration.folding import Folding, foldings, watched
+from lowbit.inference.calibration.step import Layer, Step
+from lowbit.numerics.spec import Spec
+
+_ROWS = 1024
+"""Inputs of each folding on which errors are measured."""
+
+
+@dataclass(frozen=True)
+class AWQ(Step):
+    """Input channels scaled for the least error of the outputs. Folded into the layer before.
+
+    Args:
+        grid: how many values of α, from 0 to below 1, are tried.
+    """
+
+    grid: int = 20
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.grid, int) or self.grid < 1:
+            raise ValueError(f"grid must be 1 or more, got {self.grid!r}")
+
+    def apply(self, layer: Layer) -> None:
+        """All is done by `fold`."""
+
+    @torch.no_grad()
+    def fold(
+        self, model: nn.Module, targets: Sequence[Target], batches: Sequence[Any]
+    ) -> dict[int, str]:
+        specs = {id(o.module): t.scheme.weight for t in targets for o in t.owners}
+        found = foldings(model, targets, batches[0])
+        sums: dict[int, Tensor] = {}
+        rows: dict[int, list[Tensor]] = {}
+        share = -(-_ROWS // len(batches))
+
+        def see(i: int, x: Tensor) -> None:
+            sums[i] = sums.get(i, 0.0) + x.abs().sum(0, dtype=torch.float32)
+            rows.setdefault(i, []).append(x[:: max(1, len(x) // share)][:share])
+
+        watched(model, found, batches, see)
+        notes: dict[int, str] = {}
+        for i, folding in enumerate(found):
+            x = torch.cat(rows.pop(i)).float()
+            alpha, scale = self._best(folding, specs, sums[i], x)
+            if alpha:
+                folding.divide(scale)
+            note = f"into {folding.name}, α {alpha:.2f}"
+            notes |= {id(linear): note for linear in folding.linears}
+        return notes
+
+    def _best(
+        self, folding: Folding, specs: dict[int, Spec], sums: Tensor, x: Tensor
+    ) -> tuple[float, Tensor]:
+        """α with the least error, and its scales."""
+        mean = torch.where(sums > 0, sums, sums[sums > 0].min() if bool((sums > 0).any()) else 1.0)
+        mean = mean / mean.log().mean().exp()
+        rounded = [linear for linear in folding.linears if id(linear) in specs]
+        errors = []
+        for i in range(self.grid):
+            scale = mean ** (i / self.grid)
+            errors.append(sum(_error(linear, specs[id(linear)], scale, x) for linear in rounded))
+        best = errors.index(min(errors))
+        return best / self.grid, mean ** (best / self.grid)
+
+
+def _error(linear: nn.Linear, spec: Spec, scale: Tensor, x: Tensor) -> float:
+    """Σ ‖(Q(W · s) / s − W) x‖²."""
+    weight = linear.weight.float()
+    scaled = weight * scale
+    dtype = spec.scale_dtype_for(linear.weight.dtype)
+    codes, steps, zero = spec.quantize(scaled, dtype, spec.choose_qparams(spec.pad(scaled), dtype))
+    moved = spec.dequantize(codes, steps, zero, scaled.shape, torch.float32) / scale - weight
+    return float((x @ moved.T).square().sum(dtype=torch.float64))

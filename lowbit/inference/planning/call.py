@@ -1,0 +1,250 @@
+"""autoquant: a plan for a model, by the damage and the time of each choice.
+
+plan = lowbit.autoquant(model, batches, bits=4)                              # least damage
+plan = lowbit.autoquant(model, batches, damage=0.01, timed=[(ids[:1, :1], 256)])   # least time
+lowbit.quantize_(model, plan)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from lowbit.convert import Costs, Filter, Plan, PlanChoice, Schemes, budget_of, check_module
+from lowbit.inference.planning.clock import Clock
+from lowbit.inference.planning.fisher import estimated
+from lowbit.inference.planning.units import Option, Unit, units_of, whole
+from lowbit.inference.quantize import Scales
+from lowbit.progress import progress
+from lowbit.schemes.presets import Int4WeightOnly, Int8WeightOnly, IntxWeightOnly
+from lowbit.tracing.damage import Changed, Measure, damages
+
+SCHEMES = (
+    *(IntxWeightOnly(bits, 32) for bits in (2, 3)),
+    *(Int4WeightOnly(32), Int4WeightOnly(128), IntxWeightOnly(6, 128), Int8WeightOnly()),
+)
+"""What weights choose among, besides high precision, where the user gives no schemes."""
+_ROUNDS = 8
+"""Plans that are measured to meet a budget of damage."""
+_KEPT = 2**32
+"""Bytes of plain weights up to which all quantized ones are kept in memory while they are measured."""
+_NEAR = 0.97
+"""A plan that takes this share of the budget is good enough."""
+
+
+def autoquant(
+    model: nn.Module,
+    batches: Iterable[Any],
+    schemes: Sequence[Schemes] | Costs | None = None,
+    filter_fn: Filter | None = None,
+    *,
+    bits: float | None = None,
+    damage: float | None = None,
+    milliseconds: float | None = None,
+    timed: Iterable[tuple[Any, float]] = (),
+    held_out: Iterable[Any] | None = None,
+    scales: Scales | None = None,
+    loss: Measure = "kl",
+    estimate: bool = False,
+) -> Plan:
+    """Choose a scheme for each weight of `model` under one budget, and measure the plan. The model stays as it is.
+
+        plan = lowbit.autoquant(model, batches, bits=4, held_out=others)
+        print(plan)
+        plan.save("plan.json")
+        lowbit.quantize_(model, plan)       # or calibrate(model, plan, batches), qat.prepare_(model, plan)
+
+    Each unit is rounded alone by each scheme, as `lowbit.quantize_` rounds it, which takes one pass over the batches. A
+    unit is a weight; siblings that multiply one input (q, k and v; gate and up; `lowbit.register_siblings`), so that
+    one launch may serve them; or the stacked experts of a module. Damages and times of units are added up, and
+    `lowbit.convert.least` finds the best choice. Then the whole plan is measured. For a budget of damage this is
+    repeated, until what the whole plan loses on the held-out batches meets the budget.
+
+    Args:
+        model: a plain model.
+        batches: each is a mapping of keyword arguments, a tuple or list of arguments, or one argument of the model, on
+            its device. Read once, and kept.
+        schemes: the schemes or dicts of patterns to choose among; high precision is always a choice. None: 2, 3, 4, 6
+            and 8 bits. Or the `costs` of an earlier plan, which are then not measured again.
+        filter_fn: that of `lowbit.quantize_`.
+        bits: at most so many bits a weight on average, scales included; the damage is the least.
+        damage: at most this damage, of the whole plan on `held_out`; the time is the least, or without `timed` the
+            bytes.
+        milliseconds: at most this time of the modules that hold the weights; the damage is the least.
+        timed: batches whose products are timed on this machine, and how often each counts, e.g.
+            `[(ids[:1, :512], 1), (ids[:1, :1], 256)]` for 256 tokens after a prompt of 512
+            (`lowbit.inference.planning.clock`).
+        held_out: batches that measure the whole plan; None: `batches`.
+        scales: that of `lowbit.quantize_`, with which the damage is measured.
+        loss: the measure of damage, as `lowbit.qat.report` takes it: "kl", in nats a row of logits, "error", or a
+            function. None: that of the output.
+        estimate: True estimates the damage of units by gradients, in one forward and backward pass a batch for all of
+            them together, for large models (`lowbit.inference.planning.fisher`).
+
+    Returns:
+        The plan, with its figures, and the `costs` from which other budgets make other plans.
+
+    Raises:
+        TypeError: not exactly one budget; a model, scheme or loss of another kind.
+        NotImplementedError: a scheme with a static activation.
+        ValueError: nothing holds the budget; no batches; what `lowbit.quantize_` refuses.
+    """
+    check_module(model)
+    name, budget = budget_of(bits=bits, damage=damage, milliseconds=milliseconds)
+    seen = list(batches)
+    if isinstance(schemes, Costs):
+        costs = schemes
+    else:
+        candidates = list(SCHEMES if schemes is None else schemes)
+        units = units_of(model, candidates, filter_fn, scales)
+        lost, measure = _damages(model, seen, units, loss, estimate)
+        lost = _scaled(model, seen, units, lost, loss)
+        times = _times(model, list(timed), units)
+        costs = _costs(units, lost, times, measure)
+    if name == "milliseconds" or not costs.timed:
+        costs.plan(**{name: budget})  # raises before anything is measured
+    return _Whole(
+        model, seen if held_out is None else list(held_out), filter_fn, scales, loss
+    ).plan(costs, name, budget)
+
+
+def _damages(
+    model: nn.Module, batches: list[Any], units: list[Unit], loss: Measure, estimate: bool
+) -> tuple[list[list[float]], str]:
+    """What each option of each unit costs, and the measure."""
+    if estimate:
+        if loss != "kl":
+            raise ValueError(f"estimate=True estimates loss='kl', got {loss!r}")
+        with progress("estimating weights", len(batches), unit="batches") as advance:
+            return estimated(model, batches, units, lambda: advance(1)), "kl"
+    keep = sum(t.weight.nbytes for unit in units for t in unit.weights.values()) <= _KEPT
+    contexts = [option.changed(keep) for unit in units for option in unit.options[1:]]
+    total = len(contexts) * operator.length_hint(batches)
+    with progress("measuring weights", total, unit="passes") as advance:
+        found = damages(model, batches, contexts, loss, passed=lambda: advance(1))
+    added = iter(found.added)
+    return [[0.0, *(next(added) for _ in unit.options[1:])] for unit in units], found.measure
+
+
+def _scaled(
+    model: nn.Module,
+    batches: list[Any],
+    units: list[Unit],
+    lost: list[list[float]],
+    loss: Measure,
+) -> list[list[float]]:
+    """The damages, scaled so that those of each scheme add up to that of the model with all units rounded by it."""
+    schemes = {unit.uniform(i): None for unit in units for i in range(1, len(unit.options))}
+    known = [s for s in schemes if s is not None]
+    taken = [
+        [
+            (u, i)
+            for u, unit in enumerate(units)
+            for i in range(len(unit.options))
+            if unit.uniform(i) == s
+        ]
+        for s in known
+    ]
+    scaled = [list(own) for own in lost]
+    for own in taken:
+        context = _together([units[u].options[i] for u, i in own])
+        (together,) = damages(model, batches, [context], loss).added
+        alone = sum(lost[u][i] for u, i in own)
+        if alone > 0 and together > 0:
+            for u, i in own:
+                scaled[u][i] *= together / alone
+    return scaled
+
+
+def _together(options: list[Option]) -> Changed:
+    """Gives the context in which these units are rounded."""
+    targets = tuple(t for option in options for t in option.targets)
+    return Option(targets, (), options[0].scales).changed()
+
+
+def _times(
+    model: nn.Module, timed: list[tuple[Any, float]], units: list[Unit]
+) -> list[list[float | None]]:
+    """Milliseconds of each option of each unit; None without batches to time."""
+    if not timed:
+        return [[None] * len(unit.options) for unit in units]
+    clock = Clock(model, timed, [module for unit in units for module in unit.modules])
+    with progress("timing weights", len(units), unit="units") as advance:
+        found: list[list[float | None]] = []
+        for unit in units:
+            found.append([clock.milliseconds(unit, option) for option in unit.options])
+            advance(1)
+    return found
+
+
+def _costs(
+    units: list[Unit], lost: list[list[float]], times: list[list[float | None]], measure: str
+) -> Costs:
+    choices = [
+        PlanChoice(unit.name, option.schemes, option.nbytes(), damage, time)
+        for unit, damages, own in zip(units, lost, times, strict=True)
+        for option, damage, time in zip(unit.options, damages, own, strict=True)
+    ]
+    elements = sum(t.weight.numel() for unit in units for t in unit.weights.values())
+    return Costs(tuple(choices), elements, measure)
+
+
+class _Whole:
+    """Measures finished plans."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: list[Any],
+        filter_fn: Filter | None,
+        scales: Scales | None,
+        loss: Measure,
+    ) -> None:
+        self.model, self.batches = model, batches
+        self.filter_fn, self.scales, self.loss = filter_fn, scales, loss
+
+    def measured(self, plan: Plan) -> Plan:
+        """The plan, with what the model loses by it."""
+        if any(scheme is not None for scheme in plan.values()):
+            option = whole(self.model, plan, self.filter_fn, self.scales)
+            found = damages(self.model, self.batches, [option.changed()], self.loss)
+            plan.measured = found.added[0]
+        else:
+            plan.measured = 0.0
+        return plan
+
+    def plan(self, costs: Costs, name: str, budget: float) -> Plan:
+        """The plan of `lowbit.autoquant`."""
+        if name != "damage":
+            return self.measured(costs.plan(**{name: budget}))
+        best: Plan | None = None
+        for uniform in sorted(costs.uniform(), key=_cost):
+            if self.measured(uniform).measured <= budget:  # type: ignore[operator]
+                best = uniform
+                break
+        low, high, own, missed = 0.0, None, budget, 0
+        for _ in range(_ROUNDS):
+            found = self.measured(costs.plan(damage=own))
+            assert found.measured is not None
+            if found.measured <= budget:
+                low, missed = own, 0
+                if best is None or _cost(found) < _cost(best):
+                    best = found
+                if found.measured >= _NEAR * budget or not any(found.values()):
+                    break
+            else:
+                high, missed = own, missed + 1
+            share = budget / found.measured if found.measured > 0 else 2.0
+            own *= share ** (1 + missed)  # large damages grow more slowly than their estimates
+            if high is not None and not low < own < high:
+                own = (low + high) / 2
+        return best if best is not None else self.measured(costs.plan(damage=0.0))
+
+
+def _cost(plan: Plan) -> tuple[float, float]:
+    """What a plan under a budget of damage should have the least of."""
+    bits = plan.bits or 0.0
+    return (bits if plan.milliseconds is None else plan.milliseconds, bits)

@@ -1,0 +1,311 @@
+"""`lowbit.autoquant`: units, damages, times, the choice, and the file of a plan."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lowbit as lb
+from lowbit.convert.least import least
+from lowbit.inference import GPTQ
+from lowbit.inference.planning import clock
+from lowbit.inference.planning.clock import Clock
+from lowbit.inference.planning.units import units_of, whole
+from lowbit.schemes.lines import line_of, scheme
+from lowbit.tracing.damage import damages
+from recipes.llama import Llama, LlamaConfig
+
+INT3, INT8 = (lb.IntxWeightOnly(bits, 32) for bits in (3, 8))
+INT4, INT8_INT8 = lb.Int4WeightOnly(32), lb.Int8DynamicActivationInt8Weight()
+SCHEMES = [INT3, INT4, INT8]
+
+
+def llama(tied: bool = True) -> Llama:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 96}
+    return Llama(LlamaConfig(**sizes, context=32, tied=tied)).eval()
+
+
+def every(module: nn.Module, name: str) -> bool:
+    return isinstance(module, nn.Linear | nn.Embedding)
+
+
+BATCHES = [torch.randint(96, (4, 16), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+
+def kl(plain: nn.Module, model: nn.Module, batches: list[Tensor]) -> float:
+    with torch.no_grad():
+        pairs = [(plain(b).log_softmax(-1), model(b).log_softmax(-1)) for b in batches]
+    each = [F.kl_div(q, p, reduction="sum", log_target=True) / p[..., 0].numel() for p, q in pairs]
+    return float(sum(each)) / len(each)
+
+
+# ---- the solver -----------------------------------------------------------------------------------------------
+
+
+def test_the_solver_finds_the_least_of_all_choices() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(60):
+        count = int(torch.randint(1, 6, (1,), generator=generator))
+        sizes = torch.randint(1, 5, (count,), generator=generator).tolist()
+        values = [torch.rand(n, generator=generator, dtype=torch.float64).tolist() for n in sizes]
+        costs = [torch.rand(n, generator=generator, dtype=torch.float64).tolist() for n in sizes]
+        budget = count * float(torch.rand((), generator=generator))
+        sums = [
+            (
+                sum(map(lambda own, i: own[i], values, at)),
+                sum(map(lambda own, i: own[i], costs, at)),
+            )
+            for at in itertools.product(*map(range, sizes))
+        ]
+        within = [value for value, cost in sums if cost <= budget]
+        found = least(values, costs, budget)
+        assert (found is None) == (not within)
+        if found is not None:
+            assert sum(map(lambda own, i: own[i], costs, found)) <= budget
+            assert sum(map(lambda own, i: own[i], values, found)) == pytest.approx(min(within))
+
+
+def test_the_solver_is_quick_for_many_units() -> None:
+    """Units of a large model, where a table of all sums would not fit."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(300, generator=generator).mul(4).exp().tolist()
+    sizes = [[1.0, 2.0, 5.0][i % 3] for i in range(300)]
+    bits = (2.5, 3.5, 4.5, 6.5, 8.25, 16.0)
+    noise = torch.rand(300, 6, generator=generator).tolist()
+    values = [
+        [w * n * 4.0**-b * (1 + 0.1 * r) for b, r in zip(bits, own, strict=True)]
+        for w, n, own in zip(weights, sizes, noise, strict=True)
+    ]
+    costs = [[n * b for b in bits] for n in sizes]
+    found = least(values, costs, 4.2 * sum(sizes))
+    assert found is not None
+    total = sum(own[i] for own, i in zip(costs, found, strict=True))
+    assert 4.19 * sum(sizes) <= total <= 4.2 * sum(sizes)
+
+
+# ---- what units cost ------------------------------------------------------------------------------------------
+
+
+def test_units_are_siblings_and_their_damage_is_that_of_the_model_with_them_alone() -> None:
+    model = llama()
+    before = copy.deepcopy(model)
+    plan = lb.autoquant(model, BATCHES, SCHEMES, every, bits=5)
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True)
+    )
+    costs = plan.costs
+    assert costs is not None and list(costs.units)[:3] == [
+        "embedding.weight",
+        "blocks.0.attention.query|key|value",
+        "blocks.0.attention.out.weight",
+    ]
+    unit = costs.units["blocks.0.attention.query|key|value"]
+    assert [set(choice.schemes.values()) for choice in unit] == [{None}, *({s} for s in SCHEMES)]
+    lone, low, all_low = copy.deepcopy(model), copy.deepcopy(model), copy.deepcopy(model)
+    lb.quantize_(lone, unit[1].schemes)
+    lb.quantize_(all_low, INT3, every)
+    alone = kl(model, lone, BATCHES)
+    int3 = [c for own in costs.units.values() for c in own if set(c.schemes.values()) == {INT3}]
+    together = kl(model, all_low, BATCHES)
+    assert sum(c.damage for c in int3) == pytest.approx(together, rel=1e-3)
+    assert 0.5 * alone < unit[1].damage < 2 * alone
+    report = lb.quantize_(low, plan)
+    stored = {id(p): p for p in low.parameters() if isinstance(p, lb.LowbitTensor)}.values()
+    nbytes = sum(p.nbytes_stored() for p in stored)
+    assert (
+        8 * nbytes / sum(p.numel() for p in stored) == pytest.approx(plan.bits) and plan.bits <= 5
+    )
+    assert plan.measured == pytest.approx(kl(model, low, BATCHES), rel=1e-3)
+    assert len(report.converted) == len(plan) + 1  # the head is tied
+
+
+def test_a_budget_of_damage_holds_for_the_whole_model_and_no_single_scheme_is_smaller() -> None:
+    model = llama()
+    held_out = [torch.randint(96, (4, 16), generator=torch.Generator().manual_seed(9))]
+    costs = lb.autoquant(model, BATCHES, SCHEMES, every, bits=5).costs
+    for single in (INT3, INT4):
+        budget = damages(
+            model, held_out, [whole(model, single, every, None).changed()], "kl"
+        ).added[0]
+        plan = lb.autoquant(model, [], costs, every, damage=budget, held_out=held_out)
+        (uniform,) = (p for p in costs.uniform() if set(p.values()) == {single})
+        assert plan.measured <= budget and plan.bits <= uniform.bits
+        low = copy.deepcopy(model)
+        lb.quantize_(low, plan)
+        assert kl(model, low, held_out) <= budget * 1.001
+
+
+def test_the_estimate_is_near_the_measured_damage() -> None:
+    model = llama()
+    schemes = [INT4, lb.IntxWeightOnly(6, 32)]
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    torch.manual_seed(1)
+    batches = [torch.randint(96, (8, 16)) for _ in range(16)]
+    drawn = torch.get_rng_state()
+    measured, estimated = (
+        lb.autoquant(model, batches, schemes, every, bits=6, estimate=e).costs
+        for e in (False, True)
+    )
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+    ratios = [
+        e.damage / m.damage
+        for e, m in zip(estimated.choices, measured.choices, strict=True)
+        if m.damage > 0
+    ]
+    assert len(ratios) == 2 * len(measured.units) and min(ratios) > 0.6 and max(ratios) < 1.6
+
+
+def test_times_are_those_of_the_traced_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama(tied=False)
+    taken: list[Any] = []
+
+    def time(module: nn.Module, held: Any, inputs: Any) -> float:
+        taken.append((module, held))
+        return 1.0 if held is None else 0.25
+
+    monkeypatch.setattr(clock, "_time", time)
+    units = units_of(model, [INT4], None, None)
+    ids = BATCHES[0]
+    own = Clock(model, [(ids, 1.0), (ids[:1, :1], 10.0)], [m for u in units for m in u.modules])
+    found = [[own.milliseconds(u, o) for o in u.options] for u in units]
+    siblings = next(u for u in units if "query" in u.name)
+    assert found[units.index(siblings)] == [3 * 11e3, 3 * 11e3 * 0.25]
+    # four sizes: query and out, key and value, gate, up and head, down; two sizes of inputs; plain and int4
+    assert len(taken) == 4 * 2 * 2
+    plan = lb.autoquant(
+        model, BATCHES, [INT4], milliseconds=100e3, timed=[(ids, 1.0), (ids[:1, :1], 10.0)]
+    )
+    assert plan.milliseconds <= 100e3 and {None, INT4} == set(plan.values())
+
+
+def test_the_clock_times_modules_and_leaves_them_as_they_were() -> None:
+    model = llama()
+    held = dict(model.named_parameters())
+    timed = [(BATCHES[0], 1.0), (BATCHES[0][:1, :1], 16.0)]
+    plan = lb.autoquant(model, BATCHES[:1], [INT4], every, damage=1.0, timed=timed)
+    assert plan.milliseconds > 0 and plan.costs.timed
+    assert all(held[n] is p for n, p in model.named_parameters())
+    assert type(model.blocks[0].mlp.up) is nn.Linear
+
+
+def test_stacked_experts_are_one_unit() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = (nn.Parameter(torch.randn(3, 32, 32)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum(
+                lb.inference.linear(x, self.up[i]).relu() @ self.down[i].mT for i in range(3)
+            )
+
+    model = nn.Sequential(nn.Linear(32, 32), Experts(), nn.Linear(32, 8))
+    costs = lb.autoquant(
+        model, [torch.randn(4, 32)], [INT4], bits=5, timed=[(torch.randn(1, 32), 1)]
+    ).costs
+    assert list(costs.units) == ["0.weight", "1", "2.weight"]
+    assert list(costs.units["1"][1].schemes) == ["1.up", "1.down"]
+
+
+def test_a_plan_is_a_scheme_of_calibrate_and_prepare() -> None:
+    model = llama()
+    plan = lb.autoquant(model, BATCHES, SCHEMES, every, bits=4.5)
+    rounded, calibrated, prepared = (copy.deepcopy(model) for _ in range(3))
+    lb.quantize_(rounded, plan)
+    lb.calibrate(calibrated, plan, BATCHES, steps=[GPTQ()])
+    assert kl(model, calibrated, BATCHES) < kl(model, rounded, BATCHES)
+    assert set(lb.qat.prepare_(prepared, plan).converted) >= {"blocks.0.mlp.up.weight"}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ({}, TypeError, "give one budget"),
+        ({"bits": 4, "damage": 1}, TypeError, "give one budget"),
+        ({"bits": True}, TypeError, "bits must be a number"),
+        ({"bits": 1.0}, ValueError, "smallest choices take 4"),
+        ({"milliseconds": 1.0}, ValueError, "timed="),
+        ({"bits": 4, "batches": []}, ValueError, "no batches"),
+        ({"bits": 4, "estimate": True, "loss": "error"}, ValueError, "estimate=True"),
+        ({"bits": 4, "schemes": [lb.Int8StaticActivationInt8Weight()]}, NotImplementedError, "static"),
+        ({"bits": 9, "estimate": True, "schemes": [INT8_INT8]}, ValueError, "rounds activations"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_refused(
+    given: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    options: dict[str, Any] = {"batches": BATCHES[:1], "schemes": [INT3, INT4], **given}
+    with pytest.raises(error, match=match):
+        lb.autoquant(llama(), filter_fn=every, **options)
+
+
+# ---- the file -------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_a_file_to_read_and_to_edit(tmp_path: Path) -> None:
+    model = llama()
+    plan = lb.autoquant(model, BATCHES, SCHEMES, every, bits=4.5)
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    again = lb.Plan.load(path)
+    assert again == plan and list(again) == list(plan) and again.figures == plan.figures
+    text = path.read_text()
+    assert '"blocks.0.mlp.gate.weight": "' in text and "together" in str(again)
+    data = json.loads(text)
+    data["schemes"] = {"blocks.0.*": None, **data["schemes"], "*": INT8.to_dict()}
+    path.write_text(json.dumps(data))
+    edited = lb.Plan.load(path)
+    assert edited["*"] == INT8 and next(iter(edited.items())) == ("blocks.0.*", None)
+    path.write_text('{"schemes": {"*": "int4(group_size=32)"}}')
+    report = lb.quantize_(model, lb.Plan.load(path))
+    assert "blocks.1.mlp.up.weight" in report.converted
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("[1]", "no patterns under"),
+        ("{", "not a plan in JSON"),
+        ('{"schemes": {"*": "int4", "*": "int8"}}', "given twice"),
+        ('{"schemes": {"*": "int5"}}', r"'\*': there is no scheme 'int5'"),
+        ('{"schemes": {"*": 4}}', r"'\*'"),
+        ('{"schemes": {"re:(": "int4"}}', "not a regular expression"),
+        ('{"schemes": {"re:(a)\\\\1": "int4"}}', "does not run"),
+        ('{"schemes": {}, "bit": 3}', "unknown entry 'bit'"),
+        ('{"schemes": {}, "version": 2}', "version 2"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, text: str, match: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=match):
+        lb.Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lb.Int4WeightOnly(), lb.IntxWeightOnly(3, 32, "float_zero_point"), lb.Int8WeightOnly(),
+        lb.NF4WeightOnly(double_quantization=True), lb.MXFP4WeightOnly(), lb.NVFP4WeightOnly(),
+        lb.IntxWeightOnly(4, 128, "symmetric", scale_dtype=torch.float16),
+        lb.Int8DynamicActivationInt4Weight(64), lb.Float8DynamicActivationFloat8Weight(),
+    ],
+)  # fmt: skip
+def test_presets_have_lines(given: lb.Scheme) -> None:
+    line = line_of(given)
+    assert line is not None and scheme(line) == given
+
+
+def test_a_scheme_of_no_preset_has_no_line() -> None:
+    assert line_of(lb.Scheme(lb.Spec(lb.Int(4), lb.PerBlock(16, 16), "symmetric"))) is None

@@ -1,0 +1,172 @@
+"""AWQ and SmoothQuant: scales that move between layers without a change of the model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lowbit as lb
+from lowbit.convert import find_targets
+from lowbit.inference import AWQ, GPTQ, Search, SmoothQuant, Step
+from lowbit.inference.calibration.folding import foldings
+from recipes.llama import Llama, LlamaConfig
+
+INT4 = lb.IntxWeightOnly(4, 32, "symmetric")
+
+
+def llama(kv_heads: int = 2) -> Llama:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "dim": 64, "layers": 2, "heads": 4, "hidden": 96, "context": 32}
+    return Llama(LlamaConfig(**sizes, kv_heads=kv_heads)).eval()
+
+
+class Encoder(nn.Module):
+    """Post-norm, with biases: its norms feed the residual stream as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(96, 64), nn.Linear(64, 96)
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+        self.first, self.last = nn.LayerNorm(64), nn.LayerNorm(64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.first(self.embed(ids))
+        return self.head(self.last(x + self.down(self.up(x).relu())))
+
+
+class OffsetNorm(nn.Module):
+    """Multiplies by 1 + weight, as that of Gemma does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.1 * torch.randn(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (64,)) * (1 + self.weight)
+
+
+class Offset(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Embedding(96, 64), OffsetNorm(), nn.Linear(64, 32))
+
+
+def tokens(seed: int) -> Tensor:
+    return torch.randint(96, (4, 32), generator=torch.Generator().manual_seed(seed))
+
+
+BATCHES = [tokens(0), tokens(1)]
+EXPECTED: dict[Callable[[], nn.Module], dict[str, str]] = {
+    llama: {
+        "blocks.0.attention.query": "blocks.0.attention_norm",
+        "blocks.0.mlp.gate": "blocks.0.mlp_norm",
+        "blocks.0.mlp.down": "blocks.0.mlp.up",
+        "blocks.1.attention.query": "blocks.1.attention_norm",
+        "blocks.1.mlp.gate": "blocks.1.mlp_norm",
+        "blocks.1.mlp.down": "blocks.1.mlp.up",
+    },
+    Encoder: {"down": "up", "head": "last"},
+    Offset: {"2": "1"},
+}
+
+
+def with_outliers(model: Llama, factor: float = 60.0, shrink: bool = True) -> Llama:
+    """Two channels of each norm are large, and with `shrink` the weights that multiply them small."""
+    with torch.no_grad():
+        for block in model.blocks:
+            for norm, linears in (
+                (block.attention_norm, (block.attention.query, block.attention.key, block.attention.value)),
+                (block.mlp_norm, (block.mlp.gate, block.mlp.up)),
+            ):  # fmt: skip
+                norm.weight[[3, 40]] *= factor
+                for linear in linears:
+                    linear.weight[:, [3, 40]] /= factor if shrink else 1.0
+    return model
+
+
+def kl(plain: nn.Module, model: nn.Module) -> float:
+    with torch.no_grad():
+        p, q = (m(tokens(9)).log_softmax(-1) for m in (plain, model))
+    return float(F.kl_div(q, p, reduction="sum", log_target=True))
+
+
+@pytest.mark.parametrize("build", EXPECTED, ids=["llama", "post-norm", "offset"])
+def test_foldings_are_found_by_trial(build: Callable[[], nn.Module]) -> None:
+    model = build()
+    names = {id(m): name for name, m in model.named_modules()}
+    before = copy.deepcopy(model.state_dict())
+    targets, _ = find_targets(model, INT4, None)
+    found = foldings(model, targets, BATCHES[0])
+    assert {names[id(f.linears[0])]: f.name for f in found} == EXPECTED[build]
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_values_fold_into_the_output_projection_without_groups_of_heads() -> None:
+    model = llama(kv_heads=4)
+    found = foldings(model, find_targets(model, INT4, None)[0], BATCHES[0])
+    assert {f.name for f in found if f.linears[0] is model.blocks[0].attention.out} == {
+        "blocks.0.attention.value"
+    }
+
+
+@pytest.mark.parametrize("step", [AWQ(), SmoothQuant(), SmoothQuant(0.8)], ids=str)
+@pytest.mark.parametrize("build", EXPECTED, ids=["llama", "post-norm", "offset"])
+def test_folding_is_exact_in_float64(build: Callable[[], nn.Module], step: Step) -> None:
+    model = build().double()
+    plain = copy.deepcopy(model)
+    targets, _ = find_targets(model, INT4, None)
+    notes = step.fold(model, targets, BATCHES)
+    assert len(notes) >= len(EXPECTED[build])
+    changed = any(
+        not torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+    assert changed or isinstance(step, AWQ)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens(5)), plain(tokens(5)), rtol=1e-11, atol=1e-11)
+
+
+def test_smoothquant_serves_static_activations_with_outliers() -> None:
+    plain = with_outliers(llama())
+    static, dynamic = lb.Int8StaticActivationInt8Weight(), lb.Int8DynamicActivationInt8Weight()
+    lost, choices = {}, (
+        ("dynamic", dynamic, []), ("smooth", static, [SmoothQuant()]), ("static", static, [Search()])
+    )  # fmt: skip
+    for name, scheme, steps in choices:
+        model = copy.deepcopy(plain)
+        if not steps:
+            lb.quantize_(model, scheme)
+        else:
+            lb.calibrate(model, scheme, BATCHES, steps=steps, method="minmax")
+        lost[name] = kl(plain, model)
+    assert lost["smooth"] <= 1.1 * lost["dynamic"] < lost["static"], lost
+
+
+def test_awq_loses_less_than_rounding() -> None:
+    plain = with_outliers(llama(), 8.0, shrink=False)
+    rounded, model = copy.deepcopy(plain), copy.deepcopy(plain)
+    of_blocks = {"blocks.*": INT4}
+    lb.quantize_(rounded, of_blocks)
+    report = lb.calibrate(model, of_blocks, BATCHES, steps=[AWQ()])
+    assert kl(plain, model) < 0.9 * kl(plain, rounded)
+    methods = {name: layer.method for name, layer in report.layers.items()}
+    assert methods["blocks.0.mlp.up.weight"].startswith("AWQ into blocks.0.mlp_norm, α 0.")
+    assert methods["blocks.0.attention.out.weight"] == "AWQ"
+
+
+def test_steps_follow_each_other() -> None:
+    model = llama()
+    report = lb.calibrate(model, INT4, BATCHES, steps=[AWQ(), GPTQ()])
+    method = report.layers["blocks.0.mlp.down.weight"].method
+    assert method.startswith("AWQ into blocks.0.mlp.up") and method.endswith(", GPTQ")
+
+
+@pytest.mark.parametrize("make", [lambda: SmoothQuant(1.5), lambda: AWQ(0), lambda: AWQ(grid=2.5)])
+def test_options_out_of_range_are_refused(make: Callable[[], Step]) -> None:
+    with pytest.raises(ValueError, match=r"alpha must be|grid must be"):
+        make()
