@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from lowbit.cli.language_model import check, load
 from lowbit.cli.output import print_json, print_table
 from lowbit.cli.windows import tokens_of, windows_of
+from lowbit.numerics.divergence import distillation_loss
 from lowbit.progress import progress
-from lowbit.qat.tools.divergence import distillation_loss
 
 
 def evaluate(

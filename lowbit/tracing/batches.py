@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def call(model: nn.Module, batch: Any) -> Any:
@@ -14,6 +14,26 @@ def call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):  # BatchEncoding of transformers is a UserDict, which is one
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def entry(output: Any, name: str) -> Any:
+    """What a model's output has by this name, or None."""
+    if isinstance(output, Mapping):
+        return output.get(name)
+    return getattr(output, name, None)
+
+
+def output_tensor(output: Any) -> Tensor:
+    """The logits, the last hidden state, the tensor itself, or the first one in a tuple or list."""
+    named = [entry(output, name) for name in ("logits", "last_hidden_state")]
+    several = list(output) if isinstance(output, tuple | list) else []
+    for found in (output, *named, *several):
+        if isinstance(found, Tensor):
+            return found
+    raise TypeError(
+        f"the model's output is a {type(output).__name__} without loss, logits or a tensor; accepted: an output with "
+        "one of them, or a function of model and batch where the call takes a loss"
+    )
 
 
 @contextmanager

@@ -2,8 +2,18 @@
 
 from lowbit.inference.calibration.call import calibrate
 from lowbit.inference.calibration.gptq import GPTQ
+from lowbit.inference.calibration.learned_rounding import LearnedRounding
 from lowbit.inference.calibration.report import CalibrationReport, LayerResult
 from lowbit.inference.calibration.search import Search
 from lowbit.inference.calibration.step import Layer, Step
 
-__all__ = ["GPTQ", "CalibrationReport", "Layer", "LayerResult", "Search", "Step", "calibrate"]
+__all__ = [
+    "GPTQ",
+    "CalibrationReport",
+    "Layer",
+    "LayerResult",
+    "LearnedRounding",
+    "Search",
+    "Step",
+    "calibrate",
+]

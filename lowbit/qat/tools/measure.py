@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -41,7 +41,7 @@ from lowbit.qat.weights import in_model_order, prepared_weight
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.trained.learned_scales import LearnedScales
 from lowbit.tensor.trained.quantizers import NO_SCALES, PRESENT, Quantizer
-from lowbit.tracing.batches import call, eval_mode
+from lowbit.tracing.batches import call, entry, eval_mode, output_tensor
 from lowbit.tracing.tracer import state_restored
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -282,11 +282,11 @@ class Meter:
             return self.score(batch)
         output = self._run(batch)
         if not self.measure:
-            found = [name for name in ("loss", "logits") if _entry(output, name) is not None]
+            found = [name for name in ("loss", "logits") if entry(output, name) is not None]
             self.measure = {"loss": "loss", "logits": "kl"}[found[0]] if found else "error"
         if self.measure == "loss":
-            return float(_entry(output, "loss"))
-        self.expected = _output_tensor(output)
+            return float(entry(output, "loss"))
+        self.expected = output_tensor(output)
         return math.nan if bool(self.expected.isnan().any()) else 0.0
 
     def score(self, batch: Any) -> float:
@@ -301,33 +301,14 @@ class Meter:
             return float(found)
         output = self._run(batch)
         if self.measure == "loss":
-            return float(_entry(output, "loss"))
-        found, expected = _output_tensor(output), self.expected
+            return float(entry(output, "loss"))
+        found, expected = output_tensor(output), self.expected
         assert expected is not None
         return _divergence(expected, found) if self.measure == "kl" else _error(expected, found)
 
     def _run(self, batch: Any) -> Any:
         with state_restored(self.model):
             return call(self.model, batch)
-
-
-def _entry(output: Any, name: str) -> Any:
-    if isinstance(output, Mapping):
-        return output.get(name)
-    return getattr(output, name, None)
-
-
-def _output_tensor(output: Any) -> Tensor:
-    """The logits, the last hidden state, the tensor itself, or the first one in a tuple or list."""
-    named = [_entry(output, name) for name in ("logits", "last_hidden_state")]
-    several = list(output) if isinstance(output, tuple | list) else []
-    for found in (output, *named, *several):
-        if isinstance(found, Tensor):
-            return found
-    raise TypeError(
-        f"the model's output is a {type(output).__name__} without loss, logits or a tensor; accepted: "
-        "loss=lambda model, batch: ..., which gives a scalar"
-    )
 
 
 def _divergence(expected: Tensor, found: Tensor) -> float:
