@@ -251,6 +251,7 @@ class _Run:
     ) -> CalibrationReport:
         modules = {owner.module for target in self.targets for owner in target.owners}
         joint = joint_parts(self.targets)
+        vectors = [(p, p.data) for p in self.model.parameters() if p.ndim < 2]
         eager = torch.compiler.set_stance("force_eager")
         shown = progress("calibrating", self.total, unit="layers")
         with eval_mode(self.model), eager, torch.no_grad(), shown as advance:
@@ -266,6 +267,7 @@ class _Run:
                     advance(1)
             for step in self.over_model:
                 whole = block_of(self.model, self.batches)
+                whole.vectors = vectors
                 self.report.learned.append((whole.name, step.learn(whole, self.waiting)))
             self._replace()
         take_input(modules)

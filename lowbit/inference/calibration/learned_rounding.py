@@ -43,6 +43,10 @@ INSIDE = 0.499
 """How far from its value a weight may start, in steps: within its cell."""
 
 
+Vectors = Sequence[tuple[Tensor, Tensor]]
+"""Parameters, and their values in the model in high precision."""
+
+
 class Losses(NamedTuple):
     """The mean loss over all batches before and after the rounding was learned."""
 
@@ -62,7 +66,8 @@ class Block:
         run: the outputs for a batch, by its number, from the inputs that the rounded model gives.
         high: the same from the inputs of the model in high precision, while the original weights are in place.
         masks: the tokens that count; None: all.
-        targets: what `high` gave for each batch.
+        targets: what `high` gave for each batch. None: it runs again for each loss.
+        vectors: those of the model, for `high`.
     """
 
     name: str
@@ -73,6 +78,7 @@ class Block:
     high: Callable[[int], Any]
     masks: Sequence[Tensor | None]
     targets: list[Tensor] | None = None
+    vectors: Vectors = ()
 
 
 class Weight:
@@ -108,23 +114,17 @@ class Weight:
 
 
 @contextmanager
-def originals(
-    weights: Sequence[Weight], vectors: Sequence[Tensor] = (), values: Sequence[Tensor] = ()
-) -> Iterator[None]:
-    """The context in which the parameters have their values of the model in high precision."""
-    held = [w.target.weight.data for w in weights]
-    own = [v.data for v in vectors]
-    for w in weights:
-        w.target.weight.data = w.original
-    for v, value in zip(vectors, values, strict=True):
-        v.data = value
+def originals(weights: Sequence[Weight], vectors: Vectors = ()) -> Iterator[None]:
+    """The context in which these parameters have their values of the model in high precision."""
+    pairs = [*((w.target.weight, w.original) for w in weights), *vectors]
+    held = [p.data for p, _ in pairs]
+    for p, original in pairs:
+        p.data = original
     try:
         yield
     finally:
-        for w, data in zip(weights, held, strict=True):
-            w.target.weight.data = data
-        for v, data in zip(vectors, own, strict=True):
-            v.data = data
+        for (p, _), data in zip(pairs, held, strict=True):
+            p.data = data
 
 
 def steps_of(values: Tensor, spec: Spec, found: QParams) -> Tensor:
@@ -228,7 +228,7 @@ class LearnedRounding(Step):
     steps: int = 200
     batch_size: int = 8
     over: Literal["blocks", "model"] = "blocks"
-    reach: float = 0.5
+    reach: float = 0.3
     scale_rate: float = 0.1
     vector_rate: float = 0.003
     loss: Literal["error", "kl"] | None = None
@@ -330,7 +330,7 @@ class _Learning:
     def _target(self, number: int) -> Any:
         if self.block.targets is not None:
             return self.block.targets[number]
-        with originals(self.weights, self.vectors, self.before), torch.no_grad():
+        with originals(self.weights, self.block.vectors), torch.no_grad():
             return self.block.high(number)
 
     def _loss(self, number: int) -> tuple[Tensor, int]:
