@@ -94,9 +94,8 @@ def by_auto_round(model: Any, batches: list[Tensor], bits: int, mapping: str, ru
     from transformers import PreTrainedTokenizerFast
 
     rows = torch.cat(batches)
-    loader = torch.utils.data.DataLoader(
-        [{"input_ids": row} for row in rows], batch_size=8, shuffle=False
-    )
+    data: Any = [{"input_ids": row} for row in rows]
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=8, shuffle=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=run.data.tokenizer)
     tuned = AutoRound(
         model,
