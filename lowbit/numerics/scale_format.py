@@ -88,6 +88,10 @@ class ScaleFormat:
         """Other parts, with which each block may lose less than with these, for a search."""
         raise NotImplementedError
 
+    def nearest(self, scale: Tensor, kept: ScaleParts | None = None) -> Tensor:
+        """The scales that the format holds, nearest to these positive ones, where `is_byte`. `kept`: as `encode`."""
+        raise NotImplementedError
+
 
 def _over_matrix(blocks: tuple[int, ...]) -> tuple[int, ...]:
     return (*blocks[:-2], *(1 for _ in blocks[-2:]))
@@ -124,6 +128,9 @@ class E8M0(ScaleFormat):
         for step in (-1, 1):
             moved = torch.where(byte == 255, byte, (byte + step).clamp(1, 254))
             yield {"scale": moved.to(torch.uint8)}
+
+    def nearest(self, scale: Tensor, kept: ScaleParts | None = None) -> Tensor:
+        return scale.log2().round().clamp(-126, 127).exp2()
 
     def encode_given(self, scale: Tensor, kept: ScaleParts | None = None) -> dict[str, Tensor]:
         bits = scale.float().contiguous().view(torch.int32)
@@ -177,6 +184,12 @@ class E4M3(ScaleFormat):
         for ratio in self.ratios:
             moved = (scale * ratio).clamp(self.smallest, self.largest)
             yield {**parts, "scale": round_to_dtype(moved, torch.float8_e4m3fn)}
+
+    def nearest(self, scale: Tensor, kept: ScaleParts | None = None) -> Tensor:
+        assert kept is not None
+        whole = kept["global_scale"].float()
+        stored = (scale * whole).clamp(self.smallest, self.largest)
+        return self.decode({**kept, "scale": round_to_dtype(stored, torch.float8_e4m3fn)})
 
     def encode_given(self, scale: Tensor, kept: ScaleParts | None = None) -> dict[str, Tensor]:
         if kept is None:

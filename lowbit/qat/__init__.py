@@ -1,6 +1,7 @@
 """Quantization-aware training: fine-tune with the rounding in place, convert to exactly the model that was trained."""
 
 from lowbit.convert import Report
+from lowbit.numerics.divergence import distillation_loss
 from lowbit.qat.codes import freeze_codes_
 from lowbit.qat.qat import convert_, prepare_
 from lowbit.qat.scales import parameter_groups, search_scales_
@@ -8,7 +9,6 @@ from lowbit.qat.schedule import Schedule
 from lowbit.qat.switch import disable_, enable_, high_precision
 from lowbit.qat.tools.blocks import BlockProgress, BlockResult, BlocksReport, train_blocks
 from lowbit.qat.tools.distillation import Distillation
-from lowbit.qat.tools.divergence import distillation_loss
 from lowbit.qat.tools.measure import report
 from lowbit.qat.tools.sensitivity import Sensitivity, SensitivityReport
 from lowbit.qat.undo import undo_

@@ -49,7 +49,7 @@ def exact(
 @pytest.mark.parametrize("share", [1.0, 0.3, 0.0])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_against_float64(chunk, share, temperature, monkeypatch) -> None:
-    monkeypatch.setattr("lowbit.qat.tools.divergence.CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr("lowbit.numerics.divergence.CHUNK_ELEMENTS", chunk)
     student, teacher = values(3, 5, 37).requires_grad_(), values(3, 5, 37, seed=1)
     labels = torch.arange(15).view(3, 5) * 7 % 37
     labels[1, 2:] = -100
@@ -199,7 +199,7 @@ def peak_of(loss: Any, student: Tensor, teacher: Tensor) -> int:
 
 def test_memory_is_that_of_the_gradient_and_a_chunk(monkeypatch) -> None:
     """bfloat16 logits [512, 4001]: 4 MB. The plain formula takes over 8 times that, in float32 copies."""
-    monkeypatch.setattr("lowbit.qat.tools.divergence.CHUNK_ELEMENTS", 2**15)
+    monkeypatch.setattr("lowbit.numerics.divergence.CHUNK_ELEMENTS", 2**15)
     student, teacher = (values(512, 4001, seed=s).bfloat16() for s in (0, 1))
 
     def plain(student: Tensor, teacher: Tensor) -> Tensor:

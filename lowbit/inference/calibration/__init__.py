@@ -3,6 +3,7 @@
 from lowbit.inference.calibration.awq import AWQ
 from lowbit.inference.calibration.call import calibrate
 from lowbit.inference.calibration.gptq import GPTQ
+from lowbit.inference.calibration.learned_rounding import LearnedRounding
 from lowbit.inference.calibration.report import CalibrationReport, LayerResult
 from lowbit.inference.calibration.search import Search
 from lowbit.inference.calibration.smoothquant import SmoothQuant
@@ -14,6 +15,7 @@ __all__ = [
     "CalibrationReport",
     "Layer",
     "LayerResult",
+    "LearnedRounding",
     "Search",
     "SmoothQuant",
     "Step",

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -35,14 +36,16 @@ from lowbit.convert import (
 )
 from lowbit.inference.calibration.gptq import GPTQ
 from lowbit.inference.calibration.inputs import Moments
+from lowbit.inference.calibration.learned_rounding import Block, LearnedRounding, Weight, originals
 from lowbit.inference.calibration.report import CalibrationReport, LayerResult
-from lowbit.inference.calibration.stages import Group, Needs, walk
+from lowbit.inference.calibration.search import Search
+from lowbit.inference.calibration.stages import Group, Needs, block_of, walk
 from lowbit.inference.calibration.step import Layer, Step
 from lowbit.layers.static_input import input_qparams, take_input
 from lowbit.progress import progress
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor
-from lowbit.tracing.batches import call, eval_mode
+from lowbit.tracing.batches import call, eval_mode, output_tensor
 from lowbit.tracing.observer import Method
 
 Ranges = AbstractContextManager[dict[str, tuple[float, float]]]
@@ -205,9 +208,27 @@ class _Run:
         batches: list[Any],
     ) -> None:
         self.model, self.scheme, self.filter_fn = model, scheme, filter_fn
-        self.steps, self.batches = steps, batches
+        self.batches = batches
+        self.steps = [s for s in steps if not isinstance(s, LearnedRounding)]
+        learned = [s for s in steps if isinstance(s, LearnedRounding)]
+        self.over_blocks = [s for s in learned if s.over == "blocks"]
+        self.over_model = [s for s in learned if s.over == "model"]
+        if steps != [*self.steps, *self.over_blocks, *self.over_model]:
+            raise ValueError(
+                "steps that learn the rounding come last, over blocks before over the model, got "
+                f"{', '.join(step.method for step in steps)}"
+            )
         self.began = time.perf_counter()
-        self.needs = Needs(any(s.needs == "full" for s in steps), any(s.pairs for s in steps))
+        self.needs = Needs(
+            any(s.needs == "full" for s in self.steps),
+            any(s.pairs for s in self.steps),
+            bool(self.over_blocks),
+        )
+        if learned and not self.steps:
+            self.steps = [Search()]
+        self.learned = learned
+        self.waiting: list[Weight] = []
+        """Rounded weights whose parameters are plain, since steps may still change them."""
         self.targets, found = find_targets(model, scheme, filter_fn)
         for target in self.targets:
             _check_scales(target)
@@ -218,7 +239,7 @@ class _Run:
 
     def fold(self) -> None:
         """Let the steps change the model in high precision."""
-        for step in self.steps:
+        for step in [*self.steps, *self.learned]:
             notes = step.fold(self.model, self.targets, self.batches)
             for target in self.targets:
                 own = [notes[id(o.module)] for o in target.owners if id(o.module) in notes]
@@ -242,17 +263,25 @@ class _Run:
     ) -> CalibrationReport:
         modules = {owner.module for target in self.targets for owner in target.owners}
         joint = joint_parts(self.targets)
+        vectors = [(p, p.data) for p in self.model.parameters() if p.ndim < 2]
         eager = torch.compiler.set_stance("force_eager")
         shown = progress("calibrating", self.total, unit="layers")
         with eval_mode(self.model), eager, torch.no_grad(), shown as advance:
-            groups = walk(self.model, self.targets, self.batches, self.needs, blocks, cache)
-            for group in groups:
-                self._check_finite(group)
-                while group.targets:
-                    target, moments = group.targets.pop(0), group.moments.pop(0)
-                    self._replace(target, moments, joint.get(target.owners[0].fqn))
+            for place in walk(self.model, self.targets, self.batches, self.needs, blocks, cache):
+                if isinstance(place, Block):
+                    self._learn(place)
+                    continue
+                self._check_finite(place)
+                while place.targets:
+                    target, moments = place.targets.pop(0), place.moments.pop(0)
+                    self._round(target, moments, joint.get(target.owners[0].fqn))
                     del target
                     advance(1)
+            for step in self.over_model:
+                whole = block_of(self.model, self.batches)
+                whole.vectors = vectors
+                self.report.learned.append((whole.name, step.learn(whole, self.waiting)))
+            self._replace()
         take_input(modules)
         self.report.seconds = time.perf_counter() - self.began
         return self.report.count(self.model)
@@ -266,23 +295,50 @@ class _Run:
                     "Find the batch that gives them, and load the model again"
                 )
 
-    def _replace(self, target: Target, moments: Moments, joint: Tensor | None) -> None:
-        result: dict[str, LayerResult] = {}
-
-        def make(target: Target) -> Tensor:
-            made, found = _calibrated(target, moments, joint, self.steps)
-            found = replace(found, method=", ".join(self.methods[found.name]))
-            result[found.name] = found
-            return made
-
-        entries = len(self.report.entries)
-        replace_weights([target], self.report, make, trainable=False)
-        self.report.layers |= result
-        (found,) = result.values()
-        first = self.report.entries[entries]
-        self.report.entries[entries] = type(first)(
-            first.fqn, first.shape, True, f"{first.note}; {found}", first.nbytes
+    def _round(self, target: Target, moments: Moments, joint: Tensor | None) -> None:
+        """Run the steps on this weight, and replace it, or leave its values to those that learn."""
+        layer = _layer(target, moments, joint)
+        began = time.perf_counter()
+        before = layer.error(layer.rounded(layer.minmax()))
+        for step in self.steps:
+            step.apply(layer)
+        weight = Weight(target, layer)
+        seconds = time.perf_counter() - began
+        rows = moments.total + moments.looked_up
+        unreached = moments.rows.count(0) if moments.stack and rows else 0
+        after = layer.error(weight.values)
+        method = ", ".join(self.methods[layer.name])
+        self.report.layers[layer.name] = LayerResult(
+            layer.name, method, seconds, before, after, rows, unreached
         )
+        self.waiting.append(weight)
+        if not self.over_blocks and not self.over_model:
+            self._replace()
+        else:
+            weight.show(weight.values)
+
+    def _learn(self, block: Block) -> None:
+        """Learn the rounding of a block, whose weights are rounded."""
+        inside = {id(p) for p in block.module.parameters()}
+        own = [w for w in self.waiting if id(w.target.weight) in inside]
+        with originals(own):
+            block.targets = [output_tensor(block.high(i)) for i in range(block.count)]
+        if own:
+            for step in self.over_blocks:
+                self.report.learned.append((block.name, step.learn(block, own)))
+        if not self.over_model:
+            self._replace()
+
+    def _replace(self) -> None:
+        """Replace the weights that wait by quantized ones."""
+        while self.waiting:
+            weight = self.waiting.pop(0)
+            entries = len(self.report.entries)
+            make = partial(_made, weight)
+            replace_weights([weight.target], self.report, make, trainable=False)
+            first = self.report.entries[entries]
+            note = f"{first.note}; {self.report.layers[weight.name]}"
+            self.report.entries[entries] = replace(first, note=note)
 
 
 def _check_scales(target: Target) -> None:
@@ -295,43 +351,26 @@ def _check_scales(target: Target) -> None:
         )
 
 
-def _calibrated(
-    target: Target, moments: Moments, joint: Tensor | None, steps: list[Step]
-) -> tuple[Tensor, LayerResult]:
-    """The quantized weight, and what the steps did, without their names."""
-    began = time.perf_counter()
+def _layer(target: Target, moments: Moments, joint: Tensor | None) -> Layer:
+    """The weight as a matrix, or several, for the steps."""
     spec, plain = target.scheme.weight, target.weight.detach()
-    shape = shape_of_blocks(target)
-    matrix = plain.mT if is_turned(target) else plain.reshape(shape)
+    matrix = plain.mT if is_turned(target) else plain.reshape(shape_of_blocks(target))
     if joint is None and spec.scales is not None and spec.scales.joint is not None:
         joint = spec.joint_part([matrix], torch.float32)
-    layer = Layer(
-        target.owners[0].fqn,
-        matrix.float().contiguous(),
-        spec,
-        spec.scale_dtype_for(plain.dtype),
-        moments,
-        joint,
-    )
-    before = layer.error(layer.rounded(layer.minmax()))
-    for step in steps:
-        step.apply(layer)
-    qparams = layer.minmax() if layer.qparams is None else layer.qparams
-    values = layer.rounded(qparams) if layer.values is None else layer.values
+    dtype = spec.scale_dtype_for(plain.dtype)
+    wide = matrix.float().contiguous()
+    return Layer(target.owners[0].fqn, wide, spec, dtype, moments, joint)
+
+
+def _made(weight: Weight, target: Target) -> Tensor:
+    """The quantized weight."""
     activation = target.scheme.activation
     of_input = None
     if activation is not None and activation.static:
         of_input = input_qparams(rounding_owners(target)[0].module, activation)
-    made = AffineTensor.from_float(values, target.scheme, qparams, of_input, joint)
-    made = made._with(dtype=plain.dtype)
-    result: Any = made
+    qparams, joint = weight.qparams, weight.joint
+    made = AffineTensor.from_float(weight.values, target.scheme, qparams, of_input, joint)
+    made = made._with(dtype=weight.original.dtype)
     if is_conv(target):
-        result = ConvTensor.of_matrix(made, plain.shape)
-    elif is_turned(target):
-        result = made._transposed()
-    seconds = time.perf_counter() - began
-    rows = moments.total + moments.looked_up
-    unreached = moments.rows.count(0) if moments.stack and rows else 0
-    return result, LayerResult(
-        layer.name, "", seconds, before, layer.error(values), rows, unreached
-    )
+        return ConvTensor.of_matrix(made, weight.original.shape)
+    return made._transposed() if is_turned(target) else made

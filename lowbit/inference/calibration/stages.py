@@ -22,18 +22,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lowbit.convert import Target, of_any_expert, shape_of_blocks
 from lowbit.inference.calibration.inputs import Moments, Watch
+from lowbit.inference.calibration.learned_rounding import Block
 from lowbit.tracing.batches import call
 from lowbit.tracing.block_inputs import Arguments, call_after, capture
 
 
 class Needs(NamedTuple):
-    """What the steps of a calibration read: all of each Hessian, or its diagonal; and the inputs in high precision."""
+    """What the steps of a calibration read: all of each Hessian, or its diagonal; the inputs in high precision; and
+    blocks whose weights are all rounded."""
 
     full: bool
     pairs: bool
+    blocks: bool = False
 
 
 @dataclass
@@ -124,7 +128,9 @@ class Place:
             group.moments.append(moments)
         rest = [targets[i] for i in range(len(targets)) if i not in first]
         if rest:
-            never = [Moments(shape_of_blocks(t), t.weight.device, *needs) for t in rest]
+            never = [
+                Moments(shape_of_blocks(t), t.weight.device, needs.full, needs.pairs) for t in rest
+            ]
             groups.append(Group(None, set(), rest, never))
         return groups
 
@@ -164,8 +170,9 @@ def walk(
     needs: Needs,
     blocks: Sequence[nn.Module] | None,
     cache: torch.device | None,
-) -> Iterator[Group]:
-    """The groups of weights, as the module describes them. Whoever gets a group rounds it before the next one.
+) -> Iterator[Group | Block]:
+    """The groups of weights, as the module describes them. Whoever gets a group rounds it before the next one. Where a
+    step needs blocks, each block comes after its last group. Whoever gets one sets its targets.
 
     Args:
         model: in eval mode.
@@ -193,6 +200,8 @@ def walk(
             whole.copies = _copies(model, twin, targets)
             whole.high = lambda i: call(twin, batches[i])
         yield from whole.groups(targets, needs)
+        if needs.blocks:
+            yield block_of(model, batches, masks)
         return
     before, inside, after = _split(model, chain, targets, batches)
     targets.clear()
@@ -203,7 +212,26 @@ def walk(
         own = inside.pop(0)
         yield from states.groups(own, needs, masks)
     if after:
-        yield from states.tail(model, batches, masks, needs, after).groups(after, needs)
+        tail = states.tail(model, batches, masks, needs, after)
+        yield from tail.groups(after, needs)
+        if needs.blocks:
+            yield states.block_of_tail(model, batches, masks)
+
+
+def block_of(
+    model: nn.Module, batches: Sequence[Any], masks: Sequence[Tensor | None] | None = None
+) -> Block:
+    """The whole model as one block."""
+
+    def run(i: int) -> Any:
+        return call(model, batches[i])
+
+    def rows(i: int) -> int:
+        first = next((x for x in tree_leaves(batches[i]) if isinstance(x, Tensor) and x.ndim), None)
+        return 1 if first is None else len(first)
+
+    own = [_mask_of(batch) for batch in batches] if masks is None else masks
+    return Block("the model", model, len(batches), rows, run, run, own)
 
 
 def chain_of(model: nn.Module, targets: Sequence[Target]) -> list[nn.Module]:
@@ -254,15 +282,29 @@ class States:
         """What follows the last block. In high precision it differs by its input alone, so a weight there sees those
         before it as they are."""
 
-        def run(states: list[Tensor], i: int) -> Any:
-            home = next((p.device for p in self.blocks[-1].parameters()), states[i].device)
-            return call_after(model, self.blocks, batches[i], states[i].to(home))
-
-        place = Place(lambda i: run(self.low, i), masks)
+        place = Place(lambda i: self._after(self.low, model, batches, i), masks)
         if needs.pairs:
             place.copies = {target.owners[0].fqn: target for target in targets}
-            place.high = lambda i: run(self.high, i)
+            place.high = lambda i: self._after(self.high, model, batches, i)
         return place
+
+    def block_of_tail(
+        self, model: nn.Module, batches: Sequence[Any], masks: Sequence[Tensor | None]
+    ) -> Block:
+        """What follows the last block, as a block."""
+        return Block(
+            "after the blocks",
+            model,
+            len(self.low),
+            lambda i: len(self.low[i]),
+            lambda i: self._after(self.low, model, batches, i),
+            lambda i: self._after(self.high, model, batches, i),
+            masks,
+        )
+
+    def _after(self, states: list[Tensor], model: nn.Module, batches: Sequence[Any], i: int) -> Any:
+        home = next((p.device for p in self.blocks[-1].parameters()), states[i].device)
+        return call_after(model, self.blocks, batches[i], states[i].to(home))
 
     def _run(self, block: nn.Module, hidden: Tensor, number: int) -> Tensor:
         home = next((p.device for p in block.parameters()), hidden.device)
@@ -271,7 +313,7 @@ class States:
 
     def groups(
         self, targets: list[Target], needs: Needs, masks: Sequence[Tensor | None]
-    ) -> Iterator[Group]:
+    ) -> Iterator[Group | Block]:
         """The groups of the next block, which then runs on all batches."""
         block = self.blocks[self.at]
         place = Place(lambda i: self._run(block, self.low[i], i), masks)
@@ -281,9 +323,22 @@ class States:
             place.copies = _copies(block, twin, targets)
             place.high = lambda i: self._run(twin, self.high[i], i)
         yield from place.groups(targets, needs)
+        if needs.blocks:
+            own = Block(
+                f"block {self.at}",
+                block,
+                len(self.low),
+                lambda i: len(self.low[i]),
+                lambda i: self._run(block, self.low[i], i),
+                lambda i: self._run(block, self.high[i], i).to(self.high[i].device),
+                masks,
+            )
+            yield own
+            assert own.targets is not None
+            self.high = own.targets
         for number, x in enumerate(self.low):
             self.low[number] = self._run(block, x, number).to(x.device)
-            if twin is not None:
+            if twin is not None and not needs.blocks:
                 x = self.high[number]
                 self.high[number] = self._run(twin, x, number).to(x.device)
         self.at += 1

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowbit.convert import check_module
+from lowbit.numerics.divergence import distillation_loss
 from lowbit.qat.switch import high_precision
-from lowbit.qat.tools.divergence import distillation_loss
 
 
 class Distillation:

@@ -1,0 +1,398 @@
+"""Learned rounding: choose for each weight whether it rounds up or down, by the outputs of a block or of the model.
+
+For a weight W with scale s and zero point z (AutoRound, arXiv 2309.05516)
+
+    Q = dequantize(quantize(W + V · d; s, z)),      V = 0 at first, d the distance to the next value of the grid
+
+V, s and z follow the sign of their gradients, by a rate that falls to 0 and adds up to half of `reach`. Rounding passes
+gradients straight through, and those of s and z are in `lowbit.numerics.learned_scales`. So with a reach of 1 a V stays
+within ±1/2. Vectors of the same modules, i.e. norms and biases, follow Adam meanwhile.
+
+- Blocks: each block by itself, once its weights are rounded. The loss is ‖f̂(x̂) − f(x)‖², where x̂ is what the rounded
+  model gives it, and f(x) what it gives in the model in high precision.
+- Model: all weights at once. The loss is KL(softmax(y) ‖ softmax(ŷ)) of the model's outputs.
+- A weight that an earlier step moved further than half a step from W (GPTQ) starts at the border of its cell.
+- The result stays only if it lowers the loss over all batches.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.convert import Target, is_turned, shape_of_blocks
+from lowbit.inference.calibration.step import Layer, QParams, Step, by_rows, check_share
+from lowbit.linear.fused_rounding import learned_gradients, rounded_by
+from lowbit.numerics.divergence import distillation_loss
+from lowbit.numerics.learned_scales import RATE, as_parameters, qparams, rate_of
+from lowbit.numerics.lookup_table import LookupTable
+from lowbit.numerics.number_format import Float8
+from lowbit.numerics.spec import Spec
+from lowbit.tracing.batches import entry, output_tensor
+
+BETAS = 0.9, 0.99
+"""Of Adam, for vectors."""
+INSIDE = 0.499
+"""How far from its value a weight may start, in steps: within its cell."""
+
+
+Vectors = Sequence[tuple[Tensor, Tensor]]
+"""Parameters, and their values in the model in high precision."""
+
+
+class Losses(NamedTuple):
+    """The mean loss over all batches before and after the rounding was learned."""
+
+    before: float
+    after: float
+
+
+@dataclass
+class Block:
+    """What learned rounding compares with what it gave in high precision.
+
+    Attributes:
+        name: for reports.
+        module: whose vectors train.
+        count: batches.
+        rows: sequences of a batch, by its number.
+        run: the outputs for a batch, by its number, from the inputs that the rounded model gives.
+        high: the same from the inputs of the model in high precision, while the original weights are in place.
+        masks: the tokens that count; None: all.
+        targets: what `high` gave for each batch. None: it runs again for each loss.
+        vectors: those of the model, for `high`.
+    """
+
+    name: str
+    module: nn.Module
+    count: int
+    rows: Callable[[int], int]
+    run: Callable[[int], Any]
+    high: Callable[[int], Any]
+    masks: Sequence[Tensor | None]
+    targets: list[Tensor] | None = None
+    vectors: Vectors = ()
+
+
+class Weight:
+    """A weight that steps on layers have rounded.
+
+    Args:
+        target: the weight.
+        layer: what the steps on it left.
+
+    Attributes:
+        original: the parameter's values before.
+        qparams: scale and zero point.
+        values: float32 [N, K] or [E, N, K], the rounded values.
+    """
+
+    def __init__(self, target: Target, layer: Layer) -> None:
+        self.target, self.name = target, layer.name
+        self.spec, self.joint, self.scale_dtype = layer.spec, layer.joint, layer.scale_dtype
+        self.qparams = layer.minmax() if layer.qparams is None else layer.qparams
+        self.values = layer.rounded(self.qparams) if layer.values is None else layer.values
+        self.original = target.weight.data
+
+    def show(self, values: Tensor) -> None:
+        """Give the parameter, which stays plain, these values [N, K]."""
+        plain = self.original
+        own = values.mT if is_turned(self.target) else values.reshape(plain.shape)
+        self.target.weight.data = own.to(plain.dtype).contiguous()
+
+    def matrix(self, t: Tensor) -> Tensor:
+        """A tensor of the parameter's shape as the weight is quantized: [N, K] or [E, N, K]."""
+        shape = shape_of_blocks(self.target)
+        return t.mT.contiguous() if is_turned(self.target) else t.reshape(shape)
+
+
+@contextmanager
+def originals(weights: Sequence[Weight], vectors: Vectors = ()) -> Iterator[None]:
+    """The context in which these parameters have their values of the model in high precision."""
+    pairs = [*((w.target.weight, w.original) for w in weights), *vectors]
+    held = [p.data for p, _ in pairs]
+    for p, original in pairs:
+        p.data = original
+    try:
+        yield
+    finally:
+        for (p, _), data in zip(pairs, held, strict=True):
+            p.data = data
+
+
+def steps_of(values: Tensor, spec: Spec, found: QParams) -> Tensor:
+    """The distance from each value [..., N, K] of the grid to the nearest other one, float32."""
+    shape = tuple(values.shape)
+    scale = by_rows(found[0].float().abs(), spec, shape).unsqueeze(-1)
+    scale = scale.expand(*scale.shape[:-1], spec.block_size(shape)[-1]).flatten(-2)
+    scale = scale.narrow(-1, 0, shape[-1])
+    fmt = spec.format
+    if isinstance(fmt, LookupTable):
+        ordered = torch.tensor(sorted(set(fmt.values)), device=values.device)
+        gaps = ordered.diff()
+        ends = gaps.new_full((1,), math.inf)
+        nearest = torch.minimum(torch.cat([ends, gaps]), torch.cat([gaps, ends]))
+        middles = (ordered[1:] + ordered[:-1]) / 2
+        return scale * nearest[torch.bucketize(values / scale, middles)]
+    if isinstance(fmt, Float8):
+        info = torch.finfo(fmt.dtype)
+        mantissa, exponent = (values / scale).frexp()
+        above = (exponent - 1).exp2().clamp(min=info.tiny) * info.eps
+        is_power = (mantissa.abs() == 0.5) & (above > info.tiny * info.eps)
+        return scale * torch.where(is_power, above / 2, above)
+    return scale
+
+
+class _Variables:
+    """What is learned of one weight."""
+
+    def __init__(self, weight: Weight, scale_rate: float) -> None:
+        self.weight, self.spec = weight, weight.spec
+        scale, zero = weight.qparams
+        room = INSIDE * steps_of(weight.values, self.spec, weight.qparams)
+        away = weight.matrix(weight.original).float() - weight.values
+        self.latent = weight.values + away.clamp(-room, room)
+        self.scale, self.zero = as_parameters(self.spec, scale.float(), zero)
+        self.unit = self.scale.abs() * scale_rate
+        self.learns_scales = scale_rate > 0 and not (
+            weight.joint is not None and self.spec.scales is None
+        )
+        self.kept = self.spec.kept_parts(weight.joint)
+
+    def qparams(self) -> QParams:
+        """Scale and zero point as they are stored."""
+        if not self.learns_scales:
+            return self.weight.qparams
+        dtype = self.weight.scale_dtype
+        if self.spec.scales is not None:
+            scale = self.scale.abs() * rate_of(self.spec)
+            return self.spec.scales.nearest(scale, self.kept), None
+        zero = None if self.zero is None else self.zero.to(dtype)
+        return qparams(self.spec, self.scale.to(dtype), zero)
+
+    def move(self, rate: float) -> None:
+        """One step against the sign of the gradients, by `rate` steps of the grid."""
+        grad = self.weight.target.weight.grad
+        if grad is None:
+            return
+        grad = self.weight.matrix(grad)
+        found = self.qparams()
+        own = (self.scale, self.zero)
+        of_latent, of_scale, of_zero = learned_gradients(
+            grad, self.latent, self.spec, own, found=found
+        )
+        steps = steps_of(self.latent, self.spec, found)
+        self.latent.addcmul_(of_latent.float().sign_(), steps, value=-rate)
+        if self.learns_scales:
+            self.scale.addcmul_(of_scale.sign_(), self.unit, value=-rate)
+            if self.zero is not None and of_zero is not None:
+                ratio = rate_of(self.spec) / RATE
+                self.zero.addcmul_(of_zero.sign_(), self.unit, value=-rate * ratio)
+        self.weight.show(self.values(self.weight.original.dtype))
+
+    def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The rounded values [N, K]."""
+        return rounded_by(self.latent, self.spec, self.qparams(), dtype)
+
+    def keep(self) -> None:
+        """Make this the result."""
+        self.weight.values, self.weight.qparams = self.values(), self.qparams()
+
+
+@dataclass(frozen=True)
+class LearnedRounding(Step):
+    """Learn which way each weight rounds, its scales, and the norms and biases beside it. Comes after other steps.
+
+    Args:
+        steps: of sign descent, for each block or for the model. 0 leaves all as it is.
+        batch_size: sequences of a step. Batches of the calibration are taken whole, until there are so many.
+        over: "blocks" learns block by block, in the memory of one block. "model" learns all weights at once, with the
+            activations and gradients of the whole model.
+        reach: steps of the grid that a weight may move in all, times two.
+        scale_rate: how far scales and zero points move, as a share of how far weights move in steps of the grid. 0:
+            they stay.
+        vector_rate: the learning rate of norms and biases. 0: they stay.
+        loss: "error" or "kl" of the outputs of `over`. None: "error" for blocks; for a model "error" if it gives hidden
+            states, else "kl".
+
+    Raises ValueError for other values.
+    """
+
+    steps: int = 200
+    batch_size: int = 8
+    over: Literal["blocks", "model"] = "blocks"
+    reach: float = 0.3
+    scale_rate: float = 0.1
+    vector_rate: float = 0.003
+    loss: Literal["error", "kl"] | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 0), ("batch_size", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if self.over not in ("blocks", "model"):
+            raise ValueError(f"over must be 'blocks' or 'model', got {self.over!r}")
+        if self.loss not in (None, "error", "kl"):
+            raise ValueError(f"loss must be 'error', 'kl' or None, got {self.loss!r}")
+        for name in ("reach", "scale_rate", "vector_rate"):
+            check_share(name, getattr(self, name))
+
+    def apply(self, layer: Layer) -> None:
+        """Nothing: one layer alone has no output to learn from."""
+
+    def learn(self, block: Block, weights: Sequence[Weight]) -> Losses:
+        """Learn the rounding of these weights, which the block's outputs depend on.
+
+        Raises ValueError where the loss is not a number."""
+        return _Learning(self, block, weights).run()
+
+
+class _Learning:
+    """The descent over one block."""
+
+    def __init__(self, step: LearnedRounding, block: Block, weights: Sequence[Weight]) -> None:
+        self.step, self.block, self.weights = step, block, weights
+        self.variables = [_Variables(w, step.scale_rate) for w in weights]
+        own = {id(w.target.weight) for w in weights}
+        parameters = list(block.module.parameters())
+        self.vectors = [
+            p
+            for p in parameters
+            if step.vector_rate and p.ndim < 2 and id(p) not in own and p.dtype.is_floating_point
+        ]
+        self.before = [v.data for v in self.vectors]
+        self.masters = [v.detach().float().clone() for v in self.vectors]
+        self.adam = None
+        if self.vectors:
+            self.adam = torch.optim.Adam(self.masters, lr=step.vector_rate, betas=BETAS)
+
+    def run(self) -> Losses:
+        step, block = self.step, self.block
+        trained = [*(w.target.weight for w in self.weights), *self.vectors]
+        with _learning(block.module, trained), ExitStack() as stack:
+            device = trained[0].device
+            if device.type == "cuda" and trained[0].dtype is torch.float32:
+                stack.enter_context(torch.autocast("cuda", torch.bfloat16))
+            before = self._total()
+            batches = _drawn(block.count)
+            for number in range(step.steps):
+                self._gradients(batches)
+                self._move(1 - number / step.steps)
+            after = self._total() if step.steps else before
+        for value in (before, after):
+            if not math.isfinite(value):
+                raise ValueError(
+                    f"{block.name}: the loss of learned rounding is {value}. Its weights are plain, as those after it; "
+                    "find the batch that gives NaN, and load the model again"
+                )
+        if after < before:
+            for variables in self.variables:
+                variables.keep()
+            return Losses(before, after)
+        for w in self.weights:
+            w.show(w.values)
+        for vector, start in zip(self.vectors, self.before, strict=True):
+            vector.data = start
+        return Losses(before, before)
+
+    def _gradients(self, batches: Iterator[int]) -> None:
+        rows = 0
+        while rows < self.step.batch_size:
+            number = next(batches)
+            with torch.enable_grad():
+                self._loss(number)[0].backward()
+            rows += max(self.block.rows(number), 1)
+
+    def _move(self, share: float) -> None:
+        step = self.step
+        for variables in self.variables:
+            variables.move(step.reach * share / step.steps)
+            variables.weight.target.weight.grad = None
+        if self.adam is None:
+            return
+        for group in self.adam.param_groups:
+            group["lr"] = step.vector_rate * share
+        for vector, master in zip(self.vectors, self.masters, strict=True):
+            master.grad = None if vector.grad is None else vector.grad.float()
+            vector.grad = None
+        self.adam.step()
+        for vector, master in zip(self.vectors, self.masters, strict=True):
+            vector.data = master.to(vector.dtype, copy=True)
+
+    def _target(self, number: int) -> Any:
+        if self.block.targets is not None:
+            return self.block.targets[number]
+        with originals(self.weights, self.block.vectors), torch.no_grad():
+            return self.block.high(number)
+
+    def _loss(self, number: int) -> tuple[Tensor, int]:
+        """The sum over the tokens that count, and their number."""
+        expected = self._target(number)
+        output = self.block.run(number)
+        found, expected = output_tensor(output), output_tensor(expected).detach()
+        expected = expected.to(found.device)
+        kind = self.step.loss
+        if kind is None:
+            is_hidden = (
+                entry(output, "logits") is None and entry(output, "last_hidden_state") is not None
+            )
+            kind = "error" if is_hidden or self.step.over == "blocks" else "kl"
+        mask = self.block.masks[number]
+        if mask is not None and found.shape[:2] == mask.shape:
+            found, expected = found[mask.to(found.device)], expected[mask.to(found.device)]
+        rows = max(found.numel() // max(found.shape[-1], 1), 1)
+        if kind == "kl":
+            return distillation_loss(found, expected, num_items=1), rows
+        return (found.float() - expected.float()).square().sum(), rows
+
+    def _total(self) -> float:
+        """The mean loss over all batches."""
+        total = torch.zeros((), dtype=torch.float64, device=self.weights[0].values.device)
+        count = 0
+        with torch.no_grad():
+            for number in range(self.block.count):
+                loss, rows = self._loss(number)
+                total += loss
+                count += rows
+        return float(total) / max(count, 1)
+
+
+def _drawn(count: int) -> Iterator[int]:
+    """The numbers of batches, each as often as the others, in an order that is the same in every run."""
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        yield from torch.randperm(count, generator=generator).tolist()
+
+
+@contextmanager
+def _learning(module: nn.Module, trained: Sequence[Tensor]) -> Iterator[None]:
+    """The context in which these parameters alone get gradients, by deterministic kernels."""
+    parameters = {id(p): p for p in (*module.parameters(), *trained)}
+    held = [(p, p.requires_grad, p.grad) for p in parameters.values()]
+    own = {id(p) for p in trained}
+    mode = torch.get_deterministic_debug_mode()
+    memory: Any = torch.utils.deterministic
+    fill = memory.fill_uninitialized_memory
+    try:
+        for p, _, _ in held:
+            p.grad = None
+            p.requires_grad_(id(p) in own)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic")
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            memory.fill_uninitialized_memory = False
+            yield
+    finally:
+        memory.fill_uninitialized_memory = fill
+        torch.set_deterministic_debug_mode(mode)
+        for p, wanted, grad in held:
+            p.requires_grad_(wanted)
+            p.grad = grad

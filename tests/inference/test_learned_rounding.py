@@ -1,0 +1,278 @@
+"""Learned rounding against a plain form in float64, over blocks and over the model, and at its edges."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lowbit as lb
+from lowbit.inference import GPTQ, LearnedRounding, Search
+from lowbit.inference.calibration.learned_rounding import INSIDE, steps_of
+from tests.inference.test_calibrate import (
+    BATCHES,
+    INT4,
+    Masked,
+    Mixture,
+    damage,
+    llama,
+    same,
+    tokens,
+)
+from tests.schemes import SCHEMES, over
+
+INT3 = lb.IntxWeightOnly(3, 32)
+
+
+# ---- one layer, in float64 ---------------------------------------------------------------------------------------
+
+
+def plain_form(w: Tensor, x: Tensor, bits: int, mapping: str, step: LearnedRounding) -> Tensor:
+    """Sign descent by autograd from min-max scales, with one scale and zero point a row: the rounded weight [N, K]."""
+    w, x = w.double(), x.double()
+    least, most = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    if mapping == "symmetric":
+        start = w.abs().amax(1, keepdim=True) / ((most - least) / 2)
+        value = torch.zeros_like(start)
+    else:
+        low, high = w.amin(1, keepdim=True).clamp(max=0), w.amax(1, keepdim=True).clamp(min=0)
+        start = (high - low) / (most - least)
+        value = low - least * start
+    start, value = start.float().double(), value.float().double()
+    scale, zero = start.clone(), value.clone()
+    latent = ((w - zero) / scale).round().clamp(least, most) * scale + zero
+    latent += (w - latent).clamp(-INSIDE * scale, INSIDE * scale)
+    for number in range(step.steps):
+        latent.requires_grad_(), scale.requires_grad_(), zero.requires_grad_()
+        t = (latent - zero) / scale
+        codes = (t + (t.round() - t).detach()).clamp(least, most)
+        q = codes * scale + zero
+        (x @ (q - w).T).square().sum().backward()
+        rate = step.reach / step.steps * (1 - number / step.steps)
+        with torch.no_grad():
+            latent = latent - rate * scale.abs() * latent.grad.sign()  # type: ignore[union-attr]
+            share = rate * step.scale_rate
+            scale = scale - share * start * scale.grad.sign()  # type: ignore[union-attr]
+            if mapping == "symmetric":
+                share = 0.0
+            zero = zero - share * start * zero.grad.sign()  # type: ignore[union-attr]
+    return ((latent - zero) / scale).round().clamp(least, most) * scale + zero
+
+
+class MinMax(Search):
+    """Leaves the scales of the smallest and largest values."""
+
+    def apply(self, layer: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("mapping", ["symmetric", "float_zero_point"])
+def test_equals_the_plain_form(mapping: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 24, bias=False))
+    w = model[0].weight.detach().clone()
+    x = torch.randn(200, 48) @ (torch.randn(48, 48) / 7)
+    step = LearnedRounding(5, 1, reach=0.1, scale_rate=0.3, vector_rate=0)
+    scheme = lb.IntxWeightOnly(3, None, mapping)
+    report = lb.calibrate(model, scheme, [x], steps=[MinMax(), step], blocks=[])
+    expected = plain_form(w, x, 3, mapping, step)
+    found = model[0].weight.dequantize().double()
+    steps = (expected.amax(1) - expected.amin(1)) / 7
+    close = (found - expected).abs() < 0.05 * steps[:, None]
+    assert float(close.double().mean()) > 0.97  # signs of gradients near 0 differ
+    ((_, losses),) = report.learned
+    energy = (x @ (found.float() - w).T).square().sum() / len(x)
+    torch.testing.assert_close(losses.after, float(energy), rtol=1e-3, atol=0)
+    assert losses.after < 0.9 * losses.before
+
+
+@over({n: s for n, s in SCHEMES.items() if s.weight.is_searchable})
+def test_steps_lie_within_cells(scheme: lb.Scheme) -> None:
+    """A value that moves by less than half of its step rounds to itself."""
+    torch.manual_seed(0)
+    spec, w = scheme.weight, torch.randn(8, 96)
+    codes, scale, zero = spec.quantize(w)
+    values = spec.dequantize(codes, scale, zero, w.shape, torch.float32)
+    steps = steps_of(values, spec, (scale, zero))
+    assert bool((steps > 0).all())
+    for sign in (-0.49, 0.49):
+        moved = spec.quantize(values + sign * steps, qparams=(scale, zero))
+        again = spec.dequantize(*moved, w.shape, torch.float32)
+        torch.testing.assert_close(again, values, rtol=1e-5, atol=1e-6)
+
+
+# ---- models ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("over", "scheme", "tied"),
+    [
+        ("model", INT3, True),
+        ("model", lb.NVFP4WeightOnly(), False),
+        ("blocks", lb.IntxWeightOnly(3, 32, "asymmetric"), False),
+        ("blocks", lb.Int2WeightOnly(32), True),
+        ("blocks", lb.MXFP4WeightOnly(), True),
+    ],
+    ids=["int3-model", "nvfp4-model", "asymmetric-blocks", "int2-blocks", "mxfp4-blocks"],
+)
+def test_it_loses_less_than_its_start(over: str, scheme: lb.Scheme, tied: bool) -> None:
+    plain = llama(tied=tied)
+    start, model = copy.deepcopy(plain), copy.deepcopy(plain)
+    many = [tokens(i, 8, 32) for i in range(8)]
+    lb.calibrate(start, scheme, many, steps=[Search()])
+    step = LearnedRounding(20, over=over)  # type: ignore[arg-type]
+    report = lb.calibrate(model, scheme, many, steps=[step])
+    held_out = tokens(7, 8, 32)
+    assert damage(model, plain, held_out) < damage(start, plain, held_out)
+    names = [name for name, _ in report.learned]
+    blocks = ["block 0", "block 1", "block 2"]
+    assert names == (
+        ["the model"] if over == "model" else blocks + ["after the blocks"] * (not tied)
+    )
+    assert all(losses.after < losses.before for _, losses in report.learned)
+    assert "learned rounding of " in str(report) and "Search, LearnedRounding, " in str(report)
+    assert (model.head.weight is model.embedding.weight) == tied
+    assert all(p.grad is None for p in model.parameters())
+    start.load_state_dict(model.state_dict())
+    assert same(start, model)
+
+
+def test_steps_compose_and_runs_are_equal_to_the_bit() -> None:
+    models = [llama(), llama()]
+    steps = [GPTQ(), LearnedRounding(8), LearnedRounding(8, over="model")]
+    for model in models:
+        state = torch.get_rng_state()
+        report = lb.calibrate(model, INT3, BATCHES, steps=steps)
+        assert torch.equal(torch.get_rng_state(), state)
+    assert same(*models)
+    name, losses = report.learned[-1]
+    assert name == "the model"
+    plain, before = llama(), llama()  # what the last step compares with is the model as it was
+    lb.calibrate(before, INT3, BATCHES, steps=steps[:2])
+    total = sum(damage(before, plain, batch) for batch in BATCHES)
+    count = sum(batch.numel() for batch in BATCHES)
+    assert losses.before == pytest.approx(total / count, rel=1e-3)
+
+
+@pytest.mark.gpu
+def test_runs_are_equal_to_the_bit_on_a_gpu() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        models = [llama().to("cuda", dtype) for _ in range(2)]
+        for model in models:
+            model.cos, model.sin = model.cos.to(dtype), model.sin.to(dtype)
+            steps = [GPTQ(), LearnedRounding(8), LearnedRounding(8, over="model")]
+            report = lb.calibrate(model, INT3, BATCHES, steps=steps)
+            assert all(losses.after <= losses.before for _, losses in report.learned)
+        assert same(*models)
+
+
+def test_nothing_is_learned_in_no_steps_or_at_no_rate() -> None:
+    """And a result that is worse than its start is dropped."""
+    models = [llama() for _ in range(4)]
+    lb.calibrate(models[0], INT3, BATCHES, steps=[GPTQ()])
+    lb.calibrate(models[1], INT3, BATCHES, steps=[GPTQ(), LearnedRounding(0)])
+    still = LearnedRounding(3, reach=0, scale_rate=0, vector_rate=0)
+    lb.calibrate(models[2], INT3, BATCHES, steps=[GPTQ(), still])
+    far = LearnedRounding(3, reach=1e3, vector_rate=10.0)
+    report = lb.calibrate(models[3], INT3, BATCHES, steps=[GPTQ(), far])
+    assert all(losses.after == losses.before for _, losses in report.learned)
+    assert all(same(models[0], other) for other in models[1:])
+
+
+def test_vectors_follow_and_others_stay() -> None:
+    plain = llama()
+    models = [copy.deepcopy(plain) for _ in range(2)]
+    lb.calibrate(models[0], INT3, BATCHES, steps=[LearnedRounding(5, vector_rate=0)])
+    only = LearnedRounding(5, reach=0, scale_rate=0)
+    models[1].blocks[0].attention_norm.weight.requires_grad_(False)
+    lb.calibrate(models[1], INT3, BATCHES, steps=[only])
+    for name, p in plain.named_parameters():
+        if p.ndim < 2:
+            own = [dict(m.named_parameters())[name] for m in models]
+            assert torch.equal(own[0], p)
+            assert torch.equal(own[1], p) == (name == "norm.weight")
+            assert own[1].requires_grad == ("blocks.0.attention_norm" not in name)
+
+
+def test_masked_tokens_do_not_count() -> None:
+    torch.manual_seed(0)
+    x, mask = torch.randn(3, 10, 64), torch.ones(3, 10, dtype=torch.long)
+    mask[0, 4:], mask[2, :6] = 0, 0
+    models = [Masked(), Masked()]
+    for model, hidden in zip(models, (0.0, 50.0), strict=True):
+        padded = torch.where(mask.bool().unsqueeze(-1), x, hidden)
+        batch = {"x": padded, "attention_mask": mask}
+        lb.calibrate(model, INT4, [batch], steps=[LearnedRounding(10)])
+    assert same(*models)
+
+
+def test_stacked_experts_that_no_token_reaches_stay() -> None:
+    model = Mixture()
+    with torch.no_grad():
+        model.router.bias[3] = -1e9
+    plain, start = copy.deepcopy(model), copy.deepcopy(model)
+    x = torch.randn(1500, 64)
+    lb.calibrate(start, INT3, [x], steps=[Search()])
+    lb.calibrate(model, INT3, [x], steps=[Search(), LearnedRounding(20)])
+    for name in ("up", "down"):
+        own, other = (getattr(m.experts, name).dequantize() for m in (model, start))
+        assert torch.equal(own[3], other[3]) and not torch.equal(own[0], other[0])
+    with torch.no_grad():
+        held_out = torch.randn(300, 64)
+        errors = [(m(held_out) - plain(held_out)).norm() for m in (model, start)]
+    assert errors[0] < errors[1]
+
+
+def test_convolutions_and_sequences_of_several_batches() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.Flatten(2), nn.Conv1d(16, 8, 3, dilation=2)
+    )
+    plain, start = copy.deepcopy(model), copy.deepcopy(model)
+    images = [torch.randn(n, 8, 9, 9).cumsum(-1) for n in (4, 1, 6)]
+    scheme = lb.IntxWeightOnly(3)
+    everything = {"filter_fn": lambda module, name: True}
+    lb.calibrate(start, scheme, images, steps=[Search()], **everything)
+    lb.calibrate(model, scheme, images, steps=[LearnedRounding(30, 5)], **everything)
+    x = torch.randn(4, 8, 9, 9).cumsum(-1)
+    with torch.no_grad():
+        errors = [(m(x) - plain(x)).norm() for m in (model, start)]
+    assert errors[0] < errors[1]
+
+
+class Bad(nn.Module):
+    """Gives NaN where the sum of its input is large, though no weight sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return F.relu(x) / (x.abs().sum() < 1e9)
+
+
+def test_a_loss_that_is_no_number_names_its_place() -> None:
+    model = Bad()
+    with pytest.raises(ValueError, match=r"the model: the loss of learned rounding is nan"):
+        lb.calibrate(
+            model, INT4, [torch.full((8, 64), 1e12)], steps=[LearnedRounding(2, over="model")]
+        )
+
+
+def test_arguments() -> None:
+    with pytest.raises(ValueError, match="steps that learn the rounding come last"):
+        lb.calibrate(llama(), INT4, BATCHES, steps=[LearnedRounding(), GPTQ()])
+    for wrong in (
+        {"steps": -1},
+        {"batch_size": 0},
+        {"over": "all"},
+        {"loss": "mse"},
+        {"reach": -1},
+    ):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            LearnedRounding(**wrong)  # type: ignore[arg-type]
