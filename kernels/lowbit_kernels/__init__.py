@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         quantize_experts,
         quantize_grouped,
         quantize_rowcol,
+        round_columns,
         round_rows,
         transpose_codes,
     )
@@ -79,6 +80,7 @@ __all__ = [
     "quantize_to_cache",
     "quantized_attention",
     "rms_norm",
+    "round_columns",
     "round_rows",
     "scaled_mm",
     "ternary_mm",

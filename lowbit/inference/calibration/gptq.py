@@ -27,12 +27,12 @@ from torch import Tensor
 
 from lowbit.inference.calibration.search import searched
 from lowbit.inference.calibration.step import Layer, Part, Step, by_rows, check_share
-from lowbit.numerics.affine import round_to_grid
-from lowbit.numerics.number_format import Int
+from lowbit.numerics.lookup_table import LookupTable
+from lowbit.numerics.number_format import Int, NumberFormat
 from lowbit.numerics.spec import Spec
 
 COLUMNS = 128
-"""Columns whose errors reach the rest of the weight by one product."""
+"""Columns that one call of the kernel rounds. Their errors reach the rest of the weight by one product."""
 MOST_DAMPING = 1.0
 """Damping grows tenfold, up to this, until the Hessian can be factored."""
 
@@ -91,6 +91,8 @@ class GPTQ(Step):
 class Factor:
     """U of a Hessian [K, K], in the order in which columns are rounded.
 
+    Beside H it takes three matrices of its size in float64 while it is made.
+
     Attributes:
         order: int64 [K], the columns in this order.
         upper: float32 [K, K], U in this order.
@@ -98,24 +100,26 @@ class Factor:
     """
 
     def __init__(self, hessian: Tensor, damping: float, act_order: bool) -> None:
-        h = hessian.double()
-        diagonal = h.diagonal().clone()
+        diagonal = hessian.diagonal().double()
         live = diagonal > 0
         mean = float(diagonal[live].mean()) if bool(live.any()) else 1.0
-        h = h + torch.diag(torch.where(live, 0.0, mean))
-        self.order = torch.arange(len(diagonal), device=h.device)
+        self.order = torch.arange(len(diagonal), device=hessian.device)
         if act_order:
             self.order = diagonal.argsort(descending=True, stable=True)
-        h = h[self.order][:, self.order]
+        last = self.order.flip(0)
+        diagonal = torch.where(live, diagonal, mean)[last]
+        h = hessian[last][:, last].double()
         while True:
-            damped = h + torch.eye(len(h), dtype=h.dtype, device=h.device) * (damping * mean)
-            lower, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
+            h.diagonal().copy_(diagonal + damping * mean)
+            lower, info = torch.linalg.cholesky_ex(h)
             if not int(info) or damping >= MOST_DAMPING:
                 break
             damping = max(damping * 10, 1e-6)
-        root = lower.flip(0, 1)  # H = R Rᵀ, R upper triangular
-        eye = torch.eye(len(h), dtype=h.dtype, device=h.device)
-        self.upper = torch.linalg.solve_triangular(root, eye, upper=True).float()
+        # H, last column first, is L Lᵀ. In the order of columns L is R, upper triangular, and U is its inverse.
+        eye = h.zero_().fill_diagonal_(1.0)
+        inverse = torch.linalg.solve_triangular(lower, eye, upper=False)
+        del lower, eye, h
+        self.upper = inverse.float().flip(0, 1)
         self.damping = damping
 
     @property
@@ -156,7 +160,7 @@ def _rounded(layer: Layer, parts: list[Part], factors: list[Factor | None]) -> T
 
 
 class Grid:
-    """The values that the scales of a matrix allow, column by column.
+    """The values that the scales of a matrix allow, as `round_columns` takes them.
 
     Args:
         spec: how the weight is quantized.
@@ -164,49 +168,41 @@ class Grid:
     """
 
     def __init__(self, spec: Spec, scale: Tensor, zero: Tensor | None) -> None:
-        self.format = spec.format
         self.scale = scale.float().T.contiguous()
-        self.inverse = self.scale.reciprocal()
         low, high = spec.format.quant_min, spec.format.quant_max
         self.offset: Tensor | None = None
-        codes = torch.zeros_like(self.scale[:, :1])
+        codes = torch.zeros_like(self.scale)
         if zero is not None and spec.zero_point_is_value:
             self.offset = zero.float().T.contiguous()
             codes += (low + high + 1) // 2
         elif zero is not None:
             codes = zero.float().T.contiguous()
         self.least, self.most = low - codes, high - codes
+        self.levels = torch.tensor(levels_of(spec.format), device=scale.device)
 
-    def nearest(self, column: Tensor, group: int) -> Tensor:
-        """The value nearest to each element of a column [N], by the scales of this group."""
-        fmt, scale = self.format, self.scale[group]
-        if not isinstance(fmt, Int):
-            return round_to_grid(column, scale, None, fmt.dtype, fmt.quant_min, fmt.quant_max)[1]
-        offset = None if self.offset is None else self.offset[group]
-        x = column if offset is None else column - offset
-        codes = (x * self.inverse[group]).round_()
-        value = codes.clamp_(self.least[group], self.most[group]).mul_(scale)
-        return value if offset is None else value.add_(offset)
+
+def levels_of(fmt: NumberFormat) -> list[float]:
+    """The values of a format that is not an integer, ascending; [] for integers."""
+    if isinstance(fmt, Int):
+        return []
+    if isinstance(fmt, LookupTable):
+        return sorted({value + 0.0 for value in fmt.values})
+    values = torch.arange(256, dtype=torch.uint8).view(fmt.dtype).float()
+    return sorted({value + 0.0 for value in values[values.isfinite()].tolist()})
 
 
 def by_columns(w: Tensor, factor: Factor, grid: Grid, group: int) -> Tensor:
     """The rounded weight [N, K], as the module describes it. `group`: columns that share a scale."""
     order, upper = factor.order, factor.upper
     left = w.T[order].contiguous()  # [K, N], so that a column is contiguous
-    found = torch.empty_like(left)
-    groups, count = (order // group).tolist(), len(left)
-    inverse = upper.diagonal().reciprocal()
-    for start in range(0, count, COLUMNS):
-        end = min(start + COLUMNS, count)
-        own, errors = left[start:end], torch.empty_like(left[start:end])
-        for j in range(end - start):
-            at = start + j
-            torch.sub(own[j], grid.nearest(own[j], groups[at]), out=errors[j])
-            found[at] = own[j] - errors[j]
-            errors[j] *= inverse[at]
-            if j + 1 < end - start:
-                own[j + 1 :].addr_(upper[at, at + 1 : end], errors[j], alpha=-1)
-        left[end:].addmm_(upper[start:end, end:].T, errors, alpha=-1)
+    found, groups = torch.empty_like(left), order // group
+    for start in range(0, len(left), COLUMNS):
+        own = slice(start, start + COLUMNS)
+        found[own], errors = torch.ops.lowbit.round_columns(
+            *(left[own], upper[own, own].contiguous(), groups[own], grid.scale),
+            *(grid.least, grid.most, grid.offset, grid.levels),
+        )
+        left[own.stop :].addmm_(upper[own, own.stop :].T, errors, alpha=-1)
     result = torch.empty_like(w)
     result.T[order] = found
     return result

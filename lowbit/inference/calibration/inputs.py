@@ -65,18 +65,18 @@ class Moments:
             self.rows = [0] * self.matrices
             shape = (self.matrices, self.size, *((self.size,) if self.full else ()))
             self.square = torch.zeros(shape, device=self._device)
-        x = x.to(self._device).float()
+        x = x.to(self._device)
         self.rows[index] += x.shape[0]
         if not self.full:
-            self.square[index] += x.square().sum(0)
+            self.square[index] += x.float().square().sum(0)
             return
-        self.square[index].addmm_(x.T, x)
+        _add_product(self.square[index], x, x)
         if self.pairs and high is not None and high.shape == x.shape:
             if self.cross is None or self.drift is None:
                 self.cross, self.drift = (torch.zeros_like(self.square) for _ in range(2))
-            apart = high.to(self._device).float() - x
-            self.cross[index].addmm_(apart.T, x)
-            self.drift[index].addmm_(apart.T, apart)
+            apart = high.to(self._device) - x
+            _add_product(self.cross[index], apart, x)
+            _add_product(self.drift[index], apart, apart)
 
     @property
     def total(self) -> int:
@@ -107,6 +107,16 @@ class Moments:
             diagonal = found.diagonal() if self.full else found
             return found / diagonal.mean().clamp(min=1e-30) + own
         return found
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add aᵀ b to the float32 `total`. A GPU multiplies 16-bit inputs in its matrix units, without rounding, and adds up
+    in float32."""
+    halves = a.dtype in (torch.bfloat16, torch.float16) and b.dtype == a.dtype
+    if halves and a.is_cuda and torch.version.hip is None:
+        total.copy_(torch.addmm(total, a.T, b, out_dtype=torch.float32))
+    else:
+        total.addmm_(a.float().T, b.float())
 
 
 Seen = Callable[[int, int, int, Any, Any], None]
