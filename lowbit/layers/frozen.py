@@ -263,10 +263,10 @@ def _in_graph(module: Any, name: str) -> Tensor | None:
     return made(form, sources_of_form(form), *parts)
 
 
-def _has_expert_kernel(module: Any, name: str, dtype: torch.dtype) -> bool:
+def _has_expert_kernel(module: Any, name: str, dtype: torch.dtype, device: torch.device) -> bool:
     """`has_expert_kernel` of the weight that `_in_graph` makes; False where it makes none."""
     form = None if _is_exported() else getattr(module, _key(name, "form"), None)
-    return form is not None and has_expert_kernel(form, dtype, module.is_transposed)
+    return form is not None and has_expert_kernel(form, dtype, device, module.is_transposed)
 
 
 def _linear(self: Any, input: Tensor) -> Tensor:
