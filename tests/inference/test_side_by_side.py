@@ -16,6 +16,8 @@ from torch import nn
 import lowbit as lb
 from lowbit.convert import side_by_side
 from lowbit.convert.side_by_side import joint_of
+from lowbit_kernels.runtime import launches
+from tests.schemes import relative_error
 
 
 class Attention(nn.Module):
@@ -251,3 +253,23 @@ def test_one_graph_serves_blocks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     y = run(model[0], x.requires_grad_())
     y.sum().backward()
     assert products.counts[1] == 4, "with gradients each has its own"
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_graphs_on_a_gpu_launch_one_product() -> None:
+    model = Attention(bias=True, k=256).to("cuda", torch.bfloat16).requires_grad_(False)
+    plain = copy.deepcopy(model)
+    lb.quantize_(model, lb.Int4WeightOnly(32))
+    lb.quantize_(plain, lb.Int4WeightOnly(32))
+    x = torch.randn(3, 256, device="cuda", dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    run = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    expected = plain(x)
+    for _ in range(4):
+        with launches.counted() as calls:
+            found = run(x).clone()
+        assert relative_error(found, expected) < 1e-2
+    with launches.counted() as calls:
+        torch.compile(model, fullgraph=True)(x)
+    assert sum(n for (op, _), n in calls.items() if op == "weight_linear") == 2

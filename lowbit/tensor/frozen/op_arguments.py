@@ -66,7 +66,10 @@ class ReadByOps:
     def _arguments(
         self: Any, scale: Tensor, global_scale: Tensor | None, is_flat: bool = True
     ) -> dict[str, Any]:
-        found = _layout(self.spec, tuple(self.shape_of_codes(self.shape)))
+        shape = tuple(self.shape_of_codes(self.shape))
+        if self.transposed:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        found = _layout(self.spec, shape)
         codes, zero_point = self.codes, self.zero_point
         if found.blocks is not None:
             scale = _of_rows(scale, found.blocks)
