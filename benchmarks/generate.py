@@ -127,6 +127,19 @@ def check_peers(device: str = "cuda") -> None:
             raise AssertionError(f"{kind.__name__}: {error}")
 
 
+def random_model(kind: Callable[[Any], nn.Module], config: Any, device: str) -> nn.Module:
+    """A frozen bfloat16 model with random weights, which are made on `device`."""
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            model = kind(config)
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval().requires_grad_(False)
+
+
 @dataclass(frozen=True)
 class Model:
     """A converted model. ``batch``: sequences that it continues at once."""
@@ -141,10 +154,7 @@ class Model:
 
         no_ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
         config = LlamaConfig(**dict(self.shape), **no_ends, dtype="bfloat16")
-        torch.manual_seed(0)
-        with torch.device(self.device):
-            model = LlamaForCausalLM(config).to(torch.bfloat16)
-        model.eval().requires_grad_(False)
+        model = random_model(LlamaForCausalLM, config, self.device)
         CONVERSIONS[self.name](model)
         return model
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.generate import GENERATE_TABLE, OWN_LOOP, PLAIN, PROMPT
+from benchmarks.generate import GENERATE_TABLE, OWN_LOOP, PLAIN, PROMPT, random_model
 from benchmarks.registry import Problem, Result, Row, Table, benchmark
 from benchmarks.report import ratio
 from lowbit import Int4WeightOnly, Int8WeightOnly, quantize_
@@ -59,15 +59,7 @@ class Mixture:
         config = Qwen3MoeConfig(
             **dict(self.shape), **no_ends, norm_topk_prob=True, dtype="bfloat16"
         )
-        torch.manual_seed(0)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            with torch.device(self.device):
-                model = Qwen3MoeForCausalLM(config)
-        finally:
-            torch.set_default_dtype(before)
-        model.eval().requires_grad_(False)
+        model = random_model(Qwen3MoeForCausalLM, config, self.device)
         CONVERSIONS[self.name.removesuffix(OWN_LOOP)](model)
         return model
 

@@ -1,8 +1,8 @@
 """Lay the frozen weights of sibling linears side by side in memory, so that one product may read them all.
 
-q, k and v multiply the same input. Where their codes and scales are slices of one tensor, `lowbit.hf.generate` computes
-them in one launch. The modules, their parameters and state dicts stay as they are. `lowbit.inference.fuse_linears_`
-does more: it joins the modules, so that eager code and torch.compile have one product too.
+q, k and v multiply the same input. Where their codes and scales are slices of one tensor, `lowbit.hf.generate` and
+graphs of torch.compile compute them in one launch. The modules, their parameters and state dicts stay as they are.
+`lowbit.inference.fuse_linears_` does more: it joins the modules, so that eager code has one product too.
 
 Each slice has a storage of its own. Tools that save models, such as safetensors and accelerate, take tensors of one
 storage for tied ones, and would leave some out.
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.convert.owners import find_owners
+from lowbit.convert.owners import find_owners, joined_name
 from lowbit.convert.siblings import siblings
-from lowbit.layers.frozen import is_frozen
+from lowbit.layers.frozen import is_frozen, share_product
 from lowbit.tensor.core.base import LowbitTensor
 
 DEVICES = ("cuda",)
@@ -46,7 +46,7 @@ def lay_side_by_side(model: nn.Module) -> None:
     Weights that are tied, that share scales among rows, or that are stored in different ways stay where they are.
     """
     owners = find_owners(model)
-    for parent in model.modules():
+    for path, parent in model.named_modules():
         for names in siblings():
             parts = [getattr(parent, name, None) for name in names]
             weights: list[Any] = [getattr(m, "weight", None) for m in parts]
@@ -60,6 +60,50 @@ def lay_side_by_side(model: nn.Module) -> None:
             biases: list[Any] = [getattr(m, "bias", None) for m in parts]
             if join_rows(weights) and all(type(b) is nn.Parameter for b in biases):
                 _join_biases(biases)
+            _share_product(parts, weights, biases, joined_name(_alike(path), "|".join(names)))
+
+
+def _alike(path: str) -> str:
+    """What the paths of layers alike have in common."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def _share_product(parts: list[Any], weights: list[Any], biases: list[Any], path: str) -> None:
+    """Let graphs of torch.compile have one product of these linears, where their weights and biases are joint."""
+    first = weights[0]
+    if not (hasattr(first, "joint") and all(map(first._has_input_of, weights))):
+        return
+    rows = _joint_rows(parts)
+    if rows is None:
+        return
+    tensors, bias = rows
+    shape = (sum(len(w) for w in weights), *first.shape[1:])
+    joint = first._with({**first.inner_tensors(), **tensors}, shape)
+    modules = [weakref.ref(m) for m in parts]
+
+    def is_whole() -> bool:
+        now = [m for ref in modules if (m := ref()) is not None]
+        found = _joint_rows(now) if len(now) == len(modules) else None
+        if found is None or found[0].keys() != tensors.keys():
+            return False
+        pairs = [(t, tensors[name]) for name, t in found[0].items()]
+        return found[1] is bias and all(a is b for a, b in pairs)
+
+    share_product(parts, joint, bias, path, is_whole)
+
+
+def _joint_rows(parts: list[Any]) -> tuple[dict[str, Tensor], Tensor | None] | None:
+    """The joint inner tensors of the weights of these linears, and their joint bias; None where a tensor has none."""
+    weights = [m._parameters.get("weight") for m in parts]
+    if not all(map(is_frozen, weights)):
+        return None
+    names = [name for name in weights[0]._row_attrs() if getattr(weights[0], name) is not None]
+    found = {name: joint_of([getattr(w, name) for w in weights]) for name in names}
+    biases = [m._parameters.get("bias") for m in parts]
+    bias = None if biases[0] is None else joint_of(biases) if None not in biases else None
+    if any(t is None for t in found.values()) or (bias is None) != all(b is None for b in biases):
+        return None
+    return {name: t for name, t in found.items() if t is not None}, bias
 
 
 @torch.no_grad()

@@ -22,9 +22,10 @@ def freeze_(model: nn.Module) -> None:
     would not follow: a write to `layer._parameters`, as by `torch.func.functional_call` or accelerate's
     `set_module_tensor_to_device`; `torch.utils.swap_tensors`; another inner tensor, `weight.scale = other`.
 
-    On a GPU, siblings such as q, k and v get memory side by side, so that `lowbit.hf.generate` reads them in one
-    launch; a CUDA graph that was captured before reads their former memory. A model that was moved, as by
-    `model.to`, needs the call for that.
+    On a GPU, siblings such as q, k and v get memory side by side. `lowbit.hf.generate`, and graphs of torch.compile
+    without gradients, then compute them in one launch. Such a graph does not follow `layer.bias.data = other`. A CUDA
+    graph that was captured before reads their former memory. A model that was moved, as by `model.to`, needs the call
+    for that.
 
     Layers get a subclass of their class, of the same name. Parameters, state dicts and eager code stay as they are.
 

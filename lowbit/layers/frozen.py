@@ -15,12 +15,15 @@ pickles. They do not see what is done behind the module's back: a write to `modu
 tensor for the weight (`weight.scale = …`). Eager code follows these, and compiled code after
 `lowbit.inference.freeze_(model)`. Modules with a hook of accelerate are compiled as before. So are weights that are
 DTensors. `torch.export` sees the parameters.
+
+Siblings such as q, k and v whose weights lie side by side in memory have one product in a graph without gradients. The
+first of them shows the joint weight, and the others their places in it. They do not see `bias.data = …`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -79,6 +82,8 @@ def hide_frozen(modules: Iterable[nn.Module]) -> None:
         if isinstance(module, Frozen):
             for name in names_given(module, Frozen):
                 _replace_shown(module, name, {})
+            _check_shared(module, False)
+            module.__dict__.pop(_PLACE, None)
             take(module, Frozen)
 
 
@@ -89,6 +94,8 @@ def shown_class(module: nn.Module) -> type[nn.Module]:
 
 _PREFIX = "_lowbit_"
 """How the attributes begin that hold inner tensors."""
+_SHARED, _PLACE = f"{_PREFIX}shared", f"{_PREFIX}place"
+_FORWARD = nn.Linear.forward
 
 
 def _show_all(module: nn.Module) -> None:
@@ -106,6 +113,11 @@ def _show(module: Any, name: str) -> None:
         known = [(ref, show) for ref, show in weight.shown_in if ref() not in (None, module)]
         weight.shown_in = (*known, (weakref.ref(module), _show_all))
     _replace_shown(module, name, shown)
+    _check_shared(module, bool(shown))
+    if shown:
+        module.__dict__.setdefault(_PLACE, "")
+    else:
+        module.__dict__.pop(_PLACE, None)
 
 
 def _replace_shown(module: nn.Module, name: str, shown: dict[str, Any]) -> None:
@@ -121,6 +133,54 @@ def _replace_shown(module: nn.Module, name: str, shown: dict[str, Any]) -> None:
 
 def _key(name: str, part: str) -> str:
     return f"{_PREFIX}{name}_{part}"
+
+
+class _Shared:
+    """Sibling linears that have one product in graphs, as long as `is_whole`."""
+
+    def __init__(self, modules: Sequence[nn.Module], is_whole: Callable[[], bool]) -> None:
+        self.modules, self.is_whole = [weakref.ref(module) for module in modules], is_whole
+
+
+def share_product(
+    modules: Sequence[Any],
+    joint: LowbitTensor,
+    bias: Tensor | None,
+    path: str,
+    is_whole: Callable[[], bool],
+) -> None:
+    """Let frozen linears that graphs call with one input have one product in them.
+
+    Args:
+        modules: linears with frozen weights, in the order in which models call them.
+        joint: their weights as one, [sum of N, K], over the same memory.
+        bias: their biases as one, or None where they have none.
+        path: what layers alike share, and others do not.
+        is_whole: False as soon as a weight or bias is no part of the joint one any more.
+    """
+    if not all(isinstance(m, Frozen) and shown_class(m).forward is _FORWARD for m in modules):
+        return
+    shared = _Shared(modules, is_whole)
+    sizes = ",".join(str(module.weight.shape[0]) for module in modules)
+    for index, module in enumerate(modules):
+        module.__dict__ |= {_SHARED: shared, _PLACE: f"{index} {sizes} {path}"}
+    shown: dict[str, Any] = {_key("joint", part): t for part, t in joint.inner_tensors().items()}
+    shown[_key("joint", "form")] = name_of_form(joint)
+    _replace_shown(modules[0], "joint", shown)
+    modules[0].__dict__[_key("joint", "bias")] = bias
+
+
+def _check_shared(module: nn.Module, is_shown: bool = True) -> None:
+    """Part the siblings of this module if it is not shown or they do not lie side by side any more."""
+    shared = module.__dict__.get(_SHARED)
+    if shared is None or (is_shown and shared.is_whole()):
+        return
+    for one in (ref() for ref in shared.modules):
+        if one is not None and one.__dict__.get(_SHARED) is shared:
+            _replace_shown(one, "joint", {})
+            one.__dict__[_PLACE] = ""
+            for key in (_SHARED, _key("joint", "bias")):
+                one.__dict__.pop(key, None)
 
 
 class Frozen(StandIn):
@@ -172,6 +232,8 @@ def _changed(module: nn.Module, name: str) -> None:
         return
     if name in names_given(module, Frozen):
         _show(module, name)
+    elif name == "bias":
+        _check_shared(module)
     elif name == "_hf_hook":  # accelerate moves the weights in and out, behind the module's back
         _show_all(module)
 
@@ -201,17 +263,25 @@ def _in_graph(module: Any, name: str) -> Tensor | None:
     return made(form, sources_of_form(form), *parts)
 
 
-def _has_expert_kernel(module: Any, name: str, dtype: torch.dtype) -> bool:
+def _has_expert_kernel(module: Any, name: str, dtype: torch.dtype, device: torch.device) -> bool:
     """`has_expert_kernel` of the weight that `_in_graph` makes; False where it makes none."""
     form = None if _is_exported() else getattr(module, _key(name, "form"), None)
-    return form is not None and has_expert_kernel(form, dtype, module.is_transposed)
+    return form is not None and has_expert_kernel(form, dtype, device, module.is_transposed)
 
 
 def _linear(self: Any, input: Tensor) -> Tensor:
     """The forward of nn.Linear, which does not read the property: torch 2.11 checks it at each call."""
     if _is_compiling():
-        weight = _in_graph(self, "weight")
-        return F.linear(input, self.weight if weight is None else weight, self.bias)
+        place = "" if torch.is_grad_enabled() else getattr(self, _PLACE, "")
+        is_first = place[:1] == "0"
+        weight = _in_graph(self, "joint" if is_first else "weight")
+        if not place or weight is None:
+            return F.linear(input, self.weight if weight is None else weight, self.bias)
+        from lowbit.linear.frozen.in_graph import sibling_linear
+
+        return sibling_linear(
+            input, weight, self._lowbit_joint_bias if is_first else self.bias, place
+        )
     own = self._parameters
     weight = own.get("weight")
     if (

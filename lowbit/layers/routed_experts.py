@@ -29,8 +29,9 @@ DOWN = "down_proj"
 UP = ("gate_up_proj", "up_proj")
 SILU = ("SiLU", "SiLUActivation")
 """torch's and transformers' classes of silu."""
-Known = Callable[[Any, str, torch.dtype], bool]
-"""A function of a module, the name of a weight and a dtype: `_fits`, or the same in code that torch.compile traces."""
+Known = Callable[[Any, str, torch.dtype, torch.device], bool]
+"""A function of a module, the name of a weight, and the dtype and device of x: `_fits`, or the same in code that
+torch.compile traces."""
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -67,7 +68,7 @@ def _takes(module: Any, x: Tensor, names: tuple[str, str], known: Known) -> bool
     if torch.is_grad_enabled() and (x.requires_grad or _trains_biases(module, names)):
         return False
     if _is_compiling():
-        return known(module, names[0], x.dtype) and known(module, names[1], x.dtype)
+        return all(known(module, name, x.dtype, x.device) for name in names)
     return all(_fits(module._parameters.get(name), x, module.is_transposed) for name in names)
 
 
@@ -82,7 +83,13 @@ def _fits(weight: Any, x: Tensor, transposed: bool) -> bool:
         and weight.ndim == 3
         and weight.transposed == transposed
         and weight.dtype == x.dtype
-        and has_expert_kernel(stored_as, weight.spec, weight.activation)
+        and has_expert_kernel(
+            stored_as,
+            weight.spec,
+            weight.activation,
+            weight.shape[1 if transposed else 2],
+            x.device,
+        )
     )
 
 

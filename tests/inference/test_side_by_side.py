@@ -6,6 +6,8 @@ import copy
 import gc
 import io
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from torch import nn
 import lowbit as lb
 from lowbit.convert import side_by_side
 from lowbit.convert.side_by_side import joint_of
+from lowbit_kernels.runtime import launches
+from tests.schemes import relative_error
 
 
 class Attention(nn.Module):
@@ -120,3 +124,152 @@ def test_weights_that_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> No
     lb.quantize_(narrow, lb.Int4WeightOnly(8))
     assert not are_joined(parts(tied, "codes")) and not are_joined(parts(mixed, "codes"))
     assert narrow.q_proj.weight.codes.data_ptr() % 16 == 0
+
+
+# ---- graphs of torch.compile ----------------------------------------------------------------------------------------
+
+
+class Products:
+    """A backend of torch.compile that counts the products in each graph without gradients."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def __call__(self, graph: Any, examples: list[Any]) -> Callable[..., Any]:
+        from torch._dynamo.backends.common import aot_autograd
+
+        def count(traced: Any, _: Any) -> Any:
+            names = [str(n.target) for n in traced.graph.nodes]
+            self.counts.append(sum("linear" in n or "mm" in n for n in names))
+            return traced.forward
+
+        return aot_autograd(fw_compiler=count)(graph, examples)
+
+
+def compiled(model: nn.Module) -> tuple[Callable[..., torch.Tensor], Products]:
+    torch._dynamo.reset()
+    products = Products()
+    return torch.compile(model, backend=products, fullgraph=True), products
+
+
+def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [lb.Int4WeightOnly(32), lb.NF4WeightOnly(32), lb.Int8DynamicActivationInt8Weight()],
+    ids=str,
+)
+@pytest.mark.parametrize(("bias", "mode"), [(False, False), (True, False), (True, True)])
+@torch.no_grad()
+def test_graphs_have_one_product(
+    scheme: lb.Scheme, bias: bool, mode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart, joined = pair(monkeypatch, scheme, bias=bias)
+    x = torch.randn(3, 64)
+    other = 2 * x
+    plain, of_plain = compiled(apart)
+    assert is_close(plain(x), apart(x))
+    run, products = compiled(joined)
+    with torch.inference_mode() if mode else torch.no_grad():
+        assert all(is_close(run(each), apart(each)) for each in (x, other))
+    assert 2 * products.counts[0] == of_plain.counts[0] and len(products.counts) == 1
+
+
+@torch.no_grad()
+def test_graphs_follow_what_becomes_of_a_sibling(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart, joined = pair(monkeypatch, lb.Int4WeightOnly(32), bias=True)
+    x = torch.randn(3, 64)
+    run, products = compiled(joined)
+    assert is_close(run(x), apart(x))
+    both = (joined, apart)
+    other = {k: v + 1 if k.endswith("bias") else v for k, v in apart.state_dict().items()}
+    for model in both:
+        model.load_state_dict(other)
+    assert is_close(run(x), apart(x)) and products.counts == [2], "in place"
+    bias = nn.Parameter(torch.randn(32), requires_grad=False)
+    for model in both:
+        model.k_proj.bias = bias
+    assert is_close(run(x), apart(x)) and products.counts == [2, 4]
+    lb.inference.freeze_(joined)
+    assert is_close(run(x), apart(x)) and products.counts == [2, 4]
+    linear = nn.Linear(64, 32).requires_grad_(False)
+    lb.quantize_(linear, lb.Int4WeightOnly(32))
+    for model in both:
+        model.v_proj.weight = linear.weight
+    assert is_close(run(x), apart(x)) and not joined.q_proj._lowbit_place
+    lb.inference.freeze_(joined)
+    assert joined.q_proj._lowbit_place.startswith("0 64,32,32 ")
+    assert is_close(run(x), apart(x))
+    moved = joined.to(torch.float64)
+    assert not moved.q_proj._lowbit_place
+    assert is_close(run(x.double()), apart.to(torch.float64)(x.double()))
+
+
+class Crossed(Attention):
+    """Attention to other tokens."""
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        q, k, v = self.q_proj(x), self.k_proj(other), self.v_proj(other)
+        return self.o_proj(q * torch.cat([k, v], -1))
+
+
+class Written(Attention):
+    """Attention that writes to what it has read."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        q, k = self.q_proj(x), self.k_proj(x)
+        x.mul_(2)
+        return self.o_proj(q * torch.cat([k, self.v_proj(x)], -1))
+
+
+@pytest.mark.parametrize("kind", [Crossed, Written])
+@torch.no_grad()
+def test_siblings_of_several_inputs_stay_apart(
+    kind: type[Attention], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side_by_side, "DEVICES", ("cpu",))
+    model = kind().requires_grad_(False)
+    lb.quantize_(model, lb.Int4WeightOnly(32))
+    run, products = compiled(model)
+    inputs = [torch.randn(3, 64) for _ in range(1 + (kind is Crossed))]
+    assert is_close(run(*inputs), model(*inputs)) and products.counts == [4]
+
+
+def test_one_graph_serves_blocks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "DEVICES", ("cpu",))
+    model = nn.ModuleList(Attention() for _ in range(3)).requires_grad_(False)
+    lb.quantize_(model, lb.Int4WeightOnly(32))
+    x = torch.randn(3, 64)
+    torch._dynamo.reset()
+    products = Products()
+    run = torch.compile(lambda block, x: block(x), backend=products, fullgraph=True)
+    with torch.no_grad():
+        for block in model:
+            assert is_close(run(block, x), block(x))
+    assert products.counts == [2]
+    y = run(model[0], x.requires_grad_())
+    y.sum().backward()
+    assert products.counts[1] == 4, "with gradients each has its own"
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_graphs_on_a_gpu_launch_one_product() -> None:
+    model = Attention(bias=True, k=256).to("cuda", torch.bfloat16).requires_grad_(False)
+    plain = copy.deepcopy(model)
+    lb.quantize_(model, lb.Int4WeightOnly(32))
+    lb.quantize_(plain, lb.Int4WeightOnly(32))
+    x = torch.randn(3, 256, device="cuda", dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    run = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    expected = plain(x)
+    for _ in range(4):
+        with launches.counted() as calls:
+            found = run(x).clone()
+        assert relative_error(found, expected) < 1e-2
+    with launches.counted() as calls:
+        torch.compile(model, fullgraph=True)(x)
+    assert sum(n for (op, _), n in calls.items() if op == "weight_linear") == 2

@@ -117,9 +117,58 @@ def test_it_computes_what_the_stock_forward_does(name: str) -> None:
     assert type(plain) is type(MADE[name]())
 
 
-@pytest.mark.parametrize("how", ["float32", "a gradient", "three bits", "an input in keywords"])
+FORMATS = [
+    *(lb.IntxWeightOnly(bits, 32) for bits in (1, 2, 3, 5, 6, 7, 8)),
+    *(lb.NF4WeightOnly(32), lb.NF4WeightOnly(32, double_quantization=True)),
+    *(lb.MXFP4WeightOnly(), lb.Float8WeightOnly()),
+]
+
+
+@pytest.mark.parametrize("scheme", FORMATS, ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+@torch.no_grad()
+def test_every_format(scheme: lb.Scheme, compiled: bool) -> None:
+    experts = frozen("silu", scheme)
+    plain = copy.deepcopy(experts)
+    lb.dequantize_(plain)
+    x, ids, weights = inputs()
+    expected = plain.float()(x.float(), ids, weights.float())
+    torch._dynamo.reset()
+    run = torch.compile(experts, backend="aot_eager", fullgraph=True) if compiled else experts
+    with launches.counted() as calls:
+        found = run(x, ids, weights)
+    assert calls["expert_linear", "loop"] == 2
+    assert relative_error(found.float(), expected) < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [3, 300])
+@pytest.mark.parametrize("scheme", FORMATS, ids=str)
+@torch.no_grad()
+def test_every_format_on_a_gpu(
+    scheme: lb.Scheme, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits for nothing, whether a kernel takes the format or the stock forward."""
+    monkeypatch.setitem(globals(), "HIDDEN", 256)
+    monkeypatch.setitem(globals(), "INNER", 128)
+    experts = frozen("silu", scheme).cuda()
+    plain = copy.deepcopy(experts)
+    lb.dequantize_(plain)
+    x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    ids = torch.rand(tokens, EXPERTS, device="cuda").topk(TOP).indices
+    weights = torch.rand(tokens, TOP, device="cuda", dtype=torch.bfloat16)
+    expected = plain.float()(x.float(), ids, weights.float())
+    with launches.counted() as calls:
+        found = experts(x, ids, weights)
+    assert relative_error(found.float(), expected) < 2e-2
+    assert not calls["expert_linear", "loop"]
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert sum(n for (op, _), n in calls.items() if op == "expert_linear") == 2
+
+
+@pytest.mark.parametrize("how", ["float32", "a gradient", "groups of 16", "an input in keywords"])
 def test_other_calls_take_the_stock_forward(how: str) -> None:
-    scheme = lb.IntxWeightOnly(3, 32) if how == "three bits" else lb.Int4WeightOnly(32)
+    scheme = lb.Int4WeightOnly(16 if how == "groups of 16" else 32)
     dtype = torch.float32 if how == "float32" else torch.bfloat16
     experts = frozen("silu", scheme, dtype)
     x, ids, weights = inputs(dtype)

@@ -18,7 +18,11 @@ from lowbit.numerics.lookup_table import E2M1
 from lowbit.numerics.number_format import Float8, Int
 from lowbit.numerics.spec import Spec
 from lowbit.tracing import tracer
+from lowbit_kernels.runtime.nvrtc import runs_on_hopper
 from lowbit_kernels.weight_only.weight_operands import GROUP_STEP, HALVES
+
+WHOLE_STREAM = 128
+"""Codes of a row come in multiples of it, where they take other numbers of bits than 4 and 8."""
 
 
 def grouped_product(x: Tensor, weight: Any, offsets: Tensor) -> Tensor:
@@ -70,21 +74,27 @@ def _check_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
 # ---- tokens that a router sends to experts -----------------------------------------------------------------------
 
 
-def has_expert_kernel(stored_as: str | None, spec: Spec, activation: Spec | None) -> bool:
-    """True if `chosen_product` multiplies such weights on every device, and on a GPU without waiting for the host."""
+def has_expert_kernel(
+    stored_as: str | None, spec: Spec, activation: Spec | None, k: int, device: torch.device
+) -> bool:
+    """True if `chosen_product` multiplies weights [E, N, k] that are stored so on this device, on a GPU without waiting
+    for the host. All codes of 1 to 8 bits, float8 e4m3 and tables of up to 16 numbers, a scale a row, or in groups
+    of multiples of 32. GPUs other than Hopper's: int4, int8, float8 and MXFP4."""
     if activation is not None or stored_as not in ("integers", "float8", "table"):
         return False
-    granularity = spec.granularity
+    granularity, format = spec.granularity, spec.format
     if isinstance(granularity, PerGroup):
         if granularity.group_size % GROUP_STEP:
             return False
     elif not isinstance(granularity, PerRow):
         return False
-    if stored_as == "integers":
-        return spec.format in (Int(4), Int(8)) and not spec.zero_point_is_value
     if stored_as == "float8":
-        return spec.format == Float8(torch.float8_e4m3fn)
-    return spec.format == E2M1 and spec.scale_format == "e8m0"
+        return format == Float8(torch.float8_e4m3fn)
+    if format.bits > (4 if stored_as == "table" else 8) or spec.zero_point_is_value:
+        return False
+    is_everywhere = format in (Int(4), Int(8)) or (format == E2M1 and spec.scale_format == "e8m0")
+    is_whole = format.bits in (4, 8) or k % WHOLE_STREAM == 0
+    return is_everywhere or device.type == "cpu" or (is_whole and runs_on_hopper(device))
 
 
 def chosen_product(
@@ -99,19 +109,9 @@ def chosen_product(
         bias: [E, N].
         gated: return silu(gate) * up of the two halves of the columns.
     """
-    table = weight.spec.format.values if weight.stored_as == "table" else ()
     with tracer.running(x, weight, "expert_linear", ids.shape[0]):
         return kernels.expert_linear.expert_linear(
-            x,
-            weight.codes,
-            weight.scale,
-            weight.zero_point,
-            ids,
-            bias,
-            group_size=group_size_of(x, weight),
-            gated=gated,
-            bits=4 if table else 0,
-            table=table,
+            x, ids=ids, bias=bias, gated=gated, **weight.expert_arguments()
         )
 
 
@@ -121,7 +121,8 @@ def stacked_product(x: Tensor, weight: Any, offsets: Tensor | None = None) -> Te
     experts have the outputs of those that were prepared for QAT, to the bit."""
     if x.dtype not in HALVES or not (x.is_cuda and weight.transposed):
         return None
-    if not has_expert_kernel(weight.stored_as, weight.spec, weight.activation):
+    facts = weight.stored_as, weight.spec, weight.activation, x.shape[-1], x.device
+    if not has_expert_kernel(*facts):
         return None
     rows = torch.arange(x.shape[-2], device=x.device, dtype=torch.int32)
     if offsets is not None:

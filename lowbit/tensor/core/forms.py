@@ -58,7 +58,9 @@ def parts_of_form(name: str) -> tuple[str, ...]:
     return _FORMS[name].parts
 
 
-def has_expert_kernel(name: str, dtype: torch.dtype, transposed: bool) -> bool:
+def has_expert_kernel(
+    name: str, dtype: torch.dtype, device: torch.device, transposed: bool
+) -> bool:
     """`lowbit.linear.frozen.experts.has_expert_kernel` of weights of this form, and True only for weights of this dtype
     that are transposed or not; a constant in graphs."""
     own = _FORMS[name]
@@ -66,7 +68,8 @@ def has_expert_kernel(name: str, dtype: torch.dtype, transposed: bool) -> bool:
     stored_as = getattr(own.kind, "stored_as", None)
     if "spec" not in meta or (own.context[1], meta.get("transposed")) != (dtype, transposed):
         return False
-    return _has_expert_kernel(stored_as, meta["spec"], meta.get("activation"))
+    k = own.shape[-2 if transposed else -1]
+    return _has_expert_kernel(stored_as, meta["spec"], meta.get("activation"), k, device)
 
 
 def sources_of_form(name: str) -> str:

@@ -59,13 +59,22 @@ class ReadByOps:
             return None
         return self._arguments(*_scales(self))
 
-    def _arguments(self: Any, scale: Tensor, global_scale: Tensor | None) -> dict[str, Any]:
-        found = _layout(self.spec, tuple(self.shape_of_codes(self.shape)))
+    def expert_arguments(self: Any) -> dict[str, Any]:
+        """`op_arguments` of weights [E, N, K], or [E, K, N] that hold these transposed, with their dimensions."""
+        return self._arguments(*_scales(self), is_flat=False)
+
+    def _arguments(
+        self: Any, scale: Tensor, global_scale: Tensor | None, is_flat: bool = True
+    ) -> dict[str, Any]:
+        shape = tuple(self.shape_of_codes(self.shape))
+        if self.transposed:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        found = _layout(self.spec, shape)
         codes, zero_point = self.codes, self.zero_point
         if found.blocks is not None:
             scale = _of_rows(scale, found.blocks)
             zero_point = None if zero_point is None else _of_rows(zero_point, found.blocks)
-        if codes.ndim > 2:
+        if is_flat and codes.ndim > 2:
             codes, scale = codes.flatten(0, -2), scale.flatten(0, -2)
             zero_point = None if zero_point is None else zero_point.flatten(0, -2)
         return {
@@ -73,7 +82,7 @@ class ReadByOps:
             "scale": scale,
             "zero_point": zero_point,
             "global_scale": global_scale,
-            "group_size": found.group_size,
+            "group_size": max(found.group_size, 1),
             "bits": found.bits if codes.dtype is torch.uint8 else 0,
             "table": found.table,
         }
