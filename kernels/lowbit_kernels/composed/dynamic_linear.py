@@ -34,8 +34,7 @@ Implementations, as `launches` reports them:
 
 A product of 8 bits by 8 bits has tiles of 128 tokens and takes as long for fewer. The first two kernels are faster for
 small batches, since they are bound by the weight's bytes. "large_batch" takes the codes of x as floating-point numbers,
-which hold them exactly: int8 codes in x's dtype, float8 codes in float16, or in bfloat16 for E2M1. So does "decode" for
-E2M1. Its float32 sums of int8 are exact below
+which hold them exactly: int8 codes in x's dtype, float8 codes in float16, or in bfloat16 for E2M1. Its float32 sums of int8 are exact below
 2**24. Larger sums (K over 1,040 at the earliest) round at 2**-23.
 
 ``tensorwise`` (float8) gives all tokens one scale. If the weight has one scale too, `scaled_mm` runs every batch size.
@@ -255,17 +254,17 @@ def of_kernel(operands: WeightOperands, tensorwise: bool) -> Kernel | None:
 
 
 def _of_e2m1(operands: WeightOperands) -> Kernel | None:
-    numbers, m = _with_codes(operands, torch.bfloat16), operands.m
-    found: Product | None = None
+    m, found = operands.m, None
     if m <= weight_mm_decode_sm90.MAX_TOKENS:
-        found = weight_mm_decode_sm90.product(numbers)
+        found = weight_mm_decode_sm90.product(operands._replace(rounds=E4M3))
         if found is not None:
-            return "decode", found, torch.bfloat16
+            return "decode", found, None
     is_large = m >= w4a8_mm_sm90.LEAST_TOKENS and w4a8_mm_sm90.is_mxfp4(operands)
     if is_large and quantize_rows_sm90.takes(operands.x) and operands.scale.is_aligned:
         found = w4a8_mm_sm90.product(_with_codes(operands, E4M3))
         if found is not None:
             return "e4m3_mxfp4", found, E4M3
+    numbers = _with_codes(operands, torch.bfloat16)
     found = weight_mm_large_batch_sm90.product(numbers)
     return None if found is None else ("large_batch", found, torch.bfloat16)
 
