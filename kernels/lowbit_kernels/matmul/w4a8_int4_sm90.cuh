@@ -5,12 +5,16 @@
 // large. So sums begin at BASE, stay positive, and one fused multiplication and addition scales each. They are not set
 // to zero for the next group:
 //   sum_g scale[g] * (S[g] - S[g - 1]) = sum_g (scale[g] - scale[g + 1]) * S[g],  where S[g] is the sum up to g.
-// After PERIOD chunks they begin at BASE again. On an H200 all other instructions add to the time of the products,
+// After PERIOD chunks they begin at BASE again. Of two sets of sums, S[g - 2] is the sum before, and so on. On an H200 all other instructions add to the time of the products,
 // about two clocks each. Four warp groups, turns of two, halves of the tokens and codes unpacked between the
 // instructions of the units were not faster.
 
 static constexpr int PARTS = GROUP && GROUP < CHUNK ? CHUNK / GROUP : 1;  // groups of a chunk
 static_assert(GROUP % CHUNK == 0 || GROUP == 64, "");
+// With few sums there are two sets of them, for chunks (or groups of 64) in turn: one is scaled while the products of the
+// other run.
+static constexpr int SETS = TOKENS <= 64 ? 2 : 1;
+static constexpr int AHEAD = PARTS == 1 ? SETS : 1, WINDOW = AHEAD + 2;  // chunks that are unpacked before; see `window`
 
 // Without zero points `four_of` gives 16 times the codes. A chunk's sum is at most 2**21, and with them below 2**18.
 static constexpr int BASE = ZERO ? 1 << 20 : 1 << 23;
@@ -41,7 +45,9 @@ struct Consumer {
     const Schedule &schedule;
     Ring ring;
     long long first[2];  // index of the rows' first group
-    Fetched now, next;   // of this chunk and the one after
+    Fetched window[WINDOW];  // of this chunk and those after
+    int slot[2];             // of the unpacked chunks
+    uint32 tokens[2];
 
     MEMBER Consumer(Shared &shared, const void *scale, const signed char *zero, const Shape &shape,
                     const Schedule &schedule)
@@ -98,43 +104,61 @@ struct Consumer {
         product_commit();
     }
 
+    MEMBER void release(int slot) const {
+        const int lane = threadIdx.x % 32;
+        if (lane < BESIDE) barrier_arrive(shared_address(&shared.empty[slot]), BESIDE == 1 ? schedule.rank : lane);
+    }
+
+    // Unpacks the codes of the next chunk of the ring, chunk `i` of a period, with groups `groups`.
+    MEMBER void take(Operand (&a)[2], int i, const Fetched &groups) {
+        slot[i % 2] = ring.slot, tokens[i % 2] = tokens_at(ring.slot);
+        unpack(a[i % 2], groups);
+        ring.advance();
+    }
+
     // Adds the scaled sums of PERIOD chunks. Products are not in flight when it ends: across iterations of a loop, the
     // compiler would serialise them.
     MEMBER void add_period(float (&totals)[SUMS], Operand (&a)[2], int chunk) {
-        const int lane = threadIdx.x % 32;
-        const float base[2] = {now.number(0, 0) * BASE_UP, now.number(0, 1) * BASE_UP};
-        int sums[SUMS];
+        constexpr int UNITS = PERIOD * PARTS;
+        int sums[SETS][SUMS];
 #pragma unroll
-        for (int i = 0; i < SUMS; ++i) totals[i] -= base[i / 2 % 2], sums[i] = BASE, in_use(sums[i]);
-        uint32 tokens = tokens_at(ring.slot);
-        multiply_part(sums, a[0], tokens, 0);
+        for (int set = 0; set < SETS; ++set) {
+            const Fetched &groups = window[set / PARTS];
+            const float base[2] = {groups.number(set % PARTS, 0) * BASE_UP, groups.number(set % PARTS, 1) * BASE_UP};
 #pragma unroll
-        for (int i = 0; i < PERIOD; ++i) {
-            const Fetched after = fetched(chunk + i + 2);
-            const uint32 empty = shared_address(&shared.empty[ring.slot]);
-            ring.advance();
-            const uint32 more = tokens_at(ring.slot);
-            if (i + 1 < PERIOD || chunk + PERIOD < schedule.last) unpack(a[(i + 1) % 2], next);
+            for (int i = 0; i < SUMS; ++i) totals[i] -= base[i / 2 % 2], sums[set][i] = BASE, in_use(sums[set][i]);
+        }
 #pragma unroll
-            for (int part = 0; part < PARTS; ++part) {
-                const bool last = part + 1 == PARTS, ends = last && i + 1 == PERIOD;
-                float factor[2];
+        for (int set = 0; set < SETS; ++set) multiply_part(sums[set], a[set / PARTS], tokens[set / PARTS], set % PARTS);
 #pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    const float other = ends ? 0.0f : last ? next.number(0, j) : now.number(part + 1, j);
-                    factor[j] = UP * (now.number(part, j) - other);
-                }
-                product_wait<0>();
+        for (int unit = 0; unit < UNITS; ++unit) {
+            const int i = unit / PARTS, part = unit % PARTS, later = part + SETS;
+            const bool ends = unit + SETS >= UNITS, is_last = part + 1 == PARTS;
+            const bool takes = part == 0 && (i + AHEAD < PERIOD || chunk + PERIOD < schedule.last);
+            int (&own)[SUMS] = sums[unit % SETS];
+            float factor[2];
 #pragma unroll
-                for (int j = 0; j < SUMS; ++j) in_use(sums[j]);
-                if (last && lane < BESIDE) barrier_arrive(empty, BESIDE == 1 ? schedule.rank : lane);
-#pragma unroll
-                for (int j = 0; (GROUP || ends) && j < SUMS; ++j)
-                    totals[j] = fma_exactly(bits_float(sums[j]), factor[j / 2 % 2], totals[j]);
-                if (last && !ends) multiply_part(sums, a[(i + 1) % 2], more, 0);
-                else if (!last) multiply_part(sums, a[i % 2], tokens, part + 1);
+            for (int j = 0; j < 2; ++j) {
+                const float other = ends ? 0.0f : window[later / PARTS].number(later % PARTS, j);
+                factor[j] = UP * (window[0].number(part, j) - other);
             }
-            tokens = more, now = next, next = after;
+            if (SETS == 1 && takes) take(a, i + AHEAD, window[AHEAD]);
+            if (SETS == 1 || unit + 1 == UNITS) product_wait<0>();
+            else product_wait<1>();
+#pragma unroll
+            for (int j = 0; j < SUMS; ++j) in_use(own[j]);
+            if (is_last) release(slot[i % 2]);
+            if (SETS == 2 && takes) take(a, i + AHEAD, window[AHEAD]);
+#pragma unroll
+            for (int j = 0; (GROUP || ends) && j < SUMS; ++j)
+                totals[j] = fma_exactly(bits_float(own[j]), factor[j / 2 % 2], totals[j]);
+            const int next = (unit + SETS) / PARTS % 2;
+            if (!ends) multiply_part(own, a[next], tokens[next], later % PARTS);
+            if (is_last) {
+#pragma unroll
+                for (int j = 0; j + 1 < WINDOW; ++j) window[j] = window[j + 1];
+                window[WINDOW - 1] = fetched(chunk + i + WINDOW);
+            }
         }
     }
 
@@ -145,8 +169,10 @@ struct Consumer {
         for (int i = 0; i < SUMS; ++i) totals[i] = 0.0f;
 #pragma unroll
         for (int i = 0; i < 2; ++i) first[i] = (long long)min(row + i * 8, shape.n - 1) * shape.groups;
-        now = fetched(schedule.first), next = fetched(schedule.first + 1);
-        unpack(a[0], now);
+#pragma unroll
+        for (int i = 0; i < WINDOW; ++i) window[i] = fetched(schedule.first + i);
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) take(a, i, window[i]);
         for (int chunk = schedule.first; chunk < schedule.last; chunk += PERIOD) add_period(totals, a, chunk);
     }
 };
