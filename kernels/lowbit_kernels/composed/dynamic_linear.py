@@ -34,8 +34,8 @@ Implementations, as `launches` reports them:
 
 A product of 8 bits by 8 bits has tiles of 128 tokens and takes as long for fewer. The first two kernels are faster for
 small batches, since they are bound by the weight's bytes. "large_batch" takes the codes of x as floating-point numbers,
-which hold them exactly: int8 codes in x's dtype, float8 codes in float16, or in bfloat16 for E2M1. Its float32 sums of int8 are exact below
-2**24. Larger sums (K over 1,040 at the earliest) round at 2**-23.
+which hold them exactly: int8 codes in x's dtype, float8 codes in float16, or in bfloat16 for E2M1. Its float32 sums of
+int8 are exact below 2**24. Larger sums (K over 1,040 at the earliest) round at 2**-23.
 
 ``tensorwise`` (float8) gives all tokens one scale. If the weight has one scale too, `scaled_mm` runs every batch size.
 `scaled_mm` needs K as a multiple of 16; other weights are padded, in a copy, at every call.
@@ -254,7 +254,8 @@ def of_kernel(operands: WeightOperands, tensorwise: bool) -> Kernel | None:
 
 
 def _of_e2m1(operands: WeightOperands) -> Kernel | None:
-    m, found = operands.m, None
+    m = operands.m
+    found: Product | None = None
     if m <= weight_mm_decode_sm90.MAX_TOKENS:
         found = weight_mm_decode_sm90.product(operands._replace(rounds=E4M3))
         if found is not None:

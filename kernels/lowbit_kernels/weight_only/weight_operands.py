@@ -239,7 +239,7 @@ class WeightOperands(NamedTuple):
 
     @property
     def numbers(self) -> torch.dtype:
-        """The dtype in which x is multiplied: float16 holds codes of e4m3, and so does bfloat16, as a table needs it."""
+        """The dtype in which x is multiplied: float16 holds codes of e4m3, and so does bfloat16, for a table."""
         if self.rounds != E4M3:
             return self.x.dtype
         return torch.bfloat16 if self.format.table else torch.float16
