@@ -181,6 +181,6 @@ def Float8DynamicActivationMXFP4Weight(mapping: Mapping = "symmetric_no_clipping
 def Float8DynamicActivationNVFP4Weight() -> Scheme:
     """The weights of `NVFP4WeightOnly`, activations in float8 (e4m3) with one scale a token.
 
-    float8 does not hold these weights exactly, so products run at the speed of `NVFP4WeightOnly`.
+    float8 does not hold these weights exactly, so the kernels of `NVFP4WeightOnly` multiply them.
     """
     return Scheme(NVFP4WeightOnly().weight, _DYNAMIC_FLOAT8)
