@@ -42,6 +42,8 @@ from lowbit.numerics.spec import Spec
 from lowbit.scheme import Scheme
 from lowbit.schemes.presets import (
     Float8DynamicActivationFloat8Weight,
+    Float8DynamicActivationMXFP4Weight,
+    Float8DynamicActivationNVFP4Weight,
     Float8StaticActivationFloat8Weight,
     Float8WeightOnly,
     Int1WeightOnly,
@@ -95,6 +97,8 @@ __all__ = [
     "Float8",
     "Float8BlockMixedPrecision",
     "Float8DynamicActivationFloat8Weight",
+    "Float8DynamicActivationMXFP4Weight",
+    "Float8DynamicActivationNVFP4Weight",
     "Float8MixedPrecision",
     "Float8StaticActivationFloat8Weight",
     "Float8Tensor",

@@ -45,6 +45,8 @@ DYNAMIC = {
     "int8xint8": lb.Int8DynamicActivationInt8Weight(),
     "int8xint4": lb.Int8DynamicActivationInt4Weight(16),
     "float8xfloat8": lb.Float8DynamicActivationFloat8Weight(),
+    "float8xmxfp4": lb.Float8DynamicActivationMXFP4Weight(),
+    "float8xnvfp4": lb.Float8DynamicActivationNVFP4Weight(),
     "uint8xint4-asymmetric": lb.Scheme(
         lb.Spec(lb.Int(4), lb.PerGroup(16), "asymmetric"),
         lb.Spec(lb.Int(8), lb.PerToken(), "asymmetric"),

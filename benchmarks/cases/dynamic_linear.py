@@ -1,4 +1,4 @@
-"""Calls of `dynamic_linear` in int8, int8 by int4, and float8, small and at the shapes of real layers."""
+"""Calls of `dynamic_linear` in int8, int8 by int4, float8 and float8 by FP4, small and at shapes of real layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ E4M3 = torch.float8_e4m3fn
 class Case(ProductCase):
     """One call, with random arguments."""
 
-    format: str = "int8"  # of the weight: "int8", "int4" or "e4m3"
+    format: str = "int8"  # of the weight: "int8", "int4", "e4m3", "mxfp4" or "nvfp4"
     dtype: torch.dtype = torch.bfloat16
     scale_dtype: torch.dtype = torch.float32
     bias: bool = False
@@ -28,7 +28,7 @@ class Case(ProductCase):
     zero: bool = False  # "int4" has zero points
 
     def arguments(self, device: torch.device | str = "cpu") -> tuple:
-        """x, codes, scale, bias, residual, tensorwise, zero_point, group_size."""
+        """x, codes, scale, bias, residual, tensorwise, zero_point, group_size, global_scale."""
 
         def floats(*shape: int) -> Tensor:
             return torch.randn(shape, device=device).to(self.dtype)
@@ -51,15 +51,27 @@ class Case(ProductCase):
                 zero_point = torch.randint(-8, 8, scale_shape, dtype=torch.int8, device=device)
         scale = torch.rand(scale_shape, device=device) * 0.01 + 1e-4
         scale[1::3] *= -1  # a weight's scales may be negative
+        scale, global_scale = scale.to(self.scale_dtype), None
+        if self.format in ("mxfp4", "nvfp4"):
+            group = 32 if self.format == "mxfp4" else 16
+            size = self.n, -(-self.k // group) * group // 2
+            codes = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
+            size = self.n, -(-self.k // group)
+            if self.format == "mxfp4":
+                scale = torch.randint(110, 124, size, dtype=torch.uint8, device=device)
+            else:
+                scale = (torch.rand(size, device=device) * 448).to(E4M3)
+                global_scale = torch.tensor([1e4], device=device)
         return (
             floats(*self.leading, self.m, self.k),
             codes,
-            scale.to(self.scale_dtype),
+            scale,
             floats(self.n) if self.bias else None,
             floats(*self.leading, self.m, self.n) if self.residual else None,
             self.tensorwise,
             zero_point,
             group,
+            global_scale,
         )
 
 
@@ -97,11 +109,23 @@ INT4: list[tuple[str, int, int, int, dict]] = [
     ("no-rows", 4, 0, 64, {"group": 32}),
     ("no-k", 4, 6, 0, {"group": 32, "bias": True}),
 ]
+FP4: list[tuple[str, int, int, int, dict]] = [
+    ("typical", 40, 64, 256, {"bias": True}),
+    ("one-token", 1, 48, 256, {"residual": True}),
+    ("many-tokens", 300, 72, 320, {"bias": True, "residual": True}),
+    ("odd-rows", 150, 37, 1000, {"dtype": torch.float16}),
+    ("prime-everything", 31, 37, 101, {"bias": True}),
+    ("leading", 3, 24, 64, {"leading": (2, 2), "residual": True}),
+    ("fp32", 17, 24, 64, {"dtype": torch.float32}),
+    ("no-tokens", 0, 32, 64, {"bias": True}),
+    ("no-k", 4, 6, 0, {"bias": True}),
+]
 CASES = [
     *(Case(name, m, n, k, **options) for name, m, n, k, options in SHAPES),
     *(Case(f"e4m3-{name}", m, n, k, "e4m3", **options) for name, m, n, k, options in SHAPES),
     *(Case(f"e4m3-{c}", m, n, k, "e4m3", tensorwise=True, **o) for c, m, n, k, o in TENSORWISE),
     *(Case(f"int4-{name}", m, n, k, "int4", **options) for name, m, n, k, options in INT4),
+    *(Case(f"{f}-{c}", m, n, k, f, **o) for f in ("mxfp4", "nvfp4") for c, m, n, k, o in FP4),
     Case("e4m3-one-scale", 9, 33, 96, "e4m3", one_scale=True),
     Case("8192-cubed", 8192, 8192, 8192, large=True),
     Case("llama-8b-up", 8192, 14336, 4096, large=True),

@@ -32,6 +32,8 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {
     ),
     "int8_int8_static": presets.Int8StaticActivationInt8Weight,
     "float8_float8_static": presets.Float8StaticActivationFloat8Weight,
+    "float8_mxfp4": presets.Float8DynamicActivationMXFP4Weight,
+    "float8_nvfp4": presets.Float8DynamicActivationNVFP4Weight,
     "nf4": presets.NF4WeightOnly,
     "mxfp4": presets.MXFP4WeightOnly,
     "nvfp4": presets.NVFP4WeightOnly,

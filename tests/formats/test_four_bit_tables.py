@@ -10,6 +10,8 @@ import torch
 import lowbit
 from lowbit import (
     AffineTensor,
+    Float8DynamicActivationMXFP4Weight,
+    Float8DynamicActivationNVFP4Weight,
     Int4WeightOnly,
     Int8DynamicActivationInt8Weight,
     MXFP4WeightOnly,
@@ -40,6 +42,8 @@ OF_CT = {
     "mxfp4 floor": MXFP4WeightOnly("symmetric"),
     "mxfp4 x int8": Scheme(MXFP4WeightOnly().weight, Int8DynamicActivationInt8Weight().activation),
     "nvfp4": NVFP4WeightOnly(),
+    "mxfp4 x float8": Float8DynamicActivationMXFP4Weight(),
+    "nvfp4 x float8": Float8DynamicActivationNVFP4Weight(),
 }
 CASES = [
     *((BNB, scheme) for scheme in OF_BNB.values()),

@@ -32,6 +32,8 @@ DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 INT4 = lb.Int4WeightOnly(32)
 INT8, FLOAT8 = DYNAMIC["int8xint8"], DYNAMIC["float8xfloat8"]
 INT8_INT4 = lb.Int8DynamicActivationInt4Weight(64, "asymmetric")
+FLOAT8_MXFP4 = lb.Float8DynamicActivationMXFP4Weight()
+FLOAT8_NVFP4 = lb.Float8DynamicActivationNVFP4Weight()
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +97,11 @@ def test_against_float64(scheme: lb.Scheme, dtype: torch.dtype, k: int) -> None:
         (FLOAT8, 33, 128, 256, torch.bfloat16, "dynamic_linear"),
         (FLOAT8, 33, 64, 48, torch.float32, "plain_linear"),
         (FLOAT8, 33, 72, 47, torch.bfloat16, "dynamic_linear"),
+        (FLOAT8_MXFP4, 3, 64, 48, torch.bfloat16, "e2m1_dynamic_linear"),
+        (FLOAT8_MXFP4, 300, 1056, 47, torch.bfloat16, "e2m1_dynamic_linear"),
+        (FLOAT8_MXFP4, 70, 64, 48, torch.float16, "e2m1_dynamic_linear"),
+        (FLOAT8_NVFP4, 70, 64, 48, torch.bfloat16, "e2m1_dynamic_linear"),
+        (FLOAT8_NVFP4, 3, 64, 48, torch.float16, "e2m1_dynamic_linear"),
         (INT8_INT4, 3, 64, 48, torch.bfloat16, "int4_dynamic_linear"),
         (INT8_INT4, 300, 256, 47, torch.float16, "int4_dynamic_linear"),
         (INT8_INT4, 3, 64, 48, torch.float32, "plain_linear"),

@@ -103,6 +103,15 @@ extern "C" void emulated(unsigned grid, unsigned threads, const uint64_t *a) {
     });
 }
 """
+RANGES_FOOTER = """
+extern "C" void emulated(unsigned grid, unsigned threads, const uint64_t *a) {
+    emulation::launch(grid, threads, [=] {
+        quantize_rows_and_ranges((const unsigned char *)a[0], a[1], (unsigned char *)a[2], (float *)a[3], a[4], a[5],
+                                 (const unsigned char *)a[6], a[7], (const unsigned char *)a[8], (unsigned char *)a[9],
+                                 a[10], a[11]);
+    });
+}
+"""
 
 
 def _emulated(source: str):
@@ -125,14 +134,22 @@ def _on_cpu(module, kernel) -> Iterator[None]:
         yield
 
 
-def quantize_rows(*arguments) -> None:
-    """``quantize_rows_sm90.quantize`` on CPU tensors."""
+@contextlib.contextmanager
+def rows_quantization() -> Iterator[None]:
+    """Inside, ``quantize_rows_sm90`` takes CPU tensors."""
 
-    def kernel(variant: quantize_rows_sm90.RowsVariant, device: int):
+    def kernel(variant: quantize_rows_sm90.RowsVariant, device: int, name: str = "quantize_rows"):
         source = quantize_rows_sm90.source(variant, primitives=(HEADER.read_text(),))
-        return _emulated("typedef unsigned int uint32;\n" + source + TOKENS_FOOTER)
+        footer = TOKENS_FOOTER if name == "quantize_rows" else RANGES_FOOTER
+        return _emulated("typedef unsigned int uint32;\n" + source + footer)
 
     with _on_cpu(quantize_rows_sm90, kernel):
+        yield
+
+
+def quantize_rows(*arguments) -> None:
+    """``quantize_rows_sm90.quantize`` on CPU tensors."""
+    with rows_quantization():
         quantize_rows_sm90.quantize(*arguments)
 
 

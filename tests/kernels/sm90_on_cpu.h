@@ -563,19 +563,20 @@ static inline void multiply_fragments(float (&sums)[SUMS], const uint32 *a, uint
     emulation::meet_warp();
 }
 
-// The same for 32 int8 of a row: the registers hold four neighbours, at columns 4 (lane % 4) and 4 (lane % 4) + 16.
-template <int SUMS>
-static inline void multiply_integers(int (&sums)[SUMS], const uint32 *a, uint32 b, bool add) {
+// The same for 32 bytes of a row, which `value` decodes: the registers hold four neighbours, at columns 4 (lane % 4) and 4
+// (lane % 4) + 16.
+template <class Sum, int SUMS, class Decode>
+static inline void multiply_words(Sum (&sums)[SUMS], const uint32 *a, uint32 b, bool add, Decode value) {
     const unsigned int me = emulation::current, lane = me % 32;
     memcpy(emulation::fibers[me].given, a, 16);
     emulation::meet_warp();
     for (int i = 0; i < SUMS; ++i) {
         const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
-        int sum = 0;
+        Sum sum = 0;
         for (int k = 0; k < 32; ++k) {
             const uint32 word = emulation::fibers[me / 4 * 4 + k % 16 / 4].given[i / 2 % 2 + k / 16 * 2];
             const uint32 at = swizzled((b & 0x3fff) * 16 + token * 128 + k, 128);
-            sum += (signed char)(word >> 8 * (k % 4)) * (signed char)emulation::memory()[at];
+            sum += (Sum)value(word >> 8 * (k % 4) & 255) * (Sum)value(emulation::memory()[at]);
         }
         sums[i] = (add ? sums[i] : 0) + sum;
     }

@@ -1,4 +1,4 @@
-"""dynamic_linear in int8, int8 by int4 and float8: against float64 over the schemes' codes, and what runs."""
+"""dynamic_linear in int8, int8 by int4, float8 and float8 by FP4: against float64 over codes, and what runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.cases.dynamic_linear import CASES, E4M3, Case
 from lowbit_kernels.composed import dynamic_linear
-from lowbit_kernels.composed.dynamic_linear import FORMATS, MOST_NUMBERS, reference
+from lowbit_kernels.composed.dynamic_linear import MOST_NUMBERS, format_of_tokens, reference
 from lowbit_kernels.runtime import launches
 from lowbit_kernels.weight_only import weight_mm_triton
 from lowbit_kernels.weight_only.codes_format import dequantized
@@ -20,8 +20,9 @@ from lowbit_kernels.weight_only.weight_operands import HALVES, WeightOperands
 from tests.kernels.test_quantize_rows import by_scheme
 
 SMALL = [case for case in CASES if not case.large]
-COUNTED = [case for case in SMALL if case.format != "e4m3"]  # whose sums are exact
+COUNTED = [case for case in SMALL if case.format.startswith("int")]  # whose sums are exact
 INT8 = [case for case in SMALL if case.format == "int8"]
+FOUR_BITS = ("int4", "mxfp4", "nvfp4")
 FEW = 8  # tokens up to which a stub takes "decode"
 ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -39,7 +40,7 @@ def assert_close(out: torch.Tensor, case: Case, arguments: tuple, sums: float = 
 @pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
 def test_cpu(case: Case) -> None:
     arguments = case.arguments()
-    is_int4 = case.format == "int4"
+    is_int4 = case.format in FOUR_BITS
     with launches.counted() as calls:  # `weight_linear` rounds x to its dtype once more
         assert_close(
             op(*arguments), case, arguments, sums=ROUNDING[case.dtype] if is_int4 else 1e-6
@@ -62,19 +63,20 @@ def of_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A stand-in for the CUDA kernels, in PyTorch ops, takes products on the CPU."""
 
     def product(operands, tensors):
-        x, codes, scale, zero_point, bias, residual, token_scale, _ = tensors
-        size = operands.group_size
-        found = WeightOperands.of(*tensors, group_size=size, out=operands.out)
+        x, codes, scale, zero_point, bias, residual, token_scale, global_scale = tensors
+        size, table = operands.group_size, operands.format.table
+        found = WeightOperands.of(*tensors, group_size=size, out=operands.out, table=table)
         assert operands.codes == found.codes and operands.zero_point == found.zero_point
         assert operands.scale == found.scale or len(codes) == 1  # one row has any stride
         assert operands.residual == found.residual and operands.x.shape == found.x.shape
         if token_scale is None:
             assert operands.x.strides[0] == found.x.strides[0] or len(x) == 1
-            x, token_scale = by_scheme(x, FORMATS[codes.dtype])
+            x, token_scale = by_scheme(x, format_of_tokens(codes.dtype, scale.dtype))
         else:
             assert token_scale.shape == (len(x),) and x.dtype in HALVES
             assert x.dtype == torch.float16 or codes.dtype != E4M3
-        weight = dequantized(codes, scale, zero_point, size, x.shape[1], torch.float64)
+        parts = (codes, scale, zero_point, size, x.shape[1], torch.float64)
+        weight = dequantized(*parts, global_scale, operands.bits, table)
         out = (x.double() @ weight.T) * token_scale.double()[:, None]
         for part in (bias, residual):
             out = out if part is None else out + part.double()
@@ -103,7 +105,7 @@ def test_kernels_of_small_batches(case: Case) -> None:
     with launches.counted() as calls:
         assert_close(op(*arguments), case, arguments, sums=1e-6)
     m = case.m * math.prod(case.leading)
-    is_int4 = case.format == "int4"
+    is_int4 = case.format in FOUR_BITS
     if case.dtype == torch.float32 or (case.tensorwise and case.one_scale):
         m = 65
     most = MOST_NUMBERS.get(arguments[1].dtype, 64)
@@ -153,7 +155,7 @@ def test_magnitudes(format: str, magnitude: float) -> None:
 
 
 OPCHECKED = [SMALL[i] for i in (0, 1, 6, 8)]
-OPCHECKED += [c for c in SMALL if c.name in ("int4-one-token", "int4-no-tokens")]
+OPCHECKED += [c for c in SMALL if c.name in ("int4-one-token", "int4-no-tokens", "mxfp4-typical")]
 
 
 @pytest.mark.parametrize("case", OPCHECKED, ids=lambda c: c.name)

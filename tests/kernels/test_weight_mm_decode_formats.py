@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases.formats import FORMATS, Format
+from lowbit_kernels.quantize import quantize_rowcol
 from lowbit_kernels.runtime import launches
 from lowbit_kernels.weight_only import weight_mm_decode_sm90
 from lowbit_kernels.weight_only.codes_format import dequantized
@@ -43,7 +44,9 @@ class Product:
         group: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
         device: str = "cpu",
+        rounds: torch.dtype | None = None,
     ) -> None:
+        self.rounds = rounds
         torch.manual_seed(m * 7 + n * 3 + k)
         weight = format.weight(n, k, group)
         self.group_size, self.bits = weight.pop("group_size"), weight.pop("bits")
@@ -60,14 +63,19 @@ class Product:
     @property
     def operands(self) -> WeightOperands:
         format = {"bits": self.bits, "table": self.table}
-        return WeightOperands.of(*self.tensors, group_size=self.group_size, **format)
+        sizes = {"group_size": self.group_size, "rounds": self.rounds}
+        return WeightOperands.of(*self.tensors, **sizes, **format)
 
     def exact(self) -> Tensor:
         codes, scale, zero_point, global_scale = self.weight.values()
         parts = (codes, scale, zero_point, self.group_size, self.x.shape[1], torch.float64)
         values = dequantized(*parts, global_scale, self.bits, self.table)
         bias, residual = self.ends
-        return self.x.double() @ values.T + bias.double() + residual.double()
+        x = self.x.double()
+        if self.rounds is not None:
+            q, scale, _, _ = quantize_rowcol.reference(self.x, "e4m3", True, False)
+            x = q[:, : x.shape[1]].double() * scale.double()[:, None]
+        return x @ values.T + bias.double() + residual.double()
 
     def check(self, out: Tensor) -> None:
         exact = self.exact()
@@ -84,6 +92,33 @@ class Product:
         assert chosen is not None
         with decode_emulator.emulated():
             return DecodeProduct(self.operands, chosen)(self.tensors)
+
+
+ROUNDED = [(1, 1), (1, 2), (3, 2), (16, 1)]
+
+
+@on_cpu
+@HALVES
+@pytest.mark.parametrize(("m", "split"), ROUNDED)
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def test_tokens_are_rounded_to_float8(format: str, m: int, split: int, dtype: torch.dtype) -> None:
+    own = Product(NAMED[format], m, 40, 1056, dtype=dtype, rounds=torch.float8_e4m3fn)
+    own.check(own.emulated(split=split))
+
+
+@pytest.mark.gpu
+@HALVES
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 4096), (3, 1001, 4096), (16, 300, 14336)])
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def test_cuda_tokens_are_rounded_to_float8(
+    format: str, m: int, n: int, k: int, dtype: torch.dtype
+) -> None:
+    own = Product(NAMED[format], m, n, k, None, dtype, "cuda", torch.float8_e4m3fn)
+    product = weight_mm_decode_sm90.product(own.operands)
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    assert product is not None
+    own.check(product(own.tensors))
 
 
 @pytest.mark.cover("values")

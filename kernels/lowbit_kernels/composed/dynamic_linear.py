@@ -16,6 +16,10 @@ Codes of 4 bits are multiplied by int8 codes of x. They have groups and zero poi
     codes      uint8 [N, ceil(Kp / 2)], two codes in a byte
     scale      [N, Kp / group_size], zero_point int8 of this shape or None
 
+Codes of E2M1 are multiplied by float8 codes of x. Their scales are bytes:
+
+    scale      uint8 [N, Kp / group_size], e8m0 (MXFP4), or float8_e4m3fn, divided by `global_scale` (NVFP4)
+
 Codes and scales of x are bit for bit those of ``lowbit``'s dynamic schemes (`quantize_rowcol`), computed in one kernel.
 int8 sums are exact in int32, which 131,071 products can't exceed; a longer K raises an error.
 
@@ -23,14 +27,15 @@ Implementations, as `launches` reports them:
 
     decode         weight_mm_decode_sm90, up to 16 tokens. It rounds x itself, and multiplies int8 in the units for int8
     large_batch    weight_mm_large_batch_sm90, up to `MOST_NUMBERS` tokens
-    int8_int4      int8_int4_mm_sm90, 4 bits, from `LEAST_TOKENS` tokens on, in groups of 64 or a multiple of 128
+    int8_int4      w4a8_mm_sm90, 4 bits, from `LEAST_TOKENS` tokens on, in groups of 64 or a multiple of 128
+    e4m3_mxfp4     the same kernel on the units for float8, for MXFP4. Products of NVFP4 are not exact in float8
     scaled_mm      `scaled_mm`, 8 bits, for more tokens and on other devices
     weight_linear  `weight_linear` of x rounded to its codes, 4 bits, on other devices
 
 A product of 8 bits by 8 bits has tiles of 128 tokens and takes as long for fewer. The first two kernels are faster for
 small batches, since they are bound by the weight's bytes. "large_batch" takes the codes of x as floating-point numbers,
-which hold them exactly: int8 codes in x's dtype, float8 codes in float16. Its float32 sums of int8 are exact below
-2**24. Larger sums (K over 1,040 at the earliest) round at 2**-23.
+which hold them exactly: int8 codes in x's dtype, float8 codes in float16, or in bfloat16 for E2M1. Its float32 sums of
+int8 are exact below 2**24. Larger sums (K over 1,040 at the earliest) round at 2**-23.
 
 ``tensorwise`` (float8) gives all tokens one scale. If the weight has one scale too, `scaled_mm` runs every batch size.
 `scaled_mm` needs K as a multiple of 16; other weights are padded, in a copy, at every call.
@@ -46,7 +51,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit_kernels.matmul import int8_int4_mm_sm90
+from lowbit_kernels.matmul import w4a8_mm_sm90
 from lowbit_kernels.matmul.scaled_mm import scaled_mm
 from lowbit_kernels.quantize import quantize_rowcol, quantize_rows_sm90
 from lowbit_kernels.quantize.quantize_rowcol import codes_of
@@ -57,10 +62,11 @@ from lowbit_kernels.weight_only import (
     weight_mm_decode_sm90,
     weight_mm_large_batch_sm90,
 )
-from lowbit_kernels.weight_only.codes_format import dequantized, format_of
+from lowbit_kernels.weight_only.codes_format import E2M1, dequantized, format_of
 from lowbit_kernels.weight_only.weight_operands import (
     ADDEND_TYPES,
     E4M3,
+    FORMAT_OPERANDS,
     HALVES,
     Description,
     Product,
@@ -71,10 +77,21 @@ from lowbit_kernels.weight_only.weight_operands import (
 )
 
 INT4 = torch.uint8
+DTYPES = {"int8": torch.int8, "e4m3": E4M3}
 MOST_NUMBERS = {torch.int8: 64, E4M3: 64}  # tokens whose codes are multiplied as floating point
 MOST_K = (2**31 - 1) // 2**14  # int8 products that int32 sums hold
 FORMATS = {torch.int8: "int8", E4M3: "e4m3", INT4: "int8"}
-"""The format of x for codes of these dtypes, as `quantize_rowcol` names it."""
+"""The format of x for codes of these dtypes, as `quantize_rowcol` names it. Those of E2M1 take "e4m3"."""
+
+
+def format_of_tokens(codes: torch.dtype, scale: torch.dtype) -> str:
+    """The format of x for codes and scales of these dtypes, "int8" or "e4m3"."""
+    return "e4m3" if scale.itemsize == 1 else FORMATS[codes]
+
+
+def _table(scale: torch.dtype) -> tuple[float, ...]:
+    """The numbers of the codes: scales of a byte belong to E2M1."""
+    return E2M1 if scale.itemsize == 1 else ()
 
 
 def groups_of(k: int, group_size: int) -> int:
@@ -87,10 +104,11 @@ def groups_of(k: int, group_size: int) -> int:
     by_layout=True,
     x="float [..., K]",
     codes="int8|float8_e4m3fn|uint8 [N, W]; uint8 holds two codes of 4 bits in a byte",
-    scale="float [N] or [N, 1] or [1] or [N, groups_of(K, group_size)]",
+    scale="float|uint8|float8_e4m3fn [N] or [N, 1] or [1] or [N, groups_of(K, group_size)]; bytes are for E2M1",
     bias="float [N]",
     residual="float [..., N]",
     zero_point="int8 [N, groups_of(K, group_size)]; it lies on the codes' grid",
+    global_scale=FORMAT_OPERANDS["global_scale"],
     rules={
         "codes.dtype == INT4 or W == K": (
             "codes [N, K], here ({N}, {K}), got {tuple(codes.shape)}"
@@ -108,10 +126,17 @@ def groups_of(k: int, group_size: int) -> int:
         "codes.dtype != torch.int8 or scale.shape[0] == N": (
             "int8 codes take a scale for each row, ({N},) or ({N}, 1), got {tuple(scale.shape)}"
         ),
+        "codes.dtype == INT4 or scale.dtype.itemsize > 1": (
+            "{codes.dtype} codes take a scale in floats, got {scale.dtype}"
+        ),
+        "zero_point is None or scale.dtype.itemsize > 1": "codes of E2M1 take no zero_point",
+        "global_scale is None or scale.dtype == E4M3": (
+            "global_scale goes with a scale of torch.float8_e4m3fn; got one of {scale.dtype}"
+        ),
         "codes.dtype == E4M3 or not tensorwise": (
             "int8 codes have a scale for each token; tensorwise takes float8 codes"
         ),
-        "codes.dtype == E4M3 or K <= MOST_K": (
+        "codes.dtype == E4M3 or scale.dtype.itemsize == 1 or K <= MOST_K": (
             "int8 sums of more than {MOST_K} products may exceed int32, got K = {K}; split K"
         ),
     },
@@ -127,13 +152,14 @@ def dynamic_linear(
     tensorwise: bool = False,
     zero_point: Tensor | None = None,
     group_size: int = 0,
+    global_scale: Tensor | None = None,
 ) -> Tensor:
-    """int8 by int8 or int4, or float8 by float8; the module's docstring has shapes, dtypes and the formula.
+    """int8 by int8 or int4, or float8 by float8 or E2M1; the module's docstring has shapes, dtypes and the formula.
 
     Args:
         x, codes, scale, bias, residual: as above, on one device.
         tensorwise: one scale for all of x; float8 only.
-        zero_point, group_size: of codes of 4 bits.
+        zero_point, group_size, global_scale: of codes of 4 bits.
 
     Raises:
         TypeError: a dtype other than those above.
@@ -141,9 +167,11 @@ def dynamic_linear(
     """
     k = x.shape[-1]
     rows = x.reshape(prod(x.shape[:-1]), k)
-    q, t, _, _ = quantize_rowcol.reference(rows, FORMATS[codes.dtype], True, False, tensorwise)
+    format = format_of_tokens(codes.dtype, scale.dtype)
+    q, t, _, _ = quantize_rowcol.reference(rows, format, True, False, tensorwise)
     if codes.dtype == INT4:
-        weight = dequantized(codes, scale, zero_point, group_size, k, torch.float64)
+        parts = (codes, scale, zero_point, group_size, k, torch.float64)
+        weight = dequantized(*parts, global_scale, 4, _table(scale.dtype))
     else:
         weight = codes.double() * scale.double().reshape(-1, 1)
     out = (q[:, :k].double() @ weight.T) * t.double().reshape(-1, 1)
@@ -171,10 +199,10 @@ class DynamicLinearPlan(NamedTuple):
 def planned(
     tensors: tuple[Description | None, ...], tensorwise: bool = False, group_size: int = 0
 ) -> DynamicLinearPlan:
-    """The plan for x, codes, scale, bias, residual and zero_point that are `described` so; errors as of
+    """The plan for x, codes, scale, bias, residual, zero_point and global_scale that are `described` so; errors as of
     `dynamic_linear`."""
-    *layouts, zero_point = all_layouts(tensors)
-    check(*layouts, tensorwise, zero_point, group_size)
+    *layouts, zero_point, global_scale = all_layouts(tensors)
+    check(*layouts, tensorwise, zero_point, group_size, global_scale)
     x, codes, scale, bias, residual = layouts
     (n, _), k, m = codes.shape, x.shape[-1], prod(x.shape[:-1])
     shape, has_one_scale = (*x.shape[:-1], n), prod(scale.shape) == 1
@@ -186,13 +214,14 @@ def planned(
             by_row = scale._replace(shape=(n, 1), strides=(step, 1))
         ends = bias and bias.contiguous((n,)), residual and residual.contiguous((m, n))
         rows = x.rows() or x.copied((m, k))
-        format = format_of(codes.dtype, scale.dtype, zero_point and zero_point.dtype)
-        last = zero_point, *ends, None, group_size or k, x.dtype, format
+        zeros, table = zero_point and zero_point.dtype, _table(scale.dtype)
+        format = format_of(codes.dtype, scale.dtype, zeros, table=table)
+        last = zero_point, *ends, None, group_size or k, x.dtype, format, global_scale
         operands = WeightOperands(rows, codes, by_row, *last)
         if found := of_kernel(operands, tensorwise):
             return DynamicLinearPlan(*found, (m, k), shape)
     name = "weight_linear" if codes.dtype == INT4 else "scaled_mm"
-    numbers = torch.int8 if codes.dtype == INT4 else codes.dtype
+    numbers = DTYPES[format_of_tokens(codes.dtype, scale.dtype)]
     return DynamicLinearPlan(name, None, numbers, (m, k), shape, -k % 16)
 
 
@@ -206,13 +235,15 @@ def of_kernel(operands: WeightOperands, tensorwise: bool) -> Kernel | None:
     if x.device.type != "cuda" or operands.out not in HALVES:
         return None
     found: Product | None = None
+    if operands.format.table:
+        return _of_e2m1(operands)
     if m <= weight_mm_decode_sm90.MAX_TOKENS and not tensorwise:
         rounding = operands._replace(rounds=E4M3 if codes == E4M3 else torch.int8)
         found = weight_mm_decode_sm90.product(rounding)
         if found is not None:
             return "decode", found, None
-    if codes == INT4 and m >= int8_int4_mm_sm90.LEAST_TOKENS and quantize_rows_sm90.takes(x):
-        found = int8_int4_mm_sm90.product(_with_codes(operands, torch.int8))
+    if codes == INT4 and m >= w4a8_mm_sm90.LEAST_TOKENS and quantize_rows_sm90.takes(x):
+        found = w4a8_mm_sm90.product(_with_codes(operands, torch.int8))
         if found is not None:
             return "int8_int4", found, torch.int8
     if m > MOST_NUMBERS.get(codes, m):
@@ -220,6 +251,23 @@ def of_kernel(operands: WeightOperands, tensorwise: bool) -> Kernel | None:
     numbers = torch.float16 if codes == E4M3 else x.dtype
     found = weight_mm_large_batch_sm90.product(_with_codes(operands, numbers))
     return None if found is None else ("large_batch", found, numbers)
+
+
+def _of_e2m1(operands: WeightOperands) -> Kernel | None:
+    m = operands.m
+    found: Product | None = None
+    if m <= weight_mm_decode_sm90.MAX_TOKENS:
+        found = weight_mm_decode_sm90.product(operands._replace(rounds=E4M3))
+        if found is not None:
+            return "decode", found, None
+    is_large = m >= w4a8_mm_sm90.LEAST_TOKENS and w4a8_mm_sm90.is_mxfp4(operands)
+    if is_large and quantize_rows_sm90.takes(operands.x) and operands.scale.is_aligned:
+        found = w4a8_mm_sm90.product(_with_codes(operands, E4M3))
+        if found is not None:
+            return "e4m3_mxfp4", found, E4M3
+    numbers = _with_codes(operands, torch.bfloat16)
+    found = weight_mm_large_batch_sm90.product(numbers)
+    return None if found is None else ("large_batch", found, torch.bfloat16)
 
 
 def _with_codes(operands: WeightOperands, numbers: torch.dtype) -> WeightOperands:
@@ -231,24 +279,31 @@ def _with_codes(operands: WeightOperands, numbers: torch.dtype) -> WeightOperand
 
 
 @dynamic_linear.kernel
-def _run(x, codes, scale, bias, residual, tensorwise, zero_point, group_size) -> Tensor:
-    described = all_described(x, codes, scale, bias, residual, zero_point)
+def _run(
+    x, codes, scale, bias, residual, tensorwise, zero_point, group_size, global_scale
+) -> Tensor:
+    described = all_described(x, codes, scale, bias, residual, zero_point, global_scale)
     plan = planned(described, tensorwise, group_size)
     ran("dynamic_linear", plan.implementation)
     (m, k), n = plan.rows, codes.shape[0]
     rows = x.reshape(m, k)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     bias = None if bias is None else bias.contiguous()
-    q, t = _codes(rows, plan, FORMATS[codes.dtype], tensorwise)
+    t: Tensor | None
+    if plan.implementation == "e4m3_mxfp4":
+        q, t, zero_point = quantize_rows_sm90.turned_codes(rows, (codes, scale))
+    else:
+        q, t = _codes(rows, plan, format_of_tokens(codes.dtype, scale.dtype), tensorwise)
     if plan.product is not None:
         by_row = scale if codes.dtype == INT4 else scale.reshape(-1, 1).expand(n, 1)
         residual = None if residual is None else residual.reshape(m, n).contiguous()
-        tensors = (q, codes, by_row, zero_point, bias, residual, t, None)
+        tensors = (q, codes, by_row, zero_point, bias, residual, t, global_scale)
         return plan.product(tensors).view(plan.shape)
     assert t is not None
     if plan.implementation == "weight_linear":
         rounded = (q[:, :k].float() * t[:, None]).to(x.dtype).view(x.shape)
-        return weight_linear.run(rounded, codes, scale, zero_point, bias, residual, group_size)
+        parts = (rounded, codes, scale, zero_point, bias, residual, group_size, global_scale)
+        return weight_linear.run(*parts, 4, _table(scale.dtype))
     if plan.padding:
         codes = F.pad(codes.view(torch.int8), (0, plan.padding)).view(codes.dtype)
     by_column = scale.reshape(-1).float()
@@ -264,6 +319,6 @@ def _codes(
     if plan.numbers is None:
         return rows, None
     if plan.implementation == "int8_int4":
-        return quantize_rows_sm90.turned_codes(rows)
+        return quantize_rows_sm90.turned_codes(rows)[:2]
     q, t = codes_of(rows, format, plan.numbers, tensorwise)
     return (q, t) if plan.product is None else (q[:, :k], t.expand(m).contiguous())

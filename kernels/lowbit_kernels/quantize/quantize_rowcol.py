@@ -132,7 +132,7 @@ def codes_of(
 ) -> tuple[Tensor, Tensor]:
     """The codes of rows as numbers of `dtype`, and the scales, of checked arguments: "int8" or "e4m3".
 
-    `dtype` must represent them exactly: float16 does; bfloat16 does for "int8".
+    `dtype` must represent them exactly, as float16 and bfloat16 do.
     """
     found = quantize_rows.kernel_of(x, format, tensorwise)
     if found is not None:

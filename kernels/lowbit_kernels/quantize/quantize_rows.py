@@ -142,7 +142,7 @@ def kernel_of(
     """The name and the function of the kernel for x; None where there is none.
 
     The function takes x, the format, the dtype of the codes, `tensorwise`, and the planned op whose call this is all
-    of, or None. A dtype other than the format's must represent its codes exactly: float16 does; bfloat16 does for int8.
+    of, or None. A dtype other than the format's must represent its codes exactly, as float16 and bfloat16 do.
     """
     if format == "e5m2" or not x.numel():
         return None

@@ -3,9 +3,9 @@
 // quantize_rows_sm90.py compiles this file once for each combination of
 //   X          BF16 or FP16
 //   CODES      INT8 or E4M3
-//   OUT        the dtype in which codes are written: CODES, or as numbers BF16 or FP16 (E4M3: FP16 only)
+//   OUT        the dtype in which codes are written: CODES, or as numbers BF16 or FP16
 //   VECTORS    vectors of eight elements that a thread keeps
-//   TURNED     1: int8 codes are written in the order of int8_int4_mm_sm90.cu, in rows of whole 128 codes; the rest is 0
+//   TURNED     1: codes are written in the order of w4a8_mm_sm90.cu, in rows of whole 128 codes; the rest is 0
 // and puts ptx.cuh, sm90.cuh and row_codes.cuh before it.
 //
 // One block per row. Each thread issues all its loads at once to hide the latency of memory, and keeps the loaded words
@@ -17,8 +17,7 @@ static constexpr int MAX_WARPS = 32;
 static constexpr int BYTES = OUT == CODES ? 1 : 2;  // of a code
 static constexpr int ENDS = CODES == E4M3 ? 1 : 2;  // extremes that the scale depends on: |x|, or max and -min
 static constexpr bool HALF = X == FP16;
-static_assert(CODES != E4M3 || OUT == E4M3 || OUT == FP16, "");
-static_assert(!TURNED || OUT == INT8, "");
+static_assert(!TURNED || OUT == CODES, "");
 
 // The codes of two neighbours: as bytes in the lower half of the word, or as numbers in all of it.
 DEVICE uint32 coded(uint32 pair, float inverse) {
@@ -33,7 +32,8 @@ DEVICE void store_codes(unsigned char *row, int i, uint4 x, float inverse) {
     if constexpr (TURNED) {
         const uint32 first = permute(a, b, 0x5410), second = permute(c, d, 0x5410);
         uint32 *to = (uint32 *)row + i / 4 * 8 + i % 4;
-        to[0] = permute(first, second, 0x6420), to[4] = permute(first, second, 0x7531);
+        to[0] = CODES == INT8 ? permute(first, second, 0x6420) : first;
+        to[4] = CODES == INT8 ? permute(first, second, 0x7531) : second;
     } else if constexpr (BYTES == 1) {
         ((uint2 *)row)[i] = make_uint2(permute(a, b, 0x5410), permute(c, d, 0x5410));
     } else {
@@ -41,16 +41,13 @@ DEVICE void store_codes(unsigned char *row, int i, uint4 x, float inverse) {
     }
 }
 
-// Grid: one block per row. Rows of x have `vectors` vectors and are `stride` elements apart; a block is whole warps and
-// holds a whole row. codes [m, 8 * vectors], scale [m]. With TURNED `vectors` is rounded up to a multiple of 16 for codes.
-extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
-    quantize_rows(const unsigned char *x, long long stride, unsigned char *codes, float *scale, int vectors) {
+// One row for a block of whole warps. Rows of x have `vectors` vectors and are `stride` elements apart. codes [m, 8 *
+// vectors], scale [m]. With TURNED `vectors` is rounded up to a multiple of 16 for codes.
+DEVICE void quantize_row(const unsigned char *x, long long stride, unsigned char *codes, float *scale, int vectors) {
     __shared__ uint32 found[ENDS][MAX_WARPS];
     const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const long long row = blockIdx.x;
     const uint4 *from = (const uint4 *)(x + row * stride * 2);
-    wait_for_previous();
-    let_next_start();
 
     uint4 kept[VECTORS];
 #pragma unroll
@@ -90,5 +87,92 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
     for (int j = 0; j < VECTORS; ++j) {
         const int i = threadIdx.x + j * blockDim.x;
         if (i < stored) store_codes(to, i, kept[j], inverse);
+    }
+}
+
+// Grid: one block per row.
+extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
+    quantize_rows(const unsigned char *x, long long stride, unsigned char *codes, float *scale, int vectors) {
+    wait_for_previous();
+    let_next_start();
+    quantize_row(x, stride, codes, scale, vectors);
+}
+
+// ---- ranges of exponents ------------------------------------------------------------------------------------------------
+
+static constexpr int SPAN_ROWS = 32, AT_ONCE = 8;  // rows of a block; rows whose exponents a warp reads at once
+static constexpr int OCTAVES = 15;                 // as in w4a8_tiles_sm90.cuh
+
+struct Range {
+    uint32 high = 0, low = 0;  // in each 16 bits: the largest exponent; 255 - the smallest one
+
+    MEMBER void add(uint32 four) {
+        const uint32 even = four & 0x00ff00ff, odd = four >> 8 & 0x00ff00ff;
+        high = larger_halves(high, larger_halves(even, odd));
+        low = larger_halves(low, larger_halves(even ^ 0x00ff00ff, odd ^ 0x00ff00ff));
+    }
+    MEMBER int largest() const { return warp_max(max(high & 0xffff, high >> 16)); }
+    MEMBER int smallest() const { return 255 - (int)warp_max(max(low & 0xffff, low >> 16)); }
+};
+
+// The largest exponent of a row of MXFP4, and the passes that it needs. Groups of zeros do not count, unless they are NaN.
+DEVICE int range_of(const Range &found, const unsigned char *codes, const unsigned char *exponents, int groups, int &passes) {
+    int largest = found.largest(), smallest = found.smallest();
+    passes = 1;
+    if (largest == 255 || largest - smallest < OCTAVES) return largest;
+    Range other;
+    for (int i = threadIdx.x % 32; i < groups; i += 32) {
+        const uint4 own = ((const uint4 *)codes)[i];
+        if ((own.x | own.y | own.z | own.w) & 0x77777777) other.add(exponents[i] * 0x01010101u);
+    }
+    largest = other.largest(), smallest = other.smallest();
+    passes = largest < smallest ? 1 : (largest - smallest) / OCTAVES + 1;
+    return largest;
+}
+
+// `quantize_row` in blocks 0 .. m - 1, and in others, of SPAN_ROWS rows of MXFP4 each, ranges of exponents: the most passes
+// of a block's rows in ranges[block], and each row's largest exponent behind them. codes of the weight [n, 16 * groups] in
+// rows `pitch` bytes apart, exponents [n, groups]. The number of the other blocks is a multiple of 8.
+extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
+    quantize_rows_and_ranges(const unsigned char *x, long long stride, unsigned char *codes, float *scale, int vectors,
+                             int m, const unsigned char *weight, long long pitch, const unsigned char *exponents,
+                             unsigned char *ranges, int n, int groups) {
+    wait_for_previous();
+    let_next_start();
+    if (blockIdx.x < m) return quantize_row(x, stride, codes, scale, vectors);
+    __shared__ uint32 passes[MAX_WARPS];
+    const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int block = blockIdx.x - m, blocks = gridDim.x - m;
+    int most = 1;
+    for (int first = warp * AT_ONCE; first < SPAN_ROWS; first += warps * AT_ONCE) {
+        Range found[AT_ONCE];
+        for (int i = lane * 4; i < groups; i += 128)
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) {
+                const int row = min(block * SPAN_ROWS + first + j, n - 1);
+                const unsigned char *from = exponents + (long long)row * groups;
+                if (groups % 4 == 0) {
+                    found[j].add(*(const uint32 *)(from + i));
+                } else {
+                    uint32 four = 0;
+                    for (int part = 0; part < 4; ++part) four |= from[min(i + part, groups - 1)] << 8 * part;
+                    found[j].add(four);
+                }
+            }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) {
+            const int row = block * SPAN_ROWS + first + j;
+            const long long at = min(row, n - 1);
+            int own;
+            const int largest = range_of(found[j], weight + at * pitch, exponents + at * groups, groups, own);
+            if (row < n && lane == 0) ranges[blocks + row] = largest;
+            most = max(most, own);
+        }
+    }
+    if (lane == 0) passes[warp] = most;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int i = 1; i < warps; ++i) most = max(most, (int)passes[i]);
+        ranges[block] = most;
     }
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,14 @@ class RowsVariant:
     out: str
     vectors: int
     turned: bool
+
+
+class Turned(NamedTuple):
+    """What `turned_codes` returns."""
+
+    codes: Tensor
+    scale: Tensor
+    ranges: Tensor | None  # of exponents
 
 
 def takes(x: TensorLayout) -> bool:
@@ -73,7 +82,7 @@ def quantize(
 
     Args:
         format: "int8" or "e4m3".
-        codes: of the format's dtype, or float16, or for "int8" bfloat16.
+        codes: of the format's dtype, or float16 or bfloat16.
         op: the planned op whose call this is all of.
         turned: as `turned_codes` writes them.
     """
@@ -100,14 +109,35 @@ def quantize(
         launcher.learn(op, plan_of_call)
 
 
-def turned_codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 codes [M, K rounded up to a multiple of 128] of an x for which `takes` holds, in the order that
-    ``int8_int4_mm_sm90.cu`` needs, and scales [M]."""
+def turned_codes(x: Tensor, mxfp4: tuple[Tensor, Tensor] | None = None) -> Turned:
+    """Codes [M, K rounded up to a multiple of 128] of an x for which `takes` holds, in the order that
+    ``w4a8_mm_sm90.cu`` needs, and scales [M]: int8, or e4m3 for a weight in MXFP4.
+
+    Args:
+        mxfp4: codes [N, K / 2] and exponents [N, K / 32] of that weight. The same launch finds the ranges of its
+            exponents: first the passes that each 32 rows need, a byte each, for a multiple of 256 rows, then each row's
+            largest exponent.
+    """
     m, k = x.shape
-    codes = x.new_empty((m, k + -k % 128), dtype=torch.int8)
+    format, dtype = ("int8", torch.int8) if mxfp4 is None else ("e4m3", torch.float8_e4m3fn)
+    codes = x.new_empty((m, k + -k % 128), dtype=dtype)
     scale = x.new_empty(m, dtype=torch.float32)
-    quantize(x, codes, scale, "int8", turned=True)
-    return codes, scale
+    if mxfp4 is None:
+        quantize(x, codes, scale, format, turned=True)
+        return Turned(codes, scale, None)
+    weight, exponents = mxfp4
+    n, groups = exponents.shape
+    blocks = -(-n // 256) * 8
+    ranges = exponents.new_empty(blocks + n)
+    own, threads = plan(k)
+    variant = RowsVariant(DTYPES[x.dtype], "E4M3", "E4M3", own, True)
+    with torch.cuda.device_of(x):
+        stream = torch.cuda.current_stream().cuda_stream
+        addresses = (x.data_ptr(), x.stride(0), codes.data_ptr(), scale.data_ptr())
+        of_weight = (weight.data_ptr(), weight.stride(0), exponents.data_ptr(), ranges.data_ptr())
+        kernel = _kernel(variant, torch.cuda.current_device(), "quantize_rows_and_ranges")
+        kernel(stream, m + blocks, threads, *addresses, k // VECTOR, m, *of_weight, n, groups)
+    return Turned(codes, scale, ranges)
 
 
 def source(
@@ -118,7 +148,10 @@ def source(
     return program(asdict(variant), *files)
 
 
+ARGUMENTS = {"quantize_rows": 5, "quantize_rows_and_ranges": 12}
+
+
 @functools.cache
-def _kernel(variant: RowsVariant, device: int) -> nvrtc.Kernel:
+def _kernel(variant: RowsVariant, device: int, name: str = "quantize_rows") -> nvrtc.Kernel:
     module = nvrtc.Module(nvrtc.compiled(source(variant), "sm_90a"))
-    return module.kernel("quantize_rows", 5, overlaps=True)
+    return module.kernel(name, ARGUMENTS[name], overlaps=True)

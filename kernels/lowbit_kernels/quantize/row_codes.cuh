@@ -45,7 +45,10 @@ DEVICE float integer_of(float x, float inverse) { return multiply_exactly(x, inv
 template <bool FLOAT8, bool HALF, bool TO_HALF>
 DEVICE unsigned int rounded_pair(unsigned int pair, float inverse) {
     const float low = low_half<HALF>(pair), high = high_half<HALF>(pair);
-    if constexpr (FLOAT8) return from_e4m3x2(to_e4m3x2(multiply_exactly(low, inverse), multiply_exactly(high, inverse)));
+    if constexpr (FLOAT8) {
+        const unsigned int halves = from_e4m3x2(to_e4m3x2(multiply_exactly(low, inverse), multiply_exactly(high, inverse)));
+        return TO_HALF ? halves : to_bf16x2(from_half(halves & 0xffff), from_half(halves >> 16));
+    }
     const float a = integer_of(low, inverse) - INTEGERS, b = integer_of(high, inverse) - INTEGERS;
     return TO_HALF ? to_half2(a, b) : to_bf16x2(a, b);
 }

@@ -13,7 +13,9 @@ def multiply_from_registers(tokens: int, step: int, types: str) -> str:
         types: of the sums and of the operands, such as "f32.bf16.bf16" or "s32.s8.s8".
     """
     sums, is_integer = tokens // 2, types.startswith("s32")
-    kind, letter, signs = ("int", "r", "") if is_integer else ("float", "f", ", 1, 1, 0")
+    kind, letter = ("int", "r") if is_integer else ("float", "f")
+    # signs of both operands of floats, and the order of the second if it has 16 bits
+    signs = "" if is_integer else ", 1, 1" if step == 32 else ", 1, 1, 0"
     names = ", ".join(f"%{i}" for i in range(sums))
     operands = ", ".join(f'"+{letter}"(sums[{i}])' for i in range(sums))
     first = ", ".join(f"%{sums + i}" for i in range(4))

@@ -94,7 +94,7 @@ static_assert((CODES != E4M3 || ZERO == NONE) && (CODES != E2M1 || (X == BF16 &&
 static_assert(TEAMS == 1 || (TEAMS == 2 && BOX == 0), "");
 static_assert(RESIDENT == 1 || (RESIDENT == 2 && BOX == 0 && SPLIT == 1), "");
 static_assert((BOX == 0 || (IS_STREAM && SHARE == 1)), "");
-static_assert(ROUNDS == NONE || (SCALING == BY_UNIT && ZERO != VALUE && !(CODES == TABLE || CODES == E2M1)), "");
+static_assert(ROUNDS == NONE || CODES == E2M1 || (SCALING == BY_UNIT && ZERO != VALUE && CODES != TABLE), "");
 
 // A lane's sums of a piece: rows g and g + 8 of two columns, which are added up at once for one token.
 #if TOKENS == 1
@@ -720,7 +720,10 @@ struct Epilogue {
     MEMBER void store(const Problem &p, const Shared &shared, int row, int token, const float4 &sums) const {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         const float all[4] = {sums.x, sums.y, sums.z, sums.w};
-        const float *of_tokens = ROUNDS == NONE ? token_scale : &shared.tokens.scale[token + 2 * t];
+        float of_tokens[2] = {token_scale[0], token_scale[1]};
+        if constexpr (ROUNDS != NONE)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) of_tokens[i] *= shared.tokens.scale[token + 2 * t + i];
 #pragma unroll
         for (int i = 0; i < 4; i += TOKENS == 1 ? 2 : 1) {
             const int own = row + g + i / 2 * 8, of = token + 2 * t + i % 2;

@@ -344,8 +344,10 @@ def takes(operands: WeightOperands) -> bool:
 
 
 def _can_round(operands: WeightOperands) -> bool:
-    """True for a weight whose products with rounded x the kernel has: int4, int8 and float8."""
+    """True for a weight whose products with rounded x the kernel has: int4, int8, float8, and E2M1 for float8."""
     format = operands.format
+    if format.table == E2M1:
+        return operands.rounds == E4M3 and operands.scale.dtype in SCALE_MACROS
     return (format.is_int4_or_int8 or format.exponent > 0) and operands.scale.dtype in FLOAT_MACROS
 
 
@@ -353,7 +355,7 @@ def scaling_of(operands: WeightOperands) -> str | None:
     """How the kernel scales groups; None for groups that it doesn't take."""
     group, tokens = operands.group, 1 << (operands.m - 1).bit_length()
     is_small = operands.bits < 8 and 0 < group < CHUNK and CHUNK % group == 0 and group % 16 == 0
-    if is_small and operands.rounds is None:
+    if is_small and (operands.rounds is None or operands.format.table):
         if CHUNK // group * tokens <= COLUMNS:
             return "BY_COLUMN"
         if _is_exact_scaled(operands):
@@ -363,10 +365,10 @@ def scaling_of(operands: WeightOperands) -> str | None:
 
 def _is_exact_scaled(operands: WeightOperands) -> bool:
     """True if the numbers of the table times scales are exact in x's dtype."""
-    table, bits = operands.format.table, 8 if operands.x.dtype == torch.bfloat16 else 11
+    table, bits = operands.format.table, 8 if operands.numbers == torch.bfloat16 else 11
     if not table or operands.scale.dtype not in (torch.uint8, E4M3):
         return False
-    if operands.scale.dtype == torch.uint8 and operands.x.dtype != torch.bfloat16:
+    if operands.scale.dtype == torch.uint8 and operands.numbers != torch.bfloat16:
         return False  # beyond float16's range
     bits -= 4 if operands.scale.dtype == E4M3 else 1
     return all(
@@ -389,7 +391,7 @@ def planned(
     """The `plan` for these operands; `choices`: its `splits` and `heights`."""
     zero, scaling, bits = operands.zero_point, scaling_of(operands), operands.bits
     by_column = scaling == "BY_COLUMN"
-    has_table = _codes_macro(operands.format, operands.x.dtype) == "TABLE"
+    has_table = _codes_macro(operands.format, operands.numbers) == "TABLE"
     each = operands.scale.dtype.itemsize + (0 if zero is None else zero.dtype.itemsize)
     return plan(
         *(operands.m, operands.n, operands.groups * operands.group_size, bits),

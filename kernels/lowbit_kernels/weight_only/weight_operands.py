@@ -239,8 +239,10 @@ class WeightOperands(NamedTuple):
 
     @property
     def numbers(self) -> torch.dtype:
-        """The dtype in which x is multiplied: float16 holds codes of e4m3."""
-        return torch.float16 if self.rounds == E4M3 else self.x.dtype
+        """The dtype in which x is multiplied: float16 holds codes of e4m3, and so does bfloat16, for a table."""
+        if self.rounds != E4M3:
+            return self.x.dtype
+        return torch.bfloat16 if self.format.table else torch.float16
 
     @property
     def bits(self) -> int:

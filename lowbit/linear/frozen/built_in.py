@@ -18,8 +18,10 @@ from lowbit.linear.frozen.eight_bits import (
     can_int_mm,
     can_static_int_mm,
     dynamic_linear,
+    e2m1_dynamic_linear,
     has_block_kernel,
     has_dynamic_kernel,
+    has_e2m1_kernel,
     has_int4_kernel,
     has_static_kernel,
     int4_dynamic_linear,
@@ -81,6 +83,8 @@ BUILT_IN = (
         takes_residual=True,
         recorded=linear_by_op,
     ),
+    # MXFP4 and NVFP4 weights and float8 activations in 16 bits on a GPU that has float8 units
+    Row("e2m1_dynamic_linear", has_e2m1_kernel, e2m1_dynamic_linear, takes_residual=True),
     # any other matrix in these dtypes on a GPU, but for 8 bits by 8 bits: the same kernels
     Row("matrix_linear", has_matrix_kernel, matrix_linear, takes_residual=True),
     # int8 weights and activations in 16 bits on a GPU, and float8 ones in bfloat16 on a GPU that has float8 units

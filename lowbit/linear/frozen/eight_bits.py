@@ -1,4 +1,4 @@
-"""Activations in 8 bits: int8 by int8 or int4 and float8 by float8 weights, with dynamic and static scales."""
+"""Activations in 8 bits: int8 by int8 or int4 and float8 by float8 or FP4 weights, with dynamic and static scales."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 import lowbit_kernels as kernels
 from lowbit.linear.frozen.checks import unflattened
-from lowbit.linear.frozen.row import Weight
+from lowbit.linear.frozen.row import Weight, op_matrix
 from lowbit.linear.frozen.weight_only import group_size_of, has_int_kernel
 from lowbit.numerics.granularity import (
     PerBlock,
@@ -17,6 +17,7 @@ from lowbit.numerics.granularity import (
     PerRow,
     PerToken,
 )
+from lowbit.numerics.lookup_table import E2M1
 from lowbit.numerics.number_format import Float8, Int
 from lowbit.tracing import tracer
 from lowbit_kernels.weight_only.weight_operands import HALVES
@@ -97,6 +98,42 @@ def int4_dynamic_linear(
         residual,
         zero_point=weight.zero_point,
         group_size=group_size_of(x, weight),
+    )
+
+
+def has_e2m1_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    """For float8 tokens and MXFP4 or NVFP4 weights, on a GPU that has the units for float8."""
+    spec, activation = weight.spec, weight.activation
+    return (
+        x.is_cuda
+        and x.dtype in HALVES
+        and activation is not None
+        and spec.format == E2M1
+        and spec.scale_format in ("e8m0", "e4m3")
+        and activation.format == Float8()
+        and isinstance(activation.granularity, PerToken)
+        and not activation.static
+        and activation.mapping.startswith("symmetric")
+        and torch.cuda.get_device_capability(x.device) >= (8, 9)
+        and op_matrix(weight, x.dtype) is not None
+    )
+
+
+def e2m1_dynamic_linear(
+    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None = None
+) -> Tensor:
+    """float8 by MXFP4 or NVFP4 on a GPU, as `dynamic_linear`."""
+    tracer.multiplies_in("e4m3")
+    found = op_matrix(weight, x.dtype)
+    assert found is not None
+    return kernels.dynamic_linear.dynamic_linear(
+        x,
+        found["codes"],
+        found["scale"],
+        bias,
+        residual,
+        group_size=found["group_size"],
+        global_scale=found["global_scale"],
     )
 
 

@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_kernels.matmul import int8_int4_mm_sm90
-from lowbit_kernels.matmul.int8_int4_mm_sm90 import Int8Int4Division, Int8Int4Product
+from lowbit_kernels.matmul import w4a8_mm_sm90
+from lowbit_kernels.matmul.w4a8_mm_sm90 import W4A8Division, W4A8Product
 from lowbit_kernels.quantize import quantize_rows_sm90
 from lowbit_kernels.weight_only.weight_operands import WeightOperands
-from tests.kernels import emulator, int8_int4_emulator
+from tests.kernels import emulator, w4a8_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.test_weight_mm_decode_sm90_gpu import BOUND, exact, operands, tensors_of
 
 LARGE, SMALL, SPLIT = DIVISIONS = (
-    Int8Int4Division(128),
-    Int8Int4Division(64),
-    Int8Int4Division(64, split=2),
+    W4A8Division(128),
+    W4A8Division(64),
+    W4A8Division(64, split=2),
 )
 SHAPES = [
     (5, 140, 256, 128, False, torch.bfloat16, LARGE),
@@ -39,22 +39,22 @@ def case_of(
 
 
 def product_of(
-    case: dict, codes: Tensor, token_scale: Tensor, division: Int8Int4Division | None
+    case: dict, codes: Tensor, token_scale: Tensor, division: W4A8Division | None
 ) -> Tensor:
     """The product of x's codes, which the rounding kernel wrote."""
     tensors = (codes, *tensors_of(case)[1:6], token_scale)
     given = (codes[:, : case["x"].shape[1]], *tensors[1:])
     sizes = {"group_size": case["group_size"], "out": case["x"].dtype}
     planned = WeightOperands.of(*given, **sizes)
-    assert int8_int4_mm_sm90.takes(planned)
-    return Int8Int4Product(planned, division)((*tensors, None))
+    assert w4a8_mm_sm90.takes(planned)
+    return W4A8Product(planned, division)((*tensors, None))
 
 
-def emulated(case: dict, division: Int8Int4Division | None = None) -> Tensor:
+def emulated(case: dict, division: W4A8Division | None = None) -> Tensor:
     m, k = case["x"].shape
     codes, scale = torch.empty(m, k + -k % 128, dtype=torch.int8), torch.empty(m)
     emulator.quantize_rows(case["x"], codes, scale, "int8", None, True)
-    with int8_int4_emulator.emulated():
+    with w4a8_emulator.emulated():
         return product_of(case, codes, scale, division)
 
 
@@ -74,7 +74,7 @@ def test_emulated(
     group: int,
     zero: bool,
     dtype: torch.dtype,
-    division: Int8Int4Division,
+    division: W4A8Division,
 ) -> None:
     case = case_of(m, n, k, group, zero, dtype, "cpu")
     assert_close(emulated(case, division), case)
@@ -108,7 +108,7 @@ def test_groups_that_are_no_chunks_are_declined(group: int) -> None:
     codes, scale = torch.zeros(4, group * 3, dtype=torch.int8), torch.ones(4)
     tensors = (codes, *tensors_of(case)[1:6], scale)
     planned = WeightOperands.of(*tensors, group_size=group, out=torch.bfloat16)
-    assert not int8_int4_mm_sm90.takes(planned)
+    assert not w4a8_mm_sm90.takes(planned)
 
 
 def test_the_ring_fits_shared_memory() -> None:
@@ -134,12 +134,12 @@ def test_cuda(
     group: int,
     zero: bool,
     dtype: torch.dtype,
-    division: Int8Int4Division,
+    division: W4A8Division,
 ) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0")
     case = case_of(m, n, k, group, zero, dtype, "cuda")
-    codes, scale = quantize_rows_sm90.turned_codes(case["x"])
+    codes, scale, _ = quantize_rows_sm90.turned_codes(case["x"])
     assert_close(product_of(case, codes, scale, division), case)
 
 
@@ -154,5 +154,5 @@ def test_cuda_outliers_do_not_lose_the_other_columns() -> None:
         torch.randperm(32, device="cuda")
     ].half()
     case["bias"] = case["residual"] = None
-    codes, scale = quantize_rows_sm90.turned_codes(case["x"])
+    codes, scale, _ = quantize_rows_sm90.turned_codes(case["x"])
     assert_close(product_of(case, codes, scale, None), case)
