@@ -113,7 +113,7 @@ def mean_squares(model: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
     def watch(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any) -> None:
             own = inputs[0].detach().flatten(0, -2).square().sum(0)
-            sums[name] = sums.get(name, 0) + own  # type: ignore[arg-type]
+            sums[name] = sums[name] + own if name in sums else own
 
         return hook
 
@@ -213,8 +213,8 @@ def compare(
                 {k: (types[k], v) for k, v in types_of(theirs).items() if v != types[k]},
             )
         found[f"llama.cpp, importance {draw}"] = engine.loss(theirs, test)
-        for name, steps in {"Search()": [Search()], "GPTQ()": [GPTQ()]}.items():
-            found[f"lowbit, {name} {draw}"] = write(steps, batches)
+        for name, step in (("Search()", Search()), ("GPTQ()", GPTQ())):
+            found[f"lowbit, {name} {draw}"] = write([step], batches)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Columns of a weight rounded one after another, each error passed on to the columns that follow: the inner loop of GPTQ.
+"""Columns of a weight rounded one after another, each error passed on to those that follow: the inner loop of GPTQ.
 
 For the columns w_j of a weight, j = 0 … C − 1 in the order in which they are rounded, and an upper triangular U [C, C]:
 
@@ -72,10 +72,12 @@ def round_columns(
     for j, g in enumerate(groups):
         x = left[j] if offset is None else left[j] - offset[g]
         x = x * one_over[g]
-        if len(levels):
-            x = levels[torch.bucketize(x, middle)]
-        else:
-            x = x.round_().clamp_(least[g], most[g])
+        has_levels = len(levels) > 0
+        x = (
+            levels[torch.bucketize(x, middle)]
+            if has_levels
+            else x.round_().clamp_(least[g], most[g])
+        )
         x.mul_(scale[g])
         torch.add(x, 0 if offset is None else offset[g], out=values[j])
         torch.sub(left[j], values[j], out=errors[j]).mul_(inverse[j])
