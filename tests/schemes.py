@@ -57,6 +57,8 @@ DYNAMIC = {
 }
 FREE_SCALES = {n: s for n, s in WEIGHT_ONLY.items() if s.weight.scale_format == "float"}
 """Scales take any value: they can be searched and learned."""
+FREE_DYNAMIC = {n: s for n, s in DYNAMIC.items() if s.weight.scale_format == "float"}
+"""The same, with rounded inputs."""
 AFFINE = {n: s for n, s in WEIGHT_ONLY.items() if not isinstance(s.weight.format, lb.LookupTable)}
 PER_TOKEN = {name: s for name, s in DYNAMIC.items() if name != "tensor-int8xint8"}
 SCHEMES = {**WEIGHT_ONLY, **DYNAMIC}

@@ -46,8 +46,8 @@ PROGRAMS = {
     """,
     "quantizing": """
         from lowbit.inference import quantize
-        inner = quantize._quantized
-        quantize._quantized = lambda *given: (time.sleep(0.1), inner(*given))[1]
+        inner = quantize.quantized
+        quantize.quantized = lambda *given: (time.sleep(0.1), inner(*given))[1]
         model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(4)])
         lowbit.quantize_(model, lowbit.Int4WeightOnly())
     """,

@@ -176,7 +176,7 @@ def test_casting_keeps_the_codes(scheme: lb.Scheme, dtype: torch.dtype) -> None:
         for name, inner in old.inner_tensors().items():
             assert torch.equal(getattr(layer.weight, name), inner), name
         assert torch.equal(layer.weight.dequantize(), old.dequantize().to(dtype))
-    assert relative_error(model(x.to(dtype)), y) < 0.02
+    assert relative_error(model(x.to(dtype)), y) < 0.03  # inputs of float8 may round to neighbours
     model.float()
     assert torch.equal(model[0].weight, before[0])
 

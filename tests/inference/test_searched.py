@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 import lowbit as lb
-from tests.schemes import DYNAMIC, FREE_SCALES, PER_TOKEN, over
+from tests.schemes import FREE_DYNAMIC, FREE_SCALES, PER_TOKEN, over
 
 
 def error(weight: torch.Tensor, original: torch.Tensor) -> float:
     return float((weight.dequantize().double() - original.detach().double()).square().sum())
 
 
-@over({**FREE_SCALES, **DYNAMIC})
+@over({**FREE_SCALES, **FREE_DYNAMIC})
 def test_searched_scales_lose_less(scheme: lb.Scheme) -> None:
     plain = nn.Linear(96, 40)
     models = {scales: copy.deepcopy(plain) for scales in ("minmax", "searched")}
@@ -102,7 +102,7 @@ def test_an_importance_moves_the_error_to_other_channels() -> None:
 # ---- given scales ---------------------------------------------------------------------------------------------
 
 
-@over({**FREE_SCALES, **DYNAMIC})
+@over({**FREE_SCALES, **FREE_DYNAMIC})
 def test_given_parameters_are_stored_as_they_are(scheme: lb.Scheme) -> None:
     weight = torch.randn(24, 96)
     spec = scheme.weight

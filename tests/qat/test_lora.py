@@ -27,6 +27,7 @@ from tests.qat.lora_layers import LoraEmbedding, LoraLayer, Net
 from tests.qat.test_training import straight_through
 from tests.schemes import (
     DYNAMIC,
+    FREE_DYNAMIC,
     FREE_SCALES,
     SCHEMES,
     WEIGHT_ONLY,
@@ -560,7 +561,7 @@ def test_learned_scales_beside_adapters_warn_of_their_files(adapters: Any) -> No
         qat.prepare_(nn.Sequential(nn.Linear(32, 8)), INT4, scales="learned")
 
 
-@over({**FREE_SCALES, **DYNAMIC})
+@over({**FREE_SCALES, **FREE_DYNAMIC})
 def test_learned_scales_of_merged_weights(scheme: lb.Scheme) -> None:
     """They train with the adapters, and the converted weight is the one that was trained."""
     torch.manual_seed(0)

@@ -23,7 +23,9 @@ from tests.schemes import FREE_SCALES, SCHEMES, WEIGHT_ONLY, over
 
 N, K = 24, 64
 PRESENT = {f"{name}-present": (scheme, "present") for name, scheme in SCHEMES.items()}
-FREE = FREE_SCALES.keys() | {n for n, s in SCHEMES.items() if s.activation is not None}
+FREE = FREE_SCALES.keys() | {
+    n for n, s in SCHEMES.items() if s.activation and s.weight.scale_format == "float"
+}
 LEARNED = {f"{n}-learned": (s, "learned") for n, s in SCHEMES.items() if n in FREE}
 BITNET = {"bitnet": (lb.BitNet(), "")}
 every_kind = pytest.mark.parametrize(

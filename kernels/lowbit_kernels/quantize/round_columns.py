@@ -1,4 +1,4 @@
-"""Columns of a weight rounded one after another, each error passed on to those that follow: the inner loop of GPTQ.
+"""GPTQ's inner loop: columns of a weight rounded one after another, each error passed on to the columns that follow.
 
 For the columns w_j of a weight, j = 0 … C − 1 in the order in which they are rounded, and an upper triangular U [C, C]:
 
@@ -72,14 +72,13 @@ def round_columns(
     for j, g in enumerate(groups):
         x = left[j] if offset is None else left[j] - offset[g]
         x = x * one_over[g]
-        has_levels = len(levels) > 0
+        is_integer = not len(levels)
         x = (
-            levels[torch.bucketize(x, middle)]
-            if has_levels
-            else x.round_().clamp_(least[g], most[g])
+            x.round_().clamp_(least[g], most[g])
+            if is_integer
+            else levels[torch.bucketize(x, middle)]
         )
-        x.mul_(scale[g])
-        torch.add(x, 0 if offset is None else offset[g], out=values[j])
+        torch.add(x * scale[g], 0 if offset is None else offset[g], out=values[j])
         torch.sub(left[j], values[j], out=errors[j]).mul_(inverse[j])
         left[j + 1 :].addr_(upper[j, j + 1 :], errors[j], alpha=-1)
     return values, errors

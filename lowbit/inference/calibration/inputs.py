@@ -110,7 +110,7 @@ class Moments:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add aᵀ b to the float32 `total`. A GPU multiplies 16-bit inputs in its matrix units, without rounding, and adds
+    """Add aᵀ b to the float32 `total`. The matrix units of a GPU multiply 16-bit inputs without rounding, and add them
     up in float32."""
     halves = a.dtype in (torch.bfloat16, torch.float16) and b.dtype == a.dtype
     if halves and a.is_cuda and torch.version.hip is None:
