@@ -309,3 +309,9 @@ def test_presets_have_lines(given: lb.Scheme) -> None:
 
 def test_a_scheme_of_no_preset_has_no_line() -> None:
     assert line_of(lb.Scheme(lb.Spec(lb.Int(4), lb.PerBlock(16, 16), "symmetric"))) is None
+
+
+@pytest.mark.parametrize("schemes", [[], lb.Int8WeightOnly()])
+def test_no_list_of_schemes_is_refused(schemes: Any) -> None:
+    with pytest.raises(ValueError, match="schemes must be a list of one Scheme or more"):
+        lb.autoquant(nn.Sequential(nn.Linear(32, 32)), [torch.ones(1, 32)], schemes, bits=4)

@@ -203,3 +203,29 @@ def test_a_broken_model_has_an_infinite_perplexity() -> None:
     assert math.isnan(perplexity(math.nan))
     assert perplexity(1.0) == math.e
     assert str(EvaluationReport(None, ())) == "model"
+
+
+def test_padding_on_the_left_predicts_nothing() -> None:
+    """The last token of the padding has the first real one as its next token."""
+
+    class Table(nn.Embedding):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            return super().forward(input_ids)
+
+    torch.manual_seed(0)
+    model, mask = Table(20, 20), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
+    found = []
+    for pad in (3, 9):
+        ids = torch.tensor([[pad, pad, 5, 6], [1, 2, 4, pad]])
+        batch = {"input_ids": ids, "attention_mask": mask}
+        (result,) = lowbit.evaluate(copy.deepcopy(model), model, [batch]).models
+        assert result.tokens == 3
+        found.append(result.perplexity)
+    assert found[0] == found[1]
+
+
+def test_one_name_in_place_of_a_list_is_refused() -> None:
+    with pytest.raises(TypeError, match="tasks must be a list"):
+        lowbit.evaluate(nn.Embedding(4, 4), tasks="arc_easy")
+    with pytest.raises(TypeError, match="dict of names"):
+        lowbit.evaluate([nn.Embedding(4, 4)], None, [torch.zeros(1, 2, dtype=torch.long)])

@@ -14,6 +14,7 @@ import lowbit as lb
 from lowbit.convert import find_targets
 from lowbit.inference import AWQ, GPTQ, Search, SmoothQuant, Step
 from lowbit.inference.calibration.folding import foldings
+from lowbit.testing.comparison import relative_error
 from recipes.llama import Llama, LlamaConfig
 
 INT4 = lb.IntxWeightOnly(4, 32, "symmetric")
@@ -102,14 +103,14 @@ def test_foldings_are_found_by_trial(build: Callable[[], nn.Module]) -> None:
     names = {id(m): name for name, m in model.named_modules()}
     before = copy.deepcopy(model.state_dict())
     targets, _ = find_targets(model, INT4, None)
-    found = foldings(model, targets, BATCHES[0])
+    found = foldings(model, targets, BATCHES)
     assert {names[id(f.linears[0])]: f.name for f in found} == EXPECTED[build]
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
 def test_values_fold_into_the_output_projection_without_groups_of_heads() -> None:
     model = llama(kv_heads=4)
-    found = foldings(model, find_targets(model, INT4, None)[0], BATCHES[0])
+    found = foldings(model, find_targets(model, INT4, None)[0], BATCHES)
     assert {f.name for f in found if f.linears[0] is model.blocks[0].attention.out} == {
         "blocks.0.attention.value"
     }
@@ -170,3 +171,55 @@ def test_steps_follow_each_other() -> None:
 def test_options_out_of_range_are_refused(make: Callable[[], Step]) -> None:
     with pytest.raises(ValueError, match=r"alpha must be|grid must be"):
         make()
+
+
+class Branches(nn.Module):
+    """A norm whose output goes to one of two linears, by the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 8)
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+        with torch.no_grad():
+            self.norm.weight[:4] *= 50
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        return self.head(self.a(h) if float(x.mean()) > 0 else self.b(h))
+
+
+@pytest.mark.parametrize("step", [AWQ(), SmoothQuant()])
+def test_a_branch_that_another_batch_takes_keeps_its_input(step: Step) -> None:
+    model = Branches()
+    batches = [torch.randn(32, 32) + 1, torch.randn(32, 32) - 1]
+    expected = [model(x) for x in batches]
+    lb.calibrate(model, lb.Int8WeightOnly(), batches, steps=[step])
+    for x, y in zip(batches, expected, strict=True):
+        assert relative_error(model(x), y) < 0.02
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(50, 32), nn.LayerNorm(32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 50)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.norm(self.embedding(input_ids))).relu())
+
+
+@pytest.mark.parametrize("step", [AWQ(), SmoothQuant()])
+def test_padding_does_not_count(step: Step) -> None:
+    torch.manual_seed(0)
+    model = Padded()
+    ids = torch.randint(50, (4, 16))
+    mask = torch.ones_like(ids)
+    mask[:2, 9:] = 0
+    found = []
+    for pad in (0, 7):
+        own = copy.deepcopy(model)
+        batch = {"input_ids": ids.masked_fill(mask == 0, pad), "attention_mask": mask}
+        lb.calibrate(own, lb.Int8WeightOnly(), [batch], steps=[step])
+        found.append(own.norm.weight.detach())
+    assert not torch.equal(found[0], model.norm.weight)
+    assert torch.equal(found[0], found[1])

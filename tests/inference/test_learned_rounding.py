@@ -276,3 +276,39 @@ def test_arguments() -> None:
     ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             LearnedRounding(**wrong)  # type: ignore[arg-type]
+
+
+class Breaks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x)) / 0)
+
+
+def test_nan_leaves_the_weights_that_would_be_learned_as_they_were() -> None:
+    model = Breaks()
+    before = copy.deepcopy(model.state_dict())
+    steps = [GPTQ(), LearnedRounding(steps=2)]
+    with pytest.raises(ValueError, match="0 of 3 weights are quantized already"):
+        lb.calibrate(model, lb.IntxWeightOnly(3, 32), [torch.randn(64, 32)], steps=steps, blocks=[])
+    for name, values in model.state_dict().items():
+        assert type(values) is Tensor and torch.equal(values, before[name]), name
+
+
+def test_scales_of_k_quants_are_not_learned() -> None:
+    model = nn.Sequential(nn.Linear(256, 32))
+    scheme, batches = lb.formats.gguf_scheme("Q4_K"), [torch.randn(64, 256)]
+    with pytest.raises(ValueError, match="scale_rate=0"):
+        lb.calibrate(model, scheme, batches, steps=[Search(), LearnedRounding(steps=2)])
+    steps = [Search(), LearnedRounding(steps=2, scale_rate=0)]
+    lb.calibrate(model, scheme, batches, steps=steps)
+    assert isinstance(model[0].weight, lb.tensor.LowbitTensor)
+
+
+def test_a_step_in_place_of_a_list_is_refused() -> None:
+    with pytest.raises(TypeError, match="steps must be a list"):
+        lb.calibrate(
+            nn.Sequential(nn.Linear(32, 32)), lb.Int8WeightOnly(), [torch.ones(1, 32)], steps=GPTQ()
+        )

@@ -26,7 +26,6 @@ from lowbit_kernels.composed.add_low_rank import add_low_rank
 from tests.qat.lora_layers import LoraEmbedding, LoraLayer, Net
 from tests.qat.test_training import straight_through
 from tests.schemes import (
-    DYNAMIC,
     FREE_DYNAMIC,
     FREE_SCALES,
     SCHEMES,

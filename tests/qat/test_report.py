@@ -309,6 +309,7 @@ def test_a_plan_may_leave_weights_in_high_precision() -> None:
 
 
 def test_siblings_take_one_scheme() -> None:
+    torch.manual_seed(0)
     model = nn.Module()
     model.q_proj, model.k_proj = nn.Linear(32, 32), nn.Linear(32, 16)
     model.forward = lambda x: model.q_proj(x).sum(-1, True) + model.k_proj(x)
@@ -339,7 +340,7 @@ def test_names_with_signs_of_patterns() -> None:
 @pytest.mark.parametrize("bits", ["4", None, True])
 def test_bits_that_are_no_number_are_refused(bits) -> None:
     found = qat.report(nn.Sequential(nn.Linear(32, 32)), [torch.randn(2, 32)], [INT8, INT2])
-    with pytest.raises(TypeError, match="bits must be a number"):
+    with pytest.raises(TypeError, match=r"bits must be a number|give one budget of bits"):
         found.plan(bits)
 
 

@@ -48,7 +48,7 @@ class AWQ(Step):
         self, model: nn.Module, targets: Sequence[Target], batches: Sequence[Any]
     ) -> dict[int, str]:
         specs = {id(o.module): t.scheme.weight for t in targets for o in t.owners}
-        found = foldings(model, targets, batches[0])
+        found = foldings(model, targets, batches)
         sums: dict[int, Tensor] = {}
         rows: dict[int, list[Tensor]] = {}
         share = -(-_ROWS // len(batches))

@@ -134,7 +134,8 @@ def calibrate(
         )
     if scheme is None:
         raise TypeError("scheme must be a Scheme or a dict of patterns, got None")
-    chosen: list[Step] = [GPTQ()] if steps is None else list(steps)
+    given: Any = [GPTQ()] if steps is None else steps
+    chosen: list[Step] = list(given) if isinstance(given, Iterable) else []
     if not chosen or not all(isinstance(step, Step) for step in chosen):
         raise TypeError(
             f"steps must be a list of steps, such as [lowbit.inference.GPTQ()], got {steps!r}"
@@ -231,7 +232,7 @@ class _Run:
         """Rounded weights whose parameters are plain, since steps may still change them."""
         self.targets, found = find_targets(model, scheme, filter_fn)
         for target in self.targets:
-            _check_scales(target)
+            _check_scales(target, learned)
         self.report = CalibrationReport(entries=found.entries)
         self.total = len(self.targets)
         self.methods: dict[str, list[str]] = {}
@@ -289,9 +290,12 @@ class _Run:
     def _check_finite(self, group: Group) -> None:
         for target, moments in zip(group.targets, group.moments, strict=True):
             if not moments.is_finite:
+                for weight in self.waiting:
+                    weight.target.weight.data = weight.original
+                done = len(self.report.layers) - len(self.waiting)
                 raise ValueError(
                     f"the inputs of {target.owners[0].fqn} have NaN or infinite values, or too large ones to square. "
-                    f"{len(self.report.layers)} of {self.total} weights are quantized already, the others are plain. "
+                    f"{done} of {self.total} weights are quantized already, the others are plain. "
                     "Find the batch that gives them, and load the model again"
                 )
 
@@ -341,9 +345,14 @@ class _Run:
             self.report.entries[entries] = replace(first, note=note)
 
 
-def _check_scales(target: Target) -> None:
-    """Raise ValueError for scales that follow from the weight alone."""
+def _check_scales(target: Target, learned: Sequence[LearnedRounding]) -> None:
+    """Raise ValueError for scales that follow from the weight alone, and for those that no file would hold."""
     spec = target.scheme.weight
+    if spec.scale_format == "super_block" and any(step.scale_rate for step in learned):
+        raise ValueError(
+            f"{target.owners[0].fqn}: scales of K-quants stand on a grid of their own, which learning leaves; take "
+            "LearnedRounding(scale_rate=0)"
+        )
     if not spec.is_searchable:
         raise ValueError(
             f"{target.owners[0].fqn}: {spec} stores scales as {spec.scale_format!r}, which no calibration chooses; "

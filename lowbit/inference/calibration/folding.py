@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import Target
+from lowbit.inference.calibration.inputs import counted_rows, mask_of
 from lowbit.tracing.batches import call, eval_mode, output_tensor
 from lowbit.tracing.tracer import state_restored
 
@@ -65,8 +66,10 @@ class _Group:
     """How many modules ran before the first of them."""
 
 
-def foldings(model: nn.Module, targets: Sequence[Target], batch: Any) -> list[Folding]:
-    """The foldings of linears of which one at least is a target. `batch`: one on which the model runs."""
+def foldings(model: nn.Module, targets: Sequence[Target], batches: Sequence[Any]) -> list[Folding]:
+    """The foldings of linears of which one at least is a target. The first batch finds them; those that change the
+    model on another batch, as where its input goes to other linears, are dropped."""
+    batch = batches[0]
     wanted = {id(owner.module) for target in targets for owner in target.owners}
     names = {id(module): name for name, module in model.named_modules()}
     with eval_mode(model), state_restored(model), torch.no_grad():
@@ -84,10 +87,14 @@ def foldings(model: nn.Module, targets: Sequence[Target], batch: Any) -> list[Fo
                 tried = [
                     Folding(tuple(group.linears), module, names[id(module)], o) for o in options
                 ]
-                right = next((f for f in tried if _is_right(f, model, batch, expected)), None)
+                right = next((f for f in tried if _are_right([f], model, batch, expected)), None)
                 if right is not None:
                     found.append(right)
                     break
+        for other in batches[1:]:
+            last = _outputs(model, other, ())
+            if not _are_right(found, model, other, last):
+                found = [f for f in found if _are_right([f], model, other, last)]
     return found
 
 
@@ -147,15 +154,21 @@ def _outputs(model: nn.Module, batch: Any, linears: Sequence[nn.Linear]) -> list
     return [*(found[id(linear)] for linear in linears), last]
 
 
-def _is_right(folding: Folding, model: nn.Module, batch: Any, expected: list[Tensor]) -> bool:
-    """True if the outputs stay as they are when the channels are divided by powers of two."""
-    size = folding.linears[0].in_features
-    generator = torch.Generator().manual_seed(size)
-    exponents = torch.randint(-1, 2, (size,), generator=generator)
-    scale = torch.ldexp(torch.ones(size), exponents).to(folding.linears[0].weight.device)
-    with _put_back([folding.before, *folding.linears]):
-        folding.divide(scale)
-        found = _outputs(model, batch, folding.linears)
+def _are_right(
+    foldings: Sequence[Folding], model: nn.Module, batch: Any, expected: list[Tensor]
+) -> bool:
+    """True if the outputs stay as they are when the channels are divided by powers of two. `expected`: the outputs of
+    the model, and before it those of the linears if there is one folding."""
+    linears = foldings[0].linears if len(expected) > 1 else ()
+    with _put_back([m for f in foldings for m in (f.before, *f.linears)]):
+        for folding in foldings:
+            size = folding.linears[0].in_features
+            generator = torch.Generator().manual_seed(size)
+            exponents = torch.randint(-1, 2, (size,), generator=generator)
+            folding.divide(
+                torch.ldexp(torch.ones(size), exponents).to(folding.linears[0].weight.device)
+            )
+        found = _outputs(model, batch, linears)
     return all(
         float((a.double() - b.double()).norm()) <= _tolerance(a) * float(b.double().norm())
         for a, b in zip(found, expected, strict=True)
@@ -185,12 +198,14 @@ def watched(
     batches: Sequence[Any],
     see: Callable[[int, Tensor], None],
 ) -> None:
-    """Run the model on the batches, and call `see` with the number of each folding and its input [rows, K]."""
+    """Run the model on the batches, and call `see` with the number of each folding and its input [rows, K]. Tokens
+    whose `attention_mask` is 0 don't count."""
+    mask: Tensor | None = None
 
     def hook(i: int) -> Callable[..., None]:
         def own(module: nn.Module, args: Any, kwargs: Any) -> None:
             x = args[0] if args else kwargs["input"]
-            see(i, x.detach().reshape(-1, x.shape[-1]))
+            see(i, counted_rows(x.detach(), mask))
 
         return own
 
@@ -201,6 +216,7 @@ def watched(
     try:
         with eval_mode(model), state_restored(model):
             for batch in batches:
+                mask = mask_of(batch)
                 call(model, batch)
     finally:
         for handle in hooks:

@@ -124,6 +124,22 @@ Seen = Callable[[int, int, int, Any, Any], None]
 an embedding read, and the tensor that they come from."""
 
 
+def mask_of(batch: Any) -> Tensor | None:
+    """The tokens that count, bool [B, T], by the attention mask of a mapping."""
+    mask = batch.get("attention_mask") if hasattr(batch, "get") else None
+    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+
+def counted_rows(x: Tensor, mask: Tensor | None) -> Tensor:
+    """The rows [T, K] of x [..., K] that count: those of `mask`, where it has as many as x."""
+    lead = x.shape[:-1]
+    if mask is not None and lead == mask.shape:
+        return x[mask.to(x.device)]
+    if mask is not None and lead == (mask.numel(),):
+        return x[mask.flatten().to(x.device)]
+    return x.reshape(-1, x.shape[-1])
+
+
 class Watch(TorchFunctionMode):
     """The context in which `seen` gets the inputs of each product of `targets`.
 
@@ -165,15 +181,7 @@ class Watch(TorchFunctionMode):
             if isinstance(x, int):
                 self.seen(index, 0, 1, x, x)
             elif x.shape[-1] == shape[-1]:
-                self.seen(index, first + matrix, matrices, self._rows(x), x)
-
-    def _rows(self, x: Tensor) -> Tensor:
-        mask, lead = self.mask, x.shape[:-1]
-        if mask is not None and lead == mask.shape:
-            return x[mask.to(x.device)]
-        if mask is not None and lead == (mask.numel(),):
-            return x[mask.flatten().to(x.device)]
-        return x.reshape(-1, x.shape[-1])
+                self.seen(index, first + matrix, matrices, counted_rows(x, self.mask), x)
 
 
 # ---- functions, and where their weight and its inputs are ------------------------------------------------------

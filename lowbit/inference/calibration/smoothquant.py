@@ -38,7 +38,7 @@ class SmoothQuant(Step):
     def fold(
         self, model: nn.Module, targets: Sequence[Target], batches: Sequence[Any]
     ) -> dict[int, str]:
-        found = foldings(model, targets, batches[0])
+        found = foldings(model, targets, batches)
         largest: dict[int, Tensor] = {}
 
         def see(i: int, x: Tensor) -> None:

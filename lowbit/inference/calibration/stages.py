@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lowbit.convert import Target, of_any_expert, shape_of_blocks
-from lowbit.inference.calibration.inputs import Moments, Watch
+from lowbit.inference.calibration.inputs import Moments, Watch, mask_of
 from lowbit.inference.calibration.learned_rounding import Block
 from lowbit.tracing.batches import call
 from lowbit.tracing.block_inputs import Arguments, call_after, capture
@@ -184,7 +184,7 @@ def walk(
 
     Raises ValueError and TypeError for `blocks` that are not a chain, as `lowbit.tracing.block_inputs.capture`.
     """
-    masks = [_mask_of(batch) for batch in batches]
+    masks = [mask_of(batch) for batch in batches]
     chain = chain_of(model, targets) if blocks is None else list(blocks)
     states = None
     if chain:
@@ -230,7 +230,7 @@ def block_of(
         first = next((x for x in tree_leaves(batches[i]) if isinstance(x, Tensor) and x.ndim), None)
         return 1 if first is None else len(first)
 
-    own = [_mask_of(batch) for batch in batches] if masks is None else masks
+    own = [mask_of(batch) for batch in batches] if masks is None else masks
     return Block("the model", model, len(batches), rows, run, run, own)
 
 
@@ -390,9 +390,3 @@ def _copies(module: nn.Module, twin: nn.Module, targets: Sequence[Target]) -> di
         weight: Any = others[id(owner.module)]._parameters[owner.attribute]
         found[target.owners[0].fqn] = replace(target, weight=weight)
     return found
-
-
-def _mask_of(batch: Any) -> Tensor | None:
-    """The tokens that count, bool [B, T], by the attention mask of a mapping."""
-    mask = batch.get("attention_mask") if hasattr(batch, "get") else None
-    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None

@@ -103,6 +103,10 @@ def _check(
     tokenizer: Any,
 ) -> None:
     """Raise the errors of arguments, before the first pass."""
+    if isinstance(tasks, str):
+        raise TypeError(f"tasks must be a list of names, such as [{tasks!r}], got {tasks!r}")
+    if isinstance(given, list | tuple):
+        raise TypeError(f"models must be a module, or a dict of names to modules, got {given!r}")
     if not isinstance(given, Mapping):
         check_module(given)
     if original is not None:
@@ -186,7 +190,8 @@ def next_tokens(batch: Any) -> Tensor:
     tokens = ids if tokens is None else tokens
     mask = batch.get("attention_mask") if named else None
     if mask is not None:
-        tokens = tokens.masked_fill(mask == 0, IGNORED)
+        # A token counts if it and the one that predicts it are not padding, on either side.
+        tokens = tokens.masked_fill((mask == 0) | (mask.roll(1, 1) == 0), IGNORED)
     return torch.cat((tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORED)), dim=1)
 
 

@@ -98,7 +98,12 @@ def autoquant(
     if isinstance(schemes, Costs):
         costs = schemes
     else:
-        candidates = list(SCHEMES if schemes is None else schemes)
+        given: Any = SCHEMES if schemes is None else schemes
+        candidates = list(given) if isinstance(given, list | tuple) else []
+        if not candidates:
+            raise ValueError(
+                f"schemes must be a list of one Scheme or more, such as [Int4WeightOnly()], got {schemes!r}"
+            )
         units = units_of(model, candidates, filter_fn, scales)
         lost, measure = _damages(model, seen, units, loss, estimate)
         lost = _scaled(model, seen, units, lost, loss)
