@@ -70,6 +70,8 @@ def plan(m: int, n: int, k: int, multiprocessors: int) -> W4A8Division:
     pairs = -(-n // (2 * ROWS))  # of blocks, for a tile of tokens
     if m > 64 and 2 * pairs * -(-m // 128) >= 0.7 * multiprocessors:
         return W4A8Division(128)
+    if m > 128 and 4 * pairs * -(-m // 128) <= multiprocessors and k > CHUNK * PERIOD:
+        return W4A8Division(128, 2)
     shares = 4 * pairs * -(-m // 64) <= multiprocessors and k > CHUNK * PERIOD
     return W4A8Division(64, 2 if shares else 1)
 

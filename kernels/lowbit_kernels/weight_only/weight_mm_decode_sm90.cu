@@ -839,7 +839,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         if constexpr (!IS_PAIRED) give_registers<REGISTERS[1]>();
         if (role == ADDERS && lane == 0) {
             if constexpr (IS_PAIRED) let_next_start();  // it reads results of others only when this launch is done
-            else fetch(p, map, rank);
+            fetch(p, map, rank);
             for (int i = 0; i < stages; ++i) {
                 barrier_init(shared_address(&shared.full[i]), 1);
                 barrier_init(shared_address(&shared.empty[i]), MEMBERS * 32);
@@ -869,7 +869,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         if constexpr (SPLIT > 1) cluster_arrive();
         named_barrier_sync(2, THREADS - WARPS * 32);
         named_barrier_arrive(1, THREADS);
-        if (!IS_PAIRED || role < ADDERS) wait_for_previous();
+        wait_for_previous();  // which may have written the weight
         if (COPIES_X && role == ADDERS + 1 && lane == 0 && is_aligned(p)) copy_x(p, shared, copy, rank);
         if (role == ADDERS && lane == 0) {
             if constexpr (BOX > 0) copy_boxes(p, x_map, shared, copy, rank);
