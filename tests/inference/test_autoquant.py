@@ -315,3 +315,14 @@ def test_a_scheme_of_no_preset_has_no_line() -> None:
 def test_no_list_of_schemes_is_refused(schemes: Any) -> None:
     with pytest.raises(ValueError, match="schemes must be a list of one Scheme or more"):
         lb.autoquant(nn.Sequential(nn.Linear(32, 32)), [torch.ones(1, 32)], schemes, bits=4)
+
+
+def test_gradients_that_are_there_stay() -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    model[0].weight.grad = torch.ones(32, 32)
+    batches = [torch.randn(4, 32)]
+    found = lb.autoquant(model, batches, [lb.Int8WeightOnly()], bits=32, estimate=True)
+    assert torch.equal(model[0].weight.grad, torch.ones(32, 32))
+    model[0].weight.grad = None
+    again = lb.autoquant(model, batches, [lb.Int8WeightOnly()], bits=32, estimate=True)
+    assert found.damage == again.damage

@@ -268,21 +268,29 @@ class _Run:
         eager = torch.compiler.set_stance("force_eager")
         shown = progress("calibrating", self.total, unit="layers")
         with eval_mode(self.model), eager, torch.no_grad(), shown as advance:
-            for place in walk(self.model, self.targets, self.batches, self.needs, blocks, cache):
-                if isinstance(place, Block):
-                    self._learn(place)
-                    continue
-                self._check_finite(place)
-                while place.targets:
-                    target, moments = place.targets.pop(0), place.moments.pop(0)
-                    self._round(target, moments, joint.get(target.owners[0].fqn))
-                    del target
-                    advance(1)
-            for step in self.over_model:
-                whole = block_of(self.model, self.batches)
-                whole.vectors = vectors
-                self.report.learned.append((whole.name, step.learn(whole, self.waiting)))
-            self._replace()
+            try:
+                for place in walk(
+                    self.model, self.targets, self.batches, self.needs, blocks, cache
+                ):
+                    if isinstance(place, Block):
+                        self._learn(place)
+                        continue
+                    self._check_finite(place)
+                    while place.targets:
+                        target, moments = place.targets.pop(0), place.moments.pop(0)
+                        self._round(target, moments, joint.get(target.owners[0].fqn))
+                        del target
+                        advance(1)
+                for step in self.over_model:
+                    whole = block_of(self.model, self.batches)
+                    whole.vectors = vectors
+                    self.report.learned.append((whole.name, step.learn(whole, self.waiting)))
+                self._replace()
+            except BaseException:
+                # Weights whose rounding is to be learned look plain, and would keep rounded values.
+                for weight in self.waiting:
+                    weight.target.weight.data = weight.original
+                raise
         take_input(modules)
         self.report.seconds = time.perf_counter() - self.began
         return self.report.count(self.model)
@@ -290,8 +298,6 @@ class _Run:
     def _check_finite(self, group: Group) -> None:
         for target, moments in zip(group.targets, group.moments, strict=True):
             if not moments.is_finite:
-                for weight in self.waiting:
-                    weight.target.weight.data = weight.original
                 done = len(self.report.layers) - len(self.waiting)
                 raise ValueError(
                     f"the inputs of {target.owners[0].fqn} have NaN or infinite values, or too large ones to square. "

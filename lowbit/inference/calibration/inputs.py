@@ -64,7 +64,7 @@ class Moments:
             self.matrices = max(self.matrices, matrices)
             self.rows = [0] * self.matrices
             shape = (self.matrices, self.size, *((self.size,) if self.full else ()))
-            self.square = torch.zeros(shape, device=self._device)
+            self.square = torch.zeros(shape, dtype=torch.float32, device=self._device)
         x = x.to(self._device)
         self.rows[index] += x.shape[0]
         if not self.full:
@@ -100,7 +100,7 @@ class Moments:
             if self.stack and missing > 0:
                 found = found + self.square.sum(0) * (missing / total)
         if self.looked_up:
-            eye = torch.ones(self.size, device=self._device)
+            eye = torch.ones(self.size, dtype=torch.float32, device=self._device)
             own = torch.diag(eye) if self.full else eye
             if found is None:
                 return own

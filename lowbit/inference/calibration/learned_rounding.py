@@ -287,12 +287,6 @@ class _Learning:
                 self._gradients(batches)
                 self._move(1 - number / step.steps)
             after = self._total() if step.steps else before
-        for value in (before, after):
-            if not math.isfinite(value):
-                raise ValueError(
-                    f"{block.name}: the loss of learned rounding is {value}. Its weights are plain, as those after it; "
-                    "find the batch that gives NaN, and load the model again"
-                )
         if after < before:
             for variables in self.variables:
                 variables.keep()
@@ -301,6 +295,12 @@ class _Learning:
             w.show(w.values)
         for vector, start in zip(self.vectors, self.before, strict=True):
             vector.data = start
+        for value in (before, after):
+            if not math.isfinite(value):
+                raise ValueError(
+                    f"{block.name}: the loss of learned rounding is {value}. Its weights are as they were, and so are "
+                    "those after it; find the batch that gives NaN, and load the model again"
+                )
         return Losses(before, before)
 
     def _gradients(self, batches: Iterator[int]) -> None:

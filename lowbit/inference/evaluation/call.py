@@ -106,7 +106,9 @@ def _check(
     if isinstance(tasks, str):
         raise TypeError(f"tasks must be a list of names, such as [{tasks!r}], got {tasks!r}")
     if isinstance(given, list | tuple):
-        raise TypeError(f"models must be a module, or a dict of names to modules, got {given!r}")
+        raise TypeError(
+            f"model must be a module, or a dict of names to modules, got a {type(given).__name__}"
+        )
     if not isinstance(given, Mapping):
         check_module(given)
     if original is not None:

@@ -7,6 +7,7 @@ lowbit.quantize_(model, plan)
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -158,7 +159,7 @@ def _scaled(
         context = _together([units[u].options[i] for u, i in own])
         (together,) = damages(model, batches, [context], loss).added
         alone = sum(lost[u][i] for u, i in own)
-        if alone > 0 and together > 0:
+        if alone > 0 and 0 < together < math.inf:
             for u, i in own:
                 scaled[u][i] *= together / alone
     return scaled
@@ -188,6 +189,13 @@ def _times(
 def _costs(
     units: list[Unit], lost: list[list[float]], times: list[list[float | None]], measure: str
 ) -> Costs:
+    for unit, own in zip(units, lost, strict=True):
+        for option, damage in zip(unit.options, own, strict=True):
+            if not math.isfinite(damage):
+                raise ValueError(
+                    f"{unit.name} in {next(iter(option.schemes.values()))} gives a damage of {damage}: the rounded "
+                    "model overflows on a batch; leave the scheme out, or find the batch"
+                )
     choices = [
         PlanChoice(unit.name, option.schemes, option.nbytes(), damage, time)
         for unit, damages, own in zip(units, lost, times, strict=True)

@@ -117,13 +117,15 @@ class _only:
     """The context in which only these parameters get gradients."""
 
     def __init__(self, model: nn.Module, weights: list[Tensor]) -> None:
-        self.before = [(p, p.requires_grad) for p in model.parameters()]
+        self.before = [(p, p.requires_grad, p.grad) for p in model.parameters()]
         self.chosen = {id(w) for w in weights}
 
     def __enter__(self) -> None:
-        for parameter, _ in self.before:
+        for parameter, *_ in self.before:
             parameter.requires_grad_(id(parameter) in self.chosen)
+            parameter.grad = None
 
     def __exit__(self, *_: object) -> None:
-        for parameter, required in self.before:
+        for parameter, required, grad in self.before:
             parameter.requires_grad_(required)
+            parameter.grad = grad
