@@ -336,6 +336,7 @@ def test_examples_of_the_help_run(line: str, home: Path) -> None:
 def test_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_tokenizer(make_model(tmp_path / "model"))
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    (tmp_path / "plan.json").write_text('{"schemes": {"*": "int4(group_size=32)"}}')
     monkeypatch.chdir(tmp_path)
     for line in of_page(page):
         assert main(shlex.split(line)[1:]) == 0, line
@@ -379,7 +380,7 @@ def test_a_mix_of_gguf_is_calibrated_on_a_text(
     for name in ("searched", "data"):
         options = ("--data", "text.txt", "--against", "model", "--limit", "256", "--json")
         assert main(["eval", f"{name}.gguf", *options]) == 0
-        kl[name] = json.loads(capsys.readouterr().out)["kl"]
+        kl[name] = json.loads(capsys.readouterr().out)["models"][0]["kl"]
     assert kl["data"] < kl["searched"]
     for given, why in {
         "quantize model --scheme Q2_K --out out": "Q2_K is for --format gguf",
