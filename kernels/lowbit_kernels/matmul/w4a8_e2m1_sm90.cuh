@@ -83,11 +83,6 @@ struct Consumer {
         }
     }
 
-    MEMBER void release(int slot) const {
-        const int lane = threadIdx.x % 32;
-        if (lane < BESIDE) barrier_arrive(shared_address(&shared.empty[slot]), BESIDE == 1 ? schedule.rank : lane);
-    }
-
     // Adds the sums of PERIOD chunks. Products are not in flight when it ends: across iterations of a loop, the compiler
     // would serialise them.
     MEMBER void add_period(float (&totals)[SUMS], Operand (&a)[2], int chunk) {
@@ -95,8 +90,7 @@ struct Consumer {
         int before = 0;
 #pragma unroll
         for (int i = 0; i < PERIOD; ++i) {
-            const uint32 tokens =
-                __shfl_sync(0xffffffff, operand(shared_address(shared.stage[ring.slot]) + CODE_BYTES), 0);
+            const uint32 tokens = tokens_at(shared, ring.slot);
             product_fence();
 #pragma unroll
             for (int step = 0; step < STEPS; ++step)
@@ -104,7 +98,7 @@ struct Consumer {
             product_commit();
             if (i > 0) {
                 product_wait<1>();
-                release(before);
+                release(shared, schedule, before);
             }
             before = ring.slot;
             ring.advance();
@@ -113,7 +107,7 @@ struct Consumer {
             next = after, after = fetching;
         }
         product_wait<0>();
-        release(before);
+        release(shared, schedule, before);
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) in_use(sums[i]), totals[i] += sums[i];
     }

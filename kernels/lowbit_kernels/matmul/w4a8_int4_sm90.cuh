@@ -5,16 +5,13 @@
 // large. So sums begin at BASE, stay positive, and one fused multiplication and addition scales each. They are not set
 // to zero for the next group:
 //   sum_g scale[g] * (S[g] - S[g - 1]) = sum_g (scale[g] - scale[g + 1]) * S[g],  where S[g] is the sum up to g.
-// After PERIOD chunks they begin at BASE again. Of two sets of sums, S[g - 2] is the sum before, and so on. On an H200 all other instructions add to the time of the products,
-// about two clocks each. Four warp groups, turns of two, halves of the tokens and codes unpacked between the
-// instructions of the units were not faster.
+// After PERIOD chunks they begin at BASE again. On an H200 all other instructions add to the time of the products, about
+// two clocks each. Four warp groups, turns of two, halves of the tokens, codes unpacked between the instructions of the
+// units, and two sets of sums, of which one is scaled while the other multiplies, were not faster.
 
 static constexpr int PARTS = GROUP && GROUP < CHUNK ? CHUNK / GROUP : 1;  // groups of a chunk
 static_assert(GROUP % CHUNK == 0 || GROUP == 64, "");
-// With few sums there are two sets of them, for chunks (or groups of 64) in turn: one is scaled while the products of the
-// other run.
-static constexpr int SETS = 1;  // of sums; two, of which one is scaled while the other multiplies, are 2 to 6% slower on an H200
-static constexpr int AHEAD = PARTS == 1 ? SETS : 1, WINDOW = AHEAD + 2;  // chunks that are unpacked before; see `window`
+static constexpr int WINDOW = 3;  // see `window`
 
 // Without zero points `four_of` gives 16 times the codes. A chunk's sum is at most 2**21, and with them below 2**18.
 static constexpr int BASE = ZERO ? 1 << 20 : 1 << 23;
@@ -71,10 +68,6 @@ struct Consumer {
         return result;
     }
 
-    MEMBER uint32 tokens_at(int slot) const {
-        return __shfl_sync(0xffffffff, operand(shared_address(shared.stage[slot]) + CODE_BYTES), 0);
-    }
-
     // Unpacks the codes in the ring's present slot.
     MEMBER void unpack(Operand &a, const Fetched &groups) const {
         const int lane = threadIdx.x % 32, line = threadIdx.x / 32 * 16 + lane % 8;
@@ -104,14 +97,9 @@ struct Consumer {
         product_commit();
     }
 
-    MEMBER void release(int slot) const {
-        const int lane = threadIdx.x % 32;
-        if (lane < BESIDE) barrier_arrive(shared_address(&shared.empty[slot]), BESIDE == 1 ? schedule.rank : lane);
-    }
-
     // Unpacks the codes of the next chunk of the ring, chunk `i` of a period, with groups `groups`.
     MEMBER void take(Operand (&a)[2], int i, const Fetched &groups) {
-        slot[i % 2] = ring.slot, tokens[i % 2] = tokens_at(ring.slot);
+        slot[i % 2] = ring.slot, tokens[i % 2] = tokens_at(shared, ring.slot);
         unpack(a[i % 2], groups);
         ring.advance();
     }
@@ -120,40 +108,32 @@ struct Consumer {
     // compiler would serialise them.
     MEMBER void add_period(float (&totals)[SUMS], Operand (&a)[2], int chunk) {
         constexpr int UNITS = PERIOD * PARTS;
-        int sums[SETS][SUMS];
+        const float base[2] = {window[0].number(0, 0) * BASE_UP, window[0].number(0, 1) * BASE_UP};
+        int sums[SUMS];
 #pragma unroll
-        for (int set = 0; set < SETS; ++set) {
-            const Fetched &groups = window[set / PARTS];
-            const float base[2] = {groups.number(set % PARTS, 0) * BASE_UP, groups.number(set % PARTS, 1) * BASE_UP};
-#pragma unroll
-            for (int i = 0; i < SUMS; ++i) totals[i] -= base[i / 2 % 2], sums[set][i] = BASE, in_use(sums[set][i]);
-        }
-#pragma unroll
-        for (int set = 0; set < SETS; ++set) multiply_part(sums[set], a[set / PARTS], tokens[set / PARTS], set % PARTS);
+        for (int i = 0; i < SUMS; ++i) totals[i] -= base[i / 2 % 2], sums[i] = BASE, in_use(sums[i]);
+        multiply_part(sums, a[0], tokens[0], 0);
 #pragma unroll
         for (int unit = 0; unit < UNITS; ++unit) {
-            const int i = unit / PARTS, part = unit % PARTS, later = part + SETS;
-            const bool ends = unit + SETS >= UNITS, is_last = part + 1 == PARTS;
-            const bool takes = part == 0 && (i + AHEAD < PERIOD || chunk + PERIOD < schedule.last);
-            int (&own)[SUMS] = sums[unit % SETS];
+            const int i = unit / PARTS, part = unit % PARTS, later = part + 1;
+            const bool ends = unit + 1 == UNITS, is_last = later == PARTS;
+            const bool takes = part == 0 && (i + 1 < PERIOD || chunk + PERIOD < schedule.last);
             float factor[2];
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const float other = ends ? 0.0f : window[later / PARTS].number(later % PARTS, j);
                 factor[j] = UP * (window[0].number(part, j) - other);
             }
-            if (SETS == 1 && takes) take(a, i + AHEAD, window[AHEAD]);
-            if (SETS == 1 || unit + 1 == UNITS) product_wait<0>();
-            else product_wait<1>();
+            if (takes) take(a, i + 1, window[1]);
+            product_wait<0>();
 #pragma unroll
-            for (int j = 0; j < SUMS; ++j) in_use(own[j]);
-            if (is_last) release(slot[i % 2]);
-            if (SETS == 2 && takes) take(a, i + AHEAD, window[AHEAD]);
+            for (int j = 0; j < SUMS; ++j) in_use(sums[j]);
+            if (is_last) release(shared, schedule, slot[i % 2]);
 #pragma unroll
             for (int j = 0; (GROUP || ends) && j < SUMS; ++j)
-                totals[j] = fma_exactly(bits_float(own[j]), factor[j / 2 % 2], totals[j]);
-            const int next = (unit + SETS) / PARTS % 2;
-            if (!ends) multiply_part(own, a[next], tokens[next], later % PARTS);
+                totals[j] = fma_exactly(bits_float(sums[j]), factor[j / 2 % 2], totals[j]);
+            const int next = (unit + 1) / PARTS % 2;
+            if (!ends) multiply_part(sums, a[next], tokens[next], later % PARTS);
             if (is_last) {
 #pragma unroll
                 for (int j = 0; j + 1 < WINDOW; ++j) window[j] = window[j + 1];
@@ -171,8 +151,7 @@ struct Consumer {
         for (int i = 0; i < 2; ++i) first[i] = (long long)min(row + i * 8, shape.n - 1) * shape.groups;
 #pragma unroll
         for (int i = 0; i < WINDOW; ++i) window[i] = fetched(schedule.first + i);
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) take(a, i, window[i]);
+        take(a, 0, window[0]);
         for (int chunk = schedule.first; chunk < schedule.last; chunk += PERIOD) add_period(totals, a, chunk);
     }
 };

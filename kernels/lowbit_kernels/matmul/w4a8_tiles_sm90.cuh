@@ -76,6 +76,17 @@ struct Ring {
     }
 };
 
+// The tokens in a slot, as an operand of the units; the same in all lanes of a warp.
+DEVICE uint32 tokens_at(Shared &shared, int slot) {
+    return __shfl_sync(0xffffffff, operand(shared_address(shared.stage[slot]) + CODE_BYTES), 0);
+}
+
+// Tells the blocks that fill a slot that this warp has read it.
+DEVICE void release(Shared &shared, const Schedule &schedule, int slot) {
+    const int lane = threadIdx.x % 32;
+    if (lane < BESIDE) barrier_arrive(shared_address(&shared.empty[slot]), BESIDE == 1 ? schedule.rank : lane);
+}
+
 // Prefetches the first codes into the L2 cache.
 DEVICE void fetch(const TensorMap &codes, const Shape &shape, uint32 rank) {
     Schedule schedule(shape, rank);
