@@ -249,7 +249,7 @@ class Costs:
         return self.of([own[i] for own, i in zip(units, chosen, strict=True)])
 
     def _values(self, units: list[list[Choice]], wanted: str) -> list[list[float]]:
-        """What is minimized. Of equal choices the one with fewer bytes is better."""
+        """The values to minimize. Between equal choices the one with fewer bytes is better."""
         values = [[float(getattr(c, wanted)) for c in own] for own in units]
         if wanted == "nbytes":
             return values

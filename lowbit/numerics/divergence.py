@@ -73,6 +73,13 @@ def distillation_loss(
     return total / num_items
 
 
+def divergence(p: Tensor, q: Tensor) -> Tensor:
+    """Σ over rows of KL(exp p ‖ exp q), float64 without dimensions. p, q: log-probabilities [N, V]. A class with the
+    probability 0 in p adds nothing."""
+    terms = torch.where(p.isneginf(), 0.0, p.exp() * (p - q))
+    return terms.sum(dtype=torch.float64)
+
+
 def _check(
     student: Any, teacher: Any, labels: Tensor | None, temperature: float, kl_weight: float
 ) -> None:

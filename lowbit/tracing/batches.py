@@ -6,7 +6,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+
+def on_device_of(model: nn.Module, batch: Any) -> Any:
+    """The batch with its tensors on the device of the model's first parameter; a mapping as a dict."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    plain = dict(batch) if hasattr(batch, "keys") else batch  # tree_map enters no BatchEncoding
+    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, plain)
 
 
 def call(model: nn.Module, batch: Any) -> Any:

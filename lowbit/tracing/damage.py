@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lowbit.numerics.divergence import divergence
 from lowbit.numerics.snr import Energies
 from lowbit.tracing.batches import call, entry, eval_mode, output_tensor
 from lowbit.tracing.tracer import state_restored
@@ -151,8 +152,7 @@ def _divergence(expected: Tensor, found: Tensor) -> float:
     pairs = (t.reshape(-1, t.shape[-1]).split(KL_ROWS) for t in (expected, found))
     for before, after in zip(*pairs, strict=True):
         p, q = before.float().log_softmax(-1), after.float().log_softmax(-1)
-        terms = torch.where(p.isneginf(), 0.0, p.exp() * (p - q))
-        total += float(terms.sum(dtype=torch.float64))
+        total += float(divergence(p, q))
         rows += len(before)
     return total / max(rows, 1)
 

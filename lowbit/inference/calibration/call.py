@@ -18,7 +18,6 @@ from typing import Any, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lowbit import calibration as observed
 from lowbit.convert import (
@@ -45,7 +44,7 @@ from lowbit.layers.static_input import input_qparams, take_input
 from lowbit.progress import progress
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor
-from lowbit.tracing.batches import call, eval_mode, output_tensor
+from lowbit.tracing.batches import call, eval_mode, on_device_of, output_tensor
 from lowbit.tracing.observer import Method
 
 Ranges = AbstractContextManager[dict[str, tuple[float, float]]]
@@ -168,11 +167,7 @@ def _context(
 
 def _on_device_of(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
     """The batches, on the device of the model's first parameter. Raises ValueError if there is none."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    moved = [
-        tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, _plain(batch))
-        for batch in batches
-    ]
+    moved = [on_device_of(model, batch) for batch in batches]
     kept = [batch for batch in moved if not _is_empty(batch)]
     if not kept:
         raise ValueError(
@@ -180,11 +175,6 @@ def _on_device_of(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
             "thousand tokens in all"
         )
     return kept
-
-
-def _plain(batch: Any) -> Any:
-    """A BatchEncoding of transformers as a dict, which tree_map enters."""
-    return dict(batch) if hasattr(batch, "keys") else batch
 
 
 def _is_empty(batch: Any) -> bool:

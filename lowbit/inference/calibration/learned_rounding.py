@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import Target, is_turned, shape_of_blocks
+from lowbit.inference.calibration.gptq import levels_of
 from lowbit.inference.calibration.step import Layer, QParams, Step, by_rows, check_share
 from lowbit.linear.fused_rounding import learned_gradients, rounded_by
 from lowbit.numerics.divergence import distillation_loss
@@ -135,7 +136,7 @@ def steps_of(values: Tensor, spec: Spec, found: QParams) -> Tensor:
     scale = scale.narrow(-1, 0, shape[-1])
     fmt = spec.format
     if isinstance(fmt, LookupTable):
-        ordered = torch.tensor(sorted(set(fmt.values)), device=values.device)
+        ordered = torch.tensor(levels_of(fmt), device=values.device)
         gaps = ordered.diff()
         ends = gaps.new_full((1,), math.inf)
         nearest = torch.minimum(torch.cat([ends, gaps]), torch.cat([gaps, ends]))

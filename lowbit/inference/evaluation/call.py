@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lowbit import optional
 from lowbit.convert import check_module
 from lowbit.convert.report import nbytes_of
 from lowbit.inference.evaluation.report import Evaluation, EvaluationReport
+from lowbit.numerics.divergence import divergence
 from lowbit.progress import progress
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local
-from lowbit.tracing.batches import call, eval_mode
+from lowbit.tracing.batches import call, eval_mode, on_device_of
 from lowbit.tracing.damage import damages
 
 Made = nn.Module | Callable[[], nn.Module]
@@ -199,7 +199,7 @@ def next_tokens(batch: Any) -> Tensor:
 
 def _logits(model: nn.Module, batch: Any) -> Tensor:
     """Logits [B, T, V] of a batch, which is moved to the device of the model."""
-    output = call(model, _moved(batch, model))
+    output = call(model, on_device_of(model, batch))
     found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(found, Tensor) or found.ndim != 3:
         raise TypeError(
@@ -219,8 +219,7 @@ def compared(logits: Tensor, expected: Tensor | None, labels: Tensor) -> Tensor:
         if expected is None:
             continue
         p = expected[part].to(q.device).float().log_softmax(-1)
-        terms = torch.where(p.isneginf(), 0.0, p.exp() * (p - q))
-        sums[1] += terms.sum(dtype=torch.float64).cpu()
+        sums[1] += divergence(p, q).cpu()
         sums[2] += (p.argmax(-1) == q.argmax(-1)).sum().cpu()
     return sums
 
@@ -247,7 +246,7 @@ def layer_damages(model: nn.Module, original: nn.Module, batches: list[Any]) -> 
                 "model with the layers of the original, e.g. before fuse_linears_"
             )
     contexts = [partial(_exchanged, original, model, names) for names in groups.values()]
-    moved = [_moved(batch, original) for batch in batches]
+    moved = [on_device_of(original, batch) for batch in batches]
     passes = len(contexts) * len(moved)
     with eval_mode(model), progress("evaluating layers", passes, unit="passes") as advance:
         found = damages(original, moved, contexts, "kl", passed=lambda: advance(1))
@@ -283,13 +282,6 @@ def _exchanged(original: nn.Module, model: nn.Module, names: list[str]) -> Itera
     finally:
         for (parent, child), module in zip(places, before, strict=True):
             parent._modules[child] = module
-
-
-def _moved(batch: Any, model: nn.Module) -> Any:
-    """The batch with its tensors on the device of the model."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    plain = dict(batch) if isinstance(batch, Mapping) else batch  # tree_map enters no BatchEncoding
-    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, plain)
 
 
 def _results_of_tasks(
