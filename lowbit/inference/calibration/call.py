@@ -164,10 +164,10 @@ def calibrate(
             *(model, scheme, batches, filter_fn, chosen, ranges, place, device, out, writing)
         )
     check_module(model)
-    if out is not None or device != "cpu" or writing:
+    if of_folder := [*(["out"] if out is not None else []), *writing]:
         raise TypeError(
-            f"{', '.join(['out', 'device', *writing])} are for a folder; a model in memory is changed in place, and "
-            "lowbit.export writes it"
+            f"{', '.join(of_folder)}: for a folder alone; a model in memory is changed in place, and lowbit.export "
+            "writes it"
         )
     run = Run(model, scheme, filter_fn, chosen, usable_batches(model, batches), ranges)
     return run.quantize(None if blocks is None else list(blocks), place)
