@@ -94,6 +94,8 @@ def kept(out: Path, name: str) -> Iterator[Path]:
     assert lock is not None
     try:
         _lock(lock)
+        if not (place / _LOCK).exists():  # its process has just ended, and removed the folder
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(place))
     except BlockingIOError:
         os.close(lock)
         raise

@@ -18,6 +18,7 @@ from lowbit.formats import FormatError
 from lowbit.inference import AWQ, GPTQ, LearnedRounding, Search, Step
 from lowbit.inference.calibration.finished import Finished
 from lowbit.inference.calibration.run import Run
+from lowbit.inference.calibration.states import OnDisk
 from tests import forked
 
 transformers = pytest.importorskip("transformers")
@@ -90,6 +91,10 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any, list[Step]]] = {
     "mixture": ("Qwen3Moe", EXPERTS, INT3, [GPTQ(asymmetric=0)]),
     "head, nvfp4": ("Llama", {}, {"lm_head": INT3, "*": lb.NVFP4WeightOnly()}, [Search(), GPTQ()]),
     "static": ("Llama", {}, STATIC, []),
+    "over the model": (
+        *("Llama", {"num_hidden_layers": 2}, INT3),
+        [Search(), LearnedRounding(steps=3, over="model")],
+    ),
     "one block": ("Llama", {"num_hidden_layers": 1}, INT3, [GPTQ()]),
 }
 
@@ -112,7 +117,8 @@ def test_a_folder_gives_the_bits_of_memory(kind: str, tmp_path: Path) -> None:
     assert report.left == expected.left or isinstance(scheme, lb.Scheme)
     assert report.low_bit_nbytes == expected.low_bit_nbytes and report.nbytes == expected.nbytes
     notes = report.written.notes  # type: ignore[union-attr]
-    assert any("whole in memory: it has no list" in note for note in notes) == (kind == "one block")
+    whole = [note for note in notes if "the model was whole in memory" in note]
+    assert len(whole) == (kind in ("one block", "over the model"))
     assert left_beside(out) == [] and sorted(p.name for p in tmp_path.iterdir()) == ["model", "out"]
 
 
@@ -179,6 +185,18 @@ def test_what_a_config_refuses() -> None:
             LowbitConfig("int4", **given)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="or give batches="):
         LowbitConfig(STATIC)
+
+
+def test_tensors_on_disk(tmp_path: Path) -> None:
+    """Odd shapes and dtypes, an empty one, and one that grows."""
+    first = [torch.randn(3, 5).bfloat16(), torch.empty(0, 4), torch.tensor(torch.nan)]
+    held = OnDisk(tmp_path, first)
+    assert list(tmp_path.iterdir()) == []  # the file has no name, so a kill leaves nothing
+    held[0] = larger = torch.randn(2, 7, 3).mT
+    held.append(last := torch.arange(5))
+    for found, wanted in zip(held, [larger, *first[1:], last], strict=True):
+        assert found.dtype is wanted.dtype
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------

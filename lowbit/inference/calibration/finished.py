@@ -49,7 +49,10 @@ class Finished:
         (place / "part").mkdir()
         self.folder.mkdir(exist_ok=True)
         path = place / "key.json"
-        if any(self.folder.glob("*.safetensors")):
+        if not any(self.folder.glob("*.safetensors")):
+            write_json(place / "part" / path.name, key)
+            new_path.put_files([place / "part" / path.name], place)
+        else:
             try:
                 held = json.loads(path.read_text(encoding="utf-8"))
             except (OSError, ValueError):
@@ -59,7 +62,6 @@ class Finished:
                     f"{place} holds the finished part of a calibration with another {' and another '.join(other)}: "
                     "call it as before to go on from there, or delete that folder to begin anew"
                 )
-        write_json(path, key)
 
     def has(self, name: str) -> bool:
         return self._path(name).is_file()

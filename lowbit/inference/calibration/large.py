@@ -70,6 +70,8 @@ def calibrate_folder(
         raise FormatError(
             f"another process calibrates to {out}; wait, or give another out"
         ) from error
+    except OSError as error:
+        raise FormatError(f"{out} cannot be written: {error.strerror or error}") from error
     return report
 
 

@@ -125,6 +125,8 @@ class Run:
                     whole.vectors = vectors
                     self.report.learned.append((whole.name, step.learn(whole, self.waiting)))
                 self._replace()
+                if self.over_model:
+                    self.memory.finish("after")
             except BaseException:
                 # Weights whose rounding is to be learned look plain, and would keep rounded values.
                 for weight in self.waiting:
@@ -154,7 +156,7 @@ class Run:
         elif isinstance(stage, Left):
             if not self.over_model:
                 self._replace()
-            self.memory.finish(stage.place)
+                self.memory.finish(stage.place)
         else:
             self._check_finite(stage)
             while stage.targets:
@@ -176,14 +178,14 @@ class Run:
             return place.run(number)
 
         with forward_of(self.model, forward):
-            self._fold(place.targets, numbers)
+            self._fold(place.targets, numbers if place.folds else [])
             if not place.is_finished:
                 self._find_static(place.targets, numbers)
 
     def _fold(self, targets: Sequence[Target], batches: Sequence[Any]) -> None:
-        """Let the steps change the model in high precision."""
+        """Let the steps change the model in high precision. No batches: name the steps of these weights alone."""
         for step in [*self.steps, *self.learned]:
-            notes = step.fold(self.model, targets, batches)
+            notes = step.fold(self.model, targets, batches) if batches else {}
             for target in targets:
                 own = [notes[id(o.module)] for o in target.owners if id(o.module) in notes]
                 method = f"{step.method} {own[0]}" if own else step.method

@@ -41,11 +41,13 @@ class Entered:
         targets: its weights.
         run: runs it on a batch, by its number, as the model in high precision does.
         is_finished: an earlier process has rounded its weights, which come back next.
+        folds: True if all that may change beside its weights is kept.
     """
 
     targets: Sequence[Target]
     run: Callable[[int], Any]
     is_finished: bool = False
+    folds: bool = True
 
 
 class Left(NamedTuple):
@@ -114,7 +116,11 @@ def walk(
             memory.bring(block)
         try:
             states = States(model, chain, batches, cache, needs.high)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError) as error:
+            if memory.streams:
+                raise ValueError(
+                    f"{error}. Such a model is calibrated whole, lowbit.calibrate(lowbit.load_pretrained(folder), …)"
+                ) from error
             if blocks is not None:
                 raise
     if states is None:
@@ -171,7 +177,7 @@ def _before(
             states.advance(last, at, block)
             memory.drop(block)
         run = partial(states.after, last)
-    yield Entered(tuple(targets), run)
+    yield Entered(tuple(targets), run, folds=False)
     yield from Place(run, masks).groups(targets, needs)
     yield Left("before")
 

@@ -98,8 +98,8 @@ class LowbitQuantizer(HfQuantizer):
         is_spread = isinstance(devices, dict) and len(set(devices.values())) > 1
         if is_spread and self.quantization_config.batches is not None:
             raise ValueError(
-                "device_map spreads the model, and LowbitConfig(…, batches=…) calibrates it on one device; accepted: one "
-                "device, or lowbit.calibrate(folder, …, out=…), which holds one block in memory"
+                "device_map spreads the model, and LowbitConfig(…, batches=…) calibrates it on one device; accepted: "
+                "one device, or lowbit.calibrate(folder, …, out=…), which holds one block in memory"
             )
         if isinstance(devices, dict) and "disk" in devices.values():
             raise ValueError(
