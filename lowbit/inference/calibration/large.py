@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-import lowbit
 from lowbit.convert import Filter, Schemes, Target, has_static
 from lowbit.files import digests, new_path
 from lowbit.formats.base import FormatError
@@ -151,7 +150,7 @@ class Streamed(Memory):
         layers, learned = self._told
         results = {
             "layers": [asdict(one) for one in list(report.layers.values())[layers:]],
-            "learned": [(name, [*losses]) for name, losses in report.learned[learned:]],
+            "learned": [(name, losses._asdict()) for name, losses in report.learned[learned:]],
         }
         self._finished.write(place, {name: self.source.value(name) for name in names}, results)
         self._tell()
@@ -211,7 +210,6 @@ def _key(source: StreamedModel, run: Run, steps: Sequence[Step]) -> dict[str, st
         "list of batches": batches,
         "choice of ranges": run.ranges,
         "kind of device": source.device.type,
-        "release of lowbit": lowbit.__version__,
     }
     return {name: digests.of_text(json.dumps(value)) for name, value in given.items()}
 

@@ -255,7 +255,7 @@ class Run:
         """Replace weights by those of an earlier run. `results`: of that run, as `results` gave them. `targets` is
         emptied."""
         self.report.layers |= {one["name"]: LayerResult(**one) for one in results["layers"]}
-        self.report.learned += [(name, Losses(*losses)) for name, losses in results["learned"]]
+        self.report.learned += [(name, Losses(**losses)) for name, losses in results["learned"]]
         while targets:
             target = targets.pop(0)
             self._put(target, lambda t: weights[t.owners[0].fqn])

@@ -129,4 +129,5 @@ class States:
         hidden = states[number]
         last = (p.device for block in reversed(self.blocks) for p in block.parameters())
         home = next((device for device in last if device.type != "meta"), hidden.device)
-        return call_after(self.model, self.blocks, self.batches[number], hidden.to(home))
+        x = hidden.to(home, copy=True)  # what follows may write to it
+        return call_after(self.model, self.blocks, self.batches[number], x)
