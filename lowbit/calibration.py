@@ -13,7 +13,7 @@ ranks sum their statistics once, and each layer gets a scale, which stays or is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,7 +22,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lowbit.convert import Filter, Schemes, check_module, find_targets, rounding_owners
+from lowbit.convert import (
+    Filter,
+    Schemes,
+    Target,
+    check_module,
+    find_targets,
+    rounding_owners,
+)
 from lowbit.layers import static_input
 from lowbit.layers.frozen import shown_class
 from lowbit.layers.prepared import rounds_input
@@ -80,6 +87,23 @@ def calibrate(
     """
     check_module(model)
     found = prepared_layers(model) if scheme is None else _plain(model, scheme, filter_fn)
+    with observing(model, found, method, percentile, group) as ranges:
+        yield ranges
+
+
+Found = list[tuple[list[str], list[nn.Module], Spec]]
+"""Names, modules and activation of each weight."""
+
+
+@contextmanager
+def observing(
+    model: nn.Module,
+    found: Found,
+    method: Method,
+    percentile: float,
+    group: dist.ProcessGroup | None = None,
+) -> Iterator[dict[str, tuple[float, float]]]:
+    """The context of `calibrate` for layers that were found before."""
     calibration = Calibration(model, found, method, percentile)
     ranges: dict[str, tuple[float, float]] = {}
     try:
@@ -104,7 +128,7 @@ class Calibration:
     def __init__(
         self,
         model: nn.Module,
-        found: list[tuple[list[str], list[nn.Module], Spec]],
+        found: Found,
         method: Method,
         percentile: float,
         training: bool | None = None,
@@ -167,7 +191,7 @@ class Calibration:
                 module._modules.pop(static_input.OBSERVER, None)
 
 
-def prepared_layers(model: nn.Module) -> list[tuple[list[str], list[nn.Module], Spec]]:
+def prepared_layers(model: nn.Module) -> Found:
     """Names, modules and activation of each prepared weight with a static scale of its input."""
     found: dict[int, tuple[list[str], list[nn.Module], Spec]] = {}
     for name, module in model.named_modules():
@@ -184,10 +208,19 @@ def prepared_layers(model: nn.Module) -> list[tuple[list[str], list[nn.Module], 
     return list(found.values())
 
 
-def _plain(
-    model: nn.Module, scheme: Schemes, filter_fn: Filter | None
-) -> list[tuple[list[str], list[nn.Module], Spec]]:
+def _plain(model: nn.Module, scheme: Schemes, filter_fn: Filter | None) -> Found:
     targets, _ = find_targets(model, scheme, filter_fn)
+    found = layers_of(targets)
+    if not found:
+        raise ValueError(
+            f"{scheme} has no static activation to calibrate; accepted: e.g. "
+            "lowbit.Int8StaticActivationInt8Weight(), or an activation Spec(…, PerTensor(), static=True)"
+        )
+    return found
+
+
+def layers_of(targets: Sequence[Target]) -> Found:
+    """The targets with a static activation. Raises ValueError for a module that may not multiply its input as it is."""
     found = []
     for target in targets:
         if isinstance(target.scheme, Scheme) and target.scheme.is_static:
@@ -198,11 +231,6 @@ def _plain(
             modules = [owner.module for owner in owners]
             assert target.scheme.activation is not None
             found.append((names, modules, target.scheme.activation))
-    if not found:
-        raise ValueError(
-            f"{scheme} has no static activation to calibrate; accepted: e.g. "
-            "lowbit.Int8StaticActivationInt8Weight(), or an activation Spec(…, PerTensor(), static=True)"
-        )
     return found
 
 

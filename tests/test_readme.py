@@ -26,6 +26,7 @@ LOG = ROOT / "benchmarks/LOG.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 NEEDS = {
     "README.md": ("safetensors",),
+    "docs/calibration.md": ("transformers", "safetensors"),
     "docs/checkpoints.md": ("safetensors",),
     "docs/coming-from.md": ("safetensors",),
     "docs/command-line.md": ("typer", "rich", "safetensors", "matplotlib"),

@@ -79,7 +79,8 @@ def quantize(
     lossy: of.Lossy = False,
     overwrite: of.Overwrite = False,
     max_shard_size: of.ShardSize = "500MB",
-    data: of.StaticData = None,
+    method: of.Methods = None,
+    data: of.CalibrationData = None,
     context: of.Context = None,
     limit: of.Limit = None,
     device: of.Device = "cpu",
@@ -87,8 +88,8 @@ def quantize(
 ) -> None:
     """Quantize a folder of plain weights, layer by layer, into a folder that vLLM and transformers take.
 
-    The model is never whole in memory, unless --data is given, which needs the extra hf: static activations get their
-    scales by that text, and the weights of a mix of gguf are calibrated by it (GPTQ). Embeddings, the output head and
+    The model is never whole in memory. With --data the weights are calibrated on that text by --method, one block after
+    another, which needs the extra hf. A command that was killed goes on from there. Embeddings, the output head and
     routers stay in high precision unless --layers or a mix names them.
 
     \b
@@ -97,6 +98,7 @@ def quantize(
       lowbit quantize model --scheme int8 --format lowbit --out model-int8 --json
       lowbit quantize model --layers lm_head=int8 --layers '*.0.*=none' --out model-mixed
       lowbit quantize model --plan plan.json --out model-planned
+      lowbit quantize model --scheme int4 --method awq,gptq --data text.txt --out model-awq
       lowbit quantize model --scheme int8_int8_static --data text.txt --out model-static
       lowbit quantize model --scheme Q4_K_M --format gguf --data text.txt --out model.gguf
     """

@@ -129,12 +129,20 @@ Scales = Annotated[
 Lossy = Annotated[
     bool, typer.Option("--lossy", help="Round what the format cannot hold, and state the loss.")
 ]
-StaticData = Annotated[
+Methods = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,…",
+        help="Steps of a calibration in their order, also with options: gptq, awq, smoothquant, search, "
+        "learned-rounding; none rounds to nearest. Default: gptq; none for static activations.",
+    ),
+]
+CalibrationData = Annotated[
     Path | None,
     typer.Option(
         parser=path,
         metavar="TEXT",
-        help="A file of text, in UTF-8, for static activations and mixes of gguf.",
+        help="A file of text, in UTF-8, to calibrate on. Static activations need it.",
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint at --out.")]

@@ -2,69 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import torch
 from torch import nn
 
 import lowbit
-from lowbit.cli.language_model import check, load
+from lowbit import formats
+from lowbit.cli.language_model import check, load, skeleton, tokenizer_of
 from lowbit.cli.windows import tokens_of, windows_of
-from lowbit.convert import Schemes
-from lowbit.formats.base import FormatError
+from lowbit.convert import Schemes, has_static
 from lowbit.formats.folder import Folder
-from lowbit.progress import progress
+from lowbit.inference import GPTQ, CalibrationReport, Step
+from lowbit.schemes import lines
+
+_NONE = "none"
 
 
-def has_static(patterns: Schemes) -> bool:
-    """True if a scheme has an activation whose scale a calibration finds."""
-    schemes = patterns.values() if isinstance(patterns, Mapping) else (patterns,)
-    return any(scheme is not None and scheme.is_static for scheme in schemes)
+def steps_of(methods: str | None, schemes: Schemes) -> list[Step]:
+    """The steps of a list such as "awq, gptq(damping=0.05)". Hyphens and capitals do not count.
+
+    "none" rounds to nearest. None is that for schemes with static activations, and GPTQ for others. Raises ValueError
+    for an unknown name, and options that the step refuses.
+    """
+    if methods is None:
+        return [] if has_static(schemes) else [GPTQ()]
+    if methods.strip().lower() == _NONE:
+        return []
+    kinds = {name.lower(): kind for name, kind in sorted(Step.kinds.items())}
+    found = []
+    for line in re.split(r",(?![^(]*\))", methods):
+        name, options = lines.parsed(
+            re.sub(r"(?<=[a-z])-(?=[a-z])", "", line), "method", "gptq(damping=0.05)"
+        )
+        found.append(lines.made(lines.named(name.lower(), "method", kinds), options, line.strip()))
+    return found
 
 
-def calibrated(
+def calibrate(
     path: Path,
-    patterns: Schemes,
+    out: Path,
+    schemes: Schemes,
+    steps: Sequence[Step],
     data: Path,
     context: int | None,
     limit: int | None,
-    scales: str | None,
     device: str,
-) -> nn.Module:
-    """The model of the folder `path`, whole in memory, calibrated on the text `data` and quantized: by GPTQ, or with
-    static activations rounded to nearest.
+    writing: Mapping[str, Any],
+) -> CalibrationReport:
+    """Calibrate the model `path` on the text `data`, and write it to `out`. A folder comes into memory block by block,
+    a GGUF file whole. Args: those of `lowbit.cli.app.quantize`; `writing`: options of `lowbit.export`.
 
-    The patterns choose the layers that `lowbit.export(path, scheme=patterns)` would take, but no stacks of experts:
-    a static scale belongs to one linear layer. Args: those of `lowbit.cli.app.quantize`.
+    The schemes choose the layers that `lowbit.export(path, scheme=schemes)` would take, but with static activations no
+    stacks of experts: a static scale belongs to one linear layer.
 
-    Raises ValueError for a text or a window that cannot be used, and for what `lowbit.calibrate` and `lowbit.quantize_`
-    refuse; ImportError without transformers.
+    Raises ValueError for a text or a window that cannot be used, and for what `lowbit.calibrate` refuses; ImportError
+    without transformers.
     """
     folder = check(path)
-    if isinstance(folder, Folder) and folder.weights:
-        raise FormatError(f"{path} is in low bits already; give the folder of the plain weights")
+    formats.writing.check_writing(path, out, schemes, **writing)
     tokens = tokens_of(path, data, limit)
-    model = load(path, device)
+    is_folder = isinstance(folder, Folder)
+    model = skeleton(folder) if is_folder else load(path, device)
+    windows = windows_of(tokens, model, context)
+    batches = [{"input_ids": window, "use_cache": False} for window in windows]
+    if is_folder:
+        return lowbit.calibrate(
+            *(path, schemes, batches), out=out, steps=steps, device=device, **writing
+        )
     from lowbit.interop.hf.plan import plan
 
-    given = patterns if isinstance(patterns, Mapping) else {"*": patterns}
+    given = schemes if isinstance(schemes, Mapping) else {"*": schemes}
     chosen = plan(model, given, experts=False).schemes
 
     def is_chosen(module: nn.Module, name: str) -> bool:
         return f"{name}.weight" in chosen
 
-    windows = windows_of(tokens, model, context)
-    if not has_static(chosen):
-        batches = [{"input_ids": window, "use_cache": False} for window in windows]
-        lowbit.calibrate(model, chosen, batches, is_chosen)
-        return model
-    total = sum(window.numel() for window in windows)
-    calibration = lowbit.calibrate(model, chosen, is_chosen)
-    bar = progress("calibrating on text", total, unit="tokens")
-    with calibration, torch.no_grad(), bar as advance:
-        for window in windows:
-            model(input_ids=window.to(device), use_cache=False)
-            advance(window.numel())
-    lowbit.quantize_(model, chosen, is_chosen, scales)  # type: ignore[arg-type]  # it checks the name
-    return model
+    report = lowbit.calibrate(model, chosen, batches, is_chosen, steps=steps)
+    report.written = lowbit.export(model, out, tokenizer=tokenizer_of(path), **writing)
+    return report

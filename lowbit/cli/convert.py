@@ -1,27 +1,26 @@
-"""`lowbit quantize` and `lowbit export`: folders in, folders out, a few tensors at a time.
-
-A scheme with static activations is the exception: the model is whole in memory, because a text passes through it.
-"""
+"""`lowbit quantize` and `lowbit export`: folders in, folders out, a few tensors at a time, or with a text a block."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import typer
-from torch import nn
 
 from lowbit import formats
-from lowbit.cli.calibrated import calibrated, has_static
-from lowbit.cli.language_model import check, tokenizer_of
+from lowbit.cli.calibrated import calibrate, steps_of
+from lowbit.cli.language_model import check
 from lowbit.cli.output import decibel, percent, print_json, print_table, size
 from lowbit.cli.schemes import chosen
+from lowbit.convert import has_static
 from lowbit.formats.gguf.mixes import MIXES
 from lowbit.formats.programs.base import ProgramFormat
 from lowbit.formats.registry import target
-from lowbit.formats.shards import check_free
+from lowbit.formats.report import ExportReport
+from lowbit.inference import CalibrationReport
 from lowbit.schemes.scheme import Scheme
 
 _WORST = 5
@@ -40,6 +39,7 @@ def quantize(
     lossy: bool,
     overwrite: bool,
     max_shard_size: str,
+    method: str | None,
     data: Path | None,
     context: int | None,
     limit: int | None,
@@ -49,31 +49,36 @@ def quantize(
     """The command `quantize`. Args: those of `lowbit.cli.app.quantize`."""
     _check_format(format)
     is_mix = plan is None and _is_mix(scheme, format)
-    scales = scales or ("searched" if is_mix else None)
     if is_mix:
         patterns: Any = _mix(model, scheme, group_size, layers or ())
     else:
         patterns = chosen(scheme, group_size, layers or (), plan)
-    options = {"lossy": lossy, "overwrite": overwrite, "max_shard_size": max_shard_size}
-    if not (has_static(patterns) or (is_mix and data is not None)):
-        of_data = {"--data": data, "--context": context, "--limit": limit}
-        if given := [name for name, value in of_data.items() if value is not None]:
-            raise ValueError(
-                f"{given[0]} is for static activations and for mixes of gguf, and --scheme {scheme} --format {format} "
-                "is neither; accepted there: e.g. int8_int8_static, float8_float8_static, Q4_K_M"
-            )
-        options |= {"scheme": patterns, "scales": scales, "device": device}
-        _write(model, model, out, format, json, options)
-        return
+    options: dict[str, Any] = {"format": format, "lossy": lossy, "overwrite": overwrite}
+    options |= {"max_shard_size": max_shard_size}
     if data is None:
+        of_data = {"--method": method, "--context": context, "--limit": limit}
+        if given := [name for name, value in of_data.items() if value is not None]:
+            raise ValueError(f"{given[0]} is for a calibration: give --data TEXT too")
+        if has_static(patterns):
+            raise ValueError(
+                f"--scheme {scheme} has static activations: give --data TEXT, on which their scales are found"
+            )
+        scales = scales or ("searched" if is_mix else None)
+        options |= {"scheme": patterns, "scales": scales, "device": device}
+        _write(model, out, json, lambda: formats.export(model, out, **options))
+        return
+    if scales is not None:
         raise ValueError(
-            f"--scheme {scheme} has static activations: give --data TEXT, on which their scales are found"
+            f"--scales {scales} is for weights without --data, on which --method chooses them; accepted: "
+            "e.g. --method search"
         )
-    if format != "gguf":  # which is a file
-        check_free(out, overwrite)
-    source = calibrated(model, patterns, data, context, limit, scales, device)
-    options["tokenizer"] = model if model.is_dir() else tokenizer_of(model)
-    _write(model, source, out, format, json, options)
+    steps = steps_of(method, patterns)
+    _write(
+        model,
+        out,
+        json,
+        lambda: calibrate(model, out, patterns, steps, data, context, limit, device, options),
+    )
 
 
 def _is_mix(scheme: str, format: str) -> bool:
@@ -115,8 +120,9 @@ def export(
     patterns: Any = scheme
     if scheme is not None and not _is_mix(scheme, format):
         patterns = chosen(scheme, group_size)
-    options = {"scheme": patterns, "lossy": lossy, "overwrite": overwrite}
-    _write(model, model, out, format, json, {**options, "max_shard_size": max_shard_size})
+    options: dict[str, Any] = {"scheme": patterns, "lossy": lossy, "overwrite": overwrite}
+    options |= {"format": format, "max_shard_size": max_shard_size}
+    _write(model, out, json, lambda: formats.export(model, out, **options))
 
 
 def _check_format(name: str) -> None:
@@ -129,18 +135,16 @@ def _check_format(name: str) -> None:
 
 
 def _write(
-    model: Path,
-    source: Path | nn.Module,
-    out: Path,
-    format: str,
-    as_json: bool,
-    options: dict[str, Any],
+    model: Path, out: Path, as_json: bool, make: Callable[[], ExportReport | CalibrationReport]
 ) -> None:
-    """Export `source`, which is `model` or was made of it, and print the report. `options`: of `lowbit.export`."""
+    """Make `out` of `model`, and print the report."""
     before = check(model).nbytes
     start = time.monotonic()
-    report = formats.export(source, out, format, **options)
+    found = make()
     seconds = time.monotonic() - start
+    layers = found.layers if isinstance(found, CalibrationReport) else {}
+    report = found.written if isinstance(found, CalibrationReport) else found
+    assert report is not None
     worst = sorted(report.snr.items(), key=lambda entry: entry[1])[:_WORST]
     if as_json:
         print_json(
@@ -154,6 +158,7 @@ def _write(
                 "low_bit_parameters": report.low_bits,
                 "seconds": seconds,
                 "snr_db": report.snr,
+                "calibrated": {name: asdict(layer) for name, layer in layers.items()},
                 "left": report.left,
                 "notes": report.notes,
             }
@@ -173,3 +178,8 @@ def _write(
     if worst:
         rows = [(name, decibel(snr)) for name, snr in worst]
         print_table("Lowest signal-to-noise ratios", ("weight", "SNR"), rows)
+    if layers:
+        most = sorted(layers.values(), key=lambda layer: -layer.after)[:_WORST]
+        shown = [(one.name, one.method, f"{one.before:.2e}", f"{one.after:.2e}") for one in most]
+        columns = ("weight", "method", "to nearest", "now")
+        print_table("Largest relative squared errors of outputs", columns, shown)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from lowbit.formats.base import FormatError
+from lowbit.formats.building import built
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf.file import GgufFile
 from lowbit.formats.reading import load_pretrained, opened
@@ -24,6 +25,12 @@ def load(path: Path, device: str) -> nn.Module:
     if not hasattr(model, "generate"):
         raise FormatError(f"{path} is a {type(model).__name__}, which is not a language model")
     return model
+
+
+def skeleton(folder: Folder | GgufFile) -> nn.Module:
+    """The model without its weights. Raises ImportError without the extra `hf`, FormatError as `load_pretrained`."""
+    with _quiet():
+        return built(folder)
 
 
 def check(path: Path) -> Folder | GgufFile:

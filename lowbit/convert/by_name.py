@@ -37,6 +37,12 @@ def check_schemes(schemes: Any, kind: type) -> None:
         check_pattern(pattern)
 
 
+def has_static(schemes: Any) -> bool:
+    """True if one of the schemes, a `Scheme` or a dict of patterns to one or None, has a static activation."""
+    given = schemes.values() if isinstance(schemes, Mapping) else (schemes,)
+    return any(scheme is not None and scheme.is_static for scheme in given)
+
+
 def check_pattern(pattern: Any) -> None:
     """Raise TypeError unless `pattern` is a str, ValueError if "re:" precedes what is not a regular expression."""
     if not isinstance(pattern, str):

@@ -10,6 +10,8 @@ Until then the new file lies in a hidden folder beside its place, the workplace:
 
 So a lock that is free marks the workplace of a killed process. The next process that writes `out` removes the
 workplace, and first puts the old folder back if the killed process stopped between the two renames.
+
+Work of hours leaves its finished parts in `.out.lowbit-NAME` instead (`kept`), from which a later process goes on.
 """
 
 from __future__ import annotations
@@ -78,6 +80,35 @@ def workplace(out: Path) -> Iterator[Path]:
     finally:
         _remove(place, lock)
         _RUNNING.discard(place)
+
+
+@contextmanager
+def kept(out: Path, name: str) -> Iterator[Path]:
+    """The hidden folder `.out.lowbit-name` beside `out`. It stays after an error or a kill, and is removed at the end.
+
+    Raises BlockingIOError if another process has it, and OSError if it cannot be made.
+    """
+    place = out.parent / f".{out.name}.lowbit-{name}"
+    place.mkdir(exist_ok=True)
+    lock: int | None = os.open(place / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    assert lock is not None
+    try:
+        _lock(lock)
+        if not (place / _LOCK).exists():  # its process has just ended, and removed the folder
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(place))
+    except BlockingIOError:
+        os.close(lock)
+        raise
+    except OSError:  # a file system without locks
+        os.close(lock)
+        lock = None
+    try:
+        yield place
+    except BaseException:
+        if lock is not None:
+            os.close(lock)
+        raise
+    _remove(place, lock)
 
 
 def put_files(files: list[Path], folder: Path) -> None:

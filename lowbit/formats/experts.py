@@ -228,6 +228,7 @@ class Joined:
         """The name in the model of each tensor of the folder; for a matrix, the name of its stack."""
         for name in folder.names():
             self._names[name] = self._place(name, wanted)
+        self._stored = {place: name for name, place in self._names.items()}
         for stack, matrices in self._stacks.items():
             with damage_of(f"{self.path}"):
                 check_whole(stack, matrices)
@@ -255,13 +256,18 @@ class Joined:
         done = set()
         for name in self._folder.in_order():
             place = self._names[name]
-            if place in done:
-                continue
-            done.add(place)
-            if place in self._stacks:
-                yield Item(place, self._stack(place), "other")
-            else:
-                yield Item(place, self._folder.read(name), "other")
+            if place not in done:
+                done.add(place)
+                yield Item(place, self.read(place), "other")
+
+    def read(self, name: str) -> Tensor:
+        """The tensor that has this name in the model."""
+        return self._stack(name) if name in self._stacks else self._folder.read(self._stored[name])
+
+    def plain_dtype(self, name: str) -> torch.dtype:
+        """The dtype of a plain tensor that has this name in the model, from the header."""
+        first = next(iter(self._stacks[name].values())) if name in self._stacks else None
+        return self._folder.plain_dtype(first or self._stored[name])
 
     def _stack(self, stack: str) -> Tensor:
         matrices = {key: self._folder.read(name) for key, name in self._stacks[stack].items()}

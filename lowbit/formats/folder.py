@@ -297,6 +297,10 @@ class Folder:
     def _is_of_codes(self, name: str) -> bool:
         return self._shards[name].entries[name].dtype not in FLOATS
 
+    def files(self) -> list[Path]:
+        """The shards, by name."""
+        return sorted({file.path for file in self._shards.values()})
+
     # ---- tensors ---------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
@@ -377,6 +381,10 @@ class Folder:
     def plain_shape(self, name: str) -> tuple[int, ...]:
         """The shape of a plain tensor, from the header."""
         return self._shards[name].entries[name].shape
+
+    def plain_dtype(self, name: str) -> torch.dtype:
+        """The dtype of a plain tensor, from the header."""
+        return self._shards[name].entries[name].dtype
 
     def read(self, name: str) -> Tensor:
         """The tensor of this name, low-bit or plain, on the CPU; a plain tensor is a view of the file."""

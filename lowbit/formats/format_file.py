@@ -22,18 +22,11 @@ def format_file(out: Path, overwrite: bool, format: str, suffix: str) -> Iterato
 
     Raises FormatError if `out` has another suffix, exists and may not be replaced, or cannot be written.
     """
-    if not out.parent.is_dir():
-        raise FormatError(f"{out.parent} is not a folder; make it first")
-    if out.is_dir():
-        raise FormatError(f"{out} is a folder; {format} is one file, such as model{suffix}")
-    if not out.name.endswith(suffix):
-        raise FormatError(f"{format} is a file that ends in {suffix}, got {out.name}")
+    check_free_file(out, overwrite, format, suffix)
 
     def check_free(path: Path) -> None:
-        if path.exists() and not overwrite:
-            raise FormatError(f"{path} exists already; give another name, or overwrite=True")
+        _check_free(path, overwrite)
 
-    check_free(out)
     try:
         # The check runs again at the end: another program may have written files meanwhile.
         with new_path.new_file(out, check_free) as path:
@@ -45,6 +38,22 @@ def format_file(out: Path, overwrite: bool, format: str, suffix: str) -> Iterato
                 raise
     except OSError as error:
         raise FormatError(f"{out} cannot be written: {error.strerror or error}") from error
+
+
+def check_free_file(out: Path, overwrite: bool, format: str, suffix: str) -> None:
+    """Raise FormatError if `format_file` would, except for a file that cannot be written."""
+    if not out.parent.is_dir():
+        raise FormatError(f"{out.parent} is not a folder; make it first")
+    if out.is_dir():
+        raise FormatError(f"{out} is a folder; {format} is one file, such as model{suffix}")
+    if not out.name.endswith(suffix):
+        raise FormatError(f"{format} is a file that ends in {suffix}, got {out.name}")
+    _check_free(out, overwrite)
+
+
+def _check_free(path: Path, overwrite: bool) -> None:
+    if path.exists() and not overwrite:
+        raise FormatError(f"{path} exists already; give another name, or overwrite=True")
 
 
 def _refusal(folder: Path) -> OSError | None:

@@ -21,6 +21,7 @@ from lowbit.convert import (
     alike,
     check_schemes,
     first_match,
+    has_static,
     joint_part,
     of_unused,
     routers_among,
@@ -80,7 +81,7 @@ class Quantizing:
         self._folder, self._scales, self._device = folder, scales, torch.device(device)
         patterns = scheme if isinstance(scheme, Mapping) else {"*": scheme}
         check_schemes(patterns, Scheme)
-        if any(s is not None and s.is_static for s in patterns.values()):
+        if has_static(patterns):
             raise FormatError(NEEDS_CALIBRATION)
         if target is not None and not target.holds_stacks:  # stacks are turned here
             patterns = {p: None if s is None else target.grid(s) for p, s in patterns.items()}

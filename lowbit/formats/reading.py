@@ -96,24 +96,53 @@ def load_pretrained(
 # ---- a module ------------------------------------------------------------------------------------------------------
 
 
-def _fill(model: nn.Module, folder: Folder | Joined | GgufFile, device: torch.device) -> None:
-    """Replace the parameters and buffers of `model` by the tensors of the folder."""
+def matched(
+    model: nn.Module, folder: Folder | GgufFile
+) -> tuple[Folder | Joined | GgufFile, dict[str, Places]]:
+    """The folder in the names of the model, and for each of its tensors the places that it fills.
+
+    Raises FormatError for names that do not fit, as `load_pretrained` does.
+    """
     owners = _places(model)
+    own: Folder | Joined | GgufFile = folder
     if isinstance(folder, Folder):
         folder.keep(owners)
         for note in folder.left_out:
-            warnings.warn(f"{folder.path}: {note}", stacklevel=3)
-        folder = joined(folder, owners.keys())
-    seconds = _second_places(folder, owners)
-    _check_names(model, folder, owners, seconds)
+            warnings.warn(f"{folder.path}: {note}", stacklevel=4)
+        own = joined(folder, owners.keys())
+    seconds = _second_places(own, owners)
+    _check_names(model, own, owners, seconds)
+    return own, {name: [*owners[name], *seconds.get(name, [])] for name in own.names()}
+
+
+def check_shape(folder: Path, name: str, t: Tensor, held: Tensor) -> None:
+    """Raise FormatError if the tensor `t` of the folder has another shape than `held` of the model."""
+    if held.shape != t.shape:
+        raise FormatError(
+            f"{folder}: {name} has the shape {tuple(t.shape)}, and the model takes {tuple(held.shape)}"
+        )
+
+
+def place_buffers(model: nn.Module, folder: Path, device: torch.device) -> None:
+    """Move the buffers that no checkpoint holds, such as frequencies of rotary embeddings. Raises FormatError for
+    tensors that are left on meta."""
+    for module in model.modules():
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[attribute] = buffer.to(device)
+    on_meta = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
+    if on_meta:
+        raise FormatError(f"{folder} leaves {', '.join(on_meta[:3])} of the model on meta")
+
+
+def _fill(model: nn.Module, given: Folder | GgufFile, device: torch.device) -> None:
+    """Replace the parameters and buffers of `model` by the tensors of the folder."""
+    folder, filled = matched(model, given)
     for name, t in _tensors(folder, device):
-        places = [*owners[name], *seconds.get(name, [])]
+        places = filled[name]
         module, attribute = places[0]
         old = getattr(module, attribute)
-        if old.shape != t.shape:
-            raise FormatError(
-                f"{folder.path}: {name} has the shape {tuple(t.shape)}, and the model takes {tuple(old.shape)}"
-            )
+        check_shape(folder.path, name, t, old)
         is_low = isinstance(t, LowbitTensor)
         if isinstance(old, nn.Parameter):
             own = t if is_low else t.clone() if t.device.type == "cpu" else t
@@ -126,14 +155,7 @@ def _fill(model: nn.Module, folder: Folder | Joined | GgufFile, device: torch.de
                 module._buffers[attribute] = t.clone()
     show_frozen(model.modules())
     lay_side_by_side(model)
-    # buffers that no checkpoint holds, such as frequencies of rotary embeddings
-    for module in model.modules():
-        for attribute, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta:
-                module._buffers[attribute] = buffer.to(device)
-    on_meta = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
-    if on_meta:
-        raise FormatError(f"{folder.path} leaves {', '.join(on_meta[:3])} of the model on meta")
+    place_buffers(model, folder.path, device)
 
 
 Places = list[tuple[nn.Module, str]]

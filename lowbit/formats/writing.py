@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowbit.convert import Schemes, check_schemes
 from lowbit.formats.base import Format, FormatError, Parts, ScalesError, layer_of
 from lowbit.formats.experts import gathered, published
 from lowbit.formats.folder import Folder
-from lowbit.formats.format_file import format_file
+from lowbit.formats.format_file import check_free_file, format_file
 from lowbit.formats.gguf.file import GgufFile, GgufWriter
 from lowbit.formats.gguf.format import Gguf
 from lowbit.formats.gguf.mixes import gguf_mix
@@ -27,7 +28,15 @@ from lowbit.formats.quantizing import Quantizing
 from lowbit.formats.reading import opened
 from lowbit.formats.registry import target as target_of
 from lowbit.formats.report import ExportReport
-from lowbit.formats.shards import Shards, equal_bits, new_folder, size_in_bytes, write_json
+from lowbit.formats.scheme_grid import grid
+from lowbit.formats.shards import (
+    Shards,
+    check_free,
+    equal_bits,
+    new_folder,
+    size_in_bytes,
+    write_json,
+)
 from lowbit.formats.sources import Item, Source
 from lowbit.numerics.snr import snr
 from lowbit.progress import progress
@@ -135,6 +144,47 @@ def export(
     return report
 
 
+def check_writing(
+    source: str | os.PathLike[str],
+    out: Path,
+    scheme: Schemes,
+    format: str = "compressed-tensors",
+    *,
+    lossy: bool = False,
+    overwrite: bool = False,
+    max_shard_size: int | str = "500MB",
+) -> dict[str, Scheme | None]:
+    """Check what `export` will get of a model in memory, before work of hours. Returns the patterns of
+    `scheme` with the scales that the format stores.
+
+    Raises FormatError for a format of programs, a scheme that the format does not hold, unless `lossy`, an `out` that
+    exists or cannot be written, and a size that is none.
+    """
+    target = target_of(format)
+    if isinstance(target, ProgramFormat):
+        raise FormatError(f"{target.name} holds a program of a module; write it by lowbit.export")
+    size_in_bytes(max_shard_size)
+    _check_apart(Path(source), out)
+    if isinstance(target, Gguf):
+        check_free_file(out, overwrite, target.name, ".gguf")
+    else:
+        check_free(out, overwrite)
+    check_schemes(scheme, Scheme)
+    given = {"*": scheme} if isinstance(scheme, Scheme) else dict(scheme)
+    if not lossy:
+        return dict(grid(format, given))
+    return {p: None if one is None else target.grid(one) for p, one in given.items()}
+
+
+def _check_apart(source: Path, out: Path) -> None:
+    """Raise FormatError if `out` is what is read, or holds it."""
+    if out.exists() and out.resolve() == source.resolve():
+        kind = "folder" if source.is_dir() else "file"
+        raise FormatError(f"{out} is the {kind} that is read; give another name")
+    if out.resolve() in source.resolve().parents:
+        raise FormatError(f"{out} holds {source}, which is read; give another name")
+
+
 def _refuse_options(given: Mapping[str, bool], reason: str) -> None:
     if named := [f"{option}=" for option, is_given in given.items() if is_given]:
         raise FormatError(f"{reason}, and takes no {', '.join(named)}")
@@ -158,11 +208,7 @@ def _source_of(
             f"export takes an nn.Module, a folder or a GGUF file, got {type(model).__name__}"
         )
     source = opened(model)
-    if out.exists() and out.resolve() == source.path.resolve():
-        kind = "folder" if source.path.is_dir() else "file"
-        raise FormatError(f"{out} is the {kind} that is read; give another name")
-    if out.resolve() in source.path.resolve().parents:
-        raise FormatError(f"{out} holds {source.path}, which is read; give another name")
+    _check_apart(source.path, out)
     if scheme is None:
         return source
     if not isinstance(source, Folder):

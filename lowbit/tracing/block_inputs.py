@@ -97,7 +97,7 @@ class _Recorder:
     def in_place_of_forward(self) -> Iterator[None]:
         with ExitStack() as stack:
             for index, block in enumerate(self.blocks):
-                stack.enter_context(_forward_of(block, self._recorded(index, block)))
+                stack.enter_context(forward_of(block, self._recorded(index, block)))
             yield
 
     def _recorded(self, index: int, block: nn.Module) -> Callable[..., Any]:
@@ -185,12 +185,12 @@ def call_after(model: nn.Module, blocks: Sequence[nn.Module], batch: Any, hidden
     eager = torch.compiler.set_stance("force_eager")
     with ExitStack() as stack, _without_cache(model), eager:
         for block in blocks:
-            stack.enter_context(_forward_of(block, given(block)))
+            stack.enter_context(forward_of(block, given(block)))
         return call(model, batch)
 
 
 @contextmanager
-def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """The context in which a call of the module runs this function."""
     own = module.__dict__.get("forward")  # tools such as accelerate put one there
     module.__dict__["forward"] = forward

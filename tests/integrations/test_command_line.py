@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import lowbit
 from lowbit.cli import main
 from lowbit.formats import FormatError
+from lowbit.inference import GPTQ, Search, Step
 from tests.cli.command import CONFIG, MATRICES, TEXT, make_model, weights
 from tests.cli.command import lowbit as command
 from tests.cli.examples import PAGES, needs_transformers, of_help, of_page
@@ -189,10 +190,50 @@ def test_static_activations_are_calibrated_on_the_text(format: str, home: Path) 
         )
 
 
+@pytest.mark.parametrize(
+    ("methods", "steps"),
+    [
+        ("gptq", [GPTQ()]),
+        ("search, GPTQ(asymmetric=0, damping=0.05)", [Search(), GPTQ(0.05, asymmetric=0)]),
+        ("smooth-quant,learned-rounding(steps=2)", None),
+    ],
+)
+def test_weights_are_calibrated_on_the_text(
+    methods: str, steps: list[Step] | None, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the steps of --method, as `calibrate` does on the same windows."""
+    options = ["--data", "text.txt", "--context", "32", "--limit", "80", "--method", methods]
+    line = ["quantize", "model", "--group-size", "32", *options, "--out", "made"]
+    assert main([*line, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["left"].keys() == {"lm_head.weight", "model.embed_tokens.weight"}
+    assert len(report["calibrated"]) == MATRICES
+    names = [layer["method"] for layer in report["calibrated"].values()]
+    assert all("SmoothQuant" in name if steps is None else "GPTQ" in name for name in names)
+    assert [path.name for path in home.glob(".made.*")] == []
+    assert main([*line, "--overwrite"]) == 0
+    assert "Largest relative squared errors of outputs" in capsys.readouterr().out
+    if steps is None:
+        return
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained("model")
+    ids = torch.tensor(AutoTokenizer.from_pretrained("model")(TEXT)["input_ids"])[:80]
+    patterns = {"lm_head": None, "*": lowbit.Int4WeightOnly(32)}
+    lowbit.calibrate(model, patterns, [window[None] for window in ids.split(32)], steps=steps)
+    with torch.no_grad():
+        expected = model(input_ids=ids[None, :20]).logits.float()
+        assert torch.equal(expected, logits_of("made", ids[None, :20]))
+
+
 REFUSED = {
     "quantize model --scheme int8_int8_static --out out": "give --data TEXT",
-    "quantize model --data text.txt --out out": "--data is for static activations",
-    "quantize model --limit 20 --out out": "--limit is for static activations",
+    "quantize model --limit 20 --out out": "--limit is for a calibration: give --data TEXT",
+    "quantize model --method gptq --out out": "--method is for a calibration: give --data TEXT",
+    "quantize model --data text.txt --scales searched --out out": "--method search",
+    "quantize model --data text.txt --method gptq,obq --out out": "no method 'obq'; accepted: awq",
+    "quantize model --data text.txt --method 'gptq(damping=-1)' --out out": "gptq(damping=-1): damp",
+    "quantize model --data text.txt --method learned-rounding,gptq --out out": "come last",
     "quantize model --scheme int8_int8_static --data text.txt --context 65 --out out": "2 to 64",
     "quantize model-int4 --scheme int8_int8_static --data text.txt --out out": "in low bits already",
     "quantize model --scheme int8_int8_static --data text.txt --out model-int4": "exists already",
@@ -385,7 +426,6 @@ def test_a_mix_of_gguf_is_calibrated_on_a_text(
     for given, why in {
         "quantize model --scheme Q2_K --out out": "Q2_K is for --format gguf",
         "quantize model --scheme Q2_K --format gguf --group-size 32 --out out": "is not for --scheme",
-        "quantize model --scheme int4 --format gguf --data text.txt --out out.gguf": "mixes of gguf",
     }.items():
         assert main(given.split()) == 1
         assert why in capsys.readouterr().err, given

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -68,6 +68,7 @@ class Block:
         high: the same from the inputs of the model in high precision, while the original weights are in place.
         masks: the tokens that count; None: all.
         targets: what `high` gave for each batch. None: it runs again for each loss.
+        keep: makes a sequence of targets, where they are to be kept.
         vectors: those of the model, for `high`.
     """
 
@@ -78,7 +79,8 @@ class Block:
     run: Callable[[int], Any]
     high: Callable[[int], Any]
     masks: Sequence[Tensor | None]
-    targets: list[Tensor] | None = None
+    targets: MutableSequence[Tensor] | None = None
+    keep: Callable[[Iterable[Tensor]], MutableSequence[Tensor]] = list
     vectors: Vectors = ()
 
 
@@ -245,6 +247,10 @@ class LearnedRounding(Step):
             raise ValueError(f"loss must be 'error', 'kl' or None, got {self.loss!r}")
         for name in ("reach", "scale_rate", "vector_rate"):
             check_share(name, getattr(self, name))
+
+    @property
+    def whole(self) -> bool:  # type: ignore[override]
+        return self.over == "model"
 
     def apply(self, layer: Layer) -> None:
         """Nothing: one layer alone has no output to learn from."""

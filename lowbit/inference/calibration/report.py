@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lowbit.convert import Report
+from lowbit.formats.report import ExportReport
 from lowbit.inference.calibration.learned_rounding import Losses
 
 
@@ -47,11 +48,13 @@ class CalibrationReport(Report):
         layers: the results by name of the weight, in the order in which they were calibrated.
         learned: what learned rounding lowered the loss of each block, or of the model, from and to.
         seconds: of the whole call.
+        written: what `lowbit.export` wrote of a folder; None for a model in memory.
     """
 
     layers: dict[str, LayerResult] = field(default_factory=dict)
     learned: list[tuple[str, Losses]] = field(default_factory=list)
     seconds: float = 0.0
+    written: ExportReport | None = None
 
     def __str__(self) -> str:
         lines = [

@@ -10,7 +10,7 @@ in groups. The weights of one group see inputs that the groups before it, alread
 
 The hidden states of all batches between two blocks are kept; each block reads them and replaces them by its outputs. So
 the calibration takes the memory of the model, of these states and of the Hessians of one group. A model without such a
-chain is one block.
+chain is one block. Where `Memory` streams the weights, one block of the model is in memory.
 """
 
 from __future__ import annotations
@@ -18,149 +18,70 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lowbit.convert import Target, of_any_expert, shape_of_blocks
-from lowbit.inference.calibration.inputs import Moments, Watch, mask_of
+from lowbit.convert import Target
+from lowbit.inference.calibration.inputs import Watch, mask_of
 from lowbit.inference.calibration.learned_rounding import Block
+from lowbit.inference.calibration.places import Group, Needs, Place
+from lowbit.inference.calibration.states import Cache, States
 from lowbit.tracing.batches import call
-from lowbit.tracing.block_inputs import Arguments, call_after, capture
-
-
-class Needs(NamedTuple):
-    """What the steps of a calibration read: all of each Hessian, or its diagonal; the inputs in high precision; and
-    blocks whose weights are all rounded."""
-
-    full: bool
-    pairs: bool
-    blocks: bool = False
+from lowbit.tracing.block_inputs import capture
 
 
 @dataclass
-class Group:
-    """Weights that are calibrated together.
+class Entered:
+    """A place whose weights are next, in high precision and in memory.
 
     Attributes:
-        source: the tensor that the first one multiplies; None if no batch reaches these weights.
-        names: of the weights, with one name for the same weight of all experts of a list.
-        targets: the weights.
-        moments: the sums over the inputs of each.
+        targets: its weights.
+        run: runs it on a batch, by its number, as the model in high precision does.
+        is_finished: an earlier process has rounded its weights, which come back next.
+        folds: True if all that may change beside its weights is kept.
     """
 
-    source: Any
-    names: set[str]
-    targets: list[Target]
-    moments: list[Moments]
-
-    def twin(self, size: int) -> Moments | None:
-        """The sums of a weight that multiplies the same tensor."""
-        return next((m for m in self.moments if m.once and m.size == size), None)
-
-
-@dataclass
-class Place:
-    """What weights lie in, and how it runs on each batch.
-
-    Attributes:
-        run: runs it on a batch, by its number.
-        masks: for each batch the tokens that count; None: all.
-        high: runs a copy that stays in high precision, on the inputs that it has in the model in high precision.
-        copies: name of a weight → the weight in that copy.
-    """
-
+    targets: Sequence[Target]
     run: Callable[[int], Any]
-    masks: Sequence[Tensor | None]
-    high: Callable[[int], Any] | None = None
-    copies: dict[str, Target] | None = None
+    is_finished: bool = False
+    folds: bool = True
 
-    def groups(self, targets: list[Target], needs: Needs) -> Iterator[Group]:
-        """The weights in the order of their calls, each group with the sums over its inputs at this time. `targets` is
-        emptied, so that the weights of a group can be freed."""
-        found = self._ordered(targets, needs)
-        targets.clear()
-        while found:
-            group = found.pop(0)
-            if group.source is not None:
-                self._collect(group, needs)
-            group.source = None
-            yield group
 
-    def _ordered(self, targets: list[Target], needs: Needs) -> list[Group]:
-        """The groups, from the calls in the first batches, as many as it takes to see every weight."""
-        first: dict[int, Tensor] = {}
-        calls = dict.fromkeys(range(len(targets)), 0)
-        order: list[int] = []
+class Left(NamedTuple):
+    """All weights of a place are rounded. `place`: "before" or "after" the blocks, or the number of one."""
 
-        def seen(index: int, matrix: int, matrices: int, rows: Tensor, source: Any) -> None:
-            calls[index] += 1
-            if index not in first:
-                first[index] = source
-                order.append(index)
+    place: str
 
-        for number in range(len(self.masks)):
-            begun = dict(calls)
-            with Watch(targets, seen):
-                self.run(number)
-            calls = {i: max(calls[i] - begun[i], begun[i]) for i in calls}
-            if len(order) == len(targets):
-                break
-        groups: list[Group] = []
-        for index in order:
-            target = targets[index]
-            own = of_any_expert(target.owners[0].fqn)
-            group = next((g for g in groups if first[index] is g.source or own in g.names), None)
-            if group is None:
-                group = Group(first[index], set(), [], [])
-                groups.append(group)
-            shape = shape_of_blocks(target)
-            once = calls[index] == 1 and len(shape) == 2 and type(first[index]) is Tensor
-            twin = group.twin(shape[-1]) if once and first[index] is group.source else None
-            is_routed = len(shape) == 3 or own != target.owners[0].fqn
-            pairs = needs.pairs and not is_routed  # other tokens may reach an expert
-            device = target.weight.device
-            moments = twin or Moments(shape, device, needs.full, pairs, once)
-            group.names.add(own)
-            group.targets.append(target)
-            group.moments.append(moments)
-        rest = [targets[i] for i in range(len(targets)) if i not in first]
-        if rest:
-            never = [
-                Moments(shape_of_blocks(t), t.weight.device, needs.full, needs.pairs) for t in rest
-            ]
-            groups.append(Group(None, set(), rest, never))
-        return groups
 
-    def _collect(self, group: Group, needs: Needs) -> None:
-        high: dict[int, list[Tensor]] = {}
-        leads = {id(m): i for i, m in reversed(list(enumerate(group.moments)))}
+class Memory:
+    """What brings the weights of a place into memory, and out again. Here all are there at all times."""
 
-        def remember(index: int, matrix: int, matrices: int, rows: Tensor, source: Any) -> None:
-            moments = group.moments[index]
-            if moments.pairs and not isinstance(rows, int) and leads[id(moments)] == index:
-                high.setdefault(index, []).append(rows)
+    streams = False
+    """True if only one place is in memory at a time."""
+    way_out = "Find the batch that gives them, and load the model again"
+    """What to do after an error."""
 
-        def count(index: int, matrix: int, matrices: int, rows: Any, source: Any) -> None:
-            moments = group.moments[index]
-            if leads[id(moments)] != index:
-                return
-            if isinstance(rows, int):
-                moments.looked_up += rows
-                return
-            waiting = high.get(index)
-            moments.add(matrix, rows, waiting.pop(0) if waiting else None, matrices)
+    def bring(self, block: nn.Module | None) -> None:
+        """Bring a block, or what lies outside the blocks, into memory in high precision, unless it is there."""
 
-        for number, mask in enumerate(self.masks):
-            high.clear()
-            if needs.pairs and self.high is not None:
-                assert self.copies is not None
-                with Watch([self.copies[t.owners[0].fqn] for t in group.targets], remember, mask):
-                    self.high(number)
-            with Watch(group.targets, count, mask):
-                self.run(number)
+    def drop(self, block: nn.Module | None) -> None:
+        """Let go of the weights of a block, or of those in high precision outside the blocks."""
+
+    def is_finished(self, place: str) -> bool:
+        """True if an earlier process has rounded the weights of this place."""
+        return False
+
+    def restore(self, place: str, targets: list[Target]) -> None:
+        """Put these weights back as that process left them. `targets` is emptied."""
+
+    def finish(self, place: str) -> None:
+        """Take note that the weights of this place are rounded."""
+
+
+Stage = Entered | Group | Block | Left
 
 
 def walk(
@@ -169,8 +90,9 @@ def walk(
     batches: Sequence[Any],
     needs: Needs,
     blocks: Sequence[nn.Module] | None,
-    cache: torch.device | None,
-) -> Iterator[Group | Block]:
+    cache: Cache,
+    memory: Memory,
+) -> Iterator[Stage]:
     """The groups of weights, as the module describes them. Whoever gets a group rounds it before the next one. Where a
     step needs blocks, each block comes after its last group. Whoever gets one sets its targets.
 
@@ -181,41 +103,168 @@ def walk(
         needs: what the steps read.
         blocks: the chain of blocks; None finds it. [] takes the model as one block.
         cache: where hidden states are kept.
+        memory: brings weights into memory.
 
     Raises ValueError and TypeError for `blocks` that are not a chain, as `lowbit.tracing.block_inputs.capture`.
     """
     masks = [mask_of(batch) for batch in batches]
     chain = chain_of(model, targets) if blocks is None else list(blocks)
     states = None
+    memory.bring(None)
     if chain:
+        for block in first_of_each_class(chain):
+            memory.bring(block)
         try:
-            states = States(model, chain, batches, cache)
-        except (ValueError, TypeError):
+            states = States(model, chain, batches, cache, needs.high)
+        except (ValueError, TypeError) as error:
+            if memory.streams:
+                raise ValueError(
+                    f"{error}. Such a model is calibrated whole, lowbit.calibrate(lowbit.load_pretrained(folder), …)"
+                ) from error
             if blocks is not None:
                 raise
-    whole = Place(lambda i: call(model, batches[i]), masks)
     if states is None:
-        if needs.pairs:
-            twin = copy.deepcopy(model)
-            whole.copies = _copies(model, twin, targets)
-            whole.high = lambda i: call(twin, batches[i])
-        yield from whole.groups(targets, needs)
-        if needs.blocks:
-            yield block_of(model, batches, masks)
+        yield from _as_one(model, targets, batches, needs, masks)
         return
     before, inside, after = _split(model, chain, targets, batches)
     targets.clear()
     if before:
-        yield from whole.groups(before, needs)
-        states.again(model, batches, cache)
-    while inside:
-        own = inside.pop(0)
-        yield from states.groups(own, needs, masks)
-    if after:
-        tail = states.tail(model, batches, masks, needs, after)
-        yield from tail.groups(after, needs)
+        yield from _before(states, before, needs, masks, memory)
+        states.again()
+    memory.drop(None)
+    for at, own in enumerate(inside):
+        yield from _block(states, at, own, needs, masks, memory)
+    memory.bring(None)
+    yield from _after(states, after, needs, masks)
+
+
+def _as_one(
+    model: nn.Module,
+    targets: list[Target],
+    batches: Sequence[Any],
+    needs: Needs,
+    masks: Sequence[Tensor | None],
+) -> Iterator[Stage]:
+    """A model without blocks."""
+    place = Place(lambda i: call(model, batches[i]), masks)
+    yield Entered(tuple(targets), place.run)
+    if needs.pairs:
+        twin = copy.deepcopy(model)
+        place.copies = _copies(model, twin, targets)
+        place.high = lambda i: call(twin, batches[i])
+    yield from place.groups(targets, needs)
+    if needs.blocks:
+        yield block_of(model, batches, masks)
+    yield Left("after")
+
+
+def _before(
+    states: States,
+    targets: list[Target],
+    needs: Needs,
+    masks: Sequence[Tensor | None],
+    memory: Memory,
+) -> Iterator[Stage]:
+    """The weights before the blocks, from the model as it was."""
+    if memory.is_finished("before"):
+        memory.restore("before", targets)
+        return
+    run = partial(_called, states)
+    if memory.streams:
+        last = states.kept(states.low)
+        for at, block in enumerate(states.blocks):
+            memory.bring(block)
+            states.advance(last, at, block)
+            memory.drop(block)
+        run = partial(states.after, last)
+    yield Entered(tuple(targets), run, folds=False)
+    yield from Place(run, masks).groups(targets, needs)
+    yield Left("before")
+
+
+def _called(states: States, number: int) -> Any:
+    return call(states.model, states.batches[number])
+
+
+def _block(
+    states: States,
+    at: int,
+    targets: list[Target],
+    needs: Needs,
+    masks: Sequence[Tensor | None],
+    memory: Memory,
+) -> Iterator[Stage]:
+    """The weights of a block, which then runs on all batches."""
+    block, place = states.blocks[at], str(at)
+    is_finished = memory.is_finished(place)
+
+    def low(i: int) -> Tensor:
+        return states.run(at, block, states.low[i], i)
+
+    def high(i: int) -> Tensor:
+        return states.run(at, block, states.high[i], i)
+
+    if needs.high or not is_finished:
+        memory.bring(block)
+        yield Entered(tuple(targets), high, is_finished)
+    twin = copy.deepcopy(block) if needs.pairs and not is_finished else None
+    if needs.high and (is_finished or not (twin or needs.blocks)):
+        states.advance(states.high, at, block)
+    if is_finished:
+        memory.restore(place, targets)
+    else:
+        inside = Place(low, masks)
+        if twin is not None:
+            inside.copies = _copies(block, twin, targets)
+            inside.high = lambda i: states.run(at, twin, states.high[i], i)
+        yield from inside.groups(targets, needs)
         if needs.blocks:
-            yield states.block_of_tail(model, batches, masks)
+            own = Block(
+                f"block {at}",
+                block,
+                len(states.low),
+                lambda i: len(states.low[i]),
+                low,
+                high,
+                masks,
+            )
+            own.keep = states.kept
+            yield own
+            assert own.targets is not None
+            states.high = own.targets
+        elif twin is not None:
+            states.advance(states.high, at, twin)
+        yield Left(place)
+    states.advance(states.low, at, block)
+    memory.drop(block)
+
+
+def _after(
+    states: States, targets: list[Target], needs: Needs, masks: Sequence[Tensor | None]
+) -> Iterator[Stage]:
+    """The weights after the last block. In high precision what follows it differs by its input alone, so a weight there
+    sees those before it as they are."""
+    place = Place(partial(states.after, states.low), masks)
+    if targets:
+        high = partial(states.after, states.high)
+        yield Entered(tuple(targets), high)
+        if needs.pairs:
+            place.copies = {target.owners[0].fqn: target for target in targets}
+            place.high = high
+        yield from place.groups(targets, needs)
+        if needs.blocks:
+            count, name = len(states.low), "after the blocks"
+            rows = [len(states.low[i]) for i in range(count)]
+            yield Block(name, states.model, count, rows.__getitem__, place.run, high, masks)
+    yield Left("after")
+
+
+def first_of_each_class(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The blocks that run to show what a block of their class gives beside the hidden state."""
+    found: dict[type, nn.Module] = {}
+    for block in blocks:
+        found.setdefault(type(block), block)
+    return list(found.values())
 
 
 def block_of(
@@ -248,100 +297,6 @@ def chain_of(model: nn.Module, targets: Sequence[Target]) -> list[nn.Module]:
             if size > most:
                 best, most = list(module), size
     return best
-
-
-class States:
-    """The hidden states of all batches before a block, of the model and of the one in high precision."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: Sequence[nn.Module],
-        batches: Sequence[Any],
-        cache: torch.device | None,
-    ) -> None:
-        self.blocks = list(blocks)
-        self.at = 0
-        found = list(capture(model, blocks, batches, cache))
-        self.low = [one.hidden for one in found]
-        self.high = list(self.low)
-        self.arguments: list[tuple[Arguments, ...]] = [one.arguments for one in found]
-
-    def again(self, model: nn.Module, batches: Sequence[Any], cache: torch.device | None) -> None:
-        """Take the states of the model as it is now. Those in high precision stay."""
-        self.low = [one.hidden for one in capture(model, self.blocks, batches, cache)]
-
-    def tail(
-        self,
-        model: nn.Module,
-        batches: Sequence[Any],
-        masks: Sequence[Tensor | None],
-        needs: Needs,
-        targets: Sequence[Target],
-    ) -> Place:
-        """What follows the last block. In high precision it differs by its input alone, so a weight there sees those
-        before it as they are."""
-
-        place = Place(lambda i: self._after(self.low, model, batches, i), masks)
-        if needs.pairs:
-            place.copies = {target.owners[0].fqn: target for target in targets}
-            place.high = lambda i: self._after(self.high, model, batches, i)
-        return place
-
-    def block_of_tail(
-        self, model: nn.Module, batches: Sequence[Any], masks: Sequence[Tensor | None]
-    ) -> Block:
-        """What follows the last block, as a block."""
-        return Block(
-            "after the blocks",
-            model,
-            len(self.low),
-            lambda i: len(self.low[i]),
-            lambda i: self._after(self.low, model, batches, i),
-            lambda i: self._after(self.high, model, batches, i),
-            masks,
-        )
-
-    def _after(self, states: list[Tensor], model: nn.Module, batches: Sequence[Any], i: int) -> Any:
-        home = next((p.device for p in self.blocks[-1].parameters()), states[i].device)
-        return call_after(model, self.blocks, batches[i], states[i].to(home))
-
-    def _run(self, block: nn.Module, hidden: Tensor, number: int) -> Tensor:
-        home = next((p.device for p in block.parameters()), hidden.device)
-        x = hidden.to(home, copy=True)  # a block may write to its input
-        return self.arguments[number][self.at].run(block, x)
-
-    def groups(
-        self, targets: list[Target], needs: Needs, masks: Sequence[Tensor | None]
-    ) -> Iterator[Group | Block]:
-        """The groups of the next block, which then runs on all batches."""
-        block = self.blocks[self.at]
-        place = Place(lambda i: self._run(block, self.low[i], i), masks)
-        twin = None
-        if needs.pairs:
-            twin = copy.deepcopy(block)
-            place.copies = _copies(block, twin, targets)
-            place.high = lambda i: self._run(twin, self.high[i], i)
-        yield from place.groups(targets, needs)
-        if needs.blocks:
-            own = Block(
-                f"block {self.at}",
-                block,
-                len(self.low),
-                lambda i: len(self.low[i]),
-                lambda i: self._run(block, self.low[i], i),
-                lambda i: self._run(block, self.high[i], i).to(self.high[i].device),
-                masks,
-            )
-            yield own
-            assert own.targets is not None
-            self.high = own.targets
-        for number, x in enumerate(self.low):
-            self.low[number] = self._run(block, x, number).to(x.device)
-            if twin is not None and not needs.blocks:
-                x = self.high[number]
-                self.high[number] = self._run(twin, x, number).to(x.device)
-        self.at += 1
 
 
 def _split(

@@ -136,10 +136,18 @@ class Step:
     Attributes:
         needs: the sums over inputs that it reads: "diagonal" or "full" of the Hessian.
         pairs: True if it also reads Σ (x − x̂) x̂ᵀ, for which the blocks run in high precision too.
+        whole: True if it changes layers of several blocks together, so that the whole model has to be in memory.
+        kinds: all steps by the name of their class.
     """
 
     needs: ClassVar[Literal["diagonal", "full"]] = "diagonal"
     pairs: bool = False
+    whole: bool = False
+    kinds: ClassVar[dict[str, type[Step]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        Step.kinds[cls.__name__] = cls
 
     def fold(
         self, model: nn.Module, targets: Sequence[Target], batches: Sequence[Any]
@@ -156,6 +164,17 @@ class Step:
     def method(self) -> str:
         """The name in reports."""
         return type(self).__name__
+
+    @property
+    def folds(self) -> bool:
+        """True if `fold` does anything."""
+        return type(self).fold is not Step.fold
+
+    def __str__(self) -> str:
+        """The class and the options, the same in each process."""
+        return (
+            f"{type(self).__qualname__}({', '.join(f'{k}={v!r}' for k, v in vars(self).items())})"
+        )
 
 
 def check_share(name: str, value: float, most: float = math.inf) -> None:

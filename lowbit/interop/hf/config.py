@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self, get_args
 
 from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lowbit.convert import NEEDS_CALIBRATION, check_pattern, check_runs
+from lowbit.convert import NEEDS_CALIBRATION, check_pattern, check_runs, has_static
+from lowbit.inference import Step
 from lowbit.inference.quantize import Scales
 from lowbit.schemes import lines
 from lowbit.schemes.scheme import Scheme
@@ -36,16 +38,23 @@ class LowbitConfig(QuantizationConfigMixin):
             None (leave alone), with the patterns of `lowbit.quantize_`, the first match counts.
         scales: "minmax", "searched" or None, as in `lowbit.quantize_`.
         experts: True lets a bare scheme and patterns take the stacked weights of experts.
+        batches: of `lowbit.calibrate`, which then runs once the plain weights are read, with the whole model in memory.
+            Static activations need them. The folder that `save_pretrained` writes has none.
+        steps: of `lowbit.calibrate`, beside `batches`.
         options: those of the preset that `scheme` names.
 
     Attributes:
         stored: the entry "quantization_config" in config.json of a model that is quantized already; otherwise None.
 
     Raises:
-        TypeError: `scheme` is none of these, or options stand beside a scheme that is not a name.
-        ValueError: an unknown name or scales; options that the preset refuses; a static activation, which needs a
-            calibration.
+        TypeError: `scheme` is none of these, or options stand beside a scheme that is not a name; steps without
+            batches.
+        ValueError: an unknown name or scales; scales beside batches; options that the preset refuses; a static
+            activation without batches.
     """
+
+    batches: list[Any] | None = None
+    steps: Sequence[Step] | None = None
 
     def __init__(
         self,
@@ -53,6 +62,8 @@ class LowbitConfig(QuantizationConfigMixin):
         *,
         scales: Scales | None = None,
         experts: bool = True,
+        batches: Iterable[Any] | None = None,
+        steps: Sequence[Step] | None = None,
         **options: Any,
     ) -> None:
         self.quant_method = METHOD
@@ -60,8 +71,19 @@ class LowbitConfig(QuantizationConfigMixin):
             raise ValueError(
                 f"unknown scales {scales!r}; accepted: {', '.join(get_args(Scales))} or None"
             )
+        if batches is None and steps is not None:
+            raise TypeError("steps need batches: LowbitConfig(scheme, batches=…, steps=…)")
+        if batches is not None and scales is not None:
+            raise ValueError(
+                f"scales={scales!r} beside batches, for which steps choose the scales; accepted: e.g. "
+                "steps=[lowbit.inference.Search()]"
+            )
         self.scales, self.experts = scales, experts
         self.scheme = _schemes(scheme, options)
+        if batches is None and has_static(self.scheme):
+            raise ValueError(f"{NEEDS_CALIBRATION}; or give batches=")
+        self.batches = None if batches is None else list(batches)
+        self.steps = steps
         self.stored: dict[str, Any] | None = None
 
     @property
@@ -99,8 +121,8 @@ class LowbitConfig(QuantizationConfigMixin):
 
     def with_stored(self, stored: dict[str, Any]) -> Self:
         """This config for a model whose weights `stored` describes."""
-        made = type(self)(self.scheme, scales=self.scales, experts=self.experts)
-        made.stored = stored
+        made = copy.copy(self)
+        made.stored, made.batches, made.steps = stored, None, None
         return made
 
     def to_dict(self) -> dict[str, Any]:
@@ -127,14 +149,14 @@ class LowbitConfig(QuantizationConfigMixin):
 def _schemes(given: GivenScheme, options: Mapping[str, Any]) -> Scheme | dict[str, Scheme | None]:
     """Names replaced by the schemes that they stand for."""
     if isinstance(given, str):
-        return _dynamic(lines.scheme_of(given, options) if options else lines.scheme(given))
+        return lines.scheme_of(given, options) if options else lines.scheme(given)
     if options:
         raise TypeError(
             f"{', '.join(options)}: options belong to a scheme that is given by name, as in LowbitConfig('int4', "
             f"group_size=32); got {given!r}"
         )
     if isinstance(given, Scheme):
-        return _dynamic(given)
+        return given
     if not isinstance(given, Mapping):
         raise TypeError(
             f"unknown scheme {given!r}; accepted: a name such as 'int4', a Scheme, e.g. lowbit.Int4WeightOnly(), or a "
@@ -148,10 +170,4 @@ def _schemes(given: GivenScheme, options: Mapping[str, Any]) -> Scheme | dict[st
 def _one(pattern: str, given: Any) -> Scheme:
     if not isinstance(given, str | Scheme):
         raise TypeError(f"{pattern!r}: {given!r}; accepted: a str, and a name, a Scheme or None")
-    return _dynamic(lines.scheme(given) if isinstance(given, str) else given)
-
-
-def _dynamic(scheme: Scheme) -> Scheme:
-    if scheme.is_static:
-        raise ValueError(NEEDS_CALIBRATION)
-    return scheme
+    return lines.scheme(given) if isinstance(given, str) else given

@@ -7,20 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from lowbit.convert import (
-    Choice,
-    Owner,
     Report,
     families_of,
     find_targets,
     is_turned,
-    stacked,
 )
-from lowbit.formats.layer_names import why_left_alone
+from lowbit.formats.folder_choice import FolderChoice
 from lowbit.schemes.scheme import Scheme
-from lowbit.tensor.frozen.conv_tensor import CONVOLUTIONS
 
 
 @dataclass
@@ -48,7 +42,7 @@ def plan(model: Any, patterns: Mapping[str, Scheme | None], experts: bool) -> We
     weights with different schemes.
     """
     with _tied(model):
-        targets, report = find_targets(model, dict(patterns), _Loading(model, experts))
+        targets, report = find_targets(model, dict(patterns), FolderChoice(model, experts))
     owners = [(owner, t.scheme) for t in targets for owner in t.owners]
     schemes = {owner.fqn: scheme for owner, scheme in owners}
     transposed = {owner.fqn for t in targets if is_turned(t) for owner in t.owners}
@@ -71,23 +65,3 @@ def _tied(model: Any) -> Iterator[None]:
     finally:
         for module, attribute, param in apart:
             module._parameters[attribute] = param
-
-
-class _Loading(Choice):
-    """The rule for a model that is loaded: "*" also leaves the output head alone, and another pattern takes the head
-    and the embeddings that it matches."""
-
-    def __init__(self, model: Any, experts: bool) -> None:
-        super().__init__(model)
-        self.experts, self.head = experts, model.get_output_embeddings()
-
-    def why_left(self, owner: Owner, layer: str, pattern: str | None) -> str | None:
-        module, attribute, _ = owner
-        if not self.experts and attribute in stacked(module, layer):
-            return "of experts, and experts=False"
-        if isinstance(module, CONVOLUTIONS):
-            return "a convolution: lowbit.quantize_ converts it, after the load"
-        is_embedding = isinstance(module, nn.Embedding)
-        if attribute == "weight" and (is_embedding or module is self.head):
-            return why_left_alone(layer, pattern, embedding=is_embedding, head=module is self.head)
-        return super().why_left(owner, layer, pattern)

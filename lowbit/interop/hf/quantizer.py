@@ -22,13 +22,15 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
-from lowbit.convert import Entry, Report, joint_part
+from lowbit.convert import Entry, Report, has_static, joint_part
 from lowbit.convert.side_by_side import lay_side_by_side
 from lowbit.dequantize import dequantize_
 from lowbit.formats.base import Format, FormatError
 from lowbit.formats.folder import open_shard
+from lowbit.formats.folder_choice import FolderChoice
 from lowbit.formats.module import ModelSource
 from lowbit.formats.registry import by_name
+from lowbit.inference import calibrate
 from lowbit.interop.hf import experts as experts  # registers what stock experts need
 from lowbit.interop.hf.config import METHOD, LowbitConfig
 from lowbit.interop.hf.plan import WeightChoice, plan
@@ -91,8 +93,14 @@ class LowbitQuantizer(HfQuantizer):
         return True
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Raises ValueError for a device_map with "disk"."""
+        """Raises ValueError for a device_map with "disk", and one with several devices for a calibration."""
         devices = kwargs.get("device_map")
+        is_spread = isinstance(devices, dict) and len(set(devices.values())) > 1
+        if is_spread and self.quantization_config.batches is not None:
+            raise ValueError(
+                "device_map spreads the model, and LowbitConfig(…, batches=…) calibrates it on one device; accepted: "
+                "one device, or lowbit.calibrate(folder, …, out=…), which holds one block in memory"
+            )
         if isinstance(devices, dict) and "disk" in devices.values():
             raise ValueError(
                 'device_map places modules on "disk", from where lowbit\'s weights are not read back; accepted: '
@@ -119,6 +127,8 @@ class LowbitQuantizer(HfQuantizer):
                     "save_pretrained or lowbit.export(…, format='lowbit')"
                 )
             self._sizes = self._stored_sizes(checkpoint_files or [])
+            return
+        if config.batches is not None:
             return
         self._plan = plan(model, config.patterns, config.experts)
         for name in self._plan.schemes:
@@ -220,14 +230,26 @@ class LowbitQuantizer(HfQuantizer):
         lay_side_by_side(model)
         self._conversions = None if self.pre_quantized else model._weight_conversions
         model._weight_conversions = []
-        if self._plan is not None:
-            self.report = self._plan.report
-            self.report.entries += list(self._converted(model, self._plan))
+        batches = None if self.pre_quantized else self.quantization_config.batches
+        if self._plan is not None or batches is not None:
+            self.report = self._calibrated(model, batches) if batches else self._quantized(model)
             weights = {n: p for n, p in model.named_parameters() if isinstance(p, LowbitTensor)}
             self._describe(model, self.own_format.config(weights, ()))
         else:
             self.report.entries = list(_entries(model))
         logger.info("%s", self.report.count(model))
+
+    def _calibrated(self, model: Any, batches: list[Any]) -> Report:
+        """Calibrate the model, whose weights were read plain."""
+        config = self.quantization_config
+        choice = FolderChoice(model, config.experts and not has_static(config.scheme))
+        chosen: Any = choice  # which `find_targets` takes for a filter
+        return calibrate(model, config.patterns, batches, chosen, steps=config.steps)
+
+    def _quantized(self, model: Any) -> Report:
+        assert self._plan is not None
+        self._plan.report.entries += list(self._converted(model, self._plan))
+        return self._plan.report
 
     def _converted(self, model: Any, plan: WeightChoice) -> Iterator[Entry]:
         seen: dict[int, str] = {}

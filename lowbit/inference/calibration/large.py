@@ -1,0 +1,220 @@
+"""calibrate, for a model that lies in a folder and is never whole in memory.
+
+One block at a time comes into memory, as `lowbit.inference.calibration.stages` walks. What a place has become is
+written to `.out.lowbit-calibration` beside the result (`Finished`) before the next one begins. A later call with the
+same arguments goes on from there, with the same bits: it takes the finished blocks from their files, and runs them on
+the batches again. At the end `lowbit.export` writes the result in any format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from lowbit.convert import Filter, Schemes, Target, has_static
+from lowbit.files import digests, new_path
+from lowbit.formats.base import FormatError
+from lowbit.formats.folder_choice import FolderChoice
+from lowbit.formats.streamed import StreamedModel
+from lowbit.formats.writing import check_writing, export
+from lowbit.inference.calibration.finished import Finished
+from lowbit.inference.calibration.report import CalibrationReport
+from lowbit.inference.calibration.run import Run, usable_batches
+from lowbit.inference.calibration.stages import Memory, chain_of, first_of_each_class
+from lowbit.inference.calibration.states import Cache
+from lowbit.inference.calibration.step import Step
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tracing.observer import Method
+
+
+def calibrate_folder(
+    path: str | PathLike[str],
+    scheme: Schemes,
+    batches: Any,
+    filter_fn: Filter | None,
+    steps: Sequence[Step],
+    ranges: tuple[Method, float],
+    cache: Cache,
+    device: str | torch.device,
+    out: str | PathLike[str],
+    writing: Mapping[str, Any],
+) -> CalibrationReport:
+    """Calibrate the model of a folder, and write it to `out`. Args: those of `lowbit.calibrate`.
+
+    Raises what `lowbit.calibrate` says."""
+    out = Path(out)
+    on_grid = check_writing(path, out, scheme, **writing)
+    source = StreamedModel(path, device)
+    choice = FolderChoice(source.model, not has_static(scheme)) if filter_fn is None else filter_fn
+    memory, usable = Streamed(source), usable_batches(source.model, batches)
+    run = Run(source.model, on_grid, choice, steps, usable, ranges, memory)
+    chain = chain_of(source.model, run.targets)
+    if why := _why_whole(chain, run.targets, steps):
+        chain = []
+    try:
+        with new_path.kept(out, "calibration") as place:
+            memory.begin(run, chain, Finished(place, _key(source, run, steps)))
+            report = memory.all_finished() or run.quantize(chain, cache)
+            report.written = export(memory.completed(), out, **writing)
+            report.written.notes += [f"the model was whole in memory: {why}"] if why else []
+    except BlockingIOError as error:
+        raise FormatError(
+            f"another process calibrates to {out}; wait, or give another out"
+        ) from error
+    except OSError as error:
+        raise FormatError(f"{out} cannot be written: {error.strerror or error}") from error
+    return report
+
+
+class Streamed(Memory):
+    """The memory of one block of a folder's model.
+
+    Embeddings, the head and other weights outside the blocks are there before and after the blocks alone, on the CPU as
+    views of their files. The first block of each class stays, in low bits once it is rounded: it runs to show what a
+    block gives beside the hidden state.
+    """
+
+    def __init__(self, source: StreamedModel) -> None:
+        self.source = source
+        self._here: set[int] = set()
+        """The blocks that were brought into memory, and None for what lies outside of them, by their ids."""
+        self._before: set[str] = set()
+        """The names of weights that are rounded before the blocks."""
+        self._told = 0, 0
+        """How many layers, and how many learned losses, of the report are written."""
+
+    def begin(self, run: Run, chain: Sequence[nn.Module], finished: Finished) -> None:
+        """`chain`: the blocks; [] for a model that is whole in memory."""
+        self._run, self._chain, self._finished = run, chain, finished
+        self.streams = bool(chain)
+        self._first = {id(block) for block in first_of_each_class(chain)}
+        inside = {name for block in chain for name in self.source.names_in(block)}
+        self._outside = [name for name in self.source.names() if name not in inside]
+        self.way_out = (
+            f"Find the batch that gives them, delete {finished.place}, and leave that batch out"
+        )
+
+    def bring(self, block: nn.Module | None) -> None:
+        if (key := id(block)) in self._here:
+            return
+        self._here.add(key)
+        if block is None:
+            self.source.bring(self._plain(), copies=not self.streams)
+        else:
+            self.source.bring(self.source.names_in(block))
+
+    def drop(self, block: nn.Module | None) -> None:
+        if (key := id(block)) in self._first:
+            return
+        self._here.discard(key)
+        self.source.drop(self._plain() if block is None else self.source.names_in(block))
+
+    def _plain(self) -> list[str]:
+        """The names of the tensors in high precision outside the blocks."""
+        return [n for n in self._outside if not isinstance(self.source.value(n), LowbitTensor)]
+
+    def is_finished(self, place: str) -> bool:
+        return self._finished.has(place)
+
+    def restore(self, place: str, targets: list[Target]) -> None:
+        tensors, results = self._finished.read(place)
+        weights: dict[str, Tensor] = {}
+        for name, value in tensors.items():
+            if isinstance(value, LowbitTensor):
+                weights[name] = value._map(lambda t: t.to(self.source.device))
+            else:
+                self.source.put(name, value)
+        if place == "before":
+            self._before = {*weights}
+        self._run.put_back(targets, weights, results)
+        self._tell()
+
+    def finish(self, place: str) -> None:
+        if place == "before":
+            low = [n for n in self._outside if isinstance(self.source.value(n), LowbitTensor)]
+            self._before = {*low}
+            names = low
+        elif place == "after":
+            names = [name for name in self._outside if name not in self._before]
+        else:
+            names = self.source.names_in(self._chain[int(place)])
+        report = self._run.report
+        layers, learned = self._told
+        results = {
+            "layers": [asdict(one) for one in list(report.layers.values())[layers:]],
+            "learned": [(name, losses._asdict()) for name, losses in report.learned[learned:]],
+        }
+        self._finished.write(place, {name: self.source.value(name) for name in names}, results)
+        self._tell()
+
+    def _tell(self) -> None:
+        self._told = len(self._run.report.layers), len(self._run.report.learned)
+
+    def all_finished(self) -> CalibrationReport | None:
+        """The report, if an earlier process has finished all places."""
+        if not self.is_finished("after"):
+            return None
+        for place in ("before", *map(str, range(len(self._chain))), "after"):
+            if self.is_finished(place):
+                tensors, results = self._finished.read(place)
+                low = {n: t for n, t in tensors.items() if isinstance(t, LowbitTensor)}
+                meta = {n: t._map(lambda part: part.to("meta")) for n, t in low.items()}
+                own = [t for t in self._run.targets if t.owners[0].fqn in meta]
+                self._run.put_back(own, meta, results)
+        return self._run.report.count(self.source.model)
+
+    def completed(self) -> Path:
+        """The folder with all that is finished, in lowbit's format."""
+        values = {name: self.source.value(name) for name in self.source.names()}
+        low = {n: t for n, t in values.items() if isinstance(t, LowbitTensor)}
+        folder = self._finished.complete(self.source.folder.config, low)
+        self.source.folder.copy_files(folder)
+        return folder
+
+
+def _why_whole(
+    chain: Sequence[nn.Module], targets: Sequence[Target], steps: Sequence[Step]
+) -> str | None:
+    """Why the model cannot be calibrated block by block; None if it can."""
+    if whole := [step.method for step in steps if step.whole]:
+        return f"{whole[0]} works on all blocks together"
+    if not chain:
+        return "it has no list of two blocks or more"
+    where = {id(m): i for i, block in enumerate(chain) for m in block.modules()}
+    for target in targets:
+        if len({where.get(id(owner.module)) for owner in target.owners}) > 1:
+            names = " and ".join(owner.fqn for owner in target.owners[:2])
+            return f"{names} are one weight of several blocks"
+    return None
+
+
+def _key(source: StreamedModel, run: Run, steps: Sequence[Step]) -> dict[str, str]:
+    """Digests of all that decides the bits of the result."""
+    shards = [(path.name, path.stat()) for path in source.folder.files()]
+    files = [(name, found.st_size, found.st_mtime_ns) for name, found in shards]
+    schemes = {target.owners[0].fqn: target.scheme.to_dict() for target in run.targets}
+    leaves, tree = tree_flatten(run.batches)
+    batches = [str(tree), *map(_text, leaves)]
+    given = {
+        "folder": [source.folder.config, files],
+        "scheme": schemes,
+        "list of steps": [str(step) for step in steps],
+        "list of batches": batches,
+        "choice of ranges": run.ranges,
+        "kind of device": source.device.type,
+    }
+    return {name: digests.of_text(json.dumps(value)) for name, value in given.items()}
+
+
+def _text(leaf: Any) -> str:
+    if not isinstance(leaf, Tensor):
+        return repr(leaf)
+    return f"{leaf.dtype} {tuple(leaf.shape)} {digests.of_tensor(leaf)}"

@@ -1,0 +1,154 @@
+"""A place of a model, such as a block, and its weights in groups, each with the sums over its inputs.
+
+The weights of one group see inputs that the groups before it, already rounded, give. Weights that multiply the same
+tensor (q, k and v) are one group, and so are those of experts in a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lowbit.convert import Target, of_any_expert, shape_of_blocks
+from lowbit.inference.calibration.inputs import Moments, Watch
+
+
+class Needs(NamedTuple):
+    """What the steps of a calibration read: all of each Hessian, or its diagonal; the inputs in high precision beside
+    those of the rounded model; blocks whose weights are all rounded; and blocks in high precision (`Entered`)."""
+
+    full: bool
+    pairs: bool
+    blocks: bool = False
+    entered: bool = False
+
+    @property
+    def high(self) -> bool:
+        """True if the model runs in high precision too."""
+        return self.pairs or self.blocks or self.entered
+
+
+@dataclass
+class Group:
+    """Weights that are calibrated together.
+
+    Attributes:
+        source: the tensor that the first one multiplies; None if no batch reaches these weights.
+        names: of the weights, with one name for the same weight of all experts of a list.
+        targets: the weights.
+        moments: the sums over the inputs of each.
+    """
+
+    source: Any
+    names: set[str]
+    targets: list[Target]
+    moments: list[Moments]
+
+    def twin(self, size: int) -> Moments | None:
+        """The sums of a weight that multiplies the same tensor."""
+        return next((m for m in self.moments if m.once and m.size == size), None)
+
+
+@dataclass
+class Place:
+    """What weights lie in, and how it runs on each batch.
+
+    Attributes:
+        run: runs it on a batch, by its number.
+        masks: for each batch the tokens that count; None: all.
+        high: runs a copy that stays in high precision, on the inputs that it has in the model in high precision.
+        copies: name of a weight → the weight in that copy.
+    """
+
+    run: Callable[[int], Any]
+    masks: Sequence[Tensor | None]
+    high: Callable[[int], Any] | None = None
+    copies: dict[str, Target] | None = None
+
+    def groups(self, targets: list[Target], needs: Needs) -> Iterator[Group]:
+        """The weights in the order of their calls, each group with the sums over its inputs at this time. `targets` is
+        emptied, so that the weights of a group can be freed."""
+        found = self._ordered(targets, needs)
+        targets.clear()
+        while found:
+            group = found.pop(0)
+            if group.source is not None:
+                self._collect(group, needs)
+            group.source = None
+            yield group
+
+    def _ordered(self, targets: list[Target], needs: Needs) -> list[Group]:
+        """The groups, from the calls in the first batches, as many as it takes to see every weight."""
+        first: dict[int, Tensor] = {}
+        calls = dict.fromkeys(range(len(targets)), 0)
+        order: list[int] = []
+
+        def seen(index: int, matrix: int, matrices: int, rows: Tensor, source: Any) -> None:
+            calls[index] += 1
+            if index not in first:
+                first[index] = source
+                order.append(index)
+
+        for number in range(len(self.masks)):
+            begun = dict(calls)
+            with Watch(targets, seen):
+                self.run(number)
+            calls = {i: max(calls[i] - begun[i], begun[i]) for i in calls}
+            if len(order) == len(targets):
+                break
+        groups: list[Group] = []
+        for index in order:
+            target = targets[index]
+            own = of_any_expert(target.owners[0].fqn)
+            group = next((g for g in groups if first[index] is g.source or own in g.names), None)
+            if group is None:
+                group = Group(first[index], set(), [], [])
+                groups.append(group)
+            shape = shape_of_blocks(target)
+            once = calls[index] == 1 and len(shape) == 2 and type(first[index]) is Tensor
+            twin = group.twin(shape[-1]) if once and first[index] is group.source else None
+            is_routed = len(shape) == 3 or own != target.owners[0].fqn
+            pairs = needs.pairs and not is_routed  # other tokens may reach an expert
+            device = target.weight.device
+            moments = twin or Moments(shape, device, needs.full, pairs, once)
+            group.names.add(own)
+            group.targets.append(target)
+            group.moments.append(moments)
+        rest = [targets[i] for i in range(len(targets)) if i not in first]
+        if rest:
+            never = [
+                Moments(shape_of_blocks(t), t.weight.device, needs.full, needs.pairs) for t in rest
+            ]
+            groups.append(Group(None, set(), rest, never))
+        return groups
+
+    def _collect(self, group: Group, needs: Needs) -> None:
+        high: dict[int, list[Tensor]] = {}
+        leads = {id(m): i for i, m in reversed(list(enumerate(group.moments)))}
+
+        def remember(index: int, matrix: int, matrices: int, rows: Tensor, source: Any) -> None:
+            moments = group.moments[index]
+            if moments.pairs and not isinstance(rows, int) and leads[id(moments)] == index:
+                high.setdefault(index, []).append(rows)
+
+        def count(index: int, matrix: int, matrices: int, rows: Any, source: Any) -> None:
+            moments = group.moments[index]
+            if leads[id(moments)] != index:
+                return
+            if isinstance(rows, int):
+                moments.looked_up += rows
+                return
+            waiting = high.get(index)
+            moments.add(matrix, rows, waiting.pop(0) if waiting else None, matrices)
+
+        for number, mask in enumerate(self.masks):
+            high.clear()
+            if needs.pairs and self.high is not None:
+                assert self.copies is not None
+                with Watch([self.copies[t.owners[0].fqn] for t in group.targets], remember, mask):
+                    self.high(number)
+            with Watch(group.targets, count, mask):
+                self.run(number)

@@ -1,0 +1,331 @@
+"""One run of `lowbit.calibrate`: the steps on each weight, in the order of `walk`, and the report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit import calibration as observed
+from lowbit.convert import (
+    Choice,
+    Filter,
+    Schemes,
+    Target,
+    find_targets,
+    is_conv,
+    is_turned,
+    joint_parts,
+    replace_weights,
+    rounding_owners,
+    shape_of_blocks,
+)
+from lowbit.inference.calibration.finished import Results
+from lowbit.inference.calibration.inputs import Moments, mask_of
+from lowbit.inference.calibration.learned_rounding import (
+    Block,
+    LearnedRounding,
+    Losses,
+    Weight,
+    originals,
+)
+from lowbit.inference.calibration.places import Group, Needs
+from lowbit.inference.calibration.report import CalibrationReport, LayerResult
+from lowbit.inference.calibration.search import Search
+from lowbit.inference.calibration.stages import Entered, Left, Memory, Stage, block_of, walk
+from lowbit.inference.calibration.states import Cache
+from lowbit.inference.calibration.step import Layer, Step
+from lowbit.layers.static_input import input_qparams, take_input
+from lowbit.progress import progress
+from lowbit.tensor.core.base import check_weight
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
+from lowbit.tensor.frozen.conv_tensor import ConvTensor
+from lowbit.tracing.batches import call, eval_mode, on_device_of, output_tensor
+from lowbit.tracing.block_inputs import forward_of
+from lowbit.tracing.observer import Method
+
+MASK = "attention_mask"
+
+
+class Run:
+    """One calibration of a model.
+
+    Args:
+        model, scheme, filter_fn: those of `find_targets`.
+        steps: in their order.
+        batches: on the device of the model, none of them empty.
+        ranges: how static ranges are chosen: method and percentile.
+        memory: brings weights into memory.
+
+    Raises what `find_targets` raises, and ValueError for steps in another order and schemes that no step searches.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scheme: Schemes,
+        filter_fn: Filter | Choice | None,
+        steps: Sequence[Step],
+        batches: list[Any],
+        ranges: tuple[Method, float],
+        memory: Memory | None = None,
+    ) -> None:
+        self.model, self.batches, self.ranges = model, batches, ranges
+        self.memory = Memory() if memory is None else memory
+        self.steps = [s for s in steps if not isinstance(s, LearnedRounding)]
+        learned = [s for s in steps if isinstance(s, LearnedRounding)]
+        self.over_blocks = [s for s in learned if s.over == "blocks"]
+        self.over_model = [s for s in learned if s.over == "model"]
+        if list(steps) != [*self.steps, *self.over_blocks, *self.over_model]:
+            raise ValueError(
+                "steps that learn the rounding come last, over blocks before over the model, got "
+                f"{', '.join(step.method for step in steps)}"
+            )
+        self.began = time.perf_counter()
+        if learned and not self.steps:
+            self.steps = [Search()]
+        self.learned = learned
+        self.waiting: list[Weight] = []
+        """Rounded weights whose parameters are plain, since steps may still change them."""
+        self.targets, found = find_targets(model, scheme, filter_fn)
+        for target in self.targets:
+            _check_scales(target, learned)
+        self.report = CalibrationReport(entries=found.entries)
+        self.total = len(self.targets)
+        self.methods: dict[str, list[str]] = {}
+        """The steps of each weight, as the report names them."""
+        self.joint: dict[str, Tensor] = {}
+        """What the scales of siblings share, by the name of each weight."""
+        self.advance: Callable[[int], None] = lambda count: None
+
+    def quantize(self, blocks: Sequence[nn.Module] | None, cache: Cache) -> CalibrationReport:
+        """Quantize all weights. Args: those of `lowbit.calibrate`."""
+        modules = {owner.module for target in self.targets for owner in target.owners}
+        eager = torch.compiler.set_stance("force_eager")
+        shown = progress("calibrating", self.total, unit="layers")
+        if not self.memory.streams:
+            self.memory.bring(None)
+            self._fold(self.targets, self.batches)
+            self._find_static(self.targets, self.batches)
+        vectors = [(p, p.data) for p in self.model.parameters() if p.ndim < 2]
+        with eval_mode(self.model), eager, torch.no_grad(), shown as self.advance:
+            try:
+                for stage in walk(
+                    *(self.model, self.targets, self.batches, self._needs(), blocks, cache),
+                    self.memory,
+                ):
+                    self._take(stage)
+                for step in self.over_model:
+                    whole = block_of(self.model, self.batches)
+                    whole.vectors = vectors
+                    self.report.learned.append((whole.name, step.learn(whole, self.waiting)))
+                self._replace()
+                if self.over_model:
+                    self.memory.finish("after")
+            except BaseException:
+                # Weights whose rounding is to be learned look plain, and would keep rounded values.
+                for weight in self.waiting:
+                    weight.target.weight.data = weight.original
+                raise
+        take_input(modules)
+        self.report.seconds = time.perf_counter() - self.began
+        return self.report.count(self.model)
+
+    def _needs(self) -> Needs:
+        entered = self.memory.streams and (
+            any(target.scheme.is_static for target in self.targets)
+            or any(step.folds for step in self.steps)
+        )
+        return Needs(
+            any(s.needs == "full" for s in self.steps),
+            any(s.pairs for s in self.steps),
+            bool(self.over_blocks),
+            entered,
+        )
+
+    def _take(self, stage: Stage) -> None:
+        if isinstance(stage, Entered):
+            self._enter(stage)
+        elif isinstance(stage, Block):
+            self._learn(stage)
+        elif isinstance(stage, Left):
+            if not self.over_model:
+                self._replace()
+                self.memory.finish(stage.place)
+        else:
+            self._check_finite(stage)
+            while stage.targets:
+                target, moments = stage.targets.pop(0), stage.moments.pop(0)
+                self._round(target, moments, self.joint.get(target.owners[0].fqn))
+                del target
+                self.advance(1)
+
+    def _enter(self, place: Entered) -> None:
+        """See the weights of a place in high precision. Without the whole model in memory, fold and observe here."""
+        self.joint |= joint_parts(place.targets)
+        if not self.memory.streams:
+            return
+        for target in place.targets:
+            check_weight(target.weight, target.owners[0].fqn)
+        numbers = [{"number": i, MASK: mask_of(batch)} for i, batch in enumerate(self.batches)]
+
+        def forward(number: int, attention_mask: Tensor | None = None) -> Any:
+            return place.run(number)
+
+        with forward_of(self.model, forward):
+            self._fold(place.targets, numbers if place.folds else [])
+            if not place.is_finished:
+                self._find_static(place.targets, numbers)
+
+    def _fold(self, targets: Sequence[Target], batches: Sequence[Any]) -> None:
+        """Let the steps change the model in high precision. No batches: name the steps of these weights alone."""
+        for step in [*self.steps, *self.learned]:
+            notes = step.fold(self.model, targets, batches) if batches else {}
+            for target in targets:
+                own = [notes[id(o.module)] for o in target.owners if id(o.module) in notes]
+                method = f"{step.method} {own[0]}" if own else step.method
+                self.methods.setdefault(target.owners[0].fqn, []).append(method)
+
+    def _find_static(self, targets: Sequence[Target], batches: Sequence[Any]) -> None:
+        """Find the static scales of inputs, where the scheme has them."""
+        if not any(target.scheme.is_static for target in targets):
+            return
+        with eval_mode(self.model), torch.no_grad():
+            found = observed.layers_of(targets)
+            with observed.observing(self.model, found, *self.ranges):
+                for batch in batches:
+                    call(self.model, batch)
+
+    def _check_finite(self, group: Group) -> None:
+        for target, moments in zip(group.targets, group.moments, strict=True):
+            if not moments.is_finite:
+                done = len(self.report.layers) - len(self.waiting)
+                raise ValueError(
+                    f"the inputs of {target.owners[0].fqn} have NaN or infinite values, or too large ones to square. "
+                    f"{done} of {self.total} weights are quantized already, the others are plain. "
+                    f"{self.memory.way_out}"
+                )
+
+    def _round(self, target: Target, moments: Moments, joint: Tensor | None) -> None:
+        """Run the steps on this weight, and replace it, or leave its values to those that learn."""
+        layer = _layer(target, moments, joint)
+        began = time.perf_counter()
+        before = layer.error(layer.rounded(layer.minmax()))
+        for step in self.steps:
+            step.apply(layer)
+        weight = Weight(target, layer)
+        seconds = time.perf_counter() - began
+        rows = moments.total + moments.looked_up
+        unreached = moments.rows.count(0) if moments.stack and rows else 0
+        after = layer.error(weight.values)
+        method = ", ".join(self.methods.get(layer.name, ["to nearest"]))
+        self.report.layers[layer.name] = LayerResult(
+            layer.name, method, seconds, before, after, rows, unreached
+        )
+        self.waiting.append(weight)
+        if not self.over_blocks and not self.over_model:
+            self._replace()
+        else:
+            weight.show(weight.values)
+
+    def _learn(self, block: Block) -> None:
+        """Learn the rounding of a block, whose weights are rounded."""
+        inside = {id(p) for p in block.module.parameters()}
+        own = [w for w in self.waiting if id(w.target.weight) in inside]
+        with originals(own):
+            block.targets = block.keep(output_tensor(block.high(i)) for i in range(block.count))
+        if own:
+            for step in self.over_blocks:
+                self.report.learned.append((block.name, step.learn(block, own)))
+
+    def _replace(self) -> None:
+        """Replace the weights that wait by quantized ones."""
+        while self.waiting:
+            weight = self.waiting.pop(0)
+            self._put(weight.target, partial(_made, weight))
+
+    def put_back(
+        self, targets: list[Target], weights: Mapping[str, Tensor], results: Results
+    ) -> None:
+        """Replace weights by those of an earlier run. `results`: of that run, as `results` gave them. `targets` is
+        emptied."""
+        self.report.layers |= {one["name"]: LayerResult(**one) for one in results["layers"]}
+        self.report.learned += [(name, Losses(**losses)) for name, losses in results["learned"]]
+        while targets:
+            target = targets.pop(0)
+            self._put(target, lambda t: weights[t.owners[0].fqn])
+            self.advance(1)
+
+    def _put(self, target: Target, make: Callable[[Target], Tensor]) -> None:
+        name, entries = target.owners[0].fqn, len(self.report.entries)
+        replace_weights([target], self.report, make, trainable=False)
+        first = self.report.entries[entries]
+        note = f"{first.note}; {self.report.layers[name]}"
+        self.report.entries[entries] = replace(first, note=note)
+
+
+def usable_batches(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
+    """The batches, on the device of the model's first parameter. Raises ValueError if there is none."""
+    moved = [on_device_of(model, batch) for batch in batches]
+    kept = [batch for batch in moved if not _is_empty(batch)]
+    if not kept:
+        raise ValueError(
+            f"calibrate was given {len(moved)} batches, none of which has elements; accepted: one or more, a few "
+            "thousand tokens in all"
+        )
+    return kept
+
+
+def _is_empty(batch: Any) -> bool:
+    """True if the batch's first tensor has no element, or the batch no entry."""
+    entries = list(batch.values()) if isinstance(batch, dict) else batch
+    if isinstance(entries, Tensor):
+        return entries.numel() == 0
+    if not isinstance(entries, list | tuple):
+        return False
+    return not entries or (isinstance(entries[0], Tensor) and entries[0].numel() == 0)
+
+
+def _check_scales(target: Target, learned: Sequence[LearnedRounding]) -> None:
+    """Raise ValueError for scales that follow from the weight alone, and for those that no file would hold."""
+    spec = target.scheme.weight
+    if spec.scale_format == "super_block" and any(step.scale_rate for step in learned):
+        raise ValueError(
+            f"{target.owners[0].fqn}: scales of K-quants stand on a grid of their own, which learning leaves; take "
+            "LearnedRounding(scale_rate=0)"
+        )
+    if not spec.is_searchable:
+        raise ValueError(
+            f"{target.owners[0].fqn}: {spec} stores scales as {spec.scale_format!r}, which no calibration chooses; "
+            "take scale_format='float', e.g. NF4WeightOnly(double_quantization=False), or lowbit.quantize_"
+        )
+
+
+def _layer(target: Target, moments: Moments, joint: Tensor | None) -> Layer:
+    """The weight as a matrix, or several, for the steps."""
+    spec, plain = target.scheme.weight, target.weight.detach()
+    matrix = plain.mT if is_turned(target) else plain.reshape(shape_of_blocks(target))
+    if joint is None and spec.scales is not None and spec.scales.joint is not None:
+        joint = spec.joint_part([matrix], torch.float32)
+    dtype = spec.scale_dtype_for(plain.dtype)
+    wide = matrix.float().contiguous()
+    return Layer(target.owners[0].fqn, wide, spec, dtype, moments, joint)
+
+
+def _made(weight: Weight, target: Target) -> Tensor:
+    """The quantized weight."""
+    activation = target.scheme.activation
+    of_input = None
+    if activation is not None and activation.static:
+        of_input = input_qparams(rounding_owners(target)[0].module, activation)
+    qparams, joint = weight.qparams, weight.joint
+    made = AffineTensor.from_float(weight.values, target.scheme, qparams, of_input, joint)
+    made = made._with(dtype=weight.original.dtype)
+    if is_conv(target):
+        return ConvTensor.of_matrix(made, weight.original.shape)
+    return made._transposed() if is_turned(target) else made
