@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -101,6 +102,7 @@ def _fill(model: nn.Module, folder: Folder | Joined | GgufFile, device: torch.de
     owners = _places(model)
     if isinstance(folder, Folder):
         folder.keep(owners)
+        folder.leave_out(unused_by(model, folder.names(), owners))
         for note in folder.left_out:
             warnings.warn(f"{folder.path}: {note}", stacklevel=3)
         folder = joined(folder, owners.keys())
@@ -134,6 +136,13 @@ def _fill(model: nn.Module, folder: Folder | Joined | GgufFile, device: torch.de
     on_meta = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
     if on_meta:
         raise FormatError(f"{folder.path} leaves {', '.join(on_meta[:3])} of the model on meta")
+
+
+def unused_by(model: nn.Module, names: Iterable[str], wanted: Container[str]) -> list[str]:
+    """The tensors with these names that the class of a model of transformers does not use, such as the layers for
+    multi-token prediction of DeepSeek-V3. `wanted`: the names that the model has."""
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return [n for n in names if n not in wanted and any(re.search(p, n) for p in ignored)]
 
 
 Places = list[tuple[nn.Module, str]]
