@@ -12,6 +12,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from lowbit.formats import FormatError
+
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
@@ -27,7 +29,7 @@ def exit_status(program: Callable[[], None]) -> int:
     except KeyboardInterrupt as stop:
         print(f"interrupted: {stop}" if str(stop) else "interrupted")
         return EXIT_INTERRUPTED
-    except (UserError, OSError) as error:  # OSError: a full disk, a read-only folder
+    except (UserError, FormatError, OSError) as error:  # OSError: a full disk, a read-only folder
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0

@@ -95,13 +95,7 @@ def start_of(name: str | None, source: Path | None, config: Config) -> tuple[Any
         return pretrained(config, data), data
     model = AutoModelForCausalLM.from_pretrained(name)
     tokenizer: Any = AutoTokenizer.from_pretrained(name)
-    train_texts, heldout_texts, info = text.read_split(source, "stdlib", 0.03)
-    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    tokens = [
-        torch.tensor([i for t in texts for i in tokenizer.encode(t) + ends], dtype=torch.int32)
-        for texts in (train_texts, heldout_texts)
-    ]
-    return model, text.Data(tokens[0], tokens[1], tokenizer, info)
+    return model, text.by_tokenizer(tokenizer, source, "stdlib", 0.03)
 
 
 def pretrained(config: Config, data: text.Data) -> Any:

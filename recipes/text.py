@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,6 +92,21 @@ def prepare(
                 f"{info.source}: too little text to {purpose}: {len(tokens)} tokens, at least {needed} are "
                 "needed; give --data more text, or a shorter context: --set model.context=64"
             )
+    return Data(train, heldout, tokenizer, info)
+
+
+def by_tokenizer(tokenizer: Any, source: Path | None, corpus: str, heldout_share: float) -> Data:
+    """Read `source`, split it, and encode it by a tokenizer of transformers, with its end-of-sequence token after each
+    text.
+
+    Args: `tokenizer`; the others are those of `prepare`.
+    """
+    train_texts, heldout_texts, info = read_split(source, corpus, heldout_share)
+    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    train, heldout = (
+        torch.tensor([i for t in texts for i in tokenizer.encode(t) + ends], dtype=torch.int32)
+        for texts in (train_texts, heldout_texts)
+    )
     return Data(train, heldout, tokenizer, info)
 
 

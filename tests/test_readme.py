@@ -33,6 +33,7 @@ NEEDS = {
     "docs/formats.md": ("safetensors",),
     "docs/runtimes.md": ("onnxscript", "onnxruntime", "executorch"),
     "docs/integrations.md": ("transformers", "peft", "accelerate", "lightning", "safetensors"),
+    "docs/packed.md": ("transformers", "peft", "accelerate", "compressed_tensors", "safetensors"),
     "docs/serving.md": ("transformers", "safetensors"),
     "docs/torchtitan.md": ("torchtitan",),
     "docs/transformers.md": ("transformers", "accelerate", "safetensors"),

@@ -37,6 +37,7 @@ from lowbit.convert.walk import (
     is_turned,
     joint_part,
     joint_parts,
+    own_schemes,
     rounding_owners,
     shape_of_blocks,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "names_outright",
     "of_any_expert",
     "of_unused",
+    "own_schemes",
     "pattern_of",
     "replace_weights",
     "rounding_owners",

@@ -15,11 +15,13 @@ from lowbit.convert.experts import stores_inputs_first
 from lowbit.convert.owners import Owner, check_module, find_owners, joined_name
 from lowbit.convert.report import Entry, Report
 from lowbit.convert.siblings import families, group_of
+from lowbit.linear.frozen.kinds import representation_of
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import TrainingScheme
 from lowbit.tensor.core.base import LowbitTensor, check_weight
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import CONVOLUTIONS, check_spec, matrix_shape
 from lowbit.tensor.frozen.turned import spec_of_linears
 from lowbit.tensor.trained.learned_scales import weight_scaled_by
@@ -119,11 +121,43 @@ def joint_part(spec: Spec, weights: Sequence[Tensor], searched: bool = False) ->
     return spec.joint_part(own, dtype)
 
 
+def own_schemes(model: nn.Module) -> dict[str, Scheme]:
+    """The scheme of each quantized weight of `model` that training can start from, by its first name, with scales of
+    the dtype that it stores.
+
+    Raises ValueError if there is none.
+    """
+    found: dict[str, Scheme] = {}
+    left: list[str] = []
+    for owners in find_owners(model).values():
+        module, name, fqn = owners[0]
+        weight = module._parameters[name]
+        if not isinstance(weight, AffineTensor):
+            continue
+        spec, activation = weight.spec, weight.activation
+        is_static = activation is not None and activation.static
+        if is_static or type(weight) is not representation_of(spec):
+            left.append(fqn)
+            continue
+        is_free = spec.scale_format == "float" and spec.scale_dtype is None
+        if is_free and spec.scale_dtype_for(weight.dtype) is not weight.scale.dtype:
+            spec = replace(spec, scale_dtype=weight.scale.dtype)
+        found[fqn] = Scheme(spec, activation)
+    if not found:
+        others = f"; {left[0]} has act-order or a static scale of its inputs" if left else ""
+        raise ValueError(
+            f"{type(model).__name__} has no weights in low bits with a scheme to train by{others}; give a scheme, such "
+            "as lowbit.Int4WeightOnly()"
+        )
+    return found
+
+
 def find_targets(
     model: nn.Module,
     schemes: Schemes | TrainingSchemes,
     filter_fn: Filter | Choice | None,
     kind: type = Scheme,
+    starts: bool = False,
 ) -> tuple[list[Target], Report]:
     """The weights to convert, all of them checked, and a report of the ones left alone.
 
@@ -132,6 +166,8 @@ def find_targets(
         schemes: one of `kind`; or a dict of name patterns to one of `kind` or None.
         filter_fn: chooses modules; None: `lowbit.convert.choice` says which weights the patterns take.
         kind: `Scheme` or `TrainingScheme`.
+        starts: True if the schemes are `own_schemes`, so that training starts from quantized weights. A filter may then
+            choose few of them.
 
     Raises:
         TypeError: not a scheme, not a module, not a filter.
@@ -149,14 +185,14 @@ def find_targets(
             "give patterns, {'layers.*': scheme}"
         )
     patterns = schemes if isinstance(schemes, Mapping) else {"*": schemes}
-    walk = _Walk(model, patterns, filter_fn, trains=kind is TrainingScheme)
+    walk = _Walk(model, patterns, filter_fn, trains=kind is TrainingScheme, starts=starts)
     for prefix, module in model.named_modules():
         walk.visit(prefix, module)
     walk.settle_small()
     targets, report = list(walk.targets.values()), walk.report
     for target in targets:
         _check_target(target)
-    if isinstance(schemes, Mapping):
+    if isinstance(schemes, Mapping) and not starts:
         _check_patterns(walk)
     if not targets and not walk.left_by_rule:
         reasons = "; ".join(f"{fqn}: {why}" for fqn, why in list(report.left.items())[:4])
@@ -216,8 +252,11 @@ class _Walk:
         patterns: Mapping[str, Any],
         chosen_by: Filter | Choice,
         trains: bool,
+        starts: bool,
     ) -> None:
         self.patterns, self.chosen_by, self.trains = patterns, chosen_by, trains
+        self.starts = starts
+        """True if training starts from quantized weights, for which alone there are patterns."""
         self.owners = find_owners(model)
         attentions = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
         self.attentions = {id(m.out_proj) for m in attentions}
@@ -302,7 +341,7 @@ class _Walk:
             return f"learned scales or zero points of {joined_name(prefix, weight)}"
         pattern = first_match(self.patterns, prefix, owner.fqn)
         scheme = None if pattern is None else self.patterns[pattern]
-        starts = self.trains and scheme is not None and scheme.starts_from(param)
+        starts = scheme is not None and (self.starts or (self.trains and scheme.starts_from(param)))
         refusal = _refusal(self.owners[id(param)], param, self.trains, starts)
         left = self._why_left(owner, prefix, pattern, selected)
         if left == _NOT_SELECTED and _has_own_product(owner.module):

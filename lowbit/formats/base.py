@@ -239,6 +239,11 @@ class Format(ABC):
         Raises FormatError, with the reason, for a weight that the format cannot hold.
         """
 
+    def encode_back(self, weight: LowbitTensor) -> Parts:
+        """`encode` for a weight of a folder of this format that is written back to its place. Its readers take its
+        shape and its scheme, also where `encode` refuses them."""
+        return self.encode(weight)
+
     @abstractmethod
     def config(self, weights: Mapping[str, LowbitTensor], plain: Collection[str]) -> dict[str, Any]:
         """The "quantization_config" of these weights, by name, and of the modules `plain` with plain weights.

@@ -129,19 +129,10 @@ class Published:
 
     def _matrices(self, item: Item, stack: str) -> Iterator[tuple[int, str, Tensor]]:
         names = self._names
+        parts = (names.down,) if stack == DOWN else (names.gate, names.up)
         for expert in range(item.value.shape[0]):
-            try:
-                own = item.value[expert]
-                if stack == DOWN:
-                    yield expert, names.down, own
-                    continue
-                half = own.shape[0] // 2
-                yield expert, names.gate, own[:half]
-                yield expert, names.up, own[half:]
-            except NotImplementedError as error:
-                raise FormatError(
-                    f"{item.name} cannot be split into the matrices of its experts: {error}"
-                ) from error
+            for part, matrix in enumerate(parts):
+                yield expert, matrix, matrix_of(item.value, item.name, (expert, part))
 
     def names(self) -> list[str]:
         return [self._names.published(name) for name in self._source.names()]
@@ -251,6 +242,14 @@ class Joined:
     def names(self) -> list[str]:
         return list(dict.fromkeys(self._names.values()))
 
+    def places(self) -> dict[str, tuple[str, Matrix | None]]:
+        """For each tensor of the folder its name in the model, and None; for a matrix, the name of its stack, and
+        which matrix it is."""
+        found: dict[str, tuple[str, Matrix | None]] = {n: (p, None) for n, p in self._names.items()}
+        for stack, matrices in self._stacks.items():
+            found |= {name: (stack, key) for key, name in matrices.items()}
+        return found
+
     def items(self) -> Iterator[Item]:
         """See `lowbit.formats.sources.Source`. The matrices of one stack are in memory together."""
         done = set()
@@ -285,6 +284,21 @@ def joined(folder: Folder, wanted: Collection[str]) -> Folder | Joined:
 
 
 # ---- stacks --------------------------------------------------------------------------------------------------------
+
+
+def matrix_of(stack: Tensor, name: str, matrix: Matrix) -> Tensor:
+    """A matrix of a stack with this name. Raises FormatError for a stack that cannot be split."""
+    expert, part = matrix
+    try:
+        own = stack[expert]
+        if name.endswith(DOWN):
+            return own
+        half = own.shape[0] // 2
+        return own[half:] if part else own[:half]
+    except NotImplementedError as error:
+        raise FormatError(
+            f"{name} cannot be split into the matrices of its experts: {error}"
+        ) from error
 
 
 def check_whole(stack: str, matrices: Collection[Matrix]) -> None:

@@ -120,6 +120,8 @@ class Folder:
         cache_scales: names of the scales of a KV cache. lowbit leaves them out, since it keeps keys and values plain.
         tied: second names of tied weights that are stored twice, and the first name of each, which alone is in
             `weights` or `plain`.
+        seconds: for each of these second names the stored name of each part, as `stored_names` gives them.
+        unused: names of tensors that `leave_out` took away.
         dtype: the dtype that config.json names for the weights, or None.
         nbytes: bytes of all shards.
 
@@ -163,9 +165,14 @@ class Folder:
         self._check_claims(is_foreign)
         with damage_of(f"{self.path}"):
             self.tied = second_names(self.config, self.names(), self.read)
-        for name in self.tied:
-            self.weights.pop(name, None)
-        self.plain = [name for name in self.plain if name not in self.tied]
+        self.seconds = {name: self.stored_names(name) for name in self.tied}
+        self.unused: list[str] = []
+        self._take_out(self.tied)
+
+    def _take_out(self, names: Collection[str]) -> None:
+        """Remove tensors from `weights` and `plain`."""
+        self.weights = {name: own for name, own in self.weights.items() if name not in names}
+        self.plain = [name for name in self.plain if name not in names]
 
     # ---- what lies in it -----------------------------------------------------------------------------------------
 
@@ -307,22 +314,43 @@ class Folder:
         """Names of all tensors; a low-bit weight is one tensor."""
         return [*self.weights, *self.plain]
 
+    def stored_names(self, name: str) -> dict[str, str]:
+        """The stored name of each part of a tensor; a plain tensor is one part, named ""."""
+        return self.weights.get(name, {"": name})
+
+    def files(self) -> dict[TensorFile, list[str]]:
+        """The stored names in each shard."""
+        found: dict[TensorFile, list[str]] = {}
+        for name, file in self._shards.items():
+            found.setdefault(file, []).append(name)
+        return found
+
     @property
     def left_out(self) -> list[str]:
-        if not self.cache_scales:
-            return []
-        return [
-            f"{len(self.cache_scales)} scales of a KV cache, such as {self.cache_scales[0]}, are left out: lowbit "
-            "keeps keys and values in the dtype of the model"
-        ]
+        found = []
+        if self.cache_scales:
+            found.append(
+                f"{len(self.cache_scales)} scales of a KV cache, such as {self.cache_scales[0]}, are left out: lowbit "
+                "keeps keys and values in the dtype of the model"
+            )
+        if self.unused:
+            found.append(
+                f"{len(self.unused)} tensors, such as {self.unused[0]}, are left out: the model has no place for them"
+            )
+        return found
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Take these tensors for ones that no model of this folder has."""
+        self.unused = sorted({*self.names()} & {*names})
+        self._take_out(self.unused)
 
     def keep(self, wanted: Collection[str]) -> None:
         """Take tensors with names of cache scales for plain ones if a model has them among its names, `wanted`."""
         self.plain += [name for name in self.cache_scales if name in wanted]
         self.cache_scales = [name for name in self.cache_scales if name not in wanted]
 
-    def _stored(self, name: str) -> Tensor:
-        """The tensor of this name in a shard, after it was compared with its digest."""
+    def stored(self, name: str) -> Tensor:
+        """The tensor of this name in a shard, a view of the file, after it was compared with its digest."""
         found = self._as_read(name)
         if name in self._unverified:
             self._verify({name: found})
@@ -389,9 +417,9 @@ class Folder:
     def read(self, name: str) -> Tensor:
         """The tensor of this name, low-bit or plain, on the CPU; a plain tensor is a view of the file."""
         if name not in self.weights:
-            return self._stored(name)
+            return self.stored(name)
         assert self.format is not None and self.settings is not None
-        parts = {part: self._stored(stored) for part, stored in self.weights[name].items()}
+        parts = {part: self.stored(stored) for part, stored in self.weights[name].items()}
         with damage_of(f"{self.path}: {name}"):
             return self.format.read(parts, self.settings, name, self.dtype)
 
@@ -430,6 +458,13 @@ def copy_beside_weights(source: Path, folder: Path) -> None:
         skips = is_of_weights or path.name in _SETTINGS_OF_WEIGHTS or path.name[0] == "."
         if path.is_file() and not skips:
             shutil.copyfile(path, folder / path.name)
+
+
+def copy_settings(source: Path, folder: Path) -> None:
+    """Copy config.json, the index of the shards, and the other files that describe the weights."""
+    for name in sorted({*_SETTINGS_OF_WEIGHTS, INDEX}):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def _take_settings(config: dict[str, Any]) -> Mapping[str, Any] | None:

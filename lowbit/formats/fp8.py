@@ -7,12 +7,13 @@
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                             "weight_block_size": [128, 128], "modules_to_not_convert": […]}
 
-Scales as float8_e8m0fnu, or as uint8 with its bits, are read too. Engines of this format round the input of every
-product to float8, with a scale for each 128 elements of a token, even if the weight was not made for that.
-transformers computes the size of a block as N / rows of the scale, so it would read wrong weights of a ragged N without
-an error: `encode` takes whole blocks only.
+Scales as float8_e8m0fnu, or as uint8 with its bits, are read too. With "scale_fmt": "ue8m0" all scales are powers of
+two. Engines of this format round the input of every product to float8, with a scale for each 128 elements of a token,
+even if the weight was not made for that. transformers computes the size of a block as N / rows of the scale, so it
+would read wrong weights of a ragged N without an error: `encode` takes whole blocks only. A published ragged weight is
+written back as it was (`encode_back`).
 
-Without "weight_block_size" a weight has one scale, or one a row. Such weights are read, but not written:
+Without "weight_block_size" a weight has one scale, or one a row. Such weights are read, and written back:
 
     layer.weight         float8_e4m3fn [N, K]
     layer.weight_scale   float32, one element, or [N, 1]; it multiplies
@@ -106,6 +107,9 @@ class Float8Blocks(Format):
             raise FormatError(f"activation_scheme is {rounds!r}; accepted with blocks: 'dynamic'")
         if not all(type(size) is int for size in block):
             raise FormatError(f"weight_block_size is {block!r}; accepted: whole numbers")
+        scale = parts[SCALE_OF_BLOCKS]
+        if config.get("scale_fmt") == "ue8m0" and scale.is_floating_point():
+            _check_powers(scale)
         return Float8Tensor.from_blocks(
             codes,
             parts[SCALE_OF_BLOCKS],
@@ -127,7 +131,19 @@ class Float8Blocks(Format):
             raise FormatError(
                 f"fp8 rounds inputs as {BLOCK_ACTIVATION}, and the weight was made for {weight.activation}"
             )
-        return {"weight": weight.codes, SCALE_OF_BLOCKS: weight.scale.float()}
+        return self.encode_back(weight)
+
+    def encode_back(self, weight: LowbitTensor) -> Parts:
+        """Blocks of any size, the last of which may be ragged; and weights with one scale, or one a row."""
+        check_matrix(weight, self.name)
+        if type(weight) is not Float8Tensor or weight.codes.dtype is not E4M3:
+            raise FormatError(f"fp8 holds {E4M3}, got {weight.stored_format()}")
+        rows, columns = weight.shape
+        codes, scale = weight.codes[:rows, :columns].contiguous(), weight.scale.float()
+        if isinstance(weight.spec.granularity, PerBlock):
+            return {"weight": codes, SCALE_OF_BLOCKS: scale}
+        found = {"weight": codes, "weight_scale": scale}
+        return found if weight.input_scale is None else {**found, "input_scale": weight.input_scale}
 
     def config(self, weights: Mapping[str, LowbitTensor], plain: Collection[str]) -> dict[str, Any]:
         return {
@@ -147,6 +163,16 @@ class Float8Blocks(Format):
 def _check_floating(scale: Tensor, name: str) -> None:
     if not scale.is_floating_point():
         raise FormatError(f"its {name} is {scale.dtype}; accepted: floating-point numbers")
+
+
+def _check_powers(scale: Tensor) -> None:
+    """Raise FormatError unless every scale is a power of two, as "scale_fmt" says."""
+    mantissa, _ = torch.frexp(scale.float())
+    if not bool((mantissa == 0.5).all()):
+        raise FormatError(
+            f"scale_fmt is 'ue8m0', and its {SCALE_OF_BLOCKS} has scales that are not powers of two; a model that was "
+            "trained by learned scales keeps them with requires_grad_(False)"
+        )
 
 
 def _in_blocks(config: Mapping[str, Any]) -> bool:

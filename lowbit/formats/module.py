@@ -33,6 +33,10 @@ class ModelSource:
         model: the module.
         tokenizer: an object with `save_pretrained`, a folder whose files are copied, or None.
 
+    Attributes:
+        tensors: by their first names, detached.
+        first: for every name of the state dict, the first name of the same tensor.
+
     Raises FormatError for weights that are sharded, on meta, or prepared for training and not converted, and for
     another tokenizer.
     """
@@ -46,7 +50,11 @@ class ModelSource:
             raise FormatError(
                 f"tokenizer is {tokenizer!r:.80}; accepted: an object with save_pretrained, or a folder that exists"
             )
-        self.tensors = {name: _own(name, t) for name, t in _state_of(self.model)}
+        self.first = _first_names(self.model)
+        state = self.model.state_dict(keep_vars=True)
+        self.tensors = {
+            name: _own(name, state[name]) for name in dict.fromkeys(self.first.values())
+        }
         self.config = _config_of(self.model)
         dtypes = [t.dtype for t in self.tensors.values() if t.is_floating_point()]
         if dtypes:
@@ -99,14 +107,14 @@ class ModelSource:
             (folder / "generation_config.json").write_text(text, encoding="utf-8")
 
 
-def _state_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The entries of the state dict, parameters as they are, and each tensor under its first name only."""
-    seen: set[Any] = set()
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """For every name of the state dict, the first name of the same tensor."""
+    seen: dict[Any, str] = {}
+    found: dict[str, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         key = identity(value) if isinstance(value, Tensor) and not value.is_meta else id(value)
-        if key not in seen:
-            seen.add(key)
-            yield name, value
+        found[name] = seen.setdefault(key, name)
+    return found
 
 
 def _own(name: str, value: Any) -> Tensor:

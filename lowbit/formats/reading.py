@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -107,6 +108,7 @@ def matched(
     own: Folder | Joined | GgufFile = folder
     if isinstance(folder, Folder):
         folder.keep(owners)
+        folder.leave_out(unused_by(model, folder.names(), owners))
         for note in folder.left_out:
             warnings.warn(f"{folder.path}: {note}", stacklevel=4)
         own = joined(folder, owners.keys())
@@ -156,6 +158,13 @@ def _fill(model: nn.Module, given: Folder | GgufFile, device: torch.device) -> N
     show_frozen(model.modules())
     lay_side_by_side(model)
     place_buffers(model, folder.path, device)
+
+
+def unused_by(model: nn.Module, names: Iterable[str], wanted: Container[str]) -> list[str]:
+    """The tensors with these names that the class of a model of transformers does not use, such as the layers for
+    multi-token prediction of DeepSeek-V3. `wanted`: the names that the model has."""
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return [n for n in names if n not in wanted and any(re.search(p, n) for p in ignored)]
 
 
 Places = list[tuple[nn.Module, str]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from lowbit.formats.gguf.file import GgufFile, GgufWriter
 from lowbit.formats.gguf.format import Gguf
 from lowbit.formats.gguf.mixes import gguf_mix
 from lowbit.formats.heap import Trimmed
+from lowbit.formats.like import MOST_REFUSED, write_like
 from lowbit.formats.merged import MergedLayers, Ready
 from lowbit.formats.module import ModelSource
 from lowbit.formats.programs.base import ProgramFormat
@@ -43,15 +44,13 @@ from lowbit.progress import progress
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
 
-_MOST_REFUSED = 3
-"""The export ends after so many refused weights, and the message names them."""
-
 
 def export(
     model: nn.Module | str | os.PathLike[str],
     out: str | os.PathLike[str],
-    format: str = "compressed-tensors",
+    format: str | None = None,
     *,
+    like: str | os.PathLike[str] | None = None,
     scheme: Scheme | Mapping[str, Scheme | None] | str | None = None,
     scales: str | None = None,
     lossy: bool = False,
@@ -68,6 +67,7 @@ def export(
         lowbit.export("model-int4", "model-lowbit", format="lowbit")                 # another format, the same values
         lowbit.export("model-bf16", "model-int4", scheme=lowbit.Int4WeightOnly())    # quantize while writing
         lowbit.export(model, "model.onnx", "onnx", example_inputs=(tokens,))         # a program for another runtime
+        lowbit.export(model, "tuned", like="openai/gpt-oss-20b")                     # back into a published folder
 
     Weights keep their values to the bit: each weight is decoded again before it is written, and each shard is read back
     and compared. `out` appears whole, at the end, or not at all. Memory: a shard and a few tensors, beyond a model that
@@ -77,7 +77,11 @@ def export(
         model: a module, whose state dict is written, or the folder of a checkpoint in any format that lowbit reads, or
             a GGUF file.
         out: the folder to make; its parent exists. For "gguf" a file.
-        format: a name of `lowbit.formats.names()`.
+        format: a name of `lowbit.formats.names()`; None, without `like`, for "compressed-tensors".
+        like: a folder with low-bit weights from which `lowbit.load_pretrained` made the model. `out` gets its names,
+            dtypes, shards, config.json and other files. A tensor that is equal to the folder's keeps its bytes, also a
+            single expert of a stack. Other weights keep their values, in the format of the folder. Takes no `format`,
+            `scheme`, `tokenizer` or `max_shard_size`.
         scheme: for a folder of plain weights: a Scheme, or a dict of name patterns to a Scheme or None. A bare Scheme
             and the pattern "*" leave embeddings, the output head and routers alone. Another pattern takes those that it
             matches, but a router only if it names the router outright, such as "*.mlp.gate". Scales have the dtype that
@@ -103,15 +107,18 @@ def export(
         FormatError, a ValueError: a weight that the format cannot hold, with its name and the reason; a source that is
             not a model, damaged or of another format than it says; an `out` that exists or cannot be written.
     """
-    target, out = target_of(format), Path(out)
+    traced = {"example_inputs": example_inputs, "dynamic_shapes": dynamic_shapes}
+    of_source = {"scheme": scheme, "scales": scales, "tokenizer": tokenizer}
+    if like is not None:
+        sizes = None if max_shard_size == "500MB" else max_shard_size
+        given = {"format": format, **of_source, "max_shard_size": sizes, **traced}
+        _refuse_options(given, "like= takes the format and all files of a folder")
+        return _export_like(model, Path(out), like, lossy, overwrite)
+    target, out = target_of(format or "compressed-tensors"), Path(out)
     if isinstance(target, ProgramFormat):
-        given = {"scheme": scheme is not None, "tokenizer": tokenizer is not None}
-        given |= {"scales": scales is not None}
-        _refuse_options(given, f"{target.name} holds a program of a module")
+        _refuse_options(of_source, f"{target.name} holds a program of a module")
         return export_program(model, out, target, example_inputs, dynamic_shapes, lossy, overwrite)
-    given = {"example_inputs": example_inputs is not None}
-    given |= {"dynamic_shapes": dynamic_shapes is not None}
-    _refuse_options(given, f"{target.name} holds weights, not a program")
+    _refuse_options(traced, f"{target.name} holds weights, not a program")
     largest = size_in_bytes(max_shard_size)
     source = _source_of(model, out, target, scheme, scales, tokenizer, device)
     if target.holds_experts:
@@ -140,7 +147,7 @@ def export(
         config = {**source.config, "quantization_config": target.config(weights, plain)}
         write_json(folder / "config.json", config)
         source.copy_files(folder)
-        _check_readable(folder, target, weights)
+        _check_readable(folder, target, weights.keys())
     return report
 
 
@@ -185,8 +192,8 @@ def _check_apart(source: Path, out: Path) -> None:
         raise FormatError(f"{out} holds {source}, which is read; give another name")
 
 
-def _refuse_options(given: Mapping[str, bool], reason: str) -> None:
-    if named := [f"{option}=" for option, is_given in given.items() if is_given]:
+def _refuse_options(given: Mapping[str, Any], reason: str) -> None:
+    if named := [f"{option}=" for option, value in given.items() if value is not None]:
         raise FormatError(f"{reason}, and takes no {', '.join(named)}")
 
 
@@ -226,6 +233,30 @@ def _source_of(
     return Quantizing(source, scheme, scales, device, target)
 
 
+def _export_like(
+    model: nn.Module | str | os.PathLike[str],
+    out: Path,
+    like: str | os.PathLike[str],
+    lossy: bool,
+    overwrite: bool,
+) -> ExportReport:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"like= writes an nn.Module, got {type(model).__name__}")
+    folder = opened(like)
+    if not isinstance(folder, Folder) or folder.format is None:
+        raise FormatError(
+            f"{folder.path} has no low-bit weights in safetensors, and like= takes a folder that has; accepted: "
+            "format=, or save_pretrained for a plain model"
+        )
+    _check_apart(folder.path, out)
+    report = ExportReport(format=folder.format.name, path=str(out))
+    weights = {*folder.weights}
+    with new_folder(out, overwrite) as place:
+        write_like(model, place, folder, lossy, report)
+        _check_readable(place, folder.format, weights)
+    return report
+
+
 def _write_all(
     source: Source, shards: Shards | GgufWriter, target: Format, lossy: bool, report: ExportReport
 ) -> tuple[dict[str, LowbitTensor], set[str]]:
@@ -255,7 +286,7 @@ def _write_all(
                         write(item, parts)
             except FormatError as error:
                 refused[name] = error
-                if len(refused) == _MOST_REFUSED:
+                if len(refused) == MOST_REFUSED:
                     break
             advance(size)
             heap.advance(size)
@@ -367,7 +398,7 @@ def _same_values(a: LowbitTensor, b: LowbitTensor) -> bool:
     return equal or equal_bits(a.dequantize(), b.dequantize())
 
 
-def _check_readable(folder: Path, target: Format, weights: Mapping[str, LowbitTensor]) -> None:
+def _check_readable(folder: Path, target: Format, weights: Collection[str]) -> None:
     """Read the new folder. Raises FormatError unless it has the same weights, and all tensors the bytes that were
     written."""
     found = Folder(folder)
@@ -378,5 +409,5 @@ def _check_readable(folder: Path, target: Format, weights: Mapping[str, LowbitTe
         raise FormatError(
             f"read back after it was written: {error}. Check the disk and memory"
         ) from error
-    if found.format is not target or found.weights.keys() != weights.keys():
+    if found.format is not target or found.weights.keys() != {*weights}:
         raise FormatError(f"the folder would be read as another one: {sorted(found.weights)[:3]}")

@@ -282,10 +282,14 @@ def why_not_learned(module: nn.Module, attribute: str) -> str | None:
     return f"{kind} has a {taken[0]} of its own" if taken else None
 
 
-def give_scales(weight: FakeQuantizedTensor, holders: Iterable[tuple[nn.Module, str]]) -> None:
+def give_scales(
+    weight: FakeQuantizedTensor,
+    holders: Iterable[tuple[nn.Module, str]],
+    start: tuple[Tensor, Tensor | None] | None = None,
+) -> None:
     """Register the scales and zero points of `weight` in the modules that hold it, which share them. `holders`: a
-    module and the name of the weight there."""
-    scale, zero = starting_parameters(weight)
+    module and the name of the weight there. `start`: the parameters; None: `starting_parameters`."""
+    scale, zero = starting_parameters(weight) if start is None else start
     made = {SCALE: nn.Parameter(scale), ZERO: None if zero is None else nn.Parameter(zero)}
     for i, (module, attribute) in enumerate(holders):
         if i == 0:

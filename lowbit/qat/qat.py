@@ -24,9 +24,11 @@ from lowbit.convert import (
     Report,
     Schemes,
     Target,
+    check_module,
     families_of,
     find_targets,
     is_turned,
+    own_schemes,
     replace_weights,
     rounding_owners,
 )
@@ -40,11 +42,17 @@ from lowbit.layers.prepared import (
     prepare_input,
     why_not_learned,
 )
+from lowbit.layers.stand_in import without
 from lowbit.layers.static_input import check_input, input_qparams
 from lowbit.qat import lora
 from lowbit.qat.exchange import prepared_targets
 from lowbit.qat.gradients import check_gradients, gradients_note, low_bit_gradients
-from lowbit.qat.weights import in_model_order, in_order_of_linears, prepared_weight
+from lowbit.qat.weights import (
+    in_model_order,
+    in_order_of_linears,
+    prepared_weight,
+    stored_scales,
+)
 from lowbit.schemes.training import IN_ATTENTION, MixedPrecision
 from lowbit.tensor.core.base import check_weight
 from lowbit.tensor.frozen import turned
@@ -57,7 +65,7 @@ from lowbit.tensor.trained.quantizers import PRESENT, Quantizer
 
 def prepare_(
     model: nn.Module,
-    scheme: Schemes,
+    scheme: Schemes | None = None,
     filter_fn: Filter | None = None,
     *,
     scales: str = "present",
@@ -72,14 +80,17 @@ def prepare_(
 
     Args:
         model, scheme, filter_fn: those of `lowbit.quantize_`. Experts that the model stores as [experts, inputs,
-            outputs] keep that order until `convert_`; a scheme that rounds inputs leaves them alone.
+            outputs] keep that order until `convert_`; a scheme that rounds inputs leaves them alone. A scheme of None
+            takes the quantized weights, such as those of `lowbit.load_pretrained`, each by its own scheme: their values
+            become weights that train.
         scales: "present": at every step the scales and zero points of the present weight. The state dict stays that
             of the plain model. "learned": trained along with the weight, from these on (with 1 and 2 bits from searched
             ones; `search_scales_` chooses by data), as parameters `weight_scale` and `weight_zero` of each `nn.Linear`,
             `nn.Embedding`, `nn.Conv1d` and `nn.Conv2d` (`lowbit.numerics.learned_scales`), and as `<name>_scale` and
             `<name>_zero` beside each 3-D weight (experts), which the module reads rounded in its forward. Other weights
-            keep present scales, and the report says so. Any other name is that of a quantizer of your own
-            (`lowbit.tensor.trained.quantizers`).
+            keep present scales, and the report says so. Those of a quantized weight start from the scales that it
+            stores: the model computes what it did, and blocks that do not change keep their codes. Any other name is
+            that of a quantizer of your own (`lowbit.tensor.trained.quantizers`).
         adapters: what to do about PEFT's LoRA layers around the chosen weights. Adapters themselves are never rounded.
             "merge": products see the rounded sum of the weight and its adapters, and `convert_` puts the quantized sum
             in the layer's place. "keep": products see the rounded weight and, beside it, the adapters as they are.
@@ -118,9 +129,8 @@ def prepare_(
     static = [
         (t.owners, rounding_owners(t), t.scheme.activation) for t in targets if t.scheme.is_static
     ]
-    notes: dict[str, str | None] = {}
-    if scales == "learned":
-        notes = {t.owners[0].fqn: _why_present(t) for t in targets}
+    asked = targets if scales == "learned" else []
+    notes = {t.owners[0].fqn: _why_present(t) for t in asked}
     learned = [t.owners for t in targets if notes.get(t.owners[0].fqn, "present") is None]
     lora.warn_of_files(model, learned)
 
@@ -141,6 +151,7 @@ def prepare_(
         made.gradients = gradients if target.owners in in_low_bits else None
         return made
 
+    starts = {t.owners[0].fqn: stored_scales(t) for t in targets if t.owners in learned}
     report = replace_weights(targets, report, prepared, trainable=True)
     report.entries = [_with_note(entry, notes.get(entry.fqn)) for entry in report.entries]
     make_prepared(modules, [nn.Linear])
@@ -148,8 +159,8 @@ def prepare_(
         make_siblings([owner.module for owner in family])
     lora.merge_in_products(layers.values())
     for owners in learned:
-        module, name, _ = owners[0]
-        give_scales(getattr(module, name), [(o.module, o.attribute) for o in owners])
+        (module, name, fqn), holders = owners[0], [(o.module, o.attribute) for o in owners]
+        give_scales(getattr(module, name), holders, starts[fqn])
     for owners, rounding, spec in static:
         prepare_input([owner.module for owner in rounding], spec, learned=owners in learned)
     return report.count(model)
@@ -167,13 +178,15 @@ _INPUTS_FIRST = f"stored as [experts, inputs, outputs], {_NOT_ROUNDED}"
 
 
 def _targets(
-    model: nn.Module, scheme: Schemes, filter_fn: Filter | Choice | None
+    model: nn.Module, scheme: Schemes | None, filter_fn: Filter | Choice | None
 ) -> tuple[list[Target], Report]:
     """`find_targets`, without weights that QAT cannot round. The report names them.
 
     Raises ValueError if no other weight is left.
     """
-    targets, report = find_targets(model, scheme, filter_fn)
+    check_module(model)
+    own = own_schemes(model) if scheme is None else scheme
+    targets, report = find_targets(model, own, filter_fn, starts=scheme is None)
     outputs = {m.out_proj for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     kept = []
     for target in targets:
@@ -209,7 +222,7 @@ def _families(
         for t in targets
         if t.owners[0].fqn not in excluded
         and not t.scheme.is_static
-        and all(type(owner.module) is nn.Linear for owner in t.owners)
+        and all(without(type(owner.module)) is nn.Linear for owner in t.owners)
     ]
     found = [[owner for t in family for owner in t.owners] for family in families_of(plain)]
     joint = {owner.fqn for family in found for owner in family}

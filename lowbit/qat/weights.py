@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from lowbit.convert import Target, is_conv, is_turned, shape_of_blocks
 from lowbit.numerics.granularity import PerBlock, PerTensor
+from lowbit.numerics.learned_scales import as_parameters
 from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.turned import spec_of_linears
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.quantizers import Quantizer
@@ -17,10 +22,28 @@ from lowbit.tensor.trained.quantizers import Quantizer
 def prepared_weight(
     target: Target, values: Tensor, scheme: Scheme, quantizer: Quantizer
 ) -> FakeQuantizedTensor:
-    """Plain `values` in place of the weight of `target`."""
+    """Plain `values`, or those of a quantized weight, in place of the weight of `target`."""
+    if isinstance(values, LowbitTensor):
+        values = values.dequantize().contiguous()
     return FakeQuantizedTensor(
         values, scheme, "convolution" if is_conv(target) else "matrix", quantizer
     )
+
+
+def stored_scales(target: Target) -> tuple[Tensor, Tensor | None] | None:
+    """What learned scales and zero points start from for a quantized weight: those that it stores, as parameters in the
+    order in which QAT keeps the weight. None for a plain weight."""
+    weight: Any = target.weight
+    if not isinstance(weight, AffineTensor):
+        return None
+    scale, zero_point = weight.scale.float(), weight.zero_point
+    if weight.transposed:
+        scale, zero_point = scale.mT, None if zero_point is None else zero_point.mT
+    scale, zero = as_parameters(target.scheme.weight, scale.contiguous(), zero_point)
+    narrow = replace(target.scheme.weight, scale_dtype=None).scale_dtype_for(weight.dtype)
+    exact = all(torch.equal(t.to(narrow).float(), t) for t in (scale, zero) if t is not None)
+    dtype = narrow if exact else torch.float32
+    return scale.to(dtype), None if zero is None else zero.to(dtype)
 
 
 def in_model_order(target: Target) -> Target:

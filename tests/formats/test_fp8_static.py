@@ -88,6 +88,13 @@ def test_folders(scheme: str, names: str, tmp_path: Path) -> None:
         assert report.converted and not report.snr and "k_scale" in report.notes[0]
         again = lowbit.load_pretrained(tmp_path / format, build(2))
         assert torch.equal(again(TOKENS), found(TOKENS))
+    with torch.no_grad():
+        found.up_proj.weight.copy_(-wanted["up_proj"])  # type: ignore[operator]
+    report = lowbit.export(found, tmp_path / "back", like=folder)
+    count = len(state)  # its codes and its scale change
+    assert report.notes[0].startswith(f"{count - 2} of {count} stored tensors have the bytes")
+    again = lowbit.load_pretrained(tmp_path / "back", build(2))
+    assert torch.equal(again(TOKENS), found(TOKENS))
 
 
 REFUSED = {
