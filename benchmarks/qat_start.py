@@ -1,11 +1,12 @@
 """What QAT wins back on six kinds of models, with present and with learned scales, beside torchao's fake quantization.
 
-    python -m benchmarks.qat_start [--kinds TEXT,…] [--seeds 0,1,2,3,4] [--processes N] [--out DIR]
+    python -m benchmarks.qat_start [--size full|small] [--kinds TEXT,…] [--seeds 0,1,2,3,4] [--processes N] [--out DIR]
 
-Each model trains 700 steps of AdamW in high precision on bytes of English prose, at a rate that falls from 1e-3 to
-5e-4. From there 200 steps from 5e-4 to zero with a new optimizer and the same batches: once in high precision, and for
-int4, int3 and int2 in groups of 32 inputs once with each method. All linears, convolutions and experts are rounded;
-embeddings are not. torchao's is not run where it leaves a layer alone (convolutions, experts).
+Each model trains 700 steps of AdamW in high precision on bytes of English prose, at a rate that falls to half. From
+there 200 steps from that rate to zero with a new optimizer and the same batches: once in high precision, and for int4,
+int3 and int2 in groups of 32 inputs once with each method. All linears, convolutions and experts are rounded;
+embeddings are not. torchao's is not run where it leaves a layer alone (convolutions, experts). `--size small` is for a
+CPU: narrower models, fewer steps, fewer bytes a step.
 
     won back = (loss rounded − loss after QAT) / (loss rounded − loss in high precision), in nats of held-out text
 
@@ -28,7 +29,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,15 +40,33 @@ from benchmarks.report import Machine
 from benchmarks.small_models import IGNORED, KINDS, batches, text_in
 
 BITS, GROUP = (4, 3, 2), 32
-TRUNK, BRANCH, SIZE, CONTEXT = 700, 200, 16, 128
-"""Steps in high precision, steps of a branch, and windows of how many bytes a step."""
-END = 0.0
-"""The rate that the rate of a branch falls to."""
+
+
+class Size(NamedTuple):
+    """How large models and batches are."""
+
+    dim: int
+    context: int
+    """Bytes of a window."""
+    windows: int
+    """Windows a step."""
+    heldout: int
+    """Batches of held-out text."""
+    trunk: int
+    """Steps in high precision."""
+    branch: int
+    """Steps of a branch."""
+    lr: float
+    """The first rate of the trunk. The branches start at half of it."""
+
+
+SIZES = {
+    "full": Size(128, 128, 16, 40, 700, 200, 1e-3),  # 0.6M to 0.7M parameters
+    "small": Size(64, 32, 8, 64, 500, 150, 2e-3),  # 0.15M to 0.2M parameters
+}
 LARGE = "decoder of 99M parameters"
 """The kind that needs a GPU, and trains in bfloat16 autocast."""
-HELDOUT = 40
-"""Batches of held-out text."""
-T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
+T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 """Half-widths of a 95% interval in standard errors, by the number of seeds."""
 
 
@@ -88,14 +107,14 @@ METHODS: dict[str, Callable[[nn.Module, int, Trial], None]] = {
 class Trial:
     """One kind of model with one seed: its batches, its training and its held-out loss."""
 
-    def __init__(self, kind: str, seed: int, text: Tensor) -> None:
+    def __init__(self, kind: str, seed: int, text: Tensor, size: Size) -> None:
         self.kind, self.device = kind, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        steps = TRUNK + BRANCH
-        self.train = [t.to(self.device) for t in batches(text, kind, steps, SIZE, CONTEXT, seed)]
-        found = batches(text, kind, HELDOUT, SIZE, CONTEXT, 10_000, heldout=True)
+        steps, shape = size.trunk + size.branch, (size.windows, size.context)
+        self.train = [t.to(self.device) for t in batches(text, kind, steps, *shape, seed)]
+        found = batches(text, kind, size.heldout, *shape, 10_000, heldout=True)
         self.heldout = [t.to(self.device) for t in found]
         torch.manual_seed(seed)
-        self.model = KINDS[kind](CONTEXT).to(self.device)
+        self.model = KINDS[kind](size.dim, size.context).to(self.device)
 
     def loss(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
         bf16 = torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
@@ -153,28 +172,33 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def run_trial(kind: str, seed: int, out: Path, methods: list[str]) -> str:
+def run_trial(
+    kind: str, seed: int, out: Path, methods: list[str], bits_of: list[int], size: str
+) -> str:
     """Run what the file of this kind and seed lacks, and write each loss as it is known. Returns a line."""
     torch.set_num_threads(1)
-    path = out / f"{list(KINDS).index(kind)}-{seed}.json"
+    path = out / f"{size}-{list(KINDS).index(kind)}-{seed}.json"
     record = json.loads(path.read_text()) if path.exists() else {"kind": kind, "seed": seed}
-    names = [f"{m}-{bits}" for bits in BITS for m in methods if applies(m, kind)]
+    names = [f"{m}-{bits}" for bits in bits_of for m in methods if applies(m, kind)]
     if all(name in record for name in names):
         return f"{kind}, seed {seed}: has everything"
-    began, trial = time.perf_counter(), Trial(kind, seed, text_in(out))
-    trial.train_(trial.model, 0, TRUNK, 1e-3, 5e-4)
-    high = copy.deepcopy(trial.model)
-    trial.train_(high, TRUNK, TRUNK + BRANCH, 5e-4, END)
+    began, trial = time.perf_counter(), Trial(kind, seed, text_in(out), SIZES[size])
+    first, trunk = SIZES[size].lr, SIZES[size].trunk
+    trial.train_(trial.model, 0, trunk, first, first / 2)
+    high, last = copy.deepcopy(trial.model), trunk + SIZES[size].branch
+    trial.train_(high, trunk, last, first / 2, 0.0)
     record |= {"high": trial.measure(high), "trunk": trial.measure(trial.model)}
-    for bits in BITS:
+    for bits in bits_of:
         model = copy.deepcopy(high)
         lowbit.quantize_(model, scheme_of(bits), rounded, scales="minmax")
         record[f"rounded-{bits}"] = trial.measure(model)
     for name in names:
+        if name in record:
+            continue
         method, _, width = name.partition("-")
         model = copy.deepcopy(trial.model)
         METHODS[method](model, int(width), trial)
-        trial.train_(model, TRUNK, TRUNK + BRANCH, 5e-4, END)
+        trial.train_(model, trunk, last, first / 2, 0.0)
         record[name] = trial.measure(model)
         path.write_text(json.dumps(record))
     shares = " ".join(f"{name} {share(record, name):.0f}" for name in names)
@@ -200,9 +224,9 @@ def interval(values: list[float]) -> str:
     return f"{statistics.mean(values):.1f} ± {width:.1f}"
 
 
-def table(out: Path) -> str:
+def table(out: Path, size: str) -> str:
     """The rows of every kind and width, from the files of a folder."""
-    found = [json.loads(path.read_text()) for path in sorted(out.glob("*-*.json"))]
+    found = [json.loads(path.read_text()) for path in sorted(out.glob(f"{size}-*-*.json"))]
     heads = [
         "model",
         "",
@@ -241,7 +265,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("benchmarks.qat_start", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--kinds", default="", help="parts of names of kinds, by commas (default: all)")
+    add("--size", default="full", choices=SIZES)
     add("--seeds", default="0,1,2,3,4")
+    add("--bits", default=",".join(map(str, BITS)))
     add("--methods", default=",".join(METHODS))
     add("--processes", type=int, default=4)
     add("--out", type=Path, default=Path("runs/qat_start"), metavar="DIR")
@@ -251,29 +277,30 @@ def main(arguments: list[str] | None = None) -> int:
     text_in(options.out)  # before processes ask for it
     chosen = [k for k in KINDS if any(part in k for part in options.kinds.split(","))]
     work = [(k, int(s)) for s in options.seeds.split(",") for k in chosen]
-    methods = options.methods.split(",")
+    methods, bits = options.methods.split(","), [int(b) for b in options.bits.split(",")]
     with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
         jobs = {
-            pool.submit(run_trial, k, s, options.out, methods): f"{k}, seed {s}" for k, s in work
+            pool.submit(run_trial, k, s, options.out, methods, bits, options.size): f"{k}, seed {s}"
+            for k, s in work
         }
         for job in as_completed(jobs):
             failed = job.exception()
             print(job.result() if failed is None else f"{jobs[job]}: {failed!r}", flush=True)
-    print(table(options.out))
+    print(table(options.out, options.size))
     if options.page is not None:
-        write_page(options.page, options.out)
+        write_page(options.page, options.out, options.size)
     return 0
 
 
-def write_page(page: Path, out: Path) -> None:
+def write_page(page: Path, out: Path, size: str) -> None:
     machine = Machine.here("cuda" if torch.cuda.is_available() else "cpu")
     text = [
         "# qat_start: what QAT wins back with present and learned scales\n",
-        f"- {date.today()}, `python -m benchmarks.qat_start`",
+        f"- {date.today()}, `python -m benchmarks.qat_start --size {size}`",
         f"- {machine.gpu}, torch {machine.torch}, Python {machine.python}",
         "- share of the loss that rounding costs, %; mean of the seeds ± its 95% interval (Student's t);",
         "  differences by pairs of a seed\n",
-        table(out),
+        table(out, size),
     ]
     page.write_text("\n".join(text) + "\n", encoding="utf-8")
 

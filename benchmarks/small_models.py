@@ -140,29 +140,31 @@ class Bytes(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-def transformer(context: int, causal: bool) -> nn.Module:
-    layers = [layer for _ in range(3) for layer in (Attention(128, 4, causal), mlp(128, 512))]
-    return Bytes(128, context, layers)
+def transformer(dim: int, context: int, causal: bool) -> nn.Module:
+    pairs = [(Attention(dim, 4, causal), mlp(dim, 4 * dim)) for _ in range(3)]
+    return Bytes(dim, context, [layer for pair in pairs for layer in pair])
 
 
-def convolutional(context: int) -> nn.Module:
-    return Bytes(128, context, [CausalConvolutions(128, 256, 2**i) for i in range(4)])
+def convolutional(dim: int, context: int) -> nn.Module:
+    return Bytes(dim, context, [CausalConvolutions(dim, 2 * dim, 2**i) for i in range(4)])
 
 
-def mixture(context: int) -> nn.Module:
-    layers = [x for _ in range(2) for x in (Attention(128, 4, True), Experts(128, 192, 4))]
-    return Bytes(128, context, layers)
+def mixture(dim: int, context: int) -> nn.Module:
+    pairs = [(Attention(dim, 4, True), Experts(dim, 3 * dim // 2, 4)) for _ in range(2)]
+    return Bytes(dim, context, [layer for pair in pairs for layer in pair])
 
 
-def llama(context: int) -> nn.Module:
-    return Llama(LlamaConfig(BYTES, 128, 3, 4, 4, 352, context, tied=False))
+def llama(dim: int, context: int) -> nn.Module:
+    hidden = 32 * round(11 * dim / 128)
+    return Llama(LlamaConfig(BYTES, dim, 3, 4, 4, hidden, context, tied=False))
 
 
-def llama_100m(context: int) -> nn.Module:
+def llama_100m(dim: int, context: int) -> nn.Module:
+    """99M parameters, whatever `dim`."""
     return Llama(LlamaConfig(BYTES, 768, 14, 12, 12, 2048, context, tied=False))
 
 
-KINDS: dict[str, Callable[[int], nn.Module]] = {
+KINDS: dict[str, Callable[[int, int], nn.Module]] = {
     "decoder, RMSNorm": llama,
     "decoder, LayerNorm and biases": partial(transformer, causal=True),
     "encoder": partial(transformer, causal=False),
@@ -170,7 +172,7 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
     "mixture of experts": mixture,
     "decoder of 99M parameters": llama_100m,
 }
-"""A model of a context by its kind."""
+"""A model of a width and a context by its kind."""
 
 
 def batches(

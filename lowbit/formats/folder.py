@@ -304,10 +304,6 @@ class Folder:
     def _is_of_codes(self, name: str) -> bool:
         return self._shards[name].entries[name].dtype not in FLOATS
 
-    def files(self) -> list[Path]:
-        """The shards, by name."""
-        return sorted({file.path for file in self._shards.values()})
-
     # ---- tensors ---------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:

@@ -384,6 +384,25 @@ def chosen_qparams(
     return scale, zero_point
 
 
+def scale_of_largest(
+    input: Tensor, grid: Grid, block_size: Sequence[int], scale_dtype: torch.dtype
+) -> Tensor:
+    """The scale [n0, n1, …] of either sign that puts the largest magnitude of each block on the lowest code.
+
+    s = m / (low − mid) for that value m, as llama.cpp's Q4_0 has it: m / −8 in 4 bits. The step is finer than that of
+    "symmetric" (max|x| / 7.5), and m does not clip. Values of the other sign clip where they exceed 7.5 steps.
+
+    Args:
+        input: real floating, whole blocks.
+        grid: of a symmetric mapping of integers.
+        block_size, scale_dtype: as for `choose_qparams_affine`.
+    """
+    min_neg, max_pos = _min_max(input, block_size, None, None)
+    scale = divide(torch.maximum(-min_neg, max_pos), float(grid.mid - grid.low))
+    scale = round_to_dtype(scale.clamp(min=smallest_scale(scale_dtype)), scale_dtype)
+    return torch.where(max_pos > -min_neg, -scale, scale)
+
+
 def half_step(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """scale/2 in `dtype`: the zero points of the half-integer grid."""
     return round_to_dtype(scale.float() * 0.5, dtype)

@@ -35,8 +35,10 @@ from torch import Tensor
 from lowbit.numerics.affine import (
     computed_again,
     dequantize_affine,
+    grid_of,
     half_step,
     round_to_dtype,
+    scale_of_largest,
     smallest_scale,
     unclamped_codes,
 )
@@ -73,8 +75,8 @@ def parameters_for(
     """The values of `dtype` that training starts from, for scales and zero points of `weight`, each [blocks along each
     dimension]. Where the spec has a `scale_dtype`, `qparams` rounds to it.
 
-    `searched`: those with the least squared error. False: those of the present weight. None: the first with 1 and 2
-    bits, else the second.
+    `searched`: those with the least squared error. False: those of the present weight; for symmetric integers of up to
+    4 bits those of `scale_of_largest`, of either sign. None: the first with 1 and 2 bits, else the second.
     """
     if weight.is_meta:
         scale = torch.empty(spec.blocks(weight.shape), dtype=dtype, device="meta")
@@ -82,9 +84,19 @@ def parameters_for(
     own, plain = spec.scale_dtype or dtype, weight.detach()
     if spec.has_few_codes if searched is None else searched:
         scale, zero_point = spec.search_qparams(plain, own)
+    elif _starts_at_largest(spec):
+        padded, fmt = spec.pad(plain), spec.format
+        grid = grid_of(spec.mapping, fmt.dtype, fmt.quant_min, fmt.quant_max, None)
+        scale, zero_point = scale_of_largest(padded, grid, spec.block_size(padded.shape), own), None
     else:
         scale, zero_point = spec.choose_qparams(spec.pad(plain), own)
     return as_parameters(spec, scale.to(dtype), zero_point)
+
+
+def _starts_at_largest(spec: Spec) -> bool:
+    """True for symmetric integers of up to 4 bits: with more, a step of max|x| / 2^(b − 1) is hardly finer."""
+    few = isinstance(spec.format, Int) and spec.format.bits <= 4
+    return few and spec.mapping.startswith("symmetric") and not spec.static
 
 
 def as_parameters(

@@ -78,12 +78,12 @@ def search_scales_(
 ) -> bool:
     """Set the learned scales and zero points of all weights to those of a search for the present weights, in place.
 
-        qat.prepare_(model, scheme, scales="learned")        # starts from the present scales with 3 bits and more
+        qat.prepare_(model, scheme, scales="learned")        # starts without a search with 3 bits and more
         qat.search_scales_(model, held_out)                  # takes the searched ones if the model is better with them
 
-    A search finds the least squared error of the weights, with which the model may lose more than with the present
-    scales. With `batches`, which training does not see, both are measured, and the better ones stay. Call this also
-    where weights came another way: initialised after `to_empty`, or read by torch.distributed.checkpoint.
+    A search finds the least squared error of the weights, with which the model may lose more than with scales that the
+    largest values give. With `batches`, which training does not see, both are measured, and the better ones stay. Call
+    this also where weights came another way: initialised after `to_empty`, or read by torch.distributed.checkpoint.
     Parameters stay, and so do optimizers. Weights whose scales train alone (`freeze_codes_`) are left as they are.
 
     Args:
@@ -125,7 +125,8 @@ def search_scales_(
 
 @torch.no_grad()
 def start_scales_(model: nn.Module, searched: bool | None = None) -> None:
-    """Set the learned scales and zero points to searched ones, or to the present ones. None: as `prepare_` does."""
+    """Set the learned scales and zero points to searched ones, or to those that the largest values give. None: as
+    `prepare_` does."""
     found = 0
     for (module, name, fqn), *_ in find_owners(model).values():
         weight = module._parameters[name]

@@ -198,7 +198,8 @@ def _why_whole(
 
 def _key(source: StreamedModel, run: Run, steps: Sequence[Step]) -> dict[str, str]:
     """Digests of all that decides the bits of the result."""
-    shards = [(path.name, path.stat()) for path in source.folder.files()]
+    paths = sorted(file.path for file in source.folder.files())
+    shards = [(path.name, path.stat()) for path in paths]
     files = [(name, found.st_size, found.st_mtime_ns) for name, found in shards]
     schemes = {target.owners[0].fqn: target.scheme.to_dict() for target in run.targets}
     leaves, tree = tree_flatten(run.batches)
