@@ -62,7 +62,8 @@ def model(scheme: lb.Scheme = INT8, seed: int = 0) -> Model:
 
 def shown(layer: nn.Module) -> Tensor | None:
     """The codes that graphs of a linear read."""
-    return layer.__dict__.get("_lowbit_weight_codes")
+    parts = layer.__dict__.get("_lowbit_weight")
+    return None if parts is None else parts[0]
 
 
 class Graphs:
