@@ -6,9 +6,10 @@ plain parameters. Measured in torch 2.11 for a call with 224 int4 weights: 2.5 m
 weights.
 
 So a module with frozen weights gets a subclass of its class, of the same name, in place. Its parameters, its state dict
-and its eager code stay as they are. Beside the parameter the module holds the inner tensors in one tuple, and in one string
-all that a graph needs beside them. Code that torch.compile traces makes the weight from the two inside the graph. Each
-attribute that it reads costs guards, and bytecode where a tensor is fetched (`python -m benchmarks compiled_call`).
+and its eager code stay as they are. Beside the parameter the module holds the inner tensors in one tuple, and all else
+that a graph needs in one string. Code that torch.compile traces makes the weight from the two inside the graph. Each
+attribute that it reads costs guards at each call, and each tensor bytecode that fetches it. So it reads no others:
+`python -m benchmarks compiled_call` shows what they cost.
 
 The tuples follow the parameter through `to`, `load_state_dict`, `weight.data = …`, an assignment, FSDP2, copies and
 pickles. They do not see what is done behind the module's back: a write to `module._parameters`, as by
@@ -100,12 +101,12 @@ _FORWARD = nn.Linear.forward
 
 def _parts(name: str) -> str:
     """The attribute that holds the inner tensors of the weight of this name, in the order of its form."""
-    return f"{_PREFIX}{name}"
+    return f"{_PREFIX}parts_{name}"
 
 
 def _about(name: str) -> str:
     """The attribute that says the rest: form, place among siblings, "bias" if there may be one; a line each."""
-    return f"{_PREFIX}{name}_about"
+    return f"{_PREFIX}about_{name}"
 
 
 def _shown(name: str, weight: LowbitTensor, place: str = "", bias: Any = True) -> dict[str, Any]:
@@ -288,22 +289,22 @@ def _has_expert_kernel(module: Any, name: str, dtype: torch.dtype, device: torch
 
 
 def _linear_in_graph(self: Any, input: Tensor) -> Tensor:
-    """The forward of nn.Linear in code that torch.compile traces. It reads the bias only where there may be one, since a
-    guard on None costs too."""
-    about = None if _is_exported() else getattr(self, "_lowbit_weight_about", None)
+    """The forward of nn.Linear in code that torch.compile traces. Guards on a bias that is None cost as well, so it
+    reads the bias only where there may be one."""
+    about = None if _is_exported() else getattr(self, "_lowbit_about_weight", None)
     if about is None:
         return F.linear(input, self.weight, self.bias)
     form, place, bias = about.split("\n")
     if not place or torch.is_grad_enabled():
-        return F.linear(input, _made(form, self._lowbit_weight), self.bias if bias else None)
+        return F.linear(input, _made(form, self._lowbit_parts_weight), self.bias if bias else None)
     from lowbit.linear.frozen.in_graph import sibling_linear
 
     if place[:1] != "0":
         own = self.bias if bias else None
-        return sibling_linear(input, _made(form, self._lowbit_weight), own, place)
-    form, _, bias = self._lowbit_joint_about.split("\n")
+        return sibling_linear(input, _made(form, self._lowbit_parts_weight), own, place)
+    form, _, bias = self._lowbit_about_joint.split("\n")
     own = self._lowbit_joint_bias if bias else None
-    return sibling_linear(input, _made(form, self._lowbit_joint), own, place)
+    return sibling_linear(input, _made(form, self._lowbit_parts_joint), own, place)
 
 
 def _linear(self: Any, input: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ def test_nothing_else_changes(
 
 def test_graphs_and_moved_models_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     apart, joined = pair(monkeypatch, lb.Int4WeightOnly(32))
-    assert joined.q_proj._lowbit_weight[0] is joined.q_proj.weight.codes
+    assert joined.q_proj._lowbit_parts_weight[0] is joined.q_proj.weight.codes
     moved = joined.to(torch.float64).to(torch.float32)
     lb.inference.freeze_(moved)
     assert are_joined(parts(moved, "codes")) and are_joined(parts(moved, "scale"))
@@ -154,7 +154,7 @@ def compiled(model: nn.Module) -> tuple[Callable[..., torch.Tensor], Products]:
 
 def place_of(layer: Any) -> str:
     """The place among its siblings that graphs of a linear read."""
-    return str(layer._lowbit_weight_about.split("\n")[1])
+    return str(layer._lowbit_about_weight.split("\n")[1])
 
 
 def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
