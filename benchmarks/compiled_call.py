@@ -34,8 +34,9 @@ class Block(nn.Module):
 
     def __init__(self, bias: bool) -> None:
         super().__init__()
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
-            setattr(self, name, nn.Linear(SIZE, SIZE, bias))
+        made = (nn.Linear(SIZE, SIZE, bias) for _ in range(7))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj, *others = made
+        self.gate_proj, self.up_proj, self.down_proj = others
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.o_proj(self.q_proj(x) + self.k_proj(x) + self.v_proj(x))
