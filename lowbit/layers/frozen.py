@@ -6,10 +6,12 @@ plain parameters. Measured in torch 2.11 for a call with 224 int4 weights: 2.5 m
 weights.
 
 So a module with frozen weights gets a subclass of its class, of the same name, in place. Its parameters, its state dict
-and its eager code stay as they are. Beside the parameter the module holds the inner tensors as plain attributes. Code
-that torch.compile traces makes the weight from them inside the graph, which takes 0.06 ms in that measurement.
+and its eager code stay as they are. Beside the parameter the module holds the inner tensors in one tuple, and all else
+that a graph needs in one string. Code that torch.compile traces makes the weight from the two inside the graph. Each
+attribute that it reads costs guards at each call, and each tensor bytecode that fetches it. So it reads no others:
+`python -m benchmarks compiled_call` shows what they cost.
 
-The attributes follow the parameter through `to`, `load_state_dict`, `weight.data = …`, an assignment, FSDP2, copies and
+The tuples follow the parameter through `to`, `load_state_dict`, `weight.data = …`, an assignment, FSDP2, copies and
 pickles. They do not see what is done behind the module's back: a write to `module._parameters`, as by
 `torch.func.functional_call` and accelerate's `set_module_tensor_to_device`; `torch.utils.swap_tensors`; another inner
 tensor for the weight (`weight.scale = …`). Eager code follows these, and compiled code after
@@ -59,7 +61,7 @@ def is_frozen(weight: Any) -> bool:
 
 def show_frozen(modules: Iterable[nn.Module]) -> None:
     """Give each of `modules` with frozen weights the subclass of its class that shows compiled graphs their inner
-    tensors, in place. Calling it again brings the attributes up to date. Where Python makes no such subclass, a module
+    tensors, in place. Calling it again brings the tuples up to date. Where Python makes no such subclass, a module
     stays as it is: its graphs are right, and slower."""
     for module in modules:
         names = tuple(name for name, p in module._parameters.items() if is_frozen(p))
@@ -80,10 +82,9 @@ def hide_frozen(modules: Iterable[nn.Module]) -> None:
     """Undo `show_frozen`. Where somebody has put a class on top, the module keeps its classes."""
     for module in modules:
         if isinstance(module, Frozen):
-            for name in names_given(module, Frozen):
-                _replace_shown(module, name, {})
             _check_shared(module, False)
-            module.__dict__.pop(_PLACE, None)
+            for name in names_given(module, Frozen):
+                _hide(module, name)
             take(module, Frozen)
 
 
@@ -94,52 +95,68 @@ def shown_class(module: nn.Module) -> type[nn.Module]:
 
 _PREFIX = "_lowbit_"
 """How the attributes begin that hold inner tensors."""
-_SHARED, _PLACE = f"{_PREFIX}shared", f"{_PREFIX}place"
+_SHARED, _JOINT_BIAS = f"{_PREFIX}shared", f"{_PREFIX}joint_bias"
 _FORWARD = nn.Linear.forward
 
 
+def _parts(name: str) -> str:
+    """The attribute that holds the inner tensors of the weight of this name, in the order of its form."""
+    return f"{_PREFIX}parts_{name}"
+
+
+def _about(name: str) -> str:
+    """The attribute that says the rest: form, place among siblings, "bias" if there may be one; a line each."""
+    return f"{_PREFIX}about_{name}"
+
+
+def _shown(name: str, weight: LowbitTensor, place: str = "", bias: Any = True) -> dict[str, Any]:
+    """The attributes that show graphs a weight."""
+    form, tensors = name_of_form(weight), weight.inner_tensors()
+    return {
+        _parts(name): tuple(tensors[part] for part in parts_of_form(form)),
+        _about(name): f"{form}\n{place}\n{'' if bias is None else 'bias'}",
+    }
+
+
+def _hide(module: nn.Module, name: str) -> None:
+    for key in (_parts(name), _about(name)):
+        module.__dict__.pop(key, None)
+
+
 def _show_all(module: nn.Module) -> None:
-    """Let the attributes beside each frozen parameter follow it."""
+    """Let the tuple beside each frozen parameter follow it."""
     for name in names_given(module, Frozen):
         _show(module, name)
 
 
 def _show(module: Any, name: str) -> None:
     weight: Any = module._parameters.get(name)
-    shown: dict[str, Any] = {}
-    if is_frozen(weight) and not hasattr(module, "_hf_hook"):
-        shown = {_key(name, part): t for part, t in weight.inner_tensors().items()}
-        shown[_key(name, "form")] = name_of_form(weight)
-        known = [(ref, show) for ref, show in weight.shown_in if ref() not in (None, module)]
-        weight.shown_in = (*known, (weakref.ref(module), _show_all))
-    _replace_shown(module, name, shown)
-    _check_shared(module, bool(shown))
-    if shown:
-        module.__dict__.setdefault(_PLACE, "")
-    else:
-        module.__dict__.pop(_PLACE, None)
-
-
-def _replace_shown(module: nn.Module, name: str, shown: dict[str, Any]) -> None:
-    """Have these attributes beside the parameter of this name, and no others. A compiled graph may run meanwhile."""
-    own = module.__dict__
-    form = own.get(_key(name, "form"))
-    before = () if form is None else [_key(name, part) for part in ("form", *parts_of_form(form))]
-    own.update(shown)
-    for key in before:
-        if key not in shown:
-            own.pop(key, None)
-
-
-def _key(name: str, part: str) -> str:
-    return f"{_PREFIX}{name}_{part}"
+    is_shown = is_frozen(weight) and not hasattr(module, "_hf_hook")
+    _check_shared(module, is_shown)
+    if not is_shown:
+        _hide(module, name)
+        return
+    known = [(ref, show) for ref, show in weight.shown_in if ref() not in (None, module)]
+    weight.shown_in = (*known, (weakref.ref(module), _show_all))
+    shared = module.__dict__.get(_SHARED)
+    place = "" if shared is None else shared.place_of(module)
+    bias = module._parameters.get("bias", "another attribute")
+    module.__dict__.update(_shown(name, weight, place, bias))
 
 
 class _Shared:
     """Sibling linears that have one product in graphs, as long as `is_whole`."""
 
-    def __init__(self, modules: Sequence[nn.Module], is_whole: Callable[[], bool]) -> None:
-        self.modules, self.is_whole = [weakref.ref(module) for module in modules], is_whole
+    def __init__(
+        self, modules: Sequence[nn.Module], places: Sequence[str], is_whole: Callable[[], bool]
+    ) -> None:
+        self.modules = [weakref.ref(module) for module in modules]
+        self.places, self.is_whole = places, is_whole
+
+    def place_of(self, module: nn.Module) -> str:
+        return next(
+            place for ref, place in zip(self.modules, self.places, strict=True) if ref() is module
+        )
 
 
 def share_product(
@@ -160,14 +177,13 @@ def share_product(
     """
     if not all(isinstance(m, Frozen) and shown_class(m).forward is _FORWARD for m in modules):
         return
-    shared = _Shared(modules, is_whole)
     sizes = ",".join(str(module.weight.shape[0]) for module in modules)
-    for index, module in enumerate(modules):
-        module.__dict__ |= {_SHARED: shared, _PLACE: f"{index} {sizes} {path}"}
-    shown: dict[str, Any] = {_key("joint", part): t for part, t in joint.inner_tensors().items()}
-    shown[_key("joint", "form")] = name_of_form(joint)
-    _replace_shown(modules[0], "joint", shown)
-    modules[0].__dict__[_key("joint", "bias")] = bias
+    places = [f"{index} {sizes} {path}" for index in range(len(modules))]
+    shared = _Shared(modules, places, is_whole)
+    modules[0].__dict__.update(_shown("joint", joint, bias=bias) | {_JOINT_BIAS: bias})
+    for module in modules:
+        module.__dict__[_SHARED] = shared
+        _show(module, "weight")
 
 
 def _check_shared(module: nn.Module, is_shown: bool = True) -> None:
@@ -175,16 +191,18 @@ def _check_shared(module: nn.Module, is_shown: bool = True) -> None:
     shared = module.__dict__.get(_SHARED)
     if shared is None or (is_shown and shared.is_whole()):
         return
-    for one in (ref() for ref in shared.modules):
-        if one is not None and one.__dict__.get(_SHARED) is shared:
-            _replace_shown(one, "joint", {})
-            one.__dict__[_PLACE] = ""
-            for key in (_SHARED, _key("joint", "bias")):
-                one.__dict__.pop(key, None)
+    found = [one for ref in shared.modules if (one := ref()) is not None]
+    parted = [one for one in found if one.__dict__.get(_SHARED) is shared]
+    for one in parted:
+        _hide(one, "joint")
+        for key in (_SHARED, _JOINT_BIAS):
+            one.__dict__.pop(key, None)
+    for one in parted:
+        _show(one, "weight")
 
 
 class Frozen(StandIn):
-    """What modules with frozen weights have: all that replaces a parameter replaces the attributes."""
+    """What modules with frozen weights have: all that replaces a parameter replaces its tuple."""
 
     @classmethod
     def members(cls, plain: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
@@ -218,7 +236,7 @@ class Frozen(StandIn):
         _show_all(self)
 
     def __getstate__(self) -> Any:
-        """Without the attributes, which `__setstate__` makes again."""
+        """Without the tuples, which `__setstate__` makes again."""
         state: Any = super().__getstate__()
         return {k: v for k, v in state.items() if not k.startswith(_PREFIX)}
 
@@ -232,9 +250,7 @@ def _changed(module: nn.Module, name: str) -> None:
         return
     if name in names_given(module, Frozen):
         _show(module, name)
-    elif name == "bias":
-        _check_shared(module)
-    elif name == "_hf_hook":  # accelerate moves the weights in and out, behind the module's back
+    elif name in ("bias", "_hf_hook"):  # with a hook, accelerate moves weights in and out, unseen
         _show_all(module)
 
 
@@ -251,37 +267,50 @@ _is_exported._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _in_graph(module: Any, name: str) -> Tensor | None:
-    """The weight, made from the module's attributes, in code that torch.compile traces; else None."""
+    """The weight, made from what the module shows, in code that torch.compile traces; else None."""
     if not _is_compiling() or _is_exported():
         return None
-    form = getattr(module, _key(name, "form"), None)
-    if form is None:
-        return None
+    about = getattr(module, _about(name), None)
+    return None if about is None else _made(about.split("\n")[0], getattr(module, _parts(name)))
+
+
+def _made(form: str, parts: tuple[Tensor, ...]) -> Tensor:
     from lowbit.tensor.core.in_graph import made
 
-    parts = [getattr(module, _key(name, part)) for part in parts_of_form(form)]
     return made(form, sources_of_form(form), *parts)
 
 
 def _has_expert_kernel(module: Any, name: str, dtype: torch.dtype, device: torch.device) -> bool:
     """`has_expert_kernel` of the weight that `_in_graph` makes; False where it makes none."""
-    form = None if _is_exported() else getattr(module, _key(name, "form"), None)
-    return form is not None and has_expert_kernel(form, dtype, device, module.is_transposed)
+    about = None if _is_exported() else getattr(module, _about(name), None)
+    return about is not None and has_expert_kernel(
+        about.split("\n")[0], dtype, device, module.is_transposed
+    )
+
+
+def _linear_in_graph(self: Any, input: Tensor) -> Tensor:
+    """The forward of nn.Linear in code that torch.compile traces. Guards on a bias that is None cost as well, so it
+    reads the bias only where there may be one."""
+    about = None if _is_exported() else getattr(self, "_lowbit_about_weight", None)
+    if about is None:
+        return F.linear(input, self.weight, self.bias)
+    form, place, bias = about.split("\n")
+    if not place or torch.is_grad_enabled():
+        return F.linear(input, _made(form, self._lowbit_parts_weight), self.bias if bias else None)
+    from lowbit.linear.frozen.in_graph import sibling_linear
+
+    if place[:1] != "0":
+        own = self.bias if bias else None
+        return sibling_linear(input, _made(form, self._lowbit_parts_weight), own, place)
+    form, _, bias = self._lowbit_about_joint.split("\n")
+    own = self._lowbit_joint_bias if bias else None
+    return sibling_linear(input, _made(form, self._lowbit_parts_joint), own, place)
 
 
 def _linear(self: Any, input: Tensor) -> Tensor:
     """The forward of nn.Linear, which does not read the property: torch 2.11 checks it at each call."""
     if _is_compiling():
-        place = "" if torch.is_grad_enabled() else getattr(self, _PLACE, "")
-        is_first = place[:1] == "0"
-        weight = _in_graph(self, "joint" if is_first else "weight")
-        if not place or weight is None:
-            return F.linear(input, self.weight if weight is None else weight, self.bias)
-        from lowbit.linear.frozen.in_graph import sibling_linear
-
-        return sibling_linear(
-            input, weight, self._lowbit_joint_bias if is_first else self.bias, place
-        )
+        return _linear_in_graph(self, input)
     own = self._parameters
     weight = own.get("weight")
     if (

@@ -96,7 +96,7 @@ def test_nothing_else_changes(
 
 def test_graphs_and_moved_models_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     apart, joined = pair(monkeypatch, lb.Int4WeightOnly(32))
-    assert joined.q_proj._lowbit_weight_codes is joined.q_proj.weight.codes
+    assert joined.q_proj._lowbit_parts_weight[0] is joined.q_proj.weight.codes
     moved = joined.to(torch.float64).to(torch.float32)
     lb.inference.freeze_(moved)
     assert are_joined(parts(moved, "codes")) and are_joined(parts(moved, "scale"))
@@ -152,6 +152,11 @@ def compiled(model: nn.Module) -> tuple[Callable[..., torch.Tensor], Products]:
     return torch.compile(model, backend=products, fullgraph=True), products
 
 
+def place_of(layer: Any) -> str:
+    """The place among its siblings that graphs of a linear read."""
+    return str(layer._lowbit_about_weight.split("\n")[1])
+
+
 def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -198,12 +203,12 @@ def test_graphs_follow_what_becomes_of_a_sibling(monkeypatch: pytest.MonkeyPatch
     lb.quantize_(linear, lb.Int4WeightOnly(32))
     for model in both:
         model.v_proj.weight = linear.weight
-    assert is_close(run(x), apart(x)) and not joined.q_proj._lowbit_place
+    assert is_close(run(x), apart(x)) and not place_of(joined.q_proj)
     lb.inference.freeze_(joined)
-    assert joined.q_proj._lowbit_place.startswith("0 64,32,32 ")
+    assert place_of(joined.q_proj).startswith("0 64,32,32 ")
     assert is_close(run(x), apart(x))
     moved = joined.to(torch.float64)
-    assert not moved.q_proj._lowbit_place
+    assert not place_of(moved.q_proj)
     assert is_close(run(x.double()), apart.to(torch.float64)(x.double()))
 
 
