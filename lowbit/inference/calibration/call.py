@@ -140,11 +140,12 @@ def calibrate(
             f"steps must be a list of steps, such as [lowbit.inference.GPTQ()], got {steps!r}"
         )
     run = _Run(model, scheme, filter_fn, chosen, _on_device_of(model, batches))
-    run.fold()
-    run.find_static(method, percentile)
-    return run.quantize(
-        None if blocks is None else list(blocks), None if cache is None else torch.device(cache)
-    )
+    with torch.compiler.set_stance("force_eager"):
+        run.fold()
+        run.find_static(method, percentile)
+        return run.quantize(
+            None if blocks is None else list(blocks), None if cache is None else torch.device(cache)
+        )
 
 
 def _context(
@@ -209,6 +210,7 @@ class _Run:
                 "steps that learn the rounding come last, over blocks before over the model, got "
                 f"{', '.join(step.method for step in steps)}"
             )
+        _check_folds(steps)
         self.began = time.perf_counter()
         self.needs = Needs(
             any(s.needs == "full" for s in self.steps),
@@ -255,9 +257,8 @@ class _Run:
         modules = {owner.module for target in self.targets for owner in target.owners}
         joint = joint_parts(self.targets)
         vectors = [(p, p.data) for p in self.model.parameters() if p.ndim < 2]
-        eager = torch.compiler.set_stance("force_eager")
         shown = progress("calibrating", self.total, unit="layers")
-        with eval_mode(self.model), eager, torch.no_grad(), shown as advance:
+        with eval_mode(self.model), torch.no_grad(), shown as advance:
             try:
                 for place in walk(
                     self.model, self.targets, self.batches, self.needs, blocks, cache
@@ -339,6 +340,17 @@ class _Run:
             first = self.report.entries[entries]
             note = f"{first.note}; {self.report.layers[weight.name]}"
             self.report.entries[entries] = replace(first, note=note)
+
+
+def _check_folds(steps: Sequence[Step]) -> None:
+    """Raise ValueError for a step that changes the model in high precision and comes after one that does not."""
+    order = sorted(steps, key=lambda step: type(step).fold is Step.fold)
+    if order != list(steps):
+        late = next(a for a, b in zip(order, steps, strict=True) if a is not b)
+        raise ValueError(
+            f"{late.method} changes the model in high precision, which comes before any weight is rounded, got steps "
+            f"{', '.join(step.method for step in steps)}; give them as {', '.join(step.method for step in order)}"
+        )
 
 
 def _check_scales(target: Target, learned: Sequence[LearnedRounding]) -> None:

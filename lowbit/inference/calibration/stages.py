@@ -304,7 +304,8 @@ class States:
 
     def _after(self, states: list[Tensor], model: nn.Module, batches: Sequence[Any], i: int) -> Any:
         home = next((p.device for p in self.blocks[-1].parameters()), states[i].device)
-        return call_after(model, self.blocks, batches[i], states[i].to(home))
+        hidden = states[i].to(home, copy=True)  # what follows may write to it
+        return call_after(model, self.blocks, batches[i], hidden)
 
     def _run(self, block: nn.Module, hidden: Tensor, number: int) -> Tensor:
         home = next((p.device for p in block.parameters()), hidden.device)
