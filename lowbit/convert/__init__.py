@@ -4,6 +4,7 @@
 so a refused model stays unchanged. A tensor that several modules share is converted once and stays shared.
 """
 
+from lowbit.convert.adapters import adapter_modules, is_tuner
 from lowbit.convert.by_name import (
     NEEDS_CALIBRATION,
     check_pattern,
@@ -57,6 +58,7 @@ __all__ = [
     "Schemes",
     "Target",
     "TrainingSchemes",
+    "adapter_modules",
     "alike",
     "budget_of",
     "check_module",
@@ -70,6 +72,7 @@ __all__ = [
     "followers",
     "has_static",
     "is_conv",
+    "is_tuner",
     "is_turned",
     "joined_name",
     "joint_part",

@@ -242,9 +242,11 @@ class Costs:
         if chosen is None:
             smallest = sum(map(min, costs))
             smallest = 8 * smallest / max(self.elements, 1) if name == "bits" else smallest
+            given = bits if name == "bits" else budget
+            unit = " bits a weight on average, scales included" if name == "bits" else f" of {name}"
             raise ValueError(
-                f"a plan of {name}={budget_of(bits=bits, damage=damage, milliseconds=milliseconds)[1]}: the smallest "
-                f"choices take {smallest:.4g}; accepted: that or more, or other schemes to choose from"
+                f"no plan has {name}={given}: the smallest choices take {smallest:.4g}{unit}; accepted: that or more, "
+                "or other schemes to choose from"
             )
         return self.of([own[i] for own, i in zip(units, chosen, strict=True)])
 
@@ -290,6 +292,8 @@ def budget_of(**budgets: Any) -> tuple[str, float]:
     ((name, value),) = given.items()
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, e.g. 4.5; got {value!r}")
+    if not (value > 0 or (value == 0 and name == "damage")):
+        raise ValueError(f"{name} must be a number above 0, e.g. 4.5; got {value!r}")
     return name, float(value)
 
 

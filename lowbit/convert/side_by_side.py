@@ -95,7 +95,7 @@ def _share_product(parts: list[Any], weights: list[Any], biases: list[Any], path
 def _joint_rows(parts: list[Any]) -> tuple[dict[str, Tensor], Tensor | None] | None:
     """The joint inner tensors of the weights of these linears, and their joint bias; None where a tensor has none."""
     weights = [m._parameters.get("weight") for m in parts]
-    if not all(map(is_frozen, weights)):
+    if not all(map(is_frozen, weights)) or len({(type(w), w._row_attrs()) for w in weights}) > 1:
         return None
     names = [name for name in weights[0]._row_attrs() if getattr(weights[0], name) is not None]
     found = {name: joint_of([getattr(w, name) for w in weights]) for name in names}

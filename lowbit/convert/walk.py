@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowbit.convert.adapters import adapter_modules
 from lowbit.convert.by_name import check_schemes, first_match, matches, of_unused, unused
 from lowbit.convert.choice import Choice
 from lowbit.convert.experts import stores_inputs_first
@@ -258,6 +259,7 @@ class _Walk:
         self.starts = starts
         """True if training starts from quantized weights, for which alone there are patterns."""
         self.owners = find_owners(model)
+        self.adapters = set() if trains else adapter_modules(model)
         attentions = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
         self.attentions = {id(m.out_proj) for m in attentions}
         self.report = Report()
@@ -337,6 +339,8 @@ class _Walk:
 
     def _choose(self, owner: Owner, prefix: str, param: nn.Parameter, selected: bool) -> Any:
         """The scheme for this weight; or, as a str, why the weight is left alone."""
+        if owner.module in self.adapters:
+            return "of an adapter, which stays in high precision"
         if (weight := weight_scaled_by(owner.module, owner.attribute)) is not None:
             return f"learned scales or zero points of {joined_name(prefix, weight)}"
         pattern = first_match(self.patterns, prefix, owner.fqn)

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lowbit.convert import check_module
+from lowbit.convert import check_module, is_tuner
 from lowbit.layers.frozen import shown_class
 from lowbit.layers.stand_in import StandIn, give
 from lowbit.linear.frozen.row import MOST_BYTES, grad_of_input
-from lowbit.qat.lora import is_tuner
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tracing import tracer
 

@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.convert import check_module
+from lowbit.convert import check_module, is_tuner
 from lowbit.numerics.snr import snr
 from lowbit.progress import progress
-from lowbit.qat.lora import is_tuner
 from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.trained.trainable import TrainableTensor

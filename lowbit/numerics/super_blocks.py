@@ -123,6 +123,12 @@ class SuperBlocks:
         return INPUTS // self.group
 
     @property
+    def nbytes(self) -> int:
+        """Of a super-block in a file: codes, s_g, m_g, d and dmin."""
+        of_group = (self.high - min(self.low, 0)).bit_length() + self.most.bit_length()
+        return (INPUTS * self.bits + self.groups * of_group) // 8 + (4 if self.most else 2)
+
+    @property
     def first(self) -> int:
         """The smallest code: codes count from the smallest value, where there is one."""
         return 0 if self.most else -(2 ** (self.bits - 1))

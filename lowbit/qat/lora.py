@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.convert import Choice, Filter, Owner, Report, Target, joined_name
+from lowbit.convert import Owner, Report, Target, adapter_modules, is_tuner, joined_name
 from lowbit.layers.stand_in import StandIn, give, take, without
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.trained.adapted import Adapters, frozen_with, is_merged, product_with, rows_with
@@ -33,49 +33,9 @@ _INTERFACE = ("lora_A", "lora_B", "lora_embedding_A", "scaling", "lora_dropout",
 _BASES = (nn.Linear, nn.Embedding)
 
 
-def is_tuner(module: nn.Module) -> bool:
-    """True if this is a layer of PEFT around another one."""
-    return "base_layer" in module._modules and hasattr(module, "active_adapters")
-
-
-def adapter_modules(model: nn.Module) -> set[nn.Module]:
-    """Every module inside of a layer of PEFT that is not part of its base layer."""
-    parts = (
-        part
-        for layer in model.modules()
-        if is_tuner(layer)
-        for name, part in layer._modules.items()
-        if name != "base_layer" and part is not None
-    )
-    return {module for part in parts for module in part.modules()}
-
-
-class _BesideAdapters(Choice):
-    """The rule without a filter, of a model with adapters, which it leaves alone."""
-
-    def __init__(self, model: nn.Module, adapters: set[nn.Module]) -> None:
-        super().__init__(model)
-        self.adapters = adapters
-
-    def why_left(self, owner: Owner, layer: str, pattern: str | None) -> str | None:
-        is_of_adapter = owner.module in self.adapters
-        return "of an adapter" if is_of_adapter else super().why_left(owner, layer, pattern)
-
-
-def without_adapters(
-    model: nn.Module, filter_fn: Filter | None, adapters: set[nn.Module]
-) -> Filter | Choice | None:
-    """`filter_fn`, or the rule without a filter, which never selects modules of adapters."""
-    if not adapters or not (filter_fn is None or callable(filter_fn)):
-        return filter_fn
-    if filter_fn is None:
-        return _BesideAdapters(model, adapters)
-    chosen = filter_fn
-    return lambda module, name: module not in adapters and chosen(module, name)
-
-
-def name_adapters(report: Report, model: nn.Module, adapters: set[nn.Module], note: str) -> None:
-    """Say in the report why the weights of these modules were left alone."""
+def name_adapters(report: Report, model: nn.Module, note: str) -> None:
+    """Say in the report what becomes of adapters."""
+    adapters = adapter_modules(model)
     names = {
         joined_name(prefix, name)
         for prefix, module in model.named_modules()

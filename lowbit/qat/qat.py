@@ -115,10 +115,9 @@ def prepare_(
     Warns where learned scales belong to layers with adapters: PEFT's files have no room for them.
     """
     _check_choices(scales, adapters, gradients)
-    inside = lora.adapter_modules(model) if isinstance(model, nn.Module) else set()
-    targets, report = _targets(model, scheme, lora.without_adapters(model, filter_fn, inside))
+    targets, report = _targets(model, scheme, filter_fn)
     layers = lora.layers_of(model, targets, merge=adapters == "merge")
-    lora.name_adapters(report, model, inside, _ADAPTER_NOTES[adapters])
+    lora.name_adapters(report, model, _ADAPTER_NOTES[adapters])
     for target in targets:
         _check_static(target, id(target.weight) in layers)
         if scales == "learned" and _why_present(target) is None:

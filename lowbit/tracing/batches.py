@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -55,3 +56,20 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """The context in which operations take their deterministic kernels, where they have some."""
+    mode = torch.get_deterministic_debug_mode()
+    memory: Any = torch.utils.deterministic
+    fill = memory.fill_uninitialized_memory
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic")
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            memory.fill_uninitialized_memory = False
+            yield
+    finally:
+        memory.fill_uninitialized_memory = fill
+        torch.set_deterministic_debug_mode(mode)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import lowbit
 from lowbit import AffineTensor, LowbitTensor, quantize_
@@ -193,7 +194,11 @@ def test_specs_of_super_blocks() -> None:
         Spec(Int(6), PerGroup(16), scale_format="super_block", scale_dtype=torch.float16)
     with pytest.raises(FormatError, match="unknown type 'Q7_K'; lowbit writes MXFP4"):
         gguf_scheme("Q7_K")
-    with pytest.raises(FormatError, match="unknown mix 'Q4_K'; accepted: Q2_K"):
+    with pytest.raises(FormatError, match="Q4_K_M, are those of gguf_mix"):
+        gguf_scheme("Q4_K_M")
+    with pytest.raises(
+        FormatError, match=r"unknown mix 'Q4_K'; accepted: Q2_K.*gguf_scheme\('Q4_K'\)"
+    ):
         gguf_mix("Q4_K", CONFIG)
 
 
@@ -235,6 +240,33 @@ def test_types_of_mixes() -> None:
     assert found["model.layers.2.mlp.down_proj"] == "Q4_K"
     with pytest.raises(FormatError, match=r"mlp\.down_proj has 500 inputs"):
         gguf_mix("Q4_K_M", {**CONFIG, "intermediate_size": 500})
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "largest"),
+    [("llama", 1, True), ("llama", 2, True), ("mistral", 4, True), ("llama", 8, False),
+     ("qwen2", 2, True), ("qwen2", 8, True), ("qwen3", 2, False)],
+)  # fmt: skip
+def test_values_of_a_70b_model_have_more_bits(kind: str, heads: int, largest: bool) -> None:
+    """As in llama.cpp, which knows a 70B model by its architecture, layers and heads: LLaMA 65B has 80 layers, too, and
+    as many key heads as query heads."""
+    sizes = {"num_hidden_layers": 80, "num_attention_heads": 8, "num_key_value_heads": heads}
+    config = {**CONFIG, "model_type": kind, **sizes}
+    for name, most in (("Q4_K_M", "Q4_K"), ("Q3_K_S", "Q3_K"), ("Q4_K_S", "Q4_K"), ("Q2_K", "")):
+        found, other = types_of(name, config), types_of(name, {**config, "num_hidden_layers": 48})
+        values = [found[f"model.layers.{i}.self_attn.v_proj"] for i in range(80)]
+        usual = most or other["model.layers.20.self_attn.v_proj"]
+        assert ("Q5_K" if largest else usual) == values[20]
+        assert found["model.layers.20.self_attn.q_proj"] == (most or "Q2_K")
+        assert "Q5_K" not in values[10:] or largest
+
+
+@pytest.mark.parametrize("model", [None, "folder", nn.Linear(256, 256)])
+def test_what_is_no_model_of_transformers_is_named(model: Any) -> None:
+    with pytest.raises(
+        FormatError, match=rf"given a {type(model).__name__}; .* config.json as a dict"
+    ):
+        gguf_mix("Q4_K_M", model)
 
 
 @pytest.mark.parametrize("name", ["Q4_K_M", "MXFP4"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -181,8 +182,9 @@ def test_times_are_those_of_the_traced_calls(monkeypatch: pytest.MonkeyPatch) ->
     found = [[own.milliseconds(u, o) for o in u.options] for u in units]
     siblings = next(u for u in units if "query" in u.name)
     assert found[units.index(siblings)] == [3 * 11e3, 3 * 11e3 * 0.25]
-    # four sizes: query and out, key and value, gate, up and head, down; two sizes of inputs; plain and int4
-    assert len(taken) == 4 * 2 * 2
+    # four sizes: query and out, key and value, gate, up and head, down, and the embedding; two sizes of inputs; plain
+    # and int4
+    assert len(taken) == 5 * 2 * 2
     plan = lb.autoquant(
         model, BATCHES, [INT4], milliseconds=100e3, timed=[(ids, 1.0), (ids[:1, :1], 10.0)]
     )
@@ -234,7 +236,11 @@ def test_a_plan_is_a_scheme_of_calibrate_and_prepare() -> None:
         ({}, TypeError, "give one budget"),
         ({"bits": 4, "damage": 1}, TypeError, "give one budget"),
         ({"bits": True}, TypeError, "bits must be a number"),
-        ({"bits": 1.0}, ValueError, "smallest choices take 4"),
+        ({"bits": "4"}, TypeError, "bits must be a number, e.g. 4.5; got '4'"),
+        ({"bits": 0}, ValueError, "bits must be a number above 0"),
+        ({"bits": float("nan")}, ValueError, "bits must be a number above 0"),
+        ({"damage": -1.0}, ValueError, "damage must be a number above 0"),
+        ({"bits": 1.0}, ValueError, "smallest choices take 4.* bits a weight"),
         ({"milliseconds": 1.0}, ValueError, "timed="),
         ({"bits": 4, "batches": []}, ValueError, "no batches"),
         ({"bits": 4, "estimate": True, "loss": "error"}, ValueError, "estimate=True"),
@@ -326,3 +332,81 @@ def test_gradients_that_are_there_stay() -> None:
     model[0].weight.grad = None
     again = lb.autoquant(model, batches, [lb.Int8WeightOnly()], bits=32, estimate=True)
     assert found.damage == again.damage
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q8_0"])
+def test_k_quants_count_as_in_the_file(kind: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    model, given = nn.Sequential(nn.Linear(512, 24, bias=False)), lb.formats.gguf_scheme(kind)
+    (unit,) = units_of(model, [given], None, None)
+    lb.quantize_(model, given)
+    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    assert unit.options[1].nbytes() == 24 * 512 // elements * size
+
+
+def test_bytes_are_counted_without_quantizing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Conv1d(8, 12, 3), nn.Linear(70, 30), nn.Embedding(9, 40))
+    schemes = [
+        lb.IntxWeightOnly(3),
+        lb.IntxWeightOnly(4, 32, "asymmetric"),
+        lb.Float8WeightOnly(),
+        lb.NF4WeightOnly(16),
+    ]
+    for given in schemes:
+        own = copy.deepcopy(model)
+        takes = (
+            (lambda m, _: not isinstance(m, nn.Conv1d))
+            if given is schemes[3]
+            else (lambda m, _: True)
+        )
+        units = units_of(model, [given], takes, "searched")
+        with monkeypatch.context() as patch:
+            patch.setattr("lowbit.inference.planning.units.Option.weights", None)
+            found = [unit.options[1].nbytes() for unit in units]
+        lb.quantize_(own, given, takes)
+        stored = [m.weight.nbytes_stored() for m in own if isinstance(m.weight, lb.LowbitTensor)]
+        assert found == stored
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_are_in_plans(tied: bool) -> None:
+    model = llama(tied)
+    plan = lb.autoquant(model, BATCHES[:1], [INT4, INT8_INT8], bits=6)
+    assert any("embedding" in p and s is not None for p, s in plan.items())
+    lb.quantize_(model, plan)
+    assert isinstance(model.embedding.weight, lb.LowbitTensor)
+    other = nn.Sequential(nn.Embedding(9, 32, max_norm=1.0), nn.Linear(32, 8))
+    assert [u.name for u in units_of(other, [INT4], None, None)] == ["1.weight"]
+
+
+def test_batches_move_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowbit.inference.planning import call
+
+    seen: list[Tensor] = []
+
+    def moved(model: nn.Module, batch: Tensor) -> Tensor:
+        seen.append(batch)
+        return torch.randn(4, 32)
+
+    monkeypatch.setattr(call, "on_device_of", moved)
+    given = [torch.empty(4, 32, device="meta") for _ in range(3)]
+    model = nn.Sequential(nn.Linear(32, 32))
+    lb.autoquant(model, given[:1], [INT4], damage=1.0, held_out=given[1:2], timed=[(given[2], 1)])
+    assert [id(x) for x in seen] == [id(x) for x in (given[0], given[2], given[1])]
+
+
+def test_one_whole_model_is_quantized_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowbit.inference.planning import call
+
+    alive: list[Any] = []
+    together = call._together
+
+    def made(options: list[Any]) -> Any:
+        assert all(ref() is None for ref in alive)
+        found = together(options)
+        alive.append(weakref.ref(found.args[0][0].parameters["weight"]))
+        return found
+
+    monkeypatch.setattr(call, "_together", made)
+    lb.autoquant(llama(), BATCHES[:1], SCHEMES, every, bits=5)
+    assert len(alive) == len(SCHEMES)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit.inference import GPTQ, Search
+from lowbit.inference import AWQ, GPTQ, Search, SmoothQuant
 from recipes.llama import Llama, LlamaConfig
 
 INT4 = lb.Int4WeightOnly(32)
@@ -366,3 +366,59 @@ def test_dtypes(dtype: torch.dtype) -> None:
         assert a.dtype is dtype
         if isinstance(a, lb.AffineTensor):
             assert a.scale.dtype is b.scale.dtype
+
+
+@pytest.mark.parametrize("scheme", [INT4, lb.Int8StaticActivationInt8Weight()], ids=str)
+def test_a_compiled_model_is_calibrated_eagerly(scheme: lb.Scheme) -> None:
+    def fail(graph: object, inputs: object) -> object:
+        raise AssertionError("compiled")
+
+    torch.manual_seed(0)
+    models = [
+        nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+        for _ in range(2)
+    ]
+    models[1].load_state_dict(models[0].state_dict())
+    models[1].compile(backend=fail)
+    models[1][1].compile(backend=fail)
+    for model in models:
+        lb.calibrate(model, scheme, [torch.ones(4, 64).cumsum(1)], steps=[SmoothQuant(), GPTQ()])
+    assert same(*models)
+
+
+@pytest.mark.parametrize(
+    ("steps", "order"),
+    [
+        ([GPTQ(), AWQ()], "AWQ, GPTQ"),
+        ([Search(), SmoothQuant(), GPTQ()], "SmoothQuant, Search, GPTQ"),
+        ([AWQ(), GPTQ(), SmoothQuant()], "AWQ, SmoothQuant, GPTQ"),
+    ],
+)
+def test_steps_that_change_the_model_come_first(steps: list, order: str) -> None:
+    late = order.split(", ")[1 if steps[0] == AWQ() else 0]
+    with pytest.raises(ValueError, match=f"{late} changes the model .*; give them as {order}$"):
+        lb.calibrate(nn.Sequential(nn.Linear(64, 8)), INT4, [torch.randn(4, 64)], steps=steps)
+
+
+class Tail(nn.Module):
+    """What follows the blocks writes to the hidden state."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.head, self.in_place = nn.Linear(64, 32), in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mul_(2) if self.in_place else x * 2)
+
+
+def test_a_tail_that_writes_to_its_input() -> None:
+    models = [Tail(in_place) for in_place in (True, False)]
+    reports = [
+        lb.calibrate(m, INT4, [torch.ones(5, 64).cumsum(1)], blocks=m.blocks) for m in models
+    ]
+    assert same(*models)
+    assert reports[0].layers["head.weight"].after == reports[1].layers["head.weight"].after

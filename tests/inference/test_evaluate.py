@@ -229,3 +229,56 @@ def test_one_name_in_place_of_a_list_is_refused() -> None:
         lowbit.evaluate(nn.Embedding(4, 4), tasks="arc_easy")
     with pytest.raises(TypeError, match="dict of names"):
         lowbit.evaluate([nn.Embedding(4, 4)], None, [torch.zeros(1, 2, dtype=torch.long)])
+
+
+class Named(Model):
+    """Gives a dict, as models outside of transformers do."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return {"loss": None, "logits": super().forward(*args, **kwargs)}
+
+
+def test_an_output_may_be_a_dict() -> None:
+    torch.manual_seed(0)
+    named = Named()
+    found = lowbit.evaluate(named, made(INT2), [ids(3, 12)], by_layer=True)
+    plain = lowbit.evaluate(made(), made(INT2), [ids(3, 12)])
+    assert found.models[0].kl == plain.models[0].kl and found.models[0].kl
+    assert found.models[0].perplexity == plain.models[0].perplexity
+
+
+@pytest.mark.parametrize("label", [-1, -101, VOCABULARY])
+def test_a_label_that_is_no_token_is_named(label: int) -> None:
+    batch = {"input_ids": ids(1, 6), "labels": ids(1, 6).index_fill(1, torch.tensor([3]), label)}
+    with pytest.raises(ValueError, match=rf"model: token {label} .* 50 tokens .* is -100"):
+        lowbit.evaluate(made(), batches=[batch])
+
+
+def test_a_layer_on_another_device_is_moved_to_the_original(monkeypatch: Any) -> None:
+    from lowbit.inference.evaluation import call
+
+    low = made(INT2)
+    low.block[0].apart = True
+    real, moved = call._device_of, []
+
+    def device_of(module: Any) -> Any:
+        return torch.device("meta") if hasattr(module, "apart") else real(module)
+
+    def to(self: Any, device: Any) -> Any:
+        moved.append((self.apart, device))
+        return self
+
+    monkeypatch.setattr(call, "_device_of", device_of)
+    monkeypatch.setattr(nn.Module, "to", to)
+    found = lowbit.evaluate(low, made(), [ids(3, 12)], by_layer=True).models[0].layers
+    assert moved == [(True, torch.device("cpu"))]
+    assert (
+        found == lowbit.evaluate(made(INT2), made(), [ids(3, 12)], by_layer=True).models[0].layers
+    )
+
+
+@pytest.mark.gpu
+def test_models_on_different_devices_are_compared_by_layer() -> None:
+    found = lowbit.evaluate(made(INT2), made().cuda(), [ids(3, 12)], by_layer=True).models[0].layers
+    expected = lowbit.evaluate(made(INT2), made(), [ids(3, 12)], by_layer=True).models[0].layers
+    assert found == pytest.approx(expected, rel=1e-2)

@@ -223,3 +223,133 @@ def test_padding_does_not_count(step: Step) -> None:
         found.append(own.norm.weight.detach())
     assert not torch.equal(found[0], model.norm.weight)
     assert torch.equal(found[0], found[1])
+
+
+# ---- the trial is exact ------------------------------------------------------------------------------------------
+
+
+class Between(nn.Module):
+    """`norm` or `first`, then a function, then `last`, and what else reads the first."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], leak: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.function, self.leak = function, leak
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last(self.function(h)) + self.leak * h
+
+
+NEAR = {
+    "leak": (lambda x: x, 2e-3),
+    "tanh": (torch.tanh, 0.0),
+    "clamp": (lambda x: x.clamp(-3, 3), 0.0),
+    "curve": (lambda x: x + 1e-2 * x * x, 0.0),
+    "swapped": (lambda x: x[..., [1, 0, *range(2, 64)]], 0.0),
+}
+
+
+def folds(model: nn.Module, batches: list[Tensor]) -> bool:
+    return bool(foldings(model, find_targets(model, lb.Int8WeightOnly(), None)[0], batches))
+
+
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", NEAR)
+def test_what_nearly_folds_is_refused(kind: str, dtype: torch.dtype) -> None:
+    """The leak and the curve change the output by less than bfloat16 rounds."""
+    model = Between(*NEAR[kind]).to(dtype)
+    assert not folds(model, [torch.randn(32, 64).to(dtype)])
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [1.0, 1e-5, 1e3])
+def test_what_folds_is_taken_in_every_dtype(dtype: torch.dtype, size: float) -> None:
+    """In float16 also where halves are rounded, as the smallest numbers have few digits."""
+    x = torch.randn(32, 64) * size
+    model = Between(torch.relu).to(dtype)
+    with torch.no_grad():
+        model.first.weight[:8] *= 1e-4
+    assert folds(model, [x.to(dtype)])
+
+
+@DTYPES
+def test_a_decoder_folds_alike_in_every_dtype(dtype: torch.dtype) -> None:
+    model = with_outliers(llama(kv_heads=4)).to(dtype)
+    model.cos, model.sin = model.cos.to(dtype), model.sin.to(dtype)
+    found = foldings(model, find_targets(model, INT4, None)[0], BATCHES)
+    values = {f"blocks.{i}.attention.out": f"blocks.{i}.attention.value" for i in range(2)}
+    names = {id(m): name for name, m in model.named_modules()}
+    assert {names[id(f.linears[0])]: f.name for f in found} == EXPECTED[llama] | values
+
+
+class Writes(nn.Module):
+    """Writes to what it is given, and to what it made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        y = self.down(self.up(h).relu_())
+        h.zero_()
+        return x.add_(y)
+
+
+class Chain(nn.Module):
+    """Blocks that follow each other, of which the second begins with a linear that the first ends before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(96, 64), nn.Linear(64, 8)
+        self.layers = nn.ModuleList([Writes(), nn.Linear(64, 64), nn.Linear(64, 64)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_blocks_that_write_to_their_inputs_and_pairs_across_blocks() -> None:
+    model = Chain()
+    names = {id(m): name for name, m in model.named_modules()}
+    found = foldings(model, find_targets(model, INT4, None)[0], BATCHES)
+    assert {names[id(f.linears[0])]: f.name for f in found} == {
+        "layers.0.up": "layers.0.norm",
+        "layers.0.down": "layers.0.up",
+        "layers.2": "layers.1",
+        "head": "layers.2",
+    }
+
+
+def test_a_tied_weight_does_not_fold() -> None:
+    model = Between(torch.relu)
+    other = nn.Linear(64, 64)
+    other.weight = model.last.weight
+    assert not folds(nn.Sequential(model, other), [torch.randn(8, 64)])
+
+
+def test_the_cost_of_trials_does_not_grow_with_depth() -> None:
+    """In runs of a model: its blocks are tried one by one."""
+    runs = []
+    for layers in (2, 6):
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 96, "dim": 64, "heads": 4, "kv_heads": 2, "hidden": 96}
+        model = Llama(LlamaConfig(**sizes, layers=layers, context=32)).eval()
+        calls = [0]
+        for block in model.blocks:
+            block.attention_norm.register_forward_pre_hook(
+                lambda *_, calls=calls: calls.__setitem__(0, calls[0] + 1)
+            )
+        assert len(foldings(model, find_targets(model, INT4, None)[0], BATCHES)) == 3 * layers
+        runs.append(calls[0] / layers)
+    assert runs[1] <= runs[0] < 20, runs

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +12,8 @@ from torch import Tensor, nn
 import lowbit as lb
 from lowbit.inference import GPTQ, Search
 from lowbit.inference.calibration.gptq import Factor
+from lowbit.inference.calibration.inputs import Moments
+from lowbit.inference.calibration.step import Layer
 from tests.schemes import SCHEMES, over
 
 SIZES = (24, 96)
@@ -159,3 +164,134 @@ def test_asymmetric_aims_at_the_outputs_in_high_precision() -> None:
 def test_bad_settings_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GPTQ(**arguments)
+
+
+# ---- the steps on one layer, against float64 ---------------------------------------------------------------------
+
+
+def layer_of(
+    weight: Tensor,
+    scheme: lb.Scheme,
+    inputs: list[tuple[int, Tensor, Tensor | None]],
+    **options: bool,
+) -> Layer:
+    moments = Moments(weight.shape, torch.device("cpu"), True, **{"pairs": False, **options})
+    for index, x, high in inputs:
+        moments.add(index, x, high, len(weight) if weight.ndim == 3 else 1)
+    return Layer("weight", weight, scheme.weight, torch.float32, moments)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.4])
+@pytest.mark.parametrize("act_order", [True, False])
+@pytest.mark.parametrize("rows", [300, 20])
+def test_asymmetric_equals_least_squares_column_by_column(
+    share: float, act_order: bool, rows: int
+) -> None:
+    """The objective of GPTAQ: after each column that is rounded, the free ones are those with the least Σ ‖Q x̂ − W x‖²
+    + λ ‖Q − W‖², by the normal equations in float64. With 20 rows the Hessian has no full rank."""
+    x = uneven(rows, SIZES[1])
+    moved = x + 0.2 * uneven(rows, SIZES[1]).roll(1, 0)
+    torch.manual_seed(2)
+    weight, scheme = torch.randn(SIZES) / 10, lb.IntxWeightOnly(3, 32, "symmetric")
+    layer = layer_of(weight, scheme, [(0, moved, x)], pairs=True)
+    step = GPTQ(act_order=act_order, asymmetric=share)
+    step.apply(layer)
+    own, hat, w = x.double(), moved.double(), weight.double()
+    h = hat.T @ hat
+    order = (
+        h.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(len(h))
+    )
+    damped = h + step.damping * h.diagonal().mean() * torch.eye(len(h))
+    wanted = w @ (damped + share * (own - hat).T @ hat)
+    q, done = w.clone(), torch.zeros(len(h), dtype=torch.bool)
+    assert layer.qparams is not None and layer.values is not None
+    for j in order.tolist():
+        free = ~done
+        rest = wanted[:, free] - q[:, done] @ damped[done][:, free]
+        q[:, free] = torch.linalg.solve(damped[free][:, free], rest.T).T
+        codes = layer.spec.quantize(q.float(), torch.float32, layer.qparams)
+        q[:, j] = layer.spec.dequantize(*codes, SIZES, torch.float32)[:, j].double()
+        done[j] = True
+    wrong = (layer.values - q).abs() > 1e-4 * q.abs().max()
+    assert float(wrong.double().mean()) < 3e-3
+    rounded = layer.rounded(layer.qparams).double()
+    lost = [float((hat @ t.T - own @ w.T).norm()) for t in (layer.values.double(), rounded)]
+    assert lost[0] < lost[1]
+
+
+def test_the_hessian_of_a_tied_embedding() -> None:
+    """H / mean(diag H) + I, in the moments and in what GPTQ rounds by."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 64), nn.LayerNorm(64), nn.Linear(64, 50, bias=False))
+    model[2].weight = model[0].weight
+    ids, weight = torch.randint(50, (8, 40)), model[0].weight.detach().clone()
+    x = model[:2](ids).detach().flatten(0, 1).double()
+    h = x.T @ x
+    h = h / h.diagonal().mean() + torch.eye(64)
+    moments = Moments(weight.shape, torch.device("cpu"), True, False)
+    moments.add(0, x.float())
+    moments.looked_up = ids.numel()
+    torch.testing.assert_close(moments.hessian(0).double(), h, rtol=1e-5, atol=1e-5)
+    step, scheme = GPTQ(asymmetric=0), lb.IntxWeightOnly(3, 32)
+    lb.calibrate(model, scheme, [ids], steps=[step], blocks=[])
+    expected, _ = textbook(weight, h, model[0].weight, step)
+    wrong = (model[0].weight.dequantize() - expected).abs() > 1e-4
+    assert model[2].weight is model[0].weight and float(wrong.double().mean()) < 5e-3
+
+
+ROWS = (5, 200, 0, 63)
+
+
+def experts() -> tuple[Tensor, list[tuple[int, Tensor, Tensor | None]]]:
+    torch.manual_seed(0)
+    inputs = [(e, torch.randn(rows, 64) * (e + 1), None) for e, rows in enumerate(ROWS) if rows]
+    return torch.randn(len(ROWS), 24, 64) / 8, inputs
+
+
+def test_hessians_of_experts_with_few_rows() -> None:
+    """H + (K − T) · H̄ with the mean H̄ over all rows, from float64; summed once for all experts."""
+    weight, inputs = experts()
+    layer = layer_of(weight, lb.Int4WeightOnly(32), inputs)
+    products = torch.zeros(len(ROWS), 64, 64, dtype=torch.float64)
+    for e, x, _ in inputs:
+        products[e] = x.double().T @ x.double()
+    mean = products.sum(0) / sum(ROWS)
+    for _ in range(2):
+        for e, rows in enumerate(ROWS):
+            found = layer.moments.hessian(e)
+            assert found is not None
+            expected = products[e] + max(64 - rows, 0) * mean
+            torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-3)
+        for e, x, _ in inputs:
+            layer.moments.add(e, x[:0])
+    layer.moments.add(2, inputs[0][1])
+    assert layer.moments.hessian(2).isfinite().all() and not torch.equal(
+        layer.moments.hessian(2), products[2].float()
+    )
+
+
+@pytest.mark.parametrize("scales", ["searched", "minmax"])
+def test_one_expert_at_a_time(scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One factor is in memory, whatever the number of experts; the result is that of each expert alone."""
+    alive: weakref.WeakSet[Factor] = weakref.WeakSet()
+    begin = Factor.__init__
+
+    def made(self: Factor, *arguments: Any) -> None:
+        assert not alive
+        alive.add(self)
+        begin(self, *arguments)
+
+    monkeypatch.setattr(Factor, "__init__", made)
+    weight, inputs = experts()
+    scheme, step = lb.IntxWeightOnly(3, 32), GPTQ(scales=scales)
+    layer = layer_of(weight, scheme, inputs)
+    step.apply(layer)
+    assert not alive and layer.values is not None and layer.qparams is not None
+    for e in range(len(ROWS)):
+        moments = Moments((24, 64), torch.device("cpu"), True, False)
+        hessian = layer.moments.hessian(e)
+        monkeypatch.setattr(moments, "hessian", lambda _, hessian=hessian: hessian)
+        alone = Layer("weight", weight[e], scheme.weight, torch.float32, moments)
+        step.apply(alone)
+        assert torch.equal(alone.values, layer.values[e])
+        assert torch.equal(alone.qparams[0], layer.qparams[0][e])

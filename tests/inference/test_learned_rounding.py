@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit.inference import GPTQ, LearnedRounding, Search
-from lowbit.inference.calibration.learned_rounding import INSIDE, steps_of
+from lowbit.inference.calibration.learned_rounding import INSIDE, _held_out, steps_of
 from tests.inference.test_calibrate import (
     BATCHES,
     INT4,
@@ -78,15 +78,59 @@ def test_equals_the_plain_form(mapping: str) -> None:
     step = LearnedRounding(5, 1, reach=0.1, scale_rate=0.3, vector_rate=0)
     scheme = lb.IntxWeightOnly(3, None, mapping)
     report = lb.calibrate(model, scheme, [x], steps=[MinMax(), step], blocks=[])
-    expected = plain_form(w, x, 3, mapping, step)
+    seen = x[:175]  # one row in eight is held out
+    expected = plain_form(w, seen, 3, mapping, step)
     found = model[0].weight.dequantize().double()
     steps = (expected.amax(1) - expected.amin(1)) / 7
     close = (found - expected).abs() < 0.05 * steps[:, None]
     assert float(close.double().mean()) > 0.97  # signs of gradients near 0 differ
     ((_, losses),) = report.learned
-    energy = (x @ (found.float() - w).T).square().sum() / len(x)
-    torch.testing.assert_close(losses.after, float(energy), rtol=1e-3, atol=0)
-    assert losses.after < 0.9 * losses.before
+    assert losses.held_out is not None and losses.kept and losses.after < 0.95 * losses.before
+    for own, value in ((seen, losses.after), (x[175:], losses.held_out[1])):
+        energy = (own @ (found.float() - w).T).square().sum() / len(own)
+        torch.testing.assert_close(value, float(energy), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "expected"),
+    [
+        ([8, 8, 8], [1, 1, 1]), ([1] * 9, [0] * 7 + [1, 0]), ([3, 20, 1, 8], [0, 2, 1, 1]),
+        ([7], [1]), ([1, 1], [0, 1]), ([1], [0]), ([4, 3], [0, 1]),
+    ],
+)  # fmt: skip
+def test_one_sequence_in_eight_is_held_out(sequences: list[int], expected: list[int]) -> None:
+    assert _held_out(sequences) == expected
+
+
+def test_what_is_held_out_gives_no_gradient() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(48, 24, bias=False), torch.randn(30, 48)
+    x[-3:] = x[:3]
+    steps, found = [MinMax(), LearnedRounding(5, 30)], []
+    for scale in (1.0, 0.5):
+        x[-3:] *= scale
+        model = nn.Sequential(copy.deepcopy(layer))
+        report = lb.calibrate(model, INT3, [x], steps=steps, blocks=[])
+        ((_, losses),) = report.learned
+        found.append((losses, model))
+    assert same(found[0][1], found[1][1]) and all(losses.kept for losses, _ in found)
+    assert found[0][0].after == found[1][0].after
+    assert found[0][0].held_out[0] == pytest.approx(4 * found[1][0].held_out[0], rel=1e-5)
+
+
+def test_a_start_that_learning_fits_too_well_stays() -> None:
+    """Few rows for many weights: the loss over them falls, and that over others rises."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 32), torch.randn(24, 64)
+    start, model = (nn.Sequential(copy.deepcopy(layer)) for _ in range(2))
+    lb.calibrate(start, INT3, [x], steps=[MinMax()])
+    step = LearnedRounding(20, reach=1.0)
+    report = lb.calibrate(model, INT3, [x], steps=[MinMax(), step], blocks=[])
+    ((_, losses),) = report.learned
+    assert not losses.kept and losses.after < losses.before
+    assert losses.held_out[1] > losses.held_out[0]
+    assert same(start, model) and torch.equal(model[0].bias, layer.bias)
+    assert ", held out " in str(report) and str(report).endswith("; dropped")
 
 
 @over({n: s for n, s in SCHEMES.items() if s.weight.is_searchable})
@@ -152,8 +196,9 @@ def test_steps_compose_and_runs_are_equal_to_the_bit() -> None:
     assert name == "the model"
     plain, before = llama(), llama()  # what the last step compares with is the model as it was
     lb.calibrate(before, INT3, BATCHES, steps=steps[:2])
-    total = sum(damage(before, plain, batch) for batch in BATCHES)
-    count = sum(batch.numel() for batch in BATCHES)
+    seen = BATCHES[:2]  # the last of seven sequences is held out
+    total = sum(damage(before, plain, batch) for batch in seen)
+    count = sum(batch.numel() for batch in seen)
     assert losses.before == pytest.approx(total / count, rel=1e-3)
 
 
@@ -165,7 +210,9 @@ def test_runs_are_equal_to_the_bit_on_a_gpu() -> None:
             model.cos, model.sin = model.cos.to(dtype), model.sin.to(dtype)
             steps = [GPTQ(), LearnedRounding(8), LearnedRounding(8, over="model")]
             report = lb.calibrate(model, INT3, BATCHES, steps=steps)
-            assert all(losses.after <= losses.before for _, losses in report.learned)
+            assert all(
+                losses.kept <= (losses.after < losses.before) for _, losses in report.learned
+            )
         assert same(*models)
 
 
@@ -178,17 +225,18 @@ def test_nothing_is_learned_in_no_steps_or_at_no_rate() -> None:
     lb.calibrate(models[2], INT3, BATCHES, steps=[GPTQ(), still])
     far = LearnedRounding(3, reach=1e3, vector_rate=10.0)
     report = lb.calibrate(models[3], INT3, BATCHES, steps=[GPTQ(), far])
-    assert all(losses.after == losses.before for _, losses in report.learned)
+    assert not any(losses.kept for _, losses in report.learned)
     assert all(same(models[0], other) for other in models[1:])
 
 
 def test_vectors_follow_and_others_stay() -> None:
     plain = llama()
     models = [copy.deepcopy(plain) for _ in range(2)]
-    lb.calibrate(models[0], INT3, BATCHES, steps=[LearnedRounding(5, vector_rate=0)])
+    batches = [tokens(0, 16, 32)]
+    lb.calibrate(models[0], INT3, batches, steps=[LearnedRounding(5, vector_rate=0)])
     only = LearnedRounding(5, reach=0, scale_rate=0)
     models[1].blocks[0].attention_norm.weight.requires_grad_(False)
-    lb.calibrate(models[1], INT3, BATCHES, steps=[only])
+    lb.calibrate(models[1], INT3, batches, steps=[only])
     for name, p in plain.named_parameters():
         if p.ndim < 2:
             own = [dict(m.named_parameters())[name] for m in models]

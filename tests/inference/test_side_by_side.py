@@ -126,6 +126,21 @@ def test_weights_that_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> No
     assert narrow.q_proj.weight.codes.data_ptr() % 16 == 0
 
 
+def test_siblings_that_are_stored_in_different_ways_have_no_joint_rows() -> None:
+    layers = []
+    for scheme in (
+        lb.NF4WeightOnly(double_quantization=True),
+        lb.NF4WeightOnly(),
+        lb.Int4WeightOnly(),
+        lb.Float8WeightOnly(),
+    ):
+        layer = nn.Sequential(nn.Linear(64, 32, bias=False).requires_grad_(False))
+        lb.quantize_(layer, scheme)
+        layers.append(layer[0])
+    for order in (layers, layers[::-1]):
+        assert side_by_side._joint_rows(order) is None
+
+
 # ---- graphs of torch.compile ----------------------------------------------------------------------------------------
 
 

@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 import lowbit as lb
+from lowbit.hf import LowbitConfig
+from lowbit.inference import AWQ, GPTQ
 from tests.integrations.models import TOKENS, is_inner_linear, llama, logits, train
 from tests.schemes import relative_error
 
 peft = pytest.importorskip("peft")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 SCHEMES = {
     "int4": lb.Int4WeightOnly(32),
@@ -230,3 +232,59 @@ def test_generating_with_an_adapter() -> None:
     model = trained("int4", "lora", steps=2)
     found = model.generate(input_ids=TOKENS, max_new_tokens=4, do_sample=False)
     assert found.shape[0] == 2 and found.shape[1] > 12
+
+
+WITH_OTHERS = ADAPTERS | {
+    "tokens": lambda: peft.LoraConfig(
+        r=4, target_modules=TARGETS, trainable_token_indices={"embed_tokens": [1, 2]}
+    ),
+    "embedding": lambda: peft.LoraConfig(r=4, target_modules=[*TARGETS, "embed_tokens"]),
+    "prompts": lambda: peft.PromptEncoderConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=32
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("flow", "adapter"),
+    [
+        *(("filter", adapter) for adapter in WITH_OTHERS),
+        *(("quantize_", adapter) for adapter in ("lora", "prompts")),
+        ("calibrate", "dora"),
+    ],
+)
+def test_conversion_leaves_adapters_in_high_precision(flow: str, adapter: str) -> None:
+    model = peft.get_peft_model(llama(), WITH_OTHERS[adapter]())
+    scheme, batches = lb.IntxWeightOnly(4, 32), [{"input_ids": TOKENS}]
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    adapters = [n for n, p in model.named_parameters() if n in before and p.ndim > 1]
+    if flow == "calibrate":
+        report = lb.calibrate(model, scheme, batches, steps=[AWQ(), GPTQ()])
+    else:
+        report = lb.quantize_(model, scheme, None if flow == "quantize_" else lambda m, n: True)
+    assert before and all(torch.equal(model.get_parameter(n), p) for n, p in before.items())
+    low = [n for n, p in model.named_parameters() if isinstance(p, lb.LowbitTensor)]
+    assert len(low) >= 7 and not {*low} & {*before}
+    assert all(report.left[n] == "of an adapter, which stays in high precision" for n in adapters)
+
+
+def test_a_pattern_cannot_choose_an_adapter() -> None:
+    model = peft.get_peft_model(llama(), ADAPTERS["lora"]())
+    with pytest.raises(ValueError, match=r"chose no weight.*lora_A.*of an adapter"):
+        lb.quantize_(model, {"*.lora_A.default": lb.Int8WeightOnly()})
+
+
+def test_adapters_of_a_folder_stay_when_lowbit_config_quantizes(tmp_path) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(llama(), ADAPTERS["lora"]())
+    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    model.save_pretrained(tmp_path / "adapter")
+    config = LowbitConfig(lb.Int8WeightOnly())
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "adapter", quantization_config=config
+    )
+    found = {n: isinstance(p, lb.LowbitTensor) for n, p in loaded.named_parameters()}
+    assert {n for n, low in found.items() if "lora_" in n} and not any(
+        low for n, low in found.items() if "lora_" in n
+    )
+    assert any(found.values())

@@ -179,6 +179,32 @@ def test_prepared_is_exported_is_what_others_dequantize(
         assert torch.equal(theirs[weight].to(values.dtype), values), weight
 
 
+CALIBRATED = [
+    *(("compressed-tensors", n) for n in ("int4", "int4 asymmetric", "int2", "nvfp4", "mxfp4")),
+    ("torchao", "int4"),
+    ("gptq", "int4"),
+]
+
+
+@pytest.mark.parametrize(("format", "name"), CALIBRATED)
+def test_calibrated_is_exported_is_what_others_dequantize(
+    format: str, name: str, tmp_path: Path
+) -> None:
+    """GGUF is in tests/formats/test_gguf_k_quants.py."""
+    by_others, schemes = CASES[format]
+    model = llama(torch.float16 if by_others is by_gptqmodel else torch.bfloat16)
+    batches = [{"input_ids": TOKENS}]
+    steps = [lowbit.inference.AWQ(), lowbit.inference.GPTQ()]
+    lowbit.calibrate(model, {"lm_head": None, "*": schemes[name]}, batches, steps=steps)
+    low = {n: p for n, p in model.named_parameters() if isinstance(p, LowbitTensor)}
+    lowbit.export(model, tmp_path / "out", format)
+    theirs = by_others(tmp_path / "out")
+    assert len(low) == 14
+    for weight, own in low.items():
+        values = own.dequantize()
+        assert torch.equal(theirs[weight].to(values.dtype), values), weight
+
+
 @pytest.mark.parametrize(("format", "name"), ON_THE_GRID)
 def test_a_float32_model_on_the_grid_of_a_format(format: str, name: str, tmp_path: Path) -> None:
     """Others load the weights in float16, whose values follow from the stored codes and scales."""

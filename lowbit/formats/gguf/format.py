@@ -108,5 +108,8 @@ def gguf_scheme(kind: str) -> Scheme:
     """The scheme whose weights a GGUF file holds as tensors of the type `kind`, such as "Q4_K". Raises FormatError for
     one that lowbit does not write."""
     if kind not in SCHEMES:
-        raise FormatError(f"unknown type {kind!r}; lowbit writes {', '.join(sorted(SCHEMES))}")
+        raise FormatError(
+            f"unknown type {kind!r}; lowbit writes {', '.join(sorted(SCHEMES))}. Mixes of types, such as Q4_K_M, are "
+            "those of gguf_mix(name, model)"
+        )
     return SCHEMES[kind]

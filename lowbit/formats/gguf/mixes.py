@@ -16,9 +16,10 @@ for each key head:
 | Q5_K_M | Q5_K | Q6_K in some layers                   | Q6_K in the same layers                  |             |
 
 "Some layers" are the first and the last eighth, and every third one between. The output head, or the embedding that it
-shares, is Q6_K; in Q8_0 and MXFP4 it is Q8_0. With 80 layers, attn_v is Q5_K where it would be Q3_K or Q4_K. Q6_K,
-Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and MXFP4 are the type of all other weights. A weight whose inputs are not a multiple of
-256 takes the type with blocks of 32 that `lowbit.formats.gguf.blocks` names.
+shares, is Q6_K; in Q8_0 and MXFP4 it is Q8_0. In what llama.cpp takes for a 70B model, attn_v is Q5_K where it would
+be Q3_K or Q4_K: 80 layers, in a Qwen2, or in a Llama whose key heads are fewer than its query heads. Q6_K, Q4_0, Q4_1,
+Q5_0, Q5_1, Q8_0 and MXFP4 are the type of all other weights. A weight whose inputs are not a multiple of 256 takes the
+type with blocks of 32 that `lowbit.formats.gguf.blocks` names.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import nn
 
 from lowbit.formats.base import FormatError
 from lowbit.formats.gguf.blocks import SMALL
-from lowbit.formats.gguf.format import gguf_scheme
+from lowbit.formats.gguf.format import SCHEMES, gguf_scheme
 from lowbit.formats.gguf.llama import architecture_of, given, head_size
 from lowbit.numerics.super_blocks import INPUTS
 from lowbit.schemes.scheme import Scheme
@@ -42,6 +43,7 @@ MIXES = (
 """The names that `gguf_mix` takes."""
 _FALLBACKS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 _LARGEST_LAYERS = 80
+"""Layers of a 70B model."""
 
 
 def gguf_mix(name: str, model: nn.Module | Mapping[str, Any]) -> dict[str, Scheme]:
@@ -59,12 +61,14 @@ def gguf_mix(name: str, model: nn.Module | Mapping[str, Any]) -> dict[str, Schem
     Raises FormatError for another name or model, and for inputs that are not a multiple of 32.
     """
     if name not in MIXES:
-        raise FormatError(f"unknown mix {name!r}; accepted: {', '.join(MIXES)}")
+        alone = f"; gguf_scheme({name!r}) is that type for all weights" if name in SCHEMES else ""
+        raise FormatError(f"unknown mix {name!r}; accepted: {', '.join(MIXES)}{alone}")
     config = model if isinstance(model, Mapping) else _config_of(model)
-    architecture_of(config)
+    own = architecture_of(config)
     hidden, layers = int(given(config, "hidden_size")), int(given(config, "num_hidden_layers"))
     heads = int(given(config, "num_attention_heads"))
     sharing = heads // int(config.get("num_key_value_heads") or heads)
+    is_largest = layers == _LARGEST_LAYERS and (own == "qwen2" or (own == "llama" and sharing > 1))
     inner = {
         "self_attn.o_proj": heads * head_size(config),
         "mlp.down_proj": int(given(config, "intermediate_size")),
@@ -78,6 +82,8 @@ def gguf_mix(name: str, model: nn.Module | Mapping[str, Any]) -> dict[str, Schem
     for i in range(layers):
         for module in _MODULES:
             kind = _type_of(name, module, i, layers, sharing)
+            if is_largest and module == "self_attn.v_proj" and kind in ("Q3_K", "Q4_K"):
+                kind = "Q5_K"
             own = f"model.layers.{i}.{module}"
             found[own] = _fitting(kind, inner.get(module, hidden), own)
     return found
@@ -93,7 +99,8 @@ def _config_of(model: nn.Module) -> Mapping[str, Any]:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         raise FormatError(
-            f"{type(model).__name__} has no config of transformers, which says how many layers there are"
+            f"gguf_mix was given a {type(model).__name__}; accepted: a model of transformers, whose config says how "
+            "many layers and heads there are, or its config.json as a dict"
         )
     found: Mapping[str, Any] = config.to_dict()
     return found
@@ -108,9 +115,7 @@ def _type_of(name: str, module: str, layer: int, layers: int, sharing: int) -> s
     """The type of a weight in the layers, by the module's table."""
     most, part = _most(name), module.rpartition(".")[2]
     if part == "v_proj":
-        kind = _of_values(name, layer, layers, sharing)
-        is_largest = layers == _LARGEST_LAYERS and kind in ("Q3_K", "Q4_K")
-        return "Q5_K" if is_largest else kind
+        return _of_values(name, layer, layers, sharing)
     if part == "down_proj":
         return _of_down(name, layer, layers)
     if part == "o_proj":

@@ -1,32 +1,44 @@
 """Scales of input channels that move between a layer and the one before it, without a change of the model.
 
 Where linears multiply x, and a norm or a linear makes x, each channel j of x may be divided by s_j there, and column j
-of the linears multiplied by it. `foldings` finds such pairs by trial, for any model. It notes in which order modules
-run and which linears multiply the same tensor. It divides a module that runs before them by powers of two, and keeps
-the pair if the model's output and that of the linears stay as they were. So a norm that other branches read, as in a
-post-norm encoder, is not taken. What lies between is free: x = act(gate) · up is divided in `up`, and attention's
-output in the values.
+of the linears multiplied by it. `foldings` finds such pairs by trial, for any model, and the trial is exact. Division
+by a power of two changes exponents alone, in every sum and product on its way. So a module that runs before the linears
+is divided by powers of two, and the pair is right if
+
+1. the input of each linear is divided by them, to the last bit;
+2. the output stays as it was, to the last bit, while the linears give what they gave before. So a norm that other
+   branches read, as in a post-norm encoder, is not taken, and neither are weights that are tied.
+
+float16 rounds what is below 2⁻¹⁴ to multiples of 2⁻²⁴, so its inputs may differ by a few of these. What lies between
+is free: x = act(gate) · up is divided in `up`, and attention's output in the values. A model is tried block by block
+(`chain_of`), and a wrong pair ends its run at the linears. A block and what comes before it are tried only if the
+linears' input follows that of the block. Adapters, and the layers that they stand around, do not fold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.convert import Target
+from lowbit.convert import Target, find_owners, is_tuner
 from lowbit.inference.calibration.inputs import counted_rows, mask_of
-from lowbit.tracing.batches import call, eval_mode, output_tensor
+from lowbit.inference.calibration.stages import chain_of
+from lowbit.tracing.batches import call, deterministic, eval_mode, output_tensor
+from lowbit.tracing.block_inputs import capture
 from lowbit.tracing.tracer import state_restored
 
 _TRIALS = 12
 """Modules before a layer that are tried, the last one first."""
-_TOLERANCE = 1e-4
-"""The relative change of outputs that another order of sums may make."""
+_EXPONENTS, _HALF_EXPONENTS = (-6, 7), (-2, 1)
+"""The powers of two, first and end. In float16 the module before is multiplied alone, which is exact, and by little, so
+that nothing overflows."""
+_HALF_ERROR = 2.0**-22
+"""What float16 may round off: a few times its smallest number."""
 
 
 @dataclass(frozen=True)
@@ -64,38 +76,38 @@ class _Group:
     linears: list[nn.Linear]
     place: int
     """How many modules ran before the first of them."""
+    tried: set[int] = field(default_factory=set)
+    """The ids of modules that were tried."""
+    is_open: bool = True
+    """False if its input does not follow that of its block."""
 
 
 def foldings(model: nn.Module, targets: Sequence[Target], batches: Sequence[Any]) -> list[Folding]:
     """The foldings of linears of which one at least is a target. The first batch finds them; those that change the
     model on another batch, as where its input goes to other linears, are dropped."""
-    batch = batches[0]
     wanted = {id(owner.module) for target in targets for owner in target.owners}
     names = {id(module): name for name, module in model.named_modules()}
-    with eval_mode(model), state_restored(model), torch.no_grad():
-        order, groups = _traced(model, batch)
-        found: list[Folding] = []
-        for group in groups:
-            if not any(id(linear) in wanted for linear in group.linears):
-                continue
-            taken = {id(linear) for linear in group.linears}
-            size = group.linears[0].in_features
-            before = [m for m in order[: group.place] if id(m) not in taken and _makes(m, size)]
-            expected = _outputs(model, batch, group.linears)
-            for module in before[: -_TRIALS - 1 : -1]:
-                options = (False, True) if module.weight.ndim == 1 else (False,)
-                tried = [
-                    Folding(tuple(group.linears), module, names[id(module)], o) for o in options
-                ]
-                right = next((f for f in tried if _are_right([f], model, batch, expected)), None)
-                if right is not None:
-                    found.append(right)
-                    break
-        for other in batches[1:]:
-            last = _outputs(model, other, ())
-            if not _are_right(found, model, other, last):
-                found = [f for f in found if _are_right([f], model, other, last)]
-    return found
+    found: dict[int, Folding] = {}
+    with eval_mode(model), state_restored(model), deterministic(), torch.no_grad():
+        order, groups = _traced(model, batches[0])
+        groups = [g for g in groups if any(id(linear) in wanted for linear in g.linears)]
+        chain = chain_of(model, targets)
+        for place in _places(model, chain, batches[0]):
+            for i, group in enumerate(groups):
+                if i not in found and place.has(group.linears) and group.is_open:
+                    folding = place.search(group, order, names)
+                    if folding is not None:
+                        found[i] = folding
+        right = [found[i] for i in sorted(found)]
+        for batch in batches[1:]:
+            left = right
+            for place in _places(model, chain, batch):
+                own = [f for f in left if place.has([f.before, *f.linears])]
+                left = [f for f in left if f not in own]
+                if own and not place.is_right(own):
+                    wrong = [f for f in own if not place.is_right([f])]
+                    right = [f for f in right if f not in wrong]
+    return right
 
 
 def _traced(model: nn.Module, batch: Any) -> tuple[list[Any], list[_Group]]:
@@ -115,6 +127,8 @@ def _traced(model: nn.Module, batch: Any) -> tuple[list[Any], list[_Group]]:
             group.linears.append(module)
         order.setdefault(id(module), module)
 
+    owners = find_owners(model)
+    adapted = {m for layer in model.modules() if is_tuner(layer) for m in layer.modules()}
     modules = [m for m in model.modules() if isinstance(m._parameters.get("weight"), Tensor)]
     hooks = [m.register_forward_hook(seen, with_kwargs=True) for m in modules]
     try:
@@ -122,8 +136,13 @@ def _traced(model: nn.Module, batch: Any) -> tuple[list[Any], list[_Group]]:
     finally:
         for hook in hooks:
             hook.remove()
-    once = [own for _, own in groups if all(calls[id(m)] == 1 and _is_free(m) for m in own.linears)]
-    return [m for m in order.values() if calls[id(m)] == 1 and _is_free(m)], once
+
+    def folds(module: nn.Module) -> bool:
+        is_tied = any(len(owners[id(p)]) > 1 for p in module._parameters.values() if p is not None)
+        return calls[id(module)] == 1 and _is_free(module) and not is_tied and module not in adapted
+
+    once = [own for _, own in groups if all(map(folds, own.linears))]
+    return list(filter(folds, order.values())), once
 
 
 def _is_free(module: nn.Module) -> bool:
@@ -139,44 +158,178 @@ def _makes(module: nn.Module, size: int) -> bool:
     return is_norm or (isinstance(module, nn.Linear) and module.out_features == size)
 
 
-def _outputs(model: nn.Module, batch: Any, linears: Sequence[nn.Linear]) -> list[Tensor]:
-    """The outputs of the linears and of the model."""
-    found: dict[int, Tensor] = {}
-    hooks = [
-        linear.register_forward_hook(lambda m, _, out: found.__setitem__(id(m), out.detach()))
-        for linear in linears
-    ]
+class _Wrong(Exception):
+    """The input of a linear is not divided."""
+
+
+@dataclass
+class _Noted:
+    """A run of a place: the inputs and outputs of some linears, by their ids, in the order of calls, and the output."""
+
+    inputs: dict[int, list[Tensor]]
+    outputs: dict[int, list[Tensor]]
+    last: Tensor
+
+
+def _places(model: nn.Module, chain: Sequence[nn.Module], batch: Any) -> Iterator[_Place]:
+    """Each block on the input that this batch gives it, and then the model."""
     try:
-        last = output_tensor(call(model, batch))
+        (captured,) = capture(model, chain, [batch], None)
+    except (ValueError, TypeError):  # not a chain
+        captured = None
+    if captured is not None:
+        hidden = captured.hidden
+        for block, arguments in zip(chain, captured.arguments, strict=True):
+            home = next((p.device for p in block.parameters()), hidden.device)
+            place = _Place({id(m) for m in block.modules()}, arguments, block, hidden.to(home))
+            yield place
+            hidden = place.run(place.hidden)
+    yield _Place(None, None, model, batch)
+
+
+class _Place:
+    """A block or the model, and its input.
+
+    Args:
+        modules: ids of the modules of a block; None: the model.
+        arguments: those of the block beside its input.
+        module: the block or the model.
+        hidden: the block's input, or the batch.
+    """
+
+    def __init__(
+        self, modules: set[int] | None, arguments: Any, module: nn.Module, hidden: Any
+    ) -> None:
+        self.modules, self.arguments, self.module, self.hidden = modules, arguments, module, hidden
+
+    def has(self, modules: Sequence[nn.Module]) -> bool:
+        return self.modules is None or all(id(m) in self.modules for m in modules)
+
+    def run(self, hidden: Any) -> Tensor:
+        if self.modules is None:
+            return output_tensor(call(self.module, hidden))
+        found: Tensor = self.arguments.run(
+            self.module, hidden.clone()
+        )  # a block may write to its input
+        return found
+
+    def search(self, group: _Group, order: Sequence[Any], names: dict[int, str]) -> Folding | None:
+        """The folding of these linears into the last module before them that is right."""
+        taken, size = {id(linear) for linear in group.linears}, group.linears[0].in_features
+        before = [m for m in order[: group.place] if id(m) not in taken and _makes(m, size)]
+        before = [
+            m for m in before[: -_TRIALS - 1 : -1] if self.has([m]) and id(m) not in group.tried
+        ]
+        noted = self._noted(group.linears)
+        for module in before:
+            group.tried.add(id(module))
+            for offset in (False, True) if module.weight.ndim == 1 else (False,):
+                folding = Folding(tuple(group.linears), module, names[id(module)], offset)
+                if self.is_right([folding], None if offset else noted):
+                    return folding
+        if self.modules is not None:
+            group.is_open = self._follows(group.linears, noted)
+        return None
+
+    def is_right(self, foldings: Sequence[Folding], noted: _Noted | None = None) -> bool:
+        """True if all of these foldings are right. `noted`: of their linears, with all weights as they are."""
+        linears = [linear for f in foldings for linear in f.linears]
+        with _put_back([*(f.before for f in foldings), *linears]):
+            for folding in foldings:
+                if folding.offset:  # w = 1 and (1 + w) / s - 1 are exact
+                    folding.before.weight.fill_(1.0)  # type: ignore[operator]
+            noted = self._noted(linears) if noted is None else noted
+            scales = {id(linear): _powers(f) for f in foldings for linear in f.linears}
+            made = {id(f.before): scales[id(f.linears[0])] for f in foldings}
+            for folding in foldings:
+                folding.divide(made[id(folding.before)])
+            return self._is_kept(self.hidden, noted, linears, scales, made)
+
+    def _follows(self, linears: Sequence[nn.Linear], noted: _Noted) -> bool:
+        """True if a division of the block's input divides that of the linears."""
+        if self.hidden.shape[-1] != linears[0].in_features:
+            return False
+        scale = _powers(Folding(tuple(linears), linears[0], "", False))
+        scales = dict.fromkeys(map(id, linears), scale)
+        return self._is_kept(self.hidden / scale, noted, linears, scales, {}, last=False)
+
+    def _noted(self, linears: Sequence[nn.Linear]) -> _Noted:
+        copies: dict[int, tuple[Tensor, Tensor]] = {}
+        noted = _Noted({}, {}, torch.empty(0))
+
+        def note(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+            x = args[0] if args else kwargs["input"]
+            _, own = copies.setdefault(id(x), (x, x.clone()))  # what follows may write to both
+            noted.inputs.setdefault(id(module), []).append(own)
+            noted.outputs.setdefault(id(module), []).append(output.clone())
+
+        with _hooked(linears, note):
+            noted.last = self.run(self.hidden)
+        return noted
+
+    def _is_kept(
+        self,
+        hidden: Any,
+        noted: _Noted,
+        linears: Sequence[nn.Linear],
+        scales: dict[int, Tensor],
+        made: dict[int, Tensor],
+        last: bool = True,
+    ) -> bool:
+        """True if the inputs of the linears are those of `noted`, divided by `scales`, and with `last` also the output
+        is that of `noted`, while the linears give what they gave before, divided by `made`."""
+        inputs, outputs = (
+            {k: list(v) for k, v in d.items()} for d in (noted.inputs, noted.outputs)
+        )
+
+        def check(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+            x, own = args[0] if args else kwargs["input"], id(module)
+            if not inputs.get(own) or not _is_divided(x, inputs[own].pop(0), scales[own]):
+                raise _Wrong
+            found = outputs[own].pop(0)
+            return found / made[own] if own in made else found.clone()
+
+        try:
+            with _hooked(linears, check):
+                found = self.run(hidden)
+        except _Wrong:
+            return False
+        return not last or _equal(found, noted.last)
+
+
+@contextmanager
+def _hooked(linears: Sequence[nn.Linear], hook: Callable[..., Any]) -> Iterator[None]:
+    hooks = [linear.register_forward_hook(hook, with_kwargs=True) for linear in linears]
+    try:
+        yield
     finally:
-        for hook in hooks:
-            hook.remove()
-    return [*(found[id(linear)] for linear in linears), last]
+        for handle in hooks:
+            handle.remove()
 
 
-def _are_right(
-    foldings: Sequence[Folding], model: nn.Module, batch: Any, expected: list[Tensor]
-) -> bool:
-    """True if the outputs stay as they are when the channels are divided by powers of two. `expected`: the outputs of
-    the model, and before it those of the linears if there is one folding."""
-    linears = foldings[0].linears if len(expected) > 1 else ()
-    with _put_back([m for f in foldings for m in (f.before, *f.linears)]):
-        for folding in foldings:
-            size = folding.linears[0].in_features
-            generator = torch.Generator().manual_seed(size)
-            exponents = torch.randint(-1, 2, (size,), generator=generator)
-            folding.divide(
-                torch.ldexp(torch.ones(size), exponents).to(folding.linears[0].weight.device)
-            )
-        found = _outputs(model, batch, linears)
-    return all(
-        float((a.double() - b.double()).norm()) <= _tolerance(a) * float(b.double().norm())
-        for a, b in zip(found, expected, strict=True)
-    )
+def _powers(folding: Folding) -> Tensor:
+    """Powers of two [K], in the dtype of the weights."""
+    weight = folding.linears[0].weight
+    limits = _HALF_EXPONENTS if weight.dtype is torch.float16 else _EXPONENTS
+    size = weight.shape[1]
+    exponents = torch.randint(*limits, (size,), generator=torch.Generator().manual_seed(size))
+    return torch.ldexp(torch.ones(size), exponents).to(weight)
 
 
-def _tolerance(t: Tensor) -> float:
-    return max(_TOLERANCE, 4 * torch.finfo(t.dtype).eps)
+def _is_divided(found: Tensor, x: Tensor, scale: Tensor) -> bool:
+    """True if `found` is x / scale."""
+    if found.shape != x.shape:
+        return False
+    expected = x / scale
+    if _equal(found, expected) or found.dtype is not torch.float16:
+        return _equal(found, expected)
+    relative = 2 * torch.finfo(torch.float16).eps
+    return torch.allclose(found, expected, rtol=relative, atol=_HALF_ERROR, equal_nan=True)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """True if all values are the same, NaN among them."""
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 @contextmanager

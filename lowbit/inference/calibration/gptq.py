@@ -14,6 +14,7 @@ llm-compressor and GPTQModel use too):
 - Asymmetric: the inputs x̂ of the rounded model differ from x. Σ ‖Q x̂ − W x‖² has its minimum without rounding at
   W* = W + W C H⁻¹, C = Σ (x − x̂) x̂ᵀ, and W* takes the place of W. This is the objective of GPTAQ (arXiv 2504.02692),
   which corrects column by column; the closed form does it at once.
+- Several matrices: the factor of one is in memory at a time. That of each is made twice, as scales may belong to all.
 - A column whose input is always zero is rounded to nearest, and makes up for nothing.
 """
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lowbit.inference.calibration.search import searched
-from lowbit.inference.calibration.step import Layer, Part, Step, by_rows, check_share
+from lowbit.inference.calibration.step import Layer, Step, by_rows, check_share, of_parts
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Int, NumberFormat
 from lowbit.numerics.spec import Spec
@@ -68,24 +69,44 @@ class GPTQ(Step):
         return self.asymmetric > 0
 
     def apply(self, layer: Layer) -> None:
-        original, parts = layer.weight, list(layer.parts())
-        factors = [
-            None if p.hessian is None else Factor(p.hessian, self.damping, self.act_order)
-            for p in parts
-        ]
+        original, factor = layer.weight, None
+        is_searched = layer.qparams is None and self.scales == "searched"
+        costs: list[Tensor] = []
         if self.asymmetric:
             layer.weight = original.clone()
-            for part, factor in zip(parts, factors, strict=True):
-                if factor is not None and part.cross is not None:
-                    layer.weight[part.at] += self.asymmetric * factor.solved(
-                        original[part.at] @ part.cross
-                    )
+        for part in layer.parts() if is_searched or self.asymmetric else ():
+            factor = None  # one at a time
+            is_corrected = self.asymmetric > 0 and part.cross is not None
+            if part.hessian is not None and (is_searched or is_corrected):
+                factor = Factor(part.hessian, self.damping, self.act_order)
+            if factor is not None and part.cross is not None and is_corrected:
+                moved = factor.solved(original[part.at] @ part.cross)
+                layer.weight[part.at] += self.asymmetric * moved
+            alike = original.new_ones(original.shape[-1])
+            costs.append(alike if factor is None else factor.cost)
         if layer.qparams is None:
             layer.qparams = layer.minmax()
-            if self.scales == "searched":
-                layer.qparams = searched(layer, _importance(layer, factors))
-        layer.values = _rounded(layer, parts, factors)
+            if is_searched:
+                layer.qparams = searched(layer, of_parts(layer, costs))
+        if len(costs) > 1:
+            factor = None
+        layer.values = self._rounded(layer, factor)
         layer.weight = original
+
+    def _rounded(self, layer: Layer, factor: Factor | None) -> Tensor:
+        """`factor`: of the only matrix, if it was made."""
+        assert layer.qparams is not None
+        values, shape = layer.rounded(layer.qparams), tuple(layer.weight.shape)
+        scale, zero = (None if t is None else by_rows(t, layer.spec, shape) for t in layer.qparams)
+        assert scale is not None
+        group = layer.spec.block_size(shape)[-1]
+        for at, hessian, *_ in layer.parts():
+            if hessian is not None:
+                factor = factor or Factor(hessian, self.damping, self.act_order)
+                grid = Grid(layer.spec, scale[at], None if zero is None else zero[at])
+                values[at] = by_columns(layer.weight[at], factor, grid, group)
+                factor = None
+        return values
 
 
 class Factor:
@@ -134,29 +155,6 @@ class Factor:
         found = torch.empty_like(b)
         found[:, self.order] = b[:, self.order] @ self.upper.T @ self.upper
         return found
-
-
-def _importance(layer: Layer, factors: list[Factor | None]) -> Tensor:
-    """The cost of each element's squared error, broadcastable to the weight."""
-    alike = torch.ones_like(layer.weight[..., 0, :].reshape(-1, layer.weight.shape[-1])[0])
-    each = torch.stack([alike if f is None else f.cost for f in factors])
-    if layer.weight.ndim == 3:
-        return each.unsqueeze(1)
-    return each.repeat_interleave(layer.weight.shape[0] // len(factors), 0)
-
-
-def _rounded(layer: Layer, parts: list[Part], factors: list[Factor | None]) -> Tensor:
-    assert layer.qparams is not None
-    values, shape = layer.rounded(layer.qparams), tuple(layer.weight.shape)
-    scale, zero = (None if t is None else by_rows(t, layer.spec, shape) for t in layer.qparams)
-    assert scale is not None
-    group = layer.spec.block_size(shape)[-1]
-    for part, factor in zip(parts, factors, strict=True):
-        if factor is not None:
-            at = part.at
-            grid = Grid(layer.spec, scale[at], None if zero is None else zero[at])
-            values[at] = by_columns(layer.weight[at], factor, grid, group)
-    return values
 
 
 class Grid:

@@ -57,6 +57,8 @@ class Moments:
         self.matrices = shape[0] if self.stack else 1
         self.rows = [0] * self.matrices
         self.looked_up = 0
+        self._mean: Tensor | None = None
+        """The mean of x xᵀ over all matrices, once it was needed."""
 
     def add(self, index: int, x: Tensor, high: Tensor | None = None, matrices: int = 1) -> None:
         """Count x [T, K] as inputs of the matrix `index`, and `high`, the same rows in high precision."""
@@ -65,7 +67,7 @@ class Moments:
             self.rows = [0] * self.matrices
             shape = (self.matrices, self.size, *((self.size,) if self.full else ()))
             self.square = torch.zeros(shape, dtype=torch.float32, device=self._device)
-        x = x.to(self._device)
+        x, self._mean = x.to(self._device), None
         self.rows[index] += x.shape[0]
         if not self.full:
             self.square[index] += x.float().square().sum(0)
@@ -98,7 +100,9 @@ class Moments:
             found = self.square[index]
             missing = self.size - self.rows[index]
             if self.stack and missing > 0:
-                found = found + self.square.sum(0) * (missing / total)
+                if self._mean is None:
+                    self._mean = self.square.sum(0) / total
+                found = torch.add(found, self._mean, alpha=missing)
         if self.looked_up:
             eye = torch.ones(self.size, dtype=torch.float32, device=self._device)
             own = torch.diag(eye) if self.full else eye

@@ -12,22 +12,23 @@ within ±1/2. Vectors of the same modules, i.e. norms and biases, follow Adam me
   model gives it, and f(x) what it gives in the model in high precision.
 - Model: all weights at once. The loss is KL(softmax(y) ‖ softmax(ŷ)) of the model's outputs.
 - A weight that an earlier step moved further than half a step from W (GPTQ) starts at the border of its cell.
-- The result stays only if it lowers the loss over all batches.
+- One sequence in `HELD_OUT` gives no gradient. The result stays only if it lowers the loss over the others, and does
+  not raise that over the sequences held out.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.convert import Target, is_turned, shape_of_blocks
+from lowbit.convert import Target, adapter_modules, is_turned, shape_of_blocks
 from lowbit.inference.calibration.gptq import levels_of
 from lowbit.inference.calibration.step import Layer, QParams, Step, by_rows, check_share
 from lowbit.linear.fused_rounding import learned_gradients, rounded_by
@@ -36,12 +37,14 @@ from lowbit.numerics.learned_scales import RATE, as_parameters, qparams, rate_of
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8
 from lowbit.numerics.spec import Spec
-from lowbit.tracing.batches import entry, output_tensor
+from lowbit.tracing.batches import deterministic, entry, output_tensor
 
 BETAS = 0.9, 0.99
 """Of Adam, for vectors."""
 INSIDE = 0.499
 """How far from its value a weight may start, in steps: within its cell."""
+HELD_OUT = 8
+"""One sequence in so many is held out: the last one of fewer. A single sequence is not."""
 
 
 Vectors = Sequence[tuple[Tensor, Tensor]]
@@ -49,10 +52,24 @@ Vectors = Sequence[tuple[Tensor, Tensor]]
 
 
 class Losses(NamedTuple):
-    """The mean loss over all batches before and after the rounding was learned."""
+    """What the learning of the rounding did to the mean loss.
+
+    Attributes:
+        before, after: over the sequences that it learns from.
+        held_out: the same over those held out. None: there is one sequence alone.
+        kept: False if the weights stay as the steps before left them, since a loss did not fall.
+    """
 
     before: float
     after: float
+    held_out: tuple[float, float] | None = None
+    kept: bool = True
+
+    def __str__(self) -> str:
+        text = f"loss {self.before:.3e} -> {self.after:.3e}"
+        if self.held_out is not None:
+            text += ", held out {:.3e} -> {:.3e}".format(*self.held_out)
+        return text if self.kept else f"{text}; dropped"
 
 
 @dataclass
@@ -213,6 +230,8 @@ class _Variables:
 class LearnedRounding(Step):
     """Learn which way each weight rounds, its scales, and the norms and biases beside it. Comes after other steps.
 
+    One sequence in eight is held out. What was learned is dropped where it raises the loss over these.
+
     Args:
         steps: of sign descent, for each block or for the model. 0 leaves all as it is.
         batch_size: sequences of a step. Batches of the calibration are taken whole, until there are so many.
@@ -267,8 +286,10 @@ class _Learning:
 
     def __init__(self, step: LearnedRounding, block: Block, weights: Sequence[Weight]) -> None:
         self.step, self.block, self.weights = step, block, weights
+        self.held_out = _held_out([max(block.rows(i), 1) for i in range(block.count)])
         self.variables = [_Variables(w, step.scale_rate) for w in weights]
         own = {id(w.target.weight) for w in weights}
+        own |= {id(p) for m in adapter_modules(block.module) for p in m._parameters.values()}
         parameters = list(block.module.parameters())
         self.vectors = [
             p
@@ -288,35 +309,40 @@ class _Learning:
             device = trained[0].device
             if device.type == "cuda" and trained[0].dtype is torch.float32:
                 stack.enter_context(torch.autocast("cuda", torch.bfloat16))
-            before = self._total()
+            before, *held_before = self._means()
             batches = _drawn(block.count)
             for number in range(step.steps):
                 self._gradients(batches)
                 self._move(1 - number / step.steps)
-            after = self._total() if step.steps else before
-        if after < before:
+            after, *held_after = self._means() if step.steps else [before, *held_before]
+        kept = after < before and all(b <= a for a, b in zip(held_before, held_after, strict=True))
+        held_out = (held_before[0], held_after[0]) if held_before else None
+        losses = Losses(before, after, held_out, kept)
+        if kept:
             for variables in self.variables:
                 variables.keep()
-            return Losses(before, after)
+            return losses
         for w in self.weights:
             w.show(w.values)
         for vector, start in zip(self.vectors, self.before, strict=True):
             vector.data = start
-        for value in (before, after):
+        for value in (before, after, *held_before, *held_after):
             if not math.isfinite(value):
                 raise ValueError(
                     f"{block.name}: the loss of learned rounding is {value}. Its weights are as they were, and so are "
                     "those after it; find the batch that gives NaN, and load the model again"
                 )
-        return Losses(before, before)
+        return losses
 
     def _gradients(self, batches: Iterator[int]) -> None:
         rows = 0
         while rows < self.step.batch_size:
             number = next(batches)
-            with torch.enable_grad():
-                self._loss(number)[0].backward()
-            rows += max(self.block.rows(number), 1)
+            sequences = max(self.block.rows(number), 1)
+            if self.held_out[number] < sequences:
+                with torch.enable_grad():
+                    self._losses(number)[0][0].backward()
+            rows += sequences
 
     def _move(self, share: float) -> None:
         step = self.step
@@ -340,36 +366,59 @@ class _Learning:
         with originals(self.weights, self.block.vectors), torch.no_grad():
             return self.block.high(number)
 
-    def _loss(self, number: int) -> tuple[Tensor, int]:
-        """The sum over the tokens that count, and their number."""
+    def _losses(self, number: int) -> list[tuple[Tensor, int]]:
+        """Of the sequences that are learned from, and of those held out: the sum over the tokens that count, and their
+        number."""
         expected = self._target(number)
         output = self.block.run(number)
-        found, expected = output_tensor(output), output_tensor(expected).detach()
-        expected = expected.to(found.device)
+        found = torch.atleast_1d(output_tensor(output))
+        expected = torch.atleast_1d(output_tensor(expected).detach()).to(found.device)
         kind = self.step.loss
         if kind is None:
             is_hidden = (
                 entry(output, "logits") is None and entry(output, "last_hidden_state") is not None
             )
             kind = "error" if is_hidden or self.step.over == "blocks" else "kl"
-        mask = self.block.masks[number]
-        if mask is not None and found.shape[:2] == mask.shape:
-            found, expected = found[mask.to(found.device)], expected[mask.to(found.device)]
-        rows = max(found.numel() // max(found.shape[-1], 1), 1)
-        if kind == "kl":
-            return distillation_loss(found, expected, num_items=1), rows
-        return (found.float() - expected.float()).square().sum(), rows
+        mask, size = self.block.masks[number], len(found)
+        each, left = divmod(
+            size, max(self.block.rows(number), 1)
+        )  # tokens may lie in one dimension
+        cut = size if left else size - each * self.held_out[number]
+        parts = []
+        for own in (slice(cut), slice(cut, None)):
+            pair = found[own], expected[own]
+            if mask is not None and found.shape[:2] == mask.shape:
+                counted = mask[own].to(found.device)
+                pair = pair[0][counted], pair[1][counted]
+            rows = pair[0].numel() // max(found.shape[-1], 1)
+            if kind == "kl" and rows:
+                parts.append((distillation_loss(*pair, num_items=1), rows))
+            else:
+                parts.append(((pair[0].float() - pair[1].float()).square().sum(), rows))
+        return parts
 
-    def _total(self) -> float:
-        """The mean loss over all batches."""
-        total = torch.zeros((), dtype=torch.float64, device=self.weights[0].values.device)
-        count = 0
+    def _means(self) -> list[float]:
+        """The mean losses over all batches: of the sequences that are learned from, and of those held out if there are
+        any."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self.weights[0].values.device)
+        counts = [0, 0]
         with torch.no_grad():
             for number in range(self.block.count):
-                loss, rows = self._loss(number)
-                total += loss
-                count += rows
-        return float(total) / max(count, 1)
+                for part, (loss, rows) in enumerate(self._losses(number)):
+                    totals[part] += loss
+                    counts[part] += rows
+        found = [total / max(n, 1) for total, n in zip(totals.tolist(), counts, strict=True)]
+        return found if counts[1] else found[:1]
+
+
+def _held_out(sequences: Sequence[int]) -> list[int]:
+    """How many of the last sequences of each batch are held out."""
+    ends = list(accumulate(sequences))
+    found = [
+        end // HELD_OUT - (end - n) // HELD_OUT for end, n in zip(ends, sequences, strict=True)
+    ]
+    found[-1] += 1 < ends[-1] < HELD_OUT
+    return found
 
 
 def _drawn(count: int) -> Iterator[int]:
@@ -385,21 +434,13 @@ def _learning(module: nn.Module, trained: Sequence[Tensor]) -> Iterator[None]:
     parameters = {id(p): p for p in (*module.parameters(), *trained)}
     held = [(p, p.requires_grad, p.grad) for p in parameters.values()]
     own = {id(p) for p in trained}
-    mode = torch.get_deterministic_debug_mode()
-    memory: Any = torch.utils.deterministic
-    fill = memory.fill_uninitialized_memory
     try:
         for p, _, _ in held:
             p.grad = None
             p.requires_grad_(id(p) in own)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*deterministic")
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            memory.fill_uninitialized_memory = False
+        with deterministic():
             yield
     finally:
-        memory.fill_uninitialized_memory = fill
-        torch.set_deterministic_debug_mode(mode)
         for p, wanted, grad in held:
             p.requires_grad_(wanted)
             p.grad = grad

@@ -46,7 +46,7 @@ class CalibrationReport(Report):
 
     Attributes:
         layers: the results by name of the weight, in the order in which they were calibrated.
-        learned: what learned rounding lowered the loss of each block, or of the model, from and to.
+        learned: what learned rounding did to the loss of each block, or of the model, held-out sequences apart.
         seconds: of the whole call.
         written: what `lowbit.export` wrote of a folder; None for a model in memory.
     """
@@ -57,8 +57,5 @@ class CalibrationReport(Report):
     written: ExportReport | None = None
 
     def __str__(self) -> str:
-        lines = [
-            f"  learned rounding of {name}: loss {losses.before:.3e} -> {losses.after:.3e}"
-            for name, losses in self.learned
-        ]
+        lines = [f"  learned rounding of {name}: {losses}" for name, losses in self.learned]
         return "\n".join([super().__str__(), *lines])

@@ -86,6 +86,7 @@ class Run:
                 "steps that learn the rounding come last, over blocks before over the model, got "
                 f"{', '.join(step.method for step in steps)}"
             )
+        _check_folds(steps)
         self.began = time.perf_counter()
         if learned and not self.steps:
             self.steps = [Search()]
@@ -106,14 +107,20 @@ class Run:
     def quantize(self, blocks: Sequence[nn.Module] | None, cache: Cache) -> CalibrationReport:
         """Quantize all weights. Args: those of `lowbit.calibrate`."""
         modules = {owner.module for target in self.targets for owner in target.owners}
-        eager = torch.compiler.set_stance("force_eager")
         shown = progress("calibrating", self.total, unit="layers")
-        if not self.memory.streams:
-            self.memory.bring(None)
-            self._fold(self.targets, self.batches)
-            self._find_static(self.targets, self.batches)
+        with torch.compiler.set_stance("force_eager"), shown as self.advance:
+            if not self.memory.streams:
+                self.memory.bring(None)
+                self._fold(self.targets, self.batches)
+                self._find_static(self.targets, self.batches)
+            self._quantize(blocks, cache)
+        take_input(modules)
+        self.report.seconds = time.perf_counter() - self.began
+        return self.report.count(self.model)
+
+    def _quantize(self, blocks: Sequence[nn.Module] | None, cache: Cache) -> None:
         vectors = [(p, p.data) for p in self.model.parameters() if p.ndim < 2]
-        with eval_mode(self.model), eager, torch.no_grad(), shown as self.advance:
+        with eval_mode(self.model), torch.no_grad():
             try:
                 for stage in walk(
                     *(self.model, self.targets, self.batches, self._needs(), blocks, cache),
@@ -132,9 +139,6 @@ class Run:
                 for weight in self.waiting:
                     weight.target.weight.data = weight.original
                 raise
-        take_input(modules)
-        self.report.seconds = time.perf_counter() - self.began
-        return self.report.count(self.model)
 
     def _needs(self) -> Needs:
         entered = self.memory.streams and (
@@ -255,7 +259,10 @@ class Run:
         """Replace weights by those of an earlier run. `results`: of that run, as `results` gave them. `targets` is
         emptied."""
         self.report.layers |= {one["name"]: LayerResult(**one) for one in results["layers"]}
-        self.report.learned += [(name, Losses(**losses)) for name, losses in results["learned"]]
+        for name, losses in results["learned"]:
+            held_out = losses["held_out"] and tuple(losses["held_out"])
+            learned = Losses(**(losses | {"held_out": held_out}))
+            self.report.learned.append((name, learned))
         while targets:
             target = targets.pop(0)
             self._put(target, lambda t: weights[t.owners[0].fqn])
@@ -289,6 +296,17 @@ def _is_empty(batch: Any) -> bool:
     if not isinstance(entries, list | tuple):
         return False
     return not entries or (isinstance(entries[0], Tensor) and entries[0].numel() == 0)
+
+
+def _check_folds(steps: Sequence[Step]) -> None:
+    """Raise ValueError for a step that changes the model in high precision and comes after one that does not."""
+    order = sorted(steps, key=lambda step: not step.folds)
+    if order != list(steps):
+        late = next(a for a, b in zip(order, steps, strict=True) if a is not b)
+        raise ValueError(
+            f"{late.method} changes the model in high precision, which comes before any weight is rounded, got steps "
+            f"{', '.join(step.method for step in steps)}; give them as {', '.join(step.method for step in order)}"
+        )
 
 
 def _check_scales(target: Target, learned: Sequence[LearnedRounding]) -> None:

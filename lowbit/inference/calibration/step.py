@@ -69,24 +69,18 @@ class Layer:
             if self.weight.ndim == 2:
                 rows = self.weight.shape[0] // count
                 index = slice(i * rows, (i + 1) * rows)
-            pairs = (None if t is None else t[i] for t in (moments.cross, moments.drift))
-            yield Part(index, moments.hessian(i), *pairs)
+            cross, drift = (None if t is None else t[i] for t in (moments.cross, moments.drift))
+            yield Part(index, moments.hessian(i), cross, drift)
 
     def importance(self) -> Tensor | None:
         """The diagonal of each Hessian, broadcastable to the weight; None if no input reached the layer."""
-        found = []
-        for part in self.parts():
-            h = part.hessian
-            if h is None:
-                found.append(torch.ones(self.weight.shape[-1], device=self.weight.device))
-            else:
-                found.append(h.diagonal() if h.ndim == 2 else h)
-        if all(part.hessian is None for part in self.parts()):
+        found = [
+            None if h is None else h.diagonal() if h.ndim == 2 else h for _, h, *_ in self.parts()
+        ]
+        if all(h is None for h in found):
             return None
-        each = torch.stack(found)
-        if self.weight.ndim == 3:
-            return each.unsqueeze(1)
-        return each.repeat_interleave(self.weight.shape[0] // len(found), 0)
+        ones = self.weight.new_ones(self.weight.shape[-1])
+        return of_parts(self, [ones if h is None else h for h in found])
 
     def minmax(self) -> QParams:
         """Scale and zero point of each block from its smallest and largest value."""
@@ -110,6 +104,14 @@ class Layer:
                 wrong -= 2 * float(((w @ part.cross) * moved).sum(dtype=torch.float64))
             whole += _energy(w, part.hessian)
         return max(wrong, 0.0) / whole if whole else 0.0
+
+
+def of_parts(layer: Layer, each: Sequence[Tensor]) -> Tensor:
+    """[K] of each matrix of a layer, broadcastable to its weight."""
+    found = torch.stack(list(each))
+    if layer.weight.ndim == 3:
+        return found.unsqueeze(1)
+    return found.repeat_interleave(layer.weight.shape[0] // len(found), 0)
 
 
 def _energy(w: Tensor, hessian: Tensor | None) -> float:

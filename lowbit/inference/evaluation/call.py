@@ -9,6 +9,7 @@ With logits s of a model and t of the original, over all tokens that have a next
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from lowbit.numerics.divergence import divergence
 from lowbit.progress import progress
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local
-from lowbit.tracing.batches import call, eval_mode, on_device_of
+from lowbit.tracing.batches import call, entry, eval_mode, on_device_of
 from lowbit.tracing.damage import damages
 
 Made = nn.Module | Callable[[], nn.Module]
@@ -160,10 +161,11 @@ def _measured(
                         "both need the same vocabulary"
                     )
             counted = (labels != IGNORED).to(logits.device)
-            most = int(labels.max()) if labels.numel() else 0
-            if most >= logits.shape[-1]:
+            wrong = labels[((labels < 0) & (labels != IGNORED)) | (labels >= logits.shape[-1])]
+            if len(wrong):
                 raise ValueError(
-                    f"{name}: token {most} of a batch is not one of the {logits.shape[-1]} tokens of the vocabulary"
+                    f"{name}: token {int(wrong[0])} of a batch is not one of the {logits.shape[-1]} tokens of the "
+                    f"vocabulary; a label that does not count is {IGNORED}"
                 )
             wanted = None if expected is None else expected[counted.to(expected.device)]
             sums += compared(logits[counted], wanted, labels.to(logits.device)[counted])
@@ -200,7 +202,7 @@ def next_tokens(batch: Any) -> Tensor:
 def _logits(model: nn.Module, batch: Any) -> Tensor:
     """Logits [B, T, V] of a batch, which is moved to the device of the model."""
     output = call(model, on_device_of(model, batch))
-    found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    found = output if isinstance(output, Tensor) else entry(output, "logits")
     if not isinstance(found, Tensor) or found.ndim != 3:
         raise TypeError(
             f"the model's output is a {type(output).__name__} without logits [B, T, vocabulary]; evaluate measures "
@@ -272,16 +274,25 @@ def _layers(model: nn.Module) -> dict[str, list[str]]:
 
 @contextmanager
 def _exchanged(original: nn.Module, model: nn.Module, names: list[str]) -> Iterator[None]:
-    """The context in which the layers `names` of the original are those of the model."""
+    """The context in which the layers `names` of the original are those of the model, on the devices that they have
+    there."""
     places = [(original.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in names]
     before = [parent._modules[child] for parent, child in places]
     try:
-        for (parent, child), name in zip(places, names, strict=True):
-            parent._modules[child] = model.get_submodule(name)
+        copies: dict[int, Any] = {}  # of parameters too, as layers may share one
+        for (parent, child), name, own in zip(places, names, before, strict=True):
+            layer, home = model.get_submodule(name), _device_of(own)
+            if _device_of(layer) != home:
+                layer = copy.deepcopy(layer, copies).to(home)
+            parent._modules[child] = layer
         yield
     finally:
         for (parent, child), module in zip(places, before, strict=True):
             parent._modules[child] = module
+
+
+def _device_of(module: Any) -> torch.device | None:
+    return next((p.device for p in module.parameters()), None)
 
 
 def _results_of_tasks(

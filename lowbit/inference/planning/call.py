@@ -21,6 +21,7 @@ from lowbit.inference.planning.units import Option, Unit, units_of, whole
 from lowbit.inference.quantize import Scales
 from lowbit.progress import progress
 from lowbit.schemes.presets import Int4WeightOnly, Int8WeightOnly, IntxWeightOnly
+from lowbit.tracing.batches import on_device_of
 from lowbit.tracing.damage import Changed, Measure, damages
 
 SCHEMES = (
@@ -67,10 +68,10 @@ def autoquant(
     Args:
         model: a plain model.
         batches: each is a mapping of keyword arguments, a tuple or list of arguments, or one argument of the model, on
-            its device. Read once, and kept.
+            any device. Read once, and kept.
         schemes: the schemes or dicts of patterns to choose among; high precision is always a choice. None: 2, 3, 4, 6
             and 8 bits. Or the `costs` of an earlier plan, which are then not measured again.
-        filter_fn: that of `lowbit.quantize_`.
+        filter_fn: that of `lowbit.quantize_`. None takes embeddings, too.
         bits: at most so many bits a weight on average, scales included; the damage is the least.
         damage: at most this damage, of the whole plan on `held_out`; the time is the least, or without `timed` the
             bytes.
@@ -95,7 +96,7 @@ def autoquant(
     """
     check_module(model)
     name, budget = budget_of(bits=bits, damage=damage, milliseconds=milliseconds)
-    seen = list(batches)
+    seen = [on_device_of(model, batch) for batch in batches]
     if isinstance(schemes, Costs):
         costs = schemes
     else:
@@ -108,13 +109,14 @@ def autoquant(
         units = units_of(model, candidates, filter_fn, scales)
         lost, measure = _damages(model, seen, units, loss, estimate)
         lost = _scaled(model, seen, units, lost, loss)
-        times = _times(model, list(timed), units)
+        moved = [(on_device_of(model, batch), count) for batch, count in timed]
+        times = _times(model, moved, units)
         costs = _costs(units, lost, times, measure)
     if name == "milliseconds" or not costs.timed:
         costs.plan(**{name: budget})  # raises before anything is measured
-    return _Whole(
-        model, seen if held_out is None else list(held_out), filter_fn, scales, loss
-    ).plan(costs, name, budget)
+    if held_out is not None:
+        seen = [on_device_of(model, batch) for batch in held_out]
+    return _Whole(model, seen, filter_fn, scales, loss).plan(costs, name, budget)
 
 
 def _damages(
@@ -156,8 +158,9 @@ def _scaled(
     ]
     scaled = [list(own) for own in lost]
     for own in taken:
-        context = _together([units[u].options[i] for u, i in own])
-        (together,) = damages(model, batches, [context], loss).added
+        options = [units[u].options[i] for u, i in own]
+        # No name holds the quantized model, so that it is freed before the next one is made.
+        (together,) = damages(model, batches, [_together(options)], loss).added
         alone = sum(lost[u][i] for u, i in own)
         if alone > 0 and 0 < together < math.inf:
             for u, i in own:

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from lowbit.convert import Filter, Schemes, Target, find_targets, joint_parts, pattern_of, unit_of
+from lowbit.convert import (
+    Filter,
+    Schemes,
+    Target,
+    adapter_modules,
+    find_owners,
+    find_targets,
+    joint_parts,
+    pattern_of,
+    shape_of_blocks,
+    unit_of,
+)
 from lowbit.inference.quantize import Scales, quantized
 from lowbit.layers.exchange import Held, exchanged
 from lowbit.layers.frozen import shown_class
+from lowbit.numerics.super_blocks import INPUTS
 from lowbit.schemes.scheme import Scheme
 from lowbit.tracing.damage import Changed
 
@@ -64,8 +77,18 @@ class Option:
         return partial(exchanged, self.held(self.weights()))
 
     def nbytes(self) -> int:
-        stored: list[Any] = self.weights()
-        return sum(w.nbytes_stored() for w in stored) + sum(t.weight.nbytes for t in self.plain)
+        """Bytes of the weights, by their shapes. Those of K-quants are those of the file (`SuperBlocks`)."""
+        return sum(map(_nbytes, self.targets)) + sum(t.weight.nbytes for t in self.plain)
+
+
+def _nbytes(target: Target) -> int:
+    kind, shape = target.scheme.weight.super_blocks, shape_of_blocks(target)
+    if kind is not None:
+        blocks = -(-shape[-1] // INPUTS)
+        return math.prod(shape[:-1]) * blocks * int(kind.nbytes)
+    like = replace(target, weight=target.weight.detach().to("meta"))
+    stored: Any = quantized(like, "minmax", None)
+    return int(stored.nbytes_stored())
 
 
 @dataclass
@@ -102,10 +125,13 @@ def units_of(
     filter_fn: Filter | None,
     scales: Scales | None,
 ) -> list[Unit]:
-    """The units of the weights that the candidates take, in the order of the model.
+    """The units of the weights that the candidates take, in the order of the model. Without a filter a scheme takes
+    embeddings, too.
 
     Raises what `lowbit.quantize_` raises; NotImplementedError for a static activation, whose scale no batch has found.
     """
+    if filter_fn is None:
+        candidates = [_with_embeddings(model, one) for one in candidates]
     found = [find_targets(model, one, filter_fn)[0] for one in candidates]
     units: dict[str, Unit] = {}
     for target in (t for own in found for t in own):
@@ -130,6 +156,25 @@ def units_of(
             if all(option.schemes != other.schemes for other in unit.options):
                 unit.options.append(option)
     return list(units.values())
+
+
+def _with_embeddings(model: nn.Module, given: Schemes) -> Schemes:
+    """A bare scheme, and patterns that name the embeddings which it takes."""
+    if not isinstance(given, Scheme):
+        return given
+    adapters = adapter_modules(model)
+    names = {}
+    for own in find_owners(model).values():
+        is_free = all(
+            isinstance(o.module, nn.Embedding)
+            and o.module.max_norm is None
+            and o.module not in adapters
+            for o in own
+        )
+        weight: Any = own[0].module._parameters[own[0].attribute]
+        if is_free and given.obstacle(tuple(weight.shape), {"embedding"}) is None:
+            names[pattern_of(tuple(o.fqn for o in own))] = given
+    return {**names, "*": given} if names else given
 
 
 def _unit_of(target: Target) -> str:
