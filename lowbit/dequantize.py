@@ -28,7 +28,7 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
 
     | weights                                    | values                                                          |
     |--------------------------------------------|-----------------------------------------------------------------|
-    | quantized, ternary, `Int8Weight`           | the dequantized codes                                           |
+    | quantized, ternary, int8 and int4 weights  | the dequantized codes                                           |
     | prepared for QAT, `BitNet`                 | the trained weights as products round them; without rounding    |
     |                                            | `lowbit.qat.undo_` and `lowbit.train.restore_` give them        |
     | mixed precision                            | the trained weights themselves, in the same memory              |

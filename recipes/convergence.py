@@ -4,7 +4,8 @@
     python -m recipes.convergence --report DIR
 
 The model, the text, the batches and the learning rate are the quick start's (`recipes.quickstart`). Every run computes
-with bfloat16 weights and activations. The runs differ in what the optimizer updates and how it keeps its states:
+with bfloat16 weights and activations, and in float32 on a CPU. The runs differ in what the optimizer updates and how it
+keeps its states:
 
     fp32, 8bit, float8, 4bit                        float32 weights, rounded to bfloat16 for each forward pass;
                                                     AdamW's states in that format
@@ -13,7 +14,11 @@ with bfloat16 weights and activations. The runs differ in what the optimizer upd
                                                     bits below bfloat16 kept in one more byte
     int8-products, float8-products                  as fp32; the linear layers of the blocks multiply in 8 bits, forward
                                                     and backward (`lowbit.train`)
-    int8-weights                                    int8 weights in the blocks, without a copy
+    bf16-exact, bf16-momentum                       the same with all bits kept in two more bytes, and with the rounding
+                                                    error in the momentum
+    int8-weights, int4-weights                      int8 or int4 weights in the blocks, without a copy
+    int8-weights-fp32, -8bit, -4bit, int4-…         the same with the rounding error in the momentum, and AdamW's states
+                                                    in that format
     bitnet                                          as fp32; the weights of the blocks are ternary in every product
 
 Runs of one seed start from the same weights and see the same batches, so they are compared seed by seed.

@@ -47,8 +47,11 @@ def variants() -> dict[str, Variant]:
     adamw: Any = partial(lowbit.optim.AdamW, state="fp32")
     stochastic: Any = partial(adamw, bf16_stochastic_round=True)
     corrected: Any = partial(adamw, weight_correction="8bit")
+    exact: Any = partial(adamw, weight_correction="16bit")
+    into_momentum: dict[str, Any] = {"weight_correction": "momentum"}
+    compensated: Any = partial(stochastic, **into_momentum)
     int8, float8 = lowbit.Int8MixedPrecision(always=True), lowbit.Float8MixedPrecision(always=True)
-    int8_weight, bitnet = lowbit.Int8Weight(), lowbit.BitNet()
+    int8_weight, int4_weight, bitnet = lowbit.Int8Weight(), lowbit.Int4Weight(), lowbit.BitNet()
     found = [
         Variant(REFERENCE, "fp32 weights, fp32 states (torch)", fp32, torch_adamw),
         Variant("8bit", "fp32 weights, 8-bit states", fp32, lowbit.optim.AdamW8bit, 0.003),
@@ -57,11 +60,26 @@ def variants() -> dict[str, Variant]:
         Variant("bf16-nearest", "bf16 weights, rounded to nearest", bf16, adamw),
         Variant("bf16-stochastic", "bf16 weights, rounded stochastically", bf16, stochastic, 0.005),
         Variant("bf16-corrected", "bf16 weights, 8-bit correction", bf16, corrected, 0.005),
+        Variant("bf16-exact", "bf16 weights, 16-bit correction", bf16, exact, 0.005),
+        Variant("bf16-momentum", "bf16 weights, error into momentum", bf16, compensated, 0.005),
         Variant("int8-products", "int8 products", fp32, torch_adamw, 0.005, int8),
         Variant(
             "float8-products", "float8 products, a scale a row", fp32, torch_adamw, 0.005, float8
         ),
         Variant("int8-weights", "int8 weights, no copy", bf16, adamw, None, int8_weight),
+        Variant("int4-weights", "int4 weights, no copy", bf16, adamw, None, int4_weight),
+        *[
+            Variant(
+                f"{bits}-weights-{states}",
+                f"{bits} weights, error into momentum, {states} states",
+                bf16,
+                partial(lowbit.optim.AdamW, state=states, **into_momentum),
+                None,
+                scheme,
+            )
+            for bits, scheme in (("int8", int8_weight), ("int4", int4_weight))
+            for states in ("fp32", "8bit", "4bit")
+        ],
         Variant("bitnet", "BitNet b1.58: ternary weights", fp32, torch_adamw, None, bitnet),
     ]
     return {variant.name: variant for variant in found}
@@ -111,23 +129,31 @@ def tiny() -> TrainingConfig:
 PRESETS = {"tiny": tiny, "gpu": gpu}
 
 
-class Weights:
-    """The model computes with `computing`, in bfloat16; the optimizer updates `trained`.
+def computing_dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which all runs compute. Most CPUs emulate bfloat16, which takes fifteen times as long."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
-    They are the same tensors, or `trained` is in float32, and `computing` is its copy, rounded after each step. So all
-    runs compute alike, and a difference of loss comes from the optimizer.
+
+class Weights:
+    """The model computes with `computing`; the optimizer updates `trained`.
+
+    They are the same tensors, or `trained` has another dtype, and `computing` is its copy, converted after each step.
+    So all runs compute alike, and a difference of loss comes from the optimizer.
     """
 
     def __init__(self, model: Llama, variant: Variant) -> None:
-        """`model` comes in float32, as initialized, and becomes bfloat16, prepared for the variant's scheme."""
+        """`model` comes in float32, as initialized. It gets its device's `computing_dtype` and the variant's scheme."""
         initial = [p.detach().clone() for p in model.parameters()]
-        model.to(torch.bfloat16)
+        dtype = computing_dtype(initial[0].device)
+        model.to(dtype)
         if variant.scheme is not None:
             lowbit.train.prepare_(model.blocks, variant.scheme)
         self.computing = list(model.parameters())
         self.trained = self.computing
-        if variant.weights != torch.bfloat16:
+        has_no_copy = isinstance(variant.scheme, (lowbit.Int8Weight, lowbit.Int4Weight))
+        if variant.weights != dtype and not has_no_copy:
             self.trained = [nn.Parameter(tensor.to(variant.weights)) for tensor in initial]
+            self.round()
 
     def take_gradients(self) -> None:
         """Give `trained` the gradients of `computing`."""
@@ -138,7 +164,7 @@ class Weights:
 
     @torch.no_grad()
     def round(self) -> None:
-        """Copy `trained` to `computing`, rounded to nearest."""
+        """Copy `trained` to `computing`, to nearest."""
         if self.trained is not self.computing:
             for trained, computing in zip(self.trained, self.computing, strict=True):
                 computing.copy_(trained)

@@ -18,6 +18,7 @@ from lowbit.schemes.lines import made, named, parsed
 from lowbit.schemes.training import (
     BitNet,
     Float8MixedPrecision,
+    Int4Weight,
     Int8MixedPrecision,
     Int8Weight,
     TrainingScheme,
@@ -34,6 +35,7 @@ TRAINING: dict[str, type[TrainingScheme]] = {
     "int8": Int8MixedPrecision,
     "float8": Float8MixedPrecision,
     "int8_weights": Int8Weight,
+    "int4_weights": Int4Weight,
     "bitnet": BitNet,
 }
 """Short names. The names of the classes are accepted too."""

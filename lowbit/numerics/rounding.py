@@ -61,14 +61,24 @@ def round_bf16(x: Tensor, random: Tensor) -> Tensor:
     return torch.where(x.isnan(), x, rounded).to(torch.bfloat16)
 
 
-def split_bf16(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Float32 as the nearest bfloat16 and a correction, int8 in units of the 24th bit: 24 bits together.
+def split_bf16(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """Float32 as the nearest bfloat16 (a tie goes away from zero) and a correction of this dtype, int8 or int16.
 
-    With u the bits of x: value24 = u + 0x80, its last 8 bits cleared (to the nearest, a tie away from zero);
-    bfloat16 b = the upper half of value24 + 0x8000; correction = (value24 - (b << 16)) >> 8, in [-128, 127].
-    NaN, infinities, and values that b would round to an infinity take the ordinary conversion, with a correction of 0.
+    int16, all 32 bits: with u the bits of x, the bfloat16 b is the upper half of u + 0x8000, and the correction is
+    u - (b << 16), in [-2**15, 2**15 - 1]. A cast to bfloat16 differs from b at exact ties only, where it takes the even
+    neighbour; then 2**16 corrections would not tell all float32 numbers apart. b may be infinite where x is not. The
+    bits of a NaN are not kept.
+
+    int8, 24 bits: value24 = u + 0x80, its last 8 bits cleared (to the nearest, a tie away from zero); b is the upper
+    half of value24 + 0x8000; correction = (value24 - (b << 16)) >> 8, in [-128, 127]. NaN, infinities, and values that
+    b would round to an infinity take the ordinary conversion, with a correction of 0.
     """
     bits = x.view(torch.int32)
+    if dtype == torch.int16:
+        high = (bits + 0x8000) & -0x10000
+        is_nan = x.isnan()
+        weight = torch.where(is_nan, x, high.view(torch.float32)).to(torch.bfloat16)
+        return weight, torch.where(is_nan, 0, bits - high).to(dtype)
     value24 = (bits + 0x80) & -0x100
     high = (value24 + 0x8000) & -0x10000
     finite = (high & 0x7F800000) != 0x7F800000
@@ -79,9 +89,10 @@ def split_bf16(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_bf16(weight: Tensor, correction: Tensor) -> Tensor:
-    """The float32 that :func:`split_bf16` split, rounded to 24 bits."""
-    bits = weight.float().view(torch.int32) + (correction.to(torch.int32) << 8)
-    return bits.view(torch.float32)
+    """The float32 that :func:`split_bf16` split: exactly from int16, rounded to 24 bits from int8."""
+    units = correction.to(torch.int32)
+    bits = weight.float().view(torch.int32)
+    return (bits + (units if correction.dtype == torch.int16 else units << 8)).view(torch.float32)
 
 
 def bits_at(index: Tensor, k0: Tensor, k1: Tensor) -> Tensor:

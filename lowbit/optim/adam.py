@@ -12,6 +12,24 @@ With gradient g (negated to maximize), moments m and v, step t counted from 1::
 All arithmetic is float32. The update uses the moments before they are encoded again, and the weight is rounded to its
 own dtype once.
 
+Errors of weights
+-----------------
+With `weight_correction="momentum"` the error e of a weight, p before it is rounded less p after, goes into the momentum
+(ECO, arXiv 2601.22101)::
+
+    m = m + e * (1 - r / beta1) * (1 - beta1**t) * (sqrt(s / (1 - beta2**t)) + eps) / lr
+    r = 1 - lr * weight_decay
+
+for Adam with r = 1; nothing where lr is 0. In later steps this part of m decays as beta1**k, and moves the weight by
+``e * (r / beta1 - 1) * sum((beta1 / r)**k) = e`` in all, measured after the weight's own decay. So as long as s and lr
+stay the same, p + (what m still owes) is exactly the weight that was never rounded. The paper has r = 1 in the quotient
+and r as a factor. With its form a part of the order of lr * weight_decay / (1 - beta1) would be left.
+
+The term grows as 1 / lr. It must not be clipped: most errors of stochastic rounding are small and of one sign, and the
+others are large, so clipping would leave a mean that moves weights faster.
+
+States in few bits
+------------------
 By the Cauchy-Schwarz inequality, exact moments obey ``abs(m) <= largest_ratio(beta1, beta2) * sqrt(v)``, as long as the
 betas stay the same. Moments in 4 bits may not: where the gradients of a block differ by a factor of a hundred, a small
 m may be stored as a value many times its size. So with 4 bits the quotient is clamped to this bound.
@@ -31,7 +49,14 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lowbit.optim.base import LowbitOptimizer
-from lowbit.optim.options import Check, CommonOptions, check_betas, check_flag, check_nonnegative
+from lowbit.optim.options import (
+    LEAST_RATE,
+    Check,
+    CommonOptions,
+    check_betas,
+    check_flag,
+    check_nonnegative,
+)
 
 
 def reference(
@@ -83,6 +108,40 @@ def reference(
     param.sub_(update)
 
 
+def compensate(
+    error: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None = None,
+    *,
+    step: Tensor,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled_weight_decay: bool = True,
+) -> None:
+    """Add the rounding error of the weight to m, in place; see the module for the formula.
+
+    Args:
+        error: e, the shape and dtype of the states.
+        step: t, float64 without dimensions.
+    """
+    beta1, beta2 = betas
+    kept = 1 - lr * weight_decay if decoupled_weight_decay else 1.0
+    root = (1 - beta2**step).sqrt()
+    second = exp_avg_sq if max_exp_avg_sq is None else max_exp_avg_sq
+    factor = return_rate(lr, (1 - kept / beta1) * (1 - beta1**step) / root)
+    exp_avg.add_(second.sqrt().add_(eps * root).mul_(factor).mul_(error))
+
+
+def return_rate(lr: float | Tensor, numerator: Any) -> Any:
+    """numerator / lr; 0 where lr is 0 or nearly so, because nothing may be injected then."""
+    if isinstance(lr, Tensor):
+        return torch.where(lr > LEAST_RATE, numerator / lr, 0.0)
+    return numerator / lr if lr > LEAST_RATE else 0.0
+
+
 def largest_ratio(beta1: float, beta2: float) -> float:
     """The largest magnitude of m / sqrt(v) of exact moments, infinite if beta1**2 >= beta2. The result lies a little
     above it, so that rounding in float32 does not reach it."""
@@ -103,6 +162,7 @@ class AdamBase(LowbitOptimizer):
         "maximize": check_flag,
     }
     reference = staticmethod(reference)
+    compensate = staticmethod(compensate)
     hyper_names = ("beta1", "beta2", "eps", "weight_decay", "largest")
     prepare = """
         double root = sqrt(1.0 - pow(beta2, t));
@@ -144,6 +204,14 @@ class AdamBase(LowbitOptimizer):
         if group["state"] == "4bit":
             lines.append("q = limit_magnitude(q, c[7]);")
         return "\n".join([*lines, "w -= q * c[0];"])
+
+    def compensation(self, group: dict[str, Any]) -> tuple[str, str] | None:
+        if not group["betas"][0]:
+            return None
+        kept = "(1.0 - lr * weight_decay)" if self.decoupled else "1.0"
+        factor = f"(1.0 - {kept} / beta1) * (1.0 - pow(beta1, t)) / root / lr"
+        second = "s[2]" if group["amsgrad"] else "s[1]"
+        return factor, f"s[0] += (sqrtf({second}) + c[1]) * c[11] * e;"
 
     def state_format(self, group: dict[str, Any], name: str) -> str:
         if group["state"] == "4bit" and group["amsgrad"] and not self.state_names(group)[name]:

@@ -44,6 +44,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from lowbit.optim import adam
 from lowbit.optim.adam import largest_ratio
 from lowbit.optim.base import LowbitOptimizer
 from lowbit.optim.options import Check, CommonOptions, check_betas, check_flag, check_nonnegative
@@ -95,6 +96,32 @@ def reference(
     param.sub_(update)
 
 
+def compensate(
+    error: Tensor,
+    exp_avg: Tensor,
+    exp_avg_slow: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: Tensor,
+    lr: float | Tensor,
+    betas: tuple[float, float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Add the rounding error of the weight to m, in place, as `lowbit.optim.adam` says of AdamW. The update is linear
+    in both first moments, so the slow one stays as it is."""
+    adam.compensate(
+        error,
+        exp_avg,
+        exp_avg_sq,
+        step=step,
+        lr=lr,
+        betas=betas[:2],
+        eps=eps,
+        weight_decay=weight_decay,
+    )
+
+
 def slow_moment_schedule(
     step: Tensor, betas: tuple[float, float, float], alpha: float, t_alpha_beta3: int | None
 ) -> tuple[Tensor | float, Tensor | float]:
@@ -144,6 +171,7 @@ class AdEMAMix(LowbitOptimizer):
     """
 
     reference = staticmethod(reference)
+    compensate = staticmethod(compensate)
     hyper_names = ("beta1", "beta2", "beta3", "alpha", "warmup", "eps", "weight_decay", "largest")
     prepare = """
         double done = t < warmup ? t / warmup : 1.0;
@@ -217,6 +245,12 @@ class AdEMAMix(LowbitOptimizer):
             lines.append("fast = limit_magnitude(fast, most);")
         lines.append("w -= quotient(fast * c[0] + s[1] * c[1], below + c[3]);")
         return "\n".join(lines)
+
+    def compensation(self, group: dict[str, Any]) -> tuple[str, str] | None:
+        if not group["betas"][0]:
+            return None
+        factor = "(1.0 - (1.0 - lr * weight_decay) / beta1) * (1.0 - pow(beta1, t)) / root / lr"
+        return factor, "s[0] += (sqrtf(s[2]) + c[3]) * c[11] * e;"
 
     def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
         warmup = float(group["t_alpha_beta3"] or 0)

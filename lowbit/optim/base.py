@@ -50,6 +50,7 @@ from torch.optim.optimizer import ParamsT
 from lowbit.optim.options import (
     COMMON_DEFAULTS,
     KEPT_ON_LOADING,
+    LEAST_RATE,
     Check,
     CommonOptions,
     check_common,
@@ -86,10 +87,10 @@ _OWN_STATES = {"step", "weight_correction"}
 
 
 @functools.cache
-def _made_rule(hyper: tuple[str, ...], prepare: str, update: str) -> Rule:
+def _made_rule(hyper: tuple[str, ...], prepare: str, update: str, compensate: str) -> Rule:
     from lowbit_kernels.elementwise.fused_step import Rule
 
-    return Rule(hyper, prepare, update)
+    return Rule(hyper, prepare, update, compensate)
 
 
 class LowbitOptimizer(torch.optim.Optimizer):
@@ -124,6 +125,10 @@ class LowbitOptimizer(torch.optim.Optimizer):
     first step) and options of the group. `lr` is a float, or float64 without dimensions. The function must be
     elementwise, because tensors may be pieces of a parameter or several parameters, and must not read values on the
     host."""
+    compensate: ClassVar[Callable[..., None] | None] = None
+    """The formula of `weight_correction="momentum"`: a static function that adds the error of a rounded weight to the
+    states, in place; None: the algorithm has none. It is called after `reference`, with `error` (float32), the weight
+    before it was rounded less the weight after, in place of `param` and `grad`. It adds nothing where `lr` is 0."""
     eager_steps: ClassVar[tuple[Step, ...]] = (EagerStep(),)
     """The steps that update the parameters that kernels leave, in this order."""
 
@@ -186,6 +191,11 @@ class LowbitOptimizer(torch.optim.Optimizer):
         and `reference` runs everywhere."""
         return None
 
+    def compensation(self, group: dict[str, Any]) -> tuple[str, str] | None:
+        """The formula of `compensate` as C++ for the kernels: an expression in double, stored as `c[11]` (0 where `lr`
+        is 0), and statements, `Rule.compensate`. None: a group that has no momentum to take errors."""
+        return None
+
     def is_elementwise(self, group: dict[str, Any]) -> bool:
         """True if the kernel of `rule` makes the whole step of this group. Otherwise one of `eager_steps` makes it,
         with kernels or without."""
@@ -207,12 +217,23 @@ class LowbitOptimizer(torch.optim.Optimizer):
         if update is None:
             return None
         turned = "g = -g;\n" if group.get("maximize") else ""
-        return _made_rule(self.hyper_names, self.prepare, turned + update)
+        prepare, compensate = self.prepare, ""
+        if group["weight_correction"] == "momentum":
+            factor, compensate = self.compensation(group) or ("0.0", "")
+            prepare += f"c[11] = lr > {LEAST_RATE} ? {factor} : 0.0;"
+        return _made_rule(self.hyper_names, prepare, turned + update, compensate)
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise for an option that is not accepted; put options into their normal form."""
         check_common(group)
         check_options(group, self.options)
+        if group["weight_correction"] == "momentum" and self.compensation(group) is None:
+            raise ValueError(
+                "weight_correction='momentum' adds the rounding errors of weights to a momentum, and "
+                f"{type(self).__name__} has none that moves a weight by its size, with these options; accepted: AdamW, "
+                "Adam and AdEMAMix with betas[0] above 0, SGD with a momentum above 0 and below 1, and Muon's groups "
+                "with use_muon=False. For others leave it out, or take weight_correction='16bit' for bfloat16 weights"
+            )
 
     def _check_definition(self, group: dict[str, Any]) -> None:
         """Raise TypeError for a subclass whose formula a step could not call. `group`: the default options."""
@@ -425,8 +446,12 @@ class LowbitOptimizer(torch.optim.Optimizer):
                     f"a parameter of shape {tuple(param.shape)} had the shape {tuple(state[name].shape)} in earlier "
                     "steps; make a new optimizer after its data is replaced by that of another shape"
                 )
-        if states.has_correction(group, param) and "weight_correction" not in state:
-            made["weight_correction"] = states.new_correction(param)
+        if states.has_correction(group, param):
+            old = state.get("weight_correction")
+            if old is None:
+                made["weight_correction"] = states.new_correction(group, param)
+            else:  # the option may have changed since the last step
+                made["weight_correction"] = states.correction_like(group, param, old)
         state.update(made)
 
     # ---- checkpoints ----------------------------------------------------------------------------------------
@@ -517,8 +542,9 @@ class LowbitOptimizer(torch.optim.Optimizer):
         for key, signed in signs.items():
             made[key] = converted(saved[key], param, self.state_format(group, key), signed)
         if "weight_correction" in saved and states.has_correction(group, param):
-            made["weight_correction"] = states.new_correction(param)
-            fill(made["weight_correction"], saved["weight_correction"], param)
+            kept = states.empty_correction(param, saved["weight_correction"])
+            fill(kept, saved["weight_correction"], param)
+            made["weight_correction"] = states.correction_like(group, param, kept)
         return made
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -249,6 +249,9 @@ class Muon(AdamBase):
     def rule(self, group: dict[str, Any]) -> str | None:
         return None if group["use_muon"] else super().rule(group)
 
+    def compensation(self, group: dict[str, Any]) -> tuple[str, str] | None:
+        return None if group["use_muon"] else super().compensation(group)
+
     def is_elementwise(self, group: dict[str, Any]) -> bool:
         return not group["use_muon"]
 

@@ -33,9 +33,15 @@ class CommonOptions(TypedDict, total=False):
         bf16_stochastic_round: round bfloat16 weights stochastically (arXiv 2010.06192), so that updates below half of
             their last bit are not lost. The random bits are a function of (seed, step, parameter, element): the same at
             any sharding, and after a restart. Weights of other dtypes are unaffected. False by default.
-        weight_correction: "8bit": keep the bits below a bfloat16 weight in one more byte of state, so that it behaves
-            as a weight of 24 bits. Weights of other dtypes are unaffected. Not together with `bf16_stochastic_round`.
-            None by default.
+        weight_correction: what becomes of the part of a weight that rounding takes. None, the default: it is lost.
+            "8bit": the bits below a bfloat16 weight are kept in one more byte of state, so that it behaves as a weight
+            of 24 bits. "16bit": in two more bytes, so that it is a float32 weight. Steps are those of float32 weights
+            to the bit, with states in any format; the bfloat16 weight is the nearest, and a tie goes away from zero.
+            Neither together with `bf16_stochastic_round`. "momentum": it goes into the momentum, which moves the weight
+            later (ECO, arXiv 2601.22101), and takes no memory. This is for bfloat16, `Int8Weight` and `Int4Weight`, and
+            for AdamW, Adam, AdEMAMix and SGD with momentum. Set `bf16_stochastic_round` as well for bfloat16: rounded
+            to nearest, a weight lags behind by up to beta / (2 - 2 beta) roundings. A learning rate that jumps up a
+            thousandfold, as at a restart, multiplies what waits in the momentum. Other weights are unaffected.
         max_grad_norm: scale the gradients of a step to at most this norm over all of them (and all ranks), as
             `torch.nn.utils.clip_grad_norm_` does, but inside the step: `.grad` stays as it is. None (never) by default.
         skip_nonfinite: a step whose gradients hold a NaN or an infinity changes nothing: no weight, state or step
@@ -83,6 +89,10 @@ KEPT_ON_LOADING = ("state", "foreach", "fused")
 """Options that do not change the result. Loading a checkpoint keeps the optimizer's own values."""
 
 
+LEAST_RATE = 1e-30
+"""At learning rates up to this one no rounding error goes into a momentum: it would be divided by 0, or overflow."""
+
+
 def check_common(group: dict[str, Any]) -> None:
     """Raise for a learning rate or a common option that is not accepted."""
     rate = check_nonnegative("lr", group["lr"])
@@ -92,10 +102,10 @@ def check_common(group: dict[str, Any]) -> None:
         formats = ", ".join(map(repr, states.STATE_FORMATS))
         raise ValueError(f"state must be one of {formats}, got {group['state']!r}")
     check_options(group, _COMMON)
-    if group["weight_correction"] and group["bf16_stochastic_round"]:
+    if group["weight_correction"] in states.CORRECTIONS and group["bf16_stochastic_round"]:
         raise ValueError(
-            "weight_correction='8bit' and bf16_stochastic_round=True cannot be asked for together: a corrected "
-            "weight loses nothing that stochastic rounding could make up for; leave one out"
+            f"weight_correction={group['weight_correction']!r} and bf16_stochastic_round=True cannot be asked for "
+            "together: a corrected weight loses nothing that stochastic rounding could make up for; leave one out"
         )
     if group["max_grad_norm"] is not None:
         group["max_grad_norm"] = check_nonnegative("max_grad_norm", group["max_grad_norm"])
@@ -219,7 +229,7 @@ _COMMON: dict[str, Check] = {
     "differentiable": check_flag,
     "foreach": check_optional_flag,
     "fused": check_optional_flag,
-    "weight_correction": partial(check_choice, accepted=(None, "8bit")),
+    "weight_correction": partial(check_choice, accepted=(None, "momentum", *states.CORRECTIONS)),
 }
 
 

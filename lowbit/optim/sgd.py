@@ -7,6 +7,11 @@ With gradient g (negated to maximize) and momentum b, whose first value is the g
     p = p - lr * (g + momentum * b)             with nesterov
     p = p - lr * b                              otherwise; without momentum p = p - lr * g
 
+With `weight_correction="momentum"` the error e of a weight, p before it is rounded less p after, goes into the momentum
+(ECO, arXiv 2601.22101), whose later steps move the weight by e in all; nothing where lr is 0::
+
+    b = b + e * (1 - 1 / momentum) / lr         divided by momentum again with nesterov
+
 Because states start at zero, the first step is the ordinary one without dampening.
 
 A step changes the momentum by a share of 1 - momentum. To nearest, a change below half the distance of two codes is
@@ -24,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from lowbit.optim.adam import return_rate
 from lowbit.optim.base import LowbitOptimizer
 from lowbit.optim.options import Check, CommonOptions, check_finite, check_flag, check_nonnegative
 
@@ -60,6 +66,24 @@ def reference(
     param.sub_(grad * lr)
 
 
+def compensate(
+    error: Tensor,
+    momentum_buffer: Tensor,
+    *,
+    lr: float | Tensor,
+    momentum: float,
+    nesterov: bool = False,
+) -> None:
+    """Add the rounding error of the weight to b, in place; see the module for the formula.
+
+    Args:
+        error: e, the shape and dtype of the momentum.
+    """
+    momentum_buffer.add_(
+        error * return_rate(lr, (1 - 1 / momentum) / (momentum if nesterov else 1))
+    )
+
+
 class SGD(LowbitOptimizer):
     """`torch.optim.SGD` with its momentum in few bits. Without momentum its only state is the step counter.
 
@@ -89,6 +113,7 @@ class SGD(LowbitOptimizer):
         "maximize": check_flag,
     }
     reference = staticmethod(reference)
+    compensate = staticmethod(compensate)
     hyper_names = ("momentum", "dampening", "weight_decay")
     prepare = """
         c[0] = lr;
@@ -136,6 +161,12 @@ class SGD(LowbitOptimizer):
         if "momentum_buffer" in saved:
             saved.setdefault("step", 1.0)
         return super()._loaded_state(group, param, saved, name)
+
+    def compensation(self, group: dict[str, Any]) -> tuple[str, str] | None:
+        if not 0 < group["momentum"] < 1:
+            return None
+        seen = " / momentum" if group["nesterov"] else ""
+        return f"(1.0 - 1.0 / momentum){seen} / lr", "s[0] += c[11] * e;"
 
     def rule(self, group: dict[str, Any]) -> str:
         if not group["momentum"]:

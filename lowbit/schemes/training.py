@@ -522,6 +522,39 @@ class Int8Weight(Int8Products):
 
 
 @dataclass(frozen=True)
+class Int4Weight(TrainingScheme):
+    """The weight itself has 4 bits, with a scale a group and no high-precision copy; see
+    `lowbit.tensor.trained.int4_weight`. It is dequantized for each product.
+
+    Use it with `weight_correction="momentum"` of lowbit's optimizers: a step moves a weight by far less than the
+    distance of two codes, and stochastic rounding alone adds much noise. State dicts, FSDP2 and DistributedDataParallel
+    treat it as `Int8Weight`.
+
+    Args:
+        group_size: inputs that share a scale, an even number; the memory is 4 + 32 / group_size bits a weight.
+        seed: of the random numbers of the weight's updates.
+
+    Raises TypeError, ValueError for other values.
+    """
+
+    group_size: int = 32
+    seed: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("group_size", "seed"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, got {value!r}")
+        if self.group_size < 2 or self.group_size % 2:
+            raise ValueError(f"group_size must be an even number from 2, got {self.group_size}")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed must be 0 to 2**31 - 1, got {self.seed}")
+
+    def describe(self, shape: Sequence[int]) -> str:
+        return f"int4, a scale a group of {self.group_size}, no high-precision copy"
+
+
+@dataclass(frozen=True)
 class BitNet(TrainingScheme):
     """BitNet b1.58 (arXiv 2402.17764): products see the weight as -1, 0 or 1 times its mean magnitude, and the input
     in int8, a scale a token.

@@ -13,6 +13,7 @@ from lowbit.tensor.frozen.ternary import TernaryTensor
 from lowbit.tensor.trained.bitnet import BitNetTensor
 from lowbit.tensor.trained.block_mixed_precision import BlockMixedPrecisionTensor
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.trained.int4_weight import Int4WeightTensor
 from lowbit.tensor.trained.int8_weight import Int8WeightTensor
 from lowbit.tensor.trained.mixed_precision import MixedPrecisionTensor
 
@@ -23,6 +24,7 @@ __all__ = [
     "CodebookTensor",
     "FakeQuantizedTensor",
     "Float8Tensor",
+    "Int4WeightTensor",
     "Int8WeightTensor",
     "LowbitTensor",
     "MixedPrecisionTensor",

@@ -1,11 +1,12 @@
-"""Train with int8 or float8 matrix products, with int8 weights, or BitNet: one call before the loop, and one after the
-loop that restores plain weights or converts for inference."""
+"""Train with int8 or float8 matrix products, with int8 or int4 weights, or BitNet: one call before the loop, and one
+after the loop that restores plain weights or converts for inference."""
 
 from lowbit.convert import Report
 from lowbit.schemes.training import (
     BitNet,
     Float8BlockMixedPrecision,
     Float8MixedPrecision,
+    Int4Weight,
     Int8MixedPrecision,
     Int8Weight,
     TrainingScheme,
@@ -19,6 +20,7 @@ __all__ = [
     "BitNet",
     "Float8BlockMixedPrecision",
     "Float8MixedPrecision",
+    "Int4Weight",
     "Int8MixedPrecision",
     "Int8Weight",
     "Report",

@@ -37,7 +37,21 @@ BAD = {
         TypeError,
         r"bf16_stochastic_round must be True or False, got 1",
     ),
-    "correction": ({"weight_correction": "4bit"}, ValueError, r"None or '8bit', got '4bit'"),
+    "correction": (
+        {"weight_correction": "4bit"},
+        ValueError,
+        r"None, 'momentum', '8bit' or '16bit', got '4bit'",
+    ),
+    "exact and stochastic": (
+        {"weight_correction": "16bit", "bf16_stochastic_round": True},
+        ValueError,
+        r"weight_correction='16bit' and .* leave one out",
+    ),
+    "no momentum": (
+        {"weight_correction": "momentum", "betas": (0.0, 0.9)},
+        ValueError,
+        r"has none that moves .* accepted: AdamW, Adam and AdEMAMix with betas\[0\] above 0",
+    ),
     "both": (
         {"weight_correction": "8bit", "bf16_stochastic_round": True},
         ValueError,

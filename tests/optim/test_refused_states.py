@@ -95,7 +95,9 @@ def test_a_weight_correction_that_does_not_fit():
     run(optimizer, params, 1)
     state_dict = copy.deepcopy(optimizer.state_dict())
     state_dict["state"][0]["weight_correction"] = torch.full(SHAPE, 300.7)
-    with pytest.raises(TypeError, match=r"weight_correction must be of dtype torch.int8, got"):
+    with pytest.raises(
+        TypeError, match=r"weight_correction must be of dtype torch.int8 or torch.uint8, got"
+    ):
         optimizer.load_state_dict(state_dict)
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lowbit import Int8Weight, Int8WeightTensor, optim, train
+from lowbit import Int4Weight, Int8Weight, Int8WeightTensor, optim, train
 from lowbit.optim.state import state as states
 from lowbit.optim.step import job
 from lowbit.tensor.core.dtensor import local as to_local
@@ -23,16 +23,21 @@ from tests.optim.test_fused_sharded import HOW
 pytestmark = pytest.mark.skipif(not COMPILER, reason="no g++")
 
 SHAPES = [(33, 512), (101, 320), (1, 4096)]  # one of two ranks has nothing of the last
-OPTIONS = {"8bit": {"state": "8bit"}, "bf16": {"state": "bf16", "skip_nonfinite": True}}
+OPTIONS = {
+    "8bit": {"state": "8bit"},
+    "bf16": {"state": "bf16", "skip_nonfinite": True},
+    "4bit, compensated": {"state": "4bit", "weight_correction": "momentum"},
+    "int4": {"state": "8bit", "weight_correction": "momentum"},
+}
 
 
-def model(dtype=torch.bfloat16):
+def model(dtype=torch.bfloat16, scheme=None):
     layers = [nn.Linear(k, n, bias=False, dtype=dtype) for n, k in SHAPES]
     made = nn.Sequential(*layers)
     with torch.no_grad():
         for i, p in enumerate(made.parameters()):
             p.copy_(rand(*p.shape, seed=i))
-    train.prepare_(made, Int8Weight())
+    train.prepare_(made, scheme or Int8Weight())
     return made
 
 
@@ -65,9 +70,10 @@ def check_rows(rank, world_size, how, piece):
             HOW[how](patch)
             patch.setattr(job, "PIECE_CPU", piece)
             LAUNCHES.clear()
-            whole = list(model().parameters())
+            scheme = Int4Weight() if name == "int4" else Int8Weight()
+            whole = list(model(scheme=scheme).parameters())
             reference = trained(whole, lambda t: t, options)
-            sharded = fully_shard(model(), mesh=mesh)
+            sharded = fully_shard(model(scheme=scheme), mesh=mesh)
             parts = list(sharded.parameters())
             own = trained(parts, lambda t: distribute_tensor(t, mesh, [Shard(0)]), options)
             assert LAUNCHES

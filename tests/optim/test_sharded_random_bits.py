@@ -15,7 +15,12 @@ from lowbit.optim.state import state as states
 from lowbit.testing.launch import launch
 from tests.optim.problems import rand, relative
 
-WEIGHTS = [{"bf16_stochastic_round": True, "seed": 5}, {"weight_correction": "8bit"}]
+WEIGHTS = [
+    {"bf16_stochastic_round": True, "seed": 5},
+    {"weight_correction": "8bit"},
+    {"weight_correction": "16bit"},
+    {"weight_correction": "momentum", "bf16_stochastic_round": True},
+]
 
 
 def bf16(*shape, seed=0):
@@ -150,7 +155,7 @@ def test_four_processes():
 
 
 @pytest.mark.parametrize("state", ["4bit", "8bit"])
-@pytest.mark.parametrize("options", WEIGHTS, ids=["rounded", "corrected"])
+@pytest.mark.parametrize("options", WEIGHTS, ids=["rounded", "corrected", "exact", "momentum"])
 def test_four_shards_in_turn(options, state, monkeypatch):
     """Four ranks with 1601 rows: 401, 401, 401 and 398."""
     values, grads = bf16(1601, 320), [bf16(1601, 320, seed=i + 1) for i in range(2)]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipes import convergence_report, convergence_results, text
+from recipes import convergence_report, convergence_results, convergence_variants, text
 from recipes.command_line import UserError, chosen_names, chosen_seeds
 from recipes.convergence import main, train_run
 from recipes.convergence_results import settings
@@ -82,6 +82,13 @@ def test_the_model_is_the_quick_starts() -> None:
     assert 95e6 < parameters < 105e6 and gpu().steps >= 1000
 
 
+@pytest.fixture
+def in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute as on a GPU."""
+    monkeypatch.setattr(convergence_variants, "computing_dtype", lambda device: torch.bfloat16)
+
+
+@pytest.mark.usefixtures("in_bfloat16")
 def test_float32_weights_are_updated_and_the_model_computes_with_their_rounding() -> None:
     model = Llama(CONFIG.model)
     drawn = [p.detach().clone() for p in model.parameters()]
@@ -103,6 +110,7 @@ def test_float32_weights_are_updated_and_the_model_computes_with_their_rounding(
     assert changed > len(drawn) // 2
 
 
+@pytest.mark.usefixtures("in_bfloat16")
 def test_bfloat16_weights_are_the_models_own() -> None:
     model = Llama(CONFIG.model)
     weights = Weights(model, RUNS["bf16-nearest"])

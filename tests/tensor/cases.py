@@ -22,6 +22,7 @@ from lowbit import (
     Float8MixedPrecision,
     Float8WeightOnly,
     Int,
+    Int4Weight,
     Int4WeightOnly,
     Int8DynamicActivationInt4Weight,
     Int8DynamicActivationInt8Weight,
@@ -46,6 +47,7 @@ from lowbit.tensor import (
     CodebookTensor,
     FakeQuantizedTensor,
     Float8Tensor,
+    Int4WeightTensor,
     Int8WeightTensor,
     LowbitTensor,
     MixedPrecisionTensor,
@@ -235,6 +237,7 @@ _MIXED = {
 }
 _WEIGHTS_IN_TRAINING = {
     "train-int8-weight": (Int8WeightTensor, Int8Weight()),
+    "train-int4-weight": (Int4WeightTensor, Int4Weight(32), 1, 32),
     "train-int8-weight-products": (Int8WeightTensor, Int8Weight(True, True, True)),
     "train-bitnet": (BitNetTensor, BitNet()),
     "train-bitnet-products": (BitNetTensor, BitNet(True, True)),

@@ -191,7 +191,9 @@ def test_a_trainable_weight_is_changed_in_place_through_data(case) -> None:
     w = nn.Parameter(case.make((8, 96)))
     before = w.master().clone()
     w.data += 0.5
-    assert relative_error(w.master(), before + 0.5) < 0.01
+    assert relative_error(w.master(), before + 0.5) < (
+        0.2 if case.name == "train-int4-weight" else 0.01
+    )
     with pytest.raises(NotImplementedError, match=r"assigning \.data .*copy_"):
         w.data = before
 

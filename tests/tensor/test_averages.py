@@ -90,7 +90,7 @@ def test_an_average_keeps_up(case, update):
     due = expected(start, end)
     assert abs(share(average.master(), start, end) - share(due, start, end)) < 0.01
     if isinstance(average, Int8WeightTensor) and update in COPIES:
-        nearest = (average.dequantize() - due).abs() / average.scale
+        nearest = (average.dequantize() - due).abs() / average.spread_scale()
         assert nearest.max() < 0.51  # rounded once, in place of once a turn
 
 

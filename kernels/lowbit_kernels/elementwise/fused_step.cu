@@ -540,16 +540,52 @@ struct State {
     }
 };
 
-// bf16 weights with eight more bits: (bf16 << 16) + (correction << 8); the bf16 is the nearest.
-DEVICE void decode_corrected(const Raw<2> &correction, float w[8]) {
+// `correction` of eight elements.
+static constexpr int CORRECTION_WORDS = CORRECTION_BYTES == 0 ? 1 : 2 * CORRECTION_BYTES;
+typedef Raw<CORRECTION_WORDS> Correction;
+
+template <bool VECTOR>
+DEVICE void load_correction(const Tensor &t, const Offsets &at, Correction &correction) {
+    const char *p = (const char *)t.correction + at.element * CORRECTION_BYTES;
+    if constexpr (VECTOR) load_vector(p, correction);
+    else if constexpr (CORRECTION_BYTES == 1) load_items<unsigned char>(p, at.count, correction);
+    else if constexpr (CORRECTION_BYTES == 2) load_items<unsigned short>(p, at.count, correction);
+    else load_items<uint32>(p, at.count, correction);
+}
+
+template <bool VECTOR>
+DEVICE void store_correction(const Tensor &t, const Offsets &at, const Correction &correction) {
+    char *p = (char *)t.correction + at.element * CORRECTION_BYTES;
+    if constexpr (VECTOR) store_vector(p, correction);
+    else if constexpr (CORRECTION_BYTES == 1) store_items<unsigned char>(p, at.mask, at.far, correction);
+    else if constexpr (CORRECTION_BYTES == 2) store_items<unsigned short>(p, at.mask, at.far, correction);
+    else store_items<uint32>(p, at.mask, at.far, correction);
+}
+
+// bf16 weights with eight more bits: (bf16 << 16) + (correction << 8), or 16: (bf16 << 16) + correction. The bf16 is the
+// nearest.
+DEVICE void decode_corrected(const Correction &correction, float w[8]) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const int byte = (int)(signed char)(correction.word[i / 4] >> (i % 4 * 8) & 0xff);
-        w[i] = bits_float(float_bits(w[i]) + (byte << 8));
+        int below;
+        if constexpr (ROUNDING == EXACT) below = (int)(short)(correction.word[i / 2] >> (i % 2 * 16) & 0xffff);
+        else below = (int)(signed char)(correction.word[i / 4] >> (i % 4 * 8) & 0xff) << 8;
+        w[i] = bits_float(float_bits(w[i]) + below);
     }
 }
 
-DEVICE void encode_corrected(float w[8], Raw<2> &correction) {
+template <typename Words>
+DEVICE void encode_exact(float w[8], Words &correction) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        int low, high;
+        w[2 * i] = nearest_upper_half(w[2 * i], low), w[2 * i + 1] = nearest_upper_half(w[2 * i + 1], high);
+        correction.word[i] = (uint32)low & 0xffff | (uint32)high << 16;
+    }
+}
+
+template <typename Words>
+DEVICE void encode_corrected(float w[8], Words &correction) {
     correction.word[0] = correction.word[1] = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -565,7 +601,7 @@ DEVICE void encode_corrected(float w[8], Raw<2> &correction) {
 struct Work {
     Floats<GRAD> grad;
     Floats<PARAM> param;
-    Raw<2> correction;
+    Correction correction;
     State<0> s0;
     State<1> s1;
     State<2> s2;
@@ -578,19 +614,13 @@ DEVICE void load_tile(Work &work, const Tensor &t, const Offsets &at) {
     if constexpr (STATES > 0) work.s0.load<VECTOR>(t, at);
     if constexpr (STATES > 1) work.s1.load<VECTOR>(t, at);
     if constexpr (STATES > 2) work.s2.load<VECTOR>(t, at);
-    if constexpr (ROUNDING == CORRECTED) {
-        if constexpr (VECTOR) load_vector(t.correction + at.element, work.correction);
-        else load_items<unsigned char>(t.correction + at.element, at.count, work.correction);
-    }
+    if constexpr (CORRECTION_BYTES > 0 && ERROR != TRIED) load_correction<VECTOR>(t, at, work.correction);
 }
 
 template <bool VECTOR>
 DEVICE void store_weights(Work &work, const Tensor &t, const Offsets &at) {
-    work.param.store<VECTOR>(t.param, at);
-    if constexpr (ROUNDING == CORRECTED) {
-        if constexpr (VECTOR) store_vector(t.correction + at.element, work.correction);
-        else store_items<unsigned char>(t.correction + at.element, at.mask, at.far, work.correction);
-    }
+    if constexpr (!TWO_PARTS) work.param.store<VECTOR>(t.param, at);
+    if constexpr (CORRECTION_BYTES > 0) store_correction<VECTOR>(t, at, work.correction);
 }
 
 template <int SLOT>
@@ -612,7 +642,8 @@ DEVICE void load_far(Work &work, const Tensor &t, const Offsets &at) {
     if constexpr (STATES > 0) work.s0.take_far(far.s0, at.far);
     if constexpr (STATES > 1) work.s1.take_far(far.s1, at.far);
     if constexpr (STATES > 2) work.s2.take_far(far.s2, at.far);
-    if constexpr (ROUNDING == CORRECTED) replace_first(work.correction, far.correction, at.far);
+    if constexpr (CORRECTION_BYTES > 0 && ERROR != TRIED)
+        replace_first(work.correction, far.correction, at.far * CORRECTION_BYTES);
 }
 
 // Prefetches the next tiles of a block into the L2 cache, if they belong to one tensor.
@@ -623,7 +654,8 @@ DEVICE void prefetch_tiles(const Tensor &t, uint32 tile, int count) {
     if (to.element > t.numel) return;
     prefetch_bytes(t.grad, from.element * Floats<GRAD>::BYTES, to.element * Floats<GRAD>::BYTES);
     prefetch_bytes(t.param, from.element * Floats<PARAM>::BYTES, to.element * Floats<PARAM>::BYTES);
-    if constexpr (ROUNDING == CORRECTED) prefetch_bytes(t.correction, from.element, to.element);
+    if constexpr (CORRECTION_BYTES > 0 && ERROR != TRIED)
+        prefetch_bytes(t.correction, from.element * CORRECTION_BYTES, to.element * CORRECTION_BYTES);
     if constexpr (STATES > 0) State<0>::prefetch_values(t, from, to);
     if constexpr (STATES > 1) State<1>::prefetch_values(t, from, to);
     if constexpr (STATES > 2) State<2>::prefetch_values(t, from, to);
@@ -641,7 +673,7 @@ DEVICE void step_at(const Tensor &t, const Scalars &k, float factor, const Offse
     for (int i = 0; i < COEFFICIENTS; ++i) c[i] = k.c[i];
     work.grad.decode(g);
     work.param.decode(w);
-    if constexpr (ROUNDING == CORRECTED) decode_corrected(work.correction, w);
+    if constexpr (ROUNDING == CORRECTED || ROUNDING == EXACT) decode_corrected(work.correction, w);
     if constexpr (STATES > 0) work.s0.decode(lane, table, x0);
     if constexpr (STATES > 1) work.s1.decode(lane, table, x1);
     if constexpr (STATES > 2) work.s2.decode(lane, table, x2);
@@ -649,17 +681,37 @@ DEVICE void step_at(const Tensor &t, const Scalars &k, float factor, const Offse
     for (int i = 0; i < 8; ++i) {
         float s[3] = {x0[i], x1[i], x2[i]};
         update_element(c, SCALED ? g[i] * factor : g[i], w[i], s);
+        if constexpr (ERROR == GIVEN) compensate_element(c, bits_float(work.correction.word[i]), s);
+        if constexpr (ERROR == TRIED) work.correction.word[i] = float_bits(w[i]);
         x0[i] = s[0], x1[i] = s[1], x2[i] = s[2];
     }
+    float before[8];
+    if constexpr (ERROR == RETURNED) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) before[i] = w[i];
+    }
     if constexpr (ROUNDING == CORRECTED) encode_corrected(w, work.correction);
+    if constexpr (ROUNDING == EXACT) encode_exact(w, work.correction);
     if constexpr (ROUNDING == STOCHASTIC) {
         round_stochastically(t, k.keys[0], at, w);
         work.param.truncate(w);
     } else {
         work.param.encode(w);
     }
-    if (at.whole) store_weights<true>(work, t, at);
-    else store_weights<false>(work, t, at);
+    if constexpr (ERROR == RETURNED) {
+        work.param.decode(w);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            float s[3] = {x0[i], x1[i], x2[i]};
+            compensate_element(c, before[i] - w[i], s);
+            x0[i] = s[0], x1[i] = s[1], x2[i] = s[2];
+        }
+    }
+    if constexpr (ERROR != GIVEN) {
+        if (at.whole) store_weights<true>(work, t, at);
+        else store_weights<false>(work, t, at);
+    }
+    if constexpr (ERROR == TRIED) return;
     if constexpr (STATES > 0) encode_and_store(work.s0, t, k, at, lane, table, x0);
     if constexpr (STATES > 1) encode_and_store(work.s1, t, k, at, lane, table, x1);
     if constexpr (STATES > 2) encode_and_store(work.s2, t, k, at, lane, table, x2);

@@ -6,17 +6,29 @@
 //   SIGNED             bit n is set if the values of state n have a sign
 //   STOCHASTIC_STATES  bit n is set if state n is rounded stochastically where it is stored in bf16; 4 bits always are
 //   FORMAT_n           format of state n: STATE_FP32, STATE_BF16, STATE_FLOAT8, STATE_8BIT, STATE_4BIT
-//   ROUNDING           of bf16 weights: NEAREST, STOCHASTIC, or CORRECTED, with a byte below the bf16 (24-bit weights)
+//   ROUNDING           of bf16 weights: NEAREST, STOCHASTIC, CORRECTED with a byte below the bf16 (24-bit weights), or
+//                      EXACT with two (32 bits)
+//   ERROR              what becomes of the rounding error of a weight:
+//                      DROPPED   it is lost, or kept by ROUNDING
+//                      RETURNED  COMPENSATE adds it to the states; for bf16 weights
+//                      TRIED     the new float32 weights go to `correction`, nothing else is stored, and the step counts
+//                      GIVEN     `correction` holds the errors: as RETURNED, but the weights stay, and no step counts.
+//                                These two are one step of weights that the caller rounds in between
 //   PREPARE, UPDATE    the algorithm, as statements; HYPER declares names for its options in `h`
+//   COMPENSATE         statements that add the error `e` of a weight to the states
 //   CELLS_n, BASE_n, SHIFT_n   the encoding table of state n (see `ranked` of fused_step.cu)
 
 enum { FP32, BF16, FP16 };
 enum { STATE_FP32, STATE_BF16, STATE_FLOAT8, STATE_8BIT, STATE_4BIT };
-enum { NEAREST, STOCHASTIC, CORRECTED };
+enum { NEAREST, STOCHASTIC, CORRECTED, EXACT };
+enum { DROPPED, RETURNED, TRIED, GIVEN };
 
 static constexpr int TILE = 256;
 static constexpr int COEFFICIENTS = 12;
 static constexpr int FORMATS[3] = {FORMAT_0, FORMAT_1, FORMAT_2};
+static constexpr bool TWO_PARTS = ERROR == TRIED || ERROR == GIVEN;
+// Bytes of an element of `correction`.
+static constexpr int CORRECTION_BYTES = ROUNDING == CORRECTED ? 1 : ROUNDING == EXACT ? 2 : TWO_PARTS ? 4 : 0;
 
 DEVICE constexpr bool is_signed(int slot) { return (SIGNED >> slot & 1) != 0; }
 // Codes of 4 bits stand for squares, with a sign, or powers of two, without: lowbit/numerics/codebook.py defines their rounding.
@@ -40,7 +52,7 @@ struct alignas(16) Tensor {
     const void *grad;
     void *param;
     void *state[3];           // codes, or values
-    signed char *correction;  // [numel], if CORRECTED
+    void *correction;         // [numel] of CORRECTION_BYTES each
     float *scale[3];          // [rows, ceil(cols / block)]
     double *step;             // steps done; float32 counts to 2**24 only
     long long first_tile;     // tiles of the tensors before this one
@@ -94,9 +106,23 @@ DEVICE const uint32 *cells_of(const uint32 *table, int slot) {
 
 DEVICE void update_element(const float *c, float g, float &w, float s[3]) { UPDATE }
 
+// `e`: the weight before rounding less the weight after it. An error that is not finite is dropped.
+DEVICE void compensate_element(const float *c, float e, float s[3]) {
+    e = e - e == 0.0f ? e : 0.0f;
+    COMPENSATE
+}
+
+// float32 as the nearest bf16 (a tie goes away from zero), which is the upper half of the result, and the signed
+// distance in units of the last bit. A NaN stays as it is.
+DEVICE float nearest_upper_half(float w, int &below) {
+    const uint32 bits = float_bits(w), upper = bits + 0x8000 & 0xffff0000u;
+    below = w != w ? 0 : (int)(bits - upper);
+    return w != w ? w : bits_float(upper);
+}
+
 // Count the step of a tensor, and compute the numbers that depend on it and the keys of the random bits.
 DEVICE void prepare_tensor(const Tensor &tensor, const Group &group, Scalars &out) {
-    const double t = *tensor.step + 1.0;
+    const double t = *tensor.step + (ERROR == GIVEN ? 0.0 : 1.0);
     *tensor.step = t;
     double lr = group.lr;
     if (group.lr_pointer) lr = group.lr_is_double ? *(const double *)group.lr_pointer : *(const float *)group.lr_pointer;

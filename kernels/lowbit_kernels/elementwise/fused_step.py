@@ -30,7 +30,8 @@ STATES = {
     "8bit": "STATE_8BIT",
     "4bit": "STATE_4BIT",
 }
-ROUNDINGS = ("nearest", "stochastic", "corrected")
+ROUNDINGS = ("nearest", "stochastic", "corrected", "exact")
+ERRORS = ("dropped", "returned", "tried", "given")
 TILE = 256  # elements of a row, the work of a warp
 LOCATE = 256  # tiles for each entry of `locate`
 # Threads on a multiprocessor at once, which leaves each one 64 registers; measured, see benchmarks/LOG.md.
@@ -62,11 +63,14 @@ class Rule:
             on a GPU it is faster than ``/``, which would take most of the time. ``limit_magnitude(x, most)``
             clamps x to ``-most .. most`` and keeps a NaN. Multiply a factor with ``g`` before the second ``g``:
             ``g * g`` alone may overflow.
+        compensate: statements in float, run for each element after the weight is rounded: reads ``c`` and the error
+            ``e``, the weight before less the weight after, and adds it to the states. Empty: the algorithm can't.
     """
 
     hyper: tuple[str, ...]
     prepare: str
     update: str
+    compensate: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +96,9 @@ class StepVariant:
         signed: for each state, whether its values have a sign.
         stochastic: for each state, whether it is rounded stochastically where it is stored in bf16; 4 bits always are.
         rounding: the rounding of bf16 weights, one of `ROUNDINGS`; "corrected" keeps 8 more bits of each weight in an
-            array of bytes.
+            array of bytes, "exact" 16 more.
+        error: what becomes of the rounding error of a weight, one of `ERRORS`, which fused_step.h defines. "tried" and
+            "given" take float32 weights.
         scaled: whether gradients are multiplied by the first number of `control`.
         tables: the table of each state; None where there are no codes.
     """
@@ -106,6 +112,7 @@ class StepVariant:
     rounding: str = "nearest"
     scaled: bool = False
     tables: tuple[Table | None, ...] = ()
+    error: str = "dropped"
 
     def __post_init__(self) -> None:
         for name, dtype in (("param", self.param), ("grad", self.grad)):
@@ -120,6 +127,8 @@ class StepVariant:
             raise ValueError(
                 f"rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}"
             )
+        if self.error not in ERRORS:
+            raise ValueError(f"error must be one of {', '.join(ERRORS)}, got {self.error!r}")
         if len(self.signed) > MAX_STATES or len(self.rule.hyper) > MAX_HYPER:
             raise ValueError(
                 f"at most {MAX_STATES} states and {MAX_HYPER} options are taken, got {len(self.signed)} states and "
@@ -170,6 +179,7 @@ class StepVariant:
             "SIGNED": _bits(self.signed),
             "STOCHASTIC_STATES": _bits(self.stochastic),
             "ROUNDING": self.rounding.upper(),
+            "ERROR": self.error.upper(),
             "SCALED": self.scaled,
             "THREADS": self.threads,
             "HYPER": " ".join(
@@ -177,6 +187,7 @@ class StepVariant:
             ),
             "PREPARE": " ".join(self.rule.prepare.split()),
             "UPDATE": " ".join(self.rule.update.split()),
+            "COMPENSATE": " ".join(self.rule.compensate.split()),
         }
         for i in range(MAX_STATES):
             table = self.tables[i] if i < len(self.tables) else None

@@ -123,9 +123,20 @@ DEVICE void round_stochastically(const Tensor &t, const uint32 *keys, uint64 ele
     }
 }
 
-// bf16 weights with eight more bits: (bf16 << 16) + (correction << 8); the bf16 is the nearest.
-DEVICE void decode_corrected(const signed char *correction, int n, float *w) {
-    for (int i = 0; i < n; ++i) w[i] = bits_float(float_bits(w[i]) + ((uint32)correction[i] << 8));
+// bf16 weights with eight more bits: (bf16 << 16) + (correction << 8), or 16: (bf16 << 16) + correction. The bf16 is the
+// nearest.
+DEVICE void decode_corrected(const void *from, int n, float *w) {
+    const signed char *byte = (const signed char *)from;
+    const short *both = (const short *)from;
+    for (int i = 0; i < n; ++i)
+        w[i] = bits_float(float_bits(w[i]) + (ROUNDING == EXACT ? (uint32)both[i] : (uint32)byte[i] << 8));
+}
+DEVICE void encode_exact(int n, float *__restrict__ w, short *__restrict__ correction) {
+    for (int i = 0; i < n; ++i) {
+        int below;
+        w[i] = nearest_upper_half(w[i], below);
+        correction[i] = (short)below;
+    }
 }
 DEVICE void encode_corrected(int n, float *__restrict__ w, signed char *__restrict__ correction) {
     for (int i = 0; i < n; ++i) {
@@ -358,7 +369,7 @@ DEVICE void encode(const float *y, const uint32 *random, int n, const uint32 *ta
 struct Strip {
     const Grad *grad;
     Param *param;
-    signed char *correction;
+    void *correction;
     void *state[3];
     float *scale[3];
     uint64 element;  // offset of the first element in the tensor
@@ -416,7 +427,9 @@ DEVICE void step_strip(const Tensor &t, const Scalars &k, float factor, const St
     }
     const float *__restrict__ g = load<GRAD>(s.grad, n, own[0]);
     float *__restrict__ w = load<PARAM>(s.param, n, own[1]);
-    if constexpr (ROUNDING == CORRECTED) decode_corrected(s.correction, n, w);
+    if constexpr (TWO_PARTS) w = (float *)memcpy(own[1], w, n * sizeof(float));
+    if constexpr (ROUNDING == CORRECTED || ROUNDING == EXACT) decode_corrected(s.correction, n, w);
+    ALIGNED float error[STRIP];
     float *__restrict__ x0 = decode_state<0>(s, n, table, own[2]);
     float *__restrict__ x1 = decode_state<1>(s, n, table, own[3]);
     float *__restrict__ x2 = decode_state<2>(s, n, table, own[4]);
@@ -427,13 +440,30 @@ DEVICE void step_strip(const Tensor &t, const Scalars &k, float factor, const St
         float weight = w[i];
         update_element(c, g[i] * factor, weight, x);
         w[i] = weight;
+        if constexpr (ERROR == RETURNED) error[i] = weight;
+        if constexpr (ERROR == TRIED) continue;
+        if constexpr (ERROR == GIVEN) compensate_element(c, ((const float *)s.correction)[i], x);
         if (STATES > 0) x0[i] = x[0];
         if (STATES > 1) x1[i] = x[1];
         if (STATES > 2) x2[i] = x[2];
     }
+    if constexpr (ERROR == TRIED) {
+        memcpy(s.correction, w, n * sizeof(float));
+        return;
+    }
     if constexpr (ROUNDING == STOCHASTIC) round_stochastically(t, k.keys[0], s.element, n, w);
-    if constexpr (ROUNDING == CORRECTED) encode_corrected(n, w, s.correction);
-    store<PARAM>(s.param, n, w);
+    if constexpr (ROUNDING == CORRECTED) encode_corrected(n, w, (signed char *)s.correction);
+    if constexpr (ROUNDING == EXACT) encode_exact(n, w, (short *)s.correction);
+    if constexpr (ERROR != GIVEN) store<PARAM>(s.param, n, w);
+    if constexpr (ERROR == RETURNED) {
+        for (int i = 0; i < n; ++i) {
+            float x[3] = {STATES > 0 ? x0[i] : 0.0f, STATES > 1 ? x1[i] : 0.0f, STATES > 2 ? x2[i] : 0.0f};
+            compensate_element(c, error[i] - bits_float(to_bf16(w[i]) << 16), x);
+            if (STATES > 0) x0[i] = x[0];
+            if (STATES > 1) x1[i] = x[1];
+            if (STATES > 2) x2[i] = x[2];
+        }
+    }
     encode_state<0>(t, k, s, n, table, x0);
     encode_state<1>(t, k, s, n, table, x1);
     encode_state<2>(t, k, s, n, table, x2);
@@ -443,17 +473,17 @@ DEVICE void step_strip(const Tensor &t, const Scalars &k, float factor, const St
 DEVICE void step_copy(const Tensor &t, const Scalars &k, float factor, const Strip &s, const uint32 *table) {
     ALIGNED Grad grad[STRIP] = {};
     ALIGNED Param param[STRIP] = {};
-    ALIGNED signed char correction[STRIP] = {};
+    ALIGNED unsigned char correction[4 * STRIP] = {};
     ALIGNED unsigned char state[3][4 * STRIP] = {};
     Strip copy = s;
     copy.grad = (const Grad *)memcpy(grad, s.grad, s.n * sizeof(Grad));
     copy.param = (Param *)memcpy(param, s.param, s.n * sizeof(Param));
     copy.correction = correction;
-    if (ROUNDING == CORRECTED) memcpy(correction, s.correction, s.n);
+    if (CORRECTION_BYTES > 0) memcpy(correction, s.correction, s.n * CORRECTION_BYTES);
     for (int i = 0; i < STATES; ++i) copy.state[i] = memcpy(state[i], s.state[i], bytes(i, s.n));
     step_strip(t, k, factor, copy, table);
     memcpy(s.param, param, s.n * sizeof(Param));
-    if (ROUNDING == CORRECTED) memcpy(s.correction, correction, s.n);
+    if (CORRECTION_BYTES > 0) memcpy(s.correction, correction, s.n * CORRECTION_BYTES);
     for (int i = 0; i < STATES; ++i) {
         if (FORMATS[i] == STATE_4BIT && s.n & 1) state[i][s.n / 2] &= 15;  // the unused half byte of an odd row is 0
         memcpy(s.state[i], state[i], bytes(i, s.n));
@@ -486,7 +516,7 @@ DEVICE Strip strip_of(const Tensor &t, const Cut &cut, uint64 index) {
     Strip s;
     s.grad = (const Grad *)t.grad + element;
     s.param = (Param *)t.param + element;
-    s.correction = t.correction + element;
+    s.correction = (char *)t.correction + element * CORRECTION_BYTES;
     s.element = element;
     s.n = (int)(end - element < limit ? end - element : limit);
     s.row = cut.rows_a_strip > 1 ? (int)cols : STRIP;

@@ -1,7 +1,8 @@
-"""Rows of float32 rounded to int8 with a scale a row, to nearest or stochastically.
+"""Rows of float32 rounded to integers of at most 8 bits with a scale a row, to nearest or stochastically.
 
-    scale[r]    = largest magnitude of row r / 127. The old scale if the largest magnitude is 127 times it, so that an
-                  unchanged row is stored as it was. 1 for a row of zeros, NaN for a row with a NaN or an infinity.
+    scale[r]    = largest magnitude of row r / most, where most is the largest code, 127 for int8. The old scale if the
+                  largest magnitude is `most` times it, so that an unchanged row is stored as it was. 1 for a row of
+                  zeros, NaN for a row with a NaN or an infinity.
     q           = x[r, k] / scale[r]
     codes[r, k] = the integer n nearest to q, or with probability |q - n| (short by at most 2**-16) the integer on the
                   other side of q. 0 if the scale is NaN.
@@ -41,6 +42,7 @@ def round_rows(
     largest: Tensor | None = None,
     first: Tensor | None = None,
     start: int = 0,
+    most: int = 127,
 ) -> tuple[Tensor, Tensor]:
     """(codes int8 [R, K], scale float32 [R]) by the formulas of the module.
 
@@ -50,6 +52,7 @@ def round_rows(
         largest: float32 [R], the largest magnitude of each row if `values` are only some of its columns, else None.
         first: int64 [R], the random offset of each row's first column; None rounds to nearest.
         start: the first of these columns in the row.
+        most: the largest code, 1 to 127. Codes are -most .. most.
 
     Raises TypeError for other dtypes, ValueError for shapes that do not fit each other.
     """
@@ -57,9 +60,9 @@ def round_rows(
         padded = values if values.shape[1] else values.new_zeros((values.shape[0], 1))
         largest = padded.abs().amax(1)
     # The divisor is a tensor, since CUDA multiplies by the reciprocal of a Python number.
-    scale = (largest / torch.full_like(largest, 127)).clamp(min=TINY)
+    scale = (largest / torch.full_like(largest, most)).clamp(min=TINY)
     if old is not None:
-        scale = torch.where(largest == old * 127, old, scale)
+        scale = torch.where(largest == old * most, old, scale)
     scale = torch.where(largest == 0, 1.0, scale)
     scale = torch.where(largest.isfinite(), scale, torch.nan)
     exact = values / scale[:, None]
@@ -70,7 +73,7 @@ def round_rows(
         codes = codes + torch.where(
             upper(random_bits(index, *KEYS), 16) + 1 < rest.abs() * 65536, rest.sign(), 0.0
         )
-    return codes.nan_to_num_(0.0).clamp_(-127, 127).to(torch.int8), scale
+    return codes.nan_to_num_(0.0).clamp_(-most, most).to(torch.int8), scale
 
 
 reference = round_rows.reference
@@ -90,6 +93,7 @@ def _kernel(
     HAS_OLD: tl.constexpr,
     HAS_LARGEST: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    MOST: tl.constexpr,
     K0: tl.constexpr,
     K1: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -110,10 +114,10 @@ def _kernel(
             bad += tl.where(x < infinity, 0, 1)
         most = tl.max(seen)
         finite = tl.sum(bad) == 0
-    scale = tl.maximum(tl.div_rn(most, 127.0), 1.1754943508222875e-38)
+    scale = tl.maximum(tl.div_rn(most, MOST * 1.0), 1.1754943508222875e-38)
     if HAS_OLD:
         before = tl.load(old + row)
-        scale = tl.where(most == before * 127, before, scale)
+        scale = tl.where(most == before * MOST, before, scale)
     scale = tl.where(most == 0, 1.0, scale)
     tl.store(scales + row, tl.where(finite, scale, float("nan")))
     if STOCHASTIC:
@@ -131,13 +135,18 @@ def _kernel(
             rest = exact - code
             step = tl.where(rest > 0, 1.0, -1.0)
             code += tl.where(bits + 1 < tl.abs(rest) * 65536, step, 0.0)
-        code = tl.where(finite, tl.minimum(tl.maximum(code, -127.0), 127.0), 0.0)
+        code = tl.where(finite, tl.minimum(tl.maximum(code, -MOST * 1.0), MOST * 1.0), 0.0)
         tl.store(codes + row * columns + column, code.to(tl.int8), mask=inside)
 
 
 @round_rows.kernel
 def _launch(
-    values: Tensor, old: Tensor | None, largest: Tensor | None, first: Tensor | None, start: int
+    values: Tensor,
+    old: Tensor | None,
+    largest: Tensor | None,
+    first: Tensor | None,
+    start: int,
+    most: int,
 ) -> tuple[Tensor, Tensor] | None:
     """The Triton kernel where it runs, else the reference."""
     if not runs_on(values.device) or values.numel() == 0:
@@ -159,6 +168,7 @@ def _launch(
             HAS_OLD=old is not None,
             HAS_LARGEST=largest is not None,
             STOCHASTIC=first is not None,
+            MOST=most,
             K0=KEYS[0],
             K1=KEYS[1],
             BLOCK=min(2048, triton.next_power_of_2(values.shape[1])),

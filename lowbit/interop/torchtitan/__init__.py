@@ -3,7 +3,7 @@
 With torchtitan 0.2, `--job.custom_config_module lowbit.torchtitan` adds them to any of its language models:
 
     --optimizer.name AdamW8bit        an optimizer of lowbit.optim
-    --lowbit.train int8               products in int8; or float8, int8_weights, bitnet
+    --lowbit.train int8               products in int8; or float8, int8_weights, int4_weights, bitnet
     --lowbit.qat "int4(group_size=32)"
     --lowbit.metrics_freq 10          lowbit's metrics at every 10th log
 

@@ -31,6 +31,7 @@ import lowbit_kernels as kernels
 from lowbit.interop.torchtitan.optimizers import steps_done
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.numerics.snr import decibels
+from lowbit.optim.state.state import correction_units
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import LowbitProducts
 from lowbit.tensor.core.base import LowbitTensor
@@ -273,7 +274,7 @@ def sample(param: Tensor, state: dict[str, Any]) -> list[Tensor]:
     kept = [own.weight if isinstance(own, MasterWeightTensor) else own]
     correction = state.get("weight_correction")
     if isinstance(correction, Tensor):
-        kept.append(held_locally(correction))
+        kept.append(correction_units(correction))
     return [strided(t.detach()).clone() for t in kept]
 
 

@@ -36,7 +36,7 @@ from lowbit.layers.static_input import ZERO as INPUT_ZERO
 from lowbit.optim import LowbitOptimizer, step_in_backward
 from lowbit.qat.scales import learned_parameters, start_scales_
 from lowbit.schemes.scheme import Scheme
-from lowbit.schemes.training import BitNet, Int8Weight
+from lowbit.schemes.training import BitNet, Int4Weight, Int8Weight
 from lowbit.tensor.core.dtensor import held_locally
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import SCALE, ZERO, named_scales
@@ -90,7 +90,7 @@ def check(config: TitanConfig, parallel_dims: Any) -> None:
             "checkpoint.last_save_in_hf: learned scales have no form in Hugging Face's checkpoints; save DCP "
             "checkpoints, and convert one afterwards by lowbit.qat.convert_, as recipes.torchtitan.export does"
         )
-    if hf and isinstance(scheme, Int8Weight):
+    if hf and isinstance(scheme, (Int4Weight, Int8Weight)):
         raise ValueError(
             f"checkpoint.{hf[0]}: int8 weights have no form in Hugging Face's checkpoints; load and save DCP "
             "checkpoints, and convert one afterwards by lowbit.train.restore_"

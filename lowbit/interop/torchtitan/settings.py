@@ -30,7 +30,8 @@ class Lowbit:
     """The section `lowbit` of a configuration.
 
     Args:
-        train: how weights train: int8, float8, int8_weights or bitnet, also with options: int8(grad_weight=False).
+        train: how weights train: int8, float8, int8_weights, int4_weights or bitnet, also with options:
+            int8(grad_weight=False).
         qat: the scheme of quantization-aware training: int4, int8, int8_int4, …, also with options:
             int4(group_size=32).
         qat_scales: "present" or "learned", as `lowbit.qat.prepare_` takes it.

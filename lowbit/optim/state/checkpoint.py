@@ -165,7 +165,8 @@ def check_loadable(name: str, key: str, value: Any, param: Tensor) -> None:
     label = f"{name}: {key}"
     if not isinstance(value, Tensor):
         raise TypeError(f"{label} must be a tensor, got {type(value).__name__}")
-    if value.shape != param.shape:
+    pairs = (2,) if key == "weight_correction" and value.dtype == torch.uint8 else ()
+    if value.shape != (*param.shape, *pairs):
         raise ValueError(
             f"{label} has shape {tuple(value.shape)} in the checkpoint, the parameter has "
             f"{tuple(param.shape)}"
@@ -179,8 +180,8 @@ def check_loadable(name: str, key: str, value: Any, param: Tensor) -> None:
                 f"{label} is a {type(part).__name__} of {part.dtype}, {part.layout}; accepted: a CodebookTensor, or a "
                 f"plain dense tensor of {', '.join(map(str, FLOATS))}"
             )
-    if key == "weight_correction" and value.dtype != torch.int8:
-        raise TypeError(f"{label} must be of dtype torch.int8, got {value.dtype}")
+    if key == "weight_correction" and value.dtype not in (torch.int8, torch.uint8):
+        raise TypeError(f"{label} must be of dtype torch.int8 or torch.uint8, got {value.dtype}")
     if key != "weight_correction" and not value.dtype.is_floating_point:
         raise TypeError(f"{label} must be of a floating dtype, got {value.dtype}")
 

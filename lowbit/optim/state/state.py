@@ -16,6 +16,9 @@ from lowbit.tensor.frozen.codebook_tensor import FORMATS, CodebookTensor, row_la
 STATE_FORMATS = (*FORMATS, "bf16", "fp32")
 SMALLEST_TENSOR = 4096  # elements over all shards; a smaller tensor keeps float32 states
 SHORTEST_ROW = 32  # elements; scales of shorter rows would take as much memory as their codes
+CORRECTIONS = {"8bit": torch.int8, "16bit": torch.int16}
+"""Dtypes of the numbers in the state "weight_correction", by the values of the option that have one. int16 is stored as
+two bytes, uint8 [..., 2], because neither gloo nor NCCL moves int16."""
 STEP = torch.float64
 """Dtype of step counters. float32 stops counting at 2**24; float64 counts to 2**53."""
 
@@ -88,15 +91,57 @@ def rounds_itself(param: Tensor) -> bool:
 
 def has_correction(group: dict[str, Any], param: Tensor) -> bool:
     """True if a parameter of this group has the state "weight_correction"."""
-    if group["weight_correction"] is None or rounds_itself(param):
+    if group["weight_correction"] not in CORRECTIONS or rounds_itself(param):
         return False
     return memory(param).dtype == torch.bfloat16
 
 
-def new_correction(param: Tensor) -> Tensor:
-    """The state "weight_correction" of a parameter: int8 zeros."""
-    part = local(param)
-    return like_param(param, torch.zeros(part.shape, dtype=torch.int8, device=part.device))
+def is_compensated(group: dict[str, Any], param: Tensor) -> bool:
+    """True if the rounding error of a parameter of this group goes into its momentum."""
+    if group["weight_correction"] != "momentum":
+        return False
+    return rounds_itself(param) or memory(param).dtype == torch.bfloat16
+
+
+def new_correction(group: dict[str, Any], param: Tensor) -> Tensor:
+    """The state "weight_correction" of a parameter of this group: zeros of the dtype in `CORRECTIONS`."""
+    part, dtype = local(param), CORRECTIONS[group["weight_correction"]]
+    return _zero_correction(param, part, dtype)
+
+
+def _zero_correction(param: Tensor, part: Tensor, dtype: torch.dtype) -> Tensor:
+    more, stored = ((2,), torch.uint8) if dtype == torch.int16 else ((), dtype)
+    zeros = torch.zeros((*part.shape, *more), dtype=stored, device=part.device)
+    if not is_dtensor(param):
+        return zeros
+    return placed(param, zeros, param.placements, torch.Size((*param.shape, *more)))
+
+
+def correction_units(correction: Tensor) -> Tensor:
+    """The numbers in this rank's part of a state "weight_correction", of the weight's shape: int8, or int16 as a view
+    of its bytes."""
+    own = local(correction)
+    return own.view(torch.int16).squeeze(-1) if own.dtype == torch.uint8 else own
+
+
+def correction_like(group: dict[str, Any], param: Tensor, old: Tensor) -> Tensor:
+    """`old`, a correction of this parameter with 8 or 16 bits, as the group's option has it: 8 bits become 16 as they
+    are, and 16 are rounded to 8."""
+    made, units = new_correction(group, param), correction_units(old)
+    if correction_units(made).dtype == units.dtype:
+        return old
+    if units.dtype == torch.int8:
+        units = units.to(torch.int16) * 256
+    else:
+        units = ((units.to(torch.int32) + 128) >> 8).clamp(max=127)
+    correction_units(made).copy_(units)
+    return made
+
+
+def empty_correction(param: Tensor, saved: Tensor) -> Tensor:
+    """Zeros for `param` in the form of a saved state "weight_correction"."""
+    dtype = torch.int16 if saved.dtype == torch.uint8 else torch.int8
+    return _zero_correction(param, local(param), dtype)
 
 
 def global_index(param: Tensor) -> tuple[int, tuple[tuple[int, int], ...]]:

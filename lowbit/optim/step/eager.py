@@ -42,7 +42,10 @@ class EagerStep:
             count_step(optimizer, job)
             names = optimizer.stochastic(job.group)
             formula = bound(optimizer.reference, job.group)
-            Update(optimizer.state, job, names, formula, scale.coefficient).run()
+            compensate = None
+            if job.group["weight_correction"] == "momentum":
+                compensate = bound(optimizer.compensate, job.group)
+            Update(optimizer.state, job, names, formula, scale.coefficient, compensate).run()
         return []
 
 
@@ -96,7 +99,9 @@ class Kind:
     cols: int
     widest: int
     """Elements of a row over all shards. Pieces are cut by it where ranks round rows together."""
-    corrected: bool
+    correction: torch.dtype | None
+    """Of the state "weight_correction", if the parameters have one."""
+    compensated: bool
     states: tuple[tuple[str, CodebookTensor | None, int], ...]
     """Names, each with a tensor that knows how its codes are decoded (None for plain values), and the number of the
     state's own rows in one row of the piece: a state in smaller blocks has shorter rows."""
@@ -112,6 +117,8 @@ class Update:
         formula: called as `formula(weight, grad, step=step, **states)`. It updates the weight (float32 or float64) and
             the states (float32) in place, [rows, cols] each. `step` is float64 without dimensions.
         coefficient: a factor of the gradients, or None.
+        compensate: called as `compensate(error, step=step, **states)` where `states.is_compensated`, with the weight
+            before it was rounded less the weight after. It updates the states in place.
     """
 
     def __init__(
@@ -121,7 +128,9 @@ class Update:
         stochastic: dict[str, bool],
         formula: Callable[..., None],
         coefficient: Tensor | None,
+        compensate: Callable[..., None] | None = None,
     ) -> None:
+        self.compensate = compensate
         self.state, self.job, self.group = state, job, job.group
         self.stochastic, self.formula = stochastic, formula
         self.device = job.grads[0].device
@@ -161,8 +170,8 @@ class Update:
         key, kind = self._kind(param, weight, formats, stored, rounds)
         rows = weight.numel() // kind.cols
         tensors = [self.job.grads[index], weight]
-        if kind.corrected:
-            tensors.append(local(state["weight_correction"]))
+        if kind.correction is not None:
+            tensors.append(states.correction_units(state["weight_correction"]))
         for t in stored:
             tensors.extend((t.codes, t.scale) if isinstance(t, CodebookTensor) else (t,))
         if rounds:
@@ -194,11 +203,14 @@ class Update:
             widths = [t.cols_of(weight.shape) if t is not None else 0 for t in coded]
             cols = max(widths, default=0) or (weight.shape[-1] if rounds else 1)
             each = zip(self.stochastic, coded, (cols // (w or cols) for w in widths), strict=True)
-            corrected = states.has_correction(self.group, param)
+            correction = None
+            if states.has_correction(self.group, param):
+                correction = states.CORRECTIONS[self.group["weight_correction"]]
             widest = cols // weight.shape[-1] * param.shape[-1] if rounds else cols
             # A model may hold bf16 weights beside float32 ones behind low-bit products.
             key = cols, weight.dtype, formats
-            self.kinds[at] = key, Kind(cols, widest, corrected, tuple(each))
+            compensated = states.is_compensated(self.group, param)
+            self.kinds[at] = key, Kind(cols, widest, correction, compensated, tuple(each))
         return self.kinds[at]
 
     def _update(self, kind: Kind, piece: list[RowsOfParameter]) -> None:
@@ -206,11 +218,11 @@ class Update:
         grad, weight = old[0].float(), old[1]
         if self.coefficient is not None:
             grad = grad * self.coefficient
-        if kind.corrected:
+        if kind.correction is not None:
             work = join_bf16(weight, old[2])
         else:
             work = weight if weight.dtype in (torch.float32, torch.float64) else weight.float()
-        values, at = {}, 2 + kind.corrected
+        values, at = {}, 2 + (kind.correction is not None)
         for name, coded, within in kind.states:
             if coded is None:
                 values[name] = old[at].float()
@@ -218,8 +230,14 @@ class Update:
                 codes, scale = (_shorter(t, within) for t in old[at : at + 2])
                 values[name] = coded.decode_rows(codes, scale).view(-1, kind.cols)
             at += 1 if coded is None else 2
-        self.formula(work, grad, step=self.steps[piece[0].index], **values)
+        step = self.steps[piece[0].index]
+        self.formula(work, grad, step=step, **values)
         new = self._weight(kind, piece, work, weight.dtype)
+        if kind.compensated and self.compensate is not None:
+            _scatter(new[0], [p.tensors[1] for p in piece])
+            rounded = _gather([p.tensors[1] for p in piece]).float()
+            error = (work - rounded).nan_to_num_(0.0, 0.0, 0.0)
+            self.compensate(error, step=step, **values)
         for slot, (name, coded, within) in enumerate(kind.states, 1):
             if coded is None:
                 new.append(self._plain(kind, piece, slot, values[name], old[1 + len(new)].dtype))
@@ -229,13 +247,14 @@ class Update:
                     random = _shorter(self._random_bits(kind, piece, slot), within)
                 new += coded.encode_rows(_shorter(values[name], within), random)
         for i, result in enumerate(new, 1):
-            _scatter(result, [p.tensors[i] for p in piece])
+            if i > 1 or not kind.compensated:
+                _scatter(result, [p.tensors[i] for p in piece])
 
     def _weight(
         self, kind: Kind, piece: list[RowsOfParameter], work: Tensor, dtype: torch.dtype
     ) -> list[Tensor]:
-        if kind.corrected:
-            return list(split_bf16(work))
+        if kind.correction is not None:
+            return list(split_bf16(work, kind.correction))
         if dtype == torch.bfloat16 and self.group["bf16_stochastic_round"]:
             return [round_bf16(work, self._random_bits(kind, piece, 0))]
         return [work if work.dtype == dtype else work.to(dtype)]

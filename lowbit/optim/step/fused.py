@@ -240,8 +240,11 @@ class KernelChoice:
         if reason is None:
             # A weight that rounds itself is given float32 values.
             dtype = torch.float32 if isinstance(own, LowbitTensor) else own.dtype
-            rounding = self._rounding(dtype)
-            found = variant(self._rule, dtype, grad.dtype, formats, *self._of_states, rounding)
+            kinds = *self._of_states, self._rounding(dtype)
+            error = "dropped"
+            if states.is_compensated(self.group, param):
+                error = "tried" if isinstance(own, LowbitTensor) else "returned"
+            found = variant(self._rule, dtype, grad.dtype, formats, *kinds, error=error)
             reason = scattered(found, param) or self._not_compiled(own.device, found)
             if reason is None:
                 return found
@@ -336,8 +339,8 @@ def kernel_format(state: Tensor) -> str:
 def rounding_of(group: dict[str, Any], dtype: torch.dtype) -> str:
     if dtype == torch.bfloat16 and group["bf16_stochastic_round"]:
         return "stochastic"
-    if dtype == torch.bfloat16 and group["weight_correction"]:
-        return "corrected"
+    if dtype == torch.bfloat16 and group["weight_correction"] in states.CORRECTIONS:
+        return {"8bit": "corrected", "16bit": "exact"}[group["weight_correction"]]
     return "nearest"
 
 

@@ -79,7 +79,7 @@ class StepLaunch:
     grads: list[Tensor]
     gradients: Memory | None = None  # whose addresses are in the table
     uploaded: np.ndarray | None = None  # the words on the device; None: other than `words`
-    kernels: dict[bool, StepKernel | StepKernelCpu] = field(default_factory=dict)
+    kernels: dict[tuple[bool, bool], StepKernel | StepKernelCpu] = field(default_factory=dict)
 
     @classmethod
     def of(cls, optimizer: Any, variant: StepVariant, items: list[StepItem]) -> Self:
@@ -218,12 +218,14 @@ class StepLaunch:
         groups, memory = address + self.rows.nbytes, (self.scalars, self.locate)
         kernel(StepArguments(address, groups, *memory, count, self.tiles, control))
 
-    def _kernel(self, is_scaled: bool) -> StepKernel | StepKernelCpu:
-        """The kernel for scaled or unscaled gradients. Kept here, because hashing a variant takes long."""
-        if is_scaled not in self.kernels:
+    def _kernel(self, is_scaled: bool, second: bool = False) -> StepKernel | StepKernelCpu:
+        """The kernel for scaled or unscaled gradients; `second`: that of the second part of a step in two. Kept here,
+        because hashing a variant takes long."""
+        key = is_scaled, second
+        if key not in self.kernels:
             variant = scaled(self.variant) if is_scaled else self.variant
-            self.kernels[is_scaled] = compiled(variant, self.table.device)
-        return self.kernels[is_scaled]
+            self.kernels[key] = compiled(given(variant) if second else variant, self.table.device)
+        return self.kernels[key]
 
     # ---- the table ------------------------------------------------------------------------------------------
 
@@ -286,7 +288,7 @@ def _fill(row: np.ndarray, optimizer: Any, item: StepItem, variant: StepVariant)
             cols = part.cols_of(item.own.shape)
         else:
             read[f"state_{slot}"] = part
-    if variant.rounding == "corrected":
+    if variant.rounding in ("corrected", "exact"):
         read["correction"] = local(state["weight_correction"])
     bits = 0
     for name, tensor in read.items():  # the addresses of the item's first row
@@ -360,9 +362,17 @@ def compiled(variant: StepVariant, device: torch.device) -> StepKernel | StepKer
 
 def scaled(v: StepVariant) -> StepVariant:
     """The same variant for gradients that are multiplied by a factor."""
-    return variant(
-        v.rule, v.param, v.grad, v.formats, v.signed, v.stochastic, v.rounding, scaled=True
-    )
+    return _like(v, scaled=True)
+
+
+def given(v: StepVariant) -> StepVariant:
+    """The second part of a step whose first part is `v`, with the error "tried"."""
+    return _like(v, error="given")
+
+
+def _like(v: StepVariant, **changes: Any) -> StepVariant:
+    own = {"scaled": v.scaled, "error": v.error, **changes}
+    return variant(v.rule, v.param, v.grad, v.formats, v.signed, v.stochastic, v.rounding, **own)
 
 
 @functools.cache
@@ -384,10 +394,13 @@ def variant(
     stochastic: tuple[bool, ...],
     rounding: str,
     scaled: bool = False,
+    error: str = "dropped",
 ) -> StepVariant:
     """A variant, one object for one combination, because kernels are cached by it."""
     tables = tuple(map(_table, formats, signed))
-    return StepVariant(rule, param, grad, formats, signed, stochastic, rounding, scaled, tables)
+    return StepVariant(
+        rule, param, grad, formats, signed, stochastic, rounding, scaled, tables, error
+    )
 
 
 @functools.cache

@@ -4,6 +4,10 @@ The kernel reads and writes float32 values. A few parameters at a time, or some 
 to a buffer; the kernel updates them there, and the weights take them back, rounded. The buffer is bounded
 (`job.piece_of`: 64 MiB on a GPU) and freed at the end of the step. The host waits for no answer of the device.
 
+Where rounding errors go into the momentum, the step has two parts. A first kernel writes the updated values to a second
+buffer and stores nothing else. The weights take them, and what rounding lost stays in the buffer. A second kernel
+computes the same step again, adds the errors to the momentum and stores the states.
+
 All rows are in one table, as those of `StepLaunch`. The values of one part of the table, a pass, are in the buffer
 together.
 """
@@ -66,6 +70,8 @@ class RoundedLaunch(StepLaunch):
     the last one count here; the last row counts in the parameter's state."""
     values: Tensor | None = None
     """The buffer, during a step."""
+    tried: Tensor | None = None
+    """Another one, where errors go into the momentum: the updated values, and then their rounding errors."""
     skip: Tensor | None = None
     """`GradScale.skip` of this step."""
 
@@ -123,7 +129,7 @@ class RoundedLaunch(StepLaunch):
         return np.where(whole == 0, 0, whole + self.variant.grad.itemsize * skipped)
 
     def _scratch(self) -> tuple[Any, ...]:
-        return *super()._scratch(), self.passes, self.steps, self.values
+        return *super()._scratch(), self.passes, self.steps, self.values, self.tried
 
     # ---- each step ------------------------------------------------------------------------------------------
 
@@ -132,12 +138,15 @@ class RoundedLaunch(StepLaunch):
         self.values = torch.empty(self.size, dtype=torch.float32, device=device)
         offsets = self.values.itemsize * np.array([piece.offset for piece in self.pieces])
         self.rows[:, COLUMN["param"]] = self.values.data_ptr() + offsets
+        if self.variant.error == "tried":
+            self.tried = torch.empty_like(self.values)
+            self.rows[:, COLUMN["correction"]] = self.tried.data_ptr() + offsets
         self.skip = None if scale.skip is None else scale.skip.to(device)
         for index, first, last in self.counted:
             assert self.steps is not None
             self.steps[first:last].copy_(optimizer.state[self.params[index]]["step"])
         super().run(optimizer, scale)
-        self.values = self.skip = None
+        self.values = self.tried = self.skip = None
 
     def _launch(self, table: Tensor, kernel: Any, control: Tensor | None) -> None:
         groups = table.data_ptr() + self.rows.nbytes
@@ -149,17 +158,26 @@ class RoundedLaunch(StepLaunch):
             address, scalars = table.data_ptr() + first * width, self.scalars[first:end]
             one = StepArguments(address, groups, scalars, locate, end - first, tiles, control)
             kernel(one)
-            for weight, values in taken:
-                _update(weight, values, self.skip)
+            if self.tried is None:
+                for weight, values in taken:
+                    _update(weight, values, self.skip)
+                continue
+            for piece in self.pieces[first:end]:
+                weight, tried = self._taken(piece, self.tried)
+                _update(weight, tried, self.skip)
+                if weight.numel():
+                    tried.sub_(weight.master())
+            self._kernel(kernel.variant.scaled, second=True)(one)
 
-    def _taken(self, piece: Rows) -> tuple[LowbitTensor, Tensor]:
-        """The rows of the weight, and the part of the buffer for their values."""
-        assert self.values is not None
+    def _taken(self, piece: Rows, buffer: Tensor | None = None) -> tuple[LowbitTensor, Tensor]:
+        """The rows of the weight, and the part of the buffer, `values` by default, for their values."""
+        buffer = self.values if buffer is None else buffer
+        assert buffer is not None
         whole: Any = states.memory(self.params[piece.owner])
         if piece.rows > 1:
             whole = rows_of(whole, piece.rows)[piece.start : piece.end]
         end = piece.offset + whole.numel()
-        return whole, self.values[piece.offset : end].view(whole.shape)
+        return whole, buffer[piece.offset : end].view(whole.shape)
 
 
 def _update(weight: LowbitTensor, values: Tensor, skip: Tensor | None) -> None:

@@ -25,7 +25,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
     meta_attrs = ("scheme", "columns", "transposed")
     already = "trained in int8 already; lowbit.train.restore_(model) makes it a plain weight again"
     caches = ("_reader",)
-    schemes = (Int8Weight,)
+    schemes: ClassVar[tuple[type[Any], ...]] = (Int8Weight,)
     spec = Int8WeightOnly().weight
     """The spec of an AffineTensor with the same codes and scales."""
     zero_point = None
@@ -143,10 +143,11 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
     def set_offsets(self, name: str, rows: Tensor | None = None) -> None:
         """Set the random-number offsets of the parameter `name`. `rows`: indices of this tensor's rows; None: all."""
         columns = self.shape[-1] if self.columns is None else self.columns.total
+        lead = self.scale.shape[:-1]
         if rows is None:
-            rows = torch.arange(self.scale.numel()).view(self.scale.shape)
+            rows = torch.arange(lead.numel())
         offsets = rows * columns + first_offset(self.scheme.seed, name)
-        self.place = offsets.to(self.device).view(self.scale.shape)
+        self.place = offsets.to(self.device).view(*lead, 1)
 
     # ---- values ----------------------------------------------------------------------------------------------
 
@@ -157,14 +158,24 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         if self.transposed:
             return self._transposed().dequantize().transpose(-2, -1)
         values = self._dequantize_on_cpu()
-        return (self.codes * self.scale).to(self.dtype) if values is None else values
+        if values is None:
+            values = (self.unpacked() * self.spread_scale()).to(self.dtype)
+        return values
+
+    def unpacked(self) -> Tensor:
+        """The codes, one an element of the stored shape [..., N, K]."""
+        return self.codes
+
+    def spread_scale(self) -> Tensor:
+        """The scales, which broadcast over `unpacked()`."""
+        return self.scale
 
     def master(self) -> Tensor:
         """The values in float32, with the remainder of an average."""
         rest = None if self.transposed or self.flat_from is not None else remainder.of(self.codes)
         if rest is None:
             return super().master()
-        return (self.codes + rest / remainder.UNITS) * self.scale
+        return (self.unpacked() + rest / remainder.UNITS) * self.spread_scale()
 
     def was_read(self) -> None:
         remainder.expect(self.codes)
@@ -177,7 +188,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         if self.transposed or self.flat_from is not None or remainder.of(self.codes) is not None:
             super().write_master(out)
         else:
-            torch.mul(self.codes, self.scale, out=out)  # in one pass
+            torch.mul(self.unpacked(), self.spread_scale(), out=out)  # in one pass
 
     def update_(self, values: Tensor) -> None:
         """Take these values [..., N, K], float32, rounded stochastically, and advance the random-number offsets.
@@ -355,10 +366,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         if dim < self.ndim - 1:
             return self._map(lambda t: t.narrow(dim, start, end - start), shape=shape)
         tensors = {**self.inner_tensors(), "codes": self.codes.narrow(dim, start, end - start)}
-        old = self.columns or Columns(0, self.shape[-1])
-        return self._with(
-            tensors, shape, columns=_whole(replace(old, start=old.start + start), shape)
-        )
+        return self._with(tensors, shape, columns=self._columns_from(start, shape))
 
     def _cat(self, tensors: Sequence[Self], dim: int) -> Self:
         if self.transposed:
@@ -378,12 +386,21 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
                 f"cat along dimension {dim}, of parts of rows that have other scales"
             )
         codes = torch.cat([t.codes for t in tensors], dim)
-        columns = self.columns
-        if columns is not None:
-            # gathered parts all have the metadata of this rank's
-            whole = replace(columns, start=0) if shape[-1] == columns.total else columns
-            columns = _whole(whole, shape)
+        columns = self._columns_of(shape)
         return self._with({**self.inner_tensors(), "codes": codes}, shape, columns=columns)
+
+    def _columns_of(self, shape: Sequence[int]) -> Columns | None:
+        """`columns` of the columns of this tensor followed by others, in all of this shape."""
+        if self.columns is None:
+            return None
+        # gathered parts all have the metadata of this rank's
+        is_whole = shape[-1] == self.columns.total
+        return _whole(replace(self.columns, start=0) if is_whole else self.columns, shape)
+
+    def _columns_from(self, start: int, shape: Sequence[int]) -> Columns | None:
+        """`columns` of the columns from `start` on, of a part of this shape."""
+        old = self.columns or Columns(0, self.shape[-1])
+        return _whole(replace(old, start=old.start + start), shape)
 
     def _view(self, shape: tuple[int, ...]) -> Self | None:
         """Merges or splits leading dimensions."""
@@ -535,5 +552,5 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
         elif dst.transposed or dst.flat_from is not None:
             remainder.forget(dst.codes)
         else:
-            remainder.keep(dst.codes, dst.scale, src)
+            remainder.keep(dst, src)
     return copied

@@ -5,7 +5,7 @@ values into it. With a decay of 0.999 a value moves by far less than half a code
 nearest it would never move. Such a copy therefore keeps the remainder beside the codes, and the next arithmetic reads
 codes and remainder. Products, state dicts and collectives see the codes alone, which are the nearest to the average.
 
-    remainder   int16, of the shape of the codes: (value / scale - code) * 2**16
+    remainder   int16, an element each: (value / scale - code) * 2**16
 
 Arithmetic that reads a weight without gradients begins this. An update ends it, and so does a copy of an int8 weight
 without a remainder. A weight that is trained or loaded has none: nothing is computed from it and then copied into it.
@@ -14,6 +14,7 @@ without a remainder. A weight that is trained or loaded has none: nothing is com
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,13 +35,14 @@ def expect(codes: Tensor) -> None:
 
 
 def of(codes: Tensor) -> Tensor | None:
-    """The remainder, int16 of the shape of `codes`; None where there is none."""
+    """The remainder, int16 of the weight's shape; None where there is none."""
     found: Tensor | None = _REMAINDERS.get(codes) if _REMAINDERS else None
     return found
 
 
-def keep(codes: Tensor, scale: Tensor, values: Tensor) -> None:
-    """`values` have been rounded to codes [..., N, K] and scale [..., N, 1]. Keep the remainder if it is expected."""
+def keep(weight: Any, values: Tensor) -> None:
+    """`weight`, an `Int8WeightTensor`, has rounded `values` of its shape. Keep the remainder if it is expected."""
+    codes = weight.codes
     if not _REMAINDERS or codes not in _REMAINDERS:
         return
     if values.dtype in (torch.bfloat16, torch.float16):
@@ -50,7 +52,7 @@ def keep(codes: Tensor, scale: Tensor, values: Tensor) -> None:
             "get_ema_multi_avg_fn(decay)) or average.lerp_(weight, 1 - decay), which compute in float32",
             stacklevel=1,  # this line, so that all weights together warn once
         )
-    rest = (values.float() / scale - codes).mul_(UNITS).round_()
+    rest = (values.float() / weight.spread_scale() - weight.unpacked()).mul_(UNITS).round_()
     limits = torch.iinfo(torch.int16)
     rest = rest.nan_to_num_(0.0).clamp_(limits.min, limits.max)
     _REMAINDERS[codes] = rest.to(torch.int16)

@@ -1,0 +1,197 @@
+"""Int4WeightTensor: a weight that is stored in 4 bits alone, also during training.
+
+| tensor | shape             | dtype                                                                             |
+|--------|-------------------|-----------------------------------------------------------------------------------|
+| codes  | [..., N, K/2]     | uint8: two codes + 8 a byte, the even one in the low half; codes are -7 .. 7       |
+| scale  | [..., N, K/group] | float32, absmax / 7 of the group; 1 for a group of zeros, NaN for one with a NaN   |
+| place  | [..., N, 1]       | int64, random-number offset of the row                                            |
+
+K is padded to whole groups with zeros. Everything else is as in `lowbit.tensor.trained.int8_weight`: updates round
+stochastically, by random numbers that depend on neither the sharding nor a restart. Products dequantize the weight.
+Shards hold whole rows, or whole groups of columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import lowbit_kernels as kernels
+from lowbit.numerics.packing import pack, unpack
+from lowbit.numerics.spec import Spec
+from lowbit.schemes.presets import Int4WeightOnly
+from lowbit.schemes.training import Int4Weight
+from lowbit.tensor.core import (
+    InnerShapes,
+    aten,
+    check_weight,
+    product_below_autograd,
+    stored_shape,
+)
+from lowbit.tensor.trained.int8_weight import Int8WeightTensor
+from lowbit.tensor.trained.trainable import dequantized_linear, grouped_in_high_precision
+from lowbit.tracing import tracer
+
+MOST = 7
+"""The largest code. -8 would have no counterpart, so it is not used."""
+_LEAST = -8
+"""The code that is stored as 0, as in `AffineTensor`."""
+
+
+class Int4WeightTensor(Int8WeightTensor):
+    """A trainable weight in 4 bits; see the module. `Int4WeightTensor(weight, Int4Weight(), name)` makes one."""
+
+    already = "trained in int4 already; lowbit.train.restore_(model) makes it a plain weight again"
+    schemes = (Int4Weight,)
+
+    scheme: Int4Weight  # type: ignore[assignment]
+
+    def __new__(cls, weight: Tensor, scheme: Int4Weight, name: str = "") -> Self:
+        """Round `weight` [..., N, K], float32, bfloat16 or float16, to nearest. `scheme.seed` and `name`, that of the
+        parameter in the model, determine the random numbers of its updates.
+
+        Raises ValueError as `AffineTensor.from_float` does.
+        """
+        check_weight(weight)
+        codes, scale = _round(weight.detach(), scheme.group_size)
+        meta = {"scheme": scheme, "columns": None, "transposed": False}
+        self = cls.from_inner({"codes": codes, "scale": scale}, meta, weight.shape, weight.dtype)
+        if not weight.is_meta:
+            self.set_offsets(name)
+        return self
+
+    @property
+    def spec(self) -> Spec:
+        """The spec of an AffineTensor with the same codes and scales."""
+        return Int4WeightOnly(self.scheme.group_size, "symmetric").weight
+
+    def stored_format(self) -> str:
+        return "int4 weight"
+
+    # ---- values ----------------------------------------------------------------------------------------------
+
+    def unpacked(self) -> Tensor:
+        columns = self.scale.shape[-1] * self.scheme.group_size
+        return (unpack(self.codes, 4, columns).to(torch.int8) + _LEAST)[..., : self._columns()]
+
+    def spread_scale(self) -> Tensor:
+        return self.scale.repeat_interleave(self.scheme.group_size, -1)[..., : self._columns()]
+
+    def _columns(self) -> int:
+        return (self.flat_from or stored_shape(self, self.shape))[-1]
+
+    def values_again(self, dtype: torch.dtype) -> Tensor:
+        return self.dequantize().to(dtype)
+
+    def _rounded(self, values: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        start = 0 if self.columns is None else self.columns.start
+        return _round(values, self.scheme.group_size, self.scale, offsets, start)
+
+    # ---- products --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        cls.check_operands(input, weight)
+        return dequantized_linear(input, weight, bias, "int4 weight, dequantized")
+
+    @classmethod
+    def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
+        n, k = weight.shape[-1], weight.shape[-2]
+        tracer.note(x.shape[0], n, k, "int4 weight, dequantized", weight)
+        return grouped_in_high_precision(x, weight, offs)
+
+    # ---- LowbitTensor's methods ------------------------------------------------------------------------------
+
+    def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
+        shape = stored_shape(self, shape)
+        group = self.scheme.group_size
+        groups = -(-shape[-1] // group)
+        found: InnerShapes = {
+            "codes": ((*shape[:-1], groups * group // 2), torch.uint8),
+            "scale": ((*shape[:-1], groups), torch.float32),
+        }
+        if self.place is not None:
+            found["place"] = ((*shape[:-1], 1), torch.int64)
+        return found
+
+    def _slice(self, dim: int, start: int, end: int) -> Self:
+        size, group = self.shape[dim], self.scheme.group_size
+        if self.transposed or dim < self.ndim - 1 or (start, end) == (0, size):
+            return super()._slice(dim, start, end) if (start, end) != (0, size) else self._with()
+        if any(edge % group and edge != size for edge in (start, end)):
+            raise self._unsupported(
+                f"slicing dimension {dim} of {size} at {start}:{end} (accepted: multiples of its groups of {group})"
+            )
+        first, groups = start // group, -(-end // group) - start // group
+        parts = {
+            **self.inner_tensors(),
+            "codes": self.codes.narrow(dim, first * group // 2, groups * group // 2),
+            "scale": self.scale.narrow(dim, first, groups),
+        }
+        shape = (*self.shape[:dim], end - start)
+        return self._with(parts, shape, columns=self._columns_from(start, shape))
+
+    def _cat(self, tensors: Sequence[Self], dim: int) -> Self:
+        if self.transposed or dim < self.ndim - 1:
+            return super()._cat(tensors, dim)
+        group = self.scheme.group_size
+        if any(t.shape[dim] % group for t in tensors[:-1]):
+            raise self._unsupported(
+                f"cat along dimension {dim} of parts that are not whole groups of {group}"
+            )
+        joined = {
+            name: torch.cat([getattr(t, name) for t in tensors], dim) for name in ("codes", "scale")
+        }
+        shape = (*self.shape[:dim], sum(t.shape[dim] for t in tensors))
+        parts = {**self.inner_tensors(), **joined}
+        return self._with(parts, shape, columns=self._columns_of(shape))
+
+
+def _round(
+    values: Tensor,
+    group: int,
+    old: Tensor | None = None,
+    offsets: Tensor | None = None,
+    start: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """`codes` and `scale` of the module for values [..., N, K], rounded stochastically with the random-number offsets
+    of their rows, else to nearest.
+
+    Args:
+        old: the scales so far.
+        start: the first of these columns in the whole weight.
+    """
+    lead, padding = values.shape[:-1], -values.shape[-1] % group
+    rows = F.pad(values.float(), (0, padding))
+    groups = rows.shape[-1] // group
+    first = None
+    if offsets is not None:
+        starts = torch.arange(groups, device=values.device) * group
+        first = (offsets.reshape(-1, 1) + starts).reshape(-1)
+    codes, scale = kernels.round_rows.round_rows(
+        rows.reshape(lead.numel() * groups, group),
+        old=None if old is None else old.reshape(-1),
+        first=first,
+        start=start,
+        most=MOST,
+    )
+    return pack(codes.view(*lead, groups * group) - _LEAST, 4), scale.view(*lead, groups)
+
+
+@Int4WeightTensor.implements(aten.embedding.default)
+def _embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Dequantizes only the rows that are looked up."""
+    self, indices = args[0], args[1]
+    if self.transposed:
+        raise self._unsupported("an embedding of its transpose")
+    rows = self._take(indices.reshape(-1)).dequantize()
+    return rows.view(*indices.shape, *self.shape[1:])
+
+
+@Int4WeightTensor.implements(aten.mm.default, aten.addmm.default, aten.linear.default)
+def _matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
+    return product_below_autograd(Int4WeightTensor.linear, func, args, kwargs)
