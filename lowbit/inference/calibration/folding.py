@@ -66,17 +66,19 @@ class _Group:
     """How many modules ran before the first of them."""
 
 
-def foldings(model: nn.Module, targets: Sequence[Target], batches: Sequence[Any]) -> list[Folding]:
-    """The foldings of linears of which one at least is a target. The first batch finds them; those that change the
-    model on another batch, as where its input goes to other linears, are dropped."""
+def foldings(
+    model: nn.Module, targets: Sequence[Target] | None, batches: Sequence[Any]
+) -> list[Folding]:
+    """The foldings of linears of which one at least is a target, or of all (None). The first batch finds them; those
+    that change the model on another batch, as where its input goes to other linears, are dropped."""
     batch = batches[0]
-    wanted = {id(owner.module) for target in targets for owner in target.owners}
+    wanted = {id(owner.module) for target in targets or () for owner in target.owners}
     names = {id(module): name for name, module in model.named_modules()}
     with eval_mode(model), state_restored(model), torch.no_grad():
         order, groups = _traced(model, batch)
         found: list[Folding] = []
         for group in groups:
-            if not any(id(linear) in wanted for linear in group.linears):
+            if targets is not None and not any(id(linear) in wanted for linear in group.linears):
                 continue
             taken = {id(linear) for linear in group.linears}
             size = group.linears[0].in_features
