@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         top_experts,
         weighted_sum,
     )
-    from lowbit_kernels.elementwise import fake_quantize, normalize_matrices
+    from lowbit_kernels.elementwise import block_hadamard, fake_quantize, normalize_matrices
     from lowbit_kernels.matmul import (
         batched_mm,
         block_scaled_mm,
@@ -60,6 +60,7 @@ __all__ = [
     "add_low_rank",
     "argmax_rows",
     "batched_mm",
+    "block_hadamard",
     "block_scaled_mm",
     "decode_attention",
     "dequantize",

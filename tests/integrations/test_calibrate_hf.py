@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lowbit as lb
-from lowbit.inference import GPTQ
+from lowbit.inference import GPTQ, Rotate
 
 transformers = pytest.importorskip("transformers")
 
@@ -81,3 +81,29 @@ def test_it_loses_less_than_rounded(kind: str) -> None:
         expected = plain(**batch).logits[counts]
         errors = [float((m(**batch).logits[counts] - expected).norm()) for m in (model, rounded)]
     assert errors[0] < errors[1]
+
+
+def test_rotations_come_back_from_folders(tmp_path) -> None:
+    """Folded ones in every format, those of products in lowbit's own."""
+    plain = build("llama")
+    batch = batches()[0]
+    for format, online in (("lowbit", True), ("compressed-tensors", False)):
+        model = copy.deepcopy(plain)
+        steps = [Rotate(online=online), GPTQ()]
+        report = lb.calibrate(model, lb.MXFP4WeightOnly(), batches(), steps=steps)
+        methods = {name: layer.method for name, layer in report.layers.items()}
+        assert methods["model.layers.1.self_attn.k_proj.weight"].startswith(
+            "Rotate in the residual"
+        )
+        down = methods["model.layers.1.mlp.down_proj.weight"]
+        assert down.startswith("Rotate online by 32" if online else "Rotate left alone")
+        lb.export(model, tmp_path / format, format)
+        if not online:  # transformers runs MXFP4 of this format in bfloat16 alone
+            assert (tmp_path / format / "model.safetensors").exists()
+            continue
+        with pytest.raises(lb.formats.FormatError, match="Rotated"):
+            lb.export(model, tmp_path / "refused", "compressed-tensors")
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / format).eval()
+        with torch.no_grad():
+            found, expected = again(**batch).logits, model(**batch).logits
+            assert float((found - expected).norm() / expected.norm()) < 1e-3, format

@@ -5,6 +5,7 @@ from lowbit.inference.calibration.call import calibrate
 from lowbit.inference.calibration.gptq import GPTQ
 from lowbit.inference.calibration.learned_rounding import LearnedRounding
 from lowbit.inference.calibration.report import CalibrationReport, LayerResult
+from lowbit.inference.calibration.rotation import Rotate
 from lowbit.inference.calibration.search import Search
 from lowbit.inference.calibration.smoothquant import SmoothQuant
 from lowbit.inference.calibration.step import Layer, Step
@@ -16,6 +17,7 @@ __all__ = [
     "Layer",
     "LayerResult",
     "LearnedRounding",
+    "Rotate",
     "Search",
     "SmoothQuant",
     "Step",

@@ -82,15 +82,18 @@ class _Group:
     """False if its input does not follow that of its block."""
 
 
-def foldings(model: nn.Module, targets: Sequence[Target], batches: Sequence[Any]) -> list[Folding]:
-    """The foldings of linears of which one at least is a target. The first batch finds them; those that change the
-    model on another batch, as where its input goes to other linears, are dropped."""
-    wanted = {id(owner.module) for target in targets for owner in target.owners}
+def foldings(
+    model: nn.Module, targets: Sequence[Target] | None, batches: Sequence[Any]
+) -> list[Folding]:
+    """The foldings of linears of which one at least is a target, or of all (None). The first batch finds them; those
+    that change the model on another batch, as where its input goes to other linears, are dropped."""
+    wanted = {id(owner.module) for target in targets or () for owner in target.owners}
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[int, Folding] = {}
     with eval_mode(model), state_restored(model), deterministic(), torch.no_grad():
         order, groups = _traced(model, batches[0])
-        groups = [g for g in groups if any(id(linear) in wanted for linear in g.linears)]
+        if targets is not None:
+            groups = [g for g in groups if any(id(linear) in wanted for linear in g.linears)]
         chain = chain_of(model, targets)
         for place in _places(model, chain, batches[0]):
             for i, group in enumerate(groups):

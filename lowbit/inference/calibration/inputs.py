@@ -15,6 +15,7 @@ to it has both: H / mean(diag H) + I.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lowbit.convert import Target, shape_of_blocks
+from lowbit.tensor.frozen.rotated_tensor import rotated_blocks
 
 
 class Moments:
@@ -89,6 +91,14 @@ class Moments:
     def is_finite(self) -> bool:
         sums = (t for t in (self.square, self.drift) if t is not None)
         return all(map(bool, (t.isfinite().all() for t in sums)))
+
+    def rotated(self, size: int) -> Moments:
+        """The sums over the same inputs, rotated in blocks of `size`. Needs `full`."""
+        made = copy.copy(self)
+        for name in ("square", "cross", "drift"):
+            t = getattr(self, name)
+            setattr(made, name, None if t is None else rotated_blocks(t, size, (-2, -1)))
+        return made
 
     def hessian(self, index: int) -> Tensor | None:
         """H [K, K], or its diagonal [K], of one matrix; None if none saw an input. With an embedding beside it, the sum

@@ -37,6 +37,7 @@ from lowbit.numerics.learned_scales import RATE, as_parameters, qparams, rate_of
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8
 from lowbit.numerics.spec import Spec
+from lowbit.tensor.frozen.rotated_tensor import rotated_blocks
 from lowbit.tracing.batches import deterministic, entry, output_tensor
 
 BETAS = 0.9, 0.99
@@ -111,7 +112,7 @@ class Weight:
     Attributes:
         original: the parameter's values before.
         qparams: scale and zero point.
-        values: float32 [N, K] or [E, N, K], the rounded values.
+        values: float32 [N, K] or [E, N, K], the rounded values, of rotated inputs where the layer has them.
     """
 
     def __init__(self, target: Target, layer: Layer) -> None:
@@ -119,18 +120,21 @@ class Weight:
         self.spec, self.joint, self.scale_dtype = layer.spec, layer.joint, layer.scale_dtype
         self.qparams = layer.minmax() if layer.qparams is None else layer.qparams
         self.values = layer.rounded(self.qparams) if layer.values is None else layer.values
+        self.rotation = layer.rotation
         self.original = target.weight.data
 
     def show(self, values: Tensor) -> None:
         """Give the parameter, which stays plain, these values [N, K]."""
         plain = self.original
+        values = rotated_blocks(values, self.rotation)
         own = values.mT if is_turned(self.target) else values.reshape(plain.shape)
         self.target.weight.data = own.to(plain.dtype).contiguous()
 
     def matrix(self, t: Tensor) -> Tensor:
         """A tensor of the parameter's shape as the weight is quantized: [N, K] or [E, N, K]."""
         shape = shape_of_blocks(self.target)
-        return t.mT.contiguous() if is_turned(self.target) else t.reshape(shape)
+        found = t.mT.contiguous() if is_turned(self.target) else t.reshape(shape)
+        return rotated_blocks(found, self.rotation)
 
 
 @contextmanager

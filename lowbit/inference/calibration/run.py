@@ -45,6 +45,7 @@ from lowbit.progress import progress
 from lowbit.tensor.core.base import check_weight
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor
+from lowbit.tensor.frozen.rotated_tensor import RotatedTensor
 from lowbit.tracing.batches import call, eval_mode, on_device_of, output_tensor
 from lowbit.tracing.block_inputs import forward_of
 from lowbit.tracing.observer import Method
@@ -344,6 +345,8 @@ def _made(weight: Weight, target: Target) -> Tensor:
     qparams, joint = weight.qparams, weight.joint
     made = AffineTensor.from_float(weight.values, target.scheme, qparams, of_input, joint)
     made = made._with(dtype=weight.original.dtype)
+    if weight.rotation > 1:
+        return RotatedTensor.of_matrix(made, weight.rotation)
     if is_conv(target):
         return ConvTensor.of_matrix(made, weight.original.shape)
     return made._transposed() if is_turned(target) else made

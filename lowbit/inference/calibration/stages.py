@@ -283,12 +283,17 @@ def block_of(
     return Block("the model", model, len(batches), rows, run, run, own)
 
 
-def chain_of(model: nn.Module, targets: Sequence[Target]) -> list[nn.Module]:
-    """The blocks of the model: the children of the module list that holds the most weights. [] if there is none."""
+def chain_of(model: nn.Module, targets: Sequence[Target] | None) -> list[nn.Module]:
+    """The blocks of the model: the children of the module list that holds the most of these weights, or of all (None).
+    [] if there is none."""
     sizes: dict[int, int] = {}
-    for target in targets:
+    for target in targets or ():
         first = id(target.owners[0].module)
         sizes[first] = sizes.get(first, 0) + target.weight.numel()
+    if targets is None:
+        sizes = {
+            id(m): sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()
+        }
     best: list[nn.Module] = []
     most = 0
     for module in model.modules():  # parents come first, and win

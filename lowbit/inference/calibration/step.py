@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lowbit.convert import Target
 from lowbit.inference.calibration.inputs import Moments
 from lowbit.numerics.spec import Spec
+from lowbit.tensor.frozen.rotated_tensor import rotated_blocks
 
 QParams = tuple[Tensor, Tensor | None]
 
@@ -50,6 +51,8 @@ class Layer:
         joint: what the scales of siblings share (`Spec.joint_part`), or None.
         qparams: scale and zero point of each block; None: from the smallest and largest value.
         values: float32 values of the grid, which `qparams` codes exactly; None: round to nearest.
+        rotation: inputs of a block that the product rotates; `weight` and `moments` are those of rotated inputs. 1: no
+            rotation.
     """
 
     name: str
@@ -60,6 +63,22 @@ class Layer:
     joint: Tensor | None = None
     qparams: QParams | None = None
     values: Tensor | None = None
+    rotation: int = 1
+
+    def rotate(self, size: int) -> None:
+        """Round the weight for inputs that are rotated in blocks of `size`.
+
+        Raises ValueError where an earlier step has rounded it."""
+        if self.qparams is not None or self.values is not None or self.rotation != 1:
+            raise ValueError(
+                f"{self.name} is rounded or rotated already; rotations come before steps that round, as in "
+                "steps=[Rotate(), GPTQ()]"
+            )
+        self.weight = rotated_blocks(self.weight, size)
+        self.moments = self.moments.rotated(size)
+        self.rotation = size
+        if self.joint is not None:
+            self.joint = self.spec.joint_part([self.weight], torch.float32)
 
     def parts(self) -> Iterator[Part]:
         """The matrices, each with its Hessian."""
@@ -174,9 +193,8 @@ class Step:
 
     def __str__(self) -> str:
         """The class and the options, the same in each process."""
-        return (
-            f"{type(self).__qualname__}({', '.join(f'{k}={v!r}' for k, v in vars(self).items())})"
-        )
+        options = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if not k.startswith("_"))
+        return f"{type(self).__qualname__}({options})"
 
 
 def check_share(name: str, value: float, most: float = math.inf) -> None:

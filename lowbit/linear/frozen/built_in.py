@@ -70,6 +70,26 @@ def recorded_ordered_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> T
     return (row.recorded or row.implementation)(sorted_x, matrix, bias)
 
 
+# ---- weights with rotated inputs -----------------------------------------------------------------------------
+
+
+def _is_rotated(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    return weight.stored_as == "rotated" and not weight.transposed
+
+
+def rotated_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """The rotated inputs, by whatever multiplies the rotated matrix."""
+    turned, matrix = weight.for_product(x)
+    return choose_linear(turned, matrix, bias).implementation(turned, matrix, bias)
+
+
+def recorded_rotated_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """The same where autograd records the product."""
+    turned, matrix = weight.for_product(x)
+    row = choose_linear(turned, matrix, bias)
+    return (row.recorded or row.implementation)(turned, matrix, bias)
+
+
 # ---- the list ------------------------------------------------------------------------------------------------
 
 BUILT_IN = (
@@ -100,6 +120,8 @@ BUILT_IN = (
     Row("ternary_linear", is_ternary, ternary_linear),
     # columns in the order of GPTQ's act-order: a gather of the input, then the row for a weight of such codes
     Row("ordered_linear", _is_ordered, ordered_linear, recorded=recorded_ordered_linear),
+    # a rotation of the input in blocks, then the row for a weight of such codes
+    Row("rotated_linear", _is_rotated, rotated_linear, recorded=recorded_rotated_linear),
     # any other weight in float32 on a CPU: a kernel multiplies what it decodes. While gradients are enabled, outputs
     # are those of the model prepared for QAT, to the bit: codes read by one kernel, then PyTorch's product
     Row("cpu_linear", is_float32_on_cpu, cpu_linear, recorded=exact_cpu_linear),
