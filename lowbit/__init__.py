@@ -1,7 +1,8 @@
 """lowbit: train, fine-tune and convert PyTorch models in 8 bits and fewer.
 
 Everything a user needs is here or in the four subpackages `lowbit.optim`, `lowbit.train`, `lowbit.qat` and
-`lowbit.inference`. `lowbit.formats`, with `export` and `load_pretrained`, is imported when one of them is first used.
+`lowbit.inference`. `lowbit.formats`, with `export` and `load_pretrained`, and `lowbit.sync` are imported when one of
+them is first used.
 """
 
 # ruff: noqa: E402, for the path comes before all other imports.
@@ -20,22 +21,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowbit import formats as formats
     from lowbit import surface
+    from lowbit import sync as sync
     from lowbit.formats import export as export
     from lowbit.formats import load_pretrained as load_pretrained
     from lowbit.surface import *  # noqa: F403
 
     # The site reads this; mypy, which meets the module again while it reads `surface`, does not know the type yet.
-    __all__ = ["export", "formats", "load_pretrained", *surface.__all__]  # type: ignore[has-type]
+    __all__ = ["export", "formats", "load_pretrained", "sync", *surface.__all__]  # type: ignore[has-type]
 
 __version__ = "0.1.0"
 
-_OF_FORMATS = ("export", "formats", "load_pretrained")
+_OF_FORMATS = ("export", "load_pretrained")
+_LATER = (*_OF_FORMATS, "formats", "sync")
 
 
 def __getattr__(name: str) -> Any:
     if name in _OF_FORMATS:
-        found = importlib.import_module("lowbit.formats")
-        return found if name == "formats" else getattr(found, name)
+        return getattr(importlib.import_module("lowbit.formats"), name)
+    if name in _LATER:
+        return importlib.import_module(f"lowbit.{name}")
     if "lowbit.surface" not in sys.modules and (name == "__all__" or name[:2] != "__"):
         if importlib.util.find_spec(f"lowbit.{name}") is not None:
             return importlib.import_module(f"lowbit.{name}")
@@ -46,14 +50,14 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_OF_FORMATS})
+    return sorted({*globals(), *_LATER})
 
 
 def give_out_names() -> None:
     """Import torch and all of lowbit, and give out the names of `lowbit.surface`."""
     names = importlib.import_module("lowbit.surface")
     globals().update({name: getattr(names, name) for name in names.__all__})
-    globals()["__all__"] = sorted([*_OF_FORMATS, *names.__all__])
+    globals()["__all__"] = sorted([*_LATER, *names.__all__])
 
 
 def _is_command() -> bool:

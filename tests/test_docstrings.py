@@ -21,7 +21,7 @@ from lowbit.optim import CommonOptions, LowbitOptimizer
 
 PACKAGES = [
     *("lowbit", "lowbit.optim", "lowbit.train", "lowbit.qat", "lowbit.inference", "lowbit.formats"),
-    *("lowbit.testing", "lowbit.hf", "lowbit.torchtitan"),
+    *("lowbit.sync", "lowbit.testing", "lowbit.hf", "lowbit.torchtitan"),
     *(
         "lowbit.peft",
         "lowbit.accelerate",

@@ -18,7 +18,7 @@ MODULES = (
     "lowbit.surface",
     *(f"lowbit.{name}" for name in ("accelerate", "affine", "formats", "granularity", "hf")),
     *(f"lowbit.{name}" for name in ("inference", "lightning", "optim", "peft", "qat", "scheme")),
-    *(f"lowbit.{name}" for name in ("tensor", "testing", "torchtitan", "train", "vllm")),
+    *(f"lowbit.{name}" for name in ("sync", "tensor", "testing", "torchtitan", "train", "vllm")),
 )
 """The modules that users import from. Everything in `lowbit.surface` is a name of `lowbit` itself."""
 

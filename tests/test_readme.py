@@ -336,7 +336,7 @@ def test_names_in_backticks_are_lowbits() -> None:
     spaces = [
         lowbit,
         lowbit.tensor,
-        *(getattr(lowbit, name) for name in ("optim", "train", "qat", "inference")),
+        *(getattr(lowbit, name) for name in ("optim", "train", "qat", "inference", "sync")),
         importlib.import_module("lowbit.testing"),
     ]
     foreign = {"None", "LightningModule", "GradScaler", "clip_grad_norm_", "TrainingArguments"}

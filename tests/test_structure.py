@@ -123,7 +123,7 @@ FLOORS: list[set[str]] = [
     {"convert"},
     {"calibration", "formats"},
     {"optim", "train", "qat", "inference"},
-    {"dequantize"},
+    {"dequantize", "sync"},
     {"interop"},
     {"surface"},
     {"testing", "cli"},

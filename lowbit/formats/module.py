@@ -19,6 +19,7 @@ from lowbit.formats.folder import copy_beside_weights
 from lowbit.formats.sources import Holder, Item
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.core.dtensor import held_locally
 from lowbit.tensor.trained.bitnet import BitNetTensor
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 
@@ -52,9 +53,8 @@ class ModelSource:
             )
         self.first = _first_names(self.model)
         state = self.model.state_dict(keep_vars=True)
-        self.tensors = {
-            name: _own(name, state[name]) for name in dict.fromkeys(self.first.values())
-        }
+        names = dict.fromkeys(self.first.values())
+        self.tensors = {name: self.taken(name, state[name]) for name in names}
         self.config = _config_of(self.model)
         dtypes = [t.dtype for t in self.tensors.values() if t.is_floating_point()]
         if dtypes:
@@ -67,9 +67,17 @@ class ModelSource:
             for t in self.tensors.values()
         )
 
+    def taken(self, name: str, value: Any) -> Tensor:
+        """What `tensors` holds for an entry of the state dict. Raises FormatError for one that has no place there."""
+        return _own(name, value)
+
+    def value(self, name: str) -> Tensor:
+        """The tensor of an item, made when its turn comes."""
+        return self.tensors[name]
+
     def items(self) -> Iterator[Item]:
-        for name, value in self.tensors.items():
-            yield Item(name, value, self._holder(name))
+        for name in self.tensors:
+            yield Item(name, self.value(name), self._holder(name))
 
     def names(self) -> list[str]:
         return [*self.tensors]
@@ -112,20 +120,28 @@ def _first_names(model: nn.Module) -> dict[str, str]:
     seen: dict[Any, str] = {}
     found: dict[str, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        key = identity(value) if isinstance(value, Tensor) and not value.is_meta else id(value)
+        own = held_locally(value)
+        key = identity(own) if isinstance(own, Tensor) and not own.is_meta else id(own)
         found[name] = seen.setdefault(key, name)
     return found
 
 
-def _own(name: str, value: Any) -> Tensor:
+def check_stored(name: str, value: Any) -> None:
+    """Raise FormatError for an entry of the state dict that is not a tensor with values."""
     if not isinstance(value, Tensor):
         raise FormatError(
             f"{name} of the state dict is a {type(value).__name__}; a folder of safetensors holds tensors only"
         )
-    if is_dtensor(value):
-        raise FormatError(f"{name} is sharded over ranks: gather the model's weights first")
     if value.is_meta:
         raise FormatError(f"{name} is on the meta device and has no values: load them first")
+
+
+def _own(name: str, value: Any) -> Tensor:
+    check_stored(name, value)
+    if is_dtensor(value):
+        raise FormatError(
+            f"{name} is sharded over ranks: gather the model's weights first, or call lowbit.sync.write on all ranks"
+        )
     for kind, remedy in _UNFINISHED.items():
         if isinstance(value, kind):
             raise FormatError(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowbit.convert import Schemes, check_schemes
 from lowbit.formats.base import Format, FormatError, Parts, ScalesError, layer_of
@@ -135,6 +135,21 @@ def export(
             file.finish()
             report.nbytes = file.nbytes
         return report
+    write_folder(source, out, target, report, lossy=lossy, overwrite=overwrite, largest=largest)
+    return report
+
+
+def write_folder(
+    source: Source,
+    out: Path,
+    target: Format,
+    report: ExportReport,
+    *,
+    lossy: bool,
+    overwrite: bool,
+    largest: int,
+) -> None:
+    """Write `source` to the folder `out`, in shards of at most `largest` bytes, and enter all of it in `report`."""
     with new_folder(out, overwrite) as folder:
         shards = Shards(folder, largest, target)
         weights, plain = _write_all(source, shards, target, lossy, report)
@@ -148,7 +163,6 @@ def export(
         write_json(folder / "config.json", config)
         source.copy_files(folder)
         _check_readable(folder, target, weights.keys())
-    return report
 
 
 def check_writing(
@@ -263,42 +277,56 @@ def _write_all(
     """Write all items. Returns the low-bit weights by name, on meta, and the modules of linears that stay plain."""
     weights: dict[str, LowbitTensor] = {}
     plain: set[str] = set()
-    refused: dict[str, FormatError] = {}
-    heap, merged = Trimmed(), MergedLayers(target, lossy, source.names())
-
-    def write(item: Item, parts: Parts) -> None:
-        weight = item.value if isinstance(item.value, LowbitTensor) else None
-        meta = None if weight is None else weight._map(lambda t: t.detach().to("meta"))
-        stored = {item.name: item.value}
+    for item, stored, meta in walk(source, target, lossy, f"writing {target.name}"):
         if meta is not None:
             weights[item.name] = meta
-            stored = {target.stored_name(item.name, p): t for p, t in parts.items()}
         elif item.holder == "linear":
             plain.add(layer_of(item.name))
         shards.add(stored, item.name, meta)
         report.enter(item, sum(t.nbytes for t in stored.values()))
+    if not weights:
+        raise FormatError(
+            "no weight is in low bits: call lowbit.quantize_ first, or give a folder and scheme="
+        )
+    return weights, plain
 
-    with progress(f"writing {target.name}", source.nbytes) as advance:
+
+def walk(
+    source: Source, target: Format, lossy: bool, title: str
+) -> Iterator[tuple[Item, dict[str, Tensor], LowbitTensor | None]]:
+    """Each item, its tensors by the names under which `target` stores them, and the low-bit weight, on meta.
+
+    `title`: of the progress bar. Raises FormatError, with the names of the first weights that the format cannot hold.
+    """
+    refused: dict[str, FormatError] = {}
+    heap, merged = Trimmed(), MergedLayers(target, lossy, source.names())
+    with progress(title, source.nbytes) as advance:
         for name, size, ready in _ready(source, target, lossy, merged):
             try:
-                for item, parts in ready():
-                    if not refused:
-                        write(item, parts)
+                found = ready()
             except FormatError as error:
+                found = []
                 refused[name] = error
                 if len(refused) == MOST_REFUSED:
                     break
+            if not refused:
+                yield from (_stored(item, parts, target) for item, parts in found)
+            del found, ready  # so that the next item is not read beside this one
             advance(size)
             heap.advance(size)
     if refused:
         reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
         remedy = "" if lossy else _remedy(target, refused.values())
         raise FormatError(f"{target.name} cannot hold {reasons}{remedy}")
-    if not weights:
-        raise FormatError(
-            "no weight is in low bits: call lowbit.quantize_ first, or give a folder and scheme="
-        )
-    return weights, plain
+
+
+def _stored(
+    item: Item, parts: Parts, target: Format
+) -> tuple[Item, dict[str, Tensor], LowbitTensor | None]:
+    if not isinstance(item.value, LowbitTensor):
+        return item, {item.name: item.value}, None
+    meta = item.value._map(lambda t: t.detach().to("meta"))
+    return item, {target.stored_name(item.name, p): t for p, t in parts.items()}, meta
 
 
 def _ready(

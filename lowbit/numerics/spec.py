@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
@@ -296,23 +296,30 @@ class Spec(_Computed):
             return self.scales.joint is not None
         return isinstance(self.format, Float8) and isinstance(self.granularity, PerTensor)
 
-    def joint_part(self, weights: Sequence[Tensor], scale_dtype: torch.dtype) -> Tensor:
+    def joint_part(
+        self,
+        weights: Sequence[Tensor],
+        scale_dtype: torch.dtype,
+        largest: Callable[[Tensor], Tensor] = lambda own: own,
+    ) -> Tensor:
         """The part of the scales that these weights share as siblings, where the spec `joins`. The weight with the
         largest magnitude decides it. float32 [..., 1, 1] for a `scale_format`; otherwise the scale of each weight.
 
-        `weights`: plain, of the same number of dimensions, and of the same size in all but the last two.
+        Args:
+            weights: plain, of the same number of dimensions, and of the same size in all but the last two.
+            largest: the maximum of what each rank finds, where the ranks have parts of the weights.
         """
         device = weights[0].device
         if self.scales is None:
             found = [self.choose_qparams(self.pad(w), scale_dtype)[0].to(device) for w in weights]
-            return torch.stack(found).amax(0)
+            return largest(torch.stack(found).amax(0))
         assert isinstance(self.format, LookupTable)
         most = []
         for x in weights:
             whole = (*(1 for _ in x.shape[:-2]), *x.shape[-2:])  # by matrix: ten times as fast
             own = absmax_of_blocks(x, whole) if x.numel() else x.new_zeros((*x.shape[:-2], 1, 1))
             most.append(own.float().to(device))
-        return self.scales.joint_part(torch.stack(most).amax(0), self.format)
+        return self.scales.joint_part(largest(torch.stack(most).amax(0)), self.format)
 
     def choose_qparams(
         self, x: Tensor, scale_dtype: torch.dtype, joint: Tensor | None = None

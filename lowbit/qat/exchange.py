@@ -7,6 +7,7 @@ class. `Held` is these three.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,26 +15,29 @@ from lowbit.convert import Target, find_owners
 from lowbit.layers.exchange import Held
 from lowbit.layers.stand_in import without
 from lowbit.numerics.sharded import is_dtensor
-from lowbit.tensor.core.dtensor import local
+from lowbit.tensor.core.dtensor import held_locally
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import SCALE, ZERO, is_learned, scales_of
 
 
 def prepared_targets(
-    model: nn.Module, if_sharded: str = "accepted: the model before fully_shard"
+    model: nn.Module, if_sharded: str | None = "accepted: the model before fully_shard"
 ) -> list[Target]:
     """The weights that `lowbit.qat.prepare_` prepared, a tied one once.
 
-    Raises TypeError for anything but a module, ValueError for a sharded weight, with the way out `if_sharded`.
+    Raises TypeError for anything but a module, ValueError for a sharded weight, with the way out `if_sharded`. None:
+    sharded weights are taken too.
     """
     targets: list[Target] = []
     for owners in find_owners(model).values():
         module, name, fqn = owners[0]
-        weight = module._parameters[name]
-        if is_dtensor(weight) and isinstance(local(weight), FakeQuantizedTensor):
+        weight: Any = module._parameters[name]
+        own = held_locally(weight)
+        if not isinstance(own, FakeQuantizedTensor):
+            continue
+        if is_dtensor(weight) and if_sharded is not None:
             raise ValueError(f"{fqn} is sharded: {if_sharded}")
-        if isinstance(weight, FakeQuantizedTensor):
-            targets.append(Target(weight, weight.scheme, tuple(owners)))
+        targets.append(Target(weight, own.scheme, tuple(owners)))
     return targets
 
 

@@ -48,14 +48,15 @@ from lowbit.qat import lora
 from lowbit.qat.exchange import prepared_targets
 from lowbit.qat.gradients import check_gradients, gradients_note, low_bit_gradients
 from lowbit.qat.weights import (
+    converted_weight,
     in_model_order,
     in_order_of_linears,
     prepared_weight,
+    rounding_owner,
     stored_scales,
 )
 from lowbit.schemes.training import IN_ATTENTION, MixedPrecision
 from lowbit.tensor.core.base import check_weight
-from lowbit.tensor.frozen import turned
 from lowbit.tensor.trained.adapted import Adapters
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.joint import JointScales, is_joint, joint_parts
@@ -276,17 +277,6 @@ def _modules(targets: list[Target]) -> set[nn.Module]:
     return {module for target in targets for module, _, _ in target.owners}
 
 
-def _rounding_owner(target: Target) -> Owner:
-    """The first of `rounding_owners`, which has the static scale of the input."""
-    owner = next(iter(rounding_owners(target)), None)
-    if owner is None:
-        raise NotImplementedError(
-            f"{target.owners[0].fqn} belongs to a {type(target.owners[0].module).__name__}, and the static scale of "
-            "its input to another module; accepted: torch.nn.utils.parametrize.remove_parametrizations before"
-        )
-    return owner
-
-
 def convert_(model: nn.Module) -> Report:
     """Quantize the weights of a prepared model for good, each by the scheme it was prepared with, in place.
 
@@ -320,7 +310,7 @@ def convert_(model: nn.Module) -> Report:
         if is_learned(weight):
             check_scales(module, attribute, fqn)
         if weight.scheme.is_static:
-            owner = _rounding_owner(target)
+            owner = rounding_owner(target)
             check_input(owner.module, owner.fqn)
         if id(weight) in layers:
             around, layer = layers[id(weight)]
@@ -336,20 +326,17 @@ def convert_(model: nn.Module) -> Report:
     joint = joint_parts(targets)  # before the first weight is replaced
 
     def frozen(target: Target) -> Tensor:
-        made = frozen_as_stored(target)
-        return turned.in_order_of_linears(made) if is_turned(target) else made
-
-    def frozen_as_stored(target: Target) -> Tensor:
         weight = target.weight
         assert isinstance(weight, FakeQuantizedTensor)
         if id(weight) in merged:
             return lora.quantized(target, merged[id(weight)])
         is_static, spec = target.scheme.is_static, target.scheme.activation
-        of_input = input_qparams(_rounding_owner(target).module, spec) if is_static else None
+        of_input = input_qparams(rounding_owner(target).module, spec) if is_static else None
         module, attribute, fqn = target.owners[0]
         if is_joint(weight):
-            return weight.frozen_by((None, None, joint[fqn]), of_input)
-        return weight.frozen_by(weight.quantizer.scales_in(module, attribute), of_input)
+            return converted_weight(target, weight, (None, None, joint[fqn]), of_input)
+        scales = weight.quantizer.scales_in(module, attribute)
+        return converted_weight(target, weight, scales, of_input)
 
     modules = _modules(targets)
     report = replace_weights(targets, Report(), frozen, trainable=False)

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.convert import Target, is_conv, is_turned, shape_of_blocks
+from lowbit.convert import Owner, Target, is_conv, is_turned, rounding_owners, shape_of_blocks
 from lowbit.numerics.granularity import PerBlock, PerTensor
 from lowbit.numerics.learned_scales import as_parameters
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.frozen import turned
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
-from lowbit.tensor.frozen.turned import spec_of_linears
-from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.trained.quantizers import Quantizer
+from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor, Qparams
+from lowbit.tensor.trained.quantizers import Quantizer, Scales
 
 
 def prepared_weight(
@@ -61,5 +61,25 @@ def in_order_of_linears(target: Target) -> Target:
     """The target with the scheme by which its weight is stored once it is converted; undoes `in_model_order`."""
     if not is_turned(target):
         return target
-    spec = spec_of_linears(target.scheme.weight, target.weight.shape[1])
+    spec = turned.spec_of_linears(target.scheme.weight, target.weight.shape[1])
     return replace(target, scheme=Scheme(spec, target.scheme.activation))
+
+
+def converted_weight(
+    target: Target, weight: FakeQuantizedTensor, scales: Scales, input_qparams: Qparams | None
+) -> Tensor:
+    """The weight for inference that `lowbit.qat.convert_` puts in the place of `weight`, which is that of the target or
+    a part of it. `scales` and `input_qparams` are as `FakeQuantizedTensor.frozen_by` takes them."""
+    made = weight.frozen_by(scales, input_qparams)
+    return turned.in_order_of_linears(made) if is_turned(target) else made
+
+
+def rounding_owner(target: Target) -> Owner:
+    """The first of `rounding_owners`, which has the static scale of the input."""
+    owner = next(iter(rounding_owners(target)), None)
+    if owner is None:
+        raise NotImplementedError(
+            f"{target.owners[0].fqn} belongs to a {type(target.owners[0].module).__name__}, and the static scale of "
+            "its input to another module; accepted: torch.nn.utils.parametrize.remove_parametrizations before"
+        )
+    return owner

@@ -12,7 +12,7 @@ from lowbit.tensor.trained.bitnet import BitNetTensor, precompute_scales
 from lowbit.tensor.trained.trainable import TrainableTensor
 from lowbit.train.prepared import was_prepared
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Prefixes that torch.compile and activation checkpointing put into names."""
 
 
@@ -29,7 +29,7 @@ def locate_(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         own = held_locally(param)
         if isinstance(own, TrainableTensor) and not own.is_meta:
-            for wrapper in _WRAPPERS:
+            for wrapper in WRAPPERS:
                 name = name.replace(wrapper, "")
             own.locate(param, name)
 

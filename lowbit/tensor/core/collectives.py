@@ -10,7 +10,8 @@ each as it is stored.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
@@ -47,14 +48,27 @@ def _finished(func: Any, args: Any, kwargs: Any, inner: Tensor) -> Tensor:
     hundred thousand collectives).
     """
     sent = as_bytes(inner).contiguous()
-    references = _references(sent)
-    result = _funcol.wait_tensor(func(sent, *args, **kwargs))
+    with released(sent):
+        result = _funcol.wait_tensor(func(sent, *args, **kwargs))
+    _wait_for_release(result, 1)
+    return result.view(inner.dtype)
+
+
+@contextmanager
+def released(t: Tensor) -> Iterator[None]:
+    """The context of a collective on `t` that is waited for inside. Its end waits until gloo's threads have dropped `t`
+    (see `_finished`)."""
+    references = _references(t)
+    yield
+    _wait_for_release(t, references)
+
+
+def _wait_for_release(t: Tensor, references: int) -> None:
     end = time.monotonic() + MOST_SECONDS
-    while _references(sent) > references or _references(result) > 1:
+    while _references(t) > references:
         if time.monotonic() > end:  # the caller has a reference of its own
             break
         time.sleep(0)
-    return result.view(inner.dtype)
 
 
 def _references(t: Tensor) -> int:

@@ -90,3 +90,12 @@ def placed(
         )
         return DTensor(own, spec, requires_grad=False)
     return DTensor.from_local(own, mesh, placements, run_check=False, shape=size, stride=strides)
+
+
+def largest_over_ranks(own: Tensor, mesh: Any) -> Tensor:
+    """The elementwise maximum of the tensors that all ranks of the mesh give: a collective."""
+    found = own.float()  # gloo reduces no 16-bit floats
+    found = found.clone() if found is own else found
+    for dim in range(mesh.ndim):
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, mesh.get_group(dim))
+    return found.to(own.dtype)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.core.dtensor import held_locally, largest_over_ranks
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.quantizers import PresentScales, Scales
 from lowbit.tensor.trained.trainable import TrainableTensor
@@ -66,13 +68,14 @@ def _weight_of(module: nn.Module) -> Tensor | None:
 
 @torch.no_grad()
 def joint_of(module: Any) -> Tensor:
-    """The part of the scales that the weight of `module` and its siblings share now.
+    """The part of the scales that the weight of `module` and its siblings share now. A collective of all ranks where
+    they are sharded.
 
     Raises NotImplementedError for siblings that are sharded while this module's weight is not, and for one whose weight
     a parametrization computes.
     """
     held: Any = _weight_of(module)
-    spec: Spec = held.scheme.weight
+    spec: Spec = held_locally(held).scheme.weight
     values = []
     for sibling in module.siblings:
         weight = _weight_of(sibling)
@@ -82,17 +85,21 @@ def joint_of(module: Any) -> Tensor:
                 f"{type(sibling).__name__} that has no weight of its own, as under torch.nn.utils.parametrize; "
                 "accepted: torch.nn.utils.parametrize.remove_parametrizations, or None for that layer in prepare_"
             )
-        if is_dtensor(weight):
+        if is_dtensor(weight) and not is_dtensor(held):
             raise NotImplementedError(
                 f"a sibling of a weight {tuple(held.shape)} prepared for QAT in {spec} is sharded while this one is "
                 "gathered, and both share a part of their scales; accepted: siblings in one fully_shard unit, such as "
                 "their block"
             )
-        own = weight.values() if isinstance(weight, TrainableTensor) else weight
+        part = held_locally(weight)
+        own = part.values() if isinstance(part, TrainableTensor) else part
         if not isinstance(own, LowbitTensor):  # one that is converted has its scales
-            values.append(own.detach())
+            # a rank may hold no row
+            values.append(own.detach() if own.numel() else own.new_zeros((1, *own.shape[1:])))
     dtype = spec.scale_dtype_for(values[0].dtype)
-    return spec.joint_part(values, dtype)
+    if not is_dtensor(held):
+        return spec.joint_part(values, dtype)
+    return spec.joint_part(values, dtype, partial(largest_over_ranks, mesh=held.device_mesh))
 
 
 def joint_parts(targets: Iterable[Any]) -> dict[str, Tensor]:
