@@ -21,7 +21,6 @@ from torch import nn
 from lowbit import calibration as observed
 from lowbit.convert import Filter, Schemes, check_module
 from lowbit.inference.calibration.gptq import GPTQ
-from lowbit.inference.calibration.large import calibrate_folder
 from lowbit.inference.calibration.report import CalibrationReport
 from lowbit.inference.calibration.run import Run, usable_batches
 from lowbit.inference.calibration.states import Cache
@@ -149,8 +148,8 @@ def calibrate(
     if scheme is None:
         raise TypeError("scheme must be a Scheme or a dict of patterns, got None")
     given: Any = [GPTQ()] if steps is None else steps
-    chosen: list[Step] = list(given) if isinstance(given, Iterable) else [given]
-    if not all(isinstance(step, Step) for step in chosen):
+    chosen: list[Step] = list(given) if isinstance(given, Iterable) else []
+    if not isinstance(given, Iterable) or not all(isinstance(step, Step) for step in chosen):
         raise TypeError(
             f"steps must be a list of steps, such as [lowbit.inference.GPTQ()], got {steps!r}"
         )
@@ -160,6 +159,8 @@ def calibrate(
             raise TypeError(
                 "a folder takes out=, the folder to make, and no blocks=, which are found"
             )
+        from lowbit.inference.calibration.large import calibrate_folder  # imports all formats
+
         return calibrate_folder(
             *(model, scheme, batches, filter_fn, chosen, ranges, place, device, out, writing)
         )

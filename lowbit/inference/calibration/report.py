@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from lowbit.convert import Report
-from lowbit.formats.report import ExportReport
 from lowbit.inference.calibration.learned_rounding import Losses
+
+if TYPE_CHECKING:  # lowbit.formats reads many files
+    from lowbit.formats.report import ExportReport
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from lowbit.convert import (
     rounding_owners,
     shape_of_blocks,
 )
-from lowbit.inference.calibration.finished import Results
 from lowbit.inference.calibration.inputs import Moments, mask_of
 from lowbit.inference.calibration.learned_rounding import (
     Block,
@@ -255,7 +254,7 @@ class Run:
             self._put(weight.target, partial(_made, weight))
 
     def put_back(
-        self, targets: list[Target], weights: Mapping[str, Tensor], results: Results
+        self, targets: list[Target], weights: Mapping[str, Tensor], results: Mapping[str, Any]
     ) -> None:
         """Replace weights by those of an earlier run. `results`: of that run, as `results` gave them. `targets` is
         emptied."""
