@@ -94,7 +94,7 @@ def kept(out: Path, name: str) -> Iterator[Path]:
     assert lock is not None
     try:
         _lock(lock)
-        if not (place / _LOCK).exists():  # its process has just ended, and removed the folder
+        if not _is_at(lock, place / _LOCK):  # its process has just ended, and removed the folder
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(place))
     except BlockingIOError:
         os.close(lock)
@@ -102,6 +102,10 @@ def kept(out: Path, name: str) -> Iterator[Path]:
     except OSError:  # a file system without locks
         os.close(lock)
         lock = None
+        warnings.warn(
+            f"{place} lies on a file system without locks: see that no other process writes it",
+            stacklevel=4,
+        )
     try:
         yield place
     except BaseException:
@@ -109,6 +113,14 @@ def kept(out: Path, name: str) -> Iterator[Path]:
             os.close(lock)
         raise
     _remove(place, lock)
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """True if the open file has this path still."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def put_files(files: list[Path], folder: Path) -> None:

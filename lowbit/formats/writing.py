@@ -169,7 +169,7 @@ def check_writing(
     source: str | os.PathLike[str],
     out: Path,
     scheme: Schemes,
-    format: str = "compressed-tensors",
+    format: str | None = None,
     *,
     lossy: bool = False,
     overwrite: bool = False,
@@ -181,7 +181,7 @@ def check_writing(
     Raises FormatError for a format of programs, a scheme that the format does not hold, unless `lossy`, an `out` that
     exists or cannot be written, and a size that is none.
     """
-    target = target_of(format)
+    target = target_of(format or "compressed-tensors")
     if isinstance(target, ProgramFormat):
         raise FormatError(f"{target.name} holds a program of a module; write it by lowbit.export")
     size_in_bytes(max_shard_size)
@@ -193,7 +193,7 @@ def check_writing(
     check_schemes(scheme, Scheme)
     given = {"*": scheme} if isinstance(scheme, Scheme) else dict(scheme)
     if not lossy:
-        return dict(grid(format, given))
+        return dict(grid(target.name, given))
     return {p: None if one is None else target.grid(one) for p, one in given.items()}
 
 

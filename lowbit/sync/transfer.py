@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lowbit.files import digests
 from lowbit.formats.shards import size_in_bytes
-from lowbit.sync.channels import Channel, channel
+from lowbit.sync.channels import Channel, Message, channel
 from lowbit.sync.source import TrainedModel
 from lowbit.sync.streaming import Known, Stored, changed, folder_format, weights
 
@@ -186,8 +186,8 @@ def receive(through: Any, *, known: Known | None = None) -> Iterator[tuple[str, 
 
 
 def _received(way: Channel, known: Known | None) -> Iterator[tuple[str, Tensor]]:
-    way.say({"known": known})
-    message, flat = way.get()
+    message: Message
+    message, flat = _next(way, {"known": known})
     try:
         while "tensors" in message:
             layouts = message["tensors"]
@@ -199,12 +199,23 @@ def _received(way: Channel, known: Known | None) -> Iterator[tuple[str, Tensor]]
                 yield name, t
                 if known is not None:
                     known[name] = layout
-            message, flat = way.get()
+            message = {}  # if the sender is gone, nothing is left to hear
+            message, flat = _next(way)
     finally:
         while "tensors" in message:  # of a loop that stopped
-            message, flat = way.get()
+            message, flat = _next(way)
     if "error" in message:
         raise SyncError(f"the sender stopped: {message['error']}")
+
+
+def _next(way: Channel, said: dict[str, Any] | None = None) -> tuple[dict[str, Any], Tensor | None]:
+    """The sender's next message, after saying something if given. Raises SyncError if the sender is gone."""
+    try:
+        if said is not None:
+            way.say(said)
+        return way.get()
+    except (EOFError, OSError, RuntimeError) as error:
+        raise SyncError(f"the sender is gone: {error or type(error).__name__}") from error
 
 
 def _views(flat: Tensor | None, layouts: list[dict[str, Any]]) -> list[Tensor]:

@@ -191,7 +191,14 @@ def test_models_without_a_stream_to_rotate(kind: str) -> None:
     with pytest.raises(ValueError, match=match) as raised:
         folded(model)
     assert "ake Rotate(folded=False)" in str(raised.value)
-    assert relative_error(model(BATCHES[0]), plain(BATCHES[0])) < 1e-12
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+    half = copy.deepcopy(plain).bfloat16()
+    expected = copy.deepcopy(half.state_dict())
+    with pytest.raises(ValueError, match=match):
+        folded(half)
+    assert all(torch.equal(expected[name], t) for name, t in half.state_dict().items())
     for note in folded(model, folded=False).values():
         assert note.startswith("online by") or note == "left alone: it is no linear"
     assert relative_error(model(BATCHES[0]), plain(BATCHES[0])) < 1e-12

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import lowbit as lb
@@ -91,7 +92,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any, list[Step]]] = {
     ),
     "mixture": ("Qwen3Moe", EXPERTS, INT3, [GPTQ(asymmetric=0)]),
     "head, nvfp4": ("Llama", {}, {"lm_head": INT3, "*": lb.NVFP4WeightOnly()}, [Search(), GPTQ()]),
-    "static": ("Llama", {}, STATIC, []),
+    "static": ("Llama", {}, {"lm_head": STATIC, "*": STATIC}, []),
     "over the model": (
         *("Llama", {"num_hidden_layers": 2}, INT3),
         [Search(), LearnedRounding(steps=3, over="model")],
@@ -137,6 +138,14 @@ def test_formats(tmp_path: Path) -> None:
         ):
             if isinstance(b, lb.AffineTensor):
                 assert torch.equal(a.dequantize(), b.dequantize()), name
+
+
+def test_the_head_is_reached_where_steps_fold(tmp_path: Path) -> None:
+    folder, out = save(tmp_path / "model"), tmp_path / "out"
+    scheme = {"lm_head": lb.Int8WeightOnly(), "*": INT3}
+    report = lb.calibrate(folder, scheme, batches(), steps=[AWQ(grid=2)], out=out, format="lowbit")
+    assert report.layers["lm_head.weight"].rows > 0
+    assert isinstance(lb.load_pretrained(out).lm_head.weight, lb.AffineTensor)
 
 
 def test_folding_in_a_block(tmp_path: Path) -> None:
@@ -321,6 +330,36 @@ def test_a_killed_calibration_goes_on_to_the_same_bits(
     assert left_beside(out) == []
 
 
+def test_a_tied_weight_with_the_name_of_the_head_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(tmp_path / "model", tie_word_embeddings=True)
+    for shard in folder.glob("*.safetensors"):
+        tensors = load_file(shard)
+        if "model.embed_tokens.weight" in tensors:
+            tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+            save_file(tensors, shard)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model.embed_tokens.weight", "lm_head.weight"))
+    scheme = {"*embed_tokens": INT3, "*": INT3}
+    call: dict[str, Any] = {"steps": [Search()], "format": "lowbit"}
+    lb.calibrate(folder, scheme, batches(), out=tmp_path / "whole", **call)
+    real = Finished.write
+    for last in ("before", "after"):
+        out = tmp_path / last
+
+        def write(finished: Finished, name: str, *given: Any, last: str = last) -> None:
+            real(finished, name, *given)
+            if name == last:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(Finished, "write", write)
+            lb.calibrate(folder, scheme, batches(), out=out, **call)
+        lb.calibrate(folder, scheme, batches(), out=out, **call)
+        assert_same(lb.load_pretrained(out), lb.load_pretrained(tmp_path / "whole"))
+
+
 def test_what_is_calibrated_is_only_written(
     tmp_path: Path, rounded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,7 +397,7 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_another_call_does_not_go_on(interrupted: Path) -> None:
+def test_another_call_does_not_go_on(interrupted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = interrupted.parent / "out"
     for given, steps, seed, what in (
         (INT3, [Search()], 1, "another list of batches:"),
@@ -367,6 +406,12 @@ def test_another_call_does_not_go_on(interrupted: Path) -> None:
     ):
         with pytest.raises(FormatError, match=what):
             lb.calibrate(interrupted, given, batches(seed), steps=steps, out=out)
+    with monkeypatch.context() as patched:
+        patched.setattr(large, "version", lambda name: "0.0")
+        with pytest.raises(FormatError, match="another set of releases:"):
+            lb.calibrate(interrupted, INT3, batches(), steps=[Search()], out=out)
+    with pytest.raises(TypeError, match="takes no scales; accepted for a folder: format"):
+        lb.calibrate(interrupted, INT3, batches(), out=out, scales="searched")  # type: ignore[call-overload]
     save(interrupted, vocab_size=97)
     with pytest.raises(FormatError, match="another folder:"):
         lb.calibrate(interrupted, INT3, batches(), steps=[Search()], out=out)

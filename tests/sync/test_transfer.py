@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -247,6 +248,21 @@ def _serve_through(pipe: Any, count: int) -> None:
             got[name] = t.clone()
             assert t.untyped_storage().is_shared()
         pipe.send({name: t.float().sum().item() for name, t in got.items()})
+
+
+def test_a_sender_that_is_gone_is_named() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    theirs.close()
+    with pytest.raises(sync.SyncError, match="the sender is gone"):
+        list(sync.receive(ours))
+    ours, theirs = multiprocessing.Pipe()
+    bucket = {"tensors": [{"name": "a", "shape": [0], "dtype": "int8"}]}
+    theirs.send_bytes(pickle.dumps((bucket, None)))
+    received = sync.receive(ours)
+    assert next(received)[0] == "a"
+    theirs.close()
+    with pytest.raises(sync.SyncError, match="the sender is gone"):
+        next(received)
 
 
 def test_a_connection_shares_memory() -> None:

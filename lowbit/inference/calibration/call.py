@@ -27,6 +27,9 @@ from lowbit.inference.calibration.states import Cache
 from lowbit.inference.calibration.step import Step
 from lowbit.tracing.observer import Method
 
+_OF_EXPORT = ("format", "lossy", "overwrite", "max_shard_size")
+"""The options of `lowbit.export` that a folder's calibration takes."""
+
 Ranges = AbstractContextManager[dict[str, tuple[float, float]]]
 
 
@@ -129,11 +132,12 @@ def calibrate(
         context, whose value is the dict of ranges by name.
 
     Raises:
-        TypeError: batches or steps of another kind; no module; no scheme; `out` beside a module, or a folder without.
+        TypeError: batches or steps of another kind; no module; no scheme; `out` beside a module, or a folder without;
+            other options for a folder.
         ValueError: what `quantize_` refuses; no batches; NaN or infinite inputs of a layer, which is named. Weights
             that were calibrated before that layer are then quantized, and the others plain, as the message says.
-        FormatError, a ValueError: what `lowbit.load_pretrained` and `lowbit.export` refuse of a folder; a folder
-            without two blocks; finished blocks beside `out` of a call with other arguments.
+        FormatError, a ValueError: what `lowbit.load_pretrained` and `lowbit.export` refuse of a folder; finished
+            blocks beside `out` of a call with other arguments.
     """
     if batches is None or callable(batches):
         if isinstance(model, str | os.PathLike):
@@ -158,6 +162,10 @@ def calibrate(
         if out is None or blocks is not None:
             raise TypeError(
                 "a folder takes out=, the folder to make, and no blocks=, which are found"
+            )
+        if others := sorted(writing.keys() - {*_OF_EXPORT}):
+            raise TypeError(
+                f"calibrate takes no {', '.join(others)}; accepted for a folder: {', '.join(_OF_EXPORT)}"
             )
         from lowbit.inference.calibration.large import calibrate_folder  # imports all formats
 

@@ -31,6 +31,7 @@ from lowbit.inference.calibration.run import Run, usable_batches
 from lowbit.inference.calibration.stages import Memory, chain_of, first_of_each_class
 from lowbit.inference.calibration.states import Cache
 from lowbit.inference.calibration.step import Step
+from lowbit.optional import version
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tracing.observer import Method
 
@@ -70,7 +71,7 @@ def calibrate_folder(
             f"another process calibrates to {out}; wait, or give another out"
         ) from error
     except OSError as error:
-        raise FormatError(f"{out} cannot be written: {error.strerror or error}") from error
+        raise FormatError(f"{error.filename or out}: {error.strerror or error}") from error
     return report
 
 
@@ -167,7 +168,7 @@ class Streamed(Memory):
                 tensors, results = self._finished.read(place)
                 low = {n: t for n, t in tensors.items() if isinstance(t, LowbitTensor)}
                 meta = {n: t._map(lambda part: part.to("meta")) for n, t in low.items()}
-                own = [t for t in self._run.targets if t.owners[0].fqn in meta]
+                own = [t for t in self._run.targets if any(o.fqn in meta for o in t.owners)]
                 self._run.put_back(own, meta, results)
         return self._run.report.count(self.source.model)
 
@@ -205,6 +206,7 @@ def _key(source: StreamedModel, run: Run, steps: Sequence[Step]) -> dict[str, st
     leaves, tree = tree_flatten(run.batches)
     batches = [str(tree), *map(_text, leaves)]
     given = {
+        "set of releases": [version(name) for name in ("lowbit", "torch", "transformers")],
         "folder": [source.folder.config, files],
         "scheme": schemes,
         "list of steps": [str(step) for step in steps],

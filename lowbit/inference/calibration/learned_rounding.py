@@ -346,7 +346,7 @@ class _Learning:
             if self.held_out[number] < sequences:
                 with torch.enable_grad():
                     self._losses(number)[0][0].backward()
-            rows += sequences
+            rows += sequences - self.held_out[number]
 
     def _move(self, share: float) -> None:
         step = self.step

@@ -51,7 +51,8 @@ def fold_rotations(
     whatever linears make the input of others without a nonlinear function between. Returns a note for the report by the
     id of each linear whose input is rotated.
 
-    Weights of 16 bits are float32 meanwhile, and rounded once.
+    Weights of 16 bits are float32 meanwhile, and rounded once. After an error the model is as it was. Takes the memory
+    of a copy of the model.
 
     Args:
         wanted: ids of the linears whose inputs are to be rotated.
@@ -59,7 +60,7 @@ def fold_rotations(
     Raises ValueError where the stream is not found, with the module that stands in the way, or where the outputs
     change.
     """
-    with eval_mode(model), state_restored(model), torch.no_grad(), _wide(model):
+    with eval_mode(model), state_restored(model), torch.no_grad(), _copied(model):
         batches = [_in_float32(batch) for batch in batches]
         before = [_projected(model, batch) for batch in batches]
         notes = _fold_stream(model, batches)
@@ -68,7 +69,7 @@ def fold_rotations(
             if not _are_close(_projected(model, batch), own):
                 raise ValueError(
                     f"the rotated model gives other outputs for batch {number}, which may take another path than batch "
-                    f"0. Load the model again. {_WAY_OUT}"
+                    f"0. {_WAY_OUT}"
                 )
     return notes
 
@@ -186,16 +187,24 @@ def _are_close(found: Tensor, expected: Tensor, tolerance: float | None = None) 
 
 
 @contextmanager
-def _wide(model: nn.Module) -> Iterator[None]:
-    """Weights and buffers of 16 bits are float32 in this context."""
-    held = [(t, t.data) for t in (*model.parameters(), *model.buffers()) if t.dtype in _HALVES]
+def _copied(model: nn.Module) -> Iterator[None]:
+    """Weights and buffers are copies in this context, those of 16 bits in float32. They are rounded and copied back at
+    its end, and dropped after an error."""
+    held = [(t, t.data) for t in (*model.parameters(), *model.buffers()) if _is_plain(t)]
     for t, data in held:
-        t.data = data.float()
+        t.data = data.float() if t.dtype in _HALVES else data.clone()
     try:
         yield
-    finally:
+    except BaseException:
         for t, data in held:
-            t.data = data.copy_(t.data)
+            t.data = data
+        raise
+    for t, data in held:
+        t.data = data.copy_(t.data)
+
+
+def _is_plain(t: Tensor) -> bool:
+    return t.dtype in _HALVES or (t.dtype.is_floating_point and not isinstance(t, LowbitTensor))
 
 
 def _in_float32(batch: Any) -> Any:

@@ -178,8 +178,11 @@ class Run:
             check_weight(target.weight, target.owners[0].fqn)
         numbers = [{"number": i, MASK: mask_of(batch)} for i, batch in enumerate(self.batches)]
 
+        plain = self.model.forward
+
         def forward(number: int, attention_mask: Tensor | None = None) -> Any:
-            return place.run(number)
+            with forward_of(self.model, plain):  # what follows the blocks runs the model
+                return place.run(number)
 
         with forward_of(self.model, forward):
             self._fold(place.targets, numbers if place.folds else [])
@@ -256,8 +259,8 @@ class Run:
     def put_back(
         self, targets: list[Target], weights: Mapping[str, Tensor], results: Mapping[str, Any]
     ) -> None:
-        """Replace weights by those of an earlier run. `results`: of that run, as `results` gave them. `targets` is
-        emptied."""
+        """Replace weights by those of an earlier run. `results`: what the report says of them, as `Finished` reads it.
+        `targets` is emptied."""
         self.report.layers |= {one["name"]: LayerResult(**one) for one in results["layers"]}
         for name, losses in results["learned"]:
             held_out = losses["held_out"] and tuple(losses["held_out"])
@@ -265,7 +268,8 @@ class Run:
             self.report.learned.append((name, learned))
         while targets:
             target = targets.pop(0)
-            self._put(target, lambda t: weights[t.owners[0].fqn])
+            # A tied weight has the name that the folder gives it.
+            self._put(target, lambda t: next(weights[o.fqn] for o in t.owners if o.fqn in weights))
             self.advance(1)
 
     def _put(self, target: Target, make: Callable[[Target], Tensor]) -> None:

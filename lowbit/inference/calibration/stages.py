@@ -93,8 +93,8 @@ def walk(
     cache: Cache,
     memory: Memory,
 ) -> Iterator[Stage]:
-    """The groups of weights, as the module describes them. Whoever gets a group rounds it before the next one. Where a
-    step needs blocks, each block comes after its last group. Whoever gets one sets its targets.
+    """The groups of weights, as the module describes them. The caller rounds a group before it asks for the next one.
+    Where a step needs blocks, each block comes after its last group, and the caller sets its targets.
 
     Args:
         model: in eval mode.

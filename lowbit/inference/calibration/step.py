@@ -158,7 +158,7 @@ class Step:
         needs: the sums over inputs that it reads: "diagonal" or "full" of the Hessian.
         pairs: True if it also reads Σ (x − x̂) x̂ᵀ, for which the blocks run in high precision too.
         whole: True if it changes layers of several blocks together, so that the whole model has to be in memory.
-        kinds: all steps by the name of their class.
+        kinds: all steps by the name of their class; of two with one name the first.
     """
 
     needs: ClassVar[Literal["diagonal", "full"]] = "diagonal"
@@ -168,7 +168,7 @@ class Step:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        Step.kinds[cls.__name__] = cls
+        Step.kinds.setdefault(cls.__name__, cls)
 
     def fold(
         self, model: nn.Module, targets: Sequence[Target], batches: Sequence[Any]

@@ -232,7 +232,9 @@ class LowbitQuantizer(HfQuantizer):
         model._weight_conversions = []
         batches = None if self.pre_quantized else self.quantization_config.batches
         if self._plan is not None or batches is not None:
-            self.report = self._calibrated(model, batches) if batches else self._quantized(model)
+            self.report = (
+                self._quantized(model) if batches is None else self._calibrated(model, batches)
+            )
             weights = {n: p for n, p in model.named_parameters() if isinstance(p, LowbitTensor)}
             self._describe(model, self.own_format.config(weights, ()))
         else:
