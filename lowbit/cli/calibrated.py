@@ -31,14 +31,21 @@ def steps_of(methods: str | None, schemes: Schemes) -> list[Step]:
         return [] if has_static(schemes) else [GPTQ()]
     if methods.strip().lower() == _NONE:
         return []
-    kinds = {name.lower(): kind for name, kind in sorted(Step.kinds.items())}
+    kinds = {_spelled(name): kind for name, kind in sorted(Step.kinds.items())}
     found = []
     for line in re.split(r",(?![^(]*\))", methods):
         name, options = lines.parsed(
             re.sub(r"(?<=[a-z])-(?=[a-z])", "", line), "method", "gptq(damping=0.05)"
         )
-        found.append(lines.made(lines.named(name.lower(), "method", kinds), options, line.strip()))
+        known = {n.replace("-", ""): n for n in kinds}
+        name = known.get(name.lower(), name.lower())
+        found.append(lines.made(lines.named(name, "method", kinds), options, line.strip()))
     return found
+
+
+def _spelled(name: str) -> str:
+    """The class name of a step as a word of the command line: learned-rounding."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", "-", name).lower()
 
 
 def calibrate(

@@ -147,8 +147,8 @@ def own_schemes(model: nn.Module) -> dict[str, Scheme]:
     if not found:
         others = f"; {left[0]} has act-order or a static scale of its inputs" if left else ""
         raise ValueError(
-            f"{type(model).__name__} has no weights in low bits with a scheme to train by{others}; give a scheme, such "
-            "as lowbit.Int4WeightOnly()"
+            f"{type(model).__name__} has no weights in low bits with a scheme to train by{others}; a model that is "
+            "prepared already needs no more, and a plain one takes a scheme, such as lowbit.Int4WeightOnly()"
         )
     return found
 

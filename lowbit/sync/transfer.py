@@ -208,7 +208,7 @@ def _received(way: Channel, known: Known | None) -> Iterator[tuple[str, Tensor]]
         raise SyncError(f"the sender stopped: {message['error']}")
 
 
-def _next(way: Channel, said: dict[str, Any] | None = None) -> tuple[dict[str, Any], Tensor | None]:
+def _next(way: Channel, said: Message | None = None) -> tuple[Message, Tensor | None]:
     """The sender's next message, after saying something if given. Raises SyncError if the sender is gone."""
     try:
         if said is not None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.formats import FormatError
-from lowbit.inference import AWQ, GPTQ, LearnedRounding, Search, Step
+from lowbit.inference import AWQ, GPTQ, LearnedRounding, Rotate, Search, Step
 from lowbit.inference.calibration import large
 from lowbit.inference.calibration.finished import Finished
 from lowbit.inference.calibration.run import Run
@@ -460,6 +460,8 @@ def test_what_is_refused_before_anything_runs(tmp_path: Path) -> None:
         ({"out": out, "cache": tmp_path / "no"}, ValueError, "a folder that exists"),
         ({"out": out, "format": "gptq", "scheme": STATIC}, FormatError, "cannot hold"),
         ({"out": out, "tokenizer": None}, TypeError, "tokenizer"),
+        ({"out": out, "steps": [Rotate(), GPTQ()]}, FormatError, r"Rotate\(online=False\)"),
+        ({"out": out, "batches": batches()[0]}, TypeError, "a list of batches, got one dict"),
     ]
     for given, kind, message in refused:
         with pytest.raises(kind, match=message):

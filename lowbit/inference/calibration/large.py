@@ -27,6 +27,7 @@ from lowbit.formats.streamed import StreamedModel
 from lowbit.formats.writing import check_writing, export
 from lowbit.inference.calibration.finished import Finished
 from lowbit.inference.calibration.report import CalibrationReport
+from lowbit.inference.calibration.rotation import Rotate
 from lowbit.inference.calibration.run import Run, usable_batches
 from lowbit.inference.calibration.stages import Memory, chain_of, first_of_each_class
 from lowbit.inference.calibration.states import Cache
@@ -53,6 +54,12 @@ def calibrate_folder(
     Raises what `lowbit.calibrate` says."""
     out = Path(out)
     on_grid = check_writing(path, out, scheme, **writing)
+    format = writing.get("format") or "compressed-tensors"
+    if format != "lowbit" and any(isinstance(step, Rotate) and step.online for step in steps):
+        raise FormatError(
+            f"{format} holds no weights whose products rotate their inputs: take Rotate(online=False), which folds "
+            "rotations alone, or format='lowbit'"
+        )
     source = StreamedModel(path, device)
     choice = FolderChoice(source.model, not has_static(scheme)) if filter_fn is None else filter_fn
     memory, usable = Streamed(source), usable_batches(source.model, batches)

@@ -281,7 +281,12 @@ class Run:
 
 
 def usable_batches(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
-    """The batches, on the device of the model's first parameter. Raises ValueError if there is none."""
+    """The batches, on the device of the model's first parameter. Raises ValueError if there is none, and TypeError for
+    one batch in place of a list."""
+    if isinstance(batches, Tensor | str | Mapping):
+        raise TypeError(
+            f"batches must be a list of batches, got one {type(batches).__name__}; give [batch]"
+        )
     moved = [on_device_of(model, batch) for batch in batches]
     kept = [batch for batch in moved if not _is_empty(batch)]
     if not kept:
