@@ -302,7 +302,7 @@ def test_a_plan_may_leave_weights_in_high_precision() -> None:
     found = qat.report(Model(), batches(), INT2, lambda m, n: isinstance(m, nn.Linear), loss=loss)
     plan = found.plan(20.0)
     assert None in plan.values() and INT2 in plan.values()
-    with pytest.raises(ValueError, match=r"smallest choices take 3;"):
+    with pytest.raises(ValueError, match=r"smallest choices take 3 bits a weight"):
         found.plan(2.9)
     assert set(found.plan(3.0).values()) == {INT2}
     assert set(found.plan(40.0, high_precision=False).values()) == {INT2}
