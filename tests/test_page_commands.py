@@ -152,6 +152,9 @@ def check_module(module: str, options: list[str], monkeypatch: pytest.MonkeyPatc
         return None
     if module.startswith("recipes.torchtitan"):
         pytest.importorskip("torchtitan")
+    if module.startswith("recipes.packed"):
+        pytest.importorskip("transformers")
+        pytest.importorskip("peft")
     monkeypatch.setattr(sys, "argv", [module, *options])
     stop_after_parsing(monkeypatch)
     with pytest.raises(Parsed):

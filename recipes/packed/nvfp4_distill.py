@@ -15,89 +15,59 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import lowbit
 from recipes import text
-from recipes.command_line import exit_status, override
+from recipes.command_line import exit_status
 from recipes.device import choose_device
+from recipes.packed import recipe
+from recipes.packed.recipe import batches, parser
 
 
 @dataclass(frozen=True)
-class Config:
-    steps: int = 200
-    batch_size: int = 4
-    context: int = 512
-    lr: float = 1e-5
+class Config(recipe.Config):
     temperature: float = 1.0
-    heldout_tokens: int = 50_000
-    seed: int = 0
 
 
-def train(model: Any, teacher: Any, data: text.Data, config: Config) -> None:
+def train(model: Any, data: text.Data, config: Config, *, teacher: Any) -> Any:
     """Train all weights in place towards the logits of the teacher, those of NVFP4 on their grid."""
     lowbit.qat.prepare_(model)
     model.requires_grad_(True).train()
     weights = [*model.parameters()]
     distill = lowbit.qat.Distillation(model, teacher, temperature=config.temperature)
     optimizer = lowbit.optim.AdamW8bit(weights, lr=config.lr, bf16_stochastic_round=True)
-    sizes = {"batch_size": config.batch_size, "context": config.context, "seed": config.seed}
-    for step in tqdm(range(config.steps), desc="distillation", leave=False):
-        tokens, _ = text.batch(data.train, step, **sizes)
-        distill(input_ids=tokens.to(choose_device()), use_cache=False).backward()
+    for tokens in batches(data, config):
+        distill(input_ids=tokens, use_cache=False).backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    model.eval()
+    return model.eval()
 
 
-@torch.no_grad()
-def divergence(model: Any, teacher: Any, data: text.Data, config: Config) -> float:
-    """Kullback-Leibler divergence from the teacher on held-out text, in nats a token."""
-    windows = text.windows_of(data.heldout, config.context, config.heldout_tokens)
-    total = 0.0
-    for one in windows.to(choose_device()).split(1):
-        own, taught = (m(input_ids=one, use_cache=False).logits for m in (model, teacher))
-        total += lowbit.qat.distillation_loss(own, taught).item()
-    return total / len(windows)
+def divergence(model: Any, tokens: Tensor, *, teacher: Any) -> Tensor:
+    """Kullback-Leibler divergence of the model's logits from the teacher's, in nats a token."""
+    own, taught = (m(input_ids=tokens, use_cache=False).logits for m in (model, teacher))
+    return lowbit.qat.distillation_loss(own, taught)
 
 
 def run(options: argparse.Namespace) -> None:
-    config, out = override(Config(), options.set), Path(options.out)
-    model = lowbit.load_pretrained(options.model, device=choose_device())
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    data = text.by_tokenizer(tokenizer, options.data, "stdlib", 0.03)
-    teacher = AutoModelForCausalLM.from_pretrained(options.teacher, dtype="auto")
+    teacher: Any = AutoModelForCausalLM.from_pretrained(options.teacher, dtype="auto")
     teacher.to(choose_device()).eval()
-    before = divergence(model, teacher, data, config)
-    print(f"KL to the teacher, published: {before:.4f} nats a token")
-    train(model, teacher, data, config)
-    print(f"KL to the teacher, trained:   {divergence(model, teacher, data, config):.4f}")
-    lowbit.qat.convert_(model)
-    report = lowbit.export(model, out, like=options.model)
-    print(f"{out}: {report.notes[0]}")
-    written = lowbit.load_pretrained(out, device=choose_device())
-    print(f"KL to the teacher, written:   {divergence(written, teacher, data, config):.4f}")
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m recipes.packed.nvfp4_distill")
-    parser.add_argument("--model", required=True, help="the folder of a model in NVFP4")
-    parser.add_argument("--teacher", required=True, help="the model in high precision")
-    parser.add_argument("--data", type=Path, help="text; default: the Python standard library")
-    parser.add_argument("--out", required=True, help="the folder to write")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
-    return parser.parse_args(arguments)
+    towards, from_it = partial(train, teacher=teacher), partial(divergence, teacher=teacher)
+    recipe.run(options, Config(), towards, loss=from_it, said="KL to the teacher")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Return 0 when done, 2 after a mistake that the user can correct (in one line), 130 after Ctrl-C."""
-    options = parse(arguments)
+    taken = parser("nvfp4_distill", model="the folder of a model in NVFP4")
+    taken.add_argument("--teacher", required=True, help="the model in high precision")
+    options = taken.parse_args(arguments)
     return exit_status(lambda: run(options))
 
 

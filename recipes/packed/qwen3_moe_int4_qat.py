@@ -11,90 +11,38 @@ and an expert that no token reached keeps its published bytes.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from tqdm import tqdm
-from transformers import AutoTokenizer
 
 import lowbit
 from recipes import text
-from recipes.command_line import exit_status, override
-from recipes.device import choose_device
+from recipes.command_line import exit_status
+from recipes.packed.recipe import Config, batches, loss_of, parser, run
 
 
-@dataclass(frozen=True)
-class Config:
-    steps: int = 200
-    batch_size: int = 4
-    context: int = 512
-    lr: float = 1e-5
-    heldout_tokens: int = 50_000
-    seed: int = 0
-
-
-def train(model: Any, data: text.Data, config: Config) -> None:
+def train(model: Any, data: text.Data, config: Config) -> Any:
     """Train the int4 weights and their scales in place. Norms, routers, embeddings and the head stay."""
     model.requires_grad_(False)
     lowbit.qat.prepare_(model, scales="learned")
     model.train()
     groups = lowbit.qat.parameter_groups(model, weight_decay=0.0)
     optimizer = lowbit.optim.AdamW8bit(groups, lr=config.lr, bf16_stochastic_round=True)
-    sizes = {"batch_size": config.batch_size, "context": config.context, "seed": config.seed}
-    for step in tqdm(range(config.steps), desc="QAT", leave=False):
-        tokens, _ = text.batch(data.train, step, **sizes)
+    for tokens in batches(data, config):
         loss_of(model, tokens).backward()
         torch.nn.utils.clip_grad_norm_(groups[0]["params"], 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    model.eval()
-
-
-def loss_of(model: Any, tokens: Tensor) -> Tensor:
-    tokens = tokens.to(choose_device())
-    found: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-    return found
-
-
-@torch.no_grad()
-def heldout_loss(model: Any, data: text.Data, config: Config) -> float:
-    windows = text.windows_of(data.heldout, config.context, config.heldout_tokens)
-    return sum(loss_of(model, one).item() for one in windows.split(1)) / len(windows)
-
-
-def run(options: argparse.Namespace) -> None:
-    config, out = override(Config(), options.set), Path(options.out)
-    model = lowbit.load_pretrained(options.model, device=choose_device())
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    data = text.by_tokenizer(tokenizer, options.data, "stdlib", 0.03)
-    print(f"held-out loss, published: {heldout_loss(model, data, config):.4f} nats a token")
-    train(model, data, config)
-    print(f"held-out loss, trained:   {heldout_loss(model, data, config):.4f}")
-    lowbit.qat.convert_(model)
-    report = lowbit.export(model, out, like=options.model)
-    print(f"{out}: {report.notes[0]}")
-    written = lowbit.load_pretrained(out, device=choose_device())
-    print(f"held-out loss, written:   {heldout_loss(written, data, config):.4f}")
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m recipes.packed.qwen3_moe_int4_qat")
-    parser.add_argument("--model", required=True, help="the folder of a Qwen3-MoE in int4")
-    parser.add_argument("--data", type=Path, help="text; default: the Python standard library")
-    parser.add_argument("--out", required=True, help="the folder to write")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
-    return parser.parse_args(arguments)
+    return model.eval()
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Return 0 when done, 2 after a mistake that the user can correct (in one line), 130 after Ctrl-C."""
-    options = parse(arguments)
-    return exit_status(lambda: run(options))
+    options = parser("qwen3_moe_int4_qat", model="the folder of a Qwen3-MoE in int4").parse_args(
+        arguments
+    )
+    return exit_status(lambda: run(options, Config(), train))
 
 
 if __name__ == "__main__":

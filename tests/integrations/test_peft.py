@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import lowbit as lb
-from lowbit.hf import LowbitConfig
 from lowbit.inference import AWQ, GPTQ
 from tests.integrations.models import TOKENS, is_inner_linear, llama, logits, train
 from tests.schemes import relative_error
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
+from lowbit.hf import LowbitConfig  # noqa: E402
 
 SCHEMES = {
     "int4": lb.Int4WeightOnly(32),

@@ -14,11 +14,11 @@ from torch import nn
 import lowbit as lb
 import lowbit.peft
 from tests.integrations.models import is_inner_linear, llama, logits, train
-from tests.integrations.test_peft import ADAPTERS, SCHEMES, TARGETS, base, trained, values
 from tests.schemes import relative_error
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
+from tests.integrations.test_peft import ADAPTERS, SCHEMES, TARGETS, base, trained, values  # noqa: E402
 
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 every_adapter = pytest.mark.parametrize("adapter", ADAPTERS)

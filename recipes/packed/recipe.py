@@ -1,0 +1,117 @@
+"""What the recipes of this folder share: options, text, losses, and the folder opened first and written last.
+
+Each recipe has its training loop in a file of its own, as `train`, and passes it to `run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+import lowbit
+from recipes import text
+from recipes.command_line import override
+from recipes.device import choose_device
+
+
+@dataclass(frozen=True)
+class Config:
+    """Lengths in steps of `batch_size * context` tokens."""
+
+    steps: int = 200
+    batch_size: int = 4
+    context: int = 512
+    lr: float = 1e-5
+    heldout_tokens: int = 50_000
+    seed: int = 0
+
+
+def parser(name: str, model: str) -> argparse.ArgumentParser:
+    """The options of every recipe.
+
+    Args:
+        name: the recipe's file, without `.py`.
+        model: what --model names, said by --help.
+    """
+    made = argparse.ArgumentParser(prog=f"python -m recipes.packed.{name}")
+    made.add_argument("--model", required=True, help=model)
+    made.add_argument("--data", type=Path, help="text; default: the Python standard library")
+    made.add_argument("--out", required=True, type=Path, help="the folder to write")
+    made.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+    return made
+
+
+def batches(data: text.Data, config: Config) -> Iterator[Tensor]:
+    """The tokens of each step, int64 [batch_size, context] on the device."""
+    for step in tqdm(range(config.steps), desc="training", leave=False):
+        tokens, _ = text.batch(
+            data.train,
+            step,
+            batch_size=config.batch_size,
+            context=config.context,
+            seed=config.seed,
+        )
+        yield tokens.to(choose_device())
+
+
+def loss_of(model: Any, tokens: Tensor) -> Tensor:
+    """Cross entropy of the next token, in nats a token."""
+    found: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return found
+
+
+@torch.no_grad()
+def heldout(
+    loss: Callable[[Any, Tensor], Tensor], model: Any, data: text.Data, config: Config
+) -> float:
+    """The mean of `loss` over windows of the text that is held out."""
+    windows = text.windows_of(data.heldout, config.context, config.heldout_tokens)
+    each = (loss(model, one).item() for one in windows.to(choose_device()).split(1))
+    return sum(each) / len(windows)
+
+
+def converted(model: Any) -> Any:
+    """The model after QAT, its weights in low bits."""
+    lowbit.qat.convert_(model)
+    return model
+
+
+def run(
+    options: argparse.Namespace,
+    defaults: Config,
+    train: Callable[[Any, text.Data, Any], Any],
+    *,
+    loss: Callable[[Any, Tensor], Tensor] = loss_of,
+    said: str = "held-out loss",
+    finish: Callable[[Any], Any] = converted,
+) -> None:
+    """Open the folder, train its model, and write it back in its own format, with the loss after each.
+
+    Args:
+        options: of `parser`.
+        defaults: settings, which `--set` changes.
+        train: gets the model, the text and the settings, and returns the trained model.
+        loss: of a model on tokens, int64 [1, context + 1].
+        said: what the lines call `loss`.
+        finish: makes the trained model one with the folder's own weights.
+    """
+    config, device = override(defaults, options.set), choose_device()
+    model = lowbit.load_pretrained(options.model, device=device)
+    data = text.by_tokenizer(
+        AutoTokenizer.from_pretrained(options.model), options.data, "stdlib", 0.03
+    )
+    print(f"{said}, published: {heldout(loss, model, data, config):.4f} nats a token")
+    model = train(model, data, config)
+    print(f"{said}, trained:   {heldout(loss, model, data, config):.4f}")
+    report = lowbit.export(finish(model), options.out, like=options.model)
+    print(f"{options.out}: {report.notes[0]}")
+    written = lowbit.load_pretrained(options.out, device=device)
+    print(f"{said}, written:   {heldout(loss, written, data, config):.4f}")
