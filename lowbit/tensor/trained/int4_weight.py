@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import lowbit_kernels as kernels
 from lowbit.numerics.packing import pack, unpack
-from lowbit.numerics.spec import Spec
+from lowbit.numerics.spec import Spec, crop
 from lowbit.schemes.presets import Int4WeightOnly
 from lowbit.schemes.training import Int4Weight
 from lowbit.tensor.core import (
@@ -76,13 +76,14 @@ class Int4WeightTensor(Int8WeightTensor):
 
     def unpacked(self) -> Tensor:
         columns = self.scale.shape[-1] * self.scheme.group_size
-        return (unpack(self.codes, 4, columns).to(torch.int8) + _LEAST)[..., : self._columns()]
+        return self._cropped(unpack(self.codes, 4, columns).to(torch.int8) + _LEAST)
 
     def spread_scale(self) -> Tensor:
-        return self.scale.repeat_interleave(self.scheme.group_size, -1)[..., : self._columns()]
+        return self._cropped(self.scale.repeat_interleave(self.scheme.group_size, -1))
 
-    def _columns(self) -> int:
-        return (self.flat_from or stored_shape(self, self.shape))[-1]
+    def _cropped(self, padded: Tensor) -> Tensor:
+        columns = (self.flat_from or stored_shape(self, self.shape))[-1]
+        return crop(padded, (*padded.shape[:-1], columns))
 
     def values_again(self, dtype: torch.dtype) -> Tensor:
         return self.dequantize().to(dtype)
