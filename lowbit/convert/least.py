@@ -139,7 +139,7 @@ def _undominated(values: Tensor, costs: Tensor) -> Tensor:
 
 
 def _thinned(left: Tensor, costs: Tensor) -> Tensor:
-    """Of sums with almost the same cost the last, which has the least value. `left` is sorted by cost."""
+    """One of each few sums with almost the same cost: the last, which has the least value. `left` is sorted by cost."""
     own = costs[left]
     bins = ((own - own[0]) * (1e6 / max(float(own[-1] - own[0]), 1e-300))).long()
     return left[torch.cat([bins[1:] != bins[:-1], bins.new_ones(1, dtype=torch.bool)])]

@@ -124,7 +124,7 @@ class SuperBlocks:
 
     @property
     def nbytes(self) -> int:
-        """Of a super-block in a file: codes, s_g, m_g, d and dmin."""
+        """Bytes of a super-block in a file: codes, s_g, m_g, d and dmin."""
         of_group = (self.high - min(self.low, 0)).bit_length() + self.most.bit_length()
         return (INPUTS * self.bits + self.groups * of_group) // 8 + (4 if self.most else 2)
 

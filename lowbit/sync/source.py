@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.convert import Owner, Target, check_module, find_owners
+from lowbit.convert import Owner, Target, check_module, find_owners, is_tuner
 from lowbit.formats.base import FormatError
 from lowbit.formats.module import ModelSource, check_stored
 from lowbit.formats.sources import Item
@@ -33,7 +33,6 @@ from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.row_chunks import count_nonfinite
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.qat.exchange import prepared_targets
-from lowbit.qat.lora import is_tuner
 from lowbit.qat.weights import converted_weight, in_order_of_linears, rounding_owner
 from lowbit.tensor.core.base import LowbitTensor, check_weight
 from lowbit.tensor.core.dtensor import (

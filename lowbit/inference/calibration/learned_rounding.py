@@ -41,7 +41,7 @@ from lowbit.tensor.frozen.rotated_tensor import rotated_blocks
 from lowbit.tracing.batches import deterministic, entry, output_tensor
 
 BETAS = 0.9, 0.99
-"""Of Adam, for vectors."""
+"""The decay rates of Adam, which learns vectors."""
 INSIDE = 0.499
 """How far from its value a weight may start, in steps: within its cell."""
 HELD_OUT = 8
@@ -371,8 +371,8 @@ class _Learning:
             return self.block.high(number)
 
     def _losses(self, number: int) -> list[tuple[Tensor, int]]:
-        """Of the sequences that are learned from, and of those held out: the sum over the tokens that count, and their
-        number."""
+        """The sum of the loss over the tokens that count, and their number: of the sequences that are learned from, and
+        of those held out."""
         expected = self._target(number)
         output = self.block.run(number)
         found = torch.atleast_1d(output_tensor(output))

@@ -100,7 +100,7 @@ class Kind:
     widest: int
     """Elements of a row over all shards. Pieces are cut by it where ranks round rows together."""
     correction: torch.dtype | None
-    """Of the state "weight_correction", if the parameters have one."""
+    """The dtype of the state "weight_correction"; None without one."""
     compensated: bool
     states: tuple[tuple[str, CodebookTensor | None, int], ...]
     """Names, each with a tensor that knows how its codes are decoded (None for plain values), and the number of the
