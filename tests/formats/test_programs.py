@@ -214,16 +214,13 @@ print(json.dumps([name for name in sys.modules if name.split(".")[0] in ("lowbit
 @pytest.mark.parametrize(
     ("dtype", "names", "features"),
     [
-        (torch.float32, list(LINEARS), FEATURES),
-        # Those with a product of their own in 16 bits, as a compiler takes seconds for each preset. The test of the
-        # decompositions has all of them in 16 bits. The last group of a row is cut.
-        (
-            torch.bfloat16,
-            ["int4", "int4_asymmetric", "int8", "int8_groups", "int8xint8", "float8", "nf4"],
-            140,
-        ),
+        # A compiler takes seconds for each preset. So the usual run has one of each kind, and in 16 bits those with a
+        # product of their own. The test of the decompositions has all of them. The last group of a row is cut.
+        (torch.float32, ["int4", "int3", "int8xint4", "float8xfloat8_blocks", "nvfp4"], FEATURES),
+        (torch.bfloat16, ["int4_asymmetric", "int8_groups", "int8xint8", "float8", "nf4"], 140),
+        pytest.param(torch.float32, list(LINEARS), FEATURES, marks=pytest.mark.exhaustive),
     ],
-    ids=["every preset, float32", "bfloat16"],
+    ids=["float32", "bfloat16", "every preset, float32"],
 )
 def test_a_package_runs_without_lowbit(
     dtype: torch.dtype, names: list[str], features: int, tmp_path: Path
