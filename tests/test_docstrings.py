@@ -27,12 +27,14 @@ PACKAGES = [
         "lowbit.accelerate",
         "lowbit.lightning",
         "lowbit.vllm",
+        "lowbit.axolotl",
     ),
 ]
 NEEDS = {
     "lowbit.hf": "transformers",
     "lowbit.torchtitan": "torchtitan",
     "lowbit.lightning": "lightning",
+    "lowbit.axolotl": "axolotl",
 }
 ENTRY = re.compile(r"^ {4}((?:\*{0,2}\w+, )*\*{0,2}\w+):(?= |$)", re.MULTILINE)
 SECTION = re.compile(r"^(?:Args|Attributes):\n((?:(?: .*)?\n?)*)", re.MULTILINE)

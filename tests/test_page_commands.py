@@ -40,6 +40,7 @@ BLOCKS = {
     "python": "tests/test_readme.py",
     "text": "tests/test_readme.py",
     "toml": "tests/integrations/test_torchtitan_settings.py",
+    "yaml": "tests/integrations/test_axolotl.py",
 }
 """The languages of blocks, and the file that runs them. It compares those of `text` with what the Python prints."""
 DIAGRAMS = {"docs/design.md"}

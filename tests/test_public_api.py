@@ -16,9 +16,12 @@ ROOT = Path(__file__).parents[1]
 SNAPSHOT = ROOT / "tests/data/public_api.txt"
 MODULES = (
     "lowbit.surface",
-    *(f"lowbit.{name}" for name in ("accelerate", "affine", "formats", "granularity", "hf")),
-    *(f"lowbit.{name}" for name in ("inference", "lightning", "optim", "peft", "qat", "scheme")),
-    *(f"lowbit.{name}" for name in ("sync", "tensor", "testing", "torchtitan", "train", "vllm")),
+    *(f"lowbit.{name}" for name in ("accelerate", "affine", "axolotl", "formats", "granularity")),
+    *(f"lowbit.{name}" for name in ("hf", "inference", "lightning", "optim", "peft", "qat")),
+    *(
+        f"lowbit.{name}"
+        for name in ("scheme", "sync", "tensor", "testing", "torchtitan", "train", "vllm")
+    ),
 )
 """The modules that users import from. Everything in `lowbit.surface` is a name of `lowbit` itself."""
 

@@ -44,6 +44,8 @@ OPTIONAL = [
     "matplotlib",
     "tqdm",
     "torchtitan",
+    "axolotl",
+    "pydantic",
     "tensorboard",
     "vllm",
     "pytest",
@@ -55,6 +57,7 @@ INTEGRATIONS = {
     "lowbit.interop.hf": {"transformers", "safetensors"},
     "lowbit.interop.lightning": {"lightning"},
     "lowbit.interop.vllm": {"vllm"},
+    "lowbit.interop.axolotl": {"axolotl", "pydantic", "transformers"},
     "lowbit.cli": {"typer", "rich"},
 }
 """The packages of lowbit for a tool that users import by themselves, and what these may import at the top of a file."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
+from lowbit.convert import adapter_modules
 from lowbit.interop import config_lines
 from lowbit.qat.run import QATRun
 
@@ -78,6 +80,9 @@ class QATCallback(QATRun, TrainerCallback):
     `lowbit.qat.run.QATRun`: `scheme`, `filter_fn`, `convert`, `start`, `bits`, `freeze_scales` and further arguments of
     `prepare_`. `report` is that of `prepare_`, and after the end that of `convert_`.
 
+    Warns at the end if the conversion merged all adapters of PEFT: the Trainer's `save_model` would write an adapter
+    without tensors.
+
     Raises RuntimeError if the training begins with another model than the prepared one, such as that of `model_init=`.
     """
 
@@ -97,4 +102,12 @@ class QATCallback(QATRun, TrainerCallback):
         self.follow(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.finish(kwargs["model"])
+        model = kwargs["model"]
+        self.finish(model)
+        if self.convert and hasattr(model, "peft_config") and not adapter_modules(model):
+            warnings.warn(
+                "the adapters are merged into the low-bit weights, so save_model and PeftModel.save_pretrained would "
+                "write an adapter without tensors: write lowbit.export(model.merge_and_unload(), …) instead, or train "
+                "by QATCallback(…, adapters='keep'), or with convert=False, which leave adapters to be saved",
+                stacklevel=2,
+            )

@@ -1,0 +1,184 @@
+"""A plug-in for Axolotl: lowbit's optimizers, training in low bits and QAT as settings of a training.
+
+    plugins:
+      - lowbit.axolotl.LowbitPlugin
+    lowbit:
+      optimizer: AdamW4bit(bf16_stochastic_round=True)
+      qat: int4(group_size=32)
+
+Written against Axolotl 0.19.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from axolotl.integrations.base import BasePlugin
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from torch import nn
+from transformers import AutoTokenizer
+
+from lowbit import train
+from lowbit.formats.registry import target as target_of
+from lowbit.formats.writing import export
+from lowbit.interop import config_lines
+from lowbit.interop.hf.training import QATCallback, optimizer
+from lowbit.schemes import lines
+
+OTHERS = ("qat", "quantization", "relora")
+"""Settings of Axolotl's that change weights in training, which lowbit's `train` and `qat` cannot share."""
+SHARDED = ("fsdp", "fsdp_config", "deepspeed")
+
+
+class LowbitSettings(BaseModel):
+    """The section `lowbit`. pydantic raises ValidationError for an unknown key and for a line that names nothing.
+
+    Args:
+        optimizer: a class of `lowbit.optim`, also with options: "AdamW8bit(bf16_stochastic_round=True)". It takes the
+            place of Axolotl's `optimizer`, with its learning rate, betas, epsilon and groups of weight decay.
+        train: a training scheme: "int8", "float8(backward='e5m2')", "int8_weights".
+        qat: a scheme of inference, to which products round in training: "int4(group_size=32)". Axolotl saves the
+            weights or adapters that trained. The plug-in also writes the model in low bits, with adapters merged, to
+            `output_dir`/`format`.
+        qat_scales: "present", or "learned" ones, which train too.
+        format: of the model in low bits; a name of `lowbit.formats.names()`.
+        targets: patterns of names of weights that `train` or `qat` takes; without it all linear layers but the head.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    optimizer: str | None = None
+    train: str | None = None
+    qat: str | None = None
+    qat_scales: Literal["present", "learned"] = "present"
+    format: str = "compressed-tensors"
+    targets: list[str] | None = None
+
+    @field_validator("optimizer")
+    @classmethod
+    def _known_optimizer(cls, line: str | None) -> str | None:
+        if line is not None:
+            config_lines.optimizer(line)
+        return line
+
+    @field_validator("train")
+    @classmethod
+    def _known_training_scheme(cls, line: str | None) -> str | None:
+        if line is not None:
+            config_lines.training_scheme(line)
+        return line
+
+    @field_validator("qat")
+    @classmethod
+    def _known_scheme(cls, line: str | None) -> str | None:
+        if line is not None:
+            lines.scheme(line)
+        return line
+
+    @field_validator("format")
+    @classmethod
+    def _known_format(cls, name: str) -> str:
+        target_of(name)
+        return name
+
+    @model_validator(mode="after")
+    def _one_scheme(self) -> LowbitSettings:
+        if self.train is not None and self.qat is not None:
+            raise ValueError(
+                f"train={self.train!r} beside qat={self.qat!r}: a weight trains by one scheme; leave one of them out"
+            )
+        if self.targets is not None and self.train is None and self.qat is None:
+            raise ValueError("targets name weights for `train` or `qat`, and neither is given")
+        return self
+
+    def filter(self) -> Any:
+        """`filter_fn` of `prepare_`."""
+        return _is_inner_linear if self.targets is None else None
+
+    def chosen(self, scheme: Any) -> Any:
+        """`scheme` for the targets, as `prepare_` takes it."""
+        return scheme if self.targets is None else dict.fromkeys(self.targets, scheme)
+
+
+class LowbitArgs(BaseModel):
+    """What Axolotl adds to the settings that it accepts."""
+
+    lowbit: LowbitSettings | None = None
+
+
+def _is_inner_linear(module: nn.Module, name: str) -> bool:
+    return isinstance(module, nn.Linear) and not name.endswith("lm_head")
+
+
+class _ConvertsLater(QATCallback):
+    """Axolotl saves what trained after the end of the training, so the model is converted after that."""
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        pass
+
+
+class LowbitPlugin(BasePlugin):
+    """Axolotl's plug-in; see the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._qat: _ConvertsLater | None = None
+        self._model: Any = None
+
+    def get_input_args(self) -> str:
+        return "lowbit.axolotl.LowbitArgs"
+
+    def pre_model_load(self, cfg: Any) -> None:
+        """Raise ValueError for settings that exclude each other, before a model is loaded."""
+        settings = _settings(cfg)
+        line = settings.train or settings.qat
+        for name in (*OTHERS, *(SHARDED if settings.qat else ())):
+            if line is not None and cfg.get(name):
+                raise ValueError(
+                    f"lowbit: {line!r} does not go with Axolotl's setting {name!r}; leave one of the two out"
+                )
+
+    def post_model_load(self, cfg: Any, model: nn.Module) -> None:
+        """Prepare the weights that `train` takes."""
+        settings = _settings(cfg)
+        if settings.train is not None:
+            scheme = config_lines.training_scheme(settings.train)
+            print(train.prepare_(model, settings.chosen(scheme), settings.filter()))
+
+    def add_callbacks_pre_trainer(self, cfg: Any, model: nn.Module) -> list[Any]:
+        """The callback that prepares the weights that `qat` takes."""
+        settings = _settings(cfg)
+        if settings.qat is None:
+            return []
+        scheme = settings.chosen(lines.scheme(settings.qat))
+        self._qat = _ConvertsLater(scheme, settings.filter(), scales=settings.qat_scales)
+        return [self._qat]
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        """Give the Trainer lowbit's optimizer. Axolotl calls the hook `create_optimizer` of no plug-in."""
+        settings = _settings(cfg)
+        if settings.optimizer is not None:
+            trainer.optimizer_cls_and_kwargs = optimizer(settings.optimizer, trainer.args)
+
+    def post_train(self, cfg: Any, model: Any) -> None:
+        """Keep the model. Axolotl 0.19 calls this twice, the first time before it saves what trained."""
+        self._model = model
+
+    def post_train_unload(self, cfg: Any) -> None:
+        """Convert the model and write it in low bits, by the first process."""
+        model, qat = self._model, self._qat
+        self._model = self._qat = None
+        if qat is None or model is None or int(os.environ.get("RANK", 0)) > 0:
+            return
+        settings, folder = _settings(cfg), Path(cfg.output_dir)
+        qat.finish(model)
+        merged = model.merge_and_unload() if hasattr(model, "peft_config") else model
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        out = folder / settings.format
+        print(export(merged, out, settings.format, overwrite=True, tokenizer=tokenizer))
+
+
+def _settings(cfg: Any) -> LowbitSettings:
+    return LowbitSettings(**(cfg.get("lowbit") or {}))
