@@ -27,6 +27,7 @@ import lowbit  # noqa: E402
 from lowbit.axolotl import LowbitPlugin, LowbitSettings  # noqa: E402
 from lowbit.tensor.core import LowbitTensor  # noqa: E402
 from recipes import text  # noqa: E402
+from tests.integrations.models import is_inner_linear  # noqa: E402
 
 TEXTS = [f"line {i} of {i * i}, and {i + 1} follows" for i in range(300)]
 LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_modules": ["q_proj"]}
@@ -106,7 +107,7 @@ def test_qat_writes_what_trained_and_the_model_in_low_bits(
         expected = peft.PeftModel.from_pretrained(expected, out).merge_and_unload()
     else:
         expected.load_state_dict(saved)
-    lowbit.quantize_(expected, lowbit.Int4WeightOnly(32))
+    lowbit.quantize_(expected, lowbit.Int4WeightOnly(32), is_inner_linear)
     tokens = torch.arange(24).view(2, 12)
     torch.testing.assert_close(low(tokens).logits, expected(tokens).logits, rtol=1e-5, atol=1e-5)
 
