@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -39,7 +38,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 import lowbit
 from recipes import text
 from recipes.command_line import UserError, exit_status, override
-from recipes.device import choose_device, device_name, synchronize
+from recipes.device import choose_device, device_name
+from recipes.pages import peak_memory
 from recipes.runs import load_checkpoint, save_checkpoint
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -194,8 +194,8 @@ class ClipByHistory:
 
 
 def prepared_model(name: str, config: Config, device: torch.device) -> Any:
-    """The model of a folder or of `SHAPES`, with low-bit weights. It is made on the CPU in bfloat16, which takes 16 GB
-    of host memory for 8B, and moves to the device in low bits."""
+    """The model of a folder or of `SHAPES`, with low-bit weights. It is made on the CPU in bfloat16, which takes about
+    20 GB of host memory for 8B, and moves to the device in low bits."""
     torch.manual_seed(config.seed)
     if name in SHAPES:
         context = max(config.context, 2048)
@@ -228,6 +228,30 @@ def tokens_of(name: str, source: Path | None) -> Tensor:
     return torch.frombuffer(bytearray("".join(texts).encode()), dtype=torch.uint8).int()
 
 
+def make_optimizer(params: list[nn.Parameter], config: Config) -> lowbit.optim.AdamW:
+    return lowbit.optim.AdamW(
+        params,
+        lr=config.lr,
+        betas=(0.9, 0.95),
+        weight_decay=config.weight_decay,
+        state=config.state,
+        bf16_stochastic_round=True,  # for the weights of norms, which stay in bfloat16
+        weight_correction=None if config.correction == "none" else config.correction,
+    )
+
+
+def train_step(model: Any, inputs: Tensor, targets: Tensor, config: Config) -> float:
+    """The loss of tokens [B, T]. Every parameter is stepped when this returns."""
+    with lowbit.train.save_in_int8(model):
+        hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
+    head = model.get_output_embeddings().weight
+    rows = config.vocabulary_rows
+    loss: Any = ChunkedCrossEntropy.apply(hidden.flatten(0, 1), head, targets.flatten(), rows)
+    del hidden
+    loss.backward()
+    return loss.item()
+
+
 def train(options: argparse.Namespace) -> None:
     config, device = override(Config(), options.set), choose_device()
     check_model(options.model)
@@ -237,66 +261,48 @@ def train(options: argparse.Namespace) -> None:
             f"{len(tokens)} tokens are too few for sequences of {config.context}; give --data more text, or a shorter "
             "context: --set context=128"
         )
-    if device.type == "cuda" and config.memory_gib:
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(
-            min(config.memory_gib * 2**30 / total, 1.0), device
-        )
+    limit_memory(config, device)
     model = prepared_model(options.model, config, device)
     params = list(model.parameters())
-    optimizer = lowbit.optim.AdamW(
-        params,
-        lr=config.lr,
-        betas=(0.9, 0.95),
-        weight_decay=config.weight_decay,
-        state=config.state,
-        bf16_stochastic_round=True,  # for the weights of norms, which stay in bfloat16
-        weight_correction=None if config.correction == "none" else config.correction,
-    )
+    optimizer = make_optimizer(params, config)
     clipping = ClipByHistory(params, config.clip, device)
     lowbit.optim.step_in_backward(optimizer)
     path = options.out / "checkpoint.pt"
     options.out.mkdir(parents=True, exist_ok=True)
     start = resume(path, config, model, optimizer, clipping) if path.exists() else 0
-    began, seen = time.perf_counter(), 0
+    sizes = {"batch_size": config.batch_size, "context": config.context, "seed": config.seed}
+    began = time.perf_counter()
     for step in range(start, config.steps):
         for group in optimizer.param_groups:
             group["lr"] = config.rate(step)
-        inputs, targets = (
-            t.to(device)
-            for t in text.batch(
-                tokens, step, batch_size=config.batch_size, context=config.context, seed=config.seed
-            )
-        )
-        with lowbit.train.save_in_int8(model):
-            hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
-        head = model.get_output_embeddings().weight
-        loss = ChunkedCrossEntropy.apply(
-            hidden.flatten(0, 1), head, targets.flatten(), config.vocabulary_rows
-        )
-        del hidden
-        loss.backward()  # steps every parameter
-        value = loss.item()
-        if step == start:  # the first step compiles, and makes the states
-            synchronize(device)
+        inputs, targets = text.batch(tokens, step, **sizes)
+        loss = train_step(model, inputs.to(device), targets.to(device), config)
+        if step == start:  # it compiles kernels and makes the states, so it is not timed
             began = time.perf_counter()
-        else:
-            seen += inputs.numel()
-        speed = seen / max(time.perf_counter() - began, 1e-9)
-        print(
-            f"step {step + 1:5}  loss {value:.4f}  {speed:8.1f} tokens/s  peak {peak_gib(device):.2f} GiB"
-        )
-        if not math.isfinite(value):
+        speed = (step - start) * inputs.numel() / (time.perf_counter() - began)
+        print(f"step {step + 1:5}  loss {loss:.4f}  {speed:8.1f} tokens/s  {peak(device)}")
+        if not math.isfinite(loss):
             raise UserError(
-                f"the loss is {value} at step {step + 1}; lower the rate: --set lr={config.lr / 3:.1e}"
+                f"the loss is {loss} at step {step + 1}; lower the rate: --set lr={config.lr / 3:.1e}"
             )
         if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
-            save_checkpoint(path, {
-                "phase": "one_card", "step": step + 1, "config": asdict(config), "norms": clipping.norms,
-                "model": model.state_dict(), "optimizer": optimizer.state_dict(),
-            })  # fmt: skip
-    print(f"{device_name(device)}: peak {peak_gib(device):.2f} GiB, wrote {path}")
+            save(path, step + 1, config, model, optimizer, clipping)
+    print(f"{device_name(device)}: {peak(device)}, wrote {path}")
     write_model(model, options)
+
+
+def limit_memory(config: Config, device: torch.device) -> None:
+    if device.type == "cuda" and config.memory_gib:
+        share = config.memory_gib * 2**30 / torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(share, 1.0), device)
+
+
+def save(
+    path: Path, step: int, config: Config, model: Any, optimizer: Any, clipping: ClipByHistory
+) -> None:
+    content = {"phase": "one_card", "step": step, "config": asdict(config)}
+    content |= {"norms": clipping.norms, "model": model.state_dict()}
+    save_checkpoint(path, {**content, "optimizer": optimizer.state_dict()})
 
 
 def resume(path: Path, config: Config, model: Any, optimizer: Any, clipping: ClipByHistory) -> int:
@@ -315,12 +321,11 @@ def resume(path: Path, config: Config, model: Any, optimizer: Any, clipping: Cli
     return saved["step"]
 
 
-def peak_gib(device: torch.device) -> float:
-    """Memory that PyTorch has reserved at most on the GPU, or that the process has taken on a CPU. A GPU's context
-    comes on top, about 0.5 GiB."""
+def peak(device: torch.device) -> str:
+    """What PyTorch has reserved at most on a GPU, whose context takes about 0.5 GiB more; on a CPU, the process."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        return f"{torch.cuda.max_memory_reserved(device) / 2**30:.2f} GiB at most"
+    return peak_memory()
 
 
 def write_model(model: Any, options: argparse.Namespace) -> None:

@@ -128,7 +128,8 @@ class save_in_int8(torch.autograd.graph.saved_tensors_hooks):
         ):  # a constant, or saved by a function that makes it itself
             is_copy = tuple(t.shape) in self._shapes or tuple(source.shape) in self._shapes
             return t.dtype is not torch.float32 and not is_copy
-        return t.output_nr == 0 and not _is_exact(node)
+        # of the source, because pieces of a split are views with numbers of their own
+        return source.output_nr == 0 and not _is_exact(node)
 
 
 def _plain_tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -136,7 +137,7 @@ def _plain_tensors(model: nn.Module) -> Iterator[Tensor]:
     for t in map(local, chain(model.parameters(), model.buffers())):
         if isinstance(t, LowbitTensor):
             yield from (inner for inner in t.inner_tensors().values() if inner is not None)
-        else:
+        elif t.layout is torch.strided and not nn.parameter.is_lazy(t):
             yield t
 
 

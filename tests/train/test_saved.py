@@ -57,6 +57,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "whole": lambda t: t,
     "transposed": lambda t: t.t(),
     "columns": lambda t: t[:, 3:200],
+    "piece": lambda t: t.split(100, 1)[1],
     "steps": lambda t: t[::2, ::3],
     "one row": lambda t: t[5:6],
     "repeated": lambda t: t[:, None].expand(-1, 4, -1),
@@ -345,6 +346,15 @@ def test_double_backward_and_a_graph_used_twice() -> None:
 
     exact, rounded = second(torch.enable_grad()), second(save_in_int8(NOTHING, min_numel=1))
     assert 0 < (rounded - exact).norm() / exact.norm() < 0.05
+
+
+def test_lazy_and_sparse_parameters_are_passed_over() -> None:
+    model = nn.Sequential(nn.LazyLinear(8))
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    with save_in_int8(model, min_numel=1):
+        y = model(torch.randn(4, 5))
+    y.sum().backward()
+    assert model[0].weight.grad.shape == (8, 5)
 
 
 def test_bad_arguments() -> None:
