@@ -117,15 +117,14 @@ class save_in_int8(torch.autograd.graph.saved_tensors_hooks):
     def _may_round(self, t: Tensor) -> bool:
         if type(t) is not Tensor or t.dtype not in _DTYPES or t.numel() < self._min_numel:
             return False
-        if t.layout is not torch.strided or t.is_meta or _address(t) in self._own:
+        if t.layout is not torch.strided or t.is_meta or t.is_neg() or _address(t) in self._own:
             return False
         source = t if t._base is None else t._base
         if isinstance(source, nn.Parameter) or (source.is_leaf and source.requires_grad):
             return False
         node = source.grad_fn
-        if (
-            node is None and not t.requires_grad
-        ):  # a constant, or saved by a function that makes it itself
+        if node is None and not t.requires_grad:
+            # a constant, or made within a function that saves it, as all that compiled code saves
             is_copy = tuple(t.shape) in self._shapes or tuple(source.shape) in self._shapes
             return t.dtype is not torch.float32 and not is_copy
         # of the source, because pieces of a split are views with numbers of their own
