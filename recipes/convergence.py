@@ -19,6 +19,7 @@ keeps its states:
     int8-weights, int4-weights                      int8 or int4 weights in the blocks, without a copy
     int8-weights-fp32, -8bit, -4bit, int4-…         the same with the rounding error in the momentum, and AdamW's states
                                                     in that format
+    int8-saved                                      as fp32; autograd keeps activations in int8 for the backward pass
     bitnet                                          as fp32; the weights of the blocks are ternary in every product
 
 Runs of one seed start from the same weights and see the same batches, so they are compared seed by seed.
@@ -34,6 +35,7 @@ import platform
 import shlex
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from lowbit.train import save_in_int8
 from recipes import text
 from recipes.command_line import (
     add_choice_of_runs,
@@ -93,11 +96,16 @@ def train_run(
         weight_decay=config.weight_decay,
     )
     scheduler = LambdaLR(optimizer, learning_rate_factor(config))
-    forward = torch.compile(model) if config.compile else model
+    compute = torch.compile(model) if config.compile else model
+    saving = save_in_int8(model, min_numel=1024) if variant.saved_in_int8 else nullcontext()
     context = config.model.context
     probes = text.windows_of(data.heldout, context, config.probe_sequences * context)
     tokens = data.train.to(device)  # all of them, so that no step waits for a copy
     curve: list[tuple[int, float]] = []
+
+    def forward(inputs: Tensor) -> Tensor:
+        with saving:
+            return compute(inputs)
 
     model.train()
     finite = True

@@ -30,6 +30,7 @@ class Variant:
         make: makes AdamW over parameter groups with lr, betas and weight_decay.
         allowed: the largest loss above the reference's, as a share of it; None sets no limit.
         scheme: a scheme of `lowbit.train` for the linear layers of the blocks.
+        saved_in_int8: True if autograd keeps activations in int8 (`lowbit.train.save_in_int8`).
     """
 
     name: str
@@ -38,6 +39,7 @@ class Variant:
     make: Callable[..., torch.optim.Optimizer]
     allowed: float | None = None
     scheme: TrainingScheme | None = None
+    saved_in_int8: bool = False
 
 
 def variants() -> dict[str, Variant]:
@@ -80,6 +82,9 @@ def variants() -> dict[str, Variant]:
             for bits, scheme in (("int8", int8_weight), ("int4", int4_weight))
             for states in ("fp32", "8bit", "4bit")
         ],
+        Variant(
+            "int8-saved", "activations saved in int8", fp32, torch_adamw, 0.005, saved_in_int8=True
+        ),
         Variant("bitnet", "BitNet b1.58: ternary weights", fp32, torch_adamw, None, bitnet),
     ]
     return {variant.name: variant for variant in found}

@@ -14,6 +14,7 @@ from lowbit.schemes.training import (
 from lowbit.train.convert import convert_
 from lowbit.train.prepare import prepare_, restore_
 from lowbit.train.recompute import keep_products
+from lowbit.train.saved import save_in_int8
 from lowbit.train.sharded import locate_, precompute_bitnet_scale
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "precompute_bitnet_scale",
     "prepare_",
     "restore_",
+    "save_in_int8",
 ]

@@ -5,6 +5,7 @@ Under DistributedDataParallel, replicas stay equal.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import replace
 
@@ -525,3 +526,32 @@ def check_recomputed(rank, world_size):
 
 def test_recomputation_around_sharded_modules():
     assert launch(check_recomputed, 2) == [True, True]
+
+
+def check_saved_in_int8(rank, world_size):
+    """FSDP2's gathered parameters stay as they are: where the inputs are left alone too, gradients keep their bits."""
+    torch.manual_seed(0)
+    model = Model(33)
+    for part in (model.first, model.second, model):
+        fully_shard(part)
+    found = []
+    for least in (None, 10**6, 1):
+        model.zero_grad()
+        x = values(9, 100)
+        with (
+            contextlib.nullcontext()
+            if least is None
+            else train.save_in_int8(model, min_numel=least)
+        ):
+            y = model(x)
+        y.square().sum().backward()
+        found.append([p.grad.full_tensor() for p in model.parameters()])
+    for exact, kept, rounded in zip(*found, strict=True):
+        assert torch.equal(exact, kept)
+        assert relative(rounded, exact) < 0.03
+    assert not torch.equal(found[2][2], found[0][2])  # of the second weight: its input was rounded
+    return True
+
+
+def test_activations_saved_in_int8_beside_sharded_parameters():
+    assert launch(check_saved_in_int8, 2) == [True, True]

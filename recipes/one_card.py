@@ -1,0 +1,364 @@
+"""Full fine-tuning of a language model on one card: all weights of 8B parameters on 24 GB, on 16 GB with int4 weights.
+
+    python -m recipes.one_card --model FOLDER --data TEXT --out RUN [--set weights=int4]
+    python -m recipes.one_card --model 8b --out RUN --set steps=20 --set memory_gib=24     random weights
+
+What takes memory, and what keeps it small:
+
+    weights        int8 or int4 alone, embedding and head too (`lowbit.train.Int8Weight`, `Int4Weight`): no copy in
+                   high precision; updates round stochastically
+    states         AdamW's in 4 bits
+    gradients      of one parameter at a time: each is stepped in backward and freed (`step_in_backward`)
+    activations    of one block at a time: the others keep their inputs alone (checkpoints), in int8 (`save_in_int8`)
+    logits         of `vocabulary_rows` entries of the vocabulary at a time (`ChunkedCrossEntropy`)
+
+Gradients are gone before the norm of all of them is known, so nothing clips by it. Each parameter's gradient is clipped
+by its own history instead (`ClipByHistory`).
+
+RUN/checkpoint.pt holds weights, states and step. The same command goes on from it, to the same bits.
+RUN/model is the trained model in bfloat16, with the tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+import lowbit
+from recipes import text
+from recipes.command_line import UserError, exit_status, override
+from recipes.device import choose_device, device_name
+from recipes.pages import peak_memory
+from recipes.runs import load_checkpoint, save_checkpoint
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+           "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256},
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+           "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256},
+    "tiny": {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300},
+}  # fmt: skip
+"""Llamas with random weights, untied. Their tokens are the bytes of the text."""
+SCHEMES = {"int8": lowbit.Int8Weight(), "int4": lowbit.Int4Weight(group_size=32)}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings. A step sees `batch_size` sequences of `context` tokens."""
+
+    steps: int = 200
+    batch_size: int = 1
+    context: int = 2048
+    lr: float = 1e-5
+    warmup_steps: int = 20
+    """Steps in which the learning rate rises; it then falls linearly to 0."""
+    weight_decay: float = 0.0
+    weights: str = "int8"
+    """Or "int4"."""
+    state: str = "4bit"
+    """AdamW's states: also "8bit", which `correction` prefers, at one more byte a parameter."""
+    correction: str = "none"
+    """Or "momentum": what rounding takes from a weight goes into its momentum, and moves the weight later."""
+    clip: float = 3.0
+    """The norm of a parameter's gradient, as a multiple of its mean norm so far; 0 clips nothing."""
+    vocabulary_rows: int = 8192
+    """Entries of the vocabulary whose logits are in memory together."""
+    memory_gib: float = 0.0
+    """The most that PyTorch may reserve on the GPU; 0 sets no limit."""
+    save_every: int = 500
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        counts = ("steps", "batch_size", "context", "vocabulary_rows", "save_every")
+        checks = [
+            *((name, getattr(self, name) >= 1, "at least 1") for name in counts),
+            *((name, getattr(self, name) >= 0, "0 or more") for name in
+              ("warmup_steps", "weight_decay", "clip", "memory_gib", "seed")),
+            ("lr", 0 < self.lr < math.inf, "finite and above 0"),
+            ("weights", self.weights in SCHEMES, " or ".join(SCHEMES)),
+            ("state", self.state in ("4bit", "8bit", "float8"), "4bit, 8bit or float8"),
+            ("correction", self.correction in ("none", "momentum"), "none or momentum"),
+        ]  # fmt: skip
+        for name, holds, accepted in checks:
+            if not holds:
+                raise UserError(f"{name} is {getattr(self, name)}; accepted: {accepted}")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of this step."""
+        rising = (step + 1) / max(self.warmup_steps, 1)
+        falling = (self.steps - step) / max(self.steps - self.warmup_steps, 1)
+        return self.lr * min(rising, falling, 1.0)
+
+
+# ---- the loss, without the logits of all entries ---------------------------------------------------------------------
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Mean cross entropy of the logits x·wᵀ against `targets`, `rows` entries of the vocabulary at a time.
+
+    The forward pass keeps the log of the sum of exponentials of each token. Backward computes the logits again, one
+    product more than with all logits in memory. A row of the weight's gradient is one product over all tokens, so it is
+    rounded once. Low-bit weights are dequantized `rows` rows at a time.
+
+    Args: x [M, D]; weight [V, D], plain or low-bit; targets [M], int64 in [0, V); rows: at least 1.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+        log_sum = torch.full(targets.shape, -math.inf, device=x.device)
+        chosen = torch.zeros_like(log_sum)
+        for start, w in _chunks(weight, rows, x.dtype):
+            logits = (x @ w.t()).float()
+            log_sum = torch.logaddexp(log_sum, logits.logsumexp(1))
+            here, column = _within(targets, start, len(w))
+            chosen = torch.where(here, logits.gather(1, column)[:, 0], chosen)
+        ctx.save_for_backward(x, weight.detach(), targets, log_sum)
+        ctx.rows = rows
+        return (log_sum - chosen).mean()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight, targets, log_sum = ctx.saved_tensors
+        grad_x = torch.zeros_like(x, dtype=torch.float32)
+        grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
+        share = grads[0].float() / len(x)
+        for start, w in _chunks(weight, ctx.rows, x.dtype):
+            chances = (x @ w.t()).float().sub_(log_sum[:, None]).exp_()
+            here, column = _within(targets, start, len(w))
+            chances.scatter_add_(1, column, -here.float()[:, None])
+            grad = chances.mul_(share).to(x.dtype)
+            del chances
+            grad_x += grad @ w
+            grad_weight[start : start + len(w)] = grad.t() @ x
+        return grad_x.to(x.dtype), grad_weight, None, None
+
+
+def _chunks(weight: Tensor, rows: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    for start in range(0, len(weight), rows):
+        part = weight.detach()[start : start + rows]
+        yield (
+            start,
+            (part.dequantize() if isinstance(part, lowbit.LowbitTensor) else part).to(dtype),
+        )
+
+
+def _within(targets: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:
+    """(bool [M]: the target is one of these rows; int64 [M, 1]: which one, 0 for others)."""
+    here = (targets >= start) & (targets < start + rows)
+    return here, torch.where(here, targets - start, 0)[:, None]
+
+
+# ---- clipping without the norm of all gradients ----------------------------------------------------------------------
+
+
+class ClipByHistory:
+    """Clips each parameter's gradient to `most` times the running mean of its norms, as AdaGC does (arXiv 2502.11034).
+
+    AdamW divides by the size of past gradients, so only a gradient that is large beside those of its own parameter
+    needs a bound. The host waits for no norm. `norms` [parameters] is NaN before a parameter's first gradient, and
+    belongs into checkpoints. Make it before `step_in_backward`: hooks run in the order in which they are registered.
+    """
+
+    DECAY = 0.98
+
+    def __init__(self, params: list[nn.Parameter], most: float, device: torch.device) -> None:
+        self.norms = torch.full((len(params),), math.nan, device=device)
+        for i, param in enumerate(params if most > 0 else []):
+            param.register_post_accumulate_grad_hook(partial(self._clip, i, most))
+
+    @torch.no_grad()
+    def _clip(self, i: int, most: float, param: Tensor) -> None:
+        assert param.grad is not None
+        norm = torch.linalg.vector_norm(param.grad, dtype=torch.float32)
+        mean = torch.where(self.norms[i].isnan(), norm, self.norms[i])
+        bounded = torch.minimum(norm, most * mean)
+        self.norms[i] = torch.where(
+            norm.isfinite(), mean.lerp(bounded, 1 - self.DECAY), self.norms[i]
+        )
+        param.grad.mul_(torch.where(norm > 0, bounded / norm, 1))
+
+
+# ---- the model, its text, the loop -----------------------------------------------------------------------------------
+
+
+def prepared_model(name: str, config: Config, device: torch.device) -> Any:
+    """The model of a folder or of `SHAPES`, with low-bit weights. It is made on the CPU in bfloat16, which takes about
+    20 GB of host memory for 8B, and moves to the device in low bits."""
+    torch.manual_seed(config.seed)
+    if name in SHAPES:
+        context = max(config.context, 2048)
+        shape = LlamaConfig(
+            **SHAPES[name], max_position_embeddings=context, tie_word_embeddings=False
+        )
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+    embedding = next(n for n, m in model.named_modules() if m is model.get_input_embeddings())
+    scheme = SCHEMES[config.weights]
+    report = lowbit.train.prepare_(model, {embedding: scheme, "*": scheme})
+    print(str(report).splitlines()[0])
+    checkpoint_blocks(model)
+    return model.to(device).train()
+
+
+def checkpoint_blocks(model: Any) -> None:
+    """Keep the inputs of blocks alone for backward. transformers 5 renamed the method in a later release."""
+    name = "activation_checkpointing_enable"
+    enable = getattr(model, name, None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def tokens_of(name: str, source: Path | None) -> Tensor:
+    """The text as int32 tokens: of the folder's tokenizer, or the bytes of UTF-8 for a shape."""
+    if name not in SHAPES:
+        return text.by_tokenizer(AutoTokenizer.from_pretrained(name), source, "stdlib", 0.05).train
+    texts, _, _ = text.read_split(source, "stdlib", 0.05)
+    return torch.frombuffer(bytearray("".join(texts).encode()), dtype=torch.uint8).int()
+
+
+def make_optimizer(params: list[nn.Parameter], config: Config) -> lowbit.optim.AdamW:
+    return lowbit.optim.AdamW(
+        params,
+        lr=config.lr,
+        betas=(0.9, 0.95),
+        weight_decay=config.weight_decay,
+        state=config.state,
+        bf16_stochastic_round=True,  # for the weights of norms, which stay in bfloat16
+        weight_correction=None if config.correction == "none" else config.correction,
+    )
+
+
+def train_step(model: Any, inputs: Tensor, targets: Tensor, config: Config) -> float:
+    """The loss of tokens [B, T]. Every parameter is stepped when this returns."""
+    with lowbit.train.save_in_int8(model):
+        hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
+    head = model.get_output_embeddings().weight
+    rows = config.vocabulary_rows
+    loss: Any = ChunkedCrossEntropy.apply(hidden.flatten(0, 1), head, targets.flatten(), rows)
+    del hidden
+    loss.backward()
+    return loss.item()
+
+
+def train(options: argparse.Namespace) -> None:
+    config, device = override(Config(), options.set), choose_device()
+    check_model(options.model)
+    tokens = tokens_of(options.model, options.data)
+    if len(tokens) < 2 * (config.context + 1):
+        raise UserError(
+            f"{len(tokens)} tokens are too few for sequences of {config.context}; give --data more text, or a shorter "
+            "context: --set context=128"
+        )
+    limit_memory(config, device)
+    model = prepared_model(options.model, config, device)
+    params = list(model.parameters())
+    optimizer = make_optimizer(params, config)
+    clipping = ClipByHistory(params, config.clip, device)
+    lowbit.optim.step_in_backward(optimizer)
+    path = options.out / "checkpoint.pt"
+    options.out.mkdir(parents=True, exist_ok=True)
+    start = resume(path, config, model, optimizer, clipping) if path.exists() else 0
+    sizes = {"batch_size": config.batch_size, "context": config.context, "seed": config.seed}
+    began = time.perf_counter()
+    for step in range(start, config.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = config.rate(step)
+        inputs, targets = text.batch(tokens, step, **sizes)
+        loss = train_step(model, inputs.to(device), targets.to(device), config)
+        if step == start:  # it compiles kernels and makes the states, so it is not timed
+            began = time.perf_counter()
+        speed = (step - start) * inputs.numel() / (time.perf_counter() - began)
+        print(f"step {step + 1:5}  loss {loss:.4f}  {speed:8.1f} tokens/s  {peak(device)}")
+        if not math.isfinite(loss):
+            raise UserError(
+                f"the loss is {loss} at step {step + 1}; lower the rate: --set lr={config.lr / 3:.1e}"
+            )
+        if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
+            save(path, step + 1, config, model, optimizer, clipping)
+    print(f"{device_name(device)}: {peak(device)}, wrote {path}")
+    write_model(model, options)
+
+
+def limit_memory(config: Config, device: torch.device) -> None:
+    if device.type == "cuda" and config.memory_gib:
+        share = config.memory_gib * 2**30 / torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(share, 1.0), device)
+
+
+def save(
+    path: Path, step: int, config: Config, model: Any, optimizer: Any, clipping: ClipByHistory
+) -> None:
+    content = {"phase": "one_card", "step": step, "config": asdict(config)}
+    content |= {"norms": clipping.norms, "model": model.state_dict()}
+    save_checkpoint(path, {**content, "optimizer": optimizer.state_dict()})
+
+
+def resume(path: Path, config: Config, model: Any, optimizer: Any, clipping: ClipByHistory) -> int:
+    """Load the checkpoint, and return the number of steps that it has seen. UserError for other settings."""
+    saved = load_checkpoint(path)
+    for name, value in asdict(config).items():
+        if saved["config"][name] != value and name not in ("save_every", "memory_gib"):
+            raise UserError(
+                f"{path} was trained with {name}={saved['config'][name]}, not {value}; give the same settings, or "
+                "another --out"
+            )
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    clipping.norms.copy_(saved["norms"])
+    print(f"resumed after step {saved['step']}")
+    return saved["step"]
+
+
+def peak(device: torch.device) -> str:
+    """What PyTorch has reserved at most on a GPU, whose context takes about 0.5 GiB more; on a CPU, the process."""
+    if device.type == "cuda":
+        return f"{torch.cuda.max_memory_reserved(device) / 2**30:.2f} GiB at most"
+    return peak_memory()
+
+
+def write_model(model: Any, options: argparse.Namespace) -> None:
+    model.cpu()
+    lowbit.train.restore_(model)
+    model.save_pretrained(options.out / "model")
+    if options.model not in SHAPES:
+        AutoTokenizer.from_pretrained(options.model).save_pretrained(options.out / "model")
+    print(f"wrote {options.out / 'model'}")
+
+
+def check_model(name: str) -> None:
+    """UserError for what is neither a shape nor a folder of transformers."""
+    if name not in SHAPES and not Path(name, "config.json").is_file():
+        raise UserError(
+            f"--model {name}: accepted: a folder with config.json, or random weights in the shape "
+            f"{', '.join(SHAPES)}"
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Return 0 when done, 2 after a mistake that the user can correct (in one line), 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.one_card", description="Fine-tune all weights on one card."
+    )
+    add = parser.add_argument
+    add("--model", required=True, help=f"a folder of transformers, or {', '.join(SHAPES)}")
+    add("--data", type=Path, help="text; default: the Python standard library")
+    add("--out", type=Path, required=True, help="folder of the run; goes on from its checkpoint")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="see Config")
+    options = parser.parse_args(arguments)
+    return exit_status(lambda: train(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

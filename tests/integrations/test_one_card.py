@@ -1,0 +1,201 @@
+"""The recipe for one card: its loss against float64, its clipping, and runs of seconds that resume to the same bits."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
+import lowbit
+from recipes import one_card, text
+from recipes.one_card import ChunkedCrossEntropy, ClipByHistory, Config, main, prepared_model
+
+SETTINGS = ["steps=6", "context=64", "batch_size=4", "lr=4e-3", "warmup_steps=2", "save_every=3"]
+CPU = torch.device("cpu")
+
+
+def relative(x: Tensor, exact: Tensor) -> float:
+    return float((x.detach().double() - exact.double()).norm() / exact.double().norm())
+
+
+@pytest.mark.parametrize("rows", [7, 33, 100], ids=lambda r: f"{r} rows")
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+def test_the_loss_without_all_logits(kind: str, rows: int) -> None:
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    model = nn.Sequential(nn.Linear(64, 100, bias=False)).to(dtype)
+    if kind in one_card.SCHEMES:
+        lowbit.train.prepare_(model, one_card.SCHEMES[kind])
+    weight = model[0].weight
+    values = weight.dequantize() if isinstance(weight, lowbit.LowbitTensor) else weight
+    x = (torch.randn(17, 64) * 4).to(dtype).requires_grad_()
+    targets = torch.cat([torch.tensor([0, 99, 6, 7]), torch.randint(100, (13,))])
+    loss: Any = ChunkedCrossEntropy.apply(x, weight, targets, rows)
+    (loss * 3).backward()
+    exact_x, exact_w = (t.detach().double().requires_grad_() for t in (x, values))
+    exact = F.cross_entropy(exact_x @ exact_w.t(), targets)
+    (exact * 3).backward()
+    assert x.grad is not None and exact_x.grad is not None and exact_w.grad is not None
+    bound = 1e-2 if kind == "bfloat16" else 1e-5
+    assert abs(loss.item() - exact.item()) <= bound * exact.item()
+    assert relative(x.grad, exact_x.grad) < bound and relative(weight.grad, exact_w.grad) < bound
+    with torch.no_grad():
+        x[3, 5] = torch.nan
+    assert ChunkedCrossEntropy.apply(x, weight, targets, rows).isnan()  # type: ignore[union-attr]
+
+
+def test_clipping_by_history() -> None:
+    """100 gradients of norm 1, then one of 50: the last one is clipped to 3, and the others stay."""
+    param, zero = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+    clipping = ClipByHistory([param, zero], 3.0, CPU)
+
+    def clipped(factor: float) -> Tensor:
+        param.grad = zero.grad = None
+        (param @ torch.full((4,), 0.5) * factor + zero.sum() * 0).backward()
+        assert param.grad is not None and zero.grad is not None
+        assert torch.equal(zero.grad, torch.zeros(4))
+        return param.grad.norm()
+
+    for _ in range(100):
+        torch.testing.assert_close(clipped(1.0), torch.tensor(1.0))
+    torch.testing.assert_close(clipped(50.0), torch.tensor(3.0))
+    assert clipping.norms[0] == pytest.approx(1.04)
+    before = clipping.norms.clone()
+    assert clipped(math.nan).isnan() and torch.equal(clipping.norms, before)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"The square of {i} is {i * i}.\n" for i in range(1500)))
+    return path
+
+
+def command(source: Path, out: Path, *more: str) -> list[str]:
+    line = ["--model", "tiny", "--data", str(source), "--out", str(out)]
+    return [*line, *(word for assignment in (*SETTINGS, *more) for word in ("--set", assignment))]
+
+
+def losses(printed: str) -> list[float]:
+    return [float(line.split()[3]) for line in printed.splitlines() if line.startswith("step")]
+
+
+def test_a_run_that_is_cut_resumes_to_the_same_bits(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    assert main(command(source, tmp_path / "whole")) == 0
+    whole = losses(capsys.readouterr().out)
+    assert len(whole) == 6 and whole[0] == pytest.approx(math.log(300), rel=0.02)
+    assert whole[-1] < 0.85 * whole[0]
+
+    save = one_card.save_checkpoint
+
+    def cut(path: Path, content: Any) -> None:
+        save(path, content)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(one_card, "save_checkpoint", cut)
+    assert main(command(source, tmp_path / "cut")) == 130
+    monkeypatch.undo()
+    capsys.readouterr()
+    assert main(command(source, tmp_path / "cut")) == 0
+    printed = capsys.readouterr().out
+    assert "resumed after step 3" in printed and losses(printed) == whole[3:]
+    ends = [one_card.load_checkpoint(tmp_path / n / "checkpoint.pt") for n in ("whole", "cut")]
+    for name, value in ends[0]["model"].items():
+        other = ends[1]["model"][name]
+        assert type(value) is type(other)
+        if isinstance(value, lowbit.Int8WeightTensor):
+            value, other = value.codes, other.codes
+        assert torch.equal(value, other), name
+    from safetensors.torch import load_file
+
+    files = [load_file(tmp_path / n / "model" / "model.safetensors") for n in ("whole", "cut")]
+    assert files[0].keys() == files[1].keys() and "lm_head.weight" in files[0]
+    assert all(torch.equal(files[0][n], files[1][n]) for n in files[0])
+
+    assert main(command(source, tmp_path / "cut", "lr=1e-3")) == 2
+    assert "was trained with lr=0.004, not 0.001" in capsys.readouterr().err
+
+
+def test_a_folder_with_a_tied_head_in_int4(source: Path, tmp_path: Path, capsys: Any) -> None:
+    """Errors of rounding go into the momentum. The written model is the trained one: its loss is lower."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+    folder, out = tmp_path / "published", tmp_path / "run"
+    torch.manual_seed(0)
+    shape = LlamaConfig(**one_card.SHAPES["tiny"], tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
+    made = text.train_tokenizer([source.read_text()], 300)
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token=text.END).save_pretrained(folder)
+    more = ("weights=int4", "correction=momentum", "state=8bit")
+    assert main([*command(source, out, *more), "--model", str(folder)]) == 0
+    found = losses(capsys.readouterr().out)
+    assert found[-1] < 0.85 * found[0]
+    written = AutoModelForCausalLM.from_pretrained(out / "model")
+    assert written.dtype is torch.bfloat16
+    assert written.lm_head.weight is written.model.embed_tokens.weight
+    tokens = one_card.tokens_of(str(out / "model"), source)[:512].long().view(8, 64)
+    with torch.no_grad():
+        assert written(input_ids=tokens, labels=tokens).loss < 0.9 * found[0]
+
+
+def test_what_a_step_keeps() -> None:
+    """All matrices are int8, a backward keeps codes of each block's input, and at most one bucket of gradients."""
+    model = prepared_model("tiny", Config(), CPU)
+    kinds = {n for n, p in model.named_parameters() if type(p) is nn.Parameter}
+    assert all("norm" in name for name in kinds) and len(kinds) == 5
+    assert isinstance(model.get_input_embeddings().weight, lowbit.Int8WeightTensor)
+    context = lowbit.train.save_in_int8(model, min_numel=1)
+    made = []
+    pack = context.pack_hook
+
+    def counting(t: Tensor) -> Any:
+        saved = pack(t)
+        made.extend([saved[0]] if not isinstance(saved[0], Tensor) else [])
+        return saved
+
+    context.pack_hook = counting
+    tokens = torch.randint(300, (2, 64))
+    with context:
+        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    blocks = {id(codes) for codes in made if codes.count == 2 * 64 * 64}
+    assert len(blocks) in (4, 5) and len(made) < 12  # two boundaries, and what the last norm keeps
+    optimizer = lowbit.optim.AdamW4bit(model.parameters(), lr=1e-3)
+    lowbit.optim.step_in_backward(optimizer, bucket_mib=1e-6)
+    alive: list[int] = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda _: alive.append(sum(p.grad is not None for p in model.parameters()))
+        )
+    head = model.get_output_embeddings().weight
+    loss: Any = ChunkedCrossEntropy.apply(hidden.flatten(0, 1), head, tokens.flatten(), 128)
+    loss.backward()
+    assert len(alive) == 21 and max(alive) <= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "weights=int3"], "weights is int3; accepted: int8 or int4"),
+        (["--set", "lr=0"], "lr is 0; accepted: finite and above 0"),
+        (["--set", "context=90000"], "tokens are too few for sequences of 90000"),
+        (["--model", "9b"], "--model 9b: accepted: a folder with config.json, or"),
+    ],
+)
+def test_mistakes(
+    arguments: list[str], message: str, source: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert (
+        main(["--model", "tiny", "--data", str(source), "--out", str(tmp_path / "x"), *arguments])
+        == 2
+    )
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
