@@ -73,6 +73,8 @@ class Config:
     always: bool = False
     """Low-bit products also where a layer is too small to gain by them."""
     compile: bool = True
+    compress: bool = False
+    """Gradients are reduced in 8 bits, and QAT's weights gathered in their own bits."""
     grad_clip: float = 1.0
     weight_decay: float = 0.1
     corpus: str = "stdlib+torch"
@@ -166,6 +168,8 @@ def build(config: Config, device: torch.device) -> tuple[Llama, torch.optim.Opti
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(*compute))
         if not on_gpu:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+    if config.compress:
+        lowbit.train.compress_collectives_(model)
     model.to(device)  # the tables of the rotary embedding
 
     groups = parameter_groups(list(model.parameters()))

@@ -11,6 +11,7 @@ from lowbit.schemes.training import (
     Int8Weight,
     TrainingScheme,
 )
+from lowbit.train.collectives import compress_collectives_
 from lowbit.train.convert import convert_
 from lowbit.train.prepare import prepare_, restore_
 from lowbit.train.recompute import keep_products
@@ -26,6 +27,7 @@ __all__ = [
     "Int8Weight",
     "Report",
     "TrainingScheme",
+    "compress_collectives_",
     "convert_",
     "keep_products",
     "locate_",

@@ -97,7 +97,7 @@ WAYS = {
         SNR,
     ),
     "bitnet-hsdp-lion": (
-        "--lowbit.train bitnet --optimizer.name Lion8bit --training.local_batch_size 2 "
+        "--lowbit.train bitnet --optimizer.name Lion8bit --training.local_batch_size 2 --lowbit.compress "
         "--parallelism.data_parallel_replicate_degree 2 --parallelism.data_parallel_shard_degree 2",
         4,
         SNR - {"snr_gradients(dB)"},
@@ -126,6 +126,7 @@ def test_ways_to_train(way, text, tmp_path):
     assert {name for name in SNR if logged(tmp_path, f"lowbit/{name}")} == ratios
     assert list(logged(tmp_path, "lowbit/updates_lost")) == [2, 4]
     assert ("weights converted" in log) == ("--lowbit.train=" not in options)
+    assert ("gradients are reduced in 8 bits" in log) == ("--lowbit.compress" in options)
 
 
 def test_qat_then_conversion(text, tmp_path):

@@ -11,6 +11,9 @@ import lowbit
 from lowbit import FakeQuantizedTensor, Float8, Int, PerGroup, PerRow, Scheme, Spec
 from lowbit.linear import fused_rounding
 from lowbit.tensor.trained.learned_scales import scales_of
+from lowbit.tensor.trained.packed_codes import packed, unpacked
+from lowbit.tensor.trained.quantizers import PRESENT, PresentScales
+from lowbit.testing.comparison import same_bits, values
 from lowbit_kernels.runtime.launches import counted
 from tests.as_sent import as_sent
 from tests.schemes import MAPPINGS
@@ -22,22 +25,59 @@ FORMATS = {
 }
 
 
-def _check(spec: Spec) -> None:
-    weight = FakeQuantizedTensor(torch.randn(9, 40), Scheme(spec))
-    own, gathered = nn.Parameter(weight), nn.Parameter(as_sent(weight))
+PACKED = PresentScales(packs=True)
+
+
+def _check(spec: Spec, packs: bool = False, shape: tuple[int, ...] = (9, 40)) -> torch.Tensor:
+    """Returns the codes that travel."""
+    weight = FakeQuantizedTensor(values(shape), Scheme(spec))
+    if packs:
+        weight.quantizer = PACKED
+    sent = as_sent(weight)
+    own, gathered = nn.Parameter(weight), nn.Parameter(sent)
     assert type(gathered) is not type(own)
-    assert torch.equal(gathered.dequantize(), own.dequantize())
-    x = torch.randn(5, 40)
+    assert same_bits(gathered.dequantize(), own.dequantize())
+    x = torch.randn(5, shape[-1])
     expected = torch.autograd.grad(F.linear(x, own).square().sum(), own)[0]
     found = torch.autograd.grad(F.linear(x, gathered).square().sum(), gathered)[0]
     assert torch.equal(found, expected) and found.any()
+    return sent.codes
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 def test_codes_that_clip_are_distinguished(fmt: Int, mapping) -> None:
-    _check(Spec(fmt, PerRow(), mapping))
-    _check(Spec(fmt, PerGroup(16), mapping))
+    for granularity in (PerRow(), PerGroup(16)):
+        spec = Spec(fmt, granularity, mapping)
+        codes = _check(spec)
+        words = _check(spec, packs=True)
+        assert (words.dtype is torch.int64) == (fmt.bits <= 6)
+        if fmt.bits <= 6:
+            size, clips = codes.shape[-1], spec.may_clip(torch.float32)
+            assert same_bits(unpacked(words, spec, clips, size), codes)
+
+
+@pytest.mark.parametrize("mapping", ["symmetric", "symmetric_no_clipping_err"])
+def test_packed_tables(mapping) -> None:
+    """Tables travel as codes only when packed; with the values of "symmetric" many clip. -0.0 keeps its sign."""
+    tables = (lowbit.MXFP4WeightOnly(mapping), lowbit.NF4WeightOnly(16))
+    for scheme in tables:
+        weight = FakeQuantizedTensor(torch.randn(9, 40), scheme)
+        assert as_sent(weight) is weight
+        for shape in ((9, 40), (1, 32), (64, 96)):
+            assert _check(scheme.weight, True, shape).dtype is torch.int64
+    e2m1 = tables[0].weight
+    codes = torch.tensor([[*e2m1.format.values, torch.inf, -torch.inf]])
+    assert same_bits(unpacked(packed(codes, e2m1, True), e2m1, True, 18), codes)
+
+
+def test_packed_words_hold_what_63_bits_can() -> None:
+    for bits, clips, digits in ((4, True, 15), (4, False, 15), (2, False, 31), (1, False, 63)):
+        spec = Spec(Int(bits, signed=False), PerRow(), "asymmetric")
+        codes = torch.arange(-clips, 2**bits + clips).repeat(63)[None].to(torch.int8)
+        words = packed(codes, spec, clips)
+        assert words.shape[1] == -(-codes.shape[1] // digits) and bool((words >= 0).all())
+        assert torch.equal(unpacked(words, spec, clips, codes.shape[1]).to(torch.int8), codes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
@@ -92,13 +132,17 @@ def test_one_byte_an_element() -> None:
 
 
 @pytest.mark.cover("pairs")
+@pytest.mark.parametrize("quantizer", [PRESENT, PACKED], ids=["bytes", "packed"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-def test_nan_and_infinity_are_the_same(fmt: Int, mapping, bad: float) -> None:
+def test_nan_and_infinity_are_the_same(
+    fmt: Int, mapping, bad: float, quantizer: PresentScales
+) -> None:
     """The values and the gradient of a weight that diverged in training."""
     weight = FakeQuantizedTensor(torch.randn(3, 40), Scheme(Spec(fmt, PerGroup(16), mapping)))
     weight.weight[1, 20] = bad
+    weight.quantizer = quantizer
     own, gathered = nn.Parameter(weight), nn.Parameter(as_sent(weight))
     values = own.dequantize()
     broken = torch.zeros(3, 40, dtype=torch.bool)

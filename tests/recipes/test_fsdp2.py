@@ -120,9 +120,10 @@ def test_a_run_learns_and_its_model_loads(low_bits, optimizer, source, tmp_path)
 
 @pytest.fixture(scope="module")
 def whole(source, tmp_path_factory) -> Path:
-    """A run of six steps on two processes."""
+    """A run of six steps on two processes, whose gradients are reduced in 8 bits."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    ran("--low-bits", "int8-weights", "--data", source, "--out", out, *TINY)
+    ways = ("--low-bits", "int8-weights", "--set", "compress=True")
+    ran(*ways, "--data", source, "--out", out, *TINY)
     return out
 
 

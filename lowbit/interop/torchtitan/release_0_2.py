@@ -110,6 +110,9 @@ def _check_one_backward(training: Any, parallel_dims: Any) -> None:
 
 # ---- the model -------------------------------------------------------------------------------------------------
 
+_COMPRESS = "lowbit_compress"
+"""The attribute of a model with the setting `compress`, from the converter."""
+
 
 class LowbitConverter:
     """torchtitan's model converter "lowbit": prepares the model on meta, before it is sharded.
@@ -129,6 +132,7 @@ class LowbitConverter:
         if self.scheme is not None:
             report = settings.prepare(model, self.scheme, self.settings)
             logger.info(f"lowbit: {settings.summary(report, self.scheme, self.device)}")
+        setattr(model, _COMPRESS, self.settings.compress)
         if isinstance(self.scheme, Scheme):
             setattr(model, _SCHEDULE, settings.schedule_of(self.settings, self.scheme))
 
@@ -146,7 +150,7 @@ def with_lowbit(spec: TrainSpec) -> TrainSpec:
 
     class Located(spec.model_cls):
         """int8 weights take values only once they know where their parts lie. Learned scales follow from the weights.
-        The memory of static scales, which has no values, becomes NaN."""
+        The memory of static scales, which has no values, becomes NaN. By then the model is sharded."""
 
         def init_weights(self, *args: Any, **kwargs: Any) -> None:
             train.locate_(self)
@@ -154,6 +158,9 @@ def with_lowbit(spec: TrainSpec) -> TrainSpec:
             if named_scales(self):
                 start_scales_(self)
             forget_inputs(self)
+            if getattr(self, _COMPRESS, False):
+                train.compress_collectives_(self)
+                logger.info("lowbit: gradients are reduced in 8 bits")
 
     Located.__name__, Located.__qualname__ = spec.model_cls.__name__, spec.model_cls.__qualname__
     return dataclasses.replace(

@@ -59,11 +59,13 @@ def with_lowbit(config: Any, lowbit: Lowbit | None = None, optimizer: str = "") 
         optimizers.check_line(optimizer, ())
         for group in config.optimizer.param_groups:
             group.optimizer_name = optimizer
-    only_0_2 = [f.name for f in dataclasses.fields(Lowbit) if f.name.startswith("qat_")]
+    only_0_2 = [
+        f.name for f in dataclasses.fields(Lowbit) if f.name.startswith(("qat_", "compress"))
+    ]
     if given := [n for n in only_0_2 if getattr(lowbit, n) != getattr(Lowbit, n)]:
         raise ValueError(
-            f"{given[0]}={getattr(lowbit, given[0])!r} with torchtitan 0.3; accepted: the scheme alone, or torchtitan "
-            "0.2.2, whose adapter has learned scales and schedules of QAT"
+            f"{given[0]}={getattr(lowbit, given[0])!r} with torchtitan 0.3; accepted: the settings train and qat "
+            "alone, or torchtitan 0.2.2, whose adapter has learned scales, schedules of QAT and compressed collectives"
         )
     if lowbit.train or lowbit.qat:
         converter = LowbitConverter.Config(lowbit=lowbit).build()

@@ -41,6 +41,8 @@ class Lowbit:
         qat_freeze_observers: steps that observe the inputs of layers with a static activation, before their scales are
             set. A scheme with static activations needs such steps. 0: none.
         filter_fqns: layers whose name contains one of these stay as they are, as for torchtitan's own float8.
+        compress: whether FSDP2 reduces gradients in 8 bits, and gathers weights of QAT in their own bits
+            (`lowbit.train.compress_collectives_`).
         experts: also the stacked weights of experts, which are parameters of three dimensions.
         metrics_freq: how many logging steps lie between two measurements of lowbit's metrics. 0: none.
     """
@@ -53,6 +55,7 @@ class Lowbit:
     qat_freeze_scales: int = 0
     qat_freeze_observers: int = 0
     filter_fqns: list[str] = field(default_factory=lambda: list(LEFT_OUT))
+    compress: bool = False
     experts: bool = False
     metrics_freq: int = 0
 

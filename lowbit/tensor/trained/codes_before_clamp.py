@@ -3,6 +3,8 @@
 Codes before the clamp, one byte an element, and scales, which give the same products and gradients to the bit. Learned
 scales have besides the residuals of the codes, in another byte. The gradient of a scale takes (ŵ − w)/s to 1/254.
 Values are by the scales that travelled: those of the module may have been rounded for the forward pass.
+
+Where the quantizer packs (`PresentScales.packs`), codes are int64 words (`packed_codes`), and scales of e8m0 bytes.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from lowbit.linear.coded_linear import CodedWeight, codes_again
 from lowbit.linear.fused_rounding import Inside
 from lowbit.numerics.code_range import within_range
 from lowbit.numerics.learned_scales import RESIDUAL_STEPS, gradients
+from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8
 from lowbit.numerics.spec import crop
 from lowbit.tensor.core import Gather, InnerShapes, Wire, stored_shape
 from lowbit.tensor.trained.lookup import is_sparse
+from lowbit.tensor.trained.packed_codes import unpacked, words_in
 
 
 class CodesBeforeClamp:
@@ -36,14 +40,37 @@ class CodesBeforeClamp:
     def inner_shapes(self: Any, shape: Sequence[int]) -> InnerShapes:
         spec, shape = self.scheme.weight, stored_shape(self, shape)
         of_elements, of_blocks = spec.padded_shape(shape), spec.blocks(shape)
+        if self.is_packed:
+            words = words_in(of_elements[-1], spec, spec.may_clip(self.scale.dtype))
+            of_elements = (*of_elements[:-1], words)
         return {
             name: (of_elements if name in ("codes", "residual") else of_blocks, t.dtype)
             for name, t in self.inner_tensors().items()
         }
 
+    @property
+    def is_packed(self: Any) -> bool:
+        return self.codes.dtype is torch.int64
+
+    def before_clamp(self: Any) -> Tensor:
+        """The codes, one an element, padded to whole blocks."""
+        if not self.is_packed:
+            return self.codes
+        spec = self.scheme.weight
+        size = spec.padded_shape(stored_shape(self, self.shape))[-1]
+        return unpacked(self.codes, spec, spec.may_clip(self.scale.dtype), size)
+
+    def scale_values(self: Any) -> Tensor:
+        """The scales as numbers."""
+        if self.scale.dtype is torch.uint8:
+            return self.scheme.weight.scales.decode({"scale": self.scale})
+        return self.scale
+
     def clamped(self: Any) -> Tensor:
         """The codes on the grid of the format."""
-        fmt, codes = self.scheme.weight.format, self.codes
+        fmt, codes = self.scheme.weight.format, self.before_clamp()
+        if isinstance(fmt, LookupTable):
+            return codes.clamp(fmt.quant_min, fmt.quant_max)
         if not isinstance(fmt, Float8):
             codes = codes.clamp(int(fmt.quant_min), int(fmt.quant_max))
         return codes.to(fmt.dtype)
@@ -52,13 +79,13 @@ class CodesBeforeClamp:
         """In float32, which the weights had that travel as codes."""
         spec = self.scheme.weight
         return spec.dequantize(
-            self.clamped(), self.scale, self.zero_point, self.shape, torch.float32
+            self.clamped(), self.scale_values(), self.zero_point, self.shape, torch.float32
         )
 
     def passed(self: Any, grad: Tensor) -> Tensor:
         """The gradient of the weight from that of its values: the same where codes do not clip, zero where they do."""
         fmt = self.scheme.weight.format
-        inside = within_range(self.codes.float(), fmt.dtype, fmt.quant_min, fmt.quant_max)
+        inside = within_range(self.before_clamp().float(), fmt.dtype, fmt.quant_min, fmt.quant_max)
         return Inside(crop(inside, self.shape)).passed(grad)
 
     def gradients_by(
@@ -87,9 +114,10 @@ class CodesBeforeClamp:
         joint: Tensor | None = None,
         values: None = None,
     ) -> CodedWeight:
-        codes, _ = codes_again(self.scheme.weight, self.codes, self.scale)
+        source = self.before_clamp()
+        codes, _ = codes_again(self.scheme.weight, source, self.scale)
         handle = self.differentiable_values(scale, zero, False)
-        return CodedWeight(codes, self.scale, handle, self.codes)
+        return CodedWeight(codes, self.scale, handle, source)
 
     def codes_on_grid(self: Any, scale: Tensor, zero: Tensor | None) -> tuple[Tensor | None, ...]:
         return self.clamped(), self.scale, self.zero_point

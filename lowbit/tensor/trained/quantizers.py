@@ -21,7 +21,7 @@ of the weight, which torch.compile guards and pickles hold. What it needs beside
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
@@ -31,13 +31,17 @@ from lowbit.linear.coded_linear import CodedWeight, coded_weight, coded_weight_b
 from lowbit.linear.fused_rounding import fake_quantize, unclamped_codes
 from lowbit.numerics import class_names
 from lowbit.numerics.lookup_table import LookupTable
+from lowbit.numerics.scale_format import E8M0
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.core import Gather, Wire, rounding_inputs
+from lowbit.tensor.trained.packed_codes import packed, saves
 
 Scales = tuple[Tensor | None, Tensor | None, Tensor | None]
 """What a product takes beside the weight: the parameters of learned scales and zero points, and what the scales of
 siblings share. Each may be None."""
 NO_SCALES: Scales = (None, None, None)
+_NOT_STORED = ("constant_codes", "packs")
+"""Fields of quantizers that a description writes elsewhere, or not."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -144,7 +148,7 @@ class Quantizer:
 
     def to_json(self, spec: Spec) -> dict[str, Any]:
         """Its entries in the description of a weight of this spec."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "constant_codes"}
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_STORED}
         return {"quantizer": self.name, **({"quantizer_options": own} if own else {})}
 
     @classmethod
@@ -163,10 +167,15 @@ class Quantizer:
 
 @dataclass(frozen=True, repr=False)
 class PresentScales(Quantizer):
-    """The scales and zero points that the Spec chooses for the present weight."""
+    """The scales and zero points that the Spec chooses for the present weight.
+
+    Args:
+        packs: True where FSDP2 gathers codes in fewer bits than a byte (`lowbit.train.compress_collectives_`).
+    """
 
     name: ClassVar[str] = "present"
     rounds_again: ClassVar[bool] = True
+    packs: bool = field(default=False, compare=False)
 
     def rounded(self, values: Tensor, spec: Spec, scales: Scales) -> Tensor:
         return fake_quantize(values, spec, spec.scale_dtype_for(values.dtype), scales[2])
@@ -186,11 +195,16 @@ class PresentScales(Quantizer):
         weight, spec = shard.weight, shard.scheme.weight
         if weight.dtype.itemsize <= 2 or not shard.rounds_weight or spec.shares_rows:
             return None
-        # codes of a table before the clamp are float32
-        if shard.role != "matrix" or isinstance(spec.format, LookupTable):
+        packs = self.packs and saves(spec)
+        # codes of a table before the clamp are float32, unless they are packed
+        if shard.role != "matrix" or (isinstance(spec.format, LookupTable) and not packs):
             return None
         weight = weight.detach()
         codes, scale, zero = unclamped_codes(weight, spec, spec.scale_dtype_for(weight.dtype))
+        if packs:
+            codes = packed(codes, spec, spec.may_clip(scale.dtype))
+            if isinstance(spec.scales, E8M0):
+                scale = (scale.view(torch.int32) >> 23).to(torch.uint8)
         tensors = {"codes": codes, "scale": scale, "zero_point": zero}
         return Wire(shard.gathered, {name: t for name, t in tensors.items() if t is not None})
 
