@@ -1,6 +1,6 @@
 """Adapters of PEFT in low-bit weights; `lowbit.interop.peft` merges and `lowbit.interop.fused_lora` trains them."""
 
 from lowbit.interop.fused_lora import fuse_
-from lowbit.interop.peft import Merged, MergeReport, merge_
+from lowbit.interop.peft import Merged, MergeLosses, MergeReport, merge_
 
-__all__ = ["MergeReport", "Merged", "fuse_", "merge_"]
+__all__ = ["MergeLosses", "MergeReport", "Merged", "fuse_", "merge_"]

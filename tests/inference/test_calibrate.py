@@ -121,7 +121,7 @@ def test_what_multiplies_one_tensor_shares_its_hessian() -> None:
 def test_empty_batches() -> None:
     model, other = llama(), llama()
     for batches in ([], [torch.empty(0, 4, dtype=torch.long)], iter(())):
-        with pytest.raises(ValueError, match=r"calibrate was given \d batches, none of which"):
+        with pytest.raises(ValueError, match=r"got \d batches, none of which"):
             lb.calibrate(model, INT4, batches)
     lb.calibrate(model, INT4, [torch.empty(0, 4, dtype=torch.long), *BATCHES])
     lb.calibrate(other, INT4, BATCHES)

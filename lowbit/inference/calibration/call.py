@@ -151,12 +151,7 @@ def calibrate(
         )
     if scheme is None:
         raise TypeError("scheme must be a Scheme or a dict of patterns, got None")
-    given: Any = [GPTQ()] if steps is None else steps
-    chosen: list[Step] = list(given) if isinstance(given, Iterable) else []
-    if not isinstance(given, Iterable) or not all(isinstance(step, Step) for step in chosen):
-        raise TypeError(
-            f"steps must be a list of steps, such as [lowbit.inference.GPTQ()], got {steps!r}"
-        )
+    chosen = checked_steps([GPTQ()] if steps is None else steps)
     place, ranges = _cache(cache), (method, percentile)
     if isinstance(model, str | os.PathLike):
         if out is None or blocks is not None:
@@ -180,6 +175,17 @@ def calibrate(
         )
     run = Run(model, scheme, filter_fn, chosen, usable_batches(model, batches), ranges)
     return run.quantize(None if blocks is None else list(blocks), place)
+
+
+def checked_steps(steps: Any) -> list[Step]:
+    """`steps` as a list. Raises TypeError for anything but steps."""
+    if isinstance(steps, Iterable):
+        chosen = list(steps)
+        if all(isinstance(step, Step) for step in chosen):
+            return chosen
+    raise TypeError(
+        f"steps must be a list of steps, such as [lowbit.inference.GPTQ()], got {steps!r}"
+    )
 
 
 def _cache(cache: torch.device | str | os.PathLike[str] | None) -> Cache:

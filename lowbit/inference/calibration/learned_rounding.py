@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from lowbit.convert import Target, adapter_modules, is_turned, shape_of_blocks
 from lowbit.inference.calibration.gptq import levels_of
-from lowbit.inference.calibration.step import Layer, QParams, Step, by_rows, check_share
+from lowbit.inference.calibration.step import Layer, QParams, Start, Step, by_rows, check_share
 from lowbit.linear.fused_rounding import learned_gradients, rounded_by
 from lowbit.numerics.divergence import distillation_loss
 from lowbit.numerics.learned_scales import RATE, as_parameters, qparams, rate_of
@@ -108,6 +108,7 @@ class Weight:
     Args:
         target: the weight.
         layer: what the steps on it left.
+        start: the low-bit weight that gets these values, if there is one.
 
     Attributes:
         original: the parameter's values before.
@@ -115,8 +116,8 @@ class Weight:
         values: float32 [N, K] or [E, N, K], the rounded values, of rotated inputs where the layer has them.
     """
 
-    def __init__(self, target: Target, layer: Layer) -> None:
-        self.target, self.name = target, layer.name
+    def __init__(self, target: Target, layer: Layer, start: Start | None = None) -> None:
+        self.target, self.name, self.start = target, layer.name, start
         self.spec, self.joint, self.scale_dtype = layer.spec, layer.joint, layer.scale_dtype
         self.qparams = layer.minmax() if layer.qparams is None else layer.qparams
         self.values = layer.rounded(self.qparams) if layer.values is None else layer.values
@@ -129,6 +130,10 @@ class Weight:
         values = rotated_blocks(values, self.rotation)
         own = values.mT if is_turned(self.target) else values.reshape(plain.shape)
         self.target.weight.data = own.to(plain.dtype).contiguous()
+
+    def wanted(self) -> Tensor:
+        """The values to round: float32 [N, K] or [E, N, K]."""
+        return self.matrix(self.original if self.start is None else self.start.values).float()
 
     def matrix(self, t: Tensor) -> Tensor:
         """A tensor of the parameter's shape as the weight is quantized: [N, K] or [E, N, K]."""
@@ -181,13 +186,13 @@ class _Variables:
         self.weight, self.spec = weight, weight.spec
         scale, zero = weight.qparams
         room = INSIDE * steps_of(weight.values, self.spec, weight.qparams)
-        away = weight.matrix(weight.original).float() - weight.values
+        away = weight.wanted() - weight.values
         self.latent = weight.values + away.clamp(-room, room)
         self.scale, self.zero = as_parameters(self.spec, scale.float(), zero)
         self.unit = self.scale.abs() * scale_rate
-        self.learns_scales = scale_rate > 0 and not (
-            weight.joint is not None and self.spec.scales is None
-        )
+        is_joint = weight.joint is not None and self.spec.scales is None
+        is_free = self.spec.is_searchable and self.spec.super_blocks is None
+        self.learns_scales = scale_rate > 0 and is_free and not is_joint
         self.kept = self.spec.kept_parts(weight.joint)
 
     def qparams(self) -> QParams:
@@ -313,12 +318,12 @@ class _Learning:
             device = trained[0].device
             if device.type == "cuda" and trained[0].dtype is torch.float32:
                 stack.enter_context(torch.autocast("cuda", torch.bfloat16))
-            before, *held_before = self._means()
+            before, *held_before = self.means()
             batches = _drawn(block.count)
             for number in range(step.steps):
                 self._gradients(batches)
                 self._move(1 - number / step.steps)
-            after, *held_after = self._means() if step.steps else [before, *held_before]
+            after, *held_after = self.means() if step.steps else [before, *held_before]
         kept = after < before and all(b <= a for a, b in zip(held_before, held_after, strict=True))
         held_out = (held_before[0], held_after[0]) if held_before else None
         losses = Losses(before, after, held_out, kept)
@@ -401,10 +406,12 @@ class _Learning:
                 parts.append(((pair[0].float() - pair[1].float()).square().sum(), rows))
         return parts
 
-    def _means(self) -> list[float]:
+    def means(self) -> list[float]:
         """The mean losses over all batches: of the sequences that are learned from, and of those held out if there are
         any."""
-        totals = torch.zeros(2, dtype=torch.float64, device=self.weights[0].values.device)
+        own = [w.values for w in self.weights] or list(self.block.module.parameters())
+        device = own[0].device
+        totals = torch.zeros(2, dtype=torch.float64, device=device)
         counts = [0, 0]
         with torch.no_grad():
             for number in range(self.block.count):
@@ -413,6 +420,14 @@ class _Learning:
                     counts[part] += rows
         found = [total / max(n, 1) for total, n in zip(totals.tolist(), counts, strict=True)]
         return found if counts[1] else found[:1]
+
+
+def mean_losses(block: Block, loss: Literal["error", "kl"] | None) -> tuple[float, float | None]:
+    """What `LearnedRounding(over="model", loss=loss)` lowers, for a block as it is: the mean over the sequences that it
+    learns from, and over those that it holds out, if there are any."""
+    step = LearnedRounding(over="model", vector_rate=0, loss=loss)
+    seen, *held_out = _Learning(step, block, ()).means()
+    return seen, held_out[0] if held_out else None
 
 
 def _held_out(sequences: Sequence[int]) -> list[int]:

@@ -38,12 +38,13 @@ from lowbit.inference.calibration.report import CalibrationReport, LayerResult
 from lowbit.inference.calibration.search import Search
 from lowbit.inference.calibration.stages import Entered, Left, Memory, Stage, block_of, walk
 from lowbit.inference.calibration.states import Cache
-from lowbit.inference.calibration.step import Layer, Step
+from lowbit.inference.calibration.step import Layer, Start, Step
 from lowbit.layers.static_input import input_qparams, take_input
 from lowbit.progress import progress
 from lowbit.tensor.core.base import check_weight
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor
+from lowbit.tensor.frozen.requantize import write
 from lowbit.tensor.frozen.rotated_tensor import RotatedTensor
 from lowbit.tracing.batches import call, eval_mode, on_device_of, output_tensor
 from lowbit.tracing.block_inputs import forward_of
@@ -61,6 +62,9 @@ class Run:
         batches: on the device of the model, none of them empty.
         ranges: how static ranges are chosen: method and percentile.
         memory: brings weights into memory.
+        starts: by name, the low-bit weights whose new values stand in the model; they get the results.
+        reference: gives the outputs for a batch, by its number, that learning over the model aims at; None: those of
+            the model in high precision.
 
     Raises what `find_targets` raises, and ValueError for steps in another order and schemes that no step searches.
     """
@@ -74,8 +78,11 @@ class Run:
         batches: list[Any],
         ranges: tuple[Method, float],
         memory: Memory | None = None,
+        starts: Mapping[str, Start] | None = None,
+        reference: Callable[[int], Any] | None = None,
     ) -> None:
         self.model, self.batches, self.ranges = model, batches, ranges
+        self.starts, self.reference = starts or {}, reference
         self.memory = Memory() if memory is None else memory
         self.steps = [s for s in steps if not isinstance(s, LearnedRounding)]
         learned = [s for s in steps if isinstance(s, LearnedRounding)]
@@ -88,14 +95,15 @@ class Run:
             )
         _check_folds(steps)
         self.began = time.perf_counter()
-        if learned and not self.steps:
+        if learned and not self.steps and not self.starts:
             self.steps = [Search()]
         self.learned = learned
         self.waiting: list[Weight] = []
         """Rounded weights whose parameters are plain, since steps may still change them."""
         self.targets, found = find_targets(model, scheme, filter_fn)
         for target in self.targets:
-            _check_scales(target, learned)
+            if target.owners[0].fqn not in self.starts:
+                _check_scales(target, learned)
         self.report = CalibrationReport(entries=found.entries)
         self.total = len(self.targets)
         self.methods: dict[str, list[str]] = {}
@@ -130,6 +138,7 @@ class Run:
                 for step in self.over_model:
                     whole = block_of(self.model, self.batches)
                     whole.vectors = vectors
+                    whole.high = self.reference or whole.high
                     self.report.learned.append((whole.name, step.learn(whole, self.waiting)))
                 self._replace()
                 if self.over_model:
@@ -220,12 +229,13 @@ class Run:
 
     def _round(self, target: Target, moments: Moments, joint: Tensor | None) -> None:
         """Run the steps on this weight, and replace it, or leave its values to those that learn."""
-        layer = _layer(target, moments, joint)
+        start = self.starts.get(target.owners[0].fqn)
+        layer = _layer(target, moments, joint, start)
         began = time.perf_counter()
-        before = layer.error(layer.rounded(layer.minmax()))
+        before = layer.error(layer.rounded(layer.qparams or layer.minmax()))
         for step in self.steps:
             step.apply(layer)
-        weight = Weight(target, layer)
+        weight = Weight(target, layer, start)
         seconds = time.perf_counter() - began
         rows = moments.total + moments.looked_up
         unreached = moments.rows.count(0) if moments.stack and rows else 0
@@ -291,8 +301,7 @@ def usable_batches(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
     kept = [batch for batch in moved if not _is_empty(batch)]
     if not kept:
         raise ValueError(
-            f"calibrate was given {len(moved)} batches, none of which has elements; accepted: one or more, a few "
-            "thousand tokens in all"
+            f"got {len(moved)} batches, none of which has elements; accepted: one or more, a few thousand tokens in all"
         )
     return kept
 
@@ -333,10 +342,17 @@ def _check_scales(target: Target, learned: Sequence[LearnedRounding]) -> None:
         )
 
 
-def _layer(target: Target, moments: Moments, joint: Tensor | None) -> Layer:
+def _layer(
+    target: Target, moments: Moments, joint: Tensor | None, start: Start | None = None
+) -> Layer:
     """The weight as a matrix, or several, for the steps."""
-    spec, plain = target.scheme.weight, target.weight.detach()
+    spec, plain = target.scheme.weight, target.weight.detach() if start is None else start.values
     matrix = plain.mT if is_turned(target) else plain.reshape(shape_of_blocks(target))
+    if start is not None:
+        name, wide, held = target.owners[0].fqn, matrix.float().contiguous(), start.held
+        qparams = held.scale_values(), held.zero_point
+        dtype = held.scale.dtype if spec.scales is None else qparams[0].dtype
+        return Layer(name, wide, spec, dtype, moments, _kept_joint(held), qparams)
     if joint is None and spec.scales is not None and spec.scales.joint is not None:
         joint = spec.joint_part([matrix], torch.float32)
     dtype = spec.scale_dtype_for(plain.dtype)
@@ -344,8 +360,21 @@ def _layer(target: Target, moments: Moments, joint: Tensor | None) -> Layer:
     return Layer(target.owners[0].fqn, wide, spec, dtype, moments, joint)
 
 
+def _kept_joint(held: Any) -> Tensor | None:
+    """The part of the scales of a low-bit weight that its siblings share."""
+    spec = held.spec
+    if not spec.joins:
+        return None
+    found: Tensor = held.scale if spec.scales is None else getattr(held, spec.scales.joint)
+    return found
+
+
 def _made(weight: Weight, target: Target) -> Tensor:
     """The quantized weight."""
+    if weight.start is not None:
+        held: Tensor = weight.start.held
+        write(held, weight.values, weight.qparams)
+        return held
     activation = target.scheme.activation
     of_input = None
     if activation is not None and activation.static:

@@ -23,6 +23,20 @@ from lowbit.tensor.frozen.rotated_tensor import rotated_blocks
 QParams = tuple[Tensor, Tensor | None]
 
 
+@dataclass(frozen=True)
+class Start:
+    """A low-bit weight whose new values are calibrated in its own scheme.
+
+    Attributes:
+        held: an AffineTensor, the new values rounded to nearest. Its scales are where the rounding starts, and the
+            result is written into its memory.
+        values: float32, of the shape of `held`; the values to round.
+    """
+
+    held: Any
+    values: Tensor
+
+
 class Part(NamedTuple):
     """A matrix of a layer with a Hessian of its own.
 

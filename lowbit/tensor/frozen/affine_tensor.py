@@ -63,7 +63,6 @@ from lowbit.tracing.report import specs_name
 
 torch.serialization.add_safe_globals([Int, Float8, LookupTable, Spec, Scheme])
 _LINEAR = F.linear  # a name of this module: an attribute lookup takes time at each product
-_BEFORE_MERGING = "call lowbit.dequantize_(model) before merging into it"
 
 
 class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
@@ -408,7 +407,9 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         check_weight(values, f"the new value of {type(self).__name__} {tuple(self.shape)}")
         warnings.warn(
             f"{type(self).__name__} of {self.spec.format} takes new values, rounded to its own codes: changes below "
-            f"half the distance of two of them are lost. To lose nothing, {_BEFORE_MERGING}",
+            "half the distance of two of them are lost. lowbit.peft.merge_(model, batches=…) learns the rounding, for "
+            "low-bit files and export(…, like=folder); for a plain model, which loses nothing, call "
+            "lowbit.dequantize_(model) before merging",
             stacklevel=1,  # this line, so that all weights together warn once
         )
         weight: AffineTensor = self

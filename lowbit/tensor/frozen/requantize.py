@@ -21,6 +21,24 @@ def requantize(weight: Any, values: Tensor) -> None:
             _requantize(part, own)
 
 
+def write(weight: Any, values: Tensor, qparams: tuple[Tensor, Tensor | None] | None = None) -> None:
+    """Write `values` [..., N, K] into the codes of an AffineTensor, by these scales and zero points, which it stores
+    too. What siblings share of its scales stays. `values` are as it stores them, where it is transposed."""
+    spec = weight.spec
+    if weight.transposed:
+        weight = weight._transposed()
+    own = weight.scale_values(), weight.zero_point
+    scale, zero_point = qparams or own
+    codes, _, _ = spec.quantize(spec.pad(values.contiguous()), qparams=(scale, zero_point))
+    weight.codes.copy_(weight._store(codes, spec))
+    if not torch.equal(scale, own[0]):
+        kept = None if spec.scales is None else weight.inner_tensors()
+        parts = {"scale": scale} if kept is None else spec.scales.encode_given(scale, kept)
+        weight.scale.copy_(parts["scale"])
+    if zero_point is not None:
+        weight.zero_point.copy_(zero_point)
+
+
 def holds(weight: Any, values: Tensor) -> bool:
     """True if `values` [..., N, K] are those of an AffineTensor of this shape that is not transposed, up to the
     rounding of the coarser dtype. Rounding moves values to both sides; a change of all to one side, such as a factor of
