@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,13 @@ from lowbit.tensor.core.base import LowbitTensor
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _STACK = re.compile(rf"(.*\.experts)\.({GATE_UP}|{DOWN})")
+_CONVOLUTION = re.compile(r"(.*\.self_attn)\.([qkv])_(conv1d\.weight)")
+"""Convolutions of queries, keys and values, which Kimi Linear has as one parameter."""
 _MATRIX = re.compile(r"(.*\.experts)\.(\d+)\.([a-z0-9_]+)\.weight")
 
 
 Matrix = tuple[int, int]
-"""An expert, and 0 or, for `up`, 1."""
+"""An expert, and 0 or, for `up`, 1. For a convolution 0, and which of three."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class Names:
         """The name in memory of a tensor of a published checkpoint, and None; for a matrix of an expert the name of its
         stack, and which matrix it is."""
         own = name if self.module is None else name.replace(*self.module)
+        if found := _CONVOLUTION.fullmatch(own):
+            return f"{found[1]}.{found[3]}", (0, "qkv".index(found[2]))
         found = _MATRIX.fullmatch(own)
         kinds = {self.gate: (GATE_UP, 0), self.up: (GATE_UP, 1), self.down: (DOWN, 0)}
         if found is None or found[3] not in kinds:
@@ -207,10 +211,14 @@ def gathered(source: Source, stored: Collection[str]) -> Source:
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 
+Renamed = Callable[[str], list[str]]
+"""For the name of a tensor of a published checkpoint, other names that it may have in the model."""
+
+
 class Joined:
     """A folder in the names of a model; see `joined`. The attributes are those of `Folder`."""
 
-    def __init__(self, folder: Folder, wanted: Collection[str]) -> None:
+    def __init__(self, folder: Folder, wanted: Collection[str], renamed: Renamed) -> None:
         self.path, self.config, self.nbytes = folder.path, folder.config, folder.nbytes
         self._folder, self.tied = folder, folder.tied
         self._stacks: dict[str, dict[Matrix, str]] = {}
@@ -218,25 +226,26 @@ class Joined:
         self._names: dict[str, str] = {}
         """The name in the model of each tensor of the folder; for a matrix, the name of its stack."""
         for name in folder.names():
-            self._names[name] = self._place(name, wanted)
+            self._names[name] = self._place(name, wanted, renamed)
         self._stored = {place: name for name, place in self._names.items()}
         for stack, matrices in self._stacks.items():
             with damage_of(f"{self.path}"):
                 check_whole(stack, matrices)
 
-    def _place(self, name: str, wanted: Collection[str]) -> str:
-        if name in wanted:
-            return name
-        for names in (QWEN, MIXTRAL):
-            place, matrix = names.in_memory(name)
-            if place in wanted:
-                if matrix is not None:
-                    first = self._stacks.setdefault(place, {}).setdefault(matrix, name)
-                    if first != name:
-                        raise FormatError(
-                            f"{self.path}: {first} and {name} are one matrix of {place}; rename one"
-                        )
-                return place
+    def _place(self, name: str, wanted: Collection[str], renamed: Renamed) -> str:
+        for own in (name, *([] if name in wanted else renamed(name))):
+            if own in wanted:
+                return own
+            for names in (QWEN, MIXTRAL):
+                place, matrix = names.in_memory(own)
+                if place in wanted:
+                    if matrix is not None:
+                        first = self._stacks.setdefault(place, {}).setdefault(matrix, name)
+                        if first != name:
+                            raise FormatError(
+                                f"{self.path}: {first} and {name} are one matrix of {place}; rename one"
+                            )
+                    return place
         return name
 
     def names(self) -> list[str]:
@@ -271,15 +280,15 @@ class Joined:
     def _stack(self, stack: str) -> Tensor:
         matrices = {key: self._folder.read(name) for key, name in self._stacks[stack].items()}
         with damage_of(f"{self.path}: the matrices of {stack} make no stack"):
-            return stack_of(matrices)
+            return stack_of(matrices, is_single=not _STACK.fullmatch(stack))
 
 
-def joined(folder: Folder, wanted: Collection[str]) -> Folder | Joined:
+def joined(folder: Folder, wanted: Collection[str], renamed: Renamed) -> Folder | Joined:
     """`folder` in the names `wanted` of the tensors of a model, if its own names differ.
 
     Raises FormatError if the folder lacks a matrix of a stack.
     """
-    found = Joined(folder, wanted)
+    found = Joined(folder, wanted, renamed)
     return folder if found.names() == folder.names() else found
 
 
@@ -289,6 +298,8 @@ def joined(folder: Folder, wanted: Collection[str]) -> Folder | Joined:
 def matrix_of(stack: Tensor, name: str, matrix: Matrix) -> Tensor:
     """A matrix of a stack with this name. Raises FormatError for a stack that cannot be split."""
     expert, part = matrix
+    if not _STACK.fullmatch(name):
+        return stack.chunk(len("qkv"))[part]
     try:
         own = stack[expert]
         if name.endswith(DOWN):
@@ -304,7 +315,7 @@ def matrix_of(stack: Tensor, name: str, matrix: Matrix) -> Tensor:
 def check_whole(stack: str, matrices: Collection[Matrix]) -> None:
     """Raise FormatError if a matrix of the experts is missing."""
     count = 1 + max(expert for expert, _ in matrices)
-    parts = 2 if stack.endswith(GATE_UP) else 1
+    parts = 2 if stack.endswith(GATE_UP) else 1 if _STACK.fullmatch(stack) else len("qkv")
     if lost := count * parts - len(matrices):
         # A name may have any number, so the message does not list all.
         every = ((e, p) for e in range(count) for p in range(parts))
@@ -314,18 +325,22 @@ def check_whole(stack: str, matrices: Collection[Matrix]) -> None:
         )
 
 
-def stack_of(matrices: Mapping[Matrix, Tensor]) -> Tensor:
-    """The stack of all matrices, gate above up. Raises FormatError as `stacked` does."""
-    experts: dict[int, list[Tensor]] = {}
-    for expert, part in sorted(matrices):
-        experts.setdefault(expert, []).append(matrices[expert, part])
+def stack_of(matrices: dict[Matrix, Tensor], is_single: bool = False) -> Tensor:
+    """The stack of all matrices, gate above up, or what one expert `is_single` has. Empties `matrices`, so that they
+    are in memory twice at most. Raises FormatError as `stacked` does."""
+    experts: dict[int, list[Matrix]] = {}
+    for key in sorted(matrices):
+        experts.setdefault(key[0], []).append(key)
+    rows = []
     try:
-        rows = [p[0] if len(p) == 1 else torch.cat(_alike(p)) for p in experts.values()]
+        for keys in experts.values():
+            own = [matrices.pop(key) for key in keys]
+            rows.append(own[0] if len(own) == 1 else torch.cat(_alike(own)))
     except (NotImplementedError, RuntimeError) as error:
         if is_short_memory(error):
             raise
         raise FormatError(str(error)) from error
-    return stacked(rows)
+    return rows[0] if is_single else stacked(rows)
 
 
 def stacked(experts: list[Tensor]) -> Tensor:

@@ -50,8 +50,9 @@ WEIGHT_SUFFIXES = {
     *(".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt")
 }
 """Ends of the names of files with weights."""
+HF_QUANT_CONFIG = "hf_quant_config.json"
 _SETTINGS_OF_WEIGHTS = {
-    *("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json")
+    *("config.json", "quantize_config.json", "quant_config.json", HF_QUANT_CONFIG)
 }
 """Files that describe the weights beside them, also those of AutoGPTQ, AutoAWQ and ModelOpt. Copied beside new weights
 they would be wrong."""
@@ -137,7 +138,7 @@ class Folder:
             )
         self.config = self._json("config.json")
         with damage_of(f"{self.path}"):
-            self.settings = _take_settings(self.config)
+            self.settings = _take_settings(self.config) or self._of_modelopt()
         self.dtype = _dtype_of(self.config)
         self._metadata: dict[str, str] = {}
         """The text that all shards have beside their tensors, without digests."""
@@ -181,6 +182,13 @@ class Folder:
         if not _is_file(path):
             raise FormatError(f"{self.path} has no {name}, so it is not a folder of a model")
         return read_json(path)
+
+    def _of_modelopt(self) -> Mapping[str, Any] | None:
+        """The settings of a folder whose config.json has none, as ModelOpt wrote them at first."""
+        if not _is_file(self.path / HF_QUANT_CONFIG):
+            return None
+        found = self._json(HF_QUANT_CONFIG)
+        return {"quant_method": "modelopt", **found.get("quantization", {})}
 
     def _find_shards(self) -> dict[str, TensorFile]:
         if (self.path / INDEX).is_file():

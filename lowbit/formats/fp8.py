@@ -21,6 +21,13 @@ Without "weight_block_size" a weight has one scale, or one a row. Such weights a
                          "dynamic": inputs have a scale for each token
 
 These are the names of AutoFP8 and vLLM. transformers calls the scales weight_scale_inv and activation_scale.
+
+DeepSeek-V4 has experts in MXFP4 beside such blocks, and names all scales `layer.scale`. They are read, and written:
+
+    layer.weight   int8 [N, K/2], even k in the low nibble
+    layer.scale    float8_e8m0fnu [N, K/32]
+
+lowbit rounds no inputs of these experts.
 """
 
 from __future__ import annotations
@@ -31,7 +38,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats.base import Format, FormatError, Parts, check_matrix, weight_of
+from lowbit.formats.base import (
+    Format,
+    FormatError,
+    Parts,
+    check_matrix,
+    check_plain_inputs,
+    weight_of,
+)
+from lowbit.formats.compressed_tensors_fp4 import MXFP4, from_parts
 from lowbit.numerics.granularity import PerBlock, PerRow, PerTensor, PerToken
 from lowbit.numerics.number_format import Float8
 from lowbit.numerics.spec import Spec
@@ -39,6 +54,7 @@ from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import BLOCK, BLOCK_ACTIVATION, BLOCK_WEIGHT
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.float8_tensor import E4M3, SCALE_OF_BLOCKS, Float8Tensor
+from lowbit.tensor.frozen.table_tensor import TableTensor
 
 _NAMES = {
     **{name: name for name in ("weight_scale", "weight", "input_scale")},
@@ -69,7 +85,12 @@ class Float8Blocks(Format):
 
     def find(self, names: Collection[str], config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         if _in_blocks(config):
-            return super().find(names, config)
+            found, every = super().find(names, config), {*names}
+            for name in () if found else names:  # the names of DeepSeek-V4
+                codes = f"{name.removesuffix('scale')}weight"
+                if name.endswith(".scale") and codes in every:
+                    found[codes] = {SCALE_OF_BLOCKS: name, "weight": codes}
+            return found
         known: dict[str, dict[str, str]] = {}
         for name in names:
             layer, _, last = name.rpartition(".")
@@ -93,12 +114,14 @@ class Float8Blocks(Format):
     ) -> LowbitTensor:
         block, rounds = config.get("weight_block_size"), config.get("activation_scheme", "dynamic")
         codes = parts["weight"]
+        if codes.dtype is torch.int8 and block is not None:
+            return _mxfp4(parts, dtype or torch.bfloat16)
         if codes.dtype is not E4M3:
             raise FormatError(f"its codes are {codes.dtype}, not {E4M3}")
         if rounds not in _SCHEMES:
             raise FormatError(f"activation_scheme is {rounds!r}; accepted: {', '.join(_SCHEMES)}")
         if block is None:
-            return _whole(parts, _SCHEMES[rounds], dtype or torch.bfloat16)
+            return whole_weight(parts, rounds, dtype or torch.bfloat16)
         if not isinstance(block, list | tuple) or len(block) != 2:
             raise FormatError(
                 f"weight_block_size is {block!r}; lowbit reads two sizes, such as [128, 128], and none"
@@ -136,14 +159,16 @@ class Float8Blocks(Format):
     def encode_back(self, weight: LowbitTensor) -> Parts:
         """Blocks of any size, the last of which may be ragged; and weights with one scale, or one a row."""
         check_matrix(weight, self.name)
+        if type(weight) is TableTensor and MXFP4.spec.same_values(weight.spec):
+            check_plain_inputs(weight, self.name)
+            codes = weight.codes.contiguous().view(torch.int8)
+            return {"weight": codes, SCALE_OF_BLOCKS: weight.scale.contiguous()}
         if type(weight) is not Float8Tensor or weight.codes.dtype is not E4M3:
             raise FormatError(f"fp8 holds {E4M3}, got {weight.stored_format()}")
-        rows, columns = weight.shape
-        codes, scale = weight.codes[:rows, :columns].contiguous(), weight.scale.float()
+        found = whole_parts(weight)
         if isinstance(weight.spec.granularity, PerBlock):
-            return {"weight": codes, SCALE_OF_BLOCKS: scale}
-        found = {"weight": codes, "weight_scale": scale}
-        return found if weight.input_scale is None else {**found, "input_scale": weight.input_scale}
+            return {"weight": found["weight"], SCALE_OF_BLOCKS: found["weight_scale"]}
+        return found
 
     def config(self, weights: Mapping[str, LowbitTensor], plain: Collection[str]) -> dict[str, Any]:
         return {
@@ -180,8 +205,30 @@ def _in_blocks(config: Mapping[str, Any]) -> bool:
     return not config or config.get("weight_block_size") is not None
 
 
-def _whole(parts: Parts, activation: Spec, dtype: torch.dtype) -> LowbitTensor:
-    """A weight with one scale, or one a row."""
+def _mxfp4(parts: Parts, dtype: torch.dtype) -> LowbitTensor:
+    """A matrix of an expert whose bytes are two numbers of FP4."""
+    scale = parts[SCALE_OF_BLOCKS]
+    if scale.dtype not in (torch.float8_e8m0fnu, torch.uint8):
+        raise FormatError(
+            f"its scales are {scale.dtype}; accepted beside FP4: {torch.float8_e8m0fnu}"
+        )
+    packed = {"weight_packed": parts["weight"].view(torch.uint8), "weight_scale": scale}
+    return from_parts(packed, MXFP4, dtype, None)
+
+
+def whole_parts(weight: Float8Tensor) -> Parts:
+    """The parts of a weight with one scale, or one a row."""
+    rows, columns = weight.shape
+    found = {
+        "weight": weight.codes[:rows, :columns].contiguous(),
+        "weight_scale": weight.scale.float(),
+    }
+    return found if weight.input_scale is None else {**found, "input_scale": weight.input_scale}
+
+
+def whole_weight(parts: Parts, rounds: str, dtype: torch.dtype) -> LowbitTensor:
+    """A weight with one scale, or one a row. `rounds`: "dynamic" or "static"."""
+    activation = _SCHEMES[rounds]
     _check_floating(parts["weight_scale"], "weight_scale")
     codes, scale = parts["weight"], parts["weight_scale"].float()
     if codes.ndim != 2:

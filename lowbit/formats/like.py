@@ -18,21 +18,22 @@ bytes. Tensors that the model has no place for are copied, such as the layers fo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowbit.convert.siblings import family_of
 from lowbit.files import digests, tensor_file
+from lowbit.files.tensor_file import TensorFile
 from lowbit.formats.base import Format, FormatError, Parts, damage_of, layer_of
 from lowbit.formats.experts import Joined, matrix_of
 from lowbit.formats.folder import Folder, copy_beside_weights, copy_settings
 from lowbit.formats.module import ModelSource
-from lowbit.formats.reading import unused_by
+from lowbit.formats.reading import renamed_by, unused_by
 from lowbit.formats.report import ExportReport
 from lowbit.formats.shards import equal_bits
 from lowbit.formats.sources import Item
@@ -53,23 +54,26 @@ class Likeness:
 
     Args:
         folder: with low-bit weights.
-        model: whose names are those of a model that `lowbit.load_pretrained` makes of the folder.
+        source: a model whose names are those of a model that `lowbit.load_pretrained` makes of the folder. If its
+            weights are sharded, all ranks make the same calls.
         lossy: round what the folder cannot hold.
         report: gets an entry for each tensor.
 
     Raises FormatError for a model with other names than the folder has.
     """
 
-    def __init__(self, folder: Folder, model: nn.Module, lossy: bool, report: ExportReport) -> None:
+    def __init__(
+        self, folder: Folder, source: ModelSource, lossy: bool, report: ExportReport
+    ) -> None:
         assert folder.format is not None and folder.settings is not None
-        self._folder, self._source = folder, ModelSource(model)
+        self.folder, self._source = folder, source
         self._format: Format = folder.format
         self._settings = folder.settings
-        self._lossy, self._report = lossy, report
+        self._lossy, self.report = lossy, report
         first = self._source.first
         folder.keep(first)
-        folder.leave_out(unused_by(model, folder.names(), first))
-        self._places = Joined(folder, first).places()
+        folder.leave_out(unused_by(source.model, folder.names(), first))
+        self._places = Joined(folder, first, renamed_by(source.model)).places()
         self._check_names()
         self._owners: dict[str, tuple[str, str]] = {}
         """For each stored tensor that the model has, the tensor whose part it is, and the short name of the part."""
@@ -87,11 +91,13 @@ class Likeness:
                 self._families.setdefault(family, []).append(name)
         self._made: dict[str, Parts] = {}
         """The parts of changed tensors that some shard still lacks; {} for an equal tensor."""
+        self._values: tuple[str, dict[str, Tensor]] = "", {}
+        """A module, and the tensors of its layers that were made last: an expert is a part of a stack."""
         self.kept = 0
         """The stored tensors that have the folder's bytes."""
 
     def _check_names(self) -> None:
-        folder, first = self._folder, self._source.first
+        folder, first = self.folder, self._source.first
         kind = type(self._source.model).__name__
         placed = {first[place] for place, _ in self._places.values() if place in first}
         lost = sorted(name for name, (place, _) in self._places.items() if place not in first)
@@ -110,11 +116,50 @@ class Likeness:
                     "folder, with adapters merged (merge_and_unload of PEFT) or taken away (unload)"
                 )
 
+    def shards(self) -> Iterator[tuple[TensorFile, dict[str, Tensor]]]:
+        """Each shard of the folder, and its tensors. Raises FormatError for tensors that the folder cannot hold, and
+        then gives no shard after the first of them."""
+        refused: list[str] = []
+        count = 0
+        for file, names in self.folder.files().items():
+            tensors = self._taken(names, refused)
+            if len(refused) >= MOST_REFUSED:
+                break
+            count += len(names)
+            if not refused:
+                yield file, tensors
+        if refused:
+            raise FormatError(f"{self.folder.path} cannot hold {'; '.join(refused)}")
+        self.report.notes += [
+            f"{self.kept} of {count} stored tensors have the bytes of {self.folder.path}",
+            *(f"copied: {note}" for note in self.folder.left_out),
+        ]
+
+    def _taken(self, names: Iterable[str], refused: list[str]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name in names:
+            try:
+                found[name] = self.tensor(name)
+            except FormatError as error:
+                refused.append(str(error))
+                if len(refused) >= MOST_REFUSED:
+                    break
+        return found
+
+    def weights(self) -> Iterator[dict[str, Tensor]]:
+        """The tensors that stand for one weight, by their stored names, one weight after another. Raises FormatError
+        for the first that the folder cannot hold."""
+        together: dict[str, list[str]] = {}
+        for stored in (name for names in self.folder.files().values() for name in names):
+            together.setdefault(self._owners.get(stored, (stored, ""))[0], []).append(stored)
+        for names in together.values():
+            yield {stored: self.tensor(stored) for stored in names}
+
     def tensor(self, stored: str) -> Tensor:
         """The tensor of this stored name. Raises FormatError for one that the folder cannot hold."""
         if stored not in self._owners:
             self.kept += 1
-            return self._folder.stored(stored)
+            return self.folder.stored(stored)
         name, part = self._owners[stored]
         if name not in self._made:
             self._made[name] = {}  # an error comes once, and not again for each part
@@ -124,7 +169,7 @@ class Likeness:
         self._uses[name] -= 1
         if not self._uses[name]:
             del self._made[name]
-        old = self._folder.stored(stored)
+        old = self.folder.stored(stored)
         if found is None:
             self.kept += 1
             return old
@@ -136,7 +181,7 @@ class Likeness:
 
     def _parts_of(self, name: str) -> Parts:
         """The changed parts of a tensor; {} if it is equal to the folder's."""
-        value, old = self._value(name), self._folder.read(name)
+        value, old = self._value(name), self.folder.read(name)
         if value.shape != old.shape:
             raise FormatError(
                 f"it has the shape {tuple(value.shape)}, and the folder has {tuple(old.shape)}"
@@ -153,18 +198,24 @@ class Likeness:
             new = _rounded(value, old)
             parts = self._encoded(name, new, old)
         ratio = snr(_values(value), _values(new)) if reason else None
-        held = self._folder.stored_names(name)
-        if all(equal_bits(t, self._folder.stored(held[part])) for part, t in parts.items()):
+        held = self.folder.stored_names(name)
+        if all(equal_bits(t, self.folder.stored(held[part])) for part, t in parts.items()):
             new, reason, parts = old, f"{KEPT}; {reason}" if reason else KEPT, {}
-        self._report.enter(Item(name, new, "other", reason, ratio), self._size(name))
+        self.report.enter(Item(name, new, "other", reason, ratio), self._size(name))
         if ratio is not None:  # also of vectors, of which the report has no line
-            self._report.snr[name] = ratio
+            self.report.snr[name] = ratio
         return parts
 
     def _value(self, name: str) -> Tensor:
         """The model's tensor for one of the folder, on the CPU."""
         place, matrix = self._places[name]
-        value = self._source.tensors[self._source.first[place]]
+        module, first = layer_of(layer_of(place)), self._source.first[place]
+        if module != self._values[0]:
+            self._values = module, {}
+        values = self._values[1]
+        if first not in values:
+            values[first] = self._source.value(first)
+        value = values[first]
         return _on_cpu(value if matrix is None else matrix_of(value, place, matrix))
 
     def _check_siblings(self, name: str) -> None:
@@ -185,7 +236,7 @@ class Likeness:
                 )
 
     def _size(self, name: str) -> int:
-        return sum(self._folder.stored(s).nbytes for s in self._folder.stored_names(name).values())
+        return sum(self.folder.stored(s).nbytes for s in self.folder.stored_names(name).values())
 
     def _encoded(self, name: str, value: Tensor, old: Tensor) -> Parts:
         """The parts of a tensor in the layouts of the folder's, after they were decoded again and compared. {}: it is
@@ -207,7 +258,7 @@ class Likeness:
             return {"": cast}
         parts: Parts = {}
         given = self._format.encode_back(value)
-        held = {p: self._folder.stored(s) for p, s in self._folder.weights[name].items()}
+        held = {p: self.folder.stored(s) for p, s in self.folder.weights[name].items()}
         misfits = ""
         for part, t in held.items():
             fitting = _fitted(given[part], t) if part in given else None
@@ -287,50 +338,25 @@ def _fitted(t: Tensor, old: Tensor) -> Tensor | None:
 # ---- the folder ----------------------------------------------------------------------------------------------------
 
 
-def write_like(
-    model: nn.Module, place: Path, folder: Folder, lossy: bool, report: ExportReport
-) -> None:
-    """Write the shards, config.json and all files of `folder` to the folder `place`, with the values of `model`.
+Shards = Iterator[tuple[TensorFile, dict[str, Tensor]]]
+
+
+def write_like(likeness: Likeness, shards: Shards, place: Path) -> None:
+    """Write the `shards` of a likeness, and config.json and all files of its folder, to the folder `place`.
 
     Memory: the changed tensors of a shard. Raises FormatError as `lowbit.export` does.
     """
-    likeness = Likeness(folder, model, lossy, report)
-    refused: list[str] = []
-    count = 0
+    folder, report = likeness.folder, likeness.report
     with progress(f"writing like {folder.path.name}", folder.nbytes) as advance:
-        for file, names in folder.files().items():
-            tensors = _taken(likeness, names, refused)
-            if len(refused) >= MOST_REFUSED:
-                break
-            if not refused:
-                beside = dict(file.metadata)
-                digests.taken(beside)
-                describe = partial(_described, beside)
-                tensor_file.write(place / file.path.name, tensors, describe)
-            count += len(tensors)
+        for file, tensors in shards:
+            beside = dict(file.metadata)
+            digests.taken(beside)
+            tensor_file.write(place / file.path.name, tensors, partial(_described, beside))
             report.nbytes += sum(t.nbytes for t in tensors.values())
             advance(file.path.stat().st_size)
-    if refused:
-        raise FormatError(f"{folder.path} cannot hold {'; '.join(refused)}")
-    report.notes += [
-        f"{likeness.kept} of {count} stored tensors have the bytes of {folder.path}",
-        *(f"copied: {note}" for note in folder.left_out),
-    ]
     copy_settings(folder.path, place)
     copy_beside_weights(folder.path, place)
 
 
 def _described(beside: dict[str, str], entries: digests.Entries) -> dict[str, str]:
     return {**beside, **digests.texts(entries)}
-
-
-def _taken(likeness: Likeness, names: Iterable[str], refused: list[str]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for name in names:
-        try:
-            found[name] = likeness.tensor(name)
-        except FormatError as error:
-            refused.append(str(error))
-            if len(refused) >= MOST_REFUSED:
-                break
-    return found

@@ -36,11 +36,14 @@ class ModelSource:
 
     Attributes:
         tensors: by their first names, detached.
+        is_shared: ranks share the weights, and each value is a collective of all of them.
         first: for every name of the state dict, the first name of the same tensor.
 
     Raises FormatError for weights that are sharded, on meta, or prepared for training and not converted, and for
     another tokenizer.
     """
+
+    is_shared = False
 
     def __init__(self, model: nn.Module, tokenizer: Any = None) -> None:
         self.left_out = ()

@@ -6,7 +6,9 @@ import os
 import re
 import warnings
 from collections.abc import Container, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from lowbit.convert import tell
 from lowbit.convert.side_by_side import lay_side_by_side
 from lowbit.formats import building
 from lowbit.formats.base import FormatError
-from lowbit.formats.experts import Joined, joined
+from lowbit.formats.experts import Joined, Renamed, joined
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf.file import GgufFile
 from lowbit.layers.frozen import show_frozen
@@ -111,7 +113,7 @@ def matched(
         folder.leave_out(unused_by(model, folder.names(), owners))
         for note in folder.left_out:
             warnings.warn(f"{folder.path}: {note}", stacklevel=4)
-        own = joined(folder, owners.keys())
+        own = joined(folder, owners.keys(), renamed_by(model))
     seconds = _second_places(own, owners)
     _check_names(model, own, owners, seconds)
     return own, {name: [*owners[name], *seconds.get(name, [])] for name in own.names()}
@@ -165,6 +167,27 @@ def unused_by(model: nn.Module, names: Iterable[str], wanted: Container[str]) ->
     multi-token prediction of DeepSeek-V3. `wanted`: the names that the model has."""
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return [n for n in names if n not in wanted and any(re.search(p, n) for p in ignored)]
+
+
+def renamed_by(model: nn.Module) -> Renamed:
+    """The names that a class of transformers gives the tensors of published checkpoints, such as `layers.0.attn.wq_a`
+    of DeepSeek-V4."""
+    prefix = getattr(model, "base_model_prefix", "")
+    rules: list[Any] = []
+    if hasattr(model, "config") and prefix:
+        with suppress(ImportError):
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import WeightRenaming
+
+            found = get_model_conversion_mapping(model, add_legacy=False)
+            rules = [rule for rule in found if isinstance(rule, WeightRenaming)]
+
+    def renamed(name: str) -> list[str]:
+        for rule in rules:
+            name, _ = rule.rename_source_key(name)
+        return [name, f"{prefix}.{name}"] if prefix else [name]
+
+    return renamed
 
 
 Places = list[tuple[nn.Module, str]]

@@ -14,6 +14,7 @@ from lowbit.formats.compressed_tensors import CompressedTensors
 from lowbit.formats.fp8 import Float8Blocks
 from lowbit.formats.gguf.format import Gguf
 from lowbit.formats.gptq import Gptq, GptqV2
+from lowbit.formats.modelopt import ModelOpt
 from lowbit.formats.mxfp4 import Mxfp4
 from lowbit.formats.own import Own
 from lowbit.formats.programs.aoti import Aoti
@@ -34,6 +35,7 @@ FORMATS: list[Format] = [
     BitsandbytesInt8(),
     Bitsandbytes4bit(),
     Mxfp4(),
+    ModelOpt(),
     TorchAo(),
     Gguf(),
 ]

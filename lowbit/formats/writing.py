@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from lowbit.formats.gguf.file import GgufFile, GgufWriter
 from lowbit.formats.gguf.format import Gguf
 from lowbit.formats.gguf.mixes import gguf_mix
 from lowbit.formats.heap import Trimmed
-from lowbit.formats.like import MOST_REFUSED, write_like
+from lowbit.formats.like import MOST_REFUSED, Likeness, write_like
 from lowbit.formats.merged import MergedLayers, Ready
 from lowbit.formats.module import ModelSource
 from lowbit.formats.programs.base import ProgramFormat
@@ -112,13 +113,15 @@ def export(
     if like is not None:
         sizes = None if max_shard_size == "500MB" else max_shard_size
         given = {"format": format, **of_source, "max_shard_size": sizes, **traced}
-        _refuse_options(given, "like= takes the format and all files of a folder")
-        return _export_like(model, Path(out), like, lossy, overwrite)
+        refuse_options(given, "like= takes the format and all files of a folder")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"like= writes an nn.Module, got {type(model).__name__}")
+        return export_like(ModelSource(model), Path(out), like, lossy, overwrite)
     target, out = target_of(format or "compressed-tensors"), Path(out)
     if isinstance(target, ProgramFormat):
-        _refuse_options(of_source, f"{target.name} holds a program of a module")
+        refuse_options(of_source, f"{target.name} holds a program of a module")
         return export_program(model, out, target, example_inputs, dynamic_shapes, lossy, overwrite)
-    _refuse_options(traced, f"{target.name} holds weights, not a program")
+    refuse_options(traced, f"{target.name} holds weights, not a program")
     largest = size_in_bytes(max_shard_size)
     source = _source_of(model, out, target, scheme, scales, tokenizer, device)
     if target.holds_experts:
@@ -206,7 +209,7 @@ def _check_apart(source: Path, out: Path) -> None:
         raise FormatError(f"{out} holds {source}, which is read; give another name")
 
 
-def _refuse_options(given: Mapping[str, Any], reason: str) -> None:
+def refuse_options(given: Mapping[str, Any], reason: str) -> None:
     if named := [f"{option}=" for option, value in given.items() if value is not None]:
         raise FormatError(f"{reason}, and takes no {', '.join(named)}")
 
@@ -247,27 +250,42 @@ def _source_of(
     return Quantizing(source, scheme, scales, device, target)
 
 
-def _export_like(
-    model: nn.Module | str | os.PathLike[str],
-    out: Path,
-    like: str | os.PathLike[str],
-    lossy: bool,
-    overwrite: bool,
-) -> ExportReport:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"like= writes an nn.Module, got {type(model).__name__}")
+def folder_like(like: str | os.PathLike[str]) -> Folder:
+    """The folder of `like=`. Raises FormatError for one without low-bit weights."""
     folder = opened(like)
     if not isinstance(folder, Folder) or folder.format is None:
         raise FormatError(
             f"{folder.path} has no low-bit weights in safetensors, and like= takes a folder that has; accepted: "
             "format=, or save_pretrained for a plain model"
         )
+    return folder
+
+
+def export_like(
+    source: ModelSource,
+    out: Path,
+    like: str | os.PathLike[str],
+    lossy: bool,
+    overwrite: bool,
+    leads: bool = True,
+) -> ExportReport:
+    """`lowbit.export(model, out, like=like)` of a source. If ranks share its weights, all of them call this, and the
+    one that `leads` writes."""
+    folder = folder_like(like)
+    assert folder.format is not None
     _check_apart(folder.path, out)
     report = ExportReport(format=folder.format.name, path=str(out))
     weights = {*folder.weights}
-    with new_folder(out, overwrite) as place:
-        write_like(model, place, folder, lossy, report)
-        _check_readable(place, folder.format, weights)
+    likeness = Likeness(folder, source, lossy, report)
+    shards = likeness.shards()
+    try:
+        if leads:
+            with new_folder(out, overwrite) as place:
+                write_like(likeness, shards, place)
+                _check_readable(place, folder.format, weights)
+    finally:
+        if not leads or source.is_shared:  # after an error too: other ranks gather on
+            deque(shards, maxlen=0)
     return report
 
 

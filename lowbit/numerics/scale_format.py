@@ -5,6 +5,7 @@
 | "float"  | s = max(abs(x)) / largest                   | `scale` float32                                    |
 | "e8m0"   | 2^(scale − 127)                             | `scale` uint8                                      |
 | "e4m3"   | scale / global_scale                        | `scale` float8_e4m3fn, `global_scale` float32      |
+| "e4m3_inverse" | as "e4m3"                            | as "e4m3"; 1 / global_scale is exact both ways     |
 | "double" | DYNAMIC8[scale] · scale_absmax + scale_offset | `scale` uint8, `scale_absmax` and `scale_offset` float32 |
 
 `scale` has the shape [..., N, G], `scale_absmax` [..., N, A], and `global_scale` and `scale_offset` [..., 1, 1].
@@ -18,6 +19,8 @@ global scale and offset. All arithmetic is float32.
 - "e4m3" (NVFP4; Alvarez et al., "Introducing NVFP4", NVIDIA 2025): global_scale = 448 · largest / max|X|. It divides,
   as compressed-tensors stores it. The scale of a block is at least 2^-9, the smallest e4m3 number: none is zero.
   Siblings that a server merges (`lowbit.convert.siblings`) share it: then max|X| is that of all of them.
+- "e4m3_inverse": programs such as ModelOpt store m = 1 / global_scale, which multiplies. Only 83% of float32 numbers
+  are the rounded reciprocal of one. A new global scale is 1 / (1 / g), which is: 1 / (1 / (1 / m)) = 1 / m for all m.
 - "double" (QLoRA, arXiv 2305.14314): offset = mean of all s. Each 256 consecutive s − offset of the matrix share an
   absmax, and each is the nearest value of `DYNAMIC8`. bitsandbytes stores these absmax values in one list. In lowbit
   each row has its own copies, A = G / gcd(G, 256) of them, so that rows can be sliced. The values are the same.
@@ -206,6 +209,13 @@ class E4M3(ScaleFormat):
         return parts
 
 
+class InverseE4M3(E4M3):
+    def joint_part(self, largest: Tensor, table: LookupTable) -> Tensor:
+        whole = super().joint_part(largest, table)
+        one = torch.ones_like(whole)
+        return divide(one, divide(one, whole))
+
+
 class Double(ScaleFormat):
     shared = ("scale_offset",)
     block: ClassVar[int] = 256
@@ -287,6 +297,7 @@ SCALE_FORMATS: dict[str, Any] = {
     "float": None,
     "e8m0": E8M0(),
     "e4m3": E4M3(),
+    "e4m3_inverse": InverseE4M3(),
     "double": Double(),
     "super_block": None,  # float32 numbers, of which lowbit.numerics.super_blocks chooses some
 }

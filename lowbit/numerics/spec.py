@@ -38,7 +38,7 @@ from lowbit.numerics.scale_format import SCALE_FORMATS, ScaleFormat
 from lowbit.numerics.search import best_of_scales, search_qparams_affine
 from lowbit.numerics.super_blocks import TABLE, SuperBlocks
 
-ScaleFormatName = Literal["float", "e8m0", "e4m3", "double", "super_block"]
+ScaleFormatName = Literal["float", "e8m0", "e4m3", "e4m3_inverse", "double", "super_block"]
 
 
 MOST_PADDING, ALWAYS_PADDED = 256, 2**20
@@ -95,7 +95,7 @@ class Spec(_Computed):
             `lowbit.numerics.affine`).
         static: for an activation, with `PerTensor()`. False: the scale is dynamic, computed from each input. True: all
             inputs have one scale, which `lowbit.calibrate` finds before and which the layer stores.
-        scale_format: for a LookupTable, how scales are stored: "float", "e8m0", "e4m3" or "double" (see
+        scale_format: for a LookupTable, how scales are stored: "float", "e8m0", "e4m3", "double", … (see
             `lowbit.numerics.scale_format`). For the integers of `lowbit.numerics.super_blocks` also "super_block": the
             scales that the K-quants of GGUF have, kept in float32.
         scale_dtype: for the weight of an Int or Float8 scheme, the dtype that scales are rounded to: torch.float16,
@@ -245,8 +245,13 @@ class Spec(_Computed):
 
     def same_values(self, other: Spec) -> bool:
         """True if codes and scales mean the same values under both specs. The two symmetric mappings choose different
-        scales but decode them alike. So do specs that differ in `scale_dtype`."""
-        own, others = replace(self, scale_dtype=None), replace(other, scale_dtype=None)
+        scales but decode them alike. So do specs that differ in `scale_dtype`, and those of NVFP4."""
+        own, others = (
+            replace(s, scale_dtype=None, scale_format="e4m3")
+            if s.scale_format == "e4m3_inverse"
+            else replace(s, scale_dtype=None)
+            for s in (self, other)
+        )
         symmetric = all(s.mapping.startswith("symmetric") for s in (self, other))
         if not symmetric:
             return own == others

@@ -86,6 +86,9 @@ class TrainedModel(ModelSource):
             for name, value in self.tensors.items()
             if _plain_name(name) not in within
         }
+        names = {_plain_name(name): _plain_name(first) for name, first in self.first.items()}
+        self.first = {name: first for name, first in names.items() if first in self.tensors}
+        self.is_shared = any(map(is_dtensor, self.tensors.values()))
         self._begun, self._failed = 0, False
 
     def taken(self, name: str, value: Any) -> Tensor:

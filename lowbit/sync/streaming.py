@@ -22,13 +22,14 @@ from lowbit.formats.base import Format, FormatError
 from lowbit.formats.experts import published
 from lowbit.formats.folder import open_shard
 from lowbit.formats.gguf.format import Gguf
+from lowbit.formats.like import Likeness
 from lowbit.formats.programs.base import ProgramFormat
 from lowbit.formats.registry import FORMATS
 from lowbit.formats.registry import target as target_of
 from lowbit.formats.report import ExportReport
 from lowbit.formats.shards import size_in_bytes
 from lowbit.formats.sources import Source
-from lowbit.formats.writing import walk, write_folder
+from lowbit.formats.writing import export_like, folder_like, refuse_options, walk, write_folder
 from lowbit.sync.source import TrainedModel
 
 Known = digests.Entries
@@ -39,14 +40,16 @@ Stored = dict[str, Tensor]
 
 def stream(
     model: nn.Module,
-    format: str = "compressed-tensors",
+    format: str | None = None,
     *,
+    like: str | os.PathLike[str] | None = None,
     lossy: bool = False,
     known: Known | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a model in training, one after another, as `lowbit.export` would write them: (name, tensor).
 
         llm.load_weights(lowbit.sync.stream(model, "fp8"))         # a server in this process
+        llm.load_weights(lowbit.sync.stream(model, like="openai/gpt-oss-20b"))    # one that loaded this folder
 
     Weights that are prepared for QAT have the bits of `lowbit.qat.convert_`, and the model stays as it is. Memory: a
     few tensors beside the model. Under FSDP2 this is a collective: every rank runs the loop to its end, and each gets
@@ -54,7 +57,10 @@ def stream(
 
     Args:
         model: plain, prepared by `lowbit.qat.prepare_` or `lowbit.train.prepare_`, or quantized; sharded or not.
-        format: a name of `lowbit.formats.names()` whose weights are written to folders.
+        format: a name of `lowbit.formats.names()` whose weights are written to folders; None, without `like`, for
+            "compressed-tensors".
+        like: the folder from which the model was loaded, and the server too, as in `lowbit.export`: all tensors in its
+            names and dtypes. Every rank reads it.
         lossy: as in `lowbit.export`.
         known: what the receiver holds. Weights that are in it are left out. The others enter it, each when the next
             one is asked for. None: everything is given, and nothing hashed.
@@ -63,15 +69,24 @@ def stream(
         FormatError, a ValueError: a weight that the format cannot hold, by name; another format; adapters of PEFT.
         ValueError: NaN or infinite values of a weight that is rounded.
     """
-    target = folder_format(format)
-    for stored, _, differs in changed(weights(TrainedModel(model), target, lossy), known):
+    check_choice(format, like)
+    for stored, _, differs in changed(weights(TrainedModel(model), format, like, lossy), known):
         if differs:
             yield from stored.items()
 
 
-def folder_format(name: str) -> Format:
+def check_choice(format: str | None, like: Any) -> None:
+    """Raise FormatError for both, and for a format that is not written as named tensors."""
+    if like is None:
+        folder_format(format)
+    else:
+        refuse_options({"format": format}, "like= takes the format of a folder")
+        folder_like(like)
+
+
+def folder_format(name: str | None) -> Format:
     """The format of this name. Raises FormatError for one that is not written as named tensors."""
-    found = target_of(name)
+    found = target_of(name or "compressed-tensors")
     if isinstance(found, ProgramFormat | Gguf):
         accepted = ", ".join(f.name for f in FORMATS if not isinstance(f, Gguf))
         raise FormatError(
@@ -85,8 +100,17 @@ def named(source: Source, target: Format) -> Source:
     return published(source) if target.holds_experts else source
 
 
-def weights(source: Source, target: Format, lossy: bool) -> Iterator[Stored]:
+def weights(
+    source: TrainedModel, format: str | None, like: str | os.PathLike[str] | None, lossy: bool
+) -> Iterator[Stored]:
     """The tensors of each weight of `source`, contiguous."""
+    if like is not None:
+        folder = folder_like(like)
+        assert folder.format is not None
+        report = ExportReport(format=folder.format.name, path=str(folder.path))
+        yield from Likeness(folder, source, lossy, report).weights()
+        return
+    target = folder_format(format)
     for _, stored, _ in walk(named(source, target), target, lossy, f"packing {target.name}"):
         yield {name: t.detach().contiguous() for name, t in stored.items()}
 
@@ -116,8 +140,9 @@ def changed(
 def write(
     model: nn.Module,
     out: str | os.PathLike[str],
-    format: str = "compressed-tensors",
+    format: str | None = None,
     *,
+    like: str | os.PathLike[str] | None = None,
     lossy: bool = False,
     overwrite: bool = False,
     max_shard_size: int | str = "500MB",
@@ -128,13 +153,20 @@ def write(
     Under FSDP2 every rank calls it. The first one writes, and the others take part in the gathers.
 
     Args:
-        model, format, lossy: as for `stream`.
+        model, format, like, lossy: as for `stream`.
         out, overwrite, max_shard_size, tokenizer: as for `lowbit.export`.
 
     Returns the report of the export on the rank that writes, None on the others.
 
     Raises FormatError as `lowbit.export` does.
     """
+    if like is not None:
+        sizes = None if max_shard_size == "500MB" else max_shard_size
+        given = {"format": format, "tokenizer": tokenizer, "max_shard_size": sizes}
+        refuse_options(given, "like= takes the format and all files of a folder")
+        whole = TrainedModel(model)
+        made = export_like(whole, Path(out), like, lossy, overwrite, whole.leads)
+        return made if whole.leads else None
     target, largest = folder_format(format), size_in_bytes(max_shard_size)
     source = TrainedModel(model, tokenizer)
     if not source.leads:

@@ -9,6 +9,8 @@ A bucket is one weight, or as many as fit into `bucket` bytes. Weights that all 
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -20,7 +22,7 @@ from lowbit.files import digests
 from lowbit.formats.shards import size_in_bytes
 from lowbit.sync.channels import Channel, Message, channel
 from lowbit.sync.source import TrainedModel
-from lowbit.sync.streaming import Known, Stored, changed, folder_format, weights
+from lowbit.sync.streaming import Known, Stored, changed, check_choice, weights
 
 _ALIGNMENT = 16
 """Bytes: each tensor of a bucket begins at a multiple of them, so that the receiver views it in its dtype."""
@@ -49,8 +51,9 @@ class Sent(NamedTuple):
 def send(
     model: nn.Module,
     through: Any,
-    format: str = "compressed-tensors",
+    format: str | None = None,
     *,
+    like: str | os.PathLike[str] | None = None,
     lossy: bool = False,
     bucket: int | str = "64MB",
 ) -> Sent:
@@ -63,7 +66,7 @@ def send(
     FSDP2 every rank calls it. The one in the group sends, and the others take part in the gathers.
 
     Args:
-        model, format, lossy: as for `lowbit.sync.stream`.
+        model, format, like, lossy: as for `lowbit.sync.stream`.
         through: a process group whose rank 0 is this one and whose others receive, or a multiprocessing Connection to
             one receiver on this machine. None, or what `torch.distributed.new_group` gives ranks outside of the group:
             this rank sends nothing.
@@ -73,19 +76,28 @@ def send(
         FormatError and ValueError: as `stream` does. Receivers then raise SyncError.
         TypeError, ValueError: another `through`, or a group in which this rank is not the first.
     """
-    target, largest = folder_format(format), size_in_bytes(bucket, "bucket")
+    check_choice(format, like)
+    largest = size_in_bytes(bucket, "bucket")
     source = TrainedModel(model)
+    found = weights(source, format, like, lossy)
+
+    def take_part_in_the_rest() -> None:
+        if like is None:
+            source.take_part_in_the_rest()
+        else:
+            deque(found, maxlen=0)
+
     if through is None or isinstance(through, int):
-        source.take_part_in_the_rest()
+        take_part_in_the_rest()
         return Sent()
     way = channel(through)
     if rank := way.rank:
         raise ValueError(f"this is rank {rank} of the group; rank 0 sends, and the others receive")
     try:
         known = _common([message["known"] for message in way.hear()])
-        sent = _send_all(changed(weights(source, target, lossy), known), way, largest)
+        sent = _send_all(changed(found, known), way, largest)
     except Exception as error:
-        source.take_part_in_the_rest()
+        take_part_in_the_rest()
         with suppress(Exception):  # the receivers may be gone
             way.put({"error": f"{type(error).__name__}: {error}"})
         raise

@@ -228,7 +228,8 @@ def test_transposed(case):
         assert turned.shape == full.mT.shape and turned.stride() == full.mT.stride()
         assert same_bits(turned.dequantize(), full.mT)
         assert shares_memory(turned, t) and same(turned.mT, t)
-        assert turned.is_contiguous() == full.mT.is_contiguous()
+        # FSDP2 shards a stack by experts, and asks whether it is contiguous
+        assert turned.is_contiguous() == (t.ndim == 3 or full.mT.is_contiguous())
         assert same_bits(turned.clone().dequantize(), full.mT)
         assert same_bits(turned.bfloat16().dequantize(), full.mT.bfloat16())
         assert same(t.transpose(0, 0), t)

@@ -109,7 +109,7 @@ def has_e2m1_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
         and x.dtype in HALVES
         and activation is not None
         and spec.format == E2M1
-        and spec.scale_format in ("e8m0", "e4m3")
+        and (spec.scale_format == "e8m0" or spec.scale_format.startswith("e4m3"))
         and activation.format == Float8()
         and isinstance(activation.granularity, PerToken)
         and not activation.static

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lowbit.numerics.packing import as_bytes
 from lowbit.tensor.core.base import LowbitTensor, aten, check_not_flat
 from lowbit.tensor.core.collectives import Concatenated
+from lowbit_kernels.runtime.library import contiguous_strides
 
 _implements = LowbitTensor.implements
 
@@ -206,7 +207,9 @@ def _view(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
 def _as_strided(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     self, size, stride = args[0], args[1], args[2]
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
-    if tuple(size) != tuple(self.shape) or tuple(stride) != self.stride() or offset:
+    # FSDP2 asks for contiguous strides, and a transposed stack stays one
+    keeps = self.ndim == 3 and tuple(stride) == contiguous_strides(self.shape)
+    if tuple(size) != tuple(self.shape) or not (tuple(stride) == self.stride() or keeps) or offset:
         raise self._unsupported(
             f"as_strided with size {tuple(size)}, stride {tuple(stride)}, offset {offset}"
         )

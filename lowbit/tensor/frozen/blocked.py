@@ -99,7 +99,13 @@ class BlockedTensor(LowbitTensor):
         return {name: t.narrow(dim, first, count) for name, t in own.items()}
 
     def _view(self, shape: tuple[int, ...]) -> Self | None:
-        """Merges or splits leading dimensions; the blocked ones must stay."""
+        """Merges or splits leading dimensions; the blocked ones must stay, but a matrix splits between blocks."""
+        rows = self._blocks_along(0)
+        if self.ndim == 2 and len(shape) == 3 and rows > 1 and shape[-1] == self.shape[-1]:
+            if self.transposed or shape[1] % rows or self._common(0):
+                return None
+            split = {k: t.unflatten(0, (shape[0], -1)) for k, t in self.inner_tensors().items()}
+            return self._with(split, shape)
         leading = self._blocks_along(0) == 1 and self.ndim > 1
         if self.transposed or not leading or len(shape) < 2 or shape[-1] != self.shape[-1]:
             return None

@@ -150,10 +150,10 @@ def _cropped(weight: Any, values: Tensor) -> Tensor:
 def _scales(weight: Any) -> tuple[Tensor, Tensor | None]:
     """The scales as the ops take them, and the global scale. Experts, which have a global scale each, have their scales
     decoded before, and so have scales in two steps."""
-    name = weight.spec.scale_format
-    if name == "e4m3" and weight.scale.ndim == 2:
+    spec = weight.spec
+    if spec.scale_format.startswith("e4m3") and weight.scale.ndim == 2:
         return weight.scale, weight.global_scale
-    if name in ("e4m3", "double"):
+    if spec.scale_format.startswith("e4m3") or spec.scale_format == "double":
         return weight.scale_values(), None
     scale: Tensor = weight.scale
     return scale.float() if scale.dtype is torch.float64 else scale, None

@@ -1,0 +1,144 @@
+"""The checkpoints of NVIDIA's ModelOpt, "modelopt": NVFP4, and float8 beside it.
+
+    layer.weight           uint8 [N, K/2], even k in the low nibble
+    layer.weight_scale     float8_e4m3fn [N, K/16]
+    layer.weight_scale_2   float32, one element; it multiplies
+    layer.input_scale      float32, one element, if inputs are rounded to FP4 too
+
+    value = E2M1[code] · (weight_scale / global_scale), where global_scale = 1 / weight_scale_2
+
+    "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": …, "ignore": […]}
+
+hf_quant_config.json says the same in other words, and alone in older folders. "W4A16_NVFP4" has no input_scale: so
+lowbit writes a new folder. lowbit rounds no inputs to FP4. It reads the weights only, warns, and writes each
+input_scale back.
+
+Layers of "FP8" have codes in float8_e4m3fn, one weight_scale in float32 and an input_scale. They are read and written
+back. With "MIXED_PRECISION" a folder has both: the dtype of the codes says which.
+
+Source: nvidia-modelopt 0.47, `modelopt.torch.export`, whose folder of a tiny Qwen3 was read and written back.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.base import Format, FormatError, Parts, check_matrix
+from lowbit.formats.compressed_tensors_fp4 import NVFP4, warn_of_fp4_inputs
+from lowbit.formats.fp8 import whole_parts, whole_weight
+from lowbit.formats.layer_names import is_listed
+from lowbit.numerics.affine import divide
+from lowbit.numerics.granularity import PerGroup
+from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
+from lowbit.tensor.frozen.float8_tensor import E4M3, Float8Tensor
+from lowbit.tensor.frozen.table_tensor import TableTensor
+
+SPEC = replace(NVFP4.spec, scale_format="e4m3_inverse")
+ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8", "MIXED_PRECISION")
+GROUP = NVFP4.group_size
+
+
+class ModelOpt(Format):
+    name = "modelopt"
+    holds_experts = True
+
+    def reads(self, config: Mapping[str, Any]) -> bool:
+        return str(config.get("quant_method")).startswith(self.name)
+
+    def suffixes(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        return "weight_scale", "weight", "weight_scale_2", "input_scale"
+
+    def decode(
+        self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
+    ) -> LowbitTensor:
+        algorithm = str(config.get("quant_algo", "NVFP4")).upper()
+        if algorithm not in ALGORITHMS:
+            raise FormatError(f"quant_algo is {algorithm!r:.60}; accepted: {', '.join(ALGORITHMS)}")
+        codes, dtype = parts["weight"], dtype or torch.bfloat16
+        if codes.dtype is E4M3:
+            return whole_weight(parts, "static" if "input_scale" in parts else "dynamic", dtype)
+        if codes.dtype is not torch.uint8 or codes.ndim != 2:
+            raise FormatError(
+                f"its codes are {codes.dtype} {tuple(codes.shape)}; accepted: uint8 [N, K/2] and {E4M3} [N, K]"
+            )
+        if "input_scale" in parts:
+            warn_of_fp4_inputs()
+        scale, second = parts["weight_scale"], parts["weight_scale_2"].float()
+        shape = (codes.shape[0], 2 * codes.shape[1])
+        groups = (shape[0], shape[1] // GROUP)
+        if scale.dtype is not E4M3 or scale.shape != groups or shape[1] % GROUP:
+            raise FormatError(
+                f"its weight_scale is {scale.dtype} {tuple(scale.shape)}; accepted: {E4M3} {groups}"
+            )
+        if second.numel() != 1 or not (torch.isfinite(second).all() and (second > 0).all()):
+            raise FormatError(
+                f"its weight_scale_2 is {second.flatten().tolist()!r:.60}; accepted: one number > 0"
+            )
+        scales = {"scale": scale.contiguous(), "global_scale": _inverse(second.reshape(1, 1))}
+        return TableTensor(codes.contiguous(), scales, SPEC, shape, dtype)
+
+    def encode(self, weight: LowbitTensor) -> Parts:
+        check_matrix(weight, self.name, rounds_inputs=False)
+        if type(weight) is not TableTensor or not SPEC.same_values(weight.spec):
+            raise FormatError(f"{self.name} holds NVFP4, got {weight.stored_format()}")
+        if weight.shape[1] % GROUP:
+            raise FormatError(f"its {weight.shape[1]} inputs are not a multiple of {GROUP}")
+        assert weight.global_scale is not None
+        second = _inverse(weight.global_scale)
+        if not weight.codes.is_meta and not torch.equal(_inverse(second), weight.global_scale):
+            raise FormatError(
+                f"{self.name} stores the reciprocal of the global scale, and {weight.global_scale.item()!r} is not the "
+                f"reciprocal of a float32 number: quantize or train by lowbit.formats.grid({self.name!r}, scheme)"
+            )
+        return {
+            "weight": weight.codes.contiguous(),
+            "weight_scale": weight.scale.contiguous(),
+            "weight_scale_2": second.reshape(()),
+        }
+
+    def encode_back(self, weight: LowbitTensor) -> Parts:
+        return whole_parts(weight) if isinstance(weight, Float8Tensor) else self.encode(weight)
+
+    def config(self, weights: Mapping[str, LowbitTensor], plain: Collection[str]) -> dict[str, Any]:
+        arguments = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": GROUP}
+        return {
+            "quant_method": self.name,
+            "quant_algo": "W4A16_NVFP4",
+            "config_groups": {"group_0": {"weights": arguments, "targets": ["Linear"]}},
+            "group_size": GROUP,
+            "ignore": sorted(plain),
+        }
+
+    def skips(self, config: Mapping[str, Any], layer: str) -> bool:
+        listed = config.get("ignore", config.get("exclude_modules"))
+        patterns = listed if isinstance(listed, list) else []
+        return is_listed(layer, listed) or any(fnmatch.fnmatch(layer, str(p)) for p in patterns)
+
+    def nearest(self, weight: LowbitTensor) -> Scheme | None:
+        return None if weight.ndim != 2 or weight.shape[1] % GROUP else Scheme(SPEC)
+
+    def joint(self, weight: AffineTensor) -> dict[str, Tensor]:
+        """Servers keep one weight_scale_2 for the layers that they merge."""
+        second = getattr(weight, "global_scale", None)
+        return {} if second is None else {"weight_scale_2": second}
+
+    def grid(self, scheme: Scheme) -> Scheme:
+        spec = scheme.weight
+        is_nvfp4 = spec.scale_format.startswith("e4m3") and spec.granularity == PerGroup(GROUP)
+        return (
+            replace(scheme, weight=replace(spec, scale_format=SPEC.scale_format))
+            if is_nvfp4
+            else scheme
+        )
+
+
+def _inverse(t: Tensor) -> Tensor:
+    return divide(torch.ones_like(t), t)
