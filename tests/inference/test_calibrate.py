@@ -163,7 +163,6 @@ def test_masked_tokens_do_not_count() -> None:
             assert torch.equal(a.codes, b.codes)
 
 
-@pytest.mark.gpu
 def test_a_batch_whose_mask_is_zero_is_left_out() -> None:
     x, ones = torch.randn(2, 10, 64), torch.ones(2, 10, dtype=torch.long)
     none = {"x": x, "attention_mask": torch.zeros_like(ones)}
@@ -198,10 +197,10 @@ def test_few_tokens_are_reported() -> None:
 
 def test_a_module_for_a_format() -> None:
     """Scales of the dtype that it stores; what it cannot hold is refused while all weights are plain."""
-    model = llama()
-    lb.calibrate(model, lb.Int4WeightOnly(32), BATCHES, steps=[Search()], format="gptq")
+    model = llama(tied=False)
+    lb.calibrate(model, {"head": None, "*": INT4}, BATCHES, steps=[Search()], format="gptq")
     assert model.blocks[0].attention.out.weight.scale.dtype is torch.float16
-    plain = llama()
+    plain = llama(tied=False)
     before = state(plain)
 
     def ran(*arguments: object) -> None:
@@ -219,6 +218,7 @@ def test_a_module_for_a_format() -> None:
     assert all(torch.equal(before[name], t) for name, t in plain.state_dict().items())
 
 
+@pytest.mark.gpu
 def test_batches_on_another_device() -> None:
     models = [llama().cuda() for _ in range(3)]
     lb.calibrate(models[0], INT4, BATCHES)
