@@ -176,21 +176,35 @@ def calibrate(
     check_module(model)
     if of_folder := [
         *(["out"] if out is not None else []),
-        *sorted(writing.keys() - {*_OF_EXPORT[:2]}),
+        *sorted({*writing} - {*_OF_EXPORT[:2]}),
     ]:
         raise TypeError(
             f"{', '.join(of_folder)}: for a folder alone; a model in memory is changed in place, and lowbit.export "
             "writes it"
         )
-    written_as, lossy = writing.get("format"), writing.get("lossy", False)
-    if written_as is not None:
-        from lowbit.formats.writing import on_grid  # imports all formats
-
-        scheme = on_grid(written_as, scheme, lossy)
-    run = Run(model, scheme, filter_fn, chosen, usable_batches(model, batches), ranges)
-    if written_as is not None:
-        run.check_export(written_as, lossy)
+    usable = usable_batches(model, batches)
+    run = _run(model, scheme, filter_fn, chosen, usable, ranges, **writing)
     return run.quantize(None if blocks is None else list(blocks), place)
+
+
+def _run(
+    model: nn.Module,
+    scheme: Schemes,
+    filter_fn: Filter | None,
+    steps: list[Step],
+    batches: list[Any],
+    ranges: tuple[Method, float],
+    format: str | None = None,
+    lossy: bool = False,
+) -> Run:
+    """The calibration of a module, which will be written in `format` unless that is None."""
+    if format is None:
+        return Run(model, scheme, filter_fn, steps, batches, ranges)
+    from lowbit.formats.writing import on_grid  # imports all formats
+
+    run = Run(model, on_grid(format, scheme, lossy), filter_fn, steps, batches, ranges)
+    run.check_export(format, lossy)
+    return run
 
 
 def checked_steps(steps: Any) -> list[Step]:
