@@ -166,7 +166,9 @@ def test_masked_tokens_do_not_count() -> None:
 def test_a_batch_whose_mask_is_zero_is_left_out() -> None:
     x, ones = torch.randn(2, 10, 64), torch.ones(2, 10, dtype=torch.long)
     none = {"x": x, "attention_mask": torch.zeros_like(ones)}
-    with pytest.raises(ValueError, match=r"1 batches, none of which.*with a 1 in attention_mask"):
+    with pytest.raises(
+        ValueError, match=r"got 1 batches, none of which.*with a 1 in attention_mask"
+    ):
         lb.calibrate(Masked(), INT4, [none])
     models = [Masked(), Masked()]
     own = {"x": x.flip(1), "attention_mask": ones}
