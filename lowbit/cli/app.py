@@ -82,7 +82,8 @@ def quantize(
     method: of.Methods = None,
     data: of.CalibrationData = None,
     context: of.Context = None,
-    limit: of.Limit = None,
+    limit: of.CalibrationLimit = None,
+    batch: of.CalibrationBatch = None,
     device: of.Device = "cpu",
     json: of.Json = False,
 ) -> None:

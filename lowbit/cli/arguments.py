@@ -71,8 +71,18 @@ AnyDevice = Annotated[
         callback=usable_device, help='"cpu" or "cuda"; default: the GPU, if there is one.'
     ),
 ]
-Context = Annotated[int | None, typer.Option(help="Tokens of a window.")]
+Context = Annotated[
+    int | None,
+    typer.Option(help="Tokens of a window. Default: what the model takes, at most 2048."),
+]
 Limit = Annotated[int | None, typer.Option(min=2, help="Use only the first tokens of the text.")]
+CalibrationLimit = Annotated[
+    int | None,
+    typer.Option(min=2, help="Use only the first tokens of the text. Default: 128 windows."),
+]
+CalibrationBatch = Annotated[
+    int | None, typer.Option(min=1, help="Windows of the text that make a batch. Default: 8.")
+]
 Text = Annotated[Path, typer.Option(parser=path, metavar="TEXT", help="A file of text, in UTF-8.")]
 ByLayer = Annotated[
     bool, typer.Option("--by-layer", help="Also measure each layer alone in low bits.")

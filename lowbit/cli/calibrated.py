@@ -12,13 +12,15 @@ from torch import nn
 import lowbit
 from lowbit import formats
 from lowbit.cli.language_model import check, load, skeleton, tokenizer_of
-from lowbit.cli.windows import tokens_of, windows_of
+from lowbit.cli.windows import length_of, text_of, tokens_of, windows_of
 from lowbit.convert import Schemes, has_static
 from lowbit.formats.folder import Folder
 from lowbit.inference import GPTQ, CalibrationReport, Step
 from lowbit.schemes import lines
 
 _NONE = "none"
+WINDOWS, BATCH = 128, 8
+"""How many windows of the text are taken, and how many make a batch, unless --limit and --batch say otherwise."""
 
 
 def steps_of(methods: str | None, schemes: Schemes) -> list[Step]:
@@ -56,6 +58,7 @@ def calibrate(
     data: Path,
     context: int | None,
     limit: int | None,
+    batch: int,
     device: str,
     writing: Mapping[str, Any],
 ) -> CalibrationReport:
@@ -70,15 +73,26 @@ def calibrate(
     """
     folder = check(path)
     formats.writing.check_writing(path, out, schemes, **writing)
-    tokens = tokens_of(path, data, limit)
-    is_folder = isinstance(folder, Folder)
-    model = skeleton(folder) if is_folder else load(path, device)
-    windows = windows_of(tokens, model, context)
+    text_of(data, 1)
+    length = length_of(skeleton(folder), context)
+    tokens = tokens_of(path, data, WINDOWS * length if limit is None else limit)
+    if len(tokens) < length and (limit is None or limit >= length):
+        raise ValueError(
+            f"{data} has {len(tokens):,} tokens, and a window {length:,}; accepted: a text of one window or more, "
+            f"better of {WINDOWS}, or shorter windows by --context"
+        )
+    windows = windows_of(tokens, length, batch)
     batches = [{"input_ids": window, "use_cache": False} for window in windows]
-    if is_folder:
-        return lowbit.calibrate(
+    count = sum(map(len, windows))
+    used = f"calibrated on {len(tokens):,} tokens of {data}: {count:,} windows of up to {length:,}, {batch} at a time"
+    if isinstance(folder, Folder):
+        report = lowbit.calibrate(
             *(path, schemes, batches), out=out, steps=steps, device=device, **writing
         )
+        assert report.written is not None
+        report.written.notes.append(used)
+        return report
+    model = load(path, device)
     from lowbit.interop.hf.plan import plan
 
     given = schemes if isinstance(schemes, Mapping) else {"*": schemes}
@@ -87,6 +101,8 @@ def calibrate(
     def is_chosen(module: nn.Module, name: str) -> bool:
         return f"{name}.weight" in chosen
 
-    report = lowbit.calibrate(model, chosen, batches, is_chosen, steps=steps)
+    form = {name: writing[name] for name in ("format", "lossy")}
+    report = lowbit.calibrate(model, chosen, batches, is_chosen, steps=steps, **form)
     report.written = lowbit.export(model, out, tokenizer=tokenizer_of(path), **writing)
+    report.written.notes += [*report.notes, used]
     return report

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from lowbit import formats
-from lowbit.cli.calibrated import calibrate, steps_of
+from lowbit.cli.calibrated import BATCH, calibrate, steps_of
 from lowbit.cli.language_model import check
 from lowbit.cli.output import decibel, percent, print_json, print_table, size
 from lowbit.cli.schemes import chosen
@@ -43,6 +43,7 @@ def quantize(
     data: Path | None,
     context: int | None,
     limit: int | None,
+    batch: int | None,
     device: str,
     json: bool,
 ) -> None:
@@ -56,7 +57,7 @@ def quantize(
     options: dict[str, Any] = {"format": format, "lossy": lossy, "overwrite": overwrite}
     options |= {"max_shard_size": max_shard_size}
     if data is None:
-        of_data = {"--method": method, "--context": context, "--limit": limit}
+        of_data = {"--method": method, "--context": context, "--limit": limit, "--batch": batch}
         if given := [name for name, value in of_data.items() if value is not None]:
             raise ValueError(f"{given[0]} is for a calibration: give --data TEXT too")
         if has_static(patterns):
@@ -77,7 +78,9 @@ def quantize(
         model,
         out,
         json,
-        lambda: calibrate(model, out, patterns, steps, data, context, limit, device, options),
+        lambda: calibrate(
+            model, out, patterns, steps, data, context, limit, batch or BATCH, device, options
+        ),
     )
 
 

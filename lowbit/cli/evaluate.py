@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lowbit.cli.language_model import check, load, tokenizer_of
 from lowbit.cli.output import check_picture, print_json, print_table, save_picture
-from lowbit.cli.windows import tokens_of, windows_of
+from lowbit.cli.windows import length_of, tokens_of, windows_of
 from lowbit.inference import evaluate as evaluate_models
 from lowbit.inference.evaluation.call import Made
 
@@ -38,7 +38,7 @@ def evaluate(
     made: dict[str, Made] = {str(path): partial(load, path, device) for path in models}
     if original is None:
         made[str(first)] = judged
-    windows = windows_of(tokens, judged, context)
+    windows = windows_of(tokens, length_of(judged, context))
     report = evaluate_models(
         made,
         original,

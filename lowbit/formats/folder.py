@@ -442,10 +442,13 @@ class Folder:
     def items(self) -> Iterator[Item]:
         for name in self.in_order():
             value = self.read(name)
-            holder = holder_of(name, value)
-            if holder == "linear" and self.config.get("model_type") in TRANSPOSED:
-                holder = "linear" if is_head(layer_of(name)) else "custom"
-            yield Item(name, value, holder)
+            yield Item(name, value, self.holder(name, value))
+
+    def holder(self, name: str, t: Tensor) -> Holder:
+        """The kind of module that holds this tensor, in a model of this config."""
+        if self.config.get("model_type") in TRANSPOSED and not is_head(layer_of(name)):
+            return "custom" if holder_of(name, t) == "linear" else holder_of(name, t)
+        return holder_of(name, t)
 
     def copy_files(self, folder: Path) -> None:
         copy_beside_weights(self.path, folder)

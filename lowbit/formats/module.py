@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class ModelSource:
         state = self.model.state_dict(keep_vars=True)
         names = dict.fromkeys(self.first.values())
         self.tensors = {name: self.taken(name, state[name]) for name in names}
-        self.config = _config_of(self.model)
+        self.config = config_of(self.model)
         dtypes = [t.dtype for t in self.tensors.values() if t.is_floating_point()]
         if dtypes:
             most = max(dict.fromkeys(dtypes), key=dtypes.count)
@@ -86,16 +86,7 @@ class ModelSource:
         return [*self.tensors]
 
     def _holder(self, name: str) -> Holder:
-        """The kind of module that holds a weight. An embedding comes before a linear that shares its weight."""
-        owners = [owner.module for owner in self._owners.get(name, [])]
-        if any(isinstance(m, nn.Embedding) for m in owners):
-            return "embedding"
-        if name.rpartition(".")[2] != "weight" or not owners:
-            return "other"
-        if all(isinstance(m, nn.Linear) for m in owners):
-            return "linear"
-        is_custom = any(type(m).__module__.startswith("transformers.") for m in owners)
-        return "custom" if is_custom and self.tensors[name].ndim == 2 else "other"
+        return holder_of(name, self._owners.get(name, ()), self.tensors[name].ndim)
 
     @functools.cached_property
     def _owners(self) -> dict[str, list[Owner]]:
@@ -116,6 +107,20 @@ class ModelSource:
         if hasattr(generation, "to_json_string"):
             text = generation.to_json_string()
             (folder / "generation_config.json").write_text(text, encoding="utf-8")
+
+
+def holder_of(name: str, owners: Sequence[Owner], ndim: int) -> Holder:
+    """The kind of module that holds a weight of `ndim` dimensions. An embedding comes before a linear that shares its
+    weight."""
+    modules = [owner.module for owner in owners]
+    if any(isinstance(m, nn.Embedding) for m in modules):
+        return "embedding"
+    if name.rpartition(".")[2] != "weight" or not modules:
+        return "other"
+    if all(isinstance(m, nn.Linear) for m in modules):
+        return "linear"
+    is_custom = any(type(m).__module__.startswith("transformers.") for m in modules)
+    return "custom" if is_custom and ndim == 2 else "other"
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
@@ -158,7 +163,7 @@ def _own(name: str, value: Any) -> Tensor:
     return value.detach() if plain is None else plain.detach()
 
 
-def _config_of(model: nn.Module) -> dict[str, Any]:
+def config_of(model: nn.Module) -> dict[str, Any]:
     """The config.json of a model of transformers; {} for any other module."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):

@@ -62,7 +62,7 @@ def _check(format: Format, scheme: Scheme) -> None:
     reason = ""
     for shape in shapes:
         try:
-            format.encode(_example(shape, scheme))
+            format.encode(example(shape, scheme))
         except FormatError as error:
             reason = reason or str(error)
         else:
@@ -77,9 +77,11 @@ def _columns(scheme: Scheme) -> int:
     return math.lcm(group, _COLUMNS)
 
 
-def _example(shape: tuple[int, ...], scheme: Scheme) -> AffineTensor:
-    """A weight with both signs in each group."""
-    values = (torch.arange(math.prod(shape)) * 5 % 17 - 8.25).view(shape) / 64
+def example(
+    shape: tuple[int, ...], scheme: Scheme, dtype: torch.dtype = torch.float32
+) -> AffineTensor:
+    """A weight of this dtype with both signs in each group."""
+    values = ((torch.arange(math.prod(shape)) * 5 % 17 - 8.25).view(shape) / 64).to(dtype)
     of_input: tuple[Tensor, Tensor | None] | None = None
     if scheme.activation is not None and scheme.is_static:
         spec = replace(scheme.activation, static=False)

@@ -45,6 +45,8 @@ from lowbit.progress import progress
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
 
+NOTHING_LOW = "no weight is in low bits: call lowbit.quantize_ first, or give a folder and scheme="
+
 
 def export(
     model: nn.Module | str | os.PathLike[str],
@@ -193,6 +195,13 @@ def check_writing(
         check_free_file(out, overwrite, target.name, ".gguf")
     else:
         check_free(out, overwrite)
+    return on_grid(target.name, scheme, lossy)
+
+
+def on_grid(format: str, scheme: Schemes, lossy: bool) -> dict[str, Scheme | None]:
+    """The patterns of `scheme` with the scales that the format stores. Raises FormatError for a scheme that the format
+    does not hold, unless `lossy`."""
+    target = target_of(format)
     check_schemes(scheme, Scheme)
     given = {"*": scheme} if isinstance(scheme, Scheme) else dict(scheme)
     if not lossy:
@@ -303,9 +312,7 @@ def _write_all(
         shards.add(stored, item.name, meta)
         report.enter(item, sum(t.nbytes for t in stored.values()))
     if not weights:
-        raise FormatError(
-            "no weight is in low bits: call lowbit.quantize_ first, or give a folder and scheme="
-        )
+        raise FormatError(NOTHING_LOW)
     return weights, plain
 
 

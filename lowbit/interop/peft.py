@@ -32,10 +32,11 @@ from torch import Tensor, nn
 from lowbit.convert import check_module, is_tuner
 from lowbit.convert.owners import find_owners
 from lowbit.convert.siblings import family_of
+from lowbit.inference.calibration.batches import usable_batches
 from lowbit.inference.calibration.call import checked_steps
 from lowbit.inference.calibration.learned_rounding import LearnedRounding, mean_losses
 from lowbit.inference.calibration.report import CalibrationReport
-from lowbit.inference.calibration.run import Run, usable_batches
+from lowbit.inference.calibration.run import Run
 from lowbit.inference.calibration.stages import block_of
 from lowbit.inference.calibration.step import Start, Step
 from lowbit.linear.frozen.kinds import representation_of

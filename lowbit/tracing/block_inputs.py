@@ -55,6 +55,10 @@ class Captured:
     arguments: tuple[Arguments, ...]
 
 
+class NotAChain(ValueError, TypeError):
+    """The model does not call the blocks one after another, or a block gets other arguments than `capture` takes."""
+
+
 class _Stop(Exception):
     """The last block was reached."""
 
@@ -68,9 +72,8 @@ def capture(
     """Yield what the blocks get for each batch, stored on `device` (None: where it is).
 
     Raises:
-        ValueError: the model does not call the blocks one after another in this order, each once, or changes the hidden
-            state in between.
-        TypeError: a block gets a cache of keys and values, or no hidden state.
+        NotAChain: the model does not call the blocks one after another in this order, each once, or changes the hidden
+            state in between; a block gets a cache of keys and values, or no hidden state.
     """
     for batch in batches:
         recorder = _Recorder(blocks, device)
@@ -126,22 +129,22 @@ class _Recorder:
 
     def _check(self, index: int, hidden: Any, others: Any) -> None:
         if index != len(self.calls):
-            raise ValueError(
+            raise NotAChain(
                 f"the model calls block {index} as number {len(self.calls)}; accepted: the blocks in "
                 "the order in which the model calls them, each called once"
             )
         if not isinstance(hidden, Tensor):
-            raise TypeError(
+            raise NotAChain(
                 f"block {index} gets no hidden state; accepted: a tensor as its first argument, or as {HIDDEN!r}"
             )
         if index and hidden is not self.passed_on:
-            raise ValueError(
+            raise NotAChain(
                 f"the model changes the hidden state between blocks {index - 1} and {index}; accepted: blocks that "
                 "follow each other, e.g. each with what comes before it, in one module"
             )
         caches = [x for x in tree_leaves(others) if "Cache" in type(x).__name__]
         if caches:
-            raise TypeError(
+            raise NotAChain(
                 f"block {index} gets a {type(caches[0]).__name__}, which each call would fill further; accepted: "
                 "batches for which the model makes none, e.g. with use_cache=False"
             )
@@ -159,7 +162,7 @@ class _Recorder:
 
     def captured(self) -> Captured:
         if len(self.calls) < len(self.blocks) or self.first is None:
-            raise ValueError(
+            raise NotAChain(
                 f"the model calls {len(self.calls)} of the {len(self.blocks)} blocks; accepted: blocks that it calls "
                 "for every batch"
             )
@@ -220,7 +223,7 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
 def _hidden_of(output: Any) -> Tensor:
     found = output[0] if isinstance(output, tuple | list) and output else output
     if not isinstance(found, Tensor):
-        raise TypeError(
+        raise NotAChain(
             f"a block gives a {type(output).__name__}; accepted: the hidden state, or a tuple that begins with it"
         )
     return found

@@ -163,6 +163,63 @@ def test_masked_tokens_do_not_count() -> None:
             assert torch.equal(a.codes, b.codes)
 
 
+def test_a_batch_whose_mask_is_zero_is_left_out() -> None:
+    x, ones = torch.randn(2, 10, 64), torch.ones(2, 10, dtype=torch.long)
+    none = {"x": x, "attention_mask": torch.zeros_like(ones)}
+    with pytest.raises(
+        ValueError, match=r"got 1 batches, none of which.*with a 1 in attention_mask"
+    ):
+        lb.calibrate(Masked(), INT4, [none])
+    models = [Masked(), Masked()]
+    own = {"x": x.flip(1), "attention_mask": ones}
+    for model, batches in zip(models, ([own], [none, own]), strict=True):
+        assert lb.calibrate(model, INT4, batches).layers["first.weight"].rows == 20
+    assert same(*models)
+
+
+def test_the_batch_that_the_model_does_not_take_is_named() -> None:
+    """Values that are no ids, ids beyond the vocabulary, another keyword."""
+    model = llama()
+    before = state(model)
+    for wrong in (torch.randn(2, 8), torch.full((2, 8), 96), {"ids": BATCHES[1]}):
+        with pytest.raises(ValueError, match=r"does not run on batch 1: .*; accepted: keyword"):
+            lb.calibrate(model, INT4, [BATCHES[0], wrong])
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+
+
+def test_few_tokens_are_reported() -> None:
+    """63 rows for 64 inputs, and as many as there are."""
+    for rows, is_few in ((63, True), (64, False)):
+        report = lb.calibrate(nn.Sequential(nn.Linear(64, 32)), INT4, [torch.randn(rows, 64)])
+        assert report.layers["0.weight"].has_few_rows == is_few
+        assert ("0.weight saw fewer tokens than they have inputs" in str(report)) == is_few
+    report = lb.calibrate(nn.Sequential(nn.Linear(64, 32)), INT4, [torch.randn(3, 64)], steps=[])
+    assert report.notes == []  # no step reads a Hessian
+
+
+def test_a_module_for_a_format() -> None:
+    """Scales of the dtype that it stores; what it cannot hold is refused while all weights are plain."""
+    model = llama(tied=False)
+    lb.calibrate(model, {"head": None, "*": INT4}, BATCHES, steps=[Search()], format="gptq")
+    assert model.blocks[0].attention.out.weight.scale.dtype is torch.float16
+    plain = llama(tied=False)
+    before = state(plain)
+
+    def ran(*arguments: object) -> None:
+        raise AssertionError("a batch ran")
+
+    plain.register_forward_pre_hook(ran)
+    for scheme, format, match in (
+        ({"embedding": lb.Int8WeightOnly(), "*": INT4}, "compressed-tensors", "of an embedding"),
+        (INT4, "awk", "accepted: lowbit"),
+        (INT4, "onnx", "holds a program"),
+        (lb.Int4WeightOnly(16), "gguf", "cannot hold weights of this scheme"),
+    ):
+        with pytest.raises(lb.formats.FormatError, match=match):
+            lb.calibrate(plain, scheme, BATCHES, format=format)
+    assert all(torch.equal(before[name], t) for name, t in plain.state_dict().items())
+
+
 @pytest.mark.gpu
 def test_batches_on_another_device() -> None:
     models = [llama().cuda() for _ in range(3)]

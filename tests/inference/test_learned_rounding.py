@@ -11,7 +11,14 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit.inference import GPTQ, LearnedRounding, Search
-from lowbit.inference.calibration.learned_rounding import INSIDE, _held_out, steps_of
+from lowbit.inference.calibration.learned_rounding import (
+    INSIDE,
+    Block,
+    _held_out,
+    originals,
+    steps_of,
+)
+from lowbit.tracing.batches import output_tensor
 from tests.inference.test_calibrate import (
     BATCHES,
     INT4,
@@ -227,6 +234,26 @@ def test_nothing_is_learned_in_no_steps_or_at_no_rate() -> None:
     report = lb.calibrate(models[3], INT3, BATCHES, steps=[GPTQ(), far])
     assert not any(losses.kept for _, losses in report.learned)
     assert all(same(models[0], other) for other in models[1:])
+
+
+def test_outputs_of_the_head_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each loss computes its own targets, and the bits are those of kept ones."""
+    models = [llama(tied=False) for _ in range(2)]
+    learn, names = LearnedRounding.learn, []
+
+    def kept(step: LearnedRounding, block: Block, weights: list) -> object:
+        if block.targets is None:
+            with originals(weights):
+                block.targets = [output_tensor(block.high(i)) for i in range(block.count)]
+            names.append(block.name)
+        return learn(step, block, weights)
+
+    steps = [Search(), LearnedRounding(3)]
+    first = lb.calibrate(models[0], INT3, BATCHES, steps=steps)
+    monkeypatch.setattr(LearnedRounding, "learn", kept)
+    second = lb.calibrate(models[1], INT3, BATCHES, steps=steps)
+    assert names == ["after the blocks"] and first.learned == second.learned
+    assert first.learned[-1][1].kept and same(*models)
 
 
 def test_vectors_follow_and_others_stay() -> None:

@@ -36,6 +36,7 @@ SIZES = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16}
 INT3 = lb.IntxWeightOnly(3, 32, "symmetric")
+INT4 = lb.Int4WeightOnly(32)
 STATIC = lb.Int8StaticActivationInt8Weight()
 
 
@@ -98,6 +99,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any, list[Step]]] = {
         [Search(), LearnedRounding(steps=3, over="model")],
     ),
     "one block": ("Llama", {"num_hidden_layers": 1}, INT3, [GPTQ()]),
+    "rotated": ("Llama", {}, lb.MXFP4WeightOnly(), [Rotate(folded=False), GPTQ()]),
 }
 
 
@@ -190,6 +192,8 @@ def test_what_a_config_refuses() -> None:
     for given, kind, message in (
         ({"steps": [GPTQ()]}, TypeError, "steps need batches"),
         ({"batches": batches(), "scales": "searched"}, ValueError, "beside batches"),
+        ({"batches": batches()[0]}, TypeError, "a list of batches, got one dict"),
+        ({"batches": batches(), "steps": GPTQ()}, TypeError, "steps must be a list"),
     ):
         with pytest.raises(kind, match=message):
             LowbitConfig("int4", **given)  # type: ignore[arg-type]
@@ -449,6 +453,7 @@ def test_a_damaged_part_is_refused(interrupted: Path) -> None:
 
 def test_what_is_refused_before_anything_runs(tmp_path: Path) -> None:
     folder, out = save(tmp_path / "model"), tmp_path / "out"
+    turned, file = [Rotate(folded=False)], tmp_path / "out.gguf"
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({}, TypeError, "takes out="),
         ({"out": out, "blocks": []}, TypeError, "no blocks="),
@@ -462,11 +467,24 @@ def test_what_is_refused_before_anything_runs(tmp_path: Path) -> None:
         ({"out": out, "tokenizer": None}, TypeError, "tokenizer"),
         ({"out": out, "steps": [Rotate(), GPTQ()]}, FormatError, r"Rotate\(online=False\)"),
         ({"out": out, "batches": batches()[0]}, TypeError, "a list of batches, got one dict"),
+        (
+            {"out": out, "scheme": {"*embed_tokens": INT3}},
+            FormatError,
+            "the weight of an embedding",
+        ),
+        ({"out": file, "format": "gguf"}, FormatError, "cannot hold"),
+        ({"out": file, "format": "gguf", "scheme": INT4}, FormatError, "needs a tokenizer"),
+        (
+            {"out": out, "scheme": lb.Int4WeightOnly(64)},
+            FormatError,
+            "96 inputs are not a multiple",
+        ),
+        ({"out": out, "scheme": lb.Float8WeightOnly(), "steps": turned}, ValueError, "integers or"),
     ]
     for given, kind, message in refused:
         with pytest.raises(kind, match=message):
             lb.calibrate(folder, **{"scheme": INT3, "batches": batches(), **given})
-    with pytest.raises(TypeError, match="out, format: for a folder"):
+    with pytest.raises(TypeError, match="out: for a folder"):
         lb.calibrate(nn.Linear(32, 32), INT3, [torch.ones(1, 32)], out=out, format="lowbit")
     with pytest.raises(TypeError, match="is calibrated by batches"):
         lb.calibrate(folder, INT3)

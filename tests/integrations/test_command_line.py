@@ -168,7 +168,8 @@ def test_static_activations_are_calibrated_on_the_text(format: str, home: Path) 
     """The same model as `calibrate` and `quantize_` give on the same windows, but for the head and the first layer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    options = ("--data", "text.txt", "--context", "32", "--limit", "80", "--format", format)
+    options = ("--data", "text.txt", "--context", "32", "--limit", "80", "--batch", "1")
+    options += ("--format", format)
     given = ("--scheme", "int8_int8_static", "--layers", "*.layers.0.*=none")
     done = command("quantize", "model", *given, *options, "--out", "made", "--json", cwd=home)
     assert done.returncode == 0, done.stderr
@@ -208,6 +209,8 @@ def test_weights_are_calibrated_on_the_text(
     report = json.loads(capsys.readouterr().out)
     assert report["left"].keys() == {"lm_head.weight", "model.embed_tokens.weight"}
     assert len(report["calibrated"]) == MATRICES
+    used = "calibrated on 80 tokens of text.txt: 3 windows of up to 32, 8 at a time"
+    assert used in report["notes"]
     names = [layer["method"] for layer in report["calibrated"].values()]
     assert all("SmoothQuant" in name if steps is None else "GPTQ" in name for name in names)
     assert [path.name for path in home.glob(".made.*")] == []
@@ -220,14 +223,49 @@ def test_weights_are_calibrated_on_the_text(
     model = AutoModelForCausalLM.from_pretrained("model")
     ids = torch.tensor(AutoTokenizer.from_pretrained("model")(TEXT)["input_ids"])[:80]
     patterns = {"lm_head": None, "*": lowbit.Int4WeightOnly(32)}
-    lowbit.calibrate(model, patterns, [window[None] for window in ids.split(32)], steps=steps)
+    batches = [ids[:64].view(2, 32), ids[None, 64:]]
+    lowbit.calibrate(model, patterns, batches, steps=steps)
     with torch.no_grad():
         expected = model(input_ids=ids[None, :20]).logits.float()
         assert torch.equal(expected, logits_of("made", ids[None, :20]))
 
 
+def test_as_much_of_a_text_is_read_as_it_takes(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 windows of what the model takes, of a text of 100 times as much; a token may be many characters."""
+    from lowbit.cli import windows
+
+    (home / "long.txt").write_text(TEXT * 2000, encoding="utf-8")
+    sizes, read = [], windows.text_of
+
+    def counted(data: Path, size: int = -1) -> str:
+        text = read(data, size)
+        sizes.append(len(text))
+        return text
+
+    monkeypatch.setattr(windows, "text_of", counted)
+    assert windows.tokens_of(Path("model"), Path("long.txt"), 50).tolist() == list(
+        windows.tokens_of(Path("model"), Path("text.txt"), None)[:50]
+    )
+    assert max(sizes) <= 2 * len(TEXT)
+    monkeypatch.setattr(windows, "_CHARACTERS", 1)
+    (home / "rare.txt").write_text("zq" * 500, encoding="utf-8")
+    assert windows.tokens_of(Path("model"), Path("rare.txt"), 300).tolist() == [257] * 300
+    line = ["quantize", "model", "--data", "long.txt", "--method", "none", "--out", "made"]
+    assert main([*line, "--group-size", "32"]) == 0
+    used = "calibrated on 8,192 tokens of long.txt: 128 windows of up to 64, 8 at a time"
+    assert used in capsys.readouterr().out
+
+
 REFUSED = {
     "quantize model --scheme int8_int8_static --out out": "give --data TEXT",
+    "quantize model --data short.txt --out out": "has 1 tokens",
+    "quantize model --data few.txt --out out": "30 tokens, and a window 64; accepted",
+    "quantize model --data binary --out out": "not a text in UTF-8",
+    "quantize model --batch 4 --out out": "--batch is for a calibration: give --data TEXT",
+    "quantize model --data text.txt --layers model.embed_tokens=int8 --out out": "of an embedding",
+    "quantize model --data text.txt --method rotate --out out": "Rotate(online=False)",
     "quantize model --limit 20 --out out": "--limit is for a calibration: give --data TEXT",
     "quantize model --method gptq --out out": "--method is for a calibration: give --data TEXT",
     "quantize model --data text.txt --scales searched --out out": "--method search",
@@ -258,6 +296,7 @@ def test_refusals_are_one_line(
 ) -> None:
     (home / "binary").write_bytes(b"\xff\xfe\xff")
     (home / "short.txt").write_text("a")
+    (home / "few.txt").write_text("a b" * 10)
     make_model(home / "untokenized")
     (home / "untokenized/tokenizer.json").unlink()
     add_tokenizer(make_model(home / "unnamed"))

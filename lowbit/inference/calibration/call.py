@@ -20,15 +20,16 @@ from torch import nn
 
 from lowbit import calibration as observed
 from lowbit.convert import Filter, Schemes, check_module
+from lowbit.inference.calibration.batches import usable_batches
 from lowbit.inference.calibration.gptq import GPTQ
 from lowbit.inference.calibration.report import CalibrationReport
-from lowbit.inference.calibration.run import Run, usable_batches
+from lowbit.inference.calibration.run import Run
 from lowbit.inference.calibration.states import Cache
 from lowbit.inference.calibration.step import Step
 from lowbit.tracing.observer import Method
 
 _OF_EXPORT = ("format", "lossy", "overwrite", "max_shard_size")
-"""The options of `lowbit.export` that a folder's calibration takes."""
+"""The options of `lowbit.export` that a folder's calibration takes. The first two are for a module, too."""
 
 Ranges = AbstractContextManager[dict[str, tuple[float, float]]]
 
@@ -56,6 +57,8 @@ def calibrate(
     cache: torch.device | str | os.PathLike[str] | None = ...,
     method: Method = ...,
     percentile: float = ...,
+    format: str = ...,
+    lossy: bool = ...,
 ) -> CalibrationReport: ...
 @overload
 def calibrate(
@@ -125,7 +128,9 @@ def calibrate(
         group: for the context alone: the process group whose ranks see different batches.
         out: for a folder alone: the folder to make, or a file for "gguf".
         device: for a folder alone: where its blocks are calibrated.
-        writing: for a folder alone, options of `lowbit.export`: format, lossy, overwrite, max_shard_size.
+        writing: options of `lowbit.export`. For a folder: format, lossy, overwrite, max_shard_size. For a module format
+            and lossy, if it will be written: scales then have the dtype that the format stores, and what the format
+            cannot hold is refused before the first batch.
 
     Returns:
         The report of the conversion, with each layer's method, time and error before and after; in the context form a
@@ -136,8 +141,9 @@ def calibrate(
             other options for a folder.
         ValueError: what `quantize_` refuses; no batches; NaN or infinite inputs of a layer, which is named. Weights
             that were calibrated before that layer are then quantized, and the others plain, as the message says.
-        FormatError, a ValueError: what `lowbit.load_pretrained` and `lowbit.export` refuse of a folder; finished
-            blocks beside `out` of a call with other arguments.
+        FormatError, a ValueError: what `lowbit.load_pretrained` and `lowbit.export` refuse of a folder, or of a module
+            with `format`, as far as names, shapes, schemes and config tell, before the first batch; finished blocks
+            beside `out` of a call with other arguments.
     """
     if batches is None or callable(batches):
         if isinstance(model, str | os.PathLike):
@@ -168,13 +174,37 @@ def calibrate(
             *(model, scheme, batches, filter_fn, chosen, ranges, place, device, out, writing)
         )
     check_module(model)
-    if of_folder := [*(["out"] if out is not None else []), *writing]:
+    if of_folder := [
+        *(["out"] if out is not None else []),
+        *sorted({*writing} - {*_OF_EXPORT[:2]}),
+    ]:
         raise TypeError(
             f"{', '.join(of_folder)}: for a folder alone; a model in memory is changed in place, and lowbit.export "
             "writes it"
         )
-    run = Run(model, scheme, filter_fn, chosen, usable_batches(model, batches), ranges)
+    usable = usable_batches(model, batches)
+    run = _run(model, scheme, filter_fn, chosen, usable, ranges, **writing)
     return run.quantize(None if blocks is None else list(blocks), place)
+
+
+def _run(
+    model: nn.Module,
+    scheme: Schemes,
+    filter_fn: Filter | None,
+    steps: list[Step],
+    batches: list[Any],
+    ranges: tuple[Method, float],
+    format: str | None = None,
+    lossy: bool = False,
+) -> Run:
+    """The calibration of a module, which will be written in `format` unless that is None."""
+    if format is None:
+        return Run(model, scheme, filter_fn, steps, batches, ranges)
+    from lowbit.formats.writing import on_grid  # imports all formats
+
+    run = Run(model, on_grid(format, scheme, lossy), filter_fn, steps, batches, ranges)
+    run.check_export(format, lossy)
+    return run
 
 
 def checked_steps(steps: Any) -> list[Step]:

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import Target, find_owners, is_tuner
-from lowbit.inference.calibration.inputs import counted_rows, mask_of
+from lowbit.inference.calibration.batches import counted_rows, mask_of
 from lowbit.inference.calibration.stages import chain_of
 from lowbit.tracing.batches import call, deterministic, eval_mode, output_tensor
-from lowbit.tracing.block_inputs import capture
+from lowbit.tracing.block_inputs import NotAChain, capture
 from lowbit.tracing.tracer import state_restored
 
 _TRIALS = 12
@@ -178,7 +178,7 @@ def _places(model: nn.Module, chain: Sequence[nn.Module], batch: Any) -> Iterato
     """Each block on the input that this batch gives it, and then the model."""
     try:
         (captured,) = capture(model, chain, [batch], None)
-    except (ValueError, TypeError):  # not a chain
+    except NotAChain:
         captured = None
     if captured is not None:
         hidden = captured.hidden

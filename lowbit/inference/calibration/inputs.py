@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lowbit.convert import Target, shape_of_blocks
+from lowbit.inference.calibration.batches import counted_rows
 from lowbit.tensor.frozen.rotated_tensor import rotated_blocks
 
 
@@ -136,22 +137,6 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 Seen = Callable[[int, int, int, Any, Any], None]
 """Called with the number of a target, of the matrix, how many matrices there are, the rows x [T, K], or how many rows
 an embedding read, and the tensor that they come from."""
-
-
-def mask_of(batch: Any) -> Tensor | None:
-    """The tokens that count, bool [B, T], by the attention mask of a mapping."""
-    mask = batch.get("attention_mask") if hasattr(batch, "get") else None
-    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
-
-
-def counted_rows(x: Tensor, mask: Tensor | None) -> Tensor:
-    """The rows [T, K] of x [..., K] that count: those of `mask`, where it has as many as x."""
-    lead = x.shape[:-1]
-    if mask is not None and lead == mask.shape:
-        return x[mask.to(x.device)]
-    if mask is not None and lead == (mask.numel(),):
-        return x[mask.flatten().to(x.device)]
-    return x.reshape(-1, x.shape[-1])
 
 
 class Watch(TorchFunctionMode):

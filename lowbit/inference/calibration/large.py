@@ -25,10 +25,10 @@ from lowbit.formats.base import FormatError
 from lowbit.formats.folder_choice import FolderChoice
 from lowbit.formats.streamed import StreamedModel
 from lowbit.formats.writing import check_writing, export
+from lowbit.inference.calibration.batches import usable_batches
 from lowbit.inference.calibration.finished import Finished
 from lowbit.inference.calibration.report import CalibrationReport
-from lowbit.inference.calibration.rotation import Rotate
-from lowbit.inference.calibration.run import Run, usable_batches
+from lowbit.inference.calibration.run import Run
 from lowbit.inference.calibration.stages import Memory, chain_of, first_of_each_class
 from lowbit.inference.calibration.states import Cache
 from lowbit.inference.calibration.step import Step
@@ -54,16 +54,12 @@ def calibrate_folder(
     Raises what `lowbit.calibrate` says."""
     out = Path(out)
     on_grid = check_writing(path, out, scheme, **writing)
-    format = writing.get("format") or "compressed-tensors"
-    if format != "lowbit" and any(isinstance(step, Rotate) and step.online for step in steps):
-        raise FormatError(
-            f"{format} holds no weights whose products rotate their inputs: take Rotate(online=False), which folds "
-            "rotations alone, or format='lowbit'"
-        )
     source = StreamedModel(path, device)
     choice = FolderChoice(source.model, not has_static(scheme)) if filter_fn is None else filter_fn
     memory, usable = Streamed(source), usable_batches(source.model, batches)
     run = Run(source.model, on_grid, choice, steps, usable, ranges, memory)
+    format = writing.get("format") or "compressed-tensors"
+    run.check_export(format, writing.get("lossy", False), source.folder)
     chain = chain_of(source.model, run.targets)
     if why := _why_whole(chain, run.targets, steps):
         chain = []
@@ -73,6 +69,7 @@ def calibrate_folder(
             report = memory.all_finished() or run.quantize(chain, cache)
             report.written = export(memory.completed(), out, **writing)
             report.written.notes += [f"the model was whole in memory: {why}"] if why else []
+            report.written.notes += report.notes
     except BlockingIOError as error:
         raise FormatError(
             f"another process calibrates to {out}; wait, or give another out"
@@ -177,6 +174,7 @@ class Streamed(Memory):
                 meta = {n: t._map(lambda part: part.to("meta")) for n, t in low.items()}
                 own = [t for t in self._run.targets if any(o.fqn in meta for o in t.owners)]
                 self._run.put_back(own, meta, results)
+        self._run.report.notes = self._run.notes()
         return self._run.report.count(self.source.model)
 
     def completed(self) -> Path:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
@@ -86,8 +86,9 @@ class Block:
         high: the same from the inputs of the model in high precision, while the original weights are in place.
         masks: the tokens that count; None: all.
         targets: what `high` gave for each batch. None: it runs again for each loss.
-        keep: makes a sequence of targets, where they are to be kept.
-        vectors: those of the model, for `high`.
+        keep: makes a sequence of targets, where they are to be kept. None: they are not, as those of a head, which are
+            many times the hidden states.
+        vectors: those of the module, for `high`.
     """
 
     name: str
@@ -98,7 +99,7 @@ class Block:
     high: Callable[[int], Any]
     masks: Sequence[Tensor | None]
     targets: MutableSequence[Tensor] | None = None
-    keep: Callable[[Iterable[Tensor]], MutableSequence[Tensor]] = list
+    keep: Callable[[Iterable[Tensor]], MutableSequence[Tensor]] | None = None
     vectors: Vectors = ()
 
 
@@ -280,6 +281,15 @@ class LearnedRounding(Step):
     def whole(self) -> bool:  # type: ignore[override]
         return self.over == "model"
 
+    def begin(self, targets: Sequence[Target]) -> dict[int, str]:
+        for target in targets:
+            if target.scheme.weight.scale_format == "super_block" and self.scale_rate:
+                raise ValueError(
+                    f"{target.owners[0].fqn}: scales of K-quants stand on a grid of their own, which learning leaves; "
+                    "take LearnedRounding(scale_rate=0)"
+                )
+        return {}
+
     def apply(self, layer: Layer) -> None:
         """Nothing: one layer alone has no output to learn from."""
 
@@ -372,7 +382,10 @@ class _Learning:
     def _target(self, number: int) -> Any:
         if self.block.targets is not None:
             return self.block.targets[number]
-        with originals(self.weights, self.block.vectors), torch.no_grad():
+        plain: Any = nullcontext()
+        if self.step.over == "blocks":  # where targets are those that are kept elsewhere
+            plain = torch.autocast(self.weights[0].target.weight.device.type, enabled=False)
+        with originals(self.weights, self.block.vectors), torch.no_grad(), plain:
             return self.block.high(number)
 
     def _losses(self, number: int) -> list[tuple[Tensor, int]]:

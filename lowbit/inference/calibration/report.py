@@ -26,6 +26,7 @@ class LayerResult:
             precision where a step compares with it, else x̂. Without inputs: Σ (Q − W)² / Σ W².
         rows: input rows that it saw; for stacked experts of all together.
         unreached: matrices, such as experts, that saw none.
+        has_few_rows: True if it saw some rows, and fewer than it has inputs.
     """
 
     name: str
@@ -35,6 +36,7 @@ class LayerResult:
     after: float
     rows: int
     unreached: int = 0
+    has_few_rows: bool = False
 
     def __str__(self) -> str:
         note = f"{self.method}, {self.seconds:.2f} s, error {self.before:.3e} -> {self.after:.3e}"
@@ -50,15 +52,17 @@ class CalibrationReport(Report):
     Attributes:
         layers: the results by name of the weight, in the order in which they were calibrated.
         learned: what learned rounding did to the loss of each block, or of the model, held-out sequences apart.
+        notes: on many layers together.
         seconds: of the whole call.
         written: what `lowbit.export` wrote of a folder; None for a model in memory.
     """
 
     layers: dict[str, LayerResult] = field(default_factory=dict)
     learned: list[tuple[str, Losses]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
     written: ExportReport | None = None
 
     def __str__(self) -> str:
         lines = [f"  learned rounding of {name}: {losses}" for name, losses in self.learned]
-        return "\n".join([super().__str__(), *lines])
+        return "\n".join([super().__str__(), *lines, *(f"  {note}" for note in self.notes)])

@@ -103,8 +103,13 @@ class _Trial:
         self.seen: list[_Input] = []
         self.outputs: list[tuple[int, nn.Module]] = []
         """Embeddings and linears, each with the number of inputs that were seen before its output."""
+        self.writes: list[tuple[int, nn.Module]] = []
+        """Modules of any class with parameters of their own that give `size` channels, as `outputs`."""
         self._random: dict[int, Tensor] = {}
-        with self._hooks(self._record_input, self._record_output):
+        with self._hooks(self._record_input, self._record_output), ExitStack() as stack:
+            for module in model.modules():
+                if module._parameters:
+                    stack.callback(module.register_forward_hook(self._record_write).remove)
             self.output = _projected(model, batch)
 
     def first_wrong(self, before: Callable[..., Any], after: Callable[..., Any]) -> _Wrong | None:
@@ -162,6 +167,11 @@ class _Trial:
     def _record_output(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self.is_norm(module):
             self.outputs.append((len(self.seen), module))
+
+    def _record_write(self, module: nn.Module, args: Any, output: Any) -> None:
+        found = output[0] if isinstance(output, tuple | list) and output else output
+        if isinstance(found, Tensor) and found.ndim > 1 and found.shape[-1] == self.size:
+            self.writes.append((len(self.seen), module))
 
 
 def _first(args: Any, kwargs: Any) -> Tensor:
@@ -221,7 +231,7 @@ def _fold_stream(model: nn.Module, batches: Sequence[Any]) -> dict[int, str]:
     found = [f for f in foldings(model, None, batches) if f.before.weight.ndim == 1]
     if not found:
         raise ValueError(
-            f"no norm's gain folds into linears, so no residual stream is found. {_WAY_OUT}"
+            f"no norm's gain folds into linears, so no residual stream is found. {_others(model)}{_WAY_OUT}"
         )
     ((size, _),) = Counter(f.linears[0].in_features for f in found).most_common(1)
     norms = [f for f in found if f.linears[0].in_features == size]
@@ -310,7 +320,7 @@ class _Stream:
                     self.writers, wrong = self.writers | more, found
                     break
             else:
-                raise ValueError(self._why(wrong.name))
+                raise ValueError(self._why(wrong))
 
     def _first_wrong(self, writers: set[int]) -> _Wrong | None:
         self.readers, self.turned_norms = {}, {}
@@ -339,9 +349,14 @@ class _Stream:
 
         return trial.first_wrong(before, after)
 
-    def _why(self, name: str) -> str:
+    def _why(self, wrong: _Wrong) -> str:
+        name = wrong.name
         text = f"the input of {name}" if name in self.trial.names.values() else name
-        text = f"no rotation of the modules before it keeps {text} as it was. "
+        text = f"no rotation of the modules before it keeps {text} as it was"
+        if wrote := [module for at, module in self.trial.writes if at <= wrong.at]:
+            kind = type(wrote[-1]).__name__
+            text += f". The last to write before it is {self.trial.names[id(wrote[-1])]}, of {kind}"
+        text += f". {_others(self.trial.model)}"
         if name in self.trial.names.values():
             weight = self.trial.model.get_submodule(name)._parameters.get("weight")
             others = [
@@ -384,6 +399,19 @@ class _Stream:
                 )
         for parameter, dims in changes.values():
             parameter.copy_(rotated_blocks(parameter, self.block, sorted(dims)))
+
+
+def _others(model: nn.Module) -> str:
+    """A sentence on the modules with matrices into which no rotation folds, by the names that they share; "": none."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        has_matrix = any(p is not None and p.ndim > 1 for p in module._parameters.values())
+        if has_matrix and not isinstance(module, nn.Linear | nn.Embedding):
+            found[re.sub(r"\d+", "*", name)] = type(module).__name__
+    if not found:
+        return ""
+    named = ", ".join(f"{name} ({kind})" for name, kind in found.items())
+    return f"Rotations fold into nn.Linear and nn.Embedding, and not into {named}. "
 
 
 # ---- linears that make the input of others ---------------------------------------------------------------------------

@@ -21,6 +21,9 @@ from lowbit.inference.calibration.step import Layer, Step
 from lowbit.linear.frozen.kinds import representation_of
 from lowbit.tensor.frozen.rotated_tensor import blocks_to_rotate
 
+LEFT = "left alone"
+"""The note on a weight whose inputs are not rotated."""
+
 
 @dataclass(frozen=True)
 class Rotate(Step):
@@ -53,32 +56,46 @@ class Rotate(Step):
 
     @property
     def whole(self) -> bool:  # type: ignore[override]
+        return self.folded
+
+    @property
+    def folds(self) -> bool:
+        return self.folded
+
+    @property
+    def comes_first(self) -> bool:
         return True
+
+    def begin(self, targets: Sequence[Target]) -> dict[int, str]:
+        """Rotate the inputs of all linears as products run; `fold` takes those out to which it folds a rotation."""
+        self._sizes.clear()
+        notes: dict[int, str] = {}
+        for target in targets:
+            if self.online:
+                self._check(target)
+            size = blocks_to_rotate(target.weight.shape[-1], self.size)
+            if not self._fits(target):
+                kinds = sorted({type(owner.module).__name__ for owner in target.owners})
+                note = f"{LEFT} (of {' and '.join(kinds)})"
+            elif not self.online:
+                note = LEFT
+            elif size == 1:
+                note = f"{LEFT} (no power of two divides its inputs)"
+            else:
+                self._sizes[target.owners[0].fqn] = size
+                note = f"online by {size}"
+            notes |= {id(owner.module): note for owner in target.owners}
+        return notes
 
     def fold(
         self, model: nn.Module, targets: Sequence[Target], batches: Sequence[Any]
     ) -> dict[int, str]:
-        self._sizes.clear()
-        linears = {
-            id(owner.module)
-            for target in targets
-            for owner in target.owners
-            if isinstance(owner.module, nn.Linear)
-        }
-        if self.online:
-            for target in targets:
-                self._check(target)
-        notes = fold_rotations(model, linears, batches) if self.folded else {}
+        owners = [owner for target in targets for owner in target.owners]
+        linears = {id(owner.module) for owner in owners if isinstance(owner.module, nn.Linear)}
+        notes = fold_rotations(model, linears, batches)
         for target in targets:
-            modules = [owner.module for owner in target.owners]
-            if any(id(module) in notes for module in modules):
-                continue
-            note = "left alone: it is no linear" if not self._fits(target) else "left alone"
-            size = blocks_to_rotate(target.weight.shape[-1], self.size)
-            if self.online and self._fits(target) and size > 1:
-                self._sizes[target.owners[0].fqn] = size
-                note = f"online by {size}"
-            notes |= {id(module): note for module in modules}
+            if any(id(owner.module) in notes for owner in target.owners):
+                self._sizes.pop(target.owners[0].fqn, None)
         return notes
 
     def apply(self, layer: Layer) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,8 @@ from lowbit.convert import (
     rounding_owners,
     shape_of_blocks,
 )
-from lowbit.inference.calibration.inputs import Moments, mask_of
+from lowbit.inference.calibration.batches import MASK, mask_of
+from lowbit.inference.calibration.inputs import Moments
 from lowbit.inference.calibration.learned_rounding import (
     Block,
     LearnedRounding,
@@ -35,6 +36,7 @@ from lowbit.inference.calibration.learned_rounding import (
 )
 from lowbit.inference.calibration.places import Group, Needs
 from lowbit.inference.calibration.report import CalibrationReport, LayerResult
+from lowbit.inference.calibration.rotation import LEFT, Rotate
 from lowbit.inference.calibration.search import Search
 from lowbit.inference.calibration.stages import Entered, Left, Memory, Stage, block_of, walk
 from lowbit.inference.calibration.states import Cache
@@ -46,11 +48,12 @@ from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor
 from lowbit.tensor.frozen.requantize import write
 from lowbit.tensor.frozen.rotated_tensor import RotatedTensor
-from lowbit.tracing.batches import call, eval_mode, on_device_of, output_tensor
+from lowbit.tracing.batches import call, eval_mode, output_tensor
 from lowbit.tracing.block_inputs import forward_of
 from lowbit.tracing.observer import Method
 
-MASK = "attention_mask"
+if TYPE_CHECKING:
+    from lowbit.formats.folder import Folder
 
 
 class Run:
@@ -97,13 +100,15 @@ class Run:
         self.began = time.perf_counter()
         if learned and not self.steps and not self.starts:
             self.steps = [Search()]
-        self.learned = learned
         self.waiting: list[Weight] = []
         """Rounded weights whose parameters are plain, since steps may still change them."""
         self.targets, found = find_targets(model, scheme, filter_fn)
         for target in self.targets:
             if target.owners[0].fqn not in self.starts:
-                _check_scales(target, learned)
+                _check_scales(target)
+        new = [t for t in self.targets if t.owners[0].fqn not in self.starts]
+        self.begun = [(step, step.begin(new)) for step in (*self.steps, *learned)]
+        """The steps on layers and those that learn, each with its notes by the id of a module."""
         self.report = CalibrationReport(entries=found.entries)
         self.total = len(self.targets)
         self.methods: dict[str, list[str]] = {}
@@ -123,6 +128,7 @@ class Run:
                 self._find_static(self.targets, self.batches)
             self._quantize(blocks, cache)
         take_input(modules)
+        self.report.notes = self.notes()
         self.report.seconds = time.perf_counter() - self.began
         return self.report.count(self.model)
 
@@ -148,6 +154,19 @@ class Run:
                 for weight in self.waiting:
                     weight.target.weight.data = weight.original
                 raise
+
+    def notes(self) -> list[str]:
+        """What a reader of the report should know of many layers together."""
+        layers, found = self.report.layers.values(), []
+        if alone := [layer.name for layer in layers if LEFT in layer.method]:
+            found.append(f"Rotate left the inputs of {_some(alone)} as they are")
+        short = [layer.name for layer in layers if layer.has_few_rows]
+        if short and any(step.needs == "full" for step in self.steps):
+            found.append(
+                f"{_some(short)} saw fewer tokens than they have inputs, so that no Hessian of theirs has full rank: "
+                "give more or longer batches"
+            )
+        return found
 
     def _needs(self) -> Needs:
         entered = self.memory.streams and (
@@ -200,10 +219,11 @@ class Run:
 
     def _fold(self, targets: Sequence[Target], batches: Sequence[Any]) -> None:
         """Let the steps change the model in high precision. No batches: name the steps of these weights alone."""
-        for step in [*self.steps, *self.learned]:
-            notes = step.fold(self.model, targets, batches) if batches else {}
+        for step, begun in self.begun:
+            changed = step.fold(self.model, targets, batches) if step.folds and batches else {}
             for target in targets:
-                own = [notes[id(o.module)] for o in target.owners if id(o.module) in notes]
+                ids = [id(owner.module) for owner in target.owners]
+                own = [notes[i] for notes in (changed, begun) for i in ids if i in notes]
                 method = f"{step.method} {own[0]}" if own else step.method
                 self.methods.setdefault(target.owners[0].fqn, []).append(method)
 
@@ -238,11 +258,12 @@ class Run:
         weight = Weight(target, layer, start)
         seconds = time.perf_counter() - began
         rows = moments.total + moments.looked_up
+        few = not moments.stack and 0 < moments.total < moments.size
         unreached = moments.rows.count(0) if moments.stack and rows else 0
         after = layer.error(weight.values)
         method = ", ".join(self.methods.get(layer.name, ["to nearest"]))
         self.report.layers[layer.name] = LayerResult(
-            layer.name, method, seconds, before, after, rows, unreached
+            layer.name, method, seconds, before, after, rows, unreached, few
         )
         self.waiting.append(weight)
         if not self.over_blocks and not self.over_model:
@@ -255,7 +276,11 @@ class Run:
         inside = {id(p) for p in block.module.parameters()}
         own = [w for w in self.waiting if id(w.target.weight) in inside]
         with originals(own):
-            block.targets = block.keep(output_tensor(block.high(i)) for i in range(block.count))
+            if block.keep is None:
+                block.vectors = [(p, p.data) for p in block.module.parameters() if p.ndim < 2]
+            else:
+                found = (output_tensor(block.high(i)) for i in range(block.count))
+                block.targets = block.keep(found)
         if own:
             for step in self.over_blocks:
                 self.report.learned.append((block.name, step.learn(block, own)))
@@ -265,6 +290,18 @@ class Run:
         while self.waiting:
             weight = self.waiting.pop(0)
             self._put(weight.target, partial(_made, weight))
+
+    def check_export(self, format: str, lossy: bool, folder: Folder | None = None) -> None:
+        """Raise the FormatError that writing the result will raise. Args: those of
+        `lowbit.formats.foreseen.check_export`."""
+        from lowbit.formats.foreseen import FormatError, check_export  # they import all formats
+
+        if format != "lowbit" and any(isinstance(s, Rotate) and s.online for s in self.steps):
+            raise FormatError(
+                f"{format} holds no weights whose products rotate their inputs: take Rotate(online=False), which folds "
+                "rotations alone, or format='lowbit'"
+            )
+        check_export(self.model, self.targets, format, lossy, folder)
 
     def put_back(
         self, targets: list[Target], weights: Mapping[str, Tensor], results: Mapping[str, Any]
@@ -290,35 +327,15 @@ class Run:
         self.report.entries[entries] = replace(first, note=note)
 
 
-def usable_batches(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
-    """The batches, on the device of the model's first parameter. Raises ValueError if there is none, and TypeError for
-    one batch in place of a list."""
-    if isinstance(batches, Tensor | str | Mapping):
-        raise TypeError(
-            f"batches must be a list of batches, got one {type(batches).__name__}; give [batch]"
-        )
-    moved = [on_device_of(model, batch) for batch in batches]
-    kept = [batch for batch in moved if not _is_empty(batch)]
-    if not kept:
-        raise ValueError(
-            f"got {len(moved)} batches, none of which has elements; accepted: one or more, a few thousand tokens in all"
-        )
-    return kept
-
-
-def _is_empty(batch: Any) -> bool:
-    """True if the batch's first tensor has no element, or the batch no entry."""
-    entries = list(batch.values()) if isinstance(batch, dict) else batch
-    if isinstance(entries, Tensor):
-        return entries.numel() == 0
-    if not isinstance(entries, list | tuple):
-        return False
-    return not entries or (isinstance(entries[0], Tensor) and entries[0].numel() == 0)
+def _some(names: Sequence[str]) -> str:
+    """How many names, and the first ones."""
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{len(names)} weights ({shown}, …)"
 
 
 def _check_folds(steps: Sequence[Step]) -> None:
     """Raise ValueError for a step that changes the model in high precision and comes after one that does not."""
-    order = sorted(steps, key=lambda step: not step.folds)
+    order = sorted(steps, key=lambda step: not step.comes_first)
     if order != list(steps):
         late = next(a for a, b in zip(order, steps, strict=True) if a is not b)
         raise ValueError(
@@ -327,14 +344,9 @@ def _check_folds(steps: Sequence[Step]) -> None:
         )
 
 
-def _check_scales(target: Target, learned: Sequence[LearnedRounding]) -> None:
-    """Raise ValueError for scales that follow from the weight alone, and for those that no file would hold."""
+def _check_scales(target: Target) -> None:
+    """Raise ValueError for scales that follow from the weight alone."""
     spec = target.scheme.weight
-    if spec.scale_format == "super_block" and any(step.scale_rate for step in learned):
-        raise ValueError(
-            f"{target.owners[0].fqn}: scales of K-quants stand on a grid of their own, which learning leaves; take "
-            "LearnedRounding(scale_rate=0)"
-        )
     if not spec.is_searchable:
         raise ValueError(
             f"{target.owners[0].fqn}: {spec} stores scales as {spec.scale_format!r}, which no calibration chooses; "

@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lowbit.convert import Target
-from lowbit.inference.calibration.inputs import Watch, mask_of
+from lowbit.inference.calibration.batches import mask_of
+from lowbit.inference.calibration.inputs import Watch
 from lowbit.inference.calibration.learned_rounding import Block
 from lowbit.inference.calibration.places import Group, Needs, Place
 from lowbit.inference.calibration.states import Cache, States
 from lowbit.tracing.batches import call
-from lowbit.tracing.block_inputs import capture
+from lowbit.tracing.block_inputs import NotAChain, capture
 
 
 @dataclass
@@ -105,7 +106,7 @@ def walk(
         cache: where hidden states are kept.
         memory: brings weights into memory.
 
-    Raises ValueError and TypeError for `blocks` that are not a chain, as `lowbit.tracing.block_inputs.capture`.
+    Raises NotAChain for `blocks` that are not one, and ValueError for a batch that the model does not take.
     """
     masks = [mask_of(batch) for batch in batches]
     chain = chain_of(model, targets) if blocks is None else list(blocks)
@@ -116,7 +117,7 @@ def walk(
             memory.bring(block)
         try:
             states = States(model, chain, batches, cache, needs.high)
-        except (ValueError, TypeError) as error:
+        except NotAChain as error:
             if memory.streams:
                 raise ValueError(
                     f"{error}. Such a model is calibrated whole, lowbit.calibrate(lowbit.load_pretrained(folder), …)"

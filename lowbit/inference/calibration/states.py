@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.tracing.block_inputs import Arguments, call_after, capture
+from lowbit.tracing.block_inputs import Arguments, NotAChain, call_after, capture
 
 Cache = torch.device | Path | None
 """Where hidden states are kept: a device, a folder on disk, or None for where the model makes them."""
@@ -98,7 +98,16 @@ class States:
     def _captured(self) -> Iterable[Tensor]:
         device = torch.device("cpu") if isinstance(self.cache, Path) else self.cache
         self.arguments = []
-        for found in capture(self.model, self.blocks, self.batches, device):
+        for number, batch in enumerate(self.batches):
+            try:
+                (found,) = capture(self.model, self.blocks, [batch], device)
+            except (NotAChain, torch.OutOfMemoryError):
+                raise
+            except (IndexError, RuntimeError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"the model does not run on batch {number}: {error}; accepted: keyword arguments, a tuple of "
+                    "arguments, or one argument of the model, such as token ids [B, T]"
+                ) from error
             self.arguments.append(found.arguments)
             yield found.hidden
 

@@ -184,6 +184,11 @@ class Step:
         super().__init_subclass__()
         Step.kinds.setdefault(cls.__name__, cls)
 
+    def begin(self, targets: Sequence[Target]) -> dict[int, str]:
+        """Called with all weights before the first batch. Returns notes as `fold` does, which counts where both have
+        one. Raises ValueError for a weight that the step does not take."""
+        return {}
+
     def fold(
         self, model: nn.Module, targets: Sequence[Target], batches: Sequence[Any]
     ) -> dict[int, str]:
@@ -204,6 +209,11 @@ class Step:
     def folds(self) -> bool:
         """True if `fold` does anything."""
         return type(self).fold is not Step.fold
+
+    @property
+    def comes_first(self) -> bool:
+        """True if steps that round come after it."""
+        return self.folds
 
     def __str__(self) -> str:
         """The class and the options, the same in each process."""

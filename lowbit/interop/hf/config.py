@@ -11,6 +11,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowbit.convert import NEEDS_CALIBRATION, check_pattern, check_runs, has_static
 from lowbit.inference import Step
+from lowbit.inference.calibration.batches import as_list
+from lowbit.inference.calibration.call import checked_steps
 from lowbit.inference.quantize import Scales
 from lowbit.schemes import lines
 from lowbit.schemes.scheme import Scheme
@@ -48,7 +50,7 @@ class LowbitConfig(QuantizationConfigMixin):
 
     Raises:
         TypeError: `scheme` is none of these, or options stand beside a scheme that is not a name; steps without
-            batches.
+            batches; batches or steps that are not lists of them.
         ValueError: an unknown name or scales; scales beside batches; options that the preset refuses; a static
             activation without batches.
     """
@@ -82,8 +84,8 @@ class LowbitConfig(QuantizationConfigMixin):
         self.scheme = _schemes(scheme, options)
         if batches is None and has_static(self.scheme):
             raise ValueError(f"{NEEDS_CALIBRATION}; or give batches=")
-        self.batches = None if batches is None else list(batches)
-        self.steps = steps
+        self.batches = None if batches is None else as_list(batches)
+        self.steps = None if steps is None else checked_steps(steps)
         self.stored: dict[str, Any] | None = None
 
     @property

@@ -246,7 +246,8 @@ class LowbitQuantizer(HfQuantizer):
         config = self.quantization_config
         choice = FolderChoice(model, config.experts and not has_static(config.scheme))
         chosen: Any = choice  # which `find_targets` takes for a filter
-        return calibrate(model, config.patterns, batches, chosen, steps=config.steps)
+        given: Any = {"steps": config.steps, "format": METHOD}  # which save_pretrained writes
+        return calibrate(model, config.patterns, batches, chosen, **given)
 
     def _quantized(self, model: Any) -> Report:
         assert self._plan is not None

@@ -1,0 +1,65 @@
+"""The batches of a calibration: which of them it uses, and which of their tokens count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor, nn
+
+from lowbit.tracing.batches import on_device_of
+
+MASK = "attention_mask"
+"""The entry of a batch, and the keyword of a model, that says which tokens count."""
+
+
+def mask_of(batch: Any) -> Tensor | None:
+    """The tokens that count, bool [B, T], by the attention mask of a mapping."""
+    mask = batch.get(MASK) if hasattr(batch, "get") else None
+    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+
+def counted_rows(x: Tensor, mask: Tensor | None) -> Tensor:
+    """The rows [T, K] of x [..., K] that count: those of `mask`, where it has as many as x."""
+    lead = x.shape[:-1]
+    if mask is not None and lead == mask.shape:
+        return x[mask.to(x.device)]
+    if mask is not None and lead == (mask.numel(),):
+        return x[mask.flatten().to(x.device)]
+    return x.reshape(-1, x.shape[-1])
+
+
+def usable_batches(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
+    """The batches that have something that counts, on the device of the model's first parameter. Raises ValueError if
+    there is none, and TypeError as `as_list`."""
+    moved = [on_device_of(model, batch) for batch in as_list(batches)]
+    kept = [batch for batch in moved if not _is_empty(batch)]
+    if not kept:
+        raise ValueError(
+            f"got {len(moved)} batches, none of which has elements that count; accepted: one or more "
+            f"with an element, and with a 1 in {MASK} if they have that, a few thousand tokens in all"
+        )
+    return kept
+
+
+def as_list(batches: Iterable[Any]) -> list[Any]:
+    """The batches as a list. Raises TypeError for one batch in its place."""
+    if not isinstance(batches, Tensor | str | Mapping):
+        with suppress(TypeError):
+            return list(batches)
+    raise TypeError(
+        f"batches must be a list of batches, got one {type(batches).__name__}; give [batch]"
+    )
+
+
+def _is_empty(batch: Any) -> bool:
+    """True if the batch's first tensor has no element, the batch no entry, or its mask no token that counts."""
+    if (mask := mask_of(batch)) is not None and not bool(mask.any()):
+        return True
+    entries = list(batch.values()) if isinstance(batch, dict) else batch
+    if isinstance(entries, Tensor):
+        return entries.numel() == 0
+    if not isinstance(entries, list | tuple):
+        return False
+    return not entries or (isinstance(entries[0], Tensor) and entries[0].numel() == 0)
