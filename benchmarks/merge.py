@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -49,6 +48,8 @@ def batch(tokens: Tensor, step: int) -> tuple[Tensor, Tensor]:
 
 def adapt(model: nn.Module, tokens: Tensor, steps: int, lr: float) -> None:
     """Train adapters of all linears of the blocks."""
+    from peft import LoraConfig, inject_adapter_in_model  # the other benchmarks need no PEFT
+
     names = "|".join(("query", "key", "value", "out", "gate", "up", "down"))
     inject_adapter_in_model(LoraConfig(r=8, lora_alpha=16, target_modules=rf".*\.({names})"), model)
     for name, p in model.named_parameters():
