@@ -167,7 +167,7 @@ class ClipByHistory:
     """Clips each parameter's gradient to `most` times the running mean of its norms, as AdaGC does (arXiv 2502.11034).
 
     AdamW divides by the size of past gradients, so only a gradient that is large beside those of its own parameter
-    needs a bound. The host waits for no norm. `norms`, float32 [parameters], has the means, and belongs into checkpoints.
+    needs a bound. The host waits for no norm. `norms`, float32 [parameters], has the means; save it in checkpoints.
     A mean is 0 until the first gradient other than 0, which is not clipped. Make this object before `step_in_backward`:
     hooks run in the order in which they are registered.
     """

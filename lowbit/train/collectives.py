@@ -145,7 +145,9 @@ class Int8ReduceScatter:
         """uint8 [W, B · 260] for parts [W, n]: the codes of B blocks, then their scales."""
         ranks = len(parts)
         padding = -parts.shape[1] % BLOCK
-        blocks = (F.pad(parts, (0, padding)) if padding else parts).view(-1, BLOCK)  # pad by 0 copies
+        if padding:  # F.pad by 0 would copy
+            parts = F.pad(parts, (0, padding))
+        blocks = parts.view(-1, BLOCK)
         if blocks.dtype is torch.float64:
             blocks = blocks.float()
         salt = zlib.crc32(f"{self.seed} {dist.get_rank()} {self.name}".encode())
@@ -167,7 +169,7 @@ def _summed(received: Tensor) -> Tensor:
 
 
 def _factor(op: Any, ranks: int) -> Any:
-    """The number, or tensor of one element, by which this reduction multiplies the sum. NotImplementedError for others."""
+    """The number, or the tensor of one element, by which `op` multiplies the sum. NotImplementedError for other ops."""
     if op == dist.ReduceOp.SUM:
         return 1.0
     if op == dist.ReduceOp.AVG:
