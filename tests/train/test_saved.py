@@ -217,7 +217,7 @@ def test_log_softmax_and_statistics_stay_exact() -> None:
 
 
 def test_one_value_a_row_stays_exact() -> None:
-    """Statistics of norms in PyTorch operations: beside a row 1,000 times as large, the others would become 0."""
+    """Statistics of norms in PyTorch operations: in a block with those of other rows, small ones would become 0."""
     x = (torch.randn(64, 128) * torch.tensor([1e3, 1e-3]).repeat(32)[:, None]).requires_grad_()
     norms: dict[str, Callable[[Tensor], Tensor]] = {
         "normalize": lambda x: F.normalize(x, dim=1),
