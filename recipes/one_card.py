@@ -167,14 +167,15 @@ class ClipByHistory:
     """Clips each parameter's gradient to `most` times the running mean of its norms, as AdaGC does (arXiv 2502.11034).
 
     AdamW divides by the size of past gradients, so only a gradient that is large beside those of its own parameter
-    needs a bound. The host waits for no norm. `norms` [parameters] is NaN before a parameter's first gradient, and
-    belongs into checkpoints. Make it before `step_in_backward`: hooks run in the order in which they are registered.
+    needs a bound. The host waits for no norm. `norms`, float32 [parameters], has the means; save it in checkpoints.
+    A mean is 0 until the first gradient other than 0, which is not clipped. Make this object before `step_in_backward`:
+    hooks run in the order in which they are registered.
     """
 
     DECAY = 0.98
 
     def __init__(self, params: list[nn.Parameter], most: float, device: torch.device) -> None:
-        self.norms = torch.full((len(params),), math.nan, device=device)
+        self.norms = torch.zeros(len(params), device=device)
         for i, param in enumerate(params if most > 0 else []):
             param.register_post_accumulate_grad_hook(partial(self._clip, i, most))
 
@@ -182,7 +183,7 @@ class ClipByHistory:
     def _clip(self, i: int, most: float, param: Tensor) -> None:
         assert param.grad is not None
         norm = torch.linalg.vector_norm(param.grad, dtype=torch.float32)
-        mean = torch.where(self.norms[i].isnan(), norm, self.norms[i])
+        mean = torch.where(self.norms[i] > 0, self.norms[i], norm)
         bounded = torch.minimum(norm, most * mean)
         self.norms[i] = torch.where(
             norm.isfinite(), mean.lerp(bounded, 1 - self.DECAY), self.norms[i]

@@ -83,7 +83,7 @@ class Announced:
     @classmethod
     def from_dict(cls, *args: Any, **kwargs: Any) -> Any:
         """`LowbitConfig.from_dict`. `LowbitConfig` then takes the place of this class."""
-        importlib.import_module("lowbit.hf")
+        importlib.import_module("lowbit.interop.hf")
         return _configs()[METHOD].from_dict(*args, **kwargs)
 
 

@@ -143,7 +143,12 @@ class E8M0(ScaleFormat):
                 f"e8m0 stores powers of two, without a sign, got a scale of {scale[bad][0].item()}; accepted: 2^-126 "
                 "to 2^127, as `choose_qparams` gives them, or scale_format='float'"
             )
-        return {"scale": (bits >> 23).to(torch.uint8)}
+        return {"scale": self.bytes_of(scale)}
+
+    @staticmethod
+    def bytes_of(scale: Tensor) -> Tensor:
+        """uint8 of scales that `decode` gave, the inverse of it."""
+        return (scale.float().contiguous().view(torch.int32) >> 23).to(torch.uint8)
 
 
 class E4M3(ScaleFormat):

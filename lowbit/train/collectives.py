@@ -136,14 +136,18 @@ class Int8ReduceScatter:
         parts = input_tensor.view(group.size(), -1)
         if not parts.numel():
             return
-        received = torch.empty_like(sent := self._encoded(parts))
+        sent = self._encoded(parts)
+        received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         output_tensor.copy_((_summed(received) * factor)[: output_tensor.numel()])
 
     def _encoded(self, parts: Tensor) -> Tensor:
         """uint8 [W, B · 260] for parts [W, n]: the codes of B blocks, then their scales."""
         ranks = len(parts)
-        blocks = F.pad(parts, (0, -parts.shape[1] % BLOCK)).view(-1, BLOCK)
+        padding = -parts.shape[1] % BLOCK
+        if padding:  # F.pad by 0 would copy
+            parts = F.pad(parts, (0, padding))
+        blocks = parts.view(-1, BLOCK)
         if blocks.dtype is torch.float64:
             blocks = blocks.float()
         salt = zlib.crc32(f"{self.seed} {dist.get_rank()} {self.name}".encode())
@@ -165,7 +169,7 @@ def _summed(received: Tensor) -> Tensor:
 
 
 def _factor(op: Any, ranks: int) -> Any:
-    """The factor of a reduction's sum."""
+    """The number, or the tensor of one element, by which `op` multiplies the sum. NotImplementedError for other ops."""
     if op == dist.ReduceOp.SUM:
         return 1.0
     if op == dist.ReduceOp.AVG:

@@ -57,7 +57,13 @@ class save_in_int8(torch.autograd.graph.saved_tensors_hooks):
     - parameters and buffers, their views, and the copies of parameters that autocast makes;
     - integers, float64, tensors of fewer than `min_numel` elements, and subclasses, as low-bit tensors and DTensors;
     - float32 tensors without a gradient, as the statistics of attention, second results, as those of norms, and results
-      of `log_softmax`.
+      of `log_softmax`;
+    - one value a row (a last dimension of 1), as the statistics of norms that are written in PyTorch operations.
+
+    A value below 1/252 of its block's largest one becomes 0. Keep operations that divide by what they save out of the
+    context: logarithms, square roots, division by an activation. Their gradients may become infinite. torch calls the
+    innermost hooks alone. So `torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)` around an operation
+    keeps what it saves exact.
 
     Code compiled by torch.compile hands what it saves to this context too. There 16-bit tensors are rounded and float32
     ones stay. Open the context around the compiled function: within it torch.compile breaks the graph.
@@ -118,6 +124,8 @@ class save_in_int8(torch.autograd.graph.saved_tensors_hooks):
         if type(t) is not Tensor or t.dtype not in _DTYPES or t.numel() < self._min_numel:
             return False
         if t.layout is not torch.strided or t.is_meta or t.is_neg() or _address(t) in self._own:
+            return False
+        if t.dim() and (t.shape[-1] == 1 or t.stride(-1) == 0):  # one value a row, as statistics
             return False
         source = t if t._base is None else t._base
         if isinstance(source, nn.Parameter) or (source.is_leaf and source.requires_grad):

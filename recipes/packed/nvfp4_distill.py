@@ -59,8 +59,13 @@ def divergence(model: Any, tokens: Tensor, *, teacher: Any) -> Tensor:
 def run(options: argparse.Namespace) -> None:
     teacher: Any = AutoModelForCausalLM.from_pretrained(options.teacher, dtype="auto")
     teacher.to(choose_device()).eval()
-    towards, from_it = partial(train, teacher=teacher), partial(divergence, teacher=teacher)
-    recipe.run(options, Config(), towards, loss=from_it, said="KL to the teacher")
+    recipe.run(
+        options,
+        Config(),
+        partial(train, teacher=teacher),
+        loss=partial(divergence, teacher=teacher),
+        label="KL to the teacher",
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

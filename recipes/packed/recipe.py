@@ -90,7 +90,7 @@ def run(
     train: Callable[[Any, text.Data, Any], Any],
     *,
     loss: Callable[[Any, Tensor], Tensor] = loss_of,
-    said: str = "held-out loss",
+    label: str = "held-out loss",
     finish: Callable[[Any], Any] = converted,
 ) -> None:
     """Open the folder, train its model, and write it back in its own format, with the loss after each.
@@ -100,7 +100,7 @@ def run(
         defaults: settings, which `--set` changes.
         train: gets the model, the text and the settings, and returns the trained model.
         loss: of a model on tokens, int64 [1, context + 1].
-        said: what the lines call `loss`.
+        label: the name of `loss` in what is printed.
         finish: makes the trained model one with the folder's own weights.
     """
     config, device = override(defaults, options.set), choose_device()
@@ -108,10 +108,10 @@ def run(
     data = text.by_tokenizer(
         AutoTokenizer.from_pretrained(options.model), options.data, "stdlib", 0.03
     )
-    print(f"{said}, published: {heldout(loss, model, data, config):.4f} nats a token")
+    print(f"{label}, published: {heldout(loss, model, data, config):.4f} nats a token")
     model = train(model, data, config)
-    print(f"{said}, trained:   {heldout(loss, model, data, config):.4f}")
+    print(f"{label}, trained:   {heldout(loss, model, data, config):.4f}")
     report = lowbit.export(finish(model), options.out, like=options.model)
     print(f"{options.out}: {report.notes[0]}")
     written = lowbit.load_pretrained(options.out, device=device)
-    print(f"{said}, written:   {heldout(loss, written, data, config):.4f}")
+    print(f"{label}, written:   {heldout(loss, written, data, config):.4f}")

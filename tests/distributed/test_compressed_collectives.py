@@ -65,8 +65,8 @@ def check_sum(rank, world_size):
 
 
 def check_unbiased(rank, world_size):
-    """The mean over 144 seeds has an error 12 times as small as one result. Seeds, names and ranks draw other bits."""
-    x, count = gradient_of(rank, world_size, 1000), 144
+    """The mean over 64 seeds has an error 8 times as small as one result. Seeds, names and ranks draw other bits."""
+    x, count = gradient_of(rank, world_size, 1000), 64
     expected, bound = exact(x, rank, world_size)
     errors = torch.stack([(reduced(x, seed=seed) - expected) / bound for seed in range(count)])
     one = errors.square().mean().sqrt()
@@ -126,30 +126,29 @@ def trained(model, rank, accumulated=1, dtype=torch.float32):
 
 
 def check_gradients(rank, world_size):
-    """Gradients beside torch's: even and uneven shards, bfloat16, HSDP, accumulation, a frozen weight, a factor."""
-    meshes = [None]
+    """Gradients beside torch's: even and uneven shards, bfloat16, HSDP, accumulation, a frozen weight."""
+    cases = [(rows, dtype, None) for rows in (64, 33, 1) for dtype in (None, torch.bfloat16)]
     if world_size == 4:
-        meshes.append(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-    for mesh in meshes:
-        for rows in (64, 33, 1):
-            for dtype in (None, torch.bfloat16):
-                found = {}
-                for compressed in (False, True, True):
-                    model = TwoLinears(Plain, rows)
-                    model.second.weight.requires_grad_(rows != 33)
-                    model = shard(model, dtype, mesh)
-                    if compressed:
-                        assert train.compress_collectives_(model) is None
-                    found.setdefault(compressed, []).append(trained(model, rank, 3))
-                (torchs,), (ours, again) = found[False], found[True]
-                assert ours.keys() == torchs.keys() and ("second.weight" in ours) == (rows != 33)
-                for name, expected in torchs.items():
-                    where = (rows, dtype, mesh, name)
-                    assert ours[name].dtype is expected.dtype, where
-                    assert same_bits(ours[name], again[name]), where
-                    assert not (name == "first.weight" and same_bits(ours[name], expected)), where
-                    error = (ours[name] - expected).float().norm() / expected.float().norm()
-                    assert error < 0.03, (*where, error)
+        replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        cases = [(33, None, None), (64, torch.bfloat16, replicated), (33, None, replicated)]
+    for rows, dtype, mesh in cases:
+        found = {}
+        for compressed in (False, True, True):
+            model = TwoLinears(Plain, rows)
+            model.second.weight.requires_grad_(rows != 33)
+            model = shard(model, dtype, mesh)
+            if compressed:
+                assert train.compress_collectives_(model) is None
+            found.setdefault(compressed, []).append(trained(model, rank, 3))
+        (torchs,), (ours, again) = found[False], found[True]
+        assert ours.keys() == torchs.keys() and ("second.weight" in ours) == (rows != 33)
+        for name, expected in torchs.items():
+            where = (rows, dtype, mesh, name)
+            assert ours[name].dtype is expected.dtype, where
+            assert same_bits(ours[name], again[name]), where
+            assert not (name == "first.weight" and same_bits(ours[name], expected)), where
+            error = (ours[name] - expected).float().norm() / expected.float().norm()
+            assert error < 0.03, (*where, error)
     return True
 
 
@@ -170,11 +169,12 @@ def check_average_and_factor(rank, world_size):
 
 
 def check_packed(rank, world_size):
-    """Losses and gradients with packed gathers are those without, to the bit, after a step too."""
+    """Losses and gradients with packed gathers are those without, to the bit, after a step too. Uneven shards (33 rows)
+    travel in whole bytes whichever codes they hold."""
     cases = [case for case in CASES if case.name.startswith("qat-")]
     assert len(cases) > 5
     for case in cases:
-        for rows in (64, 33):
+        for rows in (64, 33) if case.name in ("qat-int4-g32", "qat-mxfp4") else (64,):
             found = []
             for packs in (False, True):
                 model = shard(TwoLinears(case, rows))

@@ -52,7 +52,7 @@ def test_the_loss_without_all_logits(kind: str, rows: int) -> None:
 
 
 def test_clipping_by_history() -> None:
-    """100 gradients of norm 1, then one of 50: the last one is clipped to 3, and the others stay."""
+    """A gradient of 0, 100 of norm 1, then one of 50: the last one is clipped to 3, and the others stay."""
     param, zero = (nn.Parameter(torch.zeros(4)) for _ in range(2))
     clipping = ClipByHistory([param, zero], 3.0, CPU)
 
@@ -63,6 +63,7 @@ def test_clipping_by_history() -> None:
         assert torch.equal(zero.grad, torch.zeros(4))
         return param.grad.norm()
 
+    assert clipped(0.0) == 0 and clipping.norms[0] == 0
     for _ in range(100):
         torch.testing.assert_close(clipped(1.0), torch.tensor(1.0))
     torch.testing.assert_close(clipped(50.0), torch.tensor(3.0))

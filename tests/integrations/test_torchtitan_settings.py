@@ -285,6 +285,14 @@ def test_gradients_cannot_accumulate_and_be_stepped_in_backward(sequences, monke
             LowbitConverter(parsed(*options), dims)
 
 
+def test_collectives_of_a_model_that_is_not_sharded_cannot_be_compressed(monkeypatch):
+    monkeypatch.setattr(release_0_2, "device_type", "cpu")
+    config = parsed("--lowbit.compress")
+    LowbitConverter(config, SimpleNamespace(fsdp_enabled=True))
+    with pytest.raises(ValueError, match=r"lowbit.compress without FSDP2: set parallelism"):
+        LowbitConverter(config, SimpleNamespace(fsdp_enabled=False))
+
+
 def test_a_configuration_without_the_section():
     with pytest.raises(ValueError, match=r"set job.custom_config_module to lowbit.torchtitan"):
         release_0_2.LowbitMetrics(ConfigManager().parse_args([]), None)

@@ -154,9 +154,11 @@ def test_e8m0_exponents(largest: float, floor: int, unclipped: int) -> None:
 
 
 def test_every_e8m0_byte_is_decoded() -> None:
-    scale = SCALE_FORMATS["e8m0"].decode({"scale": torch.arange(256).to(torch.uint8)})
+    codes = torch.arange(256).to(torch.uint8)
+    scale = SCALE_FORMATS["e8m0"].decode({"scale": codes})
     expected = torch.tensor([2.0 ** (i - 127) for i in range(255)], dtype=torch.float64)
     assert torch.equal(scale[:255].double(), expected) and scale[255].isnan()
+    assert torch.equal(SCALE_FORMATS["e8m0"].bytes_of(scale), codes)
 
 
 def test_nvfp4_by_hand() -> None:

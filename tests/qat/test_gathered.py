@@ -66,6 +66,11 @@ def test_packed_tables(mapping) -> None:
         assert as_sent(weight) is weight
         for shape in ((9, 40), (1, 32), (64, 96)):
             assert _check(scheme.weight, True, shape).dtype is torch.int64
+        for bad in (torch.nan, torch.inf, -torch.inf):
+            weight.weight[1, 20] = bad
+            weight.quantizer = PACKED
+            found, own = as_sent(weight).dequantize(), weight.dequantize()
+            torch.testing.assert_close(found, own, rtol=0, atol=0, equal_nan=True)
     e2m1 = tables[0].weight
     codes = torch.tensor([[*e2m1.format.values, torch.inf, -torch.inf]])
     assert same_bits(unpacked(packed(codes, e2m1, True), e2m1, True, 18), codes)

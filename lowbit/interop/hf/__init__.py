@@ -10,6 +10,8 @@ and parts for its Trainer.
 
 Importing this package registers lowbit with transformers. `import lowbit` alone is enough for `from_pretrained` to read
 such a folder: `lowbit.interop.pretrained` imports this package then, and when a flow changes a model of transformers.
+The parts for the Trainer are imported by `lowbit.hf` alone: transformers imports PEFT for them, and that bitsandbytes,
+which takes seconds.
 """
 
 from lowbit import optional
@@ -22,6 +24,5 @@ from lowbit.interop.hf.config import LowbitConfig  # noqa: E402
 from lowbit.interop.hf.decoding import generate  # noqa: E402
 from lowbit.interop.hf.kv_cache import KVCache  # noqa: E402
 from lowbit.interop.hf.quantizer import LowbitQuantizer  # noqa: E402
-from lowbit.interop.hf.training import QATCallback, optimizer  # noqa: E402
 
-__all__ = ["KVCache", "LowbitConfig", "LowbitQuantizer", "QATCallback", "generate", "optimizer"]
+__all__ = ["KVCache", "LowbitConfig", "LowbitQuantizer", "generate"]

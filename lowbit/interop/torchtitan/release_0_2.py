@@ -83,6 +83,10 @@ def check(config: TitanConfig, parallel_dims: Any) -> None:
             f"lowbit.metrics_freq={config.lowbit.metrics_freq}: the model {config.model.name} is not registered with "
             "lowbit.torchtitan.with_lowbit, or brings metrics of its own; set it to 0"
         )
+    if config.lowbit.compress and parallel_dims is not None and not parallel_dims.fsdp_enabled:
+        raise ValueError(
+            "lowbit.compress without FSDP2: set parallelism.data_parallel_shard_degree above 1, or leave compress out"
+        )
     scheme = settings.scheme_of(config.lowbit, torch.device(device_type))
     hf = [n for n in ("initial_load_in_hf", "last_save_in_hf") if getattr(config.checkpoint, n)]
     if config.checkpoint.last_save_in_hf and config.lowbit.qat_scales == "learned":

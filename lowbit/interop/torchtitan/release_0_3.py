@@ -64,8 +64,8 @@ def with_lowbit(config: Any, lowbit: Lowbit | None = None, optimizer: str = "") 
     ]
     if given := [n for n in only_0_2 if getattr(lowbit, n) != getattr(Lowbit, n)]:
         raise ValueError(
-            f"{given[0]}={getattr(lowbit, given[0])!r} with torchtitan 0.3; accepted: the settings train and qat "
-            "alone, or torchtitan 0.2.2, whose adapter has learned scales, schedules of QAT and compressed collectives"
+            f"{given[0]}={getattr(lowbit, given[0])!r} with torchtitan 0.3; leave it out, or use torchtitan 0.2.2, "
+            "whose adapter has learned scales, schedules of QAT and compressed collectives"
         )
     if lowbit.train or lowbit.qat:
         converter = LowbitConverter.Config(lowbit=lowbit).build()

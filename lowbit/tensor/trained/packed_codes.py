@@ -47,7 +47,8 @@ def packed(codes: Tensor, spec: Spec, clips: bool) -> Tensor:
     """
     fmt = spec.format
     if isinstance(fmt, LookupTable):
-        beyond = len(fmt.values) + (codes > 0).to(torch.uint8)
+        above = ~(codes < 0)  # NaN too, of which `nearest` takes the last value
+        beyond = len(fmt.values) + above.to(torch.uint8)
         symbols = torch.where(fmt.reaches(codes), fmt.codes(fmt.nearest(codes)), beyond)
     else:
         symbols = codes.to(torch.int16) - (int(fmt.quant_min) - clips)

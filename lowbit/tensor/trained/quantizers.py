@@ -204,7 +204,7 @@ class PresentScales(Quantizer):
         if packs:
             codes = packed(codes, spec, spec.may_clip(scale.dtype))
             if isinstance(spec.scales, E8M0):
-                scale = (scale.view(torch.int32) >> 23).to(torch.uint8)
+                scale = spec.scales.bytes_of(scale)
         tensors = {"codes": codes, "scale": scale, "zero_point": zero}
         return Wire(shard.gathered, {name: t for name, t in tensors.items() if t is not None})
 
