@@ -96,12 +96,13 @@ def override(config: Any, assignments: list[str]) -> Any:
     model_changes: dict[str, Any] = {}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
-        inside = name.startswith("model.")
+        has_model = "model" in typing.get_type_hints(type(config))
+        inside = has_model and name.startswith("model.")
         kinds = typing.get_type_hints(type(config.model if inside else config))
         known = {("model." if inside else "") + n: kind for n, kind in kinds.items()}
         known = {n: kind for n, kind in known.items() if n not in ("model", "preset")}
         if not equals or name not in known:
-            names = ", ".join(known) + ("" if inside else ", or model.NAME")
+            names = ", ".join(known) + (", or model.NAME" if has_model and not inside else "")
             raise UserError(f"--set {assignment}: expected NAME=VALUE with NAME one of {names}")
         target = model_changes if inside else changes
         target[name.removeprefix("model.")] = parse_value(assignment, text, known[name])

@@ -15,13 +15,15 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 from torch import nn
 from transformers import AutoTokenizer
 
 from lowbit import train
-from lowbit.formats.registry import target as target_of
+from lowbit.formats.registry import by_name
+from lowbit.formats.scheme_grid import grid
 from lowbit.formats.writing import export
 from lowbit.interop import config_lines
 from lowbit.interop.hf.training import QATCallback, optimizer
@@ -41,9 +43,9 @@ class LowbitSettings(BaseModel):
         train: a training scheme: "int8", "float8(backward='e5m2')", "int8_weights".
         qat: a scheme of inference, to which products round in training: "int4(group_size=32)". Axolotl saves the
             weights or adapters that trained. The plug-in also writes the model in low bits, with adapters merged, to
-            `output_dir`/`format`.
+            `output_dir`/`format`, or to model.gguf there.
         qat_scales: "present", or "learned" ones, which train too.
-        format: of the model in low bits; a name of `lowbit.formats.names()`.
+        format: of the model in low bits; a name of `lowbit.formats.names()` that is not of programs.
         targets: patterns of names of weights that `train` or `qat` takes; without it all linear layers but the head.
     """
 
@@ -60,7 +62,11 @@ class LowbitSettings(BaseModel):
     @classmethod
     def _known_optimizer(cls, line: str | None) -> str | None:
         if line is not None:
-            config_lines.optimizer(line)
+            kind, options = config_lines.optimizer(line)
+            try:
+                kind([nn.Parameter(torch.zeros(1))], **{"lr": 1e-3, **options})
+            except TypeError as error:
+                raise ValueError(f"{line}: {error}") from error
         return line
 
     @field_validator("train")
@@ -80,7 +86,7 @@ class LowbitSettings(BaseModel):
     @field_validator("format")
     @classmethod
     def _known_format(cls, name: str) -> str:
-        target_of(name)
+        by_name(name)
         return name
 
     @model_validator(mode="after")
@@ -91,7 +97,25 @@ class LowbitSettings(BaseModel):
             )
         if self.targets is not None and self.train is None and self.qat is None:
             raise ValueError("targets name weights for `train` or `qat`, and neither is given")
+        if self.targets == []:
+            raise ValueError(
+                "targets is empty; name weights, or leave it out for all linear layers"
+            )
+        if self.qat is None:
+            for name in ("qat_scales", "format"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} is of the model that `qat` writes; give `qat`, or leave "
+                        f"{name!r} out"
+                    )
+        else:
+            self.qat_scheme()
         return self
+
+    def qat_scheme(self) -> Any:
+        """The scheme of `qat`, with the scales that `format` stores. FormatError if that holds no such weights."""
+        assert self.qat is not None
+        return grid(self.format, lines.scheme(self.qat))
 
     def filter(self) -> Any:
         """`filter_fn` of `prepare_`."""
@@ -152,7 +176,7 @@ class LowbitPlugin(BasePlugin):
         settings = _settings(cfg)
         if settings.qat is None:
             return []
-        scheme = settings.chosen(lines.scheme(settings.qat))
+        scheme = settings.chosen(settings.qat_scheme())
         self._qat = _ConvertsLater(scheme, settings.filter(), scales=settings.qat_scales)
         return [self._qat]
 
@@ -176,7 +200,7 @@ class LowbitPlugin(BasePlugin):
         qat.finish(model)
         merged = model.merge_and_unload() if hasattr(model, "peft_config") else model
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        out = folder / settings.format
+        out = folder / ("model.gguf" if settings.format == "gguf" else settings.format)
         print(export(merged, out, settings.format, overwrite=True, tokenizer=tokenizer))
 
 

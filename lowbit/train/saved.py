@@ -10,8 +10,9 @@ bytes an element for 16-bit tensors, 1.03 for float32. A block of values x whose
     code = round(126 · x / a)        x ≈ a · (code / 126)        |x - a · code / 126| ≤ a / 252
 
 The largest magnitude of a block and its zeros are exact. Codes 127, -127 and -128 stand for infinity, -infinity and
-NaN, so such an element costs its neighbours nothing. Values round to nearest: the same bits on every rank and after a
-restart.
+NaN, so such an element costs its neighbours nothing. In a block without negative values code -1 stands for a / 504, a
+value that would round to 0: the derivative of ReLU depends on whether its result is 0, and those of log, sqrt and
+division are infinite there. Values round to nearest: the same bits on every rank and after a restart.
 
 The forward pass stays as it is. The backward pass reads rounded values: a linear layer multiplies its gradient by the
 rounded input, and a norm or an activation function takes its derivative there.
@@ -67,6 +68,9 @@ class save_in_int8(torch.autograd.graph.saved_tensors_hooks):
 
     Code compiled by torch.compile hands what it saves to this context too. There 16-bit tensors are rounded and float32
     ones stay. Open the context around the compiled function: within it torch.compile breaks the graph.
+
+    A 16-bit mask of attention is rounded. It is exact where it holds 0 and one other value, or -inf. A large finite
+    number beside a bias, as in ALiBi, takes the bias from its block: write -inf there.
 
     A rounded tensor may change in place afterwards, because backward reads the values that were saved. For a tensor
     that stays as it is, backward raises, as without this context. Autograd does not count changes by `.data`.
@@ -212,6 +216,7 @@ class _Codes:
     Attributes:
         codes: int8 [blocks, 128]; the last block is padded with zeros.
         scale: [blocks, 1] in the dtype of the values, the largest finite magnitude of a block; 1 for a block of zeros.
+            Below 0 for a block without negative values.
         count: elements.
         source: the storage.
     """
@@ -226,7 +231,10 @@ class _Codes:
         for out, codes, scale in zip(
             *(t.split(_PIECE) for t in (values, self.codes, self.scale)), strict=True
         ):
-            x = codes.float().div_(_MOST).mul_(scale.float())
+            largest = scale.float().abs()
+            x = codes.float().div_(_MOST).mul_(largest)
+            small = largest.div_(4 * _MOST).clamp_min_(torch.finfo(dtype).smallest_normal)
+            x = torch.where((codes == -1) & (scale < 0), small, x)
             x.masked_fill_(codes == _MOST + 1, math.inf).masked_fill_(
                 codes == -_MOST - 1, -math.inf
             )
@@ -242,10 +250,13 @@ def _encode(flat: Tensor, source: StorageWeakRef) -> _Codes:
         flat.split(_PIECE * _BLOCK), made.split(_PIECE), scale.split(_PIECE), strict=True
     ):
         x = F.pad(part.float(), (0, -part.numel() % _BLOCK)).view(-1, _BLOCK)
-        largest = x.nan_to_num(0, 0, 0).abs_().amax(1, keepdim=True)
-        scales.copy_(largest.masked_fill_(largest == 0, 1))
-        x = (x / largest).mul_(_MOST).round_().clamp_(-_MOST - 1, _MOST + 1)
-        codes.copy_(x.nan_to_num_(nan=-128))
+        low, high = x.nan_to_num(0, 0, 0).aminmax(dim=1, keepdim=True)
+        largest = torch.maximum(-low, high)
+        largest.masked_fill_(largest == 0, 1)
+        scales.copy_(torch.where(low < 0, largest, -largest))
+        code = (x / largest).mul_(_MOST).round_().clamp_(-_MOST - 1, _MOST + 1)
+        code.masked_fill_((code == 0) & (x > 0) & (low >= 0), -1)
+        codes.copy_(code.nan_to_num_(nan=-128))
     return _Codes(made, scale, flat.numel(), source)
 
 

@@ -136,6 +136,12 @@ def test_the_settings_of_the_page_are_right() -> None:
         ({"qat": "int4", "train": "int8"}, "leave one of them out"),
         ({"qat": "int4", "format": "zip"}, "zip"),
         ({"targets": ["*"]}, "neither is given"),
+        ({"targets": [], "qat": "int4"}, "targets is empty"),
+        ({"qat": "int4", "format": "onnx"}, "unknown format 'onnx'; accepted: "),
+        ({"qat": "nf4"}, "compressed-tensors cannot hold|compressed-tensors holds"),
+        ({"train": "int8", "format": "lowbit"}, "give `qat`, or leave 'format' out"),
+        ({"qat_scales": "learned"}, "give `qat`, or leave 'qat_scales' out"),
+        ({"optimizer": "AdamW4bit(foo=1)"}, "unexpected keyword argument 'foo'; accepted: lr"),
     ],
 )
 def test_mistakes(settings: dict[str, Any], message: str) -> None:

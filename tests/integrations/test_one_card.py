@@ -188,6 +188,7 @@ def test_what_a_step_keeps() -> None:
         (["--set", "weights=int3"], "weights is int3; accepted: int8 or int4"),
         (["--set", "lr=0"], "lr is 0; accepted: finite and above 0"),
         (["--set", "context=90000"], "tokens are too few for sequences of 90000"),
+        (["--set", "model.dim=3"], "with NAME one of steps, "),
         (["--model", "9b"], "--model 9b: accepted: a folder with config.json, or"),
     ],
 )

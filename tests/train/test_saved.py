@@ -113,6 +113,55 @@ def test_special_values_cost_their_neighbours_nothing() -> None:
     assert torch.equal(round_trip(tiny), tiny)
 
 
+def test_small_positive_values_do_not_become_zero() -> None:
+    x = torch.cat([torch.tensor([0.0, 1e-6, 0.003, 1.0]), torch.rand(124)])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for largest in (1.0, 2.0**-12):
+            values = (x * largest).to(dtype)
+            read = round_trip(values)
+            assert torch.equal(read == 0, values == 0) and (read >= 0).all()
+            bound = largest / 252 + values.double() * torch.finfo(dtype).eps
+            bound += torch.finfo(dtype).smallest_normal
+            assert ((read.double() - values.double()).abs() <= bound).all()
+    special = x.clone()
+    special[4:7] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    read = round_trip(special)
+    torch.testing.assert_close(read[4:7], special[4:7], equal_nan=True)
+    assert read[0] == 0 < read[1] < 1 / 252
+
+
+def test_relu_and_logarithm_keep_their_derivatives() -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    x = torch.randn(128, 64)
+
+    def gradient() -> Tensor:
+        model.zero_grad()
+        (model(x) * torch.linspace(-1, 1, 64)).sum().backward()
+        return model[0].weight.grad.clone()
+
+    plain = gradient()
+    with save_in_int8(model, min_numel=1):
+        rounded = gradient()
+    assert (rounded - plain).norm() < 0.01 * plain.norm()
+    positive = torch.tensor([1e-3, 100.0]).requires_grad_()
+    with save_in_int8(NOTHING, min_numel=1):
+        (positive * 1).log().sum().backward()
+    assert positive.grad is not None and positive.grad.isfinite().all()
+
+
+def test_a_mask_of_infinities_keeps_the_bias_beside_it() -> None:
+    mask = torch.randn(64, 64).masked_fill(torch.ones(64, 64).triu(1).bool(), -torch.inf)
+    mask = mask.bfloat16()
+    q, k, v = (torch.randn(1, 2, 64, 16, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    grads = []
+    for min_numel in (10**9, 1):
+        with save_in_int8(NOTHING, min_numel=min_numel):
+            y = F.scaled_dot_product_attention(q * 1, k * 1, v * 1, attn_mask=mask)
+        grads.append(torch.autograd.grad(y.float().square().sum(), (q, k, v)))
+    for plain, rounded in zip(*grads, strict=True):
+        assert (rounded - plain).norm() < 0.06 * plain.norm()
+
+
 def test_empty_tensors_and_small_ones_stay() -> None:
     x = torch.randn(0, 8).requires_grad_() * 1
     count = Count(NOTHING, min_numel=1)
