@@ -187,8 +187,8 @@ class Folder:
         """The settings of a folder whose config.json has none, as ModelOpt wrote them at first."""
         if not _is_file(self.path / HF_QUANT_CONFIG):
             return None
-        found = self._json(HF_QUANT_CONFIG)
-        return {"quant_method": "modelopt", **found.get("quantization", {})}
+        found = self._json(HF_QUANT_CONFIG).get("quantization")
+        return {"quant_method": "modelopt", **found} if found else None
 
     def _find_shards(self) -> dict[str, TensorFile]:
         if (self.path / INDEX).is_file():

@@ -30,7 +30,13 @@ from recipes import text  # noqa: E402
 from tests.integrations.models import is_inner_linear  # noqa: E402
 
 TEXTS = [f"line {i} of {i * i}, and {i + 1} follows" for i in range(300)]
-LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_modules": ["q_proj"]}
+LORA = {
+    "adapter": "lora",
+    "lora_r": 8,
+    "lora_alpha": 16,
+    "lora_target_modules": ["q_proj"],
+    "learning_rate": 1e-2,
+}
 
 
 @pytest.fixture(scope="module")
