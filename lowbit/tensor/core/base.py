@@ -47,6 +47,7 @@ InnerShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SPECIAL = {
     *(_SET_DATA, Tensor.share_memory_, Tensor.data_ptr, Tensor.is_shared, Tensor.__setitem__),
+    Tensor.is_contiguous,
     *(*READS, *CONTRACTIONS),
 }
 """The functions that need more than torch's own implementation."""
@@ -55,6 +56,11 @@ _SPECIAL = {
 def stored_shape(tensor: Any, shape: Sequence[int]) -> tuple[int, ...]:
     """The shape in which `tensor` stores one of this logical shape: its last two dimensions swapped if transposed."""
     return (*shape[:-2], shape[-1], shape[-2]) if tensor.transposed else tuple(shape)
+
+
+def is_turned_stack(tensor: Any) -> bool:
+    """True for a stack of matrices that are stored the other way."""
+    return getattr(tensor, "transposed", False) and tensor.ndim == 3
 
 
 class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
@@ -452,6 +458,14 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
             return next(iter(args[0].inner_tensors().values())).data_ptr()
         if func is Tensor.is_shared:
             return all(t.is_shared() for t in args[0].inner_tensors().values())
+        # FSDP2 shards no parameter that is not contiguous. The experts of a transposed stack lie one after another.
+        if (
+            func is Tensor.is_contiguous
+            and len(args) == 1
+            and not kwargs
+            and is_turned_stack(args[0])
+        ):
+            return True
         if func is Tensor.__getitem__ and (at := index_in_graph(args[1])) is not None:
             return args[0][at][0]
         if func is Tensor.__setitem__ and isinstance(args[0], LowbitTensor) and write(*args):
