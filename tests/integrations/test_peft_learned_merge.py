@@ -204,6 +204,24 @@ def test_stacked_experts(make: Any) -> None:
         assert not changed(before, model)
 
 
+def test_changed_biases_count_once() -> None:
+    """LoRA with `lora_bias` also changes the base layer's bias, which the reference of the losses must not keep."""
+    model, given = packed(attention_bias=True), batches()
+    options = {"target_modules": ["q_proj", "k_proj"], "lora_bias": True}
+    model = adapted(model, std=0.1, **options)
+    before, expected = bits(model), outputs(model, given)
+    report = lowbit.peft.merge_(model, batches=given, steps=QUICK)
+    losses = report.losses
+    assert losses is not None
+    now = held_out_kl(expected, outputs(model, given))
+    assert now == pytest.approx(min(losses.learned, losses.requantized), rel=1e-3)
+    report.unmerge_()
+    with model.disable_adapter():
+        without = held_out_kl(expected, outputs(model, given))
+    assert losses.without == pytest.approx(without, rel=1e-3)
+    assert not changed(before, model)
+
+
 def test_in_bfloat16_the_sum_is_not_rounded_first() -> None:
     """Changes below bfloat16's own spacing are in what is rounded."""
     model = adapted(packed().bfloat16(), std=1e-4)
