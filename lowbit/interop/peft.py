@@ -299,7 +299,7 @@ class _Learn:
     def __init__(self, model: nn.Module, batches: Iterable[Any], steps: Any) -> None:
         self.model, self.batches = model, usable_batches(model, batches)
         self.steps = checked_steps(STEPS if steps is None else steps)
-        if changing := [step.method for step in self.steps if step.folds]:
+        if changing := [step.method for step in self.steps if step.comes_first]:
             raise ValueError(
                 f"{changing[0]} changes the model in high precision, and a merge rounds into the scheme that the base "
                 "has; accepted: steps that round, such as [GPTQ(), LearnedRounding(over='model')]"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lowbit as lb
 import lowbit.peft
-from lowbit.inference import AWQ, GPTQ, Layer, LearnedRounding, Search, Step
+from lowbit.inference import AWQ, GPTQ, Layer, LearnedRounding, Rotate, Search, Step
 from tests.integrations.models import VOCABULARY, gpt_oss, is_inner_linear, llama, qwen3_moe
 
 peft = pytest.importorskip("peft")
@@ -294,6 +294,8 @@ def test_bad_input_leaves_the_model_as_it_was() -> None:
         merge(model, batches=batches(), steps=["GPTQ"])
     with pytest.raises(ValueError, match="AWQ changes the model in high precision"):
         merge(model, batches=batches(), steps=[AWQ(), GPTQ()])
+    with pytest.raises(ValueError, match="Rotate changes"):
+        merge(model, batches=batches(), steps=[Rotate(folded=False), GPTQ()])
 
     class Fails(Step):
         def apply(self, layer: Layer) -> None:
