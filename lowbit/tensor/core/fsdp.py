@@ -126,8 +126,8 @@ class FSDPHooks:
     """Mixin of LowbitTensor: `fsdp_pre_all_gather` and `fsdp_post_all_gather`."""
 
     def is_contiguous(self: Any, memory_format: Any = torch.contiguous_format) -> bool:
-        """As for a plain tensor of these strides, but True for a transposed stack: FSDP2 shards no other parameter, and
-        the experts that it shards lie one after another."""
+        """As for a plain tensor of these strides, but True for a transposed stack. FSDP2 takes contiguous parameters
+        alone, and the experts that it shards lie one after another."""
         is_stack = self.transposed and self.ndim == 3 and memory_format is torch.contiguous_format
         return is_stack or torch.Tensor.is_contiguous(self, memory_format=memory_format)
 
