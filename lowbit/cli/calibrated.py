@@ -78,8 +78,8 @@ def calibrate(
     tokens = tokens_of(path, data, WINDOWS * length if limit is None else limit)
     if len(tokens) < length and (limit is None or limit >= length):
         raise ValueError(
-            f"{data} has {len(tokens):,} tokens, and a window {length:,}; accepted: a text of one window or more, "
-            f"better of {WINDOWS}, or shorter windows by --context"
+            f"{data} has {len(tokens):,} tokens, and a window has {length:,}; accepted: a text of at least one window, "
+            f"if possible {WINDOWS} of them, or shorter windows by --context"
         )
     windows = windows_of(tokens, length, batch)
     batches = [{"input_ids": window, "use_cache": False} for window in windows]

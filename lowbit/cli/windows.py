@@ -39,7 +39,7 @@ def tokens_of(model: Path, data: Path, limit: int | None) -> Tensor:
     size = -1 if limit is None else _CHARACTERS * limit
     text, tokenizer = text_of(data, size), tokenizer_of(model)
     ids: list[int] = tokenizer(text)["input_ids"]
-    # The last tokens of a part may be others in the whole text, so there have to be some more.
+    # Where a part ends, its last tokens may differ from those of the whole text: read a few tokens more.
     while limit is not None and len(ids) < limit + _SPARE and len(text) == size:
         size *= 2
         text = text_of(data, size)

@@ -39,7 +39,7 @@ _MATRIX = re.compile(r"(.*\.experts)\.(\d+)\.([a-z0-9_]+)\.weight")
 
 
 Matrix = tuple[int, int]
-"""An expert, and 0 or, for `up`, 1. For a convolution 0, and which of three."""
+"""The number of an expert, and of a part: 1 for `up`, else 0. For a convolution 0, and 0, 1 or 2 for q, k or v."""
 
 
 @dataclass(frozen=True)
@@ -326,8 +326,8 @@ def check_whole(stack: str, matrices: Collection[Matrix]) -> None:
 
 
 def stack_of(matrices: dict[Matrix, Tensor], is_single: bool = False) -> Tensor:
-    """The stack of all matrices, gate above up, or what one expert `is_single` has. Empties `matrices`, so that they
-    are in memory twice at most. Raises FormatError as `stacked` does."""
+    """The stack of all experts, each with gate above up. `is_single`: the matrix of the only expert, without a stack.
+    Empties `matrices`, so that they are in memory twice at most. Raises FormatError as `stacked` does."""
     experts: dict[int, list[Matrix]] = {}
     for key in sorted(matrices):
         experts.setdefault(key[0], []).append(key)

@@ -184,11 +184,12 @@ class Folder:
         return read_json(path)
 
     def _of_modelopt(self) -> Mapping[str, Any] | None:
-        """The settings of a folder whose config.json has none, as ModelOpt wrote them at first."""
+        """The settings of a folder whose config.json has none, as ModelOpt wrote them at first. None: the file says
+        nothing of weights, such as that of a plain model whose key-value cache is in float8."""
         if not _is_file(self.path / HF_QUANT_CONFIG):
             return None
-        found = self._json(HF_QUANT_CONFIG).get("quantization")
-        return {"quant_method": "modelopt", **found} if found else None
+        found = self._json(HF_QUANT_CONFIG).get("quantization") or {}
+        return {"quant_method": "modelopt", **found} if found.get("quant_algo") else None
 
     def _find_shards(self) -> dict[str, TensorFile]:
         if (self.path / INDEX).is_file():

@@ -181,7 +181,7 @@ class LowbitPlugin(BasePlugin):
         return [self._qat]
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Give the Trainer lowbit's optimizer. Axolotl calls the hook `create_optimizer` of no plug-in."""
+        """Give the Trainer lowbit's optimizer. Axolotl never calls the hook `create_optimizer` of plug-ins."""
         settings = _settings(cfg)
         if settings.optimizer is not None:
             trainer.optimizer_cls_and_kwargs = optimizer(settings.optimizer, trainer.args)

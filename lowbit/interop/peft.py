@@ -34,7 +34,11 @@ from lowbit.convert.owners import find_owners
 from lowbit.convert.siblings import family_of
 from lowbit.inference.calibration.batches import usable_batches
 from lowbit.inference.calibration.call import checked_steps
-from lowbit.inference.calibration.learned_rounding import LearnedRounding, mean_losses
+from lowbit.inference.calibration.learned_rounding import (
+    LearnedRounding,
+    mean_losses,
+    originals,
+)
 from lowbit.inference.calibration.report import CalibrationReport
 from lowbit.inference.calibration.run import Run
 from lowbit.inference.calibration.stages import block_of
@@ -295,7 +299,7 @@ class _Learn:
     def __init__(self, model: nn.Module, batches: Iterable[Any], steps: Any) -> None:
         self.model, self.batches = model, usable_batches(model, batches)
         self.steps = checked_steps(STEPS if steps is None else steps)
-        if changing := [step.method for step in self.steps if step.folds]:
+        if changing := [step.method for step in self.steps if step.comes_first]:
             raise ValueError(
                 f"{changing[0]} changes the model in high precision, and a merge rounds into the scheme that the base "
                 "has; accepted: steps that round, such as [GPTQ(), LearnedRounding(over='model')]"
@@ -315,7 +319,7 @@ class _Learn:
         own = [s.loss for s in self.steps if isinstance(s, LearnedRounding) and s.over == "model"]
         loss = own[-1] if own else None
         with torch.compiler.set_stance("force_eager"), eval_mode(self.model):
-            with self._in_place([s.before.weight(s) for s in sums if s.before is not None]):
+            with self._base():
                 without = self._measured(loss)
             requantized = self._measured(loss)
             report.calibration = self._calibrated()
@@ -365,20 +369,21 @@ class _Learn:
         with ExitStack() as stack:
             for s in self.sums:
                 stack.enter_context(_apart(s.layer))
-            weights = [s.before.weight(s) for s in self.sums if s.before is not None]
-            stack.enter_context(self._in_place(weights))
+            stack.enter_context(self._base())
             return call(self.model, self.batches[number])
 
     @contextmanager
-    def _in_place(self, weights: Sequence[Tensor]) -> Iterator[None]:
-        """The context in which the base layers have these weights."""
-        held = [getattr(s.layer.get_base_layer(), _attribute(s.layer)) for s in self.sums]
+    def _base(self) -> Iterator[None]:
+        """The context in which the base layers have their weights and biases from before the merge."""
+        kept = [(s, s.before) for s in self.sums if s.before is not None]
+        held = [getattr(s.layer.get_base_layer(), _attribute(s.layer)) for s, _ in kept]
         try:
-            for s, weight in zip(self.sums, weights, strict=True):
-                s.put(weight)
-            yield
+            for s, before in kept:
+                s.put(before.weight(s))
+            with originals((), [pair for s, before in kept for pair in before.biases(s)]):
+                yield
         finally:
-            for s, weight in zip(self.sums, held, strict=True):
+            for (s, _), weight in zip(kept, held, strict=True):
                 s.put(weight)
 
 
@@ -462,6 +467,10 @@ class _Kept:
         """What the weight of a sum was."""
         found = next(t for p, t in self.tensors if p is of.held)
         return nn.Parameter(found, requires_grad=False)
+
+    def biases(self, of: _Sum) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameters beside the weight of a sum, with what they were. LoRA with `lora_bias` and IA3 change them."""
+        return [(p, t) for p, t in self.tensors if p is not of.held]
 
     def restore(self) -> None:
         with torch.no_grad():

@@ -245,7 +245,8 @@ class Spec(_Computed):
 
     def same_values(self, other: Spec) -> bool:
         """True if codes and scales mean the same values under both specs. The two symmetric mappings choose different
-        scales but decode them alike. So do specs that differ in `scale_dtype`, and those of NVFP4."""
+        scales but decode them alike. So do specs that differ in `scale_dtype`, and the scale formats "e4m3" and
+        "e4m3_inverse"."""
         own, others = (
             replace(s, scale_dtype=None, scale_format="e4m3")
             if s.scale_format == "e4m3_inverse"

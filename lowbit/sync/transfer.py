@@ -97,9 +97,11 @@ def send(
         known = _common([message["known"] for message in way.hear()])
         sent = _send_all(changed(found, known), way, largest)
     except Exception as error:
-        take_part_in_the_rest()
         with suppress(Exception):  # the receivers may be gone
             way.put({"error": f"{type(error).__name__}: {error}"})
+        if source.is_shared:
+            with suppress(Exception):  # the first error is the one to report
+                take_part_in_the_rest()
         raise
     way.put({"end": True})
     return sent

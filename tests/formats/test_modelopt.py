@@ -123,6 +123,16 @@ def test_settings_in_a_file_of_their_own(tmp_path: Path) -> None:
     assert (tmp_path / "back/hf_quant_config.json").is_file()
 
 
+def test_a_cache_in_float8_leaves_the_weights_plain(tmp_path: Path) -> None:
+    model = Model()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    text = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": text}))
+    made = opened(tmp_path)
+    assert torch.equal(made.first.weight, model.first.weight)
+
+
 @pytest.mark.parametrize("static", [True, False])
 def test_float8_layers(static: bool, tmp_path: Path) -> None:
     folder = tmp_path / "out"

@@ -261,7 +261,7 @@ def test_as_much_of_a_text_is_read_as_it_takes(
 REFUSED = {
     "quantize model --scheme int8_int8_static --out out": "give --data TEXT",
     "quantize model --data short.txt --out out": "has 1 tokens",
-    "quantize model --data few.txt --out out": "30 tokens, and a window 64; accepted",
+    "quantize model --data few.txt --out out": "30 tokens, and a window has 64; accepted",
     "quantize model --data binary --out out": "not a text in UTF-8",
     "quantize model --batch 4 --out out": "--batch is for a calibration: give --data TEXT",
     "quantize model --data text.txt --layers model.embed_tokens=int8 --out out": "of an embedding",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lowbit as lb
 import lowbit.peft
-from lowbit.inference import AWQ, GPTQ, Layer, LearnedRounding, Search, Step
+from lowbit.inference import AWQ, GPTQ, Layer, LearnedRounding, Rotate, Search, Step
 from tests.integrations.models import VOCABULARY, gpt_oss, is_inner_linear, llama, qwen3_moe
 
 peft = pytest.importorskip("peft")
@@ -204,6 +204,24 @@ def test_stacked_experts(make: Any) -> None:
         assert not changed(before, model)
 
 
+def test_changed_biases_count_once() -> None:
+    """LoRA with `lora_bias` also changes the base layer's bias, which the reference of the losses must not keep."""
+    model, given = packed(attention_bias=True), batches()
+    options = {"target_modules": ["q_proj", "k_proj"], "lora_bias": True}
+    model = adapted(model, std=0.1, **options)
+    before, expected = bits(model), outputs(model, given)
+    report = lowbit.peft.merge_(model, batches=given, steps=QUICK)
+    losses = report.losses
+    assert losses is not None
+    now = held_out_kl(expected, outputs(model, given))
+    assert now == pytest.approx(min(losses.learned, losses.requantized), rel=1e-3)
+    report.unmerge_()
+    with model.disable_adapter():
+        without = held_out_kl(expected, outputs(model, given))
+    assert losses.without == pytest.approx(without, rel=1e-3)
+    assert not changed(before, model)
+
+
 def test_in_bfloat16_the_sum_is_not_rounded_first() -> None:
     """Changes below bfloat16's own spacing are in what is rounded."""
     model = adapted(packed().bfloat16(), std=1e-4)
@@ -276,6 +294,8 @@ def test_bad_input_leaves_the_model_as_it_was() -> None:
         merge(model, batches=batches(), steps=["GPTQ"])
     with pytest.raises(ValueError, match="AWQ changes the model in high precision"):
         merge(model, batches=batches(), steps=[AWQ(), GPTQ()])
+    with pytest.raises(ValueError, match="Rotate changes"):
+        merge(model, batches=batches(), steps=[Rotate(folded=False), GPTQ()])
 
     class Fails(Step):
         def apply(self, layer: Layer) -> None:

@@ -67,7 +67,7 @@ class Rotate(Step):
         return True
 
     def begin(self, targets: Sequence[Target]) -> dict[int, str]:
-        """Rotate the inputs of all linears as products run; `fold` takes those out to which it folds a rotation."""
+        """Choose online rotations for all linears; `fold` drops those of the linears into which it folds one."""
         self._sizes.clear()
         notes: dict[int, str] = {}
         for target in targets:

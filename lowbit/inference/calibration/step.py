@@ -185,8 +185,8 @@ class Step:
         Step.kinds.setdefault(cls.__name__, cls)
 
     def begin(self, targets: Sequence[Target]) -> dict[int, str]:
-        """Called with all weights before the first batch. Returns notes as `fold` does, which counts where both have
-        one. Raises ValueError for a weight that the step does not take."""
+        """Called with all weights before the first batch. Returns notes as `fold` does. Where both have a note on a
+        module, that of `fold` counts. Raises ValueError for a weight that the step does not take."""
         return {}
 
     def fold(
