@@ -226,9 +226,8 @@ class Likeness:
         joint = [self._format.joint(weight) for weight in weights]
         for key in {key for own in joint for key in own}:
             first, *others = (own[key].flatten() for own in joint if key in own)
-            is_missing = 1 + len(others) < len(
-                names
-            )  # a sibling in another form, which lossy=True rounds
+            # A sibling may have another form, which lossy=True rounds.
+            is_missing = 1 + len(others) < len(names)
             if is_missing or any(not torch.equal(first, t) for t in others):
                 raise FormatError(
                     f"servers merge {', '.join(map(layer_of, names))} into one layer with one {key}, and theirs "
