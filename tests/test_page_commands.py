@@ -153,9 +153,10 @@ def check_module(module: str, options: list[str], monkeypatch: pytest.MonkeyPatc
         return None
     if module.startswith("recipes.torchtitan"):
         pytest.importorskip("torchtitan")
-    if module.startswith("recipes.packed"):
+    if module.startswith(("recipes.packed", "recipes.one_card")):
         pytest.importorskip("transformers")
-        pytest.importorskip("peft")
+        if module != "recipes.one_card":
+            pytest.importorskip("peft")
     monkeypatch.setattr(sys, "argv", [module, *options])
     stop_after_parsing(monkeypatch)
     with pytest.raises(Parsed):

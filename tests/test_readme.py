@@ -346,7 +346,7 @@ def test_names_in_backticks_are_lowbits() -> None:
     foreign |= {"MatMulNBits", "GatherBlockQuantized", "DequantizeLinear"}
     foreign |= {"Accelerator", "PeftModel", "TorchAoConfig"}
     foreign |= {"AWQModifier", "GPTQModifier", "QuantizeConfig"}
-    foreign |= {"SpinQuantModifier", "QuIPModifier", "Path"}
+    foreign |= {"SpinQuantModifier", "QuIPModifier", "Path", "SFTTrainer"}
     foreign |= {
         "KVCache",
         "LowbitConfig",

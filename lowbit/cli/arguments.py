@@ -9,7 +9,7 @@ import typer
 
 FORMATS = (
     *("lowbit", "compressed-tensors", "fp8", "gptq", "gptq_v2", "awq"),
-    *("bitsandbytes-int8", "bitsandbytes-4bit", "mxfp4", "torchao", "gguf"),
+    *("bitsandbytes-int8", "bitsandbytes-4bit", "mxfp4", "modelopt", "torchao", "gguf"),
 )
 """The names of `lowbit.formats.registry.FORMATS`, whose import takes seconds. A test compares the two."""
 

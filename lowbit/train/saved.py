@@ -61,10 +61,10 @@ class save_in_int8(torch.autograd.graph.saved_tensors_hooks):
       of `log_softmax`;
     - one value a row (a last dimension of 1), as the statistics of norms that are written in PyTorch operations.
 
-    A value below 1/252 of its block's largest one becomes 0. Keep operations that divide by what they save out of the
-    context: logarithms, square roots, division by an activation. Their gradients may become infinite. torch calls the
-    innermost hooks alone. So `torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)` around an operation
-    keeps what it saves exact.
+    A value below 1/252 of its block's largest one becomes 0, or the smallest code in a block without negative values.
+    Keep operations that divide by what they save out of the context: logarithms, square roots, division by an
+    activation. Their gradients may be far off, or infinite. torch calls the innermost hooks alone. So
+    `torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)` around an operation keeps what it saves exact.
 
     Code compiled by torch.compile hands what it saves to this context too. There 16-bit tensors are rounded and float32
     ones stay. Open the context around the compiled function: within it torch.compile breaks the graph.

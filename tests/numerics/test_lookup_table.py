@@ -280,7 +280,10 @@ def test_absmax_values_of_rows_and_in_one_list() -> None:
             "must be 'symmetric'",
         ),
         (lambda: lb.Spec(lb.Int(4), lb.PerRow(), scale_format="e8m0"), "is for a LookupTable"),
-        (lambda: lb.Spec(lb.NF4, lb.PerRow(), scale_format="e5m2"), "float, e8m0, e4m3, e4m3_inverse, double"),
+        (
+            lambda: lb.Spec(lb.NF4, lb.PerRow(), scale_format="e5m2"),
+            "float, e8m0, e4m3, e4m3_inverse, double",
+        ),
         (
             lambda: lb.Scheme(lb.Spec(lb.NF4, lb.PerRow()), lb.Spec(lb.NF4, lb.PerToken())),
             "is for weights.*Int",

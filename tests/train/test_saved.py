@@ -292,8 +292,9 @@ def test_inner_hooks_keep_what_is_divided_by() -> None:
         rounded = (x * 1).log()
         with torch.autograd.graph.saved_tensors_hooks(same, same):
             exact = (x * 1).log()
-    assert torch.autograd.grad(rounded.sum(), x)[0].isinf().any()
-    assert torch.equal(torch.autograd.grad(exact.sum(), x)[0], 1 / x.detach())
+    expected = 1 / x.detach()
+    assert (torch.autograd.grad(rounded.sum(), x)[0] - expected).abs().max() > 10
+    assert torch.equal(torch.autograd.grad(exact.sum(), x)[0], expected)
 
 
 def gradients(model: Llama, tokens: Tensor, context: Any) -> tuple[Tensor, dict[str, Tensor]]:
