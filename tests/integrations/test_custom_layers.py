@@ -24,6 +24,7 @@ SCHEMES = {
     "bitsandbytes-int8": lb.Int8WeightOnly(),
     "bitsandbytes-4bit": lb.NF4WeightOnly(64),
     "mxfp4": lb.MXFP4WeightOnly(),
+    "modelopt": lb.NVFP4WeightOnly(),
     "torchao": lb.Int8WeightOnly(),
 }
 """Those that each format takes for a linear."""
