@@ -20,7 +20,7 @@ from lowbit.files import digests
 from lowbit.files.tensor_file import TensorFile
 from lowbit.formats.base import Format, FormatError
 from lowbit.formats.experts import published
-from lowbit.formats.folder import open_shard
+from lowbit.formats.folder import Folder, open_shard
 from lowbit.formats.gguf.format import Gguf
 from lowbit.formats.like import Likeness
 from lowbit.formats.programs.base import ProgramFormat
@@ -69,19 +69,19 @@ def stream(
         FormatError, a ValueError: a weight that the format cannot hold, by name; another format; adapters of PEFT.
         ValueError: NaN or infinite values of a weight that is rounded.
     """
-    check_choice(format, like)
-    for stored, _, differs in changed(weights(TrainedModel(model), format, like, lossy), known):
+    written = chosen(format, like)
+    for stored, _, differs in changed(weights(TrainedModel(model), written, lossy), known):
         if differs:
             yield from stored.items()
 
 
-def check_choice(format: str | None, like: Any) -> None:
-    """Raise FormatError for both, and for a format that is not written as named tensors."""
+def chosen(format: str | None, like: str | os.PathLike[str] | None) -> Format | Folder:
+    """The format of this name, or the folder of `like`. Raises FormatError for both, for a format that is not written
+    as named tensors, and for a folder without low-bit weights."""
     if like is None:
-        folder_format(format)
-    else:
-        refuse_options({"format": format}, "like= takes the format of a folder")
-        folder_like(like)
+        return folder_format(format)
+    refuse_options({"format": format}, "like= takes the format of a folder")
+    return folder_like(like)
 
 
 def folder_format(name: str | None) -> Format:
@@ -100,18 +100,14 @@ def named(source: Source, target: Format) -> Source:
     return published(source) if target.holds_experts else source
 
 
-def weights(
-    source: TrainedModel, format: str | None, like: str | os.PathLike[str] | None, lossy: bool
-) -> Iterator[Stored]:
-    """The tensors of each weight of `source`, contiguous."""
-    if like is not None:
-        folder = folder_like(like)
-        assert folder.format is not None
-        report = ExportReport(format=folder.format.name, path=str(folder.path))
-        yield from Likeness(folder, source, lossy, report).weights()
+def weights(source: TrainedModel, written: Format | Folder, lossy: bool) -> Iterator[Stored]:
+    """The tensors of each weight of `source`, contiguous, in a format or as in a folder."""
+    if isinstance(written, Folder):
+        assert written.format is not None
+        report = ExportReport(format=written.format.name, path=str(written.path))
+        yield from Likeness(written, source, lossy, report).weights()
         return
-    target = folder_format(format)
-    for _, stored, _ in walk(named(source, target), target, lossy, f"packing {target.name}"):
+    for _, stored, _ in walk(named(source, written), written, lossy, f"packing {written.name}"):
         yield {name: t.detach().contiguous() for name, t in stored.items()}
 
 

@@ -22,7 +22,7 @@ from lowbit.files import digests
 from lowbit.formats.shards import size_in_bytes
 from lowbit.sync.channels import Channel, Message, channel
 from lowbit.sync.source import TrainedModel
-from lowbit.sync.streaming import Known, Stored, changed, check_choice, weights
+from lowbit.sync.streaming import Known, Stored, changed, chosen, weights
 
 _ALIGNMENT = 16
 """Bytes: each tensor of a bucket begins at a multiple of them, so that the receiver views it in its dtype."""
@@ -76,10 +76,9 @@ def send(
         FormatError and ValueError: as `stream` does. Receivers then raise SyncError.
         TypeError, ValueError: another `through`, or a group in which this rank is not the first.
     """
-    check_choice(format, like)
-    largest = size_in_bytes(bucket, "bucket")
+    written, largest = chosen(format, like), size_in_bytes(bucket, "bucket")
     source = TrainedModel(model)
-    found = weights(source, format, like, lossy)
+    found = weights(source, written, lossy)
 
     def take_part_in_the_rest() -> None:
         if like is None:
