@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -173,17 +174,21 @@ def renamed_by(model: nn.Module) -> Renamed:
     """The names that a class of transformers gives the tensors of published checkpoints, such as `layers.0.attn.wq_a`
     of DeepSeek-V4."""
     prefix = getattr(model, "base_model_prefix", "")
-    rules: list[Any] = []
-    if hasattr(model, "config") and prefix:
-        with suppress(ImportError):
-            from transformers.conversion_mapping import get_model_conversion_mapping
-            from transformers.core_model_loading import WeightRenaming
 
-            found = get_model_conversion_mapping(model, add_legacy=False)
-            rules = [rule for rule in found if isinstance(rule, WeightRenaming)]
+    @cache
+    def rules() -> list[Any]:
+        """Made for the first name that the model does not have: most folders have none."""
+        if hasattr(model, "config") and prefix:
+            with suppress(ImportError):
+                from transformers.conversion_mapping import get_model_conversion_mapping
+                from transformers.core_model_loading import WeightRenaming
+
+                found = get_model_conversion_mapping(model, add_legacy=False)
+                return [rule for rule in found if isinstance(rule, WeightRenaming)]
+        return []
 
     def renamed(name: str) -> list[str]:
-        for rule in rules:
+        for rule in rules():
             name, _ = rule.rename_source_key(name)
         return [name, f"{prefix}.{name}"] if prefix else [name]
 
