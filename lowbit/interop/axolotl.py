@@ -12,12 +12,12 @@ Written against Axolotl 0.19.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from axolotl.integrations.base import BasePlugin
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 from torch import nn
 from transformers import AutoTokenizer
 
@@ -32,6 +32,20 @@ from lowbit.schemes import lines
 OTHERS = ("qat", "quantization", "relora")
 """Settings of Axolotl's that change weights in training, which lowbit's `train` and `qat` cannot share."""
 SHARDED = ("fsdp", "fsdp_config", "deepspeed")
+
+
+def _read_optimizer(line: str) -> None:
+    kind, options = config_lines.optimizer(line)
+    config_lines.check_options(line, kind, {"lr": 1e-3, **options})
+
+
+_READERS: dict[Any, Callable[[str], Any]] = {
+    "optimizer": _read_optimizer,
+    "train": config_lines.training_scheme,
+    "qat": lines.scheme,
+    "format": by_name,
+}
+"""What reads each line, and raises ValueError for one that names nothing."""
 
 
 class LowbitSettings(BaseModel):
@@ -58,36 +72,12 @@ class LowbitSettings(BaseModel):
     format: str = "compressed-tensors"
     targets: list[str] | None = None
 
-    @field_validator("optimizer")
+    @field_validator("optimizer", "train", "qat", "format")
     @classmethod
-    def _known_optimizer(cls, line: str | None) -> str | None:
+    def _known(cls, line: str | None, info: ValidationInfo) -> str | None:
         if line is not None:
-            kind, options = config_lines.optimizer(line)
-            try:
-                kind([nn.Parameter(torch.zeros(1))], **{"lr": 1e-3, **options})
-            except TypeError as error:
-                raise ValueError(f"{line}: {error}") from error
+            _READERS[info.field_name](line)
         return line
-
-    @field_validator("train")
-    @classmethod
-    def _known_training_scheme(cls, line: str | None) -> str | None:
-        if line is not None:
-            config_lines.training_scheme(line)
-        return line
-
-    @field_validator("qat")
-    @classmethod
-    def _known_scheme(cls, line: str | None) -> str | None:
-        if line is not None:
-            lines.scheme(line)
-        return line
-
-    @field_validator("format")
-    @classmethod
-    def _known_format(cls, name: str) -> str:
-        by_name(name)
-        return name
 
     @model_validator(mode="after")
     def _one_scheme(self) -> LowbitSettings:

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import nn
+
 from lowbit import optim
 from lowbit.optim import LowbitOptimizer
 from lowbit.schemes.lines import made, named, parsed
@@ -45,6 +48,14 @@ def optimizer(line: str) -> tuple[type[LowbitOptimizer], dict[str, Any]]:
     """The class and the options of an optimizer. Raises ValueError for an unknown name."""
     name, options = parsed(line, "optimizer", "AdamW8bit(bf16_stochastic_round=True)")
     return named(name.removeprefix(PREFIX), "optimizer", OPTIMIZERS), options
+
+
+def check_options(line: str, kind: type[LowbitOptimizer], options: dict[str, Any]) -> None:
+    """Raise ValueError for an option that an optimizer does not have. `line`: what the message calls it."""
+    try:
+        kind([nn.Parameter(torch.zeros(1))], **options)
+    except TypeError as error:
+        raise ValueError(f"{line}: {error}") from error
 
 
 def training_scheme(line: str) -> TrainingScheme:

@@ -6,8 +6,6 @@ import inspect
 import warnings
 from typing import Any
 
-import torch
-from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from lowbit.convert import adapter_modules
@@ -53,10 +51,8 @@ def optimizer(
         default = known["betas"].default
         given["betas"] = (*betas, *default[len(betas) :])
     chosen = {**{n: v for n, v in given.items() if n in known}, **own, **options}
-    try:  # the Trainer makes the optimizer after it loaded data and model; an error should come now
-        kind([nn.Parameter(torch.zeros(1))], **chosen)
-    except TypeError as error:
-        raise ValueError(f"{name}: {error}") from error
+    # The Trainer makes the optimizer after it loaded data and model; an error should come now.
+    config_lines.check_options(name, kind, chosen)
     return kind, chosen
 
 
