@@ -35,6 +35,7 @@ from lowbit.formats.fp8 import whole_parts, whole_weight
 from lowbit.formats.layer_names import is_listed
 from lowbit.numerics.affine import divide
 from lowbit.numerics.granularity import PerGroup
+from lowbit.numerics.scale_format import E4M3 as E4M3Scales
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
@@ -132,7 +133,7 @@ class ModelOpt(Format):
 
     def grid(self, scheme: Scheme) -> Scheme:
         spec = scheme.weight
-        is_nvfp4 = spec.scale_format.startswith("e4m3") and spec.granularity == PerGroup(GROUP)
+        is_nvfp4 = isinstance(spec.scales, E4M3Scales) and spec.granularity == PerGroup(GROUP)
         return (
             replace(scheme, weight=replace(spec, scale_format=SPEC.scale_format))
             if is_nvfp4

@@ -1,4 +1,4 @@
-"""What a calibration refuses before its first batch is what `lowbit.export` refuses of the finished weights."""
+"""A calibration refuses before its first batch what `lowbit.export` refuses of the finished weights."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from lowbit.numerics.granularity import (
 )
 from lowbit.numerics.lookup_table import E2M1
 from lowbit.numerics.number_format import Float8, Int
+from lowbit.numerics.scale_format import E4M3, E8M0
 from lowbit.tracing import tracer
 from lowbit_kernels.weight_only.weight_operands import HALVES
 
@@ -109,7 +110,7 @@ def has_e2m1_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
         and x.dtype in HALVES
         and activation is not None
         and spec.format == E2M1
-        and (spec.scale_format == "e8m0" or spec.scale_format.startswith("e4m3"))
+        and isinstance(spec.scales, E8M0 | E4M3)
         and activation.format == Float8()
         and isinstance(activation.granularity, PerToken)
         and not activation.static

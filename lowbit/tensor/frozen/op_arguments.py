@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit.numerics.lookup_table import DYNAMIC8, LookupTable
+from lowbit.numerics.scale_format import E4M3, Double
 from lowbit.numerics.spec import Spec, crop
 
 # Names of this module, because looking up an attribute takes as long as some of these calls.
@@ -151,9 +152,9 @@ def _scales(weight: Any) -> tuple[Tensor, Tensor | None]:
     """The scales as the ops take them, and the global scale. Experts, which have a global scale each, have their scales
     decoded before, and so have scales in two steps."""
     spec = weight.spec
-    if spec.scale_format.startswith("e4m3") and weight.scale.ndim == 2:
+    if isinstance(spec.scales, E4M3) and weight.scale.ndim == 2:
         return weight.scale, weight.global_scale
-    if spec.scale_format.startswith("e4m3") or spec.scale_format == "double":
+    if isinstance(spec.scales, E4M3 | Double):
         return weight.scale_values(), None
     scale: Tensor = weight.scale
     return scale.float() if scale.dtype is torch.float64 else scale, None
