@@ -196,7 +196,7 @@ class ClipByHistory:
 
 def prepared_model(name: str, config: Config, device: torch.device) -> Any:
     """The model of a folder or of `SHAPES`, with low-bit weights. It is made on the CPU in bfloat16, which takes about
-    20 GB of host memory for 8B, and moves to the device in low bits."""
+    20 GB of host memory for 8B, and each weight moves to the device before it is rounded."""
     torch.manual_seed(config.seed)
     if name in SHAPES:
         context = max(config.context, 2048)
@@ -208,10 +208,10 @@ def prepared_model(name: str, config: Config, device: torch.device) -> Any:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
     embedding = next(n for n, m in model.named_modules() if m is model.get_input_embeddings())
     scheme = SCHEMES[config.weights]
-    report = lowbit.train.prepare_(model, {embedding: scheme, "*": scheme})
+    report = lowbit.train.prepare_(model, {embedding: scheme, "*": scheme}, device=device)
     print(str(report).splitlines()[0])
     checkpoint_blocks(model)
-    return model.to(device).train()
+    return model.train()
 
 
 def checkpoint_blocks(model: Any) -> None:
@@ -295,7 +295,7 @@ def train(options: argparse.Namespace) -> None:
 def limit_memory(config: Config, device: torch.device) -> None:
     if device.type == "cuda" and config.memory_gib:
         share = config.memory_gib * 2**30 / torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(share, 1.0), device)
+        torch.cuda.set_per_process_memory_fraction(min(share, 1.0))
 
 
 def save(

@@ -24,7 +24,8 @@ class Case:
         """x, size, bits."""
         *rows, width = self.shape
         x = torch.randn(*rows, width * (1 + self.is_slice), device=device)[..., :width]
-        sizes = torch.tensor([1.0, 1e3, 1e-3, 0.0], device=device)
+        huge = 100.0 if dtype == torch.float16 else 1000.0  # 50 times as much is finite
+        sizes = torch.tensor([1.0, huge, 1e-3, 0.0], device=device)
         flat = x.flatten(0, -2) if rows else x[None]
         flat *= sizes.repeat(len(flat) // 4 + 1)[: len(flat), None]
         flat[:, width // 3] *= 50

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from lowbit.convert.replaced import hand_over
@@ -21,6 +23,7 @@ def replace_weights(
     make: Callable[[Target], Tensor],
     trainable: bool,
     note: str | None = None,
+    device: torch.device | str | None = None,
 ) -> Report:
     """Replace each target by `make(target)` in every module that holds it, and complete the report.
 
@@ -34,14 +37,21 @@ def replace_weights(
         make: the new weight of a target.
         trainable: keep `requires_grad`, gradients and hooks.
         note: what the report says of each weight; None for the scheme's description.
+        device: where each weight moves before `make`, with the other parameters and the buffers of its modules.
     """
     owners = {owner.module: None for target in targets for owner in target.owners}
     hide_frozen(owners)
     try:
         with progress("converting weights", sum(t.weight.nbytes for t in targets)) as advance:
             while targets:
-                size = targets[0].weight.nbytes
-                _replace(targets.pop(0), report, make, trainable, note)
+                target = targets.pop(0)
+                size = target.weight.nbytes
+                if device is not None:
+                    for owner in target.owners:
+                        owner.module._apply(lambda t: t.to(device), recurse=False)
+                    first = target.owners[0]
+                    target = replace(target, weight=getattr(first.module, first.attribute))
+                _replace(target, report, make, trainable, note)
                 advance(size)
     finally:
         show_frozen(owners)

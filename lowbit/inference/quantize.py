@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
 from lowbit.convert import (
@@ -37,6 +38,7 @@ def quantize_(
     scheme: Schemes,
     filter_fn: Filter | None = None,
     scales: Scales | None = None,
+    device: torch.device | str | None = None,
 ) -> Report:
     """Quantize the weights of `model` in place, and report what was converted and what was left alone.
 
@@ -67,6 +69,8 @@ def quantize_(
             "searched": with the smallest squared error, by `lowbit.numerics.search`. The search takes about 15 times as
             long; the model is stored and runs the same. None: "searched" for integers of 1 and 2 bits, "minmax" for all
             else.
+        device: where the model is moved, one weight after the other, each quantized there before the next one moves.
+            So a GPU quantizes a model that does not fit there in high precision. None: weights stay where they are.
 
     The report lists all parameters of two or more dimensions with their share of the model's bytes, and the share
     of all parameters that is now in low bits.
@@ -112,7 +116,10 @@ def quantize_(
         report,
         lambda t: quantized(t, scales, joint.get(t.owners[0].fqn)),
         trainable=False,
+        device=device,
     )
+    if device is not None:
+        model.to(device)
     take_input(modules)
     lay_side_by_side(model)
     return report.count(model)
@@ -143,5 +150,6 @@ def quantized(target: Target, scales: Scales | None, joint: Tensor | None) -> Te
         return ConvTensor.quantized(target.weight, target.scheme, scales, of_input)
     turned = is_turned(target)
     weight = target.weight.mT.contiguous() if turned else target.weight
+    joint = joint if joint is None else joint.to(weight.device)
     made = AffineTensor.quantized(weight, target.scheme, scales, of_input, joint)
     return made._transposed() if turned else made

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from lowbit.convert import (
@@ -30,11 +31,16 @@ from lowbit.tensor.trained.trainable import TrainableTensor
 from lowbit.train.prepared import forget_prepared, remember_prepared, was_prepared
 
 
-def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None = None) -> Report:
+def prepare_(
+    model: nn.Module,
+    scheme: TrainingSchemes,
+    filter_fn: Filter | None = None,
+    device: torch.device | str | None = None,
+) -> Report:
     """Make the weights of `model` train by `scheme`, in place. The report lists these weights, and those left alone.
 
-    `scheme`, `filter_fn` and errors are those of `lowbit.quantize_`, with training schemes. Experts stored as [experts,
-    inputs, outputs] have no low-bit products, and are left alone unless the filter takes them.
+    `scheme`, `filter_fn`, `device` and errors are those of `lowbit.quantize_`, with training schemes. Experts stored as
+    [experts, inputs, outputs] have no low-bit products, and are left alone unless the filter takes them.
 
     The parameters are replaced (those of mixed precision share the memory of the old ones; all keep their gradients):
     make the optimizer, and shard, afterwards. Each `nn.Linear` becomes a subclass of it, for tensor parallelism.
@@ -49,8 +55,13 @@ def prepare_(model: nn.Module, scheme: TrainingSchemes, filter_fn: Filter | None
     Also raises ValueError for weights on a GPU that has no such units.
     """
     targets, report = find_targets(model, scheme, filter_fn, TrainingScheme)
+    if device is not None:
+        for target in targets:
+            target.scheme.check(torch.empty(0, dtype=target.weight.dtype, device=device))
     owners = {module for target in targets for module, _, _ in target.owners}
-    report = replace_weights(targets, report, _prepared, trainable=True)
+    report = replace_weights(targets, report, _prepared, trainable=True, device=device)
+    if device is not None:
+        model.to(device)
     make_prepared(owners, [nn.Linear])
     remember_prepared(model, report)
     return report.count(model)
