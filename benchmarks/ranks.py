@@ -53,7 +53,7 @@ def in_ranks(
         # With CUDA, new interpreters: it does not work in a fork of a process that has used it.
         method = forked.start_method(spawned=device == "cuda")
         context = multiprocessing.start_processes(
-            _run_rank, inputs, ranks, join=False, daemon=True, start_method=method
+            _run_rank, inputs, ranks, join=False, start_method=method
         )
         try:
             while not context.join(max(0.0, deadline - time.monotonic()), GRACE_SECONDS):

@@ -50,6 +50,7 @@ from lowbit import (
     Int8Weight,
     qat,
 )
+from lowbit.train import compress_collectives_
 from lowbit_kernels.runtime import launches
 from recipes.llama import Llama, LlamaConfig
 
@@ -92,8 +93,10 @@ class ShardedCandidate(TrainingCandidate):
         most_repeats: timed steps, at most.
         host_repeats: steps of which the host's shortest times are taken.
         most_seconds: the time limit of the processes.
+        compress: `lowbit.train.compress_collectives_`.
     """
 
+    compress: bool = False
     most_repeats: int = 10
     host_repeats: int = 25
     most_seconds: float = 120.0
@@ -167,7 +170,7 @@ class CountedAllGather(DefaultAllGather):
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
-def shard(model: Llama, device: str, traffic: Traffic) -> None:
+def shard(model: Llama, device: str, traffic: Traffic, compress: bool) -> None:
     """`fully_shard` each block and then the model, with counting all-gathers; give each rank its own random seed."""
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     left = traffic.parameters = sum(p.numel() for p in model.parameters())
@@ -179,6 +182,8 @@ def shard(model: Llama, device: str, traffic: Traffic) -> None:
         module.set_custom_all_gather(CountedAllGather(traffic, elements // mesh.size()))
         # gloo has no average
         module.set_force_sum_reduction_for_comms(device == "cpu")
+    if compress:
+        compress_collectives_(model)
     torch.manual_seed(mesh.get_rank())
 
 
@@ -186,7 +191,8 @@ def measure_rank(candidate: ShardedCandidate, repeats: int) -> ShardedCost:
     """The cost on one rank of the process group. RuntimeError when the loss is not finite."""
     on_gpu = candidate.device == "cuda"
     traffic = Traffic()
-    step = training_step(candidate, partial(shard, device=candidate.device, traffic=traffic))
+    sharded = partial(shard, device=candidate.device, traffic=traffic, compress=candidate.compress)
+    step = training_step(candidate, sharded)
     for _ in range(WARM_UP):
         loss = step()
     if not loss.isfinite():
@@ -277,7 +283,8 @@ SHARDED_TABLE = Table(
     legend="All GPUs of one host, at most four. Forward, backward and optimizer step; the median of the slowest rank, "
     "the tokens of all. *gathered*: the bytes that all ranks pass to FSDP2's all-gathers in a step. The same for each "
     "parameter of the model, and for each element of the gathered weights (blocks twice a step). Gradients are reduced "
-    "in bfloat16 and not counted. *8-bit products*: of all ranks in a step. *peak*: the most memory of tensors, by the "
+    "in bfloat16 and not counted. *compressed*: `compress_collectives_`; gradients travel as int8 codes. "
+    "*8-bit products*: of all ranks in a step. *peak*: the most memory of tensors, by the "
     "allocator. *host*: the host's shortest time to issue forward and backward, each with nothing queued.",
 )
 
@@ -290,6 +297,13 @@ def candidates(
     yield make(torch_fused(), products="bf16")
     for name, scheme in SCHEMES.items():
         yield make(adamw8bit, products=name, scheme=scheme)
+    for name in ("bf16", "int8", "QAT int4 g128"):
+        yield make(
+            torch_fused() if name == "bf16" else adamw8bit,
+            products=f"{name}, compressed",
+            scheme=SCHEMES.get(name),
+            compress=True,
+        )
     recomputing = replace(config, recompute=True)
     for name in ("int8", "float8 rowwise"):
         label = f"{name}, recomputed"

@@ -18,12 +18,13 @@ from lowbit.testing.comparison import same_bits, values
 from lowbit.testing.fsdp2 import TwoLinears, batch_of, gradients, shard
 from lowbit.testing.launch import launch
 from lowbit.train.collectives import BLOCK, Int8ReduceScatter
+from tests.distributed.test_bytes import device
 from tests.tensor.cases import CASES, named
 
 
 def reduced(x, op=dist.ReduceOp.SUM, seed=0, name="", dtype=None):
     n = x.numel() // dist.get_world_size()
-    out = torch.empty(n, dtype=dtype or x.dtype)
+    out = torch.empty(n, dtype=dtype or x.dtype, device=x.device)
     Int8ReduceScatter(seed, name)(out, x, dist.group.WORLD, op)
     return out
 
@@ -31,7 +32,7 @@ def reduced(x, op=dist.ReduceOp.SUM, seed=0, name="", dtype=None):
 def gradient_of(rank, world_size, n, dtype=torch.float32):
     """[W · n], whose blocks differ in size by powers of ten."""
     x = values((world_size * n,), 7 + rank, dtype=torch.float64)
-    return (x * 10.0 ** (torch.arange(len(x)) // BLOCK % 7 - 3)).to(dtype)
+    return (x * 10.0 ** (torch.arange(len(x)) // BLOCK % 7 - 3)).to(device(), dtype)
 
 
 def exact(x, rank, world_size):
@@ -90,10 +91,11 @@ def check_special(rank, world_size):
             x.view(world_size, -1)[:, BLOCK + 5] = bad
         found = reduced(x).view(4, BLOCK)
         assert bool(found[1].isnan().all()) and bool(found[[0, 2, 3]].isfinite().all()), bad
-    assert same_bits(reduced(torch.zeros(world_size * n)), torch.zeros(n))
-    tiny = torch.full((world_size * n,), 1e-42)
+    zeros = torch.zeros(world_size * n, device=device())
+    assert same_bits(reduced(zeros), zeros[:n])
+    tiny = torch.full_like(zeros, 1e-42)
     assert bool((reduced(tiny).abs() <= world_size * 2.0**-126).all())
-    assert reduced(torch.empty(0)).shape == (0,)
+    assert reduced(zeros[:0]).shape == (0,)
     for options in ({"op": dist.ReduceOp.MAX}, {"op": dist.ReduceOp.SUM, "async_op": True}):
         with pytest.raises(NotImplementedError, match="accepted"):
             Int8ReduceScatter(0, "")(tiny[:n], tiny, dist.group.WORLD, **options)
@@ -121,7 +123,7 @@ def trained(model, rank, accumulated=1, dtype=torch.float32):
     """The gradients of a backward pass, or of several of which the last one reduces."""
     for i in range(accumulated):
         model.set_requires_gradient_sync(i == accumulated - 1)
-        model(batch_of(rank + 10 * i, dtype)).float().square().mean().backward()
+        model(batch_of(rank + 10 * i, dtype).to(device())).float().square().mean().backward()
     return {name: g.full_tensor() for name, g in gradients(model).items()}
 
 
@@ -129,12 +131,12 @@ def check_gradients(rank, world_size):
     """Gradients beside torch's: even and uneven shards, bfloat16, HSDP, accumulation, a frozen weight."""
     cases = [(rows, dtype, None) for rows in (64, 33, 1) for dtype in (None, torch.bfloat16)]
     if world_size == 4:
-        replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        replicated = init_device_mesh(device(), (2, 2), mesh_dim_names=("replicate", "shard"))
         cases = [(33, None, None), (64, torch.bfloat16, replicated), (33, None, replicated)]
     for rows, dtype, mesh in cases:
         found = {}
         for compressed in (False, True, True):
-            model = TwoLinears(Plain, rows)
+            model = TwoLinears(Plain, rows).to(device())
             model.second.weight.requires_grad_(rows != 33)
             model = shard(model, dtype, mesh)
             if compressed:
@@ -156,10 +158,10 @@ def check_average_and_factor(rank, world_size):
     """Without `set_force_sum_reduction_for_comms` torch asks for AVG and PREMUL_SUM, which gloo itself lacks."""
     found = []
     for factor in (None, float(world_size), 8.0):
-        model = nn.Linear(100, 33, bias=False)
+        model = nn.Linear(100, 33, bias=False, device=device())
         with torch.no_grad():
             model.weight.copy_(values((33, 100), 1))
-        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+        fully_shard(model, mesh=init_device_mesh(device(), (world_size,)))
         train.compress_collectives_(model)
         if factor is not None:
             model.set_gradient_divide_factor(factor)
@@ -177,13 +179,14 @@ def check_packed(rank, world_size):
         for rows in (64, 33) if case.name in ("qat-int4-g32", "qat-mxfp4") else (64,):
             found = []
             for packs in (False, True):
-                model = shard(TwoLinears(case, rows))
+                model = shard(TwoLinears(case, rows).to(device()))
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-                losses = [model(batch_of(rank)).square().mean()]  # a gather before the call
+                x = batch_of(rank).to(device())
+                losses = [model(x).square().mean()]  # a gather before the call
                 if packs:
                     train.compress_collectives_(model, gradients=False)
                 for _ in range(2):
-                    losses.append(model(batch_of(rank)).square().mean())
+                    losses.append(model(x).square().mean())
                     losses[-1].backward()
                     optimizer.step()
                 found.append((torch.stack(losses).detach(), *gradients(model).values()))
@@ -200,14 +203,13 @@ def check_resumed(rank, world_size):
 
     def build():
         torch.manual_seed(0)
-        model = TwoLinears(*named("qat-int4-g32"), 33)
-        model = shard(model)
+        model = shard(TwoLinears(*named("qat-int4-g32"), 33).to(device()))
         train.compress_collectives_(model, seed=5)
         return model, lowbit.optim.AdamW8bit(model.parameters(), lr=1e-2)
 
     def steps(model, optimizer, numbers):
         for i in numbers:
-            model(batch_of(100 * i + rank)).square().mean().backward()
+            model(batch_of(100 * i + rank).to(device())).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -223,12 +225,17 @@ def check_resumed(rank, world_size):
     return True
 
 
+IN_TWO = [check_average_and_factor, check_packed, check_resumed]
+CHECKS = [check_sum, check_unbiased, check_special, check_gradients, *IN_TWO]
+"""Those that run over NCCL too, on two and four GPUs (test_multigpu.py)."""
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_gradients(world_size):
     assert launch(check_gradients, world_size) == [True] * world_size
 
 
-@pytest.mark.parametrize("check", [check_average_and_factor, check_packed, check_resumed])
+@pytest.mark.parametrize("check", IN_TWO)
 def test_two_processes(check):
     assert launch(check, 2) == [True] * 2
 

@@ -31,7 +31,7 @@ from lowbit.tensor import (
     MixedPrecisionTensor,
 )
 from lowbit.testing.launch import launch
-from tests.distributed import test_bytes, test_learned_scales
+from tests.distributed import test_bytes, test_compressed_collectives, test_learned_scales
 from tests.distributed.test_bytes import device
 from tests.scaled_products import scaled_products
 from tests.tensor.cases import CASES, Case, named, same_bits, values
@@ -455,3 +455,9 @@ def test_all_pairs_of_bytes_saved(world, tmp_path):
 def test_learned_scales_and_their_weights(world, check, tmp_path):
     saves = check is test_learned_scales.check_checkpoints
     run(check, world, *((str(tmp_path),) if saves else ()))
+
+
+@pytest.mark.parametrize("check", test_compressed_collectives.CHECKS, ids=lambda f: f.__name__)
+@worlds
+def test_compressed_collectives_of_gpus(world, check):
+    run(check, world)
