@@ -49,13 +49,14 @@ def test_low_bit_weights_travel_in_a_byte_and_products_run() -> None:
     ranks = launch(all_costs, 2)
     found = {name: ShardedCost.joined([costs[name] for costs in ranks]) for name in ranks[0]}
     recomputed = ["int8, recomputed", "float8 rowwise, recomputed"]
-    assert list(found) == ["bf16", *train_fsdp.SCHEMES, *recomputed]
+    compressed = ["bf16, compressed", "int8, compressed", "QAT int4 g128, compressed"]
+    assert list(found) == ["bf16", *train_fsdp.SCHEMES, *compressed, *recomputed]
     elements = 2 * 2 * BLOCK + REST  # two blocks, gathered in forward and in backward
     for name, cost in found.items():
         assert cost.parameters == 2 * BLOCK + REST and cost.gathered == elements, name
         assert cost.seconds > 0 and cost.tokens == 2 * 2 * 16 and cost.peak is None
         assert cost.forward > 0 and cost.backward > 0
-        if name == "bf16" or name.startswith("QAT"):
+        if name.startswith(("bf16", "QAT")):
             assert cost.sent == 2 * elements and cost.products == 0, name
             continue
         assert cost.products == 2 * 3 * (2 * 7 + 1), name  # ranks; y, dx, dw; blocks and the head
