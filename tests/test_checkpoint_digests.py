@@ -321,3 +321,45 @@ def test_damage_is_found_on_the_way_to_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=BAD):
         lb.load(path, device="cuda")
     assert lb.load(path, device="cuda", verify=False)["2.weight"].is_cuda
+
+
+# ---- digests made on a device --------------------------------------------------------------------------------------
+
+
+def mixed(data: bytes) -> str:
+    """The formula of `mixed_sums` in Python's integers."""
+
+    def shifted(x: int, bits: int) -> int:
+        return x ^ (x >> bits)
+
+    sums = [0, 0]
+    data += bytes(-len(data) % 8)
+    for i in range(len(data) // 8):
+        x = int.from_bytes(data[8 * i : 8 * i + 8], "little")
+        x ^= (i + 1) * 0x9E3779B97F4A7C15 % 2**64
+        for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x = shifted(x, bits) * factor % 2**64
+        x = shifted(x, 31)
+        sums[0] += x
+        sums[1] += shifted(x * 0xD6E8FEB86659FD93 % 2**64, 32)
+    return "".join(f"{total % 2**64:016x}" for total in sums)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 24, 1003])
+def test_sums_on_a_device(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "_MIXED", 64)
+    t = torch.randint(0, 256, (size + 1,), dtype=torch.uint8)[1:]  # not aligned
+    assert digests.mixed_sums(t) == mixed(bytes(t.tolist()))
+    assert digests.mixed_sums(t.view(1, -1).expand(3, -1)) == mixed(bytes(t.tolist()) * 3)
+
+
+def test_sums_tell_signs_and_places() -> None:
+    """Changes that a sum of products would lose: two highest bits, and two words that changed places."""
+    t = torch.randn(64, dtype=torch.bfloat16)
+    signs, swapped = t.clone(), t.clone()
+    signs[[3, 11]] *= -1
+    swapped[:4], swapped[4:8] = t[4:8], t[:4]
+    assert (
+        len({digests.mixed_sums(x) for x in (t, signs, swapped, t[:63], t.view(torch.int16))}) == 4
+    )
+    assert digests.fingerprint(t).keys() == {"sha256"}

@@ -1,7 +1,8 @@
 """A model in training as named, packed tensors: one after another, to a folder, and into a module.
 
 The tensors and their names are those of `lowbit.export`, whose walk `stream` goes. Tensors that stand for one weight
-follow each other. What a receiver has already is left out: `known` maps each name to dtype, shape and SHA-256.
+follow each other. What a receiver has already is left out: `known` maps each name to dtype, shape and a digest
+(`lowbit.files.digests.fingerprint`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from lowbit.formats.writing import export_like, folder_like, refuse_options, wal
 from lowbit.sync.source import TrainedModel
 
 Known = digests.Entries
-"""What a receiver holds: for each stored name {"dtype", "shape", "sha256"}. JSON."""
+"""What a receiver holds: for each stored name {"dtype", "shape", "sha256"}, or "mixed" in place of "sha256" where the
+trainer is on a GPU. JSON."""
 Stored = dict[str, Tensor]
 """The tensors that stand for one weight, by the names under which a server takes them."""
 
@@ -120,7 +122,7 @@ def changed(
         if known is None:
             yield stored, None, True
             continue
-        entries = digests.entries(stored, {n: digests.of_tensor(t) for n, t in stored.items()})
+        entries = {n: digests.layout(t) | digests.fingerprint(t) for n, t in stored.items()}
         differs = any(known.get(name) != entry for name, entry in entries.items())
         if differs:
             # while they are loaded, and after an error, nobody knows what the receiver holds

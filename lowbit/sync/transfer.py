@@ -1,7 +1,7 @@
 """From one trainer to its servers: buckets of tensors, each after a message that describes it.
 
-    receiver → sender    {"known": {name: {dtype, shape, sha256}, …} or null}
-    sender → receivers   {"tensors": [{name, dtype, shape, sha256}, …], "nbytes": n}, and n bytes        for each bucket
+    receiver → sender    {"known": {name: {dtype, shape, digest}, …} or null}
+    sender → receivers   {"tensors": [{name, dtype, shape, digest}, …], "nbytes": n}, and n bytes        for each bucket
                          {"end": true}, or {"error": "…"}
 
 A bucket is one weight, or as many as fit into `bucket` bytes. Weights that all receivers know are left out.
@@ -128,7 +128,9 @@ def _send_all(found: Iterable[Found], way: Channel, largest: int) -> Sent:
             return
         places, size = _places(tensors.values())
         layouts = [{"name": name, **entry} for name, entry in entries.items()]
-        flat = _flat([*tensors.values()], places, size, way.shares_memory)
+        sent = [*tensors.values()]
+        # to hand over memory of a CPU moves it, and the model's stays where it is
+        flat = _flat(sent, places, size, copy=way.shares_memory and not sent[0].is_cuda)
         way.put({"tensors": layouts, "nbytes": size}, flat)
         counts["tensors"] += len(tensors)
         counts["nbytes"] += sum(t.nbytes for t in tensors.values())
