@@ -227,7 +227,14 @@ class Joined:
         """The name in the model of each tensor of the folder; for a matrix, the name of its stack."""
         for name in folder.names():
             self._names[name] = self._place(name, wanted, renamed)
-        self._stored = {place: name for name, place in self._names.items()}
+        self._stored: dict[str, str] = {}
+        """The name in the folder of each tensor of the model that is no stack."""
+        for name, place in self._names.items():
+            first = self._stored.setdefault(place, name)
+            if first != name and place not in self._stacks:
+                raise FormatError(
+                    f"{self.path}: {first} and {name} are one tensor of the model, {place}; rename one"
+                )
         for stack, matrices in self._stacks.items():
             with damage_of(f"{self.path}"):
                 check_whole(stack, matrices)

@@ -138,7 +138,9 @@ class Folder:
             )
         self.config = self._json("config.json")
         with damage_of(f"{self.path}"):
-            self.settings = _take_settings(self.config) or self._of_modelopt()
+            own = _take_settings(self.config)
+            self.settings = own or self._of_modelopt()
+        self._described_in = "config.json" if own else HF_QUANT_CONFIG
         self.dtype = _dtype_of(self.config)
         self._metadata: dict[str, str] = {}
         """The text that all shards have beside their tensors, without digests."""
@@ -257,8 +259,8 @@ class Folder:
             codes = [name for name in self.plain if self._is_undescribed(name)]
             if not self.weights and (lost := codes or self._promised()):
                 raise FormatError(
-                    f"{self.path}: config.json says {self.format.name}, and no tensor is a {mark}; it claims another "
-                    f"format than it has, such as for {lost[0]}"
+                    f"{self.path}: {self._described_in} says {self.format.name}, and no tensor is a {mark}; it claims "
+                    f"another format than it has, such as for {lost[0]}"
                 )
             if is_foreign and (lost := [name for name in codes if name.endswith(".weight")]):
                 raise FormatError(

@@ -81,7 +81,8 @@ class ModelOpt(Format):
             )
         if second.numel() != 1 or not (torch.isfinite(second).all() and (second > 0).all()):
             raise FormatError(
-                f"its weight_scale_2 is {second.flatten().tolist()!r:.60}; accepted: one number > 0"
+                f"its weight_scale_2 is {second.flatten().tolist()!r:.60}; accepted: one number > 0, so export the "
+                "folder again, with this layer left in high precision"
             )
         scales = {"scale": scale.contiguous(), "global_scale": _inverse(second.reshape(1, 1))}
         return TableTensor(codes.contiguous(), scales, SPEC, shape, dtype)

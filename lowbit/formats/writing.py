@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -287,14 +288,18 @@ def export_like(
     weights = {*folder.weights}
     likeness = Likeness(folder, source, lossy, report)
     shards = likeness.shards()
+    if not leads:
+        deque(shards, maxlen=0)
+        return report
     try:
-        if leads:
-            with new_folder(out, overwrite) as place:
-                write_like(likeness, shards, place)
-                _check_readable(place, folder.format, weights)
-    finally:
-        if not leads or source.is_shared:  # after an error too: other ranks gather on
-            deque(shards, maxlen=0)
+        with new_folder(out, overwrite) as place:
+            write_like(likeness, shards, place)
+            _check_readable(place, folder.format, weights)
+    except BaseException:
+        if source.is_shared:  # the other ranks gather on
+            with suppress(Exception):  # the first error is the one to report
+                deque(shards, maxlen=0)
+        raise
     return report
 
 

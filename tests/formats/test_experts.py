@@ -26,7 +26,8 @@ from lowbit import (
     TableTensor,
 )
 from lowbit.formats import FormatError, grid
-from lowbit.formats.experts import check_whole, stack_of, stacked
+from lowbit.formats.experts import check_whole, joined, stack_of, stacked
+from lowbit.formats.folder import Folder
 from lowbit.formats.registry import by_name
 from lowbit.schemes.scheme import Scheme
 from tests.formats.codec_case import assert_same
@@ -231,6 +232,17 @@ def test_two_names_of_one_matrix_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"experts.0.* are one matrix of"):
         lowbit.export(tmp_path / "model", tmp_path / "out", "lowbit")
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_two_names_of_one_plain_tensor_are_refused(tmp_path: Path) -> None:
+    """The rules of a model's class may bring two stored names to one: neither is dropped in silence."""
+    lowbit.export(low_bit(Int4WeightOnly(32)), tmp_path / "model", "compressed-tensors")
+    folder = Folder(tmp_path / "model")
+    first, second = folder.plain[:2]
+    with pytest.raises(
+        FormatError, match=f"{first} and {second} are one tensor of the model, one;"
+    ):
+        joined(folder, {"one"}, lambda name: ["one"] if name in (first, second) else [])
 
 
 def test_an_unknown_model_keeps_its_stacks_and_is_refused(tmp_path: Path) -> None:
