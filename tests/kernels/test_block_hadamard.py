@@ -61,7 +61,9 @@ def check(case: Case, device: str, dtype: torch.dtype, bound: float) -> None:
         if not own.any():
             assert not row.any()
         elif bits:  # a sum in another order may take a value over the middle of two codes
-            step = float((own.max() - own.min()) / (2**bits - 2))
+            step = max(
+                float(own.min()) / -(2 ** (bits - 1)), float(own.max()) / (2 ** (bits - 1) - 1)
+            )
             apart = (row.double() - own).abs()
             in_dtype = torch.finfo(dtype).eps / 2 * float(own.abs().max())
             assert float(apart.max()) <= step * 1.01 + in_dtype
