@@ -58,6 +58,14 @@ def encode_in_chunks(
 
 
 def count_nonfinite(t: Tensor) -> int:
-    """The number of NaN and infinite elements."""
-    bad = [(~torch.isfinite(chunk)).sum() for chunk in row_chunks(t)]
-    return int(torch.stack(bad).sum()) if bad else 0
+    """The number of NaN and infinite elements.
+
+    The ends of the range say whether there are any: on a CPU `isfinite` takes some 30 times as long as `aminmax`, which
+    passes NaN on.
+    """
+    if not t.numel():
+        return 0
+    ends = [end for chunk in row_chunks(t) for end in chunk.aminmax()]
+    if bool(torch.stack(ends).isfinite().all()):
+        return 0
+    return int(torch.stack([(~chunk.isfinite()).sum() for chunk in row_chunks(t)]).sum())

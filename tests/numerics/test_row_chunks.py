@@ -76,3 +76,14 @@ def test_bad_values_are_counted_over_all_chunks(monkeypatch: pytest.MonkeyPatch)
     weight[0, 0], weight[20, 5], weight[36, 66] = float("nan"), float("inf"), -float("inf")
     with pytest.raises(ValueError, match="w has 3 NaN or infinite values of 2479"):
         check_weight(weight, "w")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (7, 3), (3, 1500, 700)], ids=str)
+def test_what_is_not_finite_is_counted(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    t = torch.randn(shape).to(dtype)
+    assert row_chunks.count_nonfinite(t) == 0
+    for bad in (torch.nan, torch.inf, -torch.inf) if t.numel() else ():
+        t.view(-1)[-1] = bad
+        assert row_chunks.count_nonfinite(t) == 1
+        assert row_chunks.count_nonfinite(torch.stack([t, t])) == 2
