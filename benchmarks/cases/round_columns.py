@@ -21,10 +21,11 @@ class Case:
     bits: int = 4
     offset: bool = False
     levels: tuple[float, ...] = ()
+    pruned: bool = False
     large: bool = False
 
     def arguments(self, device: torch.device | str = "cpu") -> tuple[Any, ...]:
-        """columns, upper, group, scale, least, most, offset, levels."""
+        """columns, upper, group, scale, least, most, offset, levels, kept."""
         count, rows = self.columns, self.rows
         w = torch.randn(count, rows, device=device)
         upper = (torch.randn(count, count, device=device) / 16).triu_(1)
@@ -35,7 +36,8 @@ class Case:
         offset = torch.randn_like(scale) / 2 if self.offset else None
         least = torch.full_like(scale, -(2.0 ** (self.bits - 1)))
         levels = torch.tensor(self.levels, dtype=torch.float32, device=device)
-        return w, upper, group, scale, least, -1 - least, offset, levels
+        kept = torch.rand(count, rows, device=device) > 0.5 if self.pruned else None
+        return w, upper, group, scale, least, -1 - least, offset, levels, kept
 
 
 CASES = [
@@ -46,6 +48,8 @@ CASES = [
     Case("two-bits", 100, 40, bits=2),
     Case("levels", 128, 40, levels=FP4),
     Case("levels-and-zeros", 31, 130, offset=True, levels=FP4),
+    Case("pruned", 60, 70, pruned=True),
+    Case("pruned-levels", 128, 33, levels=FP4, pruned=True),
     Case("no-column", 0, 8),
     Case("no-row", 8, 0),
     Case("llama", 128, 14336, 1, large=True),

@@ -6,6 +6,7 @@ from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.state_dict import joined
 from lowbit.tensor.frozen import ordered_tensor as ordered_tensor  # kinds that files name
 from lowbit.tensor.frozen import rotated_tensor as rotated_tensor
+from lowbit.tensor.frozen import sparse24_tensor as sparse24_tensor
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.codebook_tensor import CodebookTensor
 from lowbit.tensor.frozen.float8_tensor import Float8Tensor

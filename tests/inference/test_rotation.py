@@ -338,7 +338,7 @@ def test_what_is_refused() -> None:
         assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     for steps, match in (
         ([GPTQ(), Rotate(folded=False)], "give them as Rotate, GPTQ"),
-        ([Rotate(folded=False), Rotate(folded=False)], "rotations come before steps that round"),
+        ([Rotate(folded=False), Rotate(folded=False)], "rotation comes before steps that round"),
     ):
         with pytest.raises(ValueError, match=match):
             lb.calibrate(built(Decoder, torch.float32), INT4, BATCHES, steps=steps)

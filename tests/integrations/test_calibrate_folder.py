@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.formats import FormatError
-from lowbit.inference import AWQ, GPTQ, LearnedRounding, Rotate, Search, Step
+from lowbit.inference import AWQ, GPTQ, LearnedRounding, Prune24, Rotate, Search, Step
 from lowbit.inference.calibration import large
 from lowbit.inference.calibration.finished import Finished
 from lowbit.inference.calibration.run import Run
@@ -99,6 +99,10 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any, list[Step]]] = {
         [Search(), LearnedRounding(steps=3, over="model")],
     ),
     "one block": ("Llama", {"num_hidden_layers": 1}, INT3, [GPTQ()]),
+    "pruned": (
+        *("Qwen3Moe", EXPERTS, INT3),
+        [Prune24(compressed=True), GPTQ(asymmetric=0)],
+    ),
     "rotated": ("Llama", {}, lb.MXFP4WeightOnly(), [Rotate(folded=False), GPTQ()]),
 }
 
@@ -169,7 +173,7 @@ def test_folding_in_a_block(tmp_path: Path) -> None:
     assert float((found - wanted).norm() / wanted.norm()) < 0.02
 
 
-@pytest.mark.parametrize("kind", ["tied", "static", "mixture"])
+@pytest.mark.parametrize("kind", ["tied", "static", "pruned"])
 def test_a_config_calibrates_at_load_time(kind: str, tmp_path: Path) -> None:
     """The model of `calibrate` in memory; and what it writes is read without batches."""
     name, changes, scheme, steps = KINDS[kind]

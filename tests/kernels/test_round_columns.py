@@ -21,6 +21,7 @@ def formula(
     most: Tensor,
     offset: Tensor | None,
     levels: Tensor,
+    kept: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     left, upper, scale = w.double().clone(), upper.double(), scale.double()
     values, errors = torch.empty_like(left), torch.empty_like(left)
@@ -33,6 +34,8 @@ def formula(
         else:
             x = torch.minimum(torch.maximum(x.round(), least[g].double()), most[g].double())
         values[j] = x * scale[g] + zero
+        if kept is not None:
+            values[j] *= kept[j]
         errors[j] = (left[j] - values[j]) / upper[j, j]
         left[j + 1 :] -= torch.outer(upper[j, j + 1 :], errors[j])
     return values, errors

@@ -11,6 +11,7 @@ For the columns w_j of a weight, j = 0 … C − 1 in the order in which they ar
     least, most float32 [G, N], of integers: the smallest and the largest code, less the code of 0 or of the offset
     offset      float32 [G, N], the value of code 0, or None for 0
     levels      float32 [T], ascending: the values at scale 1; empty for integers
+    kept        bool [C, N], False where v_j is 0 whatever w_j is (a pruned weight), or None for True
     values      float32 [C, N], the v_j
     errors      float32 [C, N], the e_j, which the caller passes on to the columns after these: w ← w − Uᵀ e
 
@@ -49,6 +50,7 @@ _OF_GROUPS = "float32 [G, N]"
     most=_OF_GROUPS,
     offset=_OF_GROUPS,
     levels="float32 [T]",
+    kept="bool [C, N]",
     rules={"C <= MOST": "a call takes up to 128 columns, got {C}"},
 )
 def round_columns(
@@ -60,6 +62,7 @@ def round_columns(
     most: Tensor,
     offset: Tensor | None,
     levels: Tensor,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """values and errors; shapes, dtypes and the formula are in the module's docstring.
 
@@ -79,6 +82,8 @@ def round_columns(
             else levels[torch.bucketize(x, middle)]
         )
         torch.add(x * scale[g], 0 if offset is None else offset[g], out=values[j])
+        if kept is not None:
+            values[j].masked_fill_(~kept[j], 0)
         torch.sub(left[j], values[j], out=errors[j]).mul_(inverse[j])
         left[j + 1 :].addr_(upper[j, j + 1 :], errors[j], alpha=-1)
     return values, errors
@@ -89,8 +94,9 @@ reference = round_columns.reference
 
 @jit
 def _round(
-    columns, upper, group, scale, least, most, offset, levels, values, errors, C, N, T,
-    HAS_OFFSET: tl.constexpr, HAS_LEVELS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    columns, upper, group, scale, least, most, offset, levels, kept, values, errors, C, N, T,
+    HAS_OFFSET: tl.constexpr, HAS_LEVELS: tl.constexpr, IS_PRUNED: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, COLUMNS)
@@ -122,6 +128,8 @@ def _round(
         if HAS_OFFSET:
             v = v + o
         row = n.to(tl.int64) + j * N
+        if IS_PRUNED:
+            v = tl.where(tl.load(kept + row, mask=inside, other=0) != 0, v, 0.0)
         e = tl.div_rn(w - v, tl.zeros_like(w) + tl.load(upper + j * C + j))
         tl.store(values + row, v, mask=inside)
         tl.store(errors + row, e, mask=inside)
@@ -139,6 +147,7 @@ def _launch(
     most: Tensor,
     offset: Tensor | None,
     levels: Tensor,
+    kept: Tensor | None,
 ) -> tuple[Tensor, Tensor] | None:
     """The Triton kernel where it runs, else the reference."""
     if not runs_on(columns.device) or columns.numel() == 0:
@@ -147,14 +156,16 @@ def _launch(
     columns, upper, group, levels = (t.contiguous() for t in (columns, upper, group, levels))
     scale, least, most = (t.contiguous() for t in (scale, least, most))
     offset = None if offset is None else offset.contiguous()
+    kept = None if kept is None else kept.contiguous()
     values, errors = torch.empty_like(columns), torch.empty_like(columns)
     count, rows = columns.shape
     with torch.cuda.device_of(columns):
         _round[(triton.cdiv(rows, ROWS),)](
-            *(columns, upper, group, scale, least, most, offset, levels, values, errors),
+            *(columns, upper, group, scale, least, most, offset, levels, kept, values, errors),
             *(count, rows, len(levels)),
             HAS_OFFSET=offset is not None,
             HAS_LEVELS=len(levels) > 0,
+            IS_PRUNED=kept is not None,
             COLUMNS=MOST,
             ROWS=ROWS,
             num_warps=4,

@@ -4,6 +4,7 @@ from lowbit.inference.calibration.awq import AWQ
 from lowbit.inference.calibration.call import calibrate
 from lowbit.inference.calibration.gptq import GPTQ
 from lowbit.inference.calibration.learned_rounding import LearnedRounding
+from lowbit.inference.calibration.pruning import Prune24
 from lowbit.inference.calibration.report import CalibrationReport, LayerResult
 from lowbit.inference.calibration.rotation import Rotate
 from lowbit.inference.calibration.search import Search
@@ -17,6 +18,7 @@ __all__ = [
     "Layer",
     "LayerResult",
     "LearnedRounding",
+    "Prune24",
     "Rotate",
     "Search",
     "SmoothQuant",

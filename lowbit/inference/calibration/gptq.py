@@ -15,6 +15,9 @@ llm-compressor and GPTQModel use too):
   W* = W + W C H⁻¹, C = Σ (x − x̂) x̂ᵀ, and W* takes the place of W. This is the objective of GPTAQ (arXiv 2504.02692),
   which corrects column by column; the closed form does it at once.
 - Several matrices: the factor of one is in memory at a time. That of each is made twice, as scales may belong to all.
+- Pruned weights (`Prune24`): GPTQ starts from the weight before pruning. The columns make up for what is pruned, as in
+  SparseGPT (arXiv 2301.00774); scales are chosen for the result, which is then rounded with 0 for what is pruned.
+  Both are linear in the errors that are passed on, so this equals pruning and rounding in one loop.
 - A column whose input is always zero is rounded to nearest, and makes up for nothing.
 """
 
@@ -32,6 +35,8 @@ from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Int, NumberFormat
 from lowbit.numerics.spec import Spec
 
+OF_FOUR = 4
+"""Columns of which pruning keeps two."""
 COLUMNS = 128
 """Columns that one call of the kernel rounds. Their errors reach the rest of the weight by one product."""
 MOST_DAMPING = 1.0
@@ -69,19 +74,26 @@ class GPTQ(Step):
         return self.asymmetric > 0
 
     def apply(self, layer: Layer) -> None:
-        original, factor = layer.weight, None
+        given, mask, factor = layer.weight, layer.mask, None
+        original = given if mask is None else layer.original
         is_searched = layer.qparams is None and self.scales == "searched"
         costs: list[Tensor] = []
-        if self.asymmetric:
+        if self.asymmetric or mask is not None:
             layer.weight = original.clone()
-        for part in layer.parts() if is_searched or self.asymmetric else ():
+        for part in layer.parts() if is_searched or self.asymmetric or mask is not None else ():
             factor = None  # one at a time
             is_corrected = self.asymmetric > 0 and part.cross is not None
-            if part.hessian is not None and (is_searched or is_corrected):
-                factor = Factor(part.hessian, self.damping, self.act_order)
+            if part.hessian is not None and (is_searched or is_corrected or mask is not None):
+                factor = self._factor(part.hessian, mask)
             if factor is not None and part.cross is not None and is_corrected:
                 moved = factor.solved(original[part.at] @ part.cross)
                 layer.weight[part.at] += self.asymmetric * moved
+            if mask is not None:
+                w, own = layer.weight[part.at], mask[part.at]
+                pruned = (
+                    w.where(own, 0.0) if factor is None else pruned_by_columns(w, factor, own)[0]
+                )
+                layer.weight[part.at] = pruned
             alike = original.new_ones(original.shape[-1])
             costs.append(alike if factor is None else factor.cost)
         if layer.qparams is None:
@@ -91,7 +103,10 @@ class GPTQ(Step):
         if len(costs) > 1:
             factor = None
         layer.values = self._rounded(layer, factor)
-        layer.weight = original
+        layer.weight = given
+
+    def _factor(self, hessian: Tensor, mask: Tensor | None) -> Factor:
+        return Factor(hessian, self.damping, self.act_order, 1 if mask is None else OF_FOUR)
 
     def _rounded(self, layer: Layer, factor: Factor | None) -> Tensor:
         """`factor`: of the only matrix, if it was made."""
@@ -102,9 +117,10 @@ class GPTQ(Step):
         group = layer.spec.block_size(shape)[-1]
         for at, hessian, *_ in layer.parts():
             if hessian is not None:
-                factor = factor or Factor(hessian, self.damping, self.act_order)
+                factor = factor or self._factor(hessian, layer.mask)
                 grid = Grid(layer.spec, scale[at], None if zero is None else zero[at])
-                values[at] = by_columns(layer.weight[at], factor, grid, group)
+                mask = None if layer.mask is None else layer.mask[at]
+                values[at] = by_columns(layer.weight[at], factor, grid, group, mask)
                 factor = None
         return values
 
@@ -118,15 +134,19 @@ class Factor:
         order: int64 [K], the columns in this order.
         upper: float32 [K, K], U in this order.
         damping: the share of the mean that was added to the diagonal.
+
+    `together`: neighbours that stay neighbours in the order, which is then that of their sums of H_jj.
     """
 
-    def __init__(self, hessian: Tensor, damping: float, act_order: bool) -> None:
+    def __init__(self, hessian: Tensor, damping: float, act_order: bool, together: int = 1) -> None:
         diagonal = hessian.diagonal().double()
         live = diagonal > 0
         mean = float(diagonal[live].mean()) if bool(live.any()) else 1.0
         self.order = torch.arange(len(diagonal), device=hessian.device)
         if act_order:
-            self.order = diagonal.argsort(descending=True, stable=True)
+            sums = diagonal.view(-1, together).sum(1)
+            first = sums.argsort(descending=True, stable=True) * together
+            self.order = (first[:, None] + self.order[:together]).flatten()
         last = self.order.flip(0)
         diagonal = torch.where(live, diagonal, mean)[last]
         h = hessian[last][:, last].double()
@@ -189,18 +209,62 @@ def levels_of(fmt: NumberFormat) -> list[float]:
     return sorted({value + 0.0 for value in values[values.isfinite()].tolist()})
 
 
-def by_columns(w: Tensor, factor: Factor, grid: Grid, group: int) -> Tensor:
-    """The rounded weight [N, K], as the module describes it. `group`: columns that share a scale."""
+def by_columns(
+    w: Tensor, factor: Factor, grid: Grid, group: int, mask: Tensor | None = None
+) -> Tensor:
+    """The rounded weight [N, K], as the module describes it. `group`: columns that share a scale; `mask` [N, K]: False
+    where it is 0."""
     order, upper = factor.order, factor.upper
     left = w.T[order].contiguous()  # [K, N], so that a column is contiguous
     found, groups = torch.empty_like(left), order // group
+    kept = None if mask is None else mask.T[order].contiguous()
     for start in range(0, len(left), COLUMNS):
         own = slice(start, start + COLUMNS)
         found[own], errors = torch.ops.lowbit.round_columns(
             *(left[own], upper[own, own].contiguous(), groups[own], grid.scale),
             *(grid.least, grid.most, grid.offset, grid.levels),
+            None if kept is None else kept[own],
         )
         left[own.stop :].addmm_(upper[own, own.stop :].T, errors, alpha=-1)
     result = torch.empty_like(w)
     result.T[order] = found
     return result
+
+
+def pruned_by_columns(
+    w: Tensor, factor: Factor, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The weight [N, K] with 0 where the mask is False, after later columns made up for it, and the mask [N, K].
+
+    None chooses the mask, as SparseGPT does: when the loop comes to four neighbours, it keeps the two of them with the
+    largest w_j² / U_jj² as they are by then. The order of `factor` then has the four together.
+    """
+    order, upper, diagonal = factor.order, factor.upper, factor.upper.diagonal()
+    left = w.T[order].contiguous()
+    kept = torch.empty_like(left, dtype=torch.bool) if mask is None else mask.T[order].contiguous()
+    for start in range(0, len(left), COLUMNS):
+        stop = min(start + COLUMNS, len(left))
+        errors = torch.empty_like(left[start:stop])
+        for first in range(start, stop, OF_FOUR):
+            end = first + OF_FOUR
+            if mask is None:
+                kept[first:end] = two_of_four(
+                    (left[first:end] / diagonal[first:end, None]).square()
+                )
+            for j in range(first, end):
+                e = torch.div(left[j].masked_fill(kept[j], 0), diagonal[j], out=errors[j - start])
+                left[j].masked_fill_(~kept[j], 0)
+                left[j + 1 : end].addr_(upper[j, j + 1 : end], e, alpha=-1)
+            own = errors[first - start : end - start]
+            left[end:stop].addmm_(upper[first:end, end:stop].T, own, alpha=-1)
+        left[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1)
+    values, found = torch.empty_like(w), torch.empty_like(w, dtype=torch.bool)
+    values.T[order], found.T[order] = left, kept
+    return values, found
+
+
+def two_of_four(scores: Tensor) -> Tensor:
+    """bool [4 G, N]: True for the two largest of each four rows; of equal ones the first."""
+    fours = scores.unflatten(0, (-1, OF_FOUR))
+    best = fours.argsort(dim=1, descending=True, stable=True)[:, :2]
+    return torch.zeros_like(fours, dtype=torch.bool).scatter_(1, best, True).flatten(0, 1)

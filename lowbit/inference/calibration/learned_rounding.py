@@ -114,6 +114,7 @@ class Weight:
     Attributes:
         original: the parameter's values before.
         qparams: scale and zero point.
+        mask, pruned: those of a pruned layer (`Layer`), its values before they were rounded; None for others.
         values: float32 [N, K] or [E, N, K], the rounded values, of rotated inputs where the layer has them.
     """
 
@@ -123,6 +124,8 @@ class Weight:
         self.qparams = layer.minmax() if layer.qparams is None else layer.qparams
         self.values = layer.rounded(self.qparams) if layer.values is None else layer.values
         self.rotation = layer.rotation
+        self.is_compressed = layer.is_compressed
+        self.mask, self.pruned = layer.mask, layer.weight if layer.mask is not None else None
         self.original = target.weight.data
 
     def show(self, values: Tensor) -> None:
@@ -134,6 +137,8 @@ class Weight:
 
     def wanted(self) -> Tensor:
         """The values to round: float32 [N, K] or [E, N, K]."""
+        if self.pruned is not None:
+            return self.pruned
         return self.matrix(self.original if self.start is None else self.start.values).float()
 
     def matrix(self, t: Tensor) -> Tensor:
@@ -219,6 +224,8 @@ class _Variables:
             grad, self.latent, self.spec, own, found=found
         )
         steps = steps_of(self.latent, self.spec, found)
+        if self.weight.mask is not None:
+            of_latent = of_latent * self.weight.mask
         self.latent.addcmul_(of_latent.float().sign_(), steps, value=-rate)
         if self.learns_scales:
             self.scale.addcmul_(of_scale.sign_(), self.unit, value=-rate)

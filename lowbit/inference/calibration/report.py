@@ -27,6 +27,7 @@ class LayerResult:
         rows: input rows that it saw; for stacked experts of all together.
         unreached: matrices, such as experts, that saw none.
         has_few_rows: True if it saw some rows, and fewer than it has inputs.
+        zeros: the share of its values that are 0, if it was pruned; else 0.
     """
 
     name: str
@@ -37,9 +38,12 @@ class LayerResult:
     rows: int
     unreached: int = 0
     has_few_rows: bool = False
+    zeros: float = 0.0
 
     def __str__(self) -> str:
         note = f"{self.method}, {self.seconds:.2f} s, error {self.before:.3e} -> {self.after:.3e}"
+        if self.zeros:
+            note += f", {self.zeros:.0%} zeros"
         if not self.rows:
             return f"{note}; no batch reached it"
         return f"{note}; {self.unreached} experts saw no token" if self.unreached else note

@@ -35,6 +35,7 @@ from lowbit.inference.calibration.learned_rounding import (
     originals,
 )
 from lowbit.inference.calibration.places import Group, Needs
+from lowbit.inference.calibration.pruning import Prune24
 from lowbit.inference.calibration.report import CalibrationReport, LayerResult
 from lowbit.inference.calibration.rotation import LEFT, Rotate
 from lowbit.inference.calibration.search import Search
@@ -48,6 +49,7 @@ from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor
 from lowbit.tensor.frozen.requantize import write
 from lowbit.tensor.frozen.rotated_tensor import RotatedTensor
+from lowbit.tensor.frozen.sparse24_tensor import Sparse24Tensor
 from lowbit.tracing.batches import call, eval_mode, output_tensor
 from lowbit.tracing.block_inputs import forward_of
 from lowbit.tracing.observer import Method
@@ -160,6 +162,9 @@ class Run:
         layers, found = self.report.layers.values(), []
         if alone := [layer.name for layer in layers if LEFT in layer.method]:
             found.append(f"Rotate left the inputs of {_some(alone)} as they are")
+        if pruned := [layer.name for layer in layers if layer.zeros]:
+            dense = len(layers) - len(pruned)
+            found.append(f"pruned to 2 of 4 inputs: {_some(pruned)}; left dense: {dense}")
         short = [layer.name for layer in layers if layer.has_few_rows]
         if short and any(step.needs == "full" for step in self.steps):
             found.append(
@@ -263,7 +268,8 @@ class Run:
         after = layer.error(weight.values)
         method = ", ".join(self.methods.get(layer.name, ["to nearest"]))
         self.report.layers[layer.name] = LayerResult(
-            layer.name, method, seconds, before, after, rows, unreached, few
+            *(layer.name, method, seconds, before, after, rows, unreached, few),
+            zeros=_zeros(weight.values) if layer.mask is not None else 0.0,
         )
         self.waiting.append(weight)
         if not self.over_blocks and not self.over_model:
@@ -301,6 +307,11 @@ class Run:
                 f"{format} holds no weights whose products rotate their inputs: take Rotate(online=False), which folds "
                 "rotations alone, or format='lowbit'"
             )
+        if format != "lowbit" and any(isinstance(s, Prune24) and s.compressed for s in self.steps):
+            raise FormatError(
+                f"{format} holds no compressed 2:4 weights: take Prune24(compressed=False), whose zeros are codes, or "
+                "format='lowbit'"
+            )
         check_export(self.model, self.targets, format, lossy, folder)
 
     def put_back(
@@ -325,6 +336,11 @@ class Run:
         first = self.report.entries[entries]
         note = f"{first.note}; {self.report.layers[name]}"
         self.report.entries[entries] = replace(first, note=note)
+
+
+def _zeros(values: Tensor) -> float:
+    """The share of zeros."""
+    return 1 - int(values.count_nonzero()) / max(values.numel(), 1)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -396,6 +412,8 @@ def _made(weight: Weight, target: Target) -> Tensor:
     made = made._with(dtype=weight.original.dtype)
     if weight.rotation > 1:
         return RotatedTensor.of_matrix(made, weight.rotation)
+    if weight.is_compressed:
+        made = Sparse24Tensor.of_dense(made)
     if is_conv(target):
         return ConvTensor.of_matrix(made, weight.original.shape)
     return made._transposed() if is_turned(target) else made

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -58,7 +58,7 @@ class Layer:
 
     Attributes:
         name: fully qualified.
-        weight: float32 [N, K], or [E, N, K] of stacked experts, as its groups run.
+        weight: float32 [N, K], or [E, N, K] of stacked experts, as its groups run; the values to round.
         spec: how it is quantized.
         scale_dtype: of new scales.
         moments: sums over its inputs.
@@ -67,6 +67,9 @@ class Layer:
         values: float32 values of the grid, which `qparams` codes exactly; None: round to nearest.
         rotation: inputs of a block that the product rotates; `weight` and `moments` are those of rotated inputs. 1: no
             rotation.
+        mask: bool, of the shape of the weight, True for what pruning keeps; all else is 0 in every result. None: all.
+        is_compressed: whether what the mask keeps is stored alone (`Sparse24Tensor`).
+        original: the weight before it was pruned, whose outputs a step aims at.
     """
 
     name: str
@@ -78,21 +81,43 @@ class Layer:
     qparams: QParams | None = None
     values: Tensor | None = None
     rotation: int = 1
+    mask: Tensor | None = None
+    is_compressed: bool = False
+    original: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.original = self.weight
 
     def rotate(self, size: int) -> None:
         """Round the weight for inputs that are rotated in blocks of `size`.
 
-        Raises ValueError where an earlier step has rounded it."""
-        if self.qparams is not None or self.values is not None or self.rotation != 1:
-            raise ValueError(
-                f"{self.name} is rounded or rotated already; rotations come before steps that round, as in "
-                "steps=[Rotate(), GPTQ()]"
-            )
-        self.weight = rotated_blocks(self.weight, size)
+        Raises ValueError where an earlier step has rounded or pruned it."""
+        self._check_new("rotation", "Rotate()")
+        self.weight = self.original = rotated_blocks(self.weight, size)
         self.moments = self.moments.rotated(size)
         self.rotation = size
         if self.joint is not None:
             self.joint = self.spec.joint_part([self.weight], torch.float32)
+
+    def prune(self, mask: Tensor, weight: Tensor) -> None:
+        """Keep only these values. Args: `mask` as the attribute; `weight`: what is rounded, 0 where the mask is False.
+
+        Raises ValueError where an earlier step has rounded or pruned it."""
+        self._check_new("pruning", "Prune24()")
+        self.mask, self.weight = mask, weight
+
+    def _check_new(self, what: str, step: str) -> None:
+        is_rotated = self.rotation != 1 and what == "rotation"
+        if (
+            self.qparams is not None
+            or self.values is not None
+            or self.mask is not None
+            or is_rotated
+        ):
+            raise ValueError(
+                f"{self.name} is rounded, rotated or pruned already; {what} comes before steps that round, as in "
+                f"steps=[{step}, GPTQ()], and rotation before pruning"
+            )
 
     def parts(self) -> Iterator[Part]:
         """The matrices, each with its Hessian."""
@@ -129,7 +154,7 @@ class Layer:
         independent inputs where none was seen."""
         wrong = whole = 0.0
         for part in self.parts():
-            w = self.weight[part.at]
+            w = self.original[part.at]
             moved = values[part.at] - w
             wrong += _energy(moved, part.hessian)
             if part.cross is not None:

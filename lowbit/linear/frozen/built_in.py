@@ -90,6 +90,26 @@ def recorded_rotated_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> T
     return (row.recorded or row.implementation)(turned, matrix, bias)
 
 
+# ---- weights that store two of each four inputs --------------------------------------------------------------
+
+
+def _is_sparse(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    return weight.stored_as == "sparse24" and not weight.transposed
+
+
+def sparse_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """The ordinary weight, decoded first, by whatever multiplies it."""
+    matrix = weight.dense
+    return choose_linear(x, matrix, bias).implementation(x, matrix, bias)
+
+
+def recorded_sparse_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """The same where autograd records the product."""
+    matrix = weight.dense
+    row = choose_linear(x, matrix, bias)
+    return (row.recorded or row.implementation)(x, matrix, bias)
+
+
 # ---- the list ------------------------------------------------------------------------------------------------
 
 BUILT_IN = (
@@ -122,6 +142,8 @@ BUILT_IN = (
     Row("ordered_linear", _is_ordered, ordered_linear, recorded=recorded_ordered_linear),
     # a rotation of the input in blocks, then the row for a weight of such codes
     Row("rotated_linear", _is_rotated, rotated_linear, recorded=recorded_rotated_linear),
+    # two of each four inputs are stored: the ordinary weight, then the row for it
+    Row("sparse_linear", _is_sparse, sparse_linear, recorded=recorded_sparse_linear),
     # any other weight in float32 on a CPU: a kernel multiplies what it decodes. While gradients are enabled, outputs
     # are those of the model prepared for QAT, to the bit: codes read by one kernel, then PyTorch's product
     Row("cpu_linear", is_float32_on_cpu, cpu_linear, recorded=exact_cpu_linear),
