@@ -347,6 +347,7 @@ def test_names_in_backticks_are_lowbits() -> None:
     foreign |= {"Accelerator", "PeftModel", "TorchAoConfig"}
     foreign |= {"AWQModifier", "GPTQModifier", "QuantizeConfig"}
     foreign |= {"SpinQuantModifier", "QuIPModifier", "Path", "SFTTrainer"}
+    foreign |= {"SparseGPTModifier", "WandaPruningModifier"}
     foreign |= {
         "KVCache",
         "LowbitConfig",
