@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 import tempfile
 from pathlib import Path
 
@@ -21,6 +22,10 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests import covering
+
+# Each process that a test starts would compile the modules of lowbit anew, which takes longer than most tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 pytest.register_assert_rewrite("lowbit.testing")
 
