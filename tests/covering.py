@@ -7,7 +7,8 @@ that the command line names are a product of their own.
 
 What counts as an equal value of an argument is its place in the list of `parametrize`, or what the marker says:
 `cover("pairs", case=lambda c: c.kind)` takes all cases of a kind for one value. A function that returns a tuple splits
-the cases of a table into several axes: `case=lambda c: (c.format, c.shape)`.
+the cases of a table into several axes: `case=lambda c: (c.format, c.shape)`. An empty tuple leaves the argument
+out.
 
 Points with other marks (`gpu`, a skip, an expected failure) are covered by themselves: the usual run of a machine
 without a GPU meets each pair that a CPU can run.

@@ -31,6 +31,12 @@ class Format:
     zero_point: torch.dtype | None = None
     scale: torch.dtype = torch.bfloat16
 
+    @property
+    def axes(self) -> tuple[object, ...]:
+        """What kernels of this format distinguish, each by code of its own."""
+        kinds = (self.codes, self.zero_point, self.scale)
+        return (self.bits, len(self.table) > 0, *kinds, self.group_size == 0)
+
     def weight(
         self, n: int, k: int, group_size: int | None = None, device: torch.device | str = "cpu"
     ) -> dict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import lowbit
+from benchmarks import optimizer_first_step
 from benchmarks.muon_step import (
     MIXTURE,
     SHARED_TABLE,
@@ -21,7 +23,12 @@ from benchmarks.muon_step import (
     muon_step_shared,
 )
 from benchmarks.muon_step import TABLE as MUON_TABLE
-from benchmarks.optimizer_first_step import FIRST_STEP_TABLE, FreshProcess, measure_first_steps
+from benchmarks.optimizer_first_step import (
+    FIRST_STEP_TABLE,
+    FirstSteps,
+    FreshProcess,
+    measure_first_steps,
+)
 from benchmarks.optimizer_step import (
     CPU_TABLE,
     STEP_TABLE,
@@ -53,10 +60,17 @@ from benchmarks.train_llama import (
     offloaded,
     train_memory,
 )
+from lowbit.optim.step import fused
 from recipes.llama import LlamaConfig
 
 SHAPES = [(64, 64), (32, 256), (64,)]
 ELEMENTS = sum(math.prod(shape) for shape in SHAPES)
+
+
+@pytest.fixture
+def not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of PyTorch's operations. tests/optim compiles and compares the kernels."""
+    monkeypatch.setattr(fused, "compile_obstacle", lambda variant, device: "a test forbids it")
 
 
 def test_the_parameters_are_those_of_llama() -> None:
@@ -64,6 +78,7 @@ def test_the_parameters_are_those_of_llama() -> None:
     assert sum(math.prod(shape) for shape in LLAMA_1B) == 1_235_814_400
 
 
+@pytest.mark.usefixtures("not_compiled")
 @pytest.mark.parametrize(
     "choice", [*lowbit_formats(), *lowbit_options(), torch_fused()], ids=lambda c: c.name
 )
@@ -75,6 +90,7 @@ def test_every_choice_steps(choice: OptimizerChoice) -> None:
     assert times.moved > ELEMENTS * (2 * (2 + choice.gradient_reads) + 1)
 
 
+@pytest.mark.usefixtures("not_compiled")
 def test_the_floor_counts_what_is_stored() -> None:
     def moved(choice: OptimizerChoice) -> int:
         return measure_step(StepCandidate(choice, [(16, 256)], "cpu"), 2).moved
@@ -149,16 +165,29 @@ def test_step_cells() -> None:
     assert STEP_TABLE.cells(lowbit_row, alone, 4e12)[1] == ""
 
 
-def test_the_first_step_of_fresh_processes() -> None:
-    """With torch's optimizer, which compiles nothing on a CPU."""
+def test_the_first_step_of_fresh_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The program with torch's optimizer, which compiles nothing on a CPU; then processes that print what it prints."""
+    monkeypatch.setattr(sys, "argv", ["-c", torch_fused().name, "cpu", "64", "64"])
+    exec(optimizer_first_step.PROGRAM, {})
+    seconds = json.loads(capsys.readouterr().out)
+    assert 0 < seconds["step"] < seconds["from_import"]
+
+    printing = (
+        "import json, os, pathlib; folder = pathlib.Path(os.environ['LOWBIT_CACHE_DIR']); warm = folder.exists(); "
+        "folder.mkdir(exist_ok=True); print(json.dumps({'step': 1 - warm / 2, 'from_import': 3 - warm}))"
+    )
+    monkeypatch.setattr(optimizer_first_step, "PROGRAM", printing)
     found = measure_first_steps(FreshProcess(torch_fused(), "cpu", (64, 64)), 1)
-    assert 0 < found.cold < found.cold_from_import
-    assert 0 < found.warm < found.warm_from_import
+    assert found == FirstSteps(cold=1.0, cold_from_import=3, warm=0.5, warm_from_import=2)
     row = Row(None, found)
     assert len(FIRST_STEP_TABLE.cells(row, Result(Problem("p", []), [row]), 1.0)) == 4
 
 
-def test_a_process_that_fails_says_so() -> None:
+def test_a_process_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = "import sys; sys.exit(f'no device {sys.argv[2]}')"
+    monkeypatch.setattr(optimizer_first_step, "PROGRAM", failing)
     with pytest.raises(RuntimeError, match=r"the process of lowbit AdamW4bit failed: .*nowhere"):
         measure_first_steps(FreshProcess(lowbit_formats()[2], "nowhere", (64, 64)), 1)
 
@@ -269,6 +298,7 @@ def test_a_mixture_of_experts_has_the_same_weights_stacked() -> None:
     assert sum(map(math.prod, MIXTURE)) == sum(map(math.prod, STACKED)) == 1_245_708_288
 
 
+@pytest.mark.usefixtures("not_compiled")
 @pytest.mark.parametrize("shapes", [SHAPES, [(3, 64, 64), (100_001, 8)]], ids=str)
 def test_every_choice_of_muon_steps(shapes: list[tuple[int, ...]]) -> None:
     for choice in muon_choices():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.quantize_folder import MODELS, TABLE, make, problems
+from benchmarks.quantize_folder import MODELS, TABLE, Spent, Step, make, problems
 from benchmarks.registry import Row
 
 for package in ("safetensors", "typer", "rich"):
@@ -33,11 +33,20 @@ def test_shards_hold_every_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_every_step_is_measured_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    measured: list[tuple[Step, Spent]] = []
+
+    def recorded(step: Step, repeats: int) -> Spent:
+        measured.append((step, TABLE.measure(step, repeats)))
+        return measured[-1][1]
+
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("benchmarks.quantize_folder.measure_step", recorded)
     for problem in problems("cpu", ("tiny",)):
         # `inspect` alone: what it reads is made first.
-        for step in problem.selected(["inspect, lowbit", "quantize, compressed"], []).candidates:
-            found = TABLE.measure(step, 2)
+        (inspect,) = problem.selected(["inspect, compressed"], []).candidates
+        recorded(inspect, 2)
+        assert [step.writes is None for step, _ in measured] == [False, True]
+        for step, found in measured:
             assert found.seconds > 0 and found.peak > found.shard > 0
             assert (found.written > 0) == (step.writes is not None)
             assert len(TABLE.cells(Row(step, found), None, 0.0)) == len(TABLE.columns)

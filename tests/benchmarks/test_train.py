@@ -72,7 +72,7 @@ def test_linears_on_a_cpu_take_turns_with_a_plain_one(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cpu_linear, "SECONDS", 0.0)
     problems = list(cpu_linear.cpu_linear())
     assert {c.size for p in problems for c in p.candidates} >= {2880, 2912, 4096}
-    for candidate in problems[4].candidates:
+    for candidate in problems[4].candidates[::8]:  # a compiler takes a second for each
         times = cpu_linear.measure(replace(candidate, size=64), 1)
         assert min(times.own, times.plain) > 0 and times.faults >= 0
     row = Row(problems[0].candidates[0], cpu_linear.Times(3e-3, 2e-3, 7))

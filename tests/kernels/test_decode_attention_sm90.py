@@ -29,6 +29,7 @@ CASES = [
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 
 
+@pytest.mark.cover("values")
 @every_case
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_formula(case: Case, dtype: torch.dtype) -> None:

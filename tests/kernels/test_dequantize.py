@@ -118,9 +118,10 @@ def of_formats(
 def test_interpreted_formats() -> None:
     code = """
 import json, torch
-from tests.kernels.test_dequantize import of_formats
+from tests.kernels.test_dequantize import FORMAT_SHAPES, of_formats
 torch.manual_seed(0)
-print(json.dumps({str(dtype): of_formats(dtype) for dtype in (torch.float32, torch.float16)}))
+shapes = {torch.float32: FORMAT_SHAPES[:2], torch.float16: FORMAT_SHAPES[2:]}
+print(json.dumps({str(dtype): of_formats(dtype, shapes=own) for dtype, own in shapes.items()}))
 """
     for found in interpreted(code).values():
         assert found and all(found.values()), [name for name, same in found.items() if not same]

@@ -75,7 +75,10 @@ def test_every_code_at_every_position(bits: int) -> None:
     check(weight)
 
 
-@pytest.mark.parametrize("option", ["-mno-avx512f", "-mno-avx2", "-mno-avx"])
+@pytest.mark.parametrize(
+    "option",
+    ["-mno-avx512f", "-mno-avx", pytest.param("-mno-avx2", marks=pytest.mark.exhaustive)],
+)
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="options of x86 compilers")
 def test_other_processors(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     caches = (host_compiler.library, dequantize_cpu._functions, cpu_values._layout)

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.cases.expert_linear import CASES, Case
+from benchmarks.cases.formats import FORMATS
 from lowbit_kernels.composed import expert_linear
 from lowbit_kernels.composed.expert_linear import reference
 from lowbit_kernels.runtime import launches
@@ -34,6 +35,16 @@ EMULATED = [
 NO_TRITON = {"nf4", "int3", "nvfp4", "odd-group", "no-tokens"}
 NO_TRITON |= {"unsigned", "int2", "int6", "table3"}
 cases = pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
+
+
+def axes_of(name: str) -> tuple[object, ...]:
+    """What the kernels distinguish of a case."""
+    (case,) = [c for c in CASES if c.name == name]
+    (format,) = [f for f in FORMATS if f.name == case.format]
+    flags = (case.gated, case.bias, case.per_pair, case.beyond, case.same is None)
+    return *format.axes, case.group_size, case.dtype, *flags, case.k % 2
+
+
 op = torch.ops.lowbit.expert_linear
 
 
@@ -88,6 +99,7 @@ def test_reference_and_cpu(case: Case) -> None:
     assert found == {"empty" if case.tokens == 0 else "loop": 1}
 
 
+@pytest.mark.cover("values", name=axes_of)
 @pytest.mark.parametrize("name", EMULATED)
 def test_emulated_decode_kernel(name: str) -> None:
     torch.manual_seed(0)
@@ -121,6 +133,7 @@ EMULATED_LARGE = {
 """Cases, and a division other than the chosen one."""
 
 
+@pytest.mark.cover("values", name=lambda name: (*axes_of(name), *(EMULATED_LARGE[name] or ())))
 @pytest.mark.parametrize("name", EMULATED_LARGE)
 def test_emulated_large_kernel(name: str) -> None:
     torch.manual_seed(0)

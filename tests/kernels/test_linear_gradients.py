@@ -183,7 +183,11 @@ def test_the_plan_emulated(case: Case, apart: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["e4m3", "e5m2", "e4m3-fp32", "tensorwise", "rounds-e5m2", "rounds-tensorwise"]
+    "name",
+    [
+        *("e4m3", "e4m3-fp32", "tensorwise", "rounds-e5m2"),
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("e5m2", "rounds-tensorwise")),
+    ],
 )
 def test_cublas_gets_parts_of_the_plan(name: str) -> None:
     """Its operands and scales are parts of tensors of their dtypes, and other scratch memory is among the scales."""

@@ -73,7 +73,7 @@ def plan_of(case: Case, arguments: tuple):
         c.k % 2,
         c.m == 1,
         c.n == 1,
-        c.m * c.n * c.k,
+        c.m * c.n * c.k == 0,
     ),
 )
 @pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")

@@ -66,7 +66,13 @@ def assert_close(out: Tensor, case: dict) -> None:
 
 
 @pytest.mark.skipif(not COMPILER, reason="no g++")
-@pytest.mark.parametrize(("m", "n", "k", "group", "zero", "dtype", "division"), SHAPES)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "group", "zero", "dtype", "division"),
+    [
+        *SHAPES[1:-1],
+        *(pytest.param(*SHAPES[i], marks=pytest.mark.exhaustive) for i in (0, -1)),
+    ],
+)
 def test_emulated(
     m: int,
     n: int,

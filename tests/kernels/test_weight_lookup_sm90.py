@@ -175,6 +175,12 @@ EMULATED = [
 ]
 
 
+@pytest.mark.cover(
+    "values",
+    name=lambda name: BY_NAME[name].axes,
+    tile=lambda tile: tile,
+    options=lambda o: tuple(o.get(name) for name in ("rounded", "beside", "split", "clusters")),
+)
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 @pytest.mark.parametrize(("name", "tile", "options"), EMULATED, ids=str)
 def test_emulated(name: str, tile: tuple[int, int, int], options: dict) -> None:

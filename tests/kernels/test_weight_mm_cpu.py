@@ -54,7 +54,7 @@ MAPPINGS = ("symmetric", "asymmetric", "float_zero_point", "half_integer")
 
 
 @needs_compiler
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("bits", range(2, 9))
 @torch.no_grad()

@@ -98,6 +98,7 @@ ROUNDED = [(1, 1), (1, 2), (3, 2), (16, 1)]
 
 
 @on_cpu
+@pytest.mark.cover("values")
 @HALVES
 @pytest.mark.parametrize(("m", "split"), ROUNDED)
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
@@ -121,7 +122,7 @@ def test_cuda_tokens_are_rounded_to_float8(
     own.check(product(own.tensors))
 
 
-@pytest.mark.cover("values")
+@pytest.mark.cover("values", format=lambda f: f.axes)
 @on_cpu
 @pytest.mark.parametrize("m", [1, 5])
 @pytest.mark.parametrize("format", TAKEN, ids=lambda f: f.name)
@@ -146,7 +147,7 @@ def test_emulated_one_token_in_teams_and_beside_the_next_launch(
 
 
 @on_cpu
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("pairs", name=lambda name: NAMED[name].bits, dtype=lambda dtype: ())
 @HALVES
 @pytest.mark.parametrize("m", [1, 2, 3, 9])
 @pytest.mark.parametrize("group", [16, 32, 64, 128, 0])
@@ -159,6 +160,7 @@ def test_emulated_groups(name: str, group: int, m: int, dtype: torch.dtype) -> N
     product.check(product.emulated(split=2))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("name", ["int2-value", "uint3", "mxfp4", "nvfp4", "float8_e4m3fn"])
 @pytest.mark.parametrize("m", [1, 9])
 @on_cpu

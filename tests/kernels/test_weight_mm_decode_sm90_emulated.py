@@ -62,7 +62,11 @@ def test_divisions(split: int, height: int, m: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("m", "k", "split"), [(8, 4096, 2), (5, 1440, 1), (16, 2560, 2), (16, 8192, 2)]
+    ("m", "k", "split"),
+    [
+        *((5, 1440, 1), (16, 2560, 2), (16, 8192, 2)),
+        pytest.param(8, 4096, 2, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_x_in_boxes(m: int, k: int, split: int) -> None:
     """Also with fewer tokens and less k than a box holds, and where stages reuse the memory of boxes. Where the TMA

@@ -43,6 +43,7 @@ def test_float8_that_is_taken() -> None:
         assert takes(WeightOperands.of(x, int8, scale, group_size=group))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 @pytest.mark.parametrize("out", [BF16, FP16])
 @pytest.mark.parametrize(

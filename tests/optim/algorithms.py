@@ -44,6 +44,8 @@ CASES = {
     ),
 }
 cases = pytest.mark.parametrize("cls,options", CASES.values(), ids=CASES)
+by_class = pytest.mark.cover("pairs", cls=lambda cls: cls.__name__, options=lambda options: ())
+"""The usual run meets each class with each format of states, with the cases of the class in turn."""
 every = pytest.mark.parametrize("state", FORMATS)
 STATEFUL = {cls: {} for cls in VARIANTS if cls is not optim.Muon} | {optim.SGD: {"momentum": 0.9}}
 """Elementwise algorithms, with the options under which they have states."""

@@ -19,6 +19,7 @@ from tests.optim.algorithms import (
     ODD_SHAPES,
     SHAPES,
     STATEFUL,
+    by_class,
     cases,
     classes,
     decoded,
@@ -48,6 +49,7 @@ def stored_alike(stored, value):
     return bool(((stored.double() - value).abs() <= allowed).all())
 
 
+@by_class
 @every
 @cases
 def test_every_step_is_that_of_the_reference_from_the_decoded_states(cls, options, state):
@@ -73,7 +75,7 @@ def test_every_step_is_that_of_the_reference_from_the_decoded_states(cls, option
                 assert stored_alike(optimizer.state[p][name], expected), (name, step, p.shape)
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @every
 @classes
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -130,6 +132,7 @@ def test_sgd_follows_torch(options):
             assert relative(ours.state[q]["momentum_buffer"], buffer) < 1e-6
 
 
+@by_class
 @every
 @cases
 def test_a_step_reads_nothing_on_the_host(cls, options, state):

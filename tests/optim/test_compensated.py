@@ -111,6 +111,7 @@ def test_what_was_lost_comes_back_exactly(module, options, others):
 # ---- the step --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(
     "name,kind",
     [

@@ -92,6 +92,7 @@ def test_every_step_is_that_of_float32(cls, state):
             assert torch.equal(own, value), name
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("state", ["4bit", "8bit", "fp32"])
 def test_kernels_too(device, state):
     params = bf16(*SHAPES)

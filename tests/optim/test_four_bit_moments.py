@@ -142,7 +142,7 @@ def test_an_approximate_root_changes_no_code(error, monkeypatch, tmp_path):
     row = torch.cat(
         [near, -near, table, torch.zeros(128 - 2 * len(near) - len(table) - 1), table[-1:]]
     )
-    values = row.repeat(64, 1)  # 128 numbers, the last of them 1
+    values = row.repeat(32, 1)  # 128 numbers, the last of them 1
     fused, eager = (on("cpu", values.shape, StoredSigned, fused=f) for f in (None, False))
     for _ in range(20):
         assert torch.equal(stored(fused, values).codes, stored(eager, values).codes)

@@ -16,7 +16,7 @@ from lowbit import Int8MixedPrecision, MixedPrecisionTensor, optim
 from tests.optim.counted import LAUNCHES, launched
 from tests.optim.problems import FORMATS, rand, relative
 
-SHAPES = [(64, 256), (33, 300), (5, 7, 130), (1,), (0, 4), (300,), (40, 101), (3, 1000), (128, 64)]
+SHAPES = [(16, 256), (15, 300), (5, 7, 130), (1,), (0, 4), (300,), (40, 101), (3, 1000), (64, 64)]
 ALGORITHMS = {
     "AdamW": (optim.AdamW, {}),
     "AdamW-amsgrad": (optim.AdamW, {"amsgrad": True, "maximize": True}),
@@ -68,11 +68,10 @@ def check_alike(made, weight_bound, state_bound):
             )
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("state", FORMATS)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_as_the_step_in_pytorch(device, name, state):
-    if device.type == "cpu" and name not in ("AdamW", "Lion") and state not in ("8bit", "fp32"):
-        pytest.skip("a kernel is compiled for each: the others run on a GPU")
     cls, options = ALGORITHMS[name]
     made = pair(device, functools.partial(cls, state=state, **options))
     for params, optimizer in made:
@@ -364,9 +363,9 @@ def test_gradients_are_not_kept(device, fused):
 
 def test_training_goes_down(device):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).to(device)
-    optimizer = optim.AdamW8bit(model.parameters(), lr=3e-3)
-    x = rand(128, 64, seed=1).to(device)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).to(device)
+    optimizer = optim.AdamW8bit(model.parameters(), lr=1e-2)
+    x = rand(32, 64, seed=1).to(device)
     losses = []
     for _ in range(30):
         loss = (model(x) - x).square().mean()

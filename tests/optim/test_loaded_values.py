@@ -52,9 +52,10 @@ BAD_STEPS = {
 
 
 def made(cls, options, **more):
+    """Its steps run by PyTorch's operations: no kernel is compiled."""
     params = parameters(*SHAPES)
     named = [(f"layer.{i}", p) for i, p in enumerate(params)]
-    return params, cls(named, lr=0.01, **options, **more)
+    return params, cls(named, lr=0.01, fused=False, **options, **more)
 
 
 def trained(cls, options, **more):

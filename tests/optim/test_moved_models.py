@@ -72,7 +72,7 @@ def values(model):
     return [p.detach().clone() for p in held]
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @every_class
 @pytest.mark.parametrize("fused", [None, False], ids=["fused", "eager"])
 @pytest.mark.parametrize("how", PREPARED)

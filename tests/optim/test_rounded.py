@@ -73,6 +73,7 @@ def masters(made):
     return plain
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("state", FORMATS)
 def test_as_the_step_in_pytorch(device, state, monkeypatch):
     """Most pieces hold several parameters, and some parameters take several pieces."""
@@ -93,6 +94,7 @@ def test_as_the_step_in_pytorch(device, state, monkeypatch):
         assert launched() == 3 * (len(coded.passes) + 1)
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("name", ["Lion8bit", "SGD", "AdEMAMix"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_other_algorithms_and_dtypes(device, name, dtype):
@@ -115,7 +117,7 @@ def test_how_a_step_is_cut_changes_no_bit(device, state, monkeypatch):
     for piece in (2**20, 7000, 700):
         monkeypatch.setattr(job, "PIECE_CPU", piece)
         monkeypatch.setattr(job, "PIECE_OTHER", piece)
-        params = weights(device)
+        params = weights(device, [(15, 300), (3, 40, 40), (5, 4, 300), (9, 31), (1, 4096)])
         optimizer = optim.AdamW(params, lr=1e-2, state=state, fused=True)
         step_all([(params, optimizer)], 2)
         states = [optimizer.state[p] for p in params]
