@@ -69,6 +69,19 @@ def over(schemes: dict[str, lb.Scheme]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("scheme", list(schemes.values()), ids=list(schemes))
 
 
+def axes_of(scheme: lb.Scheme) -> tuple[object, ...]:
+    """How a scheme rounds, for the marker `cover`: what changes the operations, not their numbers alone."""
+    weight, own = scheme.weight, scheme.activation
+    activation = own and (type(own.format), type(own.granularity), own.mapping, own.static)
+    return (
+        (type(weight.format), getattr(weight.format, "bits", None) in (4, 8)),
+        type(weight.granularity),
+        weight.mapping,
+        weight.scale_format,
+        activation,
+    )
+
+
 # ---- hypothesis ---------------------------------------------------------------------------------------------
 
 _sizes = st.integers(1, 40)

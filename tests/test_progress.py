@@ -21,6 +21,8 @@ from lowbit import progress
 from lowbit.progress import waiting
 progress.DELAY = 0.05
 """
+LATER = "import lowbit.formats, lowbit.qat.tools.blocks, torch._dynamo, torch.export"
+"""What several programs import. Their forks find it imported."""
 PROGRAMS = {
     "counted": """
         with progress.progress("packing", 4, unit="boxes") as advance:
@@ -131,7 +133,8 @@ def run(programs: list[str], on_terminal: bool, tmp_path: Path) -> tuple[bytes, 
         "COLUMNS": "100",
     }
     own, given = os.openpty() if on_terminal else os.pipe()
-    command = [sys.executable, "-c", f"{HEAD}\nEND = {END!r}\n{EACH}"]
+    head = f"{HEAD}\n{LATER}" if on_terminal else HEAD
+    command = [sys.executable, "-c", f"{head}\nEND = {END!r}\n{EACH}"]
     command += map(textwrap.dedent, programs)
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=given, env=environment)
     os.close(given)

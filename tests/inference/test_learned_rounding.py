@@ -164,7 +164,7 @@ def test_steps_lie_within_cells(scheme: lb.Scheme) -> None:
         ("model", INT3, True),
         ("model", lb.NVFP4WeightOnly(), False),
         ("blocks", lb.IntxWeightOnly(3, 32, "asymmetric"), False),
-        ("blocks", lb.Int2WeightOnly(32), True),
+        pytest.param("blocks", lb.Int2WeightOnly(32), True, marks=pytest.mark.exhaustive),
         ("blocks", lb.MXFP4WeightOnly(), True),
     ],
     ids=["int3-model", "nvfp4-model", "asymmetric-blocks", "int2-blocks", "mxfp4-blocks"],

@@ -19,7 +19,7 @@ from lowbit.layers.exchange import Held, exchanged
 from lowbit.layers.frozen import Frozen, hide_frozen, show_frozen, shown_class
 from lowbit.layers.learned_experts import Scaled
 from lowbit.tensor import LowbitTensor
-from tests.schemes import SCHEMES, over
+from tests.schemes import SCHEMES, axes_of, over
 
 INT4, INT8 = lb.Int4WeightOnly(16), lb.Int8WeightOnly()
 
@@ -99,6 +99,7 @@ def check(module: nn.Module, *args: Tensor) -> None:
     assert kinds <= {Tensor, nn.Parameter}
 
 
+@pytest.mark.cover("values", scheme=axes_of)
 @over(SCHEMES)
 def test_the_inputs_of_a_graph_are_plain(scheme: lb.Scheme) -> None:
     torch.manual_seed(0)

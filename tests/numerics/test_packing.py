@@ -93,6 +93,7 @@ def test_negative_codes_are_stored_in_twos_complement(bits: int) -> None:
     assert torch.equal(stored.to(torch.int64), codes.to(torch.int64) % 2**bits)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("size", [37, 38])
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_compiles(bits: int, size: int) -> None:

@@ -60,6 +60,7 @@ def divergence(model: nn.Module, plain: nn.Module, batches: list[Tensor]) -> flo
     return sum(kls).item() / len(kls)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("targets", ["high", "rounded"])
 @pytest.mark.parametrize("scales", ["present", "learned"])
 def test_errors_fall_and_the_converted_model_is_better_than_rounding(targets, scales) -> None:
@@ -153,6 +154,7 @@ def test_a_run_is_a_function_of_its_arguments() -> None:
     assert same(found[0], found[1]) and not same(found[0], found[2])
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("targets", ["high", "rounded"])
 @pytest.mark.parametrize("done", [1, 2])
 def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path, targets, done) -> None:
@@ -244,11 +246,11 @@ def test_memory_is_that_of_one_block() -> None:
     """Independent of their number: gradients, optimizer states and activations are those of one block."""
 
     def blockwise(model: Any) -> None:
-        qat.train_blocks(model, model.blocks, data(4), lr=1e-3, epochs=1)
+        qat.train_blocks(model, model.blocks, data(2), lr=1e-3, epochs=1)
 
     def end_to_end(model: Any) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        for batch in data(4):
+        for batch in data(2):
             model(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -271,9 +271,24 @@ def test_what_backward_keeps(scales: Any, gradients: Any) -> None:
     y.sum().backward()
 
 
-@pytest.mark.parametrize("gradients", [None, LOW], ids=["high", "low"])
-@SCALES
-@pytest.mark.parametrize("scheme", [INT8, STATIC], ids=["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("scheme", "scales", "gradients"),
+    [
+        (INT8, "present", LOW),
+        (INT8, "learned", None),
+        (STATIC, "present", None),
+        (STATIC, "learned", LOW),
+        *(
+            pytest.param(scheme, *rest, marks=pytest.mark.exhaustive)
+            for scheme, rest in (
+                (INT8, ("present", None)),
+                (INT8, ("learned", LOW)),
+                (STATIC, ("present", LOW)),
+                (STATIC, ("learned", None)),
+            )
+        ),
+    ],
+)
 def test_compiled(scheme: Scheme, scales: Any, gradients: Any) -> None:
     """Inductor takes seconds and compiles the case with most graph; its partitioner makes the same graphs of all."""
     torch._dynamo.reset()

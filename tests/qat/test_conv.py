@@ -73,7 +73,7 @@ OF_SMALL_SCALES = lb.Spec(lb.Float8(), lb.PerTensor(), scale_dtype=torch.bfloat1
 # ---- exactness ------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     weight_specs(2).filter(lambda spec: not isinstance(spec.format, lb.LookupTable)),
     st.lists(st.integers(1, 7), min_size=3, max_size=4),
@@ -300,6 +300,7 @@ def test_copies_files_and_meta(scales: str) -> None:
     assert torch.equal(torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)(x), y)
 
 
+@pytest.mark.cover("values")
 @SCALES
 @pytest.mark.parametrize("name", ["int4-g8", "int8xint8", "uint8xint4-static"])
 def test_compiled(name: str, scales: str) -> None:

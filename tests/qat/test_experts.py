@@ -265,10 +265,10 @@ def test_gradients(name, tokens, path) -> None:
     [
         (WEIGHT, "learned", "aot_eager"),  # a zero point that learns
         (BOTH, "present", "aot_eager"),  # inputs that are rounded
-        (WEIGHT, "present", "aot_eager"),
         (BOTH, "learned", "inductor"),
+        pytest.param(WEIGHT, "present", "aot_eager", marks=pytest.mark.exhaustive),
     ],
-    ids=["weight-learned", "both-present", "weight-present", "both-learned"],
+    ids=["weight-learned", "both-present", "both-learned", "weight-present"],
 )
 def test_compiled_without_new_graphs_for_other_tokens(scheme, scales, backend) -> None:
     """Inductor takes seconds, so it compiles the pair that rounds and learns most. The others make the same graphs with

@@ -244,6 +244,7 @@ def test_gradients(name):
             assert (found.grad - right).norm() <= 1e-5 * right.norm().clamp(min=1e-30)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_model_converts_to_what_was_trained(spec, dtype):
     prepared = trained(Scheme(spec), dtype=dtype)
@@ -332,8 +333,10 @@ def test_a_lookup_quantizes_the_same_as_the_whole():
 
 @pytest.mark.parametrize(
     ("dtype", "backend"),
-    [(torch.float32, "aot_eager"), (torch.bfloat16, "inductor")],
-    ids=["float32", "bfloat16"],
+    [
+        pytest.param(torch.float32, "aot_eager", id="float32"),
+        pytest.param(torch.bfloat16, "inductor", id="bfloat16", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_compiled(dtype, backend):
     prepared = trained(Int8DynamicActivationInt4Weight(32), dtype=dtype)

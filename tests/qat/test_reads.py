@@ -19,7 +19,7 @@ from lowbit import qat, train
 from lowbit.layers.frozen import shown_class
 from lowbit.layers.prepared import Prepared
 from lowbit.tensor.core.reading import KEEPS, in_forward
-from tests.schemes import FREE_SCALES, SCHEMES, WEIGHT_ONLY, over
+from tests.schemes import FREE_SCALES, SCHEMES, WEIGHT_ONLY, axes_of, over
 
 N, K = 24, 64
 PRESENT = {f"{name}-present": (scheme, "present") for name, scheme in SCHEMES.items()}
@@ -34,6 +34,11 @@ every_kind = pytest.mark.parametrize(
     ids=[*PRESENT, *LEARNED, "bitnet"],
 )
 ROWS = torch.tensor([3, 1, 1, 7])
+
+
+def of_scheme(scheme: object) -> tuple[object, ...]:
+    """What changes the operations of a prepared weight, not their numbers alone."""
+    return axes_of(scheme) if isinstance(scheme, lb.Scheme) else (type(scheme),)
 
 
 def cosine(x: Tensor, w: Tensor, other: Tensor) -> Tensor:
@@ -132,6 +137,7 @@ def check(model: nn.Module, x: Tensor, weight: str | None = None) -> None:
         assert torch.equal(found, model(x))
 
 
+@pytest.mark.cover("values", how=lambda how: (*of_scheme(how[0]), how[1]))
 @every_kind
 def test_a_module_that_computes_with_its_weight(how) -> None:
     scheme, scales = how

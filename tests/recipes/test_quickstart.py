@@ -215,7 +215,10 @@ def test_optimizer_bytes_are_those_of_the_states(finished: Finished) -> None:
     assert low < fp32 / 3
 
 
-@pytest.mark.parametrize("stop", [0, 4, 9, 16, 25])
+@pytest.mark.parametrize(
+    "stop",
+    [0, 9, 16, *(pytest.param(stop, marks=pytest.mark.exhaustive) for stop in (4, 25))],
+)
 @pytest.mark.usefixtures("measured_briefly")
 def test_interrupted_and_resumed_equals_uninterrupted(
     stop: int,

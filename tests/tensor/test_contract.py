@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowbit import testing
+from lowbit import Scheme, testing
+from tests.schemes import axes_of
 from tests.tensor.cases import CASES, Case, check, inside_range
 
 WEIGHTS = [case for case in CASES if case.is_weight]
@@ -76,21 +77,31 @@ class TestAutograd(OfCase, testing.AutogradContract):
     pass
 
 
+def of_graphs(case: Case) -> tuple[object, ...]:
+    """What changes operations, and so graphs and collectives, not their numbers alone."""
+    has_spec = isinstance(case.how, Scheme)
+    return case.kind, *(axes_of(case.how) if has_spec else [case.name])
+
+
+@pytest.mark.cover("values", _case=of_graphs)
 @over(WEIGHTS)
 class TestCompile(OfCase, testing.CompileContract):
     pass
 
 
+@pytest.mark.cover("values", _case=of_graphs)
 @over([case for case in WEIGHTS if case.row_step == 1])
 class TestFSDP2(OfCase, testing.FSDP2Contract):
     pass
 
 
+@pytest.mark.cover("values", _case=of_graphs)
 @over([c for c in WEIGHTS if not c.is_trainable and c.row_step == 1 and 96 % c.column_step == 0])
 class TestTensorParallel(OfCase, testing.TensorParallelContract):
     pass
 
 
+@pytest.mark.cover("values", _case=of_graphs)
 @over([case for case in WEIGHTS if case.row_step == 1])
 class TestSerialization(OfCase, testing.SerializationContract):
     pass

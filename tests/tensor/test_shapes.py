@@ -32,7 +32,7 @@ def cuts_well(size: int, start: int, end: int, step: int) -> bool:
 
 
 @every_case
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_a_slice_is_the_slice_of_the_values_or_refused(case, data):
     shape = data.draw(st.tuples(st.integers(0, 20), st.integers(1, 300)), label="shape")

@@ -60,6 +60,7 @@ def step(model, optimizer, x, y):
     return float(loss.detach())
 
 
+@pytest.mark.cover("values")
 @every_scheme
 @pytest.mark.parametrize(
     "make",
@@ -218,6 +219,7 @@ def test_compiled_without_graph_breaks(name, backend):
             assert relative(found[key], value) < 1e-5, key
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("rows", [(2, 90), (130, 900)], ids=["few", "many"])
 @pytest.mark.parametrize(
     "scheme",
