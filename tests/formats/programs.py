@@ -42,9 +42,9 @@ class EveryPreset(nn.Module):
     """A linear of each preset, an embedding and convolutions in several, and a plain linear that takes sequences. Each
     gives an output of its own."""
 
-    def __init__(self, linears: list[str], features: int) -> None:
+    def __init__(self, linears: list[str], features: int, rows: int) -> None:
         super().__init__()
-        self.linears = nn.ModuleDict({name: nn.Linear(features, 48) for name in linears})
+        self.linears = nn.ModuleDict({name: nn.Linear(features, rows) for name in linears})
         names = ("int4", "int8", "nf4")
         self.embeddings = nn.ModuleDict({n: nn.Embedding(40, features // 2) for n in names})
         self.convolutions = nn.ModuleDict({n: nn.Conv2d(3, 8, 3) for n in ("int8", "float8")})
@@ -107,12 +107,12 @@ def inputs(
 
 
 def every_preset(
-    dtype: torch.dtype, linears: list[str] | None = None, features: int = FEATURES
+    dtype: torch.dtype, linears: list[str] | None = None, features: int = FEATURES, rows: int = 48
 ) -> EveryPreset:
-    """The model, quantized."""
+    """The model, quantized; its linears have weights [rows, features]."""
     torch.manual_seed(0)
     linears = list(LINEARS) if linears is None else linears
-    model = EveryPreset(linears, features).to(dtype).eval()
+    model = EveryPreset(linears, features, rows).to(dtype).eval()
     schemes = {f"linears.{name}": LINEARS[name] for name in linears}
     if static := {key: s for key, s in schemes.items() if key.endswith("_static")}:
         with lowbit.calibrate(model, static):
