@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from lowbit.testing import forked
@@ -58,6 +61,36 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a `Program` to its end."""
     return Program(code, *arguments, folder=folder, **environment).finished()
+
+
+def ranks(code: str, *arguments: object, processes: int, folder: Path) -> list[Program]:
+    """Programs with the variables that torchrun sets. Without it they do not import torch again and again."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {name: str(processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    variables = {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [
+        Program(code, *arguments, folder=folder, RANK=rank, LOCAL_RANK=rank, **variables)
+        for rank in map(str, range(processes))
+    ]
+
+
+def all_finished(programs: list[Program], timeout: float = 240.0) -> str:
+    """What all print, with errors. AssertionError with the errors of the first that fails, or after `timeout`."""
+    running, printed, deadline = list(programs), "", time.monotonic() + timeout
+    while running:
+        failed = time.monotonic() > deadline
+        for program in [p for p in running if p.status() is not None]:
+            running.remove(program)
+            printed += "".join(program.printed())
+            failed = failed or program.status() != 0
+        if failed:  # the others would wait for it
+            for program in running:
+                program.kill(signal.SIGKILL)
+            raise AssertionError(printed or [program.printed() for program in running])
+        time.sleep(0.01)
+    return printed
 
 
 def _run(code: str, arguments: list[str], folder: str, outputs: str) -> None:

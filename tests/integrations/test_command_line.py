@@ -56,11 +56,12 @@ def logits_of(path: str, tokens: torch.Tensor) -> torch.Tensor:
     return found.float()
 
 
-def test_eval_reports_what_the_formulas_give(home: Path) -> None:
+def test_eval_reports_what_the_formulas_give(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ("--data", "text.txt", "--against", "model", "--context", "32", "--limit", "80")
-    done = command("eval", "model-int4", *options, "--json", cwd=home)
-    assert done.returncode == 0, done.stderr
-    printed = json.loads(done.stdout)
+    assert main(["eval", "model-int4", *options, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
     report, original = printed["models"][0], printed["original"]
     from transformers import AutoTokenizer
 
@@ -164,16 +165,17 @@ def test_logs_of_other_packages_are_not_shown(capfd: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "lowbit"])
-def test_static_activations_are_calibrated_on_the_text(format: str, home: Path) -> None:
+def test_static_activations_are_calibrated_on_the_text(
+    format: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The same model as `calibrate` and `quantize_` give on the same windows, but for the head and the first layer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options = ("--data", "text.txt", "--context", "32", "--limit", "80", "--batch", "1")
     options += ("--format", format)
     given = ("--scheme", "int8_int8_static", "--layers", "*.layers.0.*=none")
-    done = command("quantize", "model", *given, *options, "--out", "made", "--json", cwd=home)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    assert main(["quantize", "model", *given, *options, "--out", "made", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
     assert "lm_head.weight" in report["left"]
 
     model = AutoModelForCausalLM.from_pretrained("model")

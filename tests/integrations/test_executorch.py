@@ -77,6 +77,7 @@ def test_plain_layers_stand_beside_quantized_ones(name: str, tmp_path: Path) -> 
     assert max(worst.values()) < 2e-3, worst
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name", SERVED)
 def test_asymmetric_inputs_give_the_outputs_of_eager(name: str, bias: bool, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from recipes.torchtitan.compare import LOSS, scalars
+from tests.forked import all_finished, ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 DEBUG = ROOT / "recipes/torchtitan/debug.toml"
@@ -24,24 +25,11 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "WANDB_MODE": "offline"}
 
 
-def started(
-    text: Path, out: Path, *options: str, processes: int = 2, config: Path = DEBUG
-) -> subprocess.Popen[str]:
-    """The training program in a process group of its own. Options are those of torchtitan."""
-    data = {
-        "--job.config_file": config,
-        "--job.dump_folder": out,
-        "--model.hf_assets_path": text,
-        "--training.dataset_path": text,
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", "-m", "recipes.torchtitan.train"]
-    given = {*options}
-    for name, value in {**data, **SHORT}.items():
-        if name not in given:
-            command += [name, str(value)]
+def started(text: Path, out: Path, *options: str) -> subprocess.Popen[str]:
+    """The training program on two processes, by torchrun, in a process group of its own. Options are torchtitan's."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return subprocess.Popen(
-        [*command, *options],
+        [*command, "-m", "recipes.torchtitan.train", *_arguments(text, out, *options)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -51,12 +39,23 @@ def started(
     )
 
 
-def ran(text: Path, out: Path, *options: str, processes: int = 2, config: Path = DEBUG) -> str:
-    """The log of a run that must end well."""
-    process = started(text, out, *options, processes=processes, config=config)
-    log, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, log[-6000:]
-    return log
+def ran(text: Path, out: Path, *options: str, processes: int = 2) -> str:
+    """The log of a run that must end well, on forks."""
+    code = "from recipes.torchtitan import train; train.main()"
+    given = _arguments(text, out, *options)
+    return all_finished(ranks(code, *given, processes=processes, folder=ROOT))
+
+
+def _arguments(text: Path, out: Path, *options: str) -> list[str]:
+    """The options, and those of a short run beside them."""
+    data = {
+        "--job.config_file": DEBUG,
+        "--job.dump_folder": out,
+        "--model.hf_assets_path": text,
+        "--training.dataset_path": text,
+    }
+    more = {name: value for name, value in {**data, **SHORT}.items() if name not in options}
+    return [*(str(word) for pair in more.items() for word in pair), *options]
 
 
 def logged(out: Path, metric: str = LOSS) -> dict[int, float]:

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from lowbit.tensor import FakeQuantizedTensor, Int8WeightTensor
 from recipes import fsdp2
 from recipes.command_line import UserError
 from recipes.llama import Llama
-from tests.forked import Program
+from tests.forked import all_finished, ranks
 
 TINY = ["--set", "steps=6", "--set", "save_every=2", "--set", "log_every=1", "--set", "lr=1e-2"]
 
@@ -52,37 +51,9 @@ def started(*options: str | Path) -> subprocess.Popen:
 PROGRAM = "import sys; from recipes import fsdp2; sys.exit(fsdp2.main())"
 
 
-def forked(*options: str | Path, processes: int = 2) -> list[Program]:
-    """Processes with the variables that torchrun sets. Without torchrun they do not import torch again and again."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    variables = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [
-        Program(PROGRAM, *options, folder=Path.cwd(), RANK=rank, LOCAL_RANK=rank, **variables)
-        for rank in map(str, range(processes))
-    ]
-
-
 def ran(*options: str | Path, processes: int = 2) -> str:
     """What all processes print."""
-    running = forked(*options, processes=processes)
-    printed, deadline = "", time.monotonic() + 240
-    while running:
-        if time.monotonic() > deadline:
-            for process in running:
-                process.kill(signal.SIGKILL)
-            raise AssertionError([process.printed() for process in running])
-        for process in list(running):
-            if (status := process.status()) is not None:
-                out, err = process.printed()
-                running.remove(process)
-                printed += out
-                for other in running if status else ():  # they would wait for this one
-                    other.kill(signal.SIGKILL)
-                assert status == 0, err
-        time.sleep(0.01)
-    return printed
+    return all_finished(ranks(PROGRAM, *options, processes=processes, folder=Path.cwd()))
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -165,7 +136,7 @@ def test_killed_for_real(source, tmp_path):
     process.send_signal(signal.SIGTERM)  # torchrun passes it on to its processes
     process.communicate(timeout=90)
     reached = fsdp2.step_of(fsdp2.checkpoints(fsdp2.RunFolder(out))[-1])
-    processes = forked("--resume", out)
+    processes = ranks(PROGRAM, "--resume", out, processes=2, folder=Path.cwd())
     while fsdp2.step_of(fsdp2.checkpoints(fsdp2.RunFolder(out))[-1]) <= reached:
         assert all(p.status() is None for p in processes) and time.monotonic() < deadline + 120
         time.sleep(0.05)
