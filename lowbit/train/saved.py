@@ -23,24 +23,24 @@ Related work rounds stochastically, to 2 to 4 bits: ActNN (arXiv 2104.14129), GA
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
+import lowbit_kernels as kernels
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_BLOCK = 128
-_MOST = 126  # the code of a block's largest magnitude
-_PIECE = 2**24 // _BLOCK  # blocks that are rounded at once: 64 MiB of float32 values
+_ROUNDING: WeakKeyDictionary[nn.Module, dict[int, _Rounding]] = WeakKeyDictionary()
+"""By model and `min_numel`."""
 _EXPONENTIATED = "LogSoftmaxBackward0"
 """The node whose result backward exponentiates: an absolute error would become a relative one."""
 
@@ -94,24 +94,44 @@ class save_in_int8(torch.autograd.graph.saved_tensors_hooks):
             raise TypeError(f"min_numel must be an int, got {min_numel!r}")
         if min_numel < 1:
             raise ValueError(f"min_numel must be at least 1, got {min_numel}")
-        super().__init__(self._pack, _unpack)
+        rounding = _ROUNDING.setdefault(model, {})
+        self._rounding = rounding.setdefault(min_numel, _Rounding(min_numel))
+        super().__init__(*self._rounding.hooks)
         self._model = model
+
+    def __enter__(self) -> None:
+        self._rounding.leave(list(_plain_tensors(self._model)))
+        super().__enter__()
+
+
+class _Rounding:
+    """What the hooks of a model do.
+
+    torch.compile takes hooks into its graphs if they are graphs themselves, and compiles again for other ones. So a
+    model keeps its hooks from step to step. Each is a graph of one call, `pack` or `unpack`. Autograd makes this call
+    with every tensor that eager code saves, and torch.compile traces it for every tensor that only the compiled code
+    sees.
+    """
+
+    def __init__(self, min_numel: int) -> None:
         self._min_numel = min_numel
         self._own: set[int] = set()
         self._shapes: set[tuple[int, ...]] = set()
         # Codes hold a weak reference to the storage that they were made from, so no other storage takes its address
         # while they are in this dictionary.
         self._made: WeakValueDictionary[Any, _Codes] = WeakValueDictionary()
+        self.hooks = _graph_of(self.pack), _graph_of(unpack)
 
-    def __enter__(self) -> None:
-        plain = list(_plain_tensors(self._model))
+    def leave(self, plain: list[Tensor]) -> None:
+        """Do not round these tensors, nor 16-bit copies of float32 ones."""
         self._own = {_address(t) for t in plain}
         shapes = {tuple(t.shape) for t in plain if t.dtype is torch.float32 and t.dim() > 1}
         self._shapes = shapes | {(*s[:-2], s[-1], s[-2]) for s in shapes}
-        super().__enter__()
 
-    @torch._disable_dynamo  # compiled code calls the hooks, and Dynamo would trace them
-    def _pack(self, t: Tensor) -> Any:
+    @torch._disable_dynamo
+    def pack(self, t: Tensor) -> Any:
+        if _is_traced(t):
+            return self._traced(t)
         region = _region(t) if self._may_round(t) else None
         if region is None:
             # A result of the node that saves it would keep the node alive, and the node keeps the result.
@@ -120,9 +140,24 @@ class save_in_int8(torch.autograd.graph.saved_tensors_hooks):
         codes = self._made.get(key)
         if codes is None:
             with torch.no_grad():
-                codes = _encode(region.flat(t), StorageWeakRef(t.untyped_storage()))
-            self._made[key] = codes
-        return codes, region, t.dtype
+                made = kernels.quantize_flat.quantize_flat(region.flat(t))
+            count = math.prod(region.core)
+            codes = self._made[key] = _Codes(*made, count, StorageWeakRef(t.untyped_storage()))
+        return codes, region
+
+    def _traced(self, t: Tensor) -> Any:
+        """Codes and scales by operations that torch.compile fuses with their neighbours, the shape in memory, and the
+        dimensions of the tensor in it; or the tensor."""
+        rounds = t.dtype in _DTYPES[1:] and t.numel() >= self._min_numel and t.dim() > 0
+        if not rounds or t.shape[-1] == 1 or tuple(t.shape) in self._shapes:
+            return t
+        order = sorted(range(t.dim()), key=lambda i: -t.stride(i))
+        in_memory = t.permute(order)
+        if not in_memory.is_contiguous():  # it repeats elements or leaves gaps
+            return t
+        blocks = F.pad(in_memory.reshape(-1), (0, -t.numel() % 128)).view(-1, 128)
+        codes, scale = kernels.quantize_flat.codes_of(blocks)
+        return codes, scale, tuple(in_memory.shape), tuple(order)
 
     def _may_round(self, t: Tensor) -> bool:
         if type(t) is not Tensor or t.dtype not in _DTYPES or t.numel() < self._min_numel:
@@ -150,6 +185,17 @@ def _plain_tensors(model: nn.Module) -> Iterator[Tensor]:
             yield from (inner for inner in t.inner_tensors().values() if inner is not None)
         elif t.layout is torch.strided and not nn.parameter.is_lazy(t):
             yield t
+
+
+def _is_traced(t: Tensor) -> bool:
+    """True for a tensor of torch.compile's tracers."""
+    return type(t).__module__.startswith("torch._subclasses.")
+
+
+def _graph_of(hook: Callable[[Any], Any]) -> torch.fx.GraphModule:
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(hook, (graph.placeholder("saved"),)))
+    return torch.fx.GraphModule(nn.Module(), graph)
 
 
 def _address(t: Tensor) -> int:
@@ -226,45 +272,21 @@ class _Codes:
     count: int
     source: StorageWeakRef
 
-    def decode(self, dtype: torch.dtype) -> Tensor:
-        values = torch.empty_like(self.codes, dtype=dtype)
-        for out, codes, scale in zip(
-            *(t.split(_PIECE) for t in (values, self.codes, self.scale)), strict=True
-        ):
-            largest = scale.float().abs()
-            x = codes.float().div_(_MOST).mul_(largest)
-            small = largest.div_(4 * _MOST).clamp_min_(torch.finfo(dtype).smallest_normal)
-            x = torch.where((codes == -1) & (scale < 0), small, x)
-            x.masked_fill_(codes == _MOST + 1, math.inf).masked_fill_(
-                codes == -_MOST - 1, -math.inf
-            )
-            out.copy_(x.masked_fill_(codes == -128, math.nan))
-        return values.view(-1)[: self.count]
-
-
-def _encode(flat: Tensor, source: StorageWeakRef) -> _Codes:
-    blocks = -(-flat.numel() // _BLOCK)
-    made = flat.new_empty(blocks, _BLOCK, dtype=torch.int8)
-    scale = flat.new_empty(blocks, 1)
-    for part, codes, scales in zip(
-        flat.split(_PIECE * _BLOCK), made.split(_PIECE), scale.split(_PIECE), strict=True
-    ):
-        x = F.pad(part.float(), (0, -part.numel() % _BLOCK)).view(-1, _BLOCK)
-        low, high = x.nan_to_num(0, 0, 0).aminmax(dim=1, keepdim=True)
-        largest = torch.maximum(-low, high)
-        largest.masked_fill_(largest == 0, 1)
-        scales.copy_(torch.where(low < 0, largest, -largest))
-        code = (x / largest).mul_(_MOST).round_().clamp_(-_MOST - 1, _MOST + 1)
-        code.masked_fill_((code == 0) & (x > 0) & (low >= 0), -1)
-        codes.copy_(code.nan_to_num_(nan=-128))
-    return _Codes(made, scale, flat.numel(), source)
-
 
 @torch._disable_dynamo
-def _unpack(saved: Any) -> Tensor:
-    if len(saved) == 3:
-        codes, region, dtype = saved
-        return region.of(codes.decode(dtype))
+def unpack(saved: Any) -> Tensor:
+    if isinstance(saved, Tensor):  # in a graph, as the next
+        return saved
+    if isinstance(saved[0], Tensor) and len(saved) == 4:
+        codes, scale, shape, order = saved
+        values = kernels.quantize_flat.values_of(codes, scale, scale.dtype)
+        values = values.view(-1)[: math.prod(shape)].view(shape)
+        return values.permute([order.index(i) for i in range(len(order))])
+    if isinstance(saved[0], _Codes):
+        codes, region = saved
+        return region.of(
+            kernels.quantize_flat.dequantize_flat(codes.codes, codes.scale, codes.count)
+        )
     t, version = saved
     if t._version != version:
         raise RuntimeError(
