@@ -81,8 +81,12 @@ def test_linears_on_a_cpu_take_turns_with_a_plain_one(monkeypatch: pytest.Monkey
 
 def test_the_steps_of_a_whole_model() -> None:
     config = LlamaConfig(300, dim=64, layers=1, heads=2, kv_heads=1, hidden=64, context=16)
-    found = list(train_llama.low_bit_candidates((2, 16)))
-    assert len({c.name for c in found}) == len(found) and found[-1].name == "torch AdamW fused"
+    found = list(train_llama.saving_candidates((2, 16)))
+    (problem,) = train_llama.train_saved()
+    assert problem.reference in {c.name for c in found}
+    found += train_llama.low_bit_candidates((2, 16))
+    assert found[-1].name == "torch AdamW fused"
+    assert len({c.name for c in found}) == len(found)
     for candidate in found:
         scheme = candidate.scheme
         if callable(scheme):  # a peer's
