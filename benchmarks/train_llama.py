@@ -339,13 +339,22 @@ def train_llama() -> Iterator[Problem]:
     "activations saved in int8 in a training step, 1.2B Llama",
     table=replace(
         TRAINING_TABLE,
-        columns=("step ms", "/ int8", "ktok/s", "peak GiB", "peak - int8's", *TRAINING_TABLE.columns[5:]),
+        columns=(
+            "step ms",
+            "/ int8",
+            "ktok/s",
+            "peak GiB",
+            "peak - int8's",
+            *TRAINING_TABLE.columns[5:],
+        ),
     ),
 )
 def train_saved() -> Iterator[Problem]:
     """The peer is torch's selective checkpointing, which keeps the results of products alone."""
     batch = (4, 4096)
-    yield Problem(f"batch {batch[0]} x {batch[1]}", list(saving_candidates(batch)), "int8, AdamW8bit")
+    yield Problem(
+        f"batch {batch[0]} x {batch[1]}", list(saving_candidates(batch)), "int8, AdamW8bit"
+    )
 
 
 def saving_candidates(batch: tuple[int, int]) -> Iterator[TrainingCandidate]:

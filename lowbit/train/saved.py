@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -33,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import lowbit_kernels as kernels
 from lowbit.tensor.core.base import LowbitTensor
@@ -41,6 +43,35 @@ from lowbit.tensor.core.dtensor import local
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROUNDING: WeakKeyDictionary[nn.Module, dict[int, _Rounding]] = WeakKeyDictionary()
 """By model and `min_numel`."""
+_EXACT = frozenset(
+    (
+        "log",
+        "log2",
+        "log10",
+        "log1p",
+        "logit",
+        "xlogy",
+        "sqrt",
+        "rsqrt",
+        "reciprocal",
+        "div",
+        "div_",
+    )
+    + (
+        "divide",
+        "true_divide",
+        "__truediv__",
+        "__rtruediv__",
+        "__rdiv__",
+        "scaled_dot_product_attention",
+    )
+)
+"""Operations whose derivative divides by what they save, and attention."""
+_POWERS = frozenset(("pow", "pow_", "__pow__"))
+_SAME_VALUES = frozenset(
+    ("convert_element_type", "_to_copy", "view", "_unsafe_view", "expand", "clone", "alias")
+    + ("permute", "transpose", "t", "unsqueeze", "squeeze", "slice")
+)
 _EXPONENTIATED = "LogSoftmaxBackward0"
 """The node whose result backward exponentiates: an absolute error would become a relative one."""
 
@@ -101,7 +132,37 @@ class save_in_int8(torch.autograd.graph.saved_tensors_hooks):
 
     def __enter__(self) -> None:
         self._rounding.leave(list(_plain_tensors(self._model)))
+        self._operations = _Operations(self._rounding)
+        self._operations.__enter__()
         super().__enter__()
+
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(*args)
+        self._operations.__exit__(*args)
+
+
+class _Operations(TorchFunctionMode):
+    """Tells `rounding` which operation saves a tensor. torch.compile's graphs show it themselves."""
+
+    def __init__(self, rounding: _Rounding) -> None:
+        super().__init__()
+        self._rounding = rounding
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling() or not _is_exact_call(func.__name__, args):
+            return func(*args, **kwargs)
+        exact = None
+        if func is F.scaled_dot_product_attention:
+            exact = {
+                _address(t)
+                for t in (*args[:2], kwargs.get("query"), kwargs.get("key"))
+                if type(t) is Tensor
+            }
+        with self._rounding.exactly(exact):
+            return func(*args, **kwargs)
 
 
 class _Rounding:
@@ -120,13 +181,25 @@ class _Rounding:
         # Codes hold a weak reference to the storage that they were made from, so no other storage takes its address
         # while they are in this dictionary.
         self._made: WeakValueDictionary[Any, _Codes] = WeakValueDictionary()
+        self._exact: set[int] | None = set()
+        """Addresses that the present operation keeps exact; None: all."""
         self.hooks = _graph_of(self.pack), _graph_of(unpack)
+
+    @contextmanager
+    def exactly(self, exact: set[int] | None) -> Iterator[None]:
+        """Round nothing at these addresses; None: nothing at all."""
+        before, self._exact = self._exact, exact
+        try:
+            yield
+        finally:
+            self._exact = before
 
     def leave(self, plain: list[Tensor]) -> None:
         """Do not round these tensors, nor 16-bit copies of float32 ones."""
         self._own = {_address(t) for t in plain}
         shapes = {tuple(t.shape) for t in plain if t.dtype is torch.float32 and t.dim() > 1}
         self._shapes = shapes | {(*s[:-2], s[-1], s[-2]) for s in shapes}
+        self._exact = set()
 
     @torch._disable_dynamo
     def pack(self, t: Tensor) -> Any:
@@ -149,7 +222,7 @@ class _Rounding:
         """Codes and scales by operations that torch.compile fuses with their neighbours, the shape in memory, and the
         dimensions of the tensor in it; or the tensor."""
         rounds = t.dtype in _DTYPES[1:] and t.numel() >= self._min_numel and t.dim() > 0
-        if not rounds or t.shape[-1] == 1 or tuple(t.shape) in self._shapes:
+        if not rounds or t.shape[-1] == 1 or tuple(t.shape) in self._shapes or _graph_needs_it():
             return t
         order = sorted(range(t.dim()), key=lambda i: -t.stride(i))
         in_memory = t.permute(order)
@@ -162,20 +235,17 @@ class _Rounding:
     def _may_round(self, t: Tensor) -> bool:
         if type(t) is not Tensor or t.dtype not in _DTYPES or t.numel() < self._min_numel:
             return False
-        if t.layout is not torch.strided or t.is_meta or t.is_neg() or _address(t) in self._own:
+        if t.layout is not torch.strided or t.is_meta or t.is_neg():
+            return False
+        if self._exact is None or _address(t) in self._own or _address(t) in self._exact:
             return False
         if t.dim() and (t.shape[-1] == 1 or t.stride(-1) == 0):  # one value a row, as statistics
             return False
         source = t if t._base is None else t._base
-        if isinstance(source, nn.Parameter) or (source.is_leaf and source.requires_grad):
-            return False
+        # Constants, as masks, and what a function makes before it saves it, as copies of weights, have no node.
+        # Pieces of a split are views with numbers of their own.
         node = source.grad_fn
-        if node is None and not t.requires_grad:
-            # a constant, or made within a function that saves it, as all that compiled code saves
-            is_copy = tuple(t.shape) in self._shapes or tuple(source.shape) in self._shapes
-            return t.dtype is not torch.float32 and not is_copy
-        # of the source, because pieces of a split are views with numbers of their own
-        return source.output_nr == 0 and not _is_exact(node)
+        return node is not None and source.output_nr == 0 and not _is_exact(node)
 
 
 def _plain_tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -185,6 +255,47 @@ def _plain_tensors(model: nn.Module) -> Iterator[Tensor]:
             yield from (inner for inner in t.inner_tensors().values() if inner is not None)
         elif t.layout is torch.strided and not nn.parameter.is_lazy(t):
             yield t
+
+
+def _is_exact_call(name: str, args: Any) -> bool:
+    return name in _EXACT or (
+        name in _POWERS and len(args) > 1 and isinstance(args[1], int | float) and args[1] < 0
+    )
+
+
+def _graph_needs_it() -> bool:
+    """True if the graph that torch.compile makes of the backward pass divides by the present tensor, or computes the
+    scores of attention from it."""
+    from torch._functorch._aot_autograd import (
+        graph_compile,
+    )  # slow, and there while torch.compile calls this
+
+    found = graph_compile._get_saved_tensor_hook_context()
+    if found is None:
+        return False
+    name = found["_node"].name
+    inputs = [n for n in found["_bw_graph"].find_nodes(op="placeholder") if n.name == name]
+    return any(_divides_by(n) for n in inputs)
+
+
+def _divides_by(value: torch.fx.Node) -> bool:
+    """True if a use of this value needs it exact: as a divisor, exponent or logarithm, or as a query or a key."""
+    for user in value.users:
+        name = getattr(user.target, "__name__", "").split(".")[0]
+        places = [i for i, arg in enumerate(user.args) if arg is value]
+        if "scaled_dot_product" in name:
+            found = 1 in places or 2 in places  # (gradient, query, key, …)
+        elif name == "div":
+            found = 1 in places
+        elif name == "mul":
+            found = not all(isinstance(a, torch.fx.Node) for a in user.args) and _divides_by(user)
+        elif name in _SAME_VALUES:
+            found = _divides_by(user)
+        else:
+            found = name == "exp" or _is_exact_call(name, user.args)
+        if found:
+            return True
+    return False
 
 
 def _is_traced(t: Tensor) -> bool:
