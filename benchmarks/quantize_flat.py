@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -31,8 +32,6 @@ def quantize_flat() -> Iterator[Problem]:
         }
         for name, (kernel, formula, arguments) in runs.items():
             sides = {"lowbit": kernel, "formula in PyTorch ops": formula}
-            candidates = [
-                Candidate(n, run, lambda made=arguments: made, moved_bytes(case))
-                for n, run in sides.items()
-            ]
+            made = partial(tuple, arguments)
+            candidates = [Candidate(n, run, made, moved_bytes(case)) for n, run in sides.items()]
             yield Problem(f"{case.name} {name}", candidates)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.registry import Problem, Result, Row, Table, benchmark
-from lowbit import Int8MixedPrecision, train
+from lowbit import Int8MixedPrecision, LowbitTensor, train
 from recipes.llama import Block, LlamaConfig, rotary_angles
 
 CONFIG = LlamaConfig(256, dim=2048, layers=1, heads=32, kv_heads=8, hidden=8192, context=64)
@@ -41,7 +41,7 @@ def saved_bytes(candidate: SavingCandidate, repeats: int = 1) -> int:
     torch.compiler.reset()
     torch.manual_seed(0)
     block = Block(config).bfloat16()
-    block.recompute = candidate.recompute  # type: ignore[assignment]
+    block.recompute = candidate.recompute
     if candidate.scheme is not None:
         train.prepare_(block, candidate.scheme)
     block.compile(backend="aot_eager_decomp_partition", dynamic=False)
@@ -61,8 +61,8 @@ def saved_bytes(candidate: SavingCandidate, repeats: int = 1) -> int:
 def _plain(block: nn.Module, angles: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
     yield from angles
     for param in block.parameters():
-        inner = getattr(param, "inner_tensors", dict)().values()
-        yield from (t for t in inner if t is not None) if inner else (param,)
+        inner = param.inner_tensors().values() if isinstance(param, LowbitTensor) else [param]
+        yield from (t for t in inner if t is not None)
 
 
 @benchmark(

@@ -21,8 +21,7 @@ class Case:
         """[count]: blocks of normal values of many sizes, then of positive ones, of zeros, of tiny, huge and special
         values, as far as `count` goes."""
         x = torch.randn(self.count, device=device)
-        blocks = x.split(128)
-        for i, block in enumerate(blocks[:40]):
+        for i, block in enumerate(x[: 40 * 128].split(128)):
             kind = i % 8
             if kind == 1:
                 block.abs_()

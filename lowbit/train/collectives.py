@@ -61,8 +61,8 @@ def compress_collectives_(
 
     Raises:
         TypeError: `model` is not a module, or `seed` not an int.
-        ValueError: `seed` is out of range, both options are False, no module is sharded by `fully_shard`, or a parameter
-            is in none that is, as before the last `fully_shard`.
+        ValueError: `seed` is out of range, both options are False, no module is sharded by `fully_shard`, or a
+            parameter is in none that is, as before the last `fully_shard`.
     """
     check_module(model)
     if isinstance(seed, bool) or not isinstance(seed, int):

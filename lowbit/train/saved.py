@@ -5,14 +5,9 @@
     loss_of(hidden).backward()
 
 A saved tensor becomes int8 codes with one scale for each 128 elements, in the order in which they lie in memory: 1.02
-bytes an element for 16-bit tensors, 1.03 for float32. A block of values x whose largest finite magnitude is a becomes
-
-    code = round(126 · x / a)        x ≈ a · (code / 126)        |x - a · code / 126| ≤ a / 252
-
-The largest magnitude of a block and its zeros are exact. Codes 127, -127 and -128 stand for infinity, -infinity and
-NaN, so such an element costs its neighbours nothing. In a block without negative values code -1 stands for a / 504, a
-value that would round to 0: the derivative of ReLU depends on whether its result is 0, and those of log, sqrt and
-division are infinite there. Values round to nearest: the same bits on every rank and after a restart.
+bytes an element for 16-bit tensors, 1.03 for float32. `lowbit_kernels.quantize.quantize_flat` has the formula. An
+element is off by at most 1/252 of its block's largest magnitude. Values round to nearest: the same bits on every rank
+and after a restart.
 
 The forward pass stays as it is. The backward pass reads rounded values: a linear layer multiplies its gradient by the
 rounded input, and a norm or an activation function takes its derivative there.
@@ -43,35 +38,17 @@ from lowbit.tensor.core.dtensor import local
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROUNDING: WeakKeyDictionary[nn.Module, dict[int, _Rounding]] = WeakKeyDictionary()
 """By model and `min_numel`."""
-_EXACT = frozenset(
-    (
-        "log",
-        "log2",
-        "log10",
-        "log1p",
-        "logit",
-        "xlogy",
-        "sqrt",
-        "rsqrt",
-        "reciprocal",
-        "div",
-        "div_",
-    )
-    + (
-        "divide",
-        "true_divide",
-        "__truediv__",
-        "__rtruediv__",
-        "__rdiv__",
-        "scaled_dot_product_attention",
-    )
-)
+_EXACT = {
+    *("log", "log2", "log10", "log1p", "logit", "xlogy", "sqrt", "rsqrt", "reciprocal"),
+    *("div", "div_", "divide", "true_divide", "__truediv__", "__rtruediv__", "__rdiv__"),
+    "scaled_dot_product_attention",
+}
 """Operations whose derivative divides by what they save, and attention."""
-_POWERS = frozenset(("pow", "pow_", "__pow__"))
-_SAME_VALUES = frozenset(
-    ("convert_element_type", "_to_copy", "view", "_unsafe_view", "expand", "clone", "alias")
-    + ("permute", "transpose", "t", "unsqueeze", "squeeze", "slice")
-)
+_POWERS = {"pow", "pow_", "__pow__"}
+_SAME_VALUES = {
+    *("convert_element_type", "_to_copy", "view", "_unsafe_view", "expand", "clone", "alias"),
+    *("permute", "transpose", "t", "unsqueeze", "squeeze", "slice"),
+}
 _EXPONENTIATED = "LogSoftmaxBackward0"
 """The node whose result backward exponentiates: an absolute error would become a relative one."""
 
@@ -86,22 +63,21 @@ class save_in_int8(torch.autograd.graph.saved_tensors_hooks):
 
     These stay as they are:
 
-    - parameters and buffers, their views, and the copies of parameters that autocast makes;
+    - parameters and buffers, their views, and copies of parameters;
     - integers, float64, tensors of fewer than `min_numel` elements, and subclasses, as low-bit tensors and DTensors;
-    - float32 tensors without a gradient, as the statistics of attention, second results, as those of norms, and results
-      of `log_softmax`;
-    - one value a row (a last dimension of 1), as the statistics of norms that are written in PyTorch operations.
+    - tensors without a gradient, as constants, masks and the statistics of attention; second results, as those of
+      norms; results of `log_softmax`;
+    - one value a row (a last dimension of 1), as the statistics of norms that are written in PyTorch operations;
+    - what `log`, `sqrt`, `rsqrt`, `reciprocal`, quotients and negative powers save: their derivatives divide by it;
+    - queries and keys of `F.scaled_dot_product_attention`: backward computes probabilities from them again.
 
     A value below 1/252 of its block's largest one becomes 0, or the smallest code in a block without negative values.
-    Keep operations that divide by what they save out of the context: logarithms, square roots, division by an
-    activation. Their gradients may be far off, or infinite. torch calls the innermost hooks alone. So
+    Keep other operations that divide by what they save out of the context. torch calls the innermost hooks alone. So
     `torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)` around an operation keeps what it saves exact.
 
-    Code compiled by torch.compile hands what it saves to this context too. There 16-bit tensors are rounded and float32
-    ones stay. Open the context around the compiled function: within it torch.compile breaks the graph.
-
-    A 16-bit mask of attention is rounded. It is exact where it holds 0 and one other value, or -inf. A large finite
-    number beside a bias, as in ALiBi, takes the bias from its block: write -inf there.
+    torch.compile takes the rounding into its graphs. There 16-bit tensors that the graph alone sees are rounded, by the
+    same rules; its inputs and float32 tensors stay. Open the context around the compiled function: within it
+    torch.compile breaks the graph.
 
     A rounded tensor may change in place afterwards, because backward reads the values that were saved. For a tensor
     that stays as it is, backward raises, as without this context. Autograd does not count changes by `.data`.
@@ -224,7 +200,8 @@ class _Rounding:
         rounds = t.dtype in _DTYPES[1:] and t.numel() >= self._min_numel and t.dim() > 0
         if not rounds or t.shape[-1] == 1 or tuple(t.shape) in self._shapes or _graph_needs_it():
             return t
-        order = sorted(range(t.dim()), key=lambda i: -t.stride(i))
+        strides = t.stride()
+        order = sorted(range(t.dim()), key=lambda i: -strides[i])
         in_memory = t.permute(order)
         if not in_memory.is_contiguous():  # it repeats elements or leaves gaps
             return t

@@ -172,8 +172,8 @@ def check_average_and_factor(rank, world_size):
 
 def check_order(rank, world_size):
     """Before the last `fully_shard` it refuses, and compresses nothing."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    mesh = init_device_mesh("cpu", (world_size,))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device())
+    mesh = init_device_mesh(device(), (world_size,))
     fully_shard(model[0], mesh=mesh)
     with pytest.raises(ValueError, match=r"but 1\.weight is in none of them \(2 parameters\)"):
         train.compress_collectives_(model)

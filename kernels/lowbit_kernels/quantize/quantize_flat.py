@@ -7,13 +7,13 @@ For a block x whose largest finite magnitude is a, with m = 2**100 if a < 2**-10
     code  = round((x m) (126 / (a m)))     -126 .. 126
     value = (code (1/126)) a               |x - value| <= a / 252; zeros and the largest magnitude are exact
 
-Codes 127, -127 and -128 stand for infinity, -infinity and NaN. Where the scale is negative, code -1 stands for a value of
-about a / 504 (at least the smallest normal number) that would have become 0: for ReLU, a logarithm or a division it
-matters whether a value is 0. The last block is padded with zeros.
+Codes 127, -127 and -128 stand for infinity, -infinity and NaN. Where the scale is negative, code -1 stands for a value
+of about a / 504 (at least the smallest normal number) that would have become 0: the derivative of ReLU depends on
+whether its result is 0. The last block is padded with zeros.
 
-Every float32 operation is rounded once, so the kernels have the bits of the formulas. A Triton kernel reads each element
-once: 3 bytes of memory traffic for a 16-bit element in either direction, where PyTorch's operations take about 100.
-`codes_of` and `values_of` are the formulas alone, without pieces: torch.compile fuses them with their neighbours.
+Every float32 operation is rounded once, so the kernels have the bits of the formulas. A Triton kernel reads each
+element once: 3 bytes of memory traffic for a 16-bit element in either direction. `codes_of` and `values_of` are the
+formulas alone, without pieces: torch.compile fuses them with their neighbours.
 """
 
 from __future__ import annotations
