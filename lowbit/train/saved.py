@@ -243,9 +243,8 @@ def _is_exact_call(name: str, args: Any) -> bool:
 def _graph_needs_it() -> bool:
     """True if the graph that torch.compile makes of the backward pass divides by the present tensor, or computes the
     scores of attention from it."""
-    from torch._functorch._aot_autograd import (
-        graph_compile,
-    )  # slow, and there while torch.compile calls this
+    # A slow module, which is there while torch.compile calls this.
+    from torch._functorch._aot_autograd import graph_compile
 
     found = graph_compile._get_saved_tensor_hook_context()
     if found is None:

@@ -92,6 +92,7 @@ def test_the_steps_of_a_whole_model() -> None:
     found = list(train_llama.saving_candidates((2, 16)))
     (problem,) = train_llama.train_saved()
     assert problem.reference in {c.name for c in found}
+    found = [c for c in found if c.saved_in_int8]
     found += train_llama.low_bit_candidates((2, 16))
     assert found[-1].name == "torch AdamW fused"
     assert len({c.name for c in found}) == len(found)
