@@ -22,7 +22,7 @@ def quantize_flat() -> Iterator[Problem]:
     for case in CASES:
         if not case.large:
             continue
-        x = case.x("cuda")
+        (x,) = case.arguments("cuda")
         codes = ops.quantize_flat(x)
         for got, want in zip(codes, ops.quantize_flat.reference(x), strict=True):
             assert torch.equal(got, want), "lowbit is wrong"

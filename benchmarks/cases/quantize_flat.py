@@ -17,8 +17,8 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     large: bool = False  # activations of a real layer, for GPUs and benchmarks
 
-    def x(self, device: torch.device | str = "cpu") -> Tensor:
-        """[count]: blocks of normal values of many sizes, then of positive ones, of zeros, of tiny, huge and special
+    def arguments(self, device: torch.device | str = "cpu") -> tuple[Tensor]:
+        """x [count]: blocks of normal values of many sizes, then of positive ones, of zeros, of tiny, huge and special
         values, as far as `count` goes."""
         x = torch.randn(self.count, device=device)
         for i, block in enumerate(x[: 40 * 128].split(128)):
@@ -38,7 +38,7 @@ class Case:
                 block.abs_().pow_(6)
             elif kind == 7:
                 block.fill_(torch.nan if i % 16 == 7 else -torch.inf)
-        return x.to(self.dtype)
+        return (x.to(self.dtype),)
 
 
 CASES = [

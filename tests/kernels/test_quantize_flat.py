@@ -15,7 +15,7 @@ every_case = pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
 
 def same(case: Case, device: str = "cpu") -> bool:
     """True if codes, scales and values have the bits of the formulas."""
-    x = case.x(device)
+    (x,) = case.arguments(device)
     expected = reference(x)
     found = quantize_flat(x)
     values = dequantize_flat(*found, case.count), dequantize_flat.reference(*expected, case.count)
@@ -26,7 +26,7 @@ def same(case: Case, device: str = "cpu") -> bool:
 @every_case
 def test_cpu_and_opcheck(case: Case) -> None:
     torch.manual_seed(0)
-    x = case.x()
+    (x,) = case.arguments()
     codes, scale = quantize_flat(x)
     read, exact = dequantize_flat(codes, scale, case.count).double(), x.double()
     assert same(case)
