@@ -16,7 +16,7 @@ import gc
 import importlib
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -71,6 +71,7 @@ class TrainingCandidate:
         most_repeats: the most steps to time, for steps that take seconds.
         products: a name for the products of the linear layers, where they are not plain.
         scheme: the scheme of those products for `lowbit.train.prepare_`, or a peer's function that converts the model.
+        saved_in_int8: whether autograd keeps activations in int8 (`lowbit.train.save_in_int8`).
     """
 
     choice: OptimizerChoice
@@ -82,6 +83,7 @@ class TrainingCandidate:
     most_repeats: int = 100
     products: str = ""
     scheme: Any = None
+    saved_in_int8: bool = False
 
     @property
     def name(self) -> str:
@@ -108,10 +110,13 @@ class Training:
     optimizer: torch.optim.Optimizer
     loss_of: Callable[[Tensor, Tensor], Tensor]
     tokens: Tensor
+    saved_in_int8: bool = False
 
     def forward(self) -> Tensor:
         """The loss, with its graph."""
-        return self.loss_of(self.model(self.tokens[:, :-1]), self.tokens[:, 1:])
+        with train.save_in_int8(self.model) if self.saved_in_int8 else nullcontext():
+            logits = self.model(self.tokens[:, :-1])
+        return self.loss_of(logits, self.tokens[:, 1:])
 
     def __call__(self) -> Tensor:
         loss = self.forward()
@@ -194,7 +199,7 @@ def training_step(
     optimizer = candidate.choice.make(model.parameters())
     rows, length = candidate.batch
     tokens = torch.randint(candidate.config.vocab_size, (rows, length + 1), device=candidate.device)
-    return Training(model, optimizer, loss_of, tokens)
+    return Training(model, optimizer, loss_of, tokens, candidate.saved_in_int8)
 
 
 def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -327,3 +332,36 @@ def low_bit_candidates(batch: tuple[int, int]) -> Iterator[TrainingCandidate]:
 def train_llama() -> Iterator[Problem]:
     batch = (4, 4096)
     yield Problem(f"batch {batch[0]} x {batch[1]}", list(low_bit_candidates(batch)), REFERENCE)
+
+
+@benchmark(
+    "train_saved",
+    "activations saved in int8 in a training step, 1.2B Llama",
+    table=replace(
+        TRAINING_TABLE,
+        columns=(
+            "step ms",
+            "/ int8",
+            "ktok/s",
+            "peak GiB",
+            "peak - int8's",
+            *TRAINING_TABLE.columns[5:],
+        ),
+    ),
+)
+def train_saved() -> Iterator[Problem]:
+    """The peer is torch's selective checkpointing, which keeps the results of products alone."""
+    batch = (4, 4096)
+    yield Problem(
+        f"batch {batch[0]} x {batch[1]}", list(saving_candidates(batch)), "int8, AdamW8bit"
+    )
+
+
+def saving_candidates(batch: tuple[int, int]) -> Iterator[TrainingCandidate]:
+    choice = replace(lowbit_choice("AdamW8bit", "AdamW8bit"), name="AdamW8bit")
+    recomputing = replace(LLAMA_1B_CONFIG, recompute=True)
+    for products, scheme in (("int8", SCHEMES["int8"]), ("bf16", None)):
+        of = partial(TrainingCandidate, choice, batch, scheme=scheme)
+        yield of(products=f"{products}, saved in int8", saved_in_int8=True)
+        yield of(products=f"{products}, selective checkpointing", config=recomputing)
+        yield of(products=products)

@@ -51,7 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300},
 }  # fmt: skip
 """Llamas with random weights, untied. Their tokens are the bytes of the text."""
-SCHEMES = {"int8": lowbit.Int8Weight(), "int4": lowbit.Int4Weight(group_size=32)}
+SCHEMES = {"int8": lowbit.Int8Weight(), "int4": lowbit.Int4Weight(group_size=64)}
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Config:
     """Or "momentum": what rounding takes from a weight goes into its momentum, and moves the weight later."""
     clip: float = 3.0
     """The norm of a parameter's gradient, as a multiple of its mean norm so far; 0 clips nothing."""
-    vocabulary_rows: int = 8192
+    vocabulary_rows: int = 4096
     """Entries of the vocabulary whose logits are in memory together."""
     memory_gib: float = 0.0
     """The most that PyTorch may reserve on the GPU; 0 sets no limit."""

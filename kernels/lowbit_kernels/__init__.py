@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from lowbit_kernels.quantize import (
         quantize_blocks,
         quantize_experts,
+        quantize_flat,
         quantize_grouped,
         quantize_rowcol,
         round_columns,
@@ -76,6 +77,7 @@ __all__ = [
     "normalize_matrices",
     "quantize_blocks",
     "quantize_experts",
+    "quantize_flat",
     "quantize_grouped",
     "quantize_rowcol",
     "quantize_to_cache",

@@ -351,7 +351,11 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
     def _step_gradients(self) -> None:
         """Update every parameter that has a gradient. The options have been checked."""
-        if self._fused is not None and not self._fused.holds(self):
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # for the host's time: it reads attributes alone
+            holds = self._fused is not None and self._fused.holds(self)
+        if not holds:
             self._fused = None
         jobs = collect(self.param_groups) if self._fused is None else self._fused.jobs()
         options = self.param_groups[0]

@@ -267,7 +267,10 @@ class StepInBackward:
 
     def _step(self) -> None:
         bucket, self._bucket, self._nbytes = self._bucket, {}, 0
-        ready = {param: stream for param, (_, stream) in bucket.items() if param.grad is not None}
+        # Otherwise each look at a gradient, of all weights in every bucket, goes through the weight's
+        # __torch_function__.
+        with torch._C.DisableTorchFunctionSubclass():
+            ready = {p: stream for p, (_, stream) in bucket.items() if p.grad is not None}
         if not ready:
             return
         again = self._since_step & ready.keys()
@@ -279,7 +282,8 @@ class StepInBackward:
         for param, stream in ready.items():
             _wait_for(param, stream)
         params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-        waiting = {p: p.grad for p in params if p.grad is not None and p not in ready}
+        with torch._C.DisableTorchFunctionSubclass():
+            waiting = {p: p.grad for p in params if p.grad is not None and p not in ready}
         key = tuple(i for i, p in enumerate(params) if p in ready)
         ordinary = optimizer._fused
         try:

@@ -61,7 +61,8 @@ def compress_collectives_(
 
     Raises:
         TypeError: `model` is not a module, or `seed` not an int.
-        ValueError: `seed` is out of range, no module is sharded by `fully_shard`, or both options are False.
+        ValueError: `seed` is out of range, both options are False, no module is sharded by `fully_shard`, or a
+            parameter is in none that is, as before the last `fully_shard`.
     """
     check_module(model)
     if isinstance(seed, bool) or not isinstance(seed, int):
@@ -74,6 +75,16 @@ def compress_collectives_(
     if not sharded:
         raise ValueError(
             f"{type(model).__name__} has no module under FSDP2; call torch.distributed.fsdp.fully_shard first"
+        )
+    loose = [
+        name
+        for name, _ in model.named_parameters()
+        if not any(not unit or name.startswith(f"{unit}.") for unit in sharded)
+    ]
+    if loose:
+        raise ValueError(
+            f"{type(model).__name__} has modules under FSDP2, but {loose[0]} is in none of them "
+            f"({len(loose)} parameters); call this after the last fully_shard, or for each sharded module alone"
         )
     if gradients:
         for name, module in sharded.items():

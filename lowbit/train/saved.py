@@ -5,14 +5,9 @@
     loss_of(hidden).backward()
 
 A saved tensor becomes int8 codes with one scale for each 128 elements, in the order in which they lie in memory: 1.02
-bytes an element for 16-bit tensors, 1.03 for float32. A block of values x whose largest finite magnitude is a becomes
-
-    code = round(126 · x / a)        x ≈ a · (code / 126)        |x - a · code / 126| ≤ a / 252
-
-The largest magnitude of a block and its zeros are exact. Codes 127, -127 and -128 stand for infinity, -infinity and
-NaN, so such an element costs its neighbours nothing. In a block without negative values code -1 stands for a / 504, a
-value that would round to 0: the derivative of ReLU depends on whether its result is 0, and those of log, sqrt and
-division are infinite there. Values round to nearest: the same bits on every rank and after a restart.
+bytes an element for 16-bit tensors, 1.03 for float32. `lowbit_kernels.quantize.quantize_flat` has the formula. An
+element is off by at most 1/252 of its block's largest magnitude. Values round to nearest: the same bits on every rank
+and after a restart.
 
 The forward pass stays as it is. The backward pass reads rounded values: a linear layer multiplies its gradient by the
 rounded input, and a norm or an activation function takes its derivative there.
@@ -23,24 +18,37 @@ Related work rounds stochastically, to 2 to 4 bits: ActNN (arXiv 2104.14129), GA
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
+import lowbit_kernels as kernels
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_BLOCK = 128
-_MOST = 126  # the code of a block's largest magnitude
-_PIECE = 2**24 // _BLOCK  # blocks that are rounded at once: 64 MiB of float32 values
+_ROUNDING: WeakKeyDictionary[nn.Module, dict[int, _Rounding]] = WeakKeyDictionary()
+"""By model and `min_numel`."""
+_EXACT = {
+    *("log", "log2", "log10", "log1p", "logit", "xlogy", "sqrt", "rsqrt", "reciprocal"),
+    *("div", "div_", "divide", "true_divide", "__truediv__", "__rtruediv__", "__rdiv__"),
+    "scaled_dot_product_attention",
+}
+"""Operations whose derivative divides by what they save, and attention."""
+_POWERS = {"pow", "pow_", "__pow__"}
+_SAME_VALUES = {
+    *("convert_element_type", "_to_copy", "view", "_unsafe_view", "expand", "clone", "alias"),
+    *("permute", "transpose", "t", "unsqueeze", "squeeze", "slice"),
+}
 _EXPONENTIATED = "LogSoftmaxBackward0"
 """The node whose result backward exponentiates: an absolute error would become a relative one."""
 
@@ -55,22 +63,21 @@ class save_in_int8(torch.autograd.graph.saved_tensors_hooks):
 
     These stay as they are:
 
-    - parameters and buffers, their views, and the copies of parameters that autocast makes;
+    - parameters and buffers, their views, and copies of parameters;
     - integers, float64, tensors of fewer than `min_numel` elements, and subclasses, as low-bit tensors and DTensors;
-    - float32 tensors without a gradient, as the statistics of attention, second results, as those of norms, and results
-      of `log_softmax`;
-    - one value a row (a last dimension of 1), as the statistics of norms that are written in PyTorch operations.
+    - tensors without a gradient, as constants, masks and the statistics of attention; second results, as those of
+      norms; results of `log_softmax`;
+    - one value a row (a last dimension of 1), as the statistics of norms that are written in PyTorch operations;
+    - what `log`, `sqrt`, `rsqrt`, `reciprocal`, quotients and negative powers save: their derivatives divide by it;
+    - queries and keys of `F.scaled_dot_product_attention`: backward computes probabilities from them again.
 
     A value below 1/252 of its block's largest one becomes 0, or the smallest code in a block without negative values.
-    Keep operations that divide by what they save out of the context: logarithms, square roots, division by an
-    activation. Their gradients may be far off, or infinite. torch calls the innermost hooks alone. So
+    Keep other operations that divide by what they save out of the context. torch calls the innermost hooks alone. So
     `torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)` around an operation keeps what it saves exact.
 
-    Code compiled by torch.compile hands what it saves to this context too. There 16-bit tensors are rounded and float32
-    ones stay. Open the context around the compiled function: within it torch.compile breaks the graph.
-
-    A 16-bit mask of attention is rounded. It is exact where it holds 0 and one other value, or -inf. A large finite
-    number beside a bias, as in ALiBi, takes the bias from its block: write -inf there.
+    torch.compile takes the rounding into its graphs. There 16-bit tensors that the graph alone sees are rounded, by the
+    same rules; its inputs and float32 tensors stay. Open the context around the compiled function: within it
+    torch.compile breaks the graph.
 
     A rounded tensor may change in place afterwards, because backward reads the values that were saved. For a tensor
     that stays as it is, backward raises, as without this context. Autograd does not count changes by `.data`.
@@ -94,24 +101,86 @@ class save_in_int8(torch.autograd.graph.saved_tensors_hooks):
             raise TypeError(f"min_numel must be an int, got {min_numel!r}")
         if min_numel < 1:
             raise ValueError(f"min_numel must be at least 1, got {min_numel}")
-        super().__init__(self._pack, _unpack)
+        rounding = _ROUNDING.setdefault(model, {})
+        self._rounding = rounding.setdefault(min_numel, _Rounding(min_numel))
+        super().__init__(*self._rounding.hooks)
         self._model = model
+
+    def __enter__(self) -> None:
+        self._rounding.leave(list(_plain_tensors(self._model)))
+        self._operations = _Operations(self._rounding)
+        self._operations.__enter__()
+        super().__enter__()
+
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(*args)
+        self._operations.__exit__(*args)
+
+
+class _Operations(TorchFunctionMode):
+    """Tells `rounding` which operation saves a tensor. torch.compile's graphs show it themselves."""
+
+    def __init__(self, rounding: _Rounding) -> None:
+        super().__init__()
+        self._rounding = rounding
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling() or not _is_exact_call(func.__name__, args):
+            return func(*args, **kwargs)
+        exact = None
+        if func is F.scaled_dot_product_attention:
+            exact = {
+                _address(t)
+                for t in (*args[:2], kwargs.get("query"), kwargs.get("key"))
+                if type(t) is Tensor
+            }
+        with self._rounding.exactly(exact):
+            return func(*args, **kwargs)
+
+
+class _Rounding:
+    """What the hooks of a model do.
+
+    torch.compile takes hooks into its graphs if they are graphs themselves, and compiles again for other ones. So a
+    model keeps its hooks from step to step. Each is a graph of one call, `pack` or `unpack`. Autograd makes this call
+    with every tensor that eager code saves, and torch.compile traces it for every tensor that only the compiled code
+    sees.
+    """
+
+    def __init__(self, min_numel: int) -> None:
         self._min_numel = min_numel
         self._own: set[int] = set()
         self._shapes: set[tuple[int, ...]] = set()
         # Codes hold a weak reference to the storage that they were made from, so no other storage takes its address
         # while they are in this dictionary.
         self._made: WeakValueDictionary[Any, _Codes] = WeakValueDictionary()
+        self._exact: set[int] | None = set()
+        """Addresses that the present operation keeps exact; None: all."""
+        self.hooks = _graph_of(self.pack), _graph_of(unpack)
 
-    def __enter__(self) -> None:
-        plain = list(_plain_tensors(self._model))
+    @contextmanager
+    def exactly(self, exact: set[int] | None) -> Iterator[None]:
+        """Round nothing at these addresses; None: nothing at all."""
+        before, self._exact = self._exact, exact
+        try:
+            yield
+        finally:
+            self._exact = before
+
+    def leave(self, plain: list[Tensor]) -> None:
+        """Do not round these tensors, nor 16-bit copies of float32 ones."""
         self._own = {_address(t) for t in plain}
         shapes = {tuple(t.shape) for t in plain if t.dtype is torch.float32 and t.dim() > 1}
         self._shapes = shapes | {(*s[:-2], s[-1], s[-2]) for s in shapes}
-        super().__enter__()
+        self._exact = set()
 
-    @torch._disable_dynamo  # compiled code calls the hooks, and Dynamo would trace them
-    def _pack(self, t: Tensor) -> Any:
+    @torch._disable_dynamo
+    def pack(self, t: Tensor) -> Any:
+        if _is_traced(t):
+            return self._traced(t)
         region = _region(t) if self._may_round(t) else None
         if region is None:
             # A result of the node that saves it would keep the node alive, and the node keeps the result.
@@ -120,27 +189,40 @@ class save_in_int8(torch.autograd.graph.saved_tensors_hooks):
         codes = self._made.get(key)
         if codes is None:
             with torch.no_grad():
-                codes = _encode(region.flat(t), StorageWeakRef(t.untyped_storage()))
-            self._made[key] = codes
-        return codes, region, t.dtype
+                made = kernels.quantize_flat.quantize_flat(region.flat(t))
+            count = math.prod(region.core)
+            codes = self._made[key] = _Codes(*made, count, StorageWeakRef(t.untyped_storage()))
+        return codes, region
+
+    def _traced(self, t: Tensor) -> Any:
+        """Codes and scales by operations that torch.compile fuses with their neighbours, the shape in memory, and the
+        dimensions of the tensor in it; or the tensor."""
+        rounds = t.dtype in _DTYPES[1:] and t.numel() >= self._min_numel and t.dim() > 0
+        if not rounds or t.shape[-1] == 1 or tuple(t.shape) in self._shapes or _graph_needs_it():
+            return t
+        strides = t.stride()
+        order = sorted(range(t.dim()), key=lambda i: -strides[i])
+        in_memory = t.permute(order)
+        if not in_memory.is_contiguous():  # it repeats elements or leaves gaps
+            return t
+        blocks = F.pad(in_memory.reshape(-1), (0, -t.numel() % 128)).view(-1, 128)
+        codes, scale = kernels.quantize_flat.codes_of(blocks)
+        return codes, scale, tuple(in_memory.shape), tuple(order)
 
     def _may_round(self, t: Tensor) -> bool:
         if type(t) is not Tensor or t.dtype not in _DTYPES or t.numel() < self._min_numel:
             return False
-        if t.layout is not torch.strided or t.is_meta or t.is_neg() or _address(t) in self._own:
+        if t.layout is not torch.strided or t.is_meta or t.is_neg():
+            return False
+        if self._exact is None or _address(t) in self._own or _address(t) in self._exact:
             return False
         if t.dim() and (t.shape[-1] == 1 or t.stride(-1) == 0):  # one value a row, as statistics
             return False
         source = t if t._base is None else t._base
-        if isinstance(source, nn.Parameter) or (source.is_leaf and source.requires_grad):
-            return False
+        # Constants, as masks, and what a function makes before it saves it, as copies of weights, have no node.
+        # Pieces of a split are views with numbers of their own.
         node = source.grad_fn
-        if node is None and not t.requires_grad:
-            # a constant, or made within a function that saves it, as all that compiled code saves
-            is_copy = tuple(t.shape) in self._shapes or tuple(source.shape) in self._shapes
-            return t.dtype is not torch.float32 and not is_copy
-        # of the source, because pieces of a split are views with numbers of their own
-        return source.output_nr == 0 and not _is_exact(node)
+        return node is not None and source.output_nr == 0 and not _is_exact(node)
 
 
 def _plain_tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -150,6 +232,57 @@ def _plain_tensors(model: nn.Module) -> Iterator[Tensor]:
             yield from (inner for inner in t.inner_tensors().values() if inner is not None)
         elif t.layout is torch.strided and not nn.parameter.is_lazy(t):
             yield t
+
+
+def _is_exact_call(name: str, args: Any) -> bool:
+    return name in _EXACT or (
+        name in _POWERS and len(args) > 1 and isinstance(args[1], int | float) and args[1] < 0
+    )
+
+
+def _graph_needs_it() -> bool:
+    """True if the graph that torch.compile makes of the backward pass divides by the present tensor, or computes the
+    scores of attention from it."""
+    # A slow module, which is there while torch.compile calls this.
+    from torch._functorch._aot_autograd import graph_compile
+
+    found = graph_compile._get_saved_tensor_hook_context()
+    if found is None:
+        return False
+    name = found["_node"].name
+    inputs = [n for n in found["_bw_graph"].find_nodes(op="placeholder") if n.name == name]
+    return any(_divides_by(n) for n in inputs)
+
+
+def _divides_by(value: torch.fx.Node) -> bool:
+    """True if a use of this value needs it exact: as a divisor, exponent or logarithm, or as a query or a key."""
+    for user in value.users:
+        name = getattr(user.target, "__name__", "").split(".")[0]
+        places = [i for i, arg in enumerate(user.args) if arg is value]
+        if "scaled_dot_product" in name:
+            found = 1 in places or 2 in places  # (gradient, query, key, …)
+        elif name == "div":
+            found = 1 in places
+        elif name == "mul":
+            found = not all(isinstance(a, torch.fx.Node) for a in user.args) and _divides_by(user)
+        elif name in _SAME_VALUES:
+            found = _divides_by(user)
+        else:
+            found = name == "exp" or _is_exact_call(name, user.args)
+        if found:
+            return True
+    return False
+
+
+def _is_traced(t: Tensor) -> bool:
+    """True for a tensor of torch.compile's tracers."""
+    return type(t).__module__.startswith("torch._subclasses.")
+
+
+def _graph_of(hook: Callable[[Any], Any]) -> torch.fx.GraphModule:
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(hook, (graph.placeholder("saved"),)))
+    return torch.fx.GraphModule(nn.Module(), graph)
 
 
 def _address(t: Tensor) -> int:
@@ -226,45 +359,21 @@ class _Codes:
     count: int
     source: StorageWeakRef
 
-    def decode(self, dtype: torch.dtype) -> Tensor:
-        values = torch.empty_like(self.codes, dtype=dtype)
-        for out, codes, scale in zip(
-            *(t.split(_PIECE) for t in (values, self.codes, self.scale)), strict=True
-        ):
-            largest = scale.float().abs()
-            x = codes.float().div_(_MOST).mul_(largest)
-            small = largest.div_(4 * _MOST).clamp_min_(torch.finfo(dtype).smallest_normal)
-            x = torch.where((codes == -1) & (scale < 0), small, x)
-            x.masked_fill_(codes == _MOST + 1, math.inf).masked_fill_(
-                codes == -_MOST - 1, -math.inf
-            )
-            out.copy_(x.masked_fill_(codes == -128, math.nan))
-        return values.view(-1)[: self.count]
-
-
-def _encode(flat: Tensor, source: StorageWeakRef) -> _Codes:
-    blocks = -(-flat.numel() // _BLOCK)
-    made = flat.new_empty(blocks, _BLOCK, dtype=torch.int8)
-    scale = flat.new_empty(blocks, 1)
-    for part, codes, scales in zip(
-        flat.split(_PIECE * _BLOCK), made.split(_PIECE), scale.split(_PIECE), strict=True
-    ):
-        x = F.pad(part.float(), (0, -part.numel() % _BLOCK)).view(-1, _BLOCK)
-        low, high = x.nan_to_num(0, 0, 0).aminmax(dim=1, keepdim=True)
-        largest = torch.maximum(-low, high)
-        largest.masked_fill_(largest == 0, 1)
-        scales.copy_(torch.where(low < 0, largest, -largest))
-        code = (x / largest).mul_(_MOST).round_().clamp_(-_MOST - 1, _MOST + 1)
-        code.masked_fill_((code == 0) & (x > 0) & (low >= 0), -1)
-        codes.copy_(code.nan_to_num_(nan=-128))
-    return _Codes(made, scale, flat.numel(), source)
-
 
 @torch._disable_dynamo
-def _unpack(saved: Any) -> Tensor:
-    if len(saved) == 3:
-        codes, region, dtype = saved
-        return region.of(codes.decode(dtype))
+def unpack(saved: Any) -> Tensor:
+    if isinstance(saved, Tensor):  # in a graph, as the next
+        return saved
+    if isinstance(saved[0], Tensor) and len(saved) == 4:
+        codes, scale, shape, order = saved
+        values = kernels.quantize_flat.values_of(codes, scale, scale.dtype)
+        values = values.view(-1)[: math.prod(shape)].view(shape)
+        return values.permute([order.index(i) for i in range(len(order))])
+    if isinstance(saved[0], _Codes):
+        codes, region = saved
+        return region.of(
+            kernels.quantize_flat.dequantize_flat(codes.codes, codes.scale, codes.count)
+        )
     t, version = saved
     if t._version != version:
         raise RuntimeError(

@@ -10,7 +10,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks import cpu_linear, eager_linear, train_linear, train_llama, train_peers, train_qat
+from benchmarks import (
+    cpu_linear,
+    eager_linear,
+    saved_activations,
+    train_linear,
+    train_llama,
+    train_peers,
+    train_qat,
+)
 from benchmarks.registry import Candidate, Problem, Result, Row
 from benchmarks.timing import Timing
 from benchmarks.train_llama import measure_training, training_step
@@ -81,8 +89,13 @@ def test_linears_on_a_cpu_take_turns_with_a_plain_one(monkeypatch: pytest.Monkey
 
 def test_the_steps_of_a_whole_model() -> None:
     config = LlamaConfig(300, dim=64, layers=1, heads=2, kv_heads=1, hidden=64, context=16)
-    found = list(train_llama.low_bit_candidates((2, 16)))
-    assert len({c.name for c in found}) == len(found) and found[-1].name == "torch AdamW fused"
+    found = list(train_llama.saving_candidates((2, 16)))
+    (problem,) = train_llama.train_saved()
+    assert problem.reference in {c.name for c in found}
+    found = [c for c in found if c.saved_in_int8]
+    found += train_llama.low_bit_candidates((2, 16))
+    assert found[-1].name == "torch AdamW fused"
+    assert len({c.name for c in found}) == len(found)
     for candidate in found:
         scheme = candidate.scheme
         if callable(scheme):  # a peer's
@@ -98,6 +111,20 @@ def test_the_steps_of_a_whole_model() -> None:
             assert measure_training(small, 2).seconds > 0
         layers = has_products * (7 if isinstance(scheme, dict) else 8)
         assert sum(calls.values()) == 4 * 3 * layers, candidate.name
+
+
+def test_what_is_saved_of_a_block_and_of_attention() -> None:
+    """Codes take about half; queries and keys that stay exact keep sharp attention's gradients."""
+    config = LlamaConfig(61, dim=128, layers=1, heads=4, kv_heads=2, hidden=256, context=64)
+    problems = list(saved_activations.saved_activations())
+    assert [len(p.candidates) for p in problems] == [4, 4]
+    rounded, plain = (
+        saved_activations.saved_bytes(replace(c, config=config)) for c in problems[0].candidates[:2]
+    )
+    assert 0.4 * plain < rounded < 0.7 * plain
+    sharp = list(saved_activations.saved_attention())[3]
+    exact, all_rounded = map(saved_activations.attention_errors, sharp.candidates)
+    assert max(exact) < 0.04 < 0.06 < min(all_rounded) and exact[2] == 0
 
 
 def test_a_peer_converts_the_model_and_a_linear() -> None:

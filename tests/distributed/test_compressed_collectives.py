@@ -170,6 +170,19 @@ def check_average_and_factor(rank, world_size):
     return True
 
 
+def check_order(rank, world_size):
+    """Before the last `fully_shard` it refuses, and compresses nothing."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device())
+    mesh = init_device_mesh(device(), (world_size,))
+    fully_shard(model[0], mesh=mesh)
+    with pytest.raises(ValueError, match=r"but 1\.weight is in none of them \(2 parameters\)"):
+        train.compress_collectives_(model)
+    train.compress_collectives_(model[0])
+    fully_shard(model, mesh=mesh)
+    train.compress_collectives_(model)
+    return True
+
+
 def check_packed(rank, world_size):
     """Losses and gradients with packed gathers are those without, to the bit, after a step too. Uneven shards (33 rows)
     travel in whole bytes whichever codes they hold."""
@@ -225,7 +238,7 @@ def check_resumed(rank, world_size):
     return True
 
 
-IN_TWO = [check_average_and_factor, check_packed, check_resumed]
+IN_TWO = [check_average_and_factor, check_order, check_packed, check_resumed]
 CHECKS = [check_sum, check_unbiased, check_special, check_gradients, *IN_TWO]
 """Those that run over NCCL too, on two and four GPUs (test_multigpu.py)."""
 

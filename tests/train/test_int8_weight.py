@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lowbit
-from lowbit import AffineTensor, Int8Weight, Int8WeightTensor, train
+from lowbit import AffineTensor, Int4Weight, Int8Weight, Int8WeightTensor, train
 from lowbit.optim.step import job
 from tests.as_sent import as_sent
 from tests.train.problems import Model, linear, prepared, relative, tokens, train_step, values
@@ -108,6 +108,18 @@ def test_weight_decay_of_torch_is_exact():
     torch.optim.AdamW([weight], lr=1e-3, weight_decay=1e-3).step()
     assert torch.equal(weight.codes, before.codes)
     assert torch.equal(weight.scale, before.scale * (1 - 1e-6))
+
+
+@pytest.mark.parametrize("scheme", [Int8Weight(), Int4Weight(32), Int4Weight(64)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_one_op_and_pytorchs_operations_give_the_same_values(scheme, dtype):
+    """GPUs dequantize by the op in eager code; rows of 100 end within a group."""
+    layer = nn.Linear(100, 7, bias=False).to(dtype)
+    train.prepare_(layer, scheme)
+    weight = layer.weight.detach()
+    expected = (weight.unpacked() * weight.spread_scale()).to(dtype)
+    assert torch.equal(weight.values_again(dtype), expected)
+    assert torch.equal(weight.dequantize(), expected)
 
 
 def test_a_step_without_update_changes_no_code():

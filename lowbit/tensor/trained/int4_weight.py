@@ -85,8 +85,8 @@ class Int4WeightTensor(Int8WeightTensor):
         columns = (self.flat_from or stored_shape(self, self.shape))[-1]
         return crop(padded, (*padded.shape[:-1], columns))
 
-    def values_again(self, dtype: torch.dtype) -> Tensor:
-        return self.dequantize().to(dtype)
+    def _group(self) -> int:
+        return self.scheme.group_size
 
     def _rounded(self, values: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
         start = 0 if self.columns is None else self.columns.start
@@ -167,7 +167,9 @@ def _round(
         start: the first of these columns in the whole weight.
     """
     lead, padding = values.shape[:-1], -values.shape[-1] % group
-    rows = F.pad(values.float(), (0, padding))
+    rows = values.float()
+    if padding:  # F.pad by 0 would copy
+        rows = F.pad(rows, (0, padding))
     groups = rows.shape[-1] // group
     first = None
     if offsets is not None:

@@ -157,10 +157,31 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
             return self._with(shape=self.flat_from).dequantize().reshape(-1)
         if self.transposed:
             return self._transposed().dequantize().transpose(-2, -1)
+        # torch.compile fuses operations. While it traces, a backward pass shows it by the class of its tensors alone.
+        is_eager = type(self.codes) is Tensor and not torch.compiler.is_compiling()
+        if is_eager and self.codes.is_cuda and self._fits_the_op():
+            return self._by_the_op()
         values = self._dequantize_on_cpu()
         if values is None:
             values = (self.unpacked() * self.spread_scale()).to(self.dtype)
         return values
+
+    def _fits_the_op(self) -> bool:
+        return self.ndim == 2 and self.numel() > 0 and self.dtype is not torch.float64
+
+    def _by_the_op(self) -> Tensor:
+        """The values of a matrix in one kernel, with the bits of PyTorch's operations."""
+        return kernels.dequantize.dequantize(
+            self.codes,
+            self.scale,
+            group_size=self._group(),
+            size=self.shape[1],
+            dtype=self.dtype,
+        )
+
+    def _group(self) -> int:
+        """Elements of a row that share a scale."""
+        return self.shape[-1]
 
     def unpacked(self) -> Tensor:
         """The codes, one an element of the stored shape [..., N, K]."""
@@ -305,13 +326,9 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
     def values_again(self, dtype: torch.dtype) -> Tensor:
         """`dequantize` by another op. torch.compile would merge the same op with that of the forward pass, and keep
         its values meanwhile, at 2 bytes an element."""
-        if self.transposed or self.ndim != 2 or self.numel() == 0 or dtype is torch.float64:
+        if self.transposed or not self._fits_the_op():
             return self.dequantize().to(dtype)
-        k = self.shape[1]
-        values = kernels.dequantize.dequantize(
-            self.codes, self.scale, group_size=k, size=k, dtype=self.dtype
-        )
-        return values.to(dtype)
+        return self._by_the_op().to(dtype)
 
     # ---- sharding --------------------------------------------------------------------------------------------
 
