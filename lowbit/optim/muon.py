@@ -11,6 +11,13 @@ With gradient G (negated to maximize) and momentum M of a matrix P [rows, cols]:
     ratio = sqrt(max(1, rows / cols))      adjust_lr_fn None or "original"
     ratio = 0.2 * sqrt(max(rows, cols))    adjust_lr_fn "match_rms_adamw" (arXiv 2502.16982)
 
+With row_beta2 (NorMuon, arXiv 2510.05491) each row i of O is scaled, with a state r of one number a row::
+
+    r_i = row_beta2 * r_i + (1 - row_beta2) * mean_j(O_ij**2)
+    O_i = O_i / sqrt(r_i),  then  O = O * sqrt(min(rows, cols)) / norm(O)
+
+The orthogonalization is::
+
     orthogonalize(X):  X = X / max(norm(X), eps), then ns_steps times
                        X = a X + (b A + c A A) X,  A = X X^T        X transposed first if it is tall
 
@@ -23,7 +30,7 @@ that of one process (`lowbit.optim.step.matrix_step`). Parameters that are not h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Unpack
 
@@ -43,7 +50,7 @@ from lowbit.optim.options import (
 )
 from lowbit.optim.step.eager import EagerStep
 from lowbit.optim.step.job import GradScale, Job, Step
-from lowbit.optim.step.muon_formula import descend, direction, learning_rate_ratio, stack_shape
+from lowbit.optim.step.muon_formula import descend, direction, even_rows, learning_rate_ratio, stack_shape
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b and c of Keller Jordan's Muon."""
@@ -64,6 +71,9 @@ def reference(
     adjust_lr_fn: str | None = None,
     maximize: bool = False,
     stacked: bool = False,
+    ns_scaling: str = "norm",
+    row_beta2: float | None = None,
+    row_moment: Tensor | None = None,
 ) -> None:
     """One step in place, on plain tensors of one shape [rows, ...]; see the module for the formula.
 
@@ -75,7 +85,9 @@ def reference(
         grad, momentum_buffer, momentum=momentum, nesterov=nesterov, maximize=maximize
     )
     matrices = update.reshape(stack_shape(param.shape, stacked))
-    matrices = orthogonalize(matrices, ns_coefficients, steps=ns_steps, eps=eps)
+    matrices = orthogonalize(matrices, ns_coefficients, steps=ns_steps, eps=eps, scaling=ns_scaling)
+    if row_beta2 is not None and row_moment is not None:
+        matrices = even_rows(matrices, row_moment.view(matrices.shape[:2]), row_beta2)
     ratio = learning_rate_ratio(param.shape, {"adjust_lr_fn": adjust_lr_fn, "stacked": stacked})
     descend(param, matrices.reshape(param.shape), lr=lr, weight_decay=weight_decay, ratio=ratio)
 
@@ -94,6 +106,10 @@ class MatrixStep:
             plan = MatrixStepPlan.of(optimizer, own, OrthogonalizedBatch)
             plan.run(optimizer, own, scale.coefficient)
         return [job for job in jobs if not job.group["use_muon"]]
+
+
+def _check_row_beta2(name: str, value: Any) -> float | None:
+    return None if value is None else check_below_one(name, value)
 
 
 # ---- the optimizer ------------------------------------------------------------------------------------------
@@ -134,6 +150,11 @@ class Muon(MatrixBase):
         stacked: True: each parameter of Muon is a stack of matrices, [matrices, rows, cols]. Ranks should shard stacks
             in dimension 0; then they exchange nothing. False: one of more than 2 dimensions is one matrix, flattened
             to [first, rest]. None: as False, and parameters of 3 dimensions are refused.
+        ns_scaling: "norm" divides a matrix by its norm before the iterations. "gram" then divides its rows as
+            Turbo-Muon does (arXiv 2512.04632), so that `ns_steps=4` comes as near to orthogonal as 5 otherwise.
+        row_beta2: NorMuon (arXiv 2510.05491): divide each row of the orthogonal matrix by the root of its mean square
+            over steps, whose decay this is; the paper takes 0.95 with `adjust_lr_fn="match_rms_adamw"`. One more
+            float32 state a row. None: plain Muon.
         common: `lowbit.optim.CommonOptions`. `state` is the format of the momentum and of AdamW's moments, by default
             this class's own, "8bit" for Muon itself. Bytes of momentum an element: "4bit" 0.53, "8bit" and "float8"
             1.02, "bf16" 2, "fp32" 4.
@@ -152,6 +173,8 @@ class Muon(MatrixBase):
         "momentum": check_below_one,
         "nesterov": check_flag,
         "ns_coefficients": partial(check_numbers, count=3, each=check_finite),
+        "ns_scaling": partial(check_choice, accepted=("norm", "gram")),
+        "row_beta2": _check_row_beta2,
         "ns_steps": partial(check_whole, most=99),
         "adjust_lr_fn": partial(check_choice, accepted=(None, "original", "match_rms_adamw")),
     }
@@ -176,6 +199,8 @@ class Muon(MatrixBase):
         adamw_eps: float = 1e-8,
         maximize: bool = False,
         stacked: bool | None = None,
+        ns_scaling: str = "norm",
+        row_beta2: float | None = None,
         **common: Unpack[CommonOptions],
     ) -> None:
         self._adamw = {"lr": adamw_lr, "weight_decay": adamw_weight_decay}
@@ -184,11 +209,20 @@ class Muon(MatrixBase):
         options |= {"nesterov": nesterov, "ns_coefficients": ns_coefficients, "eps": eps}
         options |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn, "betas": adamw_betas}
         options |= {"amsgrad": False, "maximize": maximize, "use_muon": None}
-        options["stacked"] = stacked
+        options |= {"stacked": stacked, "ns_scaling": ns_scaling, "row_beta2": row_beta2}
         super().__init__(params, options, common)
 
     def state_names(self, group: dict[str, Any]) -> dict[str, bool]:
         return {"momentum_buffer": True} if group["use_muon"] else super().state_names(group)
+
+    def other_states(
+        self, group: dict[str, Any], param: Tensor
+    ) -> dict[str, Callable[[], Tensor]]:
+        if not group["use_muon"] or group["row_beta2"] is None:
+            return {}
+        from lowbit.optim.step.matrix_step import new_row_moment
+
+        return {"row_moment": partial(new_row_moment, param, group["stacked"])}
 
     # ---- checkpoints ----------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -48,7 +48,7 @@ from lowbit.optim.step.launch import StepItem, StepLaunch, has_own_memory, varia
 from lowbit.optim.step.orthogonalize import orthogonalize
 from lowbit.optim.step.row_exchange import RowExchange, divided, gathered, own_part, sharded_dim
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.core.dtensor import held_locally
+from lowbit.tensor.core.dtensor import held_locally, local, placed
 from lowbit.tensor.frozen.codebook_tensor import CodebookTensor
 from lowbit_kernels.elementwise.fused_step import COLUMN, Rule, StepVariant
 
@@ -257,7 +257,7 @@ class Batch:
 class OrthogonalizedBatch(Batch):
     """Muon's batch."""
 
-    options = ("adjust_lr_fn",)
+    options = ("adjust_lr_fn", "row_beta2")
     exchanges_rows = True
     direction = staticmethod(muon_formula.direction)
 
@@ -275,22 +275,60 @@ class OrthogonalizedBatch(Batch):
         """This rank's parts of the orthogonal matrices."""
         params, group = job.params, job.group
         count, rows, cols = muon_formula.stack_shape(params[0].shape, group["stacked"])
-        turned = functools.partial(
-            orthogonalize,
-            coefficients=group["ns_coefficients"],
-            steps=group["ns_steps"],
-            eps=group["eps"],
-        )
+        moments = self._row_moments(optimizer, job)
+
+        def turned(matrices: Tensor, moments: Tensor | None) -> Tensor:
+            names = {"coefficients": "ns_coefficients", "steps": "ns_steps", "scaling": "ns_scaling"}
+            options = {name: group[option] for name, option in names.items()}
+            matrices = orthogonalize(matrices, eps=group["eps"], **options)
+            if moments is None:
+                return matrices
+            return muon_formula.even_rows(matrices, moments.view(-1, rows), group["row_beta2"])
+
         if self.exchange is not None:
             own_rows = self.exchange.rows[self.exchange.rank]
             whole = self.exchange.to_owners(buffer.view(len(params), own_rows, cols))
-            return self.exchange.back(turned(whole)).view(buffer.shape).unbind()
+            if moments is None:
+                return self.exchange.back(turned(whole, None)).view(buffer.shape).unbind()
+            by_row = replace(self.exchange, cols=1)
+            sent = by_row.to_owners(moments.unsqueeze(-1))
+            whole = turned(whole, sent)
+            self._keep(optimizer, job, by_row.back(sent).squeeze(-1))
+            return self.exchange.back(whole).view(buffer.shape).unbind()
         if self.is_local:
             held = buffer.shape[1] if group["stacked"] else count
-            return turned(buffer.view(len(params) * held, rows, cols)).view(buffer.shape).unbind()
+            matrices = turned(buffer.view(len(params) * held, rows, cols), moments)
+            self._keep(optimizer, job, moments)
+            return matrices.view(buffer.shape).unbind()
         whole = gathered(params, buffer)
-        results = turned(whole.view(len(params) * count, rows, cols)).view(whole.shape)
+        results = turned(whole.view(len(params) * count, rows, cols), moments).view(whole.shape)
+        self._keep(optimizer, job, moments)
         return [own_part(p, r).to(buffer.device) for p, r in zip(params, results, strict=True)]
+
+
+    def _row_moments(self, optimizer: Any, job: Job) -> Tensor | None:
+        """NorMuon's moments of these parameters on this rank, [parameters, ..., rows], on the device of the work."""
+        if job.group["row_beta2"] is None:
+            return None
+        device = job.grads[0].device.type if self.is_local else job.params[0].device_mesh.device_type
+        return torch.stack([local(optimizer.state[p]["row_moment"]) for p in job.params]).to(device)
+
+    def _keep(self, optimizer: Any, job: Job, moments: Tensor | None) -> None:
+        if moments is not None:
+            own = [local(optimizer.state[p]["row_moment"]) for p in job.params]
+            torch._foreach_copy_(own, list(moments.unbind()))
+
+
+def new_row_moment(param: Tensor, stacked: bool) -> Tensor:
+    """The state "row_moment": float32 zeros [rows], or [matrices, rows] of a stack. Sharded by rows or matrices as the
+    parameter is; every rank has the moments of matrices that are gathered."""
+    shape = param.shape[: 2 if stacked else 1]
+    if not is_dtensor(param):
+        return torch.zeros(shape, device=local(param).device)
+    if not (_holds_whole(param, stacked) or (not stacked and sharded_dim(param) is not None)):
+        return torch.zeros(shape, device=local(param).device)
+    own = torch.zeros(local(param).shape[: len(shape)], device=local(param).device)
+    return placed(param, own, param.placements, shape)
 
 
 def _batches(jobs: list[Job], kind: type[Batch]) -> Iterator[Batch]:

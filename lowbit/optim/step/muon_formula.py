@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.optim.step.orthogonalize import sum_in_order
+
 
 def direction(
     grad: Tensor, momentum_buffer: Tensor, *, momentum: float, nesterov: bool, maximize: bool
@@ -28,6 +30,36 @@ def descend(
 ) -> None:
     """The end of a step, in place: decay the weight, and subtract the update."""
     param.mul_(1 - lr * weight_decay).sub_(update * (lr * ratio))
+
+
+def even_rows(matrices: Tensor, moments: Tensor, beta2: float) -> Tensor:
+    """NorMuon (arXiv 2510.05491): orthogonal matrices with each row divided by the root of its mean square over steps.
+
+    Args:
+        matrices: O [count, rows, cols].
+        moments: the mean squares, float32 [count, rows]; they are updated in place.
+        beta2: their decay.
+
+    Returns:
+        Matrices of the norm sqrt(min(rows, cols)), that of exactly orthogonal ones, in the dtype of `matrices`. The
+        bits of one do not depend on the others.
+    """
+    rows, cols = matrices.shape[1:]
+    half = cols // 2
+    squares = [m.float().square() for m in (matrices[..., :half], matrices[..., half : 2 * half])]
+    means = sum_in_order(squares[0].add_(squares[1]))
+    if cols % 2:
+        means = means + matrices[..., -1].float().square()
+    means = means / cols
+    moments.lerp_(means, 1 - beta2)
+    factors = moments.sqrt().clamp_min_(LEAST_ROOT).reciprocal_()
+    norms = (sum_in_order(means * factors.square()) * cols).sqrt_().clamp_min_(LEAST_ROOT)
+    factors *= (math.sqrt(min(rows, cols)) / norms).unsqueeze(-1)
+    return matrices * factors.unsqueeze(-1).to(matrices.dtype)
+
+
+LEAST_ROOT = 1e-8
+"""Roots of mean squares and norms below this one count as this one."""
 
 
 # Arguments of `lowbit_kernels.elementwise.fused_step.Rule`, which is imported where it is used. The "weight" of the
