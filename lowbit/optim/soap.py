@@ -115,6 +115,11 @@ class SOAP(MatrixBase):
         super().__setstate__(state)
         self._counts = {}
 
+    def state_format(self, group: dict[str, Any], name: str) -> str:
+        if group["precondition"] and group["state"] == "4bit" and name == "exp_avg":
+            return "8bit"
+        return super().state_format(group, name)
+
     def other_states(
         self, group: dict[str, Any], param: Tensor
     ) -> dict[str, Callable[[], Tensor]]:

@@ -50,14 +50,15 @@ def new_factors(group: dict[str, Any], param: Tensor) -> dict[str, Callable[[], 
     """`LowbitOptimizer.other_states` of a matrix: zeros."""
     device, made = local(param).device, {}
     for side, shape in sides_of(param.shape, group).items():
-        for name in (side, f"{side}_basis"):
-            format = states.stored_format(torch.Size(shape), FACTOR_FORMATS[group["state"]])
+        formats = FACTOR_FORMATS.get(group["state"], (group["state"],) * 2)
+        for name, asked in zip((side, f"{side}_basis"), formats, strict=True):
+            format = states.stored_format(torch.Size(shape), asked)
             made[name] = partial(_zeros, shape, format, device)
     return made
 
 
-FACTOR_FORMATS = {"4bit": "8bit", "8bit": "8bit", "float8": "float8", "bf16": "bf16", "fp32": "fp32"}
-"""Formats of preconditioners and bases, by the format of the moments."""
+FACTOR_FORMATS = {"4bit": ("8bit", "8bit")}
+"""Formats of preconditioners and bases, where they are not that of the moments."""
 
 
 def _zeros(shape: tuple[int, ...], format: str, device: torch.device) -> Tensor:
