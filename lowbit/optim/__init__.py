@@ -17,6 +17,7 @@ from lowbit.optim.lion import Lion, Lion4bit, Lion8bit, LionFp8
 from lowbit.optim.muon import Muon, Muon4bit, Muon8bit, MuonFp8
 from lowbit.optim.offload.offload import CPUOffloadOptimizer
 from lowbit.optim.options import CommonOptions
+from lowbit.optim.qk_clip import qk_clip_
 from lowbit.optim.sgd import SGD, SGD4bit, SGD8bit, SGDFp8
 from lowbit.optim.soap import SOAP, SOAP4bit, SOAP8bit, SOAPFp8
 from lowbit.optim.state.checkpoint import dequantize_state_dict
@@ -54,5 +55,6 @@ __all__ = [
     "SOAP8bit",
     "SOAPFp8",
     "dequantize_state_dict",
+    "qk_clip_",
     "step_in_backward",
 ]

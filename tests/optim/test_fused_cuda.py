@@ -55,7 +55,7 @@ WHOLE_STEPS = {
 @pytest.mark.parametrize("cls,options", WHOLE_STEPS.values(), ids=WHOLE_STEPS)
 def test_forward_backward_clipping_and_step_are_one_launch(cls, options):
     """Captured in one CUDA graph, and replayed on other batches: the weights are those of a loop without a graph."""
-    found, launches = [], {}
+    found, launches = [], {}  # numbers of launched graphs and kernels
     for captured in (False, True):
         torch.manual_seed(0)
         model = torch.nn.Sequential(
@@ -69,30 +69,37 @@ def test_forward_backward_clipping_and_step_are_one_launch(cls, options):
             (model(batch) - batch).float().square().mean().backward()
             optimizer.step()
 
+        # All on one stream: autograd warns of gradients from another one than that of the first backward.
         side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for i in range(2):
                 batch.copy_(rand(64, 256, seed=i))
                 step()
-        torch.cuda.synchronize()
-        run = step
-        if captured:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=side):
-                step()
-            run = graph.replay
-        for i in range(2, 6):
-            batch.copy_(rand(64, 256, seed=i))
-            run()
-        torch.cuda.synchronize()
-        found.append([p.detach().clone() for p in model.parameters()])
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            run()
             torch.cuda.synchronize()
-        names = [event.name for event in profile.events() if "aunch" in event.name]
-        launches[captured] = names
-    assert launches[True] == ["cudaGraphLaunch"] and len(launches[False]) > 10
-    assert all(relative(a, b) < 1e-6 for a, b in zip(*found, strict=True))
+            run = step
+            if captured:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=side):
+                    step()
+                run = graph.replay
+            for i in range(2, 6):
+                batch.copy_(rand(64, 256, seed=i))
+                run()
+            torch.cuda.synchronize()
+            found.append([p.detach().clone() for p in model.parameters()])
+            activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+            with torch.profiler.profile(activities=activities) as profile:
+                run()
+                torch.cuda.synchronize()
+        names = [event.name for event in profile.events()]
+        graphs = sum("GraphLaunch" in name for name in names)
+        kernels = sum("LaunchKernel" in name for name in names)
+        launches[captured] = graphs, kernels
+    assert launches[True] == (1, 0)
+    assert launches[False][0] == 0 and launches[False][1] > 10
+    # a step that is left out moves weights by 0.02; products may round differently in a graph
+    assert all(relative(a, b) < 5e-3 for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.gpu

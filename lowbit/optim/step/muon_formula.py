@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.optim.step.orthogonalize import sum_in_order
+from lowbit.optim.step.orthogonalize import norms_of_rows
 
 
 def direction(
@@ -36,26 +36,21 @@ def even_rows(matrices: Tensor, moments: Tensor, beta2: float) -> Tensor:
     """NorMuon (arXiv 2510.05491): orthogonal matrices with each row divided by the root of its mean square over steps.
 
     Args:
-        matrices: O [count, rows, cols].
+        matrices: O [count, rows, cols], changed in place.
         moments: the mean squares, float32 [count, rows]; they are updated in place.
         beta2: their decay.
 
     Returns:
-        Matrices of the norm sqrt(min(rows, cols)), that of exactly orthogonal ones, in the dtype of `matrices`. The
-        bits of one do not depend on the others.
+        `matrices`, each with the norm sqrt(min(rows, cols)), that of an exactly orthogonal one. The bits of one do not
+        depend on the others.
     """
     rows, cols = matrices.shape[1:]
-    half = cols // 2
-    squares = [m.float().square() for m in (matrices[..., :half], matrices[..., half : 2 * half])]
-    means = sum_in_order(squares[0].add_(squares[1]))
-    if cols % 2:
-        means = means + matrices[..., -1].float().square()
-    means = means / cols
-    moments.lerp_(means, 1 - beta2)
+    roots = norms_of_rows(matrices, 2) / math.sqrt(max(cols, 1))
+    moments.lerp_(roots.square(), 1 - beta2)
     factors = moments.sqrt().clamp_min_(LEAST_ROOT).reciprocal_()
-    norms = (sum_in_order(means * factors.square()) * cols).sqrt_().clamp_min_(LEAST_ROOT)
-    factors *= (math.sqrt(min(rows, cols)) / norms).unsqueeze(-1)
-    return matrices * factors.unsqueeze(-1).to(matrices.dtype)
+    norms = norms_of_rows((roots * factors).unsqueeze(1), 2) * math.sqrt(cols)
+    factors *= math.sqrt(min(rows, cols)) / norms.clamp_min_(LEAST_ROOT)
+    return matrices.mul_(factors.unsqueeze(-1))
 
 
 LEAST_ROOT = 1e-8

@@ -117,22 +117,21 @@ def by_batch(
 
 
 def _scaled(x: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
-    """X and its Gram matrix after the scaling of the module. On the side of X that is the shorter one."""
-    factors = sum_in_order(gram.float().abs()).clamp_min_(1e-6).rsqrt_()
+    """X and its Gram matrix after the scaling of the module, in their memory. On the side of X that is shorter."""
+    factors = norms_of_rows(gram, 1).clamp_min_(1e-6).rsqrt_()
     rows, columns = factors.unsqueeze(-1), factors.unsqueeze(-2)
     is_tall = x.shape[-2] > x.shape[-1]
-    scaled = x * (columns if is_tall else rows)
-    return scaled.to(x.dtype), (gram * rows * columns).to(gram.dtype)
+    return x.mul_(columns if is_tall else rows), gram.mul_(rows).mul_(columns)
 
 
-def sum_in_order(x: Tensor) -> Tensor:
-    """Sums along the last dimension by halves. The sums of PyTorch depend on the number of sums; these do not."""
-    while x.shape[-1] > 1:
-        half = x.shape[-1] // 2
-        rest = x[..., 2 * half :]
-        x = x[..., :half] + x[..., half : 2 * half]
-        x = torch.cat([x, rest], -1) if rest.shape[-1] else x
-    return x.sum(-1)  # of one element, or none
+def norms_of_rows(matrices: Tensor, order: int) -> Tensor:
+    """The norms of the rows of matrices [count, rows, cols] or [rows, cols], float32 [count, rows] or [rows]. One
+    matrix after another: the bits of PyTorch's sums depend on the number of sums."""
+    if matrices.ndim == 2:
+        return torch.linalg.vector_norm(matrices, order, -1, dtype=torch.float32)
+    if not len(matrices):
+        return matrices.new_empty(matrices.shape[:2], dtype=torch.float32)
+    return torch.stack([norms_of_rows(matrix, order) for matrix in matrices])
 
 
 def _ordinary_form(
