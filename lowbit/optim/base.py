@@ -186,9 +186,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
         """The format of one of the moments, for parameters that are large enough for it."""
         return group["state"]
 
-    def other_states(
-        self, group: dict[str, Any], param: Tensor
-    ) -> dict[str, Callable[[], Tensor]]:
+    def other_states(self, group: dict[str, Any], param: Tensor) -> dict[str, Callable[[], Tensor]]:
         """States of a parameter that have a shape of their own, each with a function that makes it as it is before
         the first step. `reference` does not get them: one of `eager_steps` reads and writes them."""
         return {}

@@ -50,7 +50,13 @@ from lowbit.optim.options import (
 )
 from lowbit.optim.step.eager import EagerStep
 from lowbit.optim.step.job import GradScale, Job, Step
-from lowbit.optim.step.muon_formula import descend, direction, even_rows, learning_rate_ratio, stack_shape
+from lowbit.optim.step.muon_formula import (
+    descend,
+    direction,
+    even_rows,
+    learning_rate_ratio,
+    stack_shape,
+)
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b and c of Keller Jordan's Muon."""
@@ -215,9 +221,7 @@ class Muon(MatrixBase):
     def state_names(self, group: dict[str, Any]) -> dict[str, bool]:
         return {"momentum_buffer": True} if group["use_muon"] else super().state_names(group)
 
-    def other_states(
-        self, group: dict[str, Any], param: Tensor
-    ) -> dict[str, Callable[[], Tensor]]:
+    def other_states(self, group: dict[str, Any], param: Tensor) -> dict[str, Callable[[], Tensor]]:
         if not group["use_muon"] or group["row_beta2"] is None:
             return {}
         from lowbit.optim.step.matrix_step import new_row_moment

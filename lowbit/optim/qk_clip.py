@@ -1,8 +1,7 @@
 """QK-clip (Kimi K2, arXiv 2507.20534): shrink the query and key weights of heads whose attention logits grow too large.
 
 Muon's updates have a large spectral norm, and the logits q_i . k_j of some heads grow without bound. After a step, a
-head h whose largest logit S_h of that step is above the threshold t is scaled back, so that its largest logit would have
-been t::
+head h whose largest logit S_h of that step is above the threshold t is scaled back, so that it would have been t::
 
     g_h = min(1, t / S_h)
     W_k of a key head  *= sqrt(min of g over the query heads that share it)
@@ -35,12 +34,12 @@ def qk_clip_(
     Args:
         query: gives the queries, [heads * head size, inputs].
         key: gives the keys, [key heads * head size, inputs]; each is shared by heads / key heads adjacent heads.
-        largest: the largest logit of each head since the last clip, over batch, positions and ranks, after the scaling
-            by 1 / sqrt(head size): [heads]. A number up to the threshold, NaN or infinity leaves a head as it is.
+        largest: the largest logit of each head since the last clip, over batch, positions and ranks, as it goes into
+            softmax: [heads]. A number up to the threshold, NaN or infinity leaves a head as it is.
         threshold: t, above 0.
 
     Raises:
-        ValueError, TypeError: shapes that don't fit each other, or weights in low bits, which cannot be scaled in place.
+        ValueError, TypeError: shapes that don't fit each other, or weights in low bits.
     """
     if not check_nonnegative("threshold", threshold) > 0:
         raise ValueError("threshold must be above 0, got 0")
@@ -61,7 +60,9 @@ def qk_clip_(
                 "layers in bfloat16 or float32, or leave QK-clip out"
             )
     logits = largest.float()
-    factors = torch.where(logits.isfinite() & (logits > threshold), threshold / logits, 1.0).view(key_rows // size, -1)
+    factors = torch.where(logits.isfinite() & (logits > threshold), threshold / logits, 1.0).view(
+        key_rows // size, -1
+    )
     for_key = factors.amin(1).sqrt()
     for_query = (factors / for_key.unsqueeze(1)).view(-1)
     for layer, each in ((query, for_query), (key, for_key)):

@@ -44,7 +44,10 @@ def test_heads_above_the_threshold_reach_it(key_heads, bias):
         for new, was in zip((query, key), old, strict=True):
             rows = left.repeat_interleave(SIZE)
             assert torch.equal(new.weight[rows], was.weight[rows])
-        ratios = [new.weight[-1, 0] / was.weight[-1, 0] for new, was in zip((query, key), old)]
+        ratios = [
+            new.weight[-1, 0] / was.weight[-1, 0]
+            for new, was in zip((query, key), old, strict=True)
+        ]
         assert relative(*ratios) < 1e-6
 
 

@@ -195,7 +195,7 @@ def test_a_checkpoint_resumes_to_the_bit(state):
     with pytest.raises(ValueError, match=r"left has shape \(3, 3\)"):
         low.load_state_dict(bad)
     del bad["state"][0]["left"]
-    with pytest.raises(ValueError, match="SOAP8bit takes .*'left', 'left_basis'"):
+    with pytest.raises(ValueError, match=r"SOAP8bit takes .*'left', 'left_basis'"):
         low.load_state_dict(bad)
 
 
@@ -261,7 +261,9 @@ def check_sharded(rank, world_size):
             reference, optimizer = SOAP([whole], **options), SOAP([part], **options)
             for step in range(6):
                 whole.grad = rand(*shape, seed=step + 1).bfloat16() + 0.3
-                part.grad = distribute_tensor(whole.grad, mesh, [(Shard(dim), Replicate())[step % 2]])
+                part.grad = distribute_tensor(
+                    whole.grad, mesh, [(Shard(dim), Replicate())[step % 2]]
+                )
                 reference.step()
                 optimizer.step()
                 if step == 3:

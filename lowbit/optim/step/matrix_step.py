@@ -278,7 +278,11 @@ class OrthogonalizedBatch(Batch):
         moments = self._row_moments(optimizer, job)
 
         def turned(matrices: Tensor, moments: Tensor | None) -> Tensor:
-            names = {"coefficients": "ns_coefficients", "steps": "ns_steps", "scaling": "ns_scaling"}
+            names = {
+                "coefficients": "ns_coefficients",
+                "steps": "ns_steps",
+                "scaling": "ns_scaling",
+            }
             options = {name: group[option] for name, option in names.items()}
             matrices = orthogonalize(matrices, eps=group["eps"], **options)
             if moments is None:
@@ -305,12 +309,13 @@ class OrthogonalizedBatch(Batch):
         self._keep(optimizer, job, moments)
         return [own_part(p, r).to(buffer.device) for p, r in zip(params, results, strict=True)]
 
-
     def _row_moments(self, optimizer: Any, job: Job) -> Tensor | None:
         """NorMuon's moments of these parameters on this rank, [parameters, ..., rows], on the device of the work."""
         if job.group["row_beta2"] is None:
             return None
-        device = job.grads[0].device.type if self.is_local else job.params[0].device_mesh.device_type
+        device = (
+            job.grads[0].device.type if self.is_local else job.params[0].device_mesh.device_type
+        )
         return torch.stack([local(optimizer.state[p]["row_moment"]) for p in job.params]).to(device)
 
     def _keep(self, optimizer: Any, job: Job, moments: Tensor | None) -> None:

@@ -135,7 +135,11 @@ def norms_of_rows(matrices: Tensor, order: int) -> Tensor:
 
 
 def _ordinary_form(
-    x: Tensor, gram: Tensor, coefficients: tuple[float, float, float], steps: int, dtype: torch.dtype
+    x: Tensor,
+    gram: Tensor,
+    coefficients: tuple[float, float, float],
+    steps: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     for step in range(steps):
         p = _polynomial(_gram(x) if step else gram, coefficients)
@@ -144,7 +148,11 @@ def _ordinary_form(
 
 
 def _gram_form(
-    x: Tensor, gram: Tensor, coefficients: tuple[float, float, float], steps: int, dtype: torch.dtype
+    x: Tensor,
+    gram: Tensor,
+    coefficients: tuple[float, float, float],
+    steps: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     first: Tensor | None = gram
     for length, is_last in _segments(steps):
