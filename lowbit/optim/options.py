@@ -54,9 +54,9 @@ class CommonOptions(TypedDict, total=False):
             about a second for each format and dtype. Without a compiler a warning says so once. PyTorch operations
             update float64 weights, and decode and round low-bit weights before and after their kernel.
         foreach: accepted without effect; as in torch.optim, not together with `fused`.
-        capturable: accepted without effect: a step, except SOAP's, can be captured in a CUDA graph, after one with the same
-            gradients, which creates the states. The host waits for the GPU only if the step may be skipped and PyTorch
-            operations do a part of it, as for Muon's matrices.
+        capturable: accepted without effect: a step, except SOAP's, can be captured in a CUDA graph, after one step with
+            the same gradients, which creates the states. The host waits for the GPU only if the step may be skipped and
+            PyTorch operations do a part of it, as for Muon's matrices.
         differentiable: True is refused.
     """
 
