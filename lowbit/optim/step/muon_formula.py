@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.optim.step.orthogonalize import norms_of_rows
-
 
 def direction(
     grad: Tensor, momentum_buffer: Tensor, *, momentum: float, nesterov: bool, maximize: bool
@@ -44,6 +42,8 @@ def even_rows(matrices: Tensor, moments: Tensor, beta2: float) -> Tensor:
         `matrices`, each with the norm sqrt(min(rows, cols)), that of an exactly orthogonal one. The bits of one do not
         depend on the others.
     """
+    from lowbit.optim.step.orthogonalize import norms_of_rows  # imports Triton
+
     rows, cols = matrices.shape[1:]
     roots = norms_of_rows(matrices, 2) / math.sqrt(max(cols, 1))
     moments.lerp_(roots.square(), 1 - beta2)
