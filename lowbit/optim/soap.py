@@ -114,6 +114,9 @@ class SOAP(MatrixBase):
         super().__setstate__(state)
         self._counts = {}
 
+    def state_names(self, group: dict[str, Any]) -> dict[str, bool]:
+        return self.moments if group["precondition"] else super().state_names(group)
+
     def state_format(self, group: dict[str, Any], name: str) -> str:
         if group["precondition"] and group["state"] == "4bit" and name == "exp_avg":
             return "8bit"  # 4 bits would cost all that SOAP gains over AdamW

@@ -313,9 +313,11 @@ class OrthogonalizedBatch(Batch):
         """NorMuon's moments of these parameters on this rank, [parameters, ..., rows], on the device of the work."""
         if job.group["row_beta2"] is None:
             return None
+        moments = torch.stack([local(optimizer.state[p]["row_moment"]) for p in job.params])
         first: Any = job.params[0]
-        device = job.grads[0].device.type if self.is_local else first.device_mesh.device_type
-        return torch.stack([local(optimizer.state[p]["row_moment"]) for p in job.params]).to(device)
+        if self.is_local or moments.device.type == first.device_mesh.device_type:
+            return moments
+        return moments.to(first.device_mesh.device_type)
 
     def _keep(self, optimizer: Any, job: Job, moments: Tensor | None) -> None:
         if moments is not None:

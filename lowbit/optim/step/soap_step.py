@@ -147,7 +147,7 @@ class RotatedBatch(Batch):
             whole = _whole_gradient(param, grad, job.group, coefficient)
             _average(state, whole, job.group["betas"][1])
             turned = _rotated(whole, _bases(state)).reshape(param.shape)
-            rotated.append(own_part(param, turned).contiguous())
+            rotated.append(own_part(param, turned).to(grad.device).contiguous())
         return rotated, None
 
     def between(self, optimizer: Any, job: Job, buffer: Tensor) -> Sequence[Tensor]:
@@ -155,7 +155,7 @@ class RotatedBatch(Batch):
         for param, own in zip(job.params, buffer, strict=True):
             bases = {side: basis.mT for side, basis in _bases(optimizer.state[param]).items()}
             whole = _rotated(_matrices(param, own, job.group), bases).reshape(param.shape)
-            updates.append(own_part(param, whole).contiguous())
+            updates.append(own_part(param, whole).to(own.device).contiguous())
         return updates
 
     def finish(self, optimizer: Any, job: Job) -> None:
