@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowbit import optim
 from tests.optim.problems import rand, relative
@@ -38,6 +39,16 @@ def test_in_a_cuda_graph(cls):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+class CountedOperations(TorchDispatchMode):
+    """Counts the operations of PyTorch that run inside of it, in this thread."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
 WHOLE_STEPS = {
     "AdamW8bit": (optim.AdamW8bit, {}),
     "AdamW4bit": (optim.AdamW4bit, {"bf16_stochastic_round": True}),
@@ -53,9 +64,9 @@ WHOLE_STEPS = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cls,options", WHOLE_STEPS.values(), ids=WHOLE_STEPS)
-def test_forward_backward_clipping_and_step_are_one_launch(cls, options):
+def test_forward_backward_clipping_and_step_in_one_graph(cls, options):
     """Captured in one CUDA graph, and replayed on other batches: the weights are those of a loop without a graph."""
-    found, launches = [], {}  # numbers of launched graphs and kernels
+    found, launches = [], {}  # operations of PyTorch that the host launches in a step
     for captured in (False, True):
         torch.manual_seed(0)
         model = torch.nn.Sequential(
@@ -88,16 +99,10 @@ def test_forward_backward_clipping_and_step_are_one_launch(cls, options):
                 run()
             torch.cuda.synchronize()
             found.append([p.detach().clone() for p in model.parameters()])
-            activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-            with torch.profiler.profile(activities=activities) as profile:
+            with CountedOperations() as counted:
                 run()
-                torch.cuda.synchronize()
-        names = [event.name for event in profile.events()]
-        graphs = sum("GraphLaunch" in name for name in names)
-        kernels = sum("LaunchKernel" in name for name in names)
-        launches[captured] = graphs, kernels
-    assert launches[True] == (1, 0)
-    assert launches[False][0] == 0 and launches[False][1] > 10
+            launches[captured] = counted.count
+    assert launches[True] == 0 and launches[False] > 5
     # a step that is left out moves weights by 0.02; products may round differently in a graph
     assert all(relative(a, b) < 5e-3 for a, b in zip(*found, strict=True))
 
