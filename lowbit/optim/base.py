@@ -186,6 +186,11 @@ class LowbitOptimizer(torch.optim.Optimizer):
         """The format of one of the moments, for parameters that are large enough for it."""
         return group["state"]
 
+    def other_states(self, group: dict[str, Any], param: Tensor) -> dict[str, Callable[[], Tensor]]:
+        """States of a parameter that have a shape of their own, each with a function that makes it as it is before
+        the first step. `reference` does not get them: one of `eager_steps` reads and writes them."""
+        return {}
+
     def rule(self, group: dict[str, Any]) -> str | None:
         """The formula as C++ for the kernels, `Rule.update` for gradients to descend along. None: there is no kernel,
         and `reference` runs everywhere."""
@@ -450,6 +455,9 @@ class LowbitOptimizer(torch.optim.Optimizer):
                     f"a parameter of shape {tuple(param.shape)} had the shape {tuple(state[name].shape)} in earlier "
                     "steps; make a new optimizer after its data is replaced by that of another shape"
                 )
+        for name, new in self.other_states(group, param).items():
+            if name not in state:
+                made[name] = new()
         if states.has_correction(group, param):
             old = state.get("weight_correction")
             if old is None:
@@ -535,14 +543,17 @@ class LowbitOptimizer(torch.optim.Optimizer):
         if not saved:
             return {}
         signs = self.state_names(group)
-        if set(saved) - {"weight_correction"} != {"step", *signs}:
+        others = {key: new() for key, new in self.other_states(group, param).items()}
+        if set(saved) - {"weight_correction"} != {"step", *signs, *others}:
             raise ValueError(
                 f"{name}: the checkpoint's state has {sorted(saved)}, {type(self).__name__} takes "
-                f"{sorted(['step', *signs])}; is it the checkpoint of another optimizer?"
+                f"{sorted(['step', *signs, *others])}; is it the checkpoint of another optimizer?"
             )
         for key in saved.keys() - {"step"}:
-            check_loadable(name, key, saved[key], param)
-        made = {"step": states.new_step(param, saved["step"])}
+            check_loadable(name, key, saved[key], others.get(key, param))
+        for key, state in others.items():
+            fill(state, saved[key], state)
+        made = {"step": states.new_step(param, saved["step"]), **others}
         for key, signed in signs.items():
             made[key] = converted(saved[key], param, self.state_format(group, key), signed)
         if "weight_correction" in saved and states.has_correction(group, param):

@@ -11,6 +11,13 @@ With gradient G (negated to maximize) and momentum M of a matrix P [rows, cols]:
     ratio = sqrt(max(1, rows / cols))      adjust_lr_fn None or "original"
     ratio = 0.2 * sqrt(max(rows, cols))    adjust_lr_fn "match_rms_adamw" (arXiv 2502.16982)
 
+With row_beta2 (NorMuon, arXiv 2510.05491) each row i of O is scaled, with a state r of one number a row::
+
+    r_i = row_beta2 * r_i + (1 - row_beta2) * mean_j(O_ij**2)
+    O_i = O_i / sqrt(r_i),  then  O = O * sqrt(min(rows, cols)) / norm(O)
+
+The orthogonalization is::
+
     orthogonalize(X):  X = X / max(norm(X), eps), then ns_steps times
                        X = a X + (b A + c A A) X,  A = X X^T        X transposed first if it is tall
 
@@ -23,14 +30,14 @@ that of one process (`lowbit.optim.step.matrix_step`). Parameters that are not h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Unpack
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lowbit.optim.adam import AdamBase
+from lowbit.optim.matrices import MatrixBase
 from lowbit.optim.options import (
     Check,
     CommonOptions,
@@ -38,13 +45,18 @@ from lowbit.optim.options import (
     check_choice,
     check_finite,
     check_flag,
-    check_nonnegative,
     check_numbers,
-    check_optional_flag,
+    check_whole,
 )
 from lowbit.optim.step.eager import EagerStep
 from lowbit.optim.step.job import GradScale, Job, Step
-from lowbit.optim.step.muon_formula import descend, direction, learning_rate_ratio, stack_shape
+from lowbit.optim.step.muon_formula import (
+    descend,
+    direction,
+    even_rows,
+    learning_rate_ratio,
+    stack_shape,
+)
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b and c of Keller Jordan's Muon."""
@@ -65,6 +77,9 @@ def reference(
     adjust_lr_fn: str | None = None,
     maximize: bool = False,
     stacked: bool = False,
+    ns_scaling: str = "norm",
+    row_beta2: float | None = None,
+    row_moment: Tensor | None = None,
 ) -> None:
     """One step in place, on plain tensors of one shape [rows, ...]; see the module for the formula.
 
@@ -76,7 +91,9 @@ def reference(
         grad, momentum_buffer, momentum=momentum, nesterov=nesterov, maximize=maximize
     )
     matrices = update.reshape(stack_shape(param.shape, stacked))
-    matrices = orthogonalize(matrices, ns_coefficients, steps=ns_steps, eps=eps)
+    matrices = orthogonalize(matrices, ns_coefficients, steps=ns_steps, eps=eps, scaling=ns_scaling)
+    if row_beta2 is not None and row_moment is not None:
+        matrices = even_rows(matrices, row_moment.view(matrices.shape[:2]), row_beta2)
     ratio = learning_rate_ratio(param.shape, {"adjust_lr_fn": adjust_lr_fn, "stacked": stacked})
     descend(param, matrices.reshape(param.shape), lr=lr, weight_decay=weight_decay, ratio=ratio)
 
@@ -87,22 +104,24 @@ class MatrixStep:
     def run(self, optimizer: Any, jobs: list[Job], scale: GradScale) -> list[Job]:
         own = [job for job in jobs if job.group["use_muon"]]
         if own:
-            from lowbit.optim.step.matrix_step import MatrixStepPlan  # imports Triton
+            from lowbit.optim.step.matrix_step import (  # imports Triton
+                MatrixStepPlan,
+                OrthogonalizedBatch,
+            )
 
-            MatrixStepPlan.of(optimizer, own).run(optimizer, own, scale.coefficient)
+            plan = MatrixStepPlan.of(optimizer, own, OrthogonalizedBatch)
+            plan.run(optimizer, own, scale.coefficient)
         return [job for job in jobs if not job.group["use_muon"]]
 
 
-def _check_steps(name: str, steps: Any) -> int:
-    if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 100:
-        raise ValueError(f"{name} must be a whole number from 1 to 99, got {steps!r}")
-    return steps
+def _check_row_beta2(name: str, value: Any) -> float | None:
+    return None if value is None else check_below_one(name, value)
 
 
 # ---- the optimizer ------------------------------------------------------------------------------------------
 
 
-class Muon(AdamBase):
+class Muon(MatrixBase):
     """Muon for matrices, with its momentum in few bits, and `lowbit.optim.AdamW` for the other parameters.
 
     The option `use_muon` of a group decides whether Muon or AdamW updates it. A group without this option is split in
@@ -137,6 +156,11 @@ class Muon(AdamBase):
         stacked: True: each parameter of Muon is a stack of matrices, [matrices, rows, cols]. Ranks should shard stacks
             in dimension 0; then they exchange nothing. False: one of more than 2 dimensions is one matrix, flattened
             to [first, rest]. None: as False, and parameters of 3 dimensions are refused.
+        ns_scaling: "norm" divides a matrix by its norm before the iterations. "gram" then divides its rows as
+            Turbo-Muon does (arXiv 2512.04632), so that `ns_steps=4` comes as near to orthogonal as 5 otherwise.
+        row_beta2: NorMuon (arXiv 2510.05491): divide each row of the orthogonal matrix by the root of its mean square
+            over steps, whose decay this is; the paper takes 0.95 with `adjust_lr_fn="match_rms_adamw"`. One more
+            float32 state a row. None: plain Muon.
         common: `lowbit.optim.CommonOptions`. `state` is the format of the momentum and of AdamW's moments, by default
             this class's own, "8bit" for Muon itself. Bytes of momentum an element: "4bit" 0.53, "8bit" and "float8"
             1.02, "bf16" 2, "fp32" 4.
@@ -151,16 +175,16 @@ class Muon(AdamBase):
     """
 
     options: ClassVar[Mapping[str, Check]] = {
-        **AdamBase.options,
+        **MatrixBase.options,
         "momentum": check_below_one,
         "nesterov": check_flag,
-        "use_muon": check_optional_flag,
-        "stacked": check_optional_flag,
         "ns_coefficients": partial(check_numbers, count=3, each=check_finite),
-        "ns_steps": _check_steps,
+        "ns_scaling": partial(check_choice, accepted=("norm", "gram")),
+        "row_beta2": _check_row_beta2,
+        "ns_steps": partial(check_whole, most=99),
         "adjust_lr_fn": partial(check_choice, accepted=(None, "original", "match_rms_adamw")),
     }
-    decoupled = True
+    matrix_option = "use_muon"
     eager_steps: ClassVar[tuple[Step, ...]] = (MatrixStep(), EagerStep())
 
     def __init__(
@@ -181,79 +205,28 @@ class Muon(AdamBase):
         adamw_eps: float = 1e-8,
         maximize: bool = False,
         stacked: bool | None = None,
+        ns_scaling: str = "norm",
+        row_beta2: float | None = None,
         **common: Unpack[CommonOptions],
     ) -> None:
-        self._adamw: dict[str, Any] = {"lr": adamw_lr, "weight_decay": adamw_weight_decay}
+        self._adamw = {"lr": adamw_lr, "weight_decay": adamw_weight_decay}
         self._adamw |= {"betas": adamw_betas, "eps": adamw_eps}
         options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         options |= {"nesterov": nesterov, "ns_coefficients": ns_coefficients, "eps": eps}
         options |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn, "betas": adamw_betas}
         options |= {"amsgrad": False, "maximize": maximize, "use_muon": None}
-        options["stacked"] = stacked
+        options |= {"stacked": stacked, "ns_scaling": ns_scaling, "row_beta2": row_beta2}
         super().__init__(params, options, common)
-
-    # ---- groups ---------------------------------------------------------------------------------------------
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, in one group or, without "use_muon", in one for Muon and one for AdamW."""
-        if not isinstance(param_group, dict) or isinstance(param_group.get("params"), set):
-            return super().add_param_group(param_group)  # which refuses it
-        options = dict(param_group)
-        params = options.pop("params")
-        params = [params] if isinstance(params, Tensor) else list(params)
-        for_adamw = {k: options.pop(f"adamw_{k}", v) for k, v in self._adamw.items()}
-        for name in ("lr", "weight_decay", "eps"):
-            check_nonnegative(f"adamw_{name}", for_adamw[name])
-        use_muon = options.pop("use_muon", None)
-        check_optional_flag("use_muon", use_muon)
-        if use_muon is None:
-            parts: dict[bool, list[Any]] = {True: [], False: []}
-            for param in params:
-                tensor = param[1] if isinstance(param, tuple) else param
-                parts[isinstance(tensor, Tensor) and tensor.ndim >= 2].append(param)
-            parts = {k: v for k, v in parts.items() if v} or {True: []}
-            for_adamw = {**options, **for_adamw}
-        else:
-            parts = {use_muon: params}
-            for_adamw = {**for_adamw, **options}
-        before = len(self.param_groups)
-        try:
-            for is_muon, part in parts.items():
-                own = options if is_muon else for_adamw
-                super().add_param_group({**own, "params": part, "use_muon": is_muon})
-        except BaseException:
-            del self.param_groups[before:]
-            raise
-
-    def __getstate__(self) -> dict[str, Any]:
-        # a copy needs them to take more groups
-        return {**super().__getstate__(), "_adamw": self._adamw}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._plans: dict[Any, Any] = {}  # of lowbit.optim.step.matrix_step
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        super().check_group(group)
-        if group["use_muon"]:
-            for param in group.get("params", ()):
-                name, tensor = param if isinstance(param, tuple) else ("", param)
-                if isinstance(tensor, Tensor):
-                    _check_shape(
-                        f"parameter {name!r}" if name else "a parameter", tensor, group["stacked"]
-                    )
 
     def state_names(self, group: dict[str, Any]) -> dict[str, bool]:
         return {"momentum_buffer": True} if group["use_muon"] else super().state_names(group)
 
-    def rule(self, group: dict[str, Any]) -> str | None:
-        return None if group["use_muon"] else super().rule(group)
+    def other_states(self, group: dict[str, Any], param: Tensor) -> dict[str, Callable[[], Tensor]]:
+        if not group["use_muon"] or group["row_beta2"] is None:
+            return {}
+        from lowbit.optim.step.matrix_step import new_row_moment
 
-    def compensation(self, group: dict[str, Any]) -> tuple[str, str] | None:
-        return None if group["use_muon"] else super().compensation(group)
-
-    def is_elementwise(self, group: dict[str, Any]) -> bool:
-        return not group["use_muon"]
+        return {"row_moment": partial(new_row_moment, param, group["stacked"])}
 
     # ---- checkpoints ----------------------------------------------------------------------------------------
 
@@ -263,28 +236,6 @@ class Muon(AdamBase):
         if saved and group["use_muon"] and "step" not in saved:  # torch.optim.Muon counts none
             saved = {"step": 0.0, **saved}
         return super()._loaded_state(group, param, saved, name)
-
-
-def _check_shape(label: str, param: Tensor, stacked: bool | None) -> None:
-    """Raise ValueError for a parameter that Muon does not take, or of which it does not know whether it is stacked."""
-    shape = tuple(param.shape)
-    if param.ndim < 2:
-        raise ValueError(
-            f"use_muon=True takes matrices, got {label} of shape {shape}; leave use_muon out to have such parameters "
-            "updated by AdamW, or give them in a group with use_muon=False"
-        )
-    if stacked and param.ndim != 3:
-        raise ValueError(
-            f"stacked=True takes stacks of matrices, [matrices, rows, cols], got {label} of shape {shape}; give it in "
-            "a group with stacked=False"
-        )
-    if stacked is None and param.ndim == 3:
-        count, rows, cols = shape
-        raise ValueError(
-            f"{label} of shape {shape} has three dimensions, and Muon cannot see what they are. Give it in a group "
-            f"with stacked=True if it holds {count} matrices of {rows} x {cols}, as the experts of a layer, or with "
-            f"stacked=False if it is one matrix of {count} x {rows * cols}, as the weight of a Conv1d"
-        )
 
 
 class Muon4bit(Muon, state="4bit"):

@@ -54,9 +54,9 @@ class CommonOptions(TypedDict, total=False):
             about a second for each format and dtype. Without a compiler a warning says so once. PyTorch operations
             update float64 weights, and decode and round low-bit weights before and after their kernel.
         foreach: accepted without effect; as in torch.optim, not together with `fused`.
-        capturable: accepted without effect: a step can always be captured in a CUDA graph, after one step with the same
-            gradients, which creates the states. The host waits for the GPU only if the step may be skipped and PyTorch
-            operations do a part of it, as for Muon's matrices.
+        capturable: accepted without effect: a step, except SOAP's, can be captured in a CUDA graph, after one step with
+            the same gradients, which creates the states. The host waits for the GPU only if the step may be skipped and
+            PyTorch operations do a part of it, as for Muon's matrices.
         differentiable: True is refused.
     """
 
@@ -158,6 +158,15 @@ def check_below_one(name: str, value: Any) -> float:
     if not number < 1.0:
         raise ValueError(f"{name} must be in [0, 1), got {value!r}")
     return number
+
+
+def check_whole(name: str, value: Any, *, most: int | None = None) -> int:
+    """A whole number of at least 1, and of at most `most`. Raises for anything else."""
+    wrong = isinstance(value, bool) or not isinstance(value, int) or value < 1
+    if wrong or (most is not None and value > most):
+        accepted = "of at least 1" if most is None else f"from 1 to {most}"
+        raise ValueError(f"{name} must be a whole number {accepted}, got {value!r}")
+    return value
 
 
 def check_finite(name: str, value: Any) -> float:

@@ -2,8 +2,9 @@
 
 A contract is a test over this table (`test_algorithms`, `test_algorithm_checkpoints`, `test_reference`), so a new
 algorithm of lowbit is tested by a row of `VARIANTS`, `STATEFUL` and `BYTES`, and by its cases. The tests expect
-`weight_decay`, `maximize` and `betas` or `momentum` of it, and weights that show a gradient of NaN or infinity. Muon's
-step of matrices is not elementwise: Muon is in `VARIANTS` and `BYTES` only, and `test_muon` tests the rest.
+`weight_decay`, `maximize` and `betas` or `momentum` of it, and weights that show a gradient of NaN or infinity. The
+steps of matrices of Muon and SOAP are not elementwise: they are in `VARIANTS` only (and Muon in `BYTES`), and
+`test_muon` and `test_soap` test the rest.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ VARIANTS = {
     optim.SGD: (optim.SGD4bit, optim.SGD8bit, optim.SGDFp8),
     optim.AdEMAMix: (optim.AdEMAMix4bit, optim.AdEMAMix8bit, optim.AdEMAMixFp8),
     optim.Muon: (optim.Muon4bit, optim.Muon8bit, optim.MuonFp8),
+    optim.SOAP: (optim.SOAP4bit, optim.SOAP8bit, optim.SOAPFp8),
 }
 CASES = {
     "AdamW": (optim.AdamW, {}),
@@ -47,7 +49,9 @@ cases = pytest.mark.parametrize("cls,options", CASES.values(), ids=CASES)
 by_class = pytest.mark.cover("pairs", cls=lambda cls: cls.__name__, options=lambda options: ())
 """The usual run meets each class with each format of states, with the cases of the class in turn."""
 every = pytest.mark.parametrize("state", FORMATS)
-STATEFUL = {cls: {} for cls in VARIANTS if cls is not optim.Muon} | {optim.SGD: {"momentum": 0.9}}
+STATEFUL = {cls: {} for cls in VARIANTS if cls not in (optim.Muon, optim.SOAP)} | {
+    optim.SGD: {"momentum": 0.9}
+}
 """Elementwise algorithms, with the options under which they have states."""
 classes = pytest.mark.parametrize("cls", STATEFUL, ids=lambda c: c.__name__)
 ONE_MOMENT = {"4bit": 0.53125, "8bit": 1.015625, "float8": 1.015625, "bf16": 2, "fp32": 4}

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowbit import optim
 from tests.optim.problems import rand, relative
@@ -36,6 +37,89 @@ def test_in_a_cuda_graph(cls):
             graph.replay() if captured and step != 3 else optimizer.step()
         results.append(params)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+class CountedOperations(TorchDispatchMode):
+    """Counts the operations of PyTorch that run inside of it, in this thread."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+WHOLE_STEPS = {
+    "AdamW8bit": (optim.AdamW8bit, {}),
+    "AdamW4bit": (optim.AdamW4bit, {"bf16_stochastic_round": True}),
+    "AdamWFp8": (optim.AdamWFp8, {"amsgrad": True}),
+    "Adam8bit": (optim.Adam8bit, {"weight_correction": "16bit"}),
+    "SGD8bit": (optim.SGD8bit, {"momentum": 0.9}),
+    "Lion8bit": (optim.Lion8bit, {}),
+    "AdEMAMix8bit": (optim.AdEMAMix8bit, {}),
+    "Muon8bit": (optim.Muon8bit, {}),
+    "Muon4bit": (optim.Muon4bit, {"ns_scaling": "gram", "ns_steps": 4, "row_beta2": 0.95}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cls,options", WHOLE_STEPS.values(), ids=WHOLE_STEPS)
+def test_forward_backward_clipping_and_step_in_one_graph(cls, options):
+    """Captured in one CUDA graph, and replayed on other batches: the weights are those of a loop without a graph."""
+    found, launches = [], {}  # operations of PyTorch that the host launches in a step
+    for captured in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256)
+        ).to("cuda", torch.bfloat16)
+        optimizer = cls(model.parameters(), lr=1e-3, max_grad_norm=0.5, **options)
+        batch = torch.empty(64, 256, dtype=torch.bfloat16, device="cuda")
+
+        def step(model=model, optimizer=optimizer, batch=batch):
+            optimizer.zero_grad()
+            (model(batch) - batch).float().square().mean().backward()
+            optimizer.step()
+
+        # All on one stream: autograd warns of gradients from another one than that of the first backward.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for i in range(2):
+                batch.copy_(rand(64, 256, seed=i))
+                step()
+            torch.cuda.synchronize()
+            run = step
+            if captured:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=side):
+                    step()
+                run = graph.replay
+            for i in range(2, 6):
+                batch.copy_(rand(64, 256, seed=i))
+                run()
+            torch.cuda.synchronize()
+            found.append([p.detach().clone() for p in model.parameters()])
+            with CountedOperations() as counted:
+                run()
+            launches[captured] = counted.count
+    assert launches[True] == 0 and launches[False] > 5
+    # a step that is left out moves weights by 0.02; products may round differently in a graph
+    assert all(relative(a, b) < 5e-3 for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.gpu
+def test_soap_is_not_captured():
+    params = parameters("cuda", [(64, 256)])
+    optimizer = optim.SOAP8bit(params)
+    for step in range(2):
+        set_grads(params, step)
+        optimizer.step()
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(RuntimeError, match="precondition_frequency"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        optimizer.step()
 
 
 @pytest.mark.gpu

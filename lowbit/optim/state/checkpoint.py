@@ -34,7 +34,7 @@ from lowbit.tensor.frozen.codebook_tensor import CodebookTensor
 
 MOST_STEPS = 2**53
 """float64, the dtype of step counters, holds every whole number up to this one."""
-SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
+SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "row_moment")
 """Means of squares, and the largest of them so far: never below 0."""
 
 # ---- checks -------------------------------------------------------------------------------------------------

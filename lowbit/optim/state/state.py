@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.core.dtensor import local, own_region, placed
+from lowbit.tensor.core.dtensor import local, own_region, placed, placed_as
 from lowbit.tensor.frozen.codebook_tensor import FORMATS, CodebookTensor, row_layout
 
 STATE_FORMATS = (*FORMATS, "bf16", "fp32")
@@ -79,7 +79,7 @@ def moved(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
         if name == "step" and (value.dtype != STEP or value.device != device):
             made[name] = value.to(device, STEP)
         elif isinstance(value, Tensor) and local(value).device != device:
-            made[name] = like_param(param, local(value).to(device))
+            made[name] = placed_as(value, local(value).to(device))
     return made
 
 

@@ -222,8 +222,8 @@ class KernelChoice:
 
     def __init__(self, optimizer: Any, group: dict[str, Any]) -> None:
         self.group, self._state, self._name = group, optimizer.state, type(optimizer).__name__
-        self._rule, self._signs = optimizer.kernel_rule(group), optimizer.state_names(group)
-        self._of_states = tuple(self._signs.values()), tuple(optimizer.stochastic(group).values())
+        self.rule, self._signs = optimizer.kernel_rule(group), optimizer.state_names(group)
+        self.of_states = tuple(self._signs.values()), tuple(optimizer.stochastic(group).values())
         # Many parameters have the same answers.
         self._rounding = functools.cache(functools.partial(rounding_of, group))
         self._device_obstacle = functools.cache(device_obstacle)
@@ -240,11 +240,11 @@ class KernelChoice:
         if reason is None:
             # A weight that rounds itself is given float32 values.
             dtype = torch.float32 if isinstance(own, LowbitTensor) else own.dtype
-            kinds = *self._of_states, self._rounding(dtype)
+            kinds = *self.of_states, self._rounding(dtype)
             error = "dropped"
             if states.is_compensated(self.group, param):
                 error = "tried" if isinstance(own, LowbitTensor) else "returned"
-            found = variant(self._rule, dtype, grad.dtype, formats, *kinds, error=error)
+            found = variant(self.rule, dtype, grad.dtype, formats, *kinds, error=error)
             reason = scattered(found, param) or self._not_compiled(own.device, found)
             if reason is None:
                 return found
@@ -269,7 +269,7 @@ class KernelChoice:
         """
         if self.group["fused"] is False:
             return "fused=False"
-        if self._rule is None:
+        if self.rule is None:
             return f"{self._name} has no kernel"
         if own.dtype != param.dtype:
             return f"its dtype is {param.dtype}, over a weight in {own.dtype}"

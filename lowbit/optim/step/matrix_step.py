@@ -24,9 +24,9 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ from lowbit.optim.step.launch import StepItem, StepLaunch, has_own_memory, varia
 from lowbit.optim.step.orthogonalize import orthogonalize
 from lowbit.optim.step.row_exchange import RowExchange, divided, gathered, own_part, sharded_dim
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.core.dtensor import held_locally
+from lowbit.tensor.core.dtensor import held_locally, local, placed
 from lowbit.tensor.frozen.codebook_tensor import CodebookTensor
 from lowbit_kernels.elementwise.fused_step import COLUMN, Rule, StepVariant
 
@@ -61,20 +61,20 @@ _DIRECTION, _DESCENT = Rule(**muon_formula.DIRECTION), Rule(**muon_formula.DESCE
 class MatrixStepPlan:
     """The batches of a step, with their launches."""
 
-    def __init__(self, optimizer: Any, jobs: list[Job]) -> None:
-        self.facts = _facts(optimizer, jobs)
-        self.batches = list(_batches(jobs))
+    def __init__(self, optimizer: Any, jobs: list[Job], kind: type[Batch]) -> None:
+        self.facts = _facts(optimizer, jobs, kind)
+        self.batches = list(_batches(jobs, kind))
         for batch in self.batches:
             batch.find_kernels(optimizer, jobs[batch.job])
 
     @staticmethod
-    def of(optimizer: Any, jobs: list[Job]) -> MatrixStepPlan:
+    def of(optimizer: Any, jobs: list[Job], kind: type[Batch]) -> MatrixStepPlan:
         """The plan of these jobs: that of an earlier step of the same parameters if it still holds."""
         plans = optimizer.__dict__.setdefault("_plans", {})
         key = tuple(index for job in jobs for index in job.indices)
         plan = plans.pop(key, None)
-        if plan is None or plan.facts != _facts(optimizer, jobs):
-            plan = MatrixStepPlan(optimizer, jobs)
+        if plan is None or plan.facts != _facts(optimizer, jobs, kind):
+            plan = MatrixStepPlan(optimizer, jobs, kind)
         if len(plans) >= _MOST_PLANS:
             plans.pop(next(iter(plans)))
         plans[key] = plan
@@ -94,24 +94,26 @@ _MOST_PLANS = 256
 """Plans that are kept: one, or with `step_in_backward` one for each bucket."""
 
 
-def _facts(optimizer: Any, jobs: list[Job]) -> list[Any]:
+def _facts(optimizer: Any, jobs: list[Job], kind: type[Batch]) -> list[Any]:
     """All that a plan depends on."""
     found: list[Any] = []
     for job in jobs:
         found.append(id(job.group))
-        found += [job.group[name] for name in _OPTIONS]
+        found += [job.group[name] for name in (*_OPTIONS, *kind.options)]
+        names = optimizer.state_names(job.group)
         for param, index, grad in zip(job.params, job.indices, job.grads, strict=True):
             state = optimizer.state[param]
             has_memory = has_own_memory(type(grad)) and grad.data_ptr() != 0
             found += (index, has_memory, grad.dtype, state["step"].data_ptr())
             found += _place(param)
-            found += _place(state["momentum_buffer"])
+            for name in names:
+                found += _place(state[name])
             if "weight_correction" in state:
                 found += _place(state["weight_correction"])
     return found
 
 
-_OPTIONS = ("fused", "bf16_stochastic_round", "weight_correction", "stacked", "adjust_lr_fn")
+_OPTIONS = ("fused", "bf16_stochastic_round", "weight_correction", "stacked")
 
 
 def _place(value: Any) -> tuple[Any, ...]:
@@ -133,7 +135,19 @@ def _place(value: Any) -> tuple[Any, ...]:
 
 @dataclass
 class Batch:
-    """Parameters of one job and of one (global) shape, sharded alike."""
+    """Parameters of one job and of one (global) shape, sharded alike.
+
+    A subclass says what lies between the two halves of a step (`between`), and gives the first half.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ()
+    """Options besides those of every optimizer on which a plan depends."""
+    exchanges_rows: ClassVar[bool] = False
+    """True if ranks divide the matrices of a batch. Otherwise every rank works on all of them."""
+    needs_step: ClassVar[bool] = False
+    """True if the first half depends on the number of the step."""
+    direction: ClassVar[Callable[..., Tensor]]
+    """The first half in PyTorch operations, called with the gradient and, by name, `step`, states and options."""
 
     job: int  # its number
     positions: list[int]
@@ -148,16 +162,43 @@ class Batch:
     eager: list[int] = field(default_factory=list)
     """Positions in the batch that no kernel takes."""
 
+    @classmethod
+    def dtype_of(cls, param: Tensor, is_local: bool) -> torch.dtype:
+        """The dtype of U for a parameter; `is_local` as below."""
+        raise NotImplementedError
+
+    def half(self, group: dict[str, Any]) -> tuple[Rule, dict[str, float]]:
+        """The first half as a rule, and values of its `hyper` that are not options of the group."""
+        raise NotImplementedError
+
+    def ratio(self, shape: torch.Size, group: dict[str, Any]) -> float:
+        """The factor of the update of a parameter of this (global) shape, besides the learning rate."""
+        raise NotImplementedError
+
+    def read(
+        self, optimizer: Any, job: Job, coefficient: Tensor | None
+    ) -> tuple[Sequence[Tensor], Tensor | None]:
+        """What the first half reads as gradients, this rank's parts, and their factor."""
+        return job.grads, coefficient
+
+    def between(self, optimizer: Any, job: Job, buffer: Tensor) -> Sequence[Tensor]:
+        """This rank's parts of the updates. `buffer`: what the first half wrote, [parameters, ...]."""
+        raise NotImplementedError
+
+    def finish(self, optimizer: Any, job: Job) -> None:
+        """Called after the weights of these parameters were updated."""
+
     def find_kernels(self, optimizer: Any, job: Job) -> None:
         """Make the launches of the parameters that kernels take."""
         own, group = job.subset(self.positions), job.group
-        ratio = muon_formula.learning_rate_ratio(own.params[0].shape, group)
-        first = Half(optimizer, group, _DIRECTION, {"momentum_buffer": True})
-        second = Half(optimizer, group, _DESCENT, {}, ratio)
+        rule, values = self.half(group)
+        first = Half(optimizer, group, rule, optimizer.state_names(group), values)
+        ratio = self.ratio(own.params[0].shape, group)
+        second = Half(optimizer, group, _DESCENT, {}, {"ratio": ratio})
         choice = KernelChoice(first, group)
         by_variants: defaultdict[Any, list[int]] = defaultdict(list)
         for i, (param, grad) in enumerate(zip(own.params, own.grads, strict=True)):
-            found = _variants(choice, own, param, grad, self.dtype)
+            found = _variants(choice, own, param, self.read_like(grad), self.dtype)
             if found is None:
                 self.eager.append(i)
             else:
@@ -173,7 +214,7 @@ class Batch:
                 HalfLaunch.over(half, kernel, items, some)
                 for half, kernel in zip((first, second), variants, strict=True)
             ]
-            launches[0].count_elsewhere()
+            launches[0].count_elsewhere(self.needs_step)
             self.directions.append(launches[0])
             self.descents.append(launches[1])
             by = f"fused {own.grads[0].device.type}"
@@ -184,13 +225,17 @@ class Batch:
         first = own.grads[0]
         shape = (len(own.params), *first.shape)
         buffer = torch.empty(shape, dtype=self.dtype, device=first.device)
+        grads, coefficient = self.read(optimizer, own, coefficient)
         for launch in self.directions:
             launch.count_from(optimizer.state, own)
-            launch.step(own, own.grads, coefficient, buffer)
+            launch.step(own, grads, coefficient, buffer)
         if self.eager:
             matrices = [buffer[i] for i in self.eager]
-            _write_directions(optimizer.state, own.subset(self.eager), coefficient, matrices)
-        results = self._orthogonalized(own.params, group, buffer)
+            rest = own.subset(self.eager)
+            rest.grads = [grads[i] for i in self.eager]
+            _write_directions(optimizer, rest, coefficient, matrices, type(self).direction)
+        del grads
+        results = self.between(optimizer, own, buffer)
         del buffer
         for launch in self.descents:
             launch.step(own, results)
@@ -198,35 +243,101 @@ class Batch:
             rest = own.subset(self.eager)
             count_step(optimizer, rest)
             rest.grads = [results[i] for i in self.eager]
-            ratio = muon_formula.learning_rate_ratio(own.params[0].shape, group)
+            ratio = self.ratio(own.params[0].shape, group)
             formula = functools.partial(bound(muon_formula.descend, group), ratio=ratio)
-            # The momentum is stored, so no state is left. Weights are rounded as in every other optimizer.
+            # The moments are stored, so no state is left. Weights are rounded as in every other optimizer.
             Update(optimizer.state, rest, {}, formula, None).run()
+        self.finish(optimizer, own)
 
-    def _orthogonalized(
-        self, params: list[Tensor], group: dict[str, Any], buffer: Tensor
-    ) -> Sequence[Tensor]:
-        """This rank's parts of the orthogonal matrices; `buffer`: its parts of those before, [parameters, ...]."""
+    def read_like(self, grad: Tensor) -> Tensor:
+        """A tensor as `read` gives it for this gradient, its values apart."""
+        return grad
+
+
+class OrthogonalizedBatch(Batch):
+    """Muon's batch."""
+
+    options = ("adjust_lr_fn", "row_beta2")
+    exchanges_rows = True
+    direction = staticmethod(muon_formula.direction)
+
+    @classmethod
+    def dtype_of(cls, param: Tensor, is_local: bool) -> torch.dtype:
+        return _working_dtype(param, is_local)
+
+    def half(self, group: dict[str, Any]) -> tuple[Rule, dict[str, float]]:
+        return _DIRECTION, {}
+
+    def ratio(self, shape: torch.Size, group: dict[str, Any]) -> float:
+        return muon_formula.learning_rate_ratio(shape, group)
+
+    def between(self, optimizer: Any, job: Job, buffer: Tensor) -> Sequence[Tensor]:
+        """This rank's parts of the orthogonal matrices."""
+        params, group = job.params, job.group
         count, rows, cols = muon_formula.stack_shape(params[0].shape, group["stacked"])
-        turned = functools.partial(
-            orthogonalize,
-            coefficients=group["ns_coefficients"],
-            steps=group["ns_steps"],
-            eps=group["eps"],
-        )
+        moments = self._row_moments(optimizer, job)
+
+        def turned(matrices: Tensor, moments: Tensor | None) -> Tensor:
+            names = {
+                "coefficients": "ns_coefficients",
+                "steps": "ns_steps",
+                "scaling": "ns_scaling",
+            }
+            options = {name: group[option] for name, option in names.items()}
+            matrices = orthogonalize(matrices, eps=group["eps"], **options)
+            if moments is None:
+                return matrices
+            return muon_formula.even_rows(matrices, moments.view(-1, rows), group["row_beta2"])
+
         if self.exchange is not None:
             own_rows = self.exchange.rows[self.exchange.rank]
             whole = self.exchange.to_owners(buffer.view(len(params), own_rows, cols))
-            return self.exchange.back(turned(whole)).view(buffer.shape).unbind()
+            if moments is None:
+                return self.exchange.back(turned(whole, None)).view(buffer.shape).unbind()
+            by_row = replace(self.exchange, cols=1)
+            sent = by_row.to_owners(moments.unsqueeze(-1))
+            whole = turned(whole, sent)
+            self._keep(optimizer, job, by_row.back(sent).squeeze(-1))
+            return self.exchange.back(whole).view(buffer.shape).unbind()
         if self.is_local:
             held = buffer.shape[1] if group["stacked"] else count
-            return turned(buffer.view(len(params) * held, rows, cols)).view(buffer.shape).unbind()
+            matrices = turned(buffer.view(len(params) * held, rows, cols), moments)
+            self._keep(optimizer, job, moments)
+            return matrices.view(buffer.shape).unbind()
         whole = gathered(params, buffer)
-        results = turned(whole.view(len(params) * count, rows, cols)).view(whole.shape)
+        results = turned(whole.view(len(params) * count, rows, cols), moments).view(whole.shape)
+        self._keep(optimizer, job, moments)
         return [own_part(p, r).to(buffer.device) for p, r in zip(params, results, strict=True)]
 
+    def _row_moments(self, optimizer: Any, job: Job) -> Tensor | None:
+        """NorMuon's moments of these parameters on this rank, [parameters, ..., rows], on the device of the work."""
+        if job.group["row_beta2"] is None:
+            return None
+        moments = torch.stack([local(optimizer.state[p]["row_moment"]) for p in job.params])
+        first: Any = job.params[0]
+        if self.is_local or moments.device.type == first.device_mesh.device_type:
+            return moments
+        return moments.to(first.device_mesh.device_type)
 
-def _batches(jobs: list[Job]) -> Iterator[Batch]:
+    def _keep(self, optimizer: Any, job: Job, moments: Tensor | None) -> None:
+        if moments is not None:
+            own = [local(optimizer.state[p]["row_moment"]) for p in job.params]
+            torch._foreach_copy_(own, list(moments.unbind()))
+
+
+def new_row_moment(param: Tensor, stacked: bool) -> Tensor:
+    """The state "row_moment": float32 zeros [rows], or [matrices, rows] of a stack. Sharded by rows or matrices as the
+    parameter is; every rank has the moments of matrices that are gathered."""
+    shape = param.shape[: 2 if stacked else 1]
+    if not is_dtensor(param):
+        return torch.zeros(shape, device=local(param).device)
+    if not (_holds_whole(param, stacked) or (not stacked and sharded_dim(param) is not None)):
+        return torch.zeros(shape, device=local(param).device)
+    own = torch.zeros(local(param).shape[: len(shape)], device=local(param).device)
+    return placed(param, own, param.placements, shape)
+
+
+def _batches(jobs: list[Job], kind: type[Batch]) -> Iterator[Batch]:
     """Batches with at most `BATCH` elements a rank, unless one parameter alone has more."""
     left_over = 0
     for number, job in enumerate(jobs):
@@ -237,7 +348,7 @@ def _batches(jobs: list[Job]) -> Iterator[Batch]:
         for (shape, _), positions in alike.items():
             first: Any = job.params[positions[0]]
             stacked = job.group["stacked"]
-            dim = None if stacked else sharded_dim(first)
+            dim = None if stacked or not kind.exchanges_rows else sharded_dim(first)
             world = 1 if dim is None else first.device_mesh.size(dim)
             most = world * max(1, BATCH // shape.numel())
             parts = -(-len(positions) // most)  # of equal size
@@ -250,7 +361,7 @@ def _batches(jobs: list[Job]) -> Iterator[Batch]:
                     exchange = divided(first, len(some), cols, left_over)
                     left_over += len(some)
                 is_local = _holds_whole(first, stacked)
-                yield Batch(number, some, exchange, is_local, _working_dtype(first, is_local))
+                yield kind(number, some, exchange, is_local, kind.dtype_of(first, is_local))
 
 
 def _layout(param: Tensor) -> Any:
@@ -275,24 +386,28 @@ def _working_dtype(param: Any, is_local: bool) -> torch.dtype:
 
 
 def _write_directions(
-    state: Mapping[Tensor, Any], job: Job, coefficient: Tensor | None, matrices: list[Tensor]
+    optimizer: Any,
+    job: Job,
+    coefficient: Tensor | None,
+    matrices: list[Tensor],
+    direction: Callable[..., Tensor],
 ) -> None:
-    """`direction` in PyTorch operations, with momentums in any format: writes this rank's part of each U."""
-    find = bound(muon_formula.direction, job.group)
+    """`direction` in PyTorch operations, with moments in any format: writes this rank's part of each U."""
+    state, stochastic = optimizer.state, optimizer.stochastic(job.group)
+    find = bound(direction, job.group)
 
-    def formula(update: Tensor, grad: Tensor, *, step: Tensor, momentum_buffer: Tensor) -> None:
-        update.copy_(find(grad, momentum_buffer, step=step))
+    def formula(update: Tensor, grad: Tensor, **states: Tensor) -> None:
+        update.copy_(find(grad, **states))
 
     # The matrices take the place of the weights, and are rounded to nearest.
     group = {**job.group, "bf16_stochastic_round": False, "weight_correction": None}
     placed = [states.like_param(p, u) for p, u in zip(job.params, matrices, strict=True)]
     each = {
-        u: {"step": state[p]["step"] + 1, "momentum_buffer": state[p]["momentum_buffer"]}
+        u: {"step": state[p]["step"] + 1, **{name: state[p][name] for name in stochastic}}
         for p, u in zip(job.params, placed, strict=True)
     }
-    momentums = {"momentum_buffer": False}
     own = Job(group, placed, job.indices, job.grads)
-    Update(each, own, momentums, formula, coefficient).run()
+    Update(each, own, stochastic, formula, coefficient).run()
 
 
 # ---- kernels ------------------------------------------------------------------------------------------------
@@ -314,7 +429,7 @@ def _variants(
     if isinstance(own, LowbitTensor):
         reason = "its weight rounds itself"
     if reason is None:
-        first = variant(_DIRECTION, dtype, grad.dtype, formats, (True,), (False,), "nearest")
+        first = variant(choice.rule, dtype, grad.dtype, formats, *choice.of_states, "nearest")
         rounding = rounding_of(group, own.dtype)
         second = variant(_DESCENT, own.dtype, dtype, (), (), (), rounding)
         reasons = [
@@ -337,22 +452,22 @@ class Half:
         group: dict[str, Any],
         rule: Rule,
         names: dict[str, bool],
-        ratio: float = 0.0,
+        values: dict[str, float],
     ) -> None:
         self.state, self._group, self._rule, self._names = optimizer.state, group, rule, names
-        self._ratio = ratio
+        self._stochastic, self._values = optimizer.stochastic(group), values
         # the memory that captured graphs read, which must live as long as the optimizer
         self._captured = optimizer.__dict__.setdefault("_captured", [])
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return [{**self._group, "ratio": self._ratio}]
+        return [{**self._group, **self._values}]
 
     def state_names(self, group: dict[str, Any]) -> dict[str, bool]:
         return self._names
 
     def stochastic(self, group: dict[str, Any]) -> dict[str, bool]:
-        return dict.fromkeys(self._names, False)
+        return {name: self._stochastic[name] for name in self._names}
 
     def kernel_rule(self, group: dict[str, Any]) -> Rule:
         return self._rule
@@ -369,6 +484,7 @@ class HalfLaunch(StepLaunch):
     positions: list[int] = field(default_factory=list)
     """In the batch."""
     counters: Tensor | None = None
+    reads_step: bool = False
 
     @classmethod
     def over(
@@ -379,17 +495,18 @@ class HalfLaunch(StepLaunch):
         made.params, made.grads = [], []
         return made
 
-    def count_elsewhere(self) -> None:
+    def count_elsewhere(self, needs_step: bool) -> None:
         """Leave the parameters' own step counters alone. Each launch counts, and a step takes two.
-        `count_from` sets the counters of this launch."""
+        `count_from` sets the counters of this launch, if random bits or the formula (`needs_step`) depend on them."""
+        self.reads_step = needs_step or self.variant.is_random
         self.counters = self.scalars.new_zeros(len(self.positions), dtype=states.STEP)
         own = self.counters.data_ptr() + self.counters.itemsize * np.arange(len(self.positions))
         self.rows[:, COLUMN["step"]] = own
 
     def count_from(self, state: Mapping[Tensor, Any], job: Job) -> None:
-        """Make the counters those of the parameters, because random bits depend on the step."""
+        """Make the counters those of the parameters."""
         assert self.counters is not None
-        if self.variant.is_random:
+        if self.reads_step:
             torch.stack([state[job.params[i]]["step"] for i in self.positions], out=self.counters)
 
     def _scratch(self) -> tuple[Any, ...]:

@@ -30,6 +30,33 @@ def descend(
     param.mul_(1 - lr * weight_decay).sub_(update * (lr * ratio))
 
 
+def even_rows(matrices: Tensor, moments: Tensor, beta2: float) -> Tensor:
+    """NorMuon (arXiv 2510.05491): orthogonal matrices with each row divided by the root of its mean square over steps.
+
+    Args:
+        matrices: O [count, rows, cols], changed in place.
+        moments: the mean squares, float32 [count, rows]; they are updated in place.
+        beta2: their decay.
+
+    Returns:
+        `matrices`, each with the norm sqrt(min(rows, cols)), that of an exactly orthogonal one. The bits of one do not
+        depend on the others.
+    """
+    from lowbit.optim.step.orthogonalize import norms_of_rows  # imports Triton
+
+    rows, cols = matrices.shape[1:]
+    roots = norms_of_rows(matrices, 2) / math.sqrt(max(cols, 1))
+    moments.lerp_(roots.square(), 1 - beta2)
+    factors = moments.sqrt().clamp_min_(LEAST_ROOT).reciprocal_()
+    norms = norms_of_rows((roots * factors).unsqueeze(1), 2) * math.sqrt(cols)
+    factors *= math.sqrt(min(rows, cols)) / norms.clamp_min_(LEAST_ROOT)
+    return matrices.mul_(factors.unsqueeze(-1))
+
+
+LEAST_ROOT = 1e-8
+"""Roots of mean squares and norms below this one count as this one."""
+
+
 # Arguments of `lowbit_kernels.elementwise.fused_step.Rule`, which is imported where it is used. The "weight" of the
 # first rule is U, which is written only.
 DIRECTION: dict[str, Any] = {

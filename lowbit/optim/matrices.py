@@ -1,0 +1,105 @@
+"""The common part of optimizers whose step of a matrix is not elementwise, Muon and SOAP: their groups.
+
+Each group is either one of matrices or one for AdamW; the option named `matrix_option` says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from lowbit.optim.adam import AdamBase
+from lowbit.optim.options import Check, check_nonnegative, check_optional_flag
+
+
+class MatrixBase(AdamBase):
+    """AdamW for the groups without matrices. A subclass gives `eager_steps` for the others."""
+
+    matrix_option: ClassVar[str]
+    """The option that is True in groups of matrices. A group without it is split in two: parameters of 2 and more
+    dimensions, and the others."""
+    options: ClassVar[Mapping[str, Check]] = {**AdamBase.options, "stacked": check_optional_flag}
+    decoupled = True
+    _adamw: dict[str, Any] = {}  # noqa: RUF012 (an instance has its own)
+    """Options of the AdamW part of a group that is split, and their defaults; a group sets them as adamw_<name>."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, in one group or, without `matrix_option`, in one of matrices and one for AdamW."""
+        if not isinstance(param_group, dict) or isinstance(param_group.get("params"), set):
+            return super().add_param_group(param_group)  # which refuses it
+        options = dict(param_group)
+        params = options.pop("params")
+        params = [params] if isinstance(params, Tensor) else list(params)
+        for_adamw = {k: options.pop(f"adamw_{k}", v) for k, v in self._adamw.items()}
+        for name in for_adamw.keys() - {"betas"}:
+            check_nonnegative(f"adamw_{name}", for_adamw[name])
+        takes_matrices = options.pop(self.matrix_option, None)
+        check_optional_flag(self.matrix_option, takes_matrices)
+        if takes_matrices is None:
+            parts: dict[bool, list[Any]] = {True: [], False: []}
+            for param in params:
+                tensor = param[1] if isinstance(param, tuple) else param
+                parts[isinstance(tensor, Tensor) and tensor.ndim >= 2].append(param)
+            parts = {k: v for k, v in parts.items() if v} or {True: []}
+            for_adamw = {**options, **for_adamw}
+        else:
+            parts = {takes_matrices: params}
+            for_adamw = {**for_adamw, **options}
+        before = len(self.param_groups)
+        try:
+            for is_matrix, part in parts.items():
+                own = options if is_matrix else for_adamw
+                super().add_param_group({**own, "params": part, self.matrix_option: is_matrix})
+        except BaseException:
+            del self.param_groups[before:]
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy needs them to take more groups
+        return {**super().__getstate__(), "_adamw": self._adamw}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plans: dict[Any, Any] = {}  # of lowbit.optim.step.matrix_step
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        check_optional_flag(self.matrix_option, group[self.matrix_option])
+        super().check_group(group)
+        if group[self.matrix_option]:
+            for param in group.get("params", ()):
+                name, tensor = param if isinstance(param, tuple) else ("", param)
+                if isinstance(tensor, Tensor):
+                    label = f"parameter {name!r}" if name else "a parameter"
+                    self._check_shape(label, tensor, group["stacked"])
+
+    def _check_shape(self, label: str, param: Tensor, stacked: bool | None) -> None:
+        """Raise ValueError for a parameter that is no matrix, or of which nothing says whether it is stacked."""
+        shape, option = tuple(param.shape), self.matrix_option
+        if param.ndim < 2:
+            raise ValueError(
+                f"{option}=True takes matrices, got {label} of shape {shape}; leave {option} out to have such "
+                f"parameters updated by AdamW, or give them in a group with {option}=False"
+            )
+        if stacked and param.ndim != 3:
+            raise ValueError(
+                f"stacked=True takes stacks of matrices, [matrices, rows, cols], got {label} of shape {shape}; give it "
+                "in a group with stacked=False"
+            )
+        if stacked is None and param.ndim == 3:
+            count, rows, cols = shape
+            raise ValueError(
+                f"{label} of shape {shape} has three dimensions, and nothing shows what they are. Give it in a group "
+                f"with stacked=True if it holds {count} matrices of {rows} x {cols}, as the experts of a layer, or "
+                f"with stacked=False if it is one matrix of {count} x {rows * cols}, as the weight of a Conv1d"
+            )
+
+    def rule(self, group: dict[str, Any]) -> str | None:
+        return None if group[self.matrix_option] else super().rule(group)
+
+    def compensation(self, group: dict[str, Any]) -> tuple[str, str] | None:
+        return None if group[self.matrix_option] else super().compensation(group)
+
+    def is_elementwise(self, group: dict[str, Any]) -> bool:
+        return not group[self.matrix_option]

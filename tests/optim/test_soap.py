@@ -1,0 +1,283 @@
+"""SOAP in float32 against its textbook in float64, its formats, groups, checkpoints, and two processes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from lowbit import optim
+from lowbit.optim import SOAP
+from lowbit.tensor import CodebookTensor
+from lowbit.testing.launch import launch
+from tests.optim.problems import FORMATS, parameters, rand, relative, run, saved, set_grads
+
+every = pytest.mark.parametrize("state", FORMATS)
+FREQUENCY = 3
+
+
+class Textbook:
+    """The formula of lowbit.optim.soap for one matrix, in float64, with M in the gradients' own basis."""
+
+    def __init__(self, weight, sides=("left", "right"), lr=0.01, betas=(0.9, 0.95), decay=0.1):
+        self.weight, self.lr, self.betas, self.decay = weight.double().clone(), lr, betas, decay
+        rows, cols = weight.shape
+        self.bases = [torch.eye(n, dtype=torch.float64) for n in (rows, cols)]
+        self.factors = [torch.zeros(n, n, dtype=torch.float64) for n in (rows, cols)]
+        self.used = ["left" in sides, "right" in sides]
+        self.m, self.v = torch.zeros_like(self.weight), torch.zeros_like(self.weight)
+        self.t = -1
+
+    def step(self, grad):
+        grad, (beta1, beta2) = grad.double(), self.betas
+        self.t += 1
+        for factor, product in zip(self.factors, (grad @ grad.T, grad.T @ grad), strict=True):
+            factor.mul_(beta2).add_((1 - beta2) * product)
+        if self.t == 0:
+            found = [torch.linalg.eigh(factor).eigenvectors.flip(-1) for factor in self.factors]
+            pairs = zip(self.used, found, self.bases, strict=True)
+            self.bases = [new if used else same for used, new, same in pairs]
+            return
+        left, right = self.bases
+        self.m = beta1 * self.m + (1 - beta1) * grad
+        self.v = beta2 * self.v + (1 - beta2) * (left.T @ grad @ right) ** 2
+        numerator = (left.T @ self.m @ right) / (1 - beta1**self.t)
+        update = numerator / ((self.v / (1 - beta2**self.t)).sqrt() + 1e-8)
+        self.weight -= self.lr * (self.decay * self.weight + left @ update @ right.T)
+        if self.t % FREQUENCY == 0:
+            self.refresh()
+
+    def refresh(self):
+        for i in (0, 1):
+            if self.used[i]:
+                image = self.factors[i] @ self.bases[i]
+                order = (self.bases[i] * image).sum(0).argsort(descending=True)
+                self.v = self.v.index_select(i, order)
+                self.bases[i] = torch.linalg.qr(image[:, order]).Q
+
+
+@pytest.mark.parametrize("fused", [None, False], ids=["kernel", "operations"])
+@pytest.mark.parametrize(
+    ("shape", "sides"),
+    [((24, 24), ("left", "right")), ((17, 70), ("left",)), ((70, 17), ("right",)), ((70, 71), ())],
+    ids=str,
+)
+def test_float32_is_the_textbook(shape, sides, fused):
+    """On full-rank gradients: eigenvectors of the eigenvalue 0 are arbitrary. The longest preconditioned side is 24."""
+    options = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": fused}
+    p = nn.Parameter(rand(*shape))
+    start, book = p.detach().double().clone(), Textbook(p.detach(), sides)
+    optimizer = SOAP(
+        [p], state="fp32", precondition_frequency=FREQUENCY, max_precondition_dim=24, **options
+    )
+    for step in range(3 * FREQUENCY):
+        set_grads([p], step)
+        optimizer.step()
+        book.step(p.grad)
+        assert relative(p.detach().double() - start, book.weight - start) < 1e-3, step
+    assert set(optimizer.state[p]) == {
+        "step", "exp_avg", "exp_avg_sq", *sides, *(f"{side}_basis" for side in sides)
+    }  # fmt: skip
+
+
+def test_the_first_gradient_makes_bases_only():
+    (p,) = parameters((20, 30))
+    before = p.detach().clone()
+    optimizer = SOAP([p], state="fp32")
+    run(optimizer, [p], 1)
+    basis = optimizer.state[p]["left_basis"]
+    assert torch.equal(p, before) and optimizer.state[p]["step"] == 1
+    assert relative(basis.T @ basis, torch.eye(20)) < 1e-5
+    optimizer.zero_grad()
+    run(optimizer, [p], 1, first=1)
+    assert not torch.equal(p, before)
+
+
+@pytest.mark.parametrize("state", ["8bit", "4bit", "float8", "bf16"])
+def test_bases_stay_orthogonal_in_few_bits(state):
+    """The error is that of rounding the last basis once: it doesn't add up over refreshes."""
+    (p,) = parameters((96, 80))
+    optimizer = SOAP([p], state=state, precondition_frequency=2)
+    run(optimizer, [p], 21)
+    for name, side in (("left_basis", 96), ("right_basis", 80)):
+        basis = optimizer.state[p][name]
+        assert isinstance(basis, CodebookTensor) == (state != "bf16")
+        basis = basis.dequantize() if isinstance(basis, CodebookTensor) else basis.float()
+        assert relative(basis.T @ basis, torch.eye(side)) < 0.06  # measured at most BASIS
+
+
+@every
+def test_training_against_float32_states(state):
+    inputs = rand(512, 64, seed=1) * rand(64, seed=9).exp()
+    targets = (inputs @ rand(64, 64, seed=2) / 16).tanh() @ rand(64, 64, seed=3) / 8
+
+    def loss(**options):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+        optimizer = SOAP(model.parameters(), lr=5e-3, **options)
+        for step in range(60):
+            at = torch.randint(512, (64,), generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            found = (model(inputs[at]) - targets[at]).square().mean()
+            found.backward()
+            optimizer.step()
+        return (model(inputs) - targets).square().mean().item()
+
+    expected = loss(state="fp32")
+    assert expected < 0.3 * targets.square().mean()
+    assert loss(state=state) < BOUND[state] * expected
+
+
+BOUND = {"4bit": 1.1, "8bit": 1.05, "float8": 1.1, "bf16": 1.05, "fp32": 1.0001}
+
+
+def test_groups():
+    """1-D parameters, and groups that ask for it, take AdamW's steps to the bit."""
+    params, others = parameters((20, 30), (30,), (64, 96)), parameters((20, 30), (30,), (64, 96))
+    groups = [{"params": params[:2]}, {"params": params[2:], "precondition": False, "lr": 0.1}]
+    optimizer = optim.SOAP8bit(groups, lr=0.01)
+    assert [g["precondition"] for g in optimizer.param_groups] == [True, False, False]
+    options = {"betas": (0.95, 0.95), "state": "8bit"}
+    reference = optim.AdamW(
+        [{"params": others[:2], "lr": 0.01}, {"params": others[2:], "lr": 0.1}], **options
+    )
+    run(optimizer, params, 3)
+    run(reference, others, 3)
+    assert [torch.equal(p, q) for p, q in zip(params, others, strict=True)] == [False, True, True]
+    with pytest.raises(ValueError, match=r"precondition=True takes matrices, got .*\(5,\)"):
+        SOAP([{"params": parameters((5,)), "precondition": True}])
+    with pytest.raises(ValueError, match="stacked=True if it holds 4 matrices of 8 x 9"):
+        SOAP(parameters((4, 8, 9)))
+    with pytest.raises(ValueError, match="precondition_frequency must be a whole number of at"):
+        SOAP(parameters((8, 9)), precondition_frequency=0)
+    copied = copy.deepcopy(optimizer)
+    copied.add_param_group({"params": parameters((3,))})
+    assert not copied.param_groups[-1]["precondition"] and not copied._counts
+
+
+def test_stacks_are_their_matrices():
+    stack = nn.Parameter(rand(3, 20, 24))
+    parts = [nn.Parameter(m.clone()) for m in stack.detach()]
+    whole, separate = SOAP([stack], state="fp32", stacked=True), SOAP(parts, state="fp32")
+    for step in range(13):
+        stack.grad = rand(3, 20, 24, seed=step) + 0.3
+        for p, grad in zip(parts, stack.grad, strict=True):
+            p.grad = grad.clone()
+        whole.step()
+        separate.step()
+    for p, q in zip(stack, parts, strict=True):
+        assert relative(p, q) < 1e-4  # batched QR and eigenvectors round otherwise
+
+
+@every
+def test_a_checkpoint_resumes_to_the_bit(state):
+    """Saved between two refreshes."""
+    options = {"state": state, "precondition_frequency": 4, "bf16_stochastic_round": True}
+    shapes = [(70, 80), (33, 130), (9,)]
+    params = parameters(*shapes, dtype=torch.bfloat16)
+    optimizer = SOAP(params, **options)
+    run(optimizer, params, 6)
+    others = [nn.Parameter(p.detach().clone()) for p in params]
+    again = SOAP(others, **{**options, "lr": 1.0})
+    again.load_state_dict(saved(optimizer.state_dict()))
+    run(optimizer, params, 4, first=6)
+    run(again, others, 4, first=6)
+    assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
+    low = optim.SOAP8bit(parameters(*shapes, dtype=torch.bfloat16))
+    low.load_state_dict(optimizer.state_dict())
+    assert low.state[low.param_groups[0]["params"][0]]["left_basis"].format == "8bit"
+    bad = optimizer.state_dict()
+    bad["state"][0]["left"] = torch.zeros(3, 3)
+    with pytest.raises(ValueError, match=r"left has shape \(3, 3\)"):
+        low.load_state_dict(bad)
+    del bad["state"][0]["left"]
+    with pytest.raises(ValueError, match=r"SOAP8bit takes .*'left', 'left_basis'"):
+        low.load_state_dict(bad)
+
+
+@every
+def test_a_gradient_of_zeros_or_nan(state):
+    params = parameters((16, 512), (64, 64))
+    optimizer = SOAP(params, state=state, lr=0.01, weight_decay=0.0)
+    before = [p.detach().clone() for p in params]
+    for step in range(12):
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        if step == 1:
+            params[1].grad[3, 5] = torch.nan
+        optimizer.step()
+    assert torch.equal(params[0], before[0])
+    assert not params[1].isfinite().any()  # the bases mix all elements
+    fresh = SOAP(parameters((8, 8)), state=state)
+    (p,) = fresh.param_groups[0]["params"]
+    p.grad = torch.full_like(p, torch.inf)
+    for _ in range(2):
+        fresh.step()
+    assert not p.isfinite().all()
+
+
+def test_clipping_and_steps_in_backward():
+    params, others = parameters((24, 24)), parameters((24, 24))
+    clipped, plain = SOAP(params, state="fp32", max_grad_norm=0.5), SOAP(others, state="fp32")
+    for step in range(3):
+        set_grads(params, step)
+        set_grads(others, step)
+        torch.nn.utils.clip_grad_norm_(others, 0.5)
+        clipped.step()
+        plain.step()
+    assert relative(params[0], others[0]) < 1e-5
+    results = []
+    for in_backward in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 24), nn.GELU(), nn.Linear(24, 20))
+        optimizer = optim.SOAP8bit(model.parameters())
+        if in_backward:
+            optim.step_in_backward(optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(rand(8, 20, seed=step)).square().mean().backward()
+            optimizer.step()
+        results.append([*model.parameters()])
+    assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
+
+
+# ---- ranks --------------------------------------------------------------------------------------------------
+
+
+def check_sharded(rank, world_size):
+    """Sharded by uneven rows and by columns: weights and states are those of one process, also after loading."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    for state in ("8bit", "4bit", "fp32"):
+        for dim, shape in ((0, (33, 130)), (1, (16, 512)), (0, (1, 40))):
+            options = {"state": state, "bf16_stochastic_round": True, "precondition_frequency": 2}
+            options["max_precondition_dim"] = 200
+            values = rand(*shape).bfloat16()
+            whole = nn.Parameter(values.clone())
+            part = nn.Parameter(distribute_tensor(values.clone(), mesh, [Shard(dim)]))
+            reference, optimizer = SOAP([whole], **options), SOAP([part], **options)
+            for step in range(6):
+                whole.grad = rand(*shape, seed=step + 1).bfloat16() + 0.3
+                part.grad = distribute_tensor(
+                    whole.grad, mesh, [(Shard(dim), Replicate())[step % 2]]
+                )
+                reference.step()
+                optimizer.step()
+                if step == 3:
+                    again = SOAP([part], **options)
+                    again.load_state_dict(optimizer.state_dict())
+                    optimizer = again
+            assert torch.equal(part.full_tensor(), whole), (state, dim)
+            for name in ("left", "left_basis", "right_basis"):
+                if name in reference.state[whole]:
+                    pair = optimizer.state[part][name], reference.state[whole][name]
+                    same = [t.dequantize() if isinstance(t, CodebookTensor) else t for t in pair]
+                    assert torch.equal(*same), (state, dim, name)
+    return True
+
+
+def test_two_processes():
+    assert launch(check_sharded, 2) == [True, True]
