@@ -84,6 +84,8 @@ def test_against_float64(scheme: lb.Scheme, dtype: torch.dtype, k: int) -> None:
         (lb.Float8WeightOnly(lb.PerBlock(16, 32)), 3, 64, 48, torch.bfloat16, "matrix_linear"),
         (lb.NF4WeightOnly(16, True), 70, 67, 48, torch.bfloat16, "matrix_linear"),
         (lb.MXFP4WeightOnly(), 3, 64, 48, torch.float16, "matrix_linear"),
+        (lb.MXFP8WeightOnly(), 3, 64, 48, torch.bfloat16, "matrix_linear"),
+        (lb.MXFP8DynamicActivationMXFP8Weight(), 70, 67, 48, torch.bfloat16, "matrix_linear"),
         (lb.NVFP4WeightOnly(), 70, 64, 48, torch.bfloat16, "matrix_linear"),
         (lb.NVFP4WeightOnly(), 70, 64, 48, torch.float32, "plain_linear"),
         (lb.Int8WeightOnly(), 3, 64, 48, torch.bfloat16, "weight_linear"),
