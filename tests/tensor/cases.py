@@ -32,7 +32,6 @@ from lowbit import (
     IntxWeightOnly,
     LookupTable,
     MXFP4WeightOnly,
-    MXFP8DynamicActivationMXFP8Weight,
     MXFP8MixedPrecision,
     MXFP8WeightOnly,
     NF4WeightOnly,
@@ -212,7 +211,7 @@ _FLOAT8 = {
     "e5m2-tensor": (Scheme(Spec(Float8(torch.float8_e5m2), PerTensor())), 1, 1),
     "int8static-e4m3-row": (_static(Float8WeightOnly()), 1, 1),
     "e4m3dyn-e4m3-row": (Float8DynamicActivationFloat8Weight(), 1, 1),
-    "mxfp8": (MXFP8DynamicActivationMXFP8Weight(), 1, 32),
+    "mxfp8": (MXFP8WeightOnly(), 1, 32),
     "e4m3dyn-e4m3-block-8x16": (Float8DynamicActivationFloat8Weight(PerBlock(8, 16)), 8, 16),
 }
 THREE_BITS = LookupTable((-1.0, -0.5, -0.2, 0.0, 0.1, 0.3, 0.6, 1.2))
