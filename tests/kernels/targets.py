@@ -126,6 +126,7 @@ def _launched(gpu: Gpu, launch: Callable[[], Any]) -> list[tuple[str, Any]]:
             patch.setattr(torch.cuda, name, value)
         patch.setattr(JITFunction, "run", compile_only)
         patch.setattr(FakeTensor, "data_ptr", lambda self: 0, raising=False)
+        patch.setattr(FakeTensor, "contiguous", _contiguous, raising=False)
         patch.setattr(triton_runtime, "_is_known", lambda: False)
         patch.setattr(driver, "_active", _Driver(gpu))
         _forget_devices()
@@ -135,6 +136,11 @@ def _launched(gpu: Gpu, launch: Callable[[], Any]) -> list[tuple[str, Any]]:
         finally:
             _forget_devices()
     return found
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    """A torch without CUDA refuses the method itself."""
+    return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
 
 
 def _forget_devices() -> None:
@@ -284,12 +290,13 @@ def _cases() -> Iterator[tuple[str, Callable[[], Any]]]:
             cases = [c for c in import_module(f"benchmarks.cases.{op}").CASES if not getattr(c, "large", False)]
             step = -(-len(cases) // CASES_OF_AN_OP)
             for case in cases[::step]:
-                yield f"{op}-{case.name}", functools.partial(_launch_case, module, case)
+                yield f"{op}-{case.name}", functools.partial(_launch_case, module, op, case)
 
 
-def _launch_case(module: Any, case: Any) -> Any:
+def _launch_case(module: Any, op: str, case: Any) -> Any:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily():
         arguments = case.arguments()
-    return module._launch(*map(like, arguments))
+    schema = getattr(torch.ops.lowbit, op).default._schema.arguments[len(arguments) :]
+    return module._launch(*map(like, arguments), *(one.default_value for one in schema))
