@@ -1,5 +1,7 @@
-"""The paths by PyTorch alone, in one script: what the runners of macOS, Windows and Arm run, and `tests/test_platforms.py`
-as if on Windows: `python -m tests.on_platform`."""
+"""The paths by PyTorch alone: what CI runs on macOS, Windows and Arm, and `tests/test_platforms.py` as if on Windows.
+
+python -m tests.on_platform
+"""
 
 from __future__ import annotations
 

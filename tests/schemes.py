@@ -115,9 +115,7 @@ def _scales(fmt: object, granularity: object) -> st.SearchStrategy[dict[str, obj
 specs = (
     st.tuples(formats, granularities, st.sampled_from(MAPPINGS))
     .filter(lambda parts: _fits(parts[0], parts[2]))
-    .flatmap(
-        lambda parts: _scales(*parts[:2]).map(lambda scales: lb.Spec(*parts, **scales))
-    )
+    .flatmap(lambda parts: _scales(*parts[:2]).map(lambda scales: lb.Spec(*parts, **scales)))
 )
 activation_specs = specs.filter(
     lambda s: (

@@ -1,4 +1,4 @@
-"""What other systems lack: the paths by PyTorch run without it. The runners of `.github/workflows/ci.yml` run them there."""
+"""The paths by PyTorch run without what other systems lack. `.github/workflows/ci.yml` runs them on those systems."""
 
 from __future__ import annotations
 

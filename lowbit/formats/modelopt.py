@@ -18,8 +18,8 @@ Layers of "MXFP8" have
     layer.weight           float8_e4m3fn [N, K]
     layer.weight_scale     uint8 [N, K/32], e8m0
 
-and inputs that are rounded in the same way, by `MXFP8DynamicActivationMXFP8Weight()`. A folder of these alone is written
-as "MXFP8".
+and inputs that are rounded in the same way, by `MXFP8DynamicActivationMXFP8Weight()`. A folder of these alone is
+written as "MXFP8".
 
 Layers of "FP8" have codes in float8_e4m3fn, one weight_scale in float32 and an input_scale. They are read and written
 back. With "MIXED_PRECISION" a folder has several: the dtypes of codes and scales say which.
@@ -99,7 +99,7 @@ class ModelOpt(Format):
         return TableTensor(codes.contiguous(), scales, SPEC, shape, dtype)
 
     def encode(self, weight: LowbitTensor) -> Parts:
-        if _is_mxfp8(weight):
+        if isinstance(weight, Float8Tensor) and is_mxfp8(weight.spec):
             return self._mxfp8_parts(weight)
         check_matrix(weight, self.name, rounds_inputs=False)
         if type(weight) is not TableTensor or not SPEC.same_values(weight.spec):
@@ -123,19 +123,20 @@ class ModelOpt(Format):
         check_matrix(weight, self.name)
         if weight.activation != MXFP8:
             raise FormatError(
-                f"{self.name} rounds the inputs of MXFP8 weights to MXFP8, as MXFP8DynamicActivationMXFP8Weight() does, "
-                f"got {weight.activation}"
+                f"{self.name} rounds the inputs of MXFP8 weights to MXFP8, as MXFP8DynamicActivationMXFP8Weight() "
+                f"does, got {weight.activation}"
             )
         if weight.shape[1] != weight.codes.shape[1]:
             raise FormatError(f"its {weight.shape[1]} inputs are not a multiple of 32")
         return {"weight": weight.codes.contiguous(), "weight_scale": weight.scale.contiguous()}
 
     def encode_back(self, weight: LowbitTensor) -> Parts:
-        is_whole = isinstance(weight, Float8Tensor) and not _is_mxfp8(weight)
-        return whole_parts(weight) if is_whole else self.encode(weight)
+        if isinstance(weight, Float8Tensor) and not is_mxfp8(weight.spec):
+            return whole_parts(weight)
+        return self.encode(weight)
 
     def config(self, weights: Mapping[str, LowbitTensor], plain: Collection[str]) -> dict[str, Any]:
-        kinds = {_is_mxfp8(weight) for weight in weights.values()}
+        kinds = {isinstance(weight, Float8Tensor) for weight in weights.values()}
         if len(kinds) > 1:
             raise FormatError(f"{self.name} is written in NVFP4 or in MXFP8, got both")
         bits, group = (8, 32) if True in kinds else (4, GROUP)
@@ -144,9 +145,7 @@ class ModelOpt(Format):
         return {
             "quant_method": self.name,
             "quant_algo": "MXFP8" if bits == 8 else "W4A16_NVFP4",
-            "config_groups": {
-                "group_0": {**rounded, "weights": arguments, "targets": ["Linear"]}
-            },
+            "config_groups": {"group_0": {**rounded, "weights": arguments, "targets": ["Linear"]}},
             "group_size": group,
             "ignore": sorted(plain),
         }
@@ -172,10 +171,6 @@ class ModelOpt(Format):
             if is_nvfp4
             else scheme
         )
-
-
-def _is_mxfp8(weight: Any) -> bool:
-    return type(weight) is Float8Tensor and is_mxfp8(weight.spec)
 
 
 def _inverse(t: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from lowbit.formats.integers import (
     layout_of,
     whole_groups,
 )
+from lowbit.formats.torchao_mxfp8 import typed
 from lowbit.numerics.affine import Mapping as AffineMapping
 from lowbit.numerics.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.numerics.number_format import Float8, Int
@@ -42,7 +43,6 @@ from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
-from lowbit.formats.torchao_mxfp8 import typed
 from lowbit.tensor.frozen.float8_tensor import E4M3, Float8Tensor, is_mxfp8
 
 QDATA, SCALE, ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"

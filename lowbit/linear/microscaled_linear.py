@@ -1,4 +1,4 @@
-"""The products of a linear in MXFP8: each operand is rounded in groups of 32 along the dimension that a product sums over.
+"""The products of a linear in MXFP8: operands are rounded in groups of 32 along the dimension that a product sums over.
 
     y  = x̂ ŵᵀ       x and w rounded along K
     dx = dŷ ŵ       dy and w rounded along N

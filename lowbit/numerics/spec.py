@@ -96,8 +96,9 @@ class Spec(_Computed):
         static: for an activation, with `PerTensor()`. False: the scale is dynamic, computed from each input. True: all
             inputs have one scale, which `lowbit.calibrate` finds before and which the layer stores.
         scale_format: for a LookupTable, how scales are stored: "float", "e8m0", "e4m3", "double", … (see
-            `lowbit.numerics.scale_format`). For a Float8 "float" or "e8m0". For the integers of `lowbit.numerics.super_blocks` also "super_block": the
-            scales that the K-quants of GGUF have, kept in float32.
+            `lowbit.numerics.scale_format`). For a Float8 "float" or "e8m0". For the integers of
+            `lowbit.numerics.super_blocks` also "super_block": the scales that the K-quants of GGUF have, kept in
+            float32.
         scale_dtype: for the weight of an Int or Float8 scheme, the dtype that scales are rounded to: torch.float16,
             torch.bfloat16 or torch.float32. None: the dtype of the weight (float32 for float64, and for float8 in
             blocks). GPTQ, AWQ and GGUF store float16 scales; `lowbit.formats.grid` gives the dtype of a format. With
@@ -511,9 +512,10 @@ class Spec(_Computed):
         mask.
 
         "symmetric_no_clipping_err" and float8 put the largest value on the last code. In float8 with e8m0 scales
-        "symmetric_no_clipping_err" puts it on or below the last code, and "symmetric" may clip it. The rounding of a scale to
-        bfloat16 moves it by 2^-8 of itself, which is half a step of 8 bits at most: -128 to -128.5, which rounds to
-        -128. Unsigned codes reach 128.5 - 128.5 = 0 too. In float16 small scales are subnormal and have fewer digits.
+        "symmetric_no_clipping_err" puts it on or below the last code, and "symmetric" may clip it. The rounding of a
+        scale to bfloat16 moves it by 2^-8 of itself, which is half a step of 8 bits at most: -128 to -128.5, which
+        rounds to -128. Unsigned codes reach 128.5 - 128.5 = 0 too. In float16 small scales are subnormal and have fewer
+        digits.
         """
         scale_dtype = self.scale_dtype or scale_dtype
         if self.static or scale_dtype is torch.float16 or isinstance(self.format, LookupTable):

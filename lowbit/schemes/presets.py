@@ -176,8 +176,8 @@ def MXFP8WeightOnly(mapping: Mapping = "symmetric_no_clipping_err") -> Scheme:
 
 
 def MXFP8DynamicActivationMXFP8Weight(mapping: Mapping = "symmetric_no_clipping_err") -> Scheme:
-    """The weights of `MXFP8WeightOnly`, of this `mapping`, and activations rounded in the same way, 32 inputs of a token
-    at a time.
+    """The weights of `MXFP8WeightOnly`, of this `mapping`, and activations rounded in the same way, in groups of 32
+    inputs of a token.
 
     bfloat16 holds the rounded values exactly, so that plain products of them stand for those of the matrix units that
     GPUs of compute capability 10.0 have for this format.

@@ -19,7 +19,6 @@ from lowbit import (
     MXFP8WeightOnly,
     NF4WeightOnly,
     NVFP4WeightOnly,
-    TableTensor,
 )
 from lowbit.formats import FormatError
 from lowbit.formats.bitsandbytes_4bit import FP4, STATE

@@ -89,7 +89,9 @@ def test_mxfp8(tmp_path: Path) -> None:
     assert torch.equal(made.first.weight.dequantize(), first.weight.dequantize())
     lowbit.export(made, tmp_path / "back", like=tmp_path / "out")
     again = load_file(tmp_path / "back/model.safetensors")
-    assert all(torch.equal(again[n].view(torch.uint8), t.view(torch.uint8)) for n, t in stored.items())
+    assert all(
+        torch.equal(again[n].view(torch.uint8), t.view(torch.uint8)) for n, t in stored.items()
+    )
 
 
 def test_a_global_scale_has_an_exact_reciprocal() -> None:

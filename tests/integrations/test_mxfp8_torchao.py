@@ -39,7 +39,9 @@ def theirs(x: Tensor, mapping: str) -> tuple[Tensor, Tensor, Tensor]:
 def of_largest(largest: Tensor) -> Tensor:
     """Blocks with these largest values, and smaller ones of both signs."""
     parts = torch.linspace(-0.99, 0.97, 31)
-    return torch.cat([largest.float()[:, None], largest.float()[:, None] * parts], 1).to(largest.dtype)
+    return torch.cat([largest.float()[:, None], largest.float()[:, None] * parts], 1).to(
+        largest.dtype
+    )
 
 
 def blocks() -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Compile the Triton kernels that ops launch for GPUs that this machine does not have, and read what they need.
 
-The host code of an op runs as on that GPU, on tensors without memory, and chooses its tiles. Triton compiles each launch
-down to machine code, by the ptxas of its wheel, and does not run it.
+The host code of an op runs as on that GPU, on tensors without memory, and chooses its tiles. Triton compiles each
+launch down to machine code, by the ptxas of its wheel, and does not run it.
 """
 
 from __future__ import annotations
@@ -211,7 +211,10 @@ def _products() -> Iterator[tuple[str, Callable[[], Any]]]:
 
     def grouped(dtype: torch.dtype, columns: bool) -> Any:
         offsets = on_gpu(8, dtype=torch.int32)
-        a, b = on_gpu(n, 4096, dtype=dtype), on_gpu(*((k, 4096) if columns else (8, n, 4096)), dtype=dtype)
+        a, b = (
+            on_gpu(n, 4096, dtype=dtype),
+            on_gpu(*((k, 4096) if columns else (8, n, 4096)), dtype=dtype),
+        )
         of_b = (8, k) if columns else (8, n)
         of_a = (8, n) if columns else (n,)
         return grouped_mm_triton.grouped_mm(a, b, scales(*of_a), scales(*of_b), offsets, half)
@@ -241,13 +244,15 @@ def _weight_only() -> Iterator[tuple[str, Callable[[], Any]]]:
     from lowbit_kernels.composed import expert_linear
     from lowbit_kernels.weight_only import weight_linear
 
-    n, k, named = 4096, 4096, {one.name: one for one in FORMATS}
+    k, named = 4096, {one.name: one for one in FORMATS}
 
     def linear(name: str, group: int, m: int, dtype: torch.dtype) -> Any:
         made = {key: like(value) for key, value in named[name].weight(64, k, group).items()}
         tensors = [made[key] for key in ("codes", "scale", "zero_point")]
         x = on_gpu(m, k, dtype=dtype)
-        return weight_linear.run(x, *tensors, None, None, made["group_size"], implementation="triton")
+        return weight_linear.run(
+            x, *tensors, None, None, made["group_size"], implementation="triton"
+        )
 
     def experts(name: str, tokens: int, dtype: torch.dtype) -> Any:
         made = named[name].weight(8 * 64, 1024)
@@ -260,14 +265,16 @@ def _weight_only() -> Iterator[tuple[str, Callable[[], Any]]]:
 
     for name, group in (("int4", 32), ("int4", 128), ("int8", 0)):
         for m in (1, 16, 64):
-            yield f"weight_mm-{name}-{group}-{m}", functools.partial(
-                linear, name, group, m, torch.bfloat16
+            yield (
+                f"weight_mm-{name}-{group}-{m}",
+                functools.partial(linear, name, group, m, torch.bfloat16),
             )
     yield "weight_mm-int4-128-64-fp32", functools.partial(linear, "int4", 128, 64, torch.float32)
     for name in ("int4", "int8", "float8_e4m3fn", "mxfp4", "mxfp8"):
         for tokens in (1, 512):
-            yield f"experts-{name}-{tokens}", functools.partial(
-                experts, name, tokens, torch.bfloat16
+            yield (
+                f"experts-{name}-{tokens}",
+                functools.partial(experts, name, tokens, torch.bfloat16),
             )
 
 
@@ -287,7 +294,11 @@ def _cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     for folder, ops in OPS.items():
         for op in ops.split():
             module = import_module(f"lowbit_kernels.{folder}.{op}")
-            cases = [c for c in import_module(f"benchmarks.cases.{op}").CASES if not getattr(c, "large", False)]
+            cases = [
+                c
+                for c in import_module(f"benchmarks.cases.{op}").CASES
+                if not getattr(c, "large", False)
+            ]
             step = -(-len(cases) // CASES_OF_AN_OP)
             for case in cases[::step]:
                 yield f"{op}-{case.name}", functools.partial(_launch_case, module, op, case)

@@ -97,7 +97,10 @@ def test_zeros_nan_and_no_rows():
 
 
 def test_compiled_products_are_those_of_eager_code():
-    model, x = prepared(nn.Sequential(linear(40, 64), nn.GELU(), linear(32, 40)), RCEIL), values(34, 64)
+    model, x = (
+        prepared(nn.Sequential(linear(40, 64), nn.GELU(), linear(32, 40)), RCEIL),
+        values(34, 64),
+    )
     expected = outcome(model, x)
     found = outcome(model, x, run=torch.compile(model, fullgraph=True, backend="aot_eager"))
     for name, value in expected.items():
@@ -155,7 +158,9 @@ def test_the_scheme():
     assert train.TrainingScheme.from_dict(scheme.to_dict()) == scheme
     with pytest.raises(ValueError, match="takes no stochastic_rounding=True"):
         MXFP8MixedPrecision(stochastic_rounding=True)
-    with pytest.raises(ValueError, match="mapping must be 'symmetric' or 'symmetric_no_clipping_err'"):
+    with pytest.raises(
+        ValueError, match="mapping must be 'symmetric' or 'symmetric_no_clipping_err'"
+    ):
         MXFP8MixedPrecision(mapping="asymmetric")
     refused = scheme._refusal_of(torch.device("cuda"))
     assert refused is None

@@ -82,7 +82,7 @@ def _divide(x, norms, out, numel, pieces, PIECE: tl.constexpr):
 @normalize_matrices.kernel
 def _launch(x: Tensor, eps: float, out_dtype: torch.dtype | None) -> Tensor | None:
     """The Triton kernels where they run, else the reference."""
-    if not runs_on(x.device) or x.numel() == 0 or x[0].numel() >= LARGEST:
+    if not runs_on(x.device) or x.numel() == 0 or x.shape[1:].numel() >= LARGEST:
         return None
     ran("normalize_matrices", "triton")
     x, out_dtype = x.contiguous(), out_dtype or x.dtype

@@ -64,7 +64,7 @@ def has_large_tiles(device: torch.device) -> bool:
     """
     if device.type != "cuda" or torch.version.hip:
         return False
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     return properties.major >= 9 and properties.shared_memory_per_block_optin >= LARGE_TILES
 
 
