@@ -324,8 +324,10 @@ def _settings(weight: LowbitTensor) -> dict[str, Any]:
     granularity = spec.granularity
     if isinstance(spec.format, Float8):
         args["type"] = "float"
-        if spec.format.dtype is not E4M3:
-            raise FormatError(f"compressed-tensors holds {E4M3}, got {spec.format.dtype}")
+        if spec.format.dtype is not E4M3 or (spec.scales is not None and not is_mxfp8(spec)):
+            raise FormatError(
+                f"compressed-tensors holds {E4M3}, and MXFP8 in groups of 32, got {spec}"
+            )
     elif spec.mapping == "half_integer":
         args["num_bits"] += 1
     elif spec.zero_point_is_value:
@@ -365,6 +367,8 @@ def _why_no_activation(spec: Spec) -> str | None:
     """Why a group cannot describe this rounding of inputs, or None."""
     if isinstance(spec.format, Float8) and spec.format.dtype is not E4M3:
         return f"compressed-tensors rounds inputs to {E4M3}, got {spec.format.dtype}"
+    if spec.scales is not None and not is_mxfp8(spec):
+        return f"compressed-tensors rounds inputs by powers of two in groups of 32, got {spec}"
     if spec.zero_point_is_value or (isinstance(spec.format, Int) and not spec.format.signed):
         return f"compressed-tensors rounds inputs to signed integers or float8, got {spec}"
     if isinstance(spec.granularity, PerTensor) != spec.static:

@@ -232,8 +232,8 @@ def _described_float8(weight: Float8Tensor) -> dict[str, Any]:
     if is_mxfp8(weight.spec):
         return {"_type": mxfp8.KIND, **mxfp8.attributes_of(weight)}
     spec, activation = weight.spec, weight.activation
-    if spec.format != Float8():
-        raise FormatError(f"torchao holds {E4M3}, got {spec.format}")
+    if spec.format != Float8() or spec.scales is not None:
+        raise FormatError(f"torchao holds {E4M3}, and MXFP8 in groups of 32, got {spec}")
     if activation is not None:
         raise FormatError(
             "the inputs of a Float8Tensor are rounded by torchao's kernel for one GPU or another, not by a rule of the "

@@ -144,6 +144,8 @@ class Spec(_Computed):
             raise ValueError(
                 f"static=True gives all inputs one scale: the granularity must be PerTensor(), got {self.granularity!r}"
             )
+        if self.static:
+            self.check_free_scales("static=True", "take static=False")
         self._compute()
 
     def _compute(self) -> None:

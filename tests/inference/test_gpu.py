@@ -154,8 +154,10 @@ def test_unusual_values(scheme: lb.Scheme, tokens: int) -> None:
         x[1] = 0
         assert torch.equal(model(x)[1], model.bias)
         model.bias = None
+        has_powers = scheme.activation.scale_format == "e8m0"  # other codes for another magnitude
         for magnitude in (1e-20, 1e10):
-            assert relative_error(model(x * magnitude), model(x).double() * magnitude) < 0.02
+            error = relative_error(model(x * magnitude), model(x).double() * magnitude)
+            assert error < (0.06 if has_powers else 0.02)
 
 
 @pytest.mark.cover("values")
