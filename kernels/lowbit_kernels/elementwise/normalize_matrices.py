@@ -90,7 +90,7 @@ def _launch(x: Tensor, eps: float, out_dtype: torch.dtype | None) -> Tensor | No
     pieces = triton.cdiv(numel, PIECE)
     out = torch.empty(x.shape, dtype=stored_dtype(out_dtype, x.device), device=x.device)
     scratch = torch.empty(count * (pieces + 1), dtype=torch.float32, device=x.device)
-    norms, sums = scratch[:count], scratch[count:]
+    norms, sums = scratch.split((count, count * pieces))
     with torch.cuda.device_of(x):
         grid = (count * pieces,)
         _squares[grid](x, sums, numel, pieces, PIECE=PIECE, num_warps=8)
