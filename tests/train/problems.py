@@ -14,12 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lowbit import train
-from lowbit.train import (
-    Float8BlockMixedPrecision,
-    Float8MixedPrecision,
-    Int8MixedPrecision,
-    MXFP8MixedPrecision,
-)
+from lowbit.train import Float8BlockMixedPrecision, Float8MixedPrecision, Int8MixedPrecision
 from tests.scaled_products import scaled_products
 from tests.schemes import relative_error as relative
 
@@ -29,7 +24,6 @@ SCHEMES = {
     "float8-e5m2": Float8MixedPrecision(always=True, backward="e5m2"),
     "float8-tensorwise": Float8MixedPrecision(always=True, tensorwise=True, backward="e5m2"),
     "float8-blocks": Float8BlockMixedPrecision(always=True),
-    "mxfp8": MXFP8MixedPrecision(always=True),
 }
 SWITCHES = [switch for switch in product((True, False), repeat=3) if any(switch)]
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
