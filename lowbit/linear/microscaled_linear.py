@@ -4,7 +4,7 @@
     dx = dŷ ŵ       dy and w rounded along N
     dw = dŷᵀ x̂      dy and x rounded along M
 
-So w, x and dy are each rounded twice, and the two rounded copies of w differ (arXiv 2506.08027, section 4; torchao's
+So w, x and dy are each rounded twice, and the two rounded copies of w differ (arXiv 2506.08027; torchao's
 MXFP8 recipe). A code times a power of two is a bfloat16 number. Plain products of the rounded values, in the dtype of
 the input with float32 sums, therefore stand for those of the matrix units, up to the order of the sums. In float16 a
 code of a small group may be rounded again.

@@ -509,6 +509,10 @@ class MXFP8MixedPrecision(MixedPrecision):
     def in_blocks(self) -> bool:
         return True
 
+    @property
+    def input_rounding(self) -> tuple[Any, ...]:
+        return *super().input_rounding, self.spec
+
     def _missing_units(self, device: torch.device) -> str | None:
         return None if device.type in ("cpu", "meta") else "lowbit has no kernel of MXFP8 for it"
 
