@@ -26,7 +26,7 @@ TOKENS_OF_FORMATS = (1, 4, 16, 64, 512, 2048)
 CHECKED_TOKENS = (1, 16, 64)  # the reference decodes the whole weight in float64
 PRESETS = (
     *("int4", "int8", "int1-value", "int2-value", "int3-value", "int3", "uint3", "int5", "int6"),
-    *("int7", "uint8", "float8_e4m3fn", "nf4", "mxfp4", "nvfp4"),
+    *("int7", "uint8", "float8_e4m3fn", "nf4", "mxfp4", "mxfp8", "nvfp4"),
 )
 GROUP = 128
 ROTATED_BYTES = 2**28  # of weights used in turn, so that none is in the L2 cache

@@ -55,6 +55,8 @@ from lowbit.schemes.presets import (
     Int8WeightOnly,
     IntxWeightOnly,
     MXFP4WeightOnly,
+    MXFP8DynamicActivationMXFP8Weight,
+    MXFP8WeightOnly,
     NF4WeightOnly,
     NVFP4WeightOnly,
 )
@@ -65,6 +67,7 @@ from lowbit.schemes.training import (
     Int4Weight,
     Int8MixedPrecision,
     Int8Weight,
+    MXFP8MixedPrecision,
     TrainingScheme,
 )
 from lowbit.tensor import (
@@ -77,6 +80,7 @@ from lowbit.tensor import (
     Int4WeightTensor,
     Int8WeightTensor,
     LowbitTensor,
+    MicroscaledTensor,
     MixedPrecisionTensor,
     TableTensor,
     TernaryTensor,
@@ -122,6 +126,10 @@ __all__ = [
     "LookupTable",
     "LowbitTensor",
     "MXFP4WeightOnly",
+    "MXFP8DynamicActivationMXFP8Weight",
+    "MXFP8MixedPrecision",
+    "MXFP8WeightOnly",
+    "MicroscaledTensor",
     "MixedPrecisionTensor",
     "NF4WeightOnly",
     "NVFP4WeightOnly",

@@ -39,6 +39,8 @@ WEIGHT_ONLY = {
     "mxfp4": lb.MXFP4WeightOnly(),
     "mxfp4-ocp": lb.MXFP4WeightOnly("symmetric"),
     "nvfp4": lb.NVFP4WeightOnly(),
+    "mxfp8": lb.MXFP8WeightOnly(),
+    "mxfp8-ocp": lb.MXFP8WeightOnly("symmetric"),
     "int4-tensor": lb.Scheme(lb.Spec(lb.Int(4), lb.PerTensor(), "symmetric_no_clipping_err")),
 }
 DYNAMIC = {
@@ -47,6 +49,7 @@ DYNAMIC = {
     "float8xfloat8": lb.Float8DynamicActivationFloat8Weight(),
     "float8xmxfp4": lb.Float8DynamicActivationMXFP4Weight(),
     "float8xnvfp4": lb.Float8DynamicActivationNVFP4Weight(),
+    "mxfp8xmxfp8": lb.MXFP8DynamicActivationMXFP8Weight(),
     "uint8xint4-asymmetric": lb.Scheme(
         lb.Spec(lb.Int(4), lb.PerGroup(16), "asymmetric"),
         lb.Spec(lb.Int(8), lb.PerToken(), "asymmetric"),
@@ -110,28 +113,22 @@ def _fits(fmt: lb.Int | lb.Float8 | lb.LookupTable, mapping: str) -> bool:
     return fmt.bits > 1 or not mapping.startswith("symmetric")
 
 
-def _scale_formats(fmt: lb.Int | lb.Float8 | lb.LookupTable) -> st.SearchStrategy[str]:
-    is_table = isinstance(fmt, lb.LookupTable)
-    return st.sampled_from(["float", "e8m0", "e4m3", "double"] if is_table else ["float"])
-
-
-def _scale_dtypes(fmt: object, granularity: object) -> st.SearchStrategy[torch.dtype | None]:
+def _scales(fmt: object, granularity: object) -> st.SearchStrategy[dict[str, object]]:
+    """`scale_format` and `scale_dtype`."""
+    if isinstance(fmt, lb.LookupTable):
+        stored = ["float", "e8m0", "e4m3", "double"]
+        return st.fixed_dictionaries({"scale_format": st.sampled_from(stored)})
     in_blocks = isinstance(fmt, lb.Float8) and isinstance(granularity, lb.PerBlock)
-    is_free = not isinstance(fmt, lb.LookupTable) and not in_blocks
-    return st.sampled_from([None, torch.float16, torch.bfloat16] if is_free else [None])
+    dtypes = [None] if in_blocks else [None, torch.float16, torch.bfloat16]
+    free = st.fixed_dictionaries({"scale_dtype": st.sampled_from(dtypes)})
+    e8m0: dict[str, object] = {"scale_format": "e8m0"}
+    return st.one_of(free, st.just(e8m0)) if isinstance(fmt, lb.Float8) else free
 
 
 specs = (
     st.tuples(formats, granularities, st.sampled_from(MAPPINGS))
     .filter(lambda parts: _fits(parts[0], parts[2]))
-    .flatmap(
-        lambda parts: st.builds(
-            lb.Spec,
-            *map(st.just, parts),
-            scale_format=_scale_formats(parts[0]),
-            scale_dtype=_scale_dtypes(*parts[:2]),
-        )
-    )
+    .flatmap(lambda parts: _scales(*parts[:2]).map(lambda scales: lb.Spec(*parts, **scales)))
 )
 activation_specs = specs.filter(
     lambda s: (
@@ -174,7 +171,7 @@ def rounded(x: Tensor, spec: lb.Spec) -> Tensor:
     inside = tuple(slice(n) for n in shape)
     padded[inside] = x
     fmt = spec.format
-    if isinstance(fmt, lb.LookupTable):
+    if isinstance(fmt, lb.LookupTable) or spec.scale_format == "e8m0":
         return _rounded_to_table(padded.float(), spec, block)[inside].double()
     if isinstance(fmt, lb.Float8):
         dtype, low, high = fmt.dtype, None, None
@@ -199,16 +196,18 @@ def rounded(x: Tensor, spec: lb.Spec) -> Tensor:
 
 
 def _rounded_to_table(x: Tensor, spec: lb.Spec, block: tuple[int, ...]) -> Tensor:
-    """`rounded` of padded x: the nearest of all values, times the scale as it is stored."""
+    """`rounded` of padded x: the nearest of all values of a table or of float8, times the scale as it is stored."""
     counts = [size // b for size, b in zip(x.shape, block, strict=True)]
     tiled = x.reshape([n for pair in zip(counts, block, strict=True) for n in pair])
-    largest = max(abs(v) for v in spec.format.values)
+    is_float8 = isinstance(spec.format, lb.Float8)
+    largest = spec.format.quant_max if is_float8 else max(abs(v) for v in spec.format.values)
     absmax = tiled.abs().amax(list(range(1, tiled.ndim, 2)))
     scale = absmax / largest
     if spec.scale_format == "e8m0":
         mantissa, exponent = absmax.clamp(min=2.0**-100).frexp()  # mantissa in [0.5, 1)
         if spec.mapping != "symmetric":
-            exponent = exponent + (mantissa >= 0.875)
+            beyond = mantissa > largest / 2 ** math.ceil(math.log2(largest))
+            exponent = exponent + (beyond if is_float8 else mantissa >= 0.875)
         scale = torch.ldexp(torch.ones(()), exponent - 1 - int(math.log2(largest)))
     elif spec.scale_format == "e4m3":
         most = absmax.amax((-2, -1), keepdim=True)
@@ -219,6 +218,9 @@ def _rounded_to_table(x: Tensor, spec: lb.Spec, block: tuple[int, ...]) -> Tenso
         scale = _quantized_twice(scale)
     scale = scale.reshape([n for count in counts for n in (count, 1)])
     least = torch.where(scale.abs() < 2.0**-126, 2.0**-126, scale)
+    if is_float8:
+        codes = (tiled / least).clamp(-largest, largest).to(spec.format.dtype)
+        return (codes.float() * scale).view(x.shape)
     values = torch.tensor(spec.format.values)
     return (values[_nearest(tiled * (1 / least), spec.format)] * scale).view(x.shape)
 

@@ -18,6 +18,7 @@ from tests.schemes import (
     SCHEMES,
     activation_specs,
     over,
+    relative_error,
     rounded,
     specs,
     weight_specs,
@@ -337,3 +338,26 @@ def test_copies_of_a_spec_compute_what_it_computed() -> None:
     for other in (pickle.loads(pickle.dumps(spec)), copy.deepcopy(spec)):
         assert other == spec and other.__dict__ == spec.__dict__
         assert other.rounds_minimum and other.stored_scale_dtype is torch.float32
+
+
+def test_powers_of_two_for_float8() -> None:
+    """Any granularity of a weight or a dynamic input; not where a scale is calibrated, and no other scale format."""
+    rows = lb.Spec(lb.Float8(), lb.PerRow(), scale_format="e8m0")
+    x = torch.randn(7, 40)
+    found = lb.AffineTensor.from_float(
+        x, lb.Scheme(rows, lb.Spec(lb.Float8(), lb.PerToken(), scale_format="e8m0"))
+    )
+    assert found.scale.dtype is torch.uint8 and torch.equal(
+        found.dequantize(), rows.fake_quantize(x)
+    )
+    tokens = torch.randn(3, 40)
+    expected = found.rounded_input(tokens).double() @ found.dequantize().double().t()
+    assert relative_error(torch.nn.functional.linear(tokens, found), expected) < 1e-6
+    with pytest.raises(ValueError, match=r"static=True needs scales that take any value"):
+        lb.Spec(lb.Float8(), lb.PerTensor(), scale_format="e8m0", static=True)
+    with pytest.raises(ValueError, match=r"is for a LookupTable.*takes 'float' or 'e8m0'"):
+        lb.Spec(lb.Float8(), lb.PerGroup(16), scale_format="e4m3")
+    with pytest.raises(
+        ValueError, match=r"float8 .*has no zero point: mapping must be 'symmetric', got"
+    ):
+        lb.Spec(lb.Float8(), lb.PerRow(), "symmetric_no_clipping_err")

@@ -98,6 +98,7 @@ FORMATS = [
     Format("float8_e5m2", 0, codes=torch.float8_e5m2),
     Format("nf4", 64, 4, NF4.values, scale=torch.float32),
     Format("mxfp4", 32, 4, E2M1.values, scale=torch.uint8),
+    Format("mxfp8", 32, codes=torch.float8_e4m3fn, scale=torch.uint8),
     Format("nvfp4", 16, 4, E2M1.values, scale=torch.float8_e4m3fn),
     Format("table3", 64, 3, (-4.0, -2.5, -1.0, -0.25, 0.0, 0.5, 1.5, 3.0)),
 ]

@@ -1,5 +1,5 @@
-"""compressed-tensors, the format of llm-compressor and vLLM: "pack-quantized", "int-quantized", "float-quantized", and
-the two of `lowbit.formats.compressed_tensors_fp4`.
+"""compressed-tensors, the format of llm-compressor and vLLM: "pack-quantized", "int-quantized", "float-quantized",
+"mxfp8-quantized", and the two of `lowbit.formats.compressed_tensors_fp4`.
 
 | weights                     | format          | tensors beside each `layer.`                                 |
 |-----------------------------|-----------------|--------------------------------------------------------------|
@@ -8,6 +8,7 @@ the two of `lowbit.formats.compressed_tensors_fp4`.
 |                             |                 | `weight_zero_point` int32 [⌈N·b/32⌉, G]                      |
 | int8 with int8 inputs       | int-quantized   | `weight` int8 [N, K], `weight_scale`, `weight_zero_point`    |
 | float8_e4m3fn               | float-quantized | `weight` float8 [N, K], `weight_scale`                       |
+| MXFP8                       | mxfp8-quantized | `weight` float8 [N, K], `weight_scale` uint8 [N, K/32], e8m0 |
 
 `weight_scale` is [N, G] for groups, [N, 1] for rows ("channel"), [1] for a whole tensor, and a scale for each block of
 float8. `weight_packed` is lowbit's bit stream (`lowbit.numerics.packing`), each row padded to whole words of 32 bits.
@@ -53,11 +54,11 @@ from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
-from lowbit.tensor.frozen.float8_tensor import E4M3, Float8Tensor
+from lowbit.tensor.frozen.float8_tensor import E4M3, Float8Tensor, is_mxfp8
 from lowbit.tensor.frozen.table_tensor import TableTensor
 
-PACKED, INTEGERS, FLOATS, MIXED = (
-    *("pack-quantized", "int-quantized", "float-quantized"),
+PACKED, INTEGERS, FLOATS, MXFP8, MIXED = (
+    *("pack-quantized", "int-quantized", "float-quantized", "mxfp8-quantized"),
     "mixed-precision",
 )
 _PARTS = (
@@ -132,7 +133,7 @@ class CompressedTensors(Format):
         rows, columns = weight.shape
         bits, is_one = settings["weights"]["num_bits"], settings["weights"]["strategy"] == "tensor"
         found: Parts = {}
-        if settings["format"] == FLOATS:
+        if settings["format"] in (FLOATS, MXFP8):
             found["weight"], scale = weight.codes[:rows, :columns].contiguous(), weight.scale
         else:
             codes, scale, zero_point = codes_of(weight)
@@ -272,7 +273,9 @@ _GRANULARITIES: dict[str, Callable[[Mapping[str, Any]], Granularity]] = {
 """The granularity that a "strategy" means."""
 
 _SYMMETRIC_INPUT: QuantizationMapping = "symmetric_no_clipping_err"
-"""How kernels choose the scale of a dynamic symmetric input of integers, which the file does not say."""
+"""How kernels choose the scale of a dynamic symmetric input of integers or in MXFP8, which the file does not say."""
+_E8M0 = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+"""The arguments of MXFP8 beside those of floats in groups."""
 
 
 def _spec_from(args: Any, what: str) -> Spec:
@@ -297,6 +300,8 @@ def _spec_from(args: Any, what: str) -> Spec:
         mapping: QuantizationMapping = "symmetric" if symmetric or kind == "float" else "asymmetric"
         if of_input and kind == "int" and symmetric:
             mapping = _SYMMETRIC_INPUT
+        if kind == "float" and args.get("scale_dtype") == _E8M0["scale_dtype"]:
+            return Spec(format, granularity, _SYMMETRIC_INPUT, scale_format="e8m0")
         return Spec(format, granularity, mapping, static=of_input and not dynamic)
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(
@@ -319,8 +324,10 @@ def _settings(weight: LowbitTensor) -> dict[str, Any]:
     granularity = spec.granularity
     if isinstance(spec.format, Float8):
         args["type"] = "float"
-        if spec.format.dtype is not E4M3:
-            raise FormatError(f"compressed-tensors holds {E4M3}, got {spec.format.dtype}")
+        if spec.format.dtype is not E4M3 or (spec.scales is not None and not is_mxfp8(spec)):
+            raise FormatError(
+                f"compressed-tensors holds {E4M3}, and MXFP8 in groups of 32, got {spec}"
+            )
     elif spec.mapping == "half_integer":
         args["num_bits"] += 1
     elif spec.zero_point_is_value:
@@ -329,11 +336,11 @@ def _settings(weight: LowbitTensor) -> dict[str, Any]:
         )
     else:
         args["symmetric"] = not spec.has_zero_point
-    if isinstance(granularity, PerGroup) and args["type"] == "int":
+    if isinstance(granularity, PerGroup) and (args["type"] == "int" or is_mxfp8(spec)):
         group = granularity.group_size
         if columns % group:
             raise FormatError(f"its {columns} inputs are not a multiple of the group size {group}")
-        args |= {"strategy": "group", "group_size": group}
+        args |= {"strategy": "group", "group_size": group, **(_E8M0 if is_mxfp8(spec) else {})}
     elif isinstance(granularity, PerRow):
         args["strategy"] = "channel"
     elif isinstance(granularity, PerTensor):
@@ -350,6 +357,7 @@ def _settings(weight: LowbitTensor) -> dict[str, Any]:
         raise FormatError(f"{spec.mapping} of {spec.format.bits} bits takes 9 bits there")
     args["dynamic"] = False
     written = FLOATS if args["type"] == "float" else PACKED
+    written = MXFP8 if is_mxfp8(spec) else written
     if written is PACKED and args["num_bits"] == 8 and activation is not None:
         written = INTEGERS
     return {"format": written, "weights": args, "input_activations": given}
@@ -359,6 +367,8 @@ def _why_no_activation(spec: Spec) -> str | None:
     """Why a group cannot describe this rounding of inputs, or None."""
     if isinstance(spec.format, Float8) and spec.format.dtype is not E4M3:
         return f"compressed-tensors rounds inputs to {E4M3}, got {spec.format.dtype}"
+    if spec.scales is not None and not is_mxfp8(spec):
+        return f"compressed-tensors rounds inputs by powers of two in groups of 32, got {spec}"
     if spec.zero_point_is_value or (isinstance(spec.format, Int) and not spec.format.signed):
         return f"compressed-tensors rounds inputs to signed integers or float8, got {spec}"
     if isinstance(spec.granularity, PerTensor) != spec.static:
@@ -372,8 +382,9 @@ def _why_no_activation(spec: Spec) -> str | None:
 
 
 def _is_clipping(spec: Spec) -> bool:
-    """True for dynamic inputs of integers whose scale other readers choose in another way."""
-    return isinstance(spec.format, Int) and spec.mapping == "symmetric" and not spec.static
+    """True for dynamic inputs of integers or in MXFP8 whose scale other readers choose in another way."""
+    is_chosen = isinstance(spec.format, Int) or spec.scales is not None
+    return is_chosen and spec.mapping == "symmetric" and not spec.static
 
 
 def _activation_settings(spec: Spec) -> dict[str, Any]:
@@ -382,7 +393,8 @@ def _activation_settings(spec: Spec) -> dict[str, Any]:
     args: dict[str, Any] = {"num_bits": spec.format.bits, "type": "float" if is_float else "int"}
     args |= {"symmetric": symmetric, "dynamic": not spec.static}
     if isinstance(spec.granularity, PerGroup):
-        return {**args, "strategy": "group", "group_size": spec.granularity.group_size}
+        of_scale = {} if spec.scales is None else _E8M0
+        return {**args, "strategy": "group", "group_size": spec.granularity.group_size, **of_scale}
     return {**args, "strategy": "tensor" if spec.static else "token"}
 
 
@@ -417,6 +429,8 @@ def _floats(
     if isinstance(spec.granularity, PerBlock):
         a, b = spec.granularity.shape
         return Float8Tensor.from_blocks(codes, scale, (a, b), dtype, activation)
+    if scale.dtype is torch.float8_e8m0fnu:
+        scale = scale.view(torch.uint8)
     scale = _for_each_block(scale, "weight_scale", spec, tuple(codes.shape))
     inner = {"codes": codes, "scale": scale, **of_input}
     return Float8Tensor.of_parts(inner, spec, codes.shape, dtype, activation)

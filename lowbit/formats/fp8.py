@@ -221,7 +221,7 @@ def whole_parts(weight: Float8Tensor) -> Parts:
     rows, columns = weight.shape
     found = {
         "weight": weight.codes[:rows, :columns].contiguous(),
-        "weight_scale": weight.scale.float(),
+        "weight_scale": weight.scale_values().float(),
     }
     return found if weight.input_scale is None else {**found, "input_scale": weight.input_scale}
 

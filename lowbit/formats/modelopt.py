@@ -13,10 +13,18 @@ hf_quant_config.json says the same in other words, and alone in older folders. "
 lowbit writes a new folder. lowbit rounds no inputs to FP4. It reads the weights only, warns, and writes each
 input_scale back.
 
-Layers of "FP8" have codes in float8_e4m3fn, one weight_scale in float32 and an input_scale. They are read and written
-back. With "MIXED_PRECISION" a folder has both: the dtype of the codes says which.
+Layers of "MXFP8" have
 
-Source: nvidia-modelopt 0.47, `modelopt.torch.export`, whose folder of a tiny Qwen3 was read and written back.
+    layer.weight           float8_e4m3fn [N, K]
+    layer.weight_scale     uint8 [N, K/32], e8m0
+
+and inputs that are rounded in the same way, by `MXFP8DynamicActivationMXFP8Weight()`. A folder of these alone is
+written as "MXFP8".
+
+Layers of "FP8" have codes in float8_e4m3fn, one weight_scale in float32 and an input_scale. They are read and written
+back. With "MIXED_PRECISION" a folder has several: the dtypes of codes and scales say which.
+
+Source: nvidia-modelopt 0.47, `modelopt.torch.export`, whose folders of a tiny Qwen3 were read and written back.
 """
 
 from __future__ import annotations
@@ -39,11 +47,11 @@ from lowbit.numerics.scale_format import E4M3 as E4M3Scales
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
-from lowbit.tensor.frozen.float8_tensor import E4M3, Float8Tensor
+from lowbit.tensor.frozen.float8_tensor import E4M3, MXFP8, Float8Tensor, is_mxfp8
 from lowbit.tensor.frozen.table_tensor import TableTensor
 
 SPEC = replace(NVFP4.spec, scale_format="e4m3_inverse")
-ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8", "MIXED_PRECISION")
+ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8", "MXFP8", "MIXED_PRECISION")
 GROUP = NVFP4.group_size
 
 
@@ -64,6 +72,9 @@ class ModelOpt(Format):
         if algorithm not in ALGORITHMS:
             raise FormatError(f"quant_algo is {algorithm!r:.60}; accepted: {', '.join(ALGORITHMS)}")
         codes, dtype = parts["weight"], dtype or torch.bfloat16
+        if codes.dtype is E4M3 and parts["weight_scale"].dtype is torch.uint8:
+            scale = parts["weight_scale"].contiguous()
+            return Float8Tensor(codes.contiguous(), scale, None, MXFP8, codes.shape, dtype, MXFP8)
         if codes.dtype is E4M3:
             return whole_weight(parts, "static" if "input_scale" in parts else "dynamic", dtype)
         if codes.dtype is not torch.uint8 or codes.ndim != 2:
@@ -88,9 +99,11 @@ class ModelOpt(Format):
         return TableTensor(codes.contiguous(), scales, SPEC, shape, dtype)
 
     def encode(self, weight: LowbitTensor) -> Parts:
+        if isinstance(weight, Float8Tensor) and is_mxfp8(weight.spec):
+            return self._mxfp8_parts(weight)
         check_matrix(weight, self.name, rounds_inputs=False)
         if type(weight) is not TableTensor or not SPEC.same_values(weight.spec):
-            raise FormatError(f"{self.name} holds NVFP4, got {weight.stored_format()}")
+            raise FormatError(f"{self.name} holds NVFP4 and MXFP8, got {weight.stored_format()}")
         if weight.shape[1] % GROUP:
             raise FormatError(f"its {weight.shape[1]} inputs are not a multiple of {GROUP}")
         assert weight.global_scale is not None
@@ -106,16 +119,34 @@ class ModelOpt(Format):
             "weight_scale_2": second.reshape(()),
         }
 
+    def _mxfp8_parts(self, weight: AffineTensor) -> Parts:
+        check_matrix(weight, self.name)
+        if weight.activation != MXFP8:
+            raise FormatError(
+                f"{self.name} rounds the inputs of MXFP8 weights to MXFP8, as MXFP8DynamicActivationMXFP8Weight() "
+                f"does, got {weight.activation}"
+            )
+        if weight.shape[1] != weight.codes.shape[1]:
+            raise FormatError(f"its {weight.shape[1]} inputs are not a multiple of 32")
+        return {"weight": weight.codes.contiguous(), "weight_scale": weight.scale.contiguous()}
+
     def encode_back(self, weight: LowbitTensor) -> Parts:
-        return whole_parts(weight) if isinstance(weight, Float8Tensor) else self.encode(weight)
+        if isinstance(weight, Float8Tensor) and not is_mxfp8(weight.spec):
+            return whole_parts(weight)
+        return self.encode(weight)
 
     def config(self, weights: Mapping[str, LowbitTensor], plain: Collection[str]) -> dict[str, Any]:
-        arguments = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": GROUP}
+        kinds = {isinstance(weight, Float8Tensor) for weight in weights.values()}
+        if len(kinds) > 1:
+            raise FormatError(f"{self.name} is written in NVFP4 or in MXFP8, got both")
+        bits, group = (8, 32) if True in kinds else (4, GROUP)
+        arguments = {"dynamic": False, "num_bits": bits, "type": "float", "group_size": group}
+        rounded = {"input_activations": arguments} if bits == 8 else {}
         return {
             "quant_method": self.name,
-            "quant_algo": "W4A16_NVFP4",
-            "config_groups": {"group_0": {"weights": arguments, "targets": ["Linear"]}},
-            "group_size": GROUP,
+            "quant_algo": "MXFP8" if bits == 8 else "W4A16_NVFP4",
+            "config_groups": {"group_0": {**rounded, "weights": arguments, "targets": ["Linear"]}},
+            "group_size": group,
             "ignore": sorted(plain),
         }
 

@@ -1,4 +1,4 @@
-"""torchao's safetensors, "torchao": Int8Tensor, IntxUnpackedToInt8Tensor and Float8Tensor.
+"""torchao's safetensors, "torchao": Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor and MXTensor.
 
 | class                      | weights                                | tensors beside `layer.`                      |
 |----------------------------|----------------------------------------|----------------------------------------------|
@@ -7,6 +7,7 @@
 |                            | groups, inputs int8 asymmetric or not  | a byte a code                                |
 | `Float8Tensor`             | float8_e4m3fn, rows, tensors or blocks | `_weight_qdata` float8, `_weight_scale`      |
 |                            |                                        | float32                                      |
+| `MXTensor`                 | MXFP8, inputs MXFP8 or not             | `lowbit.formats.torchao_mxfp8`               |
 
     value = (qdata − zero_point) · scale, with a scale for each `block_size`
 
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.formats import torchao_mxfp8 as mxfp8
 from lowbit.formats.base import Format, FormatError, Parts, check_matrix
 from lowbit.formats.integers import (
     IntegerLayout,
@@ -33,6 +35,7 @@ from lowbit.formats.integers import (
     layout_of,
     whole_groups,
 )
+from lowbit.formats.torchao_mxfp8 import typed
 from lowbit.numerics.affine import Mapping as AffineMapping
 from lowbit.numerics.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.numerics.number_format import Float8, Int
@@ -40,7 +43,7 @@ from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
-from lowbit.tensor.frozen.float8_tensor import E4M3, Float8Tensor
+from lowbit.tensor.frozen.float8_tensor import E4M3, Float8Tensor, is_mxfp8
 
 QDATA, SCALE, ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
 _PREFIX = "_weight_"
@@ -89,6 +92,8 @@ class TorchAo(Format):
         codes, own = parts[QDATA], getattr(torch, str(described.get("dtype")), None)
         own = own if isinstance(own, torch.dtype) else dtype or torch.bfloat16
         block, kind = described.get("block_size"), described["_type"]
+        if kind == mxfp8.KIND:
+            return mxfp8.from_parts(codes, parts[SCALE], described)
         if codes.ndim != 2 or not (isinstance(block, list) and len(block) == 2):
             raise FormatError(
                 f"its codes are {tuple(codes.shape)} in blocks of {block}; accepted: [N, K]"
@@ -118,6 +123,8 @@ class TorchAo(Format):
     def encode(self, weight: LowbitTensor) -> Parts:
         described = _described(weight)
         assert isinstance(weight, AffineTensor)
+        if described["_type"] == mxfp8.KIND:
+            return {_PREFIX + name: part for name, part in mxfp8.parts_of(weight).items()}
         if described["_type"] == "Float8Tensor":
             rows, columns = weight.shape
             codes = weight.codes[:rows, :columns].contiguous()
@@ -186,15 +193,11 @@ def _plain_json(data: Any) -> Any:
     return [_plain_json(value) for value in data] if isinstance(data, list) else data
 
 
-def _typed(kind: str, data: Any) -> dict[str, Any]:
-    return {"_type": kind, "_data": data}
-
-
 def _dtype_json(dtype: torch.dtype) -> dict[str, Any]:
-    return _typed("torch.dtype", str(dtype).removeprefix("torch."))
+    return typed("torch.dtype", str(dtype).removeprefix("torch."))
 
 
-_ROW = _typed("PerRow", {"dim": -1})
+_ROW = typed("PerRow", {"dim": -1})
 
 
 def _described(weight: LowbitTensor) -> dict[str, Any]:
@@ -208,8 +211,8 @@ def _described(weight: LowbitTensor) -> dict[str, Any]:
     head = {"block_size": block, "dtype": _dtype_json(weight.dtype)}
     rows_of_8 = layout == IntegerLayout(8, None, False)
     if rows_of_8 and activation in (None, INT8_INPUT):
-        symmetric = {"mapping_type": _typed("MappingType", "SYMMETRIC"), "reduce_range": False}
-        rounds = _typed("QuantizeTensorToInt8Kwargs", {"granularity": _ROW, **symmetric})
+        symmetric = {"mapping_type": typed("MappingType", "SYMMETRIC"), "reduce_range": False}
+        rounds = typed("QuantizeTensorToInt8Kwargs", {"granularity": _ROW, **symmetric})
         inputs = None if activation is None else rounds
         return {"_type": "Int8Tensor", "act_quant_kwargs": inputs, "reduce_range": False, **head}
     if activation not in (None, INTX_INPUT):
@@ -218,7 +221,7 @@ def _described(weight: LowbitTensor) -> dict[str, Any]:
         )
     return {
         "_type": "IntxUnpackedToInt8Tensor",
-        "target_dtype": _typed("torch.dtype", f"int{layout.bits}"),
+        "target_dtype": typed("torch.dtype", f"int{layout.bits}"),
         **head,
         "activation_quantization": None if activation is None else "int8_asym_per_token",
     }
@@ -226,9 +229,11 @@ def _described(weight: LowbitTensor) -> dict[str, Any]:
 
 def _described_float8(weight: Float8Tensor) -> dict[str, Any]:
     check_matrix(weight, "torchao")
+    if is_mxfp8(weight.spec):
+        return {"_type": mxfp8.KIND, **mxfp8.attributes_of(weight)}
     spec, activation = weight.spec, weight.activation
-    if spec.format != Float8():
-        raise FormatError(f"torchao holds {E4M3}, got {spec.format}")
+    if spec.format != Float8() or spec.scales is not None:
+        raise FormatError(f"torchao holds {E4M3}, and MXFP8 in groups of 32, got {spec}")
     if activation is not None:
         raise FormatError(
             "the inputs of a Float8Tensor are rounded by torchao's kernel for one GPU or another, not by a rule of the "
@@ -243,7 +248,7 @@ def _described_float8(weight: Float8Tensor) -> dict[str, Any]:
         "block_size": list(spec.block_size(weight.shape)),
         "mm_config": None,
         "act_quant_kwargs": None,
-        "kernel_preference": _typed("KernelPreference", "AUTO"),
+        "kernel_preference": typed("KernelPreference", "AUTO"),
         "dtype": _dtype_json(weight.dtype),
     }
 
@@ -254,6 +259,8 @@ def _config_of(weight: LowbitTensor) -> dict[str, Any]:
     assert isinstance(weight, AffineTensor)
     rounds = weight.activation is not None
     row = {**_ROW, "_version": 1}
+    if kind == mxfp8.KIND:
+        return {**mxfp8.config_of(weight), "_version": 1}
     if kind == "Float8Tensor":
         name, data = "Float8WeightOnlyConfig", {"weight_dtype": _dtype_json(E4M3)}
     elif kind == "Int8Tensor":
@@ -262,14 +269,14 @@ def _config_of(weight: LowbitTensor) -> dict[str, Any]:
     else:
         group = layout_of(weight, "torchao").group_size
         kind, sizes = ("PerGroup", {"group_size": group}) if group else ("PerAxis", {"axis": 0})
-        granularity = {**_typed(kind, sizes), "_version": 1}
+        granularity = {**typed(kind, sizes), "_version": 1}
         name = "Int8DynamicActivationIntxWeightConfig" if rounds else "IntxWeightOnlyConfig"
         prefix = "weight_" if rounds else ""
         data = {
-            "weight_dtype": _typed("torch.dtype", f"int{layout_of(weight, 'torchao').bits}"),
+            "weight_dtype": typed("torch.dtype", f"int{layout_of(weight, 'torchao').bits}"),
             f"{prefix}granularity": granularity,
         }
-    return {**_typed(name, data), "_version": 2}
+    return {**typed(name, data), "_version": 2}
 
 
 def _integers_as(described: Mapping[str, Any]) -> tuple[int, Spec | None]:
@@ -287,7 +294,7 @@ def _integers_as(described: Mapping[str, Any]) -> tuple[int, Spec | None]:
     if not is_known or inputs not in (None, "int8_asym_per_token"):
         raise FormatError(
             f"it is a {described['_type']} of {target} with inputs {inputs}; lowbit reads Int8Tensor, "
-            "IntxUnpackedToInt8Tensor and Float8Tensor"
+            "IntxUnpackedToInt8Tensor, Float8Tensor and MXTensor"
         )
     return int(target[3:]), INTX_INPUT if inputs else None
 

@@ -54,6 +54,7 @@ def runs(spec: Spec, x: Tensor, in_backward: bool = False) -> bool:
         found
         and type(spec) is Spec  # a subclass may observe what it rounds
         and not spec.static
+        and spec.scales is None
         and not isinstance(spec.format, LookupTable)
         and x.dtype in FLOATS
         and all(size == 1 for size in spec.block_size(x.shape)[:-1])

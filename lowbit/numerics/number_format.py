@@ -68,5 +68,10 @@ class Float8:
     def quant_max(self) -> float:
         return torch.finfo(self.dtype).max
 
+    @property
+    def largest(self) -> float:
+        """The largest magnitude, as that of a `LookupTable`."""
+        return self.quant_max
+
 
 NumberFormat = Int | Float8 | LookupTable

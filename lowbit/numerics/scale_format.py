@@ -1,4 +1,4 @@
-"""Scale formats: how the scales of a `LookupTable` are stored, where a plain floating dtype is not enough.
+"""Scale formats: how the scales of a `LookupTable` or of float8 are stored, where a plain floating dtype is not enough.
 
 | name     | scale of a block                            | stored, beside G scales of each of N rows          |
 |----------|---------------------------------------------|----------------------------------------------------|
@@ -9,12 +9,14 @@
 | "double" | DYNAMIC8[scale] · scale_absmax + scale_offset | `scale` uint8, `scale_absmax` and `scale_offset` float32 |
 
 `scale` has the shape [..., N, G], `scale_absmax` [..., N, A], and `global_scale` and `scale_offset` [..., 1, 1].
-largest is the largest magnitude of the table, x a block, and X the matrix [N, K]: each expert of a stack has its own
-global scale and offset. All arithmetic is float32.
+largest is the largest magnitude of the codes, x a block, and X the matrix [N, K]: each expert of a stack has its own
+global scale and offset. All arithmetic is float32. Float8 takes "float" and "e8m0".
 
 - "e8m0" (OCP Microscaling Formats v1.0, section 6.3): exponent = floor(log2 max|x|) − floor(log2 largest). This is the
   mapping "symmetric". A value of up to 8 · 2^e then clips to 6 · 2^e. "symmetric_no_clipping_err" takes the next
   exponent where the value lies half a step or more beyond the last one (7 for E2M1), as compressed-tensors writes it.
+  For float8 it takes the next exponent where the value is larger than the last one (448 for e4m3), so nothing clips:
+  exponent = ceil(log2(max|x| / largest)), which torchao and cuBLAS call RCEIL ("symmetric" is their FLOOR).
   The smallest exponent is −126, so that 1/scale and every product are normal numbers. Byte 255 is NaN.
 - "e4m3" (NVFP4; Alvarez et al., "Introducing NVFP4", NVIDIA 2025): global_scale = 448 · largest / max|X|. It divides,
   as compressed-tensors stores it. The scale of a block is at least 2^-9, the smallest e4m3 number: none is zero.
@@ -38,6 +40,7 @@ from torch.nn import functional as F
 
 from lowbit.numerics.affine import divide, round_to_dtype
 from lowbit.numerics.lookup_table import DYNAMIC8, LookupTable
+from lowbit.numerics.number_format import Float8
 
 ScaleParts = Mapping[str, Tensor]
 PartShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -63,9 +66,10 @@ class ScaleFormat:
         raise NotImplementedError
 
     def encode(
-        self, absmax: Tensor, table: LookupTable, mapping: str, kept: ScaleParts | None = None
+        self, absmax: Tensor, table: Any, mapping: str, kept: ScaleParts | None = None
     ) -> dict[str, Tensor]:
-        """The parts for blocks with the largest magnitudes `absmax`, float32 [..., N, G], of codes in `table`.
+        """The parts for blocks with the largest magnitudes `absmax`, float32 [..., N, G], of codes in `table`, a
+        LookupTable or, for "e8m0", also a Float8.
         `mapping`: that of the `Spec`. `kept`: parts from which comes what several blocks share; None: from `absmax`."""
         raise NotImplementedError
 
@@ -107,16 +111,18 @@ class E8M0(ScaleFormat):
         return {"scale": (blocks, torch.uint8)}
 
     def encode(
-        self, absmax: Tensor, table: LookupTable, mapping: str, kept: ScaleParts | None = None
+        self,
+        absmax: Tensor,
+        table: LookupTable | Float8,
+        mapping: str,
+        kept: ScaleParts | None = None,
     ) -> dict[str, Tensor]:
         emax = math.floor(math.log2(table.largest))
         bits = absmax.view(torch.int32)
         byte = (bits >> 23) - emax
         if mapping == "symmetric_no_clipping_err":
-            magnitudes = sorted(set(map(abs, table.values)))
-            end = magnitudes[-1] + (magnitudes[-1] - magnitudes[-2]) / 2
-            mantissa = ((bits & 0x7FFFFF) | 0x3F800000).view(torch.float32)
-            byte = byte + (mantissa * 2.0**emax >= end)
+            mantissa = ((bits & 0x7FFFFF) | 0x3F800000).view(torch.float32) * 2.0**emax
+            byte = byte + _needs_next(mantissa, table)
         byte = torch.where(absmax.isfinite(), byte.clamp(1, 254), 255)
         return {"scale": byte.to(torch.uint8)}
 
@@ -149,6 +155,14 @@ class E8M0(ScaleFormat):
     def bytes_of(scale: Tensor) -> Tensor:
         """uint8 of scales that `decode` gave, the inverse of it."""
         return (scale.float().contiguous().view(torch.int32) >> 23).to(torch.uint8)
+
+
+def _needs_next(largest: Tensor, codes: LookupTable | Float8) -> Tensor:
+    """Where a block with this largest value, in units of its scale, takes the next power of two instead."""
+    if isinstance(codes, Float8):
+        return largest > codes.quant_max
+    magnitudes = sorted(set(map(abs, codes.values)))
+    return largest >= magnitudes[-1] + (magnitudes[-1] - magnitudes[-2]) / 2
 
 
 class E4M3(ScaleFormat):

@@ -47,7 +47,6 @@ from lowbit.numerics.affine import (
     smallest_scale,
 )
 from lowbit.numerics.code_range import CodeType, is_value, quant_range
-from lowbit.numerics.lookup_table import LookupTable
 
 CHUNK_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Elements that are searched at once: few enough for a CPU's caches, and enough to occupy a GPU."""
@@ -439,7 +438,7 @@ def search_qparams_affine(
 def best_of_scales(
     input: Tensor,
     block_size: Sequence[int],
-    table: LookupTable,
+    dtype: CodeType,
     start: Tensor,
     offered: Iterable[Tensor],
     importance: Tensor | None = None,
@@ -453,7 +452,7 @@ def best_of_scales(
     counts = block_counts(input.shape, block_size)
 
     def error(scale: Tensor) -> Tensor:
-        codes = quantize_affine(input, block_size, scale, None, table)
+        codes = quantize_affine(input, block_size, scale, None, dtype)
         values = dequantize_affine(codes, block_size, scale, None)
         wrong = values.sub_(input.float()).square_()
         if weights is not None:

@@ -96,8 +96,9 @@ class Spec(_Computed):
         static: for an activation, with `PerTensor()`. False: the scale is dynamic, computed from each input. True: all
             inputs have one scale, which `lowbit.calibrate` finds before and which the layer stores.
         scale_format: for a LookupTable, how scales are stored: "float", "e8m0", "e4m3", "double", … (see
-            `lowbit.numerics.scale_format`). For the integers of `lowbit.numerics.super_blocks` also "super_block": the
-            scales that the K-quants of GGUF have, kept in float32.
+            `lowbit.numerics.scale_format`). For a Float8 "float" or "e8m0". For the integers of
+            `lowbit.numerics.super_blocks` also "super_block": the scales that the K-quants of GGUF have, kept in
+            float32.
         scale_dtype: for the weight of an Int or Float8 scheme, the dtype that scales are rounded to: torch.float16,
             torch.bfloat16 or torch.float32. None: the dtype of the weight (float32 for float64, and for float8 in
             blocks). GPTQ, AWQ and GGUF store float16 scales; `lowbit.formats.grid` gives the dtype of a format. With
@@ -129,10 +130,6 @@ class Spec(_Computed):
             raise ValueError(
                 f"unknown mapping {self.mapping!r}; accepted: {', '.join(get_args(Mapping))}"
             )
-        if isinstance(self.format, Float8) and self.mapping != "symmetric":
-            raise ValueError(
-                f"float8 has no zero point: mapping must be 'symmetric', got {self.mapping!r}"
-            )
         self._check_scale_format()
         self._check_scale_dtype()
         one_bit = isinstance(self.format, Int) and self.format.bits == 1
@@ -147,6 +144,8 @@ class Spec(_Computed):
             raise ValueError(
                 f"static=True gives all inputs one scale: the granularity must be PerTensor(), got {self.granularity!r}"
             )
+        if self.static:
+            self.check_free_scales("static=True", "take static=False")
         self._compute()
 
     def _compute(self) -> None:
@@ -162,7 +161,8 @@ class Spec(_Computed):
             zero_dtype = torch.float32
         in_blocks = isinstance(fmt, Float8) and isinstance(self.granularity, PerBlock)
         in_super_blocks = self.scale_format == "super_block"
-        is_wide = rounds_minimum or in_blocks or in_super_blocks or isinstance(fmt, LookupTable)
+        is_stored = isinstance(fmt, LookupTable) or self.scale_format == "e8m0"
+        is_wide = rounds_minimum or in_blocks or in_super_blocks or is_stored
         self.__dict__.update(
             super_blocks=self._super_blocks() if in_super_blocks else None,
             _grid=unchecked_grid(self.mapping, fmt.dtype, fmt.quant_min, fmt.quant_max, zero_dtype),
@@ -209,19 +209,23 @@ class Spec(_Computed):
                     f"{self.scale_dtype}"
                 )
             return
+        is_float8 = isinstance(self.format, Float8)
         if not isinstance(self.format, LookupTable):
-            if self.scale_format != "float":
+            takes = "'float' or 'e8m0'" if is_float8 else "'float'"
+            if self.scale_format not in (("float", "e8m0") if is_float8 else ("float",)):
                 raise ValueError(
                     f"scale_format={self.scale_format!r} is for a LookupTable, such as NF4 and E2M1; {self.format} "
-                    "takes 'float'"
+                    f"takes {takes}"
                 )
-            return
+            if not is_float8:
+                return
         accepted = ["symmetric"]
         if self.scale_format == "e8m0":
             accepted.append("symmetric_no_clipping_err")
         if self.mapping not in accepted:
+            what = "float8" if is_float8 else "a LookupTable"
             raise ValueError(
-                f"a LookupTable with scale_format={self.scale_format!r} has no zero point: mapping must be "
+                f"{what} with scale_format={self.scale_format!r} has no zero point: mapping must be "
                 f"{' or '.join(map(repr, accepted))}, got {self.mapping!r}"
             )
 
@@ -232,10 +236,10 @@ class Spec(_Computed):
         if dtype not in SCALE_DTYPES.values():
             accepted = ", ".join(map(str, SCALE_DTYPES.values()))
             raise ValueError(f"scale_dtype must be {accepted} or None, got {dtype!r}")
-        if isinstance(self.format, LookupTable):
+        if isinstance(self.format, LookupTable) or self.scale_format == "e8m0":
             raise ValueError(
-                f"scale_dtype={dtype} is for Int and Float8; the scales of a LookupTable are stored as scale_format "
-                f"says, got {self.scale_format!r}"
+                f"scale_dtype={dtype} is for Int and Float8; the scales of a LookupTable, and of e8m0, are stored as "
+                f"scale_format says, got {self.scale_format!r}"
             )
         is_float8 = isinstance(self.format, Float8)
         if is_float8 and isinstance(self.granularity, PerBlock) and dtype is not torch.float32:
@@ -362,9 +366,9 @@ class Spec(_Computed):
 
         `kept`: the parts of a weight that keeps what all of its blocks share.
         """
-        assert self.scales is not None and isinstance(self.format, LookupTable)
+        assert self.scales is not None
         kept = self.kept_parts(joint) or kept
-        if x.ndim < 2:
+        if x.ndim < 2 and self.scales.shared:
             raise ValueError(
                 f"{self} is for matrices [..., N, K], got shape {tuple(x.shape)}; reshape it"
             )
@@ -426,11 +430,10 @@ class Spec(_Computed):
             importance = self._pad_importance(importance, x)
         fmt, block = self.format, self.block_size(padded.shape)
         if self.scales is not None:
-            assert isinstance(fmt, LookupTable)
             start = self.choose_scales(padded, joint=joint)
             offered = (self.scales.decode(p) for p in self.scales.neighbours(start))
             best = self.scales.decode(start)
-            return best_of_scales(padded, block, fmt, best, offered, importance), None
+            return best_of_scales(padded, block, fmt.dtype, best, offered, importance), None
         if self.super_blocks is not None and not x.is_meta and x.numel():
             return self.super_blocks.search(padded, importance)
         scale, zero_point = search_qparams_affine(
@@ -510,15 +513,17 @@ class Spec(_Computed):
         """True if values may clip at the scale that `choose_qparams` gives in this dtype. If False, backward needs no
         mask.
 
-        "symmetric_no_clipping_err" and float8 put the largest value on the last code. The rounding of a scale to
-        bfloat16 moves it by 2^-8 of itself, which is half a step of 8 bits at most: -128 to -128.5, which rounds to
-        -128. Unsigned codes reach 128.5 - 128.5 = 0 too. In float16 small scales are subnormal and have fewer digits.
+        "symmetric_no_clipping_err" and float8 put the largest value on the last code. In float8 with e8m0 scales
+        "symmetric_no_clipping_err" puts it on or below the last code, and "symmetric" may clip it. The rounding of a
+        scale to bfloat16 moves it by 2^-8 of itself, which is half a step of 8 bits at most: -128 to -128.5, which
+        rounds to -128. Unsigned codes reach 128.5 - 128.5 = 0 too. In float16 small scales are subnormal and have fewer
+        digits.
         """
         scale_dtype = self.scale_dtype or scale_dtype
         if self.static or scale_dtype is torch.float16 or isinstance(self.format, LookupTable):
             return True
-        is_float8 = isinstance(self.format, Float8)
-        return not is_float8 and self.mapping != "symmetric_no_clipping_err"
+        is_exact = isinstance(self.format, Float8) and self.scales is None
+        return not is_exact and self.mapping != "symmetric_no_clipping_err"
 
     def check_qparams(
         self,

@@ -34,8 +34,10 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {
     "float8_float8_static": presets.Float8StaticActivationFloat8Weight,
     "float8_mxfp4": presets.Float8DynamicActivationMXFP4Weight,
     "float8_nvfp4": presets.Float8DynamicActivationNVFP4Weight,
+    "mxfp8_mxfp8": presets.MXFP8DynamicActivationMXFP8Weight,
     "nf4": presets.NF4WeightOnly,
     "mxfp4": presets.MXFP4WeightOnly,
+    "mxfp8": presets.MXFP8WeightOnly,
     "nvfp4": presets.NVFP4WeightOnly,
 }
 """Short names, in which the format of the activations comes first. The names of all presets are accepted too."""

@@ -161,6 +161,30 @@ def MXFP4WeightOnly(mapping: Mapping = "symmetric_no_clipping_err") -> Scheme:
     return Scheme(Spec(E2M1, PerGroup(32), mapping, scale_format="e8m0"))
 
 
+def _mxfp8(mapping: Mapping) -> Spec:
+    return Spec(Float8(), PerGroup(32), mapping, scale_format="e8m0")
+
+
+def MXFP8WeightOnly(mapping: Mapping = "symmetric_no_clipping_err") -> Scheme:
+    """float8 (e4m3) weights whose scale is a power of two for each 32 inputs, in 8 bits: 8.25 bits a weight.
+
+    `mapping` chooses the power of two; both are stored alike (`lowbit.numerics.scale_format`): "symmetric" by the rule
+    of OCP Microscaling Formats v1.0, which clips values beyond 448 scales; "symmetric_no_clipping_err" by that of
+    NVIDIA's recipe (arXiv 2506.08027), which rounds the scale up. torchao names them FLOOR and RCEIL.
+    """
+    return Scheme(_mxfp8(mapping))
+
+
+def MXFP8DynamicActivationMXFP8Weight(mapping: Mapping = "symmetric_no_clipping_err") -> Scheme:
+    """The weights of `MXFP8WeightOnly`, of this `mapping`, and activations rounded in the same way, in groups of 32
+    inputs of a token.
+
+    bfloat16 holds the rounded values exactly, so that plain products of them stand for those of the matrix units that
+    GPUs of compute capability 10.0 have for this format.
+    """
+    return Scheme(_mxfp8(mapping), _mxfp8(mapping))
+
+
 def NVFP4WeightOnly() -> Scheme:
     """FP4 (E2M1) weights with an e4m3 scale for each 16 inputs, and one float32 scale for all: 4.5 bits a weight."""
     return Scheme(Spec(E2M1, PerGroup(16), scale_format="e4m3"))

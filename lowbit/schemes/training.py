@@ -27,6 +27,7 @@ from lowbit.numerics.number_format import Float8
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.least_sizes import Least, LeastExperts
 from lowbit.schemes.matrix_units import missing_block_products, missing_units
+from lowbit.schemes.presets import MXFP8WeightOnly
 
 TRAINED_DTYPES = tuple(dtype for dtype in FLOATS if dtype is not torch.float64)
 """Dtypes of weights and inputs that training schemes take."""
@@ -213,8 +214,8 @@ class LowbitProducts(TrainingScheme):
         if reason is None:
             return None
         return (
-            f"{type(self).__name__} on {device}: {reason}, so it has no units for these products; train without it "
-            "(lowbit.train.restore_(model) undoes it), or slowly, by plain operations, with always=True"
+            f"{type(self).__name__} on {device}: {reason}; train without it (lowbit.train.restore_(model) undoes it), "
+            "or slowly, by plain operations, with always=True"
         )
 
     def _too_small(self, n: int, k: int) -> str | None:
@@ -464,6 +465,63 @@ class Float8BlockMixedPrecision(MixedPrecision):
     def describe(self, shape: Sequence[int]) -> str:
         note = f"e4m3, a scale a block of {BLOCK} x {BLOCK}: {', '.join(self.products)}"
         note += "; scales are powers of two" if self.power_of_two else ""
+        return note + self._note_of_experts(shape)
+
+
+@dataclass(frozen=True)
+class MXFP8MixedPrecision(MixedPrecision):
+    """MXFP8 products: every operand in float8 (e4m3) with a power of two for each 32 elements along the dimension that
+    its product sums over (OCP Microscaling Formats v1.0; arXiv 2506.08027). Weights stay as they are.
+
+    lowbit has no kernel for the matrix units of this format, which GPUs of compute capability 10.0 have. Plain products
+    of the rounded values stand for them (`lowbit.linear.microscaled_linear`), so that training is studied before it
+    moves to such a GPU. They are slower than those of bfloat16, and run with `always=True` only.
+
+    Args:
+        output, grad_input, grad_weight, seed, always: as for `lowbit.Int8MixedPrecision`.
+        stochastic_rounding: None or False.
+        beside: None.
+        mapping: how powers of two are chosen, as for `lowbit.MXFP8WeightOnly`.
+
+    Raises TypeError, ValueError for other values.
+    """
+
+    mapping: str = field(default="symmetric_no_clipping_err", kw_only=True)
+
+    capability = (10, 0)
+    forward_format = "e4m3"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stochastic_rounding:
+            raise ValueError(
+                "MXFP8MixedPrecision rounds to nearest, and takes no stochastic_rounding=True; accepted: False, or "
+                "another scheme, such as Float8MixedPrecision"
+            )
+        _ = self.spec  # checks the mapping
+
+    @property
+    def spec(self) -> Spec:
+        """How every operand is rounded, along its last dimension."""
+        return MXFP8WeightOnly(self.mapping).weight  # type: ignore[arg-type]
+
+    @property
+    def in_blocks(self) -> bool:
+        return True
+
+    @property
+    def input_rounding(self) -> tuple[Any, ...]:
+        return *super().input_rounding, self.spec
+
+    def _missing_units(self, device: torch.device) -> str | None:
+        return None if device.type in ("cpu", "meta") else "lowbit has no kernel of MXFP8 for it"
+
+    def starts_from(self, weight: Any) -> bool:
+        is_float8 = getattr(weight, "stored_as", None) == "float8"
+        return is_float8 and weight.spec.same_values(self.spec) and not weight.transposed
+
+    def describe(self, shape: Sequence[int]) -> str:
+        note = f"e4m3, a power of two for each 32: {', '.join(self.products)}"
         return note + self._note_of_experts(shape)
 
 

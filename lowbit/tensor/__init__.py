@@ -17,6 +17,7 @@ from lowbit.tensor.trained.block_mixed_precision import BlockMixedPrecisionTenso
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.int4_weight import Int4WeightTensor
 from lowbit.tensor.trained.int8_weight import Int8WeightTensor
+from lowbit.tensor.trained.microscaled import MicroscaledTensor
 from lowbit.tensor.trained.mixed_precision import MixedPrecisionTensor
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Int4WeightTensor",
     "Int8WeightTensor",
     "LowbitTensor",
+    "MicroscaledTensor",
     "MixedPrecisionTensor",
     "TableTensor",
     "TernaryTensor",

@@ -9,6 +9,7 @@ from lowbit.schemes.training import (
     Int4Weight,
     Int8MixedPrecision,
     Int8Weight,
+    MXFP8MixedPrecision,
     TrainingScheme,
 )
 from lowbit.train.collectives import compress_collectives_
@@ -25,6 +26,7 @@ __all__ = [
     "Int4Weight",
     "Int8MixedPrecision",
     "Int8Weight",
+    "MXFP8MixedPrecision",
     "Report",
     "TrainingScheme",
     "compress_collectives_",

@@ -68,6 +68,32 @@ def test_a_new_folder(tmp_path: Path) -> None:
     assert settings["quant_algo"] == "W4A16_NVFP4" and settings["ignore"] == ["lm_head", "second"]
 
 
+def test_mxfp8(tmp_path: Path) -> None:
+    """Written, read and written back, by the formula of the format."""
+    model = Model().bfloat16()
+    first = nn.Linear(64, 33, bias=False).bfloat16()
+    model.first = first
+    lowbit.quantize_(model, {"first": lowbit.MXFP8DynamicActivationMXFP8Weight(), "*": None})
+    lowbit.export(model, tmp_path / "out", "modelopt")
+    settings = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert (settings["quant_algo"], settings["group_size"]) == ("MXFP8", 32)
+    stored = load_file(tmp_path / "out/model.safetensors")
+    codes, scale = stored["first.weight"], stored["first.weight_scale"]
+    assert (codes.dtype, scale.dtype) == (torch.float8_e4m3fn, torch.uint8)
+    values = codes.double().unflatten(1, (2, 32)) * 2.0 ** (scale.double() - 127).unsqueeze(-1)
+    assert torch.equal(first.weight.dequantize().double(), values.flatten(1))
+    blank: Any = Model().bfloat16()
+    blank.first = nn.Linear(64, 33, bias=False).bfloat16()
+    made: Any = lowbit.load_pretrained(tmp_path / "out", blank)
+    assert made.first.weight.activation == first.weight.activation  # type: ignore[union-attr]
+    assert torch.equal(made.first.weight.dequantize(), first.weight.dequantize())
+    lowbit.export(made, tmp_path / "back", like=tmp_path / "out")
+    again = load_file(tmp_path / "back/model.safetensors")
+    assert all(
+        torch.equal(again[n].view(torch.uint8), t.view(torch.uint8)) for n, t in stored.items()
+    )
+
+
 def test_a_global_scale_has_an_exact_reciprocal() -> None:
     """1 / (1 / (1 / m)) is 1 / m for every mantissa, and a new scale is such a reciprocal."""
     m = (torch.arange(2**23, dtype=torch.int32) | 0x3F800000).view(torch.float32)
@@ -178,8 +204,9 @@ def test_other_algorithms(tmp_path: Path) -> None:
 
 def test_weights_that_it_does_not_hold(tmp_path: Path) -> None:
     for scheme, why in (
-        (lowbit.Int4WeightOnly(16), "modelopt holds NVFP4, got int4"),
-        (lowbit.MXFP4WeightOnly(), "modelopt holds NVFP4, got e2m1"),
+        (lowbit.Int4WeightOnly(16), "modelopt holds NVFP4 and MXFP8, got int4"),
+        (lowbit.MXFP4WeightOnly(), "modelopt holds NVFP4 and MXFP8, got e2m1"),
+        (lowbit.MXFP8WeightOnly(), "modelopt rounds the inputs of MXFP8 weights to MXFP8"),
     ):
         with pytest.raises(FormatError, match=why):
             written(tmp_path / "out", scheme)

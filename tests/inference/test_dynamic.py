@@ -155,11 +155,13 @@ def test_not_a_number_stays_in_its_row(scheme: lb.Scheme, bad: float) -> None:
 @over(PER_TOKEN)
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-12, 1e4, 1e37], ids="{:.0e}".format)
 def test_magnitudes(scheme: lb.Scheme, magnitude: float) -> None:
-    """A token's scale adapts, so the output scales with its input, without overflow on the way."""
+    """A token's scale adapts, so the output scales with its input, without overflow on the way. A power of two takes
+    other codes for another magnitude."""
     model = layer(64, 32, scheme, bias=False)
     x = torch.randn(5, 64)
     expected = model(x).double() * magnitude
-    assert relative_error(model(x * magnitude), expected) < 0.01
+    has_powers = scheme.activation.scale_format == "e8m0"
+    assert relative_error(model(x * magnitude), expected) < (0.06 if has_powers else 0.01)
     mixed = model(torch.cat([x * magnitude, x]))
     assert relative_error(mixed[5:], expected / magnitude) < 1e-6
 

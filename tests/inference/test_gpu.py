@@ -84,6 +84,8 @@ def test_against_float64(scheme: lb.Scheme, dtype: torch.dtype, k: int) -> None:
         (lb.Float8WeightOnly(lb.PerBlock(16, 32)), 3, 64, 48, torch.bfloat16, "matrix_linear"),
         (lb.NF4WeightOnly(16, True), 70, 67, 48, torch.bfloat16, "matrix_linear"),
         (lb.MXFP4WeightOnly(), 3, 64, 48, torch.float16, "matrix_linear"),
+        (lb.MXFP8WeightOnly(), 3, 64, 48, torch.bfloat16, "matrix_linear"),
+        (lb.MXFP8DynamicActivationMXFP8Weight(), 70, 67, 48, torch.bfloat16, "matrix_linear"),
         (lb.NVFP4WeightOnly(), 70, 64, 48, torch.bfloat16, "matrix_linear"),
         (lb.NVFP4WeightOnly(), 70, 64, 48, torch.float32, "plain_linear"),
         (lb.Int8WeightOnly(), 3, 64, 48, torch.bfloat16, "weight_linear"),
@@ -152,8 +154,10 @@ def test_unusual_values(scheme: lb.Scheme, tokens: int) -> None:
         x[1] = 0
         assert torch.equal(model(x)[1], model.bias)
         model.bias = None
+        has_powers = scheme.activation.scale_format == "e8m0"  # other codes for another magnitude
         for magnitude in (1e-20, 1e10):
-            assert relative_error(model(x * magnitude), model(x).double() * magnitude) < 0.02
+            error = relative_error(model(x * magnitude), model(x).double() * magnitude)
+            assert error < (0.06 if has_powers else 0.02)
 
 
 @pytest.mark.cover("values")

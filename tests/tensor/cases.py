@@ -32,6 +32,8 @@ from lowbit import (
     IntxWeightOnly,
     LookupTable,
     MXFP4WeightOnly,
+    MXFP8MixedPrecision,
+    MXFP8WeightOnly,
     NF4WeightOnly,
     NVFP4WeightOnly,
     PerBlock,
@@ -50,6 +52,7 @@ from lowbit.tensor import (
     Int4WeightTensor,
     Int8WeightTensor,
     LowbitTensor,
+    MicroscaledTensor,
     MixedPrecisionTensor,
     TableTensor,
     TernaryTensor,
@@ -208,6 +211,7 @@ _FLOAT8 = {
     "e5m2-tensor": (Scheme(Spec(Float8(torch.float8_e5m2), PerTensor())), 1, 1),
     "int8static-e4m3-row": (_static(Float8WeightOnly()), 1, 1),
     "e4m3dyn-e4m3-row": (Float8DynamicActivationFloat8Weight(), 1, 1),
+    "mxfp8": (MXFP8WeightOnly(), 1, 32),
     "e4m3dyn-e4m3-block-8x16": (Float8DynamicActivationFloat8Weight(PerBlock(8, 16)), 8, 16),
 }
 THREE_BITS = LookupTable((-1.0, -0.5, -0.2, 0.0, 0.1, 0.3, 0.6, 1.2))
@@ -228,6 +232,7 @@ _FAKE = {
     "qat-e4m3-row": Float8WeightOnly(),
     "qat-nf4-g32": NF4WeightOnly(32),
     "qat-mxfp4": MXFP4WeightOnly(),
+    "qat-mxfp8": MXFP8WeightOnly(),
     "qat-nvfp4": NVFP4WeightOnly(),
 }
 # on a CPU their products run in high precision, so that these can be compared; tests/train has the others
@@ -260,6 +265,7 @@ CASES = [
     *(Case(name, FakeQuantizedTensor, how) for name, how in _FAKE.items()),
     *(Case(name, MixedPrecisionTensor, how) for name, how in _MIXED.items()),
     Case("train-float8-blocks", BlockMixedPrecisionTensor, Float8BlockMixedPrecision()),
+    Case("train-mxfp8", MicroscaledTensor, MXFP8MixedPrecision()),
     *(Case(name, *how) for name, how in _WEIGHTS_IN_TRAINING.items()),
     Case("ternary", TernaryTensor, None, column_step=4),
 ]

@@ -82,7 +82,7 @@ def _divide(x, norms, out, numel, pieces, PIECE: tl.constexpr):
 @normalize_matrices.kernel
 def _launch(x: Tensor, eps: float, out_dtype: torch.dtype | None) -> Tensor | None:
     """The Triton kernels where they run, else the reference."""
-    if not runs_on(x.device) or x.numel() == 0 or x[0].numel() >= LARGEST:
+    if not runs_on(x.device) or x.numel() == 0 or x.shape[1:].numel() >= LARGEST:
         return None
     ran("normalize_matrices", "triton")
     x, out_dtype = x.contiguous(), out_dtype or x.dtype
@@ -90,7 +90,7 @@ def _launch(x: Tensor, eps: float, out_dtype: torch.dtype | None) -> Tensor | No
     pieces = triton.cdiv(numel, PIECE)
     out = torch.empty(x.shape, dtype=stored_dtype(out_dtype, x.device), device=x.device)
     scratch = torch.empty(count * (pieces + 1), dtype=torch.float32, device=x.device)
-    norms, sums = scratch[:count], scratch[count:]
+    norms, sums = scratch.split((count, count * pieces))
     with torch.cuda.device_of(x):
         grid = (count * pieces,)
         _squares[grid](x, sums, numel, pieces, PIECE=PIECE, num_warps=8)

@@ -35,7 +35,14 @@ from lowbit_kernels.matmul.mm_tiles_triton import in_groups
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.library import aligned
 from lowbit_kernels.runtime.op import op
-from lowbit_kernels.runtime.triton_runtime import jit, runs_on, stored_dtype, tl, triton
+from lowbit_kernels.runtime.triton_runtime import (
+    has_large_tiles,
+    jit,
+    runs_on,
+    stored_dtype,
+    tl,
+    triton,
+)
 
 GRANULE = 64
 """The tensor maps see all matrices as one. A tile along k stays inside its matrix only if this number divides the
@@ -204,7 +211,7 @@ def _launch(a, b, addend, symmetric, alpha, beta, gamma, out_dtype) -> Tensor | 
     a_turned, b_turned = _is_transposed(a), _is_transposed(b)
     a, b = (aligned(x.mT if turned else x) for x, turned in ((a, a_turned), (b, b_turned)))
     out = a.new_empty((count, m, n), dtype=stored_dtype(out_dtype, a.device))
-    maps = _has_copy_engine(a.device) and all(size % GRANULE == 0 for size in (m, n, k))
+    maps = has_large_tiles(a.device) and all(size % GRANULE == 0 for size in (m, n, k))
     blocks = _blocks(a.device, symmetric)
     size_m, size_n, size_k = (blocks[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
     tiles_m, tiles_n = triton.cdiv(m, size_m), triton.cdiv(n, size_n)
@@ -246,16 +253,11 @@ def _blocks(device: torch.device, symmetric: bool) -> dict[str, int]:
     if device.type == "cpu":  # the interpreter: small blocks
         return {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "GROUP": 2}
     sizes = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP": 8, "num_warps": 4}
-    if not _has_copy_engine(device):
+    if not has_large_tiles(device):
         return {**sizes, "num_stages": 3, "num_warps": 8}
     if symmetric:  # square tiles
         return {**sizes, "num_stages": 4}
     return {**sizes, "BLOCK_N": 256, "num_warps": 8, "num_stages": 3}
-
-
-@functools.cache
-def _has_copy_engine(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @functools.cache

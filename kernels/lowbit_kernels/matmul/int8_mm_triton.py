@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.matmul.mm_tiles_triton import in_groups, store
-from lowbit_kernels.runtime.triton_runtime import jit, stored_dtype, tl, triton
+from lowbit_kernels.runtime.triton_runtime import (
+    has_large_tiles,
+    jit,
+    stored_dtype,
+    tl,
+    triton,
+)
 
 
 @jit
@@ -93,7 +99,7 @@ def _blocks(m: int, n: int, device: torch.device) -> dict[str, int]:
     """Block sizes for a result of m x n. They are fixed, so that no call waits for autotuning."""
     if device.type == "cpu":  # the interpreter: small blocks
         sizes = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "GROUP": 2}
-    elif torch.cuda.get_device_capability(device)[0] >= 9:
+    elif has_large_tiles(device):
         wide = triton.cdiv(m, 128) * triton.cdiv(n, 256) >= _programs(device)
         sizes = {"BLOCK_M": 128, "BLOCK_N": 256 if wide else 128, "BLOCK_K": 128, "GROUP": 8}
         sizes |= {"num_warps": 8, "num_stages": 3 if wide else 4}
@@ -107,5 +113,5 @@ def _blocks(m: int, n: int, device: torch.device) -> dict[str, int]:
 def _programs(device: torch.device) -> int:
     if device.type == "cpu":
         return 3
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count * (1 if properties.major >= 9 else 2)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return processors * (1 if has_large_tiles(device) else 2)

@@ -55,6 +55,23 @@ def runs_on(device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "cpu" and triton.knobs.runtime.interpret)
 
 
+@functools.cache
+def has_large_tiles(device: torch.device) -> bool:
+    """True for NVIDIA GPUs from compute capability 9.0 on whose blocks may have the shared memory of a data-centre GPU.
+
+    Those of compute capability 12.0 (GeForce RTX 50) have 99 KiB, as 8.6 and 8.9 have. ROCm counts capabilities in
+    another way.
+    """
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.major >= 9 and properties.shared_memory_per_block_optin >= LARGE_TILES
+
+
+LARGE_TILES = 160 * 1024
+"""Bytes of shared memory that the largest tiles of these kernels take."""
+
+
 def stored_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype in which a kernel writes a result of ``dtype``; the op converts it afterwards.
 

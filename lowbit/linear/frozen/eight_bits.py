@@ -32,6 +32,7 @@ def is_rowwise(weight: Weight, format: Int | Float8) -> bool:
         and activation is not None
         and not weight.transposed
         and weight.zero_point is None
+        and spec.scales is activation.scales is None
         and isinstance(spec.granularity, PerRow)
         and isinstance(activation.granularity, PerToken)
         and activation.mapping.startswith("symmetric")
@@ -149,6 +150,7 @@ def has_block_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
         and activation is not None
         and not weight.transposed
         and weight.spec.format == activation.format == Float8()
+        and weight.spec.scales is activation.scales is None
         and weight.spec.granularity == PerBlock(_BLOCK, _BLOCK)
         and activation.granularity == PerGroup(_BLOCK)
         and x.dtype is not torch.float64
@@ -183,6 +185,7 @@ def has_static_scale(weight: Weight) -> bool:
         and weight.stored_as in ("integers", "float8")
         and not weight.transposed
         and weight.zero_point is None
+        and spec.scales is None
         and isinstance(spec.granularity, PerRow)
         and not activation.zero_point_is_value
     )

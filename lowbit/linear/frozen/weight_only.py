@@ -36,7 +36,8 @@ def has_matrix_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
     """For a matrix in any format on a GPU."""
     if not x.is_cuda or x.dtype not in HALVES or weight.transposed:
         return False
-    if weight.spec.format.bits == 8 and weight.activation is not None:
+    is_eight_bits = weight.spec.format.bits == 8 and weight.spec.scales is None
+    if is_eight_bits and weight.activation is not None:
         return False  # 8 bits by 8 bits is faster
     return op_matrix(weight, x.dtype) is not None
 

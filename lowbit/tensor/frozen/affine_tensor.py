@@ -38,6 +38,7 @@ from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8, Int
 from lowbit.numerics.packing import pack, packed_size, unpack
 from lowbit.numerics.row_chunks import count_nonfinite, encode_in_chunks
+from lowbit.numerics.scale_format import ScaleFormat
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core import (
@@ -262,6 +263,9 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         qparams: tuple[Tensor, Tensor | None] | None = None,
         joint: Tensor | None = None,
     ) -> dict[str, Tensor | None]:
+        if spec.scales is not None:
+            return cls._encode_stored(weight, spec, spec.scales, qparams, joint)
+
         def encode(
             part: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None
         ) -> dict[str, Tensor | None]:
@@ -273,6 +277,31 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         if spec.shares_rows:
             return encode(weight, *given)
         return encode_in_chunks(weight, encode, *given)
+
+    @classmethod
+    def _encode_stored(
+        cls,
+        weight: Tensor,
+        spec: Spec,
+        scales: ScaleFormat,
+        qparams: tuple[Tensor, Tensor | None] | None,
+        joint: Tensor | None,
+    ) -> dict[str, Tensor | None]:
+        """`_encode_as` where scales are stored in a scale format."""
+        stored = (
+            spec.choose_scales(spec.pad(weight), joint=joint)
+            if qparams is None
+            else scales.encode_given(qparams[0], spec.kept_parts(joint))
+        )
+
+        def encode(part: Tensor, scale: Tensor) -> dict[str, Tensor | None]:
+            codes, _, _ = spec.quantize(part.contiguous(), qparams=(scale, None))
+            return {"codes": cls._store(codes, spec)}
+
+        scale = scales.decode(stored)
+        whole = spec.granularity.shares_rows
+        found = encode(weight, scale) if whole else encode_in_chunks(weight, encode, scale)
+        return {**found, **stored}
 
     # ---- storage of the codes, overridden by other representations ------------------------------------------
 
@@ -324,11 +353,15 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
     def _dequantized(self, shape: Sequence[int]) -> Tensor:
         """The values of a matrix, or a stack of them, of the shape of the codes, by PyTorch's operations."""
         codes = self._load(self.spec.padded_shape(shape)[-1])
-        return self.spec.dequantize(codes, self.scale, self.zero_point, shape, self.dtype)
+        return self.spec.dequantize(codes, self.scale_values(), self.zero_point, shape, self.dtype)
 
     def scale_values(self) -> Tensor:
         """The scale of each block, as `lowbit.numerics.affine` takes it."""
-        return self.scale
+        scales = self.spec.scales
+        return self.scale if scales is None else scales.decode(self.inner_tensors())
+
+    def is_floating(self, name: str) -> bool:
+        return name == "scale" and self.spec.scales is None
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         if self.transposed:
@@ -344,6 +377,8 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
             is_value = self.spec.zero_point_is_value
             dtype = self.scale.dtype if is_value else self.spec.format.dtype
             found["zero_point"] = (blocks, dtype)
+        if self.spec.scales is not None:
+            found.update(self.spec.scales.shapes(blocks))
         if self.activation is not None and self.activation.static:
             found["input_scale"] = ((1, 1), torch.float32)
             if self.activation.has_zero_point:
@@ -426,7 +461,10 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
 
     def _new_scales(self, x: Tensor) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor | None]]:
         """Scales and zero points of padded values x: the inner tensors, by name, and as `lowbit.numerics.affine` takes
-        them."""
+        them. The part that all blocks share stays."""
+        if self.spec.scales is not None:
+            found = self.spec.choose_scales(x, kept=self.inner_tensors())
+            return {"scale": found["scale"]}, (self.spec.scales.decode(found), None)
         scale, zero_point = self.spec.choose_qparams(x, self.scale.dtype)
         parts = (
             {"scale": scale} if zero_point is None else {"scale": scale, "zero_point": zero_point}

@@ -321,12 +321,13 @@ def _format(spec: Spec, dims: int) -> CodesFormat:
     from lowbit_kernels.weight_only.codes_format import CodesFormat
 
     fmt = spec.format
+    scales = spec.scales
+    scale_bytes = scales is not None and scales.is_byte and (dims == 2 or not scales.shared)
     if isinstance(fmt, LookupTable):
-        scales = spec.scales
-        scale_bytes = scales is not None and scales.is_byte and (dims == 2 or not scales.shared)
         return CodesFormat(fmt.bits, table=fmt.values, scale_bytes=scale_bytes)
     if not isinstance(fmt, Int):
-        return CodesFormat(fmt.bits, exponent=4 if fmt.dtype is torch.float8_e4m3fn else 5)
+        exponent = 4 if fmt.dtype is torch.float8_e4m3fn else 5
+        return CodesFormat(fmt.bits, exponent=exponent, scale_bytes=scale_bytes)
     if not spec.has_zero_point:
         return CodesFormat(fmt.bits, fmt.quant_min)
     kind = "value" if spec.zero_point_is_value else "code"

@@ -3,6 +3,7 @@
 x̂ = value · scale with scale = max|x| / 448 (e4m3; 57,344 for e5m2). Codes are stored as the float8 dtype itself,
 in the logical shape padded to whole blocks. All else is as in `AffineTensor`, without a zero point.
 
+With the scale format "e8m0" (MXFP8) scales are powers of two in uint8, as `lowbit.numerics.scale_format` stores them.
 Scales of `PerBlock` are float32 whatever the weight's dtype, as checkpoints of DeepSeek-V3 have them (arXiv 2412.19437)
 and as the products of blocks read them. One scale is shared by thousands of elements, so its bytes do not count.
 Source: Micikevicius et al., arXiv 2209.05433.
@@ -20,11 +21,20 @@ from lowbit.numerics.granularity import PerBlock
 from lowbit.numerics.number_format import Float8
 from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.spec import Spec
+from lowbit.schemes.presets import MXFP8WeightOnly
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 E4M3 = torch.float8_e4m3fn
 SCALE_OF_BLOCKS = "weight_scale_inv"
 """The name of the scales beside "weight" in checkpoints with blocks. Despite the name they multiply."""
+
+
+MXFP8 = MXFP8WeightOnly().weight
+"""MXFP8: e4m3 and a power of two for each 32 inputs. `Spec.same_values` does not ask how powers were chosen."""
+
+
+def is_mxfp8(spec: Spec) -> bool:
+    return MXFP8.same_values(spec)
 
 
 class Float8Tensor(AffineTensor):

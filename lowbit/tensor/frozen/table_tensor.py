@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.packing import pack
-from lowbit.numerics.row_chunks import CHUNK_ELEMENTS, encode_in_chunks
+from lowbit.numerics.row_chunks import CHUNK_ELEMENTS
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.core import InnerShapes
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
@@ -85,32 +85,6 @@ class TableTensor(AffineTensor):
     def _load(self, columns: int) -> Tensor:
         return _table(self.spec).look_up(self.codes, columns)
 
-    @classmethod
-    def _encode_as(
-        cls,
-        weight: Tensor,
-        spec: Spec,
-        scale_dtype: torch.dtype,
-        qparams: tuple[Tensor, Tensor | None] | None = None,
-        joint: Tensor | None = None,
-    ) -> dict[str, Tensor | None]:
-        if spec.scales is None:
-            return super()._encode_as(weight, spec, scale_dtype, qparams)
-        stored = (
-            spec.choose_scales(spec.pad(weight), joint=joint)
-            if qparams is None
-            else spec.scales.encode_given(qparams[0], spec.kept_parts(joint))
-        )
-
-        def encode(part: Tensor, scale: Tensor) -> dict[str, Tensor | None]:
-            codes, _, _ = spec.quantize(part.contiguous(), qparams=(scale, None))
-            return {"codes": cls._store(codes, spec)}
-
-        scale = spec.scales.decode(stored)
-        whole = spec.granularity.shares_rows
-        found = encode(weight, scale) if whole else encode_in_chunks(weight, encode, scale)
-        return {**found, **stored}
-
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
         found = super()._encode(values)
         own, new = self.scale_absmax, found.get("scale_absmax")
@@ -120,25 +94,14 @@ class TableTensor(AffineTensor):
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         found = super().inner_shapes(shape)
-        if self.spec.scales is not None:
+        if self.scale_absmax is not None and (copies := self.scale_absmax.shape[-1]):
+            least, dtype = found["scale_absmax"]
             blocks, _ = found["scale"]
-            found.update(self.spec.scales.shapes(blocks))
-            if self.scale_absmax is not None and (copies := self.scale_absmax.shape[-1]):
-                least, dtype = found["scale_absmax"]
-                if blocks[-1] % copies == 0 and copies % max(least[-1], 1) == 0:  # a slice has more
-                    found["scale_absmax"] = ((*least[:-1], copies), dtype)
+            if blocks[-1] % copies == 0 and copies % max(least[-1], 1) == 0:  # a slice has more
+                found["scale_absmax"] = ((*least[:-1], copies), dtype)
         return found
 
-    def is_floating(self, name: str) -> bool:
-        return name == "scale" and self.spec.scales is None
-
     # ---- values ----------------------------------------------------------------------------------------------
-
-    def scale_values(self) -> Tensor:
-        """float32, blocks along each dimension."""
-        if self.spec.scales is None:
-            return self.scale
-        return self.spec.scales.decode(self.inner_tensors())
 
     def _dequantized(self, shape: Sequence[int]) -> Tensor:
         """In chunks of rows, whose float32 values take little memory."""
@@ -153,13 +116,6 @@ class TableTensor(AffineTensor):
             found = _table(spec).look_up(codes, columns)
             out.copy_(spec.dequantize(found, own, None, out.shape, self.dtype))
         return values.view(tuple(shape))
-
-    def _new_scales(self, x: Tensor) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor | None]]:
-        """The shared part of all blocks stays."""
-        if self.spec.scales is None:
-            return super()._new_scales(x)
-        found = self.spec.choose_scales(x, kept=self.inner_tensors())
-        return {"scale": found["scale"]}, (self.spec.scales.decode(found), None)
 
     def requantize_(self, values: Tensor) -> None:
         """As `AffineTensor` does. The part that blocks share, such as `global_scale`, changes where that is nearer."""

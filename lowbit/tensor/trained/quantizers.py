@@ -31,6 +31,7 @@ from lowbit.linear.coded_linear import CodedWeight, coded_weight, coded_weight_b
 from lowbit.linear.fused_rounding import fake_quantize, unclamped_codes
 from lowbit.numerics import class_names
 from lowbit.numerics.lookup_table import LookupTable
+from lowbit.numerics.number_format import Float8
 from lowbit.numerics.scale_format import E8M0
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.core import Gather, Wire, rounding_inputs
@@ -196,6 +197,8 @@ class PresentScales(Quantizer):
         if weight.dtype.itemsize <= 2 or not shard.rounds_weight or spec.shares_rows:
             return None
         packs = self.packs and saves(spec)
+        if isinstance(spec.format, Float8) and spec.may_clip(torch.float32):
+            return None  # float8 codes do not show which of them clip
         # codes of a table before the clamp are float32, unless they are packed
         if shard.role != "matrix" or (isinstance(spec.format, LookupTable) and not packs):
             return None

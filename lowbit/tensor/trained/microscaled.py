@@ -1,0 +1,41 @@
+"""MicroscaledTensor: a high-precision weight with products in MXFP8 (`lowbit.linear.microscaled_linear`).
+
+FSDP2 gathers the weight itself: its two rounded copies take as many bytes as one in bfloat16.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from torch import Tensor
+
+from lowbit.linear.microscaled_linear import microscaled_linear
+from lowbit.schemes.scheme import Scheme
+from lowbit.schemes.training import MXFP8MixedPrecision
+from lowbit.tensor.core import LowbitTensor
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
+from lowbit.tensor.trained.mixed_precision import MixedPrecisionTensor
+
+
+class MicroscaledTensor(MixedPrecisionTensor, codec=None):
+    """A trainable weight [..., N, K] with products in MXFP8. `weight` is the high-precision tensor inside."""
+
+    schemes = (MXFP8MixedPrecision,)
+    stays = ""
+
+    scheme: MXFP8MixedPrecision
+
+    @classmethod
+    def prepared(cls, weight: Tensor, scheme: Any, name: str) -> Self:
+        """A weight in MXFP8 is trained from the values that its codes stand for."""
+        return cls(weight.dequantize() if isinstance(weight, LowbitTensor) else weight, scheme)
+
+    @classmethod
+    def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        cls.check_operands(input, weight)
+        return microscaled_linear(input, weight, bias)
+
+    def frozen(self) -> AffineTensor:
+        """The weight for inference: the codes that the output's product reads."""
+        spec = self.scheme.spec
+        return AffineTensor.from_float(self.weight, Scheme(spec, spec))
