@@ -38,6 +38,12 @@ if TYPE_CHECKING:
         weighted_sum,
     )
     from lowbit_kernels.elementwise import block_hadamard, fake_quantize, normalize_matrices
+    from lowbit_kernels.invariant import (
+        invariant_activation,
+        invariant_attention,
+        invariant_norm,
+        invariant_rotary,
+    )
     from lowbit_kernels.matmul import (
         batched_mm,
         block_scaled_mm,
@@ -72,6 +78,10 @@ __all__ = [
     "grouped_linear",
     "grouped_scaled_mm",
     "input_gradient",
+    "invariant_activation",
+    "invariant_attention",
+    "invariant_norm",
+    "invariant_rotary",
     "linear_gradients",
     "linear_output",
     "normalize_matrices",

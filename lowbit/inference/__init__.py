@@ -19,8 +19,10 @@ from lowbit.inference.evaluation import Evaluation, EvaluationReport, evaluate
 from lowbit.inference.float8_blocks import float8_blocks_state_dict, load_float8_blocks_
 from lowbit.inference.freeze import freeze_
 from lowbit.inference.fuse import fuse_linears_, unfuse_linears_
+from lowbit.inference.invariant import invariant_
 from lowbit.inference.planning import autoquant
 from lowbit.inference.quantize import quantize_
+from lowbit.layers.invariant import attention as invariant_attention
 from lowbit.linear.frozen import (
     grouped_linear,
     linear,
@@ -53,6 +55,8 @@ __all__ = [
     "freeze_",
     "fuse_linears_",
     "grouped_linear",
+    "invariant_",
+    "invariant_attention",
     "linear",
     "load_float8_blocks_",
     "quantize_",

@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from lowbit import convert
+from lowbit.layers import invariant
 from lowbit.tensor.core import state_dict
 
 METHOD = "lowbit"
@@ -32,6 +33,7 @@ def listen() -> None:
     """Follow the changes of every flow, and enter the format into transformers' table, now or at its import."""
     convert.followers.append(follow)
     state_dict.followers.append(follow_load)
+    invariant.attention_setters.append(set_invariant_attention)
     if _TABLE in sys.modules:
         _enter()
     else:
@@ -75,6 +77,14 @@ def follow_load() -> None:
 
 def _loaded(model: nn.Module, keys: Any) -> None:
     follow(model)
+
+
+def set_invariant_attention(model: nn.Module) -> None:
+    """Give models of transformers in `model` the attention of `lowbit.inference.invariant_`."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    known = getattr(transformers, "PreTrainedModel", None)
+    if known is not None and any(isinstance(module, known) for module in model.modules()):
+        importlib.import_module("lowbit.interop.hf.invariant").set_attention(model)
 
 
 class Announced:

@@ -69,7 +69,7 @@ def _divided(a, b: tl.constexpr):
 
 
 @jit
-def _scale(low, high, IS_INT8: tl.constexpr):
+def scale_of_extremes(low, high, IS_INT8: tl.constexpr):
     negative = low.to(tl.float32, bitcast=True)
     positive = high.to(tl.float32, bitcast=True)
     if IS_INT8:
@@ -82,7 +82,7 @@ def _scale(low, high, IS_INT8: tl.constexpr):
 
 
 @jit
-def _codes(values, inverse, IS_INT8: tl.constexpr):
+def rounded_codes(values, inverse, IS_INT8: tl.constexpr):
     """The codes as float32. The clamp between product and sum keeps compilers from fusing them into an FMA."""
     LIMIT: tl.constexpr = 127.0 if IS_INT8 else 448.0
     LEAST: tl.constexpr = -128.0 if IS_INT8 else -448.0
@@ -122,7 +122,7 @@ def _kernel(
         low, high = tl.max(negative, 0), tl.max(positive, 0)
     else:
         low, high = _row_extremes(x, row, k, row_stride, column_stride, BLOCK)
-    s = _scale(low, high, IS_INT8)
+    s = scale_of_extremes(low, high, IS_INT8)
     inverse = tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s)
     if TENSORWISE:
         tl.store(scale, s, mask=row == 0)
@@ -132,7 +132,7 @@ def _kernel(
         column = start + tl.arange(0, BLOCK)
         if not KEPT:
             values = _load(x, row, column, k, row_stride, column_stride)
-        result = _codes(values, inverse, IS_INT8).to(codes.dtype.element_ty)
+        result = rounded_codes(values, inverse, IS_INT8).to(codes.dtype.element_ty)
         tl.store(codes + row * width + column, result, mask=column < width)
 
 

@@ -1,0 +1,344 @@
+"""The kernels of `invariant_attention`. All rows of a program belong to one key/value head: r = g · T + t.
+
+    whole      a program has all keys of its rows. It reads keys twice: for the maxima, and for the sums
+    split      few rows: programs share the keys of a row. `_ends` finds the maxima of each part, `_sums` the sums by the
+               maxima of all parts, and `_joined` adds the sums up
+
+With many rows, keys and values are rounded once before, and values are laid out along the tokens, as the units for int8
+read them. With few rows, as in decoding, each program rounds what it reads.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels.invariant.arithmetic import EXACT, in_float32, triton_exp2, triton_rounded
+from lowbit_kernels.quantize.quantize_rowcol import quantize_rowcol
+from lowbit_kernels.quantize.quantize_rows import extremes, rounded_codes, scale_of_extremes
+from lowbit_kernels.runtime.triton_runtime import jit, stored_dtype, tl, triton
+
+MOST_ROWS = 64
+"""Rows of a program; more of them are "many"."""
+
+
+@jit
+def _round(values):
+    """int8 codes [N, D] of float32 values and their scales [N]."""
+    low, high = extremes(values)
+    scale = scale_of_extremes(tl.max(low, 1), tl.max(high, 1), True)
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    return rounded_codes(values, inverse[:, None], True).to(tl.int8), scale
+
+
+@jit
+def _tile(x, scale, n, keys, s_stride, d_stride, width, CODED: tl.constexpr, D: tl.constexpr):
+    """The int8 codes [N, D] and the scales [N] of tokens n; scales of 1 beyond the last token."""
+    d = tl.arange(0, D)
+    at = x + n.to(tl.int64)[:, None] * s_stride + d[None, :] * d_stride
+    mask = (n < keys)[:, None] & (d < width)[None, :]
+    if CODED:
+        codes = tl.load(at, mask=mask, other=0)
+        own = tl.load(scale + n, mask=n < keys, other=1.0)
+    else:
+        codes, own = _round(tl.load(at, mask=mask, other=0.0).to(tl.float32))
+    return codes, own
+
+
+@jit
+def _scale_of_values(t):
+    """The scales that weights are multiplied by, and whether each is a number."""
+    is_bad = ~(t < float("inf"))
+    return tl.where(is_bad, 1.0, tl.maximum(t, 7.888609052210118e-31)), is_bad
+
+
+@jit
+def _scores(
+    q, a, k, t_k, n, token, row_ok, mask, mask_strides, shift, keys,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The scores [M, N], and which of them count."""
+    score = tl.dot(q, tl.trans(k), out_dtype=tl.int32).to(tl.float32) * t_k[None, :] * a[:, None]
+    score = tl.where(score == score, score, 0.0)
+    seen = row_ok[:, None] & (n < keys)[None, :]
+    if CAUSAL:
+        seen = seen & (n[None, :] <= (token + shift)[:, None])
+    if MASKED:
+        at = mask + mask_strides[:, None] + n[None, :]
+        seen = seen & (tl.load(at, mask=seen, other=0) != 0)
+    return score, seen
+
+
+@jit
+def _ends_of(
+    q, a, key, key_scale, value, value_scale, k_s, k_d, v_s, v_d, width, value_width,
+    token, row_ok, mask, mask_strides, shift, keys, first, stop,
+    CODED: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """m [M], and the largest a + ceil2(t_v), over tokens from `first` to `stop`; m is infinite where a NaN is seen."""
+    m = tl.full([M], float("-inf"), tl.float32)
+    top = tl.full([M], float("-inf"), tl.float32)
+    for begin in range(first, stop, N):
+        n = begin + tl.arange(0, N)
+        k, t_k = _tile(key, key_scale, n, keys, k_s, k_d, width, CODED, D)
+        if CODED:
+            t_v = tl.load(value_scale + n, mask=n < keys, other=1.0)
+        else:
+            _, t_v = _tile(value, value_scale, n, keys, v_s, v_d, value_width, CODED, E)
+        t_v, is_bad = _scale_of_values(t_v)
+        is_bad = is_bad | ~(t_k < float("inf"))
+        score, seen = _scores(
+            q, a, k, t_k, n, token, row_ok, mask, mask_strides, shift, keys, CAUSAL, MASKED
+        )
+        score = tl.where(is_bad[None, :], float("inf"), score)
+        score = tl.where(seen, score, float("-inf"))
+        power = ((t_v.to(tl.int32, bitcast=True) >> 23) - 126).to(tl.float32)
+        m = tl.maximum(m, tl.max(score, 1))
+        top = tl.maximum(top, tl.max(score + power[None, :], 1))
+    return m, top
+
+
+@jit
+def _exponent(m, top):
+    """m without infinities, and E of the formula."""
+    own = tl.where((m < float("inf")) & (m > float("-inf")), m, 0.0)
+    wide = tl.where((m < float("inf")) & (m > float("-inf")), top - m, 0.0)
+    wide = tl.minimum(tl.maximum(wide, -100.0), 100.0)
+    e = triton_rounded(wide)
+    return own, e + (e.to(tl.float32) < wide).to(tl.int32)
+
+
+@jit
+def _sums_of(
+    q, a, m, e, key, key_scale, value, value_scale, k_s, k_d, v_s, v_d, width, value_width,
+    token, row_ok, mask, mask_strides, shift, keys, first, stop,
+    CODED: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """The sums of p >> 7 and p & 127 times v, int32 [M, E], and d, int64 [M]."""
+    high = tl.zeros([M, E], tl.int32)
+    low = tl.zeros([M, E], tl.int32)
+    total = tl.zeros([M], tl.int64)
+    shrink = ((127 - e) << 23).to(tl.float32, bitcast=True) * 16256.0
+    for begin in range(first, stop, N):
+        n = begin + tl.arange(0, N)
+        k, t_k = _tile(key, key_scale, n, keys, k_s, k_d, width, CODED, D)
+        score, seen = _scores(
+            q, a, k, t_k, n, token, row_ok, mask, mask_strides, shift, keys, CAUSAL, MASKED
+        )
+        v, t_v = _tile(value, value_scale, n, keys, v_s, v_d, value_width, CODED, E)
+        t_v, _ = _scale_of_values(t_v)
+        u = triton_exp2(tl.maximum(score - m[:, None], -40.0))
+        u = tl.where(seen, u, 0.0)
+        total += tl.sum(triton_rounded(u * 4194304.0), 1).to(tl.int64)
+        p = triton_rounded(tl.minimum(u * t_v[None, :] * shrink[:, None], 16256.0))
+        high = tl.dot((p >> 7).to(tl.int8), v, high, out_dtype=tl.int32)
+        low = tl.dot((p & 127).to(tl.int8), v, low, out_dtype=tl.int32)
+    return high, low, total
+
+
+@jit
+def _output(high, low, total, m, e, is_number):
+    """y [M, E] of the sums."""
+    count = total.to(tl.float64).to(tl.float32) * 16256.0
+    grow = ((127 + e) << 23).to(tl.float32, bitcast=True) * 4194304.0
+    f = tl.div_rn(grow, tl.where(total == 0, 1.0, count))
+    y = (high.to(tl.float32) * 128.0 + low.to(tl.float32)) * f[:, None]
+    y = tl.where((total == 0)[:, None], 0.0, y)
+    is_bad = (m == float("inf")) | ((m > float("-inf")) & ~is_number)
+    return tl.where(is_bad[:, None], float("nan"), y)
+
+
+@jit
+def _attend(
+    query, key, key_scale, value, value_scale, mask, result, ends, parts, totals,
+    factor, tokens, keys, kv_heads, group, width, value_width, shift, span,
+    q_b, q_h, q_t, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, ks_b, ks_h, m_b, m_h, m_t,
+    STAGE: tl.constexpr,  # 0: whole; 1: `_ends` of a part; 2: `_sums` of a part
+    CODED: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    block, pair, part = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, h = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
+    rows = block * M + tl.arange(0, M)
+    row_ok = rows < group * tokens
+    head, token = h * group + rows // tokens, rows % tokens
+    d = tl.arange(0, D)
+    at = query + b * q_b + head[:, None] * q_h + token.to(tl.int64)[:, None] * q_t + d[None, :] * q_d
+    own = tl.load(at, mask=row_ok[:, None] & (d < width)[None, :], other=0.0).to(tl.float32)
+    q, t_q = _round(own)
+    a = t_q * factor
+    key += b * k_b + h * k_h
+    value += b * v_b + h * v_h
+    key_scale += b * ks_b + h * ks_h
+    value_scale += b * ks_b + h * ks_h
+    mask_strides = b * m_b + head * m_h + token.to(tl.int64) * m_t
+    first = part * span
+    stop = tl.minimum(first + span, keys)
+    if CAUSAL:
+        stop = tl.minimum(stop, tl.max(tl.where(row_ok, token, 0), 0) + shift + 1)
+    scratch = (part * tl.num_programs(1) + pair).to(tl.int64) * (tl.num_programs(0) * M) + rows
+    if STAGE != 2:
+        m, top = _ends_of(
+            q, a, key, key_scale, value, value_scale, k_s, k_d, v_s, v_d, width, value_width,
+            token, row_ok, mask, mask_strides, shift, keys, first, stop,
+            CODED, CAUSAL, MASKED, M, N, D, E,
+        )  # fmt: skip
+    if STAGE == 1:
+        tl.store(ends + 2 * scratch, m)
+        tl.store(ends + 2 * scratch + 1, top)
+    else:
+        if STAGE == 2:
+            m, top = _ends_of_all(ends, pair, rows, M)
+        m_own, e = _exponent(m, top)
+        high, low, total = _sums_of(
+            q, a, m_own, e, key, key_scale, value, value_scale, k_s, k_d, v_s, v_d, width,
+            value_width, token, row_ok, mask, mask_strides, shift, keys, first, stop,
+            CODED, CAUSAL, MASKED, M, N, D, E,
+        )  # fmt: skip
+        c = tl.arange(0, E)
+        if STAGE == 2:
+            tl.store(parts + 2 * scratch[:, None] * E + c[None, :], high)
+            tl.store(parts + (2 * scratch[:, None] + 1) * E + c[None, :], low)
+            tl.store(totals + scratch, total)
+        else:
+            y = _output(high, low, total, m, e, t_q < float("inf"))
+            to = (b * tokens + token.to(tl.int64)) * (kv_heads * group) + head
+            inside = row_ok[:, None] & (c < value_width)[None, :]
+            at = result + to[:, None] * value_width + c[None, :]
+            tl.store(at, y.to(result.dtype.element_ty), mask=inside)
+
+
+@jit
+def _ends_of_all(ends, pair, rows, M: tl.constexpr):
+    """The largest of the maxima of all parts."""
+    m = tl.full([M], float("-inf"), tl.float32)
+    top = tl.full([M], float("-inf"), tl.float32)
+    for part in range(0, tl.num_programs(2)):
+        at = (part * tl.num_programs(1) + pair).to(tl.int64) * (tl.num_programs(0) * M) + rows
+        m = tl.maximum(m, tl.load(ends + 2 * at))
+        top = tl.maximum(top, tl.load(ends + 2 * at + 1))
+    return m, top
+
+
+@jit
+def _joined(
+    query, result, ends, parts, totals, tokens, kv_heads, group, width, value_width, count,
+    q_b, q_h, q_t, q_d, M: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """The output of one row from the sums of all `count` parts."""
+    row, pair = tl.program_id(0), tl.program_id(1)
+    padded = (tl.num_programs(0) + M - 1) // M * M
+    b, h = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
+    head, token = h * group + row // tokens, row % tokens
+    c, one = tl.arange(0, E), tl.arange(0, 1)
+    high = tl.zeros([1, E], tl.int32)
+    low = tl.zeros([1, E], tl.int32)
+    total = tl.zeros([1], tl.int64)
+    m = tl.full([1], float("-inf"), tl.float32)
+    top = tl.full([1], float("-inf"), tl.float32)
+    for part in range(0, count):
+        at = (part * tl.num_programs(1) + pair).to(tl.int64) * padded + row
+        high += tl.load(parts + 2 * at * E + c)[None, :]
+        low += tl.load(parts + (2 * at + 1) * E + c)[None, :]
+        total += tl.load(totals + at + one)
+        m = tl.maximum(m, tl.load(ends + 2 * at + one))
+        top = tl.maximum(top, tl.load(ends + 2 * at + 1 + one))
+    d = tl.arange(0, D)
+    at = query + b * q_b + head * q_h + token.to(tl.int64) * q_t + d * q_d
+    _, t_q = _round(tl.load(at, mask=d < width, other=0.0).to(tl.float32)[None, :])
+    _, e = _exponent(m, top)
+    y = _output(high, low, total, m, e, t_q < float("inf"))
+    to = (b * tokens + token.to(tl.int64)) * (kv_heads * group) + head
+    at = result + to * value_width + c[None, :]
+    tl.store(at, y.to(result.dtype.element_ty), mask=(c < value_width)[None, :])
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool
+) -> Tensor:
+    """`invariant_attention` of operands that are checked; no size is 0."""
+    (batch, heads, tokens, width), (_, kv_heads, keys, value_width) = query.shape, value.shape
+    device, group = query.device, heads // kv_heads
+    rows = group * tokens
+    is_large = rows > MOST_ROWS
+    shape = {
+        "M": MOST_ROWS if is_large else max(16, triton.next_power_of_2(rows)),
+        "N": 64 if is_large else 32,
+        "D": max(32, triton.next_power_of_2(width)),
+        "E": max(32, triton.next_power_of_2(value_width)),
+    }
+    blocks, pairs = triton.cdiv(rows, shape["M"]), batch * kv_heads
+    count = 1 if is_large else _parts(keys, blocks * pairs, device)
+    span = triton.cdiv(triton.cdiv(keys, count), shape["N"]) * shape["N"]
+    count = triton.cdiv(keys, span)
+    dtype = stored_dtype(query.dtype, device)
+    result = torch.empty((batch, tokens, heads, value_width), dtype=dtype, device=device)
+    operands = _operands(key, value, is_large)
+    scratch: tuple[Tensor, Tensor, Tensor] = (result, result, result)
+    if count > 1:
+        many = count * pairs * blocks * shape["M"]
+        scratch = (
+            torch.empty((many, 2), dtype=torch.float32, device=device),
+            torch.empty((many, 2, shape["E"]), dtype=torch.int32, device=device),
+            torch.empty(many, dtype=torch.int64, device=device),
+        )
+    key, key_scale, value, value_scale = operands
+    own_mask = None if mask is None else mask.expand(batch, heads, tokens, keys)
+    if own_mask is not None and own_mask.stride(-1) != 1:
+        own_mask = own_mask.contiguous()
+    strides = (0, 0, 0) if own_mask is None else own_mask.stride()[:3]
+    shown = result if own_mask is None else own_mask.view(torch.uint8)
+    arguments = (
+        *(query, key, key_scale, value, value_scale, shown, result, *scratch),
+        *(in_float32(scale * math.log2(math.e)), tokens, keys, kv_heads, group, width, value_width),
+        *(keys - tokens, span, *query.stride(), *key.stride(), *value.stride()),
+        *(kv_heads * keys, keys, *strides),
+    )
+    options = {"CODED": is_large, "CAUSAL": causal, "MASKED": mask is not None, **shape, **EXACT}
+    options |= {"num_warps": 4, "num_stages": 2}
+    with torch.cuda.device_of(query):
+        for stage in (0,) if count == 1 else (1, 2):
+            _attend[(blocks, pairs, count)](*arguments, STAGE=stage, **options)
+        if count > 1:
+            _joined[(rows, pairs)](
+                *(query, result, *scratch, tokens, kv_heads, group, width, value_width, count),
+                *query.stride(),
+                **{name: shape[name] for name in "MDE"},
+                **EXACT,
+                num_warps=1,
+            )
+    return result.to(query.dtype)
+
+
+def _operands(key: Tensor, value: Tensor, codes: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """key, its scales, value and its scales: as they are, with themselves for scales, or as codes [B, K, S, D] and
+    scales [B, K, S]. Codes of values lie along the tokens."""
+    if not codes:
+        return key, key, value, value
+    found: list[Tensor] = []
+    for x in (key, value):
+        rows = x.reshape(-1, x.shape[-1])
+        own, scale, _, _ = quantize_rowcol(rows, "int8", columns=False)
+        found += [own.view(*x.shape[:-1], -1)[..., : x.shape[-1]], scale.view(x.shape[:-1])]
+    batch, heads, tokens, width = value.shape
+    turned = found[2].new_empty((batch, heads, width, tokens + -tokens % 16))
+    turned[..., :tokens] = found[2].mT
+    found[2] = turned[..., :tokens].mT
+    return found[0], found[1], found[2], found[3]
+
+
+def _parts(keys: int, programs: int, device: torch.device) -> int:
+    """Programs that share the keys of a row."""
+    if device.type == "cpu":  # the interpreter
+        return min(3, triton.cdiv(keys, 32))
+    return max(1, min(triton.cdiv(keys, 128), 2 * _multiprocessors(device) // programs, 64))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
