@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from lowbit_kernels.invariant import (
         invariant_activation,
         invariant_attention,
+        invariant_linear,
         invariant_norm,
         invariant_rotary,
     )
@@ -80,6 +81,7 @@ __all__ = [
     "input_gradient",
     "invariant_activation",
     "invariant_attention",
+    "invariant_linear",
     "invariant_norm",
     "invariant_rotary",
     "linear_gradients",

@@ -48,7 +48,10 @@ ARITHMETIC = (
     "isnan le leaky_relu lt maximum max minimum min mul mul_ ne neg neg_ reciprocal relu relu_ round rsub sign sub sub_ "
     "threshold trunc"
 )
-LOWBIT = "cast dequantize quantize_rowcol scaled_mm invariant_activation invariant_attention invariant_norm invariant_rotary"
+LOWBIT = (
+    "cast dequantize quantize_rowcol scaled_mm invariant_activation invariant_attention invariant_linear "
+    "invariant_norm invariant_rotary"
+)
 EXACT = {f"aten.{name}" for name in f"{SELECTION} {ARITHMETIC}".split()}
 EXACT |= {f"lowbit.{name}" for name in LOWBIT.split()}
 """Operations on floats that round each result once, or not at all, and whose results do not depend on an order."""

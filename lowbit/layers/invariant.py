@@ -60,10 +60,7 @@ PRODUCT = InvariantProduct(by_kernel=True, quantizes=True)
 
 
 def _frozen_product(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    codes, scale = PRODUCT.codes_of(rows, weight.activation)
-    y = PRODUCT.multiply(codes, scale, weight.codes, weight.scale, bias, x.dtype)
-    return unflattened(y, x)
+    return kernels.invariant_linear.invariant_linear(x, weight.codes, weight.scale, bias)
 
 
 ROW = Row("invariant_linear", lambda x, weight, bias: True, _frozen_product)
@@ -148,9 +145,8 @@ def _row_parallel(x: Tensor, weight: Any, bias: Tensor | None, group: Any) -> Te
     codes, _, _ = weight.activation.quantize(rows, qparams=(scale, None))
     sums = _int32_sums(codes, weight.codes)
     dist.all_reduce(sums, group=group)
-    y = sums.float() * scale * weight.scale.float().t()
-    y = y if bias is None else y + bias.float()
-    return unflattened(y.to(x.dtype), x)
+    y = kernels.invariant_linear.scaled(sums, scale, weight.scale, bias, x.dtype)
+    return unflattened(y, x)
 
 
 def _int32_sums(codes: Tensor, weight: Tensor) -> Tensor:

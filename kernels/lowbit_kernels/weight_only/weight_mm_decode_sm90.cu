@@ -30,6 +30,8 @@
 //   ROUNDS             NONE; or INT8 or E4M3: each token is rounded to codes with a scale of its own, token_scale. Groups
 //                      are then scaled BY_UNIT
 //   SOURCE             BF16 or FP16, the dtype of x in memory; X unless ROUNDS is E4M3
+//   EXACT              int8 by int8 with one scale a row: all sums are int32, whose bits lie in the registers and buffers
+//                      of float sums; out = (float(sum) * token_scale) * scale + bias, each operation rounded on its own
 //
 // Pipeline. A cluster takes every n-th tile of the weight. One thread of a block issues TMA copies of parts of tiles
 // into a ring of stages. The ring holds only as much as keeps memory busy: with more copies in flight, later ones delay
@@ -85,6 +87,7 @@ static constexpr int REGISTERS[2] = {LARGE_X ? 112 : 104, LARGE_X ? 32 : 64};  /
 static constexpr bool BY_INTEGERS = ROUNDS == INT8 && ((CODES == INT && BITS == 4) || (CODES == INT8 && ZERO == NONE));
 static constexpr float CODE_UNIT = BY_INTEGERS && BITS == 4 && ZERO == NONE ? 1.0f / 16 : 1.0f;
 static constexpr bool FOLDS = FOLD && !BY_INTEGERS;
+static_assert(!EXACT || (BY_INTEGERS && BITS == 8 && GROUP == 0 && SCALING == BY_UNIT), "");
 // Whether the sums of x over a unit are needed.
 static constexpr bool SUMS_X = FOLDS || (ZERO != NONE && (ZERO == VALUE || SCALING == BY_COLUMN) && UNITS == 1);
 static_assert(SCALING != BY_UNIT || SPAN % UNIT == 0, "");
@@ -96,12 +99,18 @@ static_assert(RESIDENT == 1 || (RESIDENT == 2 && BOX == 0 && SPLIT == 1), "");
 static_assert((BOX == 0 || (IS_STREAM && SHARE == 1)), "");
 static_assert(ROUNDS == NONE || CODES == E2M1 || (SCALING == BY_UNIT && ZERO != VALUE && CODES != TABLE), "");
 
+// a + b, of int32 sums if EXACT. The bits of 0 are the integer 0.
+DEVICE float plus(float a, float b) {
+    if constexpr (EXACT) return bits_float(float_bits(a) + float_bits(b));
+    else return a + b;
+}
+
 // A lane's sums of a piece: rows g and g + 8 of two columns, which are added up at once for one token.
 #if TOKENS == 1
 struct Partial {
     float upper, lower;
 
-    MEMBER static Partial of(const float (&x)[4]) { return {x[0] + x[1], x[2] + x[3]}; }
+    MEMBER static Partial of(const float (&x)[4]) { return {plus(x[0], x[1]), plus(x[2], x[3])}; }
     MEMBER float4 columns() const { return make_float4(upper, 0.0f, lower, 0.0f); }
 };
 #else
@@ -496,7 +505,8 @@ DEVICE void multiply_integers(float (&sums)[TILES][4], const Tokens &x, const Wo
             warp_multiply_s8(own[tile], a[0], a[1], a[2], a[3], x[word][tile][0], x[next][tile][BITS == 4 ? 1 : 0]);
     }
 #pragma unroll
-    for (int i = 0; i < TILES * 4; ++i) sums[i / 4][i % 4] = (float)own[i / 4][i % 4];
+    for (int i = 0; i < TILES * 4; ++i)
+        sums[i / 4][i % 4] = EXACT ? bits_float(own[i / 4][i % 4]) : (float)own[i / 4][i % 4];
 }
 
 // Where the scales and zero points of a warp's groups are: those of row g; those of row g + 8 follow `rest` elements
@@ -546,7 +556,8 @@ DEVICE void multiply_chunk(float (&sums)[TILES][4], const Tokens &x, const Sums 
                 if constexpr (FOLDS) own[tile][i] -= here.offset[tile][i % 2];
                 if constexpr (FOLDS && (ZERO == CODE || ZERO == UNSIGNED))
                     own[tile][i] = fma_exactly(-(float)zero[i / 2], here.plain[tile][i % 2], own[tile][i]);
-                sums[tile][i] = fma_exactly(own[tile][i], scale[i / 2], sums[tile][i]);
+                if constexpr (EXACT) sums[tile][i] = plus(sums[tile][i], own[tile][i]);
+                else sums[tile][i] = fma_exactly(own[tile][i], scale[i / 2], sums[tile][i]);
                 if constexpr (ZERO == VALUE) sums[tile][i] = fma_exactly(added[i / 2], here.plain[tile][i % 2], sums[tile][i]);
             }
     }
@@ -689,7 +700,7 @@ DEVICE unsigned short to_out(float x) {
     else return (unsigned short)to_bf16x2(x, 0.0f);
 }
 
-DEVICE void add(float &to, float x) { to = fma_exactly(x, 1.0f, to); }
+DEVICE void add(float &to, float x) { to = EXACT ? plus(to, x) : fma_exactly(x, 1.0f, to); }
 DEVICE void add(float4 &to, const float4 &x) {
     add(to.x, x.x), add(to.z, x.z);
     if constexpr (TOKENS > 1) add(to.y, x.y), add(to.w, x.w);
@@ -697,7 +708,7 @@ DEVICE void add(float4 &to, const float4 &x) {
 
 // The operands that are added to a piece of a tile, and their use: 16 rows from `row` on, 8 tokens from `token` on.
 struct Epilogue {
-    float bias[2], residual[4], token_scale[2];
+    float bias[2], residual[4], token_scale[2], scale[2];
 
     MEMBER Epilogue(const Problem &p, int row, int token) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -706,6 +717,7 @@ struct Epilogue {
             const int own = row + g + 8 * i, of = token + 2 * t + i;
             bias[i] = p.bias && own < p.n ? from_out(p.bias[own]) : 0.0f;
             token_scale[i] = p.token_scale && of < p.m ? p.token_scale[of] : 1.0f;
+            scale[i] = EXACT && own < p.n ? number_at(p.scale, own) : 1.0f;
             if constexpr (CODES == TABLE) token_scale[i] *= UNIT_VALUE;
             if (SCALE == E4M3 && p.global_scale) token_scale[i] = divide_exactly(token_scale[i], *p.global_scale);
         }
@@ -727,7 +739,13 @@ struct Epilogue {
 #pragma unroll
         for (int i = 0; i < 4; i += TOKENS == 1 ? 2 : 1) {
             const int own = row + g + i / 2 * 8, of = token + 2 * t + i % 2;
-            const float result = fma_exactly(all[i], of_tokens[i % 2], bias[i / 2]) + residual[i];
+            float result;
+            if constexpr (EXACT) {
+                result = (float)(int)float_bits(all[i]) * of_tokens[i % 2] * scale[i / 2];
+                if (p.bias) result = fma_exactly(result, 1.0f, bias[i / 2]);  // no product to fuse with
+            } else {
+                result = fma_exactly(all[i], of_tokens[i % 2], bias[i / 2]) + residual[i];
+            }
             if (own < p.n && of < p.m) p.out[(long long)of * p.n + own] = to_out(result);
         }
     }

@@ -8,7 +8,8 @@ in x's dtype, sums and scales are float32. Only numbers of a table are rounded t
 them round well (`table_of`): NF4's to 7e-4 of their norm in bfloat16.
 
 With `WeightOperands.rounds` the kernel rounds x [m, k] to int8 or e4m3 codes with a scale a token, as `quantize_rowcol`
-does, and multiplies these. A launch of its own for that would take 2 to 3 us.
+does, and multiplies these. A launch of its own for that would take 2 to 3 us. With `WeightOperands.exact` as well, int8
+products with one scale a row are summed in int32 alone, so that no order of the sums can change a result.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class DecodeVariant:
     resident: int
     rounds: str = "NONE"
     source: str = "BF16"  # of x in memory, where it is rounded
+    exact: bool = False
     values: str = ""  # of a table
     unit_value: str = "1.0f"
 
@@ -337,6 +339,7 @@ def takes(operands: WeightOperands) -> bool:
         and codes.shape[1] * 8 == k * format.bits
         and scaling_of(operands) is not None
         and (operands.rounds is None or _can_round(operands))
+        and (not operands.exact or _has_int32_sums(operands))
         and (codes.strides[1] == 1 or codes.shape[1] == 1)
         and codes.misaligned == 0
         and (operands.n == 1 or takes_rows(codes.strides[0], codes.shape[1]))
@@ -349,6 +352,12 @@ def _can_round(operands: WeightOperands) -> bool:
     if format.table == E2M1:
         return operands.rounds == E4M3 and operands.scale.dtype in SCALE_MACROS
     return (format.is_int4_or_int8 or format.exponent > 0) and operands.scale.dtype in FLOAT_MACROS
+
+
+def _has_int32_sums(operands: WeightOperands) -> bool:
+    """True for int8 by int8 with one scale a row, without a residual."""
+    is_int8 = operands.rounds == operands.codes.dtype == torch.int8
+    return is_int8 and operands.group == 0 and operands.zero_point is operands.residual is None
 
 
 def scaling_of(operands: WeightOperands) -> str | None:
@@ -461,6 +470,7 @@ class DecodeProduct:
             plan.resident,
             "NONE" if operands.rounds is None else ROUNDS_MACROS[operands.rounds],
             FLOAT_MACROS[operands.x.dtype],
+            operands.exact,
             *_table_macros(format, operands.numbers),
         )
 

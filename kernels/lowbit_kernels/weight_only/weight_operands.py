@@ -184,7 +184,7 @@ class WeightOperands(NamedTuple):
     token_scale: float32 [M], multiplied into the sums; out: the dtype of the result, the bias and the residual. Bias,
     residual and token_scale are contiguous. format: that of the codes and scales; an implementation declines the ones
     that it doesn't take. rounds: torch.int8 or torch.float8_e4m3fn where the kernel rounds x to codes with a scale a
-    token.
+    token. exact: sums of int8 products are int32 alone.
     """
 
     x: TensorLayout
@@ -199,6 +199,7 @@ class WeightOperands(NamedTuple):
     format: CodesFormat
     global_scale: TensorLayout | None = None
     rounds: torch.dtype | None = None
+    exact: bool = False
 
     @classmethod
     def of(
