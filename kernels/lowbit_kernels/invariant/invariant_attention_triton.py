@@ -4,7 +4,7 @@
     split      few rows: programs share the keys of a row. `_ends` finds the maxima of each part, `_sums` the sums by the
                maxima of all parts, and `_joined` adds the sums up
 
-With many rows, keys and values are rounded once before, and values are laid out along the tokens, as the units for int8
+A query t sees the keys up to t + shift. With many rows, keys and values are rounded once before, and values are laid out along the tokens, as the units for int8
 read them. With few rows, as in decoding, each program rounds what it reads.
 """
 
@@ -23,6 +23,8 @@ from lowbit_kernels.runtime.triton_runtime import jit, stored_dtype, tl, triton
 
 MOST_ROWS = 64
 """Rows of a program; more of them are "many"."""
+VARYING = ["tokens", "keys", "shift", "span", "ks_b", "ks_h", "m_b", "m_h", "m_t"]
+"""Arguments that change from token to token. Triton would compile again for multiples of 16 among them."""
 
 
 @jit
@@ -58,14 +60,12 @@ def _scale_of_values(t):
 @jit
 def _scores(
     q, a, k, t_k, n, token, row_ok, mask, mask_strides, shift, keys,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """The scores [M, N], and which of them count."""
     score = tl.dot(q, tl.trans(k), out_dtype=tl.int32).to(tl.float32) * t_k[None, :] * a[:, None]
     score = tl.where(score == score, score, 0.0)
-    seen = row_ok[:, None] & (n < keys)[None, :]
-    if CAUSAL:
-        seen = seen & (n[None, :] <= (token + shift)[:, None])
+    seen = row_ok[:, None] & (n < keys)[None, :] & (n[None, :] <= (token + shift)[:, None])
     if MASKED:
         at = mask + mask_strides[:, None] + n[None, :]
         seen = seen & (tl.load(at, mask=seen, other=0) != 0)
@@ -76,7 +76,7 @@ def _scores(
 def _ends_of(
     q, a, key, key_scale, value, value_scale, k_s, k_d, v_s, v_d, width, value_width,
     token, row_ok, mask, mask_strides, shift, keys, first, stop,
-    CODED: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    CODED: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """m [M], and the largest a + ceil2(t_v), over tokens from `first` to `stop`; m is infinite where a NaN is seen."""
@@ -92,7 +92,7 @@ def _ends_of(
         t_v, is_bad = _scale_of_values(t_v)
         is_bad = is_bad | ~(t_k < float("inf"))
         score, seen = _scores(
-            q, a, k, t_k, n, token, row_ok, mask, mask_strides, shift, keys, CAUSAL, MASKED
+            q, a, k, t_k, n, token, row_ok, mask, mask_strides, shift, keys, MASKED
         )
         score = tl.where(is_bad[None, :], float("inf"), score)
         score = tl.where(seen, score, float("-inf"))
@@ -116,7 +116,7 @@ def _exponent(m, top):
 def _sums_of(
     q, a, m, e, key, key_scale, value, value_scale, k_s, k_d, v_s, v_d, width, value_width,
     token, row_ok, mask, mask_strides, shift, keys, first, stop,
-    CODED: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    CODED: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """The sums of p >> 7 and p & 127 times v, int32 [M, E], and d, int64 [M]."""
@@ -128,7 +128,7 @@ def _sums_of(
         n = begin + tl.arange(0, N)
         k, t_k = _tile(key, key_scale, n, keys, k_s, k_d, width, CODED, D)
         score, seen = _scores(
-            q, a, k, t_k, n, token, row_ok, mask, mask_strides, shift, keys, CAUSAL, MASKED
+            q, a, k, t_k, n, token, row_ok, mask, mask_strides, shift, keys, MASKED
         )
         v, t_v = _tile(value, value_scale, n, keys, v_s, v_d, value_width, CODED, E)
         t_v, _ = _scale_of_values(t_v)
@@ -153,13 +153,13 @@ def _output(high, low, total, m, e, is_number):
     return tl.where(is_bad[:, None], float("nan"), y)
 
 
-@jit
+@jit(do_not_specialize=VARYING)
 def _attend(
     query, key, key_scale, value, value_scale, mask, result, ends, parts, totals,
     factor, tokens, keys, kv_heads, group, width, value_width, shift, span,
     q_b, q_h, q_t, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, ks_b, ks_h, m_b, m_h, m_t,
     STAGE: tl.constexpr,  # 0: whole; 1: `_ends` of a part; 2: `_sums` of a part
-    CODED: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    CODED: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     block, pair, part = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -179,14 +179,13 @@ def _attend(
     mask_strides = b * m_b + head * m_h + token.to(tl.int64) * m_t
     first = part * span
     stop = tl.minimum(first + span, keys)
-    if CAUSAL:
-        stop = tl.minimum(stop, tl.max(tl.where(row_ok, token, 0), 0) + shift + 1)
+    stop = tl.minimum(stop, tl.max(tl.where(row_ok, token, 0), 0) + shift + 1)
     scratch = (part * tl.num_programs(1) + pair).to(tl.int64) * (tl.num_programs(0) * M) + rows
     if STAGE != 2:
         m, top = _ends_of(
             q, a, key, key_scale, value, value_scale, k_s, k_d, v_s, v_d, width, value_width,
             token, row_ok, mask, mask_strides, shift, keys, first, stop,
-            CODED, CAUSAL, MASKED, M, N, D, E,
+            CODED, MASKED, M, N, D, E,
         )  # fmt: skip
     if STAGE == 1:
         tl.store(ends + 2 * scratch, m)
@@ -198,7 +197,7 @@ def _attend(
         high, low, total = _sums_of(
             q, a, m_own, e, key, key_scale, value, value_scale, k_s, k_d, v_s, v_d, width,
             value_width, token, row_ok, mask, mask_strides, shift, keys, first, stop,
-            CODED, CAUSAL, MASKED, M, N, D, E,
+            CODED, MASKED, M, N, D, E,
         )  # fmt: skip
         c = tl.arange(0, E)
         if STAGE == 2:
@@ -225,7 +224,7 @@ def _ends_of_all(ends, pair, rows, M: tl.constexpr):
     return m, top
 
 
-@jit
+@jit(do_not_specialize=["tokens", "count"])
 def _joined(
     query, result, ends, parts, totals, tokens, kv_heads, group, width, value_width, count,
     q_b, q_h, q_t, q_d, M: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
@@ -267,7 +266,7 @@ def attend(
     rows = group * tokens
     is_large = rows > MOST_ROWS
     shape = {
-        "M": MOST_ROWS if is_large else max(16, triton.next_power_of_2(rows)),
+        "M": 16 if rows <= 16 else MOST_ROWS,
         "N": 64 if is_large else 32,
         "D": max(32, triton.next_power_of_2(width)),
         "E": max(32, triton.next_power_of_2(value_width)),
@@ -296,10 +295,10 @@ def attend(
     arguments = (
         *(query, key, key_scale, value, value_scale, shown, result, *scratch),
         *(in_float32(scale * math.log2(math.e)), tokens, keys, kv_heads, group, width, value_width),
-        *(keys - tokens, span, *query.stride(), *key.stride(), *value.stride()),
+        *(keys - tokens if causal else keys, span, *query.stride(), *key.stride(), *value.stride()),
         *(kv_heads * keys, keys, *strides),
     )
-    options = {"CODED": is_large, "CAUSAL": causal, "MASKED": mask is not None, **shape, **EXACT}
+    options = {"CODED": is_large, "MASKED": mask is not None, **shape, **EXACT}
     options |= {"num_warps": 4, "num_stages": 2}
     with torch.cuda.device_of(query):
         for stage in (0,) if count == 1 else (1, 2):
