@@ -37,16 +37,15 @@ WAYS_OUT = {
 """What to do about an operation whose name begins or ends so."""
 
 SELECTION = (
-    "alias arange as_strided _to_copy _unsafe_view cat chunk clone constant_pad_nd contiguous copy_ detach embedding "
-    "empty empty_like expand fill_ full full_like gather index index_put_ index_select lift_fresh masked_fill "
-    "masked_fill_ narrow new_empty new_full new_ones new_zeros ones ones_like permute repeat reshape roll scalar_tensor "
-    "scatter_ select slice slice_scatter split split_with_sizes squeeze stack t transpose tril triu unbind unsqueeze "
-    "view view_as zero_ zeros zeros_like _reshape_alias _local_scalar_dense where unfold flip"
+    "alias arange as_strided _to_copy _unsafe_view cat chunk clone constant_pad_nd contiguous copy detach embedding empty "
+    "empty_like expand fill flip full full_like gather index index_put index_select lift_fresh masked_fill narrow "
+    "new_empty new_full new_ones new_zeros ones ones_like permute repeat reshape _reshape_alias roll scalar_tensor "
+    "scatter select slice slice_scatter split split_with_sizes squeeze stack t transpose tril triu unbind unfold unsqueeze "
+    "view view_as where zero zeros zeros_like _local_scalar_dense"
 )
 ARITHMETIC = (
-    "abs add add_ amax amin argmax argmin ceil clamp clamp_ clamp_max clamp_min div div_ eq floor ge gt isfinite isinf "
-    "isnan le leaky_relu lt maximum max minimum min mul mul_ ne neg neg_ reciprocal relu relu_ round rsub sign sub sub_ "
-    "threshold trunc"
+    "abs add amax amin argmax argmin ceil clamp clamp_max clamp_min div eq floor ge gt isfinite isinf isnan le leaky_relu "
+    "lt max maximum min minimum mul nan_to_num ne neg reciprocal relu round rsub sign sub threshold trunc"
 )
 LOWBIT = (
     "cast dequantize quantize_rowcol scaled_mm invariant_activation invariant_attention invariant_linear "
@@ -54,7 +53,8 @@ LOWBIT = (
 )
 EXACT = {f"aten.{name}" for name in f"{SELECTION} {ARITHMETIC}".split()}
 EXACT |= {f"lowbit.{name}" for name in LOWBIT.split()}
-"""Operations on floats that round each result once, or not at all, and whose results do not depend on an order."""
+"""Operations on floats that round each result once, or not at all, and whose results do not depend on an order. They
+stand for their forms in place, too."""
 
 
 def invariant_(model: nn.Module, batch: Any = None) -> None:
@@ -174,8 +174,10 @@ def _watch(model: nn.Module, args: Iterable[Any], named: Mapping[str, Any]) -> N
     training = [module for module in model.modules() if module.training]
     model.eval()
 
-    def place() -> str:
+    def place() -> str | None:
         module = next((m for m in reversed(inside) if m in names), model)
+        if isinstance(module, invariant.STAND_INS):
+            return None
         return f"{names[module] or 'the model'} ({type(module).__name__})"
 
     try:
@@ -193,25 +195,26 @@ def _leave(inside: list[nn.Module]) -> None:
 
 
 class _Watch(TorchDispatchMode):
-    """Raises NotImplementedError for an operation on floats that is not among `EXACT`. `place` names the module."""
+    """Raises NotImplementedError for an operation on floats that is not among `EXACT`. `place` names the module; None for
+    one of `lowbit.layers.invariant`."""
 
-    def __init__(self, place: Callable[[], str]) -> None:
+    def __init__(self, place: Callable[[], str | None]) -> None:
         super().__init__()
         self.place = place
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = str(func.overloadpacket)
-        if name in EXACT:
-            return func(*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
+        name, result = str(func.overloadpacket), func(*args, **(kwargs or {}))
+        if name.removesuffix("_") in EXACT:
+            return result
         tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
-        if any(x.is_floating_point() for x in tensors):
+        place = self.place() if any(x.is_floating_point() for x in tensors) else None
+        if place is not None:
             short = name.split(".")[-1]
             ways = (way for key, way in WAYS_OUT.items() if key in short)
-            way = next(ways, "leave this module in the model without invariant_")
+            way = next(ways, "the model has no invariant form with this layer, so leave invariant_ out")
             raise NotImplementedError(
-                f"{self.place()} calls {name}, whose result depends on the device or on the shape of the batch; {way}"
+                f"{place} calls {name}, whose result depends on the device or on the shape of the batch; {way}"
             )
         return result

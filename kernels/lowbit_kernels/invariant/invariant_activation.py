@@ -29,7 +29,7 @@ _CUBIC = 0.044714998453855515
 @op(
     "empty(x.dtype, *x.shape)",
     x="float [...]",
-    rules={"kind in KINDS": "kind must be one of {KINDS}, got {kind!r}"},
+    rules={"kind in KINDS": "kind must be one of {KINDS}, got {kind}"},
 )
 def invariant_activation(x: Tensor, *, kind: str) -> Tensor:
     """The activation `kind` of x, in x's dtype; see the module's docstring.

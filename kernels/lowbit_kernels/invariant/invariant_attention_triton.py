@@ -267,7 +267,7 @@ def attend(
     is_large = rows > MOST_ROWS
     shape = {
         "M": 16 if rows <= 16 else MOST_ROWS,
-        "N": 64 if is_large else 32,
+        "N": 64 if is_large and mask is None else 32,
         "D": max(32, triton.next_power_of_2(width)),
         "E": max(32, triton.next_power_of_2(value_width)),
     }

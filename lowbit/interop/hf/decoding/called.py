@@ -18,6 +18,7 @@ from lowbit.interop.hf.decoding.loop import decode
 from lowbit.interop.hf.decoding.options import Prepared, read
 from lowbit.interop.hf.decoding.refused import refused
 from lowbit.interop.hf.decoding.step import padded_length
+from lowbit.interop.hf.invariant import NAME as INVARIANT
 
 LOST = {
     "assistant_model": "it generates with one model",
@@ -161,6 +162,10 @@ def _decoded(
     kv_cache: str | None,
 ) -> Tensor:
     """The tokens of a call that transformers has prepared."""
+    if model.config._attn_implementation == INVARIANT:
+        raise refused(
+            "a model of lowbit.inference.invariant_", "its graph has kernels whose sums have another order"
+        )
     options = read(model, call)
     # Buffers that outlive the call are no inference tensors, which nothing may write to elsewhere.
     with torch.inference_mode(False), torch.no_grad(), _device_of(model.device):
