@@ -347,7 +347,8 @@ def make_plain(model: nn.Module, holders: Collection[nn.Module]) -> None:
                 take_input([module])
             for name in ("has_static_input", "is_calibrated", "siblings"):
                 module.__dict__.pop(name, None)
-        take(module)
+        for kind in (Prepared, Scaled):
+            take(module, kind)
     show_frozen(modules)
 
 

@@ -51,6 +51,9 @@ def invariant_attention(
             )
         attention_mask = attention_mask[..., : key.shape[2]]  # of a prompt in an empty cache
     own = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    tokens = query.shape[2]
+    if own and attention_mask is None and tokens > 1:  # a prompt, at the beginning of the cache
+        key, value = key[:, :, :tokens], value[:, :, :tokens]
     y = attention(
         query,
         key,
