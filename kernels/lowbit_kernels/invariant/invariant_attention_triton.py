@@ -51,10 +51,15 @@ def _tile(x, scale, n, keys, s_stride, d_stride, width, CODED: tl.constexpr, D: 
 
 
 @jit
+def _number(t):
+    """The scales t, with 1 where one is NaN."""
+    return tl.where(t < float("inf"), t, 1.0)
+
+
+@jit
 def _scale_of_values(t):
-    """The scales that weights are multiplied by, and whether each is a number."""
-    is_bad = ~(t < float("inf"))
-    return tl.where(is_bad, 1.0, tl.maximum(t, 7.888609052210118e-31)), is_bad
+    """The scales that weights are multiplied by: at least 2^-100."""
+    return tl.maximum(_number(t), 7.888609052210118e-31)
 
 
 @jit
@@ -63,8 +68,8 @@ def _scores(
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """The scores [M, N], and which of them count."""
-    score = tl.dot(q, tl.trans(k), out_dtype=tl.int32).to(tl.float32) * t_k[None, :] * a[:, None]
-    score = tl.where(score == score, score, 0.0)
+    score = tl.dot(q, tl.trans(k), out_dtype=tl.int32).to(tl.float32)
+    score = score * _number(t_k)[None, :] * a[:, None]
     seen = row_ok[:, None] & (n < keys)[None, :] & (n[None, :] <= (token + shift)[:, None])
     if MASKED:
         at = mask + mask_strides[:, None] + n[None, :]
@@ -75,13 +80,12 @@ def _scores(
 @jit
 def _ends_of(
     q, a, key, key_scale, value, value_scale, k_s, k_d, v_s, v_d, width, value_width,
-    token, row_ok, mask, mask_strides, shift, keys, first, stop,
-    CODED: tl.constexpr, MASKED: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    token, row_ok, mask, mask_strides, shift, keys, m, top, first, stop,
+    CODED: tl.constexpr, MASKED: tl.constexpr, ALL: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """m [M], and the largest a + ceil2(t_v), over tokens from `first` to `stop`; m is infinite where a NaN is seen."""
-    m = tl.full([M], float("-inf"), tl.float32)
-    top = tl.full([M], float("-inf"), tl.float32)
+    """m and `top` [M], the largest a + ceil2(t_v), also over tokens from `first` to `stop`. `top` is infinite where a row
+    sees a NaN. ALL: all rows see all these tokens."""
     for begin in range(first, stop, N):
         n = begin + tl.arange(0, N)
         k, t_k = _tile(key, key_scale, n, keys, k_s, k_d, width, CODED, D)
@@ -89,16 +93,18 @@ def _ends_of(
             t_v = tl.load(value_scale + n, mask=n < keys, other=1.0)
         else:
             _, t_v = _tile(value, value_scale, n, keys, v_s, v_d, value_width, CODED, E)
-        t_v, is_bad = _scale_of_values(t_v)
-        is_bad = is_bad | ~(t_k < float("inf"))
+        is_number = (t_v < float("inf")) & (t_k < float("inf"))
+        t_v = _scale_of_values(t_v)
         score, seen = _scores(
             q, a, k, t_k, n, token, row_ok, mask, mask_strides, shift, keys, MASKED
         )
-        score = tl.where(is_bad[None, :], float("inf"), score)
-        score = tl.where(seen, score, float("-inf"))
         power = ((t_v.to(tl.int32, bitcast=True) >> 23) - 126).to(tl.float32)
+        above = score + tl.where(is_number, power, float("inf"))[None, :]
+        if not ALL:
+            score = tl.where(seen, score, float("-inf"))
+            above = tl.where(seen, above, float("-inf"))
         m = tl.maximum(m, tl.max(score, 1))
-        top = tl.maximum(top, tl.max(score + power[None, :], 1))
+        top = tl.maximum(top, tl.max(above, 1))
     return m, top
 
 
@@ -106,7 +112,7 @@ def _ends_of(
 def _exponent(m, top):
     """m without infinities, and E of the formula."""
     own = tl.where((m < float("inf")) & (m > float("-inf")), m, 0.0)
-    wide = tl.where((m < float("inf")) & (m > float("-inf")), top - m, 0.0)
+    wide = tl.where(m > float("-inf"), top - own, 0.0)
     wide = tl.minimum(tl.maximum(wide, -100.0), 100.0)
     e = triton_rounded(wide)
     return own, e + (e.to(tl.float32) < wide).to(tl.int32)
@@ -115,14 +121,12 @@ def _exponent(m, top):
 @jit
 def _sums_of(
     q, a, m, e, key, key_scale, value, value_scale, k_s, k_d, v_s, v_d, width, value_width,
-    token, row_ok, mask, mask_strides, shift, keys, first, stop,
-    CODED: tl.constexpr, MASKED: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    token, row_ok, mask, mask_strides, shift, keys, high, low, total, first, stop,
+    CODED: tl.constexpr, MASKED: tl.constexpr, ALL: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """The sums of p >> 7 and p & 127 times v, int32 [M, E], and d, int64 [M]."""
-    high = tl.zeros([M, E], tl.int32)
-    low = tl.zeros([M, E], tl.int32)
-    total = tl.zeros([M], tl.int64)
+    """The sums of p >> 7 and p & 127 times v, int32 [M, E], and d, int64 [M], with those of the tokens from `first` to
+    `stop`. ALL: all rows see all these."""
     shrink = ((127 - e) << 23).to(tl.float32, bitcast=True) * 16256.0
     for begin in range(first, stop, N):
         n = begin + tl.arange(0, N)
@@ -131,9 +135,10 @@ def _sums_of(
             q, a, k, t_k, n, token, row_ok, mask, mask_strides, shift, keys, MASKED
         )
         v, t_v = _tile(value, value_scale, n, keys, v_s, v_d, value_width, CODED, E)
-        t_v, _ = _scale_of_values(t_v)
+        t_v = _scale_of_values(t_v)
         u = triton_exp2(tl.maximum(score - m[:, None], -40.0))
-        u = tl.where(seen, u, 0.0)
+        if not ALL:
+            u = tl.where(seen, u, 0.0)
         total += tl.sum(triton_rounded(u * 4194304.0), 1).to(tl.int64)
         p = triton_rounded(tl.minimum(u * t_v[None, :] * shrink[:, None], 16256.0))
         high = tl.dot((p >> 7).to(tl.int8), v, high, out_dtype=tl.int32)
@@ -142,14 +147,14 @@ def _sums_of(
 
 
 @jit
-def _output(high, low, total, m, e, is_number):
+def _output(high, low, total, m, top, e, is_number):
     """y [M, E] of the sums."""
     count = total.to(tl.float64).to(tl.float32) * 16256.0
     grow = ((127 + e) << 23).to(tl.float32, bitcast=True) * 4194304.0
     f = tl.div_rn(grow, tl.where(total == 0, 1.0, count))
     y = (high.to(tl.float32) * 128.0 + low.to(tl.float32)) * f[:, None]
     y = tl.where((total == 0)[:, None], 0.0, y)
-    is_bad = (m == float("inf")) | ((m > float("-inf")) & ~is_number)
+    is_bad = (top == float("inf")) | ((m > float("-inf")) & ~is_number)
     return tl.where(is_bad[:, None], float("nan"), y)
 
 
@@ -171,7 +176,7 @@ def _attend(
     at = query + b * q_b + head[:, None] * q_h + token.to(tl.int64)[:, None] * q_t + d[None, :] * q_d
     own = tl.load(at, mask=row_ok[:, None] & (d < width)[None, :], other=0.0).to(tl.float32)
     q, t_q = _round(own)
-    a = t_q * factor
+    a = _number(t_q) * factor
     key += b * k_b + h * k_h
     value += b * v_b + h * v_h
     key_scale += b * ks_b + h * ks_h
@@ -180,13 +185,21 @@ def _attend(
     first = part * span
     stop = tl.minimum(first + span, keys)
     stop = tl.minimum(stop, tl.max(tl.where(row_ok, token, 0), 0) + shift + 1)
+    full = first  # all rows see the keys before it
+    if not MASKED:
+        each = tl.min(tl.where(row_ok, token, tokens), 0) + shift + 1
+        full += tl.maximum(tl.minimum(each, stop) - first, 0) // N * N
     scratch = (part * tl.num_programs(1) + pair).to(tl.int64) * (tl.num_programs(0) * M) + rows
     if STAGE != 2:
-        m, top = _ends_of(
-            q, a, key, key_scale, value, value_scale, k_s, k_d, v_s, v_d, width, value_width,
-            token, row_ok, mask, mask_strides, shift, keys, first, stop,
-            CODED, MASKED, M, N, D, E,
-        )  # fmt: skip
+        m = tl.full([M], float("-inf"), tl.float32)
+        top = tl.full([M], float("-inf"), tl.float32)
+        for is_rest in tl.static_range(2):
+            m, top = _ends_of(
+                q, a, key, key_scale, value, value_scale, k_s, k_d, v_s, v_d, width, value_width,
+                token, row_ok, mask, mask_strides, shift, keys, m, top,
+                full if is_rest else first, stop if is_rest else full,
+                CODED, MASKED, not is_rest, N, D, E,
+            )  # fmt: skip
     if STAGE == 1:
         tl.store(ends + 2 * scratch, m)
         tl.store(ends + 2 * scratch + 1, top)
@@ -194,18 +207,23 @@ def _attend(
         if STAGE == 2:
             m, top = _ends_of_all(ends, pair, rows, M)
         m_own, e = _exponent(m, top)
-        high, low, total = _sums_of(
-            q, a, m_own, e, key, key_scale, value, value_scale, k_s, k_d, v_s, v_d, width,
-            value_width, token, row_ok, mask, mask_strides, shift, keys, first, stop,
-            CODED, MASKED, M, N, D, E,
-        )  # fmt: skip
+        high = tl.zeros([M, E], tl.int32)
+        low = tl.zeros([M, E], tl.int32)
+        total = tl.zeros([M], tl.int64)
+        for is_rest in tl.static_range(2):
+            high, low, total = _sums_of(
+                q, a, m_own, e, key, key_scale, value, value_scale, k_s, k_d, v_s, v_d, width,
+                value_width, token, row_ok, mask, mask_strides, shift, keys, high, low, total,
+                full if is_rest else first, stop if is_rest else full,
+                CODED, MASKED, not is_rest, N, D, E,
+            )  # fmt: skip
         c = tl.arange(0, E)
         if STAGE == 2:
             tl.store(parts + 2 * scratch[:, None] * E + c[None, :], high)
             tl.store(parts + (2 * scratch[:, None] + 1) * E + c[None, :], low)
             tl.store(totals + scratch, total)
         else:
-            y = _output(high, low, total, m, e, t_q < float("inf"))
+            y = _output(high, low, total, m, top, e, t_q < float("inf"))
             to = (b * tokens + token.to(tl.int64)) * (kv_heads * group) + head
             inside = row_ok[:, None] & (c < value_width)[None, :]
             at = result + to[:, None] * value_width + c[None, :]
@@ -251,7 +269,7 @@ def _joined(
     at = query + b * q_b + head * q_h + token.to(tl.int64) * q_t + d * q_d
     _, t_q = _round(tl.load(at, mask=d < width, other=0.0).to(tl.float32)[None, :])
     _, e = _exponent(m, top)
-    y = _output(high, low, total, m, e, t_q < float("inf"))
+    y = _output(high, low, total, m, top, e, t_q < float("inf"))
     to = (b * tokens + token.to(tl.int64)) * (kv_heads * group) + head
     at = result + to * value_width + c[None, :]
     tl.store(at, y.to(result.dtype.element_ty), mask=(c < value_width)[None, :])
