@@ -4,10 +4,13 @@
     python -m benchmarks.invariance --pairs 40 --ops 9 --no-cost    # also on a CPU
 
 1. Each op on the device and on a CPU, over random shapes.
-2. Pairs: the logits of a sequence alone on a CPU, in one pass, beside those of the same sequence on a random device, in a
+2. Pairs: the logits of a sequence alone on a CPU, in one pass, beside those of the same sequence on a random device, in
+   a
    random batch, with padding on a random side, and in random chunks with a cache. All must be `torch.equal`.
-3. The time of a forward pass of 4 layers of an 8B shape, with a head of 1/8 of the vocabulary, for the ordinary int8 model
-   of transformers with SDPA, and for the invariant one: in a CUDA graph, and launched by Python.
+3. The time of a forward pass of 4 layers of an 8B shape, with a head of 1/8 of the vocabulary, for the ordinary int8
+   model of transformers with SDPA, and for the invariant one: in a CUDA graph, and launched by Python. While a graph is
+   captured, transformers builds a mask for every prompt, so only prefill without a graph runs both attentions without
+   masks.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import lowbit
+import lowbit.hf
 import lowbit_kernels as kernels
 from lowbit.inference import invariant_
 
@@ -81,16 +85,24 @@ def check_ops(seconds: float, device: str) -> None:
         for name, (op, args) in op_calls(rng).items():
             schema = getattr(torch.ops.lowbit, op.__name__.split(".")[-1])
             own, other = op.reference(*args), schema(*(moved(a, device) for a in args))
-            pairs = zip((own,), (other,), strict=True) if isinstance(own, Tensor) else zip(own, other, strict=True)
+            pairs = (
+                zip((own,), (other,), strict=True)
+                if isinstance(own, Tensor)
+                else zip(own, other, strict=True)
+            )
             same = all(torch.equal(a, b.cpu()) for a, b in pairs)
             equal.setdefault(name, []).append(same)
             if not same and name not in worst:
                 shapes = [tuple(a.shape) if isinstance(a, Tensor) else a for a in args]
                 a, b = (own, other.cpu()) if isinstance(own, Tensor) else (own[0], other[0].cpu())
                 off = (a != b).float().mean().item()
-                worst[name] = f"  first: {shapes} {args[0].dtype}, {off:.2%} of elements, max {(a - b).abs().max().item():.3g}"
+                worst[name] = (
+                    f"  first: {shapes} {args[0].dtype}, {off:.2%} of elements, max {(a - b).abs().max().item():.3g}"
+                )
     for name, found in equal.items():
-        print(f"op {name:10} {sum(found):4} of {len(found)} equal on {device} and cpu{worst.get(name, '')}")
+        print(
+            f"op {name:10} {sum(found):4} of {len(found)} equal on {device} and cpu{worst.get(name, '')}"
+        )
 
 
 # ---- pairs -----------------------------------------------------------------------------------------------------------
@@ -98,13 +110,25 @@ def check_ops(seconds: float, device: str) -> None:
 
 def small_model(kind: str, dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
-    shape = dict(vocab_size=503, hidden_size=256, intermediate_size=352, num_hidden_layers=2, num_attention_heads=4)
-    shape |= dict(num_key_value_heads=2, head_dim=64, max_position_embeddings=4096)
-    made = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[kind]
+    shape = {
+        "vocab_size": 503,
+        "hidden_size": 256,
+        "intermediate_size": 352,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+    }
+    made = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[
+        kind
+    ]
     model = made[1](made[0](**shape)).to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(2) if parameter.ndim > 1 else parameter.add_(torch.randn_like(parameter) * 0.2)
+            parameter.mul_(2) if parameter.ndim > 1 else parameter.add_(
+                torch.randn_like(parameter) * 0.2
+            )
     lowbit.quantize_(model, lowbit.Int8DynamicActivationInt8Weight())
     return model
 
@@ -127,13 +151,22 @@ def logits_of(
     found, begin = [], 0
     for end in [*cuts, width]:
         part = slice(begin, end)
-        y = model(ids[:, part], attention_mask=mask[:, :end], position_ids=position[:, part], past_key_values=cache)
+        y = model(
+            ids[:, part],
+            attention_mask=mask[:, :end],
+            position_ids=position[:, part],
+            past_key_values=cache,
+        )
         found.append(y.logits[0])
         begin = end
     return torch.cat(found)[mask[0] == 1].cpu()
 
 
-MODELS = {"llama-float32": torch.float32, "llama-bfloat16": torch.bfloat16, "qwen3-bfloat16": torch.bfloat16}
+MODELS = {
+    "llama-float32": torch.float32,
+    "llama-bfloat16": torch.bfloat16,
+    "qwen3-bfloat16": torch.bfloat16,
+}
 
 
 def check_pairs(names: list[str], count: int, devices: list[str]) -> None:
@@ -164,8 +197,10 @@ def check_pairs(names: list[str], count: int, devices: list[str]) -> None:
                 got = logits_of(plain, batch, padding, is_left, cuts)
                 ordinary.append(torch.equal(got, plain_alone[own]))
     for device, found in equal.items():
-        print(f"{' '.join(names)}, pairs with {device}: {sum(found)} of {len(found)} torch.equal to the sequence alone on a CPU")
-    print(f"{' '.join(names)}, the ordinary int8 model on {devices[-1]}: {sum(ordinary)} of {len(ordinary)} torch.equal to itself alone")
+        same = f"{sum(found)} of {len(found)} torch.equal"
+        print(f"{' '.join(names)}, pairs with {device}: {same} to the sequence alone on a CPU")
+    same = f"{sum(ordinary)} of {len(ordinary)} torch.equal"
+    print(f"{' '.join(names)}, the ordinary int8 model on {devices[-1]}: {same} to itself alone")
 
 
 # ---- cost ------------------------------------------------------------------------------------------------------------
@@ -264,46 +299,78 @@ def cost(layers: int) -> None:
         for count in (32, 96, 32, 96):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            lowbit.hf.generate(ordinary, ids, max_new_tokens=count, min_new_tokens=None, eos_token_id=None, do_sample=False)
+            lowbit.hf.generate(
+                ordinary, ids, max_new_tokens=count, eos_token_id=None, do_sample=False
+            )
             torch.cuda.synchronize()
             took.append(time.perf_counter() - start)
-        print(f"lowbit.hf.generate, int8, batch {batch} after 512: {(took[3] - took[2]) / 64 * 1e3:.3f} ms a token")
-    parts(ordinary.config)
+        print(
+            f"lowbit.hf.generate, int8, batch {batch} after 512: {(took[3] - took[2]) / 64 * 1e3:.3f} ms a token"
+        )
+    parts()
 
 
-def parts(config: Any) -> None:
+def parts() -> None:
     """Where the time goes: attention and linears alone, in a CUDA graph."""
     print("\nalone, in a CUDA graph: ms")
-    for batch, tokens, keys in ((1, 2048, 2048), (1, 1, 512), (1, 1, 2048), (16, 1, 512), (16, 1, 2048)):
-        q = torch.randn(batch, 32, tokens, 128, device="cuda", dtype=torch.bfloat16)
-        k, v = (torch.randn(batch, 8, keys, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        causal = tokens > 1
+    for batch, tokens, keys in (
+        (1, 2048, 2048),
+        (1, 1, 512),
+        (1, 1, 2048),
+        (16, 1, 512),
+        (16, 1, 2048),
+    ):
+        attention_alone(batch, tokens, keys)
+    for m in (1, 16, 2048):
+        for n, k in ((4096, 4096), (14336, 4096), (4096, 14336)):
+            linear_alone(m, n, k)
 
-        def plain() -> Tensor:
-            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
 
-        def exact() -> Tensor:
-            return lowbit.inference.invariant_attention(q, k, v, is_causal=causal)
+def attention_alone(batch: int, tokens: int, keys: int) -> None:
+    q = torch.randn(batch, 32, tokens, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(batch, 8, keys, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    causal = tokens > 1
 
-        a, b = (milliseconds(graphed(call), 50) for call in (plain, exact))
-        y, z = exact(), plain()
-        error = ((y.float() - z.float()).norm() / z.float().norm()).item()
-        print(f"attention {batch}x{tokens} over {keys:5}: sdpa {a:.4f}, invariant {b:.4f}, differs by {error:.4f}")
-    for m, n, k in ((1, 4096, 4096), (1, 14336, 4096), (1, 4096, 14336), (16, 14336, 4096), (16, 4096, 14336), (2048, 14336, 4096), (2048, 4096, 14336)):
-        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-        codes = torch.randint(-128, 128, (n, k), device="cuda", dtype=torch.int8)
-        copies = [codes.clone() for _ in range(4)]  # beyond the L2 cache
-        scale = torch.rand(n, 1, device="cuda").bfloat16() * 0.01
-        ops = kernels.dynamic_linear.dynamic_linear, kernels.invariant_linear.invariant_linear
-        a, b = (milliseconds(graphed(lambda op=op: [op(x, own, scale) for own in copies]), 20) / 4 for op in ops)
-        print(f"linear {m}x{n}x{k}: dynamic_linear {a:.4f}, invariant {b:.4f} ({b / a - 1:+.1%})", flush=True)
+    def plain() -> Tensor:
+        sdpa = nn.functional.scaled_dot_product_attention
+        return sdpa(q, k, v, is_causal=causal, enable_gqa=True)
+
+    def exact() -> Tensor:
+        return lowbit.inference.invariant_attention(q, k, v, is_causal=causal)
+
+    a, b = (milliseconds(graphed(call), 50) for call in (plain, exact))
+    error = ((exact().float() - plain().float()).norm() / plain().float().norm()).item()
+    print(
+        f"attention {batch}x{tokens} over {keys:5}: sdpa {a:.4f}, invariant {b:.4f}, differs by {error:.4f}"
+    )
+
+
+def linear_alone(m: int, n: int, k: int) -> None:
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    codes = torch.randint(-128, 128, (n, k), device="cuda", dtype=torch.int8)
+    copies = [codes.clone() for _ in range(4)]  # beyond the L2 cache
+    scale = torch.rand(n, 1, device="cuda").bfloat16() * 0.01
+
+    def timed(op: Callable[..., Tensor]) -> float:
+        return milliseconds(graphed(lambda: [op(x, own, scale) for own in copies]), 20) / 4
+
+    ops: Any = (kernels.dynamic_linear.dynamic_linear, kernels.invariant_linear.invariant_linear)
+    a, b = map(timed, ops)
+    print(
+        f"linear {m}x{n}x{k}: dynamic_linear {a:.4f}, invariant {b:.4f} ({b / a - 1:+.1%})",
+        flush=True,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=1000)
     parser.add_argument("--ops", type=float, default=60, help="seconds for random calls of each op")
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS), help="of the pairs")
+    parser.add_argument(
+        "--models", nargs="*", default=list(MODELS), choices=list(MODELS), help="of the pairs"
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--no-cost", action="store_true")
     args = parser.parse_args()

@@ -31,7 +31,9 @@ class Case:
         query = torch.randn(self.batch, self.tokens, heads, width, device=device).transpose(1, 2)
         key = torch.randn(self.batch, kv_heads, self.keys, width, device=device)
         values = self.batch, kv_heads, self.keys, self.value_width or width
-        value = torch.randn(values, device=device) * torch.rand(values[:3], device=device)[..., None]
+        value = (
+            torch.randn(values, device=device) * torch.rand(values[:3], device=device)[..., None]
+        )
         mask = None
         if self.masked:
             mask = torch.rand(self.batch, 1, self.tokens, self.keys, device=device) > 0.4

@@ -37,14 +37,17 @@ WAYS_OUT = {
 """What to do about an operation whose name begins or ends so."""
 
 SELECTION = (
-    "alias arange as_strided _to_copy _unsafe_view cat chunk clone constant_pad_nd contiguous copy detach embedding empty "
+    "alias arange as_strided _to_copy _unsafe_view cat chunk clone constant_pad_nd contiguous copy detach embedding "
+    "empty "
     "empty_like expand fill flip full full_like gather index index_put index_select lift_fresh masked_fill narrow "
     "new_empty new_full new_ones new_zeros ones ones_like permute repeat reshape _reshape_alias roll scalar_tensor "
-    "scatter select slice slice_scatter split split_with_sizes squeeze stack t transpose tril triu unbind unfold unsqueeze "
+    "scatter select slice slice_scatter split split_with_sizes squeeze stack t transpose tril triu unbind unfold "
+    "unsqueeze "
     "view view_as where zero zeros zeros_like _local_scalar_dense"
 )
 ARITHMETIC = (
-    "abs add amax amin argmax argmin ceil clamp clamp_max clamp_min div eq floor ge gt isfinite isinf isnan le leaky_relu "
+    "abs add amax amin argmax argmin ceil clamp clamp_max clamp_min div eq floor ge gt isfinite isinf isnan le "
+    "leaky_relu "
     "lt max maximum min minimum mul nan_to_num ne neg reciprocal relu round rsub sign sub threshold trunc"
 )
 LOWBIT = (
@@ -65,9 +68,9 @@ def invariant_(model: nn.Module, batch: Any = None) -> None:
         lowbit.inference.invariant_(model)
 
     The logits of a token then depend on the weights and on the tokens that it sees alone. They do not depend on the
-    other sequences of the batch, on padding at either side, on how a prompt is cut into chunks or decoded token by token
-    with a cache, on the width of tensor parallelism, or on the device. The model that `lowbit.qat.prepare_` made with
-    this scheme has the same logits in training, with straight-through gradients.
+    other sequences of the batch, on padding at either side, on how a prompt is cut into chunks or decoded token by
+    token with a cache, on the width of tensor parallelism, or on the device. The model that `lowbit.qat.prepare_`
+    made with this scheme has the same logits in training, with straight-through gradients.
 
     It works for models of transformers, and for others that are made of nn.Linear, nn.RMSNorm, nn.SiLU or tanh GELU
     modules and `lowbit.inference.invariant_attention`. Attention is rounded to int8 as well, with a scale a token and
@@ -78,7 +81,8 @@ def invariant_(model: nn.Module, batch: Any = None) -> None:
 
     Args:
         model: its linears have weights in `Int8DynamicActivationInt8Weight`, frozen or prepared, the head included.
-        batch: inputs of one call that shows all operations of the model: a mapping of arguments, a tuple of them, or one
+        batch: inputs of one call that shows all operations of the model: a mapping of arguments, a tuple of them, or
+        one
             tensor. None for a model of transformers: four tokens.
 
     Raises:
@@ -120,7 +124,7 @@ def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str,
 def _attention_of(model: nn.Module) -> list[tuple[Any, str]]:
     found = []
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if hasattr(module, "set_attn_implementation") and hasattr(config, "_attn_implementation"):
             found.append((module, config._attn_implementation))
     return found
@@ -195,8 +199,8 @@ def _leave(inside: list[nn.Module]) -> None:
 
 
 class _Watch(TorchDispatchMode):
-    """Raises NotImplementedError for an operation on floats that is not among `EXACT`. `place` names the module; None for
-    one of `lowbit.layers.invariant`."""
+    """Raises NotImplementedError for an operation on floats that is not among `EXACT`. `place` names the module; None
+    for one of `lowbit.layers.invariant`."""
 
     def __init__(self, place: Callable[[], str | None]) -> None:
         super().__init__()
@@ -213,7 +217,9 @@ class _Watch(TorchDispatchMode):
         if place is not None:
             short = name.split(".")[-1]
             ways = (way for key, way in WAYS_OUT.items() if key in short)
-            way = next(ways, "the model has no invariant form with this layer, so leave invariant_ out")
+            way = next(
+                ways, "the model has no invariant form with this layer, so leave invariant_ out"
+            )
             raise NotImplementedError(
                 f"{place} calls {name}, whose result depends on the device or on the shape of the batch; {way}"
             )

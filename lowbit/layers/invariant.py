@@ -1,6 +1,7 @@
 """Layers whose outputs have the same bits on every device, for any batch, padding and split of their work.
 
-    linear        int8 by int8, of a frozen weight or one in QAT: exact int32 sums, (sum · token scale) · row scale + bias
+    linear        int8 by int8, of a frozen weight or one in QAT: exact int32 sums, (sum · token scale) · row scale +
+    bias
                   in float32, rounded once to the input's dtype
     norm, activation, rotary angles, attention      the ops of `lowbit_kernels.invariant`
 
@@ -14,7 +15,7 @@ its int32 sums with the other ranks. So its output is that of the whole weight, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +25,16 @@ from torch.nn import functional as F
 import lowbit_kernels as kernels
 from lowbit.layers.stand_in import StandIn
 from lowbit.linear.coded_linear import coded_linear, described
-from lowbit.linear.frozen.checks import autocast_inputs, check_linear, refuse_transforms, unflattened
+from lowbit.linear.frozen.checks import (
+    autocast_inputs,
+    check_linear,
+    refuse_transforms,
+    unflattened,
+)
 from lowbit.linear.frozen.codes_product import CodesProduct, codes_format
 from lowbit.linear.frozen.row import Row
 from lowbit.linear.operands import RoundedLinear
 from lowbit.numerics.sharded import is_dtensor
-from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.quantizers import NO_SCALES
@@ -105,7 +110,9 @@ def _sharded(input: Any, weight: Any, bias: Any) -> Any:
 
     (placement,), mesh = weight.placements, weight.device_mesh
     local = weight.to_local()
-    grad = torch.is_grad_enabled() and (input.requires_grad or isinstance(local, FakeQuantizedTensor))
+    grad = torch.is_grad_enabled() and (
+        input.requires_grad or isinstance(local, FakeQuantizedTensor)
+    )
     if isinstance(local, FakeQuantizedTensor) or grad:
         raise NotImplementedError(
             "an invariant linear under tensor parallelism has no gradients; call it in torch.no_grad() with a weight "
@@ -118,11 +125,9 @@ def _sharded(input: Any, weight: Any, bias: Any) -> Any:
     x = input.redistribute(mesh, [Shard(last) if splits_terms else Replicate()]).to_local()
     if is_dtensor(bias):
         bias = bias.redistribute(mesh, [Replicate() if splits_terms else placement]).to_local()
-    if splits_terms:
-        y, gives = _row_parallel(x, local, bias, mesh.get_group()), Replicate()
-    else:
-        gives = Shard(last) if placement == Shard(0) else Replicate()
-        y = _frozen_linear(x, local, bias)
+    group = mesh.get_group()
+    y = _row_parallel(x, local, bias, group) if splits_terms else _frozen_linear(x, local, bias)
+    gives: Any = Shard(last) if placement == Shard(0) else Replicate()
     return DTensor.from_local(
         y,
         mesh,
@@ -175,14 +180,14 @@ class StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[2:]
-        tensors = [
+        tensors: list[Any] = [
             t.detach().requires_grad_(need)
             for t, need in zip(ctx.saved_tensors, needs, strict=True)
         ]
         with torch.enable_grad():
             y = ctx.plain(*tensors)
         wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
-        found = iter(torch.autograd.grad(y, wanted, *grads))
+        found = iter(torch.autograd.grad(y, wanted, grads[0]))
         return None, None, *[next(found) if need else None for need in needs]
 
 
@@ -206,8 +211,8 @@ class NormForm(NamedTuple):
 def norm_form(module: nn.Module) -> NormForm | None:
     """The formula of a module that computes an RMS norm of its last dimension; None of any other.
 
-    The module has one parameter, `weight` [D], and a small float under the name `eps`, `variance_epsilon` or `norm_eps`.
-    The formula is then tried on random rows.
+    The module has one parameter, `weight` [D], and a small float under the name `eps`, `variance_epsilon` or
+    `norm_eps`. The formula is then tried on random rows.
     """
     own = dict(module.named_parameters())
     weight = own.get("weight")
@@ -372,14 +377,14 @@ def attention(
 
 attention_setters: list[Callable[[nn.Module], None]] = []
 """Functions that give the attention of a framework's models the form above."""
-STAND_INS: Sequence[type[StandIn]] = (Linear, Norm, Activation, Rotary)
+STAND_INS = (Linear, Norm, Activation, Rotary)
 
 
 def why_no_linear(weight: Any) -> str | None:
     """Why a linear with this parameter is not invariant; None if it is."""
-    own = weight.to_local() if is_dtensor(weight) else weight
+    own: Any = weight.to_local() if is_dtensor(weight) else weight
     spec: Any = None
-    activation: Spec | None = None
+    activation: Any = None
     if isinstance(own, FakeQuantizedTensor):
         spec, activation = own.scheme.weight, own.scheme.activation
     elif getattr(own, "stored_as", None) == "integers":
@@ -391,5 +396,7 @@ def why_no_linear(weight: Any) -> str | None:
     if not (is_int8 and is_usual):
         return f"its scheme is {spec} with inputs {activation}"
     if own.shape[-1] > kernels.dynamic_linear.MOST_K:
-        return f"int32 sums hold {kernels.dynamic_linear.MOST_K} products, and it has {own.shape[-1]}"
+        return (
+            f"int32 sums hold {kernels.dynamic_linear.MOST_K} products, and it has {own.shape[-1]}"
+        )
     return None

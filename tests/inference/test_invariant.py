@@ -60,7 +60,9 @@ class Decoder(nn.Module):
     def forward(self, ids: Tensor, seen: Tensor | None = None, caches: Any = None) -> Tensor:
         """Logits; `seen`: bool [B, all tokens so far], False for padding."""
         past = 0 if caches is None else caches[0][0].shape[2]
-        mask = torch.ones(ids.shape[1], past + ids.shape[1], dtype=torch.bool).tril(past)[None, None]
+        mask = torch.ones(ids.shape[1], past + ids.shape[1], dtype=torch.bool).tril(past)[
+            None, None
+        ]
         mask = mask if seen is None else mask & seen[:, None, None]
         x = self.embedding(ids)
         for number, block in enumerate(self.blocks):
@@ -206,7 +208,7 @@ def test_linears_that_are_not_int8_are_refused_by_name() -> None:
         model = nn.Linear(64, 64)
         lowbit.quantize_(model, Int8DynamicActivationInt8Weight())
         invariant_(model)
-    with pytest.raises(TypeError, match="model must be an nn.Module"):
+    with pytest.raises(TypeError, match=r"model must be an nn.Module"):
         invariant_(torch.zeros(2))  # type: ignore[arg-type]
 
 
@@ -216,7 +218,7 @@ def test_rounding_that_is_switched_off_is_refused() -> None:
     ids = torch.zeros(1, 3, dtype=torch.long)
     invariant_(model, ids)
     lowbit.qat.enable_(model, False)
-    with pytest.raises(NotImplementedError, match="rounding is off.*lowbit.qat.enable_"):
+    with pytest.raises(NotImplementedError, match=r"rounding is off.*lowbit.qat.enable_"):
         model(ids)
 
 
@@ -250,8 +252,11 @@ def check_widths(rank: int, world_size: int) -> bool:
             with torch.no_grad():
                 wanted = whole(ids)
                 split = copy.deepcopy(whole)
-                plan: dict[str, Any] = {f"blocks.{i}.{n}": ColwiseParallel() for i in (0, 1) for n in ("q", "k", "v", "gate", "up")}  # fmt: skip
-                plan |= {f"blocks.{i}.{n}": RowwiseParallel() for i in (0, 1) for n in ("o", "down")}
+                plan: dict[str, Any] = {}
+                for i in (0, 1):
+                    columns, rows = ("q", "k", "v", "gate", "up"), ("o", "down")
+                    plan |= {f"blocks.{i}.{n}": ColwiseParallel() for n in columns}
+                    plan |= {f"blocks.{i}.{n}": RowwiseParallel() for n in rows}
                 parallelize_module(split, mesh, plan)
                 assert torch.equal(split(ids), wanted), (dtype, seed)
                 assert torch.equal(split(ids[:1, :2]), wanted[:1, :2]), (dtype, seed)

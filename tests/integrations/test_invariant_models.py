@@ -158,7 +158,7 @@ def test_generation_of_transformers_chooses_the_tokens_of_one_pass() -> None:
     with torch.no_grad():
         logits = model(own[None]).logits[0, 4:-1]
     assert torch.equal(torch.stack(found.logits)[:, 1], logits)
-    with pytest.raises(ValueError, match="does not take a model of lowbit.inference.invariant_"):
+    with pytest.raises(ValueError, match=r"does not take a model of lowbit.inference.invariant_"):
         lowbit.hf.generate(model, ids, max_new_tokens=2, do_sample=False, eos_token_id=None)
 
 
@@ -195,7 +195,9 @@ def test_caches_in_few_bits_and_masks_of_floats_are_refused() -> None:
     model = quantized("llama")
     invariant_(model)
     ids = torch.randint(1, 101, (1, 6))
-    with pytest.raises(NotImplementedError, match="no a cache in 8 or 4 bits|takes a mask of bool"):
+    with pytest.raises(
+        NotImplementedError, match=r"no a cache in 8 or 4 bits|takes a mask of bool"
+    ):
         model(ids, attention_mask=torch.zeros(1, 1, 6, 6))
     cache = lowbit.hf.KVCache(model.config, 32)
     with pytest.raises(NotImplementedError, match="a cache in 8 or 4 bits"):

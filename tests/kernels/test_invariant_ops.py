@@ -212,7 +212,7 @@ def test_wrong_arguments() -> None:
         attend(q, k, k, scale=1.0, causal=True)
     with pytest.raises(ValueError, match=r"mask must be \[1 or 1, 1 or 4, 2, 2\], got \(2, 2\)"):
         attend(q, q, q, torch.ones(2, 2, dtype=torch.bool), scale=1.0, causal=True)
-    with pytest.raises(ValueError, match="kind must be one of .*, got relu"):
+    with pytest.raises(ValueError, match=r"kind must be one of .*, got relu"):
         kernels.invariant_activation.invariant_activation(q, kind="relu")
     with pytest.raises(ValueError, match="int32 sums hold 131071 products, got K = 131072"):
         codes = torch.zeros(1, 131072, dtype=torch.int8)

@@ -34,8 +34,8 @@ def rounded(x: Tensor) -> Tensor:
 
 
 def square_root(x: Tensor) -> Tensor:
-    """The square root of float32 x > 0, rounded to nearest. PyTorch's own is not, on CPUs, in float32 and float64: it is
-    off by one unit for a fifth of all float32 numbers (torch 2.13)."""
+    """The square root of float32 x > 0, rounded to nearest. PyTorch's own is not, on CPUs, in float32 and float64: it
+    is off by one unit for a fifth of all float32 numbers (torch 2.13)."""
     s = x.double().sqrt().float()
     for step in (-1, 1):
         other = (s.view(torch.int32) + step).view(torch.float32)

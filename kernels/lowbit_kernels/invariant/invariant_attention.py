@@ -74,8 +74,8 @@ def invariant_attention(
 ) -> Tensor:
     """Attention [B, T, H, E] of query [B, H, T, D]; the module's docstring has the formula.
 
-    Raises TypeError for other dtypes, ValueError for shapes that don't fit each other, more than 131,071 keys or heads of
-    more than 1,024 channels.
+    Raises TypeError for other dtypes, ValueError for shapes that don't fit each other, more than 131,071 keys or
+    heads of more than 1,024 channels.
     """
     (batch, heads, tokens, _), (_, kv_heads, keys, width) = query.shape, value.shape
     shape = batch, kv_heads, heads // kv_heads, tokens

@@ -1,11 +1,12 @@
 """The kernels of `invariant_attention`. All rows of a program belong to one key/value head: r = g · T + t.
 
     whole      a program has all keys of its rows. It reads keys twice: for the maxima, and for the sums
-    split      few rows: programs share the keys of a row. `_ends` finds the maxima of each part, `_sums` the sums by the
+    split      few rows: programs share the keys of a row. `_ends` finds the maxima of each part, `_sums` the sums by
+    the
                maxima of all parts, and `_joined` adds the sums up
 
-A query t sees the keys up to t + shift. With many rows, keys and values are rounded once before, and values are laid out along the tokens, as the units for int8
-read them. With few rows, as in decoding, each program rounds what it reads.
+A query t sees the keys up to t + shift. With many rows, keys and values are rounded once before, and values are laid
+out along the tokens, as the units for int8 read them. With few rows, as in decoding, each program rounds what it reads.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def _ends_of(
     CODED: tl.constexpr, MASKED: tl.constexpr, ALL: tl.constexpr,
     N: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """m and `top` [M], the largest a + ceil2(t_v), also over tokens from `first` to `stop`. `top` is infinite where a row
-    sees a NaN. ALL: all rows see all these tokens."""
+    """m and `top` [M], the largest a + ceil2(t_v), also over tokens from `first` to `stop`. `top` is infinite where a
+    row sees a NaN. ALL: all rows see all these tokens."""
     for begin in range(first, stop, N):
         n = begin + tl.arange(0, N)
         k, t_k = _tile(key, key_scale, n, keys, k_s, k_d, width, CODED, D)
@@ -167,13 +168,19 @@ def _attend(
     CODED: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    block, pair, part = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, pair, part = (
+        tl.num_programs(0) - 1 - tl.program_id(0),
+        tl.program_id(1),
+        tl.program_id(2),
+    )
     b, h = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     rows = block * M + tl.arange(0, M)
     row_ok = rows < group * tokens
     head, token = h * group + rows // tokens, rows % tokens
     d = tl.arange(0, D)
-    at = query + b * q_b + head[:, None] * q_h + token.to(tl.int64)[:, None] * q_t + d[None, :] * q_d
+    at = (
+        query + b * q_b + head[:, None] * q_h + token.to(tl.int64)[:, None] * q_t + d[None, :] * q_d
+    )
     own = tl.load(at, mask=row_ok[:, None] & (d < width)[None, :], other=0.0).to(tl.float32)
     q, t_q = _round(own)
     a = _number(t_q) * factor
@@ -316,8 +323,8 @@ def attend(
         *(keys - tokens if causal else keys, span, *query.stride(), *key.stride(), *value.stride()),
         *(kv_heads * keys, keys, *strides),
     )
-    options = {"CODED": is_large, "MASKED": mask is not None, **shape, **EXACT}
-    options |= {"num_warps": 4, "num_stages": 2}
+    options: dict[str, int] = {"CODED": is_large, "MASKED": mask is not None, **shape, **EXACT}
+    options = options | {"num_warps": 8 if is_large and mask is not None else 4, "num_stages": 2}
     with torch.cuda.device_of(query):
         for stage in (0,) if count == 1 else (1, 2):
             _attend[(blocks, pairs, count)](*arguments, STAGE=stage, **options)

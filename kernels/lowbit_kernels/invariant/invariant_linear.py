@@ -9,7 +9,8 @@
     bias    [N] in x's dtype, or None
     out     x's dtype [..., N], contiguous
 
-The sum is int32, exact in any order. All else is float32, each operation rounded on its own. Results below 2^-126 may be
+The sum is int32, exact in any order. All else is float32, each operation rounded on its own. Results below 2^-126 may
+be
 0 on a GPU.
 
 Implementations, as `launches` reports them:
@@ -56,9 +57,7 @@ MOST_K = (2**31 - 1) // 2**14
     rules={"K <= MOST_K": "int32 sums hold {MOST_K} products, got K = {K}; split K"},
     types={rule: message for rule, message in ADDEND_TYPES.items() if "bias" in rule},
 )
-def invariant_linear(
-    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None
-) -> Tensor:
+def invariant_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., K] times int8 codes [N, K] with scales, plus bias; the module's docstring has the formula.
 
     Raises TypeError for other dtypes, ValueError for shapes that don't fit each other and a K above 131,071.
@@ -92,9 +91,7 @@ def _planned(tensors: tuple[Description | None, ...]) -> Product | None:
         return None
     format = format_of(codes.dtype, scale.dtype, None)
     last = None, codes.shape[1], x.dtype, format, None, torch.int8, True
-    return weight_mm_decode_sm90.product(
-        WeightOperands(x, codes, scale, None, bias, None, *last)
-    )
+    return weight_mm_decode_sm90.product(WeightOperands(x, codes, scale, None, bias, None, *last))
 
 
 @invariant_linear.kernel

@@ -119,7 +119,15 @@ def _launch(
     cos, sin = (torch.empty(shape, dtype=dtype, device=position.device) for _ in range(2))
     with torch.cuda.device_of(position):
         _kernel[(triton.cdiv(count, BLOCK),)](
-            *(position.contiguous(), inv_freq.contiguous(), cos, sin, count, half, in_float32(scale)),
+            *(
+                position.contiguous(),
+                inv_freq.contiguous(),
+                cos,
+                sin,
+                count,
+                half,
+                in_float32(scale),
+            ),
             BLOCK=BLOCK,
             **EXACT,
         )

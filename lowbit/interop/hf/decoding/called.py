@@ -164,7 +164,8 @@ def _decoded(
     """The tokens of a call that transformers has prepared."""
     if model.config._attn_implementation == INVARIANT:
         raise refused(
-            "a model of lowbit.inference.invariant_", "its graph has kernels whose sums have another order"
+            "a model of lowbit.inference.invariant_",
+            "its graph has kernels whose sums have another order",
         )
     options = read(model, call)
     # Buffers that outlive the call are no inference tensors, which nothing may write to elsewhere.
