@@ -5,8 +5,7 @@
 
 1. Each op on the device and on a CPU, over random shapes.
 2. Pairs: the logits of a sequence alone on a CPU, in one pass, beside those of the same sequence on a random device, in
-   a
-   random batch, with padding on a random side, and in random chunks with a cache. All must be `torch.equal`.
+   a random batch, with padding on a random side, and in random chunks with a cache. All must be `torch.equal`.
 3. The time of a forward pass of 4 layers of an 8B shape, with a head of 1/8 of the vocabulary, for the ordinary int8
    model of transformers with SDPA, and for the invariant one: in a CUDA graph, and launched by Python. While a graph is
    captured, transformers builds a mask for every prompt, so only prefill without a graph runs both attentions without

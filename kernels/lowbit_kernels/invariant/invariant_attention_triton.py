@@ -168,21 +168,13 @@ def _attend(
     CODED: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    block, pair, part = (
-        tl.num_programs(0) - 1 - tl.program_id(0),
-        tl.program_id(1),
-        tl.program_id(2),
-    )
+    block, pair = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    part = tl.program_id(2)
     b, h = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     rows = block * M + tl.arange(0, M)
     row_ok = rows < group * tokens
     head, token = h * group + rows // tokens, rows % tokens
-    d = tl.arange(0, D)
-    at = (
-        query + b * q_b + head[:, None] * q_h + token.to(tl.int64)[:, None] * q_t + d[None, :] * q_d
-    )
-    own = tl.load(at, mask=row_ok[:, None] & (d < width)[None, :], other=0.0).to(tl.float32)
-    q, t_q = _round(own)
+    q, t_q = _queries(query + b * q_b, head, token, q_h, q_t, q_d, row_ok, width, D)
     a = _number(t_q) * factor
     key += b * k_b + h * k_h
     value += b * v_b + h * v_h
@@ -198,8 +190,7 @@ def _attend(
         full += tl.maximum(tl.minimum(each, stop) - first, 0) // N * N
     scratch = (part * tl.num_programs(1) + pair).to(tl.int64) * (tl.num_programs(0) * M) + rows
     if STAGE != 2:
-        m = tl.full([M], float("-inf"), tl.float32)
-        top = tl.full([M], float("-inf"), tl.float32)
+        m, top = tl.full([M], float("-inf"), tl.float32), tl.full([M], float("-inf"), tl.float32)
         for is_rest in tl.static_range(2):
             m, top = _ends_of(
                 q, a, key, key_scale, value, value_scale, k_s, k_d, v_s, v_d, width, value_width,
@@ -214,8 +205,7 @@ def _attend(
         if STAGE == 2:
             m, top = _ends_of_all(ends, pair, rows, M)
         m_own, e = _exponent(m, top)
-        high = tl.zeros([M, E], tl.int32)
-        low = tl.zeros([M, E], tl.int32)
+        high, low = tl.zeros([M, E], tl.int32), tl.zeros([M, E], tl.int32)
         total = tl.zeros([M], tl.int64)
         for is_rest in tl.static_range(2):
             high, low, total = _sums_of(
@@ -224,17 +214,36 @@ def _attend(
                 full if is_rest else first, stop if is_rest else full,
                 CODED, MASKED, not is_rest, N, D, E,
             )  # fmt: skip
-        c = tl.arange(0, E)
         if STAGE == 2:
-            tl.store(parts + 2 * scratch[:, None] * E + c[None, :], high)
-            tl.store(parts + (2 * scratch[:, None] + 1) * E + c[None, :], low)
-            tl.store(totals + scratch, total)
+            _store_parts(parts, totals, scratch, high, low, total, E)
         else:
             y = _output(high, low, total, m, top, e, t_q < float("inf"))
             to = (b * tokens + token.to(tl.int64)) * (kv_heads * group) + head
-            inside = row_ok[:, None] & (c < value_width)[None, :]
-            at = result + to[:, None] * value_width + c[None, :]
-            tl.store(at, y.to(result.dtype.element_ty), mask=inside)
+            _store_rows(result, y, to, row_ok, value_width, E)
+
+
+@jit
+def _queries(query, head, token, q_h, q_t, q_d, row_ok, width, D: tl.constexpr):
+    """The int8 codes [M, D] of queries, and their scales [M]."""
+    d = tl.arange(0, D)
+    at = query + head[:, None] * q_h + token.to(tl.int64)[:, None] * q_t + d[None, :] * q_d
+    mask = row_ok[:, None] & (d < width)[None, :]
+    return _round(tl.load(at, mask=mask, other=0.0).to(tl.float32))
+
+
+@jit
+def _store_parts(parts, totals, at, high, low, total, E: tl.constexpr):
+    c = tl.arange(0, E)
+    tl.store(parts + 2 * at[:, None] * E + c[None, :], high)
+    tl.store(parts + (2 * at[:, None] + 1) * E + c[None, :], low)
+    tl.store(totals + at, total)
+
+
+@jit
+def _store_rows(result, y, to, row_ok, width, E: tl.constexpr):
+    c = tl.arange(0, E)
+    at = result + to[:, None] * width + c[None, :]
+    tl.store(at, y.to(result.dtype.element_ty), mask=row_ok[:, None] & (c < width)[None, :])
 
 
 @jit

@@ -30,8 +30,8 @@
 //   ROUNDS             NONE; or INT8 or E4M3: each token is rounded to codes with a scale of its own, token_scale. Groups
 //                      are then scaled BY_UNIT
 //   SOURCE             BF16 or FP16, the dtype of x in memory; X unless ROUNDS is E4M3
-//   EXACT              int8 by int8 with one scale a row: all sums are int32, whose bits lie in the registers and buffers
-//                      of float sums; out = (float(sum) * token_scale) * scale + bias, each operation rounded on its own
+//   EXACT              int8 by int8, one scale a row: the bits of float sums are int32 sums, and out is (float(sum) *
+//                      token_scale) * scale + bias, each operation rounded on its own
 //
 // Pipeline. A cluster takes every n-th tile of the weight. One thread of a block issues TMA copies of parts of tiles
 // into a ring of stages. The ring holds only as much as keeps memory busy: with more copies in flight, later ones delay
@@ -100,10 +100,7 @@ static_assert((BOX == 0 || (IS_STREAM && SHARE == 1)), "");
 static_assert(ROUNDS == NONE || CODES == E2M1 || (SCALING == BY_UNIT && ZERO != VALUE && CODES != TABLE), "");
 
 // a + b, of int32 sums if EXACT. The bits of 0 are the integer 0.
-DEVICE float plus(float a, float b) {
-    if constexpr (EXACT) return bits_float(float_bits(a) + float_bits(b));
-    else return a + b;
-}
+DEVICE float plus(float a, float b) { return EXACT ? bits_float(float_bits(a) + float_bits(b)) : a + b; }
 
 // A lane's sums of a piece: rows g and g + 8 of two columns, which are added up at once for one token.
 #if TOKENS == 1
@@ -505,8 +502,7 @@ DEVICE void multiply_integers(float (&sums)[TILES][4], const Tokens &x, const Wo
             warp_multiply_s8(own[tile], a[0], a[1], a[2], a[3], x[word][tile][0], x[next][tile][BITS == 4 ? 1 : 0]);
     }
 #pragma unroll
-    for (int i = 0; i < TILES * 4; ++i)
-        sums[i / 4][i % 4] = EXACT ? bits_float(own[i / 4][i % 4]) : (float)own[i / 4][i % 4];
+    for (int i = 0; i < TILES * 4; ++i) sums[i / 4][i % 4] = EXACT ? bits_float(own[i / 4][i % 4]) : own[i / 4][i % 4];
 }
 
 // Where the scales and zero points of a warp's groups are: those of row g; those of row g + 8 follow `rest` elements
@@ -739,13 +735,9 @@ struct Epilogue {
 #pragma unroll
         for (int i = 0; i < 4; i += TOKENS == 1 ? 2 : 1) {
             const int own = row + g + i / 2 * 8, of = token + 2 * t + i % 2;
-            float result;
-            if constexpr (EXACT) {
-                result = (float)(int)float_bits(all[i]) * of_tokens[i % 2] * scale[i / 2];
-                if (p.bias) result = fma_exactly(result, 1.0f, bias[i / 2]);  // no product to fuse with
-            } else {
-                result = fma_exactly(all[i], of_tokens[i % 2], bias[i / 2]) + residual[i];
-            }
+            float result = fma_exactly(all[i], of_tokens[i % 2], bias[i / 2]) + residual[i];
+            if (EXACT) result = (float)(int)float_bits(all[i]) * of_tokens[i % 2] * scale[i / 2];
+            if (EXACT && p.bias) result = fma_exactly(result, 1.0f, bias[i / 2]);  // no product to fuse with
             if (own < p.n && of < p.m) p.out[(long long)of * p.n + own] = to_out(result);
         }
     }
