@@ -151,7 +151,8 @@ def test_training_has_the_same_bits_and_the_usual_gradients(dtype: torch.dtype) 
             assert torch.equal(model(ids), logits)  # the mode stays
             assert torch.equal(MODELS[dtype](ids), logits)  # quantize_ and invariant_
     for key, grad in grads["usual"].items():
-        assert relative_error(grads["invariant"][key], grad) < 0.1, key
+        # a bias of keys moves all scores of a query alike: its gradient is rounding
+        assert (grads["invariant"][key] - grad).norm() <= 0.1 * grad.norm() + 1e-4, key
 
 
 def test_gradients_reach_the_inputs_of_frozen_layers() -> None:

@@ -195,11 +195,12 @@ def test_caches_in_few_bits_and_masks_of_floats_are_refused() -> None:
     model = quantized("llama")
     invariant_(model)
     ids = torch.randint(1, 101, (1, 6))
-    with pytest.raises(
-        NotImplementedError, match=r"no a cache in 8 or 4 bits|takes a mask of bool"
-    ):
+    with pytest.raises(NotImplementedError, match="takes a mask of bool"):
         model(ids, attention_mask=torch.zeros(1, 1, 6, 6))
     cache = lowbit.hf.KVCache(model.config, 32)
-    with pytest.raises(NotImplementedError, match="a cache in 8 or 4 bits"):
+    with (
+        torch.no_grad(),
+        pytest.raises(NotImplementedError, match=r"KVCache with a model of.*DynamicCache"),
+    ):
         for part in (ids, ids[:, :1]):
             model(part, past_key_values=cache)

@@ -26,8 +26,7 @@ def invariant_attention(
 ) -> tuple[Tensor, None]:
     """Attention by the interface of transformers: [batch, tokens, heads, width], and no weights.
 
-    Raises NotImplementedError for dropout, a soft cap, sinks, a bias of positions, a mask of floats, and a cache in few
-    bits.
+    Raises NotImplementedError for dropout, a soft cap, sinks, a bias of positions, and a mask of floats.
     """
     refused = {
         "dropout": dropout or None,
@@ -35,7 +34,6 @@ def invariant_attention(
         "sinks (s_aux)": options.get("s_aux"),
         "position_bias": options.get("position_bias"),
         "a paged cache": options.get("cache"),
-        "a cache in 8 or 4 bits": None if isinstance(key, Tensor) else type(key).__name__,
     }
     for what, given in refused.items():
         if given is not None:

@@ -21,6 +21,7 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.utils import logging
 
 from lowbit.interop.hf.attention import NAME, CachedStates
+from lowbit.interop.hf.invariant import NAME as INVARIANT
 from lowbit_kernels.decoding import quantized_attention_sm90
 from lowbit_kernels.decoding.quantize_to_cache import quantize_to_cache, raw
 
@@ -191,6 +192,11 @@ class QuantizedLayer(StaticLayer):
         """Allocate codes and scales for keys and values of these shapes."""
         if key_states.dtype not in FLOATS:
             raise TypeError(f"KVCache takes keys of {FLOATS}, got {key_states.dtype}")
+        if self.config._attn_implementation == INVARIANT:
+            raise NotImplementedError(
+                "KVCache with a model of lowbit.inference.invariant_, whose prompts would not attend to the codes; leave"
+                " past_key_values out, or pass transformers' DynamicCache"
+            )
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.num_heads = key_states.shape[:2]
         self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
