@@ -194,8 +194,8 @@ class QuantizedLayer(StaticLayer):
             raise TypeError(f"KVCache takes keys of {FLOATS}, got {key_states.dtype}")
         if self.config._attn_implementation == INVARIANT:
             raise NotImplementedError(
-                "KVCache with a model of lowbit.inference.invariant_, whose prompts would not attend to the codes; leave"
-                " past_key_values out, or pass transformers' DynamicCache"
+                "KVCache with a model of lowbit.inference.invariant_, whose prompts would not attend to the codes; "
+                "leave past_key_values out, or pass transformers' DynamicCache"
             )
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.num_heads = key_states.shape[:2]
