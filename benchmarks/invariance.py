@@ -23,10 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import lowbit
-import lowbit.hf
 import lowbit_kernels as kernels
 from lowbit.inference import invariant_
 
@@ -119,9 +117,10 @@ def small_model(kind: str, dtype: torch.dtype) -> nn.Module:
         "head_dim": 64,
         "max_position_embeddings": 4096,
     }
-    made = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[
-        kind
-    ]
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    kinds = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+    made: Any = kinds[kind]
     model = made[1](made[0](**shape)).to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -137,6 +136,8 @@ def logits_of(
     model: Any, sequences: list[Tensor], padding: int, is_left: bool, cuts: list[int]
 ) -> Tensor:
     """The logits of the first sequence [L, V], run in a batch with the others, in chunks that end at `cuts`."""
+    from transformers import DynamicCache
+
     device = next(model.parameters()).device
     width = max(map(len, sequences)) + padding
     ids = torch.zeros((len(sequences), width), dtype=torch.long)
@@ -206,6 +207,8 @@ def check_pairs(names: list[str], count: int, devices: list[str]) -> None:
 
 
 def large_model(layers: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=16032,
@@ -229,6 +232,8 @@ def large_model(layers: int) -> Any:
 
 def step_of(model: Any, batch: int, context: int, tokens: int) -> Callable[[], Any]:
     """A forward pass of `tokens` new tokens of each sequence behind `context` others, which leaves them as they are."""
+    from transformers import DynamicCache
+
     generator = torch.Generator("cuda").manual_seed(0)
     ids = torch.randint(0, 16000, (batch, context + tokens), device="cuda", generator=generator)
     if context == 0:
@@ -273,6 +278,8 @@ def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
 
 @torch.no_grad()
 def cost(layers: int) -> None:
+    from lowbit.hf import generate
+
     ordinary = large_model(layers)
     model = copy.deepcopy(ordinary)
     invariant_(model)
@@ -298,9 +305,7 @@ def cost(layers: int) -> None:
         for count in (32, 96, 32, 96):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            lowbit.hf.generate(
-                ordinary, ids, max_new_tokens=count, eos_token_id=None, do_sample=False
-            )
+            generate(ordinary, ids, max_new_tokens=count, eos_token_id=None, do_sample=False)
             torch.cuda.synchronize()
             took.append(time.perf_counter() - start)
         print(

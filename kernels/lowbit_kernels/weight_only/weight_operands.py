@@ -223,7 +223,7 @@ class WeightOperands(NamedTuple):
         tensors = x, codes, scale, zero_point, bias, residual, token_scale
         zeros = None if zero_point is None else zero_point.dtype
         format = format_of(codes.dtype, scale.dtype, zeros, bits, table)
-        last = group_size, out or x.dtype, format, layout(global_scale), rounds
+        last = group_size, out or x.dtype, format, layout(global_scale), rounds, False
         return cls._make((*map(layout, tensors), *last))
 
     @property
