@@ -143,7 +143,8 @@ def test_names_of_weight_formats() -> None:
     assert names["int8"] == "int8-row" and names["float8"] == "float8_e4m3fn-row"
     assert names["int5-blocks"] == "uint5-block4x8"
     assert names["int8xint4"] == "int4-g16-int8-token"
-    assert names.pop("mxfp4-ocp") == names["mxfp4"], "two rules for scales that are stored alike"
+    for name in ("mxfp4", "mxfp8"):
+        assert names.pop(f"{name}-ocp") == names[name], "two rules for scales that are stored alike"
     assert len(set(names.values())) == len(names)
 
 
