@@ -73,7 +73,7 @@ OF_SMALL_SCALES = lb.Spec(lb.Float8(), lb.PerTensor(), scale_dtype=torch.bfloat1
 # ---- exactness ------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     weight_specs(2).filter(lambda spec: not isinstance(spec.format, lb.LookupTable)),
     st.lists(st.integers(1, 7), min_size=3, max_size=4),

@@ -278,7 +278,12 @@ def test_adapters_train_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype"), [("aot_eager", torch.float32), ("inductor", torch.bfloat16)]
+    ("backend", "dtype"),
+    [
+        ("aot_eager", torch.float32),
+        ("aot_eager", torch.bfloat16),
+        pytest.param("inductor", torch.bfloat16, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_compiled(backend: str, dtype: torch.dtype) -> None:
     torch._dynamo.reset()

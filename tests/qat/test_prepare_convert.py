@@ -131,7 +131,7 @@ def moved(linear: nn.Linear, seed: int) -> None:
                 p.mul_(torch.randn(p.shape, generator=torch.Generator().manual_seed(seed + at)))
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     weight_specs(2),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
@@ -148,7 +148,7 @@ def test_seen_values_equal_converted_ones(weight, dtype, magnitude, seed) -> Non
 
 
 @example(lb.Spec(lb.Float8(), lb.PerBlock(1)), None, "present", False, 1, 1, torch.bfloat16, 2.0, 0)
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     weight_specs(2),
     st.none() | activation_specs,

@@ -523,7 +523,14 @@ def test_under_autocast():
     assert found[0].input_scale.grad.isfinite().all()
 
 
-@pytest.mark.parametrize(("scales", "backend"), [("learned", "inductor"), ("present", "aot_eager")])
+@pytest.mark.parametrize(
+    ("scales", "backend"),
+    [
+        ("learned", "aot_eager"),
+        ("present", "aot_eager"),
+        pytest.param("learned", "inductor", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_compiled(scales, backend):
     """Without a graph break, forward and backward, also during a calibration."""
     found = calibrated(INT4, scales)
