@@ -13,6 +13,8 @@ from torch import Tensor
 from lowbit.optim.adam import AdamBase
 from lowbit.optim.options import Check, check_nonnegative, check_optional_flag
 
+_MATRIX_OPTIONS = ("use_muon", "precondition")
+
 
 class MatrixBase(AdamBase):
     """AdamW for the groups without matrices. A subclass gives `eager_steps` for the others."""
@@ -37,6 +39,7 @@ class MatrixBase(AdamBase):
             check_nonnegative(f"adamw_{name}", for_adamw[name])
         takes_matrices = options.pop(self.matrix_option, None)
         check_optional_flag(self.matrix_option, takes_matrices)
+        self._refuse_foreign(options)
         if takes_matrices is None:
             parts: dict[bool, list[Any]] = {True: [], False: []}
             for param in params:
@@ -55,6 +58,16 @@ class MatrixBase(AdamBase):
         except BaseException:
             del self.param_groups[before:]
             raise
+
+    def _refuse_foreign(self, options: Mapping[str, Any]) -> None:
+        """Raise TypeError for an option of a group by which another optimizer takes AdamW for it."""
+        for name in options:
+            if name in _MATRIX_OPTIONS or name.startswith("adamw_"):
+                adamw = [f"adamw_{name}" for name in self._adamw]
+                raise TypeError(
+                    f"{type(self).__name__} has no option {name!r} of a group; accepted: "
+                    f"{', '.join([self.matrix_option, *adamw])}, and those of its parameters"
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy needs them to take more groups

@@ -43,6 +43,13 @@ def qk_clip_(
     """
     if not check_nonnegative("threshold", threshold) > 0:
         raise ValueError("threshold must be above 0, got 0")
+    if not (isinstance(query, nn.Linear) and isinstance(key, nn.Linear)):
+        raise TypeError(
+            f"query and key must be nn.Linear, got {type(query).__name__} and {type(key).__name__}; their weight alone "
+            "may not make the queries and keys: merge adapters of PEFT first, or leave QK-clip out"
+        )
+    if not isinstance(largest, Tensor):
+        raise TypeError(f"largest must be a tensor, got {largest!r:.60}; take torch.tensor(largest)")
     heads = largest.numel()
     rows, key_rows = query.weight.shape[0], key.weight.shape[0]
     size = rows // max(heads, 1)

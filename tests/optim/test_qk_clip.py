@@ -74,3 +74,20 @@ def test_low_bit_weights_are_refused():
     lowbit.quantize_(model, lowbit.Int8WeightOnly())
     with pytest.raises(TypeError, match="cannot be scaled in place"):
         qk_clip_(model[0], model[1], torch.ones(4))
+
+
+def test_layers_whose_weight_is_not_all_are_refused():
+    """PEFT's layers have the `weight` of the layer below, and add an adapter to its outputs."""
+
+    class Adapted(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.weight, self.bias = base.weight, base.bias
+
+    query, key = layers(4, 4)
+    before = query.weight.detach().clone()
+    with pytest.raises(TypeError, match="got Adapted and Linear.*merge adapters"):
+        qk_clip_(Adapted(query), key, torch.full((4,), 400.0))
+    with pytest.raises(TypeError, match=r"largest must be a tensor, got \[400.0\]"):
+        qk_clip_(query, key, [400.0])
+    assert torch.equal(query.weight, before)

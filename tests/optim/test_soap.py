@@ -154,6 +154,9 @@ def test_groups():
         SOAP(parameters((4, 8, 9)))
     with pytest.raises(ValueError, match="precondition_frequency must be a whole number of at"):
         SOAP(parameters((8, 9)), precondition_frequency=0)
+    for name in ("use_muon", "adamw_lr"):
+        with pytest.raises(TypeError, match=f"SOAP has no option '{name}' of a group; accepted: prec"):
+            SOAP([{"params": parameters((8, 9)), name: False}])
     copied = copy.deepcopy(optimizer)
     copied.add_param_group({"params": parameters((3,))})
     assert not copied.param_groups[-1]["precondition"] and not copied._counts
@@ -243,6 +246,24 @@ def test_clipping_and_steps_in_backward():
             optimizer.step()
         results.append([*model.parameters()])
     assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
+
+
+@every
+def test_a_side_that_gets_a_preconditioner_later(state):
+    """Until its first refresh it has the identity, as before."""
+    params, others = parameters((64, 80)), parameters((64, 80))
+    optimizer = SOAP(params, state=state, max_precondition_dim=8, precondition_frequency=100)
+    plain = SOAP(others, state=state, max_precondition_dim=8)
+    for step in range(6):
+        if step == 3:
+            optimizer.param_groups[0]["max_precondition_dim"] = 70
+        run(optimizer, params, 1, first=step)
+        run(plain, others, 1, first=step)
+    assert "left_basis" in optimizer.state[params[0]]
+    assert relative(params[0], others[0]) < 1e-6
+    optimizer.param_groups[0]["precondition_frequency"] = 1
+    run(optimizer, params, 3, first=6)
+    assert params[0].isfinite().all()
 
 
 # ---- ranks --------------------------------------------------------------------------------------------------

@@ -47,14 +47,15 @@ def sides_of(shape: torch.Size, group: dict[str, Any]) -> dict[str, tuple[int, .
 
 
 def new_factors(group: dict[str, Any], param: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """`LowbitOptimizer.other_states` of a matrix: zeros."""
+    """`LowbitOptimizer.other_states` of a matrix: preconditioners of zeros, and identities as bases, which a side that
+    gets them between two steps has had."""
     device = local(param).device
     made: dict[str, Callable[[], Tensor]] = {}
     for side, shape in sides_of(param.shape, group).items():
         formats = FACTOR_FORMATS.get(group["state"], (group["state"],) * 2)
         for name, asked in zip((side, f"{side}_basis"), formats, strict=True):
             format = states.stored_format(torch.Size(shape), asked)
-            made[name] = partial(_zeros, shape, format, device)
+            made[name] = partial(_begun, shape, format, device, name != side)
     return made
 
 
@@ -62,11 +63,15 @@ FACTOR_FORMATS = {"4bit": ("8bit", "8bit")}
 """Formats of preconditioners and bases, where they are not that of the moments. In 4 bits either costs 2 to 3%."""
 
 
-def _zeros(shape: tuple[int, ...], format: str, device: torch.device) -> Tensor:
+def _begun(
+    shape: tuple[int, ...], format: str, device: torch.device, is_basis: bool
+) -> Tensor:
     if format in FORMATS:
-        return CodebookTensor.zeros(shape, format, signed=True, device=device)
-    dtype = torch.bfloat16 if format == "bf16" else torch.float32
-    return torch.zeros(shape, dtype=dtype, device=device)
+        made: Tensor = CodebookTensor.zeros(shape, format, signed=True, device=device)
+    else:
+        dtype = torch.bfloat16 if format == "bf16" else torch.float32
+        made = torch.zeros(shape, dtype=dtype, device=device)
+    return made.copy_(torch.eye(shape[-1], device=device).expand(shape)) if is_basis else made
 
 
 # ---- the step -----------------------------------------------------------------------------------------------
