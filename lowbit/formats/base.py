@@ -95,6 +95,11 @@ def with_scales(scheme: Scheme, dtype: torch.dtype | None) -> Scheme:
 def check_matrix(weight: LowbitTensor, format: str, rounds_inputs: bool = True) -> None:
     """Raise FormatError, in the name of `format`, for other weights than matrices [N, K] as they are stored, and for
     weights whose inputs are rounded if `format` does not round any."""
+    if getattr(weight, "stored_as", None) == "sparse24":
+        raise FormatError(
+            f"{format} holds no compressed 2:4 weights, got a {type(weight).__name__}: take Prune24(compressed=False), "
+            "or put the weight's .dense in its place"
+        )
     if weight.ndim != 2 or weight.transposed or weight.flat_from is not None:
         raise FormatError(f"{format} holds matrices [N, K], got {weight!r}")
     if not rounds_inputs:

@@ -131,6 +131,7 @@ class ModelOpt(Format):
         return {"weight": weight.codes.contiguous(), "weight_scale": weight.scale.contiguous()}
 
     def encode_back(self, weight: LowbitTensor) -> Parts:
+        check_matrix(weight, self.name)
         if isinstance(weight, Float8Tensor) and not is_mxfp8(weight.spec):
             return whole_parts(weight)
         return self.encode(weight)

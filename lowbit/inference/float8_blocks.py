@@ -119,9 +119,8 @@ def float8_blocks_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _is_in_blocks(weight: Tensor) -> bool:
-    return (
-        isinstance(weight, Float8Tensor) and weight.spec == BLOCK_WEIGHT and not weight.transposed
-    )
+    is_float8 = isinstance(weight, Float8Tensor) and weight.stored_as == "float8"
+    return is_float8 and weight.spec == BLOCK_WEIGHT and not weight.transposed
 
 
 def _assembled(

@@ -95,6 +95,8 @@ def quantize_(
         raise ValueError(
             f"unknown scales {scales!r}; accepted: {', '.join(get_args(Scales))} or None"
         )
+    if device is not None:
+        device = torch.device(device)  # `.to` takes a dtype too
     targets, report = find_targets(model, scheme, filter_fn)
     for target in targets:
         _check_calibrated(target)

@@ -56,6 +56,7 @@ def prepare_(
     """
     targets, report = find_targets(model, scheme, filter_fn, TrainingScheme)
     if device is not None:
+        device = torch.device(device)  # `.to` takes a dtype too
         for target in targets:
             target.scheme.check(torch.empty(0, dtype=target.weight.dtype, device=device))
     owners = {module for target in targets for module, _, _ in target.owners}

@@ -41,9 +41,9 @@ _ROUNDING: WeakKeyDictionary[nn.Module, dict[int, _Rounding]] = WeakKeyDictionar
 _EXACT = {
     *("log", "log2", "log10", "log1p", "logit", "xlogy", "sqrt", "rsqrt", "reciprocal"),
     *("div", "div_", "divide", "true_divide", "__truediv__", "__rtruediv__", "__rdiv__"),
-    "scaled_dot_product_attention",
+    *("logsumexp", "logcumsumexp", "scaled_dot_product_attention"),
 }
-"""Operations whose derivative divides by what they save, and attention."""
+"""Operations whose derivative divides by what they save, or exponentiates it, and attention."""
 _POWERS = {"pow", "pow_", "__pow__"}
 _SAME_VALUES = {
     *("convert_element_type", "_to_copy", "view", "_unsafe_view", "expand", "clone", "alias"),
@@ -68,7 +68,8 @@ class save_in_int8(torch.autograd.graph.saved_tensors_hooks):
     - tensors without a gradient, as constants, masks and the statistics of attention; second results, as those of
       norms; results of `log_softmax`;
     - one value a row (a last dimension of 1), as the statistics of norms that are written in PyTorch operations;
-    - what `log`, `sqrt`, `rsqrt`, `reciprocal`, quotients and negative powers save: their derivatives divide by it;
+    - what `log`, `sqrt`, `rsqrt`, `reciprocal`, quotients and powers below 1 save: their derivatives divide by it; what
+      `logsumexp` saves: its derivative exponentiates it;
     - queries and keys of `F.scaled_dot_product_attention`: backward computes probabilities from them again.
 
     A value below 1/252 of its block's largest one becomes 0, or the smallest code in a block without negative values.
@@ -235,9 +236,10 @@ def _plain_tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _is_exact_call(name: str, args: Any) -> bool:
-    return name in _EXACT or (
-        name in _POWERS and len(args) > 1 and isinstance(args[1], int | float) and args[1] < 0
-    )
+    if name not in _POWERS:
+        return name in _EXACT
+    # x**p has the derivative p x**(p - 1).
+    return len(args) < 2 or not isinstance(args[1], int | float) or args[1] < 1
 
 
 def _graph_needs_it() -> bool:
@@ -265,7 +267,7 @@ def _divides_by(value: torch.fx.Node) -> bool:
             found = 1 in places
         elif name == "mul":
             found = not all(isinstance(a, torch.fx.Node) for a in user.args) and _divides_by(user)
-        elif name in _SAME_VALUES:
+        elif name in _SAME_VALUES or (name == "sub" and places == [0]):
             found = _divides_by(user)
         else:
             found = name == "exp" or _is_exact_call(name, user.args)

@@ -46,6 +46,16 @@ def test_all_of_the_model_moves(flow: str) -> None:
     assert not isinstance(model.embedding.weight, lb.LowbitTensor)
 
 
+@flows
+def test_a_dtype_is_no_device(flow: str) -> None:
+    convert, scheme = FLOWS[flow]
+    model = Model()
+    weight = model.head.weight
+    with pytest.raises(TypeError, match="device"):
+        convert(model, scheme, device=torch.bfloat16)
+    assert model.head.weight is weight and weight.dtype is torch.float32
+
+
 @pytest.mark.parametrize("flow", ["int4", "trained-int8"])
 def test_one_weight_moves_at_a_time(flow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No weight follows before the one that moved is in low bits."""

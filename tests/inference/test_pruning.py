@@ -208,6 +208,8 @@ def test_what_is_refused() -> None:
         Prune24("obs")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="damping must be finite"):
         Prune24(damping=float("nan"))
+    with pytest.raises(TypeError, match="compressed must be True or False, got 'no'"):
+        Prune24(compressed="no")  # type: ignore[arg-type]
 
 
 class Mixed(nn.Module):

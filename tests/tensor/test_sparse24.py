@@ -173,6 +173,17 @@ def test_what_is_refused(tmp_path) -> None:
     for name in ("gptq", "compressed-tensors", "awq"):
         with pytest.raises(FormatError, match="Sparse24"):
             lb.export(nn.Sequential(_linear(make(64, 128))), tmp_path / name, format=name)
+    for name, scheme in (
+        ("torchao", lb.Float8WeightOnly()),
+        ("torchao", lb.MXFP8DynamicActivationMXFP8Weight()),
+        ("modelopt", lb.MXFP8DynamicActivationMXFP8Weight()),
+    ):
+        model = nn.Sequential(_linear(make(64, 128, scheme=scheme)))
+        with pytest.raises(FormatError, match=f"{name} holds no compressed 2:4 weights.*Prune24"):
+            lb.export(model, tmp_path / name, format=name)
+    blocks = lb.Float8DynamicActivationFloat8Weight(lb.PerBlock(128, 128))
+    with pytest.raises(ValueError, match="no weights in float8 blocks"):
+        lb.inference.float8_blocks_state_dict(_linear(make(128, 128, scheme=blocks)))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)

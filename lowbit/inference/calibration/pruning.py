@@ -38,7 +38,7 @@ class Prune24(Step):
             integers and float8; format "lowbit" holds it. False: an ordinary weight with codes of 0.
         damping: what "sparsegpt" adds to the diagonal of the Hessian, as a share of its mean.
 
-    Raises ValueError for other values.
+    Raises ValueError, TypeError for other values.
     """
 
     by: By = "sparsegpt"
@@ -52,6 +52,8 @@ class Prune24(Step):
             accepted = ", ".join(get_args(By))
             raise ValueError(f"by must be one of {accepted}, got {self.by!r}")
         check_share("damping", self.damping)
+        if not isinstance(self.compressed, bool):
+            raise TypeError(f"compressed must be True or False, got {self.compressed!r}")
 
     @property
     def needs(self) -> Literal["diagonal", "full"]:  # type: ignore[override]
