@@ -119,8 +119,9 @@ def float8_blocks_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _is_in_blocks(weight: Tensor) -> bool:
-    is_float8 = isinstance(weight, Float8Tensor) and weight.stored_as == "float8"
-    return is_float8 and weight.spec == BLOCK_WEIGHT and not weight.transposed
+    if not isinstance(weight, Float8Tensor) or weight.stored_as != "float8":
+        return False
+    return weight.spec == BLOCK_WEIGHT and not weight.transposed
 
 
 def _assembled(

@@ -49,7 +49,9 @@ def qk_clip_(
             "may not make the queries and keys: merge adapters of PEFT first, or leave QK-clip out"
         )
     if not isinstance(largest, Tensor):
-        raise TypeError(f"largest must be a tensor, got {largest!r:.60}; take torch.tensor(largest)")
+        raise TypeError(
+            f"largest must be a tensor, got {largest!r:.60}; take torch.tensor(largest)"
+        )
     heads = largest.numel()
     rows, key_rows = query.weight.shape[0], key.weight.shape[0]
     size = rows // max(heads, 1)

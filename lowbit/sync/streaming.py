@@ -118,6 +118,7 @@ def changed(
 ) -> Iterator[tuple[Stored, Known | None, bool]]:
     """Each weight, the entries of its tensors, and True if it differs from `known`, which then has them (`stream`). No
     entries where `known` is None."""
+    check_known(known)
     for stored in found:
         if known is None:
             yield stored, None, True
@@ -130,6 +131,15 @@ def changed(
                 known.pop(name, None)
         yield stored, entries, differs
         known |= entries
+
+
+def check_known(known: Any) -> None:
+    """Raise TypeError unless `known` is a dict or None."""
+    if not isinstance(known, dict | None):
+        raise TypeError(
+            f"known must be a dict, which enters what the receiver holds, got {known!r:.60}; start with an empty one, "
+            "known = {}, or leave it None"
+        )
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -196,6 +206,7 @@ def read(
 
     Raises FormatError for a folder without shards, a shard without digests while `known` is given, and a damaged one.
     """
+    check_known(known)
     path = Path(folder)
     files = sorted(path.glob("*.safetensors"))
     if not files:

@@ -155,7 +155,9 @@ def test_groups():
     with pytest.raises(ValueError, match="precondition_frequency must be a whole number of at"):
         SOAP(parameters((8, 9)), precondition_frequency=0)
     for name in ("use_muon", "adamw_lr"):
-        with pytest.raises(TypeError, match=f"SOAP has no option '{name}' of a group; accepted: prec"):
+        with pytest.raises(
+            TypeError, match=f"SOAP has no option '{name}' of a group; accepted: prec"
+        ):
             SOAP([{"params": parameters((8, 9)), name: False}])
     copied = copy.deepcopy(optimizer)
     copied.add_param_group({"params": parameters((3,))})

@@ -145,6 +145,15 @@ def test_known_weights_are_left_out() -> None:
     assert [*dict(sync.stream(model, known=known))] == ["norm.bias"]
 
 
+def test_known_is_a_dict(tmp_path) -> None:
+    for give in (
+        lambda known: next(sync.stream(nn.Linear(8, 8), known=known)),
+        lambda known: next(sync.read(tmp_path, known=known)),
+    ):
+        with pytest.raises(TypeError, match=r"known must be a dict.*got \[\]; start with an empty"):
+            give([])
+
+
 def test_a_weight_is_unknown_while_it_is_loaded() -> None:
     model, known = prepared(SCHEMES["int4 g64"]), {}
     dict(sync.stream(model, known=known))

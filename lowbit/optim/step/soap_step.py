@@ -63,9 +63,7 @@ FACTOR_FORMATS = {"4bit": ("8bit", "8bit")}
 """Formats of preconditioners and bases, where they are not that of the moments. In 4 bits either costs 2 to 3%."""
 
 
-def _begun(
-    shape: tuple[int, ...], format: str, device: torch.device, is_basis: bool
-) -> Tensor:
+def _begun(shape: tuple[int, ...], format: str, device: torch.device, is_basis: bool) -> Tensor:
     if format in FORMATS:
         made: Tensor = CodebookTensor.zeros(shape, format, signed=True, device=device)
     else:
