@@ -22,7 +22,7 @@ from lowbit.files import digests
 from lowbit.formats.shards import size_in_bytes
 from lowbit.sync.channels import Channel, Message, channel
 from lowbit.sync.source import TrainedModel
-from lowbit.sync.streaming import Known, Stored, changed, chosen, weights
+from lowbit.sync.streaming import Known, Stored, changed, check_known, chosen, weights
 
 _ALIGNMENT = 16
 """Bytes: each tensor of a bucket begins at a multiple of them, so that the receiver views it in its dtype."""
@@ -194,6 +194,7 @@ def receive(through: Any, *, known: Known | None = None) -> Iterator[tuple[str, 
         SyncError: the sender raised an error, which the message states. The tensors before it are loaded already.
         TypeError, ValueError: another `through`, or a group in which this rank is the first.
     """
+    check_known(known)
     way = channel(through)
     if way.rank == 0:
         raise ValueError("this is rank 0 of the group, which sends; receivers have the other ranks")

@@ -86,7 +86,7 @@ def test_layers_whose_weight_is_not_all_are_refused():
 
     query, key = layers(4, 4)
     before = query.weight.detach().clone()
-    with pytest.raises(TypeError, match="got Adapted and Linear.*merge adapters"):
+    with pytest.raises(TypeError, match=r"got Adapted and Linear.*merge adapters"):
         qk_clip_(Adapted(query), key, torch.full((4,), 400.0))
     with pytest.raises(TypeError, match=r"largest must be a tensor, got \[400.0\]"):
         qk_clip_(query, key, [400.0])
