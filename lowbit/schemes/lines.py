@@ -78,7 +78,8 @@ def parsed(line: str, what: str, example: str) -> tuple[str, dict[str, Any]]:
     except (SyntaxError, ValueError) as error:
         why = error.msg if isinstance(error, SyntaxError) else error
         raise ValueError(
-            f"{line!r} names no {what} ({why}); accepted: a name, or a name with options such as {example}"
+            f"{line!r} names no {what} ({why}); accepted: a name, or a name with options such as {example}, "
+            "words in quotes"
         ) from error
 
 
