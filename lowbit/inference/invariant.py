@@ -7,21 +7,20 @@ order on all devices raises an error that names the module. So nothing is left o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from lowbit.convert import check_module
 from lowbit.layers import invariant
 from lowbit.layers.stand_in import give, take
+from lowbit.tracing.batches import call, eval_mode, on_device_of
 
 WAYS_OUT = {
     "mm": "quantize this layer too, with lowbit.Int8DynamicActivationInt8Weight()",
@@ -36,38 +35,35 @@ WAYS_OUT = {
 }
 """What to do about an operation whose name begins or ends so."""
 
-SELECTION = (
-    "alias arange as_strided _to_copy _unsafe_view cat chunk clone constant_pad_nd contiguous copy detach embedding "
-    "empty "
-    "empty_like expand fill flip full full_like gather index index_put index_select lift_fresh masked_fill narrow "
-    "new_empty new_full new_ones new_zeros ones ones_like permute repeat reshape _reshape_alias roll scalar_tensor "
-    "scatter select slice slice_scatter split split_with_sizes squeeze stack t transpose tril triu unbind unfold "
-    "unsqueeze "
-    "view view_as where zero zeros zeros_like _local_scalar_dense"
-)
-ARITHMETIC = (
-    "abs add amax amin argmax argmin ceil clamp clamp_max clamp_min div eq floor ge gt isfinite isinf isnan le "
-    "leaky_relu "
-    "lt max maximum min minimum mul nan_to_num ne neg reciprocal relu round rsub sign sub threshold trunc"
-)
-LOWBIT = (
-    "cast dequantize quantize_rowcol scaled_mm invariant_activation invariant_attention invariant_linear "
-    "invariant_norm invariant_rotary"
-)
-EXACT = {f"aten.{name}" for name in f"{SELECTION} {ARITHMETIC}".split()}
+SELECTION = """
+alias arange as_strided _to_copy _unsafe_view cat chunk clone constant_pad_nd contiguous copy detach embedding empty
+empty_like expand fill flip full full_like gather index index_put index_select lift_fresh masked_fill narrow new_empty
+new_full new_ones new_zeros ones ones_like permute repeat reshape _reshape_alias roll scalar_tensor scatter select slice
+slice_scatter split split_with_sizes squeeze stack t transpose tril triu unbind unfold unsqueeze view view_as where zero
+zeros zeros_like _local_scalar_dense
+"""
+ARITHMETIC = """
+abs add amax amin argmax argmin ceil clamp clamp_max clamp_min div eq floor ge gt isfinite isinf isnan le leaky_relu lt
+max maximum min minimum mul nan_to_num ne neg reciprocal relu round rsub sign sub threshold trunc
+"""
+LOWBIT = """
+cast dequantize quantize_rowcol scaled_mm invariant_activation invariant_attention invariant_linear invariant_norm
+invariant_rotary
+"""
+EXACT = {f"aten.{name}" for name in (SELECTION + ARITHMETIC).split()}
 EXACT |= {f"lowbit.{name}" for name in LOWBIT.split()}
-"""Operations on floats that round each result once, or not at all, and whose results do not depend on an order. They
-stand for their forms in place, too."""
+"""Operations on floats that round each result once, or not at all, and whose results do not depend on an order. Their
+forms in place count too."""
 
 
 def invariant_(model: nn.Module, batch: Any = None) -> None:
-    """Give a model in int8 logits that are equal to the bit on any device, for any batch, padding, chunks and width, in
-    place.
+    """Change an int8 model in place so that its logits are equal to the bit on any device, for any batch, padding,
+    chunks and tensor-parallel width.
 
         lowbit.quantize_(model, lowbit.Int8DynamicActivationInt8Weight())
         lowbit.inference.invariant_(model)
 
-    The logits of a token then depend on the weights and on the tokens that it sees alone. They do not depend on the
+    The logits of a token then depend only on the weights and on the tokens that it sees. They do not depend on the
     other sequences of the batch, on padding at either side, on how a prompt is cut into chunks or decoded token by
     token with a cache, on the width of tensor parallelism, or on the device. The model that `lowbit.qat.prepare_`
     made with this scheme has the same logits in training, with straight-through gradients.
@@ -81,24 +77,24 @@ def invariant_(model: nn.Module, batch: Any = None) -> None:
 
     Args:
         model: its linears have weights in `Int8DynamicActivationInt8Weight`, frozen or prepared, the head included.
-        batch: inputs of one call that shows all operations of the model: a mapping of arguments, a tuple of them, or
-        one
-            tensor. None for a model of transformers: four tokens.
+        batch: inputs of one call that shows all operations of the model: a mapping of arguments, a tuple or list of
+            them, or one tensor. None for a model of transformers: four tokens.
 
     Raises:
-        TypeError: `model` is no module, or `batch` is missing.
+        TypeError: `model` is not a module, or `batch` is missing.
         NotImplementedError: a layer that it cannot make invariant; the message names the layer and the way out. The
             model is then as it was.
     """
     check_module(model)
-    arguments = _arguments(model, batch)
+    if batch is None:
+        batch = _four_tokens(model)
     _refuse_linears(model)
     changed = _give_all(model)
     implementations = _attention_of(model)
     try:
         for set_attention in invariant.attention_setters:
             set_attention(model)
-        _watch(model, *arguments)
+        _watch(model, batch)
     except BaseException:
         for module, mixin in changed:
             take(module, mixin)
@@ -107,21 +103,18 @@ def invariant_(model: nn.Module, batch: Any = None) -> None:
         raise
 
 
-def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    if batch is not None:
-        return batch if isinstance(batch, tuple) else (batch,), {}
+def _four_tokens(model: nn.Module) -> dict[str, Tensor]:
+    """A batch for a model of transformers. Raises TypeError for other models."""
     if not hasattr(model, "get_input_embeddings"):
         raise TypeError(
             f"invariant_ of a {type(model).__name__} needs a batch, which shows the operations of the model; pass "
             "batch=inputs, a tensor, a tuple or a mapping"
         )
-    device = next(model.parameters()).device
-    return (), {"input_ids": torch.arange(4, device=device)[None]}
+    return {"input_ids": torch.arange(4)[None]}
 
 
 def _attention_of(model: nn.Module) -> list[tuple[Any, str]]:
+    """The models of transformers in `model`, each with the name of its attention."""
     found = []
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -131,6 +124,7 @@ def _attention_of(model: nn.Module) -> list[tuple[Any, str]]:
 
 
 def _refuse_linears(model: nn.Module) -> None:
+    """Raise NotImplementedError for a linear that is not in int8 with int8 inputs."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             why = invariant.why_no_linear(module.weight)
@@ -167,35 +161,32 @@ def _give_all(model: nn.Module) -> list[tuple[nn.Module, type[Any]]]:
 # ---- watching --------------------------------------------------------------------------------------------------------
 
 
-def _watch(model: nn.Module, args: Iterable[Any], named: Mapping[str, Any]) -> None:
+def _watch(model: nn.Module, batch: Any) -> None:
     """Run the model once; NotImplementedError for an operation that has no fixed order."""
-    names = {module: name for name, module in model.named_modules()}
-    inside: list[nn.Module] = []
-    hooks = [
-        register_module_forward_pre_hook(lambda module, x: inside.append(module)),
-        register_module_forward_hook(lambda module, x, y: _leave(inside)),
-    ]
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+    inside: list[tuple[str, nn.Module]] = []
+    hooks: list[RemovableHandle] = []
+
+    def enter(name: str, module: nn.Module, args: Any) -> None:
+        inside.append((name, module))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        inside.pop()
 
     def place() -> str | None:
-        module = next((m for m in reversed(inside) if m in names), model)
+        name, module = inside[-1] if inside else ("", model)
         if isinstance(module, invariant.STAND_INS):
             return None
-        return f"{names[module] or 'the model'} ({type(module).__name__})"
+        return f"{name or 'the model'} ({type(module).__name__})"
 
     try:
-        with torch.no_grad(), _Watch(place):
-            model(*args, **named)
+        for name, module in model.named_modules():
+            hooks.append(module.register_forward_pre_hook(partial(enter, name)))
+            hooks.append(module.register_forward_hook(leave))
+        with torch.no_grad(), eval_mode(model), _Watch(place):
+            call(model, on_device_of(model, batch))
     finally:
         for hook in hooks:
             hook.remove()
-        for module in training:
-            module.training = True
-
-
-def _leave(inside: list[nn.Module]) -> None:
-    inside.pop()
 
 
 class _Watch(TorchDispatchMode):

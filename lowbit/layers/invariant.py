@@ -1,12 +1,11 @@
 """Layers whose outputs have the same bits on every device, for any batch, padding and split of their work.
 
-    linear        int8 by int8, of a frozen weight or one in QAT: exact int32 sums, (sum · token scale) · row scale +
-    bias
-                  in float32, rounded once to the input's dtype
+    linear        int8 by int8, of a frozen weight or one in QAT: exact int32 sums, then in float32
+                  (sum · token scale) · row scale + bias, rounded once to the input's dtype
     norm, activation, rotary angles, attention      the ops of `lowbit_kernels.invariant`
 
-Gradients are those of the plain formulas: the linear's straight-through ones, and of the others the operations of
-PyTorch, which the backward pass computes again. They have no fixed order.
+A linear has straight-through gradients. The backward pass of every other layer computes the plain formula again, in
+PyTorch's operations, and differentiates it. Gradients have no fixed order.
 
 A linear whose weight tensor parallelism has split by columns of the input (`Shard(1)`) shares each token's extremes and
 its int32 sums with the other ranks. So its output is that of the whole weight, to the bit.
@@ -43,7 +42,7 @@ from lowbit.tensor.trained.quantizers import NO_SCALES
 
 
 class InvariantProduct(CodesProduct):
-    """A product of codes in the order of the module."""
+    """A product of codes whose operations have the order that the module's docstring gives."""
 
     def multiply(
         self,
@@ -93,6 +92,7 @@ class Linear(StandIn):
 
 
 def _frozen_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    """x [..., K] times a frozen int8 weight [N, K] transposed, plus bias [N]: [..., N] in x's dtype."""
     with torch._C.DisableTorchFunctionSubclass():
         check_linear(x, weight)
         x, bias = autocast_inputs(x, weight, bias)
@@ -209,7 +209,7 @@ class NormForm(NamedTuple):
 
 
 def norm_form(module: nn.Module) -> NormForm | None:
-    """The formula of a module that computes an RMS norm of its last dimension; None of any other.
+    """The formula of a module that computes an RMS norm of its last dimension; None for any other module.
 
     The module has one parameter, `weight` [D], and a small float under the name `eps`, `variance_epsilon` or
     `norm_eps`. The formula is then tried on random rows.
@@ -272,6 +272,7 @@ ACTIVATIONS: dict[str, str] = {
 
 
 def activation_kind(module: nn.Module) -> str | None:
+    """The `kind` of `invariant_activation` that computes this module; None for any other module."""
     if type(module) is nn.GELU:
         return "gelu_tanh" if module.approximate == "tanh" else None
     return ACTIVATIONS.get(type(module).__name__)
@@ -338,8 +339,8 @@ def attention(
 
         y = lowbit.inference.invariant_attention(q, k, v, is_causal=True)
 
-    Queries, keys and values are rounded to int8 with a scale a token and head. A token's output depends on what it sees
-    alone: on its query, and the keys and values that the mask shows it, in their order or any other.
+    Queries, keys and values are rounded to int8 with a scale a token and head. A token's output depends only on its
+    query and on the keys and values that the mask shows it, in any order.
 
     Args:
         query: float [B, H, T, D].
@@ -381,7 +382,7 @@ STAND_INS = (Linear, Norm, Activation, Rotary)
 
 
 def why_no_linear(weight: Any) -> str | None:
-    """Why a linear with this parameter is not invariant; None if it is."""
+    """Why a linear with this weight is not invariant; None if it is."""
     own: Any = weight.to_local() if is_dtensor(weight) else weight
     spec: Any = None
     activation: Any = None

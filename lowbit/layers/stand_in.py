@@ -7,6 +7,7 @@ module. Several may be on top of each other, and `take` takes back any of them:
     frozen weights, for compiled graphs     `lowbit.layers.frozen`
     a prepared layer                        `lowbit.layers.prepared`
     experts with learned scales             `lowbit.layers.learned_experts`
+    layers with the same bits everywhere    `lowbit.layers.invariant`
     LoRA in QAT                             `lowbit.qat.lora`
     LoRA in fewer passes                    `lowbit.interop.fused_lora`
 

@@ -356,9 +356,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
     def _step_gradients(self) -> None:
         """Update every parameter that has a gradient. The options have been checked."""
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # for the host's time: it reads attributes alone
+        # Reading attributes of low-bit weights through `__torch_function__` would take most of the host's time.
+        with torch._C.DisableTorchFunctionSubclass():
             holds = self._fused is not None and self._fused.holds(self)
         if not holds:
             self._fused = None

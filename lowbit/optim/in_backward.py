@@ -267,8 +267,7 @@ class StepInBackward:
 
     def _step(self) -> None:
         bucket, self._bucket, self._nbytes = self._bucket, {}, 0
-        # Otherwise each look at a gradient, of all weights in every bucket, goes through the weight's
-        # __torch_function__.
+        # Every bucket reads the gradients of all weights, each of them through `__torch_function__` otherwise.
         with torch._C.DisableTorchFunctionSubclass():
             ready = {p: stream for p, (_, stream) in bucket.items() if p.grad is not None}
         if not ready:

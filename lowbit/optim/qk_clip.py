@@ -39,7 +39,8 @@ def qk_clip_(
         threshold: t, above 0.
 
     Raises:
-        ValueError, TypeError: shapes that don't fit each other, or weights in low bits.
+        ValueError: shapes that don't fit each other, or a threshold that is not above 0.
+        TypeError: weights in low bits.
     """
     if not check_nonnegative("threshold", threshold) > 0:
         raise ValueError("threshold must be above 0, got 0")
@@ -55,8 +56,8 @@ def qk_clip_(
     heads = largest.numel()
     rows, key_rows = query.weight.shape[0], key.weight.shape[0]
     size = rows // max(heads, 1)
-    fits = largest.ndim == 1 and heads and rows == heads * size and key_rows % size == 0
-    if not fits or rows % key_rows or heads % (key_rows // size):
+    fits = largest.ndim == 1 and 0 not in (size, key_rows) and rows == heads * size
+    if not fits or key_rows % size or heads % (key_rows // size):
         raise ValueError(
             f"largest has shape {tuple(largest.shape)}, query {rows} rows and key {key_rows}: largest holds one number "
             "for each query head, and query and key have the rows of whole heads, the heads a multiple of the key heads"

@@ -1,9 +1,8 @@
 """The kernels of `invariant_attention`. All rows of a program belong to one key/value head: r = g · T + t.
 
     whole      a program has all keys of its rows. It reads keys twice: for the maxima, and for the sums
-    split      few rows: programs share the keys of a row. `_ends` finds the maxima of each part, `_sums` the sums by
-    the
-               maxima of all parts, and `_joined` adds the sums up
+    split      few rows: programs share the keys of a row. One launch finds the maxima of each part, a second one the
+               sums relative to the maxima of all parts, and `_joined` adds the sums up
 
 A query t sees the keys up to t + shift. With many rows, keys and values are rounded once before, and values are laid
 out along the tokens, as the units for int8 read them. With few rows, as in decoding, each program rounds what it reads.
@@ -164,7 +163,7 @@ def _attend(
     query, key, key_scale, value, value_scale, mask, result, ends, parts, totals,
     factor, tokens, keys, kv_heads, group, width, value_width, shift, span,
     q_b, q_h, q_t, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, ks_b, ks_h, m_b, m_h, m_t,
-    STAGE: tl.constexpr,  # 0: whole; 1: `_ends` of a part; 2: `_sums` of a part
+    STAGE: tl.constexpr,  # 0: whole; 1: the maxima of a part; 2: its sums
     CODED: tl.constexpr, MASKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip

@@ -9,9 +9,8 @@
     bias    [N] in x's dtype, or None
     out     x's dtype [..., N], contiguous
 
-The sum is int32, exact in any order. All else is float32, each operation rounded on its own. Results below 2^-126 may
-be
-0 on a GPU.
+The sum is int32, exact in any order. All else is float32, and each operation is rounded on its own. A GPU may flush
+results below 2^-126 to 0.
 
 Implementations, as `launches` reports them:
 

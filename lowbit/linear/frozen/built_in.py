@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from lowbit.linear.frozen.dequantized import (
@@ -50,64 +52,28 @@ def built_in_row(x: Tensor, weight: Weight, bias: Tensor | None) -> Row:
     return next(row for row in BUILT_IN if row.condition(x, weight, bias))
 
 
-# ---- weights with sorted inputs ------------------------------------------------------------------------------
+# ---- weights that another weight stands for --------------------------------------------------------------------
 
 
-def _is_ordered(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
-    return weight.stored_as == "ordered" and not weight.transposed
+def _stood_for(
+    name: str, stored_as: str, operands: Callable[[Tensor, Weight], tuple[Tensor, Weight]]
+) -> Row:
+    """The row of weights that are `stored_as` this: `operands` gives the input and the weight that the product takes,
+    and the row for that weight multiplies them."""
 
+    def condition(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+        return weight.stored_as == stored_as and not weight.transposed
 
-def ordered_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """The inputs in the order of the stored columns, by whatever multiplies the sorted matrix."""
-    sorted_x, matrix = weight.in_order(x), weight.sorted_matrix
-    return choose_linear(sorted_x, matrix, bias).implementation(sorted_x, matrix, bias)
+    def implementation(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        x, matrix = operands(x, weight)
+        return choose_linear(x, matrix, bias).implementation(x, matrix, bias)
 
+    def recorded(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        x, matrix = operands(x, weight)
+        row = choose_linear(x, matrix, bias)
+        return (row.recorded or row.implementation)(x, matrix, bias)
 
-def recorded_ordered_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """The same where autograd records the product."""
-    sorted_x, matrix = weight.in_order(x), weight.sorted_matrix
-    row = choose_linear(sorted_x, matrix, bias)
-    return (row.recorded or row.implementation)(sorted_x, matrix, bias)
-
-
-# ---- weights with rotated inputs -----------------------------------------------------------------------------
-
-
-def _is_rotated(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
-    return weight.stored_as == "rotated" and not weight.transposed
-
-
-def rotated_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """The rotated inputs, by whatever multiplies the rotated matrix."""
-    turned, matrix = weight.for_product(x)
-    return choose_linear(turned, matrix, bias).implementation(turned, matrix, bias)
-
-
-def recorded_rotated_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """The same where autograd records the product."""
-    turned, matrix = weight.for_product(x)
-    row = choose_linear(turned, matrix, bias)
-    return (row.recorded or row.implementation)(turned, matrix, bias)
-
-
-# ---- weights that store two of each four inputs --------------------------------------------------------------
-
-
-def _is_sparse(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
-    return weight.stored_as == "sparse24" and not weight.transposed
-
-
-def sparse_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """The ordinary weight, decoded first, by whatever multiplies it."""
-    matrix = weight.dense
-    return choose_linear(x, matrix, bias).implementation(x, matrix, bias)
-
-
-def recorded_sparse_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """The same where autograd records the product."""
-    matrix = weight.dense
-    row = choose_linear(x, matrix, bias)
-    return (row.recorded or row.implementation)(x, matrix, bias)
+    return Row(name, condition, implementation, recorded=recorded)
 
 
 # ---- the list ------------------------------------------------------------------------------------------------
@@ -139,11 +105,11 @@ BUILT_IN = (
     # ternary weights: int8 tokens by 2-bit codes
     Row("ternary_linear", is_ternary, ternary_linear),
     # columns in the order of GPTQ's act-order: a gather of the input, then the row for a weight of such codes
-    Row("ordered_linear", _is_ordered, ordered_linear, recorded=recorded_ordered_linear),
+    _stood_for("ordered_linear", "ordered", lambda x, w: (w.in_order(x), w.sorted_matrix)),
     # a rotation of the input in blocks, then the row for a weight of such codes
-    Row("rotated_linear", _is_rotated, rotated_linear, recorded=recorded_rotated_linear),
+    _stood_for("rotated_linear", "rotated", lambda x, w: w.for_product(x)),
     # two of each four inputs are stored: the ordinary weight, then the row for it
-    Row("sparse_linear", _is_sparse, sparse_linear, recorded=recorded_sparse_linear),
+    _stood_for("sparse_linear", "sparse24", lambda x, w: (x, w.dense)),
     # any other weight in float32 on a CPU: a kernel multiplies what it decodes. While gradients are enabled, outputs
     # are those of the model prepared for QAT, to the bit: codes read by one kernel, then PyTorch's product
     Row("cpu_linear", is_float32_on_cpu, cpu_linear, recorded=exact_cpu_linear),

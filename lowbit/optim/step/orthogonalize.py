@@ -154,10 +154,8 @@ def _gram_form(
     steps: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    first: Tensor | None = gram
-    for length, is_last in _segments(steps):
-        r, q = _gram(x) if first is None else first, None
-        first = None
+    for i, (length, is_last) in enumerate(_segments(steps)):
+        r, q = _gram(x) if i else gram, None
         for step in range(length):
             p = _polynomial(r, coefficients)
             q = p if q is None else batched_mm(p, q)

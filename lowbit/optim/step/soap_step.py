@@ -235,9 +235,8 @@ def _begin(state: dict[str, Any], grad: Tensor, beta: float) -> None:
             if bool(product.isfinite().all()):
                 basis = torch.linalg.eigh(product).eigenvectors.flip(-1)
             else:
-                basis = torch.full_like(
-                    product, torch.nan
-                )  # shows in the weights, as with other optimizers
+                # as with other optimizers, the weights show it
+                basis = torch.full_like(product, torch.nan)
             state[f"{side}_basis"].copy_(basis)
     _average(state, grad, beta)
 
