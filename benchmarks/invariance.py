@@ -1,15 +1,16 @@
 """The invariant mode of int8 models on a GPU: are the bits those of a CPU, and what does a step cost?
 
-    python -m benchmarks.invariance                                # on a GPU
-    python -m benchmarks.invariance --pairs 40 --ops 9 --no-cost    # also on a CPU
+    python -m benchmarks.invariance                         # on a GPU
+    python -m benchmarks.invariance --pairs 40 --no-cost    # also on a CPU
 
-1. Each op on the device and on a CPU, over random shapes.
-2. Pairs: the logits of a sequence alone on a CPU, in one pass, beside those of the same sequence on a random device, in
+1. Pairs: the logits of a sequence alone on a CPU, in one pass, beside those of the same sequence on a random device, in
    a random batch, with padding on a random side, and in random chunks with a cache. All must be `torch.equal`.
-3. The time of a forward pass of 4 layers of an 8B shape, with a head of 1/8 of the vocabulary, for the ordinary int8
+2. The time of a forward pass of 4 layers of an 8B shape, with a head of 1/8 of the vocabulary, for the ordinary int8
    model of transformers with SDPA, and for the invariant one: in a CUDA graph, and launched by Python. While a graph is
    captured, transformers builds a mask for every prompt, so only prefill without a graph runs both attentions without
    masks.
+
+`pytest -m gpu tests/kernels/test_invariant_ops.py` compares each op.
 """
 
 from __future__ import annotations
@@ -19,93 +20,20 @@ import copy
 import random
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 import lowbit
-import lowbit_kernels as kernels
 from lowbit.inference import invariant_
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-# ---- ops -------------------------------------------------------------------------------------------------------------
-
-
-def op_calls(rng: random.Random) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """A random call of each op on the CPU: the op and its arguments by position."""
-    dtype = rng.choice(DTYPES)
-
-    def normal(*shape: int) -> Tensor:
-        x = torch.randn(shape) * 10.0 ** rng.uniform(-3, 3)
-        return x.to(dtype)
-
-    width, tokens = rng.choice((64, 128, 1000, 4096, 9000)), rng.choice((1, 2, 5, 16, 17, 40))
-    n, k = rng.choice((48, 256, 1000)), rng.choice((64, 96, 1000, 4096))
-    codes = torch.randint(-128, 128, (n, k), dtype=torch.int8)
-    scale = (torch.rand(n, 1) * 0.01).to(dtype)
-    bias = normal(n) if rng.random() < 0.5 else None
-    heads, group, d = rng.choice((1, 2)), rng.choice((1, 4)), rng.choice((64, 80, 128))
-    queries = rng.choice((1, 1, 3, 33, 130))
-    keys = queries + rng.choice((0, 1, 37, 400))
-    shape = (2, heads * group, queries, d), (2, heads, keys, d)
-    mask = torch.rand(2, 1, queries, keys) > 0.3 if rng.random() < 0.5 else None
-    spread = 10.0 ** rng.uniform(-1, 1)
-    attention = (torch.randn(shape[0]) * spread, torch.randn(shape[1]), torch.randn(shape[1]))
-    position = torch.randint(0, 2 ** rng.randint(4, 18), (3, 7))
-    inv_freq = 1.0 / (1e4 ** (torch.arange(0, d, 2) / d))
-    ops = kernels
-    return {
-        "norm": (ops.invariant_norm, (normal(tokens, width), normal(width), 1e-6, 0.0)),
-        "silu": (ops.invariant_activation, (normal(tokens, width), "silu")),
-        "gelu": (ops.invariant_activation, (normal(tokens, width), "gelu_tanh")),
-        "rotary": (ops.invariant_rotary, (position, inv_freq, 1.1, dtype)),
-        "linear": (ops.invariant_linear, (normal(tokens, k), codes, scale, bias)),
-        "attention": (
-            ops.invariant_attention,
-            (*(x.to(dtype) for x in attention), mask, d**-0.5, rng.random() < 0.5),
-        ),
-    }
-
-
-def moved(value: Any, device: str) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
-
-
-def check_ops(seconds: float, device: str) -> None:
-    rng, start = random.Random(0), time.perf_counter()
-    equal: dict[str, list[bool]] = {}
-    worst: dict[str, str] = {}
-    while time.perf_counter() - start < seconds:
-        for name, (op, args) in op_calls(rng).items():
-            schema = getattr(torch.ops.lowbit, op.__name__.split(".")[-1])
-            own, other = op.reference(*args), schema(*(moved(a, device) for a in args))
-            pairs = (
-                zip((own,), (other,), strict=True)
-                if isinstance(own, Tensor)
-                else zip(own, other, strict=True)
-            )
-            same = all(torch.equal(a, b.cpu()) for a, b in pairs)
-            equal.setdefault(name, []).append(same)
-            if not same and name not in worst:
-                shapes = [tuple(a.shape) if isinstance(a, Tensor) else a for a in args]
-                a, b = (own, other.cpu()) if isinstance(own, Tensor) else (own[0], other[0].cpu())
-                off = (a != b).float().mean().item()
-                worst[name] = (
-                    f"  first: {shapes} {args[0].dtype}, {off:.2%} of elements, max {(a - b).abs().max().item():.3g}"
-                )
-    for name, found in equal.items():
-        print(
-            f"op {name:10} {sum(found):4} of {len(found)} equal on {device} and cpu{worst.get(name, '')}"
-        )
-
 
 # ---- pairs -----------------------------------------------------------------------------------------------------------
 
 
 def small_model(kind: str, dtype: torch.dtype) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
     torch.manual_seed(0)
     shape = {
         "vocab_size": 503,
@@ -117,16 +45,15 @@ def small_model(kind: str, dtype: torch.dtype) -> nn.Module:
         "head_dim": 64,
         "max_position_embeddings": 4096,
     }
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
     kinds = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
-    made: Any = kinds[kind]
-    model = made[1](made[0](**shape)).to(dtype).eval()
+    config, make = cast("Any", kinds[kind])
+    model = make(config(**shape)).to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(2) if parameter.ndim > 1 else parameter.add_(
-                torch.randn_like(parameter) * 0.2
-            )
+            if parameter.ndim > 1:
+                parameter.mul_(2)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
     lowbit.quantize_(model, lowbit.Int8DynamicActivationInt8Weight())
     return model
 
@@ -292,11 +219,7 @@ def cost(layers: int) -> None:
         for wrap in (graphed, lambda call: call):
             found = []
             for one in (ordinary, model):
-                try:
-                    found.append(milliseconds(wrap(step_of(one, batch, context, tokens)), 20))
-                except Exception as error:
-                    found.append(float("nan"))
-                    print(f"  {name}: {type(error).__name__}: {str(error)[:200]}")
+                found.append(milliseconds(wrap(step_of(one, batch, context, tokens)), 20))
             row.append(f"{found[0]:12.3f}{found[1]:11.3f}{found[1] / found[0] - 1:+8.1%}")
         print(" ".join(row), flush=True)
     for batch in (1, 16):
@@ -311,59 +234,6 @@ def cost(layers: int) -> None:
         print(
             f"lowbit.hf.generate, int8, batch {batch} after 512: {(took[3] - took[2]) / 64 * 1e3:.3f} ms a token"
         )
-    parts()
-
-
-def parts() -> None:
-    """Where the time goes: attention and linears alone, in a CUDA graph."""
-    print("\nalone, in a CUDA graph: ms")
-    for batch, tokens, keys in (
-        (1, 2048, 2048),
-        (1, 1, 512),
-        (1, 1, 2048),
-        (16, 1, 512),
-        (16, 1, 2048),
-    ):
-        attention_alone(batch, tokens, keys)
-    for m in (1, 16, 2048):
-        for n, k in ((4096, 4096), (14336, 4096), (4096, 14336)):
-            linear_alone(m, n, k)
-
-
-def attention_alone(batch: int, tokens: int, keys: int) -> None:
-    q = torch.randn(batch, 32, tokens, 128, device="cuda", dtype=torch.bfloat16)
-    k, v = (torch.randn(batch, 8, keys, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    causal = tokens > 1
-
-    def plain() -> Tensor:
-        sdpa = nn.functional.scaled_dot_product_attention
-        return sdpa(q, k, v, is_causal=causal, enable_gqa=True)
-
-    def exact() -> Tensor:
-        return lowbit.inference.invariant_attention(q, k, v, is_causal=causal)
-
-    a, b = (milliseconds(graphed(call), 50) for call in (plain, exact))
-    error = ((exact().float() - plain().float()).norm() / plain().float().norm()).item()
-    print(
-        f"attention {batch}x{tokens} over {keys:5}: sdpa {a:.4f}, invariant {b:.4f}, differs by {error:.4f}"
-    )
-
-
-def linear_alone(m: int, n: int, k: int) -> None:
-    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    codes = torch.randint(-128, 128, (n, k), device="cuda", dtype=torch.int8)
-    copies = [codes.clone() for _ in range(4)]  # beyond the L2 cache
-    scale = torch.rand(n, 1, device="cuda").bfloat16() * 0.01
-
-    def timed(op: Callable[..., Tensor]) -> float:
-        return milliseconds(graphed(lambda: [op(x, own, scale) for own in copies]), 20) / 4
-
-    ops: Any = (kernels.dynamic_linear.dynamic_linear, kernels.invariant_linear.invariant_linear)
-    a, b = map(timed, ops)
-    print(
-        f"linear {m}x{n}x{k}: dynamic_linear {a:.4f}, invariant {b:.4f} ({b / a - 1:+.1%})",
-        flush=True,
-    )
 
 
 def main() -> None:
@@ -371,7 +241,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pairs", type=int, default=1000)
-    parser.add_argument("--ops", type=float, default=60, help="seconds for random calls of each op")
     parser.add_argument(
         "--models", nargs="*", default=list(MODELS), choices=list(MODELS), help="of the pairs"
     )
@@ -379,8 +248,6 @@ def main() -> None:
     parser.add_argument("--no-cost", action="store_true")
     args = parser.parse_args()
     has_gpu = torch.cuda.is_available()
-    if args.ops:
-        check_ops(args.ops, "cuda" if has_gpu else "cpu")
     if args.pairs:
         check_pairs(args.models, args.pairs, ["cpu", "cuda"] if has_gpu else ["cpu"])
     if has_gpu and not args.no_cost:

@@ -60,8 +60,8 @@ def of_tensor(t: Tensor) -> str:
 
 
 def fingerprint(t: Tensor) -> dict[str, str]:
-    """What tells a plain tensor's elements from others, of any strides: {"sha256": …} on a CPU, and {"mixed": …}, two
-    sums of 64 bits, on another device."""
+    """The digest of a plain tensor of any strides, computed on its device: {"sha256": …} on a CPU, and {"mixed": …},
+    two sums of 64 bits, elsewhere."""
     return {"sha256": of_tensor(t)} if t.device.type == "cpu" else {"mixed": mixed_sums(t)}
 
 

@@ -228,7 +228,7 @@ class Joined:
         for name in folder.names():
             self._names[name] = self._place(name, wanted, renamed)
         self._stored: dict[str, str] = {}
-        """The name in the folder of each tensor of the model that is no stack."""
+        """The name in the folder of each tensor of the model that is not a stack."""
         for name, place in self._names.items():
             first = self._stored.setdefault(place, name)
             if first != name and place not in self._stacks:

@@ -6,19 +6,36 @@ Each group is either one of matrices or one for AdamW; the option named `matrix_
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from lowbit.optim.adam import AdamBase
 from lowbit.optim.options import Check, check_nonnegative, check_optional_flag
+from lowbit.optim.step.eager import EagerStep
+from lowbit.optim.step.job import GradScale, Job, Step
+
+
+class MatrixStep:
+    """`lowbit.optim.step.job.Step` of the groups of matrices; it leaves the others."""
+
+    def run(self, optimizer: MatrixBase, jobs: list[Job], scale: GradScale) -> list[Job]:
+        option = optimizer.matrix_option
+        own = [job for job in jobs if job.group[option]]
+        if own:
+            import_module(optimizer.matrix_module).run(optimizer, own, scale)
+        return [job for job in jobs if not job.group[option]]
 
 _MATRIX_OPTIONS = ("use_muon", "precondition")
 
 
 class MatrixBase(AdamBase):
-    """AdamW for the groups without matrices. A subclass gives `eager_steps` for the others."""
+    """AdamW for the groups without matrices, and the step of `matrix_module` for the others."""
 
+    eager_steps: ClassVar[tuple[Step, ...]] = (MatrixStep(), EagerStep())
+    matrix_module: ClassVar[str]
+    """The module whose `run` steps matrices. It imports Triton, so it is imported by the first step."""
     matrix_option: ClassVar[str]
     """The option that is True in groups of matrices. A group without it is split in two: parameters of 2 and more
     dimensions, and the others."""
@@ -88,7 +105,7 @@ class MatrixBase(AdamBase):
                     self._check_shape(label, tensor, group["stacked"])
 
     def _check_shape(self, label: str, param: Tensor, stacked: bool | None) -> None:
-        """Raise ValueError for a parameter that is no matrix, or of which nothing says whether it is stacked."""
+        """Raise ValueError for a parameter that is not a matrix, or that may be a matrix or a stack."""
         shape, option = tuple(param.shape), self.matrix_option
         if param.ndim < 2:
             raise ValueError(

@@ -48,8 +48,6 @@ from lowbit.optim.options import (
     check_numbers,
     check_whole,
 )
-from lowbit.optim.step.eager import EagerStep
-from lowbit.optim.step.job import GradScale, Job, Step
 from lowbit.optim.step.muon_formula import (
     descend,
     direction,
@@ -96,22 +94,6 @@ def reference(
         matrices = even_rows(matrices, row_moment.view(matrices.shape[:2]), row_beta2)
     ratio = learning_rate_ratio(param.shape, {"adjust_lr_fn": adjust_lr_fn, "stacked": stacked})
     descend(param, matrices.reshape(param.shape), lr=lr, weight_decay=weight_decay, ratio=ratio)
-
-
-class MatrixStep:
-    """`lowbit.optim.step.job.Step` of the groups with `use_muon`; it leaves the others."""
-
-    def run(self, optimizer: Any, jobs: list[Job], scale: GradScale) -> list[Job]:
-        own = [job for job in jobs if job.group["use_muon"]]
-        if own:
-            from lowbit.optim.step.matrix_step import (  # imports Triton
-                MatrixStepPlan,
-                OrthogonalizedBatch,
-            )
-
-            plan = MatrixStepPlan.of(optimizer, own, OrthogonalizedBatch)
-            plan.run(optimizer, own, scale.coefficient)
-        return [job for job in jobs if not job.group["use_muon"]]
 
 
 def _check_row_beta2(name: str, value: Any) -> float | None:
@@ -185,7 +167,7 @@ class Muon(MatrixBase):
         "adjust_lr_fn": partial(check_choice, accepted=(None, "original", "match_rms_adamw")),
     }
     matrix_option = "use_muon"
-    eager_steps: ClassVar[tuple[Step, ...]] = (MatrixStep(), EagerStep())
+    matrix_module = "lowbit.optim.step.muon_step"
 
     def __init__(
         self,
@@ -224,7 +206,7 @@ class Muon(MatrixBase):
     def other_states(self, group: dict[str, Any], param: Tensor) -> dict[str, Callable[[], Tensor]]:
         if not group["use_muon"] or group["row_beta2"] is None:
             return {}
-        from lowbit.optim.step.matrix_step import new_row_moment
+        from lowbit.optim.step.muon_step import new_row_moment
 
         return {"row_moment": partial(new_row_moment, param, group["stacked"])}
 

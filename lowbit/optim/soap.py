@@ -31,20 +31,6 @@ from torch.optim.optimizer import ParamsT
 
 from lowbit.optim.matrices import MatrixBase
 from lowbit.optim.options import Check, CommonOptions, check_whole
-from lowbit.optim.step.eager import EagerStep
-from lowbit.optim.step.job import GradScale, Job, Step
-
-
-class RotatedStep:
-    """`lowbit.optim.step.job.Step` of the groups with `precondition`; it leaves the others."""
-
-    def run(self, optimizer: Any, jobs: list[Job], scale: GradScale) -> list[Job]:
-        own = [job for job in jobs if job.group["precondition"]]
-        if own:
-            from lowbit.optim.step import soap_step  # imports Triton
-
-            soap_step.run(optimizer, own, scale)
-        return [job for job in jobs if not job.group["precondition"]]
 
 
 class SOAP(MatrixBase):
@@ -87,7 +73,7 @@ class SOAP(MatrixBase):
         "max_precondition_dim": check_whole,
     }
     matrix_option = "precondition"
-    eager_steps: ClassVar[tuple[Step, ...]] = (RotatedStep(), EagerStep())
+    matrix_module = "lowbit.optim.step.soap_step"
 
     def __init__(
         self,

@@ -129,7 +129,7 @@ def _send_all(found: Iterable[Found], way: Channel, largest: int) -> Sent:
         places, size = _places(tensors.values())
         layouts = [{"name": name, **entry} for name, entry in entries.items()]
         sent = [*tensors.values()]
-        # to hand over memory of a CPU moves it, and the model's stays where it is
+        # A connection moves the CPU tensor that it hands over into shared memory, so this is not the model's own.
         flat = _flat(sent, places, size, copy=way.shares_memory and not sent[0].is_cuda)
         way.put({"tensors": layouts, "nbytes": size}, flat)
         counts["tensors"] += len(tensors)

@@ -1,5 +1,5 @@
-"""The ops with the same bits everywhere: errors against float64, bits in Triton's interpreter and on a GPU, and that
-nothing but what a token sees changes its attention."""
+"""The ops with the same bits everywhere: errors against float64, bits in Triton's interpreter and on a GPU, and that a
+token's attention depends only on what the token sees."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_nan_on_a_gpu() -> None:
 
 
 def check_nan(device: str) -> None:
-    """Rows with a NaN or an infinity give NaN, and others stay as they are. What a query does not see is no matter."""
+    """Rows with a NaN or an infinity give NaN. Other rows, and queries that do not see it, keep their bits."""
     for bad in (math.nan, math.inf):
         x = torch.randn(4, 8, device=device)
         x[1, 3] = bad

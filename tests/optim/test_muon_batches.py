@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lowbit import optim
 from lowbit.optim import Muon
-from lowbit.optim.step import matrix_step, row_exchange
+from lowbit.optim.step import matrix_step, muon_step, row_exchange
 from lowbit.testing.launch import launch
 from tests.distributed.test_bytes import device
 from tests.optim.problems import FORMATS, parameters, rand, relative, run, set_grads
@@ -296,17 +296,17 @@ def check_work_is_shared(rank, world_size):
         p.grad = p.detach().clone()
     optimizer = Muon(params)
     sizes = []
-    plain, matrix_step.orthogonalize = matrix_step.orthogonalize, None
+    plain, muon_step.orthogonalize = muon_step.orthogonalize, None
 
     def counting(matrices, **options):
         sizes.append(len(matrices))
         return plain(matrices, **options)
 
-    matrix_step.orthogonalize = counting
+    muon_step.orthogonalize = counting
     try:
         optimizer.step()
     finally:
-        matrix_step.orthogonalize = plain
+        muon_step.orthogonalize = plain
     return sizes
 
 

@@ -102,6 +102,7 @@ def test_bits_and_bytes(scheme: lb.Scheme) -> None:
         assert torch.equal(plain.codes, ordinary.codes)
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 @pytest.mark.parametrize("shape", [(ROWS, COLUMNS), (7, 37), (1, 2), (0, 64)], ids=str)

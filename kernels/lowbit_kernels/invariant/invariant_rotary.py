@@ -8,7 +8,8 @@
     cos, sin    out_dtype [..., 2 H]
 
 The angle is reduced by multiples of π/2 in three parts, in float64, and the functions are Taylor sums of degree 15 and
-16, each operation rounded on its own. They are the cosine and sine of a rounded to float32, but for one in 2^25 or so.
+16, each operation rounded on its own. About one result in 2^25 differs from the
+rounded cosine or sine of a.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from lowbit.numerics.number_format import Int, NumberFormat
 from lowbit.numerics.spec import Spec
 
 OF_FOUR = 4
-"""Columns of which pruning keeps two."""
+"""Neighbouring columns of which pruning keeps two."""
 COLUMNS = 128
 """Columns that one call of the kernel rounds. Their errors reach the rest of the weight by one product."""
 MOST_DAMPING = 1.0
@@ -135,7 +135,7 @@ class Factor:
         upper: float32 [K, K], U in this order.
         damping: the share of the mean that was added to the diagonal.
 
-    `together`: neighbours that stay neighbours in the order, which is then that of their sums of H_jj.
+    `together`: how many neighbouring columns stay together. The order is then that of the sums of their H_jj.
     """
 
     def __init__(self, hessian: Tensor, damping: float, act_order: bool, together: int = 1) -> None:
@@ -212,8 +212,8 @@ def levels_of(fmt: NumberFormat) -> list[float]:
 def by_columns(
     w: Tensor, factor: Factor, grid: Grid, group: int, mask: Tensor | None = None
 ) -> Tensor:
-    """The rounded weight [N, K], as the module describes it. `group`: columns that share a scale; `mask` [N, K]: False
-    where it is 0."""
+    """The rounded weight [N, K], as the module describes it. `group`: columns that share a scale; `mask`: bool [N, K],
+    False where the result is 0."""
     order, upper = factor.order, factor.upper
     left = w.T[order].contiguous()  # [K, N], so that a column is contiguous
     found, groups = torch.empty_like(left), order // group

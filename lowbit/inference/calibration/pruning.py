@@ -78,15 +78,15 @@ class Prune24(Step):
     def apply(self, layer: Layer) -> None:
         if layer.name in self._dense:
             return
-        weight = torch.empty_like(layer.weight)
-        mask = torch.empty_like(weight, dtype=torch.bool)
-        for part in layer.parts():
-            weight[part.at], mask[part.at] = self._pruned(layer.weight[part.at], part)
         if self.compressed and layer.rotation > 1:
             raise ValueError(
                 f"{layer.name}: no tensor holds a rotated weight compressed; take Rotate(online=False), or "
                 "Prune24(compressed=False)"
             )
+        weight = torch.empty_like(layer.weight)
+        mask = torch.empty_like(weight, dtype=torch.bool)
+        for part in layer.parts():
+            weight[part.at], mask[part.at] = self._pruned(layer.weight[part.at], part)
         layer.prune(mask, weight)
         layer.is_compressed = self.compressed
 

@@ -1,17 +1,15 @@
-"""Muon's step of the matrices of an optimizer, by batches of one shape.
+"""The step of an optimizer's matrices, by batches of one shape.
 
-A batch takes three parts. The first half of the formula (`lowbit.optim.step.muon_formula`) decodes, updates and encodes
-the momentum, and writes U, the matrix to orthogonalize, to a buffer of the batch. The batch is orthogonalized
-(`lowbit.optim.step.orthogonalize`). The second half updates the weights. Kernels do each half of all matrices in one
-launch (`lowbit.optim.step.launch`), which reads pointers from a table; PyTorch operations do it for the parameters that
-no kernel takes.
+A batch takes three parts. The first half of the formula decodes, updates and encodes the moments, and writes U to a
+buffer of the batch. The algorithm changes U: Muon (`muon_step`) orthogonalizes it, SOAP (`soap_step`) rotates it back.
+The second half updates the weights. Kernels do each half of all matrices in one launch (`lowbit.optim.step.launch`),
+which reads pointers from a table; PyTorch operations do it for the parameters that no kernel takes. A batch holds at
+most `BATCH` elements on a rank, which bounds the memory.
 
-U is bfloat16 on CUDA, and float32 elsewhere. A batch holds at most `BATCH` elements on a rank, which bounds the memory.
-
-**Sharded matrices.** Where dimension 0 is sharded, ranks exchange rows (`lowbit.optim.step.row_exchange`), so that each
-rank orthogonalizes its share of a batch. Parameters with other placements, such as the columns of tensor parallelism,
-and those whose memory is on the host are gathered, and every rank orthogonalizes all of them. Stacks of matrices that
-are sharded in dimension 0 stay where they are, because each rank holds whole matrices.
+**Sharded matrices.** Where dimension 0 is sharded, Muon's ranks exchange rows (`lowbit.optim.step.row_exchange`), so
+that each rank orthogonalizes its share of a batch. Parameters with other placements, such as the columns of tensor
+parallelism, and those whose memory is on the host are gathered, and every rank works on all of them. Stacks of matrices
+that are sharded in dimension 0 stay where they are, because each rank holds whole matrices.
 
 All ranks go through the batches in the same order, which depends on global shapes only; whether a kernel takes a
 parameter may differ between ranks. The result for a matrix does not depend on the other matrices of its batch, so it is
@@ -25,7 +23,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -45,17 +43,16 @@ from lowbit.optim.step.fused import (
 )
 from lowbit.optim.step.job import GradScale, Job
 from lowbit.optim.step.launch import StepItem, StepLaunch, has_own_memory, variant
-from lowbit.optim.step.orthogonalize import orthogonalize
-from lowbit.optim.step.row_exchange import RowExchange, divided, gathered, own_part, sharded_dim
+from lowbit.optim.step.row_exchange import RowExchange, divided, sharded_dim
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.core.dtensor import held_locally, local, placed
+from lowbit.tensor.core.dtensor import held_locally
 from lowbit.tensor.frozen.codebook_tensor import CodebookTensor
 from lowbit_kernels.elementwise.fused_step import COLUMN, Rule, StepVariant
 
 BATCH = 2**27
 """Elements that a rank orthogonalizes at once, such as eight matrices of 2048 x 8192. They fill a GPU, and take 1.5 GiB
 for the time of the step."""
-_DIRECTION, _DESCENT = Rule(**muon_formula.DIRECTION), Rule(**muon_formula.DESCENT)
+_DESCENT = Rule(**muon_formula.DESCENT)
 
 
 class MatrixStepPlan:
@@ -250,91 +247,8 @@ class Batch:
         self.finish(optimizer, own)
 
     def read_like(self, grad: Tensor) -> Tensor:
-        """A tensor as `read` gives it for this gradient, its values apart."""
+        """A tensor of the shape, dtype and device of what `read` gives for this gradient."""
         return grad
-
-
-class OrthogonalizedBatch(Batch):
-    """Muon's batch."""
-
-    options = ("adjust_lr_fn", "row_beta2")
-    exchanges_rows = True
-    direction = staticmethod(muon_formula.direction)
-
-    @classmethod
-    def dtype_of(cls, param: Tensor, is_local: bool) -> torch.dtype:
-        return _working_dtype(param, is_local)
-
-    def half(self, group: dict[str, Any]) -> tuple[Rule, dict[str, float]]:
-        return _DIRECTION, {}
-
-    def ratio(self, shape: torch.Size, group: dict[str, Any]) -> float:
-        return muon_formula.learning_rate_ratio(shape, group)
-
-    def between(self, optimizer: Any, job: Job, buffer: Tensor) -> Sequence[Tensor]:
-        """This rank's parts of the orthogonal matrices."""
-        params, group = job.params, job.group
-        count, rows, cols = muon_formula.stack_shape(params[0].shape, group["stacked"])
-        moments = self._row_moments(optimizer, job)
-
-        def turned(matrices: Tensor, moments: Tensor | None) -> Tensor:
-            names = {
-                "coefficients": "ns_coefficients",
-                "steps": "ns_steps",
-                "scaling": "ns_scaling",
-            }
-            options = {name: group[option] for name, option in names.items()}
-            matrices = orthogonalize(matrices, eps=group["eps"], **options)
-            if moments is None:
-                return matrices
-            return muon_formula.even_rows(matrices, moments.view(-1, rows), group["row_beta2"])
-
-        if self.exchange is not None:
-            own_rows = self.exchange.rows[self.exchange.rank]
-            whole = self.exchange.to_owners(buffer.view(len(params), own_rows, cols))
-            if moments is None:
-                return self.exchange.back(turned(whole, None)).view(buffer.shape).unbind()
-            by_row = replace(self.exchange, cols=1)
-            sent = by_row.to_owners(moments.unsqueeze(-1))
-            whole = turned(whole, sent)
-            self._keep(optimizer, job, by_row.back(sent).squeeze(-1))
-            return self.exchange.back(whole).view(buffer.shape).unbind()
-        if self.is_local:
-            held = buffer.shape[1] if group["stacked"] else count
-            matrices = turned(buffer.view(len(params) * held, rows, cols), moments)
-            self._keep(optimizer, job, moments)
-            return matrices.view(buffer.shape).unbind()
-        whole = gathered(params, buffer)
-        results = turned(whole.view(len(params) * count, rows, cols), moments).view(whole.shape)
-        self._keep(optimizer, job, moments)
-        return [own_part(p, r).to(buffer.device) for p, r in zip(params, results, strict=True)]
-
-    def _row_moments(self, optimizer: Any, job: Job) -> Tensor | None:
-        """NorMuon's moments of these parameters on this rank, [parameters, ..., rows], on the device of the work."""
-        if job.group["row_beta2"] is None:
-            return None
-        moments = torch.stack([local(optimizer.state[p]["row_moment"]) for p in job.params])
-        first: Any = job.params[0]
-        if self.is_local or moments.device.type == first.device_mesh.device_type:
-            return moments
-        return moments.to(first.device_mesh.device_type)
-
-    def _keep(self, optimizer: Any, job: Job, moments: Tensor | None) -> None:
-        if moments is not None:
-            own = [local(optimizer.state[p]["row_moment"]) for p in job.params]
-            torch._foreach_copy_(own, list(moments.unbind()))
-
-
-def new_row_moment(param: Tensor, stacked: bool) -> Tensor:
-    """The state "row_moment": float32 zeros [rows], or [matrices, rows] of a stack. Sharded by rows or matrices as the
-    parameter is; every rank has the moments of matrices that are gathered."""
-    shape = param.shape[: 2 if stacked else 1]
-    if not is_dtensor(param):
-        return torch.zeros(shape, device=local(param).device)
-    if not (_holds_whole(param, stacked) or (not stacked and sharded_dim(param) is not None)):
-        return torch.zeros(shape, device=local(param).device)
-    own = torch.zeros(local(param).shape[: len(shape)], device=local(param).device)
-    return placed(param, own, param.placements, shape)
 
 
 def _batches(jobs: list[Job], kind: type[Batch]) -> Iterator[Batch]:
@@ -360,7 +274,7 @@ def _batches(jobs: list[Job], kind: type[Batch]) -> Iterator[Batch]:
                     cols = muon_formula.stack_shape(shape, stacked)[2]
                     exchange = divided(first, len(some), cols, left_over)
                     left_over += len(some)
-                is_local = _holds_whole(first, stacked)
+                is_local = holds_whole(first, stacked)
                 yield kind(number, some, exchange, is_local, kind.dtype_of(first, is_local))
 
 
@@ -368,7 +282,7 @@ def _layout(param: Tensor) -> Any:
     return (param.device_mesh, param.placements) if is_dtensor(param) else None
 
 
-def _holds_whole(param: Tensor, stacked: bool) -> bool:
+def holds_whole(param: Tensor, stacked: bool) -> bool:
     """True if a rank's part of a parameter consists of whole matrices."""
     if not is_dtensor(param):
         return True
@@ -376,13 +290,6 @@ def _holds_whole(param: Tensor, stacked: bool) -> bool:
 
     others = [p for p in param.placements if not p.is_replicate()]
     return not others or (stacked and all(type(p) is Shard and p.dim == 0 for p in others))
-
-
-def _working_dtype(param: Any, is_local: bool) -> torch.dtype:
-    """The dtype of matrices to orthogonalize, by the device that does it: that of the rank's part, which may be in host
-    memory, or that on which ranks communicate."""
-    device = held_locally(param).device.type if is_local else param.device_mesh.device_type
-    return torch.bfloat16 if device == "cuda" else torch.float32
 
 
 def _write_directions(
@@ -529,7 +436,7 @@ class HalfLaunch(StepLaunch):
         """
         self.params = [job.params[i] for i in self.positions]
         taken = self.take([grads[i] for i in self.positions])
-        assert taken, "Muon's kernel writes these gradients, so they have memory"
+        assert taken, "a kernel or `read` wrote these gradients, so they have memory"
         if buffer is not None:
             size = buffer[0].nbytes
             rows = self.rows

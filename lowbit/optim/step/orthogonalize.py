@@ -117,7 +117,7 @@ def by_batch(
 
 
 def _scaled(x: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
-    """X and its Gram matrix after the scaling of the module, in their memory. On the side of X that is shorter."""
+    """X and its Gram matrix, scaled in place along the shorter side of X, by the formula of the module."""
     factors = norms_of_rows(gram, 1).clamp_min_(1e-6).rsqrt_()
     rows, columns = factors.unsqueeze(-1), factors.unsqueeze(-2)
     is_tall = x.shape[-2] > x.shape[-1]
@@ -125,8 +125,9 @@ def _scaled(x: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def norms_of_rows(matrices: Tensor, order: int) -> Tensor:
-    """The norms of the rows of matrices [count, rows, cols] or [rows, cols], float32 [count, rows] or [rows]. One
-    matrix after another: the bits of PyTorch's sums depend on the number of sums."""
+    """The norms of the rows of matrices [count, rows, cols] or [rows, cols], float32 [count, rows] or [rows].
+
+    A reduction takes one matrix, because the bits of PyTorch's sums depend on the number of sums."""
     if matrices.ndim == 2:
         return torch.linalg.vector_norm(matrices, order, -1, dtype=torch.float32)
     if not len(matrices):
