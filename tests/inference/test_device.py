@@ -12,10 +12,8 @@ import lowbit as lb
 
 FLOWS: dict[str, Any] = {
     "int4": (lb.quantize_, lb.Int4WeightOnly(16)),
-    "nvfp4": (
-        lb.quantize_,
-        lb.NVFP4WeightOnly(),
-    ),  # q and k share a global scale, which is made before
+    # q and k share a global scale, which is made before
+    "nvfp4": (lb.quantize_, lb.NVFP4WeightOnly()),
     "trained-int8": (lb.train.prepare_, lb.train.Int8Weight()),
     "trained-int4": (lb.train.prepare_, lb.train.Int4Weight(group_size=16)),
     "products": (lb.train.prepare_, lb.train.Int8MixedPrecision(always=True)),

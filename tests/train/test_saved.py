@@ -74,10 +74,8 @@ def test_the_error_is_at_most_half_a_code(name: str, dtype: torch.dtype) -> None
     view = VIEWS[name]
     read, exact = round_trip(x, view), view(x)
     assert read.shape == exact.shape and read.dtype == dtype
-    if name in (
-        "whole",
-        "transposed",
-    ):  # blocks run over the ends of rows, so that both views have the same codes
+    # blocks run over the ends of rows, so that both views have the same codes
+    if name in ("whole", "transposed"):
         assert read.stride() == exact.stride()
         blocks = F.pad(x.double().flatten(), (0, -x.numel() % 128)).view(-1, 128)
         largest = blocks.abs().amax(1, keepdim=True).expand(-1, 128).flatten()

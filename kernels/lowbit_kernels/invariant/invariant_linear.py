@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit_kernels.composed.dynamic_linear import MOST_K
+from lowbit_kernels.composed.dynamic_linear import MOST_K as MOST_K  # a rule names it
 from lowbit_kernels.matmul.scaled_mm import int8_sums, scaled_mm
 from lowbit_kernels.quantize.quantize_rowcol import quantize_rowcol
 from lowbit_kernels.runtime.launches import ran
