@@ -1,7 +1,7 @@
 """Sending an 8B model in training to a server: seconds and memory, by `lowbit.sync`.
 
 The trainers are the ranks of FSDP2, one a GPU. The server is another process on the GPU of rank 0. It gets the
-tensors through a `multiprocessing` connection, so in the trainer's memory, and sums their bytes. Without a GPU the
+tensors through a `multiprocessing` connection, so in the trainer's memory, and digests them. Without a GPU the
 trainers are two processes and the model is small.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, multiprocessing
+from torch import multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -22,6 +22,7 @@ import lowbit
 from benchmarks.ranks import in_ranks
 from benchmarks.registry import Problem, Result, Row, Table, benchmark
 from benchmarks.train_fsdp import LLAMA_8B_CONFIG, ranks
+from lowbit.files.digests import mixed_sums
 from recipes.llama import Llama, LlamaConfig
 
 SMALL = LlamaConfig(vocab_size=512, dim=128, layers=2, heads=4, kv_heads=2, hidden=256, context=64)
@@ -57,25 +58,13 @@ class Transfer:
     skipping: float
 
 
-def byte_sum(t: Tensor) -> int:
-    """The sum of a tensor's bytes, each times one more than its place modulo 251."""
-    if not t.numel():
-        return 0
-    flat = t.contiguous().view(-1).view(torch.uint8)
-    total = 0
-    for part in flat.split(2**26):  # int64 takes eight bytes for each
-        place = torch.arange(len(part), device=part.device) % 251 + 1
-        total += int((part.long() * place).sum())
-    return total
-
-
 def serve(connection: Any, transfers: int) -> None:
-    """Receive `transfers` times, the first time with sums. Of the last two the second finds everything known."""
+    """Receive `transfers` times. The first reply has digests; the last transfer finds everything known."""
     known: dict[str, Any] = {}
     for i in range(transfers):
         asks = {"known": known} if i >= transfers - 2 else {}
         found = lowbit.sync.receive(connection, **asks)
-        sums = {name: byte_sum(t) if i == 0 else 0 for name, t in found}
+        sums = {name: mixed_sums(t) if i == 0 else "" for name, t in found}
         connection.send(sums)
 
 
@@ -91,8 +80,9 @@ def measure_rank(candidate: Sending, repeats: int) -> tuple[list[float], int, fl
     mesh = init_device_mesh(candidate.device, (dist.get_world_size(),))
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh)
+    format = "compressed-tensors" if "QAT" in candidate.name else None
     transfers = repeats + 3
-    sums: dict[str, int] = {}
+    sums: dict[str, str] = {}
     server, connection = None, None
     if dist.get_rank() == 0:
         context = multiprocessing.get_context("spawn")
@@ -109,9 +99,7 @@ def measure_rank(candidate: Sending, repeats: int) -> tuple[list[float], int, fl
             raise RuntimeError("the server has not started within 120 s")
         dist.barrier()
         start = time.perf_counter()
-        result = lowbit.sync.send(
-            model, connection, "compressed-tensors" if "QAT" in candidate.name else None
-        )
+        result = lowbit.sync.send(model, connection, format)
         if on_gpu:
             torch.cuda.synchronize()
         dist.barrier()
@@ -122,8 +110,7 @@ def measure_rank(candidate: Sending, repeats: int) -> tuple[list[float], int, fl
             sent = max(sent, result.nbytes)
     if on_gpu:
         peak = (torch.cuda.max_memory_allocated() - held) / 2**30
-    format = "compressed-tensors" if "QAT" in candidate.name else None
-    streamed = {name: byte_sum(t) for name, t in lowbit.sync.stream(model, format)}
+    streamed = {name: mixed_sums(t) for name, t in lowbit.sync.stream(model, format)}
     if server is not None:
         server.join(60)
         if sums != streamed:

@@ -74,26 +74,25 @@ class GPTQ(Step):
         return self.asymmetric > 0
 
     def apply(self, layer: Layer) -> None:
-        given, mask, factor = layer.weight, layer.mask, None
-        original = given if mask is None else layer.original
+        given, original, mask, factor = layer.weight, layer.original, layer.mask, None
         is_searched = layer.qparams is None and self.scales == "searched"
+        is_moved = self.asymmetric > 0 or mask is not None
         costs: list[Tensor] = []
-        if self.asymmetric or mask is not None:
+        if is_moved:
             layer.weight = original.clone()
-        for part in layer.parts() if is_searched or self.asymmetric or mask is not None else ():
+        for part in layer.parts() if is_searched or is_moved else ():
             factor = None  # one at a time
             is_corrected = self.asymmetric > 0 and part.cross is not None
             if part.hessian is not None and (is_searched or is_corrected or mask is not None):
                 factor = self._factor(part.hessian, mask)
+            w = layer.weight[part.at]
             if factor is not None and part.cross is not None and is_corrected:
-                moved = factor.solved(original[part.at] @ part.cross)
-                layer.weight[part.at] += self.asymmetric * moved
+                w += self.asymmetric * factor.solved(original[part.at] @ part.cross)
             if mask is not None:
-                w, own = layer.weight[part.at], mask[part.at]
-                pruned = (
+                own = mask[part.at]
+                w.copy_(
                     w.where(own, 0.0) if factor is None else pruned_by_columns(w, factor, own)[0]
                 )
-                layer.weight[part.at] = pruned
             alike = original.new_ones(original.shape[-1])
             costs.append(alike if factor is None else factor.cost)
         if layer.qparams is None:
