@@ -73,7 +73,8 @@ class save_in_int8(torch.autograd.graph.saved_tensors_hooks):
     - queries and keys of `F.scaled_dot_product_attention`: backward computes probabilities from them again.
 
     A value below 1/252 of its block's largest one becomes 0, or the smallest code in a block without negative values.
-    Keep other operations that divide by what they save out of the context. torch calls the innermost hooks alone. So
+    Run other operations whose derivative divides by what they save outside of the context. torch calls only the
+    innermost hooks. So
     `torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)` around an operation keeps what it saves exact.
 
     torch.compile takes the rounding into its graphs. There 16-bit tensors that the graph alone sees are rounded, by the

@@ -10,7 +10,6 @@ out along the tokens, as the units for int8 read them. With few rows, as in deco
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from lowbit_kernels.invariant.arithmetic import EXACT, in_float32, triton_exp2, triton_rounded
 from lowbit_kernels.quantize.quantize_rowcol import quantize_rowcol
 from lowbit_kernels.quantize.quantize_rows import extremes, rounded_codes, scale_of_extremes
+from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.triton_runtime import jit, stored_dtype, tl, triton
 
 MOST_ROWS = 64
@@ -368,9 +368,4 @@ def _parts(keys: int, programs: int, device: torch.device) -> int:
     """Programs that share the keys of a row."""
     if device.type == "cpu":  # the interpreter
         return min(3, triton.cdiv(keys, 32))
-    return max(1, min(triton.cdiv(keys, 128), 2 * _multiprocessors(device) // programs, 64))
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(triton.cdiv(keys, 128), 2 * nvrtc.multiprocessors(device) // programs, 64))
