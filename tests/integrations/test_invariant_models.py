@@ -82,6 +82,7 @@ def in_chunks(model: Any, ids: Tensor, mask: Tensor, cuts: list[int], cache: Any
 
 
 @every_kind
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.no_grad()
 def test_batch_padding_chunks_and_decoding_leave_no_trace(kind: str, dtype: torch.dtype) -> None:

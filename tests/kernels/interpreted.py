@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -66,7 +67,8 @@ def serve() -> None:
 
 
 def _run(code: str, folder: Path) -> NoReturn:
-    """In the fork: the program, its output in files, and the end of the process."""
+    """In the fork: the program, its output in files, and the end of the process, after 280 s at the latest."""
+    signal.alarm(280)
     for number, end in enumerate(ENDS, start=1):
         os.dup2(os.open(folder / end, os.O_WRONLY), number)
     status = 0
