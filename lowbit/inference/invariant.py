@@ -98,6 +98,8 @@ def invariant_(model: nn.Module, batch: Any = None) -> None:
     except BaseException:
         for module, mixin in changed:
             take(module, mixin)
+            for name in ("invariant_kind", "invariant_form"):
+                module.__dict__.pop(name, None)
         for module, name in implementations:
             module.set_attn_implementation(name)
         raise

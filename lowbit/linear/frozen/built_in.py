@@ -73,6 +73,7 @@ def _stood_for(
         row = choose_linear(x, matrix, bias)
         return (row.recorded or row.implementation)(x, matrix, bias)
 
+    implementation.__name__ = name
     return Row(name, condition, implementation, recorded=recorded)
 
 
