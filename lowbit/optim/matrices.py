@@ -27,6 +27,7 @@ class MatrixStep:
             import_module(optimizer.matrix_module).run(optimizer, own, scale)
         return [job for job in jobs if not job.group[option]]
 
+
 _MATRIX_OPTIONS = ("use_muon", "precondition")
 
 
