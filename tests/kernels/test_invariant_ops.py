@@ -23,7 +23,7 @@ from tests.schemes import relative_error
 NAMES = [name for name in kernels.__all__ if name.startswith("invariant_")]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""Of a result to its dtype, relative."""
+"""The largest relative error of rounding a result to each dtype."""
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
