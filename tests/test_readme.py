@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import importlib.util
@@ -33,12 +34,15 @@ NEEDS = {
     "docs/formats.md": ("safetensors",),
     "docs/runtimes.md": ("onnxscript", "onnxruntime", "executorch"),
     "docs/integrations.md": ("transformers", "peft", "accelerate", "lightning", "safetensors"),
+    "docs/invariance.md": ("transformers",),
     "docs/packed.md": ("transformers", "peft", "accelerate", "compressed_tensors", "safetensors"),
     "docs/serving.md": ("transformers", "safetensors"),
     "docs/torchtitan.md": ("torchtitan",),
     "docs/transformers.md": ("transformers", "accelerate", "safetensors"),
 }
 """Packages that the snippets of a page import, beyond torch. Without them the test skips and names what is missing."""
+SET_UP = {"", "lowbit", "lowbit_kernels", "recipes", "torch", "triton", "numpy", "pytest"}
+"""What a page may import beyond Python's own modules: the README's test command installs it."""
 ALONE = {
     f"lowbit.{name}" for name in ("accelerate", "hf", "lightning", "peft", "torchtitan", "vllm")
 }
@@ -142,6 +146,17 @@ def write_files(page: Path, folder: Path) -> list[str]:
     for name, code in named.items():
         (folder / f"{name}.py").write_text(code, encoding="utf-8")
     return [name for name in named if name.startswith("test_")]
+
+
+@each_page
+def test_imported_packages_stand_in_the_table(page: Path) -> None:
+    """Where a package of the table is not installed, the snippets are skipped: they do not fail."""
+    parsed = [node for code in blocks(page, "python") for node in ast.walk(ast.parse(code))]
+    names = [each.name for node in parsed if isinstance(node, ast.Import) for each in node.names]
+    names += [node.module or "" for node in parsed if isinstance(node, ast.ImportFrom)]
+    imported = {name.partition(".")[0] for name in names}
+    files = {file_of(code) for code in blocks(page, "python")}
+    assert not imported - sys.stdlib_module_names - SET_UP - files - {*NEEDS.get(name_of(page), ())}
 
 
 @pytest.mark.pages
