@@ -1,7 +1,9 @@
 // Runs a CUDA kernel on a CPU, for tests. It replaces ptx.cuh. Blocks run one after another; the threads of a block are
 // fibers that switch where threads of a GPU synchronize (warp_max, __syncthreads). Arithmetic is IEEE float32.
 
+#include <limits.h>
 #include <math.h>
+#include <setjmp.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -33,56 +35,75 @@ static inline uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, u
 
 namespace emulation {
 struct Fiber {
-    ucontext_t context;
+    jmp_buf place;  // where it goes on
     std::unique_ptr<char[]> stack;
-    bool done;
-    int waiting_for;  // how many meetings of its group this fiber has come to
+    bool started = false, done;
+    unsigned int first, last = 0;  // of the group that it waits for in `meet`; last 0: it does not wait
     unsigned int given;
 };
-static std::vector<Fiber> fibers;
-static ucontext_t scheduler;
+static std::vector<Fiber> fibers;  // they stay from block to block, and from launch to launch
+static std::vector<int> meetings;  // how many meetings of its group each fiber has come to; the last, if it is done
+static jmp_buf scheduler;
 static unsigned int current;
 static std::function<void()> body;
 
+static void yield() {
+    if (!_setjmp(fibers[current].place)) _longjmp(scheduler, 1);
+}
+
 static void enter() {
-    body();
-    fibers[current].done = true;
-    swapcontext(&fibers[current].context, &scheduler);
+    for (;;) {
+        body();
+        fibers[current].done = true;
+        meetings[current] = INT_MAX;
+        yield();
+    }
+}
+
+// swapcontext would call the operating system for each switch, so only the start of a fiber uses a context.
+static void go_on(Fiber &fiber) {
+    if (_setjmp(scheduler)) return;
+    if (fiber.started) _longjmp(fiber.place, 1);
+    fiber.started = true;
+    fiber.stack = std::make_unique<char[]>(64 * 1024);
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack = {fiber.stack.get(), 0, 64 * 1024};
+    makecontext(&context, enter, 0);
+    setcontext(&context);
 }
 
 // Waits until every unfinished fiber of [first, last) has come to its next meeting.
 static void meet(unsigned int first, unsigned int last) {
-    const int meeting = ++fibers[current].waiting_for;
-    for (;;) {
-        bool all = true;
-        for (unsigned int i = first; i < last && i < fibers.size(); ++i)
-            if (!fibers[i].done && fibers[i].waiting_for < meeting) all = false;
-        if (all) return;
-        swapcontext(&fibers[current].context, &scheduler);
-    }
+    ++meetings[current];
+    fibers[current].first = first, fibers[current].last = min(last, blockDim.x);
+    yield();
+}
+
+static bool waits(unsigned int i) {
+    const Fiber &own = fibers[i];
+    return std::any_of(&meetings[0] + own.first, &meetings[0] + own.last, [i](int n) { return n < meetings[i]; });
 }
 
 template <typename F>
 static void launch(unsigned int grid, unsigned int threads, F kernel) {
     gridDim = {grid}, blockDim = {threads};
     body = kernel;
+    if (fibers.size() < threads) fibers.resize(threads);
     for (unsigned int block = 0; block < grid; ++block) {
         blockIdx = {block};
-        fibers = std::vector<Fiber>(threads);
-        for (Fiber &fiber : fibers) {
-            fiber.stack = std::make_unique<char[]>(64 * 1024);
-            getcontext(&fiber.context);
-            fiber.context.uc_stack = {fiber.stack.get(), 0, 64 * 1024};
-            fiber.context.uc_link = &scheduler;
-            makecontext(&fiber.context, enter, 0);
-        }
+        meetings.assign(threads, 0);
+        for (unsigned int i = 0; i < threads; ++i) fibers[i].done = false, fibers[i].last = 0;
         for (bool running = true; running;) {
             running = false;
             for (current = 0; current < threads; ++current) {
-                if (fibers[current].done) continue;
+                Fiber &fiber = fibers[current];
+                if (fiber.done) continue;
                 running = true;
+                if (fiber.last && waits(current)) continue;
+                fiber.last = 0;
                 threadIdx = {current};
-                swapcontext(&scheduler, &fibers[current].context);
+                go_on(fiber);
             }
         }
     }
