@@ -22,7 +22,9 @@ class FolderChoice(Choice):
 
     def __init__(self, model: Any, experts: bool) -> None:
         super().__init__(model)
-        self.experts, self.head = experts, model.get_output_embeddings()
+        self.experts = experts
+        heads = getattr(model, "get_output_embeddings", None)  # models of diffusers have no head
+        self.head = None if heads is None else heads()
 
     def why_left(self, owner: Owner, layer: str, pattern: str | None) -> str | None:
         module, attribute, _ = owner

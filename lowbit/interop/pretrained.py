@@ -1,12 +1,12 @@
-"""How lowbit describes models of transformers for saving, and reads them, without importing transformers.
+"""How lowbit describes models of transformers and diffusers for saving, and reads them, without importing either.
 
 - A flow that changes such a model in memory lets its config describe the low-bit weights
   (`lowbit.interop.hf.in_memory`), so that `from_pretrained` reads what `save_pretrained` writes. So does
   `load_state_dict(…, assign=True)`.
 - transformers knows the format "lowbit" as soon as both packages are imported, in any order. Without that, transformers
-  fills the weights of such a folder with random values, and only logs a warning.
+  fills the weights of such a folder with random values, and only logs a warning. So does diffusers.
 
-`lowbit.hf` does the work. This module imports it at the first such model or folder.
+`lowbit.hf` and `lowbit.interop.diffusers` do the work. This module imports them at the first such model or folder.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import sys
 import warnings
+from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
 from typing import Any
 
@@ -27,28 +28,27 @@ from lowbit.tensor.core import state_dict
 METHOD = "lowbit"
 _TABLE = "transformers.quantizers.auto"
 """The module with transformers' table of formats."""
+_TABLES = (_TABLE, "diffusers.quantizers.auto")
 
 
 def listen() -> None:
-    """Follow the changes of every flow, and enter the format into transformers' table, now or at its import."""
+    """Follow the changes of every flow, and enter the format into both tables, now or at their import."""
     convert.followers.append(follow)
     state_dict.followers.append(follow_load)
     invariant.attention_setters.append(set_invariant_attention)
-    if _TABLE in sys.modules:
-        _enter()
-    else:
-        sys.meta_path.insert(0, _WhenImported())
+    for table in _TABLES:
+        if table in sys.modules:
+            _enter(table)
+        else:
+            sys.meta_path.insert(0, _WhenImported(table))
 
 
 def follow(model: nn.Module) -> None:
-    """Let the configs of transformers' models in `model`, which has changed, describe the low-bit weights."""
-    transformers = sys.modules.get("transformers.configuration_utils")
-    known = getattr(transformers, "PreTrainedConfig", None)
-    if known is None:
-        return
-    if any(isinstance(getattr(module, "config", None), known) for module in model.modules()):
+    """Let the configs of models of transformers and diffusers in `model`, which has changed, describe the low-bit
+    weights."""
+    for name in _describers(model):
         try:
-            in_memory = importlib.import_module("lowbit.interop.hf.in_memory")
+            describer = importlib.import_module(name)
         except ImportError as error:
             # An old transformers can still compute with such weights.
             warnings.warn(
@@ -57,13 +57,31 @@ def follow(model: nn.Module) -> None:
                 stacklevel=1,
             )
             return
-        in_memory.describe(model)
+        describer.describe(model)
+
+
+def _describers(model: nn.Module) -> Iterator[str]:
+    """The modules of lowbit whose `describe` takes `model`."""
+    config = _loaded_class("transformers.configuration_utils", "PreTrainedConfig")
+    if config and any(isinstance(getattr(m, "config", None), config) for m in model.modules()):
+        yield "lowbit.interop.hf.in_memory"
+    mixin = _loaded_class("diffusers.models.modeling_utils", "ModelMixin")
+    if mixin and any(isinstance(m, mixin) for m in model.modules()):
+        yield "lowbit.interop.diffusers"
+
+
+def _loaded_class(module: str, name: str) -> Any:
+    """A class of a module that is imported already, or None."""
+    return getattr(sys.modules.get(module), name, None)
 
 
 def follow_load() -> None:
     """`follow` the model that is being loaded, if one is: `load_state_dict(…, assign=True)` puts low-bit weights in the
     place of plain ones, and torch tells each module and not the model."""
-    if "transformers.configuration_utils" not in sys.modules:
+    if not sys.modules.keys() & {
+        "transformers.configuration_utils",
+        "diffusers.models.modeling_utils",
+    }:
         return
     frame: Any = sys._getframe(1)
     model: Any = None
@@ -81,46 +99,56 @@ def _loaded(model: nn.Module, keys: Any) -> None:
 
 def set_invariant_attention(model: nn.Module) -> None:
     """Give models of transformers in `model` the attention of `lowbit.inference.invariant_`."""
-    transformers = sys.modules.get("transformers.modeling_utils")
-    known = getattr(transformers, "PreTrainedModel", None)
+    known = _loaded_class("transformers.modeling_utils", "PreTrainedModel")
     if known is not None and any(isinstance(module, known) for module in model.modules()):
         importlib.import_module("lowbit.interop.hf.invariant").set_attention(model)
 
 
 class Announced:
-    """Stands in transformers' table for `lowbit.hf.LowbitConfig`, until the first folder asks for it."""
+    """Stands in the tables of formats for `lowbit.hf.LowbitConfig`, until the first folder asks for it."""
 
     @classmethod
     def from_dict(cls, *args: Any, **kwargs: Any) -> Any:
-        """`LowbitConfig.from_dict`. `LowbitConfig` then takes the place of this class."""
+        """`LowbitConfig.from_dict`. `LowbitConfig` then takes the place of this class in transformers' table."""
         importlib.import_module("lowbit.interop.hf")
-        return _configs()[METHOD].from_dict(*args, **kwargs)
+        return _configs(_TABLE)[METHOD].from_dict(*args, **kwargs)
 
 
 def make_room() -> None:
-    """Remove `Announced` from the table, so that `LowbitConfig` can enter itself under the same name."""
-    if _configs().get(METHOD) is Announced:
-        del _configs()[METHOD]
+    """Remove `Announced` from transformers' table, so that `LowbitConfig` can enter itself under the same name."""
+    if _configs(_TABLE).get(METHOD) is Announced:
+        del _configs(_TABLE)[METHOD]
 
 
-def _enter() -> None:
-    _configs().setdefault(METHOD, Announced)
+def _enter(table: str) -> None:
+    _configs(table).setdefault(METHOD, Announced)
+    if table != _TABLE:
+        importlib.import_module(table).AUTO_QUANTIZER_MAPPING.setdefault(
+            METHOD, _diffusers_quantizer
+        )
 
 
-def _configs() -> dict[str, Any]:
-    table = importlib.import_module(_TABLE)
-    found: dict[str, Any] = getattr(table, "AUTO_QUANTIZATION_CONFIG_MAPPING", {})
+def _diffusers_quantizer(config: Any, **kwargs: Any) -> Any:
+    """`LowbitDiffusersQuantizer`, imported at the first folder."""
+    own = importlib.import_module("lowbit.interop.diffusers")
+    return own.LowbitDiffusersQuantizer(config, **kwargs)
+
+
+def _configs(table: str) -> dict[str, Any]:
+    module = importlib.import_module(table)
+    found: dict[str, Any] = getattr(module, "AUTO_QUANTIZATION_CONFIG_MAPPING", {})
     return found
 
 
 class _WhenImported(MetaPathFinder):
-    """Calls `_enter` after the import of the module with the table. A search for the module alone changes nothing."""
+    """Calls `_enter` after the import of the module with a table. A search for the module alone changes nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, table: str) -> None:
+        self._table = table
         self._asks = False
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != _TABLE or self._asks:
+        if name != self._table or self._asks:
             return None
         self._asks = True  # the other finders
         try:
@@ -134,7 +162,7 @@ class _WhenImported(MetaPathFinder):
             def then_enter(module: Any) -> None:
                 execute(module)
                 sys.meta_path.remove(self)
-                _enter()
+                _enter(name)
 
             loader.exec_module = then_enter
         return spec

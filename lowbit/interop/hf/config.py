@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
 from typing import Any, Self, get_args
 
 from transformers.quantizers.auto import register_quantization_config
@@ -19,6 +20,12 @@ from lowbit.schemes.scheme import Scheme
 
 GivenScheme = str | Scheme | Mapping[str, str | Scheme | None]
 METHOD = "lowbit"
+
+
+class Method(StrEnum):
+    """`quant_method` of the config: diffusers asks for the `value` of an enumeration."""
+
+    LOWBIT = METHOD
 
 
 @register_quantization_config(METHOD)
@@ -68,7 +75,7 @@ class LowbitConfig(QuantizationConfigMixin):
         steps: Sequence[Step] | None = None,
         **options: Any,
     ) -> None:
-        self.quant_method = METHOD
+        self.quant_method = Method.LOWBIT
         if scales is not None and scales not in get_args(Scales):
             raise ValueError(
                 f"unknown scales {scales!r}; accepted: {', '.join(get_args(Scales))} or None"

@@ -1,4 +1,4 @@
-"""The entry "quantization_config" of a model of transformers whose weights became low-bit in memory.
+"""The entry "quantization_config" of a model of transformers or diffusers whose weights became low-bit in memory.
 
 transformers writes two things: the model's state dict, which holds the parts of each low-bit weight, and its config.
 Without a description of the parts `from_pretrained` would fill those weights with random values. `describe` puts an
@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lowbit.formats.base import FormatError
 from lowbit.formats.registry import by_name
 from lowbit.interop.hf import experts as experts  # registers what stock experts need
-from lowbit.interop.hf.config import METHOD, LowbitConfig
+from lowbit.interop.hf.config import METHOD, LowbitConfig, Method
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.core.state_dict import split
@@ -34,14 +34,14 @@ class InMemory(LowbitConfig):
         is_part: only a part of a model became low-bit, so only the model that is being saved can name the weights.
     """
 
-    def __init__(self, model: PreTrainedModel | None = None, is_part: bool = False) -> None:
-        self.quant_method = METHOD
+    def __init__(self, model: nn.Module | None = None, is_part: bool = False) -> None:
+        self.quant_method = Method.LOWBIT
         self.scheme, self.scales, self.experts = {}, "minmax", True
         self._model = None if model is None else weakref.ref(model)
         self._is_part = is_part
 
     @property
-    def model(self) -> PreTrainedModel | None:
+    def model(self) -> nn.Module | None:
         return None if self._model is None else self._model()
 
     @property
@@ -51,7 +51,7 @@ class InMemory(LowbitConfig):
         if model is None:
             # the reader refuses a description without weights, and asks for save_pretrained
             return {"quant_method": METHOD} if self._is_part else None
-        weights = dict(_in_parts(model, saved is not None))
+        weights = dict(in_parts(model, saved is not None))
         return by_name(METHOD).config(weights, ()) if weights else None
 
     def to_dict(self) -> Any:
@@ -82,7 +82,7 @@ def describe(model: nn.Module) -> None:
     """
     tops = list(_models_in(model))
     for top in tops:
-        has_parts = any(_in_parts(top, False))
+        has_parts = any(in_parts(top, False))
         _attach(top.config, top, has_parts)
         if not has_parts:
             _convert_names_again(top)
@@ -90,7 +90,7 @@ def describe(model: nn.Module) -> None:
         return
     owners = (getattr(module, "config", None) for module in model.modules())
     configs = {id(c): c for c in owners if isinstance(c, PreTrainedConfig)}
-    if configs and any(_in_parts(model, False)):
+    if configs and any(in_parts(model, False)):
         for config in configs.values():
             _attach(config, None, True)
 
@@ -115,7 +115,7 @@ def _attach(config: PreTrainedConfig, model: PreTrainedModel | None, has_parts: 
         del config.quantization_config
 
 
-def _in_parts(model: nn.Module, is_saved: bool) -> Iterator[tuple[str, LowbitTensor]]:
+def in_parts(model: nn.Module, is_saved: bool) -> Iterator[tuple[str, LowbitTensor]]:
     """The weights whose parts the state dict holds, by name and in their whole shape; a tied weight once.
 
     Raises FormatError for a model that is being saved, with weights that no reader would find.
@@ -138,19 +138,24 @@ def _in_parts(model: nn.Module, is_saved: bool) -> Iterator[tuple[str, LowbitTen
         yield name, own._with(shape=tuple(param.shape))
 
 
-def _being_saved() -> PreTrainedModel | None:
-    """The model whose `save_pretrained` is running.
+def _being_saved() -> nn.Module | None:
+    """The model, of transformers or diffusers, whose `save_pretrained` is running.
 
     transformers does not tell a config which model it is written for. Models that share a config, such as a decoder and
     the language model around it, name their weights differently.
     """
     frame: Any = sys._getframe(1)
+    mixin = getattr(
+        sys.modules.get("diffusers.models.modeling_utils"), "ModelMixin", PreTrainedModel
+    )
     while frame is not None:
         if frame.f_code.co_name == "save_pretrained":
             owner = frame.f_locals.get("self")
             if isinstance(owner, PreTrainedModel):
-                if any(_in_parts(owner, False)):
+                if any(in_parts(owner, False)):
                     _keep_names(owner)
+                return owner
+            if isinstance(owner, mixin):
                 return owner
         frame = frame.f_back
     return None

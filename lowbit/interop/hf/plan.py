@@ -1,4 +1,4 @@
-"""Which weights of a model of transformers are quantized while it loads, decided on its skeleton on meta."""
+"""Which weights of a model are quantized while `from_pretrained` loads it, decided on its skeleton on meta."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WeightChoice:
 
 
 def plan(model: Any, patterns: Mapping[str, Scheme | None], experts: bool) -> WeightChoice:
-    """Choose by `patterns` and `experts` as `LowbitConfig` says, in a `model` of transformers on meta.
+    """Choose by `patterns` and `experts` as `LowbitConfig` says, in a `model` of transformers or diffusers on meta.
 
     Raises ValueError: nothing to quantize, a pattern that chooses nothing, a weight that its scheme does not take, tied
     weights with different schemes.
@@ -55,7 +55,7 @@ def plan(model: Any, patterns: Mapping[str, Scheme | None], experts: bool) -> We
 def _tied(model: Any) -> Iterator[None]:
     """Tie the weights that transformers ties after it read them, so that the walk finds one weight."""
     apart = []
-    for name, source in model.all_tied_weights_keys.items():
+    for name, source in getattr(model, "all_tied_weights_keys", {}).items():
         layer, _, attribute = name.rpartition(".")
         module = model.get_submodule(layer)
         apart.append((module, attribute, module._parameters[attribute]))

@@ -1,0 +1,247 @@
+"""A DiT, a Flux transformer and a VAE of diffusers, tiny and random. Runs where diffusers is installed, by hand."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+diffusers = pytest.importorskip("diffusers")
+peft = pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+import lowbit  # noqa: E402
+from lowbit.formats import FormatError  # noqa: E402
+from lowbit.hf import LowbitConfig  # noqa: E402
+from lowbit.train import Float8MixedPrecision, Int8MixedPrecision  # noqa: E402
+
+INT8, INT4 = lowbit.Int8WeightOnly(), lowbit.Int4WeightOnly(32)
+CONVOLUTIONS = {"*conv[12]": INT4, "*": INT4}
+SHAPES = {"dit": (2, 4, 8, 8), "flux": (2, 16, 16), "vae": (2, 3, 32, 32)}
+TARGETS = {
+    "dit": ["to_q", "to_v", "norm1.linear"],
+    "flux": ["to_q", "to_v", "norm1.linear"],
+    "vae": ["to_q", "to_v", "conv1"],
+}
+
+
+def dit() -> Any:
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 32, "num_layers": 2}
+    planes = {"in_channels": 4, "out_channels": 4, "sample_size": 8, "patch_size": 2}
+    return diffusers.DiTTransformer2DModel(**sizes, **planes, num_embeds_ada_norm=20)
+
+
+def flux() -> Any:
+    sizes = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 32}
+    sizes |= {"num_attention_heads": 2, "joint_attention_dim": 64, "pooled_projection_dim": 64}
+    return diffusers.FluxTransformer2DModel(**sizes, in_channels=16, axes_dims_rope=(8, 12, 12))
+
+
+def vae() -> Any:
+    blocks = {"block_out_channels": (32, 64), "down_block_types": ("DownEncoderBlock2D",) * 2}
+    blocks |= {"up_block_types": ("UpDecoderBlock2D",) * 2, "norm_num_groups": 8}
+    return diffusers.AutoencoderKL(**blocks, latent_channels=4, sample_size=32)
+
+
+MODELS: dict[str, Callable[[], Any]] = {"dit": dit, "flux": flux, "vae": vae}
+KINDS = pytest.mark.parametrize("kind", MODELS)
+
+
+def built(kind: str) -> Any:
+    torch.manual_seed(0)
+    return MODELS[kind]().eval()
+
+
+def output(kind: str, model: nn.Module) -> Tensor:
+    torch.manual_seed(1)
+    x = torch.randn(SHAPES[kind])
+    times = torch.tensor([3, 11])
+    if kind == "dit":
+        return model(x, timestep=times, class_labels=times).sample
+    if kind == "vae":
+        return model(x).sample
+    text = {
+        "encoder_hidden_states": torch.randn(2, 6, 64),
+        "pooled_projections": torch.randn(2, 64),
+    }
+    places = {"img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(6, 3)}
+    return model(hidden_states=x, timestep=times / 20, **text, **places).sample
+
+
+def still(kind: str, model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return output(kind, model)
+
+
+def losses(kind: str, model: nn.Module, learning_rate: float, run: Any = None) -> list[float]:
+    """Of four steps of AdamW8bit towards the inputs."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = lowbit.optim.AdamW8bit(trained, lr=learning_rate)
+    found = []
+    for _ in range(4):
+        loss = (output(kind, run or model) - 0.5).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@KINDS
+@pytest.mark.parametrize("scheme", [Int8MixedPrecision, Float8MixedPrecision])
+def test_all_weights_train_with_low_bit_products(kind: str, scheme: Any, tmp_path: Path) -> None:
+    """As the plain model does, but for rounding. The folder holds the plain weights."""
+    plain, model = built(kind), built(kind)
+    report = lowbit.train.prepare_(model, scheme(always=True))
+    assert len(report.converted) > 7
+    expected, found = losses(kind, plain, 1e-3), losses(kind, model, 1e-3)
+    assert found[-1] < found[0] and found != expected  # 1.2 to 0.1
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0, atol=0.02)
+    model.save_pretrained(tmp_path)
+    saved = type(model).from_pretrained(tmp_path)
+    lowbit.train.restore_(model)
+    assert torch.equal(still(kind, saved), still(kind, model))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scheme", [Int8MixedPrecision, Float8MixedPrecision])
+def test_compiled(scheme: Any) -> None:
+    """The step of a DiT, within the rounding of other fused sums."""
+    found = []
+    for compiled in (False, True):
+        model = built("dit")
+        lowbit.train.prepare_(model, scheme(always=True))
+        run = torch.compile(model) if compiled else None
+        found.append(losses("dit", model, 1e-3, run))
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]), rtol=0.01, atol=0)
+
+
+def with_adapters(kind: str, model: Any) -> Any:
+    config = peft.LoraConfig(r=4, target_modules=TARGETS[kind])
+    if kind == "dit":  # the class has no add_adapter
+        return peft.get_peft_model(model, config)
+    model.requires_grad_(False).add_adapter(config)
+    return model
+
+
+@KINDS
+@pytest.mark.parametrize("way", ["int8", "int4", "int8 products", "float8 products"])
+def test_adapters(kind: str, way: str, tmp_path: Path) -> None:
+    """Train over low-bit weights or beside low-bit products, with checkpoints or without to the bit; come back from
+    their file; leave the base as it was."""
+
+    def base() -> Any:
+        model = built(kind)
+        if "products" in way:
+            scheme = Int8MixedPrecision if "int8" in way else Float8MixedPrecision
+            lowbit.train.prepare_(model, scheme(always=True))
+        else:
+            lowbit.quantize_(model, INT8 if way == "int8" else INT4)
+        return model
+
+    torch.manual_seed(2)
+    start = base()
+    before = still(kind, start)
+    model = with_adapters(kind, start)
+    other = copy.deepcopy(model)
+    found = losses(kind, model, 1e-2)
+    assert found[-1] < found[0]
+    other.enable_gradient_checkpointing()
+    assert losses(kind, other, 1e-2) == found
+    if kind == "dit":
+        assert torch.equal(still(kind, model.unload()), before)
+        return
+    model.save_lora_adapter(tmp_path)
+    again = base()
+    again.load_lora_adapter(tmp_path, prefix=None, weight_name="pytorch_lora_weights.safetensors")
+    assert torch.equal(still(kind, again), still(kind, model))
+    model.delete_adapters("default")
+    assert torch.equal(still(kind, model), before)
+
+
+SCHEMES = {
+    "int8": INT8,
+    "int4": INT4,
+    "int8 x int8": lowbit.Int8DynamicActivationInt8Weight(),
+    "nvfp4": lowbit.NVFP4WeightOnly(),  # q, k and v share a scale
+    "nf4": lowbit.NF4WeightOnly(64, double_quantization=True),
+}
+CASES = [(kind, "nvfp4") for kind in MODELS] + [
+    ("flux", name) for name in SCHEMES if name != "nvfp4"
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_from_pretrained_reads_what_save_pretrained_writes(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    """In one file and in several, where the parts of a weight may lie in two of them."""
+    model = built(kind)
+    lowbit.quantize_(model, SCHEMES[name])
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "several", max_shard_size="40KB")
+    assert len([*(tmp_path / "several").glob("*.safetensors")]) > 3
+    for place in ("one", "several"):
+        saved = type(model).from_pretrained(tmp_path / place)
+        assert torch.equal(still(kind, saved), still(kind, model)), place
+    half = type(model).from_pretrained(tmp_path / "one", torch_dtype=torch.bfloat16)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_from_pretrained_quantizes_what_it_reads(kind: str, name: str, tmp_path: Path) -> None:
+    """As `quantize_` does, to the bit; and the model is saved, copied and dequantized."""
+    model = built(kind)
+    model.save_pretrained(tmp_path / "plain")
+    lowbit.quantize_(model, SCHEMES[name])
+    config = LowbitConfig(SCHEMES[name])
+    read = type(model).from_pretrained(tmp_path / "plain", quantization_config=config)
+    expected = still(kind, model)
+    assert torch.equal(still(kind, read), expected)
+    plain = copy.deepcopy(read).dequantize()
+    plain.save_pretrained(tmp_path / "dequantized")
+    assert "codes" not in json.dumps([*plain.state_dict()])
+    again = type(model).from_pretrained(tmp_path / "dequantized")
+    assert torch.equal(still(kind, again), still(kind, plain))
+    read.save_pretrained(tmp_path / "low")
+    assert torch.equal(still(kind, type(model).from_pretrained(tmp_path / "low")), expected)
+
+
+def test_convolutions_and_qat(tmp_path: Path) -> None:
+    """A VAE in int4 with its convolutions, which QAT trains and the folder keeps."""
+    model = built("vae")
+    lowbit.qat.prepare_(model, CONVOLUTIONS)
+    found = losses("vae", model, 1e-3)
+    assert found[-1] < found[0]
+    expected = still("vae", model)
+    report = lowbit.qat.convert_(model)
+    assert sum("conv" in name for name in report.converted) == 20
+    assert torch.equal(still("vae", model), expected)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(still("vae", type(model).from_pretrained(tmp_path)), expected)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    model = built("vae")
+    model.save_pretrained(tmp_path / "plain")
+    read = type(model).from_pretrained
+    with pytest.raises(ValueError, match="calibrates models of transformers"):
+        read(tmp_path / "plain", quantization_config=LowbitConfig(INT8, batches=[1]))
+    with pytest.raises(ValueError, match="chose no weight"):
+        read(tmp_path / "plain", quantization_config=LowbitConfig({"*.nothing": INT8}))
+    lowbit.quantize_(model, INT8)
+    model.save_pretrained(tmp_path / "low")
+    config = json.loads((tmp_path / "low/config.json").read_text())
+    config["quantization_config"]["tensors"].popitem()
+    (tmp_path / "low/config.json").write_text(json.dumps(config))
+    with pytest.raises(FormatError, match="describes no tensor for"):
+        read(tmp_path / "low")
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=["to_q"]))
+    with pytest.raises(FormatError, match="lies in a layer of PEFT"):
+        model.save_pretrained(tmp_path / "adapted")

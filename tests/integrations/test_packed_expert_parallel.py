@@ -1,0 +1,89 @@
+"""Packed experts under transformers' expert parallelism, on two gloo processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import lowbit
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.testing.launch import launch
+
+pytest.importorskip("safetensors")
+pytest.importorskip("transformers", minversion="5.23")
+
+from tests.integrations.models import TOKENS
+from tests.integrations.packed_models import publish, sums
+
+KINDS = ["gpt-oss MXFP4", "Qwen3-MoE int4", "Qwen3-MoE float8"]
+
+
+def opened(folder: Path) -> Any:
+    """In float32, where sums in another order hardly differ."""
+    return lowbit.load_pretrained(folder).float()
+
+
+def parallel(model: Any) -> Any:
+    """The experts split over all processes, which take the same batch."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    experts = [n for n, m in model.named_modules() if n.endswith(".experts")]
+    stacks = [n for n, _ in model.named_parameters() if n.rpartition(".")[0] in experts]
+    plan = dict.fromkeys(stacks, "grouped_gemm") | dict.fromkeys(experts, "ep_dispatch_experts")
+    mesh = init_device_mesh("cpu", (2,))
+    return apply_expert_parallelism(model, mesh, mesh, plan)
+
+
+def stored_bytes(weight: Tensor) -> int:
+    """Of the memory behind the parts of a low-bit weight."""
+    assert isinstance(weight, LowbitTensor)
+    return sum(part.untyped_storage().nbytes() for part in weight.inner_tensors().values())
+
+
+def error(a: Tensor, b: Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+def check(rank: int, world_size: int, place: Path) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for kind in KINDS:
+        folder = place / kind
+        whole, model = opened(folder), parallel(opened(folder))
+        low = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor) and p.ndim == 3}
+        assert len(low) == 4
+        own = sum(stored_bytes(p.to_local()) for p in low.values())
+        share = own / sum(stored_bytes(whole.get_parameter(name)) for name in low)
+        with torch.no_grad():
+            forward = error(model(input_ids=TOKENS).logits, whole(input_ids=TOKENS).logits)
+        for one in (whole, model):
+            one(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        name = "model.embed_tokens.weight"
+        gradient = error(model.get_parameter(name).grad, whole.get_parameter(name).grad)
+        found[kind] = {"share": share, "forward": forward, "gradient": gradient}
+        for one in (whole, model):  # a step that changes one parameter
+            one.model.norm.weight.data.mul_(2)
+        lowbit.sync.write(model, place / f"{kind}-parallel", like=folder)
+        if rank == 0:
+            lowbit.export(whole, place / f"{kind}-whole", like=folder)
+    return found
+
+
+def test_two_processes_hold_half_the_experts_each(tmp_path: Path) -> None:
+    """With the logits and gradients of one process, and written back with its bytes."""
+    for kind in KINDS:
+        publish(kind, tmp_path / kind)
+    for ranks in launch(check, 2, tmp_path):
+        for kind, found in ranks.items():
+            assert found["share"] == 0.5, kind
+            assert found["forward"] < 1e-6 and found["gradient"] < 1e-6, (kind, found)
+    for kind in KINDS:
+        written = sums(tmp_path / f"{kind}-parallel")
+        assert written == sums(tmp_path / f"{kind}-whole")
+        before = sums(tmp_path / kind)
+        assert [n for n in before if written[n] != before[n]] == ["model.norm.weight"]
