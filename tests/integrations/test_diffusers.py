@@ -85,7 +85,7 @@ def losses(kind: str, model: nn.Module, learning_rate: float, run: Any = None) -
     optimizer = lowbit.optim.AdamW8bit(trained, lr=learning_rate)
     found = []
     for _ in range(4):
-        loss = (output(kind, run or model) - 0.5).square().mean()
+        loss = (output(kind, model if run is None else run) - 0.5).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
