@@ -45,6 +45,7 @@ OPTIONAL = [
     "tqdm",
     "torchtitan",
     "axolotl",
+    "diffusers",
     "pydantic",
     "tensorboard",
     "vllm",
@@ -58,6 +59,7 @@ INTEGRATIONS = {
     "lowbit.interop.lightning": {"lightning"},
     "lowbit.interop.vllm": {"vllm"},
     "lowbit.interop.axolotl": {"axolotl", "pydantic", "transformers"},
+    "lowbit.interop.diffusers": {"diffusers"},
     "lowbit.cli": {"typer", "rich"},
 }
 """The packages of lowbit for a tool that users import by themselves, and what these may import at the top of a file."""
