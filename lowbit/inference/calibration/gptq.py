@@ -53,7 +53,7 @@ class GPTQ(Step):
         asymmetric: the share, 0 to 1, of the correction towards the outputs of the model in high precision for its own
             inputs. 0 aims at W x̂, and needs no second stream of activations and no copy of a block.
         scales: "searched" or "minmax", where no earlier step chose them.
-        sweeps: how often the scale and the codes of each block are chosen again. Two take about as long as the rest.
+        sweeps: how often the scale and the codes of each block are chosen again. Two take about as long again on a CPU.
 
     Raises ValueError for other values.
     """
