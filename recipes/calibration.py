@@ -45,11 +45,13 @@ SCHEMES: dict[str, tuple[lowbit.Scheme, lowbit.Scheme]] = {
 }
 """By name: the scheme, and the one whose min-max rounding costs what is won back."""
 MODEL = LearnedRounding(over="model")
-WITHOUT_DATA = "GPTQ(sweeps=2), no data"
+WITHOUT_DATA = "no data"
+"""How the names of methods end that calibrate without batches."""
 METHODS: dict[str, Sequence[Step] | str] = {
     "min-max": "minmax",
     "searched": "searched",
-    WITHOUT_DATA: [GPTQ(sweeps=2)],
+    "GPTQ(), no data": [GPTQ()],
+    "GPTQ(sweeps=2), no data": [GPTQ(sweeps=2)],
     "Search()": [Search()],
     "GPTQ(asymmetric=0)": [GPTQ(asymmetric=0)],
     "GPTQ()": [GPTQ()],
@@ -60,6 +62,10 @@ METHODS: dict[str, Sequence[Step] | str] = {
     "GPTQ, learned over the model": [GPTQ(), MODEL],
     "GPTQ, vectors alone": [GPTQ(), LearnedRounding(over="model", reach=0, scale_rate=0)],
 }
+
+
+ONCE = ("min-max", "searched", WITHOUT_DATA)
+"""How the names of methods end that read no batches."""
 
 
 class Case(NamedTuple):
@@ -100,7 +106,7 @@ def loss_of(run: Run, case: Case, count: int, base: bool = False) -> float:
         scheme, method = SCHEMES[case.scheme][base], METHODS[case.method]
         if isinstance(method, str):
             lowbit.quantize_(model, scheme, scales=method)  # type: ignore[arg-type]
-        elif case.method == WITHOUT_DATA:
+        elif case.method.endswith(WITHOUT_DATA):
             lowbit.calibrate(model, scheme, steps=list(method))
         else:
             lowbit.calibrate(model, scheme, batches_of(run, case.draw, count), steps=list(method))
@@ -130,7 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
         (Case(name, method, draw), False)
         for method in methods
         for name in schemes
-        for draw in range(1 if method in ("min-max", "searched", WITHOUT_DATA) else options.draws)
+        for draw in range(1 if method.endswith(ONCE) else options.draws)
     ]
     high, rounded = 0.0, {}
     jobs = [(options.folder, case, options.batches, base) for case, base in (*first, *cases)]
