@@ -168,10 +168,7 @@ def calibrate(
             raise TypeError(
                 "a folder is calibrated by batches: calibrate(folder, scheme, batches, out=…)"
             )
-        if steps is not None or blocks is not None:
-            raise TypeError(
-                "steps and blocks need batches: calibrate(model, scheme, batches, steps=…)"
-            )
+        _check_context(steps, blocks)
         own = filter_fn if batches is None else batches
         return observed.calibrate(
             model, scheme, own, method=method, percentile=percentile, group=group
@@ -199,14 +196,7 @@ def calibrate(
             *(model, scheme, batches, filter_fn, chosen, ranges, place, device, out, writing)
         )
     check_module(model)
-    if of_folder := [
-        *(["out"] if out is not None else []),
-        *sorted({*writing} - {*_OF_EXPORT[:2]}),
-    ]:
-        raise TypeError(
-            f"{', '.join(of_folder)}: for a folder alone; a model in memory is changed in place, and lowbit.export "
-            "writes it"
-        )
+    _check_writing(out, writing)
     if without_data and blocks is not None:
         raise TypeError("blocks need batches: calibrate(model, scheme, batches, blocks=…)")
     usable = [] if batches is None else usable_batches(model, batches)
@@ -253,3 +243,19 @@ def _cache(cache: torch.device | str | os.PathLike[str] | None) -> Cache:
     if not Path(cache).is_dir():
         raise ValueError(f"cache is {cache}; accepted: a device, None, or a folder that exists")
     return Path(cache)
+
+
+def _check_context(steps: Any, blocks: Any) -> None:
+    if steps is not None or blocks is not None:
+        raise TypeError("steps and blocks need batches: calibrate(model, scheme, batches, steps=…)")
+
+
+def _check_writing(out: Any, writing: dict[str, Any]) -> None:
+    if of_folder := [
+        *(["out"] if out is not None else []),
+        *sorted({*writing} - {*_OF_EXPORT[:2]}),
+    ]:
+        raise TypeError(
+            f"{', '.join(of_folder)}: for a folder alone; a model in memory is changed in place, and lowbit.export "
+            "writes it"
+        )
