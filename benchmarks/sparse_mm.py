@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from benchmarks.cases.operands import codes_of_normals
 from benchmarks.registry import Candidate
 from benchmarks.timing import measure
-from lowbit.inference.calibration.gptq import two_of_four
+from lowbit.inference.calibration.columns import two_of_four
 
 E4M3 = torch.float8_e4m3fn
 KINDS = {"int8": torch.int8, "float8": E4M3, "bf16": torch.bfloat16}

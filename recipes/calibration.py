@@ -45,18 +45,27 @@ SCHEMES: dict[str, tuple[lowbit.Scheme, lowbit.Scheme]] = {
 }
 """By name: the scheme, and the one whose min-max rounding costs what is won back."""
 MODEL = LearnedRounding(over="model")
+WITHOUT_DATA = "no data"
+"""How the names of methods end that calibrate without batches."""
 METHODS: dict[str, Sequence[Step] | str] = {
     "min-max": "minmax",
     "searched": "searched",
+    "GPTQ(), no data": [GPTQ()],
+    "GPTQ(sweeps=2), no data": [GPTQ(sweeps=2)],
     "Search()": [Search()],
     "GPTQ(asymmetric=0)": [GPTQ(asymmetric=0)],
     "GPTQ()": [GPTQ()],
+    "GPTQ(sweeps=2)": [GPTQ(sweeps=2)],
     "learned over blocks": [LearnedRounding()],
     "learned over the model": [MODEL],
     "GPTQ, learned over blocks": [GPTQ(), LearnedRounding()],
     "GPTQ, learned over the model": [GPTQ(), MODEL],
     "GPTQ, vectors alone": [GPTQ(), LearnedRounding(over="model", reach=0, scale_rate=0)],
 }
+
+
+ONCE = ("min-max", "searched", WITHOUT_DATA)
+"""How the names of methods end that read no batches."""
 
 
 class Case(NamedTuple):
@@ -97,6 +106,8 @@ def loss_of(run: Run, case: Case, count: int, base: bool = False) -> float:
         scheme, method = SCHEMES[case.scheme][base], METHODS[case.method]
         if isinstance(method, str):
             lowbit.quantize_(model, scheme, scales=method)  # type: ignore[arg-type]
+        elif case.method.endswith(WITHOUT_DATA):
+            lowbit.calibrate(model, scheme, steps=list(method))
         else:
             lowbit.calibrate(model, scheme, batches_of(run, case.draw, count), steps=list(method))
     windows = run.heldout_windows(run.config.heldout_tokens)
@@ -125,7 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
         (Case(name, method, draw), False)
         for method in methods
         for name in schemes
-        for draw in range(1 if isinstance(METHODS[method], str) else options.draws)
+        for draw in range(1 if method.endswith(ONCE) else options.draws)
     ]
     high, rounded = 0.0, {}
     jobs = [(options.folder, case, options.batches, base) for case, base in (*first, *cases)]

@@ -236,7 +236,7 @@ def test_the_context_form_stays() -> None:
         model(torch.randn(8, 64))
     assert list(ranges) == ["0"]
     with pytest.raises(TypeError, match="steps and blocks need batches"):
-        lb.calibrate(model, scheme, steps=[GPTQ()])
+        lb.calibrate(model, scheme, blocks=[])  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="steps must be a list of steps"):
         lb.calibrate(model, scheme, [torch.randn(8, 64)], steps=["gptq"])  # type: ignore[list-item]
 

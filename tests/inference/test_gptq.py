@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.inference import GPTQ, Search
-from lowbit.inference.calibration.gptq import Factor
+from lowbit.inference.calibration.columns import Factor
 from lowbit.inference.calibration.inputs import Moments
 from lowbit.inference.calibration.step import Layer
 from tests.schemes import SCHEMES, over

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import lowbit as lb
 from lowbit import AffineTensor, Int4WeightOnly, IntxWeightOnly, testing
 from lowbit.formats import FormatError
-from lowbit.inference.calibration.gptq import two_of_four
+from lowbit.inference.calibration.columns import two_of_four
 from lowbit.tensor.frozen.sparse24_tensor import Sparse24Float8, Sparse24Tensor
 from tests.schemes import relative_error
 

@@ -62,6 +62,17 @@ def calibrate(
 ) -> CalibrationReport: ...
 @overload
 def calibrate(
+    model: nn.Module,
+    scheme: Schemes,
+    batches: None = None,
+    filter_fn: Filter | None = None,
+    *,
+    steps: Sequence[Step],
+    format: str = ...,
+    lossy: bool = ...,
+) -> CalibrationReport: ...
+@overload
+def calibrate(
     model: str | os.PathLike[str],
     scheme: Schemes,
     batches: Iterable[Any],
@@ -95,6 +106,8 @@ def calibrate(
 
         report = lowbit.calibrate(model, scheme, batches, steps=[GPTQ()])   # all is done when it returns
 
+        report = lowbit.calibrate(model, scheme, steps=[GPTQ()])            # without data
+
         with lowbit.calibrate(model, scheme):                               # then quantize_ or qat.prepare_
             for batch in batches:
                 model(batch)
@@ -112,6 +125,9 @@ def calibrate(
     wait in `.OUT.lowbit-calibration` beside `out`. After a kill, the same call goes on from there, to the same bits.
     Embeddings and the head stay plain unless a pattern names them, as in `lowbit.export`.
 
+    With steps and without batches: WᵀW / mean(diag WᵀW) + I takes the place of the sums over the inputs of a weight W.
+    For `GPTQ`, `Prune24` and `Search`.
+
     In the context: see `lowbit.calibration`. A filter may also be the third argument there.
 
     Args:
@@ -119,7 +135,7 @@ def calibrate(
         scheme, filter_fn: those of `lowbit.quantize_`. Of a folder, scales have the dtype that the format stores.
         batches: each is a mapping of keyword arguments, a tuple or list of arguments, or one argument of the model, on
             any device. They may differ in shape. Tokens whose `attention_mask` is 0 don't count. Read once, and kept.
-        steps: algorithms, in this order; None: [GPTQ()]; []: weights are rounded to nearest.
+        steps: algorithms, in this order; None: [GPTQ()] with batches; []: weights are rounded to nearest.
         blocks: modules that follow each other, e.g. `model.model.layers`. None finds the largest chain; [] takes the
             model as one block. A folder's are always found.
         cache: where hidden states are kept: a device; a folder, as a `Path`, on whose disk they lie; None: where the
@@ -139,18 +155,24 @@ def calibrate(
     Raises:
         TypeError: batches or steps of another kind; no module; no scheme; `out` beside a module, or a folder without;
             other options for a folder.
-        ValueError: what `quantize_` refuses; no batches; NaN or infinite inputs of a layer, which is named. Weights
+        ValueError: what `quantize_` refuses; an empty list of batches; steps and schemes that need batches, without
+            any; NaN or infinite inputs of a layer, which is named. Weights
             that were calibrated before that layer are then quantized, and the others plain, as the message says.
         FormatError, a ValueError: what `lowbit.load_pretrained` and `lowbit.export` refuse of a folder, or of a module
             with `format`, as far as names, shapes, schemes and config tell, before the first batch; finished blocks
             beside `out` of a call with other arguments.
     """
-    if batches is None or callable(batches):
+    without_data = batches is None and steps is not None
+    if (batches is None and not without_data) or callable(batches):
         if isinstance(model, str | os.PathLike):
             raise TypeError(
                 "a folder is calibrated by batches: calibrate(folder, scheme, batches, out=…)"
             )
-        return _context(model, scheme, batches, filter_fn, steps, blocks, method, percentile, group)
+        _check_context(steps, blocks)
+        own = filter_fn if batches is None else batches
+        return observed.calibrate(
+            model, scheme, own, method=method, percentile=percentile, group=group
+        )
     if group is not None:
         raise ValueError(
             "group is for `with lowbit.calibrate(model, scheme):`; a call with batches runs on one process"
@@ -174,17 +196,14 @@ def calibrate(
             *(model, scheme, batches, filter_fn, chosen, ranges, place, device, out, writing)
         )
     check_module(model)
-    if of_folder := [
-        *(["out"] if out is not None else []),
-        *sorted({*writing} - {*_OF_EXPORT[:2]}),
-    ]:
-        raise TypeError(
-            f"{', '.join(of_folder)}: for a folder alone; a model in memory is changed in place, and lowbit.export "
-            "writes it"
-        )
-    usable = usable_batches(model, batches)
+    _check_writing(out, writing)
+    if without_data and blocks is not None:
+        raise TypeError("blocks need batches: calibrate(model, scheme, batches, blocks=…)")
+    usable = [] if batches is None else usable_batches(model, batches)
     run = _run(model, scheme, filter_fn, chosen, usable, ranges, **writing)
-    return run.quantize(None if blocks is None else list(blocks), place)
+    if not usable:
+        run.check_without_data()
+    return run.quantize(None if blocks is None and usable else list(blocks or ()), place)
 
 
 def _run(
@@ -226,19 +245,17 @@ def _cache(cache: torch.device | str | os.PathLike[str] | None) -> Cache:
     return Path(cache)
 
 
-def _context(
-    model: nn.Module,
-    scheme: Schemes | None,
-    batches: Filter | None,
-    filter_fn: Filter | None,
-    steps: Any,
-    blocks: Any,
-    method: Method,
-    percentile: float,
-    group: dist.ProcessGroup | None,
-) -> Ranges:
-    """The context of `lowbit.calibration`, for a call without batches."""
+def _check_context(steps: Any, blocks: Any) -> None:
     if steps is not None or blocks is not None:
         raise TypeError("steps and blocks need batches: calibrate(model, scheme, batches, steps=…)")
-    own = filter_fn if batches is None else batches
-    return observed.calibrate(model, scheme, own, method=method, percentile=percentile, group=group)
+
+
+def _check_writing(out: Any, writing: dict[str, Any]) -> None:
+    if of_folder := [
+        *(["out"] if out is not None else []),
+        *sorted({*writing} - {*_OF_EXPORT[:2]}),
+    ]:
+        raise TypeError(
+            f"{', '.join(of_folder)}: for a folder alone; a model in memory is changed in place, and lowbit.export "
+            "writes it"
+        )

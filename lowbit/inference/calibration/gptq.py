@@ -18,7 +18,10 @@ llm-compressor and GPTQModel use too):
 - Pruned weights (`Prune24`): GPTQ starts from the weight before pruning. The columns make up for what is pruned, as in
   SparseGPT (arXiv 2301.00774); scales are chosen for the result, which is then rounded with 0 for what is pruned.
   Both are linear in the errors that are passed on, so this equals pruning and rounding in one loop.
+- Sweeps: after the last column each block, all others fixed, takes the scale and the codes with the least error of the
+  outputs (`lowbit.inference.calibration.sweeps`). No sweep raises it.
 - A column whose input is always zero is rounded to nearest, and makes up for nothing.
+- Without inputs, H = WᵀW / mean(diag WᵀW) + I (`Moments.of_weight`).
 """
 
 from __future__ import annotations
@@ -26,21 +29,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
+from lowbit.inference.calibration.columns import (
+    OF_FOUR,
+    Factor,
+    Grid,
+    by_columns,
+    pruned_by_columns,
+)
 from lowbit.inference.calibration.search import searched
 from lowbit.inference.calibration.step import Layer, Step, by_rows, check_share, of_parts
-from lowbit.numerics.lookup_table import LookupTable
-from lowbit.numerics.number_format import Int, NumberFormat
-from lowbit.numerics.spec import Spec
-
-OF_FOUR = 4
-"""Neighbouring columns of which pruning keeps two."""
-COLUMNS = 128
-"""Columns that one call of the kernel rounds. Their errors reach the rest of the weight by one product."""
-MOST_DAMPING = 1.0
-"""Damping grows tenfold, up to this, until the Hessian can be factored."""
+from lowbit.inference.calibration.sweeps import Swept, sweep
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class GPTQ(Step):
         asymmetric: the share, 0 to 1, of the correction towards the outputs of the model in high precision for its own
             inputs. 0 aims at W x̂, and needs no second stream of activations and no copy of a block.
         scales: "searched" or "minmax", where no earlier step chose them.
+        sweeps: how often the scale and the codes of each block are chosen again. Two take about as long again on a CPU.
 
     Raises ValueError for other values.
     """
@@ -61,6 +62,7 @@ class GPTQ(Step):
     act_order: bool = True
     asymmetric: float = 1.0
     scales: Literal["searched", "minmax"] = "searched"
+    sweeps: int = 0
     needs: ClassVar[Literal["diagonal", "full"]] = "full"
 
     def __post_init__(self) -> None:
@@ -68,6 +70,8 @@ class GPTQ(Step):
         check_share("asymmetric", self.asymmetric, 1.0)
         if self.scales not in ("searched", "minmax"):
             raise ValueError(f"scales must be 'searched' or 'minmax', got {self.scales!r}")
+        if not isinstance(self.sweeps, int) or self.sweeps < 0:
+            raise ValueError(f"sweeps must be 0 or a positive integer, got {self.sweeps!r}")
 
     @property
     def pairs(self) -> bool:  # type: ignore[override]
@@ -78,6 +82,7 @@ class GPTQ(Step):
         is_searched = layer.qparams is None and self.scales == "searched"
         is_moved = self.asymmetric > 0 or mask is not None
         costs: list[Tensor] = []
+        aims = original
         if is_moved:
             layer.weight = original.clone()
         for part in layer.parts() if is_searched or is_moved else ():
@@ -89,6 +94,9 @@ class GPTQ(Step):
             if factor is not None and part.cross is not None and is_corrected:
                 w += self.asymmetric * factor.solved(original[part.at] @ part.cross)
             if mask is not None:
+                if self.sweeps:
+                    aims = original.clone() if aims is original else aims
+                    aims[part.at] = w
                 own = mask[part.at]
                 w.copy_(
                     w.where(own, 0.0) if factor is None else pruned_by_columns(w, factor, own)[0]
@@ -101,169 +109,36 @@ class GPTQ(Step):
                 layer.qparams = searched(layer, of_parts(layer, costs))
         if len(costs) > 1:
             factor = None
-        layer.values = self._rounded(layer, factor)
+        layer.values = self._rounded(layer, layer.weight if mask is None else aims, factor)
         layer.weight = given
 
     def _factor(self, hessian: Tensor, mask: Tensor | None) -> Factor:
         return Factor(hessian, self.damping, self.act_order, 1 if mask is None else OF_FOUR)
 
-    def _rounded(self, layer: Layer, factor: Factor | None) -> Tensor:
-        """`factor`: of the only matrix, if it was made."""
+    def _rounded(self, layer: Layer, aims: Tensor, factor: Factor | None) -> Tensor:
+        """`aims`: the weight whose outputs the result is to have; `factor`: of the only matrix, if it was made."""
         assert layer.qparams is not None
         values, shape = layer.rounded(layer.qparams), tuple(layer.weight.shape)
         scale, zero = (None if t is None else by_rows(t, layer.spec, shape) for t in layer.qparams)
         assert scale is not None
+        if self.sweeps:
+            scale, zero = scale.clone(), None if zero is None else zero.clone()
         group = layer.spec.block_size(shape)[-1]
         for at, hessian, *_ in layer.parts():
-            if hessian is not None:
-                factor = factor or self._factor(hessian, layer.mask)
-                grid = Grid(layer.spec, scale[at], None if zero is None else zero[at])
-                mask = None if layer.mask is None else layer.mask[at]
-                values[at] = by_columns(layer.weight[at], factor, grid, group, mask)
-                factor = None
-        return values
-
-
-class Factor:
-    """U of a Hessian [K, K], in the order in which columns are rounded.
-
-    Beside H it takes three matrices of its size in float64 while it is made.
-
-    Attributes:
-        order: int64 [K], the columns in this order.
-        upper: float32 [K, K], U in this order.
-        damping: the share of the mean that was added to the diagonal.
-
-    `together`: how many neighbouring columns stay together. The order is then that of the sums of their H_jj.
-    """
-
-    def __init__(self, hessian: Tensor, damping: float, act_order: bool, together: int = 1) -> None:
-        diagonal = hessian.diagonal().double()
-        live = diagonal > 0
-        mean = float(diagonal[live].mean()) if bool(live.any()) else 1.0
-        self.order = torch.arange(len(diagonal), device=hessian.device)
-        if act_order:
-            sums = diagonal.view(-1, together).sum(1)
-            first = sums.argsort(descending=True, stable=True) * together
-            self.order = (first[:, None] + self.order[:together]).flatten()
-        last = self.order.flip(0)
-        diagonal = torch.where(live, diagonal, mean)[last]
-        h = hessian[last][:, last].double()
-        while True:
-            h.diagonal().copy_(diagonal + damping * mean)
-            lower, info = torch.linalg.cholesky_ex(h)
-            if not int(info) or damping >= MOST_DAMPING:
-                break
-            damping = max(damping * 10, 1e-6)
-        # H, last column first, is L Lᵀ. In the order of columns L is R, upper triangular, and U is its inverse.
-        eye = h.zero_().fill_diagonal_(1.0)
-        inverse = torch.linalg.solve_triangular(lower, eye, upper=False)
-        del lower, eye, h
-        self.upper = inverse.float().flip(0, 1)
-        self.damping = damping
-
-    @property
-    def cost(self) -> Tensor:
-        """float32 [K], what a squared error of each column costs: 1 / U_jj²."""
-        found = torch.empty_like(self.upper[0])
-        found[self.order] = self.upper.diagonal().square().reciprocal()
-        return found
-
-    def solved(self, b: Tensor) -> Tensor:
-        """b H⁻¹ of b [N, K]."""
-        found = torch.empty_like(b)
-        found[:, self.order] = b[:, self.order] @ self.upper.T @ self.upper
-        return found
-
-
-class Grid:
-    """The values that the scales of a matrix allow, as `round_columns` takes them.
-
-    Args:
-        spec: how the weight is quantized.
-        scale, zero: [N, blocks along K].
-    """
-
-    def __init__(self, spec: Spec, scale: Tensor, zero: Tensor | None) -> None:
-        self.scale = scale.float().T.contiguous()
-        low, high = spec.format.quant_min, spec.format.quant_max
-        self.offset: Tensor | None = None
-        codes = torch.zeros_like(self.scale)
-        if zero is not None and spec.zero_point_is_value:
-            self.offset = zero.float().T.contiguous()
-            codes += (low + high + 1) // 2
-        elif zero is not None:
-            codes = zero.float().T.contiguous()
-        self.least, self.most = low - codes, high - codes
-        self.levels = torch.tensor(levels_of(spec.format), device=scale.device)
-
-
-def levels_of(fmt: NumberFormat) -> list[float]:
-    """The values of a format that is not an integer, ascending; [] for integers."""
-    if isinstance(fmt, Int):
-        return []
-    if isinstance(fmt, LookupTable):
-        return sorted({value + 0.0 for value in fmt.values})
-    values = torch.arange(256, dtype=torch.uint8).view(fmt.dtype).float()
-    return sorted({value + 0.0 for value in values[values.isfinite()].tolist()})
-
-
-def by_columns(
-    w: Tensor, factor: Factor, grid: Grid, group: int, mask: Tensor | None = None
-) -> Tensor:
-    """The rounded weight [N, K], as the module describes it. `group`: columns that share a scale; `mask`: bool [N, K],
-    False where the result is 0."""
-    order, upper = factor.order, factor.upper
-    left = w.T[order].contiguous()  # [K, N], so that a column is contiguous
-    found, groups = torch.empty_like(left), order // group
-    kept = None if mask is None else mask.T[order].contiguous()
-    for start in range(0, len(left), COLUMNS):
-        own = slice(start, start + COLUMNS)
-        found[own], errors = torch.ops.lowbit.round_columns(
-            *(left[own], upper[own, own].contiguous(), groups[own], grid.scale),
-            *(grid.least, grid.most, grid.offset, grid.levels),
-            None if kept is None else kept[own],
-        )
-        left[own.stop :].addmm_(upper[own, own.stop :].T, errors, alpha=-1)
-    result = torch.empty_like(w)
-    result.T[order] = found
-    return result
-
-
-def pruned_by_columns(
-    w: Tensor, factor: Factor, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The weight [N, K] with 0 where the mask is False, after later columns made up for it, and the mask [N, K].
-
-    None chooses the mask, as SparseGPT does: when the loop comes to four neighbours, it keeps the two of them with the
-    largest w_j² / U_jj² as they are by then. The order of `factor` then has the four together.
-    """
-    order, upper, diagonal = factor.order, factor.upper, factor.upper.diagonal()
-    left = w.T[order].contiguous()
-    kept = torch.empty_like(left, dtype=torch.bool) if mask is None else mask.T[order].contiguous()
-    for start in range(0, len(left), COLUMNS):
-        stop = min(start + COLUMNS, len(left))
-        errors = torch.empty_like(left[start:stop])
-        for first in range(start, stop, OF_FOUR):
-            end = first + OF_FOUR
-            if mask is None:
-                kept[first:end] = two_of_four(
-                    (left[first:end] / diagonal[first:end, None]).square()
+            if hessian is None:
+                continue
+            factor = factor or self._factor(hessian, layer.mask)
+            own, own_zero = scale[at], None if zero is None else zero[at]
+            mask = None if layer.mask is None else layer.mask[at]
+            grid = Grid(layer.spec, own, own_zero)
+            values[at] = by_columns(layer.weight[at], factor, grid, group, mask)
+            if self.sweeps:
+                joint = (
+                    layer.joint if layer.joint is None or layer.joint.ndim < 3 else layer.joint[at]
                 )
-            for j in range(first, end):
-                e = torch.div(left[j].masked_fill(kept[j], 0), diagonal[j], out=errors[j - start])
-                left[j].masked_fill_(~kept[j], 0)
-                left[j + 1 : end].addr_(upper[j, j + 1 : end], e, alpha=-1)
-            own = errors[first - start : end - start]
-            left[end:stop].addmm_(upper[first:end, end:stop].T, own, alpha=-1)
-        left[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1)
-    values, found = torch.empty_like(w), torch.empty_like(w, dtype=torch.bool)
-    values.T[order], found.T[order] = left, kept
-    return values, found
-
-
-def two_of_four(scores: Tensor) -> Tensor:
-    """bool [4 G, N]: True for the two largest of each four rows; of equal ones the first."""
-    fours = scores.unflatten(0, (-1, OF_FOUR))
-    best = fours.argsort(dim=1, descending=True, stable=True)[:, :2]
-    return torch.zeros_like(fours, dtype=torch.bool).scatter_(1, best, True).flatten(0, 1)
+                found = Swept(values[at], own, own_zero)
+                sweep(layer.spec, aims[at], factor.damped(hessian), found, self.sweeps, mask, joint)
+            factor = None
+        if tuple(scale.shape) == tuple(layer.qparams[0].shape):
+            layer.qparams = scale, zero
+        return values

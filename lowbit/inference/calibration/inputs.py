@@ -63,6 +63,21 @@ class Moments:
         self._mean: Tensor | None = None
         """The mean of x xᵀ over all matrices, once it was needed."""
 
+    @classmethod
+    def of_weight(cls, weight: Tensor) -> Moments:
+        """What stands for the sums over the inputs of a float32 weight [..., N, K] that no batch reaches.
+
+        A trained weight reads the directions that its inputs have, since its gradients are sums of them. So
+        H = WᵀW / mean(diag WᵀW) + I; the identity keeps the error of all other directions small."""
+        made = cls(weight.shape, weight.device, True, False)
+        matrices = weight.unsqueeze(0) if weight.ndim == 2 else weight
+        made.square = matrices.mT @ matrices
+        diagonal = made.square.diagonal(dim1=-2, dim2=-1)
+        made.square /= diagonal.mean(-1).clamp(min=1e-30)[:, None, None]
+        diagonal += 1
+        made.rows = [made.size] * made.matrices
+        return made
+
     def add(self, index: int, x: Tensor, high: Tensor | None = None, matrices: int = 1) -> None:
         """Count x [T, K] as inputs of the matrix `index`, and `high`, the same rows in high precision."""
         if self.square is None:

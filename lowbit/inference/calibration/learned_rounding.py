@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import Target, adapter_modules, is_turned, shape_of_blocks
-from lowbit.inference.calibration.gptq import levels_of
+from lowbit.inference.calibration.columns import levels_of
 from lowbit.inference.calibration.step import Layer, QParams, Start, Step, by_rows, check_share
 from lowbit.linear.fused_rounding import learned_gradients, rounded_by
 from lowbit.numerics.divergence import distillation_loss

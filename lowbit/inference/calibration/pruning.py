@@ -13,14 +13,14 @@ columns make up for what any method prunes, and learned rounding moves what is l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from lowbit.convert import Target, is_conv, shape_of_blocks
-from lowbit.inference.calibration.gptq import OF_FOUR, Factor, pruned_by_columns, two_of_four
+from lowbit.inference.calibration.columns import OF_FOUR, Factor, pruned_by_columns, two_of_four
 from lowbit.inference.calibration.step import Layer, Part, Step, check_share
 from lowbit.numerics.lookup_table import LookupTable
 
@@ -44,8 +44,6 @@ class Prune24(Step):
     by: By = "sparsegpt"
     compressed: bool = False
     damping: float = 0.01
-    _dense: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
-    """The names of weights that stay dense."""
 
     def __post_init__(self) -> None:
         if self.by not in get_args(By):
@@ -64,11 +62,9 @@ class Prune24(Step):
         return True
 
     def begin(self, targets: Sequence[Target]) -> dict[int, str]:
-        self._dense.clear()
         notes: dict[int, str] = {}
         for target in targets:
             if any(isinstance(owner.module, nn.Embedding) for owner in target.owners):
-                self._dense.add(target.owners[0].fqn)
                 notes |= {id(owner.module): "left dense (an embedding)" for owner in target.owners}
             else:
                 _check(target, self.compressed)
@@ -76,7 +72,7 @@ class Prune24(Step):
         return notes
 
     def apply(self, layer: Layer) -> None:
-        if layer.name in self._dense:
+        if layer.is_embedding:
             return
         if self.compressed and layer.rotation > 1:
             raise ValueError(

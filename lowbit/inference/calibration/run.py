@@ -119,6 +119,18 @@ class Run:
         """What the scales of siblings share, by the name of each weight."""
         self.advance: Callable[[int], None] = lambda count: None
 
+    def check_without_data(self) -> None:
+        """Raise ValueError for a step or scheme that needs batches."""
+        static = [t.owners[0].fqn for t in self.targets if t.scheme.is_static]
+        steps = [s for s in self.steps if s.folds]
+        found = [s.method for s in (*steps, *self.over_blocks, *self.over_model)]
+        found += [f"the static input of {name}" for name in static[:1]]
+        if found:
+            raise ValueError(
+                f"{', '.join(found)}: needs batches, calibrate(model, scheme, batches, steps=…); without them "
+                "calibrate takes the steps GPTQ, Prune24 and Search, and dynamic inputs"
+            )
+
     def quantize(self, blocks: Sequence[nn.Module] | None, cache: Cache) -> CalibrationReport:
         """Quantize all weights. Args: those of `lowbit.calibrate`."""
         modules = {owner.module for target in self.targets for owner in target.owners}
@@ -180,7 +192,7 @@ class Run:
         )
         return Needs(
             any(s.needs == "full" for s in self.steps),
-            any(s.pairs for s in self.steps),
+            bool(self.batches) and any(s.pairs for s in self.steps),
             bool(self.over_blocks),
             entered,
         )
@@ -256,6 +268,10 @@ class Run:
         """Run the steps on this weight, and replace it, or leave its values to those that learn."""
         start = self.starts.get(target.owners[0].fqn)
         layer = _layer(target, moments, joint, start)
+        is_read = [isinstance(owner.module, nn.Embedding) for owner in target.owners]
+        layer.is_embedding = any(is_read)
+        if moments.full and not self.batches and not all(is_read):
+            layer.moments = Moments.of_weight(layer.weight)
         began = time.perf_counter()
         before = layer.error(layer.rounded(layer.qparams or layer.minmax()))
         for step in self.steps:

@@ -63,6 +63,7 @@ class Layer:
         scale_dtype: of new scales.
         moments: sums over its inputs.
         joint: what the scales of siblings share (`Spec.joint_part`), or None.
+        is_embedding: whether an embedding reads rows of it, alone or beside a head that is tied to it.
         qparams: scale and zero point of each block; None: from the smallest and largest value.
         values: float32 values of the grid, which `qparams` codes exactly; None: round to nearest.
         rotation: inputs of a block that the product rotates; `weight` and `moments` are those of rotated inputs. 1: no
@@ -83,6 +84,7 @@ class Layer:
     rotation: int = 1
     mask: Tensor | None = None
     is_compressed: bool = False
+    is_embedding: bool = False
     original: Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
