@@ -18,8 +18,8 @@ Related work rounds stochastically, to 2 to 4 bits: ActNN (arXiv 2104.14129), GA
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -110,7 +110,7 @@ class save_in_int8(torch.autograd.graph.saved_tensors_hooks):
 
     def __enter__(self) -> None:
         self._rounding.leave(list(_plain_tensors(self._model)))
-        self._operations = _Operations(self._rounding)
+        self._operations = _Operations()
         self._operations.__enter__()
         super().__enter__()
 
@@ -119,12 +119,18 @@ class save_in_int8(torch.autograd.graph.saved_tensors_hooks):
         self._operations.__exit__(*args)
 
 
-class _Operations(TorchFunctionMode):
-    """Tells `rounding` which operation saves a tensor. torch.compile's graphs show it themselves."""
+class _Present(threading.local):
+    """The operation that this thread runs."""
 
-    def __init__(self, rounding: _Rounding) -> None:
-        super().__init__()
-        self._rounding = rounding
+    exact: Set[int] | None = frozenset()
+    """Addresses that it keeps exact; None: all."""
+
+
+_PRESENT = _Present()
+
+
+class _Operations(TorchFunctionMode):
+    """Says which operation saves a tensor. torch.compile's graphs show it themselves."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -132,15 +138,18 @@ class _Operations(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() or not _is_exact_call(func.__name__, args):
             return func(*args, **kwargs)
-        exact = None
+        exact: set[int] | None = None
         if func is F.scaled_dot_product_attention:
             exact = {
                 _address(t)
                 for t in (*args[:2], kwargs.get("query"), kwargs.get("key"))
                 if type(t) is Tensor
             }
-        with self._rounding.exactly(exact):
+        before, _PRESENT.exact = _PRESENT.exact, exact
+        try:
             return func(*args, **kwargs)
+        finally:
+            _PRESENT.exact = before
 
 
 class _Rounding:
@@ -159,25 +168,13 @@ class _Rounding:
         # Codes hold a weak reference to the storage that they were made from, so no other storage takes its address
         # while they are in this dictionary.
         self._made: WeakValueDictionary[Any, _Codes] = WeakValueDictionary()
-        self._exact: set[int] | None = set()
-        """Addresses that the present operation keeps exact; None: all."""
         self.hooks = _graph_of(self.pack), _graph_of(unpack)
-
-    @contextmanager
-    def exactly(self, exact: set[int] | None) -> Iterator[None]:
-        """Round nothing at these addresses; None: nothing at all."""
-        before, self._exact = self._exact, exact
-        try:
-            yield
-        finally:
-            self._exact = before
 
     def leave(self, plain: list[Tensor]) -> None:
         """Do not round these tensors, nor 16-bit copies of float32 ones."""
         self._own = {_address(t) for t in plain}
         shapes = {tuple(t.shape) for t in plain if t.dtype is torch.float32 and t.dim() > 1}
         self._shapes = shapes | {(*s[:-2], s[-1], s[-2]) for s in shapes}
-        self._exact = set()
 
     @torch._disable_dynamo
     def pack(self, t: Tensor) -> Any:
@@ -216,7 +213,8 @@ class _Rounding:
             return False
         if t.layout is not torch.strided or t.is_meta or t.is_neg():
             return False
-        if self._exact is None or _address(t) in self._own or _address(t) in self._exact:
+        exact = _PRESENT.exact
+        if exact is None or _address(t) in self._own or _address(t) in exact:
             return False
         if t.dim() and (t.shape[-1] == 1 or t.stride(-1) == 0):  # one value a row, as statistics
             return False

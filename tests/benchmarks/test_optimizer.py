@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 import lowbit
-from benchmarks import optimizer_first_step
+from benchmarks import optimizer_first_step, optimizer_losses
 from benchmarks.muon_step import (
     MIXTURE,
     SHARED_TABLE,
@@ -333,3 +334,19 @@ def test_muon_shared_by_processes() -> None:
     (problem,) = muon_step_shared()
     result = Result(problem, [Row(c, (0.04, 0.01, 2**30)) for c in problem.candidates])
     assert [len(SHARED_TABLE.cells(row, result, 1e12)) for row in result.rows] == [4, 4, 4]
+
+
+def test_losses_of_optimizers() -> None:
+    """Every optimizer trains, on the same batches again with the same loss; columns compare seeds in pairs."""
+    for problem in optimizer_losses.optimizer_losses():
+        short = [replace(c, seeds=2) for c in problem.candidates]
+        measured = [optimizer_losses.trained(c, steps=3) for c in short]
+        assert optimizer_losses.trained(short[0], steps=3) == measured[0]
+        rows = [Row(c, m) for c, m in zip(short, measured, strict=True)]
+        result = Result(problem, rows)
+        shown = [optimizer_losses.cells(row, result, 0.0) for row in rows]
+        assert shown[0][1] == "" and all("±" in cells[1] for cells in shown[1:])
+        assert all(0.1 < loss < 10 for m in measured for loss in m.each)
+        assert measured[0].bytes == pytest.approx(
+            {"Muon": 4.04, "SOAP": 25.8}[problem.name], rel=0.01
+        )

@@ -15,37 +15,39 @@ from torch import nn
 from lowbit import optim
 
 STEPS, SAVE_EVERY = 40, 4
+CLASSES = (optim.AdamW4bit, optim.SOAP8bit, optim.Muon4bit)
 
 
 def train(path: Path, pause: float) -> nn.Module:
     """Train from the checkpoint at `path` if there is one, and save it atomically every few steps."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).bfloat16()
-    optimizer = optim.AdamW4bit(
-        model.parameters(), lr=1e-3, bf16_stochastic_round=True, seed=11, max_grad_norm=1.0
+    models = nn.ModuleList(
+        nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).bfloat16() for _ in CLASSES
     )
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    options = {"lr": 1e-3, "bf16_stochastic_round": True, "seed": 11, "max_grad_norm": 1.0}
+    pairs = zip(CLASSES, models, strict=True)
+    optimizers = [cls(model.parameters(), **options) for cls, model in pairs]
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, STEPS) for o in optimizers]
+    parts = [models, *optimizers, *schedulers]
     first = 0
     if path.exists():
         saved = torch.load(path, weights_only=True)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        scheduler.load_state_dict(saved["scheduler"])
+        for part, state in zip(parts, saved["parts"], strict=True):
+            part.load_state_dict(state)
         first = saved["step"]
     for step in range(first, STEPS):
         x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
-        optimizer.zero_grad()
-        (model(x) - x).square().mean().backward()
-        optimizer.step()
-        scheduler.step()
+        models.zero_grad()
+        sum((model(x) - x).square().mean() for model in models).backward()
+        for part in (*optimizers, *schedulers):
+            part.step()
         if (step + 1) % SAVE_EVERY == 0:
-            parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-            saved = {name: part.state_dict() for name, part in parts.items()}
-            torch.save({**saved, "step": step + 1}, path.with_suffix(".part"))
+            saved = {"parts": [part.state_dict() for part in parts], "step": step + 1}
+            torch.save(saved, path.with_suffix(".part"))
             os.replace(path.with_suffix(".part"), path)
         time.sleep(pause)
-    return model
+    return models
 
 
 def test_killed_and_resumed(tmp_path):

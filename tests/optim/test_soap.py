@@ -1,4 +1,7 @@
-"""SOAP in float32 against its textbook in float64, its formats, groups, checkpoints, and two processes."""
+"""SOAP in float32 against its textbook in float64, its formats, groups, checkpoints, and two processes.
+
+Checkpoints that move between processes are tested for Muon here too: both keep states that no other optimizer has.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -15,6 +20,7 @@ from lowbit.optim import SOAP
 from lowbit.tensor import CodebookTensor
 from lowbit.testing.launch import launch
 from tests.optim.problems import FORMATS, parameters, rand, relative, run, saved, set_grads
+from tests.optim.test_sharded import Model, checkpoint, full, same_state, shard, train
 
 every = pytest.mark.parametrize("state", FORMATS)
 FREQUENCY = 3
@@ -304,3 +310,51 @@ def check_sharded(rank, world_size):
 
 def test_two_processes():
     assert launch(check_sharded, 2) == [True, True]
+
+
+RESHARDED = {
+    "SOAP8bit": {"precondition_frequency": 3, "max_precondition_dim": 80},
+    "SOAP4bit": {"precondition_frequency": 3, "max_precondition_dim": 80},
+    "Muon8bit": {"row_beta2": 0.9},
+    "Muon4bit": {},
+}
+
+
+def optimizer_of(name, model, lr=0.01):
+    return getattr(optim, name)(model.parameters(), lr=lr, stacked=False, **RESHARDED[name])
+
+
+def check_part(rank, world_size, folder, part):
+    """Two steps under FSDP2, from the checkpoint of the part before. Returns the weights and the states."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    result = {}
+    for name in RESHARDED:
+        model = shard(Model(), mesh)
+        optimizer = optimizer_of(name, model, lr=0.01 if part == 0 else 9.0)
+        if part:
+            loaded = checkpoint(model, optimizer)
+            dcp.load(loaded, checkpoint_id=f"{folder}/{name}-{part - 1}")
+            model.load_state_dict(loaded["model"])
+            set_optimizer_state_dict(model, optimizer, loaded["optimizer"])
+        train(model, optimizer, 2, first=2 * part)
+        dcp.save(checkpoint(model, optimizer), checkpoint_id=f"{folder}/{name}-{part}")
+        states = [{k: full(v) for k, v in optimizer.state[p].items()} for p in model.parameters()]
+        result[name] = [p.full_tensor().detach() for p in model.parameters()], states
+    return result
+
+
+def test_a_run_that_moves_from_two_processes_to_one_and_to_two(tmp_path):
+    """Shards of an odd number of rows, one without rows: the bits are those of one process that never stopped."""
+    for part, world_size in enumerate((2, 1, 2)):
+        found = launch(check_part, world_size, str(tmp_path), part)
+    for name in RESHARDED:
+        model = Model()
+        optimizer = optimizer_of(name, model)
+        train(model, optimizer, 6)
+        for rank in (0, 1):
+            weights, states = found[rank][name]
+            for p, q, state in zip(model.parameters(), weights, states, strict=True):
+                assert torch.equal(p, q), (name, rank)
+                assert state.keys() == optimizer.state[p].keys()
+                for key, expected in optimizer.state[p].items():
+                    assert same_state(state[key], expected), (name, rank, key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -247,6 +248,48 @@ def test_autocast_leaves_the_copies_of_weights(trained: bool) -> None:
         return torch.autograd.grad(y.float().sum(), x)[0]
 
     assert torch.equal(grad_x(save_in_int8(model, min_numel=1)), grad_x(torch.enable_grad()))
+
+
+class Within:
+    """Stands for a tensor whose operation runs another function first."""
+
+    def __init__(self, value: Tensor, first: Callable[[], Any]) -> None:
+        self.value, self.first = value, first
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        args[0].first()
+        return func(args[0].value)
+
+
+def test_an_operation_keeps_tensors_exact_in_its_own_thread() -> None:
+    """While one thread is within a logarithm, another squares, and opens the same model's context once more."""
+    x = (torch.rand(256) + 0.01).requires_grad_()
+    entered, begin = threading.Event(), threading.Event()
+    found: list[Tensor] = []
+
+    def other() -> None:
+        y = x.detach().clone().requires_grad_()
+        with save_in_int8(NOTHING, min_numel=1):
+            entered.set()
+            assert begin.wait(60)
+            with save_in_int8(NOTHING, min_numel=1):
+                z = (y * 1).square()
+        found.append(torch.autograd.grad(z.sum(), y)[0])
+
+    def meanwhile() -> None:
+        begin.set()
+        thread.join(60)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert entered.wait(60)
+    with save_in_int8(NOTHING, min_numel=1):
+        logarithm = torch.log(Within(x * 1, meanwhile))  # type: ignore[arg-type]
+    assert torch.equal(torch.autograd.grad(logarithm.sum(), x)[0], 1 / x)
+    (of_square,) = found
+    assert not torch.equal(of_square, 2 * x)
+    torch.testing.assert_close(of_square, 2 * x.detach(), rtol=0, atol=2 / 126)
 
 
 def test_log_softmax_and_statistics_stay_exact() -> None:
