@@ -163,12 +163,12 @@ def low(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def crowded(home: Path, low: Path) -> Path:
-    """`home` with a model in low bits, another model, and a folder with a file."""
+    """`home` with a model in low bits, another model, and a checkpoint that an export could replace."""
     from safetensors.torch import save_file
 
     shutil.copytree(low, home / "low")
     (home / "taken").mkdir()
-    (home / "taken/file").touch()
+    (home / "taken/config.json").touch()
     (home / "other").mkdir()
     save_file({"other.weight": weights()["lm_head.weight"]}, home / "other/model.safetensors")
     (home / "other/config.json").write_text("{}")

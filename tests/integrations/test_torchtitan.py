@@ -23,9 +23,9 @@ if not importlib.metadata.version("torchtitan").startswith("0.2."):
     pytest.skip("torchtitan of another release", allow_module_level=True)
 
 NORM = "grad_norm"
-LONG = ("--training.steps", "60", "--lr_scheduler.total_steps", "60")
-LONG += ("--checkpoint.interval", "15", "--checkpoint.keep_latest_k", "0")
-LONG += ("--checkpoint.async_mode", "async", "--lowbit.metrics_freq", "5")
+LONG = ("--training.steps", "120", "--lr_scheduler.total_steps", "120")
+LONG += ("--checkpoint.interval", "30", "--checkpoint.keep_latest_k", "0")
+LONG += ("--checkpoint.async_mode", "async", "--lowbit.metrics_freq", "15")
 LONG += ("--lowbit.train", "int8_weights", "--optimizer.name", "AdamW4bit")
 
 
@@ -160,7 +160,7 @@ def test_a_schedule_of_qat(text, tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(text, tmp_path_factory) -> Path:
-    """A run of 60 steps on two processes, with int8 weights, 4-bit states and asynchronous checkpoints."""
+    """A run of 120 steps on two processes, with int8 weights, 4-bit states and asynchronous checkpoints."""
     out = tmp_path_factory.mktemp("whole") / "run"
     ran(text, out, *LONG)
     return out
@@ -183,12 +183,12 @@ def test_killed_and_resumed_digit_for_digit(text, whole, tmp_path):
         os.kill(each, signal.SIGKILL)
     process.communicate(timeout=60)
     reached = complete(tmp_path)[-1]
-    assert reached < 60, "the run was over before it could be killed"
+    assert reached < 120, "the run was over before it could be killed"
     ran(text, tmp_path, *LONG)
     for metric in ("loss_metrics/global_avg_loss", NORM, "lowbit/updates_lost"):
         expected = {s: v for s, v in logged(whole, metric).items() if s > reached}
         found = logged(tmp_path, metric)
-        assert found == expected and len(found) > (0 if metric.startswith("lowbit") else 10)
+        assert found == expected and len(found) > (0 if metric.startswith("lowbit") else 20)
     first, second = (exported(out, *LONG) for out in (whole, tmp_path))
     for name, weight in first.items():
         values = (
@@ -214,10 +214,10 @@ def test_other_numbers_of_processes(text, whole, tmp_path):
     """2 -> 1 -> 2 processes: the same batches, and the losses of the whole run but for the order of sums."""
     out = tmp_path / "run"
     shutil.copytree(whole, out)
-    for step in (30, 45, 60):
+    for step in (60, 90, 120):
         shutil.rmtree(out / f"checkpoint/step-{step}")
     expected = logged(whole)
-    for processes, first, last in ((1, 16, 30), (2, 31, 45)):
+    for processes, first, last in ((1, 31, 60), (2, 61, 90)):
         ran(text, out, *LONG, "--training.steps", str(last), processes=processes)
         found = logged(out)
         assert [*found] == [*range(first, last + 1)]
