@@ -1,4 +1,4 @@
-"""Runs `lowbit` in a fresh process, as a user's shell does, and makes the model that it works on."""
+"""Runs `lowbit` in a process of its own, and makes the model that it works on."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests import forked
 from tests.formats.models import plain_folder
 
 for package in ("typer", "rich", "safetensors", "matplotlib"):
     pytest.importorskip(package)  # skips the module that imports this one
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, INNER, LAYERS, HEADS, GROUPS, VOCABULARY = 128, 256, 2, 4, 2, 259
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -35,25 +36,24 @@ MATRICES = 7 * LAYERS
 TEXT = "the model reads the text and the model writes the text " * 8
 
 
-def environment(*folders: Path) -> dict[str, str]:
-    """Without the settings of this process. folders: put before the source tree on the path of imports."""
+def environment() -> dict[str, str]:
+    """Without the settings of this process."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-    path = os.pathsep.join(map(str, (*folders, ROOT, ROOT / "kernels")))
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
     return {**clean, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-def lowbit(
-    *arguments: str, cwd: Path, path: tuple[Path, ...] = ()
-) -> subprocess.CompletedProcess[str]:
-    """`python -m lowbit …` in the folder `cwd`."""
-    return subprocess.run(
-        [sys.executable, "-m", "lowbit", *arguments],
-        cwd=cwd,
-        env=environment(*path),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+def started(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """`python -m lowbit …` in the folder `cwd`, as a user's shell starts it. It imports torch, which takes seconds."""
+    command = [sys.executable, "-m", "lowbit", *arguments]
+    options = {"env": environment(), "capture_output": True, "text": True, "timeout": 240}
+    return subprocess.run(command, cwd=cwd, **options)
+
+
+def lowbit(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """As `started`, in a fork of a process that has imported torch."""
+    program = "import sys; from lowbit.cli import main; sys.exit(main(sys.argv[1:]))"
+    return forked.run(program, *arguments, folder=cwd, HF_HUB_OFFLINE="1")
 
 
 def weights(seed: int = 0) -> dict[str, Tensor]:

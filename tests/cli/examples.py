@@ -30,6 +30,12 @@ PAGES = [p.stem for p in sorted((ROOT / "docs").glob("*.md")) if of_page(p.stem)
 """The pages that show commands of lowbit in blocks of bash."""
 
 
+def beside_pages() -> list[str]:
+    """The examples of the help texts that no page has: the tests run those of a page with the page."""
+    on_pages = {line for page in PAGES for line in of_page(page)}
+    return [line for line in of_help() if line not in on_pages]
+
+
 def needs_transformers(line: str) -> bool:
     return command_of(line) in ("eval", "generate") or "--data" in line
 

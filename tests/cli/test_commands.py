@@ -1,7 +1,4 @@
-"""Each command of `lowbit` on a small model: what it writes and what it reports.
-
-A fresh process takes seconds to import torch, so that most commands run in this one.
-"""
+"""Each command of `lowbit` on a small model: what it writes and what it reports. Most run in this process."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ def test_quantize_writes_what_export_writes(home: Path, capfd: Capture) -> None:
 
 
 def test_quantize_says_what_it_wrote(home: Path) -> None:
-    """In a fresh process, as a user's shell runs it."""
+    """In a process of its own."""
     done = command("quantize", "model", "--out", "q", cwd=home)
     assert done.returncode == 0 and done.stderr == ""
     assert "compressed-tensors" in done.stdout

@@ -8,10 +8,17 @@ from pathlib import Path
 import pytest
 
 from lowbit.cli import main
-from tests.cli.examples import PAGES, command_of, needs_transformers, of_help, of_page
+from tests.cli.examples import (
+    PAGES,
+    beside_pages,
+    command_of,
+    needs_transformers,
+    of_help,
+    of_page,
+)
 
 HELP = of_help()
-ALONE = [line for line in HELP if not needs_transformers(line)]
+ALONE = [line for line in beside_pages() if not needs_transformers(line)]
 
 
 @pytest.mark.parametrize("line", ALONE)

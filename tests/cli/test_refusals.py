@@ -19,7 +19,7 @@ import torch
 
 from lowbit.cli import main
 from lowbit.cli.errors import FAILED, INTERRUPTED, MISUSED, one_line
-from tests.cli.command import environment, listing, weights
+from tests.cli.command import environment, listing, make_model, weights
 from tests.cli.command import lowbit as command
 
 SHARD = "model-00002-of-00002.safetensors"
@@ -151,15 +151,24 @@ REFUSED = {
 }
 
 
+@pytest.fixture(scope="module")
+def low(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model in low bits."""
+    folder = tmp_path_factory.mktemp("low")
+    out = folder / "low"
+    line = ["quantize", str(make_model(folder / "model")), "--format", "lowbit", "--out", str(out)]
+    assert main(line) == 0
+    return out
+
+
 @pytest.fixture
-def crowded(home: Path, capfd: pytest.CaptureFixture[str]) -> Path:
-    """`home` with a model in low bits, another model, and a folder with a file."""
+def crowded(home: Path, low: Path) -> Path:
+    """`home` with a model in low bits, another model, and a checkpoint that an export could replace."""
     from safetensors.torch import save_file
 
-    assert main(["quantize", "model", "--format", "lowbit", "--out", "low"]) == 0
-    capfd.readouterr()
+    shutil.copytree(low, home / "low")
     (home / "taken").mkdir()
-    (home / "taken/file").touch()
+    (home / "taken/config.json").touch()
     (home / "other").mkdir()
     save_file({"other.weight": weights()["lm_head.weight"]}, home / "other/model.safetensors")
     (home / "other/config.json").write_text("{}")
@@ -326,7 +335,7 @@ def test_models_that_run_need_transformers(
 
 
 def test_debug_shows_the_traceback(home: Path) -> None:
-    """In a fresh process, as Python itself prints it."""
+    """In a process of its own, as Python itself prints it."""
     done = command("inspect", "missing", "--debug", cwd=home)
     assert done.returncode != 0 and "Traceback" in done.stderr and "FormatError" in done.stderr
 
@@ -343,7 +352,7 @@ def test_a_narrow_terminal_cuts_nothing_off(
     assert "model.layers.1.post_attention_layernorm.weight" in printed and "…" not in printed
 
 
-@pytest.mark.parametrize("line", ["inspect model >&-", "--help >&-", "--help | true"])
+@pytest.mark.parametrize("line", ["inspect model >&-", "--help | true"])
 def test_closed_outputs(line: str, home: Path) -> None:
     """No output at all, as a daemon has it, and a reader that has gone."""
     if os.name == "nt":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowbit import AffineTensor
 from lowbit.formats.base import Format
@@ -37,3 +37,14 @@ def through(format: Format, w: LowbitTensor) -> LowbitTensor:
 def assert_same(a: LowbitTensor, b: LowbitTensor) -> None:
     assert a.dtype == b.dtype and a.shape == b.shape
     assert torch.equal(a.dequantize().view(torch.uint8), b.dequantize().view(torch.uint8))
+
+
+def assert_same_model(found: nn.Module, model: nn.Module) -> None:
+    own = dict(found.named_parameters())
+    for name, t in model.named_parameters():
+        if isinstance(t, LowbitTensor):
+            assert isinstance(own[name], type(t)), name
+            assert own[name].activation == t.activation, name
+            assert_same(own[name], t)
+        else:
+            assert torch.equal(own[name], t), name

@@ -30,7 +30,7 @@ from lowbit.formats.experts import check_whole, joined, stack_of, stacked
 from lowbit.formats.folder import Folder
 from lowbit.formats.registry import by_name
 from lowbit.schemes.scheme import Scheme
-from tests.formats.codec_case import assert_same
+from tests.formats.codec_case import assert_same_model
 from tests.formats.models import plain_folder
 
 MXFP4 = by_name("mxfp4")
@@ -92,16 +92,6 @@ def low_bit(scheme: Scheme, model_type: str = "qwen3_moe") -> Model:
     model = Model(model_type)
     lowbit.quantize_(model, scheme, lambda _, name: name.endswith("experts"))
     return model
-
-
-def assert_same_model(found: nn.Module, model: nn.Module) -> None:
-    own = dict(found.named_parameters())
-    for name, t in model.named_parameters():
-        if isinstance(t, LowbitTensor):
-            assert isinstance(own[name], type(t)), name
-            assert_same(own[name], t)
-        else:
-            assert torch.equal(own[name], t), name
 
 
 @pytest.mark.filterwarnings("ignore:transformers 5.23 leaves out")

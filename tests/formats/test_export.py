@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -30,6 +28,7 @@ from lowbit import (
     quantize_,
 )
 from lowbit.formats import FormatError, writing
+from tests import forked
 from tests.formats.models import SCHEMES, TOKENS, build, low_bit, plain_folder
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -419,9 +418,7 @@ def test_quantizing_and_loading_on_a_gpu(tmp_path: Path) -> None:
 
 def test_importing_lowbit_leaves_the_formats_alone() -> None:
     code = "import lowbit, sys; print('lowbit.formats' in sys.modules, lowbit.export is lowbit.formats.export)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ}, capture_output=True, text=True
-    )
+    done = forked.run(code, folder=Path.cwd())
     assert done.stdout.split() == ["False", "True"], done.stderr
 
 

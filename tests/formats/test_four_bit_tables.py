@@ -27,8 +27,8 @@ from lowbit.numerics.granularity import PerGroup
 from lowbit.numerics.lookup_table import E2M1, LookupTable
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
-from tests.formats.codec_case import NAME, assert_same, through, weight
-from tests.formats.models import TOKENS, build, low_bit
+from tests.formats.codec_case import NAME, assert_same, assert_same_model, through, weight
+from tests.formats.models import build, low_bit
 
 BNB, CT, OWN = (by_name(name) for name in ("bitsandbytes-4bit", "compressed-tensors", "lowbit"))
 OF_BNB = {
@@ -231,11 +231,9 @@ def test_folders(format: str, scheme: Scheme, tmp_path) -> None:
     model = low_bit(scheme)
     report = lowbit.export(model, tmp_path / "out", format, max_shard_size="40KB")
     assert report.converted == ["up_proj.weight", "down_proj.weight"]
-    found = lowbit.load_pretrained(tmp_path / "out", build(seed=1))
-    assert torch.equal(found(TOKENS), model(TOKENS))
+    assert_same_model(lowbit.load_pretrained(tmp_path / "out", build(seed=1)), model)
     lowbit.export(tmp_path / "out", tmp_path / "own", "lowbit")
-    own = lowbit.load_pretrained(tmp_path / "own", build(seed=1))
-    assert torch.equal(own(TOKENS), model(TOKENS))
+    assert_same_model(lowbit.load_pretrained(tmp_path / "own", build(seed=1)), model)
 
 
 def test_the_loss_of_another_table_is_stated(tmp_path) -> None:

@@ -49,8 +49,11 @@ def network(scheme: Any = None) -> nn.Module:
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_wrappers() -> Iterator[None]:
-    """A package's C++ that calls the compiled kernels: optimized, its compilation takes twice as long."""
-    with torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"}):
+    """A package's C++ that calls the compiled kernels: optimized, its compilation takes twice as long. Headers that are
+    compiled ahead pay for a third package, and there are two. Loops of vectors stay: Inductor compiles them wrong where
+    `lowbit.numerics.spec.crop` does not prevent it."""
+    options = {"compile_wrapper_opt_level": "O0", "precompile_headers": False}
+    with torch._inductor.config.patch({f"aot_inductor.{n}": value for n, value in options.items()}):
         yield
 
 
@@ -82,7 +85,7 @@ def without_lowbit(code: str, *arguments: object) -> Any:
 @pytest.mark.parametrize(
     "dtype",
     [
-        torch.float32,
+        pytest.param(torch.float32, marks=pytest.mark.exhaustive),
         torch.float16,
         pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive),
     ],
@@ -197,7 +200,7 @@ print(json.dumps(model(torch.ones(2, 128, dtype=torch.bfloat16)).float().tolist(
 @needs_compiler
 def test_a_package_of_torchs_own_loads_after_import_lowbit(tmp_path: Path) -> None:
     """It calls lowbit's kernel, so its values are those of eager mode."""
-    model = network(Int4WeightOnly(32)).bfloat16()
+    model = network(Int4WeightOnly(32)).bfloat16()[:1]
     x = torch.ones(2, FEATURES, dtype=torch.bfloat16)
     with torch.no_grad():
         program = torch.export.export(model, (x,))
@@ -217,35 +220,52 @@ print(json.dumps([name for name in sys.modules if name.split(".")[0] in ("lowbit
 """
 
 
+class BothDtypes(nn.Module):
+    """Two models of a few presets, in float32 and in bfloat16."""
+
+    def __init__(self, wide: list[str], narrow: list[str]) -> None:
+        super().__init__()
+        self.wide = every_preset(torch.float32, wide, rows=16384)
+        self.narrow = every_preset(torch.bfloat16, narrow, NARROW)
+
+    def forward(self, x: Tensor, tokens: Tensor, image: Tensor, narrow: Tensor) -> dict[str, Any]:
+        half = image.bfloat16()
+        return {"wide": self.wide(x, tokens, image), "narrow": self.narrow(narrow, tokens, half)}
+
+
+NARROW = 140  # the last group of a row is cut
+
+
 @needs_compiler
 @pytest.mark.parametrize(
-    ("dtype", "names", "features"),
+    ("wide", "narrow"),
     [
         # A compiler takes seconds for each preset. So the usual run has one of each kind, and in 16 bits those with a
-        # product of their own. The test of the decompositions has all of them. The last group of a row is cut.
-        (torch.float32, ["int4", "int3", "int8xint4"], FEATURES),
-        (torch.bfloat16, ["int8_groups", "float8", "nf4"], 140),
-        pytest.param(torch.float32, list(LINEARS), FEATURES, marks=pytest.mark.exhaustive),
+        # product of their own. The test of the decompositions has all of them.
+        (["int4", "int3", "int8xint4"], ["int8_groups", "float8", "nf4"]),
+        pytest.param(list(LINEARS), list(LINEARS), marks=pytest.mark.exhaustive),
     ],
-    ids=["float32", "bfloat16", "every preset, float32"],
+    ids=["one of each kind", "every preset"],
 )
-def test_a_package_runs_without_lowbit(
-    dtype: torch.dtype, names: list[str], features: int, tmp_path: Path
-) -> None:
-    rows = 16384 if names[0] == "int4" and len(names) == 3 else 48
-    model, path = every_preset(dtype, names, features, rows), tmp_path / "model.pt2"
-    first, again = (inputs(dtype, batch, features) for batch in (4, 7))
-    report = lowbit.export(model, path, "aoti", example_inputs=first, dynamic_shapes=batch_of())
-    assert len(report.converted) == len(names) + 5 and report.nbytes == path.stat().st_size
+def test_a_package_runs_without_lowbit(wide: list[str], narrow: list[str], tmp_path: Path) -> None:
+    model, path = BothDtypes(wide, narrow).eval(), tmp_path / "model.pt2"
+    first, again = (
+        (*inputs(torch.float32, batch), inputs(torch.bfloat16, batch, NARROW)[0])
+        for batch in (4, 7)
+    )
+    report = lowbit.export(model, path, "aoti", example_inputs=first, dynamic_shapes=batch_of(4))
+    assert len(report.converted) == len(wide) + len(narrow) + 10
+    assert report.nbytes == path.stat().st_size
     assert [p.name for p in tmp_path.iterdir()] == ["model.pt2"]
-    if rows > 48:  # most of the package is weights; float32 takes 4 bytes
-        assert report.nbytes < len(names) * rows * features * 4 * 0.3125
+    # Most of the package is weights of the linears in float32, which would take 4 bytes.
+    assert report.nbytes < len(wide) * 16384 * FEATURES * 4 * 0.3125
     torch.save(again, tmp_path / "inputs.pt")
     files = (path, tmp_path / "inputs.pt", tmp_path / "outputs.pt")
     assert without_lowbit(_WITHOUT_LOWBIT, *files) == []
     found, expected = torch.load(tmp_path / "outputs.pt"), model(*again)
-    worst = {name: relative(found[name], expected[name]) for name in expected}
-    assert max(worst.values()) < (1e-5 if dtype is torch.float32 else 5e-3), worst
+    for part, bound in (("wide", 1e-5), ("narrow", 5e-3)):
+        worst = {name: relative(found[part][name], y) for name, y in expected[part].items()}
+        assert max(worst.values()) < bound, worst
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from lowbit import Int4WeightOnly, formats
 from lowbit.cli import main
 from lowbit.formats import FormatError
 from lowbit.formats.building import check_config
-from tests.cli.command import lowbit as command
+from tests.cli.command import started
 from tests.formats.models import build, low_bit, plain_folder
 from tests.formats.test_damage import change_config
 
@@ -181,6 +181,6 @@ def test_the_working_folder_gives_no_modules(tmp_path: Path) -> None:
         written(
             tmp_path, f"{name}.py", f"open('ran', 'w')\nraise SystemExit('the {name} of a folder')"
         )
-    done = command("--version", cwd=tmp_path)
+    done = started("--version", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.strip() == lowbit.__version__, done.stderr
     assert not (tmp_path / "ran").exists()

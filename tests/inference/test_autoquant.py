@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
 import weakref
@@ -47,6 +48,17 @@ def kl(plain: nn.Module, model: nn.Module, batches: list[Tensor]) -> float:
         pairs = [(plain(b).log_softmax(-1), model(b).log_softmax(-1)) for b in batches]
     each = [F.kl_div(q, p, reduction="sum", log_target=True) / p[..., 0].numel() for p, q in pairs]
     return float(sum(each)) / len(each)
+
+
+@functools.cache
+def planned() -> lb.Plan:
+    """The plan of `llama()`, which stays as it was."""
+    model = llama()
+    before = copy.deepcopy(model)
+    plan = lb.autoquant(model, BATCHES, SCHEMES, every, bits=5)
+    both = zip(model.parameters(), before.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in both)
+    return plan
 
 
 # ---- the solver -----------------------------------------------------------------------------------------------
@@ -97,12 +109,7 @@ def test_the_solver_is_quick_for_many_units() -> None:
 
 
 def test_units_are_siblings_and_their_damage_is_that_of_the_model_with_them_alone() -> None:
-    model = llama()
-    before = copy.deepcopy(model)
-    plan = lb.autoquant(model, BATCHES, SCHEMES, every, bits=5)
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True)
-    )
+    model, plan = llama(), planned()
     costs = plan.costs
     assert costs is not None and list(costs.units)[:3] == [
         "embedding.weight",
@@ -132,7 +139,7 @@ def test_units_are_siblings_and_their_damage_is_that_of_the_model_with_them_alon
 def test_a_budget_of_damage_holds_for_the_whole_model_and_no_single_scheme_is_smaller() -> None:
     model = llama()
     held_out = [torch.randint(96, (4, 16), generator=torch.Generator().manual_seed(9))]
-    costs = lb.autoquant(model, BATCHES, SCHEMES, every, bits=5).costs
+    costs = planned().costs
     for single in (INT3, INT4):
         budget = damages(
             model, held_out, [whole(model, single, every, None).changed()], "kl"
@@ -221,8 +228,7 @@ def test_stacked_experts_are_one_unit() -> None:
 
 
 def test_a_plan_is_a_scheme_of_calibrate_and_prepare() -> None:
-    model = llama()
-    plan = lb.autoquant(model, BATCHES, SCHEMES, every, bits=4.5)
+    model, plan = llama(), planned()
     rounded, calibrated, prepared = (copy.deepcopy(model) for _ in range(3))
     lb.quantize_(rounded, plan)
     lb.calibrate(calibrated, plan, BATCHES, steps=[GPTQ()])
@@ -260,8 +266,7 @@ def test_what_cannot_be_planned_is_refused(
 
 
 def test_a_plan_is_a_file_to_read_and_to_edit(tmp_path: Path) -> None:
-    model = llama()
-    plan = lb.autoquant(model, BATCHES, SCHEMES, every, bits=4.5)
+    model, plan = llama(), planned()
     path = tmp_path / "plan.json"
     plan.save(path)
     again = lb.Plan.load(path)

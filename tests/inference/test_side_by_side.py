@@ -176,6 +176,7 @@ def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(
     "scheme",
     [lb.Int4WeightOnly(32), lb.NF4WeightOnly(32), lb.Int8DynamicActivationInt8Weight()],

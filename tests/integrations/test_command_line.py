@@ -22,7 +22,7 @@ from lowbit.formats import FormatError
 from lowbit.inference import GPTQ, Search, Step
 from tests.cli.command import CONFIG, MATRICES, TEXT, make_model, weights
 from tests.cli.command import lowbit as command
-from tests.cli.examples import PAGES, needs_transformers, of_help, of_page
+from tests.cli.examples import PAGES, beside_pages, needs_transformers, of_page
 
 pytest.importorskip("transformers")
 
@@ -216,9 +216,9 @@ def test_weights_are_calibrated_on_the_text(
     names = [layer["method"] for layer in report["calibrated"].values()]
     assert all("SmoothQuant" in name if steps is None else "GPTQ" in name for name in names)
     assert [path.name for path in home.glob(".made.*")] == []
-    assert main([*line, "--overwrite"]) == 0
-    assert "Largest relative squared errors of outputs" in capsys.readouterr().out
     if steps is None:
+        assert main([*line, "--overwrite"]) == 0
+        assert "Largest relative squared errors of outputs" in capsys.readouterr().out
         return
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -409,7 +409,7 @@ def test_estimated_activations_are_those_that_autograd_keeps(
     assert measured == pytest.approx(estimated, rel=0.02)
 
 
-@pytest.mark.parametrize("line", [e for e in of_help() if needs_transformers(e)])
+@pytest.mark.parametrize("line", [e for e in beside_pages() if needs_transformers(e)])
 def test_examples_of_the_help_run(line: str, home: Path) -> None:
     assert main(shlex.split(line)[1:]) == 0
 

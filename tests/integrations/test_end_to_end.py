@@ -313,7 +313,7 @@ def test_what_was_trained_is_what_llama_cpp_runs(
         assert abs(token["logprob"] - float(wanted[token["id"]])) < LLAMA_CPP, token
 
 
-# ---- the command line, each step in a fresh process ------------------------------------------------------------------
+# ---- the command line, each step in a process of its own ------------------------------------------------------------
 
 
 def run(*arguments: str, cwd: Path) -> dict[str, Any]:

@@ -79,7 +79,13 @@ def test_plain_layers_stand_beside_quantized_ones(name: str, tmp_path: Path) -> 
 
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name == "int8 x int4 g64" else ())
+        for name in SERVED
+    ],
+)
 def test_asymmetric_inputs_give_the_outputs_of_eager(name: str, bias: bool, tmp_path: Path) -> None:
     model = network(Scheme(SERVED[name], ASYMMETRIC_INPUT), bias)
     path = tmp_path / "model.pte"
@@ -173,17 +179,3 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
     quantize_(table, Int4WeightOnly(32), filter_fn=lambda module, name: True)
     with pytest.raises(FormatError, match="used for its rows"):
         exported(table, path, torch.tensor([1, 2]))
-
-
-def test_qat_trains_with_what_xnnpack_computes(tmp_path: Path) -> None:
-    """Prepared in high precision, converted, exported: the same outputs."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 8))
-    lowbit.qat.prepare_(model, Scheme(SERVED["int8 x int8"], ASYMMETRIC_INPUT))
-    x = inputs(16)
-    model(x).square().mean().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    trained = model(x).detach()
-    lowbit.qat.convert_(model)
-    exported(model.eval(), tmp_path / "model.pte", x)
-    assert relative(run(tmp_path / "model.pte", x), trained) < 2e-3

@@ -463,6 +463,7 @@ def test_a_model_keeps_its_decoders_until_it_changes_or_goes() -> None:
     assert gone() is None
 
 
+@pytest.mark.cover("values")
 @over_families
 @pytest.mark.parametrize("layout", ["", "fused", "side by side"])
 def test_the_folded_graph_of_a_token_computes_the_forward(

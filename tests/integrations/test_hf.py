@@ -318,6 +318,7 @@ def test_dequantize_gives_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
 # ---- generation ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("scheme", ["int4(group_size=32)", "nf4(group_size=32)"])
 @pytest.mark.parametrize("name", [*MODELS, "gpt-oss"])
 def test_generate_with_a_static_cache_under_compile(name: str, scheme: str, tmp_path: Path) -> None:

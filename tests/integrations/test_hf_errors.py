@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +10,13 @@ import pytest
 import torch
 
 import lowbit as lb
+from tests import forked
 from tests.integrations.models import llama, mixtral
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def imported(setup: str) -> str:
     """The last line of the error of `import lowbit.hf` after `setup`, in a process of its own."""
-    code = f"{setup}\nimport lowbit.hf"
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=240
-    )
+    done = forked.run(f"{setup}\nimport lowbit.hf", folder=Path.cwd())
     assert done.returncode != 0
     return done.stderr.strip().splitlines()[-1]
 

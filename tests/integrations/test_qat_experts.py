@@ -84,6 +84,7 @@ def test_gradients_are_those_of_the_rounded_weights(implementation, scales) -> N
         assert torch.equal(again[name], grad), name
 
 
+@pytest.mark.cover("values")
 @both_scales
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("name", ["int4", "int8-int4"])

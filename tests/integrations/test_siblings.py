@@ -19,7 +19,6 @@ NVFP4 = lowbit.NVFP4WeightOnly()
 FLOAT8 = lowbit.Float8WeightOnly(lowbit.PerTensor())
 SCHEMES = {"nvfp4": (NVFP4, "weight_global_scale"), "float8 tensor": (FLOAT8, "weight_scale")}
 OVER = pytest.mark.parametrize(("scheme", "part"), SCHEMES.values(), ids=SCHEMES)
-BERT_LIKE = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 1}
 
 
 def uneven() -> Any:

@@ -319,8 +319,10 @@ def test_chosen_experts_in_16_bits(family: str, scheme: lb.Scheme) -> None:
     assert {p.layer for p in traced.products} >= {*names}
 
 
+@pytest.mark.cover("values")
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
 @pytest.mark.parametrize("family", ROUTED_FAMILIES)
-def test_compiled_experts_in_16_bits(family: str) -> None:
+def test_compiled_experts_in_16_bits(family: str, implementation: str) -> None:
     """One graph without breaks and without subclasses among its inputs; other lengths of the prompt bring one more."""
     torch._dynamo.reset()
     model = converted(family, lb.Int4WeightOnly(32))
@@ -331,17 +333,17 @@ def test_compiled_experts_in_16_bits(family: str) -> None:
         return graph
 
     fast = torch.compile(model, backend=backend, fullgraph=True)
-    for implementation in ("grouped_mm", "eager"):
-        model.set_experts_implementation(implementation)
-        with torch.no_grad(), launches.counted() as calls:
-            for length in (12, 9, 7, 12):
-                found = fast(input_ids=TOKENS[:, :length], use_cache=False).logits
-        assert relative_error(found.float(), logits(model).float()) < 5e-3  # sums round once more
-        assert calls["expert_linear", "loop"] == 8
-    assert len(graphs) <= 3
+    model.set_experts_implementation(implementation)
+    with torch.no_grad(), launches.counted() as calls:
+        for length in (12, 9, 7, 12):
+            found = fast(input_ids=TOKENS[:, :length], use_cache=False).logits
+    assert relative_error(found.float(), logits(model).float()) < 5e-3  # sums round once more
+    assert calls["expert_linear", "loop"] == 8
+    assert len(graphs) <= 2
     assert not any(isinstance(t, lb.LowbitTensor) for inputs in graphs for t in inputs)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
 def test_compiled_experts_in_float32(family: str, implementation: str) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import lowbit
+from tests import forked
 from tests.integrations.titan import DEBUG, ROOT, environment, logged, ran, started
 
 pytest.importorskip("torchtitan")
@@ -36,27 +37,20 @@ def text(tmp_path_factory) -> Path:
         lines = (f"line {i} of file {name}: {i * name} times {i}\n" for i in range(300))
         (source / f"{name}.txt").write_text("".join(lines))
     out = tmp_path_factory.mktemp("text") / "tokens"
-    program = [sys.executable, "-m", "recipes.torchtitan.tokens", "--out", str(out)]
-    options = ["--data", str(source), "--vocab-size", "512"]
-    subprocess.run([*program, *options], check=True, env=environment(), cwd=ROOT)
+    program = "import sys; from recipes.torchtitan import tokens; sys.exit(tokens.main())"
+    done = forked.run(program, "--out", out, "--data", source, "--vocab-size", "512", folder=ROOT)
+    assert done.returncode == 0, done.stderr
     return out
 
 
 def exported(out: Path, *options: str) -> lowbit.Report:
     """The file that the export writes for the last checkpoint of a run, loaded."""
-    program = [
-        sys.executable,
-        "-m",
-        "recipes.torchtitan.export",
-        "--out",
-        str(out / "model.safetensors"),
-    ]
-    config = ["--job.config_file", str(DEBUG), "--job.dump_folder", str(out), *options]
-    done = subprocess.run(
-        [*program, *config], env=environment(), cwd=ROOT, capture_output=True, text=True
-    )
+    file = out / "model.safetensors"
+    config = ("--job.config_file", DEBUG, "--job.dump_folder", out, *options)
+    program = "import sys; from recipes.torchtitan import export; sys.exit(export.main())"
+    done = forked.run(program, "--out", file, *config, folder=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
-    return lowbit.load(out / "model.safetensors")
+    return lowbit.load(file)
 
 
 # ---- ways to train -------------------------------------------------------------------------------------------

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import shlex
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +15,8 @@ from torch import nn
 import lowbit
 from lowbit import optim
 from lowbit.interop import config_lines
-from tests.integrations.titan import ROOT, environment
+from tests import forked
+from tests.integrations.titan import ROOT
 from tests.test_readme import blocks
 
 RECIPES = sorted((ROOT / "recipes/torchtitan").glob("*.toml"))
@@ -38,9 +37,7 @@ def version(name):
 metadata.version = version
 import lowbit.torchtitan
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True
-    )
+    done = forked.run(code, folder=ROOT)
     assert done.returncode == 1
     return done.stderr.strip().splitlines()[-1]
 

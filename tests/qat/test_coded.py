@@ -46,6 +46,7 @@ DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
 )
 SCALES = pytest.mark.parametrize("scales", ["present", "learned"])
+PARTITIONED = "aot_eager_decomp_partition"
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 
 
@@ -272,14 +273,14 @@ def test_what_backward_keeps(scales: Any, gradients: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "scales", "gradients"),
+    ("scheme", "scales", "gradients", "backend"),
     [
-        (INT8, "present", LOW),
-        (INT8, "learned", None),
-        (STATIC, "present", None),
-        (STATIC, "learned", LOW),
+        (INT8, "present", LOW, PARTITIONED),
+        (INT8, "learned", None, PARTITIONED),
+        (STATIC, "present", None, PARTITIONED),
+        (STATIC, "learned", LOW, PARTITIONED),
         *(
-            pytest.param(scheme, *rest, marks=pytest.mark.exhaustive)
+            pytest.param(scheme, *rest, PARTITIONED, marks=pytest.mark.exhaustive)
             for scheme, rest in (
                 (INT8, ("present", None)),
                 (INT8, ("learned", LOW)),
@@ -287,15 +288,15 @@ def test_what_backward_keeps(scales: Any, gradients: Any) -> None:
                 (STATIC, ("learned", None)),
             )
         ),
+        pytest.param(STATIC, "learned", LOW, "inductor", marks=pytest.mark.exhaustive),
     ],
 )
-def test_compiled(scheme: Scheme, scales: Any, gradients: Any) -> None:
-    """Inductor takes seconds and compiles the case with most graph; its partitioner makes the same graphs of all."""
+def test_compiled(scheme: Scheme, scales: Any, gradients: Any, backend: str) -> None:
+    """Inductor takes seconds; its partitioner makes the same graphs, which run without its code."""
     torch._dynamo.reset()
     model = prepared(scheme, scales, gradients, 64, 128)
     compiled = copy.deepcopy(model)
-    most = scheme.is_static and scales == "learned" and gradients is not None
-    compiled.compile(fullgraph=True, backend="inductor" if most else "aot_eager_decomp_partition")
+    compiled.compile(fullgraph=True, backend=backend)
     x, upstream = values(512, 128, seed=5), values(512, 64, seed=3)
     wanted, found = outcome(model, x, upstream), outcome(compiled, x, upstream)
     assert torch.equal(found["output"], wanted["output"]) and set(found) == set(wanted)

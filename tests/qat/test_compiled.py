@@ -41,6 +41,7 @@ def test_compiled_values_are_the_converted_ones_on_a_gpu(
     _check_values(scheme, dtype, "cuda", rows=512)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["int4", "int4-float-zero-point"])
 def test_compiled_values_are_the_converted_ones(name: str, dtype: torch.dtype) -> None:
@@ -58,7 +59,7 @@ def _check_values(scheme: Scheme, dtype: torch.dtype, device: str, rows: int) ->
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["int4", "int8-int4"])
+@pytest.mark.parametrize("name", [pytest.param("int4", marks=pytest.mark.exhaustive), "int8-int4"])
 def test_compiled_gradients(name: str, device: str) -> None:
     scheme = SCHEMES[name]
     weight = torch.randn(48, 64, device=device)

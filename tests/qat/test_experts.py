@@ -265,7 +265,7 @@ def test_gradients(name, tokens, path) -> None:
     [
         (WEIGHT, "learned", "aot_eager"),  # a zero point that learns
         (BOTH, "present", "aot_eager"),  # inputs that are rounded
-        (BOTH, "learned", "aot_eager"),
+        pytest.param(BOTH, "learned", "aot_eager", marks=pytest.mark.exhaustive),
         pytest.param(BOTH, "learned", "inductor", marks=pytest.mark.exhaustive),
         pytest.param(WEIGHT, "present", "aot_eager", marks=pytest.mark.exhaustive),
     ],

@@ -246,6 +246,7 @@ def test_gradients(name):
 
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("plain_path")  # compiled kernels are in test_fast_kernels_are_within_…
 def test_a_model_converts_to_what_was_trained(spec, dtype):
     prepared = trained(Scheme(spec), dtype=dtype)
     if spec.shares_rows and spec.granularity != PerTensor():
@@ -256,10 +257,7 @@ def test_a_model_converts_to_what_was_trained(spec, dtype):
     qat.convert_(prepared)
     assert shown_class(prepared[1]) is nn.Linear and shown_class(prepared[0]) is nn.Embedding
     assert not any("_scale" in name for name, _ in prepared.named_parameters())
-    if dtype is torch.float32:
-        assert torch.equal(prepared(tokens()), before)
-    else:
-        torch.testing.assert_close(prepared(tokens()), before, rtol=2e-2, atol=2e-2)
+    assert torch.equal(prepared(tokens()), before)
 
 
 def test_experts_are_rounded_in_parts(spec, monkeypatch):
@@ -339,7 +337,7 @@ def test_a_lookup_quantizes_the_same_as_the_whole():
     ],
 )
 def test_compiled(dtype, backend):
-    prepared = trained(Int8DynamicActivationInt4Weight(32), dtype=dtype)
+    prepared = trained(Int8DynamicActivationInt4Weight(32), dtype=dtype)[:2]
     compiled = torch.compile(prepared, fullgraph=True, backend=backend)
     results = []
     for run in (prepared, compiled):

@@ -281,7 +281,7 @@ def test_adapters_train_and_nothing_else() -> None:
     ("backend", "dtype"),
     [
         ("aot_eager", torch.float32),
-        ("aot_eager", torch.bfloat16),
+        pytest.param("aot_eager", torch.bfloat16, marks=pytest.mark.exhaustive),
         pytest.param("inductor", torch.bfloat16, marks=pytest.mark.exhaustive),
     ],
 )

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import lowbit as lb
@@ -46,18 +44,6 @@ QAT_SCHEMES = {
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
 )
-
-
-@pytest.fixture
-def plain_path() -> Iterator[None]:
-    """The reference implementation in place of kernels, but not of products of codes, which training computes too."""
-
-    def multiplies_values(x: Tensor, w: Any, b: Tensor | None) -> bool:
-        return codes_product(x, w) is None
-
-    lb.register_linear(multiplies_values, plain := lambda x, w, b: plain_linear(x, w, b))
-    yield
-    lb.unregister_linear(plain)
 
 
 def prepared(scheme: lb.Scheme, dtype: torch.dtype = torch.float32, k: int = 67) -> nn.Module:
@@ -131,24 +117,8 @@ def moved(linear: nn.Linear, seed: int) -> None:
                 p.mul_(torch.randn(p.shape, generator=torch.Generator().manual_seed(seed + at)))
 
 
-@settings(max_examples=100)
-@given(
-    weight_specs(2),
-    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    st.floats(-8, 3),
-    st.integers(0, 2**31),
-)
-def test_seen_values_equal_converted_ones(weight, dtype, magnitude, seed) -> None:
-    """Present scales of every spec; those that are learned are in tests/qat/test_learned_scales.py."""
-    generator = torch.Generator().manual_seed(seed)
-    n, k = (int(size) for size in torch.randint(1, 41, (2,), generator=generator))
-    values = (torch.randn(n, k, generator=generator) * 10**magnitude).to(dtype)
-    prepared = lb.FakeQuantizedTensor(values, lb.Scheme(weight))
-    assert torch.equal(prepared.frozen().dequantize(), prepared.fake_quantized())
-
-
 @example(lb.Spec(lb.Float8(), lb.PerBlock(1)), None, "present", False, 1, 1, torch.bfloat16, 2.0, 0)
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     weight_specs(2),
     st.none() | activation_specs,
@@ -338,10 +308,6 @@ def test_padding_is_cut_off_again() -> None:
     assert model.weight.grad.shape == (29, 67)
     qat.convert_(model)
     assert model.weight.shape == (29, 67) and model.weight.codes.shape == (29, 48)
-
-
-def as_seen(weight: Tensor) -> Tensor:
-    return weight.dequantize() if isinstance(weight, lb.LowbitTensor) else weight.detach()
 
 
 @pytest.mark.parametrize("name", ["int4-g8", "int8xint4", "float8"])

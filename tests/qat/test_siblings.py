@@ -347,8 +347,9 @@ def test_families_by_name() -> None:
     assert families({n: ([n], i) for i, n in enumerate(names)}) == []
 
 
-@OVER
-def test_compiled(scheme, part) -> None:
+@pytest.mark.parametrize("name", ["nvfp4", "float8 tensor x float8"])
+def test_compiled(name) -> None:
+    scheme, _ = SCALED[name]
     net, x = model(), torch.randn(5, 48)
     qat.prepare_(net, scheme)
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
