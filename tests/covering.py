@@ -57,6 +57,13 @@ def covering(
     return sorted(chosen)
 
 
+def pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """A few points of the product of the axes that hold each pair of values of two axes."""
+    points = [*itertools.product(*axes)]
+    places = [*itertools.product(*(range(len(axis)) for axis in axes))]
+    return [points[at] for at in covering(places, STRENGTHS["pairs"])]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test may also be marked `exhaustive` by hand."""
     points: dict[tuple[str, str], list[Any]] = {}

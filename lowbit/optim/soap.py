@@ -59,9 +59,10 @@ class SOAP(MatrixBase):
         common: `lowbit.optim.CommonOptions`. `state` is the format of all states, by default this class's own, "8bit"
             for SOAP itself. With "4bit", second moments of matrices take 4 bits, and everything else 8.
 
-    The first step of a parameter makes its bases, and leaves the weight as it is. Under FSDP2 every rank works on whole
-    matrices and holds whole preconditioners and bases; moments are sharded, and the weights are those of one process.
-    A step cannot be captured in a CUDA graph.
+    The first step of a parameter makes its bases, and leaves the weight as it is. Gradients of zeros before it are no
+    step; `get_optimizer_state_dict` gives such gradients to make states. Under FSDP2 every rank works on whole matrices
+    and holds whole preconditioners and bases; moments are sharded, and the weights are those of one process. A step
+    cannot be captured in a CUDA graph.
 
     Raises:
         ValueError, TypeError: an option or a parameter that is not accepted, named with its value.

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from lowbit.schemes.training import BLOCK
 from lowbit.testing.launch import launch
 from tests.as_sent import as_sent
-from tests.tensor.cases import CASES, same_bits
+from tests.tensor.cases import CASES, one_of_each, same_bits
 
-ROW_CASES = [c for c in CASES if c.row_step == 1]
+ROW_CASES = one_of_each([c for c in CASES if c.row_step == 1])
 WEIGHTS = [c for c in ROW_CASES if c.is_weight]
 COLUMNS = 768  # whole groups of 32 and 48, whole blocks of 128 and 256
 NARROW = (torch.bfloat16, torch.float16)

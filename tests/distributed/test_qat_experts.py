@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from lowbit.numerics.number_format import Int
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.testing.launch import launch
+from tests.covering import pairs
 from tests.distributed.test_train_fsdp import shard
 from tests.train.problems import relative, values
 from tests.train.test_grouped import offsets_of
@@ -87,7 +87,7 @@ def whole(p):
 def check_as_one_process(rank, world_size):
     """Outputs and gradients by name, after a step too; shards of as many experts, of more, and of none."""
     dtypes, kinds = (torch.float32, torch.bfloat16), ("present", "learned")
-    for where in itertools.product(SCHEMES, SIZES, dtypes, kinds):
+    for where in pairs(SCHEMES, SIZES, dtypes, kinds):
         scheme, experts, dtype, scales = where
         alone = prepared(scheme, experts, scales, dtype)
         model = shard(copy.deepcopy(alone))
@@ -126,31 +126,30 @@ def check_mixed_precision(rank, world_size):
 
 def check_checkpoints(rank, world_size, folder):
     """The whole state dict loads into a model on one process, which converts; DCP's files load on other shards."""
-    for i, scheme in enumerate(SCHEMES):
-        for experts in SIZES:
-            model = shard(prepared(scheme, experts))
-            optimizer = lowbit.optim.AdamW8bit(model.parameters(), lr=1e-2)
-            for _ in range(2):
-                step(model, experts)
-                optimizer.step()
-            y = step(model, experts)
-            state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-            path = f"{folder}/{i}-{experts}"
-            dcp.save(get_model_state_dict(model), checkpoint_id=path)
-            if rank == 0:
-                assert {"second.up_scale", "second.down_scale"} <= state.keys()
-                alone = prepared(scheme, experts)
-                alone.load_state_dict(state)
-                x, ends = values(32, 64), offsets_of(TOKENS[experts])
-                expected = alone(x, ends)
-                assert relative(y, expected.detach()) < 1e-6, scheme
-                qat.convert_(alone)
-                assert torch.equal(alone(x, ends), expected)
-            other = shard(prepared(scheme, experts))
-            own = get_model_state_dict(other)
-            dcp.load(own, checkpoint_id=path)
-            set_model_state_dict(other, own)
-            assert torch.equal(step(other, experts), y), scheme
+    for i, (scheme, experts) in enumerate(zip(SCHEMES, SIZES, strict=True)):
+        model = shard(prepared(scheme, experts))
+        optimizer = lowbit.optim.AdamW8bit(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            step(model, experts)
+            optimizer.step()
+        y = step(model, experts)
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        path = f"{folder}/{i}"
+        dcp.save(get_model_state_dict(model), checkpoint_id=path)
+        if rank == 0:
+            assert {"second.up_scale", "second.down_scale"} <= state.keys()
+            alone = prepared(scheme, experts)
+            alone.load_state_dict(state)
+            x, ends = values(32, 64), offsets_of(TOKENS[experts])
+            expected = alone(x, ends)
+            assert relative(y, expected.detach()) < 1e-6, scheme
+            qat.convert_(alone)
+            assert torch.equal(alone(x, ends), expected)
+        other = shard(prepared(scheme, experts))
+        own = get_model_state_dict(other)
+        dcp.load(own, checkpoint_id=path)
+        set_model_state_dict(other, own)
+        assert torch.equal(step(other, experts), y), scheme
     return True
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import lowbit
 from lowbit import qat
 from lowbit.testing.launch import launch
+from tests.covering import pairs
 from tests.distributed import test_train_tensor_parallel as tensor_parallel
 from tests.distributed.test_tensor_fsdp import recorded_gathers
 from tests.train.problems import linear, relative, values
@@ -67,23 +68,19 @@ def same(found, expected):
 
 
 def check_off_is_the_plain_model(rank, world_size):
-    for rows in (64, 33):
-        for dtype, weights in (
-            (None, torch.float32),
-            (torch.bfloat16, torch.float32),
-            (None, torch.bfloat16),
-        ):
-            for reshard in (None, False):
-                plain, prepared = models(rows, dtype, weights, reshard)
-                x = values(4, 64, seed=rank, dtype=weights)
-                on, expected = step(prepared, x), step(plain, x)
-                assert not same(on, expected)
-                for _ in range(2):
-                    with qat.high_precision(prepared):
-                        assert same(step(prepared, x), expected), (rows, dtype, weights, reshard)
-                    assert same(step(prepared, x), on), (rows, dtype, weights, reshard)
-                qat.disable_(prepared)
-                assert same(step(prepared, x), expected)
+    dtypes = (None, torch.float32), (torch.bfloat16, torch.float32), (None, torch.bfloat16)
+    for where in pairs((64, 33), dtypes, (None, False)):
+        rows, (dtype, weights), reshard = where
+        plain, prepared = models(rows, dtype, weights, reshard)
+        x = values(4, 64, seed=rank, dtype=weights)
+        on, expected = step(prepared, x), step(plain, x)
+        assert not same(on, expected)
+        for _ in range(2):
+            with qat.high_precision(prepared):
+                assert same(step(prepared, x), expected), where
+            assert same(step(prepared, x), on), where
+        qat.disable_(prepared)
+        assert same(step(prepared, x), expected)
     return True
 
 

@@ -31,34 +31,35 @@ from lowbit.tensor.core.state_dict import split
 from lowbit.testing.fsdp2 import TwoLinears, shard
 from lowbit.testing.launch import launch
 from lowbit.testing.serialization import check_loaded, gathered
+from tests.covering import pairs
 from tests.distributed.test_tensor_fsdp import ROWS, WEIGHTS
-from tests.tensor.cases import named, same, same_bits, values
+from tests.tensor.cases import named, one_of_each, same, same_bits, values
 
 SOME = named(
     *("int4-g32-asymmetric", "int8-tensor", "e4m3-row", "ternary"),
     *("qat-int4-g32", "train-int8-weight", "train-bitnet"),
 )
+IN_TURN = list(zip(SOME, ROWS * 3, strict=False))
+"""Each of them with one number of rows."""
 
 
 def check_save(rank, world_size, folder, sharded):
-    for case in SOME:
-        for rows in ROWS:
-            model = TwoLinears(case, rows, seed=20)
-            state = (shard(model) if sharded else model).state_dict()
-            assert all(type(getattr(t, "_local_tensor", t)) is torch.Tensor for t in state.values())
-            dcp.save({"model": state}, checkpoint_id=f"{folder}/{case.name}-{rows}")
+    for case, rows in IN_TURN:
+        model = TwoLinears(case, rows, seed=20)
+        state = (shard(model) if sharded else model).state_dict()
+        assert all(type(getattr(t, "_local_tensor", t)) is torch.Tensor for t in state.values())
+        dcp.save({"model": state}, checkpoint_id=f"{folder}/{case.name}")
     return True
 
 
 def check_load(rank, world_size, folder, sharded):
-    for case in SOME:
-        for rows in ROWS:
-            model, expected = TwoLinears(case, rows, seed=50), TwoLinears(case, rows, seed=20)
-            model = shard(model) if sharded else model
-            state = model.state_dict()
-            dcp.load({"model": state}, checkpoint_id=f"{folder}/{case.name}-{rows}")
-            model.load_state_dict(state)
-            check_loaded(model, expected, (case.name, rows))
+    for case, rows in IN_TURN:
+        model, expected = TwoLinears(case, rows, seed=50), TwoLinears(case, rows, seed=20)
+        model = shard(model) if sharded else model
+        state = model.state_dict()
+        dcp.load({"model": state}, checkpoint_id=f"{folder}/{case.name}")
+        model.load_state_dict(state)
+        check_loaded(model, expected, (case.name, rows))
     return True
 
 
@@ -72,27 +73,22 @@ def test_between_sharded_models_and_unsharded_ones(saved, loaded, tmp_path):
 
 def check_get_and_set(rank, world_size):
     """torch's functions for model state dicts give and take what state_dict and load_state_dict do."""
-    for case in SOME:
-        expected = TwoLinears(case, 33, seed=20)
-        for options in ({}, {"cpu_offload": True}, {"full_state_dict": True}):
-            if options.get("full_state_dict") and case.name == "e4m3-row":
-                continue  # gloo gathers no float8
-            for strict in (True, False):
-                where, told = (
-                    (case.name, options, strict),
-                    StateDictOptions(**options, strict=strict),
-                )
-                state = get_model_state_dict(shard(TwoLinears(case, 33, seed=20)), options=told)
-                assert list(state) == list(expected.state_dict()), where
-                assert all(
-                    isinstance(t, DTensor) is ("full_state_dict" not in options)
-                    for t in state.values()
-                )
-                assert all(type(held_locally(t)) is torch.Tensor for t in state.values()), where
-                model = shard(TwoLinears(case, 33, seed=50))
-                found = set_model_state_dict(model, state, options=told)
-                assert not found.missing_keys and not found.unexpected_keys, where
-                check_loaded(model, expected, where)
+    kinds = ({}, {"cpu_offload": True}, {"full_state_dict": True})
+    for case, options, strict in pairs(SOME, kinds, (True, False)):
+        if options.get("full_state_dict") and case.name == "e4m3-row":
+            continue  # gloo gathers no float8
+        expected, where = TwoLinears(case, 33, seed=20), (case.name, options, strict)
+        told = StateDictOptions(**options, strict=strict)
+        state = get_model_state_dict(shard(TwoLinears(case, 33, seed=20)), options=told)
+        assert list(state) == list(expected.state_dict()), where
+        assert {isinstance(t, DTensor) for t in state.values()} == {
+            "full_state_dict" not in options
+        }
+        assert all(type(held_locally(t)) is torch.Tensor for t in state.values()), where
+        model = shard(TwoLinears(case, 33, seed=50))
+        found = set_model_state_dict(model, state, options=told)
+        assert not found.missing_keys and not found.unexpected_keys, where
+        check_loaded(model, expected, where)
     return True
 
 
@@ -251,24 +247,20 @@ def test_whole_tensors():
 def check_full(rank, world_size, folder):
     """What one process saved loads from a full copy on every rank; what is gathered can be saved."""
     everywhere = StateDictOptions(full_state_dict=True)
-    for case in SOME:
-        for rows in ROWS:
-            model, expected = (
-                shard(TwoLinears(case, rows, seed=50)),
-                TwoLinears(case, rows, seed=20),
-            )
-            parts = {name: t.clone() for name, t in expected.state_dict().items()}
-            set_model_state_dict(model, dict(parts), options=everywhere)
-            check_loaded(model, expected, (case.name, rows))
-            if case.name == "e4m3-row":
-                continue  # gloo gathers no float8
-            state = get_model_state_dict(model, options=everywhere)
-            path = f"{folder}/{case.name}-{rows}-{rank}.safetensors"
-            lowbit.save(state, path)
-            again = TwoLinears(case, rows, seed=50)
-            again.load_state_dict(lowbit.load(path))
-            check_loaded(again, expected, (case.name, rows))
-            assert all(same_bits(state[name], t) for name, t in parts.items()), (case.name, rows)
+    for case, rows in IN_TURN:
+        model, expected = shard(TwoLinears(case, rows, seed=50)), TwoLinears(case, rows, seed=20)
+        parts = {name: t.clone() for name, t in expected.state_dict().items()}
+        set_model_state_dict(model, dict(parts), options=everywhere)
+        check_loaded(model, expected, (case.name, rows))
+        if case.name == "e4m3-row":
+            continue  # gloo gathers no float8
+        state = get_model_state_dict(model, options=everywhere)
+        path = f"{folder}/{case.name}-{rank}.safetensors"
+        lowbit.save(state, path)
+        again = TwoLinears(case, rows, seed=50)
+        again.load_state_dict(lowbit.load(path))
+        check_loaded(again, expected, (case.name, rows))
+        assert all(same_bits(state[name], t) for name, t in parts.items()), (case.name, rows)
     return True
 
 
@@ -334,7 +326,7 @@ def test_broadcast():
 def check_placements(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
     row, column = Shard(0), Shard(1)
-    for case in WEIGHTS:
+    for case in one_of_each(WEIGHTS):
         if case.has_master or 128 % case.column_step:
             continue
         whole = case.make((64, 256))

@@ -238,7 +238,7 @@ def check_training(rank, world_size):
         losses = []
         for m in (whole, model):
             optimizer = lowbit.optim.AdamW8bit(m.parameters(), lr=1e-2, max_grad_norm=1.0)
-            for step in range(10):
+            for step in range(4):
                 for half in range(2):
                     for other in [rank] if m is model else range(world_size):
                         x = values(8, 100, seed=10 * step + 2 * half + other)
@@ -258,7 +258,7 @@ def check_training(rank, world_size):
 def check_where_codes_are_transposed(rank, world_size):
     """In the backward pass also of a compiled block, whose forward pass would keep the result until then."""
     config = LlamaConfig(
-        vocab_size=64, dim=64, layers=2, heads=4, kv_heads=2, hidden=128, context=16
+        vocab_size=64, dim=64, layers=1, heads=4, kv_heads=2, hidden=128, context=16
     )
     for scheme in (Int8MixedPrecision(always=True), Float8MixedPrecision(always=True)):
         torch._dynamo.reset()
@@ -275,7 +275,7 @@ def check_where_codes_are_transposed(rank, world_size):
             y.float().sum().backward()
         assert ("scaled_mm", "int8 torch") in forward or ("scaled_mm", "float8 torch") in forward
         transpositions = ("transpose_codes", "torch")
-        assert forward[transpositions] == 0 and backward[transpositions] == 14, (forward, backward)
+        assert forward[transpositions] == 0 and backward[transpositions] == 7, (forward, backward)
     return True
 
 

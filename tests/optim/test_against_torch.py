@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from itertools import chain
 
 import pytest
 import torch
@@ -238,7 +237,7 @@ def test_amsgrad_may_be_turned_on_and_off():
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-@pytest.mark.parametrize("cls", [*chain(*VARIANTS.values())], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("cls", [own for own, *_ in VARIANTS.values()], ids=lambda c: c.__name__)
 def test_a_copy_continues_bit_for_bit(cls, how):
     params = parameters((40, 130), (13,))
     optimizer = cls(params, lr=0.01)

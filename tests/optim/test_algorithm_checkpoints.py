@@ -21,6 +21,8 @@ from tests.optim.algorithms import SHAPES, STATEFUL, VARIANTS, cases, classes, d
 from tests.optim.problems import FORMATS, copied, parameters, rand, relative, run, saved
 from tests.optim.test_sharded import Model, shard, train
 
+pytestmark = pytest.mark.usefixtures("operations")
+
 
 @pytest.mark.parametrize("cls", VARIANTS, ids=lambda c: c.__name__)
 def test_drop_in_names_are_classes_with_their_format(cls):

@@ -75,6 +75,7 @@ def test_the_weight_is_what_a_cast_gives_except_at_ties():
     assert differ == [0x8000], "one number in 2**17: the even one of two neighbours"
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("state", FORMATS)
 @pytest.mark.parametrize("cls", STATEFUL, ids=lambda c: c.__name__)
 def test_every_step_is_that_of_float32(cls, state):
@@ -101,13 +102,13 @@ def test_kernels_too(device, state):
     options = {"lr": 1e-4, "state": state, "fused": True, "max_grad_norm": 3.0}
     narrow = optim.AdamW(params, weight_correction="16bit", **options)
     full = optim.AdamW(twins, **options)
-    for step in range(8):
+    for step in range(3):
         for i, (p, q) in enumerate(zip(params, twins, strict=True)):
             p.grad = rand(*p.shape, seed=100 * step + i).to(p)
             q.grad = p.grad.float()
         narrow.step()
         full.step()
-    assert launched() >= 16
+    assert launched() >= 6
     assert all(
         torch.equal(bits(master(narrow, p)), bits(q)) for p, q in zip(params, twins, strict=True)
     )

@@ -37,6 +37,7 @@ def gradients(steps=30, scale=1.0, spread=0.0):
     return [(rand(16, 512, seed=i) + 0.5) * magnitude for i in range(steps)]
 
 
+@pytest.mark.usefixtures("operations")
 @low
 @algorithms
 @pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
@@ -46,6 +47,7 @@ def test_error_against_float32_states(cls, state, amsgrad):
     assert relative(change(cls, state, grads, amsgrad=amsgrad), full) < BOUND[state]
 
 
+@pytest.mark.usefixtures("operations")
 @low
 @pytest.mark.parametrize("scale", [1e-8, 1e-4, 1e4, 1e10])
 def test_the_error_does_not_depend_on_the_scale_of_gradients(state, scale):
@@ -56,6 +58,7 @@ def test_the_error_does_not_depend_on_the_scale_of_gradients(state, scale):
     )
 
 
+@pytest.mark.usefixtures("operations")
 @low
 @pytest.mark.parametrize("spread", [1.0, 2.0, 3.0])
 def test_updates_stay_bounded_where_gradients_of_a_block_differ(state, spread):

@@ -197,8 +197,8 @@ def test_second_moments_decay_as_in_exact_arithmetic(fused):
     moment = optimizer.state[param]["exp_avg_sq"]
     moment.copy_(start)
     before = moment.dequantize()[:, 1:].mean()
-    for step in range(1, 1001):
+    for step in range(1, 401):
         optimizer.step()
-        if step % 250 == 0:
+        if step % 100 == 0:
             left = moment.dequantize()[:, 1:].mean() / before
             assert left.item() == pytest.approx(0.999**step, rel=0.03), step

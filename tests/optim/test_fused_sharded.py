@@ -18,7 +18,7 @@ from tests.optim.problems import rand, relative
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="no g++")
 
-SHAPES = [(33, 512), (101, 320), (1, 4096), (7, 5, 300)]
+SHAPES = [(9, 512), (15, 320), (1, 4096), (3, 5, 300)]
 OPTIONS = {
     "4bit, stochastic": {"state": "4bit", "bf16_stochastic_round": True},
     "8bit, corrected": {"state": "8bit", "weight_correction": "8bit"},
@@ -36,13 +36,13 @@ HOW = {"cpu": count, "emulated": emulate}
 
 
 def trained(distribute, options):
-    """Parameters after three steps, each sharded by `distribute`, and the optimizer."""
+    """Parameters after two steps, each sharded by `distribute`, and the optimizer."""
     params = [
         nn.Parameter(distribute(rand(*shape, seed=i).to(torch.bfloat16)))
         for i, shape in enumerate(SHAPES)
     ]
     optimizer = optim.AdamW(params, lr=1e-2, **options)
-    for step in range(3):
+    for step in range(2):
         for i, p in enumerate(params):
             p.grad = distribute(rand(*p.shape, seed=10 * step + i).to(torch.bfloat16))
         optimizer.step()
@@ -51,13 +51,14 @@ def trained(distribute, options):
 
 def check_rows(rank, world_size, how):
     mesh = init_device_mesh("cpu", (world_size,))
-    for name, options in OPTIONS.items():
+    for name in OPTIONS if how == "cpu" else ("4bit, stochastic", "8bit, corrected"):
+        options = OPTIONS[name]
         with pytest.MonkeyPatch.context() as patch:
             HOW[how](patch)
             LAUNCHES.clear()
             whole, reference = trained(lambda t: t, options)
             parts, own = trained(lambda t: distribute_tensor(t, mesh, [Shard(0)]), options)
-            assert len(LAUNCHES) == 6, name
+            assert len(LAUNCHES) == 4, name
         for p, q in zip(whole, parts, strict=True):
             assert torch.equal(q.full_tensor(), p), (name, p.shape)
             for key, expected in reference.state[p].items():

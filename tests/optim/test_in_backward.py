@@ -21,13 +21,10 @@ from tests.tensor.cases import same_bits, values
 
 WIDTH = 96
 OPTIMIZERS = {
-    "AdamW": lambda p: optim.AdamW(p, lr=1e-2),
     "AdamW8bit": lambda p: optim.AdamW8bit(p, lr=1e-2),
     "AdamW4bit, eager": lambda p: optim.AdamW4bit(p, lr=1e-2, fused=False),
     "AdamWFp8, rounded": lambda p: optim.AdamWFp8(p, lr=1e-2, bf16_stochastic_round=True),
     "AdamW8bit, corrected": lambda p: optim.AdamW8bit(p, lr=1e-2, weight_correction="8bit"),
-    "Lion8bit": lambda p: optim.Lion8bit(p, lr=1e-3),
-    "SGD8bit": lambda p: optim.SGD8bit(p, lr=1e-2, momentum=0.9),
     "Muon": lambda p: optim.Muon(p, lr=1e-2),
 }
 
@@ -67,6 +64,7 @@ def check_same(model, other):
         assert same_bits(p.detach(), q.detach()), name
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("bucket_mib", [1e-6, 0.02, 64.0])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_bits_as_after_backward(name, bucket_mib):
@@ -219,6 +217,7 @@ def input_with_gradient(step=0):
 IN_PARTS = r"gradient of block\.\w+ of shape .* in parts.*has not been stepped.*use_reentrant=False"
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("bucket_mib", [1e-6, 64.0])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_gradient_in_parts_is_refused_before_the_weight_changes(name, bucket_mib):
@@ -242,6 +241,7 @@ def test_a_gradient_in_parts_is_refused_before_the_weight_changes(name, bucket_m
     check_same(*models)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("uses, reentrant, after", [(1, True, 0), (2, False, 0), (2, False, 1)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.filterwarnings("ignore:the gradient of .* and others come from a backward inside")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 from torch import nn
 
 from lowbit import optim
+from tests import forked
 
 STEPS, SAVE_EVERY = 40, 4
 CLASSES = (optim.AdamW4bit, optim.SOAP8bit, optim.Muon4bit)
@@ -50,24 +49,29 @@ def train(path: Path, pause: float) -> nn.Module:
     return models
 
 
+TRAINS = """
+import sys
+from pathlib import Path
+from tests.optim.test_kill import train
+train(Path(sys.argv[1]), pause=0.05)
+"""
+
+
 def test_killed_and_resumed(tmp_path):
     undisturbed = train(tmp_path / "undisturbed.pt", pause=0.0)
     path = tmp_path / "killed.pt"
-    child = subprocess.Popen([sys.executable, "-m", __name__, str(path)])
+    child = forked.Program(TRAINS, path, folder=Path.cwd())
     try:
         deadline = time.monotonic() + 100
-        while not path.exists() and child.poll() is None and time.monotonic() < deadline:
+        while not path.exists() and child.status() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(0.13)  # somewhere between two checkpoints
     finally:
-        child.send_signal(signal.SIGKILL)
-        assert child.wait(30) == -signal.SIGKILL, "it was still training"
+        child.kill(signal.SIGKILL)
+        done = child.finished(30)
+    assert done.returncode == -signal.SIGKILL, done.stderr
     step = torch.load(path, weights_only=True)["step"]
     assert 0 < step < STEPS
     resumed = train(path, pause=0.0)
     for p, q in zip(resumed.parameters(), undisturbed.parameters(), strict=True):
         assert torch.equal(p, q)
-
-
-if __name__ == "__main__":
-    train(Path(sys.argv[1]), pause=0.05)

@@ -35,6 +35,7 @@ def kind(request, monkeypatch):
     return made
 
 
+@pytest.mark.cover("values")
 @bases
 @gradients
 @pytest.mark.parametrize("passes", [1, 3])
@@ -130,6 +131,7 @@ def test_an_unknown_base_optimizer_gets_all_gradients_at_once():
     assert optimizer.param_groups[0]["calls"] == 2
 
 
+@pytest.mark.cover("values")
 @bases
 @gradients
 @pytest.mark.parametrize("tensor", [False, True], ids=["", "tensor-lr"])
@@ -147,6 +149,7 @@ def test_schedulers_and_changed_groups(base, offload_gradients, tensor):
     assert float(both[1][1].param_groups[0]["lr"]) < 1e-6
 
 
+@pytest.mark.cover("values")
 @bases
 @gradients
 def test_checkpoints_at_any_time_and_either_way(base, offload_gradients):
@@ -325,6 +328,7 @@ def test_an_optimizer_that_replaces_another_gets_the_gradients():
     assert not replaced.state
 
 
+@pytest.mark.cover("values")
 @bases
 @gradients
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])

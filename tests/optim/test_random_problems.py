@@ -41,7 +41,7 @@ def stored(values, old, found):
     return found
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     several=st.lists(st.tuples(shapes, st.sampled_from(FLOATS)), min_size=1, max_size=5),
     state=st.sampled_from(FORMATS),

@@ -43,7 +43,7 @@ def model(dtype=torch.bfloat16, scheme=None):
 
 def trained(params, distribute, options):
     optimizer = optim.AdamW(params, lr=1e-2, fused=True, **options)
-    for step in range(3):
+    for step in range(2):
         for i, p in enumerate(params):
             p.grad = distribute(rand(*p.shape, seed=10 * step + i).to(p.dtype))
         optimizer.step()
@@ -63,12 +63,13 @@ def check_alike(whole, parts, reference, own, name):
             assert torch.equal(state, value), (name, key, p.shape)
 
 
-def check_rows(rank, world_size, how, piece):
+def check_rows(rank, world_size, how):
     mesh = init_device_mesh("cpu", (world_size,))
-    for name, options in OPTIONS.items():
+    for name in OPTIONS if how == "cpu" else ("8bit",):
+        options = OPTIONS[name]
         with pytest.MonkeyPatch.context() as patch:
             HOW[how](patch)
-            patch.setattr(job, "PIECE_CPU", piece)
+            patch.setattr(job, "PIECE_CPU", 1500)
             LAUNCHES.clear()
             scheme = Int4Weight() if name == "int4" else Int8Weight()
             whole = list(model(scheme=scheme).parameters())
@@ -107,11 +108,9 @@ def check_experts_sharded_within(rank, world_size, how):
     return True
 
 
-@pytest.mark.cover("values")
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("piece", [2**17, 1500])
-def test_rows_shared_out_unevenly(how, piece):
-    assert launch(check_rows, 2, how, piece) == [True, True]
+def test_rows_shared_out_unevenly(how):
+    assert launch(check_rows, 2, how) == [True, True]
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -11,7 +11,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -19,6 +22,7 @@ from lowbit import optim
 from lowbit.optim import SOAP
 from lowbit.tensor import CodebookTensor
 from lowbit.testing.launch import launch
+from tests.optim.algorithms import decoded
 from tests.optim.problems import FORMATS, parameters, rand, relative, run, saved, set_grads
 from tests.optim.test_sharded import Model, checkpoint, full, same_state, shard, train
 
@@ -103,7 +107,9 @@ def test_the_first_gradient_makes_bases_only():
     assert not torch.equal(p, before)
 
 
-@pytest.mark.parametrize("state", ["8bit", "4bit", "float8", "bf16"])
+@pytest.mark.parametrize(
+    "state", ["8bit", "float8", "bf16"]
+)  # with 4-bit moments bases have 8 bits
 def test_bases_stay_orthogonal_in_few_bits(state):
     """The error is that of rounding the last basis once: it doesn't add up over refreshes."""
     (p,) = parameters((96, 80))
@@ -116,15 +122,14 @@ def test_bases_stay_orthogonal_in_few_bits(state):
         assert relative(basis.T @ basis, torch.eye(side)) < 0.06
 
 
-@every
-def test_training_against_float32_states(state):
+def test_training_against_float32_states():
     inputs = rand(512, 64, seed=1) * rand(64, seed=9).exp()
     targets = (inputs @ rand(64, 64, seed=2) / 16).tanh() @ rand(64, 64, seed=3) / 8
 
-    def loss(**options):
+    def loss(state):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
-        optimizer = SOAP(model.parameters(), lr=5e-3, **options)
+        optimizer = SOAP(model.parameters(), lr=5e-3, state=state)
         for step in range(60):
             at = torch.randint(512, (64,), generator=torch.Generator().manual_seed(step))
             optimizer.zero_grad()
@@ -133,12 +138,10 @@ def test_training_against_float32_states(state):
             optimizer.step()
         return (model(inputs) - targets).square().mean().item()
 
-    expected = loss(state="fp32")
+    expected = loss("fp32")
     assert expected < 0.3 * targets.square().mean()
-    assert loss(state=state) < BOUND[state] * expected
-
-
-BOUND = {"4bit": 1.1, "8bit": 1.05, "float8": 1.1, "bf16": 1.05, "fp32": 1.0001}
+    for state, bound in {"4bit": 1.1, "8bit": 1.05, "float8": 1.1, "bf16": 1.05}.items():
+        assert loss(state) < bound * expected, state
 
 
 def test_groups():
@@ -229,6 +232,23 @@ def test_a_gradient_of_zeros_or_nan(state):
     for _ in range(2):
         fresh.step()
     assert not p.isfinite().all()
+
+
+@pytest.mark.parametrize("state", ["8bit", "fp32"])
+def test_states_that_get_optimizer_state_dict_makes_are_no_step(state):
+    """torch makes them by a step with gradients of zeros, whose eigenvectors are the identity."""
+    results = []
+    for asked in (False, True):
+        model = nn.Linear(70, 80)
+        model.load_state_dict({"weight": rand(80, 70), "bias": rand(80)})
+        optimizer = SOAP(model.parameters(), state=state)
+        if asked:
+            held = get_optimizer_state_dict(model, optimizer)["state"]
+            assert held["weight"]["step"] == 0
+        run(optimizer, [model.weight], 4)
+        results.append((model.weight, decoded(optimizer.state[model.weight]["left_basis"])))
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_clipping_and_steps_in_backward():

@@ -6,7 +6,7 @@ has one, and from then on every contract test runs over it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ from lowbit import (
     PerTensor,
     Scheme,
     Spec,
+    testing,
 )
 from lowbit.tensor import (
     AffineTensor,
@@ -272,15 +273,31 @@ CASES = [
 BY_NAME = {case.name: case for case in CASES}
 
 
+class FrozenContract(
+    testing.BasicContract,
+    testing.AutogradContract,
+    testing.CompileContract,
+    testing.FSDP2Contract,
+    testing.SerializationContract,
+):
+    """What every frozen weight does, but slices of the inputs and with them tensor parallelism along them."""
+
+    column_step = 0
+    fsdp_rows = (33, 1)
+
+
 def over(cases: Sequence[Case]) -> pytest.MarkDecorator:
     """Parametrize a test's `case`."""
     return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
 
 
-each_class = pytest.mark.cover(
-    "values", case=lambda c: (c.kind.__name__, c.column_step, c.row_step)
-)
-"""The usual run takes a case of each class, and of each way to cut rows and columns."""
+def structure(case: Case) -> tuple[object, ...]:
+    """`storage`, and how rows and columns may be cut."""
+    return (*storage(case), case.row_step, case.column_step, case.shares_rows)
+
+
+each_structure = pytest.mark.cover("values", case=structure)
+"""The usual run takes a case of each class, of each set of parts, and of each way to cut rows and columns."""
 
 by_class = pytest.mark.cover("pairs", case=lambda case: case.kind.__name__)
 """The usual run meets each class with each value of the other axes, with cases of the class in turn."""
@@ -288,6 +305,17 @@ by_class = pytest.mark.cover("pairs", case=lambda case: case.kind.__name__)
 
 def named(*names: str) -> list[Case]:
     return [BY_NAME[name] for name in names]
+
+
+def storage(case: Case) -> tuple[str, ...]:
+    """What travels between processes and files: the class, the names of its parts, and the kind of its codes."""
+    codes = type(case.how.weight.format).__name__ if isinstance(case.how, Scheme) else ""
+    return case.kind.__name__, " ".join(case.make((16, 96)).inner_tensors()), codes
+
+
+def one_of_each(cases: Sequence[Case], of: Callable[[Case], object] = storage) -> list[Case]:
+    """The first case of each kind of `storage`, or of another property."""
+    return list({of(case): case for case in reversed(cases)}.values())[::-1]
 
 
 every_case = over(CASES)

@@ -10,7 +10,7 @@ import torch
 
 from lowbit import Scheme, testing
 from tests.schemes import axes_of
-from tests.tensor.cases import CASES, Case, check, inside_range
+from tests.tensor.cases import CASES, Case, check, inside_range, storage, structure
 
 WEIGHTS = [case for case in CASES if case.is_weight]
 
@@ -19,6 +19,7 @@ class OfCase(testing.Subject):
     """The subject of a contract is a case of the list."""
 
     case: Case
+    fsdp_rows = (33, 1)  # tests/distributed has rows that divide
 
     def takes(self, case: Case) -> None:
         self.case = case
@@ -62,6 +63,7 @@ def over(cases: Sequence[Case]) -> Callable[[type], type]:
     return decorate
 
 
+@pytest.mark.cover("values", _case=structure)
 @over(CASES)
 class TestBasic(OfCase, testing.BasicContract):
     pass
@@ -83,13 +85,13 @@ def of_graphs(case: Case) -> tuple[object, ...]:
     return case.kind, *(axes_of(case.how) if has_spec else [case.name])
 
 
-@pytest.mark.cover("values", _case=of_graphs)
+@pytest.mark.cover("values", _case=lambda case: (*storage(case), case.activation is not None))
 @over(WEIGHTS)
 class TestCompile(OfCase, testing.CompileContract):
     pass
 
 
-@pytest.mark.cover("values", _case=of_graphs)
+@pytest.mark.cover("values", _case=storage)
 @over([case for case in WEIGHTS if case.row_step == 1])
 class TestFSDP2(OfCase, testing.FSDP2Contract):
     pass
@@ -101,7 +103,7 @@ class TestTensorParallel(OfCase, testing.TensorParallelContract):
     pass
 
 
-@pytest.mark.cover("values", _case=of_graphs)
+@pytest.mark.cover("values", _case=storage)
 @over([case for case in WEIGHTS if case.row_step == 1])
 class TestSerialization(OfCase, testing.SerializationContract):
     pass

@@ -20,6 +20,7 @@ from tests.tensor.cases import (
     BY_NAME,
     CASES,
     SHAPES,
+    each_structure,
     every_case,
     every_trainable,
     every_weight,
@@ -27,6 +28,8 @@ from tests.tensor.cases import (
     same_bits,
     values,
 )
+
+pytestmark = each_structure
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,24 +54,6 @@ def test_to_an_integer_dtype_is_refused(case):
 
 
 @every_case
-def test_to_meta_and_back_to_memory(case):
-    t = case.make((7, 101))
-    meta = t.to("meta")
-    assert type(meta) is case.kind and meta.device.type == "meta" and meta.shape == t.shape
-    assert all(part.is_meta for part in meta.inner_tensors().values())
-    assert meta.meta() == t.meta() and meta.dtype == t.dtype
-    empty = torch.empty_like(meta, device="cpu")
-    assert type(empty) is case.kind
-    assert same(empty.copy_(t), t)
-    module = nn.Module()
-    module.register_parameter("weight", nn.Parameter(meta, requires_grad=False))
-    module.to_empty(device="cpu")
-    assert type(module.weight.detach()) is case.kind and module.weight.device.type == "cpu"
-    module.load_state_dict({"weight": t})
-    assert same(module.weight.detach(), t)
-
-
-@every_case
 def test_copy_from_values_encodes_them(case):
     for shape in SHAPES:
         t = case.make(shape)
@@ -81,16 +66,6 @@ def test_copy_from_values_encodes_them(case):
             assert t.copy_(plain) is t
             assert same(t, new)
         assert [part.data_ptr() for part in t.inner_tensors().values()] == pointers, "in place"
-
-
-@every_case
-def test_copy_from_its_own_kind_copies_the_codes(case):
-    for shape in SHAPES:
-        t, other = case.make(shape), case.make(shape, seed=1)
-        t.copy_(other)
-        assert same(t, other)
-        plain = torch.empty(shape, dtype=torch.bfloat16)
-        assert torch.equal(plain.copy_(other), other.master().bfloat16())
 
 
 @every_case

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from lowbit.tensor import joined
 from tests.tensor.cases import (
+    each_structure,
     every_case,
     every_frozen_weight,
     every_master,
@@ -21,6 +22,8 @@ from tests.tensor.cases import (
     same_bits,
     values,
 )
+
+pytestmark = each_structure
 
 
 class Tied(nn.Module):

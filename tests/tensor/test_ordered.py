@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 import torch
@@ -11,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit import AffineTensor, Int4WeightOnly, IntxWeightOnly, LowbitTensor, testing
+from lowbit import AffineTensor, Int4WeightOnly, IntxWeightOnly, LowbitTensor
 from lowbit.formats.experts import stacked
 from lowbit.tensor.frozen.ordered_tensor import OrderedTensor
+from tests.tensor.cases import FrozenContract
 
 ROWS, COLUMNS = 24, 128
 
@@ -156,30 +156,6 @@ def test_writes_round_in_the_stored_order() -> None:
     assert float((w.dequantize() - other).norm() / other.norm()) < 0.15
 
 
-def test_files_and_state_dicts(tmp_path) -> None:
-    layer = _linear(make(64, 128))
-    file = io.BytesIO()
-    torch.save(layer.state_dict(), file)
-    file.seek(0)
-    fresh = _linear(make(64, 128, seed=1))
-    fresh.load_state_dict(torch.load(file, weights_only=True))
-    assert torch.equal(fresh.weight.dequantize(), layer.weight.dequantize())
-    lb.save(layer, tmp_path / "model.safetensors")
-    found = lb.load(tmp_path / "model.safetensors")["weight"]
-    assert type(found) is OrderedTensor
-    assert torch.equal(found.dequantize(), layer.weight.dequantize())
-
-
-def test_compiled() -> None:
-    layer = _linear(make(64, 128))
-    x = torch.randn(3, 128, requires_grad=True)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), layer(x))
-    (got,) = torch.autograd.grad(compiled(x).sum(), x)
-    (wanted,) = torch.autograd.grad(layer(x).sum(), x)
-    torch.testing.assert_close(got, wanted)
-
-
 def test_a_model_with_it_is_dequantized() -> None:
     layer = _linear(make(64, 128))
     values = layer.weight.dequantize()
@@ -188,17 +164,7 @@ def test_a_model_with_it_is_dequantized() -> None:
     assert torch.equal(layer.weight, values)
 
 
-class TestContract(
-    testing.BasicContract,
-    testing.AutogradContract,
-    testing.CompileContract,
-    testing.FSDP2Contract,
-    testing.SerializationContract,
-):
-    """What every tensor of lowbit does, but slices of the inputs and with them tensor parallelism along them."""
-
-    column_step = 0
-
+class TestContract(FrozenContract):
     def encode(self, weight: Tensor) -> OrderedTensor:
         matrix = AffineTensor.from_float(weight, IntxWeightOnly(8, None, "asymmetric"))
         generator = torch.Generator().manual_seed(0)

@@ -28,7 +28,6 @@ from tests.tensor.cases import (
     every_weight,
     inside_range,
     over,
-    same,
     same_bits,
     values,
 )
@@ -57,18 +56,6 @@ def test_a_converted_weight_gives_the_same_output_to_the_bit(case):
         converted = frozen.encode(weight.master())
         assert same_bits(weight.dequantize(), converted.dequantize())
         assert same_bits(F.linear(x, weight, bias), F.linear(x, converted, bias))
-
-
-@every_weight
-def test_non_contiguous_inputs_and_sources(case):
-    source = values((101, 24)).t()
-    assert not source.is_contiguous()
-    weight = case.encode(source)
-    assert same(weight, case.encode(source.contiguous()))
-    x = values((101, 6), 1).t()
-    assert relative_error(F.linear(x, weight), F.linear(x.contiguous(), weight)) < 1e-6
-    x = values((6, 3, 101), 1).transpose(0, 1)
-    assert relative_error(F.linear(x, weight), F.linear(x.contiguous(), weight)) < 1e-6
 
 
 @by_class

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit import AffineTensor, Int4WeightOnly, IntxWeightOnly, LowbitTensor, testing
+from lowbit import AffineTensor, Int4WeightOnly, IntxWeightOnly, LowbitTensor
 from lowbit.formats import FormatError
 from lowbit.granularity import PerGroup, PerToken
 from lowbit.numerics.number_format import Int
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.frozen.rotated_tensor import RotatedTable, RotatedTensor, rotated_blocks
 from tests.schemes import relative_error
+from tests.tensor.cases import FrozenContract
 
 ROWS, COLUMNS = 24, 128
 _BY_TOKEN = Spec(Int(4), PerToken(), "symmetric_no_clipping_err")
@@ -202,17 +203,7 @@ def test_a_model_with_it_is_dequantized() -> None:
     assert torch.equal(layer.weight, values)
 
 
-class TestContract(
-    testing.BasicContract,
-    testing.AutogradContract,
-    testing.CompileContract,
-    testing.FSDP2Contract,
-    testing.SerializationContract,
-):
-    """What every tensor of lowbit does, but tensor parallelism along inputs, which only whole blocks allow."""
-
-    column_step = 0
-
+class TestContract(FrozenContract):
     def encode(self, weight: Tensor) -> RotatedTensor:
         size = min(weight.shape[1] & -weight.shape[1], 16)
         return quantized(weight, IntxWeightOnly(8, None, "asymmetric"), size)

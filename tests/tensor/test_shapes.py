@@ -13,6 +13,7 @@ from tests.tensor.cases import (
     CASES,
     by_class,
     check,
+    each_structure,
     every_case,
     every_frozen_weight,
     every_trainable,
@@ -23,6 +24,8 @@ from tests.tensor.cases import (
     shares_memory,
     values,
 )
+
+pytestmark = each_structure
 
 every_transposable = over([case for case in CASES if case.is_transposable])
 
@@ -57,20 +60,6 @@ def test_a_slice_is_the_slice_of_the_values_or_refused(case, data):
     assert same(t.narrow(dim, start, end - start), piece)
     if start:
         assert same(torch.ops.aten.slice(t, dim, start - shape[dim], end), piece)
-
-
-@every_case
-def test_pieces_of_rows_that_do_not_divide(case):
-    """FSDP2's chunks of 33 rows for 2 ranks, of 1 row for 2."""
-    if case.row_step > 1:
-        with pytest.raises(NotImplementedError, match=r"slicing.*multiples"):
-            case.make((33, 96)).chunk(2)
-        return
-    for rows in (33, 1):
-        t = case.make((rows, 100))
-        pieces, expected = t.chunk(2), case.values_of(t).chunk(2)
-        for piece, plain in zip(pieces, expected, strict=True):
-            assert same_bits(case.values_of(piece), plain)
 
 
 @every_case

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit import AffineTensor, Int4WeightOnly, IntxWeightOnly, testing
+from lowbit import AffineTensor, Int4WeightOnly, IntxWeightOnly
 from lowbit.formats import FormatError
 from lowbit.inference.calibration.columns import two_of_four
 from lowbit.tensor.frozen.sparse24_tensor import Sparse24Float8, Sparse24Tensor
 from tests.schemes import relative_error
+from tests.tensor.cases import FrozenContract
 
 SCHEMES = {
     "int8": lb.Int8WeightOnly(),
@@ -206,16 +207,6 @@ def test_files_and_state_dicts(scheme: lb.Scheme, tmp_path) -> None:
     assert torch.equal(ordinary[0].weight, found.dequantize())
 
 
-class TestContract(
-    testing.BasicContract,
-    testing.AutogradContract,
-    testing.CompileContract,
-    testing.FSDP2Contract,
-    testing.SerializationContract,
-):
-    """What every tensor of lowbit does, but slices of the inputs and with them tensor parallelism along them."""
-
-    column_step = 0
-
+class TestContract(FrozenContract):
     def encode(self, weight: Tensor) -> Sparse24Tensor:
         return quantized(weight)

@@ -23,6 +23,7 @@ from lowbit.testing.serialization import Net, check_equal
 from tests.tensor.cases import (
     BY_NAME,
     by_class,
+    each_structure,
     every_frozen_weight,
     every_master,
     every_weight,
@@ -32,6 +33,8 @@ from tests.tensor.cases import (
     same_bits,
     values,
 )
+
+pytestmark = each_structure
 
 STORED = [c for c in BY_NAME.values() if c.is_weight and not c.has_master]
 """Those whose state is their inner tensors."""

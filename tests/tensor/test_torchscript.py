@@ -14,7 +14,7 @@ from torch import nn
 
 import lowbit
 from lowbit.tensor.core.torchscript import PREPARE
-from tests.tensor.cases import each_class, every_weight, values
+from tests.tensor.cases import every_weight, values
 
 MODES = {
     "script": lambda model, x: torch.jit.script(model),
@@ -53,7 +53,7 @@ def test_a_linear_is_refused(case: Any, mode: str) -> None:
     assert torch.equal(model(x), before)
 
 
-@each_class
+@pytest.mark.cover("values", case=lambda case: case.kind.__name__)
 @every_weight
 def test_the_way_out_works(case: Any) -> None:
     """A program of torch.export, and TorchScript of the plain model."""

@@ -43,8 +43,9 @@ def loss_and_gradients(model: Llama) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), grads
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(
+    "name,compiled", [("plain", False), ("int8", False), ("float8", False), ("int8", True)]
+)
 def test_the_same_bits_and_no_product_twice(name: str, compiled: bool) -> None:
     found = []
     for recompute in (False, True):
@@ -59,7 +60,7 @@ def test_the_same_bits_and_no_product_twice(name: str, compiled: bool) -> None:
     assert products == other_products == (0 if name == "plain" else 3 * (7 + 1))
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", ["plain", "float8"])
 def test_a_compiled_block_keeps_no_codes(name: str) -> None:
     """Bytes a token that one block keeps, beside weights and angles: float32 products, codes of one byte."""
     kept: list[dict[torch.dtype, int]] = []

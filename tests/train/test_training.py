@@ -202,9 +202,16 @@ def test_resumed_to_the_bit():
 # ---- torch.compile ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("name", ["int8", "float8-tensorwise"])
+@pytest.mark.parametrize(
+    "name,backend",
+    [
+        *(("int8", "inductor"), ("float8-tensorwise", "aot_eager")),
+        ("float8", "aot_eager_decomp_partition"),
+    ],
+)
 def test_compiled_without_graph_breaks(name, backend):
+    """A graph for training quantizes the input that gate and up share once. One without gradients does not merge equal
+    operations."""
     torch._dynamo.reset()
     low = prepared(Block(), SCHEMES[name])
     x = values(2, 16, 64)
@@ -212,11 +219,14 @@ def test_compiled_without_graph_breaks(name, backend):
     compiled = copy.deepcopy(low)
     compiled.compile(fullgraph=True, backend=backend)
     for _ in range(2):
-        with scaled_products() as calls:
+        with scaled_products() as calls, launches.counted() as ran:
             found = outcome(compiled, x)
         assert sum(calls.values()) == 9
         for key, value in expected.items():
             assert relative(found[key], value) < 1e-5, key
+    if backend != "aot_eager":
+        forward, backward = 2 + 3, 3 + 3  # inputs, gradients, weights
+        assert sum(n for (op, _), n in ran.items() if op == "quantize_rowcol") == forward + backward
 
 
 @pytest.mark.cover("values")
@@ -231,40 +241,17 @@ def test_compiled_without_graph_breaks(name, backend):
     ids=["int8", "float8", "int8-weight"],
 )
 def test_a_compiled_step_is_compiled_once_for_other_token_counts(scheme, rows):
-    """20 steps, the first for its own size, all others by the graph of the second."""
+    """The first step for its own size, all others by the graph of the second."""
     torch._dynamo.reset()
     low = prepared(Block(), scheme)
     low.compile(fullgraph=True, backend="aot_eager")
     optimizer = lowbit.optim.AdamW8bit(low.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(0)
-    for number in range(20):
+    for number in range(6):
         count = int(torch.randint(*rows, (1,), generator=generator))
         x = values(2, count, 64, seed=number)
         with torch._dynamo.config.patch(error_on_recompile=number > 1):
             step(low, optimizer, x, x)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])
-@pytest.mark.parametrize("name", ["int8", "float8"])
-def test_a_compiled_graph_quantizes_a_shared_input_once(name, backend):
-    """That of gate and up, in training. A graph without gradients does not merge equal operations."""
-    torch._dynamo.reset()
-    low = prepared(Block(), SCHEMES[name])
-    low.compile(fullgraph=True, backend=backend)
-    x = values(16, 64).requires_grad_()
-    low(x).sum().backward()
-    with launches.counted() as forward:
-        y = low(x)
-    with launches.counted() as backward:
-        y.sum().backward()
-    assert total(forward, "quantize_rowcol") == 5, "two inputs and three weights"
-    assert total(forward, "scaled_mm") == 3
-    assert total(backward, "quantize_rowcol") == 6, "three gradients and three weights"
-    assert total(backward, "scaled_mm") == 6
-
-
-def total(counted, op):
-    return sum(count for (name, _), count in counted.items() if name == op)
 
 
 def test_compiled_with_stochastic_rounding_and_other_sizes():
@@ -300,7 +287,7 @@ def test_stochastic_rounding_has_the_mean_of_the_exact_gradient(name):
     layer, x, upstream = linear(24, 64), values(32, 64), values(32, 24, seed=3)
     exact_operands = replace(SCHEMES[name], output=False)
     total: dict[str, torch.Tensor] = {}
-    count = 300
+    count = 100
     for seed in range(count):
         scheme = replace(exact_operands, stochastic_rounding=True, seed=seed)
         found = outcome(prepared(layer, scheme), x, upstream)

@@ -24,6 +24,7 @@ import lowbit
 from lowbit import BitNet, Int8Weight, train
 from lowbit.tensor import BitNetTensor, Int8WeightTensor
 from lowbit.testing.launch import launch
+from tests.covering import pairs
 from tests.scaled_products import scaled_products
 from tests.train.problems import relative, values
 
@@ -110,20 +111,18 @@ def same_weights(model, whole, where):
 
 def check_updates_are_the_same_at_any_sharding(rank, world_size):
     """To the bit: FSDP2, even and uneven; tensor parallel by columns and rows."""
-    for scheme in (Int8Weight(), BitNet()):
-        for name, cls in OPTIMIZERS.items():
-            for make, width in ((shard, 96), (shard, 33), (parallel, 96), (parallel, 94)):
-                where = (scheme, name, make.__name__, width)
-                if make is parallel and name == "AdamW8bit" and width == 94:
-                    continue  # 47 columns are not whole blocks of a state
-                whole, model = model_of(scheme, width), make(model_of(scheme, width))
-                optimizers = [cls(m.parameters(), lr=1e-2) for m in (whole, model)]
-                for step in range(3):
-                    for m, optimizer in zip((whole, model), optimizers, strict=True):
-                        step_of(m, optimizer, step)
-                if make is parallel and name == "AdamW8bit":
-                    continue  # The blocks of its states differ, so its values do too.
-                same_weights(model, whole, where)
+    layouts = (shard, 96), (shard, 33), (parallel, 96), (parallel, 94)
+    for scheme, name, (make, width) in pairs((Int8Weight(), BitNet()), OPTIMIZERS, layouts):
+        if make is parallel and name == "AdamW8bit" and width == 94:
+            continue  # 47 columns are not whole blocks of a state
+        whole, model = model_of(scheme, width), make(model_of(scheme, width))
+        optimizers = [OPTIMIZERS[name](m.parameters(), lr=1e-2) for m in (whole, model)]
+        for step in range(3):
+            for m, optimizer in zip((whole, model), optimizers, strict=True):
+                step_of(m, optimizer, step)
+        if make is parallel and name == "AdamW8bit":
+            continue  # The blocks of its states differ, so its values do too.
+        same_weights(model, whole, (scheme, name, make.__name__, width))
     return True
 
 

@@ -76,7 +76,8 @@ def _begun(shape: tuple[int, ...], format: str, device: torch.device, is_basis: 
 
 
 def run(optimizer: Any, jobs: list[Job], scale: GradScale) -> None:
-    """Step the matrices of these jobs. The first gradient of a parameter makes its bases, and moves no weight."""
+    """Step the matrices of these jobs. The first gradient of a parameter that is not zero makes its bases, and moves no
+    weight."""
     if jobs and jobs[0].grads[0].is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a CUDA graph is being captured, and SOAP refreshes the bases of matrices every precondition_frequency "
@@ -95,8 +96,11 @@ def run(optimizer: Any, jobs: list[Job], scale: GradScale) -> None:
         if fresh:
             own = job.subset(fresh)
             for param, grad in zip(own.params, own.grads, strict=True):
-                optimizer.state[param]["step"] += 1
                 whole = _whole_gradient(param, grad, job.group, scale.coefficient)
+                if not bool(whole.any()):  # as torch gives to make states for a state dict
+                    counts[param] = 0
+                    continue
+                optimizer.state[param]["step"] += 1
                 _begin(optimizer.state[param], whole, job.group["betas"][1])
         if rest:
             later.append(job.subset(rest))

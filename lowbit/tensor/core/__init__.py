@@ -16,6 +16,7 @@ from lowbit.tensor.core.base import count_change as count_change
 from lowbit.tensor.core.base import stored_shape as stored_shape
 from lowbit.tensor.core.base import written as written
 from lowbit.tensor.core.base_ops import copy_ as copy_
+from lowbit.tensor.core.base_ops import looked_up as looked_up
 from lowbit.tensor.core.base_ops import product_below_autograd as product_below_autograd
 from lowbit.tensor.core.base_ops import to_copy as to_copy
 from lowbit.tensor.core.contracted import GROUPED as GROUPED

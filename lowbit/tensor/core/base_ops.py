@@ -285,6 +285,15 @@ def _equal(func: Any, args: Any, kwargs: Any) -> bool:
     return all(torch.equal(x, y) for x, y in pairs)
 
 
+def looked_up(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """aten.embedding of a weight [N, K]: gathers the codes of the rows, and dequantizes only those."""
+    self, indices = args[0], args[1]
+    if self.transposed:
+        raise self._unsupported("an embedding of its transpose")
+    rows = self._take(indices.reshape(-1)).dequantize()
+    return rows.view(*indices.shape, *self.shape[1:])
+
+
 def product_below_autograd(
     linear: Callable[..., Tensor], func: Any, args: Any, kwargs: Any
 ) -> Tensor:

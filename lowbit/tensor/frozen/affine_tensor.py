@@ -50,6 +50,7 @@ from lowbit.tensor.core import (
     check_not_flat,
     check_weight,
     is_traced,
+    looked_up,
     of_stack,
     of_swapped,
     product_below_autograd,
@@ -642,14 +643,7 @@ def _rounded_for_experts(x: Any, weight: Any) -> tuple[Any, Any]:
 # ---- aten operations ---------------------------------------------------------------------------------------------
 
 
-@AffineTensor.implements(aten.embedding.default)
-def _embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Gathers the codes of the rows, and dequantizes only those."""
-    self, indices = args[0], args[1]
-    if self.transposed:
-        raise self._unsupported("an embedding of its transpose")
-    rows = self._take(indices.reshape(-1)).dequantize()
-    return rows.view(*indices.shape, *self.shape[1:])
+AffineTensor.implements(aten.embedding.default)(looked_up)
 
 
 @AffineTensor.implements(aten.mm.default, aten.addmm.default, aten.linear.default)

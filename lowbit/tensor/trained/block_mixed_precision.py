@@ -7,7 +7,7 @@ Both products of the weight read the same codes. The input's gradient reads thei
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -91,11 +91,6 @@ class BlockMixedPrecisionTensor(MixedPrecisionTensor, codec=BlockCodes):
     stays = ""
 
     scheme: Float8BlockMixedPrecision
-
-    @classmethod
-    def prepared(cls, weight: Tensor, scheme: Any, name: str) -> Self:
-        """A quantized weight in the same blocks is trained from the values that its codes stand for."""
-        return cls(weight.dequantize() if isinstance(weight, LowbitTensor) else weight, scheme)
 
     def row_codes(self) -> Codes:
         """The weight [N, K] as the output's product reads it: codes [N, K128] and the scales of tiles."""

@@ -29,6 +29,7 @@ from lowbit.tensor.core import (
     InnerShapes,
     aten,
     check_weight,
+    looked_up,
     product_below_autograd,
     stored_shape,
 )
@@ -185,14 +186,7 @@ def _round(
     return pack(codes.view(*lead, groups * group) - _LEAST, 4), scale.view(*lead, groups)
 
 
-@Int4WeightTensor.implements(aten.embedding.default)
-def _embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Dequantizes only the rows that are looked up."""
-    self, indices = args[0], args[1]
-    if self.transposed:
-        raise self._unsupported("an embedding of its transpose")
-    rows = self._take(indices.reshape(-1)).dequantize()
-    return rows.view(*indices.shape, *self.shape[1:])
+Int4WeightTensor.implements(aten.embedding.default)(looked_up)
 
 
 @Int4WeightTensor.implements(aten.mm.default, aten.addmm.default, aten.linear.default)

@@ -5,14 +5,13 @@ FSDP2 gathers the weight itself: its two rounded copies take as many bytes as on
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
 from lowbit.linear.microscaled_linear import microscaled_linear
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import MXFP8MixedPrecision
-from lowbit.tensor.core import LowbitTensor
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.trained.mixed_precision import MixedPrecisionTensor
 
@@ -24,11 +23,6 @@ class MicroscaledTensor(MixedPrecisionTensor, codec=None):
     stays = ""
 
     scheme: MXFP8MixedPrecision
-
-    @classmethod
-    def prepared(cls, weight: Tensor, scheme: Any, name: str) -> Self:
-        """A weight in MXFP8 is trained from the values that its codes stand for."""
-        return cls(weight.dequantize() if isinstance(weight, LowbitTensor) else weight, scheme)
 
     @classmethod
     def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:

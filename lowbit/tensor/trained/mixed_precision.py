@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -13,7 +13,15 @@ import lowbit_kernels as kernels
 from lowbit.linear.low_bit_grouped import low_bit_grouped_mm
 from lowbit.linear.low_bit_linear import Codes, Operand, low_bit_linear
 from lowbit.schemes.training import MixedPrecision
-from lowbit.tensor.core import Gather, InnerShapes, Wire, aten, check_not_flat, stored_shape
+from lowbit.tensor.core import (
+    Gather,
+    InnerShapes,
+    LowbitTensor,
+    Wire,
+    aten,
+    check_not_flat,
+    stored_shape,
+)
 from lowbit.tensor.trained.master_weight import MasterWeightTensor
 
 
@@ -82,6 +90,11 @@ class MixedPrecisionTensor(MasterWeightTensor, codec=RowCodes):
     }
 
     scheme: MixedPrecision
+
+    @classmethod
+    def prepared(cls, weight: Tensor, scheme: Any, name: str) -> Self:
+        """A quantized weight, in the blocks of the scheme, is trained from the values that its codes stand for."""
+        return cls(weight.dequantize() if isinstance(weight, LowbitTensor) else weight, scheme)
 
     @classmethod
     def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
