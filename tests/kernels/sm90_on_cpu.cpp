@@ -61,8 +61,7 @@ static std::vector<Load> loads;  // not yet done
 static long now, latest;
 static uint64 chance;
 
-
-uint32 draw() {
+static uint32 draw() {
     chance = chance * 6364136223846793005ull + 1442695040888963407ull;
     return chance >> 33;
 }
@@ -73,7 +72,7 @@ void load(std::function<void()> copy) {
     loads.push_back({now + delay, copy});
 }
 
-void finish_loads() {
+static void finish_loads() {
     for (size_t i = 0; i < loads.size();) {
         if (loads[i].due > now) {
             ++i;
@@ -86,14 +85,15 @@ void finish_loads() {
 }
 
 void fail(const char *why) { fprintf(stderr, "%s\n", why), exit(3); }
-Block &block(uint32 rank) { return blocks[blockIdx.x / cluster * cluster + rank]; }
-Block &block() { return blocks[blockIdx.x]; }
+static Block &block(uint32 rank) { return blocks[blockIdx.x / cluster * cluster + rank]; }
+static Block &block() { return blocks[blockIdx.x]; }
+
 // swapcontext would call the operating system for each switch, so only the start of a fiber uses its context.
 void yield() {
     if (!_setjmp(fibers[current].place)) _longjmp(scheduler, 1);
 }
 
-void go_on(Fiber &fiber) {
+static void go_on(Fiber &fiber) {
     if (_setjmp(scheduler)) return;
     if (fiber.started) _longjmp(fiber.place, 1);
     fiber.started = true;
@@ -110,7 +110,8 @@ static void yield_while(const Waits &waits) {
     yield();
     own.waits = 0;
 }
-void enter() {
+
+static void enter() {
     body();
     if (!fibers[current].stores.empty()) fail("nobody waits for a store");
     fibers[current].done = true;
@@ -174,7 +175,7 @@ void launch(unsigned int grid, unsigned int block_threads, unsigned int cluster_
 }
 }  // namespace emulation
 
-void finish_phase(emulation::Barrier &b) {
+static void finish_phase(emulation::Barrier &b) {
     if (b.missing < 0) emulation::fail("more arrivals than a barrier waits for");
     if (b.missing == 0 && b.bytes == 0) b.phase ^= 1, b.missing = b.arrivals;
 }
@@ -284,7 +285,7 @@ void load_bulk(uint32 to, const void *from, uint32 bytes, uint32 barrier) {
     });
 }
 
-void fill(const TensorMap &map, int x, int y, uint32 to, emulation::Block &block, uint32 barrier) {
+static void fill(const TensorMap &map, int x, int y, uint32 to, emulation::Block &block, uint32 barrier) {
     const int width = map.width * map.size;
     const bool is_swizzled = !map.plain && (width == 32 || width == 64 || width == 128);
     if (is_swizzled ? to % (8 * width) : width % 16 || to % 128) emulation::fail("no such box");
