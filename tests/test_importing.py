@@ -93,7 +93,14 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("bare")
     torch.save(weights(), folder / "weights.pt")
     done = subprocess.run(
-        [sys.executable, "-c", _BARE, str(folder / "weights.pt"), json.dumps(OPS), json.dumps(OPTIONAL)],
+        [
+            sys.executable,
+            "-c",
+            _BARE,
+            str(folder / "weights.pt"),
+            json.dumps(OPS),
+            json.dumps(OPTIONAL),
+        ],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,

@@ -127,8 +127,10 @@ for at, program in enumerate(sys.argv[3:]):
 def run(
     on_terminal: list[str], elsewhere: list[str], tmp_path: Path
 ) -> tuple[bytes, list[bytes], bytes]:
-    """stdout of all programs, what each writes to a pseudo terminal, and what the others write to a pipe as stderr. They
-    are forks of one process, which has imported torch and lowbit."""
+    """stdout of all programs, what each writes to a pseudo terminal, and what the others write to a pipe as stderr.
+
+    They are forks of one process, which has imported torch and lowbit.
+    """
     environment = {
         **os.environ,
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",

@@ -22,7 +22,9 @@ ALL_TEST_UTILS = (
 )
 
 formats = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
-of_each_kind = pytest.mark.cover("values", format=lambda f: (f.codes, f.zero_point, f.scale, bool(f.table)))
+of_each_kind = pytest.mark.cover(
+    "values", format=lambda f: (f.codes, f.zero_point, f.scale, bool(f.table))
+)
 
 
 def number(weight: dict, row: int, k: int) -> float:
