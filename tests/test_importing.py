@@ -17,6 +17,7 @@ import torch
 import lowbit
 from lowbit_kernels.runtime.library import SCHEMAS
 from tests.schemes import SCHEMES
+from tests.test_structure import OPTIONAL
 
 ROOT = Path(__file__).resolve().parent.parent
 PATH = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
@@ -40,11 +41,20 @@ MOST_SECONDS = 2.0
 _BARE = """
 import json, sys, time
 import torch
+optional, tried = json.loads(sys.argv[3]), []
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name in optional:
+            tried.append(name)
+            raise ImportError("lowbit imports " + name + " on import")
+sys.meta_path.insert(0, refuse := Refuse())
 before, start = set(sys.modules), time.process_time()
 import lowbit
 seconds, new = time.process_time() - start, set(sys.modules) - before
+sys.meta_path.remove(refuse)
 found = {
     "seconds": seconds,
+    "tried": tried,
     "new": sorted(new),
     "ops": [name for name in json.loads(sys.argv[2]) if hasattr(torch.ops.lowbit, name)],
     "safe": [f"{c.__module__}.{c.__qualname__}" for c in torch.serialization.get_safe_globals()],
@@ -83,7 +93,14 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("bare")
     torch.save(weights(), folder / "weights.pt")
     done = subprocess.run(
-        [sys.executable, "-c", _BARE, str(folder / "weights.pt"), json.dumps(OPS)],
+        [
+            sys.executable,
+            "-c",
+            _BARE,
+            str(folder / "weights.pt"),
+            json.dumps(OPS),
+            json.dumps(OPTIONAL),
+        ],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
@@ -95,6 +112,12 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_importing_lowbit_imports_nothing_slow(bare: Any) -> None:
     slow = [n for n in bare["new"] if any(n == s or n.startswith(f"{s}.") for s in SLOW)]
     assert slow == []
+
+
+def test_importing_lowbit_imports_nothing_optional(bare: Any) -> None:
+    """Every optional package was impossible to import then."""
+    optional = {name.split(".")[0] for name in OPTIONAL}
+    assert bare["tried"] == [] and not optional & {name.split(".")[0] for name in bare["new"]}
 
 
 def test_importing_lowbit_is_quick(bare: Any) -> None:

@@ -108,22 +108,28 @@ SHOWN = {
 END = b"[the end of a program]"
 EACH = """
 import atexit, os
-for program in sys.argv[1:]:
+terminals, elsewhere = map(int, sys.argv[1:3])
+for at, program in enumerate(sys.argv[3:]):
     if not (child := os.fork()):
+        if at >= terminals:
+            os.dup2(elsewhere, 2)
         exec(compile(program, "<program>", "exec"), globals())
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # the end of an interpreter that has imported torch takes a second
     assert os.waitpid(child, 0)[1] == 0, program
-    os.write(2, END)
+    if at < terminals:
+        os.write(2, END)
 """
 
 
-def run(programs: list[str], on_terminal: bool, tmp_path: Path) -> tuple[bytes, list[bytes]]:
-    """stdout of all programs, and stderr of each. They are forks of one process, which has imported torch and lowbit.
+def run(
+    on_terminal: list[str], elsewhere: list[str], tmp_path: Path
+) -> tuple[bytes, list[bytes], bytes]:
+    """stdout of all programs, what each writes to a pseudo terminal, and what the others write to a pipe as stderr.
 
-    on_terminal: their stderr is a pseudo terminal.
+    They are forks of one process, which has imported torch and lowbit.
     """
     environment = {
         **os.environ,
@@ -132,12 +138,16 @@ def run(programs: list[str], on_terminal: bool, tmp_path: Path) -> tuple[bytes, 
         "TERM": "xterm",
         "COLUMNS": "100",
     }
-    own, given = os.openpty() if on_terminal else os.pipe()
-    head = f"{HEAD}\n{LATER}" if on_terminal else HEAD
-    command = [sys.executable, "-c", f"{head}\nEND = {END!r}\n{EACH}"]
-    command += map(textwrap.dedent, programs)
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=given, env=environment)
+    own, given = os.openpty()
+    pipe = os.pipe()
+    command = [sys.executable, "-c", f"{HEAD}\n{LATER}\nEND = {END!r}\n{EACH}"]
+    command += [str(len(on_terminal)), str(pipe[1])]
+    command += map(textwrap.dedent, on_terminal + elsewhere)
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=given, env=environment, pass_fds=pipe[1:]
+    )
     os.close(given)
+    os.close(pipe[1])
     written = b""
     while True:
         try:
@@ -152,8 +162,9 @@ def run(programs: list[str], on_terminal: bool, tmp_path: Path) -> tuple[bytes, 
     printed = child.stdout.read()
     assert child.wait(timeout=60) == 0, written.decode(errors="replace")
     *each, last = written.split(END)
-    assert len(each) == len(programs) and not last
-    return printed, each
+    assert len(each) == len(on_terminal) and not last
+    with open(pipe[0], "rb") as rest:
+        return printed, each, rest.read()
 
 
 WITH_FUNCTIONS = textwrap.dedent(PROGRAMS["measuring"]) + textwrap.dedent(PROGRAMS["training"])
@@ -180,49 +191,47 @@ SILENT = {
 }
 
 
+Shown = tuple[bytes, dict[str, bytes], bytes]
+
+
 @pytest.fixture(scope="module")
-def on_terminal(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, dict[str, bytes]]:
-    """What all programs print, and what each writes to a terminal."""
+def on_terminal(tmp_path_factory: pytest.TempPathFactory) -> Shown:
+    """What all programs print, what each writes to a terminal, and what some write to a pipe."""
     if not hasattr(os, "openpty"):
         pytest.skip("needs pseudo terminals")
     programs = {**PROGRAMS, "with functions": WITH_FUNCTIONS, **SILENT}
     programs |= {"compiled twice": COMPILED_TWICE, "compiled shortly": COMPILED_SHORTLY}
-    printed, written = run([*programs.values()], True, tmp_path_factory.mktemp("terminal"))
-    return printed, dict(zip(programs, written, strict=True))
+    elsewhere = [PROGRAMS["counted"], PROGRAMS["quantizing"], SILENT["without rich"]]
+    elsewhere += [COMPILED_SHORTLY, COMPILED_TWICE]
+    printed, written, piped = run(
+        [*programs.values()], elsewhere, tmp_path_factory.mktemp("terminal")
+    )
+    return printed, dict(zip(programs, written, strict=True)), piped
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_bars_appear_on_a_terminal(name: str, on_terminal: tuple[bytes, dict[str, bytes]]) -> None:
-    printed, written = on_terminal
+def test_bars_appear_on_a_terminal(name: str, on_terminal: Shown) -> None:
+    printed, written, _ = on_terminal
     assert printed == b""
     assert SHOWN[name] in written[name]
 
 
-def test_nothing_is_written_elsewhere(tmp_path: Path) -> None:
-    names = ("counted", "quantizing")
-    programs = [*(PROGRAMS[name] for name in names), SILENT["without rich"]]
-    programs += [COMPILED_SHORTLY, COMPILED_TWICE]
-    assert run(programs, False, tmp_path) == (b"", [b""] * 5)
+def test_nothing_is_written_elsewhere(on_terminal: Shown) -> None:
+    assert on_terminal[0] == on_terminal[2] == b""
 
 
-def test_a_compiler_is_told_of_early_and_without_rich_by_one_line(
-    on_terminal: tuple[bytes, dict[str, bytes]],
-) -> None:
+def test_a_compiler_is_told_of_early_and_without_rich_by_one_line(on_terminal: Shown) -> None:
     written = on_terminal[1]
     assert SHOWN["compiling"] in written["compiled shortly"]
     line = b"lowbit: compiling a kernel for the CPU, once on this machine"
     assert written["compiled twice"].splitlines() == [line]
 
 
-def test_a_function_of_the_callers_takes_the_place_of_the_bar(
-    on_terminal: tuple[bytes, dict[str, bytes]],
-) -> None:
+def test_a_function_of_the_callers_takes_the_place_of_the_bar(on_terminal: Shown) -> None:
     written = on_terminal[1]["with functions"]
     assert SHOWN["measuring"] not in written and SHOWN["training"] not in written
 
 
 @pytest.mark.parametrize("name", SILENT)
-def test_short_work_and_missing_rich_show_no_bar(
-    name: str, on_terminal: tuple[bytes, dict[str, bytes]]
-) -> None:
+def test_short_work_and_missing_rich_show_no_bar(name: str, on_terminal: Shown) -> None:
     assert on_terminal[1][name] == b""

@@ -224,16 +224,21 @@ def test_commands_name_existing_modules_and_files() -> None:
     assert commands[1].endswith(" pytest -n 2")
 
 
+@functools.cache
+def benchmark_names() -> set[str]:
+    from benchmarks.registry import all_benchmarks
+
+    return set(all_benchmarks())
+
+
 @pytest.mark.parametrize("page", [*PAGES, LOG], ids=name_of)
 def test_modules_of_commands_exist(page: Path) -> None:
     """`python -m recipes.decode`, `python -m benchmarks optimizer_step` and their like."""
-    from benchmarks.registry import all_benchmarks
-
     modules = re.findall(r"python -m\s+((?:recipes|benchmarks)(?:\.\w+)?)", text_of(page))
     missing = {m for m in modules if importlib.util.find_spec(m) is None}
     assert not missing
     names = set(re.findall(r"python -m\s+benchmarks (\w+)", text_of(page)))
-    assert names <= set(all_benchmarks())
+    assert names <= benchmark_names()
 
 
 def test_folder_tree_is_true() -> None:

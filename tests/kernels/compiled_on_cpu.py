@@ -22,13 +22,17 @@ OPTIONS = (
     *("-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-fPIC"),
     "-U_FORTIFY_SOURCE",  # its longjmp takes a jump to another fiber's stack for an error
 )
+PARTS = sorted(Path(__file__).parent.glob("*_on_cpu.*"))
+RUNTIME = Path(__file__).with_name("sm90_on_cpu.cpp")
+"""What the kernels of sm90_on_cpu.h share, compiled once."""
 KEPT = Path(os.environ["LOWBIT_CACHE_DIR"]).parent / "emulated"
 
 
 @functools.cache
 def _folder() -> Path:
     """The folder of the libraries of this compiler."""
-    key = "\n".join([*COMPILER, *OPTIONS, host_compiler._version(), _headers()])
+    sources = (part.read_text() for part in PARTS)
+    key = "\n".join([*COMPILER, *OPTIONS, host_compiler._version(), *sources])
     folder = KEPT / hashlib.sha256(key.encode()).hexdigest()[:16]
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
@@ -38,9 +42,9 @@ def _headers() -> str:
     """The lines of ``system.h``: the standard headers of all emulations."""
     lines = [
         line
-        for header in Path(__file__).parent.glob("*_on_cpu.h")
+        for header in PARTS
         for line in header.read_text().splitlines()
-        if line.startswith("#include <")
+        if header.suffix == ".h" and line.startswith("#include <")
     ]
     return "\n".join([*sorted(set(lines)), ""])
 
@@ -70,5 +74,7 @@ def library(source: str) -> ctypes.CDLL:
     if not path.exists():
         header = _folder() / "system.h"
         _made(header.with_name("system.h.gch"), _headers(), "-x", "c++-header")
-        _made(path, source, "-include", str(header), "-x", "c++", "-shared", "-Wl,-Bsymbolic")
+        shared = ("-shared", "-Wl,-Bsymbolic,--no-as-needed")
+        runtime = _made(_folder() / "runtime.so", f'#include "{RUNTIME}"', *shared)
+        _made(path, source, "-include", str(header), *shared, str(runtime))
     return ctypes.CDLL(str(path))

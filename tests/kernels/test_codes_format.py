@@ -22,6 +22,9 @@ ALL_TEST_UTILS = (
 )
 
 formats = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+of_each_kind = pytest.mark.cover(
+    "values", format=lambda f: (f.codes, f.zero_point, f.scale, bool(f.table))
+)
 
 
 def number(weight: dict, row: int, k: int) -> float:
@@ -68,6 +71,7 @@ def test_dequantize_is_the_formula(format: Format, k: int, group: int | None) ->
         assert torch.equal(found, values(weight, k).float().to(dtype))
 
 
+@pytest.mark.cover("values")
 @formats
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("m", [1, 20])
@@ -82,6 +86,7 @@ def test_weight_linear(format: Format, m: int, dtype: torch.dtype) -> None:
     assert torch.equal(weight_linear(x, **weight), weight_linear(x[None], **weight)[0])
 
 
+@of_each_kind
 @formats
 def test_operators_are_registered_well(format: Format) -> None:
     weight = format.weight(8, 64)
@@ -98,6 +103,7 @@ def test_operators_are_registered_well(format: Format) -> None:
     torch.library.opcheck(ops.dequantize.default, values, test_utils=utils)
 
 
+@of_each_kind
 @formats
 def test_compiles_without_a_break(format: Format) -> None:
     torch.compiler.reset()

@@ -98,6 +98,9 @@ def of_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dynamic_linear.planned.cache_clear()
 
 
+@pytest.mark.cover(
+    "values", case=lambda c: (c.format, c.dtype, c.name.removeprefix(f"{c.format}-"))
+)
 @pytest.mark.usefixtures("of_kernel")
 @pytest.mark.parametrize("case", [c for c in SMALL if c.m * c.n * c.k], ids=lambda c: c.name)
 def test_kernels_of_small_batches(case: Case) -> None:

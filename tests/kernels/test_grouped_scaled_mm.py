@@ -102,7 +102,7 @@ def test_interpreted_kernel(under_triton: dict[str, bool], case: Case) -> None:
 EMULATED = [case for case in INT8 if not is_empty(case) and sum(case.tokens) + case.beyond > 0]
 
 
-@pytest.mark.cover("values", case=lambda c: (c.ragged, c.tokens))
+@pytest.mark.cover("values", case=lambda c: (c.ragged, 0 in c.tokens, c.beyond > 0))
 @pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
 @pytest.mark.parametrize("across", [1, 2])
 @pytest.mark.parametrize("case", EMULATED, ids=lambda c: c.name)

@@ -118,7 +118,9 @@ def results(arguments: tuple) -> tuple:
 EMULATED = ("typical", "fp32", "prime-everything", "rows-only", "columns-only", "power-of-two")
 
 
-@each_shape
+@pytest.mark.cover(
+    "values", case=lambda c: (c.tiles, c.dtype, (c.rows, c.columns), c.power_of_two, c.m % 2)
+)
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 @pytest.mark.parametrize(
     "case",

@@ -103,8 +103,8 @@ def test_cpu(case) -> None:
 
 
 # The interpreter takes seconds for many tiles, of 32 rows and columns. A tile's indices do not depend on the format.
-# int8 has these cases, with fewer tiles than elsewhere: 4 x 5 instead of 10 x 17, and 63 instead of 626.
-FEW_TILES = {"several-tiles": {"m": 108, "k": 136}, "long-rows-only": {"k": 2001}}
+# int8 has these cases, with fewer tiles than elsewhere: 2 x 3 instead of 10 x 17, and 34 instead of 626.
+FEW_TILES = {"several-tiles": {"m": 44, "k": 72}, "long-rows-only": {"k": 1057}}
 INTERPRETED_CASES = [
     dataclasses.replace(case, **FEW_TILES.get(case.name, {}))
     for case in SMALL
@@ -218,9 +218,11 @@ def results(arguments: tuple) -> tuple:
 
 
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "format", ["int8", "e4m3", pytest.param("e5m2", marks=pytest.mark.exhaustive)]
+)
 def test_emulated_cuda_with_extreme_factors(format: str) -> None:
-    x, factor = extreme(), torch.rand(150)
+    x, factor = extreme()[:40], torch.rand(150)
     factor[5], factor[6], factor[8], factor[9] = math.inf, 0, 1e30, math.nan
     for own in (factor, factor.nan_to_num(1, 1, 1)):
         arguments = (x, format, True, True, False, None, own, False)
@@ -242,7 +244,7 @@ def test_stochastic_rounding_is_unbiased(format: str, tensorwise: bool) -> None:
     """The mean of n roundings lies within 5 standard errors of x; a step's share s has the variance s (1 - s)."""
     if tensorwise and format == "int8":
         pytest.skip("refused")
-    rows, columns, n = 24, 40, 400
+    rows, columns, n = 24, 40, 200
     x = torch.randn(rows, columns) * torch.logspace(-3, 0, columns)
     total = torch.zeros(2, rows, columns, dtype=torch.float64)
     nearest = quantize_rowcol(x, format, tensorwise=tensorwise)

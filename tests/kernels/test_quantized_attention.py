@@ -75,7 +75,9 @@ EMULATED = [
 
 @pytest.mark.parametrize("name", EMULATED)
 @pytest.mark.parametrize("multiprocessors", [1, 16])
-@pytest.mark.cover("values")
+@pytest.mark.cover(
+    "values", name=lambda name: {"typical": "full", "many-queries": "wide"}.get(name, name)
+)
 def test_the_kernel_in_the_emulator(name: str, multiprocessors: int) -> None:
     arguments = next(case for case in SMALL if case.name == name).arguments()
     with emulated(multiprocessors), launches.counted() as calls:

@@ -83,7 +83,9 @@ FLOAT8 = Case("float8", 129, 33, 272, E4M3, bias=torch.bfloat16)
 GRADIENT = Case("gradient", 70, 40, 272, E5M2, E4M3, out_dtype=torch.float32)
 
 
-@pytest.mark.cover("values", case=lambda c: c.name, width=str, slices=str)
+@pytest.mark.cover(
+    "values", case=lambda c: (c.a_dtype, c.b_dtype, c.n == 1), width=str, slices=lambda n: n > 1
+)
 @pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
     ("case", "width", "slices"),

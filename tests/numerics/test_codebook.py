@@ -192,8 +192,7 @@ def test_compiles_and_equals_eager(book: Codebook | torch.dtype) -> None:
         return dequantize_blockwise(*quantize_blockwise(x, book, 64), book, 64)
 
     x = torch.rand(3, 150)
-    backend = "inductor" if book is FORMATS[0] else "aot_eager"
-    compiled = torch.compile(round_trip, fullgraph=True, backend=backend)(x)
+    compiled = torch.compile(round_trip, fullgraph=True, backend="aot_eager")(x)
     assert torch.allclose(compiled, round_trip(x), rtol=1e-6, atol=0)
 
 

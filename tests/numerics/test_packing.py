@@ -97,14 +97,12 @@ def test_negative_codes_are_stored_in_twos_complement(bits: int) -> None:
 @pytest.mark.parametrize("size", [37, 38])
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_compiles(bits: int, size: int) -> None:
-    """Inductor takes seconds: it compiles the bits that cross bytes."""
-    backend = "inductor" if (bits, size) == (3, 37) else "aot_eager"
     codes = torch.randint(0, 2**bits, (4, size), dtype=torch.uint8)
 
     def round_trip(codes: torch.Tensor) -> torch.Tensor:
         return unpack(pack(codes, bits), bits, codes.shape[-1])
 
-    assert torch.equal(torch.compile(round_trip, fullgraph=True, backend=backend)(codes), codes)
+    assert torch.equal(torch.compile(round_trip, fullgraph=True, backend="aot_eager")(codes), codes)
 
 
 @pytest.mark.parametrize("bits", [0, 9, -1, 4.0, True, "4"])

@@ -227,7 +227,11 @@ def test_a_captured_graph_decodes_what_eager_steps_do(name: str) -> None:
 # ---- the command line --------------------------------------------------------------------------------------
 
 
-def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brief = dataclasses.replace(CONFIG, tokens=2, repeats=1)
+    monkeypatch.setitem(PRESETS, "tiny", lambda: brief)
     out = tmp_path / "pages" / "decode.md"
     assert main(["--preset", "tiny", "--out", str(out)]) == 0
     page = out.read_text()

@@ -15,6 +15,7 @@ import pytest
 
 from recipes import text
 from recipes.quickstart import main
+from tests.recipes.test_quickstart import measured_briefly  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
@@ -79,6 +80,7 @@ def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
     assert config["steps"] == 100_000 and config["model"]["dim"] == 32
 
 
+@pytest.mark.usefixtures("measured_briefly")
 def test_the_command_line_does_the_whole_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
