@@ -42,10 +42,7 @@ def axes_of(name: str) -> tuple[object, ...]:
     (case,) = [c for c in CASES if c.name == name]
     (format,) = [f for f in FORMATS if f.name == case.format]
     flags = (case.gated, case.bias, case.per_pair, case.beyond, case.same is None)
-    stored = format.axes[
-        2:
-    ]  # the decode kernel's other codes and tables: test_weight_mm_decode_formats
-    return *stored, case.group_size == 0, case.dtype, *flags, case.k % 2
+    return *format.axes, case.group_size, case.dtype, *flags, case.k % 2
 
 
 op = torch.ops.lowbit.expert_linear

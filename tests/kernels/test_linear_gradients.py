@@ -126,7 +126,8 @@ IN_INT8 = [c for c in SMALL if c.format == "int8"]
 def options_of(case: Case) -> tuple:
     """What the plan and its kernels distinguish."""
     flags = case.grad_x, case.grad_weight, case.stochastic, case.strided, case.rounds, case.seed > 0
-    return case.dtype, case.weight_dtype, *flags, case.name in IN_PARTS
+    sizes = case.m % 2, case.m == 1, case.n == 1, case.m * case.n == 0
+    return case.dtype, case.weight_dtype, *flags, *sizes
 
 
 EMULATED = [

@@ -70,7 +70,10 @@ def plan_of(case: Case, arguments: tuple):
         c.out_dtype,
         c.bias is None,
         c.strided,
-        c.name in IN_PARTS,
+        c.k % 2,
+        c.m == 1,
+        c.n == 1,
+        c.m * c.n * c.k == 0,
     ),
 )
 @pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")

@@ -342,6 +342,17 @@ ERRORS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: dequantize_affine(X.char(), (1, 16), ONE, torch.zeros(3)),
         "zero_point has 3 elements .* for 4 blocks",
     ),
+    **{
+        f"{name} of integers": (
+            lambda call=call: call(X.char()),
+            r"floating-point.*got torch\.int8",
+        )
+        for name, call in {
+            "scales": lambda x: choose_qparams_affine(x, "symmetric", (1, 16), torch.int8),
+            "codes": lambda x: quantize_affine(x, (1, 16), ONE, None, torch.int8),
+            "values": lambda x: fake_quantize_affine(x, (1, 16), ONE, None, torch.int8),
+        }.items()
+    },
     "target dtype": (
         lambda: choose_qparams_affine(X, "symmetric", (1, 16), torch.int64),
         r"torch\.int64; accepted: int8",

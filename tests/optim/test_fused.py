@@ -363,6 +363,21 @@ def test_gradients_are_not_kept(device, fused):
         assert [g() for g in grads] == [None, None]
 
 
+def test_training_goes_down(device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).to(device)
+    optimizer = optim.AdamW8bit(model.parameters(), lr=1e-2)
+    x = rand(32, 64, seed=1).to(device)
+    losses = []
+    for _ in range(30):
+        loss = (model(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0] and launched() == 60
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weights_behind_low_bit_products_are_written_to_directly(device, dtype):
     shapes = [(64, 256), (33, 300)]
