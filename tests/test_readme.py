@@ -287,6 +287,12 @@ def test_links_lead_somewhere() -> None:
     assert not broken, "no such file or heading:\n" + "\n".join(broken)
 
 
+def test_the_log_lists_its_entries() -> None:
+    listed = {link.removeprefix("#") for page, link in _links() if page == LOG}
+    entries = _anchors(LOG) - {"log"}
+    assert entries and not entries - listed, "add them to the list at the top"
+
+
 @functools.cache
 def _anchors(page: Path) -> set[str]:
     """The anchors that GitHub makes of the headings."""
