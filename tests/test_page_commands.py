@@ -37,6 +37,7 @@ BLOCKS = {
     "bash": "tests/test_page_commands.py",
     "cpp": "tests/formats/test_programs.py",
     "console": "tests/test_page_commands.py",
+    "py": "tests/integrations/test_launchers.py",
     "python": "tests/test_readme.py",
     "text": "tests/test_readme.py",
     "toml": "tests/integrations/test_torchtitan_settings.py",

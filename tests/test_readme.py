@@ -372,7 +372,7 @@ def test_names_in_backticks_are_lowbits() -> None:
     foreign |= {"MatMulNBits", "GatherBlockQuantized", "DequantizeLinear"}
     foreign |= {"Accelerator", "PeftModel", "TorchAoConfig"}
     foreign |= {"AWQModifier", "GPTQModifier", "QuantizeConfig"}
-    foreign |= {"SpinQuantModifier", "QuIPModifier", "Path", "SFTTrainer"}
+    foreign |= {"SpinQuantModifier", "QuIPModifier", "Path", "SFTTrainer", "DiTTransformer2DModel"}
     foreign |= {"SparseGPTModifier", "WandaPruningModifier"}
     foreign |= {
         "KVCache",

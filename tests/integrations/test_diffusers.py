@@ -20,6 +20,7 @@ import lowbit  # noqa: E402
 from lowbit.formats import FormatError  # noqa: E402
 from lowbit.hf import LowbitConfig  # noqa: E402
 from lowbit.train import Float8MixedPrecision, Int8MixedPrecision  # noqa: E402
+from tests.integrations.test_launchers import of_page  # noqa: E402
 
 INT8, INT4 = lowbit.Int8WeightOnly(), lowbit.Int4WeightOnly(32)
 CONVOLUTIONS = {"*conv[12]": INT4, "*": INT4}
@@ -245,3 +246,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
     model.add_adapter(peft.LoraConfig(r=4, target_modules=["to_q"]))
     with pytest.raises(FormatError, match="lies in a layer of PEFT"):
         model.save_pretrained(tmp_path / "adapted")
+
+
+def test_the_program_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(of_page("diffusers"), "page", "exec"), {"__name__": "__main__"})
+    stored = diffusers.FluxTransformer2DModel.from_pretrained("flux-int8")
+    assert isinstance(stored.proj_out.weight, lowbit.LowbitTensor)

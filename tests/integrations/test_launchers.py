@@ -24,6 +24,8 @@ from lowbit.tensor.core.base import LowbitTensor  # noqa: E402
 from recipes import text  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs/integrations.md"
+FENCE = "```py\n"
+"""Of Python that needs packages which `.ci/run` does not install."""
 LINES = [(f"line {i}", f"line {i} of {i * i}, and {i + 1} follows") for i in range(200)]
 OFFLINE = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -53,8 +55,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def of_page(section: str) -> str:
     """The Python of a section."""
     part = PAGE.read_text(encoding="utf-8").split(f"\n## {section}\n")[1].split("\n## ")[0]
-    (block,) = re.findall("^```py\n(.*?)^```$", part, re.MULTILINE | re.DOTALL)
-    return str(block)
+    return part.partition(FENCE)[2].partition("```\n")[0]
 
 
 def losses(command: list[str], folder: Path) -> list[float]:
