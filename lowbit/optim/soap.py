@@ -94,7 +94,7 @@ class SOAP(MatrixBase):
         options |= {"weight_decay": weight_decay, "amsgrad": False, "maximize": maximize}
         options |= {"precondition_frequency": precondition_frequency, "precondition": None}
         options |= {"max_precondition_dim": max_precondition_dim, "stacked": stacked}
-        self._counts: dict[Tensor, int] = {}  # of lowbit.optim.step.soap_step
+        self._counts: dict[Tensor, tuple[Tensor, int]] = {}  # of lowbit.optim.step.soap_step
         super().__init__(params, options, common)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

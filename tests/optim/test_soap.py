@@ -251,6 +251,20 @@ def test_states_that_get_optimizer_state_dict_makes_are_no_step(state):
         assert torch.equal(found, expected)
 
 
+@every
+def test_a_run_begins_again_after_its_states_were_cleared(state):
+    """Without a count that is left over, by which new states would have bases."""
+    weight = nn.Parameter(rand(70, 80))
+    optimizer = SOAP([weight], state=state, precondition_frequency=FREQUENCY)
+    run(optimizer, [weight], 3)
+    optimizer.state.clear()
+    weight.data = rand(70, 80)
+    run(optimizer, [weight], 5)
+    other = nn.Parameter(rand(70, 80))
+    run(SOAP([other], state=state, precondition_frequency=FREQUENCY), [other], 5)
+    assert torch.equal(weight, other)
+
+
 def test_clipping_and_steps_in_backward():
     params, others = parameters((24, 24)), parameters((24, 24))
     clipped, plain = SOAP(params, state="fp32", max_grad_norm=0.5), SOAP(others, state="fp32")

@@ -8,7 +8,8 @@ shape, [side, side], or [matrices, side, side] in a stack. All products are floa
 **Sharded matrices.** Every rank gathers the gradients and updates and does the work on whole matrices, and holds whole
 preconditioners and bases; the moments are sharded as the parameter is. The result is that of one process.
 
-The host counts the steps of parameters, because it decides when to refresh. It reads the counters of the states once.
+The host counts the steps of parameters, because it decides when to refresh. It reads the counter of a state once, and
+that of a state which takes its place again.
 """
 
 from __future__ import annotations
@@ -83,25 +84,29 @@ def run(optimizer: Any, jobs: list[Job], scale: GradScale) -> None:
             "a CUDA graph is being captured, and SOAP refreshes the bases of matrices every precondition_frequency "
             "steps, which a graph cannot decide; capture forward and backward, and call step() outside of the graph"
         )
-    counts = optimizer._counts
-    later = []
+    counts, later = optimizer._counts, []
     for job in jobs:
         fresh: list[int] = []
         rest: list[int] = []
         for i, param in enumerate(job.params):
-            if param not in counts:
-                counts[param] = int(optimizer.state[param]["step"])
-            counts[param] += 1
-            (fresh if counts[param] == 1 else rest).append(i)
+            stored = optimizer.state[param]["step"]
+            counter, count = counts.get(param, (None, 0))
+            if (
+                counter is not stored
+            ):  # the first step, or new states, as after optimizer.state.clear()
+                count = int(stored)
+            counts[param] = stored, count + 1
+            (rest if count else fresh).append(i)
         if fresh:
             own = job.subset(fresh)
             for param, grad in zip(own.params, own.grads, strict=True):
                 whole = _whole_gradient(param, grad, job.group, scale.coefficient)
+                state = optimizer.state[param]
                 if not bool(whole.any()):  # as torch gives to make states for a state dict
-                    counts[param] = 0
+                    counts[param] = state["step"], 0
                     continue
-                optimizer.state[param]["step"] += 1
-                _begin(optimizer.state[param], whole, job.group["betas"][1])
+                state["step"].add_(1)
+                _begin(state, whole, job.group["betas"][1])
         if rest:
             later.append(job.subset(rest))
     if later:
@@ -167,7 +172,7 @@ class RotatedBatch(Batch):
 
     def finish(self, optimizer: Any, job: Job) -> None:
         for param in job.params:
-            if (optimizer._counts[param] - 1) % job.group["precondition_frequency"] == 0:
+            if (optimizer._counts[param][1] - 1) % job.group["precondition_frequency"] == 0:
                 _refresh(optimizer.state[param], param, job.group)
 
 
