@@ -90,7 +90,10 @@ class LowbitDiffusersQuantizer(DiffusersQuantizer):
         for weight, parts in self._found.items():
             if state.keys() >= set(parts.values()):
                 read = {part: state.pop(name) for part, name in parts.items()}
-                made[weight] = own.read(read, stored, weight, None)
+                try:
+                    made[weight] = own.read(read, stored, weight, None)
+                except FormatError as error:
+                    raise FormatError(f"{weight}: {error}") from error
         names = {name for parts in self._found.values() for name in parts.values()}
         self._waiting = {name: state.pop(name) for name in names & state.keys()}
         return state | made

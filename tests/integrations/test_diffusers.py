@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 diffusers = pytest.importorskip("diffusers")
@@ -243,9 +244,20 @@ def test_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / "low/config.json").write_text(json.dumps(config))
     with pytest.raises(FormatError, match="describes no tensor for"):
         read(tmp_path / "low")
+    model.save_pretrained(tmp_path / "low")
+    file = tmp_path / "low/diffusion_pytorch_model.safetensors"
+    parts = load_file(file)
+    name = next(part for part in parts if part.endswith(".codes")).removesuffix(".codes")
+    del parts[f"{name}.codes"]
+    save_file(parts, file, {"format": "pt"})
+    with pytest.raises(FormatError, match=rf"{name}: its parts do not fit .* has no codes"):
+        read(tmp_path / "low")
     model.add_adapter(peft.LoraConfig(r=4, target_modules=["to_q"]))
-    with pytest.raises(FormatError, match="lies in a layer of PEFT"):
+    with pytest.raises(FormatError, match=r"lies in a layer of PEFT.* unload_lora\(\) gives"):
         model.save_pretrained(tmp_path / "adapted")
+    model.unload_lora()
+    model.save_pretrained(tmp_path / "whole")
+    assert torch.equal(still("vae", read(tmp_path / "whole")), still("vae", model))
 
 
 def test_the_program_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

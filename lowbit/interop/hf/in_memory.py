@@ -128,7 +128,7 @@ def in_parts(model: nn.Module, is_saved: bool) -> Iterator[tuple[str, LowbitTens
             raise FormatError(
                 f"{name} lies in a layer of PEFT, and save_pretrained of the base model would write it under a name "
                 "that no model has: save the PeftModel for the adapters, and merge_and_unload() or unload() gives a "
-                "model to save"
+                "model to save; in diffusers save_lora_adapter() writes them, and unload_lora() gives a model to save"
             )
         if is_saved and split(param) is None:
             raise FormatError(
