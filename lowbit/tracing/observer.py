@@ -39,6 +39,16 @@ _AT_ONCE = 16
 """Candidates that the search rounds at once, to bound its memory."""
 
 
+def check_range(method: str, percentile: float) -> None:
+    """Raise ValueError for an unknown method or an impossible percentile."""
+    if method not in get_args(Method):
+        raise ValueError(
+            f"unknown method {method!r}; accepted: {', '.join(map(repr, get_args(Method)))}"
+        )
+    if not 50 < percentile <= 100:
+        raise ValueError(f"percentile must be above 50 and up to 100, got {percentile!r}")
+
+
 class Observer(nn.Module):
     """Statistics of all inputs that `observe` sees. They are buffers, so state dicts and copies hold them.
 
@@ -65,12 +75,7 @@ class Observer(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        if method not in get_args(Method):
-            raise ValueError(
-                f"unknown method {method!r}; accepted: {', '.join(map(repr, get_args(Method)))}"
-            )
-        if not 50 < percentile <= 100:
-            raise ValueError(f"percentile must be above 50 and up to 100, got {percentile!r}")
+        check_range(method, percentile)
         self.spec, self.method, self.percentile = spec, method, percentile
         self.begin(training=True)
         for name, dtype in (("low", torch.float32), ("high", torch.float32)):

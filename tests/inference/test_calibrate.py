@@ -241,6 +241,24 @@ def test_the_context_form_stays() -> None:
         lb.calibrate(model, scheme, [torch.randn(8, 64)], steps=["gptq"])  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"cache": "folder"},
+            r"cache is 'folder'; accepted: a device, None, or a folder that exists, as a pathlib",
+        ),
+        ({"method": "best"}, "unknown method 'best'; accepted: 'minmax'"),
+        ({"percentile": 5}, "percentile must be above 50"),
+        ({"device": "cuda"}, "device: for a folder alone"),
+    ],
+)
+def test_options_that_nothing_would_read_are_refused(options: dict, message: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 32))
+    with pytest.raises((TypeError, ValueError), match=message):
+        lb.calibrate(model, lb.Int8WeightOnly(), [torch.randn(8, 64)], **options)
+
+
 def test_static_scales_in_the_same_call() -> None:
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(2)]

@@ -157,6 +157,7 @@ def test_asymmetric_aims_at_the_outputs_in_high_precision() -> None:
     [
         ({"damping": -0.1}, "damping must be finite and from 0"),
         ({"damping": float("nan")}, "damping must be finite"),
+        ({"damping": "auto"}, "damping must be finite and from 0 to inf, got 'auto'"),
         ({"asymmetric": 1.5}, "asymmetric must be finite and from 0 to 1, got 1.5"),
         ({"scales": "best"}, "scales must be 'searched' or 'minmax', got 'best'"),
     ],

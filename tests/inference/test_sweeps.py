@@ -123,9 +123,11 @@ def test_edges_of_a_sweep() -> None:
     (layer,) = report.layers.values()
     found = model[0].weight.dequantize()
     assert found.isfinite().all() and not found[3].any() and layer.after < layer.before
-    for bad in (-1, 1.5, "2"):
+    for bad in (-1, 1.5, "2", True):
         with pytest.raises(ValueError, match="sweeps must be 0 or a positive integer, got"):
             GPTQ(sweeps=bad)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="act_order must be True or False, got 'yes'"):
+        GPTQ(act_order="yes")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["int3", "nvfp4"])
@@ -151,6 +153,19 @@ def test_without_data_the_weight_stands_for_its_inputs(name: str) -> None:
     assert layer.rows == 0 and layer.after < layer.before
 
 
+@pytest.mark.parametrize("size", [2.0**-80, 2.0**80])
+def test_without_data_the_size_of_a_weight_changes_nothing(size: float) -> None:
+    """Squares of such weights leave float32."""
+    found = []
+    for factor in (1.0, size):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(K, N))
+        model[0].weight.data.mul_(factor)
+        lb.calibrate(model, lb.Int4WeightOnly(32), steps=[GPTQ()])
+        found.append(model[0].weight.dequantize() / factor)
+    assert torch.equal(*found)
+
+
 def test_without_data_refuses_what_needs_it() -> None:
     for steps in ([AWQ(), GPTQ()], [Search(), LearnedRounding()]):
         model = nn.Sequential(nn.Linear(K, N))
@@ -161,6 +176,10 @@ def test_without_data_refuses_what_needs_it() -> None:
         lb.calibrate(model, lb.Int8StaticActivationInt8Weight(), steps=[GPTQ()])
     with pytest.raises(TypeError, match="blocks need batches"):
         lb.calibrate(model, lb.Int4WeightOnly(32), steps=[GPTQ()], blocks=[])  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match=r"a filter beside steps is filter_fn=…"):
+        lb.calibrate(model, lb.Int4WeightOnly(32), lambda module, name: True, steps=[GPTQ()])  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="a folder is calibrated by batches"):
+        lb.calibrate("folder", lb.Int4WeightOnly(32), steps=[GPTQ()], out="new")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="none of which"):  # a loader that is empty by mistake
         lb.calibrate(model, lb.Int4WeightOnly(32), [], steps=[GPTQ()])
     empty = nn.Sequential(nn.Linear(K, 0))

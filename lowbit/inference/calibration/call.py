@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, overload
 
@@ -26,10 +26,14 @@ from lowbit.inference.calibration.report import CalibrationReport
 from lowbit.inference.calibration.run import Run
 from lowbit.inference.calibration.states import Cache
 from lowbit.inference.calibration.step import Step
-from lowbit.tracing.observer import Method
+from lowbit.tracing.observer import Method, check_range
 
 _OF_EXPORT = ("format", "lossy", "overwrite", "max_shard_size")
 """The options of `lowbit.export` that a folder's calibration takes. The first two are for a module, too."""
+_FOLDER = (
+    "a folder is calibrated by batches: calibrate(folder, scheme, batches, out=…); without them: "
+    "calibrate(lowbit.load_pretrained(folder), scheme, steps=[GPTQ()])"
+)
 
 Ranges = AbstractContextManager[dict[str, tuple[float, float]]]
 
@@ -153,8 +157,8 @@ def calibrate(
         context, whose value is the dict of ranges by name.
 
     Raises:
-        TypeError: batches or steps of another kind; no module; no scheme; `out` beside a module, or a folder without;
-            other options for a folder.
+        TypeError: batches or steps of another kind; no module; no scheme; `out` or `device` beside a module, or a
+            folder without `out` or batches; other options for a folder.
         ValueError: what `quantize_` refuses; an empty list of batches; steps and schemes that need batches, without
             any; NaN or infinite inputs of a layer, which is named. Weights
             that were calibrated before that layer are then quantized, and the others plain, as the message says.
@@ -162,26 +166,27 @@ def calibrate(
             with `format`, as far as names, shapes, schemes and config tell, before the first batch; finished blocks
             beside `out` of a call with other arguments.
     """
+    check_range(method, percentile)
     without_data = batches is None and steps is not None
     if (batches is None and not without_data) or callable(batches):
         if isinstance(model, str | os.PathLike):
-            raise TypeError(
-                "a folder is calibrated by batches: calibrate(folder, scheme, batches, out=…)"
-            )
-        _check_context(steps, blocks)
+            raise TypeError(_FOLDER)
+        _check_context(batches, steps, blocks)
         own = filter_fn if batches is None else batches
         return observed.calibrate(
             model, scheme, own, method=method, percentile=percentile, group=group
         )
     if group is not None:
         raise ValueError(
-            "group is for `with lowbit.calibrate(model, scheme):`; a call with batches runs on one process"
+            "group is for `with lowbit.calibrate(model, scheme):`; a call with batches or steps runs on one process"
         )
     if scheme is None:
         raise TypeError("scheme must be a Scheme or a dict of patterns, got None")
     chosen = checked_steps([GPTQ()] if steps is None else steps)
     place, ranges = _cache(cache), (method, percentile)
     if isinstance(model, str | os.PathLike):
+        if without_data:
+            raise TypeError(_FOLDER)
         if out is None or blocks is not None:
             raise TypeError(
                 "a folder takes out=, the folder to make, and no blocks=, which are found"
@@ -196,7 +201,7 @@ def calibrate(
             *(model, scheme, batches, filter_fn, chosen, ranges, place, device, out, writing)
         )
     check_module(model)
-    _check_writing(out, writing)
+    _check_writing(out, device, writing)
     if without_data and blocks is not None:
         raise TypeError("blocks need batches: calibrate(model, scheme, batches, blocks=…)")
     usable = [] if batches is None else usable_batches(model, batches)
@@ -238,21 +243,31 @@ def checked_steps(steps: Any) -> list[Step]:
 
 
 def _cache(cache: torch.device | str | os.PathLike[str] | None) -> Cache:
+    if cache is None:
+        return None
     if not isinstance(cache, os.PathLike):
-        return None if cache is None else torch.device(cache)
-    if not Path(cache).is_dir():
-        raise ValueError(f"cache is {cache}; accepted: a device, None, or a folder that exists")
-    return Path(cache)
+        with suppress(RuntimeError, TypeError):
+            return torch.device(cache)
+    elif Path(cache).is_dir():
+        return Path(cache)
+    raise ValueError(
+        f"cache is {cache!r}; accepted: a device, None, or a folder that exists, as a pathlib.Path"
+    )
 
 
-def _check_context(steps: Any, blocks: Any) -> None:
+def _check_context(given: Any, steps: Any, blocks: Any) -> None:
+    if given is not None and steps is not None:
+        raise TypeError(
+            f"batches must be a list of batches, got the function {given!r}; a filter beside steps is filter_fn=…"
+        )
     if steps is not None or blocks is not None:
         raise TypeError("steps and blocks need batches: calibrate(model, scheme, batches, steps=…)")
 
 
-def _check_writing(out: Any, writing: dict[str, Any]) -> None:
+def _check_writing(out: Any, device: Any, writing: dict[str, Any]) -> None:
     if of_folder := [
         *(["out"] if out is not None else []),
+        *(["device"] if str(device) != "cpu" else []),
         *sorted({*writing} - {*_OF_EXPORT[:2]}),
     ]:
         raise TypeError(

@@ -55,7 +55,7 @@ class GPTQ(Step):
         scales: "searched" or "minmax", where no earlier step chose them.
         sweeps: how often the scale and the codes of each block are chosen again. Two take about as long again on a CPU.
 
-    Raises ValueError for other values.
+    Raises ValueError for other values, and TypeError for an `act_order` that is no bool.
     """
 
     damping: float = 0.01
@@ -70,7 +70,9 @@ class GPTQ(Step):
         check_share("asymmetric", self.asymmetric, 1.0)
         if self.scales not in ("searched", "minmax"):
             raise ValueError(f"scales must be 'searched' or 'minmax', got {self.scales!r}")
-        if not isinstance(self.sweeps, int) or self.sweeps < 0:
+        if not isinstance(self.act_order, bool):
+            raise TypeError(f"act_order must be True or False, got {self.act_order!r}")
+        if isinstance(self.sweeps, bool) or not isinstance(self.sweeps, int) or self.sweeps < 0:
             raise ValueError(f"sweeps must be 0 or a positive integer, got {self.sweeps!r}")
 
     @property

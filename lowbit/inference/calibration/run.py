@@ -128,7 +128,7 @@ class Run:
         if found:
             raise ValueError(
                 f"{', '.join(found)}: needs batches, calibrate(model, scheme, batches, steps=…); without them "
-                "calibrate takes the steps GPTQ, Prune24 and Search, and dynamic inputs"
+                "calibrate takes the steps GPTQ, Prune24, Rotate(folded=False) and Search, and dynamic inputs"
             )
 
     def quantize(self, blocks: Sequence[nn.Module] | None, cache: Cache) -> CalibrationReport:

@@ -250,5 +250,6 @@ class Step:
 
 def check_share(name: str, value: float, most: float = math.inf) -> None:
     """Raise ValueError unless 0 <= value <= most."""
-    if not 0 <= value <= most or not math.isfinite(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= most or not math.isfinite(value):
         raise ValueError(f"{name} must be finite and from 0 to {most:g}, got {value!r}")
