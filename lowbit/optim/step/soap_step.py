@@ -91,9 +91,7 @@ def run(optimizer: Any, jobs: list[Job], scale: GradScale) -> None:
         for i, param in enumerate(job.params):
             stored = optimizer.state[param]["step"]
             counter, count = counts.get(param, (None, 0))
-            if (
-                counter is not stored
-            ):  # the first step, or new states, as after optimizer.state.clear()
+            if counter is not stored:  # the first step, or one of new states
                 count = int(stored)
             counts[param] = stored, count + 1
             (rest if count else fresh).append(i)
