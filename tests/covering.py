@@ -19,12 +19,20 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import pytest
 
 STRENGTHS = {"values": 1, "pairs": 2}
+
+
+def usually(cases: Iterable[Any], *names: str) -> list[Any]:
+    """The cases for `parametrize`, by name; those that are not named here are `exhaustive`."""
+    found = {getattr(case, "name", case): case for case in cases}
+    assert found.keys() >= set(names), set(names) - found.keys()
+    more = pytest.mark.exhaustive
+    return [pytest.param(c, id=n, marks=() if n in names else more) for n, c in found.items()]
 
 
 def covering(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -19,17 +20,20 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no 
 
 CHILD = textwrap.dedent(
     """
-    import os, signal, sys
-    sys.path[:0] = sys.argv[5:]
-    import importlib.util
+    import importlib.util, json, os, signal, sys
     spec = importlib.util.spec_from_file_location("new_path", sys.argv[1])
     new_path = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(new_path)
     from pathlib import Path
-    out, step, exchanges = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "True"
-    if not exchanges:
+    if sys.argv[2] != "True":
         new_path._exchange = lambda: None
-    done = 0
+    for name, step in json.loads(sys.argv[3]):
+        if not (process := os.fork()):
+            break  # goes on below
+        print("killed" if os.waitpid(process, 0)[1] == signal.SIGKILL else "not killed", flush=True)
+    else:
+        sys.exit()
+    out, done = Path(name), 0
 
     def counted(call):
         def stepped(*args, **kwargs):
@@ -58,11 +62,14 @@ CHILD = textwrap.dedent(
 )
 
 
-def child(out: Path, step: int, exchanges: bool = True) -> subprocess.CompletedProcess[str]:
-    """Replace `out`. The process is killed at this step: a rename, a flush, an opened or a removed file."""
-    arguments = [new_path.__file__, out, step, exchanges]
-    command = [sys.executable, "-S", "-c", CHILD, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+def replaced(outs: list[tuple[Path, int]], exchanges: bool) -> list[str]:
+    """Replace each path in a fork of its own, which is killed at its step: a rename, a flush, an opened or a removed
+    file. The lines that they print: the number of steps for one that ends, and for each whether it was killed."""
+    paths = json.dumps([(str(out), step) for out, step in outs])
+    command = [sys.executable, "-S", "-c", CHILD, new_path.__file__, str(exchanges), paths]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return done.stdout.splitlines()
 
 
 def write(out: Path, content: str) -> None:
@@ -87,18 +94,17 @@ def test_killed_at_each_step(name: str, exchanges: bool, replaces: bool, tmp_pat
     out = tmp_path / name
     if replaces:
         write(out, "old")
-    whole = child(out, 0, exchanges)
-    assert whole.returncode == 0, whole.stderr
-    steps, seen, back = int(whole.stdout), set(), 0
-    assert steps > 8 and [p.name for p in tmp_path.iterdir()] == [name]
-    for step in range(1, steps + 1):
-        folder = tmp_path / f"{step}"
-        folder.mkdir()
-        out = folder / name
+    count, ended = replaced([(out, 0)], exchanges)
+    steps, seen, back = int(count), set(), 0
+    assert ended == "not killed" and steps > 8 and [p.name for p in tmp_path.iterdir()] == [name]
+    outs = [tmp_path / f"{step}" / name for step in range(1, steps + 1)]
+    for out in outs:
+        out.parent.mkdir()
         if replaces:
             write(out, "old")
-        killed = child(out, step, exchanges)
-        assert killed.returncode == -9, (step, killed.stderr)
+    assert replaced([*zip(outs, range(1, steps + 1), strict=True)], exchanges) == ["killed"] * steps
+    for step, out in enumerate(outs, start=1):
+        folder = out.parent
         was_there, has_lock = out.exists(), any(folder.glob(".*/lock"))
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")

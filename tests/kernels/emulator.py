@@ -206,6 +206,17 @@ def grouped_quantization(lag: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, plans are made of kernels that are not compiled and cannot run."""
+    with (
+        mock.patch("tests.kernels.emulator.library"),
+        mock.patch("tests.kernels.scaled_mm_emulator.library"),
+        quantization(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def filled_memory() -> Iterator[None]:
     """Inside, launch plans run in memory that is not zero, so that a result which no kernel writes is seen."""
     allocated = launch_plan._allocated

@@ -52,6 +52,9 @@ def test_on_a_gpu(case: Case) -> None:
     check_gradients(case, "cuda")
 
 
+@pytest.mark.cover(
+    "values", case=lambda c: (c.name == "two-chunks", len(c.arguments()[1]), c.dtype)
+)
 @each_case
 def test_op(case: Case) -> None:
     w, a, b, scales = case.arguments()

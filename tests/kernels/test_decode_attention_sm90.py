@@ -8,6 +8,7 @@ import torch
 from benchmarks.cases.decode_attention import Case
 from lowbit_kernels.decoding import decode_attention_sm90
 from lowbit_kernels.runtime import launches
+from tests.covering import usually
 from tests.kernels.decode_attention_emulator import emulated
 from tests.kernels.test_decoding_ops import check_attention, ops
 
@@ -29,8 +30,12 @@ CASES = [
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 
 
+USUAL = ("the-first-token", "an-odd-length", "all-warps", "a-window-of-one", "the-norm-of-x")
+USUAL = (*USUAL, "clusters-of-four", "clusters-of-two", "everything")
+
+
 @pytest.mark.cover("values")
-@every_case
+@pytest.mark.parametrize("case", usually(CASES, *USUAL))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_formula(case: Case, dtype: torch.dtype) -> None:
     torch.manual_seed(0)

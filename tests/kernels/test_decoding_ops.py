@@ -165,7 +165,7 @@ def test_the_formulas(case: Any, check: Any) -> None:
     [("decode_attention", attentions), ("rms_norm", norms), ("gated_activation", gates), ("argmax_rows", choices)],
 )  # fmt: skip
 def test_the_ops_are_sound(op: str, module: Any) -> None:
-    for case in small(module):
+    for case in small(module)[::3]:
         torch.library.opcheck(getattr(ops, op).default, case.arguments())
 
 

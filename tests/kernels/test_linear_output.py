@@ -15,6 +15,7 @@ from lowbit_kernels.quantize.quantize_rowcol import quantize_rowcol
 from lowbit_kernels.runtime import launch_plan, launcher, nvrtc
 from lowbit_kernels.runtime.launches import counted
 from lowbit_kernels.weight_only.weight_operands import layout
+from tests.covering import usually
 from tests.kernels import emulator, scaled_mm_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.test_linear_gradients import relative, same_bits
@@ -48,10 +49,14 @@ def test_the_op_is_its_parts(case: Case) -> None:
     assert sum(n for (op, _), n in calls.items() if op == "scaled_mm") == 1
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     assert not exact.any() or relative(y, exact) < (0.06 if case.format == "e4m3" else 0.02)
+
+
+@pytest.mark.parametrize("case", usually(SMALL, "several-tiles", "fp32", "no-rows", "e4m3"))
+def test_operator_is_registered_well(case: Case) -> None:
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if case.format == "int8":  # the check of mutations multiplies, which float8 cannot
         checks.append("test_schema")
-    torch.library.opcheck(OP.default, arguments, test_utils=checks)
+    torch.library.opcheck(OP.default, case.arguments(), test_utils=checks)
 
 
 def plan_of(case: Case, arguments: tuple):
@@ -97,7 +102,7 @@ def test_cublas_gets_parts_of_the_plan(name: str) -> None:
         mock.patch.object(
             scaled_mm, "_implementation", lambda a, b: ("float8 cublas", scaled_mm._empty_sum)
         ),
-        emulator.quantization(),
+        emulator.uncompiled(),
     ):
         found, _ = plan_of(case, case.arguments())
     assert found is not None

@@ -71,14 +71,19 @@ def test_kernel(case: Case) -> None:
 
 def test_interpreted() -> None:
     code = "import json; from tests.kernels.test_round_columns import launched; print(json.dumps(launched()))"
-    assert interpreted(code) == len(SMALL) - 2
+    assert interpreted(code) == len(INTERPRETED)
+
+
+INTERPRETED = ("one-element", "whole", "levels-and-zeros", "pruned")
+"""The interpreter takes 1 s for 100 columns."""
 
 
 def launched() -> int:
-    """How often the kernel ran, after it was compared in every small case with rows and columns."""
+    """How often the kernel ran, after it was compared in these cases."""
     with launches.counted() as calls:
         for case in SMALL:
-            check(case)
+            if case.name in INTERPRETED:
+                check(case)
     return calls["round_columns", "triton"]
 
 

@@ -156,7 +156,7 @@ def test_interpreted_slices_and_token_scales(under_triton: dict[str, tuple], sli
     assert under_triton[f"{slices} slices"] <= 1
 
 
-OPCHECKED = [SMALL[i] for i in (1, 3, 5, 7, 13, 14, 16, 17, 21, 25, 26)]
+OPCHECKED = [SMALL[i] for i in (1, 5, 13, 16, 21, 26)]
 
 
 @pytest.mark.parametrize("case", OPCHECKED, ids=lambda c: c.name)

@@ -56,7 +56,13 @@ MAPPINGS = ("symmetric", "asymmetric", "float_zero_point", "half_integer")
 @needs_compiler
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("mapping", MAPPINGS)
-@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize(
+    "bits",
+    [
+        b if b in (2, 3, 5, 8) else pytest.param(b, marks=pytest.mark.exhaustive)
+        for b in range(2, 9)
+    ],
+)
 @torch.no_grad()
 def test_whole_words_and_the_columns_after_them(
     bits: int, mapping: str, monkeypatch: pytest.MonkeyPatch
