@@ -25,7 +25,7 @@ from recipes import text  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs/integrations.md"
 FENCE = "```py\n"
-"""Of Python that needs packages which `.ci/run` does not install."""
+"""Of Python that needs packages which `.ci/run` does not install, or several processes."""
 LINES = [(f"line {i}", f"line {i} of {i * i}, and {i + 1} follows") for i in range(200)]
 OFFLINE = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
