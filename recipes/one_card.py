@@ -75,6 +75,10 @@ class Config:
     """The norm of a parameter's gradient, as a multiple of its mean norm so far; 0 clips nothing."""
     vocabulary_rows: int = 4096
     """Entries of the vocabulary whose logits are in memory together."""
+    int8_products: bool = False
+    """With int8 weights: products of linears in int8 too, where they are faster."""
+    graph: bool = False
+    """On a GPU: replay a CUDA graph of the step. The host needs longer to launch a step than the GPU to compute it."""
     memory_gib: float = 0.0
     """The most that PyTorch may reserve on the GPU; 0 sets no limit."""
     save_every: int = 500
@@ -88,6 +92,7 @@ class Config:
               ("warmup_steps", "weight_decay", "clip", "memory_gib", "seed")),
             ("lr", 0 < self.lr < math.inf, "finite and above 0"),
             ("weights", self.weights in SCHEMES, " or ".join(SCHEMES)),
+            ("int8_products", self.weights == "int8" or not self.int8_products, "True with weights=int8"),
             ("state", self.state in ("4bit", "8bit", "float8"), "4bit, 8bit or float8"),
             ("correction", self.correction in ("none", "momentum"), "none or momentum"),
         ]  # fmt: skip
@@ -188,7 +193,8 @@ class ClipByHistory:
         self.norms[i] = torch.where(
             norm.isfinite(), mean.lerp(bounded, 1 - self.DECAY), self.norms[i]
         )
-        param.grad.mul_(torch.where(norm > 0, bounded / norm, 1))
+        factor = torch.where(norm > 0, bounded / norm, 1).to(param.grad.dtype)
+        torch._foreach_mul_([param.grad], factor)  # three times as fast as mul_ by a tensor
 
 
 # ---- the model, its text, the loop -----------------------------------------------------------------------------------
@@ -208,17 +214,25 @@ def prepared_model(name: str, config: Config, device: torch.device) -> Any:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
     embedding = next(n for n, m in model.named_modules() if m is model.get_input_embeddings())
     scheme = SCHEMES[config.weights]
-    report = lowbit.train.prepare_(model, {embedding: scheme, "*": scheme}, device=device)
+    linears = lowbit.Int8Weight(True, True, True) if config.int8_products else scheme
+    report = lowbit.train.prepare_(model, {embedding: scheme, "*": linears}, device=device)
     print(str(report).splitlines()[0])
     checkpoint_blocks(model)
     return model.train()
+
+
+def has_dropout(model: Any) -> bool:
+    """True if a forward pass in training draws random numbers."""
+    layers = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
+    return layers or getattr(model.config, "attention_dropout", 0) > 0
 
 
 def checkpoint_blocks(model: Any) -> None:
     """Keep the inputs of blocks alone for backward. transformers 5 renamed the method in a later release."""
     name = "activation_checkpointing_enable"
     enable = getattr(model, name, None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    # A CUDA graph can't read the state of random numbers, which only dropout needs again.
+    enable({"use_reentrant": False, "preserve_rng_state": has_dropout(model)})
 
 
 def tokens_of(name: str, source: Path | None) -> Tensor:
@@ -241,7 +255,18 @@ def make_optimizer(params: list[nn.Parameter], config: Config) -> lowbit.optim.A
     )
 
 
-def train_step(model: Any, inputs: Tensor, targets: Tensor, config: Config) -> float:
+def set_rate(optimizer: lowbit.optim.AdamW, rate: float, on_device: bool) -> None:
+    """Set the learning rate. A graph reads it on the device at each replay, always at the same address."""
+    for group in optimizer.param_groups:
+        if not on_device:
+            group["lr"] = rate
+        elif isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = torch.tensor(rate, dtype=torch.float64, device="cuda")
+
+
+def train_step(model: Any, inputs: Tensor, targets: Tensor, config: Config) -> Tensor:
     """The loss of tokens [B, T]. Every parameter is stepped when this returns."""
     with lowbit.train.save_in_int8(model):
         hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
@@ -250,12 +275,59 @@ def train_step(model: Any, inputs: Tensor, targets: Tensor, config: Config) -> f
     loss: Any = ChunkedCrossEntropy.apply(hidden.flatten(0, 1), head, targets.flatten(), rows)
     del hidden
     loss.backward()
-    return loss.item()
+    return loss.detach()
+
+
+class GraphedStep:
+    """`train_step` on a GPU, from the third step on as the replay of a CUDA graph.
+
+    The first two steps make states and compile kernels. All run on one stream, since autograd computes gradients on the
+    stream of the first forward pass, and the default one can't be captured.
+    """
+
+    EAGER = 2
+
+    def __init__(self, model: Any, config: Config) -> None:
+        self.model, self.config = model, config
+        self.stream = torch.cuda.Stream()
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.batch: tuple[Tensor, Tensor] | None = None
+        self.loss = torch.empty(())
+        self.steps = 0
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            if self.batch is None:
+                self.batch = torch.empty_like(inputs), torch.empty_like(targets)
+            for held, new in zip(self.batch, (inputs, targets), strict=True):
+                held.copy_(new)
+            self._run(*self.batch)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        self.steps += 1
+        return self.loss
+
+    def _run(self, inputs: Tensor, targets: Tensor) -> None:
+        if self.steps < self.EAGER:
+            self.loss = train_step(self.model, inputs, targets, self.config)
+            return
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(self.graph, stream=self.stream):
+                    self.loss = train_step(self.model, inputs, targets, self.config)
+            except RuntimeError as error:
+                raise UserError(
+                    f"the step can't be captured in a CUDA graph ({error}); --set graph=False runs it without"
+                ) from error
+        self.graph.replay()
 
 
 def train(options: argparse.Namespace) -> None:
     config, device = override(Config(), options.set), choose_device()
     check_model(options.model)
+    if config.graph and device.type != "cuda":
+        raise UserError("graph=True needs an NVIDIA GPU; leave it out")
     tokens = tokens_of(options.model, options.data)
     if len(tokens) < 2 * (config.context + 1):
         raise UserError(
@@ -264,6 +336,10 @@ def train(options: argparse.Namespace) -> None:
         )
     limit_memory(config, device)
     model = prepared_model(options.model, config, device)
+    if config.graph and has_dropout(model):
+        raise UserError(
+            "graph=True cannot repeat dropout in checkpoints; leave it out, or set the dropout to 0"
+        )
     params = list(model.parameters())
     optimizer = make_optimizer(params, config)
     clipping = ClipByHistory(params, config.clip, device)
@@ -271,13 +347,13 @@ def train(options: argparse.Namespace) -> None:
     path = options.out / "checkpoint.pt"
     options.out.mkdir(parents=True, exist_ok=True)
     start = resume(path, config, model, optimizer, clipping) if path.exists() else 0
+    run = GraphedStep(model, config) if config.graph else partial(train_step, model, config=config)
     sizes = {"batch_size": config.batch_size, "context": config.context, "seed": config.seed}
     began = time.perf_counter()
     for step in range(start, config.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = config.rate(step)
+        set_rate(optimizer, config.rate(step), config.graph)
         inputs, targets = text.batch(tokens, step, **sizes)
-        loss = train_step(model, inputs.to(device), targets.to(device), config)
+        loss = run(inputs.to(device), targets.to(device)).item()
         if step == start:  # it compiles kernels and makes the states, so it is not timed
             began = time.perf_counter()
         speed = (step - start) * inputs.numel() / (time.perf_counter() - began)
@@ -310,7 +386,7 @@ def resume(path: Path, config: Config, model: Any, optimizer: Any, clipping: Cli
     """Load the checkpoint, and return the number of steps that it has seen. UserError for other settings."""
     saved = load_checkpoint(path)
     for name, value in asdict(config).items():
-        if saved["config"][name] != value and name not in ("save_every", "memory_gib"):
+        if saved["config"][name] != value and name not in ("save_every", "memory_gib", "graph"):
             raise UserError(
                 f"{path} was trained with {name}={saved['config'][name]}, not {value}; give the same settings, or "
                 "another --out"

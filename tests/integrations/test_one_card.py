@@ -201,3 +201,54 @@ def test_mistakes(
     )
     assert message in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_trains_as_the_step_does(tmp_path: Path) -> None:
+    """Six steps, four of them replayed, have the losses of six that the host launches. Rates and batches change."""
+    ends = []
+    for graph in (False, True):
+        config = Config(steps=6, batch_size=2, context=64, lr=4e-3, warmup_steps=2, graph=graph)
+        model = prepared_model("tiny", config, torch.device("cuda"))
+        params = list(model.parameters())
+        optimizer = one_card.make_optimizer(params, config)
+        ClipByHistory(params, config.clip, torch.device("cuda"))
+        lowbit.optim.step_in_backward(optimizer)
+        replayed = one_card.GraphedStep(model, config)
+        losses = []
+        for step in range(config.steps):
+            one_card.set_rate(optimizer, config.rate(step), graph)
+            made = torch.Generator().manual_seed(step)
+            tokens = torch.randint(0, 300, (2, 65), generator=made).cuda()
+            batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+            loss = replayed(*batch) if graph else one_card.train_step(model, *batch, config)
+            losses.append(loss.item())
+        ends.append(torch.tensor(losses))
+    assert relative(ends[1], ends[0]) < 1e-2 and (ends[0].diff().abs() > 1e-3).all()
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ("graph=True", "graph=True needs an NVIDIA GPU"),
+        ("weights=int4 --set int8_products=True", "int8_products is True; accepted: True with"),
+    ],
+)
+def test_settings_that_do_not_fit(setting: str, message: str, tmp_path: Path, capsys: Any) -> None:
+    if torch.cuda.is_available() and setting.startswith("graph"):
+        pytest.skip("graph=True is accepted here")
+    data = tmp_path / "text"
+    data.mkdir()
+    (data / "a.txt").write_text("some text of a book\n" * 200)
+    arguments = [
+        "--model",
+        "tiny",
+        "--data",
+        str(data),
+        "--out",
+        str(tmp_path / "out"),
+        "--set",
+        "context=32",
+    ]
+    assert main([*arguments, "--set", *setting.split()]) == 2
+    assert message in capsys.readouterr().err

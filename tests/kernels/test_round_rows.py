@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.cases.round_rows import CASES, Case
+from lowbit.numerics.packing import unpack
 from lowbit_kernels.quantize.round_rows import reference, round_rows
 from tests.kernels.interpreted import interpreted
 
@@ -26,7 +27,9 @@ def test_cpu_and_opcheck(case: Case) -> None:
     arguments = case.arguments()
     codes, scale = round_rows(*arguments)
     assert same((codes, scale), reference(*arguments))
-    values, _, largest, first, _ = arguments
+    values, _, largest, first, *_, packed = arguments
+    if packed:
+        codes = unpack(codes, 4, values.shape[1]).to(torch.int8) - 8
     good = scale.isfinite()
     exact = values.double() / scale.double()[:, None]
     off = (codes - exact).abs()[good]
@@ -39,7 +42,7 @@ def test_cpu_and_opcheck(case: Case) -> None:
 
 
 def test_parts_of_rows_get_the_codes_of_the_whole() -> None:
-    values, old, _, first, _ = Case("", 5, 100).arguments()
+    values, old, _, first, *_ = Case("", 5, 100).arguments()
     codes, scale = round_rows(values, old, None, first)
     largest = values.abs().amax(1)
     for start, end in ((0, 33), (33, 100)):
@@ -82,12 +85,13 @@ def test_gpu(case: Case) -> None:
 
 
 def test_wrong_arguments() -> None:
-    values, old, _, first, _ = CASES[0].arguments()
+    values, old, _, first, *_ = CASES[0].arguments()
     for arguments, error, message in (
         ((values.double(),), TypeError, "float32, got torch.float64"),
         ((values[0],), ValueError, r"\[R, K\]"),
         ((values, old.double()), TypeError, "old of torch.float32"),
         ((values, old, None, first.int()), TypeError, "first of torch.int64"),
+        ((values, None, None, None, 0, 8, True), ValueError, "most of at most 7, got 256 and 8"),
         ((values, old[:1]), ValueError, r"old \[R\], here \(8,\), got \(1,\)"),
     ):
         with pytest.raises(error, match=message):

@@ -27,10 +27,16 @@ from lowbit_kernels.runtime.triton_runtime import jit, runs_on, tl, triton
 KEYS = (0x45E50725, 0xE4A20C3)
 """k0 and k1: two arbitrary numbers, which must never change."""
 TINY = torch.finfo(torch.float32).tiny
+NARROW = 1024
+"""Elements of narrow rows, such as groups of int4 weights, that a program takes together."""
 
 
 @op(
-    "empty(torch.int8, R, K), empty(torch.float32, R)",
+    "empty(*((torch.uint8, R, K // 2) if packed else (torch.int8, R, K))), empty(torch.float32, R)",
+    rules={
+        "not packed or (K % 2 == 0 and most < 8)": "packed codes need an even number of columns and most of at most 7, "
+        "got {K} and {most}"
+    },
     values="float32 [R, K]; flatten leading dimensions first",
     old="float32 [R]",
     largest="float32 [R]",
@@ -43,6 +49,7 @@ def round_rows(
     first: Tensor | None = None,
     start: int = 0,
     most: int = 127,
+    packed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(codes int8 [R, K], scale float32 [R]) by the formulas of the module.
 
@@ -53,6 +60,7 @@ def round_rows(
         first: int64 [R], the random offset of each row's first column; None rounds to nearest.
         start: the first of these columns in the row.
         most: the largest code, 1 to 127. Codes are -most .. most.
+        packed: the codes plus 8 in nibbles, uint8 [R, K / 2], the low nibble first; `most` is at most 7.
 
     Raises TypeError for other dtypes, ValueError for shapes that do not fit each other.
     """
@@ -73,10 +81,36 @@ def round_rows(
         codes = codes + torch.where(
             upper(random_bits(index, *KEYS), 16) + 1 < rest.abs() * 65536, rest.sign(), 0.0
         )
-    return codes.nan_to_num_(0.0).clamp_(-most, most).to(torch.int8), scale
+    codes = codes.nan_to_num_(0.0).clamp_(-most, most)
+    if not packed:
+        return codes.to(torch.int8), scale
+    low, high = (codes + 8).to(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
+    return low | high << 4, scale
 
 
 reference = round_rows.reference
+
+
+@jit
+def _largest(source, at, exists, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest magnitude of each row, and whether all its values are finite."""
+    seen = tl.zeros((ROWS, BLOCK), tl.float32)
+    bad = tl.zeros((ROWS, BLOCK), tl.int32)
+    for begin in tl.range(0, columns, BLOCK):
+        inside = exists[:, None] & (begin + at < columns)
+        x = tl.abs(tl.load(source + begin + at, mask=inside, other=0))
+        seen = tl.maximum(seen, x)
+        bad += tl.where(x < float("inf"), 0, 1)
+    return tl.max(seen, 1), tl.sum(bad, 1) == 0
+
+
+@jit
+def _scale(most, old, row, exists, HAS_OLD: tl.constexpr, MOST: tl.constexpr):
+    scale = tl.maximum(tl.div_rn(most, MOST * 1.0), 1.1754943508222875e-38)
+    if HAS_OLD:
+        before = tl.load(old + row, mask=exists, other=0)
+        scale = tl.where(most == before * MOST, before, scale)
+    return tl.where(most == 0, 1.0, scale)
 
 
 @jit
@@ -85,8 +119,9 @@ def _kernel(
     old,  # unused unless HAS_OLD
     largest,  # unused unless HAS_LARGEST
     first,  # unused unless STOCHASTIC
-    codes,  # [rows, columns], contiguous
+    codes,  # [rows, columns], contiguous; if PACKED [rows, columns / 2]
     scales,
+    rows,
     columns,
     start,
     values_stride,
@@ -96,38 +131,30 @@ def _kernel(
     MOST: tl.constexpr,
     K0: tl.constexpr,
     K1: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PACKED: tl.constexpr,
+    ROWS: tl.constexpr,  # of a program
+    BLOCK: tl.constexpr,  # columns that are read at once
 ):
-    row = tl.program_id(0).to(tl.int64)
-    source = values + row * values_stride
-    infinity = float("inf")
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    exists = row < rows
+    source = values + row[:, None] * values_stride
+    at = tl.arange(0, BLOCK)[None, :]
     if HAS_LARGEST:
-        most = tl.load(largest + row)
-        finite = most < infinity  # false for NaN
+        most = tl.load(largest + row, mask=exists, other=0)
+        finite = most < float("inf")  # false for NaN
     else:
-        seen = tl.zeros((BLOCK,), tl.float32)
-        bad = tl.zeros((BLOCK,), tl.int32)
-        for begin in tl.range(0, columns, BLOCK):
-            column = begin + tl.arange(0, BLOCK)
-            x = tl.abs(tl.load(source + column, mask=column < columns, other=0))
-            seen = tl.maximum(seen, x)
-            bad += tl.where(x < infinity, 0, 1)
-        most = tl.max(seen)
-        finite = tl.sum(bad) == 0
-    scale = tl.maximum(tl.div_rn(most, MOST * 1.0), 1.1754943508222875e-38)
-    if HAS_OLD:
-        before = tl.load(old + row)
-        scale = tl.where(most == before * MOST, before, scale)
-    scale = tl.where(most == 0, 1.0, scale)
-    tl.store(scales + row, tl.where(finite, scale, float("nan")))
+        most, finite = _largest(source, at, exists, columns, ROWS, BLOCK)
+    scale = _scale(most, old, row, exists, HAS_OLD, MOST)
+    tl.store(scales + row, tl.where(finite, scale, float("nan")), mask=exists)
     if STOCHASTIC:
-        offset = tl.load(first + row) + start
+        offset = (tl.load(first + row, mask=exists, other=0) + start)[:, None]
         # Valid for every block: 8 divides BLOCK, or there is only one block.
-        multiplier = multiplier_of(offset + tl.arange(0, BLOCK))
+        multiplier = multiplier_of(offset + at)
     for begin in tl.range(0, columns, BLOCK):
-        column = begin + tl.arange(0, BLOCK)
-        inside = column < columns
-        exact = tl.div_rn(tl.load(source + column, mask=inside, other=0), scale)
+        column = begin + at
+        inside = exists[:, None] & (column < columns)
+        x = tl.load(source + column, mask=inside, other=0)
+        exact = tl.div_rn(x, tl.broadcast_to(scale[:, None], (ROWS, BLOCK)))
         code = (exact + 12582912.0) - 12582912.0  # 1.5 * 2**23: rounds half to even
         if STOCHASTIC:
             h = hash_of((offset + column) >> 3, K0, K1)
@@ -135,8 +162,16 @@ def _kernel(
             rest = exact - code
             step = tl.where(rest > 0, 1.0, -1.0)
             code += tl.where(bits + 1 < tl.abs(rest) * 65536, step, 0.0)
-        code = tl.where(finite, tl.minimum(tl.maximum(code, -MOST * 1.0), MOST * 1.0), 0.0)
-        tl.store(codes + row * columns + column, code.to(tl.int8), mask=inside)
+        code = tl.minimum(tl.maximum(code, -MOST * 1.0), MOST * 1.0)
+        code = tl.where(finite[:, None], code, 0.0)
+        if PACKED:
+            low, high = tl.split(tl.reshape(code.to(tl.int32) + 8, (ROWS, BLOCK // 2, 2)))
+            pair = begin // 2 + tl.arange(0, BLOCK // 2)[None, :]
+            target = codes + row[:, None] * (columns // 2) + pair
+            inside = exists[:, None] & (pair < columns // 2)
+            tl.store(target, (low | high << 4).to(tl.uint8), mask=inside)
+        else:
+            tl.store(codes + row[:, None] * columns + column, code.to(tl.int8), mask=inside)
 
 
 @round_rows.kernel
@@ -147,22 +182,30 @@ def _launch(
     first: Tensor | None,
     start: int,
     most: int,
+    packed: bool,
 ) -> tuple[Tensor, Tensor] | None:
     """The Triton kernel where it runs, else the reference."""
     if not runs_on(values.device) or values.numel() == 0:
         return None
     ran("round_rows", "triton")
     values = values if values.stride(1) == 1 else values.contiguous()
-    codes = torch.empty(values.shape, dtype=torch.int8, device=values.device)
-    scale = values.new_empty(values.shape[0])
+    rows, columns = values.shape
+    if packed:
+        codes = values.new_empty((rows, columns // 2), dtype=torch.uint8)
+    else:
+        codes = values.new_empty((rows, columns), dtype=torch.int8)
+    scale = values.new_empty(rows)
+    block = max(2, min(2048, triton.next_power_of_2(columns)))
+    together = max(1, NARROW // block)
     parts = [scale if part is None else part.contiguous() for part in (old, largest, first)]
     with torch.cuda.device_of(values):
-        _kernel[(values.shape[0],)](
+        _kernel[(triton.cdiv(rows, together),)](
             values,
             *parts,
             codes,
             scale,
-            values.shape[1],
+            rows,
+            columns,
             start,
             values.stride(0),
             HAS_OLD=old is not None,
@@ -171,7 +214,9 @@ def _launch(
             MOST=most,
             K0=KEYS[0],
             K1=KEYS[1],
-            BLOCK=min(2048, triton.next_power_of_2(values.shape[1])),
+            PACKED=packed,
+            ROWS=together,
+            BLOCK=block,
             num_warps=4,
         )
     return codes, scale

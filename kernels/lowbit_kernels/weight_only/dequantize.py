@@ -168,6 +168,14 @@ def _launch(
     return values_on_cpu(codes, scale, zero_point, group_size, size, dtype, format)
 
 
+def dequantize_into(out: Tensor, codes: Tensor, scale: Tensor, group_size: int) -> None:
+    """Write the op's result for signed integers into `out` [N, K], contiguous, on a GPU. Outside of graphs only, where
+    nothing checks the arguments: `codes` int8 [N, K] or packed int4, `scale` float32 [N, groups]."""
+    format = format_of(codes.dtype, scale.dtype, None, 0, ())
+    report(format)
+    fill(out, codes, scale, None, group_size, format)
+
+
 def report(format: CodesFormat) -> None:
     """Tell listeners that the kernel of GPUs runs, for the op or for a caller of `fill`."""
     ran("dequantize", f"{_name(format)} triton")

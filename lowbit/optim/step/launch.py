@@ -78,7 +78,9 @@ class StepLaunch:
     params: list[Any]  # and their gradients, of this step
     grads: list[Tensor]
     gradients: Memory | None = None  # whose addresses are in the table
-    uploaded: np.ndarray | None = None  # the words on the device; None: other than `words`
+    uploaded: np.ndarray | None = None
+    """The words on the device, in pinned memory. A capture must not free them: torch would record the event of this
+    memory in the graph, where no later allocation of pinned memory can query it."""
     kernels: dict[tuple[bool, bool], StepKernel | StepKernelCpu] = field(default_factory=dict)
 
     @classmethod
@@ -186,7 +188,6 @@ class StepLaunch:
             addresses = self._by_row(found.numbers())
             self.rows[:, COLUMN["grad"]] = addresses
             self.rows[:, COLUMN["aligned"]] = ((addresses | self.others) & 15) == 0
-            self.uploaded = None
             missing = addresses == 0
             if np.count_nonzero(missing) and self.rows[missing, COLUMN["numel"]].any():
                 return False

@@ -129,7 +129,8 @@ class RoundedLaunch(StepLaunch):
         return np.where(whole == 0, 0, whole + self.variant.grad.itemsize * skipped)
 
     def _scratch(self) -> tuple[Any, ...]:
-        return *super()._scratch(), self.passes, self.steps, self.values, self.tried
+        # Not the buffers: a graph's own pool has them, and later launches of the graph take the same memory.
+        return *super()._scratch(), self.passes, self.steps
 
     # ---- each step ------------------------------------------------------------------------------------------
 

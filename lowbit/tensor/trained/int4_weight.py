@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import lowbit_kernels as kernels
-from lowbit.numerics.packing import pack, unpack
+from lowbit.numerics.packing import unpack
 from lowbit.numerics.spec import Spec, crop
 from lowbit.schemes.presets import Int4WeightOnly
 from lowbit.schemes.training import Int4Weight
@@ -182,8 +182,9 @@ def _round(
         first=first,
         start=start,
         most=MOST,
+        packed=True,
     )
-    return pack(codes.view(*lead, groups * group) - _LEAST, 4), scale.view(*lead, groups)
+    return codes.view(*lead, groups * group // 2), scale.view(*lead, groups)
 
 
 Int4WeightTensor.implements(aten.embedding.default)(looked_up)

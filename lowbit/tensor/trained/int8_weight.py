@@ -208,6 +208,8 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
     def write_master(self, out: Tensor) -> None:
         if self.transposed or self.flat_from is not None or remainder.of(self.codes) is not None:
             super().write_master(out)
+        elif self.codes.is_cuda and self._fits_the_op():
+            kernels.dequantize.dequantize_into(out, self.codes, self.scale, self._group())
         else:
             torch.mul(self.unpacked(), self.spread_scale(), out=out)  # in one pass
 
