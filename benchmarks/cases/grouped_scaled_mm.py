@@ -66,7 +66,7 @@ SHAPES: list[tuple[str, tuple[int, ...], int, int, dict]] = [
     ("one-has-all", (0, 0, 300), 40, 144, {"one_scale": True}),
     ("beyond", (2, 130), 130, 48, {"beyond": 40, "out_dtype": torch.float32}),
     ("nothing-but-beyond", (0, 0), 16, 32, {"beyond": 3}),
-    ("wide", (70, 3, 129), 300, 272, {}),
+    ("wide", (70, 3, 5), 300, 144, {}),
     ("no-tokens", (0, 0), 8, 64, {}),
     ("no-columns", (2, 3), 0, 64, {}),
 ]
