@@ -71,9 +71,8 @@ class Moments:
         H = WᵀW / mean(diag WᵀW) + I; the identity keeps the error of all other directions small."""
         made = cls(weight.shape, weight.device, True, False)
         matrices = weight.unsqueeze(0) if weight.ndim == 2 else weight
-        if (
-            weight.numel()
-        ):  # by a power of two, which rounds nothing, so that no square leaves float32
+        if weight.numel():
+            # By a power of two, which rounds nothing, so that no square leaves float32.
             exponent = matrices.abs().amax((1, 2), keepdim=True).frexp().exponent
             matrices = matrices.ldexp(-exponent.clamp(min=-100))
         made.square = matrices.mT @ matrices
