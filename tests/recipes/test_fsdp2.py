@@ -34,9 +34,9 @@ def source(tmp_path_factory) -> Path:
 
 
 def started(*options: str | Path) -> subprocess.Popen:
-    """Two processes, by torchrun."""
+    """One process, by torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=2", "-m", "recipes.fsdp2", *map(str, options)]
+    command += ["--nproc-per-node=1", "-m", "recipes.fsdp2", *map(str, options)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command,

@@ -205,8 +205,10 @@ def test_resumed_to_the_bit():
 @pytest.mark.parametrize(
     "name,backend",
     [
-        *(("int8", "inductor"), ("float8-tensorwise", "aot_eager")),
-        ("float8", "aot_eager_decomp_partition"),
+        ("int8", "aot_eager_decomp_partition"),
+        ("float8-tensorwise", "aot_eager"),
+        pytest.param("int8", "inductor", marks=pytest.mark.exhaustive),
+        pytest.param("float8", "aot_eager_decomp_partition", marks=pytest.mark.exhaustive),
     ],
 )
 def test_compiled_without_graph_breaks(name, backend):
