@@ -57,7 +57,16 @@ def _quick_wrappers() -> Iterator[None]:
         yield
 
 
-FORMS = ("int4", "int4_asymmetric", "int8", "int8_groups", "int3", "float8", "int8xint4", "nf4_double")
+FORMS = (
+    "int4",
+    "int4_asymmetric",
+    "int8",
+    "int8_groups",
+    "int3",
+    "float8",
+    "int8xint4",
+    "nf4_double",
+)
 FORMS += ("int8xint8_static", "float8xfloat8", "float8xfloat8_blocks", "mxfp4", "nvfp4")
 """Presets that differ by more than by their number of bits."""
 
