@@ -133,7 +133,8 @@ def test_killed_for_real(source, tmp_path):
         "--data", source, "--out", out, "--set", "steps=5000", "--set", "save_every=3"
     )
     deadline = time.monotonic() + 120
-    while not fsdp2.checkpoints(fsdp2.RunFolder(out)) and time.monotonic() < deadline:
+    while not fsdp2.checkpoints(fsdp2.RunFolder(out)):
+        assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)  # torchrun passes it on to its processes
     process.communicate(timeout=90)
