@@ -74,15 +74,16 @@ class TestTorchSave(OfCase, testing.TorchSaveContract):
     pass
 
 
-@over(WEIGHTS)
-class TestAutograd(OfCase, testing.AutogradContract):
-    pass
-
-
 def of_graphs(case: Case) -> tuple[object, ...]:
     """What changes operations, and so graphs and collectives, not their numbers alone."""
     has_spec = isinstance(case.how, Scheme)
     return case.kind, *(axes_of(case.how) if has_spec else [case.name])
+
+
+@pytest.mark.cover("values", _case=of_graphs)
+@over(WEIGHTS)
+class TestAutograd(OfCase, testing.AutogradContract):
+    pass
 
 
 def parts(case: Case) -> dict[str, object]:
