@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import select
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests import forked
+
 pytest.importorskip("rich")
 
-ROOT = Path(__file__).resolve().parent.parent
 HEAD = """
 import sys, time, torch
 from torch import nn
 import lowbit
 from lowbit import progress
 from lowbit.progress import waiting
-progress.DELAY = 0.05
+progress.DELAY = 0.03
 """
 LATER = "import lowbit.formats, lowbit.qat.tools.blocks, torch._dynamo, torch.export"
 """What several programs import. Their forks find it imported."""
@@ -27,20 +27,20 @@ PROGRAMS = {
     "counted": """
         with progress.progress("packing", 4, unit="boxes") as advance:
             for _ in range(4):
-                time.sleep(0.1)
+                time.sleep(0.05)
                 advance(1)
     """,
     "packing nested": """
         with progress.progress("packing", 10**7) as advance:
-            time.sleep(0.2)
+            time.sleep(0.1)
             with waiting("inside"):
-                time.sleep(0.2)
+                time.sleep(0.1)
             advance(10**7)
     """,
     "after an error": """
         try:
             with progress.progress("packing", 10):
-                time.sleep(0.2)
+                time.sleep(0.1)
                 raise ValueError
         except ValueError:
             pass
@@ -49,7 +49,7 @@ PROGRAMS = {
     "quantizing": """
         from lowbit.inference import quantize
         inner = quantize.quantized
-        quantize.quantized = lambda *given: (time.sleep(0.1), inner(*given))[1]
+        quantize.quantized = lambda *given: (time.sleep(0.05), inner(*given))[1]
         model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(4)])
         lowbit.quantize_(model, lowbit.Int4WeightOnly())
     """,
@@ -59,7 +59,7 @@ PROGRAMS = {
         class Slow(formats.ProgramFormat):
             name, suffix = "slow", ".txt"
             def write(self, call, path, lossy):
-                time.sleep(0.2)
+                time.sleep(0.1)
                 path.write_text("")
                 return []
         formats.register(Slow())
@@ -73,7 +73,7 @@ PROGRAMS = {
     "measuring": """
         class Slow(nn.Linear):
             def forward(self, x):
-                time.sleep(0.05)
+                time.sleep(0.02)
                 return super().forward(x)
         model = nn.Sequential(*[Slow(64, 64) for _ in range(3)])
         lowbit.qat.report(model, [torch.randn(2, 64)], lowbit.Int4WeightOnly(32))
@@ -83,13 +83,13 @@ PROGRAMS = {
         lowbit.qat.prepare_(model, lowbit.Int4WeightOnly(32))
         from lowbit.qat.tools import blocks
         inner = blocks._Run.block
-        blocks._Run.block = lambda *given: (time.sleep(0.1), inner(*given))[1]
+        blocks._Run.block = lambda *given: (time.sleep(0.05), inner(*given))[1]
         lowbit.qat.train_blocks(model, model, [torch.randn(2, 64)], epochs=1)
     """,
     "compiling": """
         from lowbit_kernels.runtime import host_compiler
         inner = host_compiler._compile
-        host_compiler._compile = lambda source: (time.sleep(0.2), inner(source))[1]
+        host_compiler._compile = lambda source: (time.sleep(0.1), inner(source))[1]
         host_compiler.library('extern "C" int of_progress() { return 1; }')
     """,
 }
@@ -108,11 +108,12 @@ SHOWN = {
 END = b"[the end of a program]"
 EACH = """
 import atexit, os
-terminals, elsewhere = map(int, sys.argv[1:3])
-for at, program in enumerate(sys.argv[3:]):
+terminals, terminal, elsewhere = int(sys.argv[1]), *sys.argv[2:4]
+os.dup2(os.open(terminal, os.O_RDWR | os.O_NOCTTY), 2)
+for at, program in enumerate(sys.argv[4:]):
     if not (child := os.fork()):
         if at >= terminals:
-            os.dup2(elsewhere, 2)
+            os.dup2(os.open(elsewhere, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
         exec(compile(program, "<program>", "exec"), globals())
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -127,44 +128,29 @@ for at, program in enumerate(sys.argv[3:]):
 def run(
     on_terminal: list[str], elsewhere: list[str], tmp_path: Path
 ) -> tuple[bytes, list[bytes], bytes]:
-    """stdout of all programs, what each writes to a pseudo terminal, and what the others write to a pipe as stderr.
+    """stdout of all programs, what each writes to a pseudo terminal, and what the others write to a file as stderr.
 
     They are forks of one process, which has imported torch and lowbit.
     """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",
-        "LOWBIT_CACHE_DIR": str(tmp_path / "cache"),
-        "TERM": "xterm",
-        "COLUMNS": "100",
-    }
+    environment = {"LOWBIT_CACHE_DIR": str(tmp_path / "cache"), "TERM": "xterm", "COLUMNS": "100"}
     own, given = os.openpty()
-    pipe = os.pipe()
-    command = [sys.executable, "-c", f"{HEAD}\n{LATER}\nEND = {END!r}\n{EACH}"]
-    command += [str(len(on_terminal)), str(pipe[1])]
-    command += map(textwrap.dedent, on_terminal + elsewhere)
-    child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=given, env=environment, pass_fds=pipe[1:]
+    piped = tmp_path / "piped"
+    code = f"{HEAD}\n{LATER}\nEND = {END!r}\n{EACH}"
+    arguments = map(textwrap.dedent, on_terminal + elsewhere)
+    child = forked.Program(
+        code, len(on_terminal), os.ttyname(given), piped, *arguments, folder=tmp_path, **environment
     )
-    os.close(given)
-    os.close(pipe[1])
     written = b""
-    while True:
-        try:
-            part = os.read(own, 4096)
-        except OSError:  # a pseudo terminal reports its end so
-            break
-        if not part:
-            break
-        written += part
+    while child.status() is None or select.select([own], [], [], 0)[0]:
+        if select.select([own], [], [], 0.05)[0]:
+            written += os.read(own, 4096)
     os.close(own)
-    assert child.stdout is not None
-    printed = child.stdout.read()
-    assert child.wait(timeout=60) == 0, written.decode(errors="replace")
+    os.close(given)
+    done = child.finished()
+    assert done.returncode == 0, done.stderr + written.decode(errors="replace")
     *each, last = written.split(END)
     assert len(each) == len(on_terminal) and not last
-    with open(pipe[0], "rb") as rest:
-        return printed, each, rest.read()
+    return done.stdout.encode(), each, piped.read_bytes()
 
 
 WITH_FUNCTIONS = textwrap.dedent(PROGRAMS["measuring"]) + textwrap.dedent(PROGRAMS["training"])
@@ -176,7 +162,7 @@ COMPILED_SHORTLY = """
     from lowbit_kernels.runtime.compiling import compiling
     progress.DELAY = 60
     with progress.progress("long", 10), compiling("the CPU"):
-        time.sleep(0.5)
+        time.sleep(0.3)
 """
 COMPILED_TWICE = """
     sys.modules["rich"] = None
@@ -186,7 +172,7 @@ COMPILED_TWICE = """
             pass
 """
 SILENT = {
-    "short": "progress.DELAY = 5\n" + textwrap.dedent(PROGRAMS["counted"].replace("0.1", "0.0")),
+    "short": "progress.DELAY = 5\n" + textwrap.dedent(PROGRAMS["counted"].replace("0.05", "0.0")),
     "without rich": "sys.modules['rich'] = None\n" + textwrap.dedent(PROGRAMS["counted"]),
 }
 
@@ -196,7 +182,7 @@ Shown = tuple[bytes, dict[str, bytes], bytes]
 
 @pytest.fixture(scope="module")
 def on_terminal(tmp_path_factory: pytest.TempPathFactory) -> Shown:
-    """What all programs print, what each writes to a terminal, and what some write to a pipe."""
+    """What all programs print, what each writes to a terminal, and what some write to a file."""
     if not hasattr(os, "openpty"):
         pytest.skip("needs pseudo terminals")
     programs = {**PROGRAMS, "with functions": WITH_FUNCTIONS, **SILENT}

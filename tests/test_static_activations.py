@@ -367,7 +367,7 @@ def test_gradients_reach_the_input(scheme):
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        ("int8xint8", "aot_eager"),
+        pytest.param("int8xint8", "aot_eager", marks=pytest.mark.exhaustive),
         ("int8xint8-asymmetric", "inductor"),
         ("float8xfloat8", "aot_eager"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -42,12 +44,18 @@ class EveryPreset(nn.Module):
     """A linear of each preset, an embedding and convolutions in several, and a plain linear that takes sequences. Each
     gives an output of its own."""
 
-    def __init__(self, linears: list[str], features: int, rows: int) -> None:
+    def __init__(
+        self,
+        linears: Sequence[str],
+        embeddings: Sequence[str],
+        convolutions: Sequence[str],
+        features: int,
+        rows: int,
+    ) -> None:
         super().__init__()
         self.linears = nn.ModuleDict({name: nn.Linear(features, rows) for name in linears})
-        names = ("int4", "int8", "nf4")
-        self.embeddings = nn.ModuleDict({n: nn.Embedding(40, features // 2) for n in names})
-        self.convolutions = nn.ModuleDict({n: nn.Conv2d(3, 8, 3) for n in ("int8", "float8")})
+        self.embeddings = nn.ModuleDict({n: nn.Embedding(40, features // 2) for n in embeddings})
+        self.convolutions = nn.ModuleDict({n: nn.Conv2d(3, 8, 3) for n in convolutions})
         self.plain = nn.Linear(features, 32, bias=False)
 
     def forward(self, x: Tensor, tokens: Tensor, image: Tensor) -> dict[str, Tensor]:
@@ -107,12 +115,16 @@ def inputs(
 
 
 def every_preset(
-    dtype: torch.dtype, linears: list[str] | None = None, features: int = FEATURES, rows: int = 48
+    dtype: torch.dtype,
+    linears: Sequence[str] = tuple(LINEARS),
+    features: int = FEATURES,
+    rows: int = 48,
+    embeddings: Sequence[str] = ("int4", "int8", "nf4"),
+    convolutions: Sequence[str] = ("int8", "float8"),
 ) -> EveryPreset:
     """The model, quantized; its linears have weights [rows, features]."""
     torch.manual_seed(0)
-    linears = list(LINEARS) if linears is None else linears
-    model = EveryPreset(linears, features, rows).to(dtype).eval()
+    model = EveryPreset(linears, embeddings, convolutions, features, rows).to(dtype).eval()
     schemes = {f"linears.{name}": LINEARS[name] for name in linears}
     if static := {key: s for key, s in schemes.items() if key.endswith("_static")}:
         with lowbit.calibrate(model, static):

@@ -57,10 +57,26 @@ def _quick_wrappers() -> Iterator[None]:
         yield
 
 
+FORMS = (
+    "int4",
+    "int4_asymmetric",
+    "int8",
+    "int8_groups",
+    "int3",
+    "float8",
+    "int8xint4",
+    "nf4_double",
+)
+FORMS += ("int8xint8_static", "float8xfloat8", "float8xfloat8_blocks", "mxfp4", "nvfp4")
+"""Presets that differ by more than by their number of bits."""
+
+
 @functools.cache
-def exported(dtype: torch.dtype) -> tuple[nn.Module, torch.export.ExportedProgram]:
-    """A model of every preset, and its program with a dynamic batch."""
-    model = every_preset(dtype)
+def exported(
+    dtype: torch.dtype, presets: tuple[str, ...]
+) -> tuple[nn.Module, torch.export.ExportedProgram]:
+    """A model of these presets, and its program with a dynamic batch."""
+    model = every_preset(dtype, presets)
     with torch.no_grad():
         return model, torch.export.export(model, inputs(dtype), dynamic_shapes=batch_of())
 
@@ -83,16 +99,17 @@ def without_lowbit(code: str, *arguments: object) -> Any:
 
 
 @pytest.mark.parametrize(
-    "dtype",
+    ("dtype", "presets"),
     [
-        pytest.param(torch.float32, marks=pytest.mark.exhaustive),
-        torch.float16,
-        pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive),
+        (torch.float16, FORMS),  # the packages below are of the other dtypes
+        *(pytest.param(d, tuple(LINEARS), marks=pytest.mark.exhaustive) for d in DTYPES),
     ],
-    ids=str,
+    ids=["forms-float16", "every-float32", "every-bfloat16", "every-float16"],
 )
-def test_every_preset_exports_with_a_dynamic_batch_and_equals_eager(dtype: torch.dtype) -> None:
-    model, program = exported(dtype)
+def test_every_preset_exports_with_a_dynamic_batch_and_equals_eager(
+    dtype: torch.dtype, presets: tuple[str, ...]
+) -> None:
+    model, program = exported(dtype, presets)
     with torch.no_grad():
         for batch in (1, 7):
             expected = model(*inputs(dtype, batch))
@@ -106,9 +123,14 @@ def test_every_preset_exports_with_a_dynamic_batch_and_equals_eager(dtype: torch
                 assert not {"int4", "int8"} & unlike.keys()  # whose op a program keeps
 
 
-def test_decompositions_leave_ops_of_torch_only() -> None:
-    dtype = torch.float16  # the packages below are of the others
-    model, program = exported(dtype)
+@pytest.mark.parametrize(
+    "presets",
+    [FORMS, pytest.param(tuple(LINEARS), marks=pytest.mark.exhaustive)],
+    ids=["forms", "every"],
+)
+def test_decompositions_leave_ops_of_torch_only(presets: tuple[str, ...]) -> None:
+    dtype = torch.float16
+    model, program = exported(dtype, presets)
     assert any("lowbit" in op for op in foreign_ops(program))
     plain = program.run_decompositions(formats.decompositions())
     assert foreign_ops(plain) == []
@@ -188,6 +210,25 @@ def test_a_saved_program_loads_after_import_lowbit(tmp_path: Path) -> None:
     assert torch.equal(torch.tensor(found), model(x).float())
 
 
+_BOXED = """
+import json, sys, torch
+import lowbit
+assert "lowbit_kernels.weight_only.weight_linear" not in sys.modules
+call, overloads = torch._C._jit_get_operation("lowbit::weight_linear")
+print(json.dumps([overloads, call(*torch.load(sys.argv[1])).float().tolist()]))
+"""
+
+
+def test_the_dispatcher_of_torch_finds_an_op_after_import_lowbit(tmp_path: Path) -> None:
+    """As a package of AOTInductor calls it, from C++: by its name."""
+    layer, x = network(Int4WeightOnly(32)).bfloat16()[0], torch.ones(2, FEATURES).bfloat16()
+    weight = layer.weight.detach()
+    given = (x, weight.codes, weight.scale, None, layer.bias.detach(), None, 32)
+    torch.save(given, tmp_path / "given.pt")
+    overloads, found = printed(forked.run(_BOXED, tmp_path / "given.pt", folder=tmp_path))
+    assert overloads == [""] and torch.equal(torch.tensor(found), layer(x).float())
+
+
 _PACKAGE = """
 import json, sys, torch
 import lowbit
@@ -198,6 +239,7 @@ print(json.dumps(model(torch.ones(2, 128, dtype=torch.bfloat16)).float().tolist(
 
 
 @needs_compiler
+@pytest.mark.exhaustive  # its compiler takes 20 s; the dispatcher does what it needs of lowbit
 def test_a_package_of_torchs_own_loads_after_import_lowbit(tmp_path: Path) -> None:
     """It calls lowbit's kernel, so its values are those of eager mode."""
     model = network(Int4WeightOnly(32)).bfloat16()[:1]
@@ -225,8 +267,8 @@ class BothDtypes(nn.Module):
 
     def __init__(self, wide: list[str], narrow: list[str]) -> None:
         super().__init__()
-        self.wide = every_preset(torch.float32, wide, rows=16384)
-        self.narrow = every_preset(torch.bfloat16, narrow, NARROW)
+        self.wide = every_preset(torch.float32, wide, FEATURES, 16384, ["int8"], ["int8"])
+        self.narrow = every_preset(torch.bfloat16, narrow, NARROW, 48, ["nf4"], ["float8"])
 
     def forward(self, x: Tensor, tokens: Tensor, image: Tensor, narrow: Tensor) -> dict[str, Any]:
         half = image.bfloat16()
@@ -242,7 +284,7 @@ NARROW = 140  # the last group of a row is cut
     [
         # A compiler takes seconds for each preset. So the usual run has one of each kind, and in 16 bits those with a
         # product of their own. The test of the decompositions has all of them.
-        (["int4", "int3", "int8xint4"], ["int8_groups", "float8", "nf4"]),
+        (["int4", "int8xint4"], ["int8_groups", "nf4"]),
         pytest.param(list(LINEARS), list(LINEARS), marks=pytest.mark.exhaustive),
     ],
     ids=["one of each kind", "every preset"],
@@ -254,7 +296,7 @@ def test_a_package_runs_without_lowbit(wide: list[str], narrow: list[str], tmp_p
         for batch in (4, 7)
     )
     report = lowbit.export(model, path, "aoti", example_inputs=first, dynamic_shapes=batch_of(4))
-    assert len(report.converted) == len(wide) + len(narrow) + 10
+    assert len(report.converted) == len(wide) + len(narrow) + 4
     assert report.nbytes == path.stat().st_size
     assert [p.name for p in tmp_path.iterdir()] == ["model.pt2"]
     # Most of the package is weights of the linears in float32, which would take 4 bytes.

@@ -172,7 +172,7 @@ def test_steps_lie_within_cells(scheme: lb.Scheme) -> None:
 def test_it_loses_less_than_its_start(over: str, scheme: lb.Scheme, tied: bool) -> None:
     plain = llama(tied=tied)
     start, model = copy.deepcopy(plain), copy.deepcopy(plain)
-    many = [tokens(i, 8, 32) for i in range(8)]
+    many = [tokens(i, 8, 32) for i in range(4)]
     lb.calibrate(start, scheme, many, steps=[Search()])
     step = LearnedRounding(20, over=over)  # type: ignore[arg-type]
     report = lb.calibrate(model, scheme, many, steps=[step])

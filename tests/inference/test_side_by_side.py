@@ -17,6 +17,7 @@ import lowbit as lb
 from lowbit.convert import side_by_side
 from lowbit.convert.side_by_side import joint_of
 from lowbit_kernels.runtime import launches
+from tests.garbage import only_new
 from tests.schemes import relative_error
 
 
@@ -104,12 +105,13 @@ def test_graphs_and_moved_models_follow(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(moved(x), apart(x))
 
 
+@only_new()
 def test_memory_lives_as_long_as_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     _, joined = pair(monkeypatch, lb.Int4WeightOnly(32))
     codes, joint = joined.v_proj.weight.codes, weakref.ref(joined.q_proj.weight.joint)
     expected = codes.clone()
     del joined
-    gc.collect()
+    gc.collect(0)
     assert joint() is None and torch.equal(codes, expected)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import weakref
 from typing import Any
 
@@ -236,7 +235,6 @@ class LiveBytes(TorchDispatchMode):
 
 def peak(layers: int, run: Any) -> int:
     model = prepared(llama(layers, dim=64, hidden=160))
-    gc.collect()
     with LiveBytes(model) as live:
         run(model)
     return live.most

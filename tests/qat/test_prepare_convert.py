@@ -310,7 +310,7 @@ def test_padding_is_cut_off_again() -> None:
     assert model.weight.shape == (29, 67) and model.weight.codes.shape == (29, 48)
 
 
-@pytest.mark.parametrize("name", ["int4-g8", "int8xint4", "float8"])
+@pytest.mark.parametrize("name", ["int8xint4", "float8"])
 def test_compiled(name: str) -> None:
     torch._dynamo.reset()
     model = prepared(SCHEMES[name])

@@ -194,7 +194,7 @@ def test_autocast() -> None:
     assert layer.weight.grad is not None and layer.weight.grad.dtype is torch.float32
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("where", ["backward", "everywhere"])
 @pytest.mark.parametrize("scales", ["present", "learned"])
 @pytest.mark.parametrize("name", ["int4", "int4-int8", "int4-int8-clipped"])

@@ -144,7 +144,7 @@ def test_off_with_rounded_inputs(name: str, dtype: torch.dtype) -> None:
         pytest.param("tied", BOTH, torch.bfloat16, "aot_eager", marks=pytest.mark.exhaustive),
         ("attention", WEIGHT, torch.float32, "aot_eager"),
         # torch's own product compiles in bfloat16 only
-        ("grouped", WEIGHT, torch.bfloat16, "aot_eager"),
+        pytest.param("grouped", WEIGHT, torch.bfloat16, "aot_eager", marks=pytest.mark.exhaustive),
         pytest.param("grouped", WEIGHT, torch.bfloat16, "inductor", marks=pytest.mark.exhaustive),
         ("grouped", BOTH, torch.bfloat16, "aot_eager"),
     ],

@@ -34,9 +34,9 @@ def source(tmp_path_factory) -> Path:
 
 
 def started(*options: str | Path) -> subprocess.Popen:
-    """Two processes, by torchrun."""
+    """One process, by torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=2", "-m", "recipes.fsdp2", *map(str, options)]
+    command += ["--nproc-per-node=1", "-m", "recipes.fsdp2", *map(str, options)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command,
@@ -133,7 +133,8 @@ def test_killed_for_real(source, tmp_path):
         "--data", source, "--out", out, "--set", "steps=5000", "--set", "save_every=3"
     )
     deadline = time.monotonic() + 120
-    while not fsdp2.checkpoints(fsdp2.RunFolder(out)) and time.monotonic() < deadline:
+    while not fsdp2.checkpoints(fsdp2.RunFolder(out)):
+        assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)  # torchrun passes it on to its processes
     process.communicate(timeout=90)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,9 +12,16 @@ import pytest
 
 from recipes import text
 from recipes.quickstart import main
+from tests import forked
 from tests.recipes.test_quickstart import measured_briefly  # noqa: F401
 
-ROOT = Path(__file__).resolve().parents[2]
+COMMAND = """
+import os, runpy
+for name in [name for name in os.environ if name.startswith("WANDB_")]:
+    del os.environ[name]
+runpy.run_module("recipes.quickstart", run_name="__main__")
+"""
+"""`python -m recipes.quickstart`"""
 SMALL = {
     "model.vocab_size": 300,
     "model.dim": 32,
@@ -43,38 +47,22 @@ def arguments(tmp_path: Path, steps: int, *more: str) -> list[str]:
     return [*place, *settings, *more]
 
 
-def environment() -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "recipes.quickstart", *arguments]
-
-
 def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = subprocess.Popen(
-        command(*arguments(tmp_path, 100_000)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        cwd=tmp_path,
-    )
+    process = forked.Program(COMMAND, *arguments(tmp_path, 100_000), folder=tmp_path)
     try:
         metrics, deadline = run / "metrics.jsonl", time.monotonic() + 120
-        while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None:
+        while not (metrics.exists() and metrics.stat().st_size) and process.status() is None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=60)
+        process.kill(signal.SIGINT)
+        done = process.finished(timeout=60)
     finally:
-        process.kill()
-    assert process.returncode == 130, errors
-    assert "Traceback" not in errors
-    assert f"--resume {run}" in output
+        if process.status() is None:
+            process.kill(signal.SIGKILL)
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    assert f"--resume {run}" in done.stdout
     assert (run / "checkpoints" / "trunk.pt").exists()
     config = json.loads((run / "config.json").read_text(encoding="utf-8"))
     assert config["steps"] == 100_000 and config["model"]["dim"] == 32
@@ -153,9 +141,7 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizers.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'tokenizers'\")"
     )
-    env = environment()
-    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
-    found = subprocess.run(command(), capture_output=True, text=True, env=env, cwd=tmp_path)
+    found = forked.run(COMMAND, folder=tmp_path)
     assert found.returncode == 2
     assert "No module named 'tokenizers'" in found.stderr and ".[recipes]" in found.stderr
     assert "Traceback" not in found.stderr
@@ -168,14 +154,9 @@ needs_wandb = pytest.mark.skipif(
 
 @needs_wandb
 def test_wandb_online_without_a_key(tmp_path: Path) -> None:
-    env = {**environment(), "HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
-    found = subprocess.run(
-        command(*arguments(tmp_path, 10, "--wandb", "online")),
-        capture_output=True,
-        text=True,
-        env=env,
-        cwd=tmp_path,
-    )
+    own = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
+    options = arguments(tmp_path, 10, "--wandb", "online")
+    found = forked.run(COMMAND, *options, folder=tmp_path, **own)
     assert found.returncode == 2
     assert "wandb login" in found.stderr and "--wandb disabled" in found.stderr
     assert "Traceback" not in found.stderr and not (tmp_path / "run").exists()

@@ -32,7 +32,7 @@ def _fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.cover("pairs", case=lambda case: (case.is_trainable, case.activation is not None))
+@pytest.mark.cover("values", case=lambda case: (case.is_trainable, case.activation is not None))
 @over(
     named(
         *("int4-g32", "int8dyn-int8-row", "qat-int8dyn-int4-g32", "nf4-g16-double", "nvfp4"),
@@ -40,8 +40,8 @@ def _fresh_dynamo():
     )
 )
 def test_a_block_by_inductor(case):
-    """A linear and an activation, forward and backward, with a batch of any size. The usual run has a frozen and a
-    trained weight, each with and without a rounded input."""
+    """A linear and an activation, forward and backward, with a batch of any size. The usual run has a frozen weight
+    and a trained one, one of them with a rounded input."""
     block = nn.Sequential(nn.Linear(100, 24), nn.SiLU())
     block[0].weight = nn.Parameter(case.make((24, 100)))
     fn, counter = compiled(block, "inductor")

@@ -74,18 +74,33 @@ class TestTorchSave(OfCase, testing.TorchSaveContract):
     pass
 
 
-@over(WEIGHTS)
-class TestAutograd(OfCase, testing.AutogradContract):
-    pass
-
-
 def of_graphs(case: Case) -> tuple[object, ...]:
     """What changes operations, and so graphs and collectives, not their numbers alone."""
     has_spec = isinstance(case.how, Scheme)
     return case.kind, *(axes_of(case.how) if has_spec else [case.name])
 
 
-@pytest.mark.cover("values", _case=lambda case: (*storage(case), case.activation is not None))
+@pytest.mark.cover("values", _case=of_graphs)
+@over(WEIGHTS)
+class TestAutograd(OfCase, testing.AutogradContract):
+    pass
+
+
+def parts(case: Case) -> dict[str, object]:
+    return case.make((16, 96)).inner_tensors()
+
+
+PARTS = sorted({name for case in WEIGHTS for name in parts(case)})
+
+
+def flattened(case: Case) -> tuple[object, ...]:
+    """What a graph sees: the class, each of its parts, the kind of its codes, and whether it rounds inputs."""
+    found = parts(case)
+    kind, _, codes = storage(case)
+    return kind, codes, *(name in found for name in PARTS), case.activation is not None
+
+
+@pytest.mark.cover("values", _case=flattened)
 @over(WEIGHTS)
 class TestCompile(OfCase, testing.CompileContract):
     pass

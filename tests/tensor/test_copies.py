@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +12,7 @@ from torch import nn
 
 from lowbit.numerics.code_range import FLOAT8_DTYPES
 from lowbit.tensor import BitNetTensor, MixedPrecisionTensor, joined
+from tests import forked
 from tests.tensor.cases import (
     BY_NAME,
     CASES,
@@ -30,8 +27,6 @@ from tests.tensor.cases import (
 )
 
 pytestmark = each_structure
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @every_case
@@ -192,7 +187,7 @@ def test_pickled(case):
 
 
 def test_loaded_in_a_fresh_process(tmp_path):
-    """In a process that only imports lowbit before torch.load(weights_only=True)."""
+    """In a process that imports no class before torch.load(weights_only=True); test_importing has a bare import."""
     tensors = {name: case.make((7, 101)) for name, case in BY_NAME.items()}
     torch.save(tensors, tmp_path / "tensors.pt")
     code = (
@@ -200,13 +195,8 @@ def test_loaded_in_a_fresh_process(tmp_path):
         "tensors = torch.load(sys.argv[1], weights_only=True)\n"
         "torch.save({name: t.dequantize() for name, t in tensors.items()}, sys.argv[2])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "tensors.pt"), str(tmp_path / "values.pt")],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    files = (tmp_path / "tensors.pt", tmp_path / "values.pt")
+    done = forked.run(code, *files, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     found = torch.load(tmp_path / "values.pt", weights_only=True)
     for name, t in tensors.items():

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import lowbit
 from lowbit.train import save_in_int8, saved
 from recipes.llama import Llama, LlamaConfig, SwiGLU
+from tests.garbage import only_new
 
 NOTHING = nn.Module()
 CONFIG = LlamaConfig(61, dim=128, layers=2, heads=4, kv_heads=2, hidden=256, context=64)
@@ -182,6 +183,7 @@ def test_empty_tensors_and_small_ones_stay() -> None:
     assert not count.made and len(count.kept) == 2
 
 
+@only_new()
 def test_tensors_that_save_the_same_elements_share_one_copy() -> None:
     x = torch.randn(4, 8, 128).requires_grad_() * 1
     linears = nn.ModuleList(nn.Linear(128, 64) for _ in range(3))
@@ -196,7 +198,7 @@ def test_tensors_that_save_the_same_elements_share_one_copy() -> None:
     count.made.clear()
     y.backward()
     del y
-    gc.collect()
+    gc.collect(0)
     assert codes() is None and not count._rounding._made
 
 
@@ -504,6 +506,7 @@ def test_changes_in_place() -> None:
         out.sum().backward()
 
 
+@only_new()
 def test_what_stays_makes_no_circle() -> None:
     """A result that a node saves refers to the node: held by it, neither would be freed."""
     with save_in_int8(NOTHING, min_numel=10**6):
@@ -512,7 +515,7 @@ def test_what_stays_makes_no_circle() -> None:
     out.grad_fn.metadata["held"] = held  # type: ignore[union-attr]
     alive = weakref.ref(held)
     del out, held
-    gc.collect()
+    gc.collect(0)
     assert alive() is None
 
 
