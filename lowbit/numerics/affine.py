@@ -387,10 +387,11 @@ def chosen_qparams(
 def scale_of_largest(
     input: Tensor, grid: Grid, block_size: Sequence[int], scale_dtype: torch.dtype
 ) -> Tensor:
-    """The scale [n0, n1, …] of either sign that puts the largest magnitude of each block on the lowest code.
+    """The least scale [n0, n1, …], of either sign, by which no value is over half a step beyond the codes.
 
-    s = m / (low − mid) for that value m, as llama.cpp's Q4_0 has it: m / −8 in 4 bits. The step is finer than that of
-    "symmetric" (max|x| / 7.5), and m does not clip. Values of the other sign clip where they exceed 7.5 steps.
+    s = m / (low − mid) for the largest magnitude m of a block, as llama.cpp's Q4_0 has it: m / −8 in 4 bits, which
+    does not clip m. Where a value of the other sign exceeds 7.5 of these steps, |s| is its magnitude / 7.5. So the step
+    is never coarser than that of "symmetric", max|x| / 7.5.
 
     Args:
         input: real floating, whole blocks.
@@ -398,7 +399,9 @@ def scale_of_largest(
         block_size, scale_dtype: as for `choose_qparams_affine`.
     """
     min_neg, max_pos = _min_max(input, block_size, None, None)
-    scale = divide(torch.maximum(-min_neg, max_pos), float(grid.mid - grid.low))
+    steps = float(grid.mid - grid.low)
+    larger, smaller = torch.maximum(-min_neg, max_pos), torch.minimum(-min_neg, max_pos)
+    scale = torch.maximum(divide(larger, steps), divide(smaller, steps - 0.5))
     scale = round_to_dtype(scale.clamp(min=smallest_scale(scale_dtype)), scale_dtype)
     return torch.where(max_pos > -min_neg, -scale, scale)
 

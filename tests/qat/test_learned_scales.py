@@ -138,7 +138,7 @@ def test_training_starts_at_present_or_searched_scales(spec, dtype, searched):
 @pytest.mark.parametrize("mapping", ["symmetric", "symmetric_no_clipping_err"])
 @pytest.mark.parametrize("fmt", [Int(4), Int(4, signed=False), Int(3), Int(2)], ids=str)
 @pytest.mark.parametrize("size", [96, 67])
-def test_training_starts_with_the_largest_values_on_the_lowest_code(fmt, mapping, dtype, size):
+def test_training_starts_with_no_value_over_half_a_step_beyond_the_codes(fmt, mapping, dtype, size):
     """Against float64. Groups of which the largest value is negative, positive, and on both sides, and of zeros."""
     spec, w = Spec(fmt, PerGroup(32), mapping), values(9, size, dtype=dtype)
     w[0, :32], w[1, :32] = 0, values(32, dtype=dtype).abs()
@@ -151,11 +151,19 @@ def test_training_starts_with_the_largest_values_on_the_lowest_code(fmt, mapping
     ends = groups.amin(2), groups.amax(2)
     largest = torch.where(ends[1] > -ends[0], ends[1], ends[0])  # the negative one of two alike
     low = -(2 ** (fmt.bits - 1))
-    error = (scale.double() - largest / low).abs() / (largest / low).abs().clamp(min=1e-30)
-    assert error[largest != 0].max() <= torch.finfo(dtype).eps and scale[0, 0] > 0
+    other, high = torch.minimum(-ends[0], ends[1]).clamp(min=0), -low - 0.5
+    step = torch.maximum(largest.abs() / -low, other / high)
+    exact = torch.where(largest > 0, -step, step)
+    error = (scale.double() - exact).abs() / step.clamp(min=1e-30)
+    eps = torch.finfo(dtype).eps
+    assert error[largest != 0].max() <= eps and scale[0, 0] > 0
+    steps = groups / scale.double()[..., None]
+    assert steps.min() >= low - 0.5 and steps.max() <= high * (1 + eps)
     codes, *_ = spec.quantize(w, qparams=(scale, zero_point))
     codes = codes.int().view(9, -1, 32) - (0 if fmt.signed else -low)
-    assert (codes[(groups == largest[..., None]) & (groups != 0)] == low).all()
+    plain = other * -low < high * largest.abs() * (1 - 4 * eps)  # the largest value gives the step
+    own = (groups == largest[..., None]) & plain[..., None]
+    assert (codes[own] == low).all() and own.any() and not plain[groups.any(2)].all()
     if size == 96 and dtype is torch.float32:  # a finer step than that of the present scales
         wrong = [
             (spec.dequantize(*spec.quantize(w, qparams=q), w.shape, dtype) - w)[4:].square().sum()
