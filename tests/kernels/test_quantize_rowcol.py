@@ -102,8 +102,8 @@ def test_cpu(case) -> None:
     assert torch.equal(x, before)
 
 
-# The interpreter takes seconds for many tiles, of 32 rows and columns. So its cases have at most 2 x 3 of them. The indices
-# of a tile do not depend on the format, and int8 alone has the cases of many tiles.
+# The interpreter takes seconds for many tiles, of 32 rows and columns. So its cases have at most 2 x 3 of them. The
+# indices of a tile do not depend on the format, and int8 alone has the cases of many tiles.
 MOST_TILES = {"typical": (64, 96), "long-rows-only": (3, 1057)}
 INTERPRETED_CASES = [
     dataclasses.replace(case, m=min(case.m, m), k=min(case.k, k))
