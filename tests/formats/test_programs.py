@@ -299,8 +299,8 @@ def test_a_package_runs_without_lowbit(wide: list[str], narrow: list[str], tmp_p
     assert len(report.converted) == len(wide) + len(narrow) + 4
     assert report.nbytes == path.stat().st_size
     assert [p.name for p in tmp_path.iterdir()] == ["model.pt2"]
-    # Most of the package is weights of the linears in float32, which would take 4 bytes.
-    assert report.nbytes < len(wide) * 16384 * FEATURES * 4 * 0.3125
+    # Most of the package is weights of the linears in float32, which would take 4 bytes; 2 MiB are code.
+    assert report.nbytes < len(wide) * 16384 * FEATURES * 1.25 + 2**21
     torch.save(again, tmp_path / "inputs.pt")
     files = (path, tmp_path / "inputs.pt", tmp_path / "outputs.pt")
     assert without_lowbit(_WITHOUT_LOWBIT, *files) == []
