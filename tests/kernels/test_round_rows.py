@@ -96,3 +96,9 @@ def test_wrong_arguments() -> None:
     ):
         with pytest.raises(error, match=message):
             round_rows(*arguments)
+
+
+@pytest.mark.parametrize("most", [-1, 0, 128])
+def test_codes_beyond_int8_raise(most: int) -> None:
+    with pytest.raises(ValueError, match=f"must be 1 to 127, got {most}"):
+        round_rows(torch.ones(2, 4), most=most)

@@ -34,8 +34,9 @@ NARROW = 1024
 @op(
     "empty(*((torch.uint8, R, K // 2) if packed else (torch.int8, R, K))), empty(torch.float32, R)",
     rules={
+        "0 < most < 128": "most, the largest code, must be 1 to 127, got {most}",
         "not packed or (K % 2 == 0 and most < 8)": "packed codes need an even number of columns and most of at most 7, "
-        "got {K} and {most}"
+        "got {K} and {most}",
     },
     values="float32 [R, K]; flatten leading dimensions first",
     old="float32 [R]",
@@ -62,7 +63,7 @@ def round_rows(
         most: the largest code, 1 to 127. Codes are -most .. most.
         packed: the codes plus 8 in nibbles, uint8 [R, K / 2], the low nibble first; `most` is at most 7.
 
-    Raises TypeError for other dtypes, ValueError for shapes that do not fit each other.
+    Raises TypeError for other dtypes, ValueError for shapes that do not fit each other and for another `most`.
     """
     if largest is None:
         padded = values if values.shape[1] else values.new_zeros((values.shape[0], 1))
