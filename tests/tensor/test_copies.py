@@ -49,6 +49,18 @@ def test_to_an_integer_dtype_is_refused(case):
 
 
 @every_case
+def test_a_flattened_view_survives_flattening_into_parts(case):
+    """As torch.compile takes tensors apart and makes them again."""
+    t = case.make((4, 96))
+    flat = t.detach().view(-1)
+    names, context = flat.__tensor_flatten__()
+    parts = {name: getattr(flat, name) for name in names}
+    again = type(flat).__tensor_unflatten__(parts, context, flat.shape, flat.stride())
+    assert again.flat_from == flat.flat_from
+    assert torch.equal(again.dequantize(), t.dequantize().view(-1))
+
+
+@every_case
 def test_copy_from_values_encodes_them(case):
     for shape in SHAPES:
         t = case.make(shape)
