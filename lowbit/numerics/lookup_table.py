@@ -198,7 +198,7 @@ def _on_device(
         torch.from_numpy(ascending),
         torch.from_numpy(last),
         None if share_a_cell(last) else torch.from_numpy(steps(last)),
-        torch.tensor(order, dtype=torch.uint8),
+        torch.tensor(order, dtype=torch.uint8, device="cpu"),  # a default device may be set
         torch.from_numpy(own),
         pairs(own) if len(values) == 16 else None,
     )

@@ -536,3 +536,16 @@ def test_codes_unpack_to_the_nearest_values() -> None:
     steps = w / w.abs().amax(1, keepdim=True)
     distance = (steps.unsqueeze(-1) - torch.tensor(lb.NF4.values)).abs()
     assert torch.equal(codes, distance.argmin(-1))
+
+
+def test_tables_that_are_made_under_a_default_device_are_on_their_own() -> None:
+    """As transformers makes models under `torch.device("meta")`."""
+    from lowbit.numerics import lookup_table
+
+    lookup_table._on_device.cache_clear()
+    packed = torch.tensor([[0, 255, 7]], dtype=torch.uint8)
+    with torch.device("meta"):
+        under = DYNAMIC8.look_up(packed, 3), DYNAMIC8.nearest(torch.ones(2, 3, device="cpu"))
+    lookup_table._on_device.cache_clear()
+    assert torch.equal(under[0], DYNAMIC8.look_up(packed, 3))
+    assert torch.equal(DYNAMIC8.codes(under[1]), DYNAMIC8.codes(DYNAMIC8.nearest(torch.ones(2, 3))))

@@ -199,7 +199,7 @@ def stays_in_range(coefficients: tuple[float, float, float], steps: int) -> bool
     """True if float16 holds all matrices of the iteration. No step may raise a singular value from [0, 1] above 2, or
     an eigenvalue of P above 16. The eigenvalues of a product of `RESTART` matrices P are then at most 4096."""
     a, b, c = coefficients
-    values = torch.linspace(0, 1, 1025, dtype=torch.float64)
+    values = torch.linspace(0, 1, 1025, dtype=torch.float64, device="cpu")
     for _ in range(steps):
         factors = a + b * values**2 + c * values**4
         values = values * factors
