@@ -112,6 +112,26 @@ def test_pruned_weights_keep_their_zeros_and_experts_their_own_scales() -> None:
         assert alone.values is not None and torch.equal(alone.values, both.values[expert])
 
 
+@pytest.mark.parametrize("group", [144, 200])
+def test_no_block_of_a_sweep_reaches_into_two_groups(group: int) -> None:
+    """Scales of more than 128 inputs stay. 32 columns at a time would cross from one group into the next."""
+    x = uneven(300, 2 * group)
+    errors = []
+    for sweeps in (0, 2):
+        torch.manual_seed(0)
+        moments = Moments((N, 2 * group), torch.device("cpu"), True, False)
+        moments.add(0, x)
+        spec = lb.IntxWeightOnly(3, group, "symmetric").weight
+        layer = Layer("weight", torch.randn(N, 2 * group) / 10, spec, torch.float32, moments)
+        GPTQ(sweeps=sweeps).apply(layer)
+        assert layer.values is not None and layer.qparams is not None
+        stored = spec.quantize(layer.values, torch.float32, layer.qparams)
+        again = spec.dequantize(*stored, tuple(layer.values.shape), torch.float32)
+        torch.testing.assert_close(layer.values, again, rtol=1e-6, atol=1e-7)
+        errors.append(layer.error(again))
+    assert errors[1] < errors[0], errors
+
+
 def test_edges_of_a_sweep() -> None:
     """A dead input, rows of zeros, a last block that is not full, and few rows of inputs."""
     x = uneven(9, 40)

@@ -12,11 +12,12 @@ another scale, or other codes, lower the error. So the error falls with each blo
 in QuantEase (arXiv 2309.01885), here with the scales.
 
 Scales that several rows share, of more than `COLUMNS` inputs, and of super-blocks stay as they are; their codes are
-chosen again, in blocks of up to `FIXED`.
+chosen again, in blocks of up to `FIXED` inputs of one group.
 """
 
 from __future__ import annotations
 
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -71,11 +72,12 @@ def sweep(
     width = group if is_free else min(group, FIXED)
     error = found.values - aim
     slope = error @ hessian
-    starts = range(0, shape[1], width)
-    factors = [Factor(hessian[at : at + width, at : at + width], 0.0, True) for at in starts]
+    groups = (range(at, min(at + group, shape[1]), width) for at in range(0, shape[1], group))
+    blocks = [slice(*ends) for ends in pairwise([*chain.from_iterable(groups), shape[1]])]
+    factors = [Factor(hessian[own, own], 0.0, True) for own in blocks]
     for _ in range(sweeps):
-        for at, factor in zip(starts, factors, strict=True):
-            own, block = slice(at, at + width), at // group
+        for own, factor in zip(blocks, factors, strict=True):
+            block = own.start // group
             within = hessian[own, own]
             rest = slope[:, own] - error[:, own] @ within
             kept = None if mask is None else mask[:, own]
