@@ -237,6 +237,17 @@ def test_the_context_form_stays() -> None:
     assert list(ranges) == ["0"]
     with pytest.raises(TypeError, match="steps and blocks need batches"):
         lb.calibrate(model, scheme, blocks=[])  # type: ignore[call-overload]
+    for option in (
+        {"step": [GPTQ()]},
+        {"format": "gguf"},
+        {"out": "x"},
+        {"device": "cuda"},
+        {"cache": None},
+    ):
+        with pytest.raises(
+            TypeError, match=f"{next(iter(option))}: not read by `with lowbit.calib"
+        ):
+            lb.calibrate(model, scheme, **option)
     with pytest.raises(TypeError, match="steps must be a list of steps"):
         lb.calibrate(model, scheme, [torch.randn(8, 64)], steps=["gptq"])  # type: ignore[list-item]
 

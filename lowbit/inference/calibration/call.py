@@ -158,7 +158,7 @@ def calibrate(
 
     Raises:
         TypeError: batches or steps of another kind; no module; no scheme; `out` or `device` beside a module, or a
-            folder without `out` or batches; other options for a folder.
+            folder without `out` or batches; other options for a folder; options that the context does not read.
         ValueError: what `quantize_` refuses; an empty list of batches; steps and schemes that need batches, without
             any; NaN or infinite inputs of a layer, which is named. Weights
             that were calibrated before that layer are then quantized, and the others plain, as the message says.
@@ -172,6 +172,7 @@ def calibrate(
         if isinstance(model, str | os.PathLike):
             raise TypeError(_FOLDER)
         _check_context(batches, steps, blocks)
+        _check_read(out, device, cache, writing)
         own = filter_fn if batches is None else batches
         return observed.calibrate(
             model, scheme, own, method=method, percentile=percentile, group=group
@@ -262,6 +263,15 @@ def _check_context(given: Any, steps: Any, blocks: Any) -> None:
         )
     if steps is not None or blocks is not None:
         raise TypeError("steps and blocks need batches: calibrate(model, scheme, batches, steps=…)")
+
+
+def _check_read(out: Any, device: Any, cache: Any, writing: dict[str, Any]) -> None:
+    given = {"out": out is not None, "device": str(device) != "cpu", "cache": str(cache) != "cpu"}
+    if unread := [*(name for name, is_given in given.items() if is_given), *sorted(writing)]:
+        raise TypeError(
+            f"{', '.join(unread)}: not read by `with lowbit.calibrate(model, scheme):`, which takes filter_fn, method, "
+            "percentile and group; with batches or steps=… the call quantizes the model"
+        )
 
 
 def _check_writing(out: Any, device: Any, writing: dict[str, Any]) -> None:
