@@ -260,11 +260,10 @@ def set_rate(optimizer: lowbit.optim.AdamW, rate: float, on_device: bool) -> Non
     for group in optimizer.param_groups:
         if not on_device:
             group["lr"] = rate
-        elif (
-            isinstance(group["lr"], Tensor) and group["lr"].is_cuda
-        ):  # of a checkpoint it lies on the CPU
+        elif isinstance(group["lr"], Tensor) and group["lr"].is_cuda:
             group["lr"].fill_(rate)
         else:
+            # The first rate, or that of a checkpoint, which lies on the CPU.
             group["lr"] = torch.tensor(rate, dtype=torch.float64, device="cuda")
 
 

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def only_new() -> Iterator[None]:
-    """What is made inside stays in the youngest generation, which is all that `gc.collect(0)` looks at."""
+    """No collection runs inside by itself. So `gc.collect(0)`, which visits the newest objects alone, visits all that
+    were made inside."""
     gc.disable()
     try:
         yield

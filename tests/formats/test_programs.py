@@ -66,8 +66,12 @@ FORMS = (
     "float8",
     "int8xint4",
     "nf4_double",
+    "int8xint8_static",
+    "float8xfloat8",
+    "float8xfloat8_blocks",
+    "mxfp4",
+    "nvfp4",
 )
-FORMS += ("int8xint8_static", "float8xfloat8", "float8xfloat8_blocks", "mxfp4", "nvfp4")
 """Presets that differ by more than by their number of bits."""
 
 
@@ -283,7 +287,7 @@ NARROW = 140  # the last group of a row is cut
     ("wide", "narrow"),
     [
         # A compiler takes seconds for each preset. So the usual run has one of each kind, and in 16 bits those with a
-        # product of their own. The test of the decompositions has all of them.
+        # product of their own. The test of the decompositions has more of them.
         (["int4", "int8xint4"], ["int8_groups", "nf4"]),
         pytest.param(list(LINEARS), list(LINEARS), marks=pytest.mark.exhaustive),
     ],

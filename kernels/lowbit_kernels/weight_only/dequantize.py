@@ -169,8 +169,11 @@ def _launch(
 
 
 def dequantize_into(out: Tensor, codes: Tensor, scale: Tensor, group_size: int) -> None:
-    """Write the op's result for signed integers into `out` [N, K], contiguous, on a GPU. Outside of graphs only, where
-    nothing checks the arguments: `codes` int8 [N, K] or packed int4, `scale` float32 [N, groups]."""
+    """Write the op's result for signed integers into `out` [N, K], contiguous, on a GPU.
+
+    For eager code: torch.compile does not see it, and the arguments are not checked. `codes`: int8 [N, K] or packed
+    int4; `scale`: float32 [N, groups].
+    """
     format = format_of(codes.dtype, scale.dtype, None, 0, ())
     report(format)
     fill(out, codes, scale, None, group_size, format)
