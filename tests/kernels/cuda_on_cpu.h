@@ -40,9 +40,13 @@ struct Fiber {
     bool started = false, done;
     unsigned int first, last = 0;  // of the group that it waits for in `meet`; last 0: it does not wait
     unsigned int given;
+
+    bool of_block() const { return last - first == blockDim.x; }
 };
 static std::vector<Fiber> fibers;  // they stay from block to block, and from launch to launch
-static std::vector<int> meetings;  // how many meetings of its group each fiber has come to; the last, if it is done
+// How many meetings of its warp, and of its block, each fiber has come to; INT_MAX if it is done. Warps of a block may
+// have met a different number of times.
+static std::vector<int> meetings[2];
 static jmp_buf scheduler;
 static unsigned int current;
 static std::function<void()> body;
@@ -55,7 +59,7 @@ static void enter() {
     for (;;) {
         body();
         fibers[current].done = true;
-        meetings[current] = INT_MAX;
+        meetings[0][current] = meetings[1][current] = INT_MAX;
         yield();
     }
 }
@@ -75,14 +79,15 @@ static void go_on(Fiber &fiber) {
 
 // Waits until every unfinished fiber of [first, last) has come to its next meeting.
 static void meet(unsigned int first, unsigned int last) {
-    ++meetings[current];
     fibers[current].first = first, fibers[current].last = min(last, blockDim.x);
+    ++meetings[fibers[current].of_block()][current];
     yield();
 }
 
 static bool waits(unsigned int i) {
     const Fiber &own = fibers[i];
-    return std::any_of(&meetings[0] + own.first, &meetings[0] + own.last, [i](int n) { return n < meetings[i]; });
+    const int *met = &meetings[own.of_block()][0];
+    return std::any_of(met + own.first, met + own.last, [met, i](int n) { return n < met[i]; });
 }
 
 template <typename F>
@@ -92,7 +97,7 @@ static void launch(unsigned int grid, unsigned int threads, F kernel) {
     if (fibers.size() < threads) fibers.resize(threads);
     for (unsigned int block = 0; block < grid; ++block) {
         blockIdx = {block};
-        meetings.assign(threads, 0);
+        for (auto &of_group : meetings) of_group.assign(threads, 0);
         for (unsigned int i = 0; i < threads; ++i) fibers[i].done = false, fibers[i].last = 0;
         for (bool running = true; running;) {
             running = false;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from lowbit.optim.step import fused, launch
+from lowbit.optim.step import coded, fused, launch
 from lowbit_kernels.elementwise.fused_step import StepKernel, StepVariant
 from lowbit_kernels.elementwise.fused_step_cpu import StepKernelCpu
 from tests.kernels.emulator import EmulatedStep
@@ -48,4 +48,5 @@ def emulate(patch):
     """Update CPU parameters by the code for GPUs, emulated."""
     patch.setattr(fused, "device_obstacle", lambda device, float8: None)
     patch.setattr(fused, "compile_obstacle", lambda variant, device: None)
+    patch.setattr(coded, "runs_on", lambda device: True)
     patch.setattr(launch, "compiled", functools.cache(CountedEmulated))

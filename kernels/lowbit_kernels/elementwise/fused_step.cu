@@ -17,6 +17,8 @@
 //     lane             0    1               31        0
 //
 // Codes of 4 bits have no such groups, because each row of them begins with a byte of its own.
+//
+// A weight of codes (CODE_BITS) is updated row by row, each by one block of threads: see `step_rows`.
 
 static constexpr int LOCATE = 256;  // tiles for each entry of `locate`
 static constexpr bool GROUPED = !((STATES > 0 && FORMAT_0 == STATE_4BIT) || (STATES > 1 && FORMAT_1 == STATE_4BIT) ||
@@ -124,18 +126,24 @@ __constant__ uint32 MULTIPLIERS[16] = {  // of an octet's elements, and of the n
     multiplier(6), multiplier(7), multiplier(0), multiplier(1), multiplier(2), multiplier(3),
     multiplier(4), multiplier(5), multiplier(6), multiplier(7)};
 
-// Random bits of a lane's elements, of which the upper 16 count.
-DEVICE void draw(const Tensor &t, const uint32 *keys, const Offsets &at, uint32 random[8]) {
-    const int skipped = (int)at.index & 7;  // elements of the first octet before these
-    if (at.left >= 8 && skipped == 0) {
-        const uint32 h = hash(keys, at.index >> 3);
+// Random bits of eight elements from this index on, of which the upper 16 count.
+DEVICE void draw_eight(const uint32 *keys, long long index, uint32 random[8]) {
+    const int skipped = (int)index & 7;  // elements of the first octet before these
+    if (skipped == 0) {
+        const uint32 h = hash(keys, index >> 3);
 #pragma unroll
         for (int i = 0; i < 8; ++i) random[i] = h * multiplier(i);
-    } else if (at.left >= 8) {
-        // of two octets
-        const uint32 first = hash(keys, at.index >> 3), second = hash(keys, (at.index >> 3) + 1);
+    } else {
+        const uint32 first = hash(keys, index >> 3), second = hash(keys, (index >> 3) + 1);
 #pragma unroll
         for (int i = 0; i < 8; ++i) random[i] = (i < 8 - skipped ? first : second) * MULTIPLIERS[i + skipped];
+    }
+}
+
+// The same for a lane's elements.
+DEVICE void draw(const Tensor &t, const uint32 *keys, const Offsets &at, uint32 random[8]) {
+    if (at.left >= 8) {
+        draw_eight(keys, at.index, random);
     } else {
         uint64 index = at.index;
         int left = at.left;
@@ -597,10 +605,160 @@ DEVICE void encode_corrected(float w[8], Words &correction) {
     }
 }
 
+// ---- weights that are codes ----------------------------------------------------------------------------------------
+
+// Float32 [width]: the new values of a row. Then uint32 [scales]: the largest magnitudes of the scales' elements, as
+// bits, and later the new scales.
+DYNAMIC_SHARED(row_memory);
+
+// A row of codes, whose threads share it.
+struct Row {
+    uint64 number, first;  // of the row and of its first element
+    uint32 width, scales;
+    float *values;
+    uint32 *largest;
+};
+
+DEVICE Row row_of(const Tensor &t, uint32 number) {
+    Row row;
+    row.number = number, row.first = number * t.width;
+    row.width = (uint32)t.width, row.scales = (uint32)(t.width / t.scale_width);
+    row.values = (float *)row_memory, row.largest = (uint32 *)(row.values + row.width);
+    return row;
+}
+
+// The scale of an element of the row.
+DEVICE uint32 scale_in(const Tensor &t, uint32 column) { return CODE_BITS == 8 ? 0 : column / (uint32)t.scale_width; }
+
+// Eight codes: int8, or the codes plus 8 in nibbles.
+struct Codes {
+    Raw<CODE_BITS == 4 ? 1 : 2> raw;
+
+    template <bool VECTOR>
+    MEMBER void load(const void *p, const Offsets &at) {
+        p = (const char *)p + at.element * CODE_BITS / 8;
+        if constexpr (VECTOR) load_vector(p, raw);
+        else load_items<unsigned char>(p, at.count * CODE_BITS / 8, raw);
+    }
+    template <bool VECTOR>
+    MEMBER void store(void *p, const Offsets &at) const {}  // `round_row` stores them
+    MEMBER void take_far(const Codes &there, int count) {}  // rows of codes have whole octets
+    MEMBER void decode(float scale, float x[8]) const {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int code = CODE_BITS == 4 ? (int)(raw.word[0] >> 4 * i & 15) - 8
+                                            : (int)(raw.word[i / 4] << (24 - i % 4 * 8)) >> 24;
+            x[i] = multiply_exactly((float)code, scale);
+        }
+    }
+};
+
+DEVICE void decode_weights(const Codes &codes, const Tensor &t, const Row &row, const Offsets &at, float w[8]) {
+    const uint32 column = (uint32)(at.element - row.first);
+    const float scale = at.mask ? t.param_scale[row.number * row.scales + scale_in(t, column)] : 0.0f;
+    codes.decode(scale, w);
+}
+
+// Keep a lane's new values for `round_row`.
+DEVICE void encode_weights(Codes &, const Tensor &t, const Scalars &, const Row &row, const Offsets &at, int lane,
+                           const float w[8]) {
+    const uint32 column = (uint32)(at.element - row.first);
+    uint32 largest = 0;
+    if (at.mask) {
+        uint4 *values = (uint4 *)(row.values + column);
+        values[0] = make_uint4(float_bits(w[0]), float_bits(w[1]), float_bits(w[2]), float_bits(w[3]));
+        values[1] = make_uint4(float_bits(w[4]), float_bits(w[5]), float_bits(w[6]), float_bits(w[7]));
+        float magnitude = larger_magnitude(w[0], w[1]);
+#pragma unroll
+        for (int i = 2; i < 8; ++i) magnitude = larger_magnitude(magnitude, w[i]);
+        largest = float_bits(magnitude);  // bits of magnitudes are in order, NaN above all
+    }
+    if constexpr (CODE_BITS == 8) {
+        largest = warp_max(largest);
+        if (lane == 0) atomicMax(row.largest, largest);
+    } else if (at.mask) {
+        atomicMax(row.largest + scale_in(t, column), largest);
+    }
+}
+
+// The formulas of quantize/round_rows.py.
+static constexpr float MOST = CODE_BITS == 4 ? 7.0f : 127.0f;
+__constant__ uint32 ROW_KEYS[2] = {0x45e50725u, 0x0e4a20c3u};
+static constexpr long long NEXT = -0x61c8864680b583ebll;  // distance of the random offsets of two steps
+static constexpr uint32 NOT_FINITE = 0x7f800000u;
+
+// Find the new scale of each group of the row, and store it.
+DEVICE void find_scales(const Tensor &t, const Row &row) {
+    for (uint32 i = threadIdx.x; i < row.scales; i += THREADS) {
+        float *stored = t.param_scale + row.number * row.scales + i;
+        const uint32 bits = row.largest[i];
+        const float largest = bits_float(bits), before = *stored;
+        float scale = fmaxf(divide_exactly(largest, MOST), bits_float(0x00800000u));
+        if (largest == multiply_exactly(before, MOST)) scale = before;
+        if (bits == 0) scale = 1.0f;
+        if (bits >= NOT_FINITE) scale = bits_float(0x7fffffffu);
+        *stored = scale, row.largest[i] = float_bits(scale);
+    }
+}
+
+// Eight codes of q, the values over their scale, rounded stochastically: whole numbers of float32.
+DEVICE void round_eight(const float q[8], const uint32 random[8], float codes[8]) {
+    constexpr float SHIFT = 12582912.0f;  // 1.5 * 2**23: a sum rounds half to even
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float nearest = (q[i] + SHIFT) - SHIFT, rest = q[i] - nearest;
+        const bool other = (float)(random[i] >> 16) + 1.0f < fabsf(rest) * 65536.0f;
+        const float code = nearest + (other ? rest > 0.0f ? 1.0f : -1.0f : 0.0f);
+        codes[i] = fminf(fmaxf(code, -MOST), MOST);
+    }
+}
+
+DEVICE void round_row(const Tensor &t, const Row &row, long long place) {
+    for (uint32 column = 8 * threadIdx.x; column < row.width; column += 8 * THREADS) {
+        const float scale = bits_float(row.largest[scale_in(t, column)]);
+        float q[8], codes[8] = {};
+        uint32 random[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) q[i] = divide_exactly(row.values[column + i], scale);
+        draw_eight(ROW_KEYS, (long long)((uint64)place + column), random);
+        if (scale == scale) round_eight(q, random, codes);
+        char *p = (char *)t.param + (row.first + column) * CODE_BITS / 8;
+        Codes made = {};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int code = (int)codes[i];
+            if constexpr (CODE_BITS == 4) made.raw.word[0] |= (uint32)(code + 8) << 4 * i;
+            else made.raw.word[i / 4] |= ((uint32)code & 0xff) << i % 4 * 8;
+        }
+        store_vector(p, made.raw);
+    }
+}
+
+// ---- a tile's work -------------------------------------------------------------------------------------------------
+
+DEVICE void decode_weights(const Floats<PARAM> &stored, const Tensor &, const Row &, const Offsets &, float w[8]) {
+    stored.decode(w);
+}
+
+DEVICE void encode_weights(Floats<PARAM> &stored, const Tensor &t, const Scalars &k, const Row &, const Offsets &at, int,
+                           float w[8]) {
+    if constexpr (ROUNDING == STOCHASTIC) {
+        round_stochastically(t, k.keys[0], at, w);
+        stored.truncate(w);
+    } else {
+        stored.encode(w);
+    }
+}
+
+template <int BITS>
+struct Weights { typedef Codes Type; };
+template <>
+struct Weights<0> { typedef Floats<PARAM> Type; };
+
 // A lane's part of a tile, in the stored formats.
 struct Work {
     Floats<GRAD> grad;
-    Floats<PARAM> param;
+    Weights<CODE_BITS>::Type param;
     Correction correction;
     State<0> s0;
     State<1> s1;
@@ -653,7 +811,8 @@ DEVICE void prefetch_tiles(const Tensor &t, uint32 tile, int count) {
     const Start from = start_of(t, n), to = start_of(t, n + count);
     if (to.element > t.numel) return;
     prefetch_bytes(t.grad, from.element * Floats<GRAD>::BYTES, to.element * Floats<GRAD>::BYTES);
-    prefetch_bytes(t.param, from.element * Floats<PARAM>::BYTES, to.element * Floats<PARAM>::BYTES);
+    constexpr int BITS = CODE_BITS != 0 ? CODE_BITS : 8 * Floats<PARAM>::BYTES;
+    prefetch_bytes(t.param, from.element * BITS / 8, to.element * BITS / 8);
     if constexpr (CORRECTION_BYTES > 0 && ERROR != TRIED)
         prefetch_bytes(t.correction, from.element * CORRECTION_BYTES, to.element * CORRECTION_BYTES);
     if constexpr (STATES > 0) State<0>::prefetch_values(t, from, to);
@@ -661,8 +820,9 @@ DEVICE void prefetch_tiles(const Tensor &t, uint32 tile, int count) {
     if constexpr (STATES > 2) State<2>::prefetch_values(t, from, to);
 }
 
-DEVICE void step_at(const Tensor &t, const Scalars &k, float factor, const Offsets &at, int lane,
-                    const uint32 *table) {
+// `row`: of weights that are codes.
+DEVICE void step_at(const Tensor &t, const Scalars &k, float factor, const Offsets &at, int lane, const uint32 *table,
+                    const Row &row) {
     Work work;
     if (at.vector) load_tile<true>(work, t, at);
     else load_tile<false>(work, t, at);
@@ -672,7 +832,7 @@ DEVICE void step_at(const Tensor &t, const Scalars &k, float factor, const Offse
 #pragma unroll
     for (int i = 0; i < COEFFICIENTS; ++i) c[i] = k.c[i];
     work.grad.decode(g);
-    work.param.decode(w);
+    decode_weights(work.param, t, row, at, w);
     if constexpr (ROUNDING == CORRECTED || ROUNDING == EXACT) decode_corrected(work.correction, w);
     if constexpr (STATES > 0) work.s0.decode(lane, table, x0);
     if constexpr (STATES > 1) work.s1.decode(lane, table, x1);
@@ -692,14 +852,9 @@ DEVICE void step_at(const Tensor &t, const Scalars &k, float factor, const Offse
     }
     if constexpr (ROUNDING == CORRECTED) encode_corrected(w, work.correction);
     if constexpr (ROUNDING == EXACT) encode_exact(w, work.correction);
-    if constexpr (ROUNDING == STOCHASTIC) {
-        round_stochastically(t, k.keys[0], at, w);
-        work.param.truncate(w);
-    } else {
-        work.param.encode(w);
-    }
+    encode_weights(work.param, t, k, row, at, lane, w);
     if constexpr (ERROR == RETURNED) {
-        work.param.decode(w);
+        decode_weights(work.param, t, row, at, w);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             float s[3] = {x0[i], x1[i], x2[i]};
@@ -718,16 +873,16 @@ DEVICE void step_at(const Tensor &t, const Scalars &k, float factor, const Offse
 }
 
 // A tile on the short path; `n` counts the tiles of the tensor.
-DEVICE void step_short(const Tensor *t, const Scalars *k, float factor, uint32 n, int lane) {
+DEVICE void step_short(const Tensor *t, const Scalars *k, float factor, uint32 n, int lane, const Row &row) {
     const Offsets at = locate_short(*k, n, lane);
-    if constexpr (STATES < 3) step_at(constant_load(t), *k, factor, at, lane, table);
-    else step_at(*t, *k, factor, at, lane, table);  // read where needed, to save registers
+    if constexpr (STATES < 3) step_at(constant_load(t), *k, factor, at, lane, table, row);
+    else step_at(*t, *k, factor, at, lane, table, row);  // read where needed, to save registers
 }
 
 // Any tile. It reads an entry of the table where it needs the entry, not before the paths part.
-DEVICE void step_any(const Tensor *t, const Scalars *k, float factor, uint32 n, int lane) {
+DEVICE void step_any(const Tensor *t, const Scalars *k, float factor, uint32 n, int lane, const Row &row) {
     t = hidden(t), k = hidden(k);
-    step_at(*t, *k, factor, locate_lane(*t, n, lane), lane, table);
+    step_at(*t, *k, factor, locate_lane(*t, n, lane), lane, table, row);
 }
 
 // The tensor of a tile: the last one that begins at this tile or before.
@@ -739,6 +894,35 @@ DEVICE uint32 tensor_of(const Tensor *tensors, const int *locate, uint32 tile) {
         else high = middle - 1;
     }
     return low;
+}
+
+// The rows of weights that are codes, `rows` in all. Each block takes one row after another. Its warps update the row's
+// tiles and keep the new values in shared memory. Then the scales are known, and the block rounds the row.
+DEVICE void step_rows(const Tensor *tensors, const Scalars *scalars, const int *locate, uint32 rows, float factor) {
+    constexpr uint32 WARPS = THREADS / 32;
+    const int lane = threadIdx.x % 32;
+    for (uint32 n = blockIdx.x; n < rows; n += gridDim.x) {
+        const uint32 i = tensor_of(tensors, locate, n);
+        const Tensor &t = tensors[i];
+        const uint2 own = __ldg((const uint2 *)&scalars[i].first_tile);  // and short_tiles
+        const Row row = row_of(t, n - own.x);
+        const uint32 tiles = (row.width + TILE - 1) / TILE, first = (uint32)row.number * tiles;
+        const uint64 next = row.number + gridDim.x;
+        if (threadIdx.x == 0 && (next + 1) * t.width <= t.numel) prefetch_tiles(t, own.x + (uint32)next * tiles, tiles);
+        const long long place = t.place[row.number];
+        for (uint32 j = threadIdx.x; j < row.scales; j += THREADS) row.largest[j] = 0;
+        __syncthreads();
+        for (uint32 tile = first + threadIdx.x / 32; tile < first + tiles; tile += WARPS) {
+            if (for_warp(tile < own.y)) step_short(tensors + i, scalars + i, factor, tile, lane, row);
+            else step_any(tensors + i, scalars + i, factor, tile, lane, row);
+        }
+        __syncthreads();
+        find_scales(t, row);
+        if (threadIdx.x == 0) t.place[row.number] = (long long)((uint64)place + (uint64)NEXT);
+        __syncthreads();
+        round_row(t, row, place);
+        __syncthreads();  // before the next row's values
+    }
 }
 
 // ---- the kernels -------------------------------------------------------------------------------------------------
@@ -758,7 +942,8 @@ extern "C" __global__ void prepare(const Tensor *tensors, const Group *groups, S
 }
 
 // `locate` [ceil(tiles / LOCATE) + 1]: the tensor of every LOCATE-th tile, and that of the last tile.
-// `source` [TABLE_WORDS]: the tables of the states. `control`: as for `prepare`.
+// `source` [TABLE_WORDS]: the tables of the states. `control`: as for `prepare`. Of weights that are codes, a row is what
+// otherwise is a tile.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 step(const Tensor *__restrict__ tensors, const Scalars *__restrict__ scalars, const int *__restrict__ locate,
      const uint32 *__restrict__ source, uint32 tiles, const float *__restrict__ control) {
@@ -771,6 +956,10 @@ step(const Tensor *__restrict__ tensors, const Scalars *__restrict__ scalars, co
     if (threadIdx.x == 0) taken = 0;
     __syncthreads();
     const float factor = SCALED ? control[0] : 1.0f;
+    if constexpr (CODE_BITS != 0) {
+        step_rows(tensors, scalars, locate, tiles, factor);
+        return;
+    }
     const int lane = threadIdx.x % 32;
     // A block owns WARPS neighbouring tiles of every gridDim.x * WARPS. Each warp takes the next free one of them: with
     // fixed tiles, warps that the scheduler favours would finish long before the others.
@@ -784,7 +973,7 @@ step(const Tensor *__restrict__ tensors, const Scalars *__restrict__ scalars, co
         const uint32 i = tensor_of(tensors, locate, tile);
         const uint2 own = __ldg((const uint2 *)&scalars[i].first_tile);  // and short_tiles
         const uint32 in_tensor = tile - own.x;
-        if (for_warp(in_tensor < own.y)) step_short(tensors + i, scalars + i, factor, in_tensor, lane);
-        else step_any(tensors + i, scalars + i, factor, in_tensor, lane);
+        if (for_warp(in_tensor < own.y)) step_short(tensors + i, scalars + i, factor, in_tensor, lane, {});
+        else step_any(tensors + i, scalars + i, factor, in_tensor, lane, {});
     }
 }

@@ -14,6 +14,8 @@
 //                      TRIED     the new float32 weights go to `correction`, nothing else is stored, and the step counts
 //                      GIVEN     `correction` holds the errors: as RETURNED, but the weights stay, and no step counts.
 //                                These two are one step of weights that the caller rounds in between
+//   CODE_BITS          8 or 4: `param` holds integers of a symmetric range, with scales, and PARAM is FP32. The new
+//                      values are rounded as quantize/round_rows.py says. 0: `param` holds values
 //   PREPARE, UPDATE    the algorithm, as statements; HYPER declares names for its options in `h`
 //   COMPENSATE         statements that add the error `e` of a weight to the states
 //   CELLS_n, BASE_n, SHIFT_n   the encoding table of state n (see `ranked` of fused_step.cu)
@@ -64,6 +66,10 @@ struct alignas(16) Tensor {
     uint64 run, stride;       // or first_index + i if run is 0
     uint64 group;
     uint64 numel;             // elements
+    // Of codes: a scale for `scale_width` elements of a row of `width`, and the random offset of each row.
+    float *param_scale;
+    long long *place;
+    uint64 width, scale_width;
 };
 
 // The options of a parameter group.

@@ -36,6 +36,8 @@ TILE = 256  # elements of a row, the work of a warp
 LOCATE = 256  # tiles for each entry of `locate`
 # Threads on a multiprocessor at once, which leaves each one 64 registers; measured, see benchmarks/LOG.md.
 RESIDENT_THREADS = 1024
+ROW_THREADS = 256
+"""Threads of a block that updates rows of codes."""
 MAX_HYPER, MAX_STATES = 8, 3
 
 # The structs of fused_step.h in words of 64 bits: the fields of `Tensor`, the sizes of `Group` and `Scalars`.
@@ -44,6 +46,7 @@ TENSOR = (
     *("scale_0", "scale_1", "scale_2", "step", "first_tile", "cols", "tiles_a_row"),
     *("aligned", "key", "first_index", "run", "stride"),
     *("group", "numel"),
+    *("param_scale", "place", "width", "scale_width"),
 )
 COLUMN = {name: i for i, name in enumerate(TENSOR)}
 GROUP_WORDS = 4 + MAX_HYPER
@@ -99,6 +102,8 @@ class StepVariant:
             array of bytes, "exact" 16 more.
         error: what becomes of the rounding error of a weight, one of `ERRORS`, which fused_step.h defines. "tried" and
             "given" take float32 weights.
+        code_bits: 8 or 4 for weights that are stored as integers with scales, whose values are float32; 0 for others.
+            On a GPU, with the error "dropped".
         scaled: whether gradients are multiplied by the first number of `control`.
         tables: the table of each state; None where there are no codes.
     """
@@ -113,6 +118,7 @@ class StepVariant:
     scaled: bool = False
     tables: tuple[Table | None, ...] = ()
     error: str = "dropped"
+    code_bits: int = 0
 
     def __post_init__(self) -> None:
         for name, dtype in (("param", self.param), ("grad", self.grad)):
@@ -129,6 +135,8 @@ class StepVariant:
             )
         if self.error not in ERRORS:
             raise ValueError(f"error must be one of {', '.join(ERRORS)}, got {self.error!r}")
+        if self.code_bits not in (0, 4, 8):
+            raise ValueError(f"code_bits must be 0, 4 or 8, got {self.code_bits}")
         if len(self.signed) > MAX_STATES or len(self.rule.hyper) > MAX_HYPER:
             raise ValueError(
                 f"at most {MAX_STATES} states and {MAX_HYPER} options are taken, got {len(self.signed)} states and "
@@ -152,7 +160,10 @@ class StepVariant:
 
     @functools.cached_property
     def threads(self) -> int:
-        """Threads of a block: all of a multiprocessor, or few where the kernel only moves bytes."""
+        """Threads of a block: all of a multiprocessor, or few where the kernel only moves bytes, or where blocks wait for
+        their own rows."""
+        if self.code_bits:
+            return ROW_THREADS
         return RESIDENT_THREADS if self.is_scaled else 256
 
     def table_words(self) -> np.ndarray:
@@ -180,6 +191,7 @@ class StepVariant:
             "STOCHASTIC_STATES": _bits(self.stochastic),
             "ROUNDING": self.rounding.upper(),
             "ERROR": self.error.upper(),
+            "CODE_BITS": self.code_bits,
             "SCALED": self.scaled,
             "THREADS": self.threads,
             "HYPER": " ".join(
@@ -224,8 +236,9 @@ class StepArguments(NamedTuple):
         tensors, groups: addresses of the rows of `TENSOR` words, and of `GROUP_WORDS`.
         scalars: int64 [number, SCALARS_WORDS], scratch.
         locate: int32, see `locate`.
-        number, tiles: of the tensors, and of all their tiles.
+        number, tiles: of the tensors, and of all their tiles; of weights that are codes, all their rows.
         control: float32 [2], the factor of the gradients and whether to skip the step (not 0); or None.
+        shared: bytes of shared memory besides the tables: of a row of codes, 4 for each element and each scale.
     """
 
     tensors: int
@@ -235,6 +248,7 @@ class StepArguments(NamedTuple):
     number: int
     tiles: int
     control: torch.Tensor | None
+    shared: int = 0
 
 
 class StepKernel:
@@ -248,14 +262,18 @@ class StepKernel:
     def __init__(self, variant: StepVariant, device: torch.device) -> None:
         self.variant, self.device = variant, device
         with torch.cuda.device(device):
-            module = nvrtc.Module(nvrtc.compiled(variant.source(), nvrtc.architecture(device)))
-            self._prepare, self._step = module.kernel("prepare", 5), module.kernel("step", 6)
+            self._module = nvrtc.Module(
+                nvrtc.compiled(variant.source(), nvrtc.architecture(device))
+            )
+            self._prepare = self._module.kernel("prepare", 5)
+        self._step = functools.cache(functools.partial(self._module.kernel, "step", 6, 0))
+        """By bytes of shared memory."""
         self._multiprocessors = nvrtc.multiprocessors(device)
         self._tables = torch.from_numpy(variant.table_words().view(np.int32)).to(device)
 
     def __call__(self, step: StepArguments) -> None:
         """Launch the step on the device's current stream. The device must be the current one."""
-        tensors, groups, scalars, locate, count, tiles, control = step
+        tensors, groups, scalars, locate, count, tiles, control, shared = step
         flag = 0 if control is None else control.data_ptr()
         stream = self._stream()
         self._prepare(
@@ -263,15 +281,23 @@ class StepKernel:
         )
         if tiles == 0:
             return
-        self._step(
+        self._step(shared)(
             stream,
-            self._blocks(tiles),
+            self._blocks(tiles, shared),
             self.variant.threads,
             *(tensors, scalars.data_ptr(), locate.data_ptr(), self._tables.data_ptr(), tiles, flag),
         )
 
-    def _blocks(self, tiles: int) -> int:
-        """The number of blocks: a warp for each tile; where warps share tiles, at most as many as run at once."""
+    def _blocks(self, tiles: int, shared: int) -> int:
+        """The number of blocks: a warp for each tile; where warps share tiles, at most as many as run at once. A block
+        for each row of codes, at most as many as run at once."""
+        if self.variant.code_bits:
+            tables = 4 * len(self._tables)
+            at_once = min(
+                RESIDENT_THREADS // ROW_THREADS,
+                nvrtc.SHARED_LIMIT // (shared + tables + nvrtc.BLOCK_SHARED),
+            )
+            return min(tiles, self._multiprocessors * max(at_once, 1))
         blocks = -(-tiles // (self.variant.threads // 32))
         return min(blocks, self._multiprocessors) if self.variant.is_scaled else blocks
 

@@ -49,7 +49,7 @@ class StepKernelCpu:
 
     def __call__(self, step: StepArguments) -> None:
         """Do the step, on at most ``torch.get_num_threads()`` threads. `locate` and `tiles` are not used."""
-        tensors, groups, scalars, _, count, _, control = step
+        tensors, groups, scalars, _, count, _, control, _ = step
         flag = None if control is None else control.data_ptr()
         threads = torch.get_num_threads()
         self._step(tensors, groups, scalars.data_ptr(), self._address, count, flag, threads)

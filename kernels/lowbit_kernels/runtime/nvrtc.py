@@ -22,6 +22,8 @@ STATIC_SHARED = 48 * 1024
 """Bytes of shared memory that a block may have without setting an attribute of the kernel."""
 SHARED_LIMIT = 227 * 1024
 """Bytes of shared memory that a block may have on compute capability 9.0."""
+BLOCK_SHARED = 1024
+"""Bytes of shared memory that each block takes besides its own."""
 variants = functools.lru_cache(maxsize=1024)
 """Decorates functions that make the kernels of an op. A user's tables and group sizes make any number of variants. A
 `Kernel` that leaves the cache stays loaded, since CUDA graphs may hold it."""

@@ -1,7 +1,7 @@
 """The compiled step of an optimizer: which kernel updates a parameter, and which launches a step takes.
 
 One launch (`lowbit.optim.step.launch`) updates all parameters with the same algorithm, dtypes, state format and
-rounding; those that round themselves take more (`lowbit.optim.step.rounded`). A `FusedStep` keeps what does not change
+rounding; those that round themselves take launches of their own (`lowbit.optim.step.coded`, `.rounded`). A `FusedStep` keeps what does not change
 between steps: which parameters have gradients, and the addresses and shapes of weights and states. Each step checks
 these, and collects the addresses of the gradients. On a GPU the table of addresses is copied to the device if it has
 changed, by a pinned, asynchronous copy of some kilobytes; on a CPU the kernel reads it in place. The host reads nothing
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.optim.state import state as states
+from lowbit.optim.step import coded
 from lowbit.optim.step.job import GradScale, Job, local_grad
 from lowbit.optim.step.launch import StepItem, StepLaunch, compiled, has_own_memory, variant
 from lowbit.optim.step.rounded import RoundedLaunch
@@ -69,8 +70,7 @@ class FusedStep:
                     rest.add(param, index, grad)
                 else:
                     item = StepItem(param, own, numbers[id(job.group)], index, grad)
-                    kind = RoundedLaunch if isinstance(own, LowbitTensor) else StepLaunch
-                    batches[kind, found, own.device].append(item)
+                    batches[_kind(own, found), found, own.device].append(item)
             if rest.params:
                 self.rest.append(rest)
         self._rest = [(numbers[id(job.group)], job.indices) for job in self.rest]
@@ -187,6 +187,12 @@ class FusedStep:
         return rest
 
 
+def _kind(own: Tensor, found: StepVariant) -> type[StepLaunch]:
+    if found.code_bits:
+        return coded.CodedLaunch
+    return RoundedLaunch if isinstance(own, LowbitTensor) else StepLaunch
+
+
 def _params(optimizer: Any) -> list[Any]:
     """All parameters, in the order of their indices."""
     return list(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
@@ -244,7 +250,10 @@ class KernelChoice:
             error = "dropped"
             if states.is_compensated(self.group, param):
                 error = "tried" if isinstance(own, LowbitTensor) else "returned"
-            found = variant(self.rule, dtype, grad.dtype, formats, *kinds, error=error)
+            bits = 0
+            if isinstance(own, LowbitTensor):
+                bits = coded.bits_for(own, list(map(self._state[param].__getitem__, self._signs)), error)
+            found = variant(self.rule, dtype, grad.dtype, formats, *kinds, error=error, code_bits=bits)
             reason = scattered(found, param) or self._not_compiled(own.device, found)
             if reason is None:
                 return found

@@ -106,7 +106,7 @@ class StepLaunch:
         rows = words[: len(pieces) * _WIDTH].reshape(-1, _WIDTH)
         pairs = zip(rows, pieces, strict=True)
         others = np.array([_fill(row, optimizer, piece, variant) for row, piece in pairs])
-        counts = fused_step.tiles(rows[:, COLUMN["numel"]], rows[:, COLUMN["cols"]])
+        counts = cls._tiles_of(rows)
         first = np.cumsum(counts) - counts
         rows[:, COLUMN["first_tile"]] = first
         total = int(counts.sum())
@@ -128,9 +128,14 @@ class StepLaunch:
         )
 
     @staticmethod
-    def _seen(weights: list[Tensor]) -> Any:
+    def _seen(weights: list[Any]) -> Any:
         """Everything about the weights on which the table depends, to compare; None: they have no memory."""
         return tensor_memory.read(weights)
+
+    @staticmethod
+    def _tiles_of(rows: np.ndarray) -> np.ndarray:
+        """The tiles of these rows of the table."""
+        return fused_step.tiles(rows[:, COLUMN["numel"]], rows[:, COLUMN["cols"]])
 
     # ---- each step ------------------------------------------------------------------------------------------
 
@@ -280,7 +285,12 @@ def _fill(row: np.ndarray, optimizer: Any, item: StepItem, variant: StepVariant)
     group, state = optimizer.param_groups[item.group], optimizer.state[item.param]
     numel = cols = item.numel
     read: dict[str, Tensor] = {}
-    if not isinstance(item.own, LowbitTensor):  # RoundedLaunch.run sets the address of those
+    if variant.code_bits:
+        codes: Any = item.own.codes_by_row()  # type: ignore[attr-defined]
+        read |= {"param": codes.codes, "param_scale": codes.scale, "place": codes.place}
+        row[COLUMN["width"]], row[COLUMN["scale_width"]] = item.own.shape[-1], codes.scale_width
+        cols = item.own.shape[-1]
+    elif not isinstance(item.own, LowbitTensor):  # RoundedLaunch.run sets the address of those
         read["param"] = item.own
     for slot, name in enumerate(optimizer.state_names(group)):
         part = local(state[name])
@@ -372,7 +382,7 @@ def given(v: StepVariant) -> StepVariant:
 
 
 def _like(v: StepVariant, **changes: Any) -> StepVariant:
-    own = {"scaled": v.scaled, "error": v.error, **changes}
+    own = {"scaled": v.scaled, "error": v.error, "code_bits": v.code_bits, **changes}
     return variant(v.rule, v.param, v.grad, v.formats, v.signed, v.stochastic, v.rounding, **own)
 
 
@@ -396,11 +406,12 @@ def variant(
     rounding: str,
     scaled: bool = False,
     error: str = "dropped",
+    code_bits: int = 0,
 ) -> StepVariant:
     """A variant, one object for one combination, because kernels are cached by it."""
     tables = tuple(map(_table, formats, signed))
     return StepVariant(
-        rule, param, grad, formats, signed, stochastic, rounding, scaled, tables, error
+        rule, param, grad, formats, signed, stochastic, rounding, scaled, tables, error, code_bits
     )
 
 

@@ -7,6 +7,7 @@
 - `collectives`, `dtensor`, `fsdp`, `regather`: tensors over several ranks
 """
 
+from lowbit.tensor.core.base import CodesByRow as CodesByRow
 from lowbit.tensor.core.base import InnerShapes as InnerShapes
 from lowbit.tensor.core.base import LowbitTensor as LowbitTensor
 from lowbit.tensor.core.base import aten as aten

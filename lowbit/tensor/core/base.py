@@ -25,7 +25,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -61,6 +61,28 @@ def stored_shape(tensor: Any, shape: Sequence[int]) -> tuple[int, ...]:
 def is_turned_stack(tensor: Any) -> bool:
     """True for a stack of matrices that are stored the other way."""
     return getattr(tensor, "transposed", False) and tensor.ndim == 3
+
+
+class CodesByRow(NamedTuple):
+    """Codes of a symmetric range, whose rows a kernel can update.
+
+    Attributes:
+        codes: int8 [..., N, K], or uint8 [..., N, K/2] of codes plus 8 in nibbles, the low one first; contiguous.
+        scale: float32 [..., N, K / scale_width].
+        place: int64 [..., N, 1], random-number offsets (`round_rows`).
+        bits: of a code, 8 or 4.
+        scale_width: elements of a row that share a scale.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    place: Tensor
+    bits: int
+    scale_width: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.codes, self.scale, self.place
 
 
 class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
@@ -201,6 +223,11 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
 
     def random_offsets(self) -> Tensor | None:
         """The random-number offsets that `update_` reads and advances; None where it needs none."""
+        return None
+
+    def codes_by_row(self) -> CodesByRow | None:
+        """What a kernel needs to update this tensor with the bits of `master` and `update_`; None where it has to call
+        these."""
         return None
 
     def updated_in_place(self) -> Tensor | None:

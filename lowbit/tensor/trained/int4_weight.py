@@ -48,6 +48,7 @@ class Int4WeightTensor(Int8WeightTensor):
 
     already = "trained in int4 already; lowbit.train.restore_(model) makes it a plain weight again"
     schemes = (Int4Weight,)
+    code_bits = 4
 
     scheme: Int4Weight  # type: ignore[assignment]
 

@@ -39,6 +39,7 @@ from lowbit.numerics.sharded import is_dtensor
 from lowbit.schemes.presets import Int8WeightOnly
 from lowbit.schemes.training import Int8Weight
 from lowbit.tensor.core import (
+    CodesByRow,
     Gather,
     InnerShapes,
     LowbitTensor,
@@ -100,6 +101,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
     spec = Int8WeightOnly().weight
     """The spec of an AffineTensor with the same codes and scales."""
     zero_point = None
+    code_bits: ClassVar[int] = 8
 
     codes: Tensor
     scale: Tensor
@@ -224,6 +226,17 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         self.scale.copy_(scale)
         offsets.add_(NEXT)
         remainder.forget(self.codes)
+
+    def codes_by_row(self) -> CodesByRow | None:
+        is_view = self.transposed or self.flat_from is not None or self.columns is not None
+        if is_view or self.place is None or remainder.of(self.codes) is not None:
+            return None
+        if self.numel() == 0 or self.shape[-1] % self._group():
+            return None
+        tensors = self.codes, self.scale, self.place
+        if any(type(t) is not Tensor or not t.is_contiguous() for t in tensors):
+            return None
+        return CodesByRow(*tensors, bits=self.code_bits, scale_width=self._group())
 
     def scale_(self, factor: Any) -> bool:
         """A positive number multiplies the scales alone."""
