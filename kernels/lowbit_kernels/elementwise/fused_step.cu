@@ -607,7 +607,8 @@ DEVICE void encode_corrected(float w[8], Words &correction) {
 
 // ---- weights that are codes ----------------------------------------------------------------------------------------
 
-// Float32 [width]: the new values of a row. Then uint32 [scales]: the largest magnitudes of the scales' elements, as
+// The new values of a row, float32: first elements 0 to 3 of each eight, then elements 4 to 7. So lanes that take eight
+// elements each meet no other lane in a bank. Then uint32 [scales]: the largest magnitudes of the scales' elements, as
 // bits, and later the new scales.
 DYNAMIC_SHARED(row_memory);
 
@@ -615,20 +616,23 @@ DYNAMIC_SHARED(row_memory);
 struct Row {
     uint64 number, first;  // of the row and of its first element
     uint32 width, scales;
-    float *values;
+    uint4 *values;
     uint32 *largest;
 };
 
 DEVICE Row row_of(const Tensor &t, uint32 number) {
     Row row;
     row.number = number, row.first = number * t.width;
-    row.width = (uint32)t.width, row.scales = (uint32)(t.width / t.scale_width);
-    row.values = (float *)row_memory, row.largest = (uint32 *)(row.values + row.width);
+    row.width = (uint32)t.width, row.scales = CODE_BITS == 8 ? 1 : (uint32)(t.width / t.scale_width);
+    row.values = (uint4 *)row_memory, row.largest = (uint32 *)(row.values + row.width / 4);
     return row;
 }
 
 // The scale of an element of the row.
 DEVICE uint32 scale_in(const Tensor &t, uint32 column) { return CODE_BITS == 8 ? 0 : column / (uint32)t.scale_width; }
+
+static constexpr uint32 UNIT = 0x4b000000u;  // of 2**23, whose last bit is worth 1
+static constexpr float OFFSET = CODE_BITS == 4 ? 8.0f : 128.0f;
 
 // Eight codes: int8, or the codes plus 8 in nibbles.
 struct Codes {
@@ -645,10 +649,10 @@ struct Codes {
     MEMBER void take_far(const Codes &there, int count) {}  // rows of codes have whole octets
     MEMBER void decode(float scale, float x[8]) const {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const int code = CODE_BITS == 4 ? (int)(raw.word[0] >> 4 * i & 15) - 8
-                                            : (int)(raw.word[i / 4] << (24 - i % 4 * 8)) >> 24;
-            x[i] = multiply_exactly((float)code, scale);
+        for (int i = 0; i < 8; ++i) {  // a conversion to float takes longer
+            const uint32 bits = CODE_BITS == 4 ? masked_or(raw.word[0] >> 4 * i, 15, UNIT)
+                                               : permute(raw.word[i / 4] ^ 0x80808080u, UNIT, 0x7540 | i % 4);
+            x[i] = multiply_exactly(bits_float(bits) - (8388608.0f + OFFSET), scale);
         }
     }
 };
@@ -665,9 +669,9 @@ DEVICE void encode_weights(Codes &, const Tensor &t, const Scalars &, const Row 
     const uint32 column = (uint32)(at.element - row.first);
     uint32 largest = 0;
     if (at.mask) {
-        uint4 *values = (uint4 *)(row.values + column);
+        uint4 *values = row.values + column / 8;
         values[0] = make_uint4(float_bits(w[0]), float_bits(w[1]), float_bits(w[2]), float_bits(w[3]));
-        values[1] = make_uint4(float_bits(w[4]), float_bits(w[5]), float_bits(w[6]), float_bits(w[7]));
+        values[row.width / 8] = make_uint4(float_bits(w[4]), float_bits(w[5]), float_bits(w[6]), float_bits(w[7]));
         float magnitude = larger_magnitude(w[0], w[1]);
 #pragma unroll
         for (int i = 2; i < 8; ++i) magnitude = larger_magnitude(magnitude, w[i]);
@@ -689,7 +693,7 @@ static constexpr uint32 NOT_FINITE = 0x7f800000u;
 
 // Find the new scale of each group of the row, and store it.
 DEVICE void find_scales(const Tensor &t, const Row &row) {
-    for (uint32 i = threadIdx.x; i < row.scales; i += THREADS) {
+    for (uint32 i = threadIdx.x; i < row.scales; i += blockDim.x) {
         float *stored = t.param_scale + row.number * row.scales + i;
         const uint32 bits = row.largest[i];
         const float largest = bits_float(bits), before = *stored;
@@ -701,36 +705,56 @@ DEVICE void find_scales(const Tensor &t, const Row &row) {
     }
 }
 
-// Eight codes of q, the values over their scale, rounded stochastically: whole numbers of float32.
-DEVICE void round_eight(const float q[8], const uint32 random[8], float codes[8]) {
-    constexpr float SHIFT = 12582912.0f;  // 1.5 * 2**23: a sum rounds half to even
+// x / scale, correctly rounded, in three operations for each element (Markstein's theorem). It needs the nearest
+// reciprocal, a scale whose bits are not all ones, and no remainder that underflows.
+DEVICE void divide_eight(float x[8], float scale) {
+    const uint32 bits = float_bits(scale);
+    if (bits >= 0x0d800000u && bits < 0x71800000u && (bits & 0x7fffff) != 0x7fffff) {  // 2**-100, 2**100
+        const float inverse = reciprocal_exactly(scale);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const float nearest = (q[i] + SHIFT) - SHIFT, rest = q[i] - nearest;
-        const bool other = (float)(random[i] >> 16) + 1.0f < fabsf(rest) * 65536.0f;
-        const float code = nearest + (other ? rest > 0.0f ? 1.0f : -1.0f : 0.0f);
-        codes[i] = fminf(fmaxf(code, -MOST), MOST);
+        for (int i = 0; i < 8; ++i) {
+            const float q = multiply_exactly(x[i], inverse);
+            x[i] = fma_exactly(fma_exactly(-q, scale, x[i]), inverse, q);
+        }
+    } else {
+#pragma unroll 1
+        for (int i = 0; i < 8; ++i) x[i] = divide_exactly(x[i], scale);
     }
 }
 
+// The codes of q, the values over their scale, rounded stochastically. A result is 1.5 * 2**23 plus the code, whose last
+// byte is the code.
+DEVICE uint32 rounded_code(float q, uint32 random) {
+    constexpr float SHIFT = 12582912.0f;  // 1.5 * 2**23: a sum rounds half to even
+    const float nearest = (q + SHIFT) - SHIFT, rest = q - nearest;
+    const float draw = bits_float(permute(random, UNIT, 0x7532)) - 8388607.0f;  // the upper 16 bits, plus 1
+    const float code = draw < fabsf(rest) * 65536.0f ? nearest + copysignf(1.0f, rest) : nearest;
+    return float_bits(limit_magnitude(code, MOST) + SHIFT);
+}
+
 DEVICE void round_row(const Tensor &t, const Row &row, long long place) {
-    for (uint32 column = 8 * threadIdx.x; column < row.width; column += 8 * THREADS) {
+    for (uint32 column = 8 * threadIdx.x; column < row.width; column += 8 * blockDim.x) {
         const float scale = bits_float(row.largest[scale_in(t, column)]);
-        float q[8], codes[8] = {};
-        uint32 random[8];
+        const uint4 low = row.values[column / 8], high = row.values[column / 8 + row.width / 8];
+        const uint32 bits[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        float q[8];
+        uint32 random[8], code[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) q[i] = divide_exactly(row.values[column + i], scale);
+        for (int i = 0; i < 8; ++i) q[i] = scale == scale ? bits_float(bits[i]) : 0.0f;
+        divide_eight(q, scale == scale ? scale : 1.0f);
         draw_eight(ROW_KEYS, (long long)((uint64)place + column), random);
-        if (scale == scale) round_eight(q, random, codes);
-        char *p = (char *)t.param + (row.first + column) * CODE_BITS / 8;
-        Codes made = {};
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const int code = (int)codes[i];
-            if constexpr (CODE_BITS == 4) made.raw.word[0] |= (uint32)(code + 8) << 4 * i;
-            else made.raw.word[i / 4] |= ((uint32)code & 0xff) << i % 4 * 8;
+        for (int i = 0; i < 8; ++i) code[i] = rounded_code(q[i], random[i]);
+        Codes made;
+        if constexpr (CODE_BITS == 4) {
+            made.raw.word[0] = 0x88888888u;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) made.raw.word[0] ^= (code[i] & 15) << 4 * i;  // adds 8 to four bits
+        } else {
+            made.raw.word[0] = gather(code[0], code[1], code[2], code[3], 0x0040);
+            made.raw.word[1] = gather(code[4], code[5], code[6], code[7], 0x0040);
         }
-        store_vector(p, made.raw);
+        store_vector((char *)t.param + (row.first + column) * CODE_BITS / 8, made.raw);
     }
 }
 
@@ -899,7 +923,7 @@ DEVICE uint32 tensor_of(const Tensor *tensors, const int *locate, uint32 tile) {
 // The rows of weights that are codes, `rows` in all. Each block takes one row after another. Its warps update the row's
 // tiles and keep the new values in shared memory. Then the scales are known, and the block rounds the row.
 DEVICE void step_rows(const Tensor *tensors, const Scalars *scalars, const int *locate, uint32 rows, float factor) {
-    constexpr uint32 WARPS = THREADS / 32;
+    const uint32 warps = blockDim.x / 32;
     const int lane = threadIdx.x % 32;
     for (uint32 n = blockIdx.x; n < rows; n += gridDim.x) {
         const uint32 i = tensor_of(tensors, locate, n);
@@ -910,9 +934,9 @@ DEVICE void step_rows(const Tensor *tensors, const Scalars *scalars, const int *
         const uint64 next = row.number + gridDim.x;
         if (threadIdx.x == 0 && (next + 1) * t.width <= t.numel) prefetch_tiles(t, own.x + (uint32)next * tiles, tiles);
         const long long place = t.place[row.number];
-        for (uint32 j = threadIdx.x; j < row.scales; j += THREADS) row.largest[j] = 0;
+        for (uint32 j = threadIdx.x; j < row.scales; j += blockDim.x) row.largest[j] = 0;
         __syncthreads();
-        for (uint32 tile = first + threadIdx.x / 32; tile < first + tiles; tile += WARPS) {
+        for (uint32 tile = first + threadIdx.x / 32; tile < first + tiles; tile += warps) {
             if (for_warp(tile < own.y)) step_short(tensors + i, scalars + i, factor, tile, lane, row);
             else step_any(tensors + i, scalars + i, factor, tile, lane, row);
         }
@@ -951,7 +975,7 @@ step(const Tensor *__restrict__ tensors, const Scalars *__restrict__ scalars, co
     __shared__ uint32 taken;
     if (control && control[1] != 0.0f) return;
     if constexpr (CODES) {
-        for (int i = threadIdx.x; i < TABLE_WORDS; i += THREADS) table[i] = source[i];
+        for (int i = threadIdx.x; i < TABLE_WORDS; i += blockDim.x) table[i] = source[i];
     }
     if (threadIdx.x == 0) taken = 0;
     __syncthreads();

@@ -36,8 +36,6 @@ TILE = 256  # elements of a row, the work of a warp
 LOCATE = 256  # tiles for each entry of `locate`
 # Threads on a multiprocessor at once, which leaves each one 64 registers; measured, see benchmarks/LOG.md.
 RESIDENT_THREADS = 1024
-ROW_THREADS = 256
-"""Threads of a block that updates rows of codes."""
 MAX_HYPER, MAX_STATES = 8, 3
 
 # The structs of fused_step.h in words of 64 bits: the fields of `Tensor`, the sizes of `Group` and `Scalars`.
@@ -160,11 +158,9 @@ class StepVariant:
 
     @functools.cached_property
     def threads(self) -> int:
-        """Threads of a block: all of a multiprocessor, or few where the kernel only moves bytes, or where blocks wait for
-        their own rows."""
-        if self.code_bits:
-            return ROW_THREADS
-        return RESIDENT_THREADS if self.is_scaled else 256
+        """Threads of a block: all of a multiprocessor, or few where the kernel only moves bytes. At most, of blocks that
+        take rows of codes."""
+        return RESIDENT_THREADS if self.is_scaled or self.code_bits else 256
 
     def table_words(self) -> np.ndarray:
         """The lookup tables as the kernel reads them (on a GPU from shared memory): the values of every state, then the
@@ -283,23 +279,21 @@ class StepKernel:
             return
         self._step(shared)(
             stream,
-            self._blocks(tiles, shared),
-            self.variant.threads,
+            *self._blocks(tiles, shared),
             *(tensors, scalars.data_ptr(), locate.data_ptr(), self._tables.data_ptr(), tiles, flag),
         )
 
-    def _blocks(self, tiles: int, shared: int) -> int:
-        """The number of blocks: a warp for each tile; where warps share tiles, at most as many as run at once. A block
-        for each row of codes, at most as many as run at once."""
+    def _blocks(self, tiles: int, shared: int) -> tuple[int, int]:
+        """The number of blocks, and the threads of each: a warp for each tile; where warps share tiles, at most as many
+        blocks as run at once. The blocks that take rows of codes are small, so that one works while another waits."""
+        threads = self.variant.threads
         if self.variant.code_bits:
-            tables = 4 * len(self._tables)
-            at_once = min(
-                RESIDENT_THREADS // ROW_THREADS,
-                nvrtc.SHARED_LIMIT // (shared + tables + nvrtc.BLOCK_SHARED),
-            )
-            return min(tiles, self._multiprocessors * max(at_once, 1))
-        blocks = -(-tiles // (self.variant.threads // 32))
-        return min(blocks, self._multiprocessors) if self.variant.is_scaled else blocks
+            of_block = shared + 4 * len(self._tables) + nvrtc.BLOCK_SHARED
+            fit = max(1, nvrtc.SHARED_LIMIT // of_block)
+            threads = max((256, 512, 1024), key=lambda n: min(n * fit, RESIDENT_THREADS))
+            return min(tiles, self._multiprocessors * min(fit, RESIDENT_THREADS // threads)), threads
+        blocks = -(-tiles // (threads // 32))
+        return min(blocks, self._multiprocessors) if self.variant.is_scaled else blocks, threads
 
     def _stream(self) -> int:
         return torch.cuda.current_stream(self.device).cuda_stream
