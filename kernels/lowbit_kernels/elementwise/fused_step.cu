@@ -608,25 +608,19 @@ DEVICE void encode_corrected(float w[8], Words &correction) {
 // ---- weights that are codes ----------------------------------------------------------------------------------------
 
 // The new values of a row, float32: first elements 0 to 3 of each eight, then elements 4 to 7. So lanes that take eight
-// elements each meet no other lane in a bank. Then uint32 [scales]: the largest magnitudes of the scales' elements, as
-// bits, and later the new scales.
+// elements each meet no other lane in a bank. Then twice, for this row and the next: uint32 [scales], the largest
+// magnitudes of the scales' elements as bits, and float32 [scales], the scales so far.
 DYNAMIC_SHARED(row_memory);
 
 // A row of codes, whose threads share it.
 struct Row {
-    uint64 number, first;  // of the row and of its first element
+    uint32 tensor, number;
+    uint64 first;  // element
     uint32 width, scales;
     uint4 *values;
     uint32 *largest;
+    float *before;
 };
-
-DEVICE Row row_of(const Tensor &t, uint32 number) {
-    Row row;
-    row.number = number, row.first = number * t.width;
-    row.width = (uint32)t.width, row.scales = CODE_BITS == 8 ? 1 : (uint32)(t.width / t.scale_width);
-    row.values = (uint4 *)row_memory, row.largest = (uint32 *)(row.values + row.width / 4);
-    return row;
-}
 
 // The scale of an element of the row.
 DEVICE uint32 scale_in(const Tensor &t, uint32 column) { return CODE_BITS == 8 ? 0 : column / (uint32)t.scale_width; }
@@ -659,8 +653,7 @@ struct Codes {
 
 DEVICE void decode_weights(const Codes &codes, const Tensor &t, const Row &row, const Offsets &at, float w[8]) {
     const uint32 column = (uint32)(at.element - row.first);
-    const float scale = at.mask ? t.param_scale[row.number * row.scales + scale_in(t, column)] : 0.0f;
-    codes.decode(scale, w);
+    codes.decode(at.mask ? row.before[scale_in(t, column)] : 0.0f, w);
 }
 
 // Keep a lane's new values for `round_row`.
@@ -691,18 +684,12 @@ __constant__ uint32 ROW_KEYS[2] = {0x45e50725u, 0x0e4a20c3u};
 static constexpr long long NEXT = -0x61c8864680b583ebll;  // distance of the random offsets of two steps
 static constexpr uint32 NOT_FINITE = 0x7f800000u;
 
-// Find the new scale of each group of the row, and store it.
-DEVICE void find_scales(const Tensor &t, const Row &row) {
-    for (uint32 i = threadIdx.x; i < row.scales; i += blockDim.x) {
-        float *stored = t.param_scale + row.number * row.scales + i;
-        const uint32 bits = row.largest[i];
-        const float largest = bits_float(bits), before = *stored;
-        float scale = fmaxf(divide_exactly(largest, MOST), bits_float(0x00800000u));
-        if (largest == multiply_exactly(before, MOST)) scale = before;
-        if (bits == 0) scale = 1.0f;
-        if (bits >= NOT_FINITE) scale = bits_float(0x7fffffffu);
-        *stored = scale, row.largest[i] = float_bits(scale);
-    }
+// The new scale of elements with this largest magnitude, whose scale so far is `before`.
+DEVICE float new_scale(uint32 largest, float before) {
+    float scale = fmaxf(divide_exactly(bits_float(largest), MOST), bits_float(0x00800000u));
+    if (bits_float(largest) == multiply_exactly(before, MOST)) scale = before;
+    if (largest == 0) scale = 1.0f;
+    return largest >= NOT_FINITE ? bits_float(0x7fffffffu) : scale;
 }
 
 // x / scale, correctly rounded, in three operations for each element (Markstein's theorem). It needs the nearest
@@ -734,7 +721,9 @@ DEVICE uint32 rounded_code(float q, uint32 random) {
 
 DEVICE void round_row(const Tensor &t, const Row &row, long long place) {
     for (uint32 column = 8 * threadIdx.x; column < row.width; column += 8 * blockDim.x) {
-        const float scale = bits_float(row.largest[scale_in(t, column)]);
+        const uint32 i = scale_in(t, column);
+        const float scale = new_scale(row.largest[i], row.before[i]);
+        if (column % (uint32)t.scale_width == 0) t.param_scale[(uint64)row.number * row.scales + i] = scale;
         const uint4 low = row.values[column / 8], high = row.values[column / 8 + row.width / 8];
         const uint32 bits[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
         float q[8];
@@ -920,32 +909,53 @@ DEVICE uint32 tensor_of(const Tensor *tensors, const int *locate, uint32 tile) {
     return low;
 }
 
+// Row `n` of all, whose maxima are in the first or second half of their memory.
+DEVICE Row row_of(const Tensor *tensors, const Scalars *scalars, const int *locate, uint32 n, uint32 half) {
+    Row row;
+    row.tensor = tensor_of(tensors, locate, n);
+    const Tensor &t = tensors[row.tensor];
+    row.number = n - scalars[row.tensor].first_tile, row.first = row.number * t.width;
+    row.width = (uint32)t.width, row.scales = CODE_BITS == 8 ? 1 : row.width / (uint32)t.scale_width;
+    row.values = (uint4 *)row_memory;
+    row.largest = (uint32 *)(row.values + row.width / 4) + half * 2 * row.scales;
+    row.before = (float *)(row.largest + row.scales);
+    return row;
+}
+
+DEVICE void begin_row(const Tensor *tensors, const Row &row) {
+    const float *scale = tensors[row.tensor].param_scale + (uint64)row.number * row.scales;
+    for (uint32 i = threadIdx.x; i < row.scales; i += blockDim.x) row.largest[i] = 0, row.before[i] = scale[i];
+}
+
 // The rows of weights that are codes, `rows` in all. Each block takes one row after another. Its warps update the row's
 // tiles and keep the new values in shared memory. Then the scales are known, and the block rounds the row.
 DEVICE void step_rows(const Tensor *tensors, const Scalars *scalars, const int *locate, uint32 rows, float factor) {
     const uint32 warps = blockDim.x / 32;
     const int lane = threadIdx.x % 32;
-    for (uint32 n = blockIdx.x; n < rows; n += gridDim.x) {
-        const uint32 i = tensor_of(tensors, locate, n);
-        const Tensor &t = tensors[i];
-        const uint2 own = __ldg((const uint2 *)&scalars[i].first_tile);  // and short_tiles
-        const Row row = row_of(t, n - own.x);
-        const uint32 tiles = (row.width + TILE - 1) / TILE, first = (uint32)row.number * tiles;
-        const uint64 next = row.number + gridDim.x;
-        if (threadIdx.x == 0 && (next + 1) * t.width <= t.numel) prefetch_tiles(t, own.x + (uint32)next * tiles, tiles);
+    bool begun = false;
+    uint32 half = 0;
+    for (uint32 n = blockIdx.x; n < rows; n += gridDim.x, half ^= 1) {
+        const Row row = row_of(tensors, scalars, locate, n, half);
+        if (!begun) {
+            begin_row(tensors, row);
+            __syncthreads();
+        }
+        const Tensor &t = tensors[row.tensor];
+        const Scalars *k = scalars + row.tensor;
+        const uint32 tiles = (row.width + TILE - 1) / TILE, first = row.number * tiles, next = row.number + gridDim.x;
+        // The next row's maxima have memory beside this row's only if it is as wide.
+        begun = (next + 1) * t.width <= t.numel;
+        if (begun && threadIdx.x == 0) prefetch_tiles(t, (uint32)t.first_tile + next * tiles, tiles);
         const long long place = t.place[row.number];
-        for (uint32 j = threadIdx.x; j < row.scales; j += blockDim.x) row.largest[j] = 0;
-        __syncthreads();
         for (uint32 tile = first + threadIdx.x / 32; tile < first + tiles; tile += warps) {
-            if (for_warp(tile < own.y)) step_short(tensors + i, scalars + i, factor, tile, lane, row);
-            else step_any(tensors + i, scalars + i, factor, tile, lane, row);
+            if (for_warp(tile < k->short_tiles)) step_short(&t, k, factor, tile, lane, row);
+            else step_any(&t, k, factor, tile, lane, row);
         }
         __syncthreads();
-        find_scales(t, row);
+        if (begun) begin_row(tensors, row_of(tensors, scalars, locate, n + gridDim.x, half ^ 1));
         if (threadIdx.x == 0) t.place[row.number] = (long long)((uint64)place + (uint64)NEXT);
-        __syncthreads();
         round_row(t, row, place);
-        __syncthreads();  // before the next row's values
+        __syncthreads();
     }
 }
 

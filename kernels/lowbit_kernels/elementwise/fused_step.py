@@ -36,6 +36,8 @@ TILE = 256  # elements of a row, the work of a warp
 LOCATE = 256  # tiles for each entry of `locate`
 # Threads on a multiprocessor at once, which leaves each one 64 registers; measured, see benchmarks/LOG.md.
 RESIDENT_THREADS = 1024
+MOST_BLOCKS = 8
+"""Blocks of a multiprocessor that take rows of codes, of few threads each: one works while another waits."""
 MAX_HYPER, MAX_STATES = 8, 3
 
 # The structs of fused_step.h in words of 64 bits: the fields of `Tensor`, the sizes of `Group` and `Scalars`.
@@ -234,7 +236,8 @@ class StepArguments(NamedTuple):
         locate: int32, see `locate`.
         number, tiles: of the tensors, and of all their tiles; of weights that are codes, all their rows.
         control: float32 [2], the factor of the gradients and whether to skip the step (not 0); or None.
-        shared: bytes of shared memory besides the tables: of a row of codes, 4 for each element and each scale.
+        shared: bytes of shared memory besides the tables: of a row of codes, 4 for each element and 16
+            for each scale.
     """
 
     tensors: int
@@ -285,13 +288,12 @@ class StepKernel:
 
     def _blocks(self, tiles: int, shared: int) -> tuple[int, int]:
         """The number of blocks, and the threads of each: a warp for each tile; where warps share tiles, at most as many
-        blocks as run at once. The blocks that take rows of codes are small, so that one works while another waits."""
+        blocks as run at once. The blocks that take rows of codes are as many as their memory allows."""
         threads = self.variant.threads
         if self.variant.code_bits:
             of_block = shared + 4 * len(self._tables) + nvrtc.BLOCK_SHARED
-            fit = max(1, nvrtc.SHARED_LIMIT // of_block)
-            threads = max((256, 512, 1024), key=lambda n: min(n * fit, RESIDENT_THREADS))
-            return min(tiles, self._multiprocessors * min(fit, RESIDENT_THREADS // threads)), threads
+            fit = min(max(1, nvrtc.SHARED_LIMIT // of_block), MOST_BLOCKS)
+            return min(tiles, self._multiprocessors * fit), RESIDENT_THREADS // fit // 32 * 32
         blocks = -(-tiles // (threads // 32))
         return min(blocks, self._multiprocessors) if self.variant.is_scaled else blocks, threads
 

@@ -44,7 +44,7 @@ class CodedLaunch(StepLaunch):
 
     def _launch(self, table: Tensor, kernel: Any, control: Tensor | None) -> None:
         width, scale_width = self.rows[:, COLUMN["width"]], self.rows[:, COLUMN["scale_width"]]
-        shared = int((4 * (width + width // scale_width)).max())
+        shared = int((4 * width + 16 * (width // scale_width)).max())
         address, count = table.data_ptr(), len(self.others)
         groups, memory = address + self.rows.nbytes, (self.scalars, self.locate)
         kernel(StepArguments(address, groups, *memory, count, self.tiles, control, shared))
