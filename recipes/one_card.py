@@ -172,16 +172,22 @@ class ClipByHistory:
     """Clips each parameter's gradient to `most` times the running mean of its norms, as AdaGC does (arXiv 2502.11034).
 
     AdamW divides by the size of past gradients, so only a gradient that is large beside those of its own parameter
-    needs a bound. The host waits for no norm. `norms`, float32 [parameters], has the means; save it in checkpoints.
-    A mean is 0 until the first gradient other than 0, which is not clipped. Make this object before `step_in_backward`:
-    hooks run in the order in which they are registered.
+    needs a bound. The host waits for no norm. Nothing writes the gradient again: the step divides it by
+    `optimizer.grad_scale`. So each parameter is stepped by itself (`step_in_backward(optimizer, bucket_mib=BUCKET)`),
+    after this object is made: hooks run in the order in which they are registered.
+
+    `norms`, float32 [parameters], has the means; save it in checkpoints. A mean is 0 until the first gradient other
+    than 0, which is not clipped.
     """
 
     DECAY = 0.98
+    BUCKET = 1e-6
 
-    def __init__(self, params: list[nn.Parameter], most: float, device: torch.device) -> None:
+    def __init__(self, optimizer: Any, most: float, device: torch.device) -> None:
+        self.optimizer = optimizer
+        params = [param for group in optimizer.param_groups for param in group["params"]]
         self.norms = torch.zeros(len(params), device=device)
-        for i, param in enumerate(params if most > 0 else []):
+        for i, param in enumerate(params):
             param.register_post_accumulate_grad_hook(partial(self._clip, i, most))
 
     @torch.no_grad()
@@ -193,8 +199,7 @@ class ClipByHistory:
         self.norms[i] = torch.where(
             norm.isfinite(), mean.lerp(bounded, 1 - self.DECAY), self.norms[i]
         )
-        factor = torch.where(norm > 0, bounded / norm, 1).to(param.grad.dtype)
-        torch._foreach_mul_([param.grad], factor)  # three times as fast as mul_ by a tensor
+        self.optimizer.grad_scale = torch.where(norm > 0, norm / bounded, 1)
 
 
 # ---- the model, its text, the loop -----------------------------------------------------------------------------------
@@ -341,10 +346,13 @@ def train(options: argparse.Namespace) -> None:
         raise UserError(
             "graph=True cannot repeat dropout in checkpoints; leave it out, or set the dropout to 0"
         )
-    params = list(model.parameters())
-    optimizer = make_optimizer(params, config)
-    clipping = ClipByHistory(params, config.clip, device)
-    lowbit.optim.step_in_backward(optimizer)
+    optimizer = make_optimizer(list(model.parameters()), config)
+    clipping = None
+    if config.clip:
+        clipping = ClipByHistory(optimizer, config.clip, device)
+        lowbit.optim.step_in_backward(optimizer, bucket_mib=clipping.BUCKET)
+    else:
+        lowbit.optim.step_in_backward(optimizer)
     path = options.out / "checkpoint.pt"
     options.out.mkdir(parents=True, exist_ok=True)
     start = resume(path, config, model, optimizer, clipping) if path.exists() else 0
@@ -376,14 +384,16 @@ def limit_memory(config: Config, device: torch.device) -> None:
 
 
 def save(
-    path: Path, step: int, config: Config, model: Any, optimizer: Any, clipping: ClipByHistory
+    path: Path, step: int, config: Config, model: Any, optimizer: Any, clipping: ClipByHistory | None
 ) -> None:
     content = {"phase": "one_card", "step": step, "config": asdict(config)}
-    content |= {"norms": clipping.norms, "model": model.state_dict()}
+    content |= {"norms": clipping and clipping.norms, "model": model.state_dict()}
     save_checkpoint(path, {**content, "optimizer": optimizer.state_dict()})
 
 
-def resume(path: Path, config: Config, model: Any, optimizer: Any, clipping: ClipByHistory) -> int:
+def resume(
+    path: Path, config: Config, model: Any, optimizer: Any, clipping: ClipByHistory | None
+) -> int:
     """Load the checkpoint, and return the number of steps that it has seen. UserError for other settings."""
     saved = load_checkpoint(path)
     for name, value in asdict(config).items():
@@ -394,7 +404,8 @@ def resume(path: Path, config: Config, model: Any, optimizer: Any, clipping: Cli
             )
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    clipping.norms.copy_(saved["norms"])
+    if clipping:
+        clipping.norms.copy_(saved["norms"])
     print(f"resumed after step {saved['step']}")
     return saved["step"]
 

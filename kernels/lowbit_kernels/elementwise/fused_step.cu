@@ -692,20 +692,18 @@ DEVICE float new_scale(uint32 largest, float before) {
     return largest >= NOT_FINITE ? bits_float(0x7fffffffu) : scale;
 }
 
-// x / scale, correctly rounded, in three operations for each element (Markstein's theorem). It needs the nearest
-// reciprocal, a scale whose bits are not all ones, and no remainder that underflows.
+// x / scale for the elements of a scale, correctly rounded, in three operations for each. (Markstein's theorem, with the
+// nearest reciprocal. Multiplied by a power of two, a scale has a reciprocal, and remainders that count do not underflow.)
 DEVICE void divide_eight(float x[8], float scale) {
     const uint32 bits = float_bits(scale);
-    if (bits >= 0x0d800000u && bits < 0x71800000u && (bits & 0x7fffff) != 0x7fffff) {  // 2**-100, 2**100
-        const float inverse = reciprocal_exactly(scale);
+    const float power = bits_float(bits < 0x17800000u ? 0x5f800000u      // below 2**-80: times 2**64
+                                   : bits < 0x71800000u ? 0x3f800000u    // 1
+                                                        : 0x1f800000u);  // from 2**100 on: times 2**-64
+    const float divisor = multiply_exactly(scale, power), inverse = reciprocal_exactly(divisor);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const float q = multiply_exactly(x[i], inverse);
-            x[i] = fma_exactly(fma_exactly(-q, scale, x[i]), inverse, q);
-        }
-    } else {
-#pragma unroll 1
-        for (int i = 0; i < 8; ++i) x[i] = divide_exactly(x[i], scale);
+    for (int i = 0; i < 8; ++i) {
+        const float dividend = multiply_exactly(x[i], power), q = multiply_exactly(dividend, inverse);
+        x[i] = fma_exactly(fma_exactly(-q, divisor, dividend), inverse, q);
     }
 }
 
