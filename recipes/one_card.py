@@ -384,7 +384,12 @@ def limit_memory(config: Config, device: torch.device) -> None:
 
 
 def save(
-    path: Path, step: int, config: Config, model: Any, optimizer: Any, clipping: ClipByHistory | None
+    path: Path,
+    step: int,
+    config: Config,
+    model: Any,
+    optimizer: Any,
+    clipping: ClipByHistory | None,
 ) -> None:
     content = {"phase": "one_card", "step": step, "config": asdict(config)}
     content |= {"norms": clipping and clipping.norms, "model": model.state_dict()}

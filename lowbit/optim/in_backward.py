@@ -34,7 +34,8 @@ from lowbit.tensor.core.dtensor import local
 
 _BUCKET_MIB = 64.0
 _MOST_STEPS = 256
-"""Compiled steps that are kept: as many as buckets, unless each backward reaches other parameters."""
+"""Compiled steps that are kept, or as many as parameters if these are more. There are as many as buckets, unless each
+backward reaches other parameters."""
 _RUN = torch.autograd.graph._engine_run_backward.__code__
 _FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
 """Frames of a backward, and of a Python function that a backward calls."""
@@ -292,7 +293,7 @@ class StepInBackward:
             with torch.no_grad():
                 optimizer._step_gradients()
             self._steps.pop(key, None)
-            if len(self._steps) == _MOST_STEPS:
+            if len(self._steps) >= max(_MOST_STEPS, len(params)):
                 self._steps.pop(next(iter(self._steps)))
             self._steps[key] = optimizer._fused
         finally:

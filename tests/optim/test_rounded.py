@@ -1,5 +1,5 @@
 """The compiled step of int8 weights against the step in PyTorch operations: the same random bits, so the same codes
-except where the float32 values differ by rounding."""
+except where the float32 values differ by rounding. `test_coded` compares the step without a buffer with that of one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lowbit import Int8Weight, Int8WeightTensor, optim
-from lowbit.optim.step import job
+from lowbit.optim.step import coded, job
 from tests.optim.counted import LAUNCHES, launched
 from tests.optim.problems import FORMATS, rand
 from tests.optim.test_fused import check_alike, decoded, set_grads
@@ -77,6 +77,7 @@ def masters(made):
 @pytest.mark.parametrize("state", FORMATS)
 def test_as_the_step_in_pytorch(device, state, monkeypatch):
     """Most pieces hold several parameters, and some parameters take several pieces."""
+    monkeypatch.setattr(coded, "runs_on", lambda device: False)
     monkeypatch.setattr(job, "PIECE_CPU", 7000)
     monkeypatch.setattr(job, "PIECE_OTHER", 7000)
     made = pair(device, functools.partial(optim.AdamW, state=state, lr=1e-2))
@@ -86,12 +87,12 @@ def test_as_the_step_in_pytorch(device, state, monkeypatch):
     bound = {"fp32": 1e-6, "bf16": 1e-3, "4bit": 5e-3}.get(state, 2e-3)
     check_alike(masters(made), 1e-3, bound)
     if state == "8bit":
-        coded, plain = sorted(made[0][1]._fused.launches, key=lambda x: -len(x.indices))
-        owners = [piece.owner for piece in coded.pieces]
-        assert [owners.count(i) for i in range(len(coded.indices))] == [2, 6, 1, 4, 2, 1]
-        assert len(coded.passes) < len(coded.pieces)  # small ones share a pass
-        assert coded.size <= 7008 and len(plain.passes) == 1
-        assert launched() == 2 * (len(coded.passes) + 1)
+        large, small = sorted(made[0][1]._fused.launches, key=lambda x: -len(x.indices))
+        owners = [piece.owner for piece in large.pieces]
+        assert [owners.count(i) for i in range(len(large.indices))] == [2, 6, 1, 4, 2, 1]
+        assert len(large.passes) < len(large.pieces)  # small ones share a pass
+        assert large.size <= 7008 and len(small.passes) == 1
+        assert launched() == 2 * (len(large.passes) + 1)
 
 
 @pytest.mark.cover("pairs")
@@ -113,6 +114,7 @@ def test_other_algorithms_and_dtypes(device, name, dtype):
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("state", ["8bit", "bf16"])
 def test_how_a_step_is_cut_changes_no_bit(device, state, monkeypatch):
+    monkeypatch.setattr(coded, "runs_on", lambda device: False)
     found = []
     for piece in (2**20, 7000, 700):
         monkeypatch.setattr(job, "PIECE_CPU", piece)

@@ -31,6 +31,10 @@ STATES = {
     "4bit": "STATE_4BIT",
 }
 ROUNDINGS = ("nearest", "stochastic", "corrected", "exact")
+CUDA = tuple(
+    f"elementwise/{name}"
+    for name in ("fused_step_lanes.cuh", "fused_step_codes.cuh", "fused_step.cu")
+)
 ERRORS = ("dropped", "returned", "tried", "given")
 TILE = 256  # elements of a row, the work of a warp
 LOCATE = 256  # tiles for each entry of `locate`
@@ -160,8 +164,8 @@ class StepVariant:
 
     @functools.cached_property
     def threads(self) -> int:
-        """Threads of a block: all of a multiprocessor, or few where the kernel only moves bytes. At most, of blocks that
-        take rows of codes."""
+        """Threads of a block: all of a multiprocessor, or few where the kernel only moves bytes. Blocks with rows of
+        codes have fewer."""
         return RESIDENT_THREADS if self.is_scaled or self.code_bits else 256
 
     def table_words(self) -> np.ndarray:
@@ -176,9 +180,7 @@ class StepVariant:
                 cells.append(_kernel_cells(table, signed))
         return np.concatenate([*[v.view(np.uint32) for v in values], *cells])
 
-    def source(
-        self, primitives: str = "runtime/ptx.cuh", kernel: str = "elementwise/fused_step.cu"
-    ) -> str:
+    def source(self, primitives: str = "runtime/ptx.cuh", kernel: tuple[str, ...] = CUDA) -> str:
         """The C++ to compile: this variant as macros, then the machine's primitives (a file of this folder, or source
         text), what all kernels share, and the kernel."""
         defines: dict[str, object] = {
@@ -206,7 +208,7 @@ class StepVariant:
             defines[f"BASE_{i}"] = table.first if table else 0
             defines[f"SHIFT_{i}"] = table.shift if table else 1
         return program(
-            defines, primitives, "elementwise/random_bits.h", "elementwise/fused_step.h", kernel
+            defines, primitives, "elementwise/random_bits.h", "elementwise/fused_step.h", *kernel
         )
 
 

@@ -38,7 +38,7 @@ class StepKernelCpu:
         self.variant = variant
         alike = dataclasses.replace(variant, scaled=False)
         self._step = host_compiler.library(
-            alike.source("runtime/cpu.h", "elementwise/fused_step_cpu.cpp")
+            alike.source("runtime/cpu.h", ("elementwise/fused_step_cpu.cpp",))
         ).step
         self._step.restype = None
         address, number = ctypes.c_void_p, ctypes.c_longlong

@@ -1,11 +1,11 @@
 """The compiled step of an optimizer: which kernel updates a parameter, and which launches a step takes.
 
 One launch (`lowbit.optim.step.launch`) updates all parameters with the same algorithm, dtypes, state format and
-rounding; those that round themselves take launches of their own (`lowbit.optim.step.coded`, `.rounded`). A `FusedStep` keeps what does not change
-between steps: which parameters have gradients, and the addresses and shapes of weights and states. Each step checks
-these, and collects the addresses of the gradients. On a GPU the table of addresses is copied to the device if it has
-changed, by a pinned, asynchronous copy of some kilobytes; on a CPU the kernel reads it in place. The host reads nothing
-back.
+rounding. Weights that round themselves have launches of their own (`lowbit.optim.step.coded`, and where that does not
+fit, `lowbit.optim.step.rounded`). A `FusedStep` keeps what does not change between steps: which parameters have
+gradients, and the addresses and shapes of weights and states. Each step checks these, and collects the addresses of the
+gradients. On a GPU the table of addresses is copied to the device if it has changed, by a pinned, asynchronous copy of
+some kilobytes; on a CPU the kernel reads it in place. The host reads nothing back.
 
 A `FusedStep` holds weak references to states, so that they are freed with the optimizer. It holds ids of parameters,
 because weak references would keep `nn.Module.to` from swapping them. The optimizer's `state` keeps these parameters
@@ -252,8 +252,12 @@ class KernelChoice:
                 error = "tried" if isinstance(own, LowbitTensor) else "returned"
             bits = 0
             if isinstance(own, LowbitTensor):
-                bits = coded.bits_for(own, list(map(self._state[param].__getitem__, self._signs)), error)
-            found = variant(self.rule, dtype, grad.dtype, formats, *kinds, error=error, code_bits=bits)
+                bits = coded.bits_for(
+                    own, list(map(self._state[param].__getitem__, self._signs)), error
+                )
+            found = variant(
+                self.rule, dtype, grad.dtype, formats, *kinds, error=error, code_bits=bits
+            )
             reason = scattered(found, param) or self._not_compiled(own.device, found)
             if reason is None:
                 return found
