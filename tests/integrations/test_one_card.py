@@ -231,13 +231,10 @@ def test_a_replayed_graph_trains_as_the_step_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "setting, message",
     [
-        ("graph=True", "graph=True needs an NVIDIA GPU"),
         ("weights=int4 --set int8_products=True", "int8_products is True; accepted: True with"),
     ],
 )
 def test_settings_that_do_not_fit(setting: str, message: str, tmp_path: Path, capsys: Any) -> None:
-    if torch.cuda.is_available() and setting.startswith("graph"):
-        pytest.skip("graph=True is accepted here")
     data = tmp_path / "text"
     data.mkdir()
     (data / "a.txt").write_text("some text of a book\n" * 200)
