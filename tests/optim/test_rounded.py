@@ -181,6 +181,26 @@ def test_a_skipped_step_changes_nothing(device, monkeypatch):
     check_codes(made)
 
 
+def test_a_skipped_step_keeps_what_an_average_lost(device):
+    """The remainder of an int8 weight that is an average of others; a step that is not skipped ends it."""
+    (weight,) = weights(device, [(33, 300)])
+    optimizer = optim.AdamW8bit([weight], lr=1e-2, skip_nonfinite=True)
+    set_grads([weight], 0)
+    optimizer.step()
+    with torch.no_grad():
+        weight.copy_(weight * 0.999 + 1e-5)
+    exact = weight.detach().master()
+    assert not torch.equal(exact, weight.detach().dequantize())
+    for step, value in ((1, torch.nan), (2, 1.0)):
+        set_grads([weight], step)
+        weight.grad[3, 4] = value
+        optimizer.step()
+        assert torch.equal(weight.detach().master(), exact) == (step == 1)
+    torch.testing.assert_close(
+        weight.detach().master(), weight.detach().dequantize(), rtol=0, atol=0
+    )
+
+
 def test_weights_are_looked_up_in_each_step(device):
     """Their memory may have moved by then."""
     made = pair(device, optim.AdamW8bit, shapes=[(33, 300), (64, 256)])

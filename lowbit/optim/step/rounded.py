@@ -29,6 +29,7 @@ from lowbit.optim.step.launch import StepItem, StepLaunch, copied
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.frozen.codebook_tensor import CodebookTensor
+from lowbit.tensor.trained import remainder
 from lowbit_kernels.elementwise import fused_step
 from lowbit_kernels.elementwise.fused_step import COLUMN, StepArguments, StepVariant
 
@@ -190,9 +191,12 @@ def _update(weight: LowbitTensor, values: Tensor, skip: Tensor | None) -> None:
         return
     inner = list(weight.inner_tensors().values())
     before = [t.clone() for t in inner]
+    rest = remainder.of(inner[0])
     weight.update_(values)
     for old, new in zip(before, inner, strict=True):
         torch.where(skip, old, new, out=new)
+    if rest is not None:  # of an average
+        remainder.restore(inner[0], torch.where(skip, rest, 0))
 
 
 def _cut(optimizer: Any, variant: StepVariant, item: StepItem) -> Iterator[StepItem]:

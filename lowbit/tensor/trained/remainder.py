@@ -58,6 +58,11 @@ def keep(weight: Any, values: Tensor) -> None:
     _REMAINDERS[codes] = rest.to(torch.int16)
 
 
+def restore(codes: Tensor, rest: Tensor) -> None:
+    """The weight with these codes has this remainder, int16 of its shape."""
+    _REMAINDERS[codes] = rest
+
+
 def share(codes: Tensor, other: Tensor) -> None:
     """`other` are the same codes in a copy of the weight."""
     rest = of(codes)
