@@ -22,6 +22,7 @@ RUN/model is the trained model in bfloat16, with the tokenizer.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 import sys
 import time
@@ -223,28 +224,54 @@ def prepared_model(name: str, config: Config, device: torch.device) -> Any:
     linears = lowbit.Int8Weight(True, True, True) if config.int8_products else scheme
     report = lowbit.train.prepare_(model, {embedding: scheme, "*": linears}, device=device)
     print(str(report).splitlines()[0])
-    checkpoint_blocks(model)
     return model.train()
 
 
-def has_dropout(model: Any) -> bool:
-    """True if a forward pass in training draws random numbers."""
-    layers = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
-    return layers or getattr(model.config, "attention_dropout", 0) > 0
+def checkpoint_blocks(model: Any, draws: bool) -> None:
+    """Keep the inputs of blocks alone for backward. transformers 5 renamed the method in a later release.
 
-
-def checkpoint_blocks(model: Any) -> None:
-    """Keep the inputs of blocks alone for backward. transformers 5 renamed the method in a later release."""
+    `draws`: a forward pass draws random numbers, and backward draws them again. A CUDA graph can't read their state.
+    """
     name = "activation_checkpointing_enable"
     enable = getattr(model, name, None) or model.gradient_checkpointing_enable
-    # A CUDA graph can't read the state of random numbers, which only dropout needs again.
-    enable({"use_reentrant": False, "preserve_rng_state": has_dropout(model)})
+    enable({"use_reentrant": False, "preserve_rng_state": draws})
+
+
+@torch.no_grad()
+def draws_random_numbers(model: Any, tokens: Tensor) -> bool:
+    """True if a forward pass in training draws random numbers, as dropout does. Their state stays as it was."""
+    device = tokens.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        state = torch.cuda.get_rng_state if device.type == "cuda" else torch.get_rng_state
+        before = state()
+        model.base_model(input_ids=tokens[None], use_cache=False)
+        return not torch.equal(before, state())
+
+
+@torch.no_grad()
+def check_loss(model: Any, tokens: Tensor, config: Config) -> None:
+    """UserError where the model's own loss of some tokens is another one: its head does more than multiply."""
+    model.eval()
+    own = model(input_ids=tokens[None], labels=tokens[None].long(), use_cache=False).loss.item()
+    here = loss_of(model, tokens[None, :-1], tokens[None, 1:].long(), config).item()
+    model.train()
+    if not abs(own - here) <= 0.01 * abs(own):
+        raise UserError(
+            f"the model's own loss is {own:.4f}, and that of its hidden states times its head's weight {here:.4f}: it "
+            "scales or caps logits, or its head has a bias, which this recipe would leave out. Train it by "
+            "lowbit.train.prepare_ and the model's own loss, with all logits in memory (docs/training.md)"
+        )
 
 
 def tokens_of(name: str, source: Path | None) -> Tensor:
     """The text as int32 tokens: of the folder's tokenizer, or the bytes of UTF-8 for a shape."""
     if name not in SHAPES:
-        return text.by_tokenizer(AutoTokenizer.from_pretrained(name), source, "stdlib", 0.05).train
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"--model {name}: its tokenizer can't be loaded: {reason}") from error
+        return text.by_tokenizer(tokenizer, source, "stdlib", 0.05).train
     texts, _, _ = text.read_split(source, "stdlib", 0.05)
     return torch.frombuffer(bytearray("".join(texts).encode()), dtype=torch.uint8).int()
 
@@ -273,14 +300,19 @@ def set_rate(optimizer: lowbit.optim.AdamW, rate: float, on_device: bool) -> Non
             group["lr"] = torch.tensor(rate, dtype=torch.float64, device="cuda")
 
 
-def train_step(model: Any, inputs: Tensor, targets: Tensor, config: Config) -> Tensor:
-    """The loss of tokens [B, T]. Every parameter is stepped when this returns."""
+def loss_of(model: Any, inputs: Tensor, targets: Tensor, config: Config) -> Tensor:
+    """The mean cross entropy of tokens [B, T]."""
     with lowbit.train.save_in_int8(model):
         hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
     head = model.get_output_embeddings().weight
     rows = config.vocabulary_rows
     loss: Any = ChunkedCrossEntropy.apply(hidden.flatten(0, 1), head, targets.flatten(), rows)
-    del hidden
+    return loss
+
+
+def train_step(model: Any, inputs: Tensor, targets: Tensor, config: Config) -> Tensor:
+    """The loss of tokens [B, T]. Every parameter is stepped when this returns."""
+    loss = loss_of(model, inputs, targets, config)
     loss.backward()
     return loss.detach()
 
@@ -341,7 +373,11 @@ def train(options: argparse.Namespace) -> None:
         )
     limit_memory(config, device)
     model = prepared_model(options.model, config, device)
-    replays = config.graph and device.type == "cuda" and not has_dropout(model)
+    some = tokens[: min(config.context, 64) + 1].to(device)
+    check_loss(model, some, config)
+    draws = draws_random_numbers(model, some)
+    checkpoint_blocks(model, draws)
+    replays = config.graph and device.type == "cuda" and not draws
     print(f"{'a CUDA graph replays' if replays else 'the host launches'} each step")
     optimizer = make_optimizer(list(model.parameters()), config)
     clipping = None
@@ -352,7 +388,8 @@ def train(options: argparse.Namespace) -> None:
         lowbit.optim.step_in_backward(optimizer)
     path = options.out / "checkpoint.pt"
     options.out.mkdir(parents=True, exist_ok=True)
-    start = resume(path, config, model, optimizer, clipping) if path.exists() else 0
+    source = source_of(options.model, tokens)
+    start = resume(path, config, source, model, optimizer, clipping) if path.exists() else 0
     run = GraphedStep(model, config) if replays else partial(train_step, model, config=config)
     sizes = {"batch_size": config.batch_size, "context": config.context, "seed": config.seed}
     began = time.perf_counter()
@@ -369,40 +406,62 @@ def train(options: argparse.Namespace) -> None:
                 f"the loss is {loss} at step {step + 1}; lower the rate: --set lr={config.lr / 3:.1e}"
             )
         if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
-            save(path, step + 1, config, model, optimizer, clipping)
+            save(path, step + 1, config, source, model, optimizer, clipping)
     print(f"{device_name(device)}: {peak(device)}, wrote {path}")
     write_model(model, options)
 
 
 def limit_memory(config: Config, device: torch.device) -> None:
-    if device.type == "cuda" and config.memory_gib:
-        share = config.memory_gib * 2**30 / torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(share, 1.0))
+    if not config.memory_gib:
+        return
+    if device.type != "cuda":
+        raise UserError(f"memory_gib={config.memory_gib:g} limits a GPU; leave it out on a CPU")
+    share = config.memory_gib * 2**30 / torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(share, 1.0))
+
+
+def source_of(name: str, tokens: Tensor) -> dict[str, str]:
+    """What a run is made of, besides its settings: the model's name or the digest of its config, and of the tokens."""
+    config = Path(name, "config.json")
+    model = name if name in SHAPES else hashlib.sha256(config.read_bytes()).hexdigest()
+    return {"model": model, "data": hashlib.sha256(tokens.numpy().tobytes()).hexdigest()}
 
 
 def save(
     path: Path,
     step: int,
     config: Config,
+    source: dict[str, str],
     model: Any,
     optimizer: Any,
     clipping: ClipByHistory | None,
 ) -> None:
-    content = {"phase": "one_card", "step": step, "config": asdict(config)}
+    content = {"phase": "one_card", "step": step, "config": asdict(config), "source": source}
     content |= {"norms": clipping and clipping.norms, "model": model.state_dict()}
     save_checkpoint(path, {**content, "optimizer": optimizer.state_dict()})
 
 
 def resume(
-    path: Path, config: Config, model: Any, optimizer: Any, clipping: ClipByHistory | None
+    path: Path,
+    config: Config,
+    source: dict[str, str],
+    model: Any,
+    optimizer: Any,
+    clipping: ClipByHistory | None,
 ) -> int:
-    """Load the checkpoint, and return the number of steps that it has seen. UserError for other settings."""
+    """Load the checkpoint, and return the number of steps that it has seen. UserError for other settings, another model
+    or text."""
     saved = load_checkpoint(path)
     for name, value in asdict(config).items():
         if saved["config"][name] != value and name not in ("save_every", "memory_gib", "graph"):
             raise UserError(
                 f"{path} was trained with {name}={saved['config'][name]}, not {value}; give the same settings, or "
                 "another --out"
+            )
+    for name, digest in source.items():
+        if saved["source"][name] != digest:
+            raise UserError(
+                f"{path} was trained from another --{name}; give the same one, or another --out"
             )
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
@@ -446,7 +505,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--model", required=True, help=f"a folder of transformers, or {', '.join(SHAPES)}")
     add("--data", type=Path, help="text; default: the Python standard library")
     add("--out", type=Path, required=True, help="folder of the run; goes on from its checkpoint")
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help="see Config")
+    settings = ", ".join(f"{name}={value}" for name, value in asdict(Config()).items())
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help=f"one of {settings}")
     options = parser.parse_args(arguments)
     return exit_status(lambda: train(options))
 

@@ -125,6 +125,58 @@ def test_a_run_that_is_cut_resumes_to_the_same_bits(
 
     assert main(command(source, tmp_path / "cut", "lr=1e-3")) == 2
     assert "was trained with lr=0.004, not 0.001" in capsys.readouterr().err
+    other = tmp_path / "other.txt"
+    other.write_text(source.read_text() + "Another end.\n" * 100)
+    assert main(command(other, tmp_path / "cut")) == 2
+    assert "was trained from another --data" in capsys.readouterr().err
+    assert main([*command(source, tmp_path / "y"), "--model", str(tmp_path / "cut" / "model")]) == 2
+    assert "its tokenizer can't be loaded" in capsys.readouterr().err
+
+
+def test_dropout_that_is_no_module_is_drawn_again() -> None:
+    """OPT calls a function for its dropout. The gradients of its checkpoints are those of the masks of the loss."""
+    from transformers import AutoModelForCausalLM, OPTConfig
+
+    small = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape = OPTConfig(**small, word_embed_proj_dim=32, vocab_size=100, dropout=0.3)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(shape).train()
+    tokens = torch.randint(4, 100, (33,))
+    state = torch.get_rng_state()
+    assert one_card.draws_random_numbers(model, tokens)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not one_card.draws_random_numbers(model.eval(), tokens)
+
+    def gradients() -> list[Tensor]:
+        torch.manual_seed(1)
+        model.train().zero_grad()
+        one_card.train_step(model, tokens[None, :-1], tokens[None, 1:], Config())
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    exact = gradients()
+    one_card.checkpoint_blocks(model, draws=True)
+    assert all(relative(a, b) < 2e-2 for a, b in zip(gradients(), exact, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["Granite", "Gemma2", "Phi"])
+def test_a_head_that_does_more_than_multiply_is_refused(kind: str) -> None:
+    """It scales or caps its logits, or has a bias."""
+    import transformers
+
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 100}
+    more = {"Granite": {"logits_scaling": 8.0}, "Gemma2": {"final_logit_softcapping": 0.5}}
+    shape = getattr(transformers, f"{kind}Config")(
+        **small, **more.get(kind, {}), num_attention_heads=2, num_key_value_heads=2, head_dim=16
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(shape)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20)
+        if kind == "Phi":
+            model.get_output_embeddings().bias.normal_()
+    with pytest.raises(one_card.UserError, match="the model's own loss is"):
+        one_card.check_loss(model, torch.randint(100, (40,)), Config())
+    assert model.training
 
 
 def test_a_folder_with_a_tied_head_in_int4(source: Path, tmp_path: Path, capsys: Any) -> None:
@@ -152,6 +204,7 @@ def test_a_folder_with_a_tied_head_in_int4(source: Path, tmp_path: Path, capsys:
 def test_what_a_step_keeps() -> None:
     """All matrices are int8, a backward keeps codes of each block's input, and at most one bucket of gradients."""
     model = prepared_model("tiny", Config(), CPU)
+    one_card.checkpoint_blocks(model, draws=False)
     kinds = {n for n, p in model.named_parameters() if type(p) is nn.Parameter}
     assert all("norm" in name for name in kinds) and len(kinds) == 5
     assert isinstance(model.get_input_embeddings().weight, lowbit.Int8WeightTensor)
@@ -191,6 +244,7 @@ def test_what_a_step_keeps() -> None:
         (["--set", "context=90000"], "tokens are too few for sequences of 90000"),
         (["--set", "model.dim=3"], "with NAME one of steps, "),
         (["--model", "9b"], "--model 9b: accepted: a folder with config.json, or"),
+        (["--set", "memory_gib=8"], "memory_gib=8 limits a GPU; leave it out on a CPU"),
     ],
 )
 def test_mistakes(
@@ -211,6 +265,7 @@ def test_a_replayed_graph_trains_as_the_step_does(tmp_path: Path) -> None:
     for graph in (False, True):
         config = Config(steps=6, batch_size=2, context=64, lr=4e-3, warmup_steps=2, graph=graph)
         model = prepared_model("tiny", config, torch.device("cuda"))
+        one_card.checkpoint_blocks(model, draws=False)
         params = list(model.parameters())
         optimizer = one_card.make_optimizer(params, config)
         clipping = ClipByHistory(optimizer, config.clip, torch.device("cuda"))
