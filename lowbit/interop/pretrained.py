@@ -107,13 +107,16 @@ def follow_save() -> None:
     kinds = tuple(filter(None, (_loaded_class(*_TRANSFORMERS), _loaded_class(*_DIFFUSERS))))
     frame: Any = sys._getframe(1) if kinds else None
     model: Any = None
-    saved: dict[str, Any] | None = None
+    saved: dict[str, Any] = {}
     while frame is not None:
         is_saver = frame.f_code.co_name == "save_pretrained"
         if is_saver or frame.f_code is nn.Module.state_dict.__code__:
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, kinds):
-                model, saved = owner, frame.f_locals if is_saver else None
+            names = frame.f_locals
+            if isinstance(names.get("self"), kinds):
+                model = names["self"]
+                # not those of a subclass's method that calls the method of transformers or diffusers
+                if {"save_directory", "is_main_process"} <= names.keys():
+                    saved = names
         frame = frame.f_back
     if model is None:
         return
@@ -121,8 +124,8 @@ def follow_save() -> None:
     if held is not None and getattr(held, "model", model) is model:
         return
     follow(model)
-    if saved is not None and saved.get("save_on_this_rank", saved["is_main_process"]):
-        write = getattr(model, "save_config", None) or model.config.save_pretrained
+    if saved.get("self") is model and saved.get("save_on_this_rank", saved["is_main_process"]):
+        write = getattr(model.config, "save_pretrained", None) or model.save_config
         write(saved["save_directory"])
 
 

@@ -310,6 +310,18 @@ def test_a_model_of_lowbit_config_and_of_load_pretrained(tmp_path: Path) -> None
         assert torch.equal(logits(loaded(tmp_path / f"{name} plain")), logits(held))
 
 
+def test_a_model_with_a_method_of_its_own(tmp_path: Path) -> None:
+    class Own(transformers.LlamaForCausalLM):
+        def save_pretrained(self, folder: Path, **options: Any) -> None:
+            super().save_pretrained(folder, **options)
+
+    model = one_linear()
+    model.__class__ = Own
+    model.save_pretrained(tmp_path)
+    model.__class__ = transformers.LlamaForCausalLM
+    assert torch.equal(logits(loaded(tmp_path)), logits(model))
+
+
 @pytest.mark.parametrize("part", ["all", "decoder"])
 @pytest.mark.parametrize("make", [lb.dequantize_, lb.qat.prepare_])
 def test_weights_of_a_folder_that_become_plain(make: Any, part: str, tmp_path: Path) -> None:
