@@ -106,25 +106,27 @@ def follow_save() -> None:
     model, or a weight was set by hand. `save_pretrained` has written the config before, so write it again."""
     kinds = tuple(filter(None, (_loaded_class(*_TRANSFORMERS), _loaded_class(*_DIFFUSERS))))
     frame: Any = sys._getframe(1) if kinds else None
-    model: Any = None
+    found: list[Any] = []
     saved: dict[str, Any] = {}
     while frame is not None:
         is_saver = frame.f_code.co_name == "save_pretrained"
         if is_saver or frame.f_code is nn.Module.state_dict.__code__:
             names = frame.f_locals
             if isinstance(names.get("self"), kinds):
-                model = names["self"]
+                found.append(names["self"])
                 # not those of a subclass's method that calls the method of transformers or diffusers
                 if {"save_directory", "is_main_process"} <= names.keys():
                     saved = names
         frame = frame.f_back
-    if model is None:
+    if not found:
         return
+    model = found[-1]
     held = getattr(model.config, "quantization_config", None)
     if held is not None and getattr(held, "model", model) is model:
         return
     follow(model)
-    if saved.get("self") is model and saved.get("save_on_this_rank", saved["is_main_process"]):
+    is_saved = bool(saved) and saved["self"] is model
+    if is_saved and saved.get("save_on_this_rank", saved["is_main_process"]):
         write = getattr(model.config, "save_pretrained", None) or model.save_config
         write(saved["save_directory"])
 

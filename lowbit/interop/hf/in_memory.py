@@ -86,7 +86,7 @@ def describe(model: nn.Module) -> None:
             _convert_names_again(top)
             quantizer = getattr(top, "hf_quantizer", None)
             if isinstance(quantizer, LowbitQuantizer):
-                quantizer.leave(top)
+                quantizer.remove_quantization_config(top)
 
 
 def _models_in(model: nn.Module) -> Iterator[PreTrainedModel]:

@@ -281,15 +281,15 @@ class LowbitQuantizer(HfQuantizer):
             return None, {}
         own = map(held_locally, model.parameters())
         if not any(isinstance(w, LowbitTensor) and not w.is_stored_plain for w in own):
-            self.leave(model)  # a flow got the part of the model that had them
+            self.remove_quantization_config(model)  # a flow got the part of the model that had them
             return None, {}
         state, stored = _state(model, self.own_format)
         self._describe(model, stored)
         return state, {}
 
-    def leave(self, model: Any) -> None:
+    def remove_quantization_config(self, model: Any) -> None:
         """Let `model`, whose weights are plain now, be a model that was never in low bits."""
-        self.remove_quantization_config(model)
+        super().remove_quantization_config(model)
         model._weight_conversions = self._conversions
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
