@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from diffusers import ModelMixin
+from diffusers.configuration_utils import FrozenDict
 from diffusers.quantizers.base import DiffusersQuantizer
 from torch import Tensor, nn
 
@@ -154,10 +155,8 @@ def _later(chosen: WeightChoice) -> set[str]:
 
 
 def describe(model: nn.Module) -> None:
-    """Let the models of diffusers in `model` write and describe their low-bit weights, or no longer, if they have none.
-
-    A part of a model does not know the model. So convert a model whole, and choose parts by patterns.
-    """
+    """Let the models of diffusers in `model` write and describe their low-bit weights. If a model has none, remove the
+    description."""
     for top in _models_in(model):
         held = getattr(top, "hf_quantizer", None)
         own = held if isinstance(held, LowbitDiffusersQuantizer) else None
@@ -167,6 +166,8 @@ def describe(model: nn.Module) -> None:
                 _describe(top, top.hf_quantizer)
         elif own is not None:
             del top.hf_quantizer
+            plain = {k: v for k, v in top.config.items() if k != "quantization_config"}
+            top._internal_dict = FrozenDict(plain)
 
 
 def _describe(model: Any, quantizer: LowbitDiffusersQuantizer) -> None:

@@ -2,7 +2,8 @@
 
 - A flow that changes such a model in memory lets its config describe the low-bit weights
   (`lowbit.interop.hf.in_memory`), so that `from_pretrained` reads what `save_pretrained` writes. So does
-  `load_state_dict(…, assign=True)`.
+  `load_state_dict(…, assign=True)`. If a flow gets a part of a model, or a program sets a weight, the model is found
+  when its state dict is made.
 - transformers knows the format "lowbit" as soon as both packages are imported, in any order. Without that, transformers
   fills the weights of such a folder with random values, and only logs a warning. So does diffusers.
 
@@ -29,12 +30,15 @@ METHOD = "lowbit"
 _TABLE = "transformers.quantizers.auto"
 """The module with transformers' table of formats."""
 _TABLES = (_TABLE, "diffusers.quantizers.auto")
+_TRANSFORMERS = "transformers.modeling_utils", "PreTrainedModel"
+_DIFFUSERS = "diffusers.models.modeling_utils", "ModelMixin"
 
 
 def listen() -> None:
     """Follow the changes of every flow, and enter the format into both tables, now or at their import."""
     convert.followers.append(follow)
     state_dict.followers.append(follow_load)
+    state_dict.readers.append(follow_save)
     invariant.attention_setters.append(set_invariant_attention)
     for table in _TABLES:
         if table in sys.modules:
@@ -61,11 +65,11 @@ def follow(model: nn.Module) -> None:
 
 
 def _describers(model: nn.Module) -> Iterator[str]:
-    """The modules of lowbit whose `describe` takes `model`."""
+    """The modules of lowbit whose `describe` takes `model`, or of which a part of a model needs the import."""
     config = _loaded_class("transformers.configuration_utils", "PreTrainedConfig")
     if config and any(isinstance(getattr(m, "config", None), config) for m in model.modules()):
         yield "lowbit.interop.hf.in_memory"
-    mixin = _loaded_class("diffusers.models.modeling_utils", "ModelMixin")
+    mixin = _loaded_class(*_DIFFUSERS)
     if mixin and any(isinstance(m, mixin) for m in model.modules()):
         yield "lowbit.interop.diffusers"
 
@@ -97,9 +101,39 @@ def _loaded(model: nn.Module, keys: Any) -> None:
     follow(model)
 
 
+def follow_save() -> None:
+    """`follow` the model whose state dict is being made, unless its config describes it: a flow got only a part of the
+    model, or a weight was set by hand. `save_pretrained` has written the config before, so write it again."""
+    kinds = tuple(filter(None, (_loaded_class(*_TRANSFORMERS), _loaded_class(*_DIFFUSERS))))
+    frame: Any = sys._getframe(1) if kinds else None
+    found: list[Any] = []
+    saved: dict[str, Any] = {}
+    while frame is not None:
+        is_saver = frame.f_code.co_name == "save_pretrained"
+        if is_saver or frame.f_code is nn.Module.state_dict.__code__:
+            names = frame.f_locals
+            if isinstance(names.get("self"), kinds):
+                found.append(names["self"])
+                # not those of a subclass's method that calls the method of transformers or diffusers
+                if {"save_directory", "is_main_process"} <= names.keys():
+                    saved = names
+        frame = frame.f_back
+    if not found:
+        return
+    model = found[-1]
+    held = getattr(model.config, "quantization_config", None)
+    if held is not None and getattr(held, "model", model) is model:
+        return
+    follow(model)
+    is_saved = bool(saved) and saved["self"] is model
+    if is_saved and saved.get("save_on_this_rank", saved["is_main_process"]):
+        write = getattr(model.config, "save_pretrained", None) or model.save_config
+        write(saved["save_directory"])
+
+
 def set_invariant_attention(model: nn.Module) -> None:
     """Give models of transformers in `model` the attention of `lowbit.inference.invariant_`."""
-    known = _loaded_class("transformers.modeling_utils", "PreTrainedModel")
+    known = _loaded_class(*_TRANSFORMERS)
     if known is not None and any(isinstance(module, known) for module in model.modules()):
         importlib.import_module("lowbit.interop.hf.invariant").set_attention(model)
 

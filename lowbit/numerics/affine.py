@@ -387,11 +387,12 @@ def chosen_qparams(
 def scale_of_largest(
     input: Tensor, grid: Grid, block_size: Sequence[int], scale_dtype: torch.dtype
 ) -> Tensor:
-    """The least scale [n0, n1, …], of either sign, by which no value is over half a step beyond the codes.
+    """The scale [n0, n1, …], of either sign, that puts the value of largest magnitude on the lowest code, or a coarser
+    one by which no value of the other sign is over half a step beyond the codes.
 
-    s = m / (low − mid) for the largest magnitude m of a block, as llama.cpp's Q4_0 has it: m / −8 in 4 bits, which
-    does not clip m. Where a value of the other sign exceeds 7.5 of these steps, |s| is its magnitude / 7.5. So the step
-    is never coarser than that of "symmetric", max|x| / 7.5.
+    s = m / (low − mid) for this value m of a block, as llama.cpp's Q4_0 has it: m / −8 in 4 bits, which does not clip
+    m. Where a value of the other sign exceeds 7.5 of these steps, |s| is its magnitude / 7.5. So the step is never
+    coarser than that of "symmetric", max|x| / 7.5.
 
     Args:
         input: real floating, whole blocks.

@@ -272,7 +272,7 @@ class BothDtypes(nn.Module):
     def __init__(self, wide: list[str], narrow: list[str]) -> None:
         super().__init__()
         self.wide = every_preset(torch.float32, wide, FEATURES, 16384, ["int8"], ["int8"])
-        self.narrow = every_preset(torch.bfloat16, narrow, NARROW, 48, ["nf4"], ["float8"])
+        self.narrow = every_preset(torch.bfloat16, narrow, NARROW, 48, ["int4"], ["float8"])
 
     def forward(self, x: Tensor, tokens: Tensor, image: Tensor, narrow: Tensor) -> dict[str, Any]:
         half = image.bfloat16()

@@ -212,7 +212,29 @@ def test_from_pretrained_quantizes_what_it_reads(kind: str, name: str, tmp_path:
     again = type(model).from_pretrained(tmp_path / "dequantized")
     assert torch.equal(still(kind, again), still(kind, plain))
     read.save_pretrained(tmp_path / "low")
+    other = copy.deepcopy(read)
+    lowbit.dequantize_(other)
+    other.save_pretrained(tmp_path / "plain again")
+    for made in (plain, other):
+        assert "quantization_config" not in made.config
+    for name in ("dequantized", "plain again"):
+        assert "quantization_config" not in (tmp_path / name / "config.json").read_text()
     assert torch.equal(still(kind, type(model).from_pretrained(tmp_path / "low")), expected)
+
+
+def test_a_part_that_became_low_bit_alone_is_described(tmp_path: Path) -> None:
+    model = built("flux")
+    lowbit.quantize_(model.transformer_blocks, INT8)
+    model.save_pretrained(tmp_path / "one")
+    lowbit.quantize_(model.proj_out, INT8)
+    model.save_pretrained(tmp_path / "two")
+    saved = type(model).from_pretrained(tmp_path / "two")
+    assert torch.equal(still("flux", saved), still("flux", model))
+    low = [isinstance(m.proj_out.weight, lowbit.LowbitTensor) for m in (model, saved)]
+    assert low == [True, True]
+    one = type(model).from_pretrained(tmp_path / "one")
+    assert isinstance(one.transformer_blocks[0].attn.to_q.weight, lowbit.LowbitTensor)
+    assert type(one.proj_out.weight) is nn.Parameter
 
 
 def test_convolutions_and_qat(tmp_path: Path) -> None:

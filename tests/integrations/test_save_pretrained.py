@@ -131,6 +131,26 @@ def decoder_quantized() -> Any:
     return model
 
 
+def one_linear() -> Any:
+    model = llama()
+    lb.quantize_(model.lm_head, INT4)
+    return model
+
+
+def set_by_hand() -> Any:
+    model = llama()
+    held = model.lm_head.weight.detach()
+    model.lm_head.weight = nn.Parameter(lb.AffineTensor.quantized(held, INT4), requires_grad=False)
+    return model
+
+
+def experts_alone() -> Any:
+    model = mixtral()
+    for layer in model.model.layers:
+        lb.quantize_(layer.mlp.experts, INT4)
+    return model
+
+
 def is_conv1d(module: nn.Module, name: str) -> bool:
     return type(module).__name__ == "Conv1D"
 
@@ -149,13 +169,12 @@ LOW: dict[str, Callable[[], Any]] = {
     ),
     "copied": lambda: copy.deepcopy(quantized()),
     "decoder": decoder_quantized,
+    "one linear": one_linear,
+    "set by hand": set_by_hand,
+    "experts alone": experts_alone,
     "assigned": assigned,
     "assigned inside": lambda: assigned(inside=True),
 }
-
-
-PARTS = (by_layers, decoder_quantized)
-"""Models of which a part was given to `quantize_`."""
 
 
 @over_savers
@@ -164,12 +183,6 @@ def test_low_bit_weights_load_exactly(make: Any, save: Any, tmp_path: Path) -> N
     model = make()
     expected = logits(model)
     save(model, tmp_path)
-    if (
-        make in PARTS and save is by_accelerate
-    ):  # nothing tells which model the config is saved with
-        with pytest.raises(ValueError, match=r"write the folder by save_pretrained|no shard holds"):
-            loaded(tmp_path)
-        return
     again = loaded(tmp_path)
     assert torch.equal(logits(again), expected)
     low = {n for n, p in model.named_parameters() if isinstance(p, lb.LowbitTensor)}
@@ -295,6 +308,36 @@ def test_a_model_of_lowbit_config_and_of_load_pretrained(tmp_path: Path) -> None
         lb.dequantize_(held)
         held.save_pretrained(tmp_path / f"{name} plain")
         assert torch.equal(logits(loaded(tmp_path / f"{name} plain")), logits(held))
+
+
+def test_a_model_with_a_method_of_its_own(tmp_path: Path) -> None:
+    class Own(transformers.LlamaForCausalLM):
+        def save_pretrained(self, folder: Path, **options: Any) -> None:
+            super().save_pretrained(folder, **options)
+
+    model = one_linear()
+    model.__class__ = Own
+    model.save_pretrained(tmp_path)
+    model.__class__ = transformers.LlamaForCausalLM
+    assert torch.equal(logits(loaded(tmp_path)), logits(model))
+
+
+@pytest.mark.parametrize("part", ["all", "decoder"])
+@pytest.mark.parametrize("make", [lb.dequantize_, lb.qat.prepare_])
+def test_weights_of_a_folder_that_become_plain(make: Any, part: str, tmp_path: Path) -> None:
+    """The config and the folder no longer say "lowbit", which programs without it cannot read."""
+    quantized().save_pretrained(tmp_path / "low")
+    model = loaded(tmp_path / "low")
+    make(model if part == "all" else model.model)
+    model.save_pretrained(tmp_path / "plain")
+    assert not hasattr(model.config, "quantization_config") and not model.is_quantized
+    assert "quantization_config" not in (tmp_path / "plain/config.json").read_text()
+    if make is lb.qat.prepare_:
+        lb.qat.convert_(model)
+        model.save_pretrained(tmp_path / "again")
+        assert torch.equal(logits(loaded(tmp_path / "again")), logits(model))
+    else:
+        assert torch.equal(logits(loaded(tmp_path / "plain")), logits(model))
 
 
 def test_the_base_of_adapters_is_refused(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from lowbit.formats.base import FormatError
 from lowbit.formats.registry import by_name
 from lowbit.interop.hf import experts as experts  # registers what stock experts need
 from lowbit.interop.hf.config import METHOD, LowbitConfig, Method
+from lowbit.interop.hf.quantizer import LowbitQuantizer
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.core.state_dict import split
@@ -30,15 +31,13 @@ class InMemory(LowbitConfig):
     """Describes the low-bit weights of the model that is being saved; otherwise those of `model`.
 
     Args:
-        model: the model with this config. None: only a part of the model is known, or the config alone was copied.
-        is_part: only a part of a model became low-bit, so only the model that is being saved can name the weights.
+        model: the model with this config. None: the config alone was copied.
     """
 
-    def __init__(self, model: nn.Module | None = None, is_part: bool = False) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
         self.quant_method = Method.LOWBIT
         self.scheme, self.scales, self.experts = {}, "minmax", True
         self._model = None if model is None else weakref.ref(model)
-        self._is_part = is_part
 
     @property
     def model(self) -> nn.Module | None:
@@ -49,8 +48,7 @@ class InMemory(LowbitConfig):
         saved = _being_saved()
         model = self.model if saved is None else saved
         if model is None:
-            # the reader refuses a description without weights, and asks for save_pretrained
-            return {"quant_method": METHOD} if self._is_part else None
+            return None
         weights = dict(in_parts(model, saved is not None))
         return by_name(METHOD).config(weights, ()) if weights else None
 
@@ -78,21 +76,17 @@ def describe(model: nn.Module) -> None:
     """Let the config of `model` describe its low-bit weights. If the model has none, remove the description.
 
     Args:
-        model: a model of transformers, a module that holds such models, or a part of a model.
+        model: a model of transformers, or a module that holds such models. A part of a model is described once the
+            state dict of the model is made (`lowbit.interop.pretrained.follow_save`).
     """
-    tops = list(_models_in(model))
-    for top in tops:
+    for top in _models_in(model):
         has_parts = any(in_parts(top, False))
         _attach(top.config, top, has_parts)
         if not has_parts:
             _convert_names_again(top)
-    if tops:
-        return
-    owners = (getattr(module, "config", None) for module in model.modules())
-    configs = {id(c): c for c in owners if isinstance(c, PreTrainedConfig)}
-    if configs and any(in_parts(model, False)):
-        for config in configs.values():
-            _attach(config, None, True)
+            quantizer = getattr(top, "hf_quantizer", None)
+            if isinstance(quantizer, LowbitQuantizer):
+                quantizer.remove_quantization_config(top)
 
 
 def _models_in(model: nn.Module) -> Iterator[PreTrainedModel]:
@@ -104,14 +98,12 @@ def _models_in(model: nn.Module) -> Iterator[PreTrainedModel]:
         yield from _models_in(child)
 
 
-def _attach(config: PreTrainedConfig, model: PreTrainedModel | None, has_parts: bool) -> None:
+def _attach(config: PreTrainedConfig, model: PreTrainedModel, has_parts: bool) -> None:
     held = getattr(config, "quantization_config", None)
     own = held if isinstance(held, InMemory) else None
-    is_newer = own is not None and model is not None and own.model is not model
-    if has_parts and (held is None or is_newer):
-        config.quantization_config = InMemory(model, is_part=model is None)
-    is_here = own is not None and model is not None and own.model in [*model.modules()]
-    if is_here and not has_parts:
+    if has_parts and (held is None or (own is not None and own.model is not model)):
+        config.quantization_config = InMemory(model)
+    elif not has_parts and own is not None and own.model in [*model.modules()]:
         del config.quantization_config
 
 

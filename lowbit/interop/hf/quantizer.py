@@ -38,6 +38,7 @@ from lowbit.layers.frozen import show_frozen
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.core.base import LowbitTensor, check_weight
+from lowbit.tensor.core.dtensor import held_locally
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 logger = logging.get_logger("transformers.lowbit")
@@ -278,9 +279,18 @@ class LowbitQuantizer(HfQuantizer):
         """The tensors of the folder. Raises FormatError for weights that are still trained or sharded."""
         if getattr(model, "_hf_peft_config_loaded", False):  # only adapters are saved
             return None, {}
+        own = map(held_locally, model.parameters())
+        if not any(isinstance(w, LowbitTensor) and not w.is_stored_plain for w in own):
+            self.remove_quantization_config(model)  # a flow got the part of the model that had them
+            return None, {}
         state, stored = _state(model, self.own_format)
         self._describe(model, stored)
         return state, {}
+
+    def remove_quantization_config(self, model: Any) -> None:
+        """Let `model`, whose weights are plain now, be a model that was never in low bits."""
+        super().remove_quantization_config(model)
+        model._weight_conversions = self._conversions
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         """See `lowbit.dequantize_`. The weights that were in low bits get `dtype`."""
@@ -290,7 +300,6 @@ class LowbitQuantizer(HfQuantizer):
             for name, param in model.named_parameters():
                 if name in names:
                     param.data = param.data.to(dtype)
-        model._weight_conversions = self._conversions
         return model
 
 

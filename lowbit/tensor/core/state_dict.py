@@ -132,6 +132,8 @@ def hand_out_names(
                 state_dict[prefix + name] = placed_as(value, plain.detach())
             elif parts is not None:
                 _replace(state_dict, prefix + name, parts)
+                for follow in readers:
+                    follow()
         if own.is_describable and (plain is not None or parts is not None):
             metadata.setdefault(METADATA, {})[name] = describe(value)
 
@@ -541,6 +543,8 @@ def _own_part(t: Tensor, param: Tensor, name: str, key: str) -> Tensor:
 
 followers: list[Callable[[], None]] = []
 """Called while a module gets its first low-bit parameter."""
+readers: list[Callable[[], None]] = []
+"""Called while a module hands out the parts of a low-bit parameter."""
 
 
 def register(module: nn.Module) -> None:
