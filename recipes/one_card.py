@@ -79,8 +79,8 @@ class Config:
     int8_products: bool = False
     """With int8 weights: products of linears in int8 too, where they are faster."""
     graph: bool = True
-    """On a GPU, where the model has no dropout: replay a CUDA graph of the step. The host takes several times as long to
-    launch one."""
+    """On a GPU, where the model has no dropout: replay a CUDA graph of the step. The host needs several times as
+    long to launch it."""
     memory_gib: float = 0.0
     """The most that PyTorch may reserve on the GPU; 0 sets no limit."""
     save_every: int = 500
