@@ -11,6 +11,7 @@ from torch import nn
 from lowbit import Int4Weight, Int8Weight, optim
 from lowbit.optim.step import coded
 from lowbit.tensor.trained.trainable import TrainableTensor
+from lowbit.train import prepare_
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.optim.counted import LAUNCHES
 from tests.optim.problems import rand
@@ -164,6 +165,20 @@ def test_an_average_begins_between_two_steps(device):
         set_grads(params, step)
         optimizer.step()
         assert {variant.code_bits for variant in LAUNCHES} == {bits}
+
+
+@pytest.mark.parametrize("products", [False, True])
+def test_a_backward_that_kept_the_codes_is_refused(device, products):
+    """As after any update in place: it would read other codes than its forward pass."""
+    model = nn.Sequential(nn.Linear(512, 64, bias=False)).to(device)
+    prepare_(model, Int8Weight(products, products, products, always=products))
+    optimizer = optim.SGD(model.parameters(), lr=1e-2)
+    loss = model(torch.randn(16, 512, device=device, requires_grad=True)).square().sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    assert {variant.code_bits for variant in LAUNCHES} == {8}
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_memory_that_moved(device, monkeypatch):

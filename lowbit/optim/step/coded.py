@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowbit.optim.state import state as states
+from lowbit.optim.step.job import GradScale
 from lowbit.optim.step.launch import StepLaunch
 from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.frozen.codebook_tensor import CodebookTensor
@@ -41,6 +43,12 @@ class CodedLaunch(StepLaunch):
     @staticmethod
     def _tiles_of(rows: np.ndarray) -> np.ndarray:
         return rows[:, COLUMN["numel"]] // rows[:, COLUMN["width"]]
+
+    def run(self, optimizer: Any, scale: GradScale) -> None:
+        weights: list[Any] = list(map(states.memory, self.params))
+        super().run(optimizer, scale)
+        for weight in weights:
+            weight.was_updated()
 
     def _launch(self, table: Tensor, kernel: Any, control: Tensor | None) -> None:
         width, scale_width = self.rows[:, COLUMN["width"]], self.rows[:, COLUMN["scale_width"]]

@@ -230,6 +230,9 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         these."""
         return None
 
+    def was_updated(self) -> None:
+        """A kernel has updated `codes_by_row()`. Autograd may hold these tensors for a backward pass."""
+
     def updated_in_place(self) -> Tensor | None:
         """`master()` where it is the tensor's own memory, which an optimizer may write to; else None."""
         return None

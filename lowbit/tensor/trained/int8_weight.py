@@ -238,6 +238,10 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
             return None
         return CodesByRow(*tensors, bits=self.code_bits, scale_width=self._group())
 
+    def was_updated(self) -> None:
+        torch.autograd.graph.increment_version(list(self.inner_tensors().values()))
+        remainder.forget(self.codes)
+
     def scale_(self, factor: Any) -> bool:
         """A positive number multiplies the scales alone."""
         exact = isinstance(factor, int | float) and 0 < factor < math.inf
