@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import importlib.metadata
 import re
 import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
@@ -98,6 +101,15 @@ def walk(tree: ast.AST) -> Iterator[ast.AST]:
         node = left.pop()
         left += statements(node)
         yield node
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_searches_for_garbage() -> Iterator[None]:
+    """Each search goes through the trees of all files, here and in later tests as long as the trees are kept."""
+    gc.disable()
+    yield
+    parsed.cache_clear()
+    gc.enable()
 
 
 @functools.cache

@@ -95,6 +95,7 @@ def low_bit(scheme: Scheme, model_type: str = "qwen3_moe") -> Model:
 
 
 @pytest.mark.filterwarnings("ignore:transformers 5.23 leaves out")
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize(("format", "name"), CASES)
 def test_stacks_are_split_and_joined_to_the_bit(

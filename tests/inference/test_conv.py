@@ -88,6 +88,7 @@ def test_every_option_of_a_convolution(options: dict, rank: int) -> None:
     assert torch.equal(y, plain(x)) and repr(module) == repr(plain)
 
 
+@pytest.mark.cover("values")
 @over(AFFINE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_a_weight_is_quantized_as_the_matrix_of_its_rows(scheme: lb.Scheme, dtype) -> None:

@@ -62,7 +62,7 @@ def test_a_token_takes_no_more_operations_than_in_high_precision(scheme: lb.Sche
     assert operations_of_a_token(low) <= operations_of_a_token(plain)
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @over(WEIGHT_ONLY)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(48, 24), (45, 7), (1, 1)], ids=str)

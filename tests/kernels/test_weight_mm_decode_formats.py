@@ -147,7 +147,7 @@ def test_emulated_one_token_in_teams_and_beside_the_next_launch(
 
 
 @on_cpu
-@pytest.mark.cover("pairs", name=lambda name: NAMED[name].bits, dtype=lambda dtype: ())
+@pytest.mark.cover("values")
 @HALVES
 @pytest.mark.parametrize("m", [1, 2, 3, 9])
 @pytest.mark.parametrize("group", [16, 32, 64, 128, 0])

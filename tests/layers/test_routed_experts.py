@@ -124,6 +124,7 @@ FORMATS = [
 ]
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("scheme", FORMATS, ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
 @torch.no_grad()

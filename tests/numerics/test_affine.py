@@ -129,7 +129,7 @@ def check_tile(
     )
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @formats_and_mappings
 @pytest.mark.parametrize("per", GRANULARITIES)
 @pytest.mark.parametrize("shape", [(9, 24), (2, 3, 24)], ids=str)
@@ -144,7 +144,7 @@ def test_against_float64(fmt: Int, mapping: Mapping, per: str, shape: tuple[int,
         check_tile(*(a[tile] for a in arrays), scale[n].item(), zero_point[n].item(), mapping, fmt)
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @formats_and_mappings
 @dtypes
 def test_fake_quantize_is_quantize_then_dequantize(

@@ -8,6 +8,7 @@ from torch import Tensor
 from lowbit.numerics.affine import fake_quantize_affine, quantize_affine
 from lowbit.numerics.codebook import Codebook, dequantize_blockwise, quantize_blockwise
 from lowbit.numerics.packing import pack, unpack
+from lowbit.numerics.rounding import bits_at, keys, round_bf16
 
 
 def test_inductor_gives_the_values_of_eager() -> None:
@@ -16,7 +17,7 @@ def test_inductor_gives_the_values_of_eager() -> None:
     inf, book = torch.inf, Codebook(4, True)
     odd = torch.tensor([[torch.nan, 1.0, -9.0, 3.0], [inf, 1.0, -inf, 3e38], [0.5, 1.0, 2.0, 70.0]])
 
-    def all_of(codes: Tensor, x: Tensor, odd: Tensor) -> tuple[Tensor, ...]:
+    def all_of(codes: Tensor, x: Tensor, odd: Tensor, step: Tensor) -> tuple[Tensor, ...]:
         stored = quantize_blockwise(x, book, 64)
         affine = (odd, (1, 4), torch.ones(3), None, torch.int8, -8, 7)
         return (
@@ -24,10 +25,12 @@ def test_inductor_gives_the_values_of_eager() -> None:
             dequantize_blockwise(*stored, book, 64),
             quantize_affine(*affine),
             fake_quantize_affine(*affine),
+            round_bf16(x.view(-1), bits_at(torch.arange(450), *keys(-1, step, 2))),
         )
 
-    x = torch.rand(3, 150)
-    found = torch.compile(all_of, fullgraph=True)(codes, x, odd)
-    for ours, expected in zip(found, all_of(codes, x, odd), strict=True):
+    inputs = codes, torch.rand(3, 150), odd, torch.tensor(7)
+    found = torch.compile(all_of, fullgraph=True)(*inputs)
+    for ours, expected in zip(found, all_of(*inputs), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0, equal_nan=True)
+    assert torch.equal(found[4], all_of(*inputs)[4])
     assert torch.equal(found[0], codes) and found[2].tolist()[0] == [0, 1, -8, 3]

@@ -220,7 +220,7 @@ def test_compiles_without_recompiling_for_a_new_step() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     x = torch.randn(1001)
-    counter = CompileCounterWithBackend("inductor")
+    counter = CompileCounterWithBackend("aot_eager")
 
     @torch.compile(backend=counter, fullgraph=True)
     def rounding(x: torch.Tensor, step: torch.Tensor) -> torch.Tensor:

@@ -19,9 +19,10 @@ from lowbit.numerics.rounding import (
     round_bf16,
     split_bf16,
 )
+from tests.covering import usually
 from tests.optim.problems import FORMATS, parameters, rand, relative, run, set_grads
 
-every = pytest.mark.parametrize("state", FORMATS)
+some = pytest.mark.parametrize("state", usually(FORMATS, "fp32", "4bit"))
 SHAPES = [(64, 100), (13,), (5, 7, 137), (0, 3)]
 
 
@@ -62,7 +63,7 @@ def test_the_random_bits_are_those_of_the_key():
         assert torch.equal(optimizer.state[p]["exp_avg"], exact.bfloat16())
 
 
-@every
+@some
 def test_rounded_up_or_down_and_right_on_average(state):
     p = nn.Parameter(torch.ones(256, 256, dtype=torch.bfloat16))
     optimizer = optim.AdamW([p], lr=2e-4, weight_decay=0.0, state=state, bf16_stochastic_round=True)
@@ -124,7 +125,7 @@ def test_split_and_join_keep_24_bits(some):
             assert w.view(torch.int16).item() & 0xFFFF == high >> 16
 
 
-@every
+@some
 def test_a_corrected_weight_follows_a_float32_one(state):
     params = bf16(*SHAPES)
     full, plain = wide(params), bf16(*SHAPES)

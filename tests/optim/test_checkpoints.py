@@ -53,6 +53,7 @@ def test_loaded_states_share_no_memory_with_the_checkpoint():
 
 
 @every
+@pytest.mark.usefixtures("operations")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_states_of_narrow_parameters_keep_their_dtype(state, dtype):
     """torch.optim's own loader would cast them to the parameter's dtype."""

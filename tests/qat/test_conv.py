@@ -109,6 +109,7 @@ def test_trained_values_equal_converted_ones(spec, shape, dtype, magnitude, scal
     assert torch.equal(module(x), y) or not y.isfinite().all()
 
 
+@pytest.mark.cover("pairs")
 @SCALES
 @over(WITH_INPUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
