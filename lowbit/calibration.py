@@ -38,7 +38,7 @@ from lowbit.numerics.spec import Spec
 from lowbit.progress import progress
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.frozen.conv_tensor import CONVOLUTIONS
-from lowbit.tracing.observer import Method, Observer, sum_over_ranks
+from lowbit.tracing.observer import Method, Observer, all_ranks, sum_over_ranks
 
 _LEFT_ALONE = "_ddp_params_and_buffers_to_ignore"
 """Where DistributedDataParallel finds the names of buffers that it leaves alone. Otherwise each forward pass would
@@ -87,7 +87,7 @@ def calibrate(
     """
     check_module(model)
     found = prepared_layers(model) if scheme is None else _plain(model, scheme, filter_fn)
-    with observing(model, found, method, percentile, group) as ranges:
+    with observing(model, found, method, percentile, group or all_ranks()) as ranges:
         yield ranges
 
 
@@ -103,7 +103,7 @@ def observing(
     percentile: float,
     group: dist.ProcessGroup | None = None,
 ) -> Iterator[dict[str, tuple[float, float]]]:
-    """The context of `calibrate` for layers that were found before."""
+    """The context of `calibrate` for layers that were found before. `group`: None for this process alone."""
     calibration = Calibration(model, found, method, percentile)
     ranges: dict[str, tuple[float, float]] = {}
     try:
@@ -166,12 +166,13 @@ class Calibration:
     ) -> dict[str, tuple[float, float]]:
         """Sum the statistics of the ranks, and set the scales. Returns the ranges by name.
 
+        `group`: that of the ranks; None: this process alone.
         `keep`: known scales, such as loaded ones, stay if no rank saw a batch.
 
         Raises ValueError as `calibrate` does at its end.
         """
         observers = [each.observer for each in self.watched]
-        if dist.is_available() and dist.is_initialized():
+        if group is not None:
             sum_over_ranks(observers, group)
         modules = (module for each in self.watched for module in each.modules)
         saw_none = keep and not any(int(observer.batches) for observer in observers)

@@ -164,8 +164,13 @@ def _values_of(bits: Tensor) -> Tensor:
     return signed.to(torch.int32).view(torch.float32)
 
 
+def all_ranks() -> dist.ProcessGroup | None:
+    """The default process group, if there is one."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
 @torch.no_grad()
-def sum_over_ranks(observers: list[Observer], group: dist.ProcessGroup | None) -> None:
+def sum_over_ranks(observers: list[Observer], group: dist.ProcessGroup) -> None:
     """Give the observers of all ranks the statistics of all their batches together.
 
     Every rank of the process group calls this, with observers of the same layers in the same order.
