@@ -81,11 +81,16 @@ def calibrate(
             take part, with the same layers, and get the same scales.
 
     Raises:
-        TypeError: not a module or not a scheme, as in `quantize_`.
+        TypeError: not a module or not a scheme, as in `quantize_`; a filter without a scheme.
         ValueError: no layer has a static activation; at the end, a layer saw no batch, or NaN or infinite values. The
             scales of all layers are then as they were.
     """
     check_module(model)
+    if scheme is None and filter_fn is not None:
+        raise TypeError(
+            f"filter_fn={filter_fn!r} without a scheme: a prepared model has its schemes, and all its layers are "
+            "calibrated; leave it out"
+        )
     found = prepared_layers(model) if scheme is None else _plain(model, scheme, filter_fn)
     with observing(model, found, method, percentile, group or all_ranks()) as ranges:
         yield ranges

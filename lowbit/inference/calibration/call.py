@@ -24,7 +24,7 @@ from lowbit.inference.calibration.batches import Batches, usable_batches
 from lowbit.inference.calibration.gptq import GPTQ
 from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.report import CalibrationReport
-from lowbit.inference.calibration.run import Run
+from lowbit.inference.calibration.run import Run, given_ranges
 from lowbit.inference.calibration.states import Cache
 from lowbit.inference.calibration.step import Step
 from lowbit.tracing.observer import Method, check_range
@@ -162,7 +162,8 @@ def calibrate(
 
     Raises:
         TypeError: batches or steps of another kind; no module; no scheme; `out` or `device` beside a module, or a
-            folder without `out` or batches; other options for a folder; options that the context does not read.
+            folder without `out` or batches; other options for a folder; options that the form of the call, or what
+            else it is given, does not read.
         RuntimeError: another rank of `group` failed, with what it said.
         ValueError: what `quantize_` refuses; an empty list of batches, on all ranks; ranks that differ in more than
             batches; with `group` a step that needs all batches, such as `LearnedRounding`; steps and schemes that need
@@ -177,7 +178,7 @@ def calibrate(
     if (batches is None and not without_data) or callable(batches):
         if isinstance(model, str | os.PathLike):
             raise TypeError(_FOLDER)
-        _check_context(batches, steps, blocks)
+        _check_context(batches, filter_fn, steps, blocks)
         _check_read(out, device, cache, writing)
         own = filter_fn if batches is None else batches
         return observed.calibrate(
@@ -211,15 +212,14 @@ def calibrate(
         )
     check_module(model)
     _check_writing(out, device, writing)
-    if without_data and blocks is not None:
-        raise TypeError("blocks need batches: calibrate(model, scheme, batches, blocks=…)")
+    blocks = blocks if blocks is None else list(blocks)
+    _check_of_data(without_data, blocks, cache, ranges)
     with ranks.together():
         usable = Batches() if batches is None else usable_batches(model, batches, ranks)
         run = _run(model, scheme, filter_fn, chosen, usable, ranges, **writing)
         if without_data:
             run.check_without_data()
-        found = None if blocks is None and not without_data else list(blocks or ())
-        return run.quantize(found, place)
+        return run.quantize([] if without_data else blocks, place)
 
 
 def _run(
@@ -266,7 +266,11 @@ def _cache(cache: torch.device | str | os.PathLike[str] | None) -> Cache:
     )
 
 
-def _check_context(given: Any, steps: Any, blocks: Any) -> None:
+def _check_context(given: Any, filter_fn: Any, steps: Any, blocks: Any) -> None:
+    if given is not None and filter_fn is not None:
+        raise TypeError(
+            f"two filters, {given!r} and filter_fn={filter_fn!r}; accepted: one of them, and batches as a list"
+        )
     if given is not None and steps is not None:
         raise TypeError(
             f"batches must be a list of batches, got the function {given!r}; a filter beside steps is filter_fn=…"
@@ -284,6 +288,20 @@ def _check_read(out: Any, device: Any, cache: Any, writing: dict[str, Any]) -> N
         )
 
 
+def _check_of_data(without_data: bool, blocks: Any, cache: Any, ranges: tuple[Any, float]) -> None:
+    """Raise TypeError for options on data that are not read."""
+    given = {
+        "blocks": without_data and blocks is not None,
+        "cache": (without_data or blocks == []) and str(cache) != "cpu",
+        **dict.fromkeys(given_ranges(ranges), without_data),
+    }
+    if unread := [name for name, is_given in given.items() if is_given]:
+        why = "not read without batches; accepted: calibrate(model, scheme, batches, …)"
+        if not without_data:
+            why = "for hidden states between blocks, which blocks=[] does not keep"
+        raise TypeError(f"{', '.join(unread)}: {why}")
+
+
 def _check_writing(out: Any, device: Any, writing: dict[str, Any]) -> None:
     if of_folder := [
         *(["out"] if out is not None else []),
@@ -294,3 +312,5 @@ def _check_writing(out: Any, device: Any, writing: dict[str, Any]) -> None:
             f"{', '.join(of_folder)}: for a folder alone; a model in memory is changed in place, and lowbit.export "
             "writes it"
         )
+    if writing.get("lossy") and writing.get("format") is None:
+        raise TypeError("lossy says what a format may lose: give format=… too, or leave it out")

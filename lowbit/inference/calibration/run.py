@@ -52,10 +52,18 @@ from lowbit.tensor.frozen.rotated_tensor import RotatedTensor
 from lowbit.tensor.frozen.sparse24_tensor import Sparse24Tensor
 from lowbit.tracing.batches import call, eval_mode, output_tensor
 from lowbit.tracing.block_inputs import forward_of
-from lowbit.tracing.observer import Method
+from lowbit.tracing.observer import PERCENTILE, Method
 
 if TYPE_CHECKING:
     from lowbit.formats.folder import Folder
+
+
+def given_ranges(ranges: tuple[Method, float]) -> list[str]:
+    """The names of the options of static ranges that are not the defaults."""
+    defaults = {"method": "squared_error", "percentile": PERCENTILE}
+    return [
+        name for (name, own), given in zip(defaults.items(), ranges, strict=True) if given != own
+    ]
 
 
 class Run:
@@ -71,8 +79,8 @@ class Run:
         reference: gives the outputs for a batch, by its number, that learning over the model aims at; None: those of
             the model in high precision.
 
-    Raises what `find_targets` raises, and ValueError for steps in another order, steps that do not run in several
-    processes, processes that differ in more than their batches, and schemes that no step searches.
+    Raises what `find_targets` raises, and ValueError for steps in another order, schemes that no step searches, ranges
+    that no scheme has, steps that do not run in several processes, and processes that differ in more than batches.
     """
 
     def __init__(
@@ -117,6 +125,12 @@ class Run:
         listed = [(t.owners[0].fqn, tuple(t.weight.shape), str(t.scheme)) for t in self.targets]
         given = {"weights or schemes": listed, "steps": [str(step) for step in steps]}
         batches.ranks.begin(model, given | {"choice of ranges": ranges})
+        names = given_ranges(ranges)
+        if names and not any(target.scheme.is_static for target in self.targets):
+            raise ValueError(
+                f"{' and '.join(names)}: for static activations, which no weight's scheme has; accepted: none, or e.g. "
+                "lowbit.Int8StaticActivationInt8Weight()"
+            )
         self.report = CalibrationReport(entries=found.entries)
         self.total = len(self.targets)
         self.methods: dict[str, list[str]] = {}
