@@ -65,13 +65,17 @@ class Moments:
         """The mean of x xᵀ over all matrices, once it was needed."""
 
     @classmethod
-    def of_weight(cls, weight: Tensor) -> Moments:
-        """What stands for the sums over the inputs of a float32 weight [..., N, K] that no batch reaches.
+    def of_weight(cls, weight: Tensor, groups: int = 1) -> Moments:
+        """What stands for the sums over the inputs of a float32 weight [..., N, K] that no batch reaches. Of `groups`
+        of a convolution, N / groups rows each, every one has inputs of its own.
 
         A trained weight reads the directions that its inputs have, since its gradients are sums of them. So
         H = WᵀW / mean(diag WᵀW) + I; the identity keeps the error of all other directions small."""
         made = cls(weight.shape, weight.device, True, False)
-        matrices = weight.unsqueeze(0) if weight.ndim == 2 else weight
+        matrices = (
+            weight.unflatten(0, (groups, len(weight) // groups)) if weight.ndim == 2 else weight
+        )
+        made.matrices = len(matrices)
         if weight.numel():
             # By a power of two, which rounds nothing, so that no square leaves float32.
             exponent = matrices.abs().amax((1, 2), keepdim=True).frexp().exponent

@@ -293,7 +293,8 @@ class Run:
         is_read = [isinstance(owner.module, nn.Embedding) for owner in target.owners]
         layer.is_embedding = any(is_read)
         if moments.full and not self.batches.total and not all(is_read):
-            layer.moments = Moments.of_weight(layer.weight)
+            groups: Any = target.owners[0].module.groups if is_conv(target) else 1
+            layer.moments = Moments.of_weight(layer.weight, groups)
         began = time.perf_counter()
         before = layer.error(layer.rounded(layer.qparams or layer.minmax()))
         for step in self.steps:
