@@ -38,7 +38,7 @@ from lowbit.numerics.spec import Spec
 from lowbit.progress import progress
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.frozen.conv_tensor import CONVOLUTIONS
-from lowbit.tracing.observer import Method, Observer, sum_over_ranks
+from lowbit.tracing.observer import Method, Observer, all_ranks, sum_over_ranks
 
 _LEFT_ALONE = "_ddp_params_and_buffers_to_ignore"
 """Where DistributedDataParallel finds the names of buffers that it leaves alone. Otherwise each forward pass would
@@ -81,13 +81,18 @@ def calibrate(
             take part, with the same layers, and get the same scales.
 
     Raises:
-        TypeError: not a module or not a scheme, as in `quantize_`.
+        TypeError: not a module or not a scheme, as in `quantize_`; a filter without a scheme.
         ValueError: no layer has a static activation; at the end, a layer saw no batch, or NaN or infinite values. The
             scales of all layers are then as they were.
     """
     check_module(model)
+    if scheme is None and filter_fn is not None:
+        raise TypeError(
+            f"filter_fn={filter_fn!r} without a scheme: a prepared model has its schemes, and all its layers are "
+            "calibrated; leave it out"
+        )
     found = prepared_layers(model) if scheme is None else _plain(model, scheme, filter_fn)
-    with observing(model, found, method, percentile, group) as ranges:
+    with observing(model, found, method, percentile, group or all_ranks()) as ranges:
         yield ranges
 
 
@@ -103,7 +108,7 @@ def observing(
     percentile: float,
     group: dist.ProcessGroup | None = None,
 ) -> Iterator[dict[str, tuple[float, float]]]:
-    """The context of `calibrate` for layers that were found before."""
+    """The context of `calibrate` for layers that were found before. `group`: None for this process alone."""
     calibration = Calibration(model, found, method, percentile)
     ranges: dict[str, tuple[float, float]] = {}
     try:
@@ -166,12 +171,13 @@ class Calibration:
     ) -> dict[str, tuple[float, float]]:
         """Sum the statistics of the ranks, and set the scales. Returns the ranges by name.
 
+        `group`: that of the ranks; None: this process alone.
         `keep`: known scales, such as loaded ones, stay if no rank saw a batch.
 
         Raises ValueError as `calibrate` does at its end.
         """
         observers = [each.observer for each in self.watched]
-        if dist.is_available() and dist.is_initialized():
+        if group is not None:
             sum_over_ranks(observers, group)
         modules = (module for each in self.watched for module in each.modules)
         saw_none = keep and not any(int(observer.batches) for observer in observers)

@@ -28,7 +28,7 @@ from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.regather import reshard
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import named_scales
-from lowbit.tracing.observer import Method
+from lowbit.tracing.observer import Method, all_ranks
 
 
 class Stage(NamedTuple):
@@ -203,7 +203,7 @@ class Schedule:
         elif not observed and self._calibration is not None:
             calibration, self._calibration = self._calibration, None
             try:
-                calibration.finish(keep=True)
+                calibration.finish(all_ranks(), keep=True)
             finally:
                 calibration.remove()
 

@@ -28,6 +28,8 @@ from lowbit.numerics.spec import Spec
 Method = Literal["minmax", "moving_average", "percentile", "squared_error"]
 MOMENTUM = 0.1
 """The weight of the last batch in a moving average."""
+PERCENTILE = 99.99
+"""The default for the share of values in %, below the upper end and above the lower, of the method "percentile"."""
 CANDIDATES = 128
 """Ranges that "squared_error" compares. Each is 2^(1/16) times narrower than the one before; the last 245 times."""
 _HIDDEN_BITS = 18
@@ -40,13 +42,17 @@ _AT_ONCE = 16
 
 
 def check_range(method: str, percentile: float) -> None:
-    """Raise ValueError for an unknown method or an impossible percentile."""
+    """Raise ValueError for an unknown method, and a percentile that is impossible or not read."""
     if method not in get_args(Method):
         raise ValueError(
             f"unknown method {method!r}; accepted: {', '.join(map(repr, get_args(Method)))}"
         )
     if not 50 < percentile <= 100:
         raise ValueError(f"percentile must be above 50 and up to 100, got {percentile!r}")
+    if percentile != PERCENTILE and method != "percentile":
+        raise ValueError(
+            f"percentile is for method='percentile', got {percentile!r} beside {method!r}"
+        )
 
 
 class Observer(nn.Module):
@@ -164,8 +170,13 @@ def _values_of(bits: Tensor) -> Tensor:
     return signed.to(torch.int32).view(torch.float32)
 
 
+def all_ranks() -> dist.ProcessGroup | None:
+    """The default process group, if there is one."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
 @torch.no_grad()
-def sum_over_ranks(observers: list[Observer], group: dist.ProcessGroup | None) -> None:
+def sum_over_ranks(observers: list[Observer], group: dist.ProcessGroup) -> None:
     """Give the observers of all ranks the statistics of all their batches together.
 
     Every rank of the process group calls this, with observers of the same layers in the same order.

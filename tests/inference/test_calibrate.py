@@ -262,12 +262,46 @@ def test_the_context_form_stays() -> None:
         ({"method": "best"}, "unknown method 'best'; accepted: 'minmax'"),
         ({"percentile": 5}, "percentile must be above 50"),
         ({"device": "cuda"}, "device: for a folder alone"),
+        (
+            {"percentile": 99.0},
+            "percentile is for method='percentile', got 99.0 beside 'squared_error'",
+        ),
+        (
+            {"method": "percentile", "percentile": 99},
+            "method and percentile: for static activations, which no",
+        ),
+        ({"method": "minmax"}, "method: for static activations, which no weight's scheme has"),
+        ({"lossy": True}, "lossy says what a format may lose"),
+        ({"cache": None, "blocks": iter([])}, "cache: for hidden states between blocks"),
+        ({"batches": None, "cache": "meta"}, "cache: not read without"),
+        ({"batches": None, "blocks": []}, "blocks: not read without"),
+        (
+            {"batches": None, "method": "percentile", "percentile": 99},
+            "method, percentile: not read without",
+        ),
     ],
 )
 def test_options_that_nothing_would_read_are_refused(options: dict, message: str) -> None:
     model = nn.Sequential(nn.Linear(64, 32))
+    given = {"batches": [torch.randn(8, 64)], "steps": [Search()], **options}
     with pytest.raises((TypeError, ValueError), match=message):
-        lb.calibrate(model, lb.Int8WeightOnly(), [torch.randn(8, 64)], **options)
+        lb.calibrate(model, lb.Int8WeightOnly(), **given)
+
+
+def test_filters_that_nothing_would_read_are_refused() -> None:
+    model, scheme = nn.Sequential(nn.Linear(64, 32)), lb.Int8StaticActivationInt8Weight()
+
+    def every(module: nn.Module, name: str) -> bool:
+        return True
+
+    with pytest.raises(TypeError, match=r"two filters, .*every.* and filter_fn=.*every"):
+        lb.calibrate(model, scheme, every, every)
+    lb.qat.prepare_(model, scheme)
+    with (
+        pytest.raises(TypeError, match=r"filter_fn=.*every.* without a scheme"),
+        lb.calibrate(model, None, every),
+    ):
+        pass
 
 
 def test_static_scales_in_the_same_call() -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import lowbit as lb
 from lowbit.convert import find_targets
 from lowbit.inference import AWQ, GPTQ, Search, SmoothQuant, Step
+from lowbit.inference.calibration.batches import Batches
 from lowbit.inference.calibration.folding import foldings
 from lowbit.testing.comparison import relative_error
 from recipes.llama import Llama, LlamaConfig
@@ -103,14 +104,14 @@ def test_foldings_are_found_by_trial(build: Callable[[], nn.Module]) -> None:
     names = {id(m): name for name, m in model.named_modules()}
     before = copy.deepcopy(model.state_dict())
     targets, _ = find_targets(model, INT4, None)
-    found = foldings(model, targets, BATCHES)
+    found = foldings(model, targets, Batches(BATCHES))
     assert {names[id(f.linears[0])]: f.name for f in found} == EXPECTED[build]
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
 def test_values_fold_into_the_output_projection_without_groups_of_heads() -> None:
     model = llama(kv_heads=4)
-    found = foldings(model, find_targets(model, INT4, None)[0], BATCHES)
+    found = foldings(model, find_targets(model, INT4, None)[0], Batches(BATCHES))
     assert {f.name for f in found if f.linears[0] is model.blocks[0].attention.out} == {
         "blocks.0.attention.value"
     }
@@ -122,7 +123,7 @@ def test_folding_is_exact_in_float64(build: Callable[[], nn.Module], step: Step)
     model = build().double()
     plain = copy.deepcopy(model)
     targets, _ = find_targets(model, INT4, None)
-    notes = step.fold(model, targets, BATCHES)
+    notes = step.fold(model, targets, Batches(BATCHES))
     assert len(notes) >= len(EXPECTED[build])
     changed = any(
         not torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
@@ -252,7 +253,9 @@ NEAR = {
 
 
 def folds(model: nn.Module, batches: list[Tensor]) -> bool:
-    return bool(foldings(model, find_targets(model, lb.Int8WeightOnly(), None)[0], batches))
+    return bool(
+        foldings(model, find_targets(model, lb.Int8WeightOnly(), None)[0], Batches(batches))
+    )
 
 
 DTYPES = pytest.mark.parametrize(
@@ -283,7 +286,7 @@ def test_what_folds_is_taken_in_every_dtype(dtype: torch.dtype, size: float) -> 
 def test_a_decoder_folds_alike_in_every_dtype(dtype: torch.dtype) -> None:
     model = with_outliers(llama(kv_heads=4)).to(dtype)
     model.cos, model.sin = model.cos.to(dtype), model.sin.to(dtype)
-    found = foldings(model, find_targets(model, INT4, None)[0], BATCHES)
+    found = foldings(model, find_targets(model, INT4, None)[0], Batches(BATCHES))
     values = {f"blocks.{i}.attention.out": f"blocks.{i}.attention.value" for i in range(2)}
     names = {id(m): name for name, m in model.named_modules()}
     assert {names[id(f.linears[0])]: f.name for f in found} == EXPECTED[llama] | values
@@ -322,7 +325,7 @@ class Chain(nn.Module):
 def test_blocks_that_write_to_their_inputs_and_pairs_across_blocks() -> None:
     model = Chain()
     names = {id(m): name for name, m in model.named_modules()}
-    found = foldings(model, find_targets(model, INT4, None)[0], BATCHES)
+    found = foldings(model, find_targets(model, INT4, None)[0], Batches(BATCHES))
     assert {names[id(f.linears[0])]: f.name for f in found} == {
         "layers.0.up": "layers.0.norm",
         "layers.0.down": "layers.0.up",
@@ -350,6 +353,8 @@ def test_the_cost_of_trials_does_not_grow_with_depth() -> None:
             block.attention_norm.register_forward_pre_hook(
                 lambda *_, calls=calls: calls.__setitem__(0, calls[0] + 1)
             )
-        assert len(foldings(model, find_targets(model, INT4, None)[0], BATCHES)) == 3 * layers
+        assert (
+            len(foldings(model, find_targets(model, INT4, None)[0], Batches(BATCHES))) == 3 * layers
+        )
         runs.append(calls[0] / layers)
     assert runs[1] <= runs[0] < 20, runs

@@ -173,6 +173,30 @@ def test_without_data_the_weight_stands_for_its_inputs(name: str) -> None:
     assert layer.rows == 0 and layer.after < layer.before
 
 
+@pytest.mark.parametrize("groups", [1, 3, N])
+def test_without_data_each_group_of_a_convolution_has_its_own_inputs(groups: int) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Conv1d(groups * K // 4, N, 4, groups=groups, bias=False))
+    with torch.no_grad():
+        model[0].weight.mul_(torch.rand(N, 1, 1)).mul_(torch.logspace(-1, 0, K).view(-1, 4))
+    weights = model[0].weight.detach().flatten(1).chunk(groups)
+    scheme, step = SCHEMES["int3"], GPTQ()
+    report = lb.calibrate(model, {"0.weight": scheme}, steps=[step])
+    wrong, error, size = [], 0.0, 0.0
+    for weight, made in zip(weights, model[0].weight.matrix.split(N // groups), strict=True):
+        h = weight.double().T @ weight.double()
+        h = h / h.diagonal().mean() + torch.eye(K)
+        expected, _ = textbook(weight, h, made, step)
+        found = made.dequantize().double()
+        wrong.append((found - expected).abs() > 1e-4 * expected.abs().max())
+        apart = found - weight
+        error += float(((apart @ h) * apart).sum())
+        size += float(((weight.double() @ h) * weight).sum())
+    assert float(torch.cat(wrong).double().mean()) < 5e-3
+    layer = report.layers["0.weight"]
+    assert layer.after == pytest.approx(error / size, rel=1e-4) and layer.after < layer.before
+
+
 @pytest.mark.parametrize("size", [2.0**-80, 2.0**80])
 def test_without_data_the_size_of_a_weight_changes_nothing(size: float) -> None:
     """Squares of such weights leave float32."""
@@ -194,7 +218,7 @@ def test_without_data_refuses_what_needs_it() -> None:
         assert type(model[0].weight) is nn.Parameter
     with pytest.raises(ValueError, match=r"the static input of 0\.weight"):
         lb.calibrate(model, lb.Int8StaticActivationInt8Weight(), steps=[GPTQ()])
-    with pytest.raises(TypeError, match="blocks need batches"):
+    with pytest.raises(TypeError, match="blocks: not read without batches"):
         lb.calibrate(model, lb.Int4WeightOnly(32), steps=[GPTQ()], blocks=[])  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"a filter beside steps is filter_fn=…"):
         lb.calibrate(model, lb.Int4WeightOnly(32), lambda module, name: True, steps=[GPTQ()])  # type: ignore[call-overload]

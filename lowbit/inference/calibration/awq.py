@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lowbit.convert import Target
-from lowbit.inference.calibration.folding import Folding, foldings, watched
+from lowbit.inference.calibration.batches import Batches
+from lowbit.inference.calibration.folding import Folding, channels_of, foldings, watched
+from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.step import Layer, Step
 from lowbit.numerics.spec import Spec
 
@@ -35,6 +37,7 @@ class AWQ(Step):
     """
 
     grid: int = 20
+    in_ranks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.grid, int) or self.grid < 1:
@@ -44,24 +47,24 @@ class AWQ(Step):
         """All is done by `fold`."""
 
     @torch.no_grad()
-    def fold(
-        self, model: nn.Module, targets: Sequence[Target], batches: Sequence[Any]
-    ) -> dict[int, str]:
+    def fold(self, model: nn.Module, targets: Sequence[Target], batches: Batches) -> dict[int, str]:
         specs = {id(o.module): t.scheme.weight for t in targets for o in t.owners}
         found = foldings(model, targets, batches)
-        sums: dict[int, Tensor] = {}
-        rows: dict[int, list[Tensor]] = {}
-        share = -(-_ROWS // len(batches))
+        sums = [channels_of(folding) for folding in found]
+        rows = [[s.new_empty(0, len(s))] for s in sums]
+        share = -(-_ROWS // batches.total)
 
         def see(i: int, x: Tensor) -> None:
-            sums[i] = sums.get(i, 0.0) + x.abs().sum(0, dtype=torch.float32)
-            rows.setdefault(i, []).append(x[:: max(1, len(x) // share)][:share])
+            sums[i] += x.abs().sum(0, dtype=torch.float32)
+            rows[i].append(x[:: max(1, len(x) // share)][:share])
 
         watched(model, found, batches, see)
+        batches.ranks.add_up(*sums)
         notes: dict[int, str] = {}
         for i, folding in enumerate(found):
-            x = torch.cat(rows.pop(i)).float()
-            alpha, scale = self._best(folding, specs, sums[i], x)
+            x = torch.cat([own.float() for own in rows[i]])
+            rows[i].clear()
+            alpha, scale = self._best(folding, specs, sums[i], x, batches.ranks)
             if alpha:
                 folding.divide(scale)
             note = f"into {folding.name}, α {alpha:.2f}"
@@ -69,7 +72,7 @@ class AWQ(Step):
         return notes
 
     def _best(
-        self, folding: Folding, specs: dict[int, Spec], sums: Tensor, x: Tensor
+        self, folding: Folding, specs: dict[int, Spec], sums: Tensor, x: Tensor, ranks: Ranks
     ) -> tuple[float, Tensor]:
         """α with the least error, and its scales."""
         mean = torch.where(sums > 0, sums, sums[sums > 0].min() if bool((sums > 0).any()) else 1.0)
@@ -79,8 +82,11 @@ class AWQ(Step):
         for i in range(self.grid):
             scale = mean ** (i / self.grid)
             errors.append(sum(_error(linear, specs[id(linear)], scale, x) for linear in rounded))
-        best = errors.index(min(errors))
-        return best / self.grid, mean ** (best / self.grid)
+        totals = [sum(each) for each in zip(*ranks.gathered(errors), strict=True)]
+        best = totals.index(min(totals))
+        scale = mean ** (best / self.grid)
+        ranks.alike(scale)
+        return best / self.grid, scale
 
 
 def _error(linear: nn.Linear, spec: Spec, scale: Tensor, x: Tensor) -> float:

@@ -8,10 +8,38 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowbit.inference.calibration.ranks import Ranks
 from lowbit.tracing.batches import on_device_of
 
 MASK = "attention_mask"
 """The entry of a batch, and the keyword of a model, that says which tokens count."""
+
+
+class Batches(list[Any]):
+    """The batches of this process.
+
+    Args:
+        batches: on the device of the model, none of them empty.
+        ranks: the processes that calibrate together.
+
+    Attributes:
+        counts: how many batches each of them has.
+    """
+
+    def __init__(self, batches: Iterable[Any] = (), ranks: Ranks | None = None) -> None:
+        super().__init__(batches)
+        self.ranks = Ranks() if ranks is None else ranks
+        self.counts = self.ranks.gathered(len(self))
+
+    @property
+    def total(self) -> int:
+        """The batches of all processes."""
+        return sum(self.counts)
+
+    @property
+    def first(self) -> int:
+        """The first rank that has a batch."""
+        return next(rank for rank, count in enumerate(self.counts) if count)
 
 
 def mask_of(batch: Any) -> Tensor | None:
@@ -30,12 +58,12 @@ def counted_rows(x: Tensor, mask: Tensor | None) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def usable_batches(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
+def usable_batches(model: nn.Module, batches: Iterable[Any], ranks: Ranks | None = None) -> Batches:
     """The batches that have something that counts, on the device of the model's first parameter. Raises ValueError if
-    there is none, and TypeError as `as_list`."""
+    no process has one, and TypeError as `as_list`."""
     moved = [on_device_of(model, batch) for batch in as_list(batches)]
-    kept = [batch for batch in moved if not _is_empty(batch)]
-    if not kept:
+    kept = Batches((batch for batch in moved if not _is_empty(batch)), ranks)
+    if not kept.total:
         raise ValueError(
             f"got {len(moved)} batches, none of which has elements that count; accepted: one or more "
             f"with an element, and with a 1 in {MASK} if they have that, a few thousand tokens in all"

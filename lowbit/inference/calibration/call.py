@@ -20,10 +20,11 @@ from torch import nn
 
 from lowbit import calibration as observed
 from lowbit.convert import Filter, Schemes, check_module
-from lowbit.inference.calibration.batches import usable_batches
+from lowbit.inference.calibration.batches import Batches, usable_batches
 from lowbit.inference.calibration.gptq import GPTQ
+from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.report import CalibrationReport
-from lowbit.inference.calibration.run import Run
+from lowbit.inference.calibration.run import Run, given_ranges
 from lowbit.inference.calibration.states import Cache
 from lowbit.inference.calibration.step import Step
 from lowbit.tracing.observer import Method, check_range
@@ -61,6 +62,7 @@ def calibrate(
     cache: torch.device | str | os.PathLike[str] | None = ...,
     method: Method = ...,
     percentile: float = ...,
+    group: dist.ProcessGroup | None = ...,
     format: str = ...,
     lossy: bool = ...,
 ) -> CalibrationReport: ...
@@ -145,7 +147,9 @@ def calibrate(
         cache: where hidden states are kept: a device; a folder, as a `Path`, on whose disk they lie; None: where the
             model makes them.
         method, percentile: how static ranges are chosen (`lowbit.calibration.calibrate`).
-        group: for the context alone: the process group whose ranks see different batches.
+        group: the process group whose ranks each give their own batches, any number of them. All its ranks call, with
+            the model in the memory of each, and get the same model. None: this process alone, also where
+            torch.distributed is initialized; in the context the default group.
         out: for a folder alone: the folder to make, or a file for "gguf".
         device: for a folder alone: where its blocks are calibrated.
         writing: options of `lowbit.export`. For a folder: format, lossy, overwrite, max_shard_size. For a module format
@@ -158,10 +162,13 @@ def calibrate(
 
     Raises:
         TypeError: batches or steps of another kind; no module; no scheme; `out` or `device` beside a module, or a
-            folder without `out` or batches; other options for a folder; options that the context does not read.
-        ValueError: what `quantize_` refuses; an empty list of batches; steps and schemes that need batches, without
-            any; NaN or infinite inputs of a layer, which is named. Weights
-            that were calibrated before that layer are then quantized, and the others plain, as the message says.
+            folder without `out` or batches; other options for a folder; options that the form of the call, or what
+            else it is given, does not read.
+        RuntimeError: another rank of `group` failed, with what it said.
+        ValueError: what `quantize_` refuses; an empty list of batches, on all ranks; ranks that differ in more than
+            batches; with `group` a step that needs all batches, such as `LearnedRounding`; steps and schemes that need
+            batches, without any; NaN or infinite inputs of a layer, which is named. Weights that were calibrated before
+            that layer are then quantized, and the others plain, as the message says.
         FormatError, a ValueError: what `lowbit.load_pretrained` and `lowbit.export` refuse of a folder, or of a module
             with `format`, as far as names, shapes, schemes and config tell, before the first batch; finished blocks
             beside `out` of a call with other arguments.
@@ -171,16 +178,18 @@ def calibrate(
     if (batches is None and not without_data) or callable(batches):
         if isinstance(model, str | os.PathLike):
             raise TypeError(_FOLDER)
-        _check_context(batches, steps, blocks)
+        _check_context(batches, filter_fn, steps, blocks)
         _check_read(out, device, cache, writing)
         own = filter_fn if batches is None else batches
         return observed.calibrate(
             model, scheme, own, method=method, percentile=percentile, group=group
         )
-    if group is not None:
+    if group is not None and (without_data or isinstance(model, str | os.PathLike)):
         raise ValueError(
-            "group is for `with lowbit.calibrate(model, scheme):`; a call with batches or steps runs on one process"
+            "group is for batches that the processes share, and for a model in the memory of each; accepted: calibrate("
+            "model, scheme, batches, group=…), in place of a folder lowbit.load_pretrained(folder)"
         )
+    ranks = Ranks(group)
     if scheme is None:
         raise TypeError("scheme must be a Scheme or a dict of patterns, got None")
     chosen = checked_steps([GPTQ()] if steps is None else steps)
@@ -203,13 +212,14 @@ def calibrate(
         )
     check_module(model)
     _check_writing(out, device, writing)
-    if without_data and blocks is not None:
-        raise TypeError("blocks need batches: calibrate(model, scheme, batches, blocks=…)")
-    usable = [] if batches is None else usable_batches(model, batches)
-    run = _run(model, scheme, filter_fn, chosen, usable, ranges, **writing)
-    if not usable:
-        run.check_without_data()
-    return run.quantize(None if blocks is None and usable else list(blocks or ()), place)
+    blocks = blocks if blocks is None else list(blocks)
+    _check_of_data(without_data, blocks, cache, ranges)
+    with ranks.together():
+        usable = Batches() if batches is None else usable_batches(model, batches, ranks)
+        run = _run(model, scheme, filter_fn, chosen, usable, ranges, **writing)
+        if without_data:
+            run.check_without_data()
+        return run.quantize([] if without_data else blocks, place)
 
 
 def _run(
@@ -217,7 +227,7 @@ def _run(
     scheme: Schemes,
     filter_fn: Filter | None,
     steps: list[Step],
-    batches: list[Any],
+    batches: Batches,
     ranges: tuple[Method, float],
     format: str | None = None,
     lossy: bool = False,
@@ -256,7 +266,11 @@ def _cache(cache: torch.device | str | os.PathLike[str] | None) -> Cache:
     )
 
 
-def _check_context(given: Any, steps: Any, blocks: Any) -> None:
+def _check_context(given: Any, filter_fn: Any, steps: Any, blocks: Any) -> None:
+    if given is not None and filter_fn is not None:
+        raise TypeError(
+            f"two filters, {given!r} and filter_fn={filter_fn!r}; accepted: one of them, and batches as a list"
+        )
     if given is not None and steps is not None:
         raise TypeError(
             f"batches must be a list of batches, got the function {given!r}; a filter beside steps is filter_fn=…"
@@ -274,6 +288,20 @@ def _check_read(out: Any, device: Any, cache: Any, writing: dict[str, Any]) -> N
         )
 
 
+def _check_of_data(without_data: bool, blocks: Any, cache: Any, ranges: tuple[Any, float]) -> None:
+    """Raise TypeError for options on data that are not read."""
+    given = {
+        "blocks": without_data and blocks is not None,
+        "cache": (without_data or blocks == []) and str(cache) != "cpu",
+        **dict.fromkeys(given_ranges(ranges), without_data),
+    }
+    if unread := [name for name, is_given in given.items() if is_given]:
+        why = "not read without batches; accepted: calibrate(model, scheme, batches, …)"
+        if not without_data:
+            why = "for hidden states between blocks, which blocks=[] does not keep"
+        raise TypeError(f"{', '.join(unread)}: {why}")
+
+
 def _check_writing(out: Any, device: Any, writing: dict[str, Any]) -> None:
     if of_folder := [
         *(["out"] if out is not None else []),
@@ -284,3 +312,5 @@ def _check_writing(out: Any, device: Any, writing: dict[str, Any]) -> None:
             f"{', '.join(of_folder)}: for a folder alone; a model in memory is changed in place, and lowbit.export "
             "writes it"
         )
+    if writing.get("lossy") and writing.get("format") is None:
+        raise TypeError("lossy says what a format may lose: give format=… too, or leave it out")

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import Target, find_owners, is_tuner
-from lowbit.inference.calibration.batches import counted_rows, mask_of
+from lowbit.inference.calibration.batches import Batches, counted_rows, mask_of
 from lowbit.inference.calibration.stages import chain_of
 from lowbit.tracing.batches import call, deterministic, eval_mode, output_tensor
 from lowbit.tracing.block_inputs import NotAChain, capture
@@ -82,27 +82,23 @@ class _Group:
     """False if its input does not follow that of its block."""
 
 
-def foldings(
-    model: nn.Module, targets: Sequence[Target] | None, batches: Sequence[Any]
-) -> list[Folding]:
+def foldings(model: nn.Module, targets: Sequence[Target] | None, batches: Batches) -> list[Folding]:
     """The foldings of linears of which one at least is a target, or of all (None). The first batch finds them; those
     that change the model on another batch, as where its input goes to other linears, are dropped."""
-    wanted = {id(owner.module) for target in targets or () for owner in target.owners}
-    names = {id(module): name for name, module in model.named_modules()}
-    found: dict[int, Folding] = {}
+    ranks = batches.ranks
+    is_first = ranks.rank == batches.first
+    modules = list(model.modules())
+    places = {id(module): i for i, module in enumerate(modules)}
     with eval_mode(model), state_restored(model), deterministic(), torch.no_grad():
-        order, groups = _traced(model, batches[0])
-        if targets is not None:
-            groups = [g for g in groups if any(id(linear) in wanted for linear in g.linears)]
         chain = chain_of(model, targets)
-        for place in _places(model, chain, batches[0]):
-            for i, group in enumerate(groups):
-                if i not in found and place.has(group.linears) and group.is_open:
-                    folding = place.search(group, order, names)
-                    if folding is not None:
-                        found[i] = folding
-        right = [found[i] for i in sorted(found)]
-        for batch in batches[1:]:
+        own = _found(model, targets, chain, batches[0]) if is_first else []
+        listed = [([places[id(m)] for m in (f.before, *f.linears)], f.name, f.offset) for f in own]
+        found = []
+        for (before, *linears), name, offset in ranks.gathered(listed)[batches.first]:
+            own_linears: Any = tuple(modules[i] for i in linears)
+            found.append(Folding(own_linears, modules[before], name, offset))
+        right = found
+        for batch in batches[is_first:]:
             left = right
             for place in _places(model, chain, batch):
                 own = [f for f in left if place.has([f.before, *f.linears])]
@@ -110,7 +106,27 @@ def foldings(
                 if own and not place.is_right(own):
                     wrong = [f for f in own if not place.is_right([f])]
                     right = [f for f in right if f not in wrong]
-    return right
+    kept = ranks.gathered([f in right for f in found])
+    return [f for f, is_right in zip(found, zip(*kept, strict=True), strict=True) if all(is_right)]
+
+
+def _found(
+    model: nn.Module, targets: Sequence[Target] | None, chain: Sequence[nn.Module], batch: Any
+) -> list[Folding]:
+    """The foldings that are right on one batch."""
+    wanted = {id(owner.module) for target in targets or () for owner in target.owners}
+    names = {id(module): name for name, module in model.named_modules()}
+    found: dict[int, Folding] = {}
+    order, groups = _traced(model, batch)
+    if targets is not None:
+        groups = [g for g in groups if any(id(linear) in wanted for linear in g.linears)]
+    for place in _places(model, chain, batch):
+        for i, group in enumerate(groups):
+            if i not in found and place.has(group.linears) and group.is_open:
+                folding = place.search(group, order, names)
+                if folding is not None:
+                    found[i] = folding
+    return [found[i] for i in sorted(found)]
 
 
 def _traced(model: nn.Module, batch: Any) -> tuple[list[Any], list[_Group]]:
@@ -345,6 +361,12 @@ def _put_back(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for parameter, values in before:
             parameter.detach().copy_(values)
+
+
+def channels_of(folding: Folding) -> Tensor:
+    """A zero for each channel of the input, float32."""
+    weight = folding.linears[0].weight
+    return weight.new_zeros(weight.shape[1], dtype=torch.float32)
 
 
 @torch.no_grad()

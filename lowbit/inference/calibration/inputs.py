@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowbit.convert import Target, shape_of_blocks
 from lowbit.inference.calibration.batches import counted_rows
+from lowbit.inference.calibration.ranks import Ranks
 from lowbit.tensor.frozen.rotated_tensor import rotated_blocks
 
 
@@ -64,13 +65,17 @@ class Moments:
         """The mean of x xᵀ over all matrices, once it was needed."""
 
     @classmethod
-    def of_weight(cls, weight: Tensor) -> Moments:
-        """What stands for the sums over the inputs of a float32 weight [..., N, K] that no batch reaches.
+    def of_weight(cls, weight: Tensor, groups: int = 1) -> Moments:
+        """What stands for the sums over the inputs of a float32 weight [..., N, K] that no batch reaches. Of `groups`
+        of a convolution, N / groups rows each, every one has inputs of its own.
 
         A trained weight reads the directions that its inputs have, since its gradients are sums of them. So
         H = WᵀW / mean(diag WᵀW) + I; the identity keeps the error of all other directions small."""
         made = cls(weight.shape, weight.device, True, False)
-        matrices = weight.unsqueeze(0) if weight.ndim == 2 else weight
+        matrices = (
+            weight.unflatten(0, (groups, len(weight) // groups)) if weight.ndim == 2 else weight
+        )
+        made.matrices = len(matrices)
         if weight.numel():
             # By a power of two, which rounds nothing, so that no square leaves float32.
             exponent = matrices.abs().amax((1, 2), keepdim=True).frexp().exponent
@@ -87,8 +92,7 @@ class Moments:
         if self.square is None:
             self.matrices = max(self.matrices, matrices)
             self.rows = [0] * self.matrices
-            shape = (self.matrices, self.size, *((self.size,) if self.full else ()))
-            self.square = torch.zeros(shape, dtype=torch.float32, device=self._device)
+            self.square = self._zeros()
         x, self._mean = x.to(self._device), None
         self.rows[index] += x.shape[0]
         if not self.full:
@@ -97,10 +101,32 @@ class Moments:
         _add_product(self.square[index], x, x)
         if self.pairs and high is not None and high.shape == x.shape:
             if self.cross is None or self.drift is None:
-                self.cross, self.drift = (torch.zeros_like(self.square) for _ in range(2))
+                self.cross, self.drift = self._zeros(), self._zeros()
             apart = high.to(self._device) - x
             _add_product(self.cross[index], apart, x)
             _add_product(self.drift[index], apart, apart)
+
+    def _zeros(self) -> Tensor:
+        shape = (self.matrices, self.size, *((self.size,) if self.full else ()))
+        return torch.zeros(shape, dtype=torch.float32, device=self._device)
+
+    def add_up(self, ranks: Ranks) -> None:
+        """Add the sums of all processes."""
+        own = self.matrices, self.rows, self.square is not None, self.cross is not None
+        found = ranks.gathered((*own, self.looked_up))
+        if len(found) == 1:
+            return
+        self.looked_up = sum(looked_up for *_, looked_up in found)
+        rows = [rows for _, rows, is_seen, *_ in found if is_seen]
+        if not rows:
+            return
+        self.matrices, self.rows = len(rows[0]), [sum(each) for each in zip(*rows, strict=True)]
+        self.square = self._zeros() if self.square is None else self.square
+        ranks.add_up(self.square)
+        if any(has_pairs for _, _, _, has_pairs, _ in found):
+            if self.cross is None or self.drift is None:
+                self.cross, self.drift = self._zeros(), self._zeros()
+            ranks.add_up(self.cross, self.drift)
 
     @property
     def total(self) -> int:

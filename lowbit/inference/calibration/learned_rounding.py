@@ -285,6 +285,10 @@ class LearnedRounding(Step):
             check_share(name, getattr(self, name))
 
     @property
+    def in_ranks(self) -> bool:
+        return False
+
+    @property
     def whole(self) -> bool:  # type: ignore[override]
         return self.over == "model"
 

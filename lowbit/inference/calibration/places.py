@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lowbit.convert import Target, of_any_expert, shape_of_blocks
 from lowbit.inference.calibration.inputs import Moments, Watch
+from lowbit.inference.calibration.ranks import Ranks
 
 
 class Needs(NamedTuple):
@@ -36,7 +37,7 @@ class Group:
     """Weights that are calibrated together.
 
     Attributes:
-        source: the tensor that the first one multiplies; None if no batch reaches these weights.
+        source: a key of the tensor that the first one multiplies; None if no batch reaches these weights.
         names: of the weights, with one name for the same weight of all experts of a list.
         targets: the weights.
         moments: the sums over the inputs of each.
@@ -59,12 +60,14 @@ class Place:
     Attributes:
         run: runs it on a batch, by its number.
         masks: for each batch the tokens that count; None: all.
+        ranks: the processes that calibrate together.
         high: runs a copy that stays in high precision, on the inputs that it has in the model in high precision.
         copies: name of a weight → the weight in that copy.
     """
 
     run: Callable[[int], Any]
     masks: Sequence[Tensor | None]
+    ranks: Ranks
     high: Callable[[int], Any] | None = None
     copies: dict[str, Target] | None = None
 
@@ -82,34 +85,25 @@ class Place:
 
     def _ordered(self, targets: list[Target], needs: Needs) -> list[Group]:
         """The groups, from the calls in the first batches, as many as it takes to see every weight."""
-        first: dict[int, Tensor] = {}
-        calls = dict.fromkeys(range(len(targets)), 0)
-        order: list[int] = []
-
-        def seen(index: int, matrix: int, matrices: int, rows: Tensor, source: Any) -> None:
-            calls[index] += 1
-            if index not in first:
-                first[index] = source
-                order.append(index)
-
-        for number in range(len(self.masks)):
-            begun = dict(calls)
-            with Watch(targets, seen):
-                self.run(number)
-            calls = {i: max(calls[i] - begun[i], begun[i]) for i in calls}
-            if len(order) == len(targets):
+        first: dict[int, tuple[Any, bool]] = {}
+        calls: dict[int, int] = {}
+        for rank, called in enumerate(self.ranks.gathered(self._called(targets))):
+            for index, (source, is_plain, count) in called.items():
+                first.setdefault(index, ((rank, source), is_plain))
+                calls[index] = max(count, calls.get(index, 0))
+            if len(first) == len(targets):
                 break
         groups: list[Group] = []
-        for index in order:
+        for index, (source, is_plain) in first.items():
             target = targets[index]
             own = of_any_expert(target.owners[0].fqn)
-            group = next((g for g in groups if first[index] is g.source or own in g.names), None)
+            group = next((g for g in groups if source == g.source or own in g.names), None)
             if group is None:
-                group = Group(first[index], set(), [], [])
+                group = Group(source, set(), [], [])
                 groups.append(group)
             shape = shape_of_blocks(target)
-            once = calls[index] == 1 and len(shape) == 2 and type(first[index]) is Tensor
-            twin = group.twin(shape[-1]) if once and first[index] is group.source else None
+            once = calls[index] == 1 and len(shape) == 2 and is_plain
+            twin = group.twin(shape[-1]) if once and source == group.source else None
             is_routed = len(shape) == 3 or own != target.owners[0].fqn
             pairs = needs.pairs and not is_routed  # other tokens may reach an expert
             device = target.weight.device
@@ -124,6 +118,29 @@ class Place:
             ]
             groups.append(Group(None, set(), rest, never))
         return groups
+
+    def _called(self, targets: Sequence[Target]) -> dict[int, tuple[int, bool, int]]:
+        """Of each weight that is called, in this order: the number of the tensor that it multiplies, whether that is a
+        plain tensor, and the most calls in a batch."""
+        first: dict[int, Any] = {}
+        calls = dict.fromkeys(range(len(targets)), 0)
+
+        def seen(index: int, matrix: int, matrices: int, rows: Tensor, source: Any) -> None:
+            calls[index] += 1
+            first.setdefault(index, source)
+
+        for number in range(len(self.masks)):
+            begun = dict(calls)
+            with Watch(targets, seen):
+                self.run(number)
+            calls = {i: max(calls[i] - begun[i], begun[i]) for i in calls}
+            if len(first) == len(targets):
+                break
+        numbers: dict[int, int] = {}
+        return {
+            i: (numbers.setdefault(id(x), len(numbers)), type(x) is Tensor, calls[i])
+            for i, x in first.items()
+        }
 
     def _collect(self, group: Group, needs: Needs) -> None:
         high: dict[int, list[Tensor]] = {}
@@ -152,3 +169,5 @@ class Place:
                     self.high(number)
             with Watch(group.targets, count, mask):
                 self.run(number)
+        for moments in dict.fromkeys(group.moments):
+            moments.add_up(self.ranks)

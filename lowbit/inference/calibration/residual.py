@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lowbit.inference.calibration.batches import Batches
 from lowbit.inference.calibration.folding import Folding, foldings
 from lowbit.tensor.core import LowbitTensor
 from lowbit.tensor.frozen.rotated_tensor import rotated_blocks
@@ -44,9 +45,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 _WAY_OUT = "Take Rotate(folded=False), which rotates the input of each linear as it runs"
 
 
-def fold_rotations(
-    model: nn.Module, wanted: Collection[int], batches: Sequence[Any]
-) -> dict[int, str]:
+def fold_rotations(model: nn.Module, wanted: Collection[int], batches: Batches) -> dict[int, str]:
     """Fold rotations into the model, in place: that of the residual stream, and one of the heads of attention, or of
     whatever linears make the input of others without a nonlinear function between. Returns a note for the report by the
     id of each linear whose input is rotated.
@@ -61,7 +60,7 @@ def fold_rotations(
     change.
     """
     with eval_mode(model), state_restored(model), torch.no_grad(), _copied(model):
-        batches = [_in_float32(batch) for batch in batches]
+        batches = Batches(_in_float32(batch) for batch in batches)
         before = [_projected(model, batch) for batch in batches]
         notes = _fold_stream(model, batches)
         notes |= _fold_pairs(model, batches[0], set(wanted) - notes.keys())
@@ -227,7 +226,7 @@ def _in_float32(batch: Any) -> Any:
 # ---- the residual stream ---------------------------------------------------------------------------------------------
 
 
-def _fold_stream(model: nn.Module, batches: Sequence[Any]) -> dict[int, str]:
+def _fold_stream(model: nn.Module, batches: Batches) -> dict[int, str]:
     found = [f for f in foldings(model, None, batches) if f.before.weight.ndim == 1]
     if not found:
         raise ValueError(

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import nn
 
 import lowbit_kernels as kernels
 from lowbit.convert import Target, is_turned
+from lowbit.inference.calibration.batches import Batches
 from lowbit.inference.calibration.residual import fold_rotations
 from lowbit.inference.calibration.step import Layer, Step
 from lowbit.linear.frozen.kinds import representation_of
@@ -87,9 +88,7 @@ class Rotate(Step):
             notes |= {id(owner.module): note for owner in target.owners}
         return notes
 
-    def fold(
-        self, model: nn.Module, targets: Sequence[Target], batches: Sequence[Any]
-    ) -> dict[int, str]:
+    def fold(self, model: nn.Module, targets: Sequence[Target], batches: Batches) -> dict[int, str]:
         owners = [owner for target in targets for owner in target.owners]
         linears = {id(owner.module) for owner in owners if isinstance(owner.module, nn.Linear)}
         notes = fold_rotations(model, linears, batches)

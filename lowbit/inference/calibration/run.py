@@ -25,7 +25,7 @@ from lowbit.convert import (
     rounding_owners,
     shape_of_blocks,
 )
-from lowbit.inference.calibration.batches import MASK, mask_of
+from lowbit.inference.calibration.batches import MASK, Batches, mask_of
 from lowbit.inference.calibration.inputs import Moments
 from lowbit.inference.calibration.learned_rounding import (
     Block,
@@ -52,10 +52,18 @@ from lowbit.tensor.frozen.rotated_tensor import RotatedTensor
 from lowbit.tensor.frozen.sparse24_tensor import Sparse24Tensor
 from lowbit.tracing.batches import call, eval_mode, output_tensor
 from lowbit.tracing.block_inputs import forward_of
-from lowbit.tracing.observer import Method
+from lowbit.tracing.observer import PERCENTILE, Method
 
 if TYPE_CHECKING:
     from lowbit.formats.folder import Folder
+
+
+def given_ranges(ranges: tuple[Method, float]) -> list[str]:
+    """The names of the options of static ranges that are not the defaults."""
+    defaults = {"method": "squared_error", "percentile": PERCENTILE}
+    return [
+        name for (name, own), given in zip(defaults.items(), ranges, strict=True) if given != own
+    ]
 
 
 class Run:
@@ -64,14 +72,15 @@ class Run:
     Args:
         model, scheme, filter_fn: those of `find_targets`.
         steps: in their order.
-        batches: on the device of the model, none of them empty.
+        batches: those of this process.
         ranges: how static ranges are chosen: method and percentile.
         memory: brings weights into memory.
         starts: by name, the low-bit weights whose new values stand in the model; they get the results.
         reference: gives the outputs for a batch, by its number, that learning over the model aims at; None: those of
             the model in high precision.
 
-    Raises what `find_targets` raises, and ValueError for steps in another order and schemes that no step searches.
+    Raises what `find_targets` raises, and ValueError for steps in another order, schemes that no step searches, ranges
+    that no scheme has, steps that do not run in several processes, and processes that differ in more than batches.
     """
 
     def __init__(
@@ -80,7 +89,7 @@ class Run:
         scheme: Schemes,
         filter_fn: Filter | Choice | None,
         steps: Sequence[Step],
-        batches: list[Any],
+        batches: Batches,
         ranges: tuple[Method, float],
         memory: Memory | None = None,
         starts: Mapping[str, Start] | None = None,
@@ -99,6 +108,8 @@ class Run:
                 f"{', '.join(step.method for step in steps)}"
             )
         _check_folds(steps)
+        if batches.ranks.group is not None:
+            _check_in_ranks(steps)
         self.began = time.perf_counter()
         if learned and not self.steps and not self.starts:
             self.steps = [Search()]
@@ -111,6 +122,15 @@ class Run:
         new = [t for t in self.targets if t.owners[0].fqn not in self.starts]
         self.begun = [(step, step.begin(new)) for step in (*self.steps, *learned)]
         """The steps on layers and those that learn, each with its notes by the id of a module."""
+        listed = [(t.owners[0].fqn, tuple(t.weight.shape), str(t.scheme)) for t in self.targets]
+        given = {"weights or schemes": listed, "steps": [str(step) for step in steps]}
+        batches.ranks.begin(model, given | {"choice of ranges": ranges})
+        names = given_ranges(ranges)
+        if names and not any(target.scheme.is_static for target in self.targets):
+            raise ValueError(
+                f"{' and '.join(names)}: for static activations, which no weight's scheme has; accepted: none, or e.g. "
+                "lowbit.Int8StaticActivationInt8Weight()"
+            )
         self.report = CalibrationReport(entries=found.entries)
         self.total = len(self.targets)
         self.methods: dict[str, list[str]] = {}
@@ -192,7 +212,7 @@ class Run:
         )
         return Needs(
             any(s.needs == "full" for s in self.steps),
-            bool(self.batches) and any(s.pairs for s in self.steps),
+            bool(self.batches.total) and any(s.pairs for s in self.steps),
             bool(self.over_blocks),
             entered,
         )
@@ -230,29 +250,31 @@ class Run:
                 return place.run(number)
 
         with forward_of(self.model, forward):
-            self._fold(place.targets, numbers if place.folds else [])
+            self._fold(place.targets, Batches(numbers if place.folds else ()))
             if not place.is_finished:
-                self._find_static(place.targets, numbers)
+                self._find_static(place.targets, Batches(numbers))
 
-    def _fold(self, targets: Sequence[Target], batches: Sequence[Any]) -> None:
+    def _fold(self, targets: Sequence[Target], batches: Batches) -> None:
         """Let the steps change the model in high precision. No batches: name the steps of these weights alone."""
         for step, begun in self.begun:
-            changed = step.fold(self.model, targets, batches) if step.folds and batches else {}
+            folds = step.folds and batches.total
+            changed = step.fold(self.model, targets, batches) if folds else {}
             for target in targets:
                 ids = [id(owner.module) for owner in target.owners]
                 own = [notes[i] for notes in (changed, begun) for i in ids if i in notes]
                 method = f"{step.method} {own[0]}" if own else step.method
                 self.methods.setdefault(target.owners[0].fqn, []).append(method)
 
-    def _find_static(self, targets: Sequence[Target], batches: Sequence[Any]) -> None:
+    def _find_static(self, targets: Sequence[Target], batches: Batches) -> None:
         """Find the static scales of inputs, where the scheme has them."""
         if not any(target.scheme.is_static for target in targets):
             return
         with eval_mode(self.model), torch.no_grad():
             found = observed.layers_of(targets)
-            with observed.observing(self.model, found, *self.ranges):
+            with observed.observing(self.model, found, *self.ranges, batches.ranks.group):
                 for batch in batches:
                     call(self.model, batch)
+                batches.ranks.gathered(None)
 
     def _check_finite(self, group: Group) -> None:
         for target, moments in zip(group.targets, group.moments, strict=True):
@@ -270,13 +292,15 @@ class Run:
         layer = _layer(target, moments, joint, start)
         is_read = [isinstance(owner.module, nn.Embedding) for owner in target.owners]
         layer.is_embedding = any(is_read)
-        if moments.full and not self.batches and not all(is_read):
-            layer.moments = Moments.of_weight(layer.weight)
+        if moments.full and not self.batches.total and not all(is_read):
+            groups: Any = target.owners[0].module.groups if is_conv(target) else 1
+            layer.moments = Moments.of_weight(layer.weight, groups)
         began = time.perf_counter()
         before = layer.error(layer.rounded(layer.qparams or layer.minmax()))
         for step in self.steps:
             step.apply(layer)
         weight = Weight(target, layer, start)
+        self.batches.ranks.alike(weight.values, *(t for t in weight.qparams if t is not None))
         seconds = time.perf_counter() - began
         rows = moments.total + moments.looked_up
         few = not moments.stack and 0 < moments.total < moments.size
@@ -373,6 +397,15 @@ def _check_folds(steps: Sequence[Step]) -> None:
         raise ValueError(
             f"{late.method} changes the model in high precision, which comes before any weight is rounded, got steps "
             f"{', '.join(step.method for step in steps)}; give them as {', '.join(step.method for step in order)}"
+        )
+
+
+def _check_in_ranks(steps: Sequence[Step]) -> None:
+    """Raise ValueError for a step that needs all batches in one process."""
+    if alone := [step for step in steps if not step.in_ranks]:
+        raise ValueError(
+            f"{alone[0]} needs all batches in one process, got a process group; accepted with group=…: steps that read "
+            "sums over batches, such as GPTQ, Search, AWQ, SmoothQuant, Prune24 and Rotate(folded=False)"
         )
 
 

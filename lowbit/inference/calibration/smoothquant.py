@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lowbit.convert import Target
-from lowbit.inference.calibration.folding import Folding, foldings, watched
+from lowbit.inference.calibration.batches import Batches
+from lowbit.inference.calibration.folding import Folding, channels_of, foldings, watched
 from lowbit.inference.calibration.step import Layer, Step, check_share
 
 
@@ -27,6 +28,7 @@ class SmoothQuant(Step):
     """
 
     alpha: float = 0.5
+    in_ranks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_share("alpha", self.alpha, 1.0)
@@ -35,20 +37,19 @@ class SmoothQuant(Step):
         """All is done by `fold`."""
 
     @torch.no_grad()
-    def fold(
-        self, model: nn.Module, targets: Sequence[Target], batches: Sequence[Any]
-    ) -> dict[int, str]:
+    def fold(self, model: nn.Module, targets: Sequence[Target], batches: Batches) -> dict[int, str]:
         found = foldings(model, targets, batches)
-        largest: dict[int, Tensor] = {}
+        largest = [channels_of(folding) for folding in found]
 
         def see(i: int, x: Tensor) -> None:
-            own = x.abs().amax(0).float()
-            largest[i] = torch.maximum(largest[i], own) if i in largest else own
+            largest[i] = torch.maximum(largest[i], x.abs().amax(0).float())
 
         watched(model, found, batches, see)
+        batches.ranks.largest(*largest)
         notes: dict[int, str] = {}
         for i, folding in enumerate(found):
             scale = self._scale(folding, largest[i])
+            batches.ranks.alike(scale)
             folding.divide(scale)
             notes |= {id(linear): f"into {folding.name}" for linear in folding.linears}
         return notes

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lowbit.convert import Target
-from lowbit.inference.calibration.batches import mask_of
+from lowbit.inference.calibration.batches import Batches, mask_of
 from lowbit.inference.calibration.inputs import Watch
 from lowbit.inference.calibration.learned_rounding import Block
 from lowbit.inference.calibration.places import Group, Needs, Place
@@ -88,7 +88,7 @@ Stage = Entered | Group | Block | Left
 def walk(
     model: nn.Module,
     targets: list[Target],
-    batches: Sequence[Any],
+    batches: Batches,
     needs: Needs,
     blocks: Sequence[nn.Module] | None,
     cache: Cache,
@@ -124,6 +124,8 @@ def walk(
                 ) from error
             if blocks is not None:
                 raise
+        if not all(batches.ranks.gathered(states is not None)):
+            states = None
     if states is None:
         yield from _as_one(model, targets, batches, needs, masks)
         return
@@ -142,12 +144,12 @@ def walk(
 def _as_one(
     model: nn.Module,
     targets: list[Target],
-    batches: Sequence[Any],
+    batches: Batches,
     needs: Needs,
     masks: Sequence[Tensor | None],
 ) -> Iterator[Stage]:
     """A model without blocks."""
-    place = Place(lambda i: call(model, batches[i]), masks)
+    place = Place(lambda i: call(model, batches[i]), masks, batches.ranks)
     yield Entered(tuple(targets), place.run)
     if needs.pairs:
         twin = copy.deepcopy(model)
@@ -179,7 +181,7 @@ def _before(
             memory.drop(block)
         run = partial(states.after, last)
     yield Entered(tuple(targets), run, folds=False)
-    yield from Place(run, masks).groups(targets, needs)
+    yield from Place(run, masks, states.batches.ranks).groups(targets, needs)
     yield Left("before")
 
 
@@ -214,7 +216,7 @@ def _block(
     if is_finished:
         memory.restore(place, targets)
     else:
-        inside = Place(low, masks)
+        inside = Place(low, masks, states.batches.ranks)
         if twin is not None:
             inside.copies = _copies(block, twin, targets)
             inside.high = lambda i: states.run(at, twin, states.high[i], i)
@@ -245,7 +247,7 @@ def _after(
 ) -> Iterator[Stage]:
     """The weights after the last block. In high precision what follows it differs by its input alone, so a weight there
     sees those before it as they are."""
-    place = Place(partial(states.after, states.low), masks)
+    place = Place(partial(states.after, states.low), masks, states.batches.ranks)
     if targets:
         high = partial(states.after, states.high)
         yield Entered(tuple(targets), high)
@@ -306,7 +308,7 @@ def chain_of(model: nn.Module, targets: Sequence[Target] | None) -> list[nn.Modu
 
 
 def _split(
-    model: nn.Module, chain: Sequence[nn.Module], targets: Sequence[Target], batches: Sequence[Any]
+    model: nn.Module, chain: Sequence[nn.Module], targets: Sequence[Target], batches: Batches
 ) -> tuple[list[Target], list[list[Target]], list[Target]]:
     """The weights before the blocks, of each block, and after them. A weight that several of them share, or an
     embedding, comes before."""
@@ -324,22 +326,22 @@ def _split(
         else:
             inside[place].append(target)
     early = _called_before(chain, outside, model, batches) if outside else set()
-    before += [t for t in outside if id(t.weight) in early]
-    return before, inside, [t for t in outside if id(t.weight) not in early]
+    before += [t for i, t in enumerate(outside) if i in early]
+    return before, inside, [t for i, t in enumerate(outside) if i not in early]
 
 
 def _called_before(
-    chain: Sequence[nn.Module], outside: list[Target], model: nn.Module, batches: Sequence[Any]
+    chain: Sequence[nn.Module], outside: list[Target], model: nn.Module, batches: Batches
 ) -> set[int]:
-    """The ids of the weights outside the blocks that run before the first block."""
+    """The numbers of the weights outside the blocks that run before the first block."""
     early: set[int] = set()
 
     def seen(index: int, matrix: int, matrices: int, rows: Any, source: Any) -> None:
-        early.add(id(outside[index].weight))
+        early.add(index)
 
     with Watch(outside, seen):
         list(capture(model, chain, batches[:1], None))
-    return early
+    return batches.ranks.gathered(early)[batches.first]
 
 
 def _copies(module: nn.Module, twin: nn.Module, targets: Sequence[Target]) -> dict[str, Target]:

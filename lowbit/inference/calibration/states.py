@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowbit.inference.calibration.batches import Batches
 from lowbit.tracing.block_inputs import Arguments, NotAChain, call_after, capture
 
 Cache = torch.device | Path | None
@@ -86,7 +87,7 @@ class States:
         self,
         model: nn.Module,
         blocks: Sequence[nn.Module],
-        batches: Sequence[Any],
+        batches: Batches,
         cache: Cache,
         compares: bool,
     ) -> None:

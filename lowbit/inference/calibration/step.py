@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import Target
+from lowbit.inference.calibration.batches import Batches
 from lowbit.inference.calibration.inputs import Moments
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.frozen.rotated_tensor import rotated_blocks
@@ -216,11 +217,11 @@ class Step:
         module, that of `fold` counts. Raises ValueError for a weight that the step does not take."""
         return {}
 
-    def fold(
-        self, model: nn.Module, targets: Sequence[Target], batches: Sequence[Any]
-    ) -> dict[int, str]:
+    def fold(self, model: nn.Module, targets: Sequence[Target], batches: Batches) -> dict[int, str]:
         """Change the model in high precision before its weights are calibrated, without a change of what it computes.
-        Returns a note for the report by the id of each module that was changed."""
+        Returns a note for the report by the id of each module that was changed.
+
+        `batches`: a `Batches`, whose `ranks` add up what each process with a share of them sees."""
         return {}
 
     def apply(self, layer: Layer) -> None:
@@ -236,6 +237,11 @@ class Step:
     def folds(self) -> bool:
         """True if `fold` does anything."""
         return type(self).fold is not Step.fold
+
+    @property
+    def in_ranks(self) -> bool:
+        """True if it may run in processes with a share of the batches each. The sums of a `Layer` are those of all."""
+        return not self.folds
 
     @property
     def comes_first(self) -> bool:
