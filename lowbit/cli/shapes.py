@@ -12,6 +12,7 @@ import torch
 
 from lowbit import optional
 from lowbit.convert import routers_among
+from lowbit.convert.experts import COUNTS
 from lowbit.formats.base import FormatError, layer_of, weight_of
 from lowbit.formats.building import EmptyOnMeta, check_config
 from lowbit.formats.folder import Folder, read_json
@@ -23,11 +24,10 @@ Shape = tuple[int, ...]
 
 _MOST_WEIGHTS = 10**5
 """Weights of a model that is built, or counted layer by layer."""
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _FIELDS = (
     *_NEEDED,
-    *_EXPERTS,
+    *COUNTS,
     "num_experts_per_tok",
     "moe_intermediate_size",
     "intermediate_size",
@@ -153,7 +153,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _experts(config: Mapping[str, Any]) -> int:
-    return next((int(config[n]) for n in _EXPERTS if _is_size(config.get(n))), 0)
+    return next((int(config[n]) for n in COUNTS if _is_size(config.get(n))), 0)
 
 
 def _made_by_transformers(written: Mapping[str, Any]) -> tuple[Any, Any, str]:

@@ -18,6 +18,8 @@ from lowbit.convert.owners import Owner
 
 _ROUTERS, _GATE = ("router", "shared_expert_gate"), "gate"
 _UP, _DOWN = "gate_up_proj", "down_proj"
+COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Where configs and modules say how many experts a layer has."""
 
 
 def stacked(module: nn.Module, name: str) -> tuple[str, ...]:

@@ -74,10 +74,12 @@ class Report:
         self.parameters = self.low_bits = self.prepared = 0
         self.nbytes = self.low_bit_nbytes = self.vectors = self.vector_nbytes = 0
         sizes: dict[str, int] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for name, param in model.named_parameters():  # a tied parameter once
             if isinstance(param, nn.UninitializedParameter):
                 continue
             sizes[name] = size = nbytes_of(param)
+            shapes[name] = tuple(param.shape)
             self.parameters += param.numel()
             self.nbytes += size
             own = local(param)
@@ -90,7 +92,10 @@ class Report:
             elif param.ndim < 2:
                 self.vectors += 1
                 self.vector_nbytes += size
-        self.entries = [replace(e, nbytes=sizes.get(e.fqn, 0)) for e in self.entries]
+        self.entries = [
+            replace(e, nbytes=sizes.get(e.fqn, 0), shape=shapes.get(e.fqn, e.shape))
+            for e in self.entries
+        ]
         tell(model)
         return self
 

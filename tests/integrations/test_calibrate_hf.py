@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import lowbit as lb
-from lowbit.inference import GPTQ, Rotate
+from lowbit.inference import GPTQ, PruneExperts, Rotate
 
 transformers = pytest.importorskip("transformers")
 
@@ -32,6 +33,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", {**EXPERTS, "head_dim": 16}),
     "mixtral": ("MixtralForCausalLM", EXPERTS),
+    "gpt_oss": ("GptOssForCausalLM", {**EXPERTS, "head_dim": 16}),
     "gemma3": ("Gemma3ForCausalLM", {"head_dim": 16, "sliding_window": 8}),
     "bert": ("BertForMaskedLM", {}),
 }
@@ -107,3 +109,46 @@ def test_rotations_come_back_from_folders(tmp_path) -> None:
         with torch.no_grad():
             found, expected = again(**batch).logits, model(**batch).logits
             assert float((found - expected).norm() / expected.norm()) < 1e-3, format
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_pruned_experts(kind: str, tmp_path: Path) -> None:
+    """Those that stay give what they gave; the folder has their number, and its model the same logits."""
+    plain, scheme = build(kind), {"*experts*": lb.Int8WeightOnly(), "*": None}
+    model = copy.deepcopy(plain)
+    report = lb.calibrate(model, scheme, batches(), steps=[PruneExperts(3), GPTQ()])
+    names = [n for n in report.layers if "experts" in n]
+    assert len(names) == 4 and all(report.layers[n].rows for n in names)
+    for old, new in zip(plain.model.layers, model.model.layers, strict=True):
+        routers = [
+            next(m for n, m in layer.mlp.named_children() if n != "experts") for layer in (old, new)
+        ]
+        same = (routers[0].weight[:, None] == routers[1].weight).all(-1).nonzero()[:, 0]
+        assert len(same) == 3
+        x, ones = torch.randn(6, 64), torch.ones(6, 1)
+        with torch.no_grad():
+            for own, number in enumerate(same.tolist()):
+                outputs = [
+                    layer.mlp.experts(x, torch.full((6, 1), index), ones)
+                    for layer, index in ((old, number), (new, own))
+                ]
+                assert (outputs[1] - outputs[0]).norm() < 0.05 * outputs[0].norm()
+    config = model.config.to_dict()
+    assert 3 in (config.get("num_experts"), config.get("num_local_experts"))
+    lb.export(model, tmp_path / "out", format="lowbit")
+    loaded = lb.load_pretrained(tmp_path / "out")
+    ids = batches()[0]
+    with torch.no_grad():
+        assert torch.equal(loaded(**ids).logits, model(**ids).logits)
+    assert loaded.model.layers[0].mlp.experts.num_experts == 3
+
+
+def test_experts_in_groups_are_not_pruned() -> None:
+    heads = {"q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+    experts = {"moe_intermediate_size": 64, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+    config = transformers.DeepseekV3Config(
+        **SIZES, **heads, **experts, num_experts_per_tok=2, v_head_dim=16, first_k_dense_replace=0
+    )
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    with pytest.raises(ValueError, match=r"in one group, got DeepseekV3.*groups: 4"):
+        lb.calibrate(model, lb.Int8WeightOnly(), batches(), steps=[PruneExperts(4)])

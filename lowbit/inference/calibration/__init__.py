@@ -2,6 +2,7 @@
 
 from lowbit.inference.calibration.awq import AWQ
 from lowbit.inference.calibration.call import calibrate
+from lowbit.inference.calibration.expert_pruning import PruneExperts
 from lowbit.inference.calibration.gptq import GPTQ
 from lowbit.inference.calibration.learned_rounding import LearnedRounding
 from lowbit.inference.calibration.pruning import Prune24
@@ -19,6 +20,7 @@ __all__ = [
     "LayerResult",
     "LearnedRounding",
     "Prune24",
+    "PruneExperts",
     "Rotate",
     "Search",
     "SmoothQuant",

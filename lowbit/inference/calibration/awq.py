@@ -58,7 +58,7 @@ class AWQ(Step):
             sums[i] += x.abs().sum(0, dtype=torch.float32)
             rows[i].append(x[:: max(1, len(x) // share)][:share])
 
-        watched(model, found, batches, see)
+        watched(model, [f.linears[0] for f in found], batches, see)
         batches.ranks.add_up(*sums)
         notes: dict[int, str] = {}
         for i, folding in enumerate(found):

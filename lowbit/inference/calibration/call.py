@@ -195,16 +195,7 @@ def calibrate(
     chosen = checked_steps([GPTQ()] if steps is None else steps)
     place, ranges = _cache(cache), (method, percentile)
     if isinstance(model, str | os.PathLike):
-        if without_data:
-            raise TypeError(_FOLDER)
-        if out is None or blocks is not None:
-            raise TypeError(
-                "a folder takes out=, the folder to make, and no blocks=, which are found"
-            )
-        if others := sorted(writing.keys() - {*_OF_EXPORT}):
-            raise TypeError(
-                f"calibrate takes no {', '.join(others)}; accepted for a folder: {', '.join(_OF_EXPORT)}"
-            )
+        out = _checked_out(out, without_data, blocks, writing)
         from lowbit.inference.calibration.large import calibrate_folder  # imports all formats
 
         return calibrate_folder(
@@ -300,6 +291,21 @@ def _check_of_data(without_data: bool, blocks: Any, cache: Any, ranges: tuple[An
         if not without_data:
             why = "for hidden states between blocks, which blocks=[] does not keep"
         raise TypeError(f"{', '.join(unread)}: {why}")
+
+
+def _checked_out(
+    out: str | os.PathLike[str] | None, without_data: bool, blocks: Any, writing: dict[str, Any]
+) -> str | os.PathLike[str]:
+    """`out` of a folder. Raises TypeError for what a folder does not take."""
+    if without_data:
+        raise TypeError(_FOLDER)
+    if out is None or blocks is not None:
+        raise TypeError("a folder takes out=, the folder to make, and no blocks=, which are found")
+    if others := sorted(writing.keys() - {*_OF_EXPORT}):
+        raise TypeError(
+            f"calibrate takes no {', '.join(others)}; accepted for a folder: {', '.join(_OF_EXPORT)}"
+        )
+    return out
 
 
 def _check_writing(out: Any, device: Any, writing: dict[str, Any]) -> None:

@@ -371,25 +371,22 @@ def channels_of(folding: Folding) -> Tensor:
 
 @torch.no_grad()
 def watched(
-    model: nn.Module,
-    found: Sequence[Folding],
-    batches: Sequence[Any],
-    see: Callable[[int, Tensor], None],
+    model: nn.Module, modules: Sequence[nn.Module], batches: Sequence[Any], see: Callable[..., None]
 ) -> None:
-    """Run the model on the batches, and call `see` with the number of each folding and its input [rows, K]. Tokens
-    whose `attention_mask` is 0 don't count."""
+    """Run the model on the batches, and call `see` with the number of each of `modules` and the rows [T, …] of the
+    tensors that it is called with. Tokens whose `attention_mask` is 0 don't count."""
     mask: Tensor | None = None
 
     def hook(i: int) -> Callable[..., None]:
         def own(module: nn.Module, args: Any, kwargs: Any) -> None:
-            x = args[0] if args else kwargs["input"]
-            see(i, counted_rows(x.detach(), mask))
+            given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+            see(i, *(counted_rows(t.detach(), mask) for t in given))
 
         return own
 
     hooks = [
-        folding.linears[0].register_forward_pre_hook(hook(i), with_kwargs=True)
-        for i, folding in enumerate(found)
+        module.register_forward_pre_hook(hook(i), with_kwargs=True)
+        for i, module in enumerate(modules)
     ]
     try:
         with eval_mode(model), state_restored(model):

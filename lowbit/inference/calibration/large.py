@@ -26,6 +26,7 @@ from lowbit.formats.folder_choice import FolderChoice
 from lowbit.formats.streamed import StreamedModel
 from lowbit.formats.writing import check_writing, export
 from lowbit.inference.calibration.batches import usable_batches
+from lowbit.inference.calibration.expert_pruning import PruneExperts
 from lowbit.inference.calibration.finished import Finished
 from lowbit.inference.calibration.report import CalibrationReport
 from lowbit.inference.calibration.run import Run
@@ -52,6 +53,11 @@ def calibrate_folder(
     """Calibrate the model of a folder, and write it to `out`. Args: those of `lowbit.calibrate`.
 
     Raises what `lowbit.calibrate` says."""
+    if any(isinstance(step, PruneExperts) for step in steps):
+        raise ValueError(
+            "PruneExperts changes config.json, too, and takes a model in memory: calibrate(lowbit.load_pretrained("
+            "folder), …), then lowbit.export(model, out)"
+        )
     out = Path(out)
     on_grid = check_writing(path, out, scheme, **writing)
     source = StreamedModel(path, device)

@@ -44,7 +44,7 @@ class SmoothQuant(Step):
         def see(i: int, x: Tensor) -> None:
             largest[i] = torch.maximum(largest[i], x.abs().amax(0).float())
 
-        watched(model, found, batches, see)
+        watched(model, [f.linears[0] for f in found], batches, see)
         batches.ranks.largest(*largest)
         notes: dict[int, str] = {}
         for i, folding in enumerate(found):

@@ -218,8 +218,8 @@ class Step:
         return {}
 
     def fold(self, model: nn.Module, targets: Sequence[Target], batches: Batches) -> dict[int, str]:
-        """Change the model in high precision before its weights are calibrated, without a change of what it computes.
-        Returns a note for the report by the id of each module that was changed.
+        """Change the model in high precision before its weights are calibrated, without a change of what it computes
+        unless the step prunes. Returns a note for the report by the id of each module that was changed.
 
         `batches`: a `Batches`, whose `ranks` add up what each process with a share of them sees."""
         return {}
