@@ -22,7 +22,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests import compilers, covering
+from tests import covering
 
 # Each process that a test starts would compile the modules of lowbit anew, which takes longer than most tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -53,7 +53,6 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
         _TEMPORARY = tempfile.TemporaryDirectory(prefix="lowbit-tests-")
         _KEPT = Path(_TEMPORARY.name)
     os.environ["LOWBIT_CACHE_DIR"] = str(_KEPT / "kernels")
-    compilers.quick(_KEPT)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -15,7 +15,6 @@ from lowbit.tensor import AffineTensor
 from lowbit.tensor.frozen import cpu_values
 from lowbit_kernels.runtime import host_compiler
 from lowbit_kernels.weight_only import codes_cpu, codes_format, dequantize_cpu
-from tests import compilers
 from tests.covering import usually
 from tests.schemes import WEIGHT_ONLY, over, specs
 
@@ -78,13 +77,21 @@ def test_every_code_at_every_position(bits: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", usually(("-O3", "-mno-avx512f", "-mno-avx2", "-mno-avx"), "-O3", "-mno-avx")
+    "option",
+    usually(("-mno-avx512f", "-mno-avx2", "-mno-avx"), "-mno-avx"),
 )
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="options of x86 compilers")
-def test_other_options_and_processors(option: str) -> None:
-    with compilers.of_the_package(option, caches=(dequantize_cpu._functions, cpu_values._layout)):
+def test_other_processors(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = (host_compiler.library, dequantize_cpu._functions, cpu_values._layout)
+    monkeypatch.setattr(host_compiler, "NATIVE", ("-march=native", option))
+    try:
+        for cache in caches:
+            cache.cache_clear()
         for scheme in WEIGHT_ONLY.values():
             check(AffineTensor.from_float(torch.randn(9, 75), scheme))
+    finally:
+        for cache in caches:
+            cache.cache_clear()
 
 
 def test_results_do_not_depend_on_threads() -> None:

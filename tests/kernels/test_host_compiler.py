@@ -18,7 +18,6 @@ from lowbit import optim
 from lowbit.optim.step import fused, launch
 from lowbit_kernels.elementwise.fused_step import StepVariant
 from lowbit_kernels.runtime import disk_cache, host_compiler, warned
-from tests import compilers
 from tests.optim.problems import parameters, run
 
 SOURCE = 'extern "C" int answer() { return 42; }'
@@ -26,12 +25,19 @@ SOURCE = 'extern "C" int answer() { return 42; }'
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch, tmp_path):
-    """A new cache, the compiler of the package, and no state of other tests."""
+    """A new cache, and no state of other tests."""
+    remembered = (
+        *(host_compiler.library, host_compiler.compiler, host_compiler._version),
+        launch.compiled,
+    )
     warned.forget()
     fused._failed.clear()
     monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path / "cache"))
-    with compilers.of_the_package(caches=(launch.compiled,)):
-        yield
+    for function in remembered:
+        function.cache_clear()
+    yield
+    for function in remembered:
+        function.cache_clear()
     fused._failed.clear()
 
 

@@ -19,7 +19,6 @@ from lowbit.testing.comparison import relative_error
 from lowbit_kernels.runtime import host_compiler, launches, warned
 from lowbit_kernels.weight_only import codes_cpu, weight_linear, weight_mm_cpu
 from lowbit_kernels.weight_only.weight_linear import run
-from tests import compilers
 from tests.kernels.test_weight_linear import error, limit, op
 
 needs_compiler = pytest.mark.skipif(not host_compiler.compiler(), reason="no C++ compiler")
@@ -88,16 +87,6 @@ def test_whole_words_and_the_columns_after_them(
         values = weight.float().double() if dtype is torch.bfloat16 else weight.dequantize()
         error = relative_error(out, x.double() @ values.double().T)
         assert error <= (3e-7 if dtype is torch.float32 else 3e-3), (k, group, m)
-
-
-@needs_compiler
-@pytest.mark.parametrize("bits", [4, 8])
-def test_the_options_of_the_package_give_the_same_bits(bits: int) -> None:
-    arguments = Case("", 5, 37, 200, 64, bits, zero_point=True).arguments()
-    here = run(*arguments, implementation="cpu")
-    caches = (weight_mm_cpu._functions, weight_mm_cpu._planned)
-    with compilers.of_the_package(caches=caches):
-        assert torch.equal(run(*arguments, implementation="cpu"), here)
 
 
 @needs_compiler
