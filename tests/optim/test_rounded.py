@@ -181,8 +181,34 @@ def test_a_skipped_step_changes_nothing(device, monkeypatch):
     check_codes(made)
 
 
-def test_a_skipped_step_keeps_what_an_average_lost(device):
+@pytest.mark.parametrize("piece", [2**20, 7000])
+def test_a_step_of_an_average_reads_and_ends_its_remainder(device, piece, monkeypatch):
+    """The values that the step rounds have the remainder, also where rows are updated a few at a time."""
+    monkeypatch.setattr(job, "PIECE_CPU", piece)
+    monkeypatch.setattr(job, "PIECE_OTHER", piece)
+    (weight,) = weights(device, [(33, 300)])
+    with torch.no_grad():
+        weight.copy_(weight * 0.999 + 1e-5)
+    exact = weight.detach().master()
+    assert not torch.equal(exact, weight.detach().dequantize())
+    read = []
+    update = Int8WeightTensor.update_
+    monkeypatch.setattr(
+        Int8WeightTensor, "update_", lambda w, x: (read.append(x.clone()), update(w, x))
+    )
+    optimizer = optim.SGD([weight], lr=0.0, fused=True)
+    set_grads([weight], 0)
+    optimizer.step()
+    assert len(read) == (2 if piece == 7000 else 1)
+    assert torch.equal(torch.cat(read), exact)
+    assert torch.equal(weight.detach().master(), weight.detach().dequantize())
+
+
+@pytest.mark.parametrize("piece", [2**20, 7000])
+def test_a_skipped_step_keeps_what_an_average_lost(device, piece, monkeypatch):
     """The remainder of an int8 weight that is an average of others; a step that is not skipped ends it."""
+    monkeypatch.setattr(job, "PIECE_CPU", piece)
+    monkeypatch.setattr(job, "PIECE_OTHER", piece)
     (weight,) = weights(device, [(33, 300)])
     optimizer = optim.AdamW8bit([weight], lr=1e-2, skip_nonfinite=True)
     set_grads([weight], 0)

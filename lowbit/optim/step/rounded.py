@@ -147,8 +147,15 @@ class RoundedLaunch(StepLaunch):
         for index, first, last in self.counted:
             assert self.steps is not None
             self.steps[first:last].copy_(optimizer.state[self.params[index]]["step"])
+        weights: list[Any] = list(map(states.memory, self.params))
+        averaged = [(codes, remainder.of(codes)) for codes in map(_codes, weights)]
+        skip = self.skip
         super().run(optimizer, scale)
         self.values = self.tried = self.skip = None
+        for codes, rest in averaged:  # an update of some rows has not ended the remainder of all
+            remainder.forget(codes)
+            if rest is not None and skip is not None:
+                remainder.restore(codes, torch.where(skip, rest, 0))
 
     def _launch(self, table: Tensor, kernel: Any, control: Tensor | None) -> None:
         groups = table.data_ptr() + self.rows.nbytes
@@ -177,9 +184,17 @@ class RoundedLaunch(StepLaunch):
         assert buffer is not None
         whole: Any = states.memory(self.params[piece.owner])
         if piece.rows > 1:
+            rest = remainder.of(_codes(whole))
             whole = rows_of(whole, piece.rows)[piece.start : piece.end]
+            if rest is not None:
+                remainder.restore(_codes(whole), rows_of(rest, piece.rows)[piece.start : piece.end])
         end = piece.offset + whole.numel()
         return whole, buffer[piece.offset : end].view(whole.shape)
+
+
+def _codes(weight: LowbitTensor) -> Tensor:
+    """The inner tensor to which the remainder of an average belongs."""
+    return next(iter(weight.inner_tensors().values()))
 
 
 def _update(weight: LowbitTensor, values: Tensor, skip: Tensor | None) -> None:
@@ -191,12 +206,9 @@ def _update(weight: LowbitTensor, values: Tensor, skip: Tensor | None) -> None:
         return
     inner = list(weight.inner_tensors().values())
     before = [t.clone() for t in inner]
-    rest = remainder.of(inner[0])
     weight.update_(values)
     for old, new in zip(before, inner, strict=True):
         torch.where(skip, old, new, out=new)
-    if rest is not None:  # of an average
-        remainder.restore(inner[0], torch.where(skip, rest, 0))
 
 
 def _cut(optimizer: Any, variant: StepVariant, item: StepItem) -> Iterator[StepItem]:
