@@ -66,7 +66,7 @@ def check_equal(a, b):
     assert len(a) == len(b) and all(map(torch.equal, a, b))
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("state", ["4bit", "8bit", "float8", "fp32", "bf16"])
 @pytest.mark.parametrize("kind", SHAPES)
 def test_the_same_bits(device, kind, state, monkeypatch):
