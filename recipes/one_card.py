@@ -176,8 +176,8 @@ class ClipByHistory:
     AdamW divides by the size of past gradients, so only a gradient that is large beside those of its own parameter
     needs a bound. The host waits for no norm. Nothing writes the gradient again: the step divides it by
     `optimizer.grad_scale`. So each parameter is stepped by itself (`step_in_backward(optimizer, bucket_mib=BUCKET)`),
-    after this object is made: hooks run in the order in which they are registered. `optimizer.step()` then raises
-    RuntimeError; set `grad_scale` to None before other steps, which it would divide too.
+    after this object is made: hooks run in the order in which they are registered. Set `grad_scale` to None before
+    `optimizer.step()`, which raises RuntimeError otherwise.
 
     `norms`, float32 [parameters], has the means; save it in checkpoints. A mean is 0 until the first gradient other
     than 0, which is not clipped.
