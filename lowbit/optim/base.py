@@ -335,7 +335,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
         if self._in_backward is not None and getattr(self, "grad_scale", None) is not None:
             raise RuntimeError(
                 "grad_scale is set, as torch's GradScaler sets it, and step_in_backward has used the gradients: use "
-                "bfloat16 without a scaler, set grad_scale to None, or call remove() of the handle to step after backward"
+                "bfloat16 without a scaler, set grad_scale to None, or step after backward, by remove() of the handle"
             )
         self._check_options()
         loss = None
