@@ -171,6 +171,7 @@ def test_without_data_the_weight_stands_for_its_inputs(name: str) -> None:
     assert torch.equal(model[0].weight.dequantize(), searched[0].weight.dequantize())
     layer = report.layers["1.weight"]
     assert layer.rows == 0 and layer.after < layer.before
+    assert "by the weight alone" in str(layer) and "no batch" not in str(layer)
 
 
 @pytest.mark.parametrize("groups", [1, 3, N])

@@ -28,6 +28,7 @@ class LayerResult:
         unreached: matrices, such as experts, that saw none.
         has_few_rows: True if it saw some rows, and fewer than it has inputs.
         zeros: the share of its values that are 0, if it was pruned; else 0.
+        had_batches: False where the call had none.
     """
 
     name: str
@@ -39,13 +40,14 @@ class LayerResult:
     unreached: int = 0
     has_few_rows: bool = False
     zeros: float = 0.0
+    had_batches: bool = True
 
     def __str__(self) -> str:
         note = f"{self.method}, {self.seconds:.2f} s, error {self.before:.3e} -> {self.after:.3e}"
         if self.zeros:
             note += f", {self.zeros:.0%} zeros"
         if not self.rows:
-            return f"{note}; no batch reached it"
+            return f"{note}; {'no batch reached it' if self.had_batches else 'by the weight alone'}"
         return f"{note}; {self.unreached} experts saw no token" if self.unreached else note
 
 

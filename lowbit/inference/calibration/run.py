@@ -310,6 +310,7 @@ class Run:
         self.report.layers[layer.name] = LayerResult(
             *(layer.name, method, seconds, before, after, rows, unreached, few),
             zeros=_zeros(weight.values) if layer.mask is not None else 0.0,
+            had_batches=bool(self.batches.total),
         )
         self.waiting.append(weight)
         if not self.over_blocks and not self.over_model:
