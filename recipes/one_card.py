@@ -422,7 +422,8 @@ def limit_memory(config: Config, device: torch.device) -> None:
 
 
 def source_of(name: str, tokens: Tensor) -> dict[str, str]:
-    """What a run is made of, besides its settings: the model's name or the digest of its config, and of the tokens."""
+    """Besides the settings, what a run must share with its checkpoint: the shape's name, or the digest of the folder's
+    config; and the digest of the tokens."""
     config = Path(name, "config.json")
     model = name if name in SHAPES else hashlib.sha256(config.read_bytes()).hexdigest()
     return {"model": model, "data": hashlib.sha256(tokens.numpy().tobytes()).hexdigest()}

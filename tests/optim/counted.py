@@ -48,5 +48,5 @@ def emulate(patch):
     """Update CPU parameters by the code for GPUs, emulated."""
     patch.setattr(fused, "device_obstacle", lambda device, float8: None)
     patch.setattr(fused, "compile_obstacle", lambda variant, device: None)
-    patch.setattr(coded, "runs_on", lambda device: True)
+    patch.setattr(coded, "runs_on_hopper", lambda device: True)
     patch.setattr(launch, "compiled", functools.cache(CountedEmulated))

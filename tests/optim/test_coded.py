@@ -56,7 +56,7 @@ def both(monkeypatch, run):
     """What `run` returns with the step under test and with a buffer, and the kinds of launches of each."""
     found = []
     for taken in (True, False):
-        monkeypatch.setattr(coded, "runs_on", lambda device, taken=taken: taken)
+        monkeypatch.setattr(coded, "runs_on_hopper", lambda device, taken=taken: taken)
         LAUNCHES.clear()
         found.append((run(), Counter(variant.code_bits for variant in LAUNCHES)))
     return found

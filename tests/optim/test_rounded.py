@@ -77,7 +77,7 @@ def masters(made):
 @pytest.mark.parametrize("state", FORMATS)
 def test_as_the_step_in_pytorch(device, state, monkeypatch):
     """Most pieces hold several parameters, and some parameters take several pieces."""
-    monkeypatch.setattr(coded, "runs_on", lambda device: False)
+    monkeypatch.setattr(coded, "runs_on_hopper", lambda device: False)
     monkeypatch.setattr(job, "PIECE_CPU", 7000)
     monkeypatch.setattr(job, "PIECE_OTHER", 7000)
     made = pair(device, functools.partial(optim.AdamW, state=state, lr=1e-2))
@@ -114,7 +114,7 @@ def test_other_algorithms_and_dtypes(device, name, dtype):
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("state", ["8bit", "bf16"])
 def test_how_a_step_is_cut_changes_no_bit(device, state, monkeypatch):
-    monkeypatch.setattr(coded, "runs_on", lambda device: False)
+    monkeypatch.setattr(coded, "runs_on_hopper", lambda device: False)
     found = []
     for piece in (2**20, 7000, 700):
         monkeypatch.setattr(job, "PIECE_CPU", piece)

@@ -18,7 +18,7 @@
 //                      values are rounded as quantize/round_rows.py says. 0: `param` holds values
 //   PREPARE, UPDATE    the algorithm, as statements; HYPER declares names for its options in `h`
 //   COMPENSATE         statements that add the error `e` of a weight to the states
-//   CELLS_n, BASE_n, SHIFT_n   the encoding table of state n (see `ranked` of fused_step.cu)
+//   CELLS_n, BASE_n, SHIFT_n   the encoding table of state n (see `ranked` of fused_step_lanes.cuh)
 
 enum { FP32, BF16, FP16 };
 enum { STATE_FP32, STATE_BF16, STATE_FLOAT8, STATE_8BIT, STATE_4BIT };

@@ -304,7 +304,8 @@ class StepKernel:
 
 
 def _kernel_cells(table: Table, signed: bool) -> np.ndarray:
-    """The cells as `ranked` of the .cu reads them: the rank in the highest byte, the cell's own bits subtracted."""
+    """The cells as `ranked` of fused_step_lanes.cuh reads them: the rank in the highest byte, the cell's own bits
+    subtracted."""
     rank = table.cells >> table.shift
     words = table.cells.astype(np.int64)
     if not signed:  # a second moment never becomes zero

@@ -71,7 +71,7 @@ DEVICE void encode_weights(Codes &, const Tensor &t, const Scalars &, const Row 
     }
 }
 
-// The formulas of quantize/round_rows.py.
+// The formulas of quantize/round_rows.py, with its `KEYS`, and `NEXT` of lowbit/tensor/trained/int8_weight.py.
 static constexpr float MOST = CODE_BITS == 4 ? 7.0f : 127.0f;
 __constant__ uint32 ROW_KEYS[2] = {0x45e50725u, 0x0e4a20c3u};
 static constexpr long long NEXT = -0x61c8864680b583ebll;  // distance of the random offsets of two steps

@@ -169,7 +169,7 @@ DEVICE const Pieces &pieces_of(const uint32 *table, int slot) {
     return *(const Pieces *)(table + values_before(STATES) + cells_before(STATES) + pieces_before(slot));
 }
 
-// The rank of |y| among the magnitudes that codes stand for: see `ranked` of fused_step.cu.
+// The rank of |y| among the magnitudes that codes stand for: see `ranked` of fused_step_lanes.cuh.
 template <int SLOT>
 DEVICE uint32 look_rank_up(float y, const uint32 *cells) {
     constexpr int SHIFT = SHIFTS[SLOT];

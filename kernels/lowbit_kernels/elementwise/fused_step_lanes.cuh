@@ -44,7 +44,7 @@ DEVICE uint32 short_tiles(const Tensor &t) {
     return t.aligned && t.tiles_a_row == 0 && octets && t.cols >> 35 == 0 ? (uint32)(t.cols / TILE) : 0;
 }
 
-// Of a lane of a tile on the short path; `n` counts the tiles of the tensor.
+// The elements of a lane, for a tile on the short path; `n` counts the tiles of the tensor.
 DEVICE Offsets locate_short(const Scalars &k, uint32 n, int lane) {
     const uint32 octet = n * (TILE / 8) + lane;
     Offsets at;

@@ -7,12 +7,12 @@ bits this step gives. It takes the weights for which `bits_for` is not 0; all ot
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from lowbit.optim.state import state as states
@@ -20,8 +20,9 @@ from lowbit.optim.step.job import GradScale
 from lowbit.optim.step.launch import StepLaunch
 from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.frozen.codebook_tensor import CodebookTensor
-from lowbit_kernels.elementwise.fused_step import COLUMN, StepArguments
-from lowbit_kernels.runtime import nvrtc, tensor_memory
+from lowbit_kernels.elementwise.fused_step import COLUMN
+from lowbit_kernels.runtime import tensor_memory
+from lowbit_kernels.runtime.nvrtc import runs_on_hopper
 
 NARROWEST = 512
 """Elements of a row. A block of threads has less work than it waits for in a narrower one."""
@@ -50,12 +51,10 @@ class CodedLaunch(StepLaunch):
         for weight in weights:
             weight.was_updated()
 
-    def _launch(self, table: Tensor, kernel: Any, control: Tensor | None) -> None:
+    @functools.cached_property
+    def shared(self) -> int:
         width, scale_width = self.rows[:, COLUMN["width"]], self.rows[:, COLUMN["scale_width"]]
-        shared = int((4 * width + 16 * (width // scale_width)).max())
-        address, count = table.data_ptr(), len(self.others)
-        groups, memory = address + self.rows.nbytes, (self.scalars, self.locate)
-        kernel(StepArguments(address, groups, *memory, count, self.tiles, control, shared))
+        return int((4 * width + 16 * (width // scale_width)).max())
 
 
 def bits_for(own: Any, state: list[Tensor], error: str) -> int:
@@ -67,7 +66,7 @@ def bits_for(own: Any, state: list[Tensor], error: str) -> int:
         error: what becomes of rounding errors, see `StepVariant`.
     """
     found = own.codes_by_row()
-    if found is None or error != "dropped" or not runs_on(own.device):
+    if found is None or error != "dropped" or not runs_on_hopper(own.device):
         return 0
     width = own.shape[-1]
     # Lanes take eight elements, whose codes begin at a multiple of their size.
@@ -77,8 +76,3 @@ def bits_for(own: Any, state: list[Tensor], error: str) -> int:
         return 0
     coded = [part for part in map(local, state) if isinstance(part, CodebookTensor)]
     return found.bits if all(part.cols_of(own.shape) == width for part in coded) else 0
-
-
-def runs_on(device: torch.device) -> bool:
-    """True where blocks have enough shared memory for rows: NVIDIA GPUs from compute capability 9.0 on."""
-    return device.type == "cuda" and nvrtc.capability(device) == (9, 0)

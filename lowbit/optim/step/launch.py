@@ -222,7 +222,7 @@ class StepLaunch:
     ) -> None:
         address, count = table.data_ptr(), len(self.others)
         groups, memory = address + self.rows.nbytes, (self.scalars, self.locate)
-        kernel(StepArguments(address, groups, *memory, count, self.tiles, control))
+        kernel(StepArguments(address, groups, *memory, count, self.tiles, control, self.shared))
 
     def _kernel(self, is_scaled: bool, second: bool = False) -> StepKernel | StepKernelCpu:
         """The kernel for scaled or unscaled gradients; `second`: that of the second part of a step in two. Kept here,
@@ -239,6 +239,11 @@ class StepLaunch:
     def rows(self) -> np.ndarray:
         """The rows of tensors in `words`."""
         return self.words[: len(self.others) * _WIDTH].reshape(-1, _WIDTH)
+
+    @functools.cached_property
+    def shared(self) -> int:
+        """`StepArguments.shared` of a launch."""
+        return 0
 
     def _scratch(self) -> tuple[Any, ...]:
         """The memory of this launch that the kernel reads or writes, besides the table."""
