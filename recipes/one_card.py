@@ -34,7 +34,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import lowbit
 from recipes import text
@@ -52,6 +55,8 @@ SHAPES: dict[str, dict[str, Any]] = {
              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300},
 }  # fmt: skip
 """Llamas with random weights, untied. Their tokens are the bytes of the text."""
+WITHOUT_MASKS = "causal_sdpa"
+AttentionInterface.register(WITHOUT_MASKS, sdpa_attention_forward)
 SCHEMES = {"int8": lowbit.Int8Weight(), "int4": lowbit.Int4Weight(group_size=64)}
 
 
@@ -78,6 +83,8 @@ class Config:
     """Entries of the vocabulary whose logits are in memory together."""
     int8_products: bool = False
     """With int8 weights: products of linears in int8 too, where they are faster."""
+    compiled: bool = True
+    """On a GPU: torch.compile fuses the small operations of a block."""
     graph: bool = True
     """On a GPU, where the model has no dropout: replay a CUDA graph of the step. The host needs several times as
     long to launch it."""
@@ -228,14 +235,37 @@ def prepared_model(name: str, config: Config, device: torch.device) -> Any:
     return model.train()
 
 
-def checkpoint_blocks(model: Any, draws: bool) -> None:
-    """Keep the inputs of blocks alone for backward. transformers 5 renamed the method in a later release.
+def checkpoint_blocks(model: Any, draws: bool, compiled: bool = False) -> None:
+    """Keep the inputs of blocks alone for backward, which computes each block again.
 
     `draws`: a forward pass draws random numbers, and backward draws them again. A CUDA graph can't read their state.
+    `compiled`: blocks are compiled one by one, within their checkpoints. Blocks of one form share their code.
     """
-    name = "activation_checkpointing_enable"
-    enable = getattr(model, name, None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False, "preserve_rng_state": draws})
+    blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not blocks:
+        raise UserError(f"{type(model).__name__} has no block that transformers can checkpoint")
+    for block in blocks:
+        forward = torch.compile(block.forward) if compiled else block.forward
+        block.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=draws)
+
+
+@torch.no_grad()
+def leave_out_masks(model: Any, tokens: Tensor) -> None:
+    """Give attention no mask where these tokens [T], the context, have the same bits without one.
+
+    transformers leaves out the mask of attention that is causal and nothing else. But 5.17 makes one while a CUDA graph
+    is captured, and kernels that read a mask take 2.6 times as long. It makes none for a name without masks.
+    """
+    own = model.config._attn_implementation
+    if own != "sdpa":
+        return
+    model.eval()
+    hidden = [model.base_model(input_ids=tokens[None], use_cache=False)[0]]
+    model.set_attn_implementation(WITHOUT_MASKS)
+    hidden += [model.base_model(input_ids=tokens[None], use_cache=False)[0]]
+    model.train()
+    if not torch.equal(*hidden):
+        model.set_attn_implementation(own)
 
 
 @torch.no_grad()
@@ -377,8 +407,10 @@ def train(options: argparse.Namespace) -> None:
     some = tokens[: min(config.context, 64) + 1].to(device)
     check_loss(model, some, config)
     draws = draws_random_numbers(model, some)
-    checkpoint_blocks(model, draws)
     replays = config.graph and device.type == "cuda" and not draws
+    if replays:
+        leave_out_masks(model, tokens[: config.context].to(device))
+    checkpoint_blocks(model, draws, config.compiled and device.type == "cuda")
     print(f"{'a CUDA graph replays' if replays else 'the host launches'} each step")
     optimizer = make_optimizer(list(model.parameters()), config)
     clipping = None

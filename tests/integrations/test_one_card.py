@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,49 @@ def test_dropout_that_is_no_module_is_drawn_again() -> None:
     assert all(relative(a, b) < 2e-2 for a, b in zip(gradients(), exact, strict=True))
 
 
+def test_compiled_blocks_share_their_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five blocks make one graph of the forward pass and one of the checkpoint's, and train as they do without."""
+    from torch._dynamo.utils import counters
+
+    traced = partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", traced)
+    monkeypatch.setitem(one_card.SHAPES["tiny"], "num_hidden_layers", 5)
+    ends = []
+    for compiled in (False, True):
+        torch.compiler.reset()
+        counters.clear()
+        config = Config(lr=4e-3)
+        model = prepared_model("tiny", config, CPU)
+        one_card.checkpoint_blocks(model, draws=False, compiled=compiled)
+        optimizer = one_card.make_optimizer(list(model.parameters()), config)
+        lowbit.optim.step_in_backward(optimizer)
+        tokens = torch.randint(300, (4, 2, 65), generator=torch.Generator().manual_seed(0))
+        steps = [one_card.train_step(model, t[:, :-1], t[:, 1:], config) for t in tokens]
+        ends.append(torch.stack(steps))
+        assert counters["stats"]["unique_graphs"] == (2 if compiled else 0)
+    assert relative(ends[1], ends[0]) < 1e-2 and (ends[0].diff().abs() > 1e-3).all()
+    with pytest.raises(one_card.UserError, match="Linear has no block that transformers can"):
+        one_card.checkpoint_blocks(nn.Linear(2, 2), draws=False)
+
+
+@pytest.mark.parametrize("window, kept", [(None, False), (32, True), (128, False)])
+def test_masks_are_left_out_where_attention_is_causal_and_no_more(
+    window: int | None, kept: bool
+) -> None:
+    from transformers import AutoModelForCausalLM, MistralConfig
+
+    torch.manual_seed(0)
+    shape = MistralConfig(**one_card.SHAPES["tiny"], sliding_window=window)
+    model = AutoModelForCausalLM.from_config(shape)
+    tokens = torch.randint(300, (65,))
+    with torch.no_grad():
+        before = model(input_ids=tokens[None]).logits
+        one_card.leave_out_masks(model, tokens)
+        assert torch.equal(model(input_ids=tokens[None]).logits, before)
+    assert model.config._attn_implementation == ("sdpa" if kept else one_card.WITHOUT_MASKS)
+    assert model.training
+
+
 @pytest.mark.parametrize("kind", ["Granite", "Gemma2", "Phi"])
 def test_a_head_that_does_more_than_multiply_is_refused(kind: str) -> None:
     """It scales or caps its logits, or has a bias."""
@@ -259,13 +303,17 @@ def test_mistakes(
 
 
 @pytest.mark.gpu
-def test_a_replayed_graph_trains_as_the_step_does(tmp_path: Path) -> None:
-    """Six steps, four of them replayed, have the losses of six that the host launches. Rates and batches change."""
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_replayed_graph_trains_as_the_step_does(compiled: bool) -> None:
+    """Six steps, four of them replayed, have the losses of six that the host launches. Rates and batches change. The
+    captured step needs no mask, so it compiles nothing."""
     ends = []
     for graph in (False, True):
         config = Config(steps=6, batch_size=2, context=64, lr=4e-3, warmup_steps=2, graph=graph)
         model = prepared_model("tiny", config, torch.device("cuda"))
-        one_card.checkpoint_blocks(model, draws=False)
+        one_card.leave_out_masks(model, torch.arange(64, device="cuda"))
+        assert model.config._attn_implementation == one_card.WITHOUT_MASKS
+        one_card.checkpoint_blocks(model, draws=False, compiled=compiled)
         params = list(model.parameters())
         optimizer = one_card.make_optimizer(params, config)
         clipping = ClipByHistory(optimizer, config.clip, torch.device("cuda"))
