@@ -28,7 +28,7 @@ _UNFINISHED = {FakeQuantizedTensor: "lowbit.qat.convert_", BitNetTensor: "lowbit
 
 
 class ModelSource:
-    """The state dict of a module, without second names of tied tensors, and its config.json, of transformers or diffusers.
+    """The state dict of a module, without second names of tied tensors, and its config.json (transformers, diffusers).
 
     Args:
         model: the module.

@@ -232,7 +232,7 @@ def test_from_pretrained_reads_what_export_writes(kind: str, tmp_path: Path) -> 
     lowbit.export(model, tmp_path / "several", max_shard_size=100_000)
     lowbit.export(tmp_path / "several", tmp_path / "again")
     assert (tmp_path / "several/diffusion_pytorch_model.safetensors.index.json").is_file()
-    schemes = {name: INT8 for name in lowbit.quantize_(built(kind), INT8).converted}
+    schemes = dict.fromkeys(lowbit.quantize_(built(kind), INT8).converted, INT8)
     lowbit.export(tmp_path / "plain", tmp_path / "folder", scheme=schemes)
     for place in ("one", "several", "again", "folder"):
         saved = type(model).from_pretrained(tmp_path / place)
