@@ -35,8 +35,8 @@ from lowbit.formats.sources import Holder, Item
 from lowbit.formats.tied import second_names
 from lowbit.numerics.code_range import FLOATS
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+STEMS = "model", "diffusion_pytorch_model"
+"""How the names of shards begin in folders of transformers, and in those of diffusers."""
 MOST_MAPPED = 2**27
 """Bytes of tensors that one mapping of a file gives."""
 MOST_AHEAD = 2**25
@@ -80,6 +80,17 @@ def read_json(path: Path) -> dict[str, Any]:
     if level:
         raise FormatError(f"{path} is nested too deep; accepted: {_MOST_LEVELS} levels")
     return found
+
+
+def is_of_diffusers(config: Mapping[str, Any]) -> bool:
+    """True for the config.json of a model of diffusers."""
+    return "_class_name" in config
+
+
+def names_of_shards(config: Mapping[str, Any]) -> tuple[str, str]:
+    """The names of a shard that is alone and of the index of several, for a model with this config.json."""
+    single = f"{STEMS[is_of_diffusers(config)]}.safetensors"
+    return single, f"{single}.index.json"
 
 
 def _is_file(path: Path) -> bool:
@@ -194,19 +205,20 @@ class Folder:
         return {"quant_method": "modelopt", **found} if found.get("quant_algo") else None
 
     def _find_shards(self) -> dict[str, TensorFile]:
-        if (self.path / INDEX).is_file():
-            listed = self._json(INDEX).get("weight_map")
+        single, index = names_of_shards(self.config)
+        if (self.path / index).is_file():
+            listed = self._json(index).get("weight_map")
             if not isinstance(listed, dict) or not listed:
-                raise FormatError(f"{self.path / INDEX} has no weight_map")
-            if (self.path / SINGLE).is_file() and SINGLE not in listed.values():
+                raise FormatError(f"{self.path / index} has no weight_map")
+            if (self.path / single).is_file() and single not in listed.values():
                 raise FormatError(
-                    f"{self.path} holds {SINGLE}, and {INDEX} that names other shards; keep those of one model only"
+                    f"{self.path} holds {single}, and {index} that names other shards; keep those of one model only"
                 )
             files = sorted({*map(str, listed.values())})
         else:
             listed = None
-            whole = (self.path / SINGLE).is_file()
-            files = [SINGLE] if whole else sorted(p.name for p in self.path.glob("*.safetensors"))
+            whole = (self.path / single).is_file()
+            files = [single] if whole else sorted(p.name for p in self.path.glob("*.safetensors"))
         if not files:
             others = sorted(p.name for p in self.path.iterdir() if p.suffix in WEIGHT_SUFFIXES)
             hint = f"; convert {others[0]} to safetensors first" if others else ""
@@ -472,7 +484,8 @@ def copy_beside_weights(source: Path, folder: Path) -> None:
 
 def copy_settings(source: Path, folder: Path) -> None:
     """Copy config.json, the index of the shards, and the other files that describe the weights."""
-    for name in sorted({*_SETTINGS_OF_WEIGHTS, INDEX}):
+    indices = {f"{stem}.safetensors.index.json" for stem in STEMS}
+    for name in sorted(_SETTINGS_OF_WEIGHTS | indices):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 

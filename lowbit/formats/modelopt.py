@@ -151,6 +151,14 @@ class ModelOpt(Format):
             "ignore": sorted(plain),
         }
 
+    def notes(self, weights: Mapping[str, LowbitTensor]) -> list[str]:
+        if not any(isinstance(weight, Float8Tensor) for weight in weights.values()):
+            return []  # transformers ends with an error there, about shapes
+        return [
+            "transformers 5.23 does not read modelopt: from_pretrained warns and takes the MXFP8 codes for values, without "
+            'scales; for transformers write format="compressed-tensors" or "lowbit"'
+        ]
+
     def skips(self, config: Mapping[str, Any], layer: str) -> bool:
         listed = config.get("ignore", config.get("exclude_modules"))
         patterns = listed if isinstance(listed, list) else []

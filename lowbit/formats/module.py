@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lowbit.checkpoint import identity
 from lowbit.convert import Owner, find_owners
 from lowbit.formats.base import FormatError
-from lowbit.formats.folder import copy_beside_weights
+from lowbit.formats.folder import copy_beside_weights, is_of_diffusers
 from lowbit.formats.sources import Holder, Item
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.tensor.core.base import LowbitTensor
@@ -28,7 +28,7 @@ _UNFINISHED = {FakeQuantizedTensor: "lowbit.qat.convert_", BitNetTensor: "lowbit
 
 
 class ModelSource:
-    """The state dict of a module, without second names of tied tensors, and the config of a model of transformers.
+    """The state dict of a module, without second names of tied tensors, and its config.json (transformers, diffusers).
 
     Args:
         model: the module.
@@ -60,7 +60,7 @@ class ModelSource:
         self.tensors = {name: self.taken(name, state[name]) for name in names}
         self.config = config_of(self.model)
         dtypes = [t.dtype for t in self.tensors.values() if t.is_floating_point()]
-        if dtypes:
+        if dtypes and not is_of_diffusers(self.config):
             most = max(dict.fromkeys(dtypes), key=dtypes.count)
             self.config.setdefault("dtype", str(most).removeprefix("torch."))
         if getattr(self.model, "config", None) is not None and "lm_head.weight" in self.tensors:
@@ -164,10 +164,11 @@ def _own(name: str, value: Any) -> Tensor:
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
-    """The config.json of a model of transformers; {} for any other module."""
+    """The config.json of a model of transformers or diffusers; {} for any other module."""
     config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_json_string"):
+    writer = config if hasattr(config, "to_json_string") else model  # diffusers: the model itself
+    if not hasattr(writer, "to_json_string"):
         return {}
-    found: dict[str, Any] = json.loads(config.to_json_string())
+    found: dict[str, Any] = json.loads(writer.to_json_string())
     found.pop("quantization_config", None)
-    return {**found, "architectures": [type(model).__name__]}
+    return found if is_of_diffusers(found) else {**found, "architectures": [type(model).__name__]}

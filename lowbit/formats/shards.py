@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowbit.files import digests, new_path, tensor_file
 from lowbit.formats.base import Format, FormatError
-from lowbit.formats.folder import INDEX, SINGLE, WEIGHT_SUFFIXES
+from lowbit.formats.folder import WEIGHT_SUFFIXES, names_of_shards
 from lowbit.tensor.core.base import LowbitTensor
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -87,11 +87,16 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 class Shards:
     """The shards of a folder, each written when the next tensors would make it larger than `largest` bytes.
 
-    The tensors of a shard are in memory until it is written.
+    The tensors of a shard are in memory until it is written. `config`: that of the model, which says how its loader
+    names the shards.
     """
 
-    def __init__(self, folder: Path, largest: int, format: Format) -> None:
+    def __init__(
+        self, folder: Path, largest: int, format: Format, config: Mapping[str, Any]
+    ) -> None:
         self._folder, self._largest, self._format = folder, largest, format
+        self._single, self._index = names_of_shards(config)
+        self._stem = self._single.removesuffix(".safetensors")
         self._tensors: dict[str, Tensor] = {}
         self._weights: dict[str, LowbitTensor] = {}
         self._plain: list[str] = []
@@ -122,7 +127,7 @@ class Shards:
         self.nbytes += size
 
     def _write(self) -> None:
-        path = self._folder / f"model-{len(self._files) + 1:05d}.safetensors"
+        path = self._folder / f"{self._stem}-{len(self._files) + 1:05d}.safetensors"
         beside = self._format.metadata(self._weights, self._plain)
 
         def describe(entries: digests.Entries) -> dict[str, str]:
@@ -142,13 +147,13 @@ class Shards:
             self._write()
         count = len(self._files)
         if count == 1:
-            os.rename(self._files[0], self._folder / SINGLE)
+            os.rename(self._files[0], self._folder / self._single)
             return
-        final = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        final = [f"{self._stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
         for path, name in zip(self._files, final, strict=True):
             os.rename(path, self._folder / name)
         write_json(
-            self._folder / INDEX,
+            self._folder / self._index,
             {
                 "metadata": {"total_size": self.nbytes},
                 "weight_map": {name: final[i] for name, i in sorted(self._names.items())},

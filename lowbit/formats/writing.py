@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lowbit.convert import Schemes, check_schemes
 from lowbit.formats.base import Format, FormatError, Parts, ScalesError, layer_of
 from lowbit.formats.experts import gathered, published
-from lowbit.formats.folder import Folder
+from lowbit.formats.folder import Folder, is_of_diffusers, read_json
 from lowbit.formats.format_file import check_free_file, format_file
 from lowbit.formats.gguf.file import GgufFile, GgufWriter
 from lowbit.formats.gguf.format import Gguf
@@ -24,7 +24,7 @@ from lowbit.formats.gguf.mixes import gguf_mix
 from lowbit.formats.heap import Trimmed
 from lowbit.formats.like import MOST_REFUSED, Likeness, write_like
 from lowbit.formats.merged import MergedLayers, Ready
-from lowbit.formats.module import ModelSource
+from lowbit.formats.module import ModelSource, config_of
 from lowbit.formats.programs.base import ProgramFormat
 from lowbit.formats.programs.exporting import export_program
 from lowbit.formats.quantizing import Quantizing
@@ -81,7 +81,8 @@ def export(
         model: a module, whose state dict is written, or the folder of a checkpoint in any format that lowbit reads, or
             a GGUF file.
         out: the folder to make; its parent exists. For "gguf" a file.
-        format: a name of `lowbit.formats.names()`; None, without `like`, for "compressed-tensors".
+        format: a name of `lowbit.formats.names()`; None, without `like`, for "compressed-tensors", and for a model of
+            diffusers, which does not read that one, for "lowbit".
         like: a folder with low-bit weights from which `lowbit.load_pretrained` made the model. `out` gets its names,
             dtypes, shards, config.json and other files. A tensor that is equal to the folder's keeps its bytes, also a
             single expert of a stack. Other weights keep their values, in the format of the folder. Takes no `format`,
@@ -120,7 +121,7 @@ def export(
         if not isinstance(model, nn.Module):
             raise TypeError(f"like= writes an nn.Module, got {type(model).__name__}")
         return export_like(ModelSource(model), Path(out), like, lossy, overwrite)
-    target, out = target_of(format or "compressed-tensors"), Path(out)
+    target, out = target_of(format or _default_format(model)), Path(out)
     if isinstance(target, ProgramFormat):
         refuse_options(of_source, f"{target.name} holds a program of a module")
         return export_program(model, out, target, example_inputs, dynamic_shapes, lossy, overwrite)
@@ -145,6 +146,15 @@ def export(
     return report
 
 
+def _default_format(model: Any) -> str:
+    config: Mapping[str, Any] = {}
+    if isinstance(model, nn.Module):
+        config = config_of(model)
+    elif isinstance(model, str | os.PathLike) and (path := Path(model, "config.json")).is_file():
+        config = read_json(path)
+    return "lowbit" if is_of_diffusers(config) else "compressed-tensors"
+
+
 def write_folder(
     source: Source,
     out: Path,
@@ -157,7 +167,7 @@ def write_folder(
 ) -> None:
     """Write `source` to the folder `out`, in shards of at most `largest` bytes, and enter all of it in `report`."""
     with new_folder(out, overwrite) as folder:
-        shards = Shards(folder, largest, target)
+        shards = Shards(folder, largest, target, source.config)
         weights, plain = _write_all(source, shards, target, lossy, report)
         shards.finish()
         report.nbytes = shards.nbytes

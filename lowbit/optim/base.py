@@ -37,6 +37,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -379,6 +380,15 @@ class LowbitOptimizer(torch.optim.Optimizer):
         self._update(jobs, scale)
         for offsets, before in kept:
             offsets.copy_(before)
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self._keep_captured(jobs)
+
+    def _keep_captured(self, jobs: list[Job]) -> None:
+        """Keep the memory that the CUDA graph being captured uses at each replay: the optimizer may be given other
+        states and learning rates before."""
+        rates = [group["lr"] for group in self.param_groups]
+        used = [(states.memory(p), dict(self.state[p])) for job in jobs for p in job.params]
+        self.__dict__.setdefault("_captured", []).append((rates, used))
 
     def _offsets_to_keep(self) -> list[tuple[Tensor, Tensor]]:
         """Random-number offsets of weights that the coming step must not advance, and copies of them.
@@ -479,7 +489,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
         Options come from the checkpoint, as with torch.optim, except `state`: the optimizer keeps its own format and
         converts the states to it. It copies the checkpoint's tensors. The next step warns once if the implementation
-        (compiled or not) differs from that of the checkpoint's last step.
+        (compiled or not) differs from that of the checkpoint's last step. A CUDA graph captured before goes on with the
+        states and learning rates of its capture: a warning asks to capture again.
 
         Raises:
             ValueError, TypeError: the checkpoint doesn't fit. Nothing has changed then.
@@ -498,6 +509,12 @@ class LowbitOptimizer(torch.optim.Optimizer):
             loaded = self._loaded_states(groups, state_dict)
         self.__setstate__({"state": loaded, "param_groups": groups})
         self.stepped_by = stepped_by
+        if self.__dict__.get("_captured"):
+            warnings.warn(
+                "a CUDA graph captured before load_state_dict updates the states of its capture, with its learning "
+                "rates, not those just loaded; take one step and capture again",
+                stacklevel=2,
+            )
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -28,7 +28,7 @@ from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.regather import reshard
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import named_scales
-from lowbit.tracing.observer import Method, all_ranks
+from lowbit.tracing.observer import PERCENTILE, Method, all_ranks, check_range
 
 
 class Stage(NamedTuple):
@@ -64,8 +64,9 @@ class Schedule:
     Raises:
         TypeError: `model` is not a module, or `bits` is not a mapping.
         ValueError: nothing is prepared; a step or a number of bits out of range; bits that do not reach the schemes, or
-            with learned scales, which would no longer fit; `freeze_scales` without learned scales; `freeze_observers`
-            without a static activation, or, at its last step, a layer that saw no batch.
+            with learned scales, which would no longer fit; `freeze_scales` without learned scales; an unknown `method`
+            or an impossible `percentile`, or one without `freeze_observers`; `freeze_observers` without a static
+            activation, or, at its last step, a layer that saw no batch.
     """
 
     def __init__(
@@ -102,8 +103,14 @@ class Schedule:
         for name, step in given.items():
             if not isinstance(step, int) or step < 0:
                 raise ValueError(f"{name} must be a number of steps, 0 or more, got {step!r}")
+        check_range(**self._observers)
         if self.freeze_observers is not None:
             prepared_layers(self.model)
+        elif self._observers != {"method": "squared_error", "percentile": PERCENTILE}:
+            raise ValueError(
+                f"{self._observers} are for observers, and without freeze_observers there are none; give the number of "
+                "steps in which they observe, or leave method and percentile out"
+            )
         if self.freeze_scales is not None and not learned_parameters(self.model):
             raise ValueError(
                 f"freeze_scales={self.freeze_scales}, but no scale is learned; accepted: a model prepared with "

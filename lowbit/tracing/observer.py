@@ -2,7 +2,8 @@
 
     method             range [low, high]
     "minmax"           from the smallest to the largest value of all batches
-    "moving_average"   the same of each batch, averaged: the last batch counts `MOMENTUM`, all before it the rest
+    "moving_average"   the same of each batch, averaged: the last batch counts `MOMENTUM`, all before it the rest. Of
+                       several ranks the mean of their averages, weighted by their batches
     "percentile"       all but (100 − percentile)% of the values at either end
     "squared_error"    the one of `CANDIDATES` ranges r · [low, high], r ≤ 1, whose rounding has the least squared error
 
@@ -47,7 +48,7 @@ def check_range(method: str, percentile: float) -> None:
         raise ValueError(
             f"unknown method {method!r}; accepted: {', '.join(map(repr, get_args(Method)))}"
         )
-    if not 50 < percentile <= 100:
+    if not isinstance(percentile, int | float) or not 50 < percentile <= 100:
         raise ValueError(f"percentile must be above 50 and up to 100, got {percentile!r}")
     if percentile != PERCENTILE and method != "percentile":
         raise ValueError(

@@ -468,7 +468,7 @@ def test_a_waiting_shard_does_not_keep_its_source_in_memory(tmp_path: Path) -> N
 
     plain_folder(tmp_path / "plain", build())
     mapped = dict(formats.tensors(tmp_path / "plain"))
-    shards = Shards(tmp_path, 10**9, by_name("lowbit"))
+    shards = Shards(tmp_path, 10**9, by_name("lowbit"), {})
     shards.add(mapped, "plain", None)
     shared = [n for n, t in shards._tensors.items() if t.data_ptr() == mapped[n].data_ptr()]
     assert not shared and shards._tensors.keys() == mapped.keys()

@@ -74,7 +74,8 @@ def test_mxfp8(tmp_path: Path) -> None:
     first = nn.Linear(64, 33, bias=False).bfloat16()
     model.first = first
     lowbit.quantize_(model, {"first": lowbit.MXFP8DynamicActivationMXFP8Weight(), "*": None})
-    lowbit.export(model, tmp_path / "out", "modelopt")
+    (note,) = lowbit.export(model, tmp_path / "out", "modelopt").notes
+    assert "from_pretrained warns and takes the MXFP8 codes for values" in note
     settings = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     assert (settings["quant_algo"], settings["group_size"]) == ("MXFP8", 32)
     stored = load_file(tmp_path / "out/model.safetensors")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import lowbit as lb
@@ -115,6 +116,23 @@ def test_values_fold_into_the_output_projection_without_groups_of_heads() -> Non
     assert {f.name for f in found if f.linears[0] is model.blocks[0].attention.out} == {
         "blocks.0.attention.value"
     }
+
+
+def test_awq_keeps_the_rows_that_it_measures_alone() -> None:
+    """Not the activations of all batches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))
+    inputs: list[StorageWeakRef] = []
+    kept: list[int] = []
+
+    def see(module: nn.Module, args: tuple[Tensor]) -> None:
+        kept.append(sum(not storage.expired() for storage in inputs))
+        inputs.append(StorageWeakRef(args[0].untyped_storage()))
+
+    model[1].register_forward_pre_hook(see)
+    batches = [torch.randn(2048, 64) for _ in range(6)]
+    report = lb.calibrate(model, lb.Int4WeightOnly(32), batches, steps=[AWQ()])
+    assert "AWQ into 0" in str(report) and len(kept) > 6 and max(kept) <= 1
 
 
 @pytest.mark.parametrize("step", [AWQ(), SmoothQuant(), SmoothQuant(0.8)], ids=str)

@@ -271,6 +271,36 @@ def test_hessians_of_experts_with_few_rows() -> None:
     )
 
 
+class Switching(nn.Module):
+    """Its second linear multiplies the input of the first, or another, or nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(96, 24, bias=False), nn.Linear(96, 24, bias=False)
+
+    def forward(self, x: Tensor, kind: str) -> Tensor:
+        y = self.q(x)
+        if kind == "other":
+            return y + self.k(x.flip(-1))
+        return y + self.k(x) if kind == "same" else y
+
+
+@pytest.mark.parametrize("kind", ["other", "nothing"])
+def test_weights_that_share_an_input_in_some_batches(kind: str) -> None:
+    """Batches count the same in any order: the first one alone does not say what the weights share."""
+    batches = [{"x": uneven(200, 96), "kind": k} for k in ("same", kind)]
+    batches[1]["x"] = batches[1]["x"].flip(0) * 3
+    made = []
+    for order in (batches, batches[::-1]):
+        torch.manual_seed(0)
+        model = Switching()
+        lb.calibrate(model, lb.IntxWeightOnly(3, 32), order, steps=[Search()])
+        made.append(model)
+    for name in ("q", "k"):
+        a, b = (getattr(m, name).weight.dequantize() for m in made)
+        assert torch.equal(a, b), name
+
+
 @pytest.mark.parametrize("scales", ["searched", "minmax"])
 def test_one_expert_at_a_time(scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One factor is in memory, whatever the number of experts; the result is that of each expert alone."""

@@ -222,6 +222,24 @@ def test_from_pretrained_quantizes_what_it_reads(kind: str, name: str, tmp_path:
     assert torch.equal(still(kind, type(model).from_pretrained(tmp_path / "low")), expected)
 
 
+@pytest.mark.parametrize("kind", ["flux", "vae"])
+def test_from_pretrained_reads_what_export_writes(kind: str, tmp_path: Path) -> None:
+    """From memory and from a folder, in one file and in several, with the config and the names of diffusers."""
+    model = built(kind)
+    model.save_pretrained(tmp_path / "plain", max_shard_size="100KB")
+    lowbit.quantize_(model, INT8)
+    lowbit.export(model, tmp_path / "one")
+    lowbit.export(model, tmp_path / "several", max_shard_size=100_000)
+    lowbit.export(tmp_path / "several", tmp_path / "again")
+    assert (tmp_path / "several/diffusion_pytorch_model.safetensors.index.json").is_file()
+    schemes = dict.fromkeys(lowbit.quantize_(built(kind), INT8).converted, INT8)
+    lowbit.export(tmp_path / "plain", tmp_path / "folder", scheme=schemes)
+    for place in ("one", "several", "again", "folder"):
+        saved = type(model).from_pretrained(tmp_path / place)
+        assert torch.equal(still(kind, saved), still(kind, model)), place
+    assert "dtype" not in json.loads((tmp_path / "one/config.json").read_text())
+
+
 def test_a_part_that_became_low_bit_alone_is_described(tmp_path: Path) -> None:
     model = built("flux")
     lowbit.quantize_(model.transformer_blocks, INT8)

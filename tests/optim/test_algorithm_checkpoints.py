@@ -100,11 +100,18 @@ def test_resuming_from_a_file_is_bit_for_bit(cls, options, state):
     params = parameters(*SHAPES)
     optimizer = cls(params, lr=0.01, state=state, **options)
     run(optimizer, params, 3)
-    other, copies = copied(cls, params, state=state)
-    other.load_state_dict(saved(optimizer.state_dict()))
+    checkpoint = saved(optimizer.state_dict())
+    others = [copied(cls, params, state=state) for _ in range(2)]
+    run(*others[1], 2, first=7)  # it has stepped, with other options, and keeps launches
+    for other, copies in others:
+        with torch.no_grad():
+            for p, q in zip(params, copies, strict=True):
+                q.copy_(p)
+        other.load_state_dict(checkpoint)
+        run(other, copies, 3, first=3)
     run(optimizer, params, 3, first=3)
-    run(other, copies, 3, first=3)
-    assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
+    for _, copies in others:
+        assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
 
 
 # relative error of values of one format in another; 0 in the same format

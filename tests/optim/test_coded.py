@@ -181,6 +181,28 @@ def test_a_backward_that_kept_the_codes_is_refused(device, products):
         loss.backward()
 
 
+def test_loading_into_an_optimizer_that_has_stepped(device):
+    """It takes the states, the options and the tensor of the learning rate of the checkpoint."""
+    params, others, lr = weights("int8", device), weights("int8", device), torch.tensor(3e-2)
+    optimizer = optim.AdamW8bit(params, lr=lr.to(device), betas=(0.5, 0.6), weight_decay=0.5)
+    other = optim.AdamW8bit(others, lr=1e-3)
+    for step in range(2):
+        set_grads(params, step)
+        optimizer.step()
+        set_grads(others, step + 5)
+        other.step()
+    with torch.no_grad():
+        for param, value in zip(others, params, strict=True):
+            param.copy_(value)
+    other.load_state_dict(optimizer.state_dict())
+    for step in (2, 3):
+        for each, own in ((optimizer, params), (other, others)):
+            set_grads(own, step)
+            each.step()
+    check_equal(contents(params, optimizer), contents(others, other))
+    assert {variant.code_bits for variant in LAUNCHES} == {8}
+
+
 def test_memory_that_moved(device, monkeypatch):
     def run():
         params = weights("int8", device, [(4, 512)])

@@ -157,10 +157,53 @@ def test_a_graph_keeps_the_states_that_it_writes_to():
     with torch.cuda.graph(graph):
         optimizer.step()
     states = [weakref.ref(value) for p in params for value in optimizer.state[p].values()]
-    optimizer.load_state_dict(optimizer.state_dict())  # as copies
+    with pytest.warns(UserWarning, match="capture again"):
+        optimizer.load_state_dict(optimizer.state_dict())  # as copies
     assert all(ref() is not None for ref in states)
     graph.replay()
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("cls", [optim.AdamW8bit, optim.Muon])
+@pytest.mark.parametrize("fused", [None, False], ids=["fused", "eager"])
+def test_a_graph_keeps_its_learning_rates(cls, fused, monkeypatch):
+    """The user may replace them before a replay. A capture on a CPU is a pretence."""
+    params = parameters("cpu", [(64, 256), (300,)])
+    optimizer = cls(params, fused=fused)
+    lr = optimizer.param_groups[0]["lr"] = torch.tensor(1e-2)
+    set_grads(params, 0)
+    optimizer.step()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    optimizer.step()
+    captured = weakref.ref(lr)
+    optimizer.param_groups[0]["lr"] = 1e-3
+    del lr
+    assert captured() is not None
+    with pytest.warns(UserWarning, match="capture again"):
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_with_the_learning_rate_of_its_capture():
+    params = parameters("cuda", [(64, 256), (300,)])
+    optimizer = optim.AdamW8bit(params)
+    optimizer.param_groups[0]["lr"] = torch.tensor(1e-2, device="cuda")
+    expected = parameters("cuda", [(64, 256), (300,)])
+    eager = optim.AdamW8bit(expected, lr=1e-2)
+    set_grads(params, 0)
+    set_grads(expected, 0)
+    optimizer.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = torch.tensor(7.0, device="cuda")
+    rubbish = [torch.full((1,), 7.0, device="cuda") for _ in range(200)]
+    graph.replay()
+    eager.step()
+    eager.step()
+    assert all(relative(p, q) < 1e-6 for p, q in zip(params, expected, strict=True)) and rubbish
 
 
 @pytest.mark.gpu

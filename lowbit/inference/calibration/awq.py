@@ -56,13 +56,14 @@ class AWQ(Step):
 
         def see(i: int, x: Tensor) -> None:
             sums[i] += x.abs().sum(0, dtype=torch.float32)
-            rows[i].append(x[:: max(1, len(x) // share)][:share])
+            some = x[:: max(1, len(x) // share)][:share]
+            rows[i].append(some.to(torch.float32, copy=True))  # a view would keep all of x
 
         watched(model, [f.linears[0] for f in found], batches, see)
         batches.ranks.add_up(*sums)
         notes: dict[int, str] = {}
         for i, folding in enumerate(found):
-            x = torch.cat([own.float() for own in rows[i]])
+            x = torch.cat(rows[i])
             rows[i].clear()
             alpha, scale = self._best(folding, specs, sums[i], x, batches.ranks)
             if alpha:

@@ -143,17 +143,35 @@ class Place:
         }
 
     def _collect(self, group: Group, needs: Needs) -> None:
+        alike = self._counted(group, needs)
+        if not all(self.ranks.gathered(alike)):
+            pairs = zip(group.targets, group.moments, strict=True)
+            group.moments = [
+                Moments(shape_of_blocks(t), t.weight.device, m.full, m.pairs) for t, m in pairs
+            ]
+            self._counted(group, needs)
+        for moments in dict.fromkeys(group.moments):
+            moments.add_up(self.ranks)
+
+    def _counted(self, group: Group, needs: Needs) -> bool:
+        """Sum over all batches. False: weights that share their sums multiply other tensors in some batch."""
         high: dict[int, list[Tensor]] = {}
         leads = {id(m): i for i, m in reversed(list(enumerate(group.moments)))}
+        lead_of = {i: leads[id(m)] for i, m in enumerate(group.moments)}
+        sharing = {i for pair in lead_of.items() if pair[0] != pair[1] for i in pair}
+        multiplied: dict[int, list[Any]] = {}
+        alike = True
 
         def remember(index: int, matrix: int, matrices: int, rows: Tensor, source: Any) -> None:
             moments = group.moments[index]
-            if moments.pairs and not isinstance(rows, int) and leads[id(moments)] == index:
+            if moments.pairs and not isinstance(rows, int) and lead_of[index] == index:
                 high.setdefault(index, []).append(rows)
 
         def count(index: int, matrix: int, matrices: int, rows: Any, source: Any) -> None:
             moments = group.moments[index]
-            if leads[id(moments)] != index:
+            if index in sharing:
+                multiplied[index].append(source)
+            if lead_of[index] != index:
                 return
             if isinstance(rows, int):
                 moments.looked_up += rows
@@ -163,11 +181,13 @@ class Place:
 
         for number, mask in enumerate(self.masks):
             high.clear()
+            multiplied = {i: [] for i in sharing}
             if needs.pairs and self.high is not None:
                 assert self.copies is not None
                 with Watch([self.copies[t.owners[0].fqn] for t in group.targets], remember, mask):
                     self.high(number)
             with Watch(group.targets, count, mask):
                 self.run(number)
-        for moments in dict.fromkeys(group.moments):
-            moments.add_up(self.ranks)
+            numbers = {i: list(map(id, sources)) for i, sources in multiplied.items()}
+            alike = alike and all(numbers[i] == numbers[lead_of[i]] for i in sharing)
+        return alike

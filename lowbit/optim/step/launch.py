@@ -269,9 +269,8 @@ class StepLaunch:
             # A graph reads its own copy at every replay, so later steps must not write to it.
             source = _pinned(self.words, self.table.device)
             table = torch.empty_like(self.table)
-            # The graph may be replayed at any later time.
-            written = [(states.memory(p), dict(optimizer.state[p])) for p in self.params]
-            kept = (self._scratch(), self.kernels, source, table, written)
+            # The graph may be replayed at any later time. The optimizer keeps weights, states and learning rates.
+            kept = (self._scratch(), self.kernels, source, table)
             optimizer.__dict__.setdefault("_captured", []).append(kept)
             return table.copy_(source, non_blocking=True)
         if self.uploaded is None or not np.array_equal(self.uploaded, self.words):
