@@ -155,8 +155,8 @@ class ModelOpt(Format):
         if not any(isinstance(weight, Float8Tensor) for weight in weights.values()):
             return []  # transformers ends with an error there, about shapes
         return [
-            "transformers 5.23 does not read modelopt: from_pretrained warns and takes the MXFP8 codes for values, without "
-            'scales; for transformers write format="compressed-tensors" or "lowbit"'
+            "transformers 5.23 does not read modelopt: from_pretrained warns and takes the MXFP8 codes for values, "
+            'without scales; for transformers write format="compressed-tensors" or "lowbit"'
         ]
 
     def skips(self, config: Mapping[str, Any], layer: str) -> bool:

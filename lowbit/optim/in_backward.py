@@ -80,6 +80,11 @@ def step_in_backward(
         RuntimeError: the optimizer steps in backward already.
     """
     if not isinstance(optimizer, LowbitOptimizer):
+        if isinstance(getattr(optimizer, "optimizer", None), LowbitOptimizer):
+            raise TypeError(
+                f"step_in_backward takes an optimizer of lowbit.optim, and this {type(optimizer).__name__} wraps one: "
+                "give it its .optimizer, or call it before the optimizer is wrapped"
+            )
         raise TypeError(
             f"step_in_backward takes an optimizer of lowbit.optim, got {type(optimizer).__name__}; for those of torch, "
             "register_post_accumulate_grad_hook on each parameter does the same"

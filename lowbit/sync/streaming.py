@@ -32,6 +32,7 @@ from lowbit.formats.shards import size_in_bytes
 from lowbit.formats.sources import Source
 from lowbit.formats.writing import export_like, folder_like, refuse_options, walk, write_folder
 from lowbit.sync.source import TrainedModel
+from lowbit.tensor.core.base import LowbitTensor
 
 Known = digests.Entries
 """What a receiver holds: for each stored name {"dtype", "shape", "sha256"}, or "mixed" in place of "sha256" where the
@@ -289,9 +290,15 @@ def load_(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> int:
             why = " ".join(str(error).split())
             raise FormatError(f"{layer or 'the model'}, a {kind}: {why}") from error
         if unknown:
+            held = modules[layer].parameters(recurse=False)
+            own_format = any(isinstance(t, LowbitTensor) for t in held)
             raise FormatError(
-                f"{layer or 'the model'}, a {kind}, has no {', '.join(unknown[:3])}: send the format from which the "
-                "server was built, while its weights are packed"
+                f"{layer or 'the model'}, a {kind}, has no {', '.join(unknown[:3])}: "
+                + (
+                    'its weight is lowbit\'s own, so send the format "lowbit"'
+                    if own_format
+                    else "send the format from which the server was built, while its weights are packed"
+                )
             )
         count += len(own)
     return count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -337,6 +338,9 @@ def test_refused():
     model = nn.Linear(4, 4)
     with pytest.raises(TypeError, match=r"lowbit\.optim, got AdamW"):
         optim.step_in_backward(torch.optim.AdamW(model.parameters()))
+    wrapped = SimpleNamespace(optimizer=optim.AdamW(model.parameters()))  # as accelerate's
+    with pytest.raises(TypeError, match=r"this SimpleNamespace wraps one: give it its \.optimizer"):
+        optim.step_in_backward(wrapped)
     optimizer = optim.AdamW(model.parameters(), max_grad_norm=1.0)
     with pytest.raises(ValueError, match=r"max_grad_norm=1\.0 needs the gradients of all"):
         optim.step_in_backward(optimizer)

@@ -266,6 +266,11 @@ def test_what_does_not_fit_the_module_is_named() -> None:
         sync.load_(model, [("norm.weight", torch.ones(3))])
     with pytest.raises(FormatError, match=r"has no other.weight"):
         sync.load_(model, [("other.weight", torch.ones(3))])
+    lowbit.quantize_(model, lowbit.Int8WeightOnly())
+    with pytest.raises(
+        FormatError, match=r"has no weight_packed: its weight is lowbit's own, so send"
+    ):
+        sync.load_(model, [("up_proj.weight_packed", torch.ones(1))])
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -25,6 +25,17 @@ def test_a_trained_weight_takes_no_data() -> None:
     assert torch.equal(layer.weight.dequantize(), before)
 
 
+def test_products_take_no_out() -> None:
+    """As a fused loss asks for that multiplies by the weight of the head in a function of its own."""
+    layer = nn.Sequential(nn.Linear(32, 8, bias=False))
+    lowbit.train.prepare_(layer, lowbit.Int8Weight())
+    with (
+        torch.no_grad(),
+        pytest.raises(NotImplementedError, match="does not support mm with out=; leave this"),
+    ):
+        torch.mm(torch.randn(2, 32), layer[0].weight.t(), out=torch.empty(2, 8))
+
+
 def test_codes_take_no_gradient() -> None:
     weight = nn.Parameter(AffineTensor.from_float(torch.randn(8, 32), SCHEME), requires_grad=False)
     with pytest.warns(
