@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.checkpoint import identity
-from lowbit.convert import Owner, find_owners
+from lowbit.convert import Owner, find_owners, is_tuner
 from lowbit.formats.base import FormatError
 from lowbit.formats.folder import copy_beside_weights, is_of_diffusers
 from lowbit.formats.sources import Holder, Item
@@ -109,6 +109,16 @@ class ModelSource:
             (folder / "generation_config.json").write_text(text, encoding="utf-8")
 
 
+def refuse_adapters(model: nn.Module) -> None:
+    """Raise FormatError for a model with adapters of PEFT."""
+    if adapted := [name for name, module in model.named_modules() if is_tuner(module)]:
+        raise FormatError(
+            f"{adapted[0]} and {len(adapted) - 1} other layers have adapters of PEFT, and loaders of a folder have "
+            "other names for them: export what merge_and_unload() or unload() gives; save_pretrained of the PeftModel "
+            "writes the adapters"
+        )
+
+
 def holder_of(name: str, owners: Sequence[Owner], ndim: int) -> Holder:
     """The kind of module that holds a weight of `ndim` dimensions. An embedding comes before a linear that shares its
     weight."""
@@ -166,7 +176,8 @@ def _own(name: str, value: Any) -> Tensor:
 def config_of(model: nn.Module) -> dict[str, Any]:
     """The config.json of a model of transformers or diffusers; {} for any other module."""
     config: Any = getattr(model, "config", None)
-    writer = config if hasattr(config, "to_json_string") else model  # diffusers: the model itself
+    # A model of diffusers writes its config itself.
+    writer: Any = config if hasattr(config, "to_json_string") else model
     if not hasattr(writer, "to_json_string"):
         return {}
     found: dict[str, Any] = json.loads(writer.to_json_string())

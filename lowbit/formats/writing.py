@@ -24,7 +24,7 @@ from lowbit.formats.gguf.mixes import gguf_mix
 from lowbit.formats.heap import Trimmed
 from lowbit.formats.like import MOST_REFUSED, Likeness, write_like
 from lowbit.formats.merged import MergedLayers, Ready
-from lowbit.formats.module import ModelSource, config_of
+from lowbit.formats.module import ModelSource, config_of, refuse_adapters
 from lowbit.formats.programs.base import ProgramFormat
 from lowbit.formats.programs.exporting import export_program
 from lowbit.formats.quantizing import Quantizing
@@ -109,8 +109,9 @@ def export(
         What is stored in low bits and what is not, and the signal-to-noise ratio of each weight that was rounded.
 
     Raises:
-        FormatError, a ValueError: a weight that the format cannot hold, with its name and the reason; a source that is
-            not a model, damaged or of another format than it says; an `out` that exists or cannot be written.
+        FormatError, a ValueError: a weight that the format cannot hold, with its name and the reason; a model with
+            adapters of PEFT, which no loader finds; a source that is not a model, damaged or of another format than it
+            says; an `out` that exists or cannot be written.
     """
     traced = {"example_inputs": example_inputs, "dynamic_shapes": dynamic_shapes}
     of_source = {"scheme": scheme, "scales": scales, "tokenizer": tokenizer}
@@ -120,6 +121,7 @@ def export(
         refuse_options(given, "like= takes the format and all files of a folder")
         if not isinstance(model, nn.Module):
             raise TypeError(f"like= writes an nn.Module, got {type(model).__name__}")
+        refuse_adapters(model)
         return export_like(ModelSource(model), Path(out), like, lossy, overwrite)
     target, out = target_of(format or _default_format(model)), Path(out)
     if isinstance(target, ProgramFormat):
@@ -246,6 +248,7 @@ def _source_of(
     if isinstance(model, nn.Module):
         if scheme is not None:
             raise FormatError("scheme= is for a folder; for a module call lowbit.quantize_ first")
+        refuse_adapters(model)
         return ModelSource(model, tokenizer)
     if not isinstance(model, str | os.PathLike):
         raise TypeError(

@@ -350,6 +350,9 @@ def test_the_base_of_adapters_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"layer of PEFT.*merge_and_unload\(\)"):
         model.get_base_model().save_pretrained(tmp_path / "base")
     assert not (tmp_path / "base" / "model.safetensors").exists()
+    for wrapped in (model, model.get_base_model()):
+        with pytest.raises(ValueError, match=r"q_proj and .* have adapters of PEFT.*unload\(\)"):
+            lb.export(wrapped, tmp_path / "base")
     base = model.unload()
     base.save_pretrained(tmp_path / "base")
     assert torch.equal(logits(loaded(tmp_path / "base")), logits(base))

@@ -282,9 +282,8 @@ class TrainableTensor(LowbitTensor):
         if in_transform():
             operands = (x for x in tree_leaves((args, kwargs)) if isinstance(x, TrainableTensor))
             raise next(operands)._unsupported(TRANSFORMS)
-        if (
-            kwargs.get("out") is not None
-        ):  # in a function of its own, whose backward would multiply by these rules too
+        # `out` serves functions with a backward of their own, which would round gradients as inputs are rounded.
+        if kwargs.get("out") is not None:
             operands = (x for x in tree_leaves((args, kwargs)) if isinstance(x, TrainableTensor))
             raise next(operands)._unsupported(f"{func.__name__} with out=")
         return super().computed(func, args, kwargs)
