@@ -87,8 +87,8 @@ class PruneExperts(Step):
                 f"{visited} to {size}"
             )
         for mixture, (total, tokens) in zip(mixtures, sums, strict=True):
-            score = tokens if self.by == "frequency" else total / tokens.clamp(min=1)
-            best = score.argsort(descending=True, stable=True)[:kept].sort().values
+            order = self._scores(total, tokens).argsort(descending=True, stable=True)
+            best = order[:kept].sort().values
             for t in mixture.held:
                 t.data, t.grad = t.data[best.to(t.device)], None
         configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None))}
@@ -97,6 +97,10 @@ class PruneExperts(Step):
                 if getattr(owner, name, None) == size:
                     setattr(owner, name, kept)
         return {id(m.experts): f"{self.by}, {kept} of {size} kept" for m in mixtures}
+
+    def _scores(self, total: Tensor, tokens: Tensor) -> Tensor:
+        """[E], of which the least go, by the sums of g · ‖f‖ over an expert's tokens, and their number, each [E]."""
+        return tokens if self.by == "frequency" else total / tokens.clamp(min=1)
 
 
 def _saliency(mixture: _Mixture, size: int, *given: Tensor) -> Tensor:
