@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <ucontext.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <vector>
@@ -52,7 +53,8 @@ static std::vector<Fiber> fibers;
 static std::vector<Block> blocks;
 static jmp_buf scheduler;
 static unsigned int threads, cluster;
-static std::function<void()> body;
+static void (*body)(const void *);
+static const void *what;
 struct Load {
     long due;
     std::function<void()> copy;
@@ -112,7 +114,7 @@ static void yield_while(const Waits &waits) {
 }
 
 static void enter() {
-    body();
+    body(what);
     if (!fibers[current].stores.empty()) fail("nobody waits for a store");
     fibers[current].done = true;
     yield();
@@ -136,8 +138,9 @@ void await(int kind, unsigned int count) {
     meet(kind, count);
 }
 
-void launch(unsigned int grid, unsigned int block_threads, unsigned int cluster_blocks, std::function<void()> kernel) {
-    gridDim = {grid}, threads = block_threads, cluster = cluster_blocks, body = kernel;
+void run(unsigned int grid, unsigned int block_threads, unsigned int cluster_blocks, void (*call)(const void *),
+         const void *kernel) {
+    gridDim = {grid}, threads = block_threads, cluster = cluster_blocks, body = call, what = kernel;
     fibers = std::vector<Fiber>(grid * threads);
     given = std::vector<Lane>(grid * threads), lanes = given.data();
     blocks = std::vector<Block>(grid);

@@ -1,6 +1,5 @@
 // Runs kernels that use sm90.cuh on a CPU, for tests. It replaces ptx.cuh and sm90.cuh. What takes long to compile stands
-// in sm90_on_cpu.cpp, a library of its own. All threads of all blocks are
-// fibers, which switch where they wait. Products complete where they are issued. Loads do too, unless
+// in sm90_on_cpu.cpp, a library of its own. All threads of all blocks are fibers, which switch where they wait. Products complete where they are issued. Loads do too, unless
 // EMULATED_DELAY=LATEST,SEED is set: then they complete in any order, one in 16 of them up to LATEST rounds of all
 // fibers late. Stores by the TMA complete as late as allowed. So the emulation tests the arithmetic of indices,
 // swizzles, fragments and barriers. It finds shared memory that is overwritten before it is stored and, with delays,
@@ -11,9 +10,6 @@
 #include <stdint.h>
 #include <string.h>
 
-#include <algorithm>
-#include <functional>
-
 #define DEVICE static inline
 #define MEMBER inline
 #define __global__
@@ -23,7 +19,8 @@
 #define __cluster_dims__(...)
 #define __grid_constant__
 #define DYNAMIC_SHARED(name) unsigned char *name = emulation::memory()
-using std::max, std::min;
+template <typename T> static constexpr T max(T a, T b) { return a < b ? b : a; }
+template <typename T> static constexpr T min(T a, T b) { return b < a ? b : a; }
 
 typedef unsigned int uint32;
 typedef unsigned long long uint64;
@@ -48,7 +45,12 @@ extern unsigned char *shared;  // the memory of its block
 void fail(const char *why);
 inline unsigned char *memory() { return shared; }
 void meet_warp();
-void launch(unsigned int grid, unsigned int block_threads, unsigned int cluster_blocks, std::function<void()> kernel);
+void run(unsigned int grid, unsigned int block_threads, unsigned int cluster_blocks, void (*call)(const void *),
+         const void *kernel);
+template <typename F>
+static void launch(unsigned int grid, unsigned int block_threads, unsigned int cluster_blocks, F kernel) {
+    run(grid, block_threads, cluster_blocks, [](const void *p) { (*(const F *)p)(); }, &kernel);
+}
 }  // namespace emulation
 
 // ---- barriers, clusters ----------------------------------------------------------------------------------------------

@@ -294,7 +294,7 @@ def test_a_kernel_that_failed_to_compile_is_compiled_later(monkeypatch, asked):
     """A disk that was full when the process made its first step."""
     tries = []
 
-    def fail(source):
+    def fail(source, *options):
         tries.append(source)
         raise OSError(28, "No space left on device")
 

@@ -258,7 +258,7 @@ def test_memory_that_is_not_aligned(bits: int, off: int) -> None:
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """One warning; the product is computed all the same."""
 
-    def no_library(source: str) -> None:
+    def no_library(source: str, *options: str) -> None:
         raise RuntimeError("no C++ compiler was found")
 
     monkeypatch.setattr(host_compiler, "library", no_library)

@@ -38,7 +38,8 @@ class StepKernelCpu:
         self.variant = variant
         alike = dataclasses.replace(variant, scaled=False)
         self._step = host_compiler.library(
-            alike.source("runtime/cpu.h", ("elementwise/fused_step_cpu.cpp",))
+            alike.source("runtime/cpu.h", ("elementwise/fused_step_cpu.cpp",)),
+            *host_compiler.C_HEADERS,
         ).step
         self._step.restype = None
         address, number = ctypes.c_void_p, ctypes.c_longlong

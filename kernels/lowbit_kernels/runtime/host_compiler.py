@@ -28,6 +28,9 @@ OPTIONS = (
     *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
     *("-fno-strict-aliasing", "-fPIC", "-shared", "-pthread", "-w"),
 )
+C_HEADERS = ("-nostdinc++",)
+"""The option for sources that include headers of C only: those that libstdc++ puts in their place (<math.h>) take a
+third of the time of compiling a kernel."""
 _LOADS = itertools.count(1)
 NATIVE = ("-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native",)
 
@@ -56,8 +59,12 @@ def compiler() -> tuple[str, ...]:
 
 
 @functools.cache
-def library(source: str) -> ctypes.CDLL:
+def library(source: str, *options: str) -> ctypes.CDLL:
     """The loaded library of a C++ source, from the disk if it has been compiled before. Calls release the GIL.
+
+    Args:
+        source: the text of the program.
+        options: further options of the compiler, such as `C_HEADERS`.
 
     Raises:
         RuntimeError: the machine has no compiler, the compiler rejects the source, or the library cannot be written or
@@ -65,25 +72,25 @@ def library(source: str) -> ctypes.CDLL:
     """
     if not compiler():
         raise RuntimeError("no C++ compiler was found; install g++ or clang++, or name one in $CXX")
-    key = (".so", source, _version(), _processor(), *compiler(), *OPTIONS, *NATIVE)
+    key = (".so", source, _version(), _processor(), *compiler(), *OPTIONS, *NATIVE, *options)
     kept = disk_cache.find(*key)
     if kept is not None:
         with contextlib.suppress(OSError):  # for example, compiled for another C library
             return _loaded(kept)
     try:
         with compiling("the CPU"):
-            code = _compile(source)
+            code = _compile(source, *options)
         disk_cache.keep(code, *key)
         return _loaded(code)
     except (OSError, ValueError) as error:  # no folder for temporary files, a full disk, ...
         raise RuntimeError(f"a compiled kernel cannot be made or loaded: {error}") from error
 
 
-def _compile(source: str) -> bytes:
+def _compile(source: str, *options: str) -> bytes:
     with _private_folder() as folder:
         text, made = folder / "kernel.cpp", folder / "kernel.so"
         text.write_text(source, encoding="utf-8")
-        command = [*compiler(), *OPTIONS, *NATIVE, str(text), "-o", str(made)]
+        command = [*compiler(), *OPTIONS, *NATIVE, *options, str(text), "-o", str(made)]
         # TMPDIR: for files between the compiler's passes
         environment = {**os.environ, "TMPDIR": str(folder)}
         try:

@@ -112,7 +112,7 @@ def functions(source: str, *names: str) -> list[Any]:
     """
     if sys.byteorder != "little":
         raise RuntimeError("the kernels need a little-endian machine, and this one is big-endian")
-    library = host_compiler.library(source)
+    library = host_compiler.library(source, *host_compiler.C_HEADERS)
     found = [getattr(library, name) for name in names]
     for function in found:
         function.restype = ctypes.c_int64
