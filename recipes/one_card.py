@@ -56,7 +56,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Llamas with random weights, untied. Their tokens are the bytes of the text."""
 WITHOUT_MASKS = "causal_sdpa"
+"""The name of torch's attention for which transformers makes no masks."""
 AttentionInterface.register(WITHOUT_MASKS, sdpa_attention_forward)
+MAY_CHANGE = ("save_every", "memory_gib", "compiled", "graph")
+"""Settings that may differ from those of the checkpoint. Those of the step change its last bits at most."""
 SCHEMES = {"int8": lowbit.Int8Weight(), "int4": lowbit.Int4Weight(group_size=64)}
 
 
@@ -243,7 +246,11 @@ def checkpoint_blocks(model: Any, draws: bool, compiled: bool = False) -> None:
     """
     blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not blocks:
-        raise UserError(f"{type(model).__name__} has no block that transformers can checkpoint")
+        raise UserError(
+            f"{type(model).__name__} has no block that transformers can checkpoint; accepted: models whose blocks are "
+            "GradientCheckpointingLayers, as those of Llama. Train it by lowbit.train.prepare_ and a loop of your own "
+            "(docs/training.md)"
+        )
     for block in blocks:
         forward = torch.compile(block.forward) if compiled else block.forward
         block.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=draws)
@@ -254,7 +261,8 @@ def leave_out_masks(model: Any, tokens: Tensor) -> None:
     """Give attention no mask where these tokens [T], the context, have the same bits without one.
 
     transformers leaves out the mask of attention that is causal and nothing else. But 5.17 makes one while a CUDA graph
-    is captured, and kernels that read a mask take 2.6 times as long. It makes none for a name without masks.
+    is captured, and kernels that read a mask take 2.6 times as long. For the name `WITHOUT_MASKS` transformers makes
+    none.
     """
     own = model.config._attn_implementation
     if own != "sdpa":
@@ -277,6 +285,22 @@ def draws_random_numbers(model: Any, tokens: Tensor) -> bool:
         before = state()
         model.base_model(input_ids=tokens[None], use_cache=False)
         return not torch.equal(before, state())
+
+
+def check_reach(model: Any, tokens: Tensor, config: Config) -> None:
+    """UserError for a context or tokens beyond the model's tables, where a GPU would end in a device-side assertion."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions and config.context > positions:
+        raise UserError(
+            f"context is {config.context}; accepted: up to {positions}, max_position_embeddings in the model's "
+            f"config.json: --set context={positions}"
+        )
+    entries, largest = len(model.get_input_embeddings().weight), int(tokens.max())
+    if largest >= entries:
+        raise UserError(
+            f"the tokenizer gives token {largest}, but the model has embeddings of {entries} tokens; give the "
+            "tokenizer of the model, or resize its embeddings (resize_token_embeddings) and save it again"
+        )
 
 
 @torch.no_grad()
@@ -404,6 +428,7 @@ def train(options: argparse.Namespace) -> None:
         )
     limit_memory(config, device)
     model = prepared_model(options.model, config, device)
+    check_reach(model, tokens, config)
     some = tokens[: min(config.context, 64) + 1].to(device)
     check_loss(model, some, config)
     draws = draws_random_numbers(model, some)
@@ -487,7 +512,7 @@ def resume(
     or text."""
     saved = load_checkpoint(path)
     for name, value in asdict(config).items():
-        if saved["config"][name] != value and name not in ("save_every", "memory_gib", "graph"):
+        if name not in MAY_CHANGE and saved["config"][name] != value:
             raise UserError(
                 f"{path} was trained with {name}={saved['config'][name]}, not {value}; give the same settings, or "
                 "another --out"

@@ -124,6 +124,10 @@ def test_a_run_that_is_cut_resumes_to_the_same_bits(
     assert files[0].keys() == files[1].keys() and "lm_head.weight" in files[0]
     assert all(torch.equal(files[0][n], files[1][n]) for n in files[0])
 
+    del ends[1]["config"]["compiled"]  # as in checkpoints from before this setting
+    save(tmp_path / "cut" / "checkpoint.pt", ends[1])
+    assert main(command(source, tmp_path / "cut", "compiled=False", "graph=False")) == 0
+    assert "resumed after step 6" in capsys.readouterr().out
     assert main(command(source, tmp_path / "cut", "lr=1e-3")) == 2
     assert "was trained with lr=0.004, not 0.001" in capsys.readouterr().err
     other = tmp_path / "other.txt"
@@ -199,7 +203,7 @@ def test_masks_are_left_out_where_attention_is_causal_and_no_more(
         one_card.leave_out_masks(model, tokens)
         assert torch.equal(model(input_ids=tokens[None]).logits, before)
     assert model.config._attn_implementation == ("sdpa" if kept else one_card.WITHOUT_MASKS)
-    assert model.training
+    assert model.training and one_card.WITHOUT_MASKS not in model.config.to_json_string()
 
 
 @pytest.mark.parametrize("kind", ["Granite", "Gemma2", "Phi"])
@@ -221,6 +225,19 @@ def test_a_head_that_does_more_than_multiply_is_refused(kind: str) -> None:
     with pytest.raises(one_card.UserError, match="the model's own loss is"):
         one_card.check_loss(model, torch.randint(100, (40,)), Config())
     assert model.training
+
+
+def test_what_a_models_tables_do_not_hold_is_refused() -> None:
+    """Learned positions and embeddings, the last entry of which is accepted."""
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    shape = GPT2Config(n_positions=32, n_embd=32, n_layer=1, n_head=2, vocab_size=100)
+    model = AutoModelForCausalLM.from_config(shape)
+    one_card.check_reach(model, torch.tensor([0, 99]), Config(context=32))
+    with pytest.raises(one_card.UserError, match=r"context is 33; accepted: up to 32, .*=32"):
+        one_card.check_reach(model, torch.tensor([0, 99]), Config(context=33))
+    with pytest.raises(one_card.UserError, match=r"gives token 100, .* embeddings of 100 tokens"):
+        one_card.check_reach(model, torch.tensor([0, 100]), Config(context=32))
 
 
 def test_a_folder_with_a_tied_head_in_int4(source: Path, tmp_path: Path, capsys: Any) -> None:
