@@ -81,8 +81,8 @@ def export(
         model: a module, whose state dict is written, or the folder of a checkpoint in any format that lowbit reads, or
             a GGUF file.
         out: the folder to make; its parent exists. For "gguf" a file.
-        format: a name of `lowbit.formats.names()`; None, without `like`, for "compressed-tensors", and for a model of
-            diffusers, which does not read that one, for "lowbit".
+        format: a name of `lowbit.formats.names()`. None without `like` means "compressed-tensors", and "lowbit" for a
+            model of diffusers, which does not read the former.
         like: a folder with low-bit weights from which `lowbit.load_pretrained` made the model. `out` gets its names,
             dtypes, shards, config.json and other files. A tensor that is equal to the folder's keeps its bytes, also a
             single expert of a stack. Other weights keep their values, in the format of the folder. Takes no `format`,

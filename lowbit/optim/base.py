@@ -384,8 +384,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
             self._keep_captured(jobs)
 
     def _keep_captured(self, jobs: list[Job]) -> None:
-        """Keep the memory that the CUDA graph being captured uses at each replay: the optimizer may be given other
-        states and learning rates before."""
+        """Keep the memory that the CUDA graph being captured uses at each replay. The optimizer may get other states
+        and learning rates before a replay."""
         rates = [group["lr"] for group in self.param_groups]
         used = [(states.memory(p), dict(self.state[p])) for job in jobs for p in job.params]
         self.__dict__.setdefault("_captured", []).append((rates, used))
@@ -489,8 +489,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
         Options come from the checkpoint, as with torch.optim, except `state`: the optimizer keeps its own format and
         converts the states to it. It copies the checkpoint's tensors. The next step warns once if the implementation
-        (compiled or not) differs from that of the checkpoint's last step. A CUDA graph captured before goes on with the
-        states and learning rates of its capture: a warning asks to capture again.
+        (compiled or not) differs from that of the checkpoint's last step. A CUDA graph captured before keeps the states
+        and learning rates of its capture. A warning then asks to capture again.
 
         Raises:
             ValueError, TypeError: the checkpoint doesn't fit. Nothing has changed then.

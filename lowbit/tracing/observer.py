@@ -2,8 +2,8 @@
 
     method             range [low, high]
     "minmax"           from the smallest to the largest value of all batches
-    "moving_average"   the same of each batch, averaged: the last batch counts `MOMENTUM`, all before it the rest. Of
-                       several ranks the mean of their averages, weighted by their batches
+    "moving_average"   the same of each batch, averaged: the last batch counts `MOMENTUM`, all before it the rest.
+                       Several ranks take the mean of their averages, weighted by their numbers of batches
     "percentile"       all but (100 − percentile)% of the values at either end
     "squared_error"    the one of `CANDIDATES` ranges r · [low, high], r ≤ 1, whose rounding has the least squared error
 
