@@ -1,9 +1,9 @@
 // Runs kernels that use sm90.cuh on a CPU, for tests. It replaces ptx.cuh and sm90.cuh. What takes long to compile stands
-// in sm90_on_cpu.cpp, a library of its own. All threads of all blocks are fibers, which switch where they wait. Products complete where they are issued. Loads do too, unless
-// EMULATED_DELAY=LATEST,SEED is set: then they complete in any order, one in 16 of them up to LATEST rounds of all
-// fibers late. Stores by the TMA complete as late as allowed. So the emulation tests the arithmetic of indices,
-// swizzles, fragments and barriers. It finds shared memory that is overwritten before it is stored and, with delays,
-// shared memory that is read before it is loaded.
+// in sm90_on_cpu.cpp, a library of its own. All threads of all blocks are fibers, which switch where they wait.
+// Products complete where they are issued. Loads do too, unless EMULATED_DELAY=LATEST,SEED is set: then they complete in
+// any order, one in 16 of them up to LATEST rounds of all fibers late. Stores by the TMA complete as late as allowed.
+// So the emulation tests the arithmetic of indices, swizzles, fragments and barriers. It finds shared memory that is
+// overwritten before it is stored and, with delays, shared memory that is read before it is loaded.
 
 #include <math.h>
 #include <stddef.h>
