@@ -24,6 +24,9 @@ class Case:
     has_addend: bool = False
     dtype: torch.dtype = torch.float16
     large: bool = False
+    out_dtype: torch.dtype | None = None
+    commuting: bool = False
+    """The product of a symmetric matrix and its square, not of a matrix and its transpose."""
 
     def arguments(self, device: torch.device | str = "cpu") -> tuple[Any, ...]:
         """a, b, addend, symmetric, alpha, beta, gamma, out_dtype."""
@@ -35,11 +38,14 @@ class Case:
 
         a = made(self.m, self.k, self.a_turned)
         b = a.mT if self.symmetric else made(self.k, self.n, self.b_turned)
+        if self.commuting:
+            a = (a + a.mT).div_(2)
+            b = (a.float() @ a.float()).to(self.dtype).mT
         addend = made(self.m, self.n, False) if self.has_addend else None
         if addend is not None and self.symmetric:
             addend = addend + addend.mT
         factors = self.factors() or {"alpha": 1.0, "beta": 0.0, "gamma": 0.0}
-        return a, b, addend, self.symmetric, *factors.values(), self.dtype
+        return a, b, addend, self.symmetric, *factors.values(), self.out_dtype
 
     def factors(self) -> dict[str, float]:
         return {"alpha": 2.03, "beta": -4.8, "gamma": 3.4} if self.has_addend else {}
@@ -58,9 +64,35 @@ CASES = [
     Case("one-element", 1, 1, 1, 1),
     Case("no-matrix", 0, 8, 8, 8),
     Case("no-columns", 2, 8, 0, 8, has_addend=True),
+    Case("commuting", 3, 97, 97, 97, symmetric=True, has_addend=True, commuting=True),
+    Case("float32", 2, 40, 64, 40, symmetric=True, out_dtype=torch.float32),
     Case("llama-gram", 4, 2048, 8192, 2048, symmetric=True, large=True),
     Case("llama-gram-turned", 4, 2048, 8192, 2048, a_turned=True, symmetric=True, large=True),
     Case("llama-polynomial", 4, 2048, 2048, 2048, symmetric=True, has_addend=True, large=True),
+    Case(
+        "llama-commuting",
+        4,
+        2048,
+        2048,
+        2048,
+        symmetric=True,
+        has_addend=True,
+        large=True,
+        commuting=True,
+    ),
+    Case("llama-float32", 4, 2048, 8192, 2048, symmetric=True, large=True, out_dtype=torch.float32),
+    Case(
+        "sum-in-float32",
+        2,
+        256,
+        128,
+        256,
+        symmetric=True,
+        has_addend=True,
+        large=True,
+        out_dtype=torch.float32,
+    ),
+    Case("half-a-tile", 3, 192, 128, 192, symmetric=True, has_addend=True, large=True),
     Case("llama-apply", 4, 2048, 2048, 8192, large=True),
     Case("llama-apply-turned", 4, 8192, 2048, 2048, b_turned=True, large=True),
     Case("expert-gram", 64, 768, 2048, 768, symmetric=True, large=True),

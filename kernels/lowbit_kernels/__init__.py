@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         top_experts,
         weighted_sum,
     )
-    from lowbit_kernels.elementwise import block_hadamard, fake_quantize, normalize_matrices
+    from lowbit_kernels.elementwise import block_hadamard, fake_quantize, scale_matrices
     from lowbit_kernels.invariant import (
         invariant_activation,
         invariant_attention,
@@ -86,7 +86,6 @@ __all__ = [
     "invariant_rotary",
     "linear_gradients",
     "linear_output",
-    "normalize_matrices",
     "quantize_blocks",
     "quantize_experts",
     "quantize_flat",
@@ -97,6 +96,7 @@ __all__ = [
     "rms_norm",
     "round_columns",
     "round_rows",
+    "scale_matrices",
     "scaled_mm",
     "ternary_mm",
     "top_experts",

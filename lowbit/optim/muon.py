@@ -128,7 +128,7 @@ class Muon(MatrixBase):
         momentum: decay of the momentum, in [0, 1).
         nesterov: orthogonalize the gradient mixed with the momentum, instead of the momentum alone.
         ns_coefficients: a, b and c of the Newton-Schulz polynomial of degree 5; see `lowbit.optim.muon`.
-        eps: smallest norm by which a matrix is divided before the iterations.
+        eps: smallest number by which a matrix or its rows are divided before the iterations.
         ns_steps: number of Newton-Schulz iterations.
         adjust_lr_fn: None or "original": lr times sqrt(max(1, rows / cols)). "match_rms_adamw": lr times
             0.2 * sqrt(max(rows, cols)), so that a learning rate of AdamW fits (arXiv 2502.16982).
@@ -138,7 +138,7 @@ class Muon(MatrixBase):
         stacked: True: each parameter of Muon is a stack of matrices, [matrices, rows, cols]. Ranks should shard stacks
             in dimension 0; then they exchange nothing. False: one of more than 2 dimensions is one matrix, flattened
             to [first, rest]. None: as False, and parameters of 3 dimensions are refused.
-        ns_scaling: "norm" divides a matrix by its norm before the iterations. "gram" then divides its rows as
+        ns_scaling: "norm" divides a matrix by its norm before the iterations. "gram" divides its rows instead, as
             Turbo-Muon does (arXiv 2512.04632), so that `ns_steps=4` comes as near to orthogonal as 5 otherwise.
         row_beta2: NorMuon (arXiv 2510.05491): divide each row of the orthogonal matrix by the root of its mean square
             over steps, whose decay this is; the paper takes 0.95 with `adjust_lr_fn="match_rms_adamw"`. One more

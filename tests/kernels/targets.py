@@ -281,7 +281,7 @@ def _weight_only() -> Iterator[tuple[str, Callable[[], Any]]]:
 OPS = {
     "decoding": "decode_attention quantize_to_cache gated_activation top_experts rms_norm weighted_sum argmax_rows",
     "quantize": "quantize_rowcol round_rows round_columns transpose_codes quantize_experts",
-    "elementwise": "block_hadamard normalize_matrices fake_quantize",
+    "elementwise": "block_hadamard scale_matrices fake_quantize",
     "weight_only": "dequantize",
 }
 """Ops whose cases in `benchmarks.cases` are compiled, by the folder of their module."""

@@ -1,4 +1,4 @@
-"""batched_mm and normalize_matrices: against float64, symmetric halves, and bits that no other matrix changes."""
+"""batched_mm, scale_matrices and row_norms: against float64, halves, and bits that no other matrix changes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases.batched_mm import CASES, Case
-from benchmarks.cases.normalize_matrices import CASES as MATRICES
-from lowbit_kernels.elementwise.normalize_matrices import normalize_matrices
+from benchmarks.cases.scale_matrices import CASES as MATRICES
+from lowbit_kernels.elementwise.scale_matrices import row_norms, scale_matrices
 from lowbit_kernels.matmul import batched_mm as module
 from lowbit_kernels.matmul.batched_mm import batched_mm
 from lowbit_kernels.runtime.launches import counted
@@ -30,21 +30,21 @@ def error(found: Tensor, case: Case, operands: tuple[Tensor, Tensor, Tensor | No
 
 
 def is_right(case: Case, device: str = "cpu") -> bool:
-    a, b, addend, *_ = case.arguments(device)
-    out = batched_mm(a, b, symmetric=case.symmetric, addend=addend, **case.factors())
+    a, b, addend, *_, out_dtype = case.arguments(device)
+    options = {**case.factors(), "symmetric": case.symmetric, "out_dtype": out_dtype}
+    out = batched_mm(a, b, addend=addend, **options)
     alone = [
         batched_mm(
             a[i : i + 1],
             b[i : i + 1],
-            symmetric=case.symmetric,
             addend=None if addend is None else addend[i : i + 1],
-            **case.factors(),
+            **options,
         )
         for i in range(case.count)
     ]
     bound = 3e-4 if case.dtype == torch.float16 else 3e-3
     is_same = not alone or torch.equal(torch.cat(alone), out)
-    is_symmetric = not case.symmetric or torch.allclose(out, out.mT, rtol=1e-2, atol=1e-2)
+    is_symmetric = not case.symmetric or torch.equal(out, out.mT)
     return is_same and is_symmetric and error(out, case, (a, b, addend)) < bound
 
 
@@ -60,44 +60,53 @@ def test_opcheck(case: Case) -> None:
 
 INTERPRETED = """
 import json, torch
-from tests.kernels.test_batched_mm import SMALL, is_right, normalized
+from tests.kernels.test_batched_mm import SMALL, is_right, scaled
 
 torch.manual_seed(0)
 # the interpreter (triton 3.7) multiplies the bits of bfloat16 as integers
 cases = [case for case in SMALL if case.dtype == torch.float16]
-print(json.dumps({**{case.name: is_right(case) for case in cases}, **normalized("cpu")}))
+print(json.dumps({**{case.name: is_right(case) for case in cases}, **scaled("cpu")}))
 """
 
 
-def normalized(device: str) -> dict[str, bool]:
-    """True if `normalize_matrices` is right, by case."""
+def scaled(device: str) -> dict[str, bool]:
+    """True if `scale_matrices` and `row_norms` are right, by case."""
     found = {}
     for case in MATRICES:
         if case.large and device == "cpu":
             continue
-        x, eps, dtype = case.arguments(device)
-        out = normalize_matrices(x, eps, dtype)
-        norms = torch.linalg.vector_norm(x.double(), dim=(1, 2), keepdim=True)
-        expected = x.double() / norms.clamp_min(eps)
-        alone = [normalize_matrices(x[i : i + 1], eps, dtype) for i in range(case.count)]
-        is_same = not alone or torch.equal(torch.cat(alone), out)
-        off = float((out.double() - expected).norm()) / (float(expected.norm()) or 1.0)
-        found[case.name] = is_same and out.dtype == dtype and off < 3e-4
+        x, rows, columns, dtype = case.arguments(device)
+        expected = x.double()
+        expected = expected if rows is None else expected * rows.double().unsqueeze(2)
+        expected = expected if columns is None else expected * columns.double().unsqueeze(1)
+        out = scale_matrices(x, rows, columns, dtype)
+        found[case.name] = out.dtype == dtype and off(out, expected) < 5e-4
+        for order in (1, 2):
+            norms = row_norms(x, order)
+            alone = [row_norms(matrix[:1].unsqueeze(0), order) for matrix in x[:, :1]]
+            is_same = not alone or torch.equal(torch.cat(alone), norms[:, :1])
+            exact = torch.linalg.vector_norm(x.double(), order, dim=2)
+            is_right = norms.dtype == torch.float32 and off(norms, exact) < 1e-6
+            found[f"{case.name}, order {order}"] = is_same and is_right
     x = torch.ones(3, 20, 40, device=device)
     x[1, 5, 5] = float("nan")
-    out = normalize_matrices(x, 1e-7)
-    found["nan"] = bool(
-        out[1].isnan().all() and out[0].isfinite().all() and out[2].isfinite().all()
-    )
+    norms = row_norms(x, 2)
+    found["nan"] = bool(norms[1, 5].isnan()) and int(norms.isfinite().sum()) == 59
     return found
 
 
-def test_normalize_on_the_cpu() -> None:
-    results = normalized("cpu")
+def off(found: Tensor, expected: Tensor) -> float:
+    """Relative error of a result."""
+    return float((found.double() - expected).norm()) / (float(expected.norm()) or 1.0)
+
+
+def test_scaling_on_the_cpu() -> None:
+    results = scaled("cpu")
     assert all(results.values()), results
     for case in MATRICES:
         if not case.large:
-            torch.library.opcheck(torch.ops.lowbit.normalize_matrices, case.arguments())
+            torch.library.opcheck(torch.ops.lowbit.scale_matrices, case.arguments())
+    torch.library.opcheck(torch.ops.lowbit.row_norms, (torch.randn(2, 3, 5), 1))
 
 
 def test_the_kernels_under_the_interpreter() -> None:
@@ -116,8 +125,10 @@ def test_gpu(case: Case) -> None:
 
 
 @pytest.mark.gpu
-def test_normalize_on_a_gpu() -> None:
-    results = normalized("cuda")
+def test_scaling_on_a_gpu() -> None:
+    with counted() as calls:
+        results = scaled("cuda")
+    assert calls["row_norms", "triton"] and calls["scale_matrices", "triton"]
     assert all(results.values()), results
 
 
@@ -147,11 +158,16 @@ def test_refused(change: dict, error: type, message: str) -> None:
         batched_mm(**arguments)
 
 
-def test_refused_normalization() -> None:
+def test_refused_scaling() -> None:
+    x = torch.ones(2, 3, 4)
     with pytest.raises(TypeError, match=r"x of torch\.float32"):
-        normalize_matrices(torch.ones(1, 2, 2, dtype=torch.int8), 1e-7)
-    with pytest.raises(ValueError, match=r"\[count, rows, columns\], got \(2, 2\)"):
-        normalize_matrices(torch.ones(2, 2), 1e-7)
+        row_norms(x.to(torch.int8), 2)
+    with pytest.raises(ValueError, match="order must be 1 or 2, got 3"):
+        row_norms(x, 3)
+    with pytest.raises(ValueError, match=r"\[B, R, C\], got \(3, 4\)"):
+        scale_matrices(x[0])
+    with pytest.raises(ValueError, match=r"rows \[B, R\], here \(2, 3\), got \(2, 4\)"):
+        scale_matrices(x, x[:, 0])
 
 
 def test_tiles_of_a_triangle() -> None:

@@ -25,8 +25,7 @@ def scaled_iteration(x, steps):
     x = x.double()
     is_tall = x.shape[0] > x.shape[1]
     x = x.T if is_tall else x
-    x = x / x.norm()
-    x = (x @ x.T).abs().sum(1).clamp_min(1e-6).rsqrt().diag() @ x
+    x = (x @ x.T).abs().sum(1).clamp_min(1e-14).rsqrt().diag() @ x
     a, b, c = muon.COEFFICIENTS
     for _ in range(steps):
         gram = x @ x.T
@@ -36,14 +35,15 @@ def scaled_iteration(x, steps):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_scaled_iteration_is_the_formula(shape):
-    x = rand(2, *shape) * rand(shape[0], 1, seed=1).exp()
+    """Whatever the sizes of rows: their squares would leave float16."""
+    x = 1e-4 * rand(2, *shape) * (3 * rand(shape[0], 1, seed=1)).exp()
     options = {"steps": 4, "eps": 1e-7, "scaling": "gram"}
     found = orthogonalize(x.clone(), muon.COEFFICIENTS, **options)
     batched = by_batch(x.bfloat16(), muon.COEFFICIENTS, **options)
     for matrix, one, half in zip(x, found, batched, strict=True):
         expected = scaled_iteration(matrix, 4)
         assert relative(one, expected) < 1e-4
-        assert relative(half, scaled_iteration(matrix.bfloat16(), 4)) < 0.05
+        assert relative(half, scaled_iteration(matrix.bfloat16(), 4)) < 0.004
         assert torch.linalg.matrix_norm(expected, 2) < 1.3
 
 

@@ -11,16 +11,18 @@ Each operand is contiguous, or the transposed view (``.mT``) of a contiguous ten
 are summed in float32 and rounded once. gamma is added on the diagonal.
 
 ``symmetric``: the caller knows that every product is a symmetric matrix, as ``x @ x.mT`` and the product of two
-polynomials of one symmetric matrix are. The kernel then computes the tiles on and below the diagonal, and stores each
-of those below a second time, transposed. That is nearly half the work. A tile on the diagonal is stored as computed.
+polynomials of one symmetric matrix are. The elements on and below the diagonal count, and each of those below is stored
+a second time, transposed; so the result is symmetric to the last bit. The kernel leaves out the tiles above the
+diagonal, which are nearly half the work.
 
 The bits of ``out[i]`` do not depend on the other matrices of the batch or on their number: the tiles are chosen by m, n
 and k alone, and each element is one sum in the order of k. Optimizers rely on this, since ranks hold different parts
 of a batch.
 
 The kernel runs a program for each multiprocessor, which works through the tiles of all matrices. On Hopper and later
-the copy engine loads the tiles (tensor maps made on the host) if m, n and k are multiples of 64; elsewhere each thread
-loads its elements. Without Triton, and on the CPU, PyTorch multiplies one matrix after another.
+the copy engine loads the tiles (tensor maps made on the host) if m, n and k are multiples of 64, and it loads the
+addend and stores the result if m is one of 128. Elsewhere each thread moves its elements. Without Triton, and on the
+CPU, PyTorch multiplies one matrix after another.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ def batched_mm(
     Args:
         a, b: the operands.
         addend: what is added to each product; None: nothing.
-        symmetric: every product is known to be a symmetric matrix.
+        symmetric: every product is known to be a symmetric matrix, and so is the addend.
         alpha, beta, gamma: factors of the product, of the addend and of the identity; without addend 1, 0 and 0.
         out_dtype: of the result; None for that of `a`.
 
@@ -101,7 +103,7 @@ def batched_mm(
         if addend is not None:
             product = product.mul_(alpha).add_(addend[i].float(), alpha=beta)
             product.diagonal().add_(gamma)
-        out[i] = product
+        out[i] = product.tril().add_(product.tril(-1).mT) if symmetric else product
     return out
 
 
@@ -129,6 +131,21 @@ def _tile(
 
 
 @jit
+def _store(
+    out, tile, matrix, row, column, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MAPS: tl.constexpr
+):  # fmt: skip
+    """Store a tile where `_tile` would load it."""
+    if MAPS:
+        out.store([matrix * rows + row, column], tile)
+    else:
+        at_row = row + tl.arange(0, ROWS)
+        at_column = column + tl.arange(0, COLUMNS)
+        at = at_row.to(tl.int64)[:, None] * columns + at_column[None, :]
+        inside = (at_row < rows)[:, None] & (at_column < columns)[None, :]
+        tl.store(out + matrix.to(tl.int64) * rows * columns + at, tile, mask=inside)
+
+
+@jit
 def _below_diagonal(tile):
     """(row, column), column <= row, of the tile of this number, counted along the rows of the triangle."""
     row = ((tl.sqrt(8.0 * tile + 1.0) - 1.0) * 0.5).to(tl.int32)
@@ -141,7 +158,7 @@ def _below_diagonal(tile):
 def _kernel(
     a,  # [count, m, k], or [count, k, m] if A_TRANSPOSED; a pointer or a tensor map
     b,  # [count, k, n], or [count, n, k] if B_TRANSPOSED
-    addend,  # unused unless HAS_ADDEND
+    addend,  # unused unless HAS_ADDEND; a tensor map if OUT_MAPS, as out
     out,
     m,
     n,
@@ -152,10 +169,12 @@ def _kernel(
     tiles,  # of a matrix
     total,  # of all matrices
     SYMMETRIC: tl.constexpr,
+    MIRRORED: tl.constexpr,  # symmetric, but the elements of a tile on the diagonal are not, to the last bit
     A_TRANSPOSED: tl.constexpr,
     B_TRANSPOSED: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
     MAPS: tl.constexpr,
+    OUT_MAPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -183,21 +202,18 @@ def _kernel(
                 y = _tile(b, matrix, start, column, k, n, BLOCK_K, BLOCK_N, MAPS)
             sums = tl.dot(x, y, sums)
 
-        rows = row + tl.arange(0, BLOCK_M)
-        columns = column + tl.arange(0, BLOCK_N)
-        inside = (rows < m)[:, None] & (columns < n)[None, :]
-        base = matrix.to(tl.int64) * m * n
-        at = rows[:, None] * n + columns[None, :]
+        own_row, own_column = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
         if HAS_ADDEND:
-            added = tl.load(addend + base + at, mask=inside, other=0).to(tl.float32)
-            sums = alpha * sums + beta * added
-            sums = tl.where(rows[:, None] == columns[None, :], sums + gamma, sums)
-        result = sums.to(out.dtype.element_ty)
-        tl.store(out + base + at, result, mask=inside)
-        if SYMMETRIC:
-            turned = columns[:, None] * n + rows[None, :]
-            inside = (columns < n)[:, None] & (rows < m)[None, :] & is_below
-            tl.store(out + base + turned, tl.trans(result), mask=inside)
+            added = _tile(addend, matrix, row, column, m, n, BLOCK_M, BLOCK_N, OUT_MAPS)
+            sums = alpha * sums + beta * added.to(tl.float32)
+            sums = tl.where(own_row[:, None] == own_column[None, :], sums + gamma, sums)
+        result = sums.to(out.dtype if OUT_MAPS else out.dtype.element_ty)
+        if MIRRORED:
+            counts = is_below | (own_row[:, None] >= own_column[None, :])
+            result = tl.where(counts, result, tl.trans(result))
+        _store(out, result, matrix, row, column, m, n, BLOCK_M, BLOCK_N, OUT_MAPS)
+        if SYMMETRIC:  # a tile on the diagonal is stored twice: it is its own transpose
+            _store(out, tl.trans(result), matrix, column, row, m, n, BLOCK_N, BLOCK_M, OUT_MAPS)
 
 
 @batched_mm.kernel
@@ -209,6 +225,8 @@ def _launch(a, b, addend, symmetric, alpha, beta, gamma, out_dtype) -> Tensor | 
         return None
     out_dtype = out_dtype or a.dtype
     a_turned, b_turned = _is_transposed(a), _is_transposed(b)
+    # x x^T, whose sums are those of its transpose
+    is_square = a.data_ptr() == b.data_ptr() and a_turned != b_turned
     a, b = (aligned(x.mT if turned else x) for x, turned in ((a, a_turned), (b, b_turned)))
     out = a.new_empty((count, m, n), dtype=stored_dtype(out_dtype, a.device))
     maps = has_large_tiles(a.device) and all(size % GRANULE == 0 for size in (m, n, k))
@@ -217,18 +235,24 @@ def _launch(a, b, addend, symmetric, alpha, beta, gamma, out_dtype) -> Tensor | 
     tiles_m, tiles_n = triton.cdiv(m, size_m), triton.cdiv(n, size_n)
     tiles = tiles_m * (tiles_m + 1) // 2 if symmetric else tiles_m * tiles_n
     ran("batched_mm", "maps" if maps else "triton")
+    # A tile that ends below its matrix would be stored over the next one. Of float32 only one square tile has room.
+    has_room = out.element_size() == 2 or (symmetric and addend is None)
+    out_maps = maps and m % size_m == 0 and has_room
+    added = out if addend is None else addend.contiguous()
     with torch.cuda.device_of(a):
         _kernel[(min(count * tiles, _programs(a.device)),)](
             _map(a, (size_k, size_m) if a_turned else (size_m, size_k)) if maps else a,
             _map(b, (size_n, size_k) if b_turned else (size_k, size_n)) if maps else b,
-            out if addend is None else addend.contiguous(),
-            out,
+            _map(added, (size_m, size_n)) if out_maps else added,
+            _map(out, (size_m, size_n)) if out_maps else out,
             *(m, n, k, alpha, beta, gamma, tiles, count * tiles),
             SYMMETRIC=symmetric,
+            MIRRORED=symmetric and not is_square,
             A_TRANSPOSED=a_turned,
             B_TRANSPOSED=b_turned,
             HAS_ADDEND=addend is not None,
             MAPS=maps,
+            OUT_MAPS=out_maps,
             **blocks,
         )
     return out.to(out_dtype)
@@ -252,12 +276,12 @@ def _blocks(device: torch.device, symmetric: bool) -> dict[str, int]:
     """Sizes of the tiles, which are fixed, so that no call waits for autotuning; measured, see benchmarks/LOG.md."""
     if device.type == "cpu":  # the interpreter: small blocks
         return {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "GROUP": 2}
-    sizes = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP": 8, "num_warps": 4}
+    sizes = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP": 8, "num_warps": 8}
     if not has_large_tiles(device):
-        return {**sizes, "num_stages": 3, "num_warps": 8}
+        return {**sizes, "num_stages": 3}
     if symmetric:  # square tiles
         return {**sizes, "num_stages": 4}
-    return {**sizes, "BLOCK_N": 256, "num_warps": 8, "num_stages": 3}
+    return {**sizes, "BLOCK_N": 256, "num_stages": 3}
 
 
 @functools.cache

@@ -34,7 +34,7 @@ def even_rows(matrices: Tensor, moments: Tensor, beta2: float) -> Tensor:
     """NorMuon (arXiv 2510.05491): orthogonal matrices with each row divided by the root of its mean square over steps.
 
     Args:
-        matrices: O [count, rows, cols], changed in place.
+        matrices: O [count, rows, cols].
         moments: the mean squares, float32 [count, rows]; they are updated in place.
         beta2: their decay.
 
@@ -42,15 +42,18 @@ def even_rows(matrices: Tensor, moments: Tensor, beta2: float) -> Tensor:
         `matrices`, each with the norm sqrt(min(rows, cols)), that of an exactly orthogonal one. The bits of one do not
         depend on the others.
     """
-    from lowbit.optim.step.orthogonalize import norms_of_rows  # imports Triton
+    from lowbit_kernels.elementwise.scale_matrices import (
+        row_norms,
+        scale_matrices,
+    )  # imports Triton
 
     rows, cols = matrices.shape[1:]
-    roots = norms_of_rows(matrices, 2) / math.sqrt(max(cols, 1))
+    roots = row_norms(matrices, 2) / math.sqrt(max(cols, 1))
     moments.lerp_(roots.square(), 1 - beta2)
     factors = moments.sqrt().clamp_min_(LEAST_ROOT).reciprocal_()
-    norms = norms_of_rows((roots * factors).unsqueeze(1), 2) * math.sqrt(cols)
+    norms = row_norms((roots * factors).unsqueeze(1), 2) * math.sqrt(cols)
     factors *= math.sqrt(min(rows, cols)) / norms.clamp_min_(LEAST_ROOT)
-    return matrices.mul_(factors.unsqueeze(-1))
+    return scale_matrices(matrices, factors)
 
 
 LEAST_ROOT = 1e-8

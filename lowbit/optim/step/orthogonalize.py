@@ -9,33 +9,34 @@ and of the symmetric products only one half is computed. A result does not depen
 **Gram form.** All matrices of the iteration are polynomials of the first A, so they commute, and the iteration can run
 on m x m matrices, m being the shorter side ("Gram Newton-Schulz", Zhang, Amsel, Chen and Dao, 2026)::
 
-    R = X X^T, Q = I, then `steps` times      P = a I + b R + c R R
-                                              Q = P Q
-                                              R = P R P
+    R = X X^T, Q = I, then `steps` times      Z = b R + c R R,  so that P = a I + Z
+                                              Q = P Q   = a Q + Z Q
+                                              W = P R   = a R + Z R
+                                              R = P R P = a W + Z W
     and at the end                            X = Q X
 
 In exact numbers this is the ordinary form. In rounded numbers R drifts away from (Q X)(Q X)^T, and the smallest
-eigenvalues of R become negative. So the iteration restarts after two steps, and then after every third: X = Q X,
-R = X X^T, Q = I. Five steps take 2 Gram products and 2 products by X instead of 5 and 5, and 14 products of m x m
-instead of 5. This form is taken where the longer side is at least 1.5 times the shorter one.
+eigenvalues of R become negative. So the iteration restarts after every third step: X = Q X, R = X X^T, Q = I. Five
+steps take 2 Gram products and 2 products by X instead of 5 and 5, and 14 products of m x m instead of 5. This form is
+taken where the longer side is at least 1.5 times the shorter one.
 
-P is rounded, so P and R do not commute exactly, nor do P and Q. R P and P Q are therefore computed in full, and only
-the results that are symmetric for every P (X X^T, P and P R P) by half. If R P and P Q were computed by half as well,
-or were read transposed, the error for singular values from 1 to 1e-5 would be 0.03 to 0.11.
+Every product but Q X is symmetric, and half of it is computed. Rounded factors do not commute exactly, so the half
+that is left out differs from the other one by rounding. That costs nothing as long as a I stays out of the factors: Z
+is small where singular values are small, and so is its error. Products of P, whose error is that of a, would raise the
+error for singular values from 1 to 1e-5 to 0.03 or 0.11.
 
-**Scaling** (Turbo-Muon, arXiv 2512.04632). `scaling="gram"` divides the rows (columns if X is tall) after the first
-Gram matrix, and that matrix with them::
+**Scaling** (Turbo-Muon, arXiv 2512.04632). `scaling="gram"` divides the rows (columns if X is tall) instead of the
+whole matrix::
 
-    s_i = (sum_j |A_ij|)^-1/2,  X = diag(s) X,  A = diag(s) A diag(s)
+    X = diag(s) X,  s_i = max(sum_j |A_ij|, eps**2)^-1/2,  A = X X^T
 
 No singular value is above 1 then, and most are far larger than after division by the norm: 4 iterations come as near as
-5. The polar factor is that of diag(s) X, which differs from X's where rows are not orthogonal. Sums below 1e-6 count as
-1e-6: float16 loses the squares of such rows.
+5. The polar factor is that of diag(s) X, which differs from X's where rows are not orthogonal.
 
-**Formats.** The batched iteration stores matrices in float16 and sums in float32. X has the norm 1, so no value leaves
-the range of float16, which has three bits more than bfloat16. Relative errors against float64, for matrices of
-512 x 2048 with Gaussian elements and with singular values from 1 to 1e-5: 0.002 and 0.017; those of the ordinary form
-in bfloat16: 0.012 and 0.068.
+**Formats.** The batched iteration stores matrices in float16 and sums in float32. No singular value of X is above 1, so
+no value leaves the range of float16, which has three bits more than bfloat16. The A of the scaling is float32. Relative
+errors against float64, for matrices of 512 x 2048 with Gaussian elements and with singular values from 1 to 1e-5: 0.002
+and 0.006; those of the ordinary form in bfloat16: 0.012 and 0.069.
 `stays_in_range` checks the coefficients. Where they let values grow, the ordinary form runs in the dtype of the input.
 So it does without Triton and on the CPU, for one matrix after another.
 """
@@ -44,17 +45,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowbit.numerics.long_norm import long_norm
-from lowbit_kernels.elementwise.normalize_matrices import normalize_matrices
+from lowbit_kernels.elementwise.scale_matrices import row_norms, scale_matrices
 from lowbit_kernels.matmul.batched_mm import batched_mm
 from lowbit_kernels.runtime.triton_runtime import runs_on
 
-FIRST_RESTART, RESTART = 2, 3
-"""Steps of the Gram form before the first restart, and between restarts."""
+RESTART = 3
+"""Steps of the Gram form between restarts."""
 
 
 def orthogonalize(
@@ -86,14 +88,16 @@ def _one(
     a, b, c = coefficients
     is_tall = x.shape[0] > x.shape[1]
     x = x.mT if is_tall else x
-    # In float32 a CPU's sum of 2**24 squares is off by a thousandth, and so is X.
-    is_here = x.device.type == "cpu"
-    norm = long_norm(x).to(x.dtype) if is_here else torch.linalg.vector_norm(x)
-    x = x / norm.clamp_min(eps)
-    for step in range(steps):
+    if scaling == "gram":
+        wide = x.float()
+        x = (wide * _row_factors((wide @ wide.mT).unsqueeze(0), eps)[0].unsqueeze(-1)).to(x.dtype)
+    else:
+        # In float32 a CPU's sum of 2**24 squares is off by a thousandth, and so is X.
+        is_here = x.device.type == "cpu"
+        norm = long_norm(x).to(x.dtype) if is_here else torch.linalg.vector_norm(x)
+        x = x / norm.clamp_min(eps)
+    for _ in range(steps):
         gram = x @ x.mT
-        if step == 0 and scaling == "gram":
-            x, gram = _scaled(x, gram)
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x
 
@@ -107,32 +111,26 @@ def by_batch(
     scaling: str = "norm",
 ) -> Tensor:
     """`orthogonalize` by `batched_mm`, in float16; the result has the dtype of `matrices`, float16 or bfloat16."""
-    x = normalize_matrices(matrices, eps, torch.float16)
     shorter, longer = sorted(matrices.shape[1:])
     form = _gram_form if 2 * longer >= 3 * shorter and steps > 1 else _ordinary_form
-    gram = _gram(x)
     if scaling == "gram":
-        x, gram = _scaled(x, gram)
+        gram = _gram(matrices, torch.float32)
+        factors = _row_factors(gram, eps)
+        gram = scale_matrices(gram, factors, factors, torch.float16)
+        is_tall = matrices.shape[1] > shorter
+        by_side = {"columns" if is_tall else "rows": factors}
+        x = scale_matrices(matrices, **by_side, out_dtype=torch.float16)
+    else:
+        norms = row_norms(row_norms(matrices, 2).unsqueeze(1), 2)  # of the matrices [count, 1]
+        inverse = norms.clamp_min_(eps).reciprocal_().expand(matrices.shape[:2])
+        x = scale_matrices(matrices, inverse, out_dtype=torch.float16)
+        gram = _gram(x)
     return form(x, gram, coefficients, steps, matrices.dtype)
 
 
-def _scaled(x: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
-    """X and its Gram matrix, scaled in place along the shorter side of X, by the formula of the module."""
-    factors = norms_of_rows(gram, 1).clamp_min_(1e-6).rsqrt_()
-    rows, columns = factors.unsqueeze(-1), factors.unsqueeze(-2)
-    is_tall = x.shape[-2] > x.shape[-1]
-    return x.mul_(columns if is_tall else rows), gram.mul_(rows).mul_(columns)
-
-
-def norms_of_rows(matrices: Tensor, order: int) -> Tensor:
-    """The norms of the rows of matrices [count, rows, cols] or [rows, cols], float32 [count, rows] or [rows].
-
-    A reduction takes one matrix, because the bits of PyTorch's sums depend on the number of sums."""
-    if matrices.ndim == 2:
-        return torch.linalg.vector_norm(matrices, order, -1, dtype=torch.float32)
-    if not len(matrices):
-        return matrices.new_empty(matrices.shape[:2], dtype=torch.float32)
-    return torch.stack([norms_of_rows(matrix, order) for matrix in matrices])
+def _row_factors(gram: Tensor, eps: float) -> Tensor:
+    """s of the module for Gram matrices [count, m, m], float32 [count, m]."""
+    return row_norms(gram, 1).clamp_min_(eps * eps).rsqrt_()
 
 
 def _ordinary_form(
@@ -142,8 +140,11 @@ def _ordinary_form(
     steps: int,
     dtype: torch.dtype,
 ) -> Tensor:
+    a, b, c = coefficients
     for step in range(steps):
-        p = _polynomial(_gram(x) if step else gram, coefficients)
+        gram = _gram(x) if step else gram
+        p = _symmetric(gram, gram, addend=gram, alpha=c, beta=b, gamma=a)
+        del gram  # as large as x
         x = _applied(p, x, dtype if step == steps - 1 else x.dtype)
     return x
 
@@ -155,13 +156,19 @@ def _gram_form(
     steps: int,
     dtype: torch.dtype,
 ) -> Tensor:
+    a, b, c = coefficients
     for i, (length, is_last) in enumerate(_segments(steps)):
         r, q = _gram(x) if i else gram, None
         for step in range(length):
-            p = _polynomial(r, coefficients)
-            q = p if q is None else batched_mm(p, q)
+            z = _symmetric(r, r, addend=r, alpha=c, beta=b)
             if step < length - 1:
-                r = batched_mm(p, batched_mm(r, p.mT), symmetric=True)
+                r = _symmetric(z, r, addend=r, beta=a)
+                r = _symmetric(z, r, addend=r, beta=a)
+            if q is None:
+                z.diagonal(dim1=-2, dim2=-1).add_(a)
+                q = z
+            else:
+                q = _symmetric(z, q, addend=q, beta=a)
         assert q is not None
         x = _applied(q, x, dtype if is_last else x.dtype)
     return x
@@ -169,26 +176,25 @@ def _gram_form(
 
 def _segments(steps: int) -> Iterator[tuple[int, bool]]:
     """Numbers of steps between restarts, each with whether it is the last one."""
-    length = FIRST_RESTART
-    while steps > 0:
-        yield min(length, steps), steps <= length
-        steps, length = steps - length, RESTART
+    for done in range(0, steps, RESTART):
+        yield min(RESTART, steps - done), steps - done <= RESTART
 
 
-def _polynomial(gram: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
-    """a I + b A + c A A of symmetric matrices A. As A A^T the product is symmetric to the last bit."""
-    a, b, c = coefficients
-    return batched_mm(gram, gram.mT, symmetric=True, addend=gram, alpha=c, beta=b, gamma=a)
+def _symmetric(left: Tensor, right: Tensor, **addend: Any) -> Tensor:
+    """The product of two symmetric matrices that commute but for rounding. The right one is read transposed, so that
+    A A is symmetric to the last bit."""
+    return batched_mm(left, right.mT, symmetric=True, **addend)
 
 
-def _gram(x: Tensor) -> Tensor:
+def _gram(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """X X^T, or X^T X if X is tall: the smaller one."""
     is_tall = x.shape[1] > x.shape[2]
-    return batched_mm(x.mT, x, symmetric=True) if is_tall else batched_mm(x, x.mT, symmetric=True)
+    left, right = (x.mT, x) if is_tall else (x, x.mT)
+    return batched_mm(left, right, symmetric=True, out_dtype=dtype)
 
 
 def _applied(p: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """P X, or X P^T if X is tall."""
+    """P X, or X P if X is tall, of a symmetric P."""
     is_tall = x.shape[1] > x.shape[2]
     left, right = (x, p.mT) if is_tall else (p, x)
     return batched_mm(left, right, out_dtype=dtype)

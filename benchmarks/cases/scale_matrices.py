@@ -1,4 +1,4 @@
-"""Cases of `lowbit_kernels.elementwise.normalize_matrices`."""
+"""Cases of `lowbit_kernels.elementwise.scale_matrices`."""
 
 from __future__ import annotations
 
@@ -18,23 +18,33 @@ class Case:
     columns: int
     dtype: torch.dtype = torch.bfloat16
     large: bool = False
+    scaled: str = "rows and columns"
 
     def arguments(self, device: torch.device | str = "cpu") -> tuple[Any, ...]:
-        """x, eps, out_dtype."""
+        """x, rows, columns, out_dtype."""
         x = torch.randn(self.count, self.rows, self.columns, device=device).mul_(1e-2)
         if self.count == 3:
             x[1] = 0
-        return x.to(self.dtype), 1e-7, torch.float16
+        rows = torch.randn(self.count, self.rows, device=device)
+        columns = torch.randn(self.count, self.columns, device=device)
+        return (
+            x.to(self.dtype),
+            rows if "rows" in self.scaled else None,
+            columns if "columns" in self.scaled else None,
+            torch.float16,
+        )
 
 
 CASES = [
     Case("one-is-zero", 3, 20, 500),
     Case("one-element", 1, 1, 1),
-    Case("whole-pieces", 2, 3, 8192),
-    Case("a-part-of-a-piece", 2, 129, 131),
-    Case("float32", 2, 40, 500, torch.float32),
+    Case("whole-blocks", 2, 3, 8192, scaled="rows"),
+    Case("a-part-of-a-block", 2, 129, 131, scaled="columns"),
+    Case("two-blocks", 2, 3, 4999),
+    Case("float32", 2, 40, 500, torch.float32, scaled=""),
     Case("float16", 2, 40, 500, torch.float16),
     Case("no-matrix", 0, 4, 4),
     Case("no-rows", 2, 0, 4),
+    Case("no-columns", 2, 4, 0),
     Case("llama", 4, 2048, 8192, large=True),
 ]
