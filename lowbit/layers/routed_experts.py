@@ -33,6 +33,8 @@ Known = Callable[[Any, str, torch.dtype, torch.device], bool]
 """A function of a module, the name of a weight, and the dtype and device of x: `_fits`, or the same in code that
 torch.compile traces."""
 _is_compiling = torch.compiler.is_dynamo_compiling
+# Without this, reading the shape or dtype of a weight goes through its __torch_function__, at microseconds each.
+_PlainAttributes = torch._C.DisableTorchFunctionSubclass
 
 
 def routed_forward(
@@ -69,7 +71,8 @@ def _takes(module: Any, x: Tensor, names: tuple[str, str], known: Known) -> bool
         return False
     if _is_compiling():
         return all(known(module, name, x.dtype, x.device) for name in names)
-    return all(_fits(module._parameters.get(name), x, module.is_transposed) for name in names)
+    with _PlainAttributes():
+        return all(_fits(module._parameters.get(name), x, module.is_transposed) for name in names)
 
 
 def _trains_biases(module: Any, names: Iterable[str]) -> bool:

@@ -50,7 +50,6 @@ def _kernel(variant: weight_mm_experts_sm90.ExpertVariant, *_: object) -> Callab
 def emulated() -> Iterator[None]:
     """Inside, `ExpertProduct` takes CPU tensors."""
     with (
-        mock.patch.object(weight_mm_experts_sm90, "tensor_map", None, create=True),
         launches_on_cpu(weight_mm_experts_sm90),
         mock.patch.object(weight_mm_experts_sm90, "_kernel", _kernel),
     ):

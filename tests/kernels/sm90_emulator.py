@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 
+from lowbit_kernels.runtime import launch_plan
 from lowbit_kernels.weight_only import weight_mm_large_batch_sm90
 from tests.kernels.compiled_on_cpu import library
 
@@ -91,9 +92,10 @@ template <int SUMS> static inline void multiply(float (&sums)[SUMS], const uint3
 
 @contextlib.contextmanager
 def launches_on_cpu(module: ModuleType) -> Iterator[None]:
-    """Inside, `module` passes tensor maps to the emulator and needs no GPU."""
+    """Inside, `module` and launch plans pass tensor maps to the emulator and need no GPU."""
     with (
-        mock.patch.object(module, "tensor_map", lambda *a: _Map(a)),
+        mock.patch.object(module, "tensor_map", lambda *a: _Map(a), create=True),
+        mock.patch.object(launch_plan, "tensor_map", lambda *a: _Map(a)),
         mock.patch.object(torch.cuda, "device_of", lambda x: contextlib.nullcontext()),
         mock.patch.object(torch.cuda, "current_stream", lambda: mock.Mock(cuda_stream=0)),
         mock.patch.object(torch.cuda, "current_device", lambda: 0),

@@ -406,37 +406,46 @@ def test_the_exception_of_python_reaches_the_caller():
 def compiled(**changes) -> SimpleNamespace:
     """What Triton tells of a compiled kernel with the arguments x, rows, one, out and SIZE; `one` was 1."""
     scratch = {"num_ctas": 1, "global_scratch_size": 0, "profile_scratch_size": 0}
-    scratch |= {"launch_cooperative_grid": False, "launch_pdl": False, **changes}
+    scratch |= {"launch_cooperative_grid": False, "launch_pdl": False, "shared": 96, "num_warps": 4}
     kinds = {"x": "*fp32", "rows": "i32", "one": "constexpr", "out": "*fp32", "SIZE": "constexpr"}
     return SimpleNamespace(
-        metadata=SimpleNamespace(**scratch), src=SimpleNamespace(signature=kinds)
+        metadata=SimpleNamespace(**scratch | changes),
+        src=SimpleNamespace(signature=kinds),
+        function=4242,
     )
 
 
 def test_a_launch_of_triton_as_a_plan():
     x, out = torch.randn(3), torch.randn(3)
     arguments = {"x": x, "rows": 7, "one": 1, "out": out}
-    words = triton_runtime._words(compiled(), arguments, (None, x, out))
-    assert words == (Address(1), 7, Address(2), 0, 0)
+    for overlaps in (False, True):
+        kernel = compiled(launch_pdl=overlaps)
+        launch = triton_runtime._planned(kernel, 5, arguments, (None, x, out))
+        assert launch.arguments == (Address(1), 7, Address(2), 0, 0)
+        assert (launch.grid, launch.threads) == (5, 128)
+        assert launch.kernel == triton_runtime.TritonKernel(4242, 96, 1, overlaps)
+        numbered = arguments | {"x": Address(3, 8), "out": Address(1)}
+        launch = triton_runtime._planned(kernel, 5, numbered)
+        assert launch.arguments == (Address(3, 8), 7, Address(1), 0, 0)
 
 
 def test_launches_of_triton_that_are_not_planned():
     x, out = torch.randn(3), torch.randn(3)
     arguments = {"x": x.clone(), "rows": 7, "one": 1, "out": out}
-    assert triton_runtime._words(compiled(), arguments, (x, out)) is None  # of a copy
+    assert triton_runtime._planned(compiled(), 5, arguments, (x, out)) is None  # of a copy
     arguments["x"] = x
-    assert triton_runtime._words(compiled(), arguments, (x, x, out)) is None  # may differ later
+    assert triton_runtime._planned(compiled(), 5, arguments, (x, x, out)) is None  # may differ later
     others = {"num_ctas": 2, "global_scratch_size": 64, "profile_scratch_size": 8}
-    others |= {"launch_cooperative_grid": True, "launch_pdl": True}
+    others |= {"launch_cooperative_grid": True}
     for name, value in others.items():
-        assert triton_runtime._words(compiled(**{name: value}), arguments, (x, out)) is None
+        kernel = compiled(**{name: value})
+        assert triton_runtime._planned(kernel, 5, arguments, (x, out)) is None
 
 
 def test_limits_of_a_launch():
     many = Launch(KERNEL, 1, 32, (0,) * 33)
     maps = Launch(KERNEL, 1, 32, (Map(0, 1, 1, 1, 1, 1, 1),) * 5)
-    wide = Launch(SimpleNamespace(**{**vars(KERNEL), "cluster": 2}), 1, 32, ())
-    for launch in (many, maps, wide):
+    for launch in (many, maps):
         with pytest.raises(ValueError, match="at most 32 and 4"):
             launcher.encoded(LaunchPlan((), (), (launch,)))
 

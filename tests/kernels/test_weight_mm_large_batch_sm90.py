@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lowbit_kernels.weight_only import weight_mm_large_batch_sm90
+from lowbit_kernels.weight_only.one_launch import readable
 from lowbit_kernels.weight_only.weight_lookup_sm90 import Unpacking
 from lowbit_kernels.weight_only.weight_mm_large_batch_sm90 import (
     LargeBatchDivision,
@@ -17,7 +18,6 @@ from lowbit_kernels.weight_only.weight_mm_large_batch_sm90 import (
     _stage,
     chunk_of,
     is_readable,
-    readable,
     stages,
 )
 from lowbit_kernels.weight_only.weight_operands import WeightOperands, layout

@@ -29,12 +29,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowbit_kernels.runtime import launcher
+from lowbit_kernels.runtime.launch_plan import Composition, LaunchPlan
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
 from lowbit_kernels.weight_only import (
@@ -68,6 +71,7 @@ def _of_experts(name: str) -> str:
 @op(
     "empty(x.dtype, P, N // 2 if gated else N)",
     by_layout=True,
+    planned=True,
     x="float [T, K]",
     codes=_of_experts("codes"),
     scale=_of_experts("scale"),
@@ -143,12 +147,27 @@ def _loop(
     return (F.silu(gate) * up).to(x.dtype)
 
 
-class ExpertLinearPlan(NamedTuple):
+@dataclass
+class ExpertLinearPlan:
     """How calls with operands of the same layouts run. `product`: None for "loop" and "empty"."""
 
     implementation: str
     product: Callable[[Tensors], Tensor] | None
     shape: tuple[int, int]  # of the result
+    copies: bool = False  # the product copies an operand
+    _launches: LaunchPlan | None = None
+
+    @property
+    def launches(self) -> LaunchPlan | None:
+        """The launch plan on the current device, after a first call; None where there is none, or it copies an
+        operand."""
+        found = None if self.copies else getattr(self.product, "launches", None)
+        own = found() if self._launches is None and found is not None else None
+        if own is not None:
+            whole = Composition(7, own.results)
+            whole.add(own, (0, 1, 2, 3, 5, 4, 6), (7,))  # the op has ids before the bias
+            self._launches = whole.plan()
+        return self._launches
 
 
 @functools.lru_cache(maxsize=8192)
@@ -189,7 +208,9 @@ def planned(
     for name in names if implementation is None else (implementation,):
         product = modules[name].product(operands) if name in modules else None
         if product is not None or name == "loop":
-            return ExpertLinearPlan(name, product, shape)
+            as_they_are = (t is None or t.is_contiguous for t in (zero_point, bias, ids))
+            copies = x.strides[1] != 1 or not (operands.has_aligned_scales and all(as_they_are))
+            return ExpertLinearPlan(name, product, shape, copies)
     if implementation is not None:
         raise ValueError(f"{implementation} does not take {operands}; see its product()")
     return ExpertLinearPlan("loop", None, shape)
@@ -219,4 +240,11 @@ def run(
     tensors: Any = (x, codes, scale, zero_point, bias, ids, global_scale)
     if plan.product is None:
         return _loop(weight_linear.run, tensors, gated, group_size, bits, table)
-    return plan.product(tensors)
+    out = plan.product(tensors)
+    if x.is_cuda:
+        with torch.cuda.device_of(x):
+            launches = plan.launches
+        if launches is not None:
+            launcher.take_over("expert_linear")
+        launcher.learn("expert_linear", launches)
+    return out

@@ -8,6 +8,8 @@ decode kernel of `weight_linear` lets the next launch start only after its own w
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from lowbit_kernels.runtime.triton_runtime import jit, tl
@@ -27,6 +29,7 @@ def wait_for_previous(PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
+@functools.cache  # torch's query of the capability takes 10 us
 def overlap_options(device: torch.device) -> dict[str, bool]:
     """Launch options of a kernel with the constant `PDL`: True where the GPU knows it (compute capability 9.0)."""
     overlaps = (

@@ -15,7 +15,14 @@ from torch import Tensor
 from lowbit_kernels.decoding.overlap import launch_dependents, overlap_options, wait_for_previous
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
-from lowbit_kernels.runtime.triton_runtime import jit, runs_on, stored_dtype, tl, triton
+from lowbit_kernels.runtime.triton_runtime import (
+    jit,
+    launch,
+    runs_on,
+    stored_dtype,
+    tl,
+    triton,
+)
 
 BLOCK = 1024
 """The most columns of a program."""
@@ -23,6 +30,7 @@ BLOCK = 1024
 
 @op(
     "empty(y.dtype, T, N)",
+    planned=True,
     y="float [P, N]",
     weights="float [T, K]",
     rules={"P == T * K": "y must have a row for each of the {T} x {K} weights, got {P}"},
@@ -52,7 +60,9 @@ def _kernel(
     PDL: tl.constexpr,
 ):
     launch_dependents(PDL)
-    token, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    across = tl.cdiv(width, BLOCK)
+    token = (tl.program_id(0) // across).to(tl.int64)
+    columns = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     wait_for_previous(PDL)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -70,17 +80,22 @@ def _launch(y: Tensor, weights: Tensor) -> Tensor | None:
     if not runs_on(y.device) or 0 in (tokens, k, width):
         return None
     ran("weighted_sum", "triton")
-    y, weights = (t if t.stride(1) == 1 else t.contiguous() for t in (y, weights))
+    operands = y, weights
+    y, weights = (t if t.stride(1) == 1 else t.contiguous() for t in operands)
     out = torch.empty((tokens, width), dtype=stored_dtype(y.dtype, y.device), device=y.device)
     block = min(BLOCK, triton.next_power_of_2(width))
     if tokens < 64:  # more programs
         block = min(block, 256)
-    with torch.cuda.device_of(y):
-        _kernel[(tokens, triton.cdiv(width, block))](
-            *(y, weights, out, width, y.stride(0), weights.stride(0)),
-            K=k,
-            BLOCK=block,
-            num_warps=4 if block > 256 else 1,
+    launch(
+        "weighted_sum",
+        operands,
+        (out,),
+        _kernel,
+        tokens * triton.cdiv(width, block),
+        (y, weights, out, width, y.stride(0), weights.stride(0)),
+        {
+            **{"K": k, "BLOCK": block, "num_warps": 4 if block > 256 else 1},
             **overlap_options(y.device),
-        )
+        },
+    )
     return out.to(y.dtype)

@@ -275,7 +275,7 @@ def run(plan: LaunchPlan, operands: Sequence[Tensor | None]) -> list[Tensor]:
                 _multiply(launch, tensors)
                 continue
             stream = torch.cuda.current_stream().cuda_stream
-            values = (_value(argument, addresses) for argument in launch.arguments)
+            values = [a if type(a) is int else _value(a, addresses) for a in launch.arguments]
             assert not isinstance(launch.kernel, TritonKernel)
             launch.kernel(stream, launch.grid, launch.threads, *values)
     return made[: len(plan.results)]
@@ -308,11 +308,8 @@ def _multiply(one: CublasProduct, tensors: Sequence[Any]) -> None:
     )
 
 
-def _value(argument: int | Address | Map, addresses: Sequence[int]) -> int:
-    if isinstance(argument, Address):
-        address = addresses[argument.tensor]
-        return address and address + argument.offset
+def _value(argument: Address | Map, addresses: Sequence[int]) -> int:
+    address = addresses[argument.tensor]
     if isinstance(argument, Map):
-        address = addresses[argument.tensor] + argument.offset
-        return tensor_map(address, *argument[1:-1]).getPtr()
-    return argument
+        return tensor_map(address + argument.offset, *argument[1:-1]).getPtr()
+    return address and address + argument.offset

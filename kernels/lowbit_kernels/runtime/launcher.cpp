@@ -32,9 +32,10 @@ struct LaunchAttribute {  // CUlaunchAttribute
     union {
         char bytes[64];
         int number;
+        unsigned sizes[3];
     } value;
 };
-constexpr int PROGRAMMATIC_STREAM_SERIALIZATION = 6;
+constexpr int CLUSTER_DIMENSION = 4, PROGRAMMATIC_STREAM_SERIALIZATION = 6;
 
 struct LaunchConfig {  // CUlaunchConfig
     unsigned grid[3], block[3], shared;
@@ -61,6 +62,9 @@ struct Functions {
     int (*string_data)(void *, const char **);
     int (*string_length)(void *, size_t *);
     int (*delete_string)(void *);
+    int (*list_size)(void *, size_t *);
+    int (*list_item)(void *, size_t, Value *);
+    int (*delete_list)(void *);
     int (*call_op)(const char *, const char *, Value *, uint64_t);
     int (*view)(Tensor, int64_t, const int64_t *, const int64_t *, int64_t, Tensor *);
     int (*torch_device)(int32_t *);
@@ -138,6 +142,7 @@ struct Launch {
     void *function;
     unsigned grid, threads, shared;
     bool overlaps;
+    unsigned cluster;
     std::vector<Argument> arguments;
 };
 
@@ -206,7 +211,7 @@ struct Reader {
             }
             launch.function = (void *)number();
             launch.grid = (unsigned)number(), launch.threads = (unsigned)number(), launch.shared = (unsigned)number();
-            launch.overlaps = number() != 0;
+            launch.overlaps = number() != 0, launch.cluster = (unsigned)number();
             launch.arguments.resize(number());
             for (Argument &one : launch.arguments) one = argument();
         }
@@ -234,7 +239,7 @@ constexpr size_t MOST_PLANS = 8192;  // of an op; shapes that change at every ca
 
 struct Op {
     std::string python;     // the op that Python computes
-    std::string arguments;  // one letter each: t tensor, o tensor or None, s string, b bool, d dtype, n number
+    std::string arguments;  // one letter each: t tensor, o tensor or None, s string, b bool, d dtype, n number, l list
     std::unordered_map<Key, std::shared_ptr<const Plan>, Hash> plans;
     std::shared_mutex mutex;
 
@@ -287,6 +292,15 @@ int32_t describe(const Op &op, const Value *stack, Key &key) {
             check(functions.string_length((void *)stack[i], &length), "torch_string_length");
             key.push_back((int64_t)length);
             for (size_t at = 0; at < length; ++at) key.push_back(text[at]);
+        } else if (kind == 'l') {
+            size_t length;
+            check(functions.list_size((void *)stack[i], &length), "torch_list_size");
+            key.push_back((int64_t)length);
+            for (size_t at = 0; at < length; ++at) {
+                Value item;
+                check(functions.list_item((void *)stack[i], at, &item), "torch_list_get_item");
+                key.push_back((int64_t)item);
+            }
         } else {
             const Tensor tensor = tensor_of(kind, stack[i]);
             if (tensor == nullptr) {
@@ -346,7 +360,8 @@ void encode(const Argument &one, void *address, TensorMap &map) {
     const int type = one.size == 1 ? 0 : one.size == 2 ? 1 : one.size == 4 ? 2 : 4;  // unsigned integers
     const uint64_t sizes[2] = {(uint64_t)one.columns, (uint64_t)one.rows}, stride = one.stride * one.size;
     const uint32_t box[2] = {(uint32_t)one.width, (uint32_t)one.box}, step[2] = {1, 1};
-    const int swizzle = one.size == 8 ? 0 : one.width * one.size == 128 ? 3 : 2, promotion = one.size == 8 ? 0 : 3;
+    const int64_t row = one.size == 8 ? 0 : one.width * one.size;  // bytes of a box's row that are swizzled
+    const int swizzle = row == 128 ? 3 : row == 64 ? 2 : row == 32 ? 1 : 0, promotion = one.size == 8 ? 0 : 3;
     check(functions.encode_map(&map, type, 2, address, sizes, &stride, box, step, 0, swizzle, promotion, 0),
           "cuTensorMapEncodeTiled");
 }
@@ -368,10 +383,18 @@ void launch(const Launch &one, const std::vector<void *> &addresses, Stream stre
             numbers[i] = address == 0 ? 0 : address + argument.number;
         } else numbers[i] = argument.number;
     }
-    LaunchAttribute overlap = {};
-    overlap.id = PROGRAMMATIC_STREAM_SERIALIZATION;
-    overlap.value.number = 1;
-    const LaunchConfig config = {{one.grid, 1, 1}, {one.threads, 1, 1}, one.shared, stream, &overlap, one.overlaps ? 1u : 0u};
+    LaunchAttribute attributes[2] = {};
+    unsigned given = 0;
+    if (one.overlaps) {
+        attributes[given].id = PROGRAMMATIC_STREAM_SERIALIZATION;
+        attributes[given++].value.number = 1;
+    }
+    if (one.cluster > 1) {
+        LaunchAttribute &cluster = attributes[given++];
+        cluster.id = CLUSTER_DIMENSION;
+        cluster.value.sizes[0] = one.cluster, cluster.value.sizes[1] = cluster.value.sizes[2] = 1;
+    }
+    const LaunchConfig config = {{one.grid, 1, 1}, {one.threads, 1, 1}, one.shared, stream, attributes, given};
     check(functions.launch(&config, one.function, pointers, nullptr), "cuLaunchKernelEx");
 }
 
@@ -439,6 +462,7 @@ void carry_out(const Op &op, const Plan &plan, Value *stack, int32_t device) {
         if (const Tensor tensor = tensor_of(kind, stack[i])) functions.delete_tensor(tensor);
         if (kind == 'o' && stack[i] != 0) delete (Value *)stack[i];
         if (kind == 's') functions.delete_string((void *)stack[i]);
+        if (kind == 'l') functions.delete_list((void *)stack[i]);
     }
     for (size_t i = 0; i < plan.results.size(); ++i) stack[i] = (Value)std::exchange(made.owned[i], nullptr);
 }

@@ -42,7 +42,8 @@ TORCH_FUNCTIONS = (
     *("aoti_torch_get_strides", "aoti_torch_get_dtype", "aoti_torch_get_device_index"),
     "aoti_torch_dtype_element_size",
     *("aoti_torch_empty_strided", "aoti_torch_delete_tensor_object"),
-    *("torch_string_c_str", "torch_string_length", "torch_delete_string", "torch_call_dispatcher"),
+    *("torch_string_c_str", "torch_string_length", "torch_delete_string"),
+    *("torch_list_size", "torch_list_get_item", "torch_delete_list", "torch_call_dispatcher"),
     *("aoti_torch__reinterpret_tensor", "aoti_torch_get_current_device_index"),
 )
 TORCH_CUDA_FUNCTIONS = ("aoti_torch_cuda__scaled_mm_out", "aoti_torch_get_current_cuda_stream")
@@ -55,7 +56,7 @@ BUILT_FOR = ctypes.c_uint64(2 << 56 | 11 << 48)
 """torch 2.11, whose form of arguments ``launcher.cpp`` reads and writes. Later versions of torch still accept it."""
 LETTERS = {
     **{"Tensor": "t", "Tensor?": "o", "str": "s", "bool": "b", "ScalarType": "d"},
-    **{"SymInt": "n", "float": "n"},
+    **{"SymInt": "n", "float": "n", "float[]": "l"},
 }
 """The letters by which ``launcher.cpp`` knows the types of arguments."""
 MOST_ARGUMENTS, MOST_MAPS = 32, 4
@@ -275,13 +276,13 @@ def _launch(launch: Launch | CublasProduct) -> list[int]:
         return [1, *(word for one in launch for word in _part(one))]
     kernel = launch.kernel
     maps = sum(isinstance(argument, Map) for argument in launch.arguments)
-    if len(launch.arguments) > MOST_ARGUMENTS or maps > MOST_MAPS or kernel.cluster != 1:
+    if len(launch.arguments) > MOST_ARGUMENTS or maps > MOST_MAPS:
         raise ValueError(
-            f"a launch with {len(launch.arguments)} arguments, {maps} tensor maps and clusters of {kernel.cluster}; "
-            f"the launcher takes at most {MOST_ARGUMENTS} and {MOST_MAPS}, and clusters that the kernel itself declares"
+            f"a launch with {len(launch.arguments)} arguments and {maps} tensor maps; the launcher takes at most "
+            f"{MOST_ARGUMENTS} and {MOST_MAPS}"
         )
     words = [0, kernel.handle, launch.grid, launch.threads, kernel.shared, int(kernel.overlaps)]
-    words.append(len(launch.arguments))
+    words += (kernel.cluster, len(launch.arguments))
     for argument in launch.arguments:
         if isinstance(argument, Address):
             words += (1, argument.tensor, argument.offset)

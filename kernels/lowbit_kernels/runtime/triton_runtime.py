@@ -7,7 +7,7 @@ function, so modules of ops need no condition around their kernels.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,6 +103,13 @@ class KeptKernel:
         if compiled is not None and not torch.version.hip and _is_known():
             self._compiled = compiled
 
+    def planned(self, programs: int, *arguments: int | Address) -> Launch | None:
+        """The launch of a plan with these arguments; None before the first call, and where it cannot be planned."""
+        if self._compiled is None:
+            return None
+        named = dict(zip(self.kernel.arg_names, arguments, strict=False))
+        return _planned(self._compiled, programs, named)
+
 
 _launched: dict[int, Any] = {}
 """The kernels of plans, by their handle: a plan itself does not keep them loaded."""
@@ -127,7 +134,7 @@ def launch(
         programs: of the kernel's grid.
         arguments: of the kernel. Python launches the next call too if a tensor begins where no operand or result does,
             such as a copy, or where two of them do.
-        constants: the kernel's ``tl.constexpr`` and ``num_warps``.
+        constants: the kernel's ``tl.constexpr`` and options of the launch, such as ``num_warps``.
     """
     with torch.cuda.device_of(results[0]):
         compiled = kernel[(programs,)](*arguments, **constants)
@@ -138,31 +145,32 @@ def launch(
         return
     launcher.take_over(op)
     named = dict(zip(kernel.arg_names, arguments, strict=False))
-    words = _words(compiled, named, (*operands, *results))
-    if words is None:
-        return
-    _launched[compiled.function] = compiled
-    found = compiled.metadata
-    one = Launch(
-        TritonKernel(compiled.function, found.shared), programs, 32 * found.num_warps, words
-    )
-    buffers = tuple(Buffer(tuple(t.shape), t.dtype) for t in results)
-    launcher.learn(op, LaunchPlan(buffers, (), (one,)))
+    one = _planned(compiled, programs, named, (*operands, *results))
+    if one is not None:
+        buffers = tuple(Buffer(tuple(t.shape), t.dtype) for t in results)
+        launcher.learn(op, LaunchPlan(buffers, (), (one,)))
 
 
 @functools.cache
 def _is_known() -> bool:
-    """True if this version of Triton passes its kernels what `_words` says; later ones may pass more."""
+    """True if this version of Triton passes its kernels what `_planned` says; later ones may pass more."""
     return tuple(map(int, triton.__version__.split(".")[:2])) in ((3, 6), (3, 7))
 
 
-def _words(
-    compiled: Any, arguments: dict[str, Tensor | int], tensors: Sequence[Tensor | None]
-) -> tuple[int | Address, ...] | None:
-    """The arguments of the compiled kernel; None where it cannot be planned."""
+def _planned(
+    compiled: Any,
+    programs: int,
+    arguments: Mapping[str, Tensor | int | Address],
+    tensors: Sequence[Tensor | None] = (),
+) -> Launch | None:
+    """The launch of a compiled kernel with these arguments; None where it cannot be planned.
+
+    Args:
+        tensors: those of the plan, by which tensors among the arguments get their numbers.
+    """
     found = compiled.metadata
     scratch = found.global_scratch_size or found.profile_scratch_size
-    if found.num_ctas != 1 or scratch or found.launch_cooperative_grid or found.launch_pdl:
+    if found.num_ctas != 1 or scratch or found.launch_cooperative_grid:
         return None
     words: list[int | Address] = []
     for name, kind in compiled.src.signature.items():
@@ -177,4 +185,7 @@ def _words(
             words.append(Address(numbers[0]))
         else:
             words.append(value)
-    return *words, 0, 0  # two pointers to scratch memory, which this kernel does not use
+    words += (0, 0)  # two pointers to scratch memory, which this kernel does not use
+    _launched[compiled.function] = compiled
+    own = TritonKernel(compiled.function, found.shared, overlaps=bool(found.launch_pdl))
+    return Launch(own, programs, 32 * found.num_warps, tuple(words))

@@ -48,6 +48,11 @@ class ExpertOperands(NamedTuple):
         return 0 if self.scale.shape[2] == 1 else self.group_size
 
     @property
+    def has_aligned_scales(self) -> bool:
+        """True if kernels can read scale and zero point without a copy."""
+        return self.scale.is_aligned and (self.zero_point is None or self.zero_point.is_aligned)
+
+    @property
     def results(self) -> int:
         """Columns of the result."""
         n = self.codes.shape[1]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
+from lowbit_kernels.runtime.launch_plan import Address, Buffer, Launch
 from lowbit_kernels.runtime.triton_runtime import KeptKernel, jit, tl, triton
+from lowbit_kernels.weight_only.one_launch import even
 from lowbit_kernels.weight_only.weight_operands import TensorLayout
 
 SCANNED = 4096
@@ -56,7 +60,8 @@ class PairsByExpert:
 
     def __init__(self, pairs: int, experts: int, x: TensorLayout) -> None:
         self.pairs, self.experts, self.k = pairs, experts, x.shape[1]
-        self.top, self.pitch = pairs // x.shape[0], -(-x.shape[1] // 8) * 8
+        self.top, self.pitch = pairs // x.shape[0], even(x.shape[1])
+        self.stride, self.dtype = x.strides[0], x.dtype
         scanned = max(128, min(SCANNED, triton.next_power_of_2(pairs)))
         self.route = KeptKernel(_route, {"SCANNED": scanned}, num_warps=4 if pairs < 4096 else 16)
         block = max(128, min(2048, triton.next_power_of_2(self.k)))
@@ -80,3 +85,21 @@ class PairsByExpert:
             strides = x.stride(0), self.pitch
             self.gather((self.pairs, 1), x, order, rows, self.k, self.top, *strides)
         return order, ends, rows[:, : self.k]
+
+    @property
+    def buffers(self) -> tuple[Buffer, Buffer, Buffer]:
+        """Those three in a plan."""
+        order, ends = (Buffer((size,), torch.int32) for size in (self.pairs, self.experts))
+        return order, ends, Buffer((self.pairs, self.pitch), self.dtype)
+
+    def launches(self, x: int, ids: int, made: Iterable[int]) -> list[Launch | None]:
+        """The launches of a plan with the numbers of its tensors, `made` the buffers'. They read x and ids as they are.
+        None before the first call."""
+        order, ends, rows = map(Address, made)
+        sizes = self.k, self.top, self.stride, self.pitch
+        return [
+            self.route.planned(
+                self.experts + 1, Address(ids), order, ends, self.pairs, self.experts
+            ),
+            self.gather.planned(self.pairs, Address(x), order, rows, *sizes),
+        ]

@@ -33,12 +33,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lowbit_kernels.runtime import launcher
+from lowbit_kernels.runtime.launch_plan import Buffer, Composition, LaunchPlan
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
 from lowbit_kernels.weight_only import (
@@ -50,6 +52,7 @@ from lowbit_kernels.weight_only import (
     weight_mm_triton,
 )
 from lowbit_kernels.weight_only.codes_format import dequantized, format_of
+from lowbit_kernels.weight_only.one_launch import OneLaunch
 from lowbit_kernels.weight_only.weight_operands import (
     ADDEND_TYPES,
     FORMAT_OPERANDS,
@@ -79,6 +82,7 @@ ON_CPU = ("triton", "cpu", "dequantize")  # Triton only under its interpreter
 @op(
     "empty(x.dtype, *x.shape[:-1], N)",
     by_layout=True,
+    planned=True,
     x="float [..., K]",
     codes=FORMAT_OPERANDS["codes"],
     scale=FORMAT_OPERANDS["scale"],
@@ -124,7 +128,8 @@ def weight_linear(
 reference, check = weight_linear.reference, weight_linear.check
 
 
-class WeightLinearPlan(NamedTuple):
+@dataclass
+class WeightLinearPlan:
     """How calls with operands of the same layouts run."""
 
     implementation: str
@@ -132,6 +137,18 @@ class WeightLinearPlan(NamedTuple):
     shape: tuple[int, ...]  # of the result
     is_direct: bool  # the product takes the operands as they are
     copies_x: bool
+    copies: bool = False  # x or an addend
+
+    @functools.cached_property
+    def launches(self) -> LaunchPlan | None:
+        """The launch plan for the operands, on the current device; None where there is none, or it copies one."""
+        product = self.product
+        if self.copies or not isinstance(product, OneLaunch) or product.copies:
+            return None
+        whole = Composition(7, (Buffer(self.shape, product.dtype),))
+        *first, global_scale, out = range(8)
+        whole.add(product.launches, (*first, None, global_scale), (out,))
+        return whole.plan()
 
 
 @functools.lru_cache(maxsize=8192)
@@ -165,7 +182,8 @@ def planned(
     operands = WeightOperands(*parts, format, global_scale)
     name, product = _chosen(operands, implementation)
     is_direct = rows is not None and flat.shape == x.shape and ends == (bias, residual)
-    return WeightLinearPlan(name, product, shape, is_direct, rows is None)
+    copies = rows is None or not all(t is None or t.is_contiguous for t in (bias, residual))
+    return WeightLinearPlan(name, product, shape, is_direct, rows is None, copies)
 
 
 def _chosen(operands: WeightOperands, implementation: str | None) -> tuple[str, Product]:
@@ -219,6 +237,13 @@ def run(
     layouts = all_described(x, codes, scale, zero_point, bias, residual, global_scale)
     plan = planned(layouts, group_size, bits, tuple(table), implementation)
     ran("weight_linear", plan.implementation)
+    if x.is_cuda:
+        with torch.cuda.device_of(x):
+            found = plan.launches
+        operands = x, codes, scale, zero_point, bias, residual, global_scale
+        if found is not None:
+            return launcher.carried_out("weight_linear", found, operands)[0]
+        launcher.learn("weight_linear", None)
     if plan.is_direct:
         return plan.product((x, codes, scale, zero_point, bias, residual, None, global_scale))
     n, k = plan.shape[-1], x.shape[-1]

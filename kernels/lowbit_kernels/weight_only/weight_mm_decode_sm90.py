@@ -19,22 +19,20 @@ import math
 from dataclasses import asdict, dataclass
 
 import torch
-from torch import Tensor
 
 from lowbit_kernels.runtime import nvrtc
-from lowbit_kernels.runtime.library import aligned
+from lowbit_kernels.runtime.launch_plan import Address, Launch, Map
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
-from lowbit_kernels.runtime.tensor_map import takes_rows, tensor_map
+from lowbit_kernels.runtime.tensor_map import takes_rows
 from lowbit_kernels.weight_only.codes_format import E2M1, CodesFormat
+from lowbit_kernels.weight_only.one_launch import CODES, OUT, OneLaunch, X
 from lowbit_kernels.weight_only.weight_lookup_sm90 import table_of
 from lowbit_kernels.weight_only.weight_operands import (
     E4M3,
     GROUP_STEP,
     HALVES,
     SCALE_MACROS,
-    Tensors,
     WeightOperands,
-    addresses,
 )
 
 MAX_TOKENS, ROWS, WARPS, MAX_STAGES = 16, 16, 16, 6
@@ -432,7 +430,7 @@ def _zero_macro(format: CodesFormat) -> str:
     return "VALUE" if format.zero_point == "value" else "NONE"
 
 
-class DecodeProduct:
+class DecodeProduct(OneLaunch):
     """The product of operands for which `takes` holds, divided as `plan` says."""
 
     def __init__(self, operands: WeightOperands, plan: DecodeDivision) -> None:
@@ -474,33 +472,12 @@ class DecodeProduct:
             *_table_macros(format, operands.numbers),
         )
 
-    @functools.cached_property
-    def kernel(self) -> nvrtc.Kernel:
-        """On the current device."""
-        return _kernel(self.variant, self.plan.shared, torch.cuda.current_device())
-
-    def __call__(self, tensors: Tensors) -> Tensor:
-        x, codes, scale, zero_point, bias, residual, token_scale, global_scale = tensors
-        if not self.is_ready:
-            scale = aligned(scale)
-            zero_point = None if zero_point is None else aligned(zero_point)
-        out = x.new_empty(self.shape, dtype=self.dtype)
-        x_at, codes_at = x.data_ptr(), codes.data_ptr()
-        codes_map = tensor_map(codes_at, *self.codes_map).getPtr()
-        x_map = codes_map if self.x_map is None else tensor_map(x_at, *self.x_map).getPtr()
-        with torch.cuda.device_of(x):
-            self.kernel(
-                torch.cuda.current_stream().cuda_stream,
-                self.plan.grid,
-                THREADS[self.plan.resident],
-                codes_map,
-                x_map,
-                x_at,
-                codes_at,
-                *addresses(scale, zero_point, bias, residual, token_scale, global_scale, out),
-                *self.sizes,
-            )
-        return out
+    def launch(self) -> Launch:
+        codes_map = Map(CODES, *self.codes_map)
+        x_map = codes_map if self.x_map is None else Map(X, *self.x_map)
+        arguments = codes_map, x_map, *map(Address, range(OUT + 1)), *self.sizes
+        kernel = _kernel(self.variant, self.plan.shared, torch.cuda.current_device())
+        return Launch(kernel, self.plan.grid, THREADS[self.plan.resident], arguments)
 
 
 def _table_macros(format: CodesFormat, dtype: torch.dtype) -> tuple[str, ...]:

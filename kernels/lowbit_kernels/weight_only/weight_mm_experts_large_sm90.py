@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime import nvrtc
+from lowbit_kernels.runtime.launch_plan import Address, Buffer, Launch, LaunchPlan, Map
 from lowbit_kernels.runtime.library import aligned
 from lowbit_kernels.runtime.sources import program
 from lowbit_kernels.runtime.tensor_map import tensor_map
 from lowbit_kernels.runtime.triton_runtime import runs_on
 from lowbit_kernels.weight_only import weight_mm_large_batch_sm90 as large
 from lowbit_kernels.weight_only.expert_operands import ExpertOperands, SortedPairs, Tensors
+from lowbit_kernels.weight_only.one_launch import readable
 from lowbit_kernels.weight_only.pairs_by_expert import PairsByExpert
 from lowbit_kernels.weight_only.weight_lookup_sm90 import Unpacking, unpacking_of
 from lowbit_kernels.weight_only.weight_operands import (
@@ -147,13 +149,32 @@ class LargeExpertProduct:
         parts = (rows, codes, scale, zero_point, bias, order, ends, global_scale)
         return self.of_sorted(SortedPairs(*parts))
 
+    def launches(self) -> LaunchPlan | None:
+        """The plan for the operands as they are, in the order of `Tensors`, on the current device; None before the
+        first call, and where Triton's launches cannot be planned."""
+        x, codes, scale, zero_point, bias, ids, global_scale, out, order, ends, rows = range(11)
+        before = self.by_expert.launches(x, ids, (order, ends, rows))
+        if None in before:
+            return None
+        buffers = self.by_expert.buffers
+        pairs, pitch = buffers[-1].shape
+        rows_map = Map(rows, 2, pairs, self.by_expert.k, pitch, self.x_box, 64)
+        others = scale, zero_point, bias, None, None, global_scale, out
+        arguments = (
+            *(Map(codes, *self.codes_map), rows_map),
+            *(0 if one is None else Address(one) for one in others),
+            *(*self.sizes, Address(order), Address(ends)),
+        )
+        last = Launch(self.kernel, self.grid, self.threads, arguments)
+        return LaunchPlan((Buffer(self.shape, self.dtype),), buffers, (*before, last))
+
     def of_sorted(self, pairs: SortedPairs) -> Tensor:
         """The product of rows of x that are sorted by expert. `order`: where their results belong."""
         rows, codes, scale, zero_point, bias, order, ends, global_scale = pairs
         scale = aligned(scale)
         zero_point = None if zero_point is None else aligned(zero_point)
         bias = None if bias is None else bias.contiguous()
-        rows = rows if large.is_readable(TensorLayout(*described(rows))) else large.readable(rows)
+        rows = rows if large.is_readable(TensorLayout(*described(rows))) else readable(rows)
         out = rows.new_empty(self.shape, dtype=self.dtype)
         with torch.cuda.device_of(rows):
             self.kernel(

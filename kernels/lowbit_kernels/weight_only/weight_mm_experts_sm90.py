@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime import nvrtc
+from lowbit_kernels.runtime.launch_plan import Address, Buffer, Launch, LaunchPlan
 from lowbit_kernels.runtime.library import aligned
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
 from lowbit_kernels.weight_only import weight_mm_decode_sm90 as decode
@@ -137,6 +138,7 @@ class ExpertProduct:
             unit,
         )
         self.shape, self.dtype = (pairs, columns), x.dtype
+        self.threads = 32 * along * beside
         own = 8 * beside if operands.gated else 16 * beside
         self.grid = -(-columns // own) * (experts + 1 if by_expert else pairs)
         strides = (x.strides[0], *codes.strides[1::-1])
@@ -160,11 +162,19 @@ class ExpertProduct:
             self.kernel(
                 torch.cuda.current_stream().cuda_stream,
                 self.grid,
-                32 * self.variant.along * self.variant.beside,
+                self.threads,
                 *addresses(x, codes, scale, zero_point, bias, global_scale, ids.contiguous(), out),
                 *self.sizes,
             )
         return out
+
+    def launches(self) -> LaunchPlan:
+        """The plan for the operands as they are, in the order of `Tensors`, on the current device."""
+        x, codes, scale, zero_point, bias, ids, global_scale, out = map(Address, range(8))
+        tensors = x, codes, scale, zero_point, bias, global_scale, ids, out
+        arguments = *tensors, *self.sizes
+        launch = Launch(self.kernel, self.grid, self.threads, arguments)
+        return LaunchPlan((Buffer(self.shape, self.dtype),), (), (launch,))
 
 
 def _tokens(pairs: int, experts: int) -> int:

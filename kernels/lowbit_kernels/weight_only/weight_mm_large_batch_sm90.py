@@ -20,20 +20,18 @@ import functools
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from lowbit_kernels.runtime import nvrtc
-from lowbit_kernels.runtime.library import aligned
+from lowbit_kernels.runtime.launch_plan import Address, Launch, Map
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
-from lowbit_kernels.runtime.tensor_map import takes_rows, tensor_map
+from lowbit_kernels.runtime.tensor_map import takes_rows
 from lowbit_kernels.runtime.wgmma import multiply_from_registers
+from lowbit_kernels.weight_only.one_launch import CODES, OUT, SCALE, OneLaunch, X, even
 from lowbit_kernels.weight_only.weight_lookup_sm90 import STEP, Unpacking, unpacking_of
 from lowbit_kernels.weight_only.weight_operands import (
     HALVES,
     TensorLayout,
-    Tensors,
     WeightOperands,
-    addresses,
 )
 
 BOX = 16 * 48  # bytes of a warp's shared memory for results
@@ -288,7 +286,7 @@ def product(operands: WeightOperands) -> LargeBatchProduct | None:
     return LargeBatchProduct(operands, plan(operands.m, operands.n, operands.k, own, processors))
 
 
-class LargeBatchProduct:
+class LargeBatchProduct(OneLaunch):
     """The product of operands for which `takes` holds, divided as `plan` says."""
 
     def __init__(self, operands: WeightOperands, plan: LargeBatchDivision) -> None:
@@ -297,7 +295,7 @@ class LargeBatchProduct:
         self.plan, self.shape, self.dtype = plan, (m, n), operands.out
         self.is_ready = operands.has_aligned_scales
         self.copies_x = not is_readable(x)
-        x_pitch = _even(k) if self.copies_x or m == 1 else x.strides[0]
+        x_pitch = even(k) if self.copies_x or m == 1 else x.strides[0]
         share, height = plan.tokens // plan.beside, _box_rows(plan.rows)
         pitch = codes.strides[0] if n > 1 else row
         self.codes_map = (1, n, row, pitch, height, plan.chunk * operands.bits // 8)
@@ -312,30 +310,11 @@ class LargeBatchProduct:
         assert own is not None
         self.macros = (x.dtype, operands.out, own, plan[:8])
 
-    @functools.cached_property
-    def kernel(self) -> nvrtc.Kernel:
-        """On the current device."""
-        return _kernel(*self.macros, torch.cuda.current_device())
-
-    def __call__(self, tensors: Tensors) -> Tensor:
-        x, codes, scale, zero_point, bias, residual, token_scale, global_scale = tensors
-        if not self.is_ready:  # the kernel reads two scales at a time
-            scale = aligned(scale)
-            zero_point = None if zero_point is None else aligned(zero_point)
-        if self.copies_x:
-            x = readable(x)
-        out = x.new_empty(self.shape, dtype=self.dtype)
-        with torch.cuda.device_of(x):
-            self.kernel(
-                torch.cuda.current_stream().cuda_stream,
-                self.grid,
-                self.threads,
-                tensor_map(codes.data_ptr(), *self.codes_map).getPtr(),
-                tensor_map(x.data_ptr(), *self.x_map).getPtr(),
-                *addresses(scale, zero_point, bias, residual, token_scale, global_scale, out),
-                *self.sizes,
-            )
-        return out
+    def launch(self) -> Launch:
+        maps = Map(CODES, *self.codes_map), Map(X, *self.x_map)
+        arguments = *maps, *map(Address, range(SCALE, OUT + 1))
+        kernel = _kernel(*self.macros, torch.cuda.current_device())
+        return Launch(kernel, self.grid, self.threads, (*arguments, *self.sizes))
 
 
 def _box_rows(rows: int) -> int:
@@ -347,17 +326,6 @@ def is_readable(x: TensorLayout) -> bool:
     """True if the TMA reads x [M, K] of 16-bit numbers: rows begin at multiples of 16 bytes and don't overlap."""
     apart = x.shape[0] == 1 or takes_rows(2 * x.strides[0], 2 * x.shape[1])
     return x.misaligned == 0 and apart
-
-
-def readable(x: Tensor) -> Tensor:
-    """A copy of x that `is_readable`."""
-    copy = x.new_empty((x.shape[0], _even(x.shape[1])))[:, : x.shape[1]]
-    return copy.copy_(x)
-
-
-def _even(k: int) -> int:
-    """Elements between rows of k elements that begin at multiples of 16 bytes."""
-    return -(-k // 8) * 8
 
 
 def source(

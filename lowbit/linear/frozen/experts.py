@@ -21,6 +21,8 @@ from lowbit.tracing import tracer
 from lowbit_kernels.runtime.nvrtc import runs_on_hopper
 from lowbit_kernels.weight_only.weight_operands import GROUP_STEP, HALVES
 
+_PlainAttributes = torch._C.DisableTorchFunctionSubclass
+_E4M3, _WHOLE_BYTES = Float8(torch.float8_e4m3fn), (Int(4), Int(8))
 WHOLE_STREAM = 128
 """Codes of a row come in multiples of it, where they take other numbers of bits than 4 and 8."""
 
@@ -89,10 +91,10 @@ def has_expert_kernel(
     elif not isinstance(granularity, PerRow):
         return False
     if stored_as == "float8":
-        return format == Float8(torch.float8_e4m3fn)
+        return format == _E4M3
     if format.bits > (4 if stored_as == "table" else 8) or spec.zero_point_is_value:
         return False
-    is_everywhere = format in (Int(4), Int(8)) or (format == E2M1 and spec.scale_format == "e8m0")
+    is_everywhere = format in _WHOLE_BYTES or (format == E2M1 and spec.scale_format == "e8m0")
     is_whole = format.bits in (4, 8) or k % WHOLE_STREAM == 0
     return is_everywhere or device.type == "cpu" or (is_whole and runs_on_hopper(device))
 
@@ -109,7 +111,7 @@ def chosen_product(
         bias: [E, N].
         gated: return silu(gate) * up of the two halves of the columns.
     """
-    with tracer.running(x, weight, "expert_linear", ids.shape[0]):
+    with tracer.running(x, weight, "expert_linear", ids.shape[0]), _PlainAttributes():
         return kernels.expert_linear.expert_linear(
             x, ids=ids, bias=bias, gated=gated, **weight.expert_arguments()
         )

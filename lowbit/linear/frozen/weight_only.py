@@ -15,6 +15,8 @@ from lowbit.numerics.granularity import PerGroup, PerRow
 from lowbit.numerics.number_format import Int
 from lowbit_kernels.weight_only.weight_operands import GROUP_STEP, HALVES
 
+_FORMATS = (Int(4), Int(8))
+
 
 def has_int_kernel(x: Tensor, weight: Weight, bias: Tensor | None = None) -> bool:
     """For a weight [..., N, K] in signed integers of 4 or 8 bits, with integer zero points or none."""
@@ -23,7 +25,7 @@ def has_int_kernel(x: Tensor, weight: Weight, bias: Tensor | None = None) -> boo
     if weight.stored_as != "integers" or weight.transposed:
         return False
     spec = weight.spec
-    if spec.format not in (Int(4), Int(8)) or spec.zero_point_is_value:
+    if spec.format not in _FORMATS or spec.zero_point_is_value:
         return False
     if spec.format.bits == 8 and weight.activation is not None:
         return False  # int8 by int8 is faster
