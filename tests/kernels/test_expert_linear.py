@@ -10,7 +10,7 @@ from benchmarks.cases.expert_linear import CASES, Case
 from benchmarks.cases.formats import FORMATS
 from lowbit_kernels.composed import expert_linear
 from lowbit_kernels.composed.expert_linear import reference
-from lowbit_kernels.runtime import launches
+from lowbit_kernels.runtime import launch_plan, launches
 from lowbit_kernels.weight_only import weight_mm_experts_large_sm90, weight_mm_experts_sm90
 from lowbit_kernels.weight_only.codes_format import dequantized
 from tests.kernels.experts_emulator import emulated, emulated_large
@@ -110,6 +110,9 @@ def test_emulated_decode_kernel(name: str) -> None:
     with emulated():
         product = weight_mm_experts_sm90.ExpertProduct(operands)
         out = product((x, codes, scale, zero, bias, ids, None))
+        plan = expert_linear.ExpertLinearPlan("decode", product, product.shape).launches
+        (planned,) = launch_plan.run(plan, (x, codes, scale, zero, ids, bias, None))
+    assert torch.equal(planned, out)
     assert (
         off(
             out,
@@ -151,6 +154,9 @@ def test_emulated_large_kernel(name: str) -> None:
             division = weight_mm_experts_large_sm90.with_stages(chosen, own, case.experts)
             product = weight_mm_experts_large_sm90.LargeExpertProduct(operands, 3, division)
         out = product((x, codes, scale, zero, bias, ids, global_scale))
+        plan = expert_linear.ExpertLinearPlan("large", product, product.shape).launches
+        (planned,) = launch_plan.run(plan, (x, codes, scale, zero, ids, bias, global_scale))
+    assert torch.equal(planned, out) and len(plan.scratch) == 1
     assert off(out, arguments, exact(*arguments)) <= 1.1
 
 
@@ -182,7 +188,7 @@ def test_more_tiles_than_a_grid_holds_are_declined() -> None:
 INTERPRETED = """
 import json, torch
 from benchmarks.cases.expert_linear import CASES
-from lowbit_kernels.runtime import launches
+from lowbit_kernels.runtime import launch_plan, launches
 from tests.kernels.test_expert_linear import exact, off, op
 
 results = {}

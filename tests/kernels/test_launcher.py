@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(not host_compiler.compiler(), reason="needs a C+
 
 SPACE = "lowbit_launcher_test"
 SCHEMA = (
-    "(Tensor x, str name, bool flag, Tensor? y, ScalarType dtype, SymInt size=1, float low=0.0) "
+    "(Tensor x, str name, bool flag, Tensor? y, ScalarType dtype, SymInt size=1, float low=0.0, float[] table=[]) "
     "-> (Tensor, Tensor)"
 )
 
@@ -44,11 +44,21 @@ class Config(ctypes.Structure):
     )
 
 
+class Attribute(ctypes.Structure):
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("padding", ctypes.c_char * 4),
+        ("value", ctypes.c_uint * 3),
+        ("rest", ctypes.c_char * 52),
+    )
+
+
 class Driver:
     """Records what the launcher asks of CUDA. A launch adds 1 to the bytes of its second argument's tensor."""
 
     def __init__(self) -> None:
         self.device, self.has_context, self.launched, self.maps = -1, True, [], []
+        self.attributes: list[list[tuple]] = []
         self.torch_device, self.held, self.fails = -1, 0, False
         pointer, number = ctypes.c_void_p, ctypes.c_uint64
         kinds = (
@@ -114,6 +124,10 @@ class Driver:
         if self.fails:
             return 719
         config = config[0]
+        given = (
+            (Attribute * config.count).from_address(config.attributes or 0) if config.count else ()
+        )
+        self.attributes.append([(one.id, tuple(one.value)) for one in given])
         values = [ctypes.cast(pointers[i], ctypes.POINTER(ctypes.c_uint64))[0] for i in range(4)]
         self.launched.append(
             (function, config.grid[0], config.block[0], config.shared, config.stream, config.count)
@@ -177,7 +191,7 @@ def op():
     functions = [*launcher.addresses_of(shim, names), *driver.addresses(scaled_mm)]
     library = launcher.loaded(functions, "cpu")
 
-    def in_python(x, name, flag, y, dtype, size=1, low=0.0):
+    def in_python(x, name, flag, y, dtype, size=1, low=0.0, table=()):
         calls.append(name)
         if name == "refused":
             launcher.tell(ValueError("the name is refused"))
@@ -186,6 +200,7 @@ def op():
             library.learn(0, (ctypes.c_int64 * 1)(*launcher.encoded(None)))
             return torch.empty(0), torch.empty(0)
         plan = product_of(x, y, dtype) if name == "product" else plan_for(x, dtype)
+        plan = found.plan if name == "given" else plan
         words = launcher.encoded(plan)
         if name != "unplanned":
             library.learn(0, (ctypes.c_int64 * len(words))(*words))
@@ -196,13 +211,14 @@ def op():
     namespace.impl(launcher.python_name("op"), in_python, "CPU")
     launcher.register(library, 0, "op", launcher.letters(SCHEMA), b"CPU", SPACE)
     kept, launcher._launcher = launcher._launcher, library
-    yield SimpleNamespace(
+    found = SimpleNamespace(
         namespace=namespace,  # which would take its ops along
         call=getattr(torch.ops, SPACE).op.default,
         driver=driver,
         calls=calls,
         plans=lambda: library.plans_of(0),
     )
+    yield found
     launcher._launcher = kept
 
 
@@ -229,7 +245,7 @@ def test_the_second_call_runs_the_plan(op):
     "change",
     (
         *("shape", "strides", "alignment", "dtype", "none"),
-        *("other dtype", "string", "flag", "scalar", "size", "float"),
+        *("other dtype", "string", "flag", "scalar", "size", "float", "list", "shorter list"),
     ),
 )
 def test_a_call_that_differs_is_planned_anew(op, change):
@@ -245,7 +261,12 @@ def test_a_call_that_differs_is_planned_anew(op, change):
     y = {"none": None, "other dtype": y.half()}.get(change, y)
     name = {"string": f"planned {change}"}.get(change, name)
     flag, dtype = flag ^ (change == "flag"), torch.float16 if change == "scalar" else dtype
-    numbers = {"size": (2**33, 0.0), "float": (1, -0.5)}.get(change, (1, 0.0))
+    numbers = {
+        "size": (2**33, 0.0),
+        "float": (1, -0.5),
+        "list": (1, 0.0, [0.5, -1.0]),
+        "shorter list": (1, 0.0, [0.5]),
+    }.get(change, (1, 0.0))
     op.calls.clear()
     op.call(x, name, flag, y, dtype, *numbers)
     assert op.calls == [name]
@@ -434,12 +455,49 @@ def test_launches_of_triton_that_are_not_planned():
     arguments = {"x": x.clone(), "rows": 7, "one": 1, "out": out}
     assert triton_runtime._planned(compiled(), 5, arguments, (x, out)) is None  # of a copy
     arguments["x"] = x
-    assert triton_runtime._planned(compiled(), 5, arguments, (x, x, out)) is None  # may differ later
+    assert (
+        triton_runtime._planned(compiled(), 5, arguments, (x, x, out)) is None
+    )  # may differ later
     others = {"num_ctas": 2, "global_scratch_size": 64, "profile_scratch_size": 8}
     others |= {"launch_cooperative_grid": True}
     for name, value in others.items():
         kernel = compiled(**{name: value})
         assert triton_runtime._planned(kernel, 5, arguments, (x, out)) is None
+
+
+@pytest.mark.parametrize("cluster", [1, 4])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_attributes_of_a_launch(op, cluster, overlaps):
+    kernel = SimpleNamespace(handle=1, shared=0, overlaps=overlaps, cluster=cluster)
+    plan = LaunchPlan(
+        (Buffer((3, 2), torch.int32), Buffer((1,), torch.int8)),
+        (Buffer((2,), torch.int32),),
+        (Launch(kernel, 8, 32, (0, Address(4), Address(2), 0)),),
+    )
+    x, op.plan = torch.randn(overlaps + 1, cluster), plan
+    op.driver.launched.clear(), op.driver.attributes.clear()
+    for _ in range(2):
+        op.call(x, "given", True, None, torch.int8)
+    wanted = [(6, (1, 0, 0))] * overlaps + [(4, (cluster, 1, 1))] * (cluster > 1)
+    assert op.driver.attributes == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("size", "width", "swizzle"), [(1, 32, 1), (2, 32, 2), (1, 128, 3), (1, 48, 0), (8, 16, 0)]
+)
+def test_boxes_of_a_tensor_map(op, size, width, swizzle):
+    """As `tensor_map` swizzles them."""
+    one = Map(0, size, 4, 64, 64, 2, width)
+    plan = LaunchPlan(
+        (Buffer((3, 2), torch.int32), Buffer((1,), torch.int8)),
+        (Buffer((2,), torch.int32),),
+        (Launch(KERNEL, 8, 32, (0, Address(4), Address(2), one)),),
+    )
+    x, op.plan = torch.randn(size, width), plan
+    op.driver.maps.clear()
+    for _ in range(2):
+        op.call(x, "given", True, None, torch.int8)
+    assert [each[-3] for each in op.driver.maps] == [swizzle]
 
 
 def test_limits_of_a_launch():

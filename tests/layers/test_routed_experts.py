@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowbit as lb
+import lowbit_kernels as kernels
 from lowbit_kernels.runtime import launches
 from tests.schemes import relative_error
 
@@ -194,3 +197,45 @@ def test_other_modules_keep_their_forward() -> None:
     model = nn.ModuleDict({"experts": Plain()})
     lb.quantize_(model, lb.Int4WeightOnly(32))
     assert type(model.experts).forward is Plain.forward
+
+
+class _Ops(TorchDispatchMode):
+    """The names of the operations that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(op._schema.name)
+        return op(*args, **(kwargs or {}))
+
+
+def test_what_a_call_costs_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ops between two views, and no attribute of a weight that is read through its `__torch_function__`."""
+    experts = frozen("silu", lb.Int4WeightOnly(32))
+    x, ids, weights = inputs()
+    with torch.no_grad():
+        with _Ops() as ran:
+            expected = experts(x, ids, weights)
+        op = "lowbit::expert_linear"
+        assert ran.names == ["aten::view", op, op, "aten::view", "lowbit::weighted_sum"]
+
+        results = {"expert_linear": expected.repeat(TOP, 1), "weighted_sum": expected}
+        for name, result in results.items():
+            module = getattr(kernels, name)
+            monkeypatch.setattr(module, name, lambda *a, result=result, **k: result)
+        called: list[str] = []
+
+        def profile(frame: Any, event: str, argument: Any) -> None:
+            if event == "call":
+                called.append(frame.f_code.co_name)
+
+        experts(x, ids, weights)
+        sys.setprofile(profile)
+        try:
+            experts(x, ids, weights)
+        finally:
+            sys.setprofile(None)
+    assert "__torch_function__" not in called
+    assert len(called) <= 60, called
