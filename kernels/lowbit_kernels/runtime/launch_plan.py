@@ -80,6 +80,10 @@ class Map(NamedTuple):
     offset: int = 0
 
 
+Argument = int | Address | Map
+"""An argument of a kernel in a plan; an int is passed as it is."""
+
+
 class TritonKernel(NamedTuple):
     """A kernel that Triton has compiled, for the launcher alone: `run` leaves its launch to Triton."""
 
@@ -90,12 +94,12 @@ class TritonKernel(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A launch of `grid` blocks of `threads` threads; an int among the arguments is passed as it is."""
+    """A launch of `grid` blocks of `threads` threads."""
 
     kernel: Kernel | TritonKernel
     grid: int
     threads: int
-    arguments: tuple[int | Address | Map, ...]
+    arguments: tuple[Argument, ...]
 
 
 class TensorPart(NamedTuple):
@@ -275,7 +279,7 @@ def run(plan: LaunchPlan, operands: Sequence[Tensor | None]) -> list[Tensor]:
                 _multiply(launch, tensors)
                 continue
             stream = torch.cuda.current_stream().cuda_stream
-            values = [a if type(a) is int else _value(a, addresses) for a in launch.arguments]
+            values = [a if isinstance(a, int) else _value(a, addresses) for a in launch.arguments]
             assert not isinstance(launch.kernel, TritonKernel)
             launch.kernel(stream, launch.grid, launch.threads, *values)
     return made[: len(plan.results)]

@@ -92,14 +92,13 @@ class PairsByExpert:
         order, ends = (Buffer((size,), torch.int32) for size in (self.pairs, self.experts))
         return order, ends, Buffer((self.pairs, self.pitch), self.dtype)
 
-    def launches(self, x: int, ids: int, made: Iterable[int]) -> list[Launch | None]:
+    def launches(self, x: int, ids: int, made: Iterable[int]) -> list[Launch]:
         """The launches of a plan with the numbers of its tensors, `made` the buffers'. They read x and ids as they are.
-        None before the first call."""
+        [] before the first call, and where they cannot be planned."""
         order, ends, rows = map(Address, made)
         sizes = self.k, self.top, self.stride, self.pitch
-        return [
-            self.route.planned(
-                self.experts + 1, Address(ids), order, ends, self.pairs, self.experts
-            ),
-            self.gather.planned(self.pairs, Address(x), order, rows, *sizes),
-        ]
+        route = self.route.planned(
+            self.experts + 1, Address(ids), order, ends, self.pairs, self.experts
+        )
+        gather = self.gather.planned(self.pairs, Address(x), order, rows, *sizes)
+        return [] if route is None or gather is None else [route, gather]

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from lowbit_kernels.runtime import nvrtc
-from lowbit_kernels.runtime.launch_plan import Address, Launch, Map
+from lowbit_kernels.runtime.launch_plan import Address, Argument, Launch, Map
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
 from lowbit_kernels.runtime.tensor_map import takes_rows
 from lowbit_kernels.weight_only.codes_format import E2M1, CodesFormat
@@ -475,7 +475,8 @@ class DecodeProduct(OneLaunch):
     def launch(self) -> Launch:
         codes_map = Map(CODES, *self.codes_map)
         x_map = codes_map if self.x_map is None else Map(X, *self.x_map)
-        arguments = codes_map, x_map, *map(Address, range(OUT + 1)), *self.sizes
+        maps: tuple[Argument, ...] = codes_map, x_map
+        arguments = *maps, *map(Address, range(OUT + 1)), *self.sizes
         kernel = _kernel(self.variant, self.plan.shared, torch.cuda.current_device())
         return Launch(kernel, self.plan.grid, THREADS[self.plan.resident], arguments)
 

@@ -154,7 +154,7 @@ class LargeExpertProduct:
         first call, and where Triton's launches cannot be planned."""
         x, codes, scale, zero_point, bias, ids, global_scale, out, order, ends, rows = range(11)
         before = self.by_expert.launches(x, ids, (order, ends, rows))
-        if None in before:
+        if not before:
             return None
         buffers = self.by_expert.buffers
         pairs, pitch = buffers[-1].shape

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime import nvrtc
-from lowbit_kernels.runtime.launch_plan import Address, Buffer, Launch, LaunchPlan
+from lowbit_kernels.runtime.launch_plan import Address, Argument, Buffer, Launch, LaunchPlan
 from lowbit_kernels.runtime.library import aligned
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
 from lowbit_kernels.weight_only import weight_mm_decode_sm90 as decode
@@ -171,9 +171,9 @@ class ExpertProduct:
     def launches(self) -> LaunchPlan:
         """The plan for the operands as they are, in the order of `Tensors`, on the current device."""
         x, codes, scale, zero_point, bias, ids, global_scale, out = map(Address, range(8))
-        tensors = x, codes, scale, zero_point, bias, global_scale, ids, out
-        arguments = *tensors, *self.sizes
-        launch = Launch(self.kernel, self.grid, self.threads, arguments)
+        arguments: tuple[Argument, ...]
+        arguments = x, codes, scale, zero_point, bias, global_scale, ids, out
+        launch = Launch(self.kernel, self.grid, self.threads, (*arguments, *self.sizes))
         return LaunchPlan((Buffer(self.shape, self.dtype),), (), (launch,))
 
 

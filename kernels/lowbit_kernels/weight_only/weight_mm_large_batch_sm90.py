@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from lowbit_kernels.runtime import nvrtc
-from lowbit_kernels.runtime.launch_plan import Address, Launch, Map
+from lowbit_kernels.runtime.launch_plan import Address, Argument, Launch, Map
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
 from lowbit_kernels.runtime.tensor_map import takes_rows
 from lowbit_kernels.runtime.wgmma import multiply_from_registers
@@ -312,7 +312,7 @@ class LargeBatchProduct(OneLaunch):
 
     def launch(self) -> Launch:
         maps = Map(CODES, *self.codes_map), Map(X, *self.x_map)
-        arguments = *maps, *map(Address, range(SCALE, OUT + 1))
+        arguments: tuple[Argument, ...] = *maps, *map(Address, range(SCALE, OUT + 1))
         kernel = _kernel(*self.macros, torch.cuda.current_device())
         return Launch(kernel, self.grid, self.threads, (*arguments, *self.sizes))
 
