@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from unittest import mock
 
@@ -9,14 +10,14 @@ import pytest
 import torch
 
 from benchmarks.cases.weight_linear import Case
-from lowbit_kernels.composed import expert_linear
+from lowbit_kernels.composed import dynamic_linear, expert_linear
 from lowbit_kernels.runtime import launch_plan, launcher, nvrtc, triton_runtime
 from lowbit_kernels.runtime.launch_plan import Address, Launch, LaunchPlan, TritonKernel
 from lowbit_kernels.weight_only import weight_linear, weight_mm_experts_sm90
 from lowbit_kernels.weight_only.one_launch import OneLaunch
 from lowbit_kernels.weight_only.pairs_by_expert import PairsByExpert
 from lowbit_kernels.weight_only.weight_operands import all_described, layout
-from tests.kernels import decode_emulator, sm90_emulator
+from tests.kernels import decode_emulator, emulator, scaled_mm_emulator, sm90_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 
 EMULATORS = {"decode": decode_emulator, "large_batch": sm90_emulator}
@@ -159,3 +160,73 @@ def test_the_launcher_learns_the_plan_of_a_call(monkeypatch: pytest.MonkeyPatch)
         y = weight_linear.run(x, *rest)
     assert taken == ["weight_linear"] and learnt[1] == ("weight_linear", found.launches)
     assert ran == [(0, 7, 32, x.data_ptr(), y.data_ptr())] and y.dtype == torch.half
+
+
+def dynamic(m: int, n: int = 48, k: int = 128, **options: bool) -> tuple:
+    """The operands of a dynamic linear of int8: those of the op, in its order."""
+    codes, scale = torch.randint(-127, 128, (n, k), dtype=torch.int8), torch.rand(n, 1) + 0.5
+    x, residual = (torch.randn(2, m, size).bfloat16() for size in (k, n))
+    bias = torch.randn(n).bfloat16()
+    addends = (
+        one if options.get(name, True) else None
+        for name, one in (("bias", bias), ("residual", residual))
+    )
+    return x, codes, scale / k, *addends, None, None
+
+
+def dynamic_plan(operands: Sequence) -> dynamic_linear.DynamicLinearPlan:
+    """The plan for operands of these layouts on an H200; its launches take tensors of a CPU."""
+    described = all_described(*operands)
+    on_gpu = [one and (*one[:3], torch.device("cuda"), one[4]) for one in described]
+    plan = dynamic_linear.planned.__wrapped__(tuple(on_gpu))
+    plan.operands = tuple(layout(t) for t in operands)
+    return plan
+
+
+@pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("implementation", "m", "residual", "launches"),
+    [("decode", 3, True, 1), ("large_batch", 20, True, 2), ("scaled_mm", 40, False, 2)],
+)
+def test_a_plan_of_a_dynamic_linear(
+    implementation: str, m: int, residual: bool, launches: int
+) -> None:
+    torch.manual_seed(0)
+    operands = dynamic(m, residual=residual)
+    with (
+        mock.patch.object(nvrtc, "runs_on_hopper", lambda device: True),
+        mock.patch.object(nvrtc, "multiprocessors", lambda device: 132),
+        decode_emulator.emulated(),
+        sm90_emulator.emulated(),
+        scaled_mm_emulator.emulated(),
+        emulator.rows_quantization(),
+    ):
+        plan = dynamic_plan(operands)
+        assert plan.implementation == implementation
+        found = plan.launches
+        assert len(found.plan.launches) == launches and len(found.plan.scratch) == launches - 1
+        (y,) = launch_plan.run(found.plan, operands)
+    assert found.products == (("int8 sm90",) if implementation == "scaled_mm" else ())
+    expected = dynamic_linear.reference(*operands[:5], False, None, 0, None)
+    assert y.shape == expected.shape and y.dtype == expected.dtype
+    assert (y.double() - expected.double()).norm() < 4e-3 * expected.double().norm()
+
+
+@pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
+@pytest.mark.parametrize("change", [None, "residual", "x", "bias", "scale", "float16 scale", "k"])
+def test_dynamic_linears_that_copy_an_operand_have_no_plan(change: str | None) -> None:
+    operands = [*dynamic(40, k=120 if change == "k" else 128, residual=change == "residual")]
+    at = {"x": 0, "bias": 3, "scale": 2}.get(change)
+    if at is not None:
+        operands[at] = torch.stack([operands[at]] * 2, -1)[..., 0]
+    if change == "float16 scale":
+        operands[2] = operands[2].half()
+    with (
+        mock.patch.object(nvrtc, "runs_on_hopper", lambda device: True),
+        mock.patch.object(nvrtc, "multiprocessors", lambda device: 132),
+        scaled_mm_emulator.emulated(),
+        emulator.rows_quantization(),
+    ):
+        plan = dynamic_plan(operands)
+        assert plan.implementation == "scaled_mm"
+        assert (plan.launches is None) == (change is not None)

@@ -44,17 +44,19 @@ int8 are exact below 2**24. Larger sums (K over 1,040 at the earliest) round at 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit_kernels.matmul import w4a8_mm_sm90
-from lowbit_kernels.matmul.scaled_mm import scaled_mm
+from lowbit_kernels.matmul import scaled_mm, w4a8_mm_sm90
+from lowbit_kernels.matmul.scaled_mm import Planned
 from lowbit_kernels.quantize import quantize_rowcol, quantize_rows_sm90
 from lowbit_kernels.quantize.quantize_rowcol import codes_of
+from lowbit_kernels.runtime import launcher
+from lowbit_kernels.runtime.launch_plan import Buffer, Composition
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
 from lowbit_kernels.weight_only import (
@@ -63,6 +65,7 @@ from lowbit_kernels.weight_only import (
     weight_mm_large_batch_sm90,
 )
 from lowbit_kernels.weight_only.codes_format import E2M1, dequantized, format_of
+from lowbit_kernels.weight_only.one_launch import OneLaunch
 from lowbit_kernels.weight_only.weight_operands import (
     ADDEND_TYPES,
     E4M3,
@@ -99,9 +102,14 @@ def groups_of(k: int, group_size: int) -> int:
     return 1 if group_size < 1 else -(-k // group_size)
 
 
+X, CODES, SCALE, BIAS, RESIDUAL, ZERO_POINT, GLOBAL_SCALE, OUT = range(8)
+"""Numbers of tensors in a launch plan: the operands of the op, then the result."""
+
+
 @op(
     "empty(x.dtype, *x.shape[:-1], N)",
     by_layout=True,
+    planned=True,
     x="float [..., K]",
     codes="int8|float8_e4m3fn|uint8 [N, W]; uint8 holds two codes of 4 bits in a byte",
     scale="float|uint8|float8_e4m3fn [N] or [N, 1] or [1] or [N, groups_of(K, group_size)]; bytes are for E2M1",
@@ -184,7 +192,8 @@ def dynamic_linear(
 reference, check = dynamic_linear.reference, dynamic_linear.check
 
 
-class DynamicLinearPlan(NamedTuple):
+@dataclass
+class DynamicLinearPlan:
     """How calls with operands of the same layouts run."""
 
     implementation: str
@@ -192,7 +201,56 @@ class DynamicLinearPlan(NamedTuple):
     numbers: torch.dtype | None  # of x's codes; None: the product rounds x
     rows: tuple[int, int]  # x's shape as a matrix
     shape: tuple[int, ...]  # of the result
+    operands: tuple[TensorLayout | None, ...]  # as `planned` gets them
+    tensorwise: bool
     padding: int = 0  # of K, for "scaled_mm"
+
+    @functools.cached_property
+    def launches(self) -> Planned | None:
+        """The launch plan on the current device; None where there is none, or it copies an operand."""
+        x, codes, scale, bias, residual, *_ = self.operands
+        rows = x and x.rows()
+        as_they_are = (t is None or t.is_contiguous for t in (scale, bias, residual))
+        if rows is None or codes is None or scale is None or not all(as_they_are):
+            return None
+        whole = Composition(7, (Buffer(self.shape, rows.dtype),))
+        if isinstance(self.product, OneLaunch):
+            return self._of_one_launch(whole, self.product, rows)
+        takes = not (self.tensorwise or self.padding or residual) and scale.dtype == torch.float32
+        if self.implementation != "scaled_mm" or not takes or not quantize_rows_sm90.takes(rows):
+            return None
+        format = format_of_tokens(codes.dtype, scale.dtype)
+        own = quantize_rows_sm90.planned(rows, format, codes.dtype)
+        q = own.results[0].layout(rows.device)
+        scales = self.rows[0], prod(scale.shape)
+        found = scaled_mm.planned(q, codes, *scales, rows.dtype, bias and bias.dtype)
+        if found is None:
+            return None
+        made = whole.scratch(own.results)
+        whole.add(own, (X,), made)
+        bias_at = None if bias is None else BIAS
+        whole.add(found.plan, (made[0], CODES, made[1], SCALE, bias_at), (OUT,))
+        return Planned(whole.plan(), found.products)
+
+    def _of_one_launch(
+        self, whole: Composition, product: OneLaunch, rows: TensorLayout
+    ) -> Planned | None:
+        codes, scale = self.operands[1:3]
+        assert codes is not None and scale is not None
+        of_tokens: tuple[int | None, ...] = X, None
+        if product.copies:
+            return None
+        if self.numbers is not None:
+            if self.tensorwise or not quantize_rows_sm90.takes(rows):
+                return None
+            format = format_of_tokens(codes.dtype, scale.dtype)
+            own = quantize_rows_sm90.planned(rows, format, self.numbers)
+            of_tokens = tuple(whole.scratch(own.results))
+            whole.add(own, (X,), of_tokens)
+        q, t = of_tokens
+        operands = q, CODES, SCALE, ZERO_POINT, BIAS, RESIDUAL, t, GLOBAL_SCALE
+        whole.add(product.launches, operands, (OUT,))
+        return Planned(whole.plan(), ())
 
 
 @functools.lru_cache(maxsize=8192)
@@ -204,6 +262,7 @@ def planned(
     *layouts, zero_point, global_scale = all_layouts(tensors)
     check(*layouts, tensorwise, zero_point, group_size, global_scale)
     x, codes, scale, bias, residual = layouts
+    own = (*layouts, zero_point, global_scale)
     (n, _), k, m = codes.shape, x.shape[-1], prod(x.shape[:-1])
     shape, has_one_scale = (*x.shape[:-1], n), prod(scale.shape) == 1
     if m * n * k and not (tensorwise and has_one_scale):
@@ -219,10 +278,10 @@ def planned(
         last = zero_point, *ends, None, group_size or k, x.dtype, format, global_scale
         operands = WeightOperands(rows, codes, by_row, *last)
         if found := of_kernel(operands, tensorwise):
-            return DynamicLinearPlan(*found, (m, k), shape)
+            return DynamicLinearPlan(*found, (m, k), shape, own, tensorwise)
     name = "weight_linear" if codes.dtype == INT4 else "scaled_mm"
     numbers = DTYPES[format_of_tokens(codes.dtype, scale.dtype)]
-    return DynamicLinearPlan(name, None, numbers, (m, k), shape, -k % 16)
+    return DynamicLinearPlan(name, None, numbers, (m, k), shape, own, tensorwise, -k % 16)
 
 
 Kernel = tuple[str, Product, torch.dtype | None]
@@ -285,6 +344,15 @@ def _run(
     described = all_described(x, codes, scale, bias, residual, zero_point, global_scale)
     plan = planned(described, tensorwise, group_size)
     ran("dynamic_linear", plan.implementation)
+    if x.is_cuda:
+        with torch.cuda.device_of(x):
+            found = plan.launches
+        if found is not None:
+            for name in found.products:
+                ran("scaled_mm", name)
+            operands = x, codes, scale, bias, residual, zero_point, global_scale
+            return launcher.carried_out("dynamic_linear", found.plan, operands)[0]
+        launcher.learn("dynamic_linear", None)
     (m, k), n = plan.rows, codes.shape[0]
     rows = x.reshape(m, k)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
@@ -307,7 +375,7 @@ def _run(
     if plan.padding:
         codes = F.pad(codes.view(torch.int8), (0, plan.padding)).view(codes.dtype)
     by_column = scale.reshape(-1).float()
-    out = scaled_mm(q, codes, t, by_column, bias=bias, out_dtype=x.dtype).view(plan.shape)
+    out = scaled_mm.scaled_mm(q, codes, t, by_column, bias=bias, out_dtype=x.dtype).view(plan.shape)
     return out if residual is None else out.add_(residual)
 
 

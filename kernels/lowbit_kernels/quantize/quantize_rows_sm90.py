@@ -109,6 +109,18 @@ def quantize(
         launcher.learn(op, plan_of_call)
 
 
+def planned(x: TensorLayout, format: str, dtype: torch.dtype) -> LaunchPlan:
+    """The plan of `quantize` for an x of this layout, for which `takes` holds, on the current device: codes [M, K] of
+    this dtype, and scale [M]."""
+    m, k = x.shape
+    own, threads = plan(k)
+    variant = RowsVariant(DTYPES[x.dtype], format.upper(), DTYPES[dtype], own, False)
+    kernel = _kernel(variant, torch.cuda.current_device())
+    arguments = Address(0), x.strides[0], Address(1), Address(2), k // VECTOR
+    results = Buffer((m, k), dtype), Buffer((m,), torch.float32)
+    return LaunchPlan(results, (), (Launch(kernel, m, threads, arguments),))
+
+
 def turned_codes(x: Tensor, mxfp4: tuple[Tensor, Tensor] | None = None) -> Turned:
     """Codes [M, K rounded up to a multiple of 128] of an x for which `takes` holds, in the order that
     ``w4a8_mm_sm90.cu`` needs, and scales [M]: int8, or e4m3 for a weight in MXFP4.

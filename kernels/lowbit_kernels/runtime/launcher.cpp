@@ -255,7 +255,7 @@ struct Op {
     }
 };
 
-constexpr int MOST_OPS = 16;
+constexpr int MOST_OPS = 32;
 Op *const ops = new Op[MOST_OPS];  // never freed: threads may still call them while the process ends
 
 // The call of this thread that Python runs because it has no plan.
