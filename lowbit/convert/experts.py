@@ -34,6 +34,15 @@ def stacked(module: nn.Module, name: str) -> tuple[str, ...]:
     )
 
 
+def is_bias(owner: Owner) -> bool:
+    """True for the biases [experts, outputs] of stacked experts, as gpt-oss has them: `gate_up_proj_bias`."""
+    module, attribute, fqn = owner
+    param = module._parameters.get(attribute)
+    if not attribute.endswith("bias") or isinstance(param, nn.UninitializedParameter | None):
+        return False
+    return param.ndim == 2 and bool(stacked(module, fqn.removesuffix(attribute).removesuffix(".")))
+
+
 def stores_inputs_first(owner: Owner) -> bool:
     """True if these are stacked experts [experts, inputs, outputs], as their module says, or as the shapes of
     `gate_up_proj` and `down_proj` show."""

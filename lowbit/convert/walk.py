@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lowbit.convert.adapters import adapter_modules
 from lowbit.convert.by_name import check_schemes, first_match, matches, of_unused, unused
 from lowbit.convert.choice import Choice
-from lowbit.convert.experts import stores_inputs_first
+from lowbit.convert.experts import is_bias, stores_inputs_first
 from lowbit.convert.owners import Owner, check_module, find_owners, joined_name
 from lowbit.convert.report import Entry, Report
 from lowbit.convert.siblings import families, group_of
@@ -343,6 +343,8 @@ class _Walk:
             return "of an adapter, which stays in high precision"
         if (weight := weight_scaled_by(owner.module, owner.attribute)) is not None:
             return f"learned scales or zero points of {joined_name(prefix, weight)}"
+        if is_bias(owner):
+            return "the biases of stacked experts"
         pattern = first_match(self.patterns, prefix, owner.fqn)
         scheme = None if pattern is None else self.patterns[pattern]
         starts = scheme is not None and (self.starts or (self.trains and scheme.starts_from(param)))

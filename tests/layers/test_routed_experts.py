@@ -199,6 +199,20 @@ def test_other_modules_keep_their_forward() -> None:
     assert type(model.experts).forward is Plain.forward
 
 
+@pytest.mark.parametrize("flow", [lb.quantize_, lb.qat.prepare_])
+def test_no_filter_takes_the_biases_of_experts(flow: Any) -> None:
+    model = nn.ModuleDict({"experts": MADE["bias"]()}).to(torch.bfloat16)
+    report = flow(model, lb.Int4WeightOnly(32), lambda module, name: True)
+    names = {"experts.gate_up_proj", "experts.down_proj"}
+    assert {*report.converted} == names
+    assert report.left == {f"{name}_bias": "the biases of stacked experts" for name in names}
+    assert all(type(p) is nn.Parameter for n, p in model.named_parameters() if n.endswith("bias"))
+    with torch.no_grad():
+        assert model.experts(*inputs()).isfinite().all()
+    with pytest.raises(ValueError, match="the biases of stacked experts"):
+        flow(nn.ModuleDict({"experts": MADE["bias"]()}), {"*_bias": lb.Int4WeightOnly(32)})
+
+
 class _Ops(TorchDispatchMode):
     """The names of the operations that run inside."""
 
