@@ -74,7 +74,7 @@ def quantize(
     group_size: of.GroupSize = None,
     layers: of.Layers = None,
     plan: of.PlanFile = None,
-    format: of.Format = "compressed-tensors",
+    format: of.FormatOfFolder = None,
     scales: of.Scales = None,
     lossy: of.Lossy = False,
     overwrite: of.Overwrite = False,

@@ -106,6 +106,13 @@ Out = Annotated[
     Path, typer.Option(parser=path, metavar="PATH", help="The folder to make; a file for gguf.")
 ]
 Format = Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(FORMATS)}.")]
+FormatOfFolder = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help=f"One of {', '.join(FORMATS)}. The default is compressed-tensors, and lowbit for a model of diffusers.",
+    ),
+]
 SchemeName = Annotated[
     str,
     typer.Option(

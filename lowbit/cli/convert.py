@@ -20,6 +20,7 @@ from lowbit.formats.gguf.mixes import MIXES
 from lowbit.formats.programs.base import ProgramFormat
 from lowbit.formats.registry import target
 from lowbit.formats.report import ExportReport
+from lowbit.formats.writing import default_format
 from lowbit.inference import CalibrationReport
 from lowbit.schemes.scheme import Scheme
 
@@ -34,7 +35,7 @@ def quantize(
     group_size: int | None,
     layers: list[str] | None,
     plan: Path | None,
-    format: str,
+    format: str | None,
     scales: str | None,
     lossy: bool,
     overwrite: bool,
@@ -48,6 +49,7 @@ def quantize(
     json: bool,
 ) -> None:
     """The command `quantize`. Args: those of `lowbit.cli.app.quantize`."""
+    format = default_format(model) if format is None else format
     _check_format(format)
     is_mix = plan is None and _is_mix(scheme, format)
     if is_mix:

@@ -123,7 +123,7 @@ def export(
             raise TypeError(f"like= writes an nn.Module, got {type(model).__name__}")
         refuse_adapters(model)
         return export_like(ModelSource(model), Path(out), like, lossy, overwrite)
-    target, out = target_of(format or _default_format(model)), Path(out)
+    target, out = target_of(format or default_format(model)), Path(out)
     if isinstance(target, ProgramFormat):
         refuse_options(of_source, f"{target.name} holds a program of a module")
         return export_program(model, out, target, example_inputs, dynamic_shapes, lossy, overwrite)
@@ -148,7 +148,8 @@ def export(
     return report
 
 
-def _default_format(model: Any) -> str:
+def default_format(model: Any) -> str:
+    """The format in which `export` writes a module, or the model of a folder, where none is given."""
     config: Mapping[str, Any] = {}
     if isinstance(model, nn.Module):
         config = config_of(model)
@@ -199,7 +200,7 @@ def check_writing(
     Raises FormatError for a format of programs, a scheme that the format does not hold, unless `lossy`, an `out` that
     exists or cannot be written, and a size that is none.
     """
-    target = target_of(format or "compressed-tensors")
+    target = target_of(format or default_format(source))
     if isinstance(target, ProgramFormat):
         raise FormatError(f"{target.name} holds a program of a module; write it by lowbit.export")
     size_in_bytes(max_shard_size)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 import lowbit
@@ -50,6 +51,32 @@ def test_quantize_writes_what_export_writes(home: Path, capfd: Capture) -> None:
         parts = made.inner_tensors() if low else {"": made}
         others = wanted.inner_tensors() if low else {"": wanted}
         assert all(torch.equal(parts[key], others[key]) for key in others), name
+
+
+def test_a_model_of_diffusers_is_written_in_the_format_that_diffusers_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("vae").mkdir()
+    Path("vae/config.json").write_text('{"_class_name": "AutoencoderKL"}')
+    name = "diffusion_pytorch_model.safetensors"
+    safetensors.torch.save_file({"to_q.weight": torch.randn(64, 128)}, f"vae/{name}")
+    reported("quantize", "vae", "--out", "q", "--scheme", "int8", capfd=capfd)
+    reported(
+        "export",
+        "vae",
+        "--out",
+        "c",
+        "--scheme",
+        "int8",
+        "--format",
+        "gptq",
+        "--lossy",
+        capfd=capfd,
+    )
+    given = [json.loads(Path(folder, "config.json").read_text()) for folder in "qc"]
+    methods = [config["quantization_config"]["quant_method"] for config in given]
+    assert methods == ["lowbit", "gptq"] and Path("q", name).is_file()
 
 
 def test_quantize_says_what_it_wrote(home: Path) -> None:

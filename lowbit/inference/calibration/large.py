@@ -24,7 +24,7 @@ from lowbit.files import digests, new_path
 from lowbit.formats.base import FormatError
 from lowbit.formats.folder_choice import FolderChoice
 from lowbit.formats.streamed import StreamedModel
-from lowbit.formats.writing import check_writing, export
+from lowbit.formats.writing import check_writing, default_format, export
 from lowbit.inference.calibration.batches import usable_batches
 from lowbit.inference.calibration.expert_pruning import PruneExperts
 from lowbit.inference.calibration.finished import Finished
@@ -64,7 +64,7 @@ def calibrate_folder(
     choice = FolderChoice(source.model, not has_static(scheme)) if filter_fn is None else filter_fn
     memory, usable = Streamed(source), usable_batches(source.model, batches)
     run = Run(source.model, on_grid, choice, steps, usable, ranges, memory)
-    format = writing.get("format") or "compressed-tensors"
+    format = writing.get("format") or default_format(path)
     run.check_export(format, writing.get("lossy", False), source.folder)
     chain = chain_of(source.model, run.targets)
     if why := _why_whole(chain, run.targets, steps):
