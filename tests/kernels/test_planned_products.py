@@ -114,16 +114,8 @@ def test_sorting_and_gathering_as_launches() -> None:
     x = torch.randn(4, 2, 60, dtype=torch.half)[:, 0]
     pairs = PairsByExpert(8, 3, layout(x))
     assert pairs.launches(0, 5, (8, 9, 10)) == []
-    metadata = {"num_ctas": 1, "global_scratch_size": 0, "profile_scratch_size": 0, "shared": 64}
-    metadata |= {"launch_cooperative_grid": False, "launch_pdl": False, "num_warps": 2}
     for number, kernel in enumerate((pairs.route, pairs.gather)):
-        names = kernel.kernel.arg_names
-        kinds = {n: "constexpr" if n in kernel.constants else "i32" for n in names}
-        kernel._compiled = SimpleNamespace(
-            metadata=SimpleNamespace(**metadata),
-            src=SimpleNamespace(signature=kinds),
-            function=number,
-        )
+        compile_as_if(kernel, number)
     route, gather = pairs.launches(0, 5, (8, 9, 10))
     assert route == Launch(
         *(TritonKernel(0, 64), 4, 64),
@@ -204,22 +196,55 @@ def test_a_plan_of_a_dynamic_linear(
         plan = dynamic_plan(operands)
         assert plan.implementation == implementation
         found = plan.launches
-        assert len(found.plan.launches) == launches and len(found.plan.scratch) == launches - 1
-        (y,) = launch_plan.run(found.plan, operands)
-    assert found.products == (("int8 sm90",) if implementation == "scaled_mm" else ())
+        assert len(found.launches) == launches and len(found.scratch) == launches - 1
+        (y,) = launch_plan.run(found, operands)
     expected = dynamic_linear.reference(*operands[:5], False, None, 0, None)
     assert y.shape == expected.shape and y.dtype == expected.dtype
     assert (y.double() - expected.double()).norm() < 4e-3 * expected.double().norm()
 
 
 @pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
-@pytest.mark.parametrize("change", [None, "residual", "x", "bias", "scale", "float16 scale", "k"])
+def test_a_scale_in_16_bits_is_widened_by_a_launch_of_the_plan() -> None:
+    pytest.importorskip("triton")
+    x, codes, scale, *others = dynamic(40, n=1104, residual=False)
+    with (
+        mock.patch.object(nvrtc, "runs_on_hopper", lambda device: True),
+        mock.patch.object(nvrtc, "multiprocessors", lambda device: 132),
+        scaled_mm_emulator.emulated(),
+        emulator.rows_quantization(),
+    ):
+        plan = dynamic_plan((x, codes, scale.bfloat16(), *others))
+        assert plan.launches is None  # before Triton has compiled
+        compile_as_if(plan._widen, 5)
+        _, widen, multiply = plan.launches.launches
+        assert plan.launches is plan.launches
+    triton_runtime._launched.pop(5)
+    assert widen.kernel == TritonKernel(5, 64) and widen.grid == 2
+    scale_at, out, *rest = widen.arguments
+    assert scale_at == Address(dynamic_linear.SCALE) and rest == [1104, 0, 0]
+    assert out in multiply.arguments and scale_at not in multiply.arguments
+
+
+def compile_as_if(kernel: triton_runtime.KeptKernel, number: int) -> None:
+    """Give the kernel what Triton compiles."""
+    metadata = {"num_ctas": 1, "global_scratch_size": 0, "profile_scratch_size": 0, "shared": 64}
+    metadata |= {"launch_cooperative_grid": False, "launch_pdl": False, "num_warps": 2}
+    kinds = {n: "constexpr" if n in kernel.constants else "i32" for n in kernel.kernel.arg_names}
+    kernel._compiled = SimpleNamespace(
+        metadata=SimpleNamespace(**metadata),
+        src=SimpleNamespace(signature=kinds),
+        function=number,
+    )
+
+
+@pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
+@pytest.mark.parametrize("change", [None, "residual", "x", "bias", "scale", "16 bits", "k"])
 def test_dynamic_linears_that_copy_an_operand_have_no_plan(change: str | None) -> None:
     operands = [*dynamic(40, k=120 if change == "k" else 128, residual=change == "residual")]
     at = {"x": 0, "bias": 3, "scale": 2}.get(change)
     if at is not None:
         operands[at] = torch.stack([operands[at]] * 2, -1)[..., 0]
-    if change == "float16 scale":
+    if change == "16 bits":
         operands[2] = operands[2].half()
     with (
         mock.patch.object(nvrtc, "runs_on_hopper", lambda device: True),

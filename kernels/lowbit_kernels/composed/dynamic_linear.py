@@ -52,13 +52,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit_kernels.matmul import scaled_mm, w4a8_mm_sm90
-from lowbit_kernels.matmul.scaled_mm import Planned
 from lowbit_kernels.quantize import quantize_rowcol, quantize_rows_sm90
 from lowbit_kernels.quantize.quantize_rowcol import codes_of
 from lowbit_kernels.runtime import launcher
-from lowbit_kernels.runtime.launch_plan import Buffer, Composition
+from lowbit_kernels.runtime.launch_plan import Address, Buffer, Composition, LaunchPlan
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
+from lowbit_kernels.runtime.triton_runtime import KeptKernel, jit, runs_on, tl, triton
 from lowbit_kernels.weight_only import (
     weight_linear,
     weight_mm_decode_sm90,
@@ -102,6 +102,8 @@ def groups_of(k: int, group_size: int) -> int:
     return 1 if group_size < 1 else -(-k // group_size)
 
 
+WIDENED = 1024
+"""Scales that a program writes in float32."""
 X, CODES, SCALE, BIAS, RESIDUAL, ZERO_POINT, GLOBAL_SCALE, OUT = range(8)
 """Numbers of tensors in a launch plan: the operands of the op, then the result."""
 
@@ -192,6 +194,12 @@ def dynamic_linear(
 reference, check = dynamic_linear.reference, dynamic_linear.check
 
 
+@jit
+def _to_float32(scale, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(scale + at, mask=at < n).to(tl.float32), mask=at < n)
+
+
 @dataclass
 class DynamicLinearPlan:
     """How calls with operands of the same layouts run."""
@@ -204,10 +212,29 @@ class DynamicLinearPlan:
     operands: tuple[TensorLayout | None, ...]  # as `planned` gets them
     tensorwise: bool
     padding: int = 0  # of K, for "scaled_mm"
+    _launches: LaunchPlan | None = None
+
+    @property
+    def launches(self) -> LaunchPlan | None:
+        """The launch plan on the current device; None where there is none, or it copies an operand, and before a first
+        call that widens the scale."""
+        self._launches = self._launches or self._planned()
+        return self._launches
 
     @functools.cached_property
-    def launches(self) -> Planned | None:
-        """The launch plan on the current device; None where there is none, or it copies an operand."""
+    def _widen(self) -> KeptKernel:
+        return KeptKernel(_to_float32, {"BLOCK": WIDENED})
+
+    def widened(self, scale: Tensor) -> Tensor:
+        """The scale in float32, flat."""
+        if scale.dtype == torch.float32 or not (scale.is_contiguous() and runs_on(scale.device)):
+            return scale.reshape(-1).float()
+        out = scale.new_empty(scale.numel(), dtype=torch.float32)
+        with torch.cuda.device_of(scale):
+            self._widen((triton.cdiv(len(out), WIDENED), 1), scale, out, len(out))
+        return out
+
+    def _planned(self) -> LaunchPlan | None:
         x, codes, scale, bias, residual, *_ = self.operands
         rows = x and x.rows()
         as_they_are = (t is None or t.is_contiguous for t in (scale, bias, residual))
@@ -216,8 +243,8 @@ class DynamicLinearPlan:
         whole = Composition(7, (Buffer(self.shape, rows.dtype),))
         if isinstance(self.product, OneLaunch):
             return self._of_one_launch(whole, self.product, rows)
-        takes = not (self.tensorwise or self.padding or residual) and scale.dtype == torch.float32
-        if self.implementation != "scaled_mm" or not takes or not quantize_rows_sm90.takes(rows):
+        others = self.tensorwise or self.padding or residual
+        if self.implementation != "scaled_mm" or others or not quantize_rows_sm90.takes(rows):
             return None
         format = format_of_tokens(codes.dtype, scale.dtype)
         own = quantize_rows_sm90.planned(rows, format, codes.dtype)
@@ -228,13 +255,21 @@ class DynamicLinearPlan:
             return None
         made = whole.scratch(own.results)
         whole.add(own, (X,), made)
+        scale_at = SCALE
+        if scale.dtype != torch.float32:
+            programs = -(-scales[1] // WIDENED)
+            widen = self._widen.planned(programs, Address(0), Address(1), scales[1])
+            if widen is None:
+                return None
+            (scale_at,) = whole.scratch((Buffer((scales[1],), torch.float32),))
+            whole.launch((widen,), (SCALE, scale_at))
         bias_at = None if bias is None else BIAS
-        whole.add(found.plan, (made[0], CODES, made[1], SCALE, bias_at), (OUT,))
-        return Planned(whole.plan(), found.products)
+        whole.add(found.plan, (made[0], CODES, made[1], scale_at, bias_at), (OUT,))
+        return whole.plan()
 
     def _of_one_launch(
         self, whole: Composition, product: OneLaunch, rows: TensorLayout
-    ) -> Planned | None:
+    ) -> LaunchPlan | None:
         codes, scale = self.operands[1:3]
         assert codes is not None and scale is not None
         of_tokens: tuple[int | None, ...] = X, None
@@ -250,7 +285,7 @@ class DynamicLinearPlan:
         q, t = of_tokens
         operands = q, CODES, SCALE, ZERO_POINT, BIAS, RESIDUAL, t, GLOBAL_SCALE
         whole.add(product.launches, operands, (OUT,))
-        return Planned(whole.plan(), ())
+        return whole.plan()
 
 
 @functools.lru_cache(maxsize=8192)
@@ -348,11 +383,8 @@ def _run(
         with torch.cuda.device_of(x):
             found = plan.launches
         if found is not None:
-            for name in found.products:
-                ran("scaled_mm", name)
-            operands = x, codes, scale, bias, residual, zero_point, global_scale
-            return launcher.carried_out("dynamic_linear", found.plan, operands)[0]
-        launcher.learn("dynamic_linear", None)
+            launcher.take_over("dynamic_linear")
+            launcher.learn("dynamic_linear", found)
     (m, k), n = plan.rows, codes.shape[0]
     rows = x.reshape(m, k)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
@@ -374,7 +406,7 @@ def _run(
         return weight_linear.run(*parts, 4, _table(scale.dtype))
     if plan.padding:
         codes = F.pad(codes.view(torch.int8), (0, plan.padding)).view(codes.dtype)
-    by_column = scale.reshape(-1).float()
+    by_column = plan.widened(scale)
     out = scaled_mm.scaled_mm(q, codes, t, by_column, bias=bias, out_dtype=x.dtype).view(plan.shape)
     return out if residual is None else out.add_(residual)
 
