@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowbit as lb
+import lowbit_kernels as kernels
 from lowbit.inference import linear
 from lowbit.linear.frozen import (
     BUILT_IN,
@@ -101,6 +103,28 @@ def test_alternating_shapes_are_decided_once_each(name: str, asked: list[str]) -
     for rows in range(20):
         model(x.new_zeros(rows + 4, 64))
     assert len(model.weight._known_products) == 4
+
+
+def test_what_a_call_costs_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A known product asks its weight through one `__torch_function__`, and calls one op."""
+    model, x = layer("weight_linear")
+    result = F.linear(x, model.weight)
+    given: list[Any] = []
+    op = lambda *tensors, **options: given.append(tensors) or result  # noqa: E731
+    monkeypatch.setattr(kernels.weight_linear, "weight_linear", op)
+    called: list[str] = []
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(profile)
+    try:
+        y = F.linear(x, model.weight)
+    finally:
+        sys.setprofile(None)
+    assert y is result and len(given) == 1
+    assert called.count("__torch_function__") == 1 and len(called) <= 15, called
 
 
 @every_row
