@@ -1,6 +1,7 @@
 """Adapters of PEFT in low-bit weights; `lowbit.interop.peft` merges and `lowbit.interop.fused_lora` trains them."""
 
 from lowbit.interop.fused_lora import fuse_
-from lowbit.interop.peft import Merged, MergeLosses, MergeReport, merge_
+from lowbit.interop.peft.merge import merge_
+from lowbit.interop.peft.report import Merged, MergeLosses, MergeReport
 
 __all__ = ["MergeLosses", "MergeReport", "Merged", "fuse_", "merge_"]

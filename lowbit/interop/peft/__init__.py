@@ -1,0 +1,1 @@
+"""Adapters of PEFT beside low-bit weights, merged into their codes."""

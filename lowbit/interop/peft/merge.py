@@ -1,0 +1,192 @@
+"""Merge the adapters of PEFT into low-bit weights, and report the loss.
+
+    report = lowbit.peft.merge_(model)                      # W' = round(W + s · B · A), in the scheme of W
+    report = lowbit.peft.merge_(model, batches=batches)     # the rounding is learned from a few batches
+    print(report)                                           # what both lose
+    report.unmerge_()                                       # W again, to the bit
+    model = model.merge_and_unload()                        # or: the model without adapters, in low bits
+
+PEFT's own `merge_adapter` works too, but rounds once for each adapter, and `unmerge_adapter` once more, so W does not
+come back. `merge_` dequantizes the base to float32, lets PEFT add all adapters by its own formula of LoRA, DoRA, LoHa,
+IA3 and the others, and rounds the sum once. A block keeps its scale if that scale is nearer, and siblings keep what
+they share of their scales.
+
+Most changes by an adapter are smaller than half a step of the codes, and to nearest they vanish. With `batches`
+`lowbit.inference.LearnedRounding` chooses which weights take the step: its start is the sum rounded to nearest, and its
+loss the divergence from the base with its adapters beside it. Only weights that an adapter changes get other bits.
+
+`lowbit.dequantize_(model)` before merging loses nothing. QAT of adapters (`lowbit.qat`) trains the rounded weight.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.convert import check_module, is_tuner
+from lowbit.convert.owners import find_owners
+from lowbit.convert.siblings import family_of
+from lowbit.inference.calibration.step import Step
+from lowbit.interop.peft.learned import Learned
+from lowbit.interop.peft.report import MergeReport, measured
+from lowbit.interop.peft.sums import Kept, Sum, attribute_of, values_of
+from lowbit.linear.frozen.kinds import representation_of
+from lowbit.progress import progress
+from lowbit.tensor.core.dtensor import local
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
+from lowbit.tensor.frozen.requantize import requantize, write
+from lowbit.tensor.trained.trainable import TrainableTensor
+
+
+def merge_(
+    model: nn.Module,
+    adapter_names: Sequence[str] | None = None,
+    *,
+    batches: Iterable[Any] | None = None,
+    steps: Sequence[Step] | None = None,
+    keep_base: bool = True,
+) -> MergeReport:
+    """Merge adapters of PEFT into the weights of their base layers, in place.
+
+    Args:
+        model: with layers of PEFT; a layer whose weight is not in low bits is merged as by `merge_adapter`.
+        adapter_names: the adapters to merge, in this order; None: those in use.
+        batches: those of `lowbit.calibrate`. None: sums are rounded to nearest. With batches the steps round them, and
+            the report says what both lose. Where the steps do not lower the loss, the sums stay rounded to nearest.
+        steps: those of `lowbit.calibrate` that leave the model in high precision as it is. They start from the scales
+            of the sums rounded to nearest. None: [LearnedRounding(steps=100, over="model", reach=1.0,
+            scale_rate=0, vector_rate=0)], which changes codes alone.
+        keep_base: keep a copy of each low-bit weight in the report, for `unmerge_`. Without copies, a merge that PEFT
+            refuses in one layer leaves the layers before it merged, unless there are batches.
+
+    Raises:
+        TypeError: `model` is not a module; batches or steps of another kind; steps without batches.
+        ValueError: no layer of PEFT; adapters that are merged already; NaN or infinite adapters; no batches, or empty
+            ones; steps that change the model in high precision, such as AWQ. The model is then as it was.
+        NotImplementedError: a base weight that trains in low bits, as `lowbit.train.prepare_` makes them from
+            `Int8Weight`; with batches, weights that no step rounds: of convolutions, act-order, rotated, tied or
+            sharded ones. The model then stays unchanged.
+    """
+    check_module(model)
+    layers = {name: m for name, m in model.named_modules() if is_tuner(m) and hasattr(m, "merge")}
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no layers of PEFT; make them by peft.get_peft_model(model, config)"
+        )
+    if merged := [name for name, layer in layers.items() if layer.merged]:
+        raise ValueError(f"the adapters of {merged[0]} are merged already; call unmerge_ first")
+    if steps is not None and batches is None:
+        raise TypeError("steps need batches: merge_(model, batches=…, steps=…)")
+    for name, layer in layers.items():
+        _check_base(name, layer, batches is not None)
+        _check_finite(name, layer)
+    if batches is not None:
+        _check_shared(model, layers)
+    learn = None if batches is None else Learned(model, batches, steps)
+    report, names = MergeReport(), None if adapter_names is None else list(adapter_names)
+    done: list[Kept] = [] if learn is None else learn.vectors()
+    keeps = keep_base or learn is not None
+    sums: list[Sum] = []
+    try:
+        with progress("merging adapters", len(layers), unit="layers") as advance:
+            for name, layer in layers.items():
+                kept = Kept.of_layer(layer) if keeps else None
+                done += [] if kept is None else [kept]
+                found = _merge(name, layer, names, report)
+                if found is not None and kept is not None and learn is not None:
+                    found.before = kept
+                    sums.append(found)
+                advance(1)
+        if learn is not None and sums:
+            learn.run(sums, report)
+    except BaseException:
+        while done:
+            done.pop().restore()
+        raise
+    report._kept = done if keep_base else []
+    return report
+
+
+def _merge(
+    name: str, layer: Any, adapter_names: list[str] | None, report: MergeReport
+) -> Sum | None:
+    """Merge the adapters of one layer. Returns the sum where a low-bit weight takes a change."""
+    base, attribute = layer.get_base_layer(), attribute_of(layer)
+    weight = getattr(base, attribute, None)
+    if not isinstance(weight, AffineTensor):
+        layer.merge(safe_merge=True, adapter_names=adapter_names)
+        report.plain.append(name)
+        return None
+    before = values_of(weight)
+    setattr(base, attribute, nn.Parameter(before.clone(), requires_grad=False))
+    try:
+        layer.merge(safe_merge=True, adapter_names=adapter_names)
+        merged = getattr(base, attribute).detach()
+    finally:
+        setattr(base, attribute, weight)
+    if not layer.merged:  # no adapter of these names
+        return None
+    own = name if attribute == "weight" else f"{name}.{attribute}"
+    changes = not torch.equal(merged, before)  # else -0 + 0 would give other codes in FP4
+    if changes:
+        with torch.no_grad():
+            _round(own, weight, merged)
+    report.layers.append(measured(own, weight, merged, before))
+    return Sum(layer, weight, merged, len(report.layers) - 1) if changes else None
+
+
+def _round(name: str, weight: AffineTensor, values: Tensor) -> None:
+    """Round to nearest, in place. A weight with siblings keeps the part of its scales that they share."""
+    if family_of(name) is None or not weight.spec.joins:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*takes new values")
+            weight.requantize_(values)
+        return
+    turned = weight.transposed
+    stored, own = (weight._transposed(), values.mT) if turned else (weight, values)
+    (write if weight.spec.scales is None else requantize)(stored, own)
+
+
+def _check_base(name: str, layer: Any, learns: bool) -> None:
+    weight = getattr(layer.get_base_layer(), attribute_of(layer), None)
+    own: Any = local(weight)
+    if isinstance(own, TrainableTensor) and own.updated_in_place() is None:
+        raise NotImplementedError(
+            f"{name} holds {type(own).__name__}, which trains in low bits, and PEFT would add the adapters to it by "
+            "a rounding that no report states; call lowbit.train.convert_(model) for a weight that merge_ rounds, or "
+            "lowbit.train.restore_(model) for a plain one, before merging"
+        )
+    if not learns or not isinstance(own, AffineTensor):
+        return
+    in_shards = weight is not own
+    if in_shards or type(own) is not representation_of(own.spec):
+        raise NotImplementedError(
+            f"{name} holds {type(own).__name__}{' in shards' if in_shards else ''}, whose rounding no step "
+            "learns; accepted: weights of linears and stacked experts as lowbit.quantize_ makes them, without "
+            "act-order and rotations. Merge without batches, which rounds to nearest"
+        )
+
+
+def _check_shared(model: nn.Module, layers: dict[str, Any]) -> None:
+    owners = find_owners(model)
+    for name, layer in layers.items():
+        weight = getattr(layer.get_base_layer(), attribute_of(layer), None)
+        held = owners.get(id(weight), [])
+        if isinstance(weight, AffineTensor) and len(held) > 1:
+            raise NotImplementedError(
+                f"{name} shares its weight, which is {' and '.join(owner.fqn for owner in held)}, and the adapter is "
+                "beside one of them; untie them, or merge without batches, which changes both"
+            )
+
+
+def _check_finite(name: str, layer: nn.Module) -> None:
+    base = {id(p) for p in layer.get_base_layer().parameters()}  # type: ignore[operator]
+    for own, param in layer.named_parameters():
+        if id(param) not in base and not bool(torch.isfinite(param).all()):
+            raise ValueError(
+                f"{name}.{own} has NaN or infinite values; repair or reload the adapter before merging it"
+            )
