@@ -143,7 +143,7 @@ def take_over(name: str) -> None:
         except (RuntimeError, OSError, AttributeError, KeyError) as error:
             warn_once(
                 "launcher",
-                f"lowbit's launcher cannot be used, so a call takes about 100 us more of the host's time: {error!r}. "
+                f"lowbit's launcher cannot be used, so a call takes 15 to 100 us more of the host's time: {error!r}. "
                 "Install g++ or clang++, or name a compiler in $CXX",
             )
         _numbers[name] = number
