@@ -246,21 +246,22 @@ class DynamicLinearPlan:
         others = self.tensorwise or self.padding or residual
         if self.implementation != "scaled_mm" or others or not quantize_rows_sm90.takes(rows):
             return None
+        scales, widen = (self.rows[0], prod(scale.shape)), None
+        if scale.dtype != torch.float32:
+            programs = -(-scales[1] // WIDENED)
+            widen = self._widen.planned(programs, Address(0), Address(1), scales[1])
+            if widen is None:
+                return None
         format = format_of_tokens(codes.dtype, scale.dtype)
         own = quantize_rows_sm90.planned(rows, format, codes.dtype)
         q = own.results[0].layout(rows.device)
-        scales = self.rows[0], prod(scale.shape)
         found = scaled_mm.planned(q, codes, *scales, rows.dtype, bias and bias.dtype)
         if found is None:
             return None
         made = whole.scratch(own.results)
         whole.add(own, (X,), made)
         scale_at = SCALE
-        if scale.dtype != torch.float32:
-            programs = -(-scales[1] // WIDENED)
-            widen = self._widen.planned(programs, Address(0), Address(1), scales[1])
-            if widen is None:
-                return None
+        if widen is not None:
             (scale_at,) = whole.scratch((Buffer((scales[1],), torch.float32),))
             whole.launch((widen,), (SCALE, scale_at))
         bias_at = None if bias is None else BIAS
