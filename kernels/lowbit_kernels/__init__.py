@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         ternary_mm,
     )
     from lowbit_kernels.quantize import (
+        int4_to_int8,
         quantize_blocks,
         quantize_experts,
         quantize_flat,
@@ -79,6 +80,7 @@ __all__ = [
     "grouped_linear",
     "grouped_scaled_mm",
     "input_gradient",
+    "int4_to_int8",
     "invariant_activation",
     "invariant_attention",
     "invariant_linear",

@@ -54,8 +54,8 @@ WEIGHT_ONLY = "its scheme quantizes the weight only"
 ROUNDED = "rounded values, multiplied in high precision"
 SWITCHED_OFF = "fake quantization is switched off"
 OPERAND_OPS = (
-    *("dequantize", "dequantize_flat", "quantize_blocks", "quantize_experts", "quantize_flat"),
-    *("quantize_grouped", "quantize_rowcol", "round_rows", "transpose_codes"),
+    *("dequantize", "dequantize_flat", "int4_to_int8", "quantize_blocks", "quantize_experts"),
+    *("quantize_flat", "quantize_grouped", "quantize_rowcol", "round_rows", "transpose_codes"),
 )
 """The ops of `lowbit_kernels` that only prepare operands; a trace counts the others."""
 LEFT_ALONE = "_lowbit_left"

@@ -43,7 +43,7 @@ def _e4m3(byte):
 
 
 @jit
-def _cycles(words, first, width, at, BITS: tl.constexpr, WORD: tl.constexpr):
+def cycles(words, first, width, at, BITS: tl.constexpr, WORD: tl.constexpr):
     """Cycles `at` of a row, counted from word `first`, as integers; bits beyond the row are 0."""
     LOADS: tl.constexpr = BITS // WORD
     left = tl.minimum(width - first, at.shape[0] * LOADS).to(tl.int32)
@@ -166,7 +166,7 @@ def _kernel(
     inside = element < left
 
     first = start // 8 * (BITS // WORD)
-    cycle = _cycles(words + row * words_stride, first, width, at, BITS, WORD)
+    cycle = cycles(words + row * words_stride, first, width, at, BITS, WORD)
     shift = (each * BITS).to(cycle.dtype)
     code = (cycle[:, None] >> shift[None, :]).to(tl.int32) & ((1 << BITS) - 1)
 
@@ -218,7 +218,7 @@ def fill(
     parts.append(parts[1] if two_steps is None else two_steps.absmax)
     sharing = 0 if two_steps is None else groups // parts[3].shape[1]
     parts = [x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous() for x in parts]
-    words, word = _words(parts[0], bits)
+    words, word = words_of(parts[0], bits)
     width = words.shape[1]
     is_long = groups > 1 and size == groups * group_size and size * bits == 8 * codes.shape[1]
     if is_long and all(part.is_contiguous() for part in parts):
@@ -256,7 +256,7 @@ def kind_of(format: CodesFormat) -> str:
     return "table" if format.table else KINDS[format.exponent]
 
 
-def _words(codes: Tensor, bits: int) -> tuple[Tensor, int]:
+def words_of(codes: Tensor, bits: int) -> tuple[Tensor, int]:
     """The codes in words, and the bytes of a word."""
     word = bits & -bits  # the largest power of two that divides it
     start, step, width = codes.data_ptr(), codes.stride(0), codes.shape[1]
