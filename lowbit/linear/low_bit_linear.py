@@ -47,8 +47,8 @@ Operand = tuple[Tensor, Tensor | None]
 def low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N] in x's dtype.
 
-    `weight`: a TrainableTensor with a scheme of `LowbitProducts` and `product_operand()`, or for scales of blocks
-    `row_codes()` and `transposed_codes()`. Runs in high precision where `LowbitProducts.plain_because` has a reason.
+    `weight`: a TrainableTensor with a scheme of `LowbitProducts` and `product_operand()`, or, where the scheme
+    `makes_codes`, `row_codes()` and `transposed_codes()`. Runs in high precision where `LowbitProducts.plain_because` has a reason.
     Raises ValueError in float64 where it has none.
     """
     # Each attribute of the weight, such as its shape, would pass through `__torch_function__`, in Python.
@@ -107,7 +107,7 @@ class LowBitOperands(NamedTuple):
         # Autograd compares the versions of what is kept, so it refuses a backward pass after an update of the weight.
         # The inner tensors have the weight's version, and making them takes less time than an alias.
         reads = scheme.output or scheme.grad_input
-        operand = weight.product_operand() if reads and not scheme.in_blocks else None
+        operand = weight.product_operand() if reads and not scheme.makes_codes else None
         own: Kept
         if operand is None or not scheme.grad_input:
             own = weight.detach(), None, None
@@ -147,7 +147,7 @@ class LowBitOperands(NamedTuple):
         grad_x = grad_weight = None
         if any(low):
             turned: Operand | None = None
-            if low[0] and scheme.in_blocks:
+            if low[0] and scheme.makes_codes:
                 turned = stored.transposed_codes(after=grad)
             elif low[0] and w_scale is None:
                 turned = stored, None

@@ -181,6 +181,11 @@ class LowbitProducts(TrainingScheme):
         return False
 
     @property
+    def makes_codes(self) -> bool:
+        """True if each product makes the codes of the weight, by `row_codes` or `transposed_codes` of its class."""
+        return self.in_blocks
+
+    @property
     def input_rounding(self) -> tuple[Any, ...]:
         """Equal for schemes that round an input alike."""
         return self.forward_format, self.one_scale, self.in_blocks
@@ -526,18 +531,9 @@ class MXFP8MixedPrecision(MixedPrecision):
 
 
 @dataclass(frozen=True)
-class Int8Weight(Int8Products):
-    """The weight itself is int8, with a scale a row and no high-precision copy; see
-    `lowbit.tensor.trained.int8_weight`.
-
-    Every rank loads a state dict of such weights itself: torch's `broadcast_from_rank0=True` takes plain values only,
-    `value.dequantize()`. DistributedDataParallel sends the weights as they are stored, random-number offsets included.
-
-    Args:
-        output, grad_input, grad_weight: which of the products run int8 x int8. The default is none: the weight is
-            dequantized for each product, which is exact.
-        stochastic_rounding, always: for those products, as in `Int8MixedPrecision`.
-        seed: of all random numbers, those of the weight's updates included, which are always stochastic.
+class LowbitWeight(Int8Products):
+    """The weight itself is in low bits, without a high-precision copy. The default is no product int8 x int8: the weight
+    is dequantized for each, which is exact. See `LowbitProducts` for the arguments.
 
     Raises TypeError, ValueError for other values, and ValueError for options of products if there are none.
     """
@@ -551,10 +547,15 @@ class Int8Weight(Int8Products):
         for name in ("stochastic_rounding", "always"):
             if getattr(self, name) and not self.products:
                 raise ValueError(
-                    f"Int8Weight: {name}=True has no effect, because no product runs in int8; turn on output, "
-                    f"grad_input or grad_weight, or leave {name} out (updates of the weight always round "
+                    f"{type(self).__name__}: {name}=True has no effect, because no product runs in int8; turn on "
+                    f"output, grad_input or grad_weight, or leave {name} out (updates of the weight always round "
                     "stochastically)"
                 )
+
+    @property
+    def stored(self) -> str:
+        """How the weight is stored, for a report."""
+        raise NotImplementedError
 
     def check(self, weight: Tensor) -> None:
         if self.products:
@@ -575,14 +576,36 @@ class Int8Weight(Int8Products):
         return super().grouped_plain_because(device, m, experts, n, k)
 
     def describe(self, shape: Sequence[int]) -> str:
-        note = "int8, a scale a row, no high-precision copy"
+        note = f"{self.stored}, no high-precision copy"
         return f"{note}; products {super().describe(shape)}" if self.products else note
 
 
 @dataclass(frozen=True)
-class Int4Weight(TrainingScheme):
+class Int8Weight(LowbitWeight):
+    """The weight itself is int8, with a scale a row and no high-precision copy; see
+    `lowbit.tensor.trained.int8_weight`.
+
+    Every rank loads a state dict of such weights itself: torch's `broadcast_from_rank0=True` takes plain values only,
+    `value.dequantize()`. DistributedDataParallel sends the weights as they are stored, random-number offsets included.
+
+    Args:
+        output, grad_input, grad_weight: which of the products run int8 x int8. The default is none: the weight is
+            dequantized for each product, which is exact.
+        stochastic_rounding, always: for those products, as in `Int8MixedPrecision`.
+        seed: of all random numbers, those of the weight's updates included, which are always stochastic.
+
+    Raises TypeError, ValueError for other values, and ValueError for options of products if there are none.
+    """
+
+    @property
+    def stored(self) -> str:
+        return "int8, a scale a row"
+
+
+@dataclass(frozen=True)
+class Int4Weight(LowbitWeight):
     """The weight itself has 4 bits, with a scale a group and no high-precision copy; see
-    `lowbit.tensor.trained.int4_weight`. It is dequantized for each product.
+    `lowbit.tensor.trained.int4_weight`.
 
     Use it with `weight_correction="momentum"` of lowbit's optimizers: a step moves a weight by far less than the
     distance of two codes, and stochastic rounding alone adds much noise. State dicts, FSDP2 and DistributedDataParallel
@@ -590,26 +613,34 @@ class Int4Weight(TrainingScheme):
 
     Args:
         group_size: inputs that share a scale, an even number; the memory is 4 + 32 / group_size bits a weight.
-        seed: of the random numbers of the weight's updates.
+        output, grad_input, grad_weight: which of the products run int8 x int8. They read the weight's values rounded
+            to int8, with a scale a row. The default is none: the weight is dequantized for each product, which is
+            exact.
+        stochastic_rounding, always: for those products, as in `Int8MixedPrecision`.
+        seed: of all random numbers, those of the weight's updates included, which are always stochastic.
 
-    Raises TypeError, ValueError for other values.
+    Raises TypeError, ValueError for other values, and ValueError for options of products if there are none.
     """
 
+    output: bool = field(default=False, kw_only=True)
+    grad_input: bool = field(default=False, kw_only=True)
+    grad_weight: bool = field(default=False, kw_only=True)
     group_size: int = 32
-    seed: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("group_size", "seed"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {value!r}")
+        super().__post_init__()
+        if isinstance(self.group_size, bool) or not isinstance(self.group_size, int):
+            raise TypeError(f"group_size must be an int, got {self.group_size!r}")
         if self.group_size < 2 or self.group_size % 2:
             raise ValueError(f"group_size must be an even number from 2, got {self.group_size}")
-        if not 0 <= self.seed < 2**31:
-            raise ValueError(f"seed must be 0 to 2**31 - 1, got {self.seed}")
 
-    def describe(self, shape: Sequence[int]) -> str:
-        return f"int4, a scale a group of {self.group_size}, no high-precision copy"
+    @property
+    def makes_codes(self) -> bool:
+        return True
+
+    @property
+    def stored(self) -> str:
+        return f"int4, a scale a group of {self.group_size}"
 
 
 @dataclass(frozen=True)

@@ -105,18 +105,19 @@ def _kernel(
     words += row * words_stride
     scale += row * scale_stride
     at = tl.arange(0, BLOCK)
+    lows = tl.zeros((BLOCK,), tl.int32)
+    highs = tl.zeros((BLOCK,), tl.int32)
     if KEPT:
         values = _values(words, scale, 0, size, width, at, WORD, GROUP_SIZE)
-        lows, highs = extremes(values)
+        negative, positive = extremes(values)
+        lows, highs = tl.max(negative, 1), tl.max(positive, 1)
     else:
-        lows = tl.zeros((BLOCK, 8), tl.int32)
-        highs = tl.zeros((BLOCK, 8), tl.int32)
         for start in tl.range(0, size, BLOCK * 8):
             values = _values(words, scale, start, size, width, at, WORD, GROUP_SIZE)
             negative, positive = extremes(values)
-            lows = tl.maximum(lows, negative)
-            highs = tl.maximum(highs, positive)
-    low, high = tl.max(tl.max(lows, 1), 0), tl.max(tl.max(highs, 1), 0)
+            lows = tl.maximum(lows, tl.max(negative, 1))
+            highs = tl.maximum(highs, tl.max(positive, 1))
+    low, high = tl.max(lows, 0), tl.max(highs, 0)
     s = scale_of_extremes(low, high, True)
     inverse = tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s)
     tl.store(row_scale + row, s)

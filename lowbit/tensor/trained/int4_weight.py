@@ -7,8 +7,9 @@
 | place  | [..., N, 1]       | int64, random-number offset of the row                                            |
 
 K is padded to whole groups with zeros. Everything else is as in `lowbit.tensor.trained.int8_weight`: updates round
-stochastically, by random numbers that depend on neither the sharding nor a restart. Products dequantize the weight.
-Shards hold whole rows, or whole groups of columns.
+stochastically, by random numbers that depend on neither the sharding nor a restart. Products dequantize the weight, or
+run int8 x int8, as the scheme `Int4Weight` says. These read its values rounded to int8 with a scale a row, in both
+directions; a part of a row has a scale of its own. Shards hold whole rows, or whole groups of columns.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import lowbit_kernels as kernels
+from lowbit.linear.low_bit_linear import Codes, transposed
 from lowbit.numerics.packing import unpack
 from lowbit.numerics.spec import Spec, crop
 from lowbit.schemes.presets import Int4WeightOnly
@@ -34,8 +36,6 @@ from lowbit.tensor.core import (
     stored_shape,
 )
 from lowbit.tensor.trained.int8_weight import Int8WeightTensor
-from lowbit.tensor.trained.trainable import dequantized_linear, grouped_in_high_precision
-from lowbit.tracing import tracer
 
 MOST = 7
 """The largest code. -8 would have no counterpart, so it is not used."""
@@ -96,16 +96,28 @@ class Int4WeightTensor(Int8WeightTensor):
 
     # ---- products --------------------------------------------------------------------------------------------
 
-    @classmethod
-    def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-        cls.check_operands(input, weight)
-        return dequantized_linear(input, weight, bias, "int4 weight, dequantized")
+    def row_codes(self, after: Tensor | None = None) -> Codes:
+        """The values of the weight [..., N, K] rounded to int8: codes [..., N, K16] and scale [..., N]. Each product
+        makes them anew, so that none waits for the backward pass. `after`: as for `int4_to_int8`."""
+        codes, scale = kernels.int4_to_int8.int4_to_int8(
+            self.codes.flatten(0, -2),
+            self.scale.flatten(0, -2),
+            group_size=self.scheme.group_size,
+            size=self.shape[-1],
+            after=after,
+        )
+        return codes.view(*self.shape[:-1], codes.shape[1]), scale.view(self.shape[:-1])
 
-    @classmethod
-    def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
-        n, k = weight.shape[-1], weight.shape[-2]
-        tracer.note(x.shape[0], n, k, "int4 weight, dequantized", weight)
-        return grouped_in_high_precision(x, weight, offs)
+    product_operand = expert_codes = row_codes
+
+    def transposed_codes(self, after: Tensor | None = None) -> Codes:
+        """The weight [N, K] as the product for the input's gradient reads it: the same codes [K, N16] and scale [N]."""
+        codes, scale = self.row_codes(after)
+        return transposed(codes, self.shape[-1], after), scale
+
+    def expert_codes_t(self, scale: Tensor | None = None, after: Tensor | None = None) -> Codes:
+        codes, scale = self.row_codes(after)
+        return kernels.transpose_codes.transpose_codes(codes, self.shape[-1], after), scale
 
     # ---- LowbitTensor's methods ------------------------------------------------------------------------------
 

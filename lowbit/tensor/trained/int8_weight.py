@@ -298,7 +298,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
             why = "its scales belong to columns"
         if why is None:
             return low_bit_linear(input, weight, bias)
-        return dequantized_linear(input, weight, bias, f"int8 weight, dequantized: {why}")
+        return dequantized_linear(input, weight, bias, f"int{cls.code_bits} weight, dequantized: {why}")
 
     @classmethod
     def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
             why = "its scales belong to columns"
         if why is None:
             return low_bit_grouped_mm(x, weight, offs)
-        tracer.note(m, n, k, f"int8 weight, dequantized: {why}", weight)
+        tracer.note(m, n, k, f"int{cls.code_bits} weight, dequantized: {why}", weight)
         return grouped_in_high_precision(x, weight, offs)
 
     @classmethod
