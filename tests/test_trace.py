@@ -74,6 +74,12 @@ TRAINED: dict[str, tuple[Any, str, dict[str, dict[str, int]], set[str]]] = {
         formats("int8", "int8", "int8"),
         set(),
     ),
+    "int4-weight-products": (
+        lb.Int4Weight(output=True, grad_input=True, grad_weight=True, always=True),
+        "int4 weight",
+        formats("int8", "int8", "int8"),
+        set(),
+    ),
     "bitnet": (
         lb.BitNet(),
         "BitNet",

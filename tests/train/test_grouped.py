@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit import Int8Weight, trace, train
+from lowbit import Int4Weight, Int8Weight, trace, train
 from lowbit.tensor.trained.gathered import GatheredTensor
 from lowbit_kernels.runtime import launches
 from tests.as_sent import as_sent
@@ -31,8 +31,10 @@ FORMATS = {
     "float8-e5m2": train.Float8MixedPrecision(backward="e5m2", always=True),
     "int8-stochastic": train.Int8MixedPrecision(stochastic_rounding=True, always=True),
     "int8-weight": Int8Weight(True, True, True, always=True),
+    "int4-weight": Int4Weight(24, output=True, grad_input=True, grad_weight=True, always=True),
 }
-LEAST = {"int8": 33, "float8": 24, "float8-e5m2": 19, "int8-stochastic": 28, "int8-weight": 33}
+LEAST = {"int8": 33, "float8": 24, "float8-e5m2": 19, "int8-stochastic": 28}
+LEAST |= {"int8-weight": 33, "int4-weight": 33}
 """Decibels between a result and the exact one."""
 
 
@@ -91,7 +93,7 @@ def test_all_three_products(name: str, tokens: tuple[int, ...]) -> None:
         found = outcome(low, x, offsets_of(tokens), grad)
     kind = "float8" if name.startswith("float8") else "int8"
     assert calls_of(ran) == {f"{kind} torch": 3}
-    weight = low.up.dequantize() if name == "int8-weight" else model.up.detach()
+    weight = low.up.dequantize() if name.endswith("weight") else model.up.detach()
     for key, expected in exact(weight, x, tokens, grad).items():
         assert found[key].shape == expected.shape and found[key].dtype == torch.float32
         assert snr(found[key], expected.float()) > LEAST[name], key
@@ -100,7 +102,7 @@ def test_all_three_products(name: str, tokens: tuple[int, ...]) -> None:
     assert not found["output"][sum(tokens) :].any() and not found["input"][sum(tokens) :].any()
 
 
-@pytest.mark.parametrize("name", ["int8", "float8"])
+@pytest.mark.parametrize("name", ["int8", "float8", "int4-weight"])
 def test_the_weight_is_rounded_once(name: str) -> None:
     """The gradient of the input is that of the codes of the output, but for the rounding of the gradient."""
     low = prepared(Experts(), FORMATS[name])
@@ -109,7 +111,7 @@ def test_the_weight_is_rounded_once(name: str) -> None:
     assert torch.equal(codes[..., :K].float().mT, codes_t[..., :N].float())
     assert torch.equal(scale, scale_t)
     gathered = as_sent(low.up)
-    assert isinstance(gathered, GatheredTensor)
+    assert isinstance(gathered, GatheredTensor) == (name != "int4-weight")
     for own, other in zip(gathered.expert_codes_t(), (codes_t, scale_t), strict=True):
         assert torch.equal(own.float(), other.float())
 

@@ -16,6 +16,7 @@ from tests.as_sent import as_sent
 from tests.train.problems import Model, linear, prepared, relative, tokens, train_step, values
 
 PRODUCTS = Int8Weight(True, True, True, always=True)
+INT4_PRODUCTS = Int4Weight(24, output=True, grad_input=True, grad_weight=True, always=True)
 
 
 def weight_of(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, name: str = "w"):
@@ -133,21 +134,22 @@ def test_a_step_without_update_changes_no_code():
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, lowbit.optim.AdamW8bit])
-def test_int8_weights_learn_as_plain_weights_do(cls):
+def test_low_bit_weights_learn_as_plain_weights_do(cls):
     losses = []
-    for scheme in (None, Int8Weight(), PRODUCTS):
+    for scheme in (None, Int8Weight(), PRODUCTS, Int4Weight(24), INT4_PRODUCTS):
         model = Model()
         if scheme is not None:
             train.prepare_(model, scheme, every_weight)
         optimizer = cls(model.parameters(), lr=3e-3)
         losses.append([train_step(model, optimizer, step % 4) for step in range(60)][-1])
-    assert losses[1] < 1.1 * losses[0] + 0.05 and losses[2] < 1.1 * losses[0] + 0.05
+    assert max(losses[1:3]) < 1.1 * losses[0] + 0.05 and losses[4] < 1.1 * losses[3] + 0.05
 
 
-def test_resumed_bit_for_bit():
+@pytest.mark.parametrize("scheme", [Int8Weight(), INT4_PRODUCTS], ids=["int8", "int4-products"])
+def test_resumed_bit_for_bit(scheme):
     def fresh():
         model = Model()
-        train.prepare_(model, Int8Weight(), every_weight)
+        train.prepare_(model, scheme, every_weight)
         return model, lowbit.optim.AdamW8bit(model.parameters(), lr=1e-2)
 
     model, optimizer = fresh()
@@ -352,21 +354,28 @@ def test_offloading_is_refused():
         lowbit.optim.CPUOffloadOptimizer([weight], torch.optim.AdamW)
 
 
+@pytest.mark.parametrize("kind", [Int8Weight, Int4Weight])
 @pytest.mark.parametrize("name", ["stochastic_rounding", "always"])
-def test_options_of_products_need_products(name):
+def test_options_of_products_need_products(name, kind):
     with pytest.raises(
-        ValueError, match=rf"{name}=True has no effect, because no product.*turn on output"
+        ValueError,
+        match=rf"{kind.__name__}: {name}=True has no effect, because no product.*turn on output",
     ):
-        Int8Weight(**{name: True})
-    assert getattr(Int8Weight(grad_input=True, **{name: True}), name)
+        kind(**{name: True})
+    scheme = kind(grad_input=True, **{name: True})
+    assert getattr(scheme, name) and lowbit.TrainingScheme.from_dict(scheme.to_dict()) == scheme
 
 
-def test_the_report_names_the_products():
-    (entry,) = train.prepare_(linear(48, 96), Int8Weight(grad_weight=True, always=True)).entries
+@pytest.mark.parametrize(
+    "kind, stored",
+    [(Int8Weight, "int8, a scale a row"), (Int4Weight, "int4, a scale a group of 32")],
+)
+def test_the_report_names_the_products(kind, stored):
+    (entry,) = train.prepare_(linear(48, 96), kind(grad_weight=True, always=True)).entries
     products = "products int8, a scale a row: grad_weight; gradients rounded stochastically"
-    assert entry.note.endswith(f"no high-precision copy; {products}")
-    (entry,) = train.prepare_(linear(48, 96), Int8Weight()).entries
-    assert entry.note.endswith("no high-precision copy")
+    assert entry.note == f"{stored}, no high-precision copy; {products}"
+    (entry,) = train.prepare_(linear(48, 96), kind()).entries
+    assert entry.note == f"{stored}, no high-precision copy"
 
 
 def test_weights_of_mixed_precision_are_reported_by_convert():
@@ -379,7 +388,10 @@ def test_weights_of_mixed_precision_are_reported_by_convert():
     assert type(model.down.weight) is nn.Parameter
 
 
-@pytest.mark.parametrize("options", [{"output": 1}, {"seed": -1}, {"seed": "a"}])
-def test_options_are_checked(options):
+@pytest.mark.parametrize("kind", [Int8Weight, Int4Weight])
+@pytest.mark.parametrize(
+    "options", [{"output": 1}, {"seed": -1}, {"seed": "a"}, {"group_size": 3}, {"group_size": "a"}]
+)
+def test_options_are_checked(options, kind):
     with pytest.raises((TypeError, ValueError), match=next(iter(options))):
-        Int8Weight(**options)
+        kind(**options)

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import lowbit
-from lowbit import BitNet, Int8Weight, train
+from lowbit import BitNet, Int4Weight, Int8Weight, train
 from lowbit.tensor import BitNetTensor, Int8WeightTensor
 from lowbit.testing.launch import launch
 from tests.covering import pairs
@@ -29,6 +29,9 @@ from tests.scaled_products import scaled_products
 from tests.train.problems import relative, values
 
 INT8 = Int8Weight(True, True, True, always=True, stochastic_rounding=False)
+INT4 = Int4Weight(
+    16, output=True, grad_input=True, grad_weight=True, always=True, stochastic_rounding=False
+)
 
 
 class Model(nn.Module):
@@ -128,7 +131,7 @@ def check_updates_are_the_same_at_any_sharding(rank, world_size):
 
 def check_gradients(rank, world_size):
     """FSDP2 with a batch a rank, tensor parallelism with one batch: by name, and counted."""
-    for scheme in (Int8Weight(), INT8, BitNet(), BitNet(True, True)):
+    for scheme in (Int8Weight(), INT8, INT4, BitNet(), BitNet(True, True)):
         whole = model_of(scheme)
         for other in range(world_size):
             (whole(batch(other)).square().mean() / world_size).backward()
@@ -136,7 +139,8 @@ def check_gradients(rank, world_size):
         with scaled_products() as calls:
             model(batch(rank).requires_grad_()).square().mean().backward()
         ran = calls["int8"]
-        assert ran == {Int8Weight(): 0, INT8: 6, BitNet(): 2, BitNet(True, True): 6}[scheme]
+        expected = {Int8Weight(): 0, INT8: 6, INT4: 6, BitNet(): 2, BitNet(True, True): 6}
+        assert ran == expected[scheme]
         for name, p in whole.named_parameters():
             assert relative(model.get_parameter(name).grad.full_tensor(), p.grad) < 1e-6, name
 
@@ -148,7 +152,7 @@ def check_gradients(rank, world_size):
         assert calls["int8"] == ran
         expected = whole(twin)
         expected.square().mean().backward()
-        # Each part of an input or gradient has its own scales.
+        # Each part of an input or gradient has its own scales, as a part of a row of an int4 weight has.
         limit = 1e-5 if scheme == Int8Weight() else 0.03
         assert relative(y.detach(), expected) < limit, scheme
         for name, p in whole.named_parameters():
@@ -161,7 +165,7 @@ def check_gradients(rank, world_size):
 
 def check_compiled(rank, world_size):
     """Each layer compiled, under FSDP2: the same gradients, and low-bit products."""
-    for scheme in (INT8, BitNet()):
+    for scheme in (INT8, INT4, BitNet()):
         torch._dynamo.reset()
         expected, model = (shard(model_of(scheme)) for _ in range(2))
         model.up.compile(backend="aot_eager")
@@ -169,7 +173,7 @@ def check_compiled(rank, world_size):
         for m in (expected, model):
             with scaled_products() as calls:
                 m(batch(rank)).square().mean().backward()
-            assert calls["int8"] == (5 if scheme == INT8 else 2)
+            assert calls["int8"] == (2 if scheme == BitNet() else 5)
         for name, p in expected.named_parameters():
             found = model.get_parameter(name).grad
             assert relative(found.full_tensor(), p.grad.full_tensor()) < 1e-5, (scheme, name)
