@@ -1,7 +1,7 @@
 """Full fine-tuning of a language model on one card: all weights of 8B parameters on 24 GB, on 16 GB with int4 weights.
 
     python -m recipes.one_card --model FOLDER --data TEXT --out RUN [--set weights=int4]
-    python -m recipes.one_card --model 8b --out RUN --set steps=20 --set memory_gib=24     random weights
+    python -m recipes.one_card --model 8b --measure --set steps=20 --set memory_gib=24     random weights, nothing kept
 
 What takes memory, and what keeps it small:
 
@@ -16,7 +16,8 @@ Gradients are gone before the norm of all of them is known, so nothing clips by 
 by its own history instead (`ClipByHistory`).
 
 RUN/checkpoint.pt holds weights, states and step. The same command goes on from it, to the same bits.
-RUN/model is the trained model in bfloat16, with the tokenizer.
+RUN/model is the trained model in bfloat16, with the tokenizer. The last lines printed are a row of the table in
+docs/training.md.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import math
+import statistics
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,14 +36,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import lowbit
 from recipes import text
+from recipes.chunked_loss import ChunkedCrossEntropy
 from recipes.command_line import UserError, exit_status, override
 from recipes.device import choose_device, device_name
+from recipes.graphed_step import GraphedStep, way_out
 from recipes.pages import peak_memory
 from recipes.runs import load_checkpoint, save_checkpoint
 
@@ -60,7 +69,14 @@ WITHOUT_MASKS = "causal_sdpa"
 AttentionInterface.register(WITHOUT_MASKS, sdpa_attention_forward)
 MAY_CHANGE = ("save_every", "memory_gib", "compiled", "graph")
 """Settings that may differ from those of the checkpoint. Those of the step change its last bits at most."""
-SCHEMES = {"int8": lowbit.Int8Weight(), "int4": lowbit.Int4Weight(group_size=64)}
+SCHEMES: dict[str, lowbit.Int8Weight | lowbit.Int4Weight] = {
+    "int8": lowbit.Int8Weight(),
+    "int4": lowbit.Int4Weight(group_size=64),
+}
+LOOKED_AT = 65
+"""Tokens of which the model's own loss is compared."""
+SETTLED = 5
+"""The first step that is timed. The ones before compile, make the states and capture a graph."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +101,7 @@ class Config:
     vocabulary_rows: int = 4096
     """Entries of the vocabulary whose logits are in memory together."""
     int8_products: bool = False
-    """With int8 weights: products of linears in int8 too, where they are faster."""
+    """Products of linears in int8 too, where they are faster."""
     compiled: bool = True
     """On a GPU: torch.compile fuses the small operations of a block."""
     graph: bool = True
@@ -104,7 +120,6 @@ class Config:
               ("warmup_steps", "weight_decay", "clip", "memory_gib", "seed")),
             ("lr", 0 < self.lr < math.inf, "finite and above 0"),
             ("weights", self.weights in SCHEMES, " or ".join(SCHEMES)),
-            ("int8_products", self.weights == "int8" or not self.int8_products, "True with weights=int8"),
             ("state", self.state in ("4bit", "8bit", "float8"), "4bit, 8bit or float8"),
             ("correction", self.correction in ("none", "momentum"), "none or momentum"),
         ]  # fmt: skip
@@ -117,64 +132,6 @@ class Config:
         rising = (step + 1) / max(self.warmup_steps, 1)
         falling = (self.steps - step) / max(self.steps - self.warmup_steps, 1)
         return self.lr * min(rising, falling, 1.0)
-
-
-# ---- the loss, without the logits of all entries ---------------------------------------------------------------------
-
-
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """Mean cross entropy of the logits x·wᵀ against `targets`, `rows` entries of the vocabulary at a time.
-
-    The forward pass keeps the log of the sum of exponentials of each token. Backward computes the logits again, one
-    product more than with all logits in memory. A row of the weight's gradient is one product over all tokens, so it is
-    rounded once. Low-bit weights are dequantized `rows` rows at a time.
-
-    Args: x [M, D]; weight [V, D], plain or low-bit; targets [M], int64 in [0, V); rows: at least 1.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
-        log_sum = torch.full(targets.shape, -math.inf, device=x.device)
-        chosen = torch.zeros_like(log_sum)
-        for start, w in _chunks(weight, rows, x.dtype):
-            logits = (x @ w.t()).float()
-            log_sum = torch.logaddexp(log_sum, logits.logsumexp(1))
-            here, column = _within(targets, start, len(w))
-            chosen = torch.where(here, logits.gather(1, column)[:, 0], chosen)
-        ctx.save_for_backward(x, weight.detach(), targets, log_sum)
-        ctx.rows = rows
-        return (log_sum - chosen).mean()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, weight, targets, log_sum = ctx.saved_tensors
-        grad_x = torch.zeros_like(x, dtype=torch.float32)
-        grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
-        share = grads[0].float() / len(x)
-        for start, w in _chunks(weight, ctx.rows, x.dtype):
-            chances = (x @ w.t()).float().sub_(log_sum[:, None]).exp_()
-            here, column = _within(targets, start, len(w))
-            chances.scatter_add_(1, column, -here.float()[:, None])
-            grad = chances.mul_(share).to(x.dtype)
-            del chances
-            grad_x += grad @ w
-            grad_weight[start : start + len(w)] = grad.t() @ x
-        return grad_x.to(x.dtype), grad_weight, None, None
-
-
-def _chunks(weight: Tensor, rows: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-    for start in range(0, len(weight), rows):
-        part = weight.detach()[start : start + rows]
-        yield (
-            start,
-            (part.dequantize() if isinstance(part, lowbit.LowbitTensor) else part).to(dtype),
-        )
-
-
-def _within(targets: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:
-    """(bool [M]: the target is one of these rows; int64 [M, 1]: which one, 0 for others)."""
-    here = (targets >= start) & (targets < start + rows)
-    return here, torch.where(here, targets - start, 0)[:, None]
 
 
 # ---- clipping without the norm of all gradients ----------------------------------------------------------------------
@@ -218,21 +175,38 @@ class ClipByHistory:
 # ---- the model, its text, the loop -----------------------------------------------------------------------------------
 
 
+def shape_of(name: str, config: Config) -> Any:
+    """The configuration of a folder's model, or of one of `SHAPES`. UserError for other names."""
+    if name in SHAPES:
+        positions = max(config.context, 2048)
+        return LlamaConfig(
+            **SHAPES[name], max_position_embeddings=positions, tie_word_embeddings=False
+        )
+    if not Path(name, "config.json").is_file():
+        raise UserError(
+            f"--model {name}: accepted: a folder with config.json, or random weights in the shape {', '.join(SHAPES)}"
+        )
+    return AutoConfig.from_pretrained(name)
+
+
 def prepared_model(name: str, config: Config, device: torch.device) -> Any:
     """The model of a folder or of `SHAPES`, with low-bit weights. It is made on the CPU in bfloat16, which takes about
     20 GB of host memory for 8B, and each weight moves to the device before it is rounded."""
     torch.manual_seed(config.seed)
     if name in SHAPES:
-        context = max(config.context, 2048)
-        shape = LlamaConfig(
-            **SHAPES[name], max_position_embeddings=context, tie_word_embeddings=False
-        )
-        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(shape_of(name, config), dtype=torch.bfloat16)
     else:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+    return prepare(model, config, device)
+
+
+def prepare(model: Any, config: Config, device: torch.device) -> Any:
+    """Round all matrices of a model in bfloat16. Products of the embedding, which has none unless the head shares it,
+    stay in high precision."""
     embedding = next(n for n, m in model.named_modules() if m is model.get_input_embeddings())
-    scheme = SCHEMES[config.weights]
-    linears = lowbit.Int8Weight(True, True, True) if config.int8_products else scheme
+    scheme = linears = SCHEMES[config.weights]
+    if config.int8_products:
+        linears = replace(scheme, output=True, grad_input=True, grad_weight=True)
     report = lowbit.train.prepare_(model, {embedding: scheme, "*": linears}, device=device)
     print(str(report).splitlines()[0])
     return model.train()
@@ -257,34 +231,70 @@ def checkpoint_blocks(model: Any, draws: bool, compiled: bool = False) -> None:
 
 
 @torch.no_grad()
-def leave_out_masks(model: Any, tokens: Tensor) -> None:
-    """Give attention no mask where these tokens [T], the context, have the same bits without one.
+def first_pass(model: Any, tokens: Tensor, config: Config) -> tuple[Tensor, bool]:
+    """A pass in training over tokens [T]: its hidden states [1, T, D], and whether it drew random numbers, as dropout
+    does. Their state stays as it was.
+
+    UserError where the model's own loss of the first tokens is another one than that of their hidden states: its head
+    does more than multiply.
+    """
+    head, seen = model.get_output_embeddings(), []
+
+    def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+        seen.append(output[0])
+
+    def keep_and_cut(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        seen.append(
+            inputs[0]
+        )  # the first that is seen, where a model calls a part of its base model alone
+        return (inputs[0][:, :LOOKED_AT],)
+
+    hooks = [
+        model.base_model.register_forward_hook(keep),
+        head.register_forward_pre_hook(keep_and_cut),
+    ]
+    device = tokens.device
+    state = torch.cuda.get_rng_state if device.type == "cuda" else torch.get_rng_state
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        before = state()
+        labels = tokens[None, :LOOKED_AT].long()
+        own = model(input_ids=tokens[None], labels=labels, use_cache=False).loss.item()
+        draws = not torch.equal(before, state())
+    for hook in hooks:
+        hook.remove()
+    first, rows = seen[0][0, : labels.shape[1] - 1], config.vocabulary_rows
+    loss: Any = ChunkedCrossEntropy.apply(first, head.weight, labels[0, 1:], rows)
+    if not abs(own - loss.item()) <= 0.01 * abs(own):
+        raise UserError(
+            f"the model's own loss is {own:.4f}, and that of its hidden states times its head's weight "
+            f"{loss.item():.4f}: it scales or caps logits, or its head has a bias, which this recipe would leave out. "
+            "Train it by lowbit.train.prepare_ and the model's own loss, with all logits in memory (docs/training.md)"
+        )
+    return seen[0], draws
+
+
+@torch.no_grad()
+def leave_out_masks(model: Any, tokens: Tensor, hidden: Tensor) -> None:
+    """Give attention no mask where tokens [T], the context, have the same hidden states [1, T, D] to the bit without
+    one. Prints which it is.
 
     transformers leaves out the mask of attention that is causal and nothing else. But 5.17 makes one while a CUDA graph
     is captured, and kernels that read a mask take 2.6 times as long. For the name `WITHOUT_MASKS` transformers makes
     none.
     """
     own = model.config._attn_implementation
-    if own != "sdpa":
-        return
-    model.eval()
-    hidden = [model.base_model(input_ids=tokens[None], use_cache=False)[0]]
-    model.set_attn_implementation(WITHOUT_MASKS)
-    hidden += [model.base_model(input_ids=tokens[None], use_cache=False)[0]]
-    model.train()
-    if not torch.equal(*hidden):
+    why = f"its implementation is {own}, and sdpa alone does without"
+    if own == "sdpa":
+        model.set_attn_implementation(WITHOUT_MASKS)
+        found = model.base_model(input_ids=tokens[None], use_cache=False)[0]
+        if torch.equal(found, hidden):
+            print("attention runs without masks")
+            return
         model.set_attn_implementation(own)
-
-
-@torch.no_grad()
-def draws_random_numbers(model: Any, tokens: Tensor) -> bool:
-    """True if a forward pass in training draws random numbers, as dropout does. Their state stays as it was."""
-    device = tokens.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        state = torch.cuda.get_rng_state if device.type == "cuda" else torch.get_rng_state
-        before = state()
-        model.base_model(input_ids=tokens[None], use_cache=False)
-        return not torch.equal(before, state())
+        why = (
+            f"{len(tokens)} tokens have other hidden states without them, as with a sliding window"
+        )
+    print(f"attention keeps its masks, which take time: {why}")
 
 
 def check_reach(model: Any, tokens: Tensor, config: Config) -> None:
@@ -300,21 +310,6 @@ def check_reach(model: Any, tokens: Tensor, config: Config) -> None:
         raise UserError(
             f"the tokenizer gives token {largest}, but the model has embeddings of {entries} tokens; give the "
             "tokenizer of the model, or resize its embeddings (resize_token_embeddings) and save it again"
-        )
-
-
-@torch.no_grad()
-def check_loss(model: Any, tokens: Tensor, config: Config) -> None:
-    """UserError where the model's own loss of some tokens is another one: its head does more than multiply."""
-    model.eval()
-    own = model(input_ids=tokens[None], labels=tokens[None].long(), use_cache=False).loss.item()
-    here = loss_of(model, tokens[None, :-1], tokens[None, 1:].long(), config).item()
-    model.train()
-    if not abs(own - here) <= 0.01 * abs(own):
-        raise UserError(
-            f"the model's own loss is {own:.4f}, and that of its hidden states times its head's weight {here:.4f}: it "
-            "scales or caps logits, or its head has a bias, which this recipe would leave out. Train it by "
-            "lowbit.train.prepare_ and the model's own loss, with all logits in memory (docs/training.md)"
         )
 
 
@@ -372,69 +367,25 @@ def train_step(model: Any, inputs: Tensor, targets: Tensor, config: Config) -> T
     return loss.detach()
 
 
-class GraphedStep:
-    """`train_step` on a GPU, from the third step on as the replay of a CUDA graph.
-
-    The first two steps make states and compile kernels. All run on one stream, since autograd computes gradients on the
-    stream of the first forward pass, and the default one can't be captured.
-    """
-
-    EAGER = 2
-
-    def __init__(self, model: Any, config: Config) -> None:
-        self.model, self.config = model, config
-        self.stream = torch.cuda.Stream()
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.batch: tuple[Tensor, Tensor] | None = None
-        self.loss = torch.empty(())
-        self.steps = 0
-
-    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            if self.batch is None:
-                self.batch = torch.empty_like(inputs), torch.empty_like(targets)
-            for held, new in zip(self.batch, (inputs, targets), strict=True):
-                held.copy_(new)
-            self._run(*self.batch)
-        torch.cuda.current_stream().wait_stream(self.stream)
-        self.steps += 1
-        return self.loss
-
-    def _run(self, inputs: Tensor, targets: Tensor) -> None:
-        if self.steps < self.EAGER:
-            self.loss = train_step(self.model, inputs, targets, self.config)
-            return
-        if self.graph is None:
-            self.graph = torch.cuda.CUDAGraph()
-            try:
-                with torch.cuda.graph(self.graph, stream=self.stream):
-                    self.loss = train_step(self.model, inputs, targets, self.config)
-            except RuntimeError as error:
-                raise UserError(
-                    f"the step can't be captured in a CUDA graph ({error}); --set graph=False runs it without"
-                ) from error
-        self.graph.replay()
-
-
 def train(options: argparse.Namespace) -> None:
     config, device = override(Config(), options.set), choose_device()
-    check_model(options.model)
+    shape = shape_of(options.model, config)
     tokens = tokens_of(options.model, options.data)
     if len(tokens) < 2 * (config.context + 1):
         raise UserError(
             f"{len(tokens)} tokens are too few for sequences of {config.context}; give --data more text, or a shorter "
             "context: --set context=128"
         )
+    with torch.device("meta"):  # before minutes of loading and rounding
+        check_reach(AutoModelForCausalLM.from_config(shape), tokens, config)
     limit_memory(config, device)
     model = prepared_model(options.model, config, device)
-    check_reach(model, tokens, config)
-    some = tokens[: min(config.context, 64) + 1].to(device)
-    check_loss(model, some, config)
-    draws = draws_random_numbers(model, some)
+    some = tokens[: config.context].to(device)
+    hidden, draws = first_pass(model, some, config)
     replays = config.graph and device.type == "cuda" and not draws
     if replays:
-        leave_out_masks(model, tokens[: config.context].to(device))
+        leave_out_masks(model, some, hidden)
+    del hidden
     checkpoint_blocks(model, draws, config.compiled and device.type == "cuda")
     print(f"{'a CUDA graph replays' if replays else 'the host launches'} each step")
     optimizer = make_optimizer(list(model.parameters()), config)
@@ -444,29 +395,55 @@ def train(options: argparse.Namespace) -> None:
         lowbit.optim.step_in_backward(optimizer, bucket_mib=clipping.BUCKET)
     else:
         lowbit.optim.step_in_backward(optimizer)
-    path = options.out / "checkpoint.pt"
-    options.out.mkdir(parents=True, exist_ok=True)
+    path, start = None, 0
     source = source_of(options.model, tokens)
-    start = resume(path, config, source, model, optimizer, clipping) if path.exists() else 0
-    run = GraphedStep(model, config) if replays else partial(train_step, model, config=config)
+    if not options.measure:
+        options.out.mkdir(parents=True, exist_ok=True)
+        path = options.out / "checkpoint.pt"
+        if path.exists():
+            start = resume(path, config, source, model, optimizer, clipping)
+    run: Any = partial(train_step, model, config=config)
+    run = GraphedStep(run) if replays else run
     sizes = {"batch_size": config.batch_size, "context": config.context, "seed": config.seed}
-    began = time.perf_counter()
+    seconds = []
     for step in range(start, config.steps):
+        began = time.perf_counter()
         set_rate(optimizer, config.rate(step), replays)
         inputs, targets = text.batch(tokens, step, **sizes)
-        loss = run(inputs.to(device), targets.to(device)).item()
-        if step == start:  # it compiles kernels and makes the states, so it is not timed
-            began = time.perf_counter()
-        speed = (step - start) * inputs.numel() / (time.perf_counter() - began)
+        try:
+            loss = run(inputs.to(device), targets.to(device)).item()
+        except RuntimeError as error:
+            if (told := way_out(error)) is None:
+                raise
+            raise told from error
+        seconds.append(time.perf_counter() - began)
+        speed = inputs.numel() / seconds[-1]
         print(f"step {step + 1:5}  loss {loss:.4f}  {speed:8.1f} tokens/s  {peak(device)}")
         if not math.isfinite(loss):
             raise UserError(
                 f"the loss is {loss} at step {step + 1}; lower the rate: --set lr={config.lr / 3:.1e}"
             )
-        if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
+        if path and ((step + 1) % config.save_every == 0 or step + 1 == config.steps):
             save(path, step + 1, config, source, model, optimizer, clipping)
-    print(f"{device_name(device)}: {peak(device)}, wrote {path}")
-    write_model(model, options)
+            print(f"wrote {path}")
+    if seconds:
+        print_figures(" ".join(options.set), seconds, config.batch_size * config.context, device)
+    if path:
+        write_model(model, options)
+
+
+def print_figures(name: str, seconds: list[float], tokens: int, device: torch.device) -> None:
+    """A Markdown row of the run `name`, with the median of its steps of `tokens` tokens, and what a GPU's memory holds
+    besides."""
+    step = statistics.median(seconds[SETTLED:] or seconds[-1:])
+    memory = peak(device).removesuffix(" GiB at most")
+    print(f"{device_name(device)}, {len(seconds[SETTLED:])} steps timed\n")
+    print("| settings | GiB | ms | tokens/s |\n|---|--:|--:|--:|")
+    print(f"| {name} | {memory} | {1000 * step:,.1f} | {tokens / step:,.0f} |\n")
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        besides = (total - free - torch.cuda.memory_reserved(device)) / 2**30
+        print(f"CUDA's context, and other programs on this GPU, take {besides:.2f} GiB more")
 
 
 def limit_memory(config: Config, device: torch.device) -> None:
@@ -531,7 +508,7 @@ def resume(
 
 
 def peak(device: torch.device) -> str:
-    """What PyTorch has reserved at most on a GPU, whose context takes about 0.5 GiB more; on a CPU, the process."""
+    """What PyTorch has reserved at most on a GPU; on a CPU, what the process has held."""
     if device.type == "cuda":
         return f"{torch.cuda.max_memory_reserved(device) / 2**30:.2f} GiB at most"
     return peak_memory()
@@ -546,15 +523,6 @@ def write_model(model: Any, options: argparse.Namespace) -> None:
     print(f"wrote {options.out / 'model'}")
 
 
-def check_model(name: str) -> None:
-    """UserError for what is neither a shape nor a folder of transformers."""
-    if name not in SHAPES and not Path(name, "config.json").is_file():
-        raise UserError(
-            f"--model {name}: accepted: a folder with config.json, or random weights in the shape "
-            f"{', '.join(SHAPES)}"
-        )
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Return 0 when done, 2 after a mistake that the user can correct (in one line), 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
@@ -563,7 +531,9 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--model", required=True, help=f"a folder of transformers, or {', '.join(SHAPES)}")
     add("--data", type=Path, help="text; default: the Python standard library")
-    add("--out", type=Path, required=True, help="folder of the run; goes on from its checkpoint")
+    kept = parser.add_mutually_exclusive_group(required=True)
+    kept.add_argument("--out", type=Path, help="folder of the run; goes on from its checkpoint")
+    kept.add_argument("--measure", action="store_true", help="time the steps and keep nothing")
     settings = ", ".join(f"{name}={value}" for name, value in asdict(Config()).items())
     add("--set", action="append", default=[], metavar="NAME=VALUE", help=f"one of {settings}")
     options = parser.parse_args(arguments)

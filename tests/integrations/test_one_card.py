@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ pytest.importorskip("tokenizers")
 
 import lowbit
 from recipes import one_card, text
-from recipes.one_card import ChunkedCrossEntropy, ClipByHistory, Config, main, prepared_model
+from recipes.chunked_loss import ChunkedCrossEntropy
+from recipes.graphed_step import GraphedStep, way_out
+from recipes.one_card import ClipByHistory, Config, main, prepared_model
 
 SETTINGS = ["steps=6", "context=64", "batch_size=4", "lr=4e-3", "warmup_steps=2", "save_every=3"]
 CPU = torch.device("cpu")
@@ -81,8 +84,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def command(source: Path, out: Path, *more: str) -> list[str]:
-    line = ["--model", "tiny", "--data", str(source), "--out", str(out)]
+def command(source: Path, out: Path | None, *more: str) -> list[str]:
+    line = ["--model", "tiny", "--data", str(source)]
+    line += ["--measure"] if out is None else ["--out", str(out)]
     return [*line, *(word for assignment in (*SETTINGS, *more) for word in ("--set", assignment))]
 
 
@@ -148,9 +152,9 @@ def test_dropout_that_is_no_module_is_drawn_again() -> None:
     model = AutoModelForCausalLM.from_config(shape).train()
     tokens = torch.randint(4, 100, (33,))
     state = torch.get_rng_state()
-    assert one_card.draws_random_numbers(model, tokens)
+    assert one_card.first_pass(model, tokens, Config())[1]
     assert torch.equal(torch.get_rng_state(), state)
-    assert not one_card.draws_random_numbers(model.eval(), tokens)
+    assert not one_card.first_pass(model.eval(), tokens, Config())[1]
 
     def gradients() -> list[Tensor]:
         torch.manual_seed(1)
@@ -188,22 +192,51 @@ def test_compiled_blocks_share_their_graphs(monkeypatch: pytest.MonkeyPatch) -> 
         one_card.checkpoint_blocks(nn.Linear(2, 2), draws=False)
 
 
-@pytest.mark.parametrize("window, kept", [(None, False), (32, True), (128, False)])
+@pytest.mark.parametrize(
+    "window, own, why",
+    [
+        (None, "sdpa", ""),
+        (128, "sdpa", ""),
+        (32, "sdpa", "65 tokens have other hidden states without them"),
+        (None, "eager", "its implementation is eager, and sdpa alone"),
+    ],
+)
 def test_masks_are_left_out_where_attention_is_causal_and_no_more(
-    window: int | None, kept: bool
+    window: int | None, own: str, why: str, capsys: Any
 ) -> None:
     from transformers import AutoModelForCausalLM, MistralConfig
 
     torch.manual_seed(0)
     shape = MistralConfig(**one_card.SHAPES["tiny"], sliding_window=window)
-    model = AutoModelForCausalLM.from_config(shape)
+    model = AutoModelForCausalLM.from_config(shape, attn_implementation=own).train()
     tokens = torch.randint(300, (65,))
     with torch.no_grad():
         before = model(input_ids=tokens[None]).logits
-        one_card.leave_out_masks(model, tokens)
-        assert torch.equal(model(input_ids=tokens[None]).logits, before)
-    assert model.config._attn_implementation == ("sdpa" if kept else one_card.WITHOUT_MASKS)
+        hidden, draws = one_card.first_pass(model, tokens, Config())
+        one_card.leave_out_masks(model, tokens, hidden)
+        assert torch.equal(model(input_ids=tokens[None]).logits, before) and not draws
+    assert model.config._attn_implementation == (own if why else one_card.WITHOUT_MASKS)
     assert model.training and one_card.WITHOUT_MASKS not in model.config.to_json_string()
+    printed = capsys.readouterr().out
+    said = f"attention keeps its masks, which take time: {why}" if why else "runs without masks"
+    assert said in printed and printed.count("\n") == 1
+
+
+def test_the_first_pass_is_one_pass_with_few_logits() -> None:
+    """Over the whole context, with logits of the first tokens alone, and without an effect on later passes."""
+    model = prepared_model("tiny", Config(), CPU)
+    tokens, rows = torch.randint(300, (200,)), []
+    base, head = model.base_model, model.get_output_embeddings()
+    counting = [
+        m.register_forward_hook(lambda m, i, y: rows.append(y[0].shape)) for m in (base, head)
+    ]
+    hidden, draws = one_card.first_pass(model, tokens, Config())
+    assert rows == [(1, 200, 64), (one_card.LOOKED_AT, 300)] and not draws
+    for hook in counting:
+        hook.remove()
+    with torch.no_grad():
+        assert torch.equal(base(input_ids=tokens[None])[0], hidden)
+        assert model(input_ids=tokens[None]).logits.shape == (1, 200, 300)
 
 
 @pytest.mark.parametrize("kind", ["Granite", "Gemma2", "Phi"])
@@ -223,8 +256,7 @@ def test_a_head_that_does_more_than_multiply_is_refused(kind: str) -> None:
         if kind == "Phi":
             model.get_output_embeddings().bias.normal_()
     with pytest.raises(one_card.UserError, match="the model's own loss is"):
-        one_card.check_loss(model, torch.randint(100, (40,)), Config())
-    assert model.training
+        one_card.first_pass(model.train(), torch.randint(100, (40,)), Config())
 
 
 def test_what_a_models_tables_do_not_hold_is_refused() -> None:
@@ -321,52 +353,137 @@ def test_mistakes(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_replayed_graph_trains_as_the_step_does(compiled: bool) -> None:
+@pytest.mark.parametrize("products", [False, True], ids=["bf16", "int8"])
+@pytest.mark.parametrize("weights", one_card.SCHEMES)
+def test_a_replayed_graph_trains_as_the_step_does(
+    weights: str, products: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Six steps, four of them replayed, have the losses of six that the host launches. Rates and batches change. The
     captured step needs no mask, so it compiles nothing."""
+    if products:  # of layers that would gain nothing too
+        on = dict.fromkeys(("output", "grad_input", "grad_weight", "always"), True)
+        scheme = replace(one_card.SCHEMES[weights], **on)
+        monkeypatch.setitem(one_card.SCHEMES, weights, scheme)
     ends = []
     for graph in (False, True):
-        config = Config(steps=6, batch_size=2, context=64, lr=4e-3, warmup_steps=2, graph=graph)
+        config = Config(
+            steps=6, batch_size=2, context=64, lr=4e-3, warmup_steps=2, graph=graph, weights=weights
+        )
         model = prepared_model("tiny", config, torch.device("cuda"))
-        one_card.leave_out_masks(model, torch.arange(64, device="cuda"))
+        tokens = torch.arange(64, device="cuda")
+        one_card.leave_out_masks(model, tokens, one_card.first_pass(model, tokens, config)[0])
         assert model.config._attn_implementation == one_card.WITHOUT_MASKS
         one_card.checkpoint_blocks(model, draws=False, compiled=compiled)
         params = list(model.parameters())
         optimizer = one_card.make_optimizer(params, config)
         clipping = ClipByHistory(optimizer, config.clip, torch.device("cuda"))
         lowbit.optim.step_in_backward(optimizer, bucket_mib=clipping.BUCKET)
-        replayed = one_card.GraphedStep(model, config)
+        run: Any = partial(one_card.train_step, model, config=config)
+        run = GraphedStep(run) if graph else run
         losses = []
         for step in range(config.steps):
             one_card.set_rate(optimizer, config.rate(step), graph)
             made = torch.Generator().manual_seed(step)
             tokens = torch.randint(0, 300, (2, 65), generator=made).cuda()
             batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-            loss = replayed(*batch) if graph else one_card.train_step(model, *batch, config)
-            losses.append(loss.item())
+            losses.append(run(*batch).item())
         ends.append(torch.tensor(losses))
     assert relative(ends[1], ends[0]) < 1e-2 and (ends[0].diff().abs() > 1e-3).all()
 
 
-@pytest.mark.parametrize(
-    "setting, message",
-    [
-        ("weights=int4 --set int8_products=True", "int8_products is True; accepted: True with"),
-    ],
-)
-def test_settings_that_do_not_fit(setting: str, message: str, tmp_path: Path, capsys: Any) -> None:
-    data = tmp_path / "text"
-    data.mkdir()
-    (data / "a.txt").write_text("some text of a book\n" * 200)
-    arguments = [
-        "--model",
-        "tiny",
-        "--data",
-        str(data),
-        "--out",
-        str(tmp_path / "out"),
-        "--set",
-        "context=32",
-    ]
-    assert main([*arguments, "--set", *setting.split()]) == 2
-    assert message in capsys.readouterr().err
+def test_a_context_beyond_the_tables_is_refused_before_the_model_is_loaded(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+    folder = tmp_path / "published"  # it has no weights: to load them would be another error
+    LlamaConfig(**one_card.SHAPES["tiny"], max_position_embeddings=32).save_pretrained(folder)
+    made = text.train_tokenizer([source.read_text()], 300)
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token=text.END).save_pretrained(folder)
+    assert main([*command(source, tmp_path / "run"), "--model", str(folder)]) == 2
+    assert "context is 64; accepted: up to 32" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_figures_are_a_row_of_a_table(source: Path, tmp_path: Path, capsys: Any) -> None:
+    """A run that keeps nothing prints them too."""
+    assert main(command(source, None, "steps=8", "weights=int4", "int8_products=True")) == 0
+    printed = capsys.readouterr().out
+    assert "3 steps timed" in printed and "wrote" not in printed
+    header, rule, row = (line for line in printed.splitlines() if line.startswith("|"))
+    assert header == "| settings | GiB | ms | tokens/s |" and rule == "|---|--:|--:|--:|"
+    settings, memory, ms, speed = (cell.strip() for cell in row.strip("|").split("|"))
+    assert settings.endswith("steps=8 weights=int4 int8_products=True")
+    assert 0.1 < float(memory) < 10
+    assert float(speed.replace(",", "")) == pytest.approx(
+        4 * 64 / float(ms.replace(",", "")) * 1e3, rel=0.01
+    )
+    for both in ([], ["--measure", "--out", str(tmp_path)]):
+        with pytest.raises(SystemExit):
+            main(["--model", "tiny", *both])
+
+
+@pytest.mark.parametrize("weights", one_card.SCHEMES)
+def test_int8_products_of_either_weights(weights: str) -> None:
+    """Linears have them, and the embedding, which only looks rows up, has none."""
+    model = prepared_model("tiny", Config(weights=weights, int8_products=True), CPU)
+    schemes = {
+        n: p.scheme for n, p in model.named_parameters() if isinstance(p, lowbit.LowbitTensor)
+    }
+    assert schemes.pop("model.embed_tokens.weight") == one_card.SCHEMES[weights]
+    assert len(schemes) == 15 and all(len(s.products) == 3 for s in schemes.values())
+
+
+# ---- errors of a step ------------------------------------------------------------------------------------------------
+
+
+def chained(*messages: str) -> RuntimeError:
+    """The error of the last message, which was raised while that of the one before was handled, and so on."""
+    found = None
+    for message in messages:
+        error = RuntimeError(message)
+        error.__context__ = found
+        found = error
+    assert found is not None
+    return found
+
+
+CAPTURING = "CUDA error: operation not permitted when stream is capturing"
+ENDED = "CUDA error: operation failed due to a previous error during capture"
+
+
+def test_only_an_error_of_capture_is_reported_as_one() -> None:
+    for error in (chained(CAPTURING), chained(CAPTURING, ENDED)):
+        assert f"captured in a CUDA graph (RuntimeError: {CAPTURING}); --set graph=False" in str(
+            way_out(error)
+        )
+    for first in ("CUDA out of memory. Tried to allocate 2 GiB", "mat1 and mat2 shapes differ"):
+        assert way_out(chained(first)) is None and way_out(chained(first, ENDED)) is None
+
+
+def test_a_failing_compiler_names_the_setting_that_does_without(
+    source: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def failing(graph: Any, inputs: Any) -> Any:
+        raise OSError("no compiler here")
+
+    plain = one_card.checkpoint_blocks
+    broken = partial(torch.compile, backend=failing)
+    monkeypatch.setattr(torch, "compile", broken)
+    monkeypatch.setattr(one_card, "checkpoint_blocks", lambda m, d, c: plain(m, d, compiled=True))
+    torch.compiler.reset()
+    assert main(command(source, None)) == 2
+    message = capsys.readouterr().err
+    assert "torch.compile can't compile the step (OSError: no compiler here" in message
+    assert message.strip().endswith("--set compiled=False runs it without")
+
+
+def test_other_errors_of_a_step_stay_as_they_are(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(*args: Any, **kwargs: Any) -> Any:
+        raise chained("shapes differ")
+
+    monkeypatch.setattr(one_card, "train_step", step)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        main(command(source, None))
