@@ -27,6 +27,7 @@ import lowbit
 from lowbit import (
     BitNet,
     Float8MixedPrecision,
+    Int4Weight,
     Int8MixedPrecision,
     Int8Weight,
     MixedPrecisionTensor,
@@ -45,6 +46,7 @@ from tests.train import test_grouped as grouped
 from tests.train.problems import SCHEMES, linear, prepared, relative, values
 from tests.train.test_experts import PRODUCTS, Experts
 
+INT4_PRODUCTS = Int4Weight(output=True, grad_input=True, grad_weight=True, always=True)
 ROWS = [64, 33, 1, 256]  # even; uneven; one rank without any; whole blocks of 128 on both
 
 
@@ -372,6 +374,7 @@ def check_grouped_products(rank, world_size):
         "int8": train.Int8MixedPrecision(always=True),
         "float8": train.Float8MixedPrecision(always=True),
         "int8-weight": Int8Weight(True, True, True, always=True),
+        "int4-weight": INT4_PRODUCTS,
         "qat": lowbit.Int8WeightOnly(),
     }
     offsets = torch.tensor([10, 10, 30, 48], dtype=torch.int32)
@@ -429,6 +432,7 @@ def check_data_parallel(rank, world_size):
         train.Int8MixedPrecision(always=True, stochastic_rounding=True): 5,
         Int8Weight(): 0,
         Int8Weight(True, True, True, always=True): 5,
+        INT4_PRODUCTS: 5,
         BitNet(): 2,
         BitNet(True, True): 5,
     }

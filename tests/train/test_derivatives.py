@@ -7,14 +7,20 @@ import torch
 from torch import nn
 
 from lowbit import train
-from lowbit.train import BitNet, Int8Weight
+from lowbit.train import BitNet, Int4Weight, Int8Weight
 from tests.train.problems import SCHEMES, linear, prepared, snr, values
 
 
 @pytest.mark.parametrize(
     "scheme",
-    [SCHEMES["int8"], Int8Weight(), Int8Weight(True, True, True, always=True), BitNet()],
-    ids=["int8", "weight", "weight-products", "bitnet"],
+    [
+        SCHEMES["int8"],
+        Int8Weight(),
+        Int8Weight(True, True, True, always=True),
+        Int4Weight(output=True, grad_input=True, always=True),
+        BitNet(),
+    ],
+    ids=["int8", "weight", "weight-products", "int4-products", "bitnet"],
 )
 def test_second_derivatives_are_refused(scheme):
     """They would be silently wrong: rounding has no derivative, and the weight's term would be missing."""

@@ -11,7 +11,7 @@ from torch import nn
 import lowbit
 from lowbit import train
 from lowbit.schemes import matrix_units
-from lowbit.train import BitNet, Float8MixedPrecision, Int8MixedPrecision, Int8Weight
+from lowbit.train import BitNet, Float8MixedPrecision, Int4Weight, Int8MixedPrecision, Int8Weight
 from tests.train.problems import SCHEMES, linear, prepared
 
 INT8 = SCHEMES["int8"]
@@ -65,6 +65,7 @@ def test_weights_on_gpus_without_units_are_refused(monkeypatch, capability, fits
         (Int8MixedPrecision(), 1),
         (Float8MixedPrecision(), 2),
         (Int8Weight(output=True), 1),
+        (Int4Weight(output=True), 1),
         (BitNet(), 1),
     ):
         if fits < needs:
@@ -72,7 +73,8 @@ def test_weights_on_gpus_without_units_are_refused(monkeypatch, capability, fits
                 scheme.check(weight)
         else:
             scheme.check(weight)
-    Int8Weight().check(weight)  # which asks for no products in int8
+    for scheme in (Int8Weight(), Int4Weight()):
+        scheme.check(weight)  # which asks for no products in int8
     weight.device = torch.device("mps")
     with pytest.raises(ValueError, match=r"BitNet on mps: it is not an NVIDIA GPU.*accepted"):
         BitNet().check(weight)

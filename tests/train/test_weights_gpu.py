@@ -1,4 +1,4 @@
-"""Int8 and BitNet weights on a GPU: as on the CPU, compiled, with the fused step, and in 2 bits for inference."""
+"""Int8, int4 and BitNet weights on a GPU: as on the CPU, compiled, with the fused step, and in 2 bits for inference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowbit
-from lowbit import BitNet, Int8Weight, TernaryTensor, train
+from lowbit import BitNet, Int4Weight, Int8Weight, TernaryTensor, train
 from lowbit_kernels.runtime import launches
 from tests.scaled_products import scaled_products
 from tests.train.problems import relative, values
@@ -22,6 +22,7 @@ SCHEMES = {
     "int8": Int8Weight(),
     "int8-products": Int8Weight(True, True, True, always=True),
     "int8-products-nearest": Int8Weight(True, True, True, stochastic_rounding=False, always=True),
+    "int4-products": Int4Weight(output=True, grad_input=True, grad_weight=True, always=True),
     "bitnet": BitNet(),
     "bitnet-products": BitNet(True, True),
 }
