@@ -48,8 +48,8 @@ def low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N] in x's dtype.
 
     `weight`: a TrainableTensor with a scheme of `LowbitProducts` and `product_operand()`, or, where the scheme
-    `makes_codes`, `row_codes()` and `transposed_codes()`. Runs in high precision where `LowbitProducts.plain_because` has a reason.
-    Raises ValueError in float64 where it has none.
+    `makes_codes`, `row_codes()` and `transposed_codes()`. Runs in high precision where `LowbitProducts.plain_because`
+    has a reason. Raises ValueError in float64 where it has none.
     """
     # Each attribute of the weight, such as its shape, would pass through `__torch_function__`, in Python.
     with torch._C.DisableTorchFunctionSubclass():

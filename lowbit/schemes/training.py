@@ -532,8 +532,8 @@ class MXFP8MixedPrecision(MixedPrecision):
 
 @dataclass(frozen=True)
 class LowbitWeight(Int8Products):
-    """The weight itself is in low bits, without a high-precision copy. The default is no product int8 x int8: the weight
-    is dequantized for each, which is exact. See `LowbitProducts` for the arguments.
+    """The weight itself is in low bits, without a high-precision copy. By default no product runs int8 x int8: the
+    weight is dequantized for each, which is exact. See `LowbitProducts` for the arguments.
 
     Raises TypeError, ValueError for other values, and ValueError for options of products if there are none.
     """

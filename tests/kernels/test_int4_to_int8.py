@@ -33,8 +33,8 @@ def test_cpu(case: Case) -> None:
     if case.rows > 2 and size:
         assert row_scale[0] == 1 and row_scale[1] < 1, "groups of zeros count for nothing"
         assert row_scale[2].isnan() and not found[2].any()
-    finite = codes, scale.nan_to_num(1.0), group_size, size, codes  # opcheck holds no NaN equal
-    torch.library.opcheck(OP, finite[:2], dict(group_size=group_size, size=size, after=codes))
+    finite = codes, scale.nan_to_num(1.0)  # opcheck holds no NaN equal
+    torch.library.opcheck(OP, finite, {"group_size": group_size, "size": size, "after": codes})
 
 
 INTERPRETED = """

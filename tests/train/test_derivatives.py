@@ -59,18 +59,30 @@ def test_transforms_of_torch_func_are_refused_by_name(scheme):
             run()
 
 
-def test_compiled_backward_passes_keep_codes_not_values():
-    """Of an int8 weight: values, kept from the forward pass on, would take 2 bytes an element more."""
+@pytest.mark.parametrize(
+    "scheme, kinds",
+    [
+        (Int8Weight(), {torch.int8}),
+        (Int4Weight(), set()),
+        (Int4Weight(output=True, grad_input=True, always=True), set()),
+    ],
+    ids=["int8", "int4", "int4-products"],
+)
+def test_compiled_backward_passes_keep_codes_not_values(scheme, kinds):
+    """Of an int8 weight: values, kept from the forward pass on, would take 2 bytes an element more. An int4 weight is
+    kept packed, and its int8 codes are made again."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).to(torch.bfloat16)
-    train.prepare_(model, Int8Weight())
+    train.prepare_(model, scheme)
     kept = []
     compiled = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)
     x = torch.randn(5, 64, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = compiled(x)
     weights = {(96, 64), (64, 96)}
-    assert {t.dtype for t in kept if tuple(t.shape) in weights} == {torch.int8}
+    assert {t.dtype for t in kept if tuple(t.shape) in weights} == kinds
+    packed = {tuple(t.shape) for t in kept if t.dtype is torch.uint8}
+    assert packed == (set() if kinds else {(96, 32), (64, 48)})
     (own,) = torch.autograd.grad(y.sum(), x)
     (eager,) = torch.autograd.grad(model(x).sum(), x)
     assert torch.equal(own, eager)

@@ -1,4 +1,4 @@
-"""Int8 and int4 weights in products: gradients against float64 by name, int8 x int8, compiled, checkpointed, looked up."""
+"""Int8 and int4 weights in products: gradients against float64 by name, int8 x int8, compiled, checkpointed."""
 
 from __future__ import annotations
 

@@ -298,7 +298,9 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
             why = "its scales belong to columns"
         if why is None:
             return low_bit_linear(input, weight, bias)
-        return dequantized_linear(input, weight, bias, f"int{cls.code_bits} weight, dequantized: {why}")
+        return dequantized_linear(
+            input, weight, bias, f"int{cls.code_bits} weight, dequantized: {why}"
+        )
 
     @classmethod
     def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
