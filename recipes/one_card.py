@@ -338,6 +338,18 @@ def make_optimizer(params: list[nn.Parameter], config: Config) -> lowbit.optim.A
     )
 
 
+def step_in_backward(
+    optimizer: lowbit.optim.AdamW, config: Config, device: torch.device
+) -> ClipByHistory | None:
+    """Step each parameter once its gradient is there, clipped if `config.clip` says so."""
+    if not config.clip:
+        lowbit.optim.step_in_backward(optimizer)
+        return None
+    clipping = ClipByHistory(optimizer, config.clip, device)
+    lowbit.optim.step_in_backward(optimizer, bucket_mib=clipping.BUCKET)
+    return clipping
+
+
 def set_rate(optimizer: lowbit.optim.AdamW, rate: float, on_device: bool) -> None:
     """Set the learning rate. A graph reads it on the device at each replay, always at the same address."""
     for group in optimizer.param_groups:
@@ -389,12 +401,7 @@ def train(options: argparse.Namespace) -> None:
     checkpoint_blocks(model, draws, config.compiled and device.type == "cuda")
     print(f"{'a CUDA graph replays' if replays else 'the host launches'} each step")
     optimizer = make_optimizer(list(model.parameters()), config)
-    clipping = None
-    if config.clip:
-        clipping = ClipByHistory(optimizer, config.clip, device)
-        lowbit.optim.step_in_backward(optimizer, bucket_mib=clipping.BUCKET)
-    else:
-        lowbit.optim.step_in_backward(optimizer)
+    clipping = step_in_backward(optimizer, config, device)
     path, start = None, 0
     source = source_of(options.model, tokens)
     if not options.measure:
