@@ -212,12 +212,8 @@ def prepare(model: Any, config: Config, device: torch.device) -> Any:
     return model.train()
 
 
-def checkpoint_blocks(model: Any, draws: bool, compiled: bool = False) -> None:
-    """Keep the inputs of blocks alone for backward, which computes each block again.
-
-    `draws`: a forward pass draws random numbers, and backward draws them again. A CUDA graph can't read their state.
-    `compiled`: blocks are compiled one by one, within their checkpoints. Blocks of one form share their code.
-    """
+def blocks_of(model: Any) -> list[nn.Module]:
+    """The layers that transformers can checkpoint. UserError for a model without them."""
     blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not blocks:
         raise UserError(
@@ -225,7 +221,16 @@ def checkpoint_blocks(model: Any, draws: bool, compiled: bool = False) -> None:
             "GradientCheckpointingLayers, as those of Llama. Train it by lowbit.train.prepare_ and a loop of your own "
             "(docs/training.md)"
         )
-    for block in blocks:
+    return blocks
+
+
+def checkpoint_blocks(model: Any, draws: bool, compiled: bool = False) -> None:
+    """Keep the inputs of blocks alone for backward, which computes each block again.
+
+    `draws`: a forward pass draws random numbers, and backward draws them again. A CUDA graph can't read their state.
+    `compiled`: blocks are compiled one by one, within their checkpoints. Blocks of one form share their code.
+    """
+    for block in blocks_of(model):
         forward = torch.compile(block.forward) if compiled else block.forward
         block.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=draws)
 
@@ -389,7 +394,9 @@ def train(options: argparse.Namespace) -> None:
             "context: --set context=128"
         )
     with torch.device("meta"):  # before minutes of loading and rounding
-        check_reach(AutoModelForCausalLM.from_config(shape), tokens, config)
+        empty = AutoModelForCausalLM.from_config(shape)
+    blocks_of(empty)
+    check_reach(empty, tokens, config)
     limit_memory(config, device)
     model = prepared_model(options.model, config, device)
     some = tokens[: config.context].to(device)
@@ -442,9 +449,9 @@ def train(options: argparse.Namespace) -> None:
 def print_figures(name: str, seconds: list[float], tokens: int, device: torch.device) -> None:
     """A Markdown row of the run `name`, with the median of its steps of `tokens` tokens, and what a GPU's memory holds
     besides."""
-    step = statistics.median(seconds[SETTLED:] or seconds[-1:])
-    memory = peak(device).removesuffix(" GiB at most")
-    print(f"{device_name(device)}, {len(seconds[SETTLED:])} steps timed\n")
+    settled = seconds[SETTLED:] or seconds[-1:]
+    step, memory = statistics.median(settled), peak(device).removesuffix(" GiB at most")
+    print(f"{device_name(device)}, {len(settled)} steps timed\n")
     print("| settings | GiB | ms | tokens/s |\n|---|--:|--:|--:|")
     print(f"| {name} | {memory} | {1000 * step:,.1f} | {tokens / step:,.0f} |\n")
     if device.type == "cuda":

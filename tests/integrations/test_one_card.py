@@ -391,17 +391,31 @@ def test_a_replayed_graph_trains_as_the_step_does(
     assert relative(ends[1], ends[0]) < 1e-2 and (ends[0].diff().abs() > 1e-3).all()
 
 
-def test_a_context_beyond_the_tables_is_refused_before_the_model_is_loaded(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+@pytest.mark.parametrize(
+    "kind, sizes, message",
+    [
+        ("Llama", {"max_position_embeddings": 32}, "context is 64; accepted: up to 32"),
+        ("Llama", {"vocab_size": 90}, "but the model has embeddings of 90 tokens"),
+        (
+            "CTRL",
+            {"n_embd": 32, "dff": 32, "n_layer": 1, "n_head": 2},
+            "no block that transformers",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_model_is_loaded(
+    kind: str, sizes: dict[str, int], message: str, source: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    from transformers import LlamaConfig, PreTrainedTokenizerFast
+    import transformers
+    from transformers import PreTrainedTokenizerFast
 
     folder = tmp_path / "published"  # it has no weights: to load them would be another error
-    LlamaConfig(**one_card.SHAPES["tiny"], max_position_embeddings=32).save_pretrained(folder)
+    own = one_card.SHAPES["tiny"] if kind == "Llama" else {}
+    getattr(transformers, f"{kind}Config")(**{**own, **sizes}).save_pretrained(folder)
     made = text.train_tokenizer([source.read_text()], 300)
     PreTrainedTokenizerFast(tokenizer_object=made, eos_token=text.END).save_pretrained(folder)
     assert main([*command(source, tmp_path / "run"), "--model", str(folder)]) == 2
-    assert "context is 64; accepted: up to 32" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
