@@ -249,9 +249,7 @@ def first_pass(model: Any, tokens: Tensor, config: Config) -> tuple[Tensor, bool
         seen.append(output[0])
 
     def keep_and_cut(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        seen.append(
-            inputs[0]
-        )  # the first that is seen, where a model calls a part of its base model alone
+        seen.append(inputs[0])  # it is the first where a model calls a part of its base model
         return (inputs[0][:, :LOOKED_AT],)
 
     hooks = [
@@ -296,9 +294,7 @@ def leave_out_masks(model: Any, tokens: Tensor, hidden: Tensor) -> None:
             print("attention runs without masks")
             return
         model.set_attn_implementation(own)
-        why = (
-            f"{len(tokens)} tokens have other hidden states without them, as with a sliding window"
-        )
+        why = f"{len(tokens)} tokens have other hidden states without, as with a sliding window"
     print(f"attention keeps its masks, which take time: {why}")
 
 

@@ -197,7 +197,7 @@ def test_compiled_blocks_share_their_graphs(monkeypatch: pytest.MonkeyPatch) -> 
     [
         (None, "sdpa", ""),
         (128, "sdpa", ""),
-        (32, "sdpa", "65 tokens have other hidden states without them"),
+        (32, "sdpa", "65 tokens have other hidden states without,"),
         (None, "eager", "its implementation is eager, and sdpa alone"),
     ],
 )
