@@ -104,7 +104,8 @@ def usual(points: Sequence[pytest.Item], what: str, **parts: Callable[[Any], obj
     kept: set[int] = set()
     for group in alike.values():
         places = [_places(points[at]) for at in group]
-        rows = [_row(points[at], own, parts) for at, own in zip(group, places, strict=True)]
+        found: dict[tuple[str, int], tuple[str, ...]] = {}
+        rows = [_row(points[at], own, parts, found) for at, own in zip(group, places, strict=True)]
         taken = [[*row, *own.values()] for row, own in zip(rows, places, strict=True)]
         kept |= {group[at] for at in covering(rows, STRENGTHS[what], taken)}
     return kept
@@ -122,14 +123,21 @@ def _places(point: Any) -> dict[str, Hashable]:
 
 
 def _row(
-    point: Any, places: dict[str, Hashable], parts: dict[str, Callable[[Any], object]]
+    point: Any,
+    places: dict[str, Hashable],
+    parts: dict[str, Callable[[Any], object]],
+    found: dict[tuple[str, int], tuple[str, ...]],
 ) -> list[Hashable]:
-    """The values of a point, axis by axis: its places, or what `parts` makes of a value."""
+    """The values of a point, axis by axis: its places, or what `parts` makes of a value, once (`found`)."""
     row: list[Hashable] = []
     for name, place in places.items():
         if name in parts:
-            found = parts[name](point.callspec.params[name])
-            row += map(str, found if isinstance(found, tuple) else [found])
+            value = point.callspec.params[name]
+            key = name, id(value)
+            if key not in found:
+                made = parts[name](value)
+                found[key] = tuple(map(str, made if isinstance(made, tuple) else [made]))
+            row += found[key]
         else:
             row.append(place)
     return row

@@ -18,6 +18,13 @@ def operations(monkeypatch):
     monkeypatch.setattr(fused, "device_obstacle", lambda device, float8: "a test without kernels")
 
 
+@pytest.fixture(params=["operations", pytest.param("kernels", marks=pytest.mark.exhaustive)])
+def steps(request):
+    """As `operations`; the other point, steps by kernels, is one of a product of axes."""
+    if request.param == "operations":
+        request.getfixturevalue("operations")
+
+
 needs_compiler = pytest.mark.skipif(not host_compiler.compiler(), reason="no C++ compiler")
 
 

@@ -105,6 +105,7 @@ def test_takes_every_argument_of_torchs(theirs, ours):
 
 
 @pytest.mark.parametrize("flag", ["foreach", "fused", "capturable"])
+@pytest.mark.usefixtures("steps")
 def test_implementation_flags_change_nothing(flag):
     a, b = parameters((40, 130)), parameters((40, 130))
     run(optim.AdamW(a, **{flag: True}), a, 3)
@@ -140,6 +141,7 @@ def test_without_gradient_or_frozen_means_untouched():
     assert set(optimizer.state) == {used}
 
 
+@pytest.mark.usefixtures("steps")
 def test_zero_grad_and_closure():
     model = nn.Linear(64, 64)
     optimizer = optim.AdamW4bit(model.parameters(), lr=0.01)
@@ -219,6 +221,7 @@ def test_a_compiled_training_step_runs_the_optimizer(cls):
         assert torch.equal(p, q)
 
 
+@pytest.mark.usefixtures("steps")
 def test_amsgrad_may_be_turned_on_and_off():
     a, b = parameters((40, 130), (13,)), parameters((40, 130), (13,))
     full, ours = optim.AdamW(a, lr=0.01, state="fp32"), optim.AdamW4bit(b, lr=0.01)

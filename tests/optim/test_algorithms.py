@@ -206,6 +206,7 @@ def test_the_slow_moment_follows_that_in_float32(mean):
 
 
 @pytest.mark.parametrize("state", LOW)
+@pytest.mark.usefixtures("steps")
 def test_the_slow_moment_is_the_same_in_all_formats_of_few_bits(state):
     slow = slow_moment(state, 1.0, 5)
     assert slow.dtype == torch.bfloat16

@@ -37,6 +37,7 @@ def wide(params):
 # ---- stochastic rounding ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("steps")
 def test_the_random_bits_are_those_of_the_key():
     """(seed, step, 4 * index + slot, element): slot 0 for the weight, 2 for the second of the states."""
     first, p = bf16((4,), (70, 100))
@@ -64,6 +65,7 @@ def test_the_random_bits_are_those_of_the_key():
 
 
 @some
+@pytest.mark.usefixtures("steps")
 def test_rounded_up_or_down_and_right_on_average(state):
     p = nn.Parameter(torch.ones(256, 256, dtype=torch.bfloat16))
     optimizer = optim.AdamW([p], lr=2e-4, weight_decay=0.0, state=state, bf16_stochastic_round=True)
@@ -77,6 +79,7 @@ def test_rounded_up_or_down_and_right_on_average(state):
     assert torch.equal(plain, torch.ones_like(plain)), "lost without it"
 
 
+@pytest.mark.usefixtures("steps")
 def test_seeds_differ_and_other_dtypes_are_left_alone():
     results = []
     for seed in (0, 0, 1):
@@ -126,6 +129,7 @@ def test_split_and_join_keep_24_bits(some):
 
 
 @some
+@pytest.mark.usefixtures("steps")
 def test_a_corrected_weight_follows_a_float32_one(state):
     params = bf16(*SHAPES)
     full, plain = wide(params), bf16(*SHAPES)
@@ -149,6 +153,7 @@ def test_a_corrected_weight_follows_a_float32_one(state):
         assert relative(lost.float() - start, q - start) > 10 * error
 
 
+@pytest.mark.usefixtures("steps")
 def test_the_correction_is_one_byte_travels_in_checkpoints_and_stays_out_of_torchs():
     params = bf16((64, 128))
     optimizer = optim.AdamW4bit(params, weight_correction="8bit", lr=1e-3)
@@ -173,6 +178,7 @@ def test_the_correction_is_one_byte_travels_in_checkpoints_and_stays_out_of_torc
     )
 
 
+@pytest.mark.usefixtures("steps")
 def test_only_bfloat16_weights_have_a_correction():
     params = [*parameters((64, 100)), *bf16((64, 100))]
     optimizer = optim.AdamW8bit(params, weight_correction="8bit")

@@ -104,6 +104,7 @@ def test_torchs_checkpoint_is_encoded_and_back_decoded(state):
         assert all(type(value) is torch.Tensor for value in state_of.values())
 
 
+@pytest.mark.usefixtures("steps")
 def test_adam_and_adamw_read_each_other_and_stay_what_they_are():
     params, optimizer = trained(optim.Adam4bit, weight_decay=0.1)
     copies, other = fresh(params, optim.AdamW4bit)
@@ -275,6 +276,7 @@ def test_get_and_set_optimizer_state_dict(state, flatten):
 @pytest.mark.parametrize(
     "cls", VARIANTS[optim.AdamW] + VARIANTS[optim.Adam], ids=lambda c: c.__name__
 )
+@pytest.mark.usefixtures("steps")
 def test_states_made_by_get_optimizer_state_dict_train_like_fresh_ones(cls):
     """The step without gradients is counted, as in torch.optim, and has no other effect."""
     model, other_model = nn.Linear(130, 64, bias=False), nn.Linear(130, 64, bias=False)

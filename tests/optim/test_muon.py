@@ -202,6 +202,7 @@ def test_an_unknown_option_is_refused_with_those_of_muon():
 
 
 @every
+@pytest.mark.usefixtures("steps")
 def test_checkpoints_resume_bit_for_bit(state, tmp_path):
     model = Model(torch.bfloat16)
     options = {"lr": 0.02, "state": state, "bf16_stochastic_round": True}

@@ -77,6 +77,7 @@ SHAPES = [(64, 96), (33, 131), (13,), (), (0, 5)]
 
 @every
 @own
+@pytest.mark.usefixtures("steps")
 def test_a_step_is_the_reference_on_decoded_states(cls, state):
     params = parameters(*SHAPES)
     optimizer = cls(params, state=state)
@@ -159,6 +160,7 @@ def test_it_resumes_to_the_bit(cls, state):
 
 
 @own
+@pytest.mark.usefixtures("steps")
 def test_its_checkpoint_loads_in_another_format_and_in_float32(cls):
     params = parameters(*SHAPES)
     optimizer = cls(params, state="8bit")
@@ -179,6 +181,7 @@ def test_its_checkpoint_loads_in_another_format_and_in_float32(cls):
     [{"bf16_stochastic_round": True}, {"weight_correction": "8bit"}, {"max_grad_norm": 0.1}],
     ids=str,
 )
+@pytest.mark.usefixtures("steps")
 def test_the_common_options_are_its_own(cls, options):
     params = parameters(*SHAPES, dtype=torch.bfloat16)
     optimizer = cls(params, lr=1e-4, **options)

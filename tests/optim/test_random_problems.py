@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,6 +42,11 @@ def stored(values, old, found):
     return found
 
 
+@pytest.mark.parametrize(
+    "fused",
+    [False, pytest.param(None, marks=pytest.mark.exhaustive)],
+    ids=["operations", "kernels"],
+)
 @settings(max_examples=8, deadline=None)
 @given(
     several=st.lists(st.tuples(shapes, st.sampled_from(FLOATS)), min_size=1, max_size=5),
@@ -49,10 +55,10 @@ def stored(values, old, found):
     decoupled=st.booleans(),
     options=options,
 )
-def test_every_step_is_the_references(several, state, amsgrad, decoupled, options):
+def test_every_step_is_the_references(several, state, amsgrad, decoupled, options, fused):
     params = [nn.Parameter(rand(*s, seed=i).to(d)) for i, (s, d) in enumerate(several)]
     cls = optim.AdamW if decoupled else optim.Adam
-    optimizer = cls(params, state=state, amsgrad=amsgrad, **options)
+    optimizer = cls(params, state=state, amsgrad=amsgrad, fused=fused, **options)
     for step in range(1, 4):
         before = []
         for i, p in enumerate(params):

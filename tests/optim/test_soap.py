@@ -110,6 +110,7 @@ def test_the_first_gradient_makes_bases_only():
 @pytest.mark.parametrize(
     "state", ["8bit", "float8", "bf16"]
 )  # with 4-bit moments bases have 8 bits
+@pytest.mark.usefixtures("steps")
 def test_bases_stay_orthogonal_in_few_bits(state):
     """The error is that of rounding the last basis once: it doesn't add up over refreshes."""
     (p,) = parameters((96, 80))
