@@ -64,6 +64,37 @@ def test_a_kernel_is_found_by_its_whole_key(folder):
     assert disk_cache.find(".so", "source", "9.0") is None
 
 
+def test_a_process_that_holds_the_lock_for_long_is_not_waited_for(folder, monkeypatch):
+    monkeypatch.setattr(disk_cache, "LONGEST_WAIT", 0.05)
+    key, made = (".so", "source"), []
+
+    def make():
+        made.append(list(folder.iterdir()))
+        return b"code"
+
+    with disk_cache._alone(disk_cache._name(".so", ("source",))):
+        (lock,) = folder.iterdir()
+        assert disk_cache.find_or_make(make, *key) == b"code"
+    assert made == [[lock]] and not lock.exists()
+    assert disk_cache.find_or_make(make, *key) == b"code" and len(made) == 1
+    with pytest.raises(ZeroDivisionError):
+        disk_cache.find_or_make(lambda: bytes(1 // 0), ".so", "wrong")
+    assert len(list(folder.iterdir())) == 1, "no lock stays behind"
+
+
+@pytest.mark.parametrize("lacking", ["module", "locks"])
+def test_without_locks_each_process_compiles(folder, monkeypatch, lacking):
+    class NoLocks:
+        LOCK_EX = LOCK_NB = 0
+
+        def flock(handle, how):
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(disk_cache, "fcntl", None if lacking == "module" else NoLocks)
+    for _ in range(2):
+        assert disk_cache.find_or_make(lambda: b"code", ".so", "source") == b"code"
+
+
 def test_new_files_are_for_this_user_alone(folder):
     before = os.umask(0)
     try:

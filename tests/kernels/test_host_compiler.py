@@ -146,8 +146,13 @@ def test_another_process_compiles_nothing_and_may_fork():
 
 
 @needs_compiler
-def test_two_processes_at_once():
-    """Both compile, and neither ever reads a partial file."""
+def test_two_processes_at_once(monkeypatch, tmp_path):
+    """One compiles, and the other waits for its file. Neither ever reads a partial file."""
+    script, ran = tmp_path / "cxx", tmp_path / "ran"
+    passes = shlex.join(host_compiler.compiler())
+    script.write_text(f'#!/bin/sh\necho "$@" >> {ran}\nexec {passes} "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
     code = (
         "import sys; from lowbit_kernels.runtime import host_compiler as c; print('ready', flush=True); input()\n"
         f"for i in range(5): print(c.library({SOURCE!r}.replace('42', str(i))).answer())"
@@ -164,6 +169,7 @@ def test_two_processes_at_once():
         out, err = process.communicate(timeout=120)
         assert (process.returncode, out) == (0, "0\n1\n2\n3\n4\n"), err
     assert len(list(disk_cache.cache_folder().iterdir())) == 5
+    assert sum("kernel.cpp" in line for line in ran.read_text().splitlines()) == 5
 
 
 @needs_compiler

@@ -105,7 +105,6 @@ def test_takes_every_argument_of_torchs(theirs, ours):
 
 
 @pytest.mark.parametrize("flag", ["foreach", "fused", "capturable"])
-@pytest.mark.usefixtures("steps")
 def test_implementation_flags_change_nothing(flag):
     a, b = parameters((40, 130)), parameters((40, 130))
     run(optim.AdamW(a, **{flag: True}), a, 3)

@@ -13,15 +13,24 @@ for ELF files ignore the bytes after the code.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lowbit_kernels.runtime import trusted_folder
 from lowbit_kernels.runtime.warned import warn_once
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 DIGEST = 32  # bytes
+LONGEST_WAIT = 60.0  # seconds for a process that compiles the same kernel
 
 
 def cache_folder() -> Path:
@@ -61,6 +70,55 @@ def find(suffix: str, *parts: str) -> bytes | None:
             "remove the file, or set LOWBIT_CACHE_DIR to a folder of your own",
         )
         return None
+
+
+def find_or_make(make: Callable[[], bytes], suffix: str, *parts: str) -> bytes:
+    """The machine code of the kernel that depends on `parts`: from the disk, or what `make` returns, which is kept.
+
+    Processes that start together, such as the ranks of a job, would all compile the same kernels. So one of them calls
+    `make`, and the others wait for its file.
+    """
+    code = find(suffix, *parts)
+    if code is None:
+        with _alone(_name(suffix, parts)):
+            code = find(suffix, *parts)
+            if code is None:
+                code = make()
+                keep(code, suffix, *parts)
+    return code
+
+
+@contextlib.contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """Hold the lock of a kernel. It only saves work: without locks, or after `LONGEST_WAIT`, the block runs all the
+    same."""
+    try:
+        path = trusted_folder.trusted(cache_folder(), make=True) / f".{name}.lock"
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError:  # `keep` warns of the folder
+        yield
+        return
+    try:
+        end = time.monotonic() + LONGEST_WAIT
+        while _is_taken(handle) and time.monotonic() < end:
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(handle)
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _is_taken(handle: int) -> bool:
+    """False if this process has the lock now, or if there are no locks."""
+    try:
+        if fcntl is not None:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        pass
+    return False
 
 
 def keep(code: bytes, suffix: str, *parts: str) -> bool:

@@ -73,13 +73,16 @@ def library(source: str, *options: str) -> ctypes.CDLL:
     if not compiler():
         raise RuntimeError("no C++ compiler was found; install g++ or clang++, or name one in $CXX")
     key = (".so", source, _version(), _processor(), *compiler(), *OPTIONS, *NATIVE, *options)
-    kept = disk_cache.find(*key)
-    if kept is not None:
-        with contextlib.suppress(OSError):  # for example, compiled for another C library
-            return _loaded(kept)
-    try:
+
+    def make() -> bytes:
         with compiling("the CPU"):
-            code = _compile(source, *options)
+            return _compile(source, *options)
+
+    try:
+        code = disk_cache.find_or_make(make, *key)
+        with contextlib.suppress(OSError):
+            return _loaded(code)
+        code = make()  # the kept one may have been compiled for another C library
         disk_cache.keep(code, *key)
         return _loaded(code)
     except (OSError, ValueError) as error:  # no folder for temporary files, a full disk, ...

@@ -213,13 +213,12 @@ def compiled(source: str, arch: str) -> bytes:
     error, major, minor = nvrtc.nvrtcVersion()
     _check(error)
     key = (".cubin", source, arch, f"{major}.{minor}", *OPTIONS)
-    kept = disk_cache.find(*key)
-    if kept is not None:
-        return kept
-    with compiling(arch):
-        cubin = _compile(source, arch)
-    disk_cache.keep(cubin, *key)
-    return cubin
+
+    def make() -> bytes:
+        with compiling(arch):
+            return _compile(source, arch)
+
+    return disk_cache.find_or_make(make, *key)
 
 
 def _compile(source: str, arch: str) -> bytes:
