@@ -246,9 +246,8 @@ def test_muons_other_groups_take_it():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_resumed_bit_for_bit(kind, request):
-    if kind != "int8":  # one kernel
-        request.getfixturevalue("operations")
+@pytest.mark.usefixtures("steps")
+def test_resumed_bit_for_bit(kind):
     params = weights(kind)
     optimizer = compensated(optim.AdamW4bit, params, kind, lr=1e-2)
     run(optimizer, params, 3)

@@ -171,6 +171,7 @@ def test_two_bytes_of_state_that_travel_in_checkpoints():
 
 @pytest.mark.parametrize(("before", "after"), [("8bit", "16bit"), ("16bit", "8bit")])
 @pytest.mark.parametrize("how", ["checkpoint", "option"])
+@pytest.mark.usefixtures("steps")
 def test_from_8_bits_to_16_and_back(before, after, how):
     params = bf16((64, 128))
     optimizer = optim.AdamW8bit(params, weight_correction=before, lr=1e-3)

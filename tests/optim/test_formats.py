@@ -198,6 +198,7 @@ def test_small_parameters_keep_float32_states(shape, state, stored):
             assert value.dtype == (torch.float32 if stored == "fp32" else torch.bfloat16)
 
 
+@pytest.mark.usefixtures("steps")
 def test_bfloat16_weights_decay_with_the_update():
     """Below 1, the step of bfloat16 is 2**-8: neither an update nor a decay of 1e-3 changes the weight, both together
     do."""

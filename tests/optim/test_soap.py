@@ -123,6 +123,7 @@ def test_bases_stay_orthogonal_in_few_bits(state):
         assert relative(basis.T @ basis, torch.eye(side)) < 0.06
 
 
+@pytest.mark.usefixtures("steps")
 def test_training_against_float32_states():
     inputs = rand(512, 64, seed=1) * rand(64, seed=9).exp()
     targets = (inputs @ rand(64, 64, seed=2) / 16).tanh() @ rand(64, 64, seed=3) / 8

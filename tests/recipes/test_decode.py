@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -227,16 +228,25 @@ def test_a_captured_graph_decodes_what_eager_steps_do(name: str) -> None:
 # ---- the command line --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "shown",
+    [("bf16", "int4-int8-head", "tinygemm"), pytest.param([*ROWS], marks=pytest.mark.exhaustive)],
+    ids=["some", "all"],
+)
 def test_the_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    shown: Sequence[str],
 ) -> None:
     brief = dataclasses.replace(CONFIG, tokens=2, repeats=1)
     monkeypatch.setitem(PRESETS, "tiny", lambda: brief)
     out = tmp_path / "pages" / "decode.md"
-    assert main(["--preset", "tiny", "--out", str(out)]) == 0
+    assert main(["--preset", "tiny", "--rows", ",".join(shown), "--out", str(out)]) == 0
     page = out.read_text()
     assert page in capsys.readouterr().out
-    for name, row in ROWS.items():
+    for name in shown:
+        row = ROWS[name]
         assert f"| {name} | {row.about} |" in page
         assert page.count(f"\n| {name} | ") == 3
         cells = re.findall(rf"^\| {name} \| (\d.*) \|$", page, re.M)[-1].split(" | ")
