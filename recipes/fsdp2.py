@@ -46,7 +46,7 @@ from recipes import text
 from recipes.command_line import UserError, exit_status, override
 from recipes.llama import Llama, LlamaConfig
 from recipes.runs import RunFolder, Tracker
-from recipes.training import parameter_groups, perplexity, window_losses
+from recipes.training import parameter_groups, perplexity, rise_and_fall, window_losses
 
 # ---- settings ----------------------------------------------------------------------------------------------------
 
@@ -209,8 +209,9 @@ class Training:
                 seed=config.seed,
             )
         )
+        factor = rise_and_fall(self.done, config.steps, config.warmup_steps, least=0.1)
         for group in self.optimizer.param_groups:
-            group["lr"] = config.lr * learning_rate_factor(config, self.done)
+            group["lr"] = config.lr * factor
         loss = F.cross_entropy(self.model(inputs).flatten(0, 1).float(), targets.flatten())
         loss.backward()
         if config.optimizer == "torch" and config.grad_clip:
@@ -291,14 +292,6 @@ class Training:
             tracker.log("heldout", perplexity=loss)
             print(f"held-out perplexity {loss:.3f}; {self.folder.model('final')}", flush=True)
         dist.barrier()  # or gloo may abort the processes that leave before the first one
-
-
-def learning_rate_factor(config: Config, step: int) -> float:
-    """Share of `config.lr` at a step: a rise over `warmup_steps`, then a straight fall to a tenth."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    left = (config.steps - step) / max(config.steps - config.warmup_steps, 1)
-    return 0.1 + 0.9 * left
 
 
 def step_of(checkpoint: Path) -> int:

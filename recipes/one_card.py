@@ -54,6 +54,7 @@ from recipes.device import choose_device, device_name
 from recipes.graphed_step import GraphedStep, way_out
 from recipes.pages import peak_memory
 from recipes.runs import load_checkpoint, save_checkpoint
+from recipes.training import rise_and_fall
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -129,9 +130,7 @@ class Config:
 
     def rate(self, step: int) -> float:
         """The learning rate of this step."""
-        rising = (step + 1) / max(self.warmup_steps, 1)
-        falling = (self.steps - step) / max(self.steps - self.warmup_steps, 1)
-        return self.lr * min(rising, falling, 1.0)
+        return self.lr * rise_and_fall(step, self.steps, self.warmup_steps)
 
 
 # ---- clipping without the norm of all gradients ----------------------------------------------------------------------

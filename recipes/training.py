@@ -166,6 +166,13 @@ def learning_rate_factor(config: TrainingConfig, qat: bool = False) -> Callable[
     return factor
 
 
+def rise_and_fall(step: int, steps: int, warmup: int, least: float = 0.0) -> float:
+    """Share of the highest learning rate: a rise over `warmup` steps, then a straight fall to `least` at `steps`."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return least + (1 - least) * ((steps - step) / max(steps - warmup, 1))
+
+
 def parameter_groups(parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
     """Matrices, and the weights of the norms, which have no weight decay."""
     matrices = [p for p in parameters if p.dim() >= 2]

@@ -174,13 +174,6 @@ def test_without_torchrun(capsys, monkeypatch):
     assert "start it with torchrun" in capsys.readouterr().err
 
 
-def test_the_learning_rate_rises_and_falls():
-    config = fsdp2.tiny()
-    found = [fsdp2.learning_rate_factor(config, step) for step in range(config.steps + 1)]
-    assert found[0] == 0.1 and max(found) == found[config.warmup_steps] == 1.0
-    assert found[-1] == pytest.approx(0.1)
-
-
 def test_presets_have_the_sizes_that_they_say():
     for preset, millions in (("tiny", 0.13), ("small", 302), ("8b", 7248)):
         with torch.device("meta"):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from argparse import Namespace
 
+import numpy as np
 import pytest
 
 import lowbit
@@ -13,7 +14,13 @@ from recipes.command_line import UserError
 from recipes.device import choose_device
 from recipes.phases import scheme
 from recipes.presets import PRESETS, tiny
-from recipes.training import TrainingConfig, chosen_config, learning_rate_factor, override
+from recipes.training import (
+    TrainingConfig,
+    chosen_config,
+    learning_rate_factor,
+    override,
+    rise_and_fall,
+)
 
 
 @pytest.mark.parametrize("name", PRESETS, ids="preset-{}".format)
@@ -101,3 +108,11 @@ def test_settings_are_taken() -> None:
     assert (config.steps, config.lr, config.model.dim, config.bits) == (900, 1e-3, 64, (4, 2))
     assert config.group_size == 32 and config.bf16 is True
     assert scheme(config, 4) == lowbit.Int4WeightOnly(group_size=32)
+
+
+@pytest.mark.parametrize("least", [0.0, 0.1])
+def test_a_rate_rises_and_falls(least: float) -> None:
+    found = [rise_and_fall(step, 30, 10, least) for step in range(31)]
+    assert found[:11] == [*(pytest.approx((step + 1) / 10) for step in range(10)), 1.0]
+    assert np.allclose(np.diff(found[10:]), (least - 1) / 20)
+    assert rise_and_fall(0, 4, 0) == 1.0 and rise_and_fall(3, 4, 9) == 4 / 9
