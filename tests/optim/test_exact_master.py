@@ -189,6 +189,7 @@ def test_from_8_bits_to_16_and_back(before, after, how):
     assert error < (1 if after == "16bit" else 256), "a unit of the 24th bit"
 
 
+@pytest.mark.usefixtures("steps")
 def test_other_dtypes_have_none():
     params = [*bf16((64, 100)), nn.Parameter(rand(64, 100)), nn.Parameter(rand(64, 100).half())]
     optimizer = optim.AdamW8bit(params, weight_correction="16bit")

@@ -190,6 +190,7 @@ def test_stacks_are_their_matrices():
 
 
 @every
+@pytest.mark.usefixtures("steps")
 def test_a_checkpoint_resumes_to_the_bit(state):
     """Saved between two refreshes."""
     options = {"state": state, "precondition_frequency": 4, "bf16_stochastic_round": True}
