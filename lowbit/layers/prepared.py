@@ -15,6 +15,7 @@ Experts, whose forward is their own, are in `lowbit.layers.learned_experts`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, cast
 
@@ -176,7 +177,9 @@ class Linear(Prepared):
             return scale.redistribute(placements=own).to_local(grad_placements=grads)
 
         scale, zero = map(part, scales_of(self))
-        return FakeQuantizedTensor.product(x, weight, None, (scale, zero, None))
+        is_cut = not (splits or weight.quantizer.absolute) and Shard(1) in placements
+        extremes = _extremes_of_rows(weight, sharded) if is_cut else None
+        return FakeQuantizedTensor.product(x, weight, None, (scale, zero, extremes))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Tensor parallelism replaces the weight by this call."""
@@ -186,6 +189,25 @@ class Linear(Prepared):
         super().register_parameter(name, param)
         if isinstance(own, TrainableTensor):
             own.was_placed(param)
+
+
+def _extremes_of_rows(weight: Any, sharded: Any) -> Tensor:
+    """The extremes of each part of this rank's rows [N, 2 a rank], of which the ranks hold a part each.
+
+    Args:
+        weight: this rank's part of `sharded`, a DTensor [N, K].
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    own, mesh, placements = weight.weight.detach(), sharded.device_mesh, sharded.placements
+    ends = torch.stack(torch.aminmax(own, dim=1), 1) if own.shape[1] else own.new_zeros(len(own), 2)
+    parts = [mesh.size(dim) for dim, p in enumerate(placements) if p == Shard(1)]
+    shape = torch.Size((sharded.shape[0], 2 * math.prod(parts)))
+    found = DTensor.from_local(
+        ends, mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1)
+    )
+    rows = [Replicate() if p == Shard(1) else p for p in placements]
+    return found.redistribute(placements=rows).to_local()
 
 
 class Embedding(Prepared):
@@ -288,12 +310,13 @@ def give_scales(
     start: tuple[Tensor, Tensor | None] | None = None,
 ) -> None:
     """Register the scales and zero points of `weight` in the modules that hold it, which share them. `holders`: a
-    module and the name of the weight there. `start`: the parameters; None: `starting_parameters`."""
+    module and the name of the weight there. `start`: the parameters of stored scales; None: `starting_parameters`."""
     scale, zero = starting_parameters(weight) if start is None else start
     made = {SCALE: nn.Parameter(scale), ZERO: None if zero is None else nn.Parameter(zero)}
     for i, (module, attribute) in enumerate(holders):
         if i == 0:
-            weight.quantizer = LearnedScales(attribute=attribute)  # FSDP2 asks the first holder
+            # FSDP2 asks the first holder
+            weight.quantizer = LearnedScales(absolute=start is not None, attribute=attribute)
         for end, parameter in made.items():
             module.register_parameter(attribute + end, parameter)
         if not isinstance(module, Prepared):

@@ -22,6 +22,7 @@ from lowbit.numerics import learned_scales
 from lowbit.numerics.affine import StraightThrough, everywhere, where_set
 from lowbit.numerics.learned_scales import (
     RATE,
+    as_parameters,
     codes_and_residual,
     gradients,
     qparams,
@@ -143,12 +144,17 @@ def rounded(
     return values if dtype is None else values.to(dtype), inside
 
 
+def _codes_run(spec: Spec, x: Tensor) -> bool:
+    """True if one launch gives the codes, scales and zero points of x."""
+    fits = isinstance(spec.format, Int) and not spec.rounds_minimum and runs(spec, x)
+    return fits and x.numel() > 0 and spec.padded_shape(x.shape) == tuple(x.shape)
+
+
 def unclamped_codes(
     x: Tensor, spec: Spec, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`spec.unclamped_codes(x, scale_dtype)` of x [..., K]."""
-    fits = isinstance(spec.format, Int) and not spec.rounds_minimum and runs(spec, x)
-    if not fits or x.numel() == 0 or spec.padded_shape(x.shape) != tuple(x.shape):
+    if not _codes_run(spec, x):
         return spec.unclamped_codes(x, scale_dtype)
     scale_dtype = spec.scale_dtype or scale_dtype
     clips = spec.may_clip(scale_dtype)
@@ -163,6 +169,16 @@ def unclamped_codes(
     blocks = spec.blocks(x.shape)
     zeros = zero_point.view(blocks) if spec.has_zero_point else None
     return codes.view(x.shape), scale.view(blocks), zeros
+
+
+def present_parameters(x: Tensor, spec: Spec, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The parameters of the scales and zero points that the spec chooses for x [..., K]
+    (`lowbit.numerics.learned_scales.as_parameters`). `dtype`: of scales, where the spec names none."""
+    x = x.detach()
+    if _codes_run(spec, x):
+        _, scale, zero_point = unclamped_codes(x, spec, dtype)
+        return as_parameters(spec, scale, zero_point)
+    return as_parameters(spec, *spec.choose_qparams(spec.pad(x), dtype))
 
 
 def rounded_by(

@@ -29,7 +29,7 @@ from lowbit.linear import fused_rounding
 from lowbit.linear.frozen.checks import unflattened
 from lowbit.linear.fused_rounding import fake_quantize, learned_fake_quantize
 from lowbit.linear.operands import Kept, RoundedLinear
-from lowbit.numerics.learned_scales import qparams
+from lowbit.numerics.learned_scales import following, of_factors, qparams
 from lowbit.numerics.spec import Spec
 from lowbit.tracing import tracer
 
@@ -39,19 +39,22 @@ class Rounding:
     """How a product rounds its operands; the operands of a plain weight, that `RoundedLinear` takes.
 
     `output` takes besides x, the weight and the bias: the parameters of learned scales and zero points, or None; and
-    the part of the scales that siblings share, or None.
+    the part of the scales that siblings share, or for learned scales other values with the extremes of the weight's
+    blocks, or None.
 
     Attributes:
         weight: the spec of the weight.
         scale_dtype: of its scales, where they are computed from it.
         activation: the spec of the input; None where it is not rounded.
         constant_codes: the gradient of learned scales is that of constant codes.
+        absolute: learned scales do not follow the weight.
     """
 
     weight: Spec
     scale_dtype: torch.dtype
     activation: Spec | None = None
     constant_codes: bool = False
+    absolute: bool = False
 
     def output(
         self,
@@ -75,7 +78,7 @@ class Rounding:
         self, grad: Tensor, kept: Sequence[Any], needs: Sequence[bool]
     ) -> Sequence[Tensor | None]:
         x, weight, *scales = kept
-        scale, zero, _ = scales
+        scale = scales[0]
         learn = needs[0], needs[1], needs[4], needs[5]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return self._differentiable_gradients(grad, kept, learn)
@@ -94,7 +97,7 @@ class Rounding:
                 grad_weight = from_weight.passed(grad_weight)  # type: ignore[union-attr]
             else:
                 grad_weight, grad_scale, grad_zero = self.learned(
-                    grad_weight, weight, scale, zero, from_weight
+                    grad_weight, weight, scales, from_weight
                 )
         return grad_x, grad_weight, grad_scale, grad_zero
 
@@ -138,23 +141,44 @@ class Rounding:
         dtype: torch.dtype,
         after: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        """The weight as the product sees it, and what its gradient takes: where it passes, or for learned scales the
-        scale and zero point. `scales`: scale, zero and joint."""
-        scale, zero, joint = scales
+        """The weight as the product sees it, and what its gradient takes: where it passes, or for learned scales what
+        `found` gives. `scales`: scale, zero and joint."""
+        scale, _, joint = scales
         if scale is None:
             own, masked = self.scale_dtype, after is not None
             return fused_rounding.rounded(weight, self.weight, own, dtype, after, masked, joint)
-        found = qparams(self.weight, scale, zero)
-        return fused_rounding.rounded_by(weight, self.weight, found, dtype, after), found
+        found = self.found(weight, scales)
+        return fused_rounding.rounded_by(weight, self.weight, found[0], dtype, after), found
+
+    def found(
+        self, weight: Tensor, scales: Sequence[Tensor | None]
+    ) -> tuple[fused_rounding.Qparams, Tensor | None]:
+        """The scale and the zero point of learned scales, and what one unit of their parameters is, or None."""
+        scale, zero, joint = scales
+        assert scale is not None
+        if self.absolute:
+            return qparams(self.weight, scale, zero), None
+        present = self._present(weight, scale, joint)
+        return qparams(self.weight, *following(scale, zero, present)), present[0]
+
+    def _present(
+        self, weight: Tensor, scale: Tensor, joint: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        own = weight if joint is None else joint
+        return fused_rounding.present_parameters(own, self.weight, scale.dtype)
 
     def learned(
-        self, grad: Tensor, weight: Any, scale: Tensor, zero: Tensor | None, found: Any
+        self, grad: Tensor, weight: Any, scales: Sequence[Tensor | None], found: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The gradients of the weight, its scale and its zero point from that of its rounded values. `found`: what
-        `values` gave besides the values, or None."""
-        return fused_rounding.learned_gradients(
-            grad, weight, self.weight, (scale, zero), self.constant_codes, found
+        """The gradients of the weight, its scale and its zero point from that of its rounded values. `scales`: those of
+        `values`; `found`: what that gave besides the values, or None."""
+        scale, zero, _ = scales
+        assert scale is not None
+        by, unit = found or self.found(weight, scales)
+        grad, *own = fused_rounding.learned_gradients(
+            grad, weight, self.weight, (scale, zero), self.constant_codes, by
         )
+        return grad, *(own if unit is None else of_factors(own, unit))  # type: ignore[return-value]
 
     def differentiable(
         self, weight: Any, scale: Tensor | None, zero: Tensor | None, joint: Tensor | None
@@ -162,6 +186,8 @@ class Rounding:
         """The rounded values, as operations that autograd records."""
         if scale is None:
             return fake_quantize(weight, self.weight, self.scale_dtype, joint)
+        if not self.absolute:
+            scale, zero = following(scale, zero, self._present(weight, scale, joint))
         return learned_fake_quantize(weight, scale, zero, self.weight, self.constant_codes)
 
     def runs_in_graphs(self, weight: Any) -> bool:
@@ -186,9 +212,9 @@ class RoundingOfGathered(Rounding):
         return weight.decoded_values().to(dtype), weight
 
     def learned(
-        self, grad: Tensor, weight: Any, scale: Tensor, zero: Tensor | None, found: Any
+        self, grad: Tensor, weight: Any, scales: Sequence[Tensor | None], found: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return weight.gradients_by(grad, scale, zero)
+        return weight.gradients_by(grad, *scales[:2])
 
     def differentiable(
         self, weight: Any, scale: Tensor | None, zero: Tensor | None, joint: Tensor | None
@@ -208,8 +234,8 @@ def rounding_of(weight: Any, dtype: torch.dtype) -> Rounding:
     spec = weight.scheme.weight
     scale_dtype = spec.scale_dtype_for(dtype)
     kind = RoundingOfGathered if weight.is_gathered else Rounding
-    constant = weight.quantizer.constant_codes
-    return kind(spec, scale_dtype, weight.input_spec, constant)
+    by = weight.quantizer
+    return kind(spec, scale_dtype, weight.input_spec, by.constant_codes, by.absolute)
 
 
 def rounded_linear(

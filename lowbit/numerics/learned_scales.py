@@ -17,10 +17,18 @@ Sources: LSQ (arXiv 1902.08153) for s, LSQ+ (arXiv 2004.09576) for z; ParetoQ (a
 The parameters hold z divided by `RATE` and s divided by `rate_of` the spec. An optimizer like Adam moves an element by
 about its learning rate, and scales learn best at a tenth of the rate of the weights (at the same rate they lose what
 plain rounding wins). With more than 4 bits s is small beside the weights, and at a tenth the ends of the range, s times
-the largest code, would move by several times the rate: there s moves by the rate divided by that code. So one learning
-rate serves all parameters, in any optimizer. Division by a power of two keeps every bit. The gradients of the
-parameters are smaller by this factor too, and hardly enter the norm that gradients are clipped by. Weight decay shrinks
-weights and scales alike, which leaves the codes.
+the largest code, would move by several times the rate: there s moves by the rate divided by that code. Division by a
+power of two keeps every bit. The gradients of the parameters are smaller by this factor too, and hardly enter the norm
+that gradients are clipped by.
+
+Scales of a weight follow it in training (`following`). With s' and z' those that the spec chooses for the present
+weight, the parameters are then a factor and an offset of them, which start at 1 and 0:
+
+    s = s' · factor        z = z' + s' · offset · RATE / rate_of(spec)
+
+Gradients of factor and offset are those above times s'; none passes through s' and z'. Scales that stay where they are
+while the weight moves lose to the present ones at 4 bits (benchmarks/LOG.md, "Learned scales as a factor of the largest
+value").
 """
 
 from __future__ import annotations
@@ -72,11 +80,11 @@ def learns_zero(spec: Spec) -> bool:
 def parameters_for(
     weight: Tensor, spec: Spec, dtype: torch.dtype, searched: bool | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The values of `dtype` that training starts from, for scales and zero points of `weight`, each [blocks along each
+    """The parameters of `dtype` of the scales and zero points that training starts from, each [blocks along each
     dimension]. Where the spec has a `scale_dtype`, `qparams` rounds to it.
 
     `searched`: those with the least squared error. False: those of the present weight; for symmetric integers of up to
-    4 bits those of `scale_of_largest`, of either sign. None: the first with 1 and 2 bits, else the second.
+    3 bits those of `scale_of_largest`, of either sign. None: the first with 1 and 2 bits, else the second.
     """
     if weight.is_meta:
         scale = torch.empty(spec.blocks(weight.shape), dtype=dtype, device="meta")
@@ -94,8 +102,8 @@ def parameters_for(
 
 
 def _starts_at_largest(spec: Spec) -> bool:
-    """True for symmetric integers of up to 4 bits: with more, a step of max|x| / 2^(b − 1) is hardly finer."""
-    few = isinstance(spec.format, Int) and spec.format.bits <= 4
+    """True for symmetric integers of up to 3 bits: with more, a step of max|x| / 2^(b − 1) wins nothing."""
+    few = isinstance(spec.format, Int) and spec.format.bits <= 3
     return few and spec.mapping.startswith("symmetric") and not spec.static
 
 
@@ -109,6 +117,60 @@ def as_parameters(
     if not zero_point.is_floating_point():
         zero_point = -zero_point.float() * scale.float()
     return scale / rate_of(spec), (zero_point / RATE).to(scale.dtype)
+
+
+def relative(
+    present: tuple[Tensor, Tensor | None], wanted: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """The factor and the offset from which `following` computes the parameters `wanted`: 1 and 0 for the present ones.
+    Others come back to about the last bit."""
+    (unit, middle), (scale, zero) = present, wanted
+    factor = (scale.float() / unit.float()).to(scale.dtype)
+    if zero is None or middle is None:
+        return factor, None
+    return factor, ((zero.float() - middle.float()) / unit.float()).to(zero.dtype)
+
+
+def following(
+    factor: Tensor, offset: Tensor | None, present: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """The parameters of scales that follow the weight, in the dtype of `factor`, differentiable in both arguments.
+
+    They are those of the present scale times `factor`, and of the present zero point plus `offset` times the former.
+
+    Args:
+        factor: [blocks along each dimension].
+        offset: the same, where the mapping chooses zero points.
+        present: the parameters of the present weight (`as_parameters`).
+    """
+    found: tuple[Tensor, Tensor | None] = _Following.apply(factor, offset, *present)
+    return found
+
+
+def of_factors(grads: Sequence[Tensor | None], unit: Tensor) -> list[Tensor | None]:
+    """The gradients of factors and offsets, from those `grads` of the parameters that `following` gives.
+
+    `unit`: the parameter of the present scale."""
+    return [None if g is None else (g.float() * unit.float()).to(g.dtype) for g in grads]
+
+
+class _Following(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, factor: Tensor, offset: Tensor | None, unit: Tensor, middle: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.save_for_backward(unit)
+        scale = round_to_dtype(factor.float() * unit.float(), factor.dtype)
+        if offset is None or middle is None:
+            return scale, None
+        # in float64 the product is exact, so that a fused one gives the same sum
+        zero = (offset.double() * unit.double() + middle.double()).float()
+        return scale, round_to_dtype(zero, offset.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None, None]:
+        factor, offset = of_factors(grads, *ctx.saved_tensors)
+        return factor, offset, None, None
 
 
 def qparams(

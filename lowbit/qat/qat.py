@@ -85,13 +85,15 @@ def prepare_(
             takes the quantized weights, such as those of `lowbit.load_pretrained`, each by its own scheme: their values
             become weights that train.
         scales: "present": at every step the scales and zero points of the present weight. The state dict stays that
-            of the plain model. "learned": trained along with the weight, from these on (symmetric integers of 3 and 4
-            bits with the largest value on the lowest code and none over half a step beyond the codes, 1 and 2 bits from
-            searched ones; `search_scales_` chooses by data), as parameters `weight_scale` and `weight_zero` of each
-            `nn.Linear`, `nn.Embedding`, `nn.Conv1d` and `nn.Conv2d` (`lowbit.numerics.learned_scales`), and as
+            of the plain model. "learned": these, times a factor that is trained along with the weight, and plus an
+            offset for zero points. They start as the present ones (symmetric integers of 3 bits with the largest value
+            on the lowest code and none over half a step beyond the codes, 1 and 2 bits as searched ones;
+            `search_scales_` chooses by data). Factors are parameters `weight_scale` and `weight_zero` of each
+            `nn.Linear`, `nn.Embedding`, `nn.Conv1d` and `nn.Conv2d` (`lowbit.numerics.learned_scales`), and
             `<name>_scale` and `<name>_zero` beside each 3-D weight (experts), which the module reads rounded in its
-            forward. Other weights keep present scales, and the report says so. Those of a quantized weight start from
-            the scales that it stores: the model computes what it did, and blocks that do not change keep their codes.
+            forward. Other weights keep present scales, and the report says so. Scales of a quantized weight start as it
+            stores them, and are learned without following the weight: the model computes what it did, and blocks that
+            do not change keep their codes.
             Any other name is that of a quantizer of your own (`lowbit.tensor.trained.quantizers`).
         adapters: what to do about PEFT's LoRA layers around the chosen weights. Adapters themselves are never rounded.
             "merge": products see the rounded sum of the weight and its adapters, and `convert_` puts the quantized sum

@@ -50,7 +50,7 @@ class Schedule:
             {0: 8, 400: 6, 800: 4} takes a model of int4 and int6 weights down in stages. The last entry must reach
             every scheme. Weights in float8 stay as they are.
         freeze_scales: how many steps train learned scales and zero points, those of inputs too. From then on they get
-            no gradients. None: the schedule leaves them alone.
+            no gradients, and those of weights follow them by the factors found. None: the schedule leaves them alone.
         freeze_observers: how many steps observe the inputs of layers with a static activation, which products then take
             unrounded. After the last of them the scales are set, the same on all ranks, from the batches in train mode,
             as `lowbit.calibrate` does. Training goes on with them, or trains them on where they are learned. None: the

@@ -219,7 +219,7 @@ def check_tensor_parallel(rank, world_size):
     mesh = init_device_mesh(device(), (world_size,))
     plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
     rows = 32 * world_size  # a group of each rank's columns
-    for spec in SPECS:
+    for spec in (*SPECS, Spec(Int(4), PerRow(), "asymmetric")):  # of rows whose extremes are apart
         alone = prepared(spec, rows=rows)
         model = copy.deepcopy(alone)
         parallelize_module(model, mesh, plan)

@@ -28,6 +28,7 @@ from lowbit_kernels.runtime import launches
 from tests.distributed.test_train_fsdp import shard
 from tests.kernels.interpreted import interpreted
 from tests.qat.lora_layers import LoraLayer
+from tests.qat.test_factors import rounded_by_factors
 from tests.train.problems import linear, outcome, peak_of_a_step, relative, snr, values
 
 INT8 = lowbit.Int8DynamicActivationInt8Weight()
@@ -161,7 +162,7 @@ def expected(model: nn.Module, scheme: Scheme, x: Tensor, upstream: Tensor) -> d
     given: dict[str, Tensor] = {"0.weight": weight, "input": x}
     if learned:
         scale = given["0.weight_scale"] = layer.weight_scale.detach().clone().requires_grad_()
-        rounded = learned_fake_quantize(weight, scale, None, scheme.weight)
+        rounded = rounded_by_factors(weight, scale, None, scheme.weight)
     else:
         rounded = scheme.weight.fake_quantize(weight, weight.dtype)
     spec = scheme.activation

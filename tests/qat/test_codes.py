@@ -17,6 +17,7 @@ from lowbit.numerics.learned_scales import (
     rate_of,
 )
 from lowbit.schemes.scheme import Scheme
+from lowbit.tensor.trained.learned_scales import LearnedScales
 from tests.qat.test_learned_scales import CHOSEN, SPECS, model, moved, tokens, values
 
 
@@ -94,6 +95,7 @@ def test_errors() -> None:
         found[0].weight.copy_(values(24, 96, seed=30, dtype=dtype))
     qat.prepare_(found, Scheme(spec), scales="learned")
     learned = moved(parameters_for(values(24, 96, seed=30, dtype=dtype), spec, dtype), 30)
+    found[0].weight.quantizer = LearnedScales(absolute=True)
     with torch.no_grad():
         found[0].weight_scale.copy_(learned[0])
         found[0].weight_zero.copy_(learned[1])

@@ -30,7 +30,13 @@ from tests.inference.test_conv import (
     net,
 )
 from tests.qat.lora_layers import LoraLayer
-from tests.qat.test_learned_scales import SPECS, moved, reference_gradients, values
+from tests.qat.test_factors import reference_gradients_of_factors
+from tests.qat.test_learned_scales import (
+    SPECS,
+    moved,
+    reference_gradients,
+    values,
+)
 from tests.schemes import over, relative_error, weight_specs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -206,7 +212,7 @@ def test_gradients_of_learned_scales(name: str, rank: int) -> None:
     )
     own = torch.zeros(matrix.shape, dtype=torch.float64)
     own[: seen.shape[0], : seen.shape[1]] = seen
-    own_weight, own_scale, own_zero = reference_gradients(
+    own_weight, own_scale, own_zero = reference_gradients_of_factors(
         matrix, scale.detach(), None if zero is None else zero.detach(), spec, own
     )
     own_weight = own_weight[: seen.shape[0], : seen.shape[1]].view(module.weight.shape)

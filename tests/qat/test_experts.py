@@ -30,7 +30,7 @@ from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import is_learned
-from tests.qat.test_learned_scales import reference_gradients
+from tests.qat.test_factors import reference_gradients_of_factors
 from tests.train.problems import relative, values
 from tests.train.test_grouped import TOKENS, offsets_of
 
@@ -247,7 +247,7 @@ def test_gradients(name, tokens, path) -> None:
         expected["output"].append(rows @ rounded[e].T)
         expected["input"].append(dy @ rounded[e])
         scale, zero = (None if p is None else p.detach()[e] for p in own)
-        parts = reference_gradients(seen.weight[e], scale, zero, spec, dy.T @ rows)
+        parts = reference_gradients_of_factors(seen.weight[e], scale, zero, spec, dy.T @ rows)
         for key, part in zip(("up", "up_scale", "up_zero"), parts, strict=True):
             expected[key].append(part)
         start = end

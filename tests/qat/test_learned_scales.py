@@ -32,7 +32,10 @@ from lowbit.numerics.number_format import Float8, Int
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor import AffineTensor, FakeQuantizedTensor
-from lowbit.tensor.trained.learned_scales import LearnedScales, is_learned
+from lowbit.tensor.trained.learned_scales import (
+    LearnedScales,
+    is_learned,
+)
 
 SPECS = {
     "int4-g32": Spec(Int(4), PerGroup(32)),
@@ -121,7 +124,7 @@ def test_training_starts_at_present_or_searched_scales(spec, dtype, searched):
     expected = (
         spec.search_qparams(w, dtype) if searched else spec.choose_qparams(spec.pad(w), dtype)
     )
-    if not searched and spec.format.bits <= 4 and spec.mapping.startswith("symmetric"):
+    if not searched and spec.format.bits <= 3 and spec.mapping.startswith("symmetric"):
         assert not torch.equal(scale, expected[0])  # the next test has those
         return
     if spec.scale_dtype is not None and dtype is torch.bfloat16:
@@ -136,7 +139,7 @@ def test_training_starts_at_present_or_searched_scales(spec, dtype, searched):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mapping", ["symmetric", "symmetric_no_clipping_err"])
-@pytest.mark.parametrize("fmt", [Int(4), Int(4, signed=False), Int(3), Int(2)], ids=str)
+@pytest.mark.parametrize("fmt", [Int(3), Int(3, signed=False), Int(2)], ids=str)
 @pytest.mark.parametrize("size", [96, 67])
 def test_training_starts_with_no_value_over_half_a_step_beyond_the_codes(fmt, mapping, dtype, size):
     """Against float64. Groups of which the largest value is negative, positive, and on both sides, and of zeros."""
@@ -192,7 +195,8 @@ def test_trained_values_equal_converted_ones(seed, name, dtype):
     if seed % 5 == 0:
         w[..., 3, :] = 0
     parameters = moved(parameters_for(w, spec, dtype), seed)
-    weight = FakeQuantizedTensor(w, Scheme(spec), quantizer=LearnedScales())
+    quantizer = LearnedScales(absolute=seed % 2 == 0)
+    weight = FakeQuantizedTensor(w, Scheme(spec), quantizer=quantizer)
     converted = weight.frozen_by((*parameters, None))
     assert isinstance(converted, AffineTensor)
     assert torch.equal(weight.quantized_by(*parameters), converted.dequantize())
@@ -229,10 +233,10 @@ def reference_gradients(w, scale, zero, spec, grad):
     return torch.where(kept, grad, 0.0).double(), sums[0] * rate_of(spec), sums[1] * RATE
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n for n, s in SPECS.items() if isinstance(s.format, Int) and s.scale_dtype is None],
-)
+OF_INTEGERS = [n for n, s in SPECS.items() if isinstance(s.format, Int) and s.scale_dtype is None]
+
+
+@pytest.mark.parametrize("name", OF_INTEGERS)
 def test_gradients(name):
     """Of weight, scale and zero point, within the range and outside of it. They pass the rounding to a `scale_dtype`
     straight through, which the reference does not know."""
@@ -284,14 +288,14 @@ def test_experts_are_rounded_in_parts(spec, monkeypatch):
 
 
 def test_scales_move_and_stay_exact():
-    """Training changes the scales, and by about an eighth of the learning rate a step."""
+    """Training changes the factors, and by about the learning rate a step."""
     start = model()
     qat.prepare_(start, IntxWeightOnly(4, 32), CHOSEN, scales="learned")
     after = trained(IntxWeightOnly(4, 32), steps=1)
     for name, p in after.named_parameters():
         if name.endswith("_scale"):
-            change = (p - dict(start.named_parameters())[name]).abs().max() * RATE
-            assert 0 < change <= 3.1e-3 * RATE + 1e-5 * RATE * p.abs().max()
+            change = (p - dict(start.named_parameters())[name]).abs().max()
+            assert 0 < change <= 3.1e-3 + 1e-5 * p.abs().max()
 
 
 @pytest.mark.parametrize("name", SPECS)

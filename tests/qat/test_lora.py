@@ -19,11 +19,11 @@ import lowbit as lb
 from lowbit import qat
 from lowbit.layers.frozen import shown_class
 from lowbit.linear.frozen.dequantized import plain_linear
-from lowbit.numerics.learned_scales import learned_fake_quantize
 from lowbit.tensor.trained.adapted import is_merged
 from lowbit.tensor.trained.learned_scales import is_learned, scales_of
 from lowbit_kernels.composed.add_low_rank import add_low_rank
 from tests.qat.lora_layers import LoraEmbedding, LoraLayer, Net
+from tests.qat.test_factors import rounded_by_factors
 from tests.qat.test_training import straight_through
 from tests.schemes import (
     FREE_DYNAMIC,
@@ -579,7 +579,7 @@ def test_learned_scales_of_merged_weights(scheme: lb.Scheme) -> None:
     assert not torch.equal(base.weight_scale, start)
     seen = {n: merged(layer) for n, layer in model.named_children() if isinstance(layer, LoraLayer)}
     scales = {n: scales_of(getattr(model, n).base_layer) for n in seen}
-    expected = {n: learned_fake_quantize(w, *scales[n], scheme.weight) for n, w in seen.items()}
+    expected = {n: rounded_by_factors(w, *scales[n], scheme.weight) for n, w in seen.items()}
     x = torch.randn(5, 64)
     before = model(x)
     qat.convert_(model)
@@ -605,7 +605,7 @@ def test_gradients_of_learned_scales_of_merged_weights() -> None:
     found = torch.autograd.grad(y, (x, scale, layer.lora_A["default"].weight), grad)
     whole = merged(layer).requires_grad_()
     own = scale.detach().clone().requires_grad_()
-    z = F.linear(x, learned_fake_quantize(whole, own, None, INT4.weight), layer.base_layer.bias)
+    z = F.linear(x, rounded_by_factors(whole, own, None, INT4.weight), layer.base_layer.bias)
     assert torch.equal(y, z)
     of_x, of_scale, of_whole = torch.autograd.grad(z, (x, own, whole), grad)
     b, s = layer.lora_B["default"].weight, layer.scaling["default"]

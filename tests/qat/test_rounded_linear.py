@@ -14,11 +14,11 @@ import lowbit
 from lowbit import Scheme, qat
 from lowbit.linear import fused_rounding
 from lowbit.numerics.granularity import PerGroup, PerRow, PerToken
-from lowbit.numerics.learned_scales import learned_fake_quantize
 from lowbit.numerics.number_format import Float8, Int
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.trained.learned_scales import scales_of
 from lowbit_kernels.runtime.launches import counted
+from tests.qat.test_factors import rounded_by_factors
 
 DYNAMIC = Spec(Int(8), PerToken(), "asymmetric")  # of which some codes clip
 SCHEMES = {
@@ -69,7 +69,7 @@ def by_formula(layer: Any, found: dict[str, Tensor]) -> tuple[Tensor, dict[str, 
         t.requires_grad_()
     own = x if scheme.activation is None else scheme.activation.fake_quantize(x)
     if "scale" in leaves:
-        values = learned_fake_quantize(weight, leaves["scale"], leaves.get("zero"), scheme.weight)
+        values = rounded_by_factors(weight, leaves["scale"], leaves.get("zero"), scheme.weight)
     else:
         values = scheme.weight.fake_quantize(weight, weight.dtype)
     y = F.linear(own.double(), values.double(), leaves["bias"].double())

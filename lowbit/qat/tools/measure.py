@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lowbit.convert import Filter, Schemes, Target, check_module, find_targets
 from lowbit.layers.exchange import Held, exchanged
 from lowbit.numerics.code_range import within_range
-from lowbit.numerics.learned_scales import codes_and_residual, qparams
+from lowbit.numerics.learned_scales import codes_and_residual
 from lowbit.numerics.snr import Energies
 from lowbit.numerics.spec import Spec, crop
 from lowbit.progress import progress as bar
@@ -37,7 +37,6 @@ from lowbit.qat.exchange import (
 from lowbit.qat.tools.sensitivity import Sensitivity, SensitivityReport
 from lowbit.qat.weights import in_model_order, prepared_weight
 from lowbit.schemes.scheme import Scheme
-from lowbit.tensor.trained.learned_scales import LearnedScales
 from lowbit.tensor.trained.quantizers import NO_SCALES, PRESENT, Quantizer
 from lowbit.tracing.damage import Measure, damages
 
@@ -190,12 +189,15 @@ class _Rounding:
             )
         parameters = learned_scales(target)
         self.learned = parameters
-        self.quantizer: Quantizer = PRESENT if parameters is None else LearnedScales()
+        own: Any = target.weight
+        self.quantizer: Quantizer = PRESENT if parameters is None else own.quantizer
         tensor = prepared_weight(target, weight, scheme, self.quantizer)
-        frozen = tensor.frozen_by(NO_SCALES if parameters is None else (*parameters, None))
+        scales = NO_SCALES if parameters is None else (*parameters, None)
+        frozen = tensor.frozen_by(scales)
+        frozen_by = self.quantizer.frozen_options(tensor.rows(weight), scheme.weight, scales)
         self.nbytes, self.plain_nbytes = frozen.nbytes_stored(), weight.nbytes
         self.format = tensor.stored_format().removeprefix("QAT ")
-        self.clipped = _clipped_share(tensor.rows(weight), scheme.weight, parameters)
+        self.clipped = _clipped_share(tensor.rows(weight), scheme.weight, frozen_by)
         errors = _Tally()
         errors.add(weight, frozen.dequantize())
         self.weight_snr = errors.decibels()
@@ -236,15 +238,12 @@ class _Rounding:
         )
 
 
-def _clipped_share(
-    weight: Tensor, spec: Spec, parameters: tuple[Tensor, Tensor | None] | None
-) -> float:
-    """The share of elements whose code, before the clamp, lies beyond the range."""
-    if parameters is None:
-        dtype = spec.scale_dtype_for(weight.dtype)
-        scale, zero_point = spec.choose_qparams(spec.pad(weight), dtype)
-    else:
-        scale, zero_point = qparams(spec, *parameters)
+def _clipped_share(weight: Tensor, spec: Spec, frozen_by: dict[str, Any]) -> float:
+    """The share of elements whose code, before the clamp, lies beyond the range. `frozen_by`: what the quantizer
+    gives (`Quantizer.frozen_options`)."""
+    scale, zero_point = frozen_by.get("qparams") or spec.choose_qparams(
+        spec.pad(weight), spec.scale_dtype_for(weight.dtype)
+    )
     codes, _ = codes_and_residual(weight, spec, scale, zero_point)
     fmt = spec.format
     inside = crop(within_range(codes, fmt.dtype, fmt.quant_min, fmt.quant_max), weight.shape)

@@ -18,8 +18,9 @@ from torch.nn import functional as F
 
 from lowbit.linear.coded_linear import CodedWeight, codes_again
 from lowbit.linear.fused_rounding import Inside
+from lowbit.numerics.affine import smallest_scale
 from lowbit.numerics.code_range import within_range
-from lowbit.numerics.learned_scales import RESIDUAL_STEPS, gradients
+from lowbit.numerics.learned_scales import RESIDUAL_STEPS, gradients, of_factors, rate_of
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8
 from lowbit.numerics.spec import crop
@@ -94,8 +95,14 @@ class CodesBeforeClamp:
         """Gradients of the weight and of the parameters `scale` and `zero`, from that of its values."""
         if scale is None:
             return self.passed(grad), None, None
-        residual = self.residual.float() / RESIDUAL_STEPS
-        return gradients(grad, self.codes.float(), residual, self.scheme.weight, scale, zero)
+        residual, spec = self.residual.float() / RESIDUAL_STEPS, self.scheme.weight
+        found = gradients(grad, self.codes.float(), residual, spec, scale, zero)
+        if self.quantizer.absolute:
+            return found
+        # those of the factor and the offset: by the parameter of the present scale, which did not travel
+        least = smallest_scale(torch.float32)
+        unit = self.scale.float().abs() / (scale.float().abs() * rate_of(spec)).clamp(min=least)
+        return found[0], *of_factors(found[1:], unit)
 
     def quantized_by(
         self: Any,

@@ -24,7 +24,6 @@ from lowbit.linear.frozen.checks import autocast_inputs, in_transform, refuse_tr
 from lowbit.linear.fused_rounding import fake_quantize
 from lowbit.linear.operands import Values
 from lowbit.linear.rounded_linear import rounded_linear, rounding_of
-from lowbit.numerics.learned_scales import qparams
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import MixedPrecision
@@ -285,9 +284,10 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
         self, scale: Tensor, zero: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Codes on the grid of the format by learned scales, their scales and zero points, without gradient."""
-        spec = self.scheme.weight
-        found = qparams(spec, scale.detach(), None if zero is None else zero.detach())
-        codes, _, _ = spec.quantize(self.weight.detach(), qparams=found)
+        spec, own = self.scheme.weight, self.weight.detach()
+        scales = scale.detach(), None if zero is None else zero.detach(), None
+        found = self.quantizer.frozen_options(own, spec, scales)["qparams"]
+        codes, _, _ = spec.quantize(own, qparams=found)
         return codes, *found
 
     def coded_by(

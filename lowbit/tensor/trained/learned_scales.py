@@ -1,8 +1,9 @@
 """LearnedScales: scales and zero points of a fake-quantized weight that are trained, as parameters of its module.
 
-Beside the parameter `weight` a module has its scales in the parameter `weight_scale`, and zero points that the mapping
-chooses in `weight_zero`; `lowbit.numerics.learned_scales` defines both. Those of experts in a parameter `up` are
-`up_scale` and `up_zero`. An optimizer, a state dict, FSDP2 and a checkpoint treat them as any other parameter.
+Beside the parameter `weight` a module has the parameter `weight_scale`, a factor of the present scale of each block,
+and `weight_zero`, an offset of the zero points that the mapping chooses; `lowbit.numerics.learned_scales` defines both.
+Those of experts in a parameter `up` are `up_scale` and `up_zero`. An optimizer, a state dict, FSDP2 and a checkpoint
+treat them as any other parameter.
 
 A product needs the weight and the scales, so the module multiplies (`lowbit.layers.prepared`). Other operations have
 the weight alone: it knows its module as long as it is a parameter of it (`hold`).
@@ -19,13 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.linear.coded_linear import CodedWeight
-from lowbit.linear.fused_rounding import learned_fake_quantize
+from lowbit.linear.fused_rounding import learned_fake_quantize, present_parameters
 from lowbit.numerics.learned_scales import (
     RESIDUAL_STEPS,
     codes_and_residual,
+    following,
     parameters_for,
     qparams,
-    rate_of,
+    relative,
     with_gradients_of,
 )
 from lowbit.numerics.lookup_table import LookupTable
@@ -47,12 +49,10 @@ from lowbit.tensor.core import (
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.quantizers import PRESENT, Quantizer, Scales
 
-_CONSTANT = "constant_codes"
-"""The key in the description of a weight whose codes are constant."""
+_CONSTANT, _ABSOLUTE = "constant_codes", "absolute_scales"
+"""The keys of the fields in the description of a weight."""
 SCALE, ZERO = "_scale", "_zero"
 """The ends of the names of the parameters beside a weight, after the weight's own name."""
-_RATE = "scale_rate"
-"""The key of `rate_of` in the description of a weight."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,6 +62,9 @@ class LearnedScales(Quantizer):
     Args:
         constant_codes: True for a frozen weight on the grid of its scales, which train alone. FSDP2 gathers the weight
             itself.
+        absolute: True where the parameters are those of the scales themselves (`as_parameters`), and do not follow the
+            weight: it started from scales that are stored, which a factor would give back to about the last bit only,
+            or its codes are constant.
         attribute: the name of the weight in its module, where FSDP2 looks for the scales.
     """
 
@@ -89,14 +92,21 @@ class LearnedScales(Quantizer):
             )
         return scale, zero, None
 
+    def scales_at(self, values: Tensor, spec: Spec, scales: Scales) -> Scales:
+        factor, offset, same_extremes = scales
+        if self.absolute or factor is None:
+            return factor, offset, None
+        own = values if same_extremes is None else same_extremes
+        return *following(factor, offset, present_parameters(own, spec, factor.dtype)), None
+
     # ---- rounding --------------------------------------------------------------------------------------------
 
     def rounded(self, values: Tensor, spec: Spec, scales: Scales) -> Tensor:
-        scale, zero, _ = scales
+        scale, zero, _ = self.scales_at(values, spec, scales)
         return learned_fake_quantize(values, scale, zero, spec, self.constant_codes)  # type: ignore[arg-type]
 
     def coded(self, values: Tensor, spec: Spec, scales: Scales) -> CodedWeight:
-        scale, zero, _ = scales
+        scale, zero, _ = self.scales_at(values, spec, scales)
         assert scale is not None
         own = values.detach()
         by, _ = qparams(spec, scale, zero)
@@ -105,7 +115,7 @@ class LearnedScales(Quantizer):
         return CodedWeight(codes, by, handle, own)
 
     def frozen_options(self, values: Tensor, spec: Spec, scales: Scales) -> dict[str, Any]:
-        scale, zero, _ = scales
+        scale, zero, _ = self.scales_at(values, spec, scales)
         assert scale is not None
         return {"qparams": qparams(spec, scale, zero)}
 
@@ -120,7 +130,7 @@ class LearnedScales(Quantizer):
 
     def like(self, other: Quantizer) -> bool:
         """Whatever the names of both."""
-        return isinstance(other, LearnedScales) and self.constant_codes == other.constant_codes
+        return isinstance(other, LearnedScales) and replace(other, attribute=self.attribute) == self
 
     def splits_rows(self, spec: Spec) -> bool:
         """Parts of a row may share its scale, which is given."""
@@ -138,10 +148,9 @@ class LearnedScales(Quantizer):
         entry: Any,
         assign: bool,
     ) -> dict[str, Tensor]:
-        """Starting scales and zero points, for a state dict of a plain model, which has this weight and no scales. For
-        one whose scales were held by another factor, the scale times the quotient.
+        """Starting scales and zero points, for a state dict of a plain model, which has this weight and no scales.
 
-        Raises ValueError for scales whose description, `entry`, is of another scheme."""
+        Raises ValueError for scales whose description, `entry`, is of another scheme or form."""
         value = state_dict.get(prefix + name)
         plain = isinstance(value, Tensor) and not isinstance(local(value), LowbitTensor)
         own = scales_of(module, name)
@@ -151,13 +160,7 @@ class LearnedScales(Quantizer):
         given = [e is not None and e is not p for e, p in zip(entries, own, strict=True)]
         spec = weight.scheme.weight
         if any(given):
-            _check_described(spec, prefix + name, entry)
-        if (
-            isinstance(entries[0], Tensor)
-            and given[0]
-            and (factor := _factor_of(spec, entry)) != 1.0
-        ):
-            return {keys[0]: entries[0] * factor}
+            self._check_described(spec, prefix + name, entry)
         if self.constant_codes or not plain or any(given):
             return {}
         assert isinstance(value, Tensor)
@@ -172,15 +175,32 @@ class LearnedScales(Quantizer):
         }
 
     def to_json(self, spec: Spec) -> dict[str, Any]:
-        constant = {_CONSTANT: True} if self.constant_codes else {}
-        return {"quantizer": self.name, _RATE: rate_of(spec), **constant}
+        own = {_CONSTANT: self.constant_codes, _ABSOLUTE: self.absolute}
+        return {"quantizer": self.name, **{key: True for key, value in own.items() if value}}
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Quantizer:
-        constant = data.get(_CONSTANT, False)
-        if not isinstance(constant, bool):
-            raise ValueError(f"{_CONSTANT} is true or false, got {constant!r}")
-        return cls(constant)
+        found = {key: data.get(key, False) for key in (_CONSTANT, _ABSOLUTE)}
+        for key, value in found.items():
+            if not isinstance(value, bool):
+                raise ValueError(f"{key} is true or false, got {value!r}")
+        return cls(constant_codes=found[_CONSTANT], absolute=found[_ABSOLUTE])
+
+    def _check_described(self, spec: Spec, key: str, entry: Any) -> None:
+        """Raise ValueError unless the parameters of the weight `key`, with the description `entry`, mean the same
+        scales here."""
+        if not isinstance(entry, Mapping) or "scheme" not in entry:
+            return
+        found, absolute = Scheme.from_dict(entry["scheme"]).weight, entry.get(_ABSOLUTE, False)
+        fits = spec.same_values(found) and (absolute or spec.mapping == found.mapping)
+        if fits and absolute == self.absolute:
+            return
+        form = {True: "that do not follow the weight", False: "that follow the weight"}
+        raise ValueError(
+            f"{key} has learned scales of {found} {form[absolute]} in the state dict, and of {spec} "
+            f"{form[self.absolute]} in the model; prepare the model by the same scheme, from a weight that is packed, "
+            f"or plain, as that one was, or leave out the entries {key}{SCALE} and {key}{ZERO}, which then start anew"
+        )
 
     # ---- FSDP2 -----------------------------------------------------------------------------------------------
 
@@ -201,8 +221,9 @@ class LearnedScales(Quantizer):
         if travels or not of_rows:
             self.check_exact(shard, gather)
             return None
-        scale, zero = map(local, scales_of(gather.module, self.attribute))
-        scale, zero_point = qparams(spec, scale, zero)
+        factor, offset = map(local, scales_of(gather.module, self.attribute))
+        by: Any = self.scales_at(weight, spec, (factor, offset, None))
+        scale, zero_point = qparams(spec, *by[:2])
         codes, residual = codes_and_residual(weight, spec, scale, zero_point)
         residual = (residual * RESIDUAL_STEPS).round().clamp(-127, 127).to(torch.int8)
         tensors = {"codes": spec.narrowed(codes), "residual": residual, "scale": scale}
@@ -233,26 +254,11 @@ def starting_parameters(
     ones. `searched`: as for `parameters_for`."""
     values, spec = weight.weight if values is None else values, weight.scheme.weight
     free = replace(spec, scale_dtype=None)
-    dtype = free.scale_dtype_for(values.dtype)
-    return parameters_for(weight.rows(values), spec, dtype, searched)
-
-
-def _factor_of(spec: Spec, entry: Any) -> float:
-    """The factor for the scale parameter of a state dict, whose description is `entry`: of a model with another
-    scheme, whose scales are divided by another rate."""
-    own = rate_of(spec)
-    return entry.get(_RATE, own) / own if isinstance(entry, Mapping) else 1.0
-
-
-def _check_described(spec: Spec, key: str, entry: Any) -> None:
-    if not isinstance(entry, Mapping) or "scheme" not in entry:
-        return
-    found = Scheme.from_dict(entry["scheme"]).weight
-    if not spec.same_values(found):
-        raise ValueError(
-            f"{key} has learned scales of {found} in the state dict, and of {spec} in the model; prepare the model "
-            f"by the same scheme, or leave out the entries {key}{SCALE} and {key}{ZERO}, which then start anew"
-        )
+    dtype, rows = free.scale_dtype_for(values.dtype), weight.rows(values)
+    found = parameters_for(rows, spec, dtype, searched)
+    if weight.quantizer.absolute or rows.is_meta:
+        return found
+    return relative(present_parameters(rows, spec, dtype), found)
 
 
 # ---- a weight that its module reads ----------------------------------------------------------------------------------

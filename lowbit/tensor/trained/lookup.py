@@ -43,11 +43,12 @@ def rows_of(
         return weight.rounded(F.embedding(indices, values, *args, **kwargs)).to(weight.dtype)
     index = indices.reshape(-1)
     rows = F.embedding(index, values, *args, **kwargs)
-    if not shared:  # one scale for the table is that of any rows of it
+    table = values.detach() if shared else None  # its scale is that of any rows of it
+    if not shared:
         scale, zero = (
             None if t is None else F.embedding(index, t, *args, **kwargs) for t in (scale, zero)
         )
-    found = weight.rounded(rows, scale, zero)
+    found = weight.rounded(rows, scale, zero, table)
     return found.view(*indices.shape, values.shape[1]).to(weight.dtype)
 
 

@@ -38,10 +38,11 @@ from lowbit.tensor.core import Gather, Wire, rounding_inputs
 from lowbit.tensor.trained.packed_codes import packed, saves
 
 Scales = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""What a product takes beside the weight: the parameters of learned scales and zero points, and what the scales of
-siblings share. Each may be None."""
+"""What a product takes beside the weight: the parameters of learned scales and zero points; and what the scales of
+siblings share, or for learned scales other values of the same extremes, where the weight is a part of its blocks. Each
+may be None."""
 NO_SCALES: Scales = (None, None, None)
-_NOT_STORED = ("constant_codes", "packs")
+_NOT_STORED = ("constant_codes", "absolute", "packs")
 """Fields of quantizers that a description writes elsewhere, or not."""
 
 
@@ -51,6 +52,7 @@ class Quantizer:
 
     Attributes:
         constant_codes: True where scales train alone: their gradient is that of constant codes.
+        absolute: True where the parameters of learned scales do not follow the weight.
     """
 
     kinds: ClassVar[dict[str, type[Quantizer]]] = {}
@@ -68,6 +70,7 @@ class Quantizer:
     is_describable: ClassVar[bool] = True
     """True if a description suffices to read a weight back: it needs no other weight."""
     constant_codes: bool = False
+    absolute: bool = False
 
     def __repr__(self) -> str:
         others = (f for f in fields(self) if getattr(self, f.name) != f.default)
@@ -95,6 +98,10 @@ class Quantizer:
     def qparams(self, values: Tensor, spec: Spec, scales: Scales) -> tuple[Tensor, Tensor | None]:
         """The scale and the zero point by which `values`, plain and padded to whole blocks, are rounded now."""
         return spec.choose_qparams(values, spec.scale_dtype_for(values.dtype))
+
+    def scales_at(self, values: Tensor, spec: Spec, scales: Scales) -> Scales:
+        """`scales` as the formulas take them for plain `values` [..., N, K]: those that follow the weight, computed."""
+        return scales
 
     # ---- rounding --------------------------------------------------------------------------------------------
 
