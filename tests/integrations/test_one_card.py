@@ -187,7 +187,7 @@ def test_compiled_blocks_share_their_graphs(monkeypatch: pytest.MonkeyPatch) -> 
         steps = [one_card.train_step(model, t[:, :-1], t[:, 1:], config) for t in tokens]
         ends.append(torch.stack(steps))
         assert counters["stats"]["unique_graphs"] == (2 if compiled else 0)
-    assert relative(ends[1], ends[0]) < 1e-2 and (ends[0].diff().abs() > 1e-3).all()
+    assert relative(ends[1], ends[0]) < 1e-2 and (ends[0].diff().abs() > 1e-4).all()
     with pytest.raises(one_card.UserError, match="Linear has no block that transformers can"):
         one_card.checkpoint_blocks(nn.Linear(2, 2), draws=False)
 
@@ -388,7 +388,7 @@ def test_a_replayed_graph_trains_as_the_step_does(
             batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
             losses.append(run(*batch).item())
         ends.append(torch.tensor(losses))
-    assert relative(ends[1], ends[0]) < 1e-2 and (ends[0].diff().abs() > 1e-3).all()
+    assert relative(ends[1], ends[0]) < 1e-2 and (ends[0].diff().abs() > 1e-4).all()
 
 
 @pytest.mark.parametrize(
