@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
@@ -60,13 +62,27 @@ def test_opcheck(case: Case) -> None:
 
 INTERPRETED = """
 import json, torch
-from tests.kernels.test_batched_mm import SMALL, is_right, scaled
+from tests.kernels.test_batched_mm import SMALL, is_right, scaled, with_maps
 
 torch.manual_seed(0)
 # the interpreter (triton 3.7) multiplies the bits of bfloat16 as integers
 cases = [case for case in SMALL if case.dtype == torch.float16]
-print(json.dumps({**{case.name: is_right(case) for case in cases}, **scaled("cpu")}))
+print(json.dumps({**{case.name: is_right(case) for case in cases}, **scaled("cpu"), **with_maps()}))
 """
+
+
+def with_maps() -> dict[str, bool]:
+    """True if results by tensor maps are right, with an addend that begins where tensor maps may, and where not."""
+    found = {}
+    for start in (0, 1):
+        a, b = torch.randn(2, 64, 64).half(), torch.randn(2, 64, 128).half()
+        addend = torch.randn(2 * 64 * 128 + 1).half()[start:][: 2 * 64 * 128].view(2, 64, 128)
+        with mock.patch.object(module, "has_large_tiles", lambda device: True), counted() as calls:
+            out = batched_mm(a, b, addend=addend, alpha=0.5, beta=2.0)
+        exact = 0.5 * (a.double() @ b.double()) + 2 * addend.double()
+        assert calls == {("batched_mm", "maps"): 1}
+        found[f"maps, addend from {start}"] = off(out, exact) < 3e-4
+    return found
 
 
 def scaled(device: str) -> dict[str, bool]:

@@ -238,7 +238,7 @@ def _launch(a, b, addend, symmetric, alpha, beta, gamma, out_dtype) -> Tensor | 
     # A tile that ends below its matrix would be stored over the next one. Of float32 only one square tile has room.
     has_room = out.element_size() == 2 or (symmetric and addend is None)
     out_maps = maps and m % size_m == 0 and has_room
-    added = out if addend is None else addend.contiguous()
+    added = out if addend is None else aligned(addend)
     with torch.cuda.device_of(a):
         _kernel[(min(count * tiles, _programs(a.device)),)](
             _map(a, (size_k, size_m) if a_turned else (size_m, size_k)) if maps else a,
