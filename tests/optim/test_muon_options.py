@@ -59,9 +59,11 @@ def test_four_scaled_steps_come_nearer_than_five():
     assert distance(4, "gram") < distance(5, "norm") < distance(4, "norm")
 
 
+@pytest.mark.parametrize("eps", [1e-7, 1e-30])
 @pytest.mark.parametrize("scaling", ["norm", "gram"])
-def test_zeros_and_rows_of_zeros(scaling):
-    options = {"steps": 4, "eps": 1e-7, "scaling": scaling}
+def test_zeros_and_rows_of_zeros(scaling, eps):
+    """Also where float32 rounds the square of eps to 0."""
+    options = {"steps": 4, "eps": eps, "scaling": scaling}
     x = torch.stack([torch.zeros(8, 12), rand(8, 12)])
     x[1, 3] = 0
     for found in (

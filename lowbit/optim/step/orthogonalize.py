@@ -130,7 +130,9 @@ def by_batch(
 
 def _row_factors(gram: Tensor, eps: float) -> Tensor:
     """s of the module for Gram matrices [count, m, m], float32 [count, m]."""
-    return row_norms(gram, 1).clamp_min_(eps * eps).rsqrt_()
+    # A bound that float32 rounds to 0 would make rows of zeros NaN.
+    least = max(eps * eps, torch.finfo(torch.float32).tiny)
+    return row_norms(gram, 1).clamp_min_(least).rsqrt_()
 
 
 def _ordinary_form(
