@@ -188,7 +188,7 @@ def test_more_tiles_than_a_grid_holds_are_declined() -> None:
 INTERPRETED = """
 import json, torch
 from benchmarks.cases.expert_linear import CASES
-from lowbit_kernels.runtime import launch_plan, launches
+from lowbit_kernels.runtime import launches
 from tests.kernels.test_expert_linear import exact, off, op
 
 results = {}
