@@ -114,9 +114,10 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = ("steps", "batch_size", "context", "vocabulary_rows", "save_every")
+        counts = ("steps", "batch_size", "vocabulary_rows", "save_every")
         checks = [
             *((name, getattr(self, name) >= 1, "at least 1") for name in counts),
+            ("context", self.context >= 2, "at least 2"),
             *((name, getattr(self, name) >= 0, "0 or more") for name in
               ("warmup_steps", "weight_decay", "clip", "memory_gib", "seed")),
             ("lr", 0 < self.lr < math.inf, "finite and above 0"),
@@ -266,6 +267,11 @@ def first_pass(model: Any, tokens: Tensor, config: Config) -> tuple[Tensor, bool
         hook.remove()
     first, rows = seen[0][0, : labels.shape[1] - 1], config.vocabulary_rows
     loss: Any = ChunkedCrossEntropy.apply(first, head.weight, labels[0, 1:], rows)
+    if not math.isfinite(own):
+        raise UserError(
+            f"the loss of the model as it was loaded is {own}: its weights have NaN or infinite values, or its "
+            "activations leave bfloat16; load or save it again"
+        )
     if not abs(own - loss.item()) <= 0.01 * abs(own):
         raise UserError(
             f"the model's own loss is {own:.4f}, and that of its hidden states times its head's weight "

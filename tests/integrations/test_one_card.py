@@ -259,6 +259,14 @@ def test_a_head_that_does_more_than_multiply_is_refused(kind: str) -> None:
         one_card.first_pass(model.train(), torch.randint(100, (40,)), Config())
 
 
+def test_weights_with_nan_are_refused_by_name() -> None:
+    model = prepared_model("tiny", Config(), CPU)
+    with torch.no_grad():
+        model.base_model.norm.weight[3] = math.nan
+    with pytest.raises(one_card.UserError, match="as it was loaded is nan: its weights have NaN"):
+        one_card.first_pass(model, torch.arange(40), Config())
+
+
 def test_what_a_models_tables_do_not_hold_is_refused() -> None:
     """Learned positions and embeddings, the last entry of which is accepted."""
     from transformers import AutoModelForCausalLM, GPT2Config
@@ -334,6 +342,7 @@ def test_what_a_step_keeps() -> None:
     [
         (["--set", "weights=int3"], "weights is int3; accepted: int8 or int4"),
         (["--set", "lr=0"], "lr is 0; accepted: finite and above 0"),
+        (["--set", "context=1"], "context is 1; accepted: at least 2"),
         (["--set", "context=90000"], "tokens are too few for sequences of 90000"),
         (["--set", "model.dim=3"], "with NAME one of steps, "),
         (["--model", "9b"], "--model 9b: accepted: a folder with config.json, or"),
