@@ -158,6 +158,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="of learned rounding")
     parser.add_argument("--methods", default=";".join(METHODS))
     options = parser.parse_args()
+    names = options.methods.split(";")
+    if unknown := [name for name in names if name not in METHODS]:
+        parser.error(f"no method {unknown[0]!r}; known: {'; '.join(METHODS)}")
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
     print(f"{torch.cuda.get_device_name() if on_gpu else 'CPU'}, torch {torch.__version__}")
@@ -165,7 +168,7 @@ def main() -> None:
     print(
         "| method | s a block | 32 blocks, min | peak GiB | of the model |\n|---|--:|--:|--:|--:|"
     )
-    for name in options.methods.split(";"):
+    for name in names:
         length, method = METHODS[name]
         tokens = torch.randint(VOCABULARY, (options.sequences, length), device=device)
         method(model_of(1, device), tokens[:8], 2)
