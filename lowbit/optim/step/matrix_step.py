@@ -50,8 +50,8 @@ from lowbit.tensor.frozen.codebook_tensor import CodebookTensor
 from lowbit_kernels.elementwise.fused_step import COLUMN, Rule, StepVariant
 
 BATCH = 2**27
-"""Elements that a rank orthogonalizes at once, such as eight matrices of 2048 x 8192. They fill a GPU, and take 1.75 GiB
-for the time of the step."""
+"""Elements that a rank orthogonalizes at once, such as eight matrices of 2048 x 8192. They fill a GPU, and take
+1.75 GiB for the time of the step."""
 _DESCENT = Rule(**muon_formula.DESCENT)
 
 

@@ -31,7 +31,8 @@ whole matrix::
     X = diag(s) X,  s_i = max(sum_j |A_ij|, eps**2)^-1/2,  A = X X^T
 
 No singular value is above 1 then, and most are far larger than after division by the norm: 4 iterations come as near as
-5, except for wide matrices whose rows are alike. The polar factor is that of diag(s) X, which differs from X's where rows are not orthogonal.
+5, except for wide matrices whose rows are alike. The polar factor is that of diag(s) X, which differs from X's where
+rows are not orthogonal.
 
 **Formats.** The batched iteration stores matrices in float16 and sums in float32. No singular value of X is above 1, so
 no value leaves the range of float16, which has three bits more than bfloat16. The A of the scaling is float32. Relative
