@@ -3,8 +3,8 @@
     python -m recipes.torchtitan.export --job.config_file recipes/torchtitan/debug.toml --out model.safetensors
 
 The options are those of the run, so that the model is prepared as it was in training. The last checkpoint is converted,
-or the one of `--checkpoint.load_step`: QAT to exactly the quantized weights that it trained, int8 and ternary weights
-to those for inference. Weights that were trained in high precision stay in it.
+or the one of `--checkpoint.load_step`: QAT to exactly the quantized weights that it trained, int8, int4 and ternary
+weights to those for inference. Weights that were trained in high precision stay in it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def convert(model: nn.Module, config: Any) -> lowbit.Report | None:
         return None
     if config.lowbit.qat:
         return lowbit.qat.convert_(model)
-    if isinstance(scheme, lowbit.Int8Weight | lowbit.BitNet):
+    if isinstance(scheme, lowbit.Int8Weight | lowbit.Int4Weight | lowbit.BitNet):
         return lowbit.train.convert_(model)
     return lowbit.train.restore_(model)
 

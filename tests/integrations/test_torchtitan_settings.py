@@ -67,6 +67,7 @@ from lowbit.interop.torchtitan.metrics import MeasuredSteps, Measurement  # noqa
 from lowbit.interop.torchtitan.settings import qat_scheme  # noqa: E402
 from lowbit.torchtitan import Lowbit, LowbitConverter  # noqa: E402
 from lowbit.tracing import tracer  # noqa: E402
+from recipes.torchtitan import export  # noqa: E402
 
 CPU = torch.device("cpu")
 QAT = ["--lowbit.qat", "int4"]
@@ -203,6 +204,23 @@ def test_layers_that_stay_as_they_are():
     assert idle.endswith("on a CPU their products run in high precision, unless always=True")
 
 
+@pytest.mark.parametrize(
+    ("train", "kind"),
+    [
+        ("int8_weights", lowbit.AffineTensor),
+        ("int4_weights", lowbit.AffineTensor),
+        ("bitnet", lowbit.TernaryTensor),
+        ("int8", nn.Parameter),
+    ],
+)
+def test_low_bit_weights_are_exported_in_low_bits(train, kind):
+    chosen = SimpleNamespace(lowbit=Lowbit(train=train))
+    model = nn.ModuleDict({"wq": nn.Linear(512, 512)})
+    settings.prepare(model, settings.scheme_of(chosen.lowbit, CPU), chosen.lowbit)
+    export.convert(model, chosen)
+    assert type(model.wq.weight) is kind
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
 def test_recipes_are_read_and_their_models_prepared(path, monkeypatch):
     """Every configuration of the recipes, on meta, at its full size."""
@@ -254,7 +272,11 @@ def parsed(*options: str):
         (["--lowbit.train", "int5"], r"no training scheme 'int5'"),
         (
             ["--lowbit.train", "int8_weights", "--checkpoint.last_save_in_hf"],
-            r"checkpoint.last_save_in_hf: int8 weights have no form in Hugging Face's",
+            r"checkpoint.last_save_in_hf: weights of Int8Weight have no form in Hugging Face's",
+        ),
+        (
+            ["--lowbit.train", "int4_weights", "--checkpoint.last_save_in_hf"],
+            r"checkpoint.last_save_in_hf: weights of Int4Weight have no form in Hugging Face's",
         ),
         (
             [*QAT, "--lowbit.qat_scales", "learned", "--checkpoint.last_save_in_hf"],

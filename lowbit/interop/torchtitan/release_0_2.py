@@ -96,8 +96,8 @@ def check(config: TitanConfig, parallel_dims: Any) -> None:
         )
     if hf and isinstance(scheme, (Int4Weight, Int8Weight)):
         raise ValueError(
-            f"checkpoint.{hf[0]}: int8 weights have no form in Hugging Face's checkpoints; load and save DCP "
-            "checkpoints, and convert one afterwards by lowbit.train.restore_"
+            f"checkpoint.{hf[0]}: weights of {type(scheme).__name__} have no form in Hugging Face's checkpoints; "
+            "load and save DCP checkpoints, and convert one afterwards by lowbit.train.restore_"
         )
 
 
