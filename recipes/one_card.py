@@ -201,13 +201,13 @@ def prepared_model(name: str, config: Config, device: torch.device) -> Any:
 
 
 def prepare(model: Any, config: Config, device: torch.device) -> Any:
-    """Round all matrices of a model in bfloat16. Products of the embedding, which has none unless the head shares it,
-    stay in high precision."""
+    """Round all matrices of a model in bfloat16. Embedding and head have one scheme, as a tied weight needs. Neither has
+    products of a linear: rows are looked up, and `ChunkedCrossEntropy` multiplies rows of the head itself."""
     embedding = next(n for n, m in model.named_modules() if m is model.get_input_embeddings())
-    scheme = linears = SCHEMES[config.weights]
+    scheme = SCHEMES[config.weights]
     if config.int8_products:
-        linears = replace(scheme, output=True, grad_input=True, grad_weight=True)
-    report = lowbit.train.prepare_(model, {embedding: scheme, "*": linears}, device=device)
+        scheme = replace(scheme, output=True, grad_input=True, grad_weight=True)
+    report = lowbit.train.prepare_(model, {embedding: scheme, "*": scheme}, device=device)
     print(str(report).splitlines()[0])
     return model.train()
 
