@@ -201,8 +201,8 @@ def prepared_model(name: str, config: Config, device: torch.device) -> Any:
 
 
 def prepare(model: Any, config: Config, device: torch.device) -> Any:
-    """Round all matrices of a model in bfloat16. Embedding and head have one scheme, as a tied weight needs. Neither has
-    products of a linear: rows are looked up, and `ChunkedCrossEntropy` multiplies rows of the head itself."""
+    """Round all matrices of a model in bfloat16. Embedding and head have one scheme, as a tied weight needs. Neither
+    runs int8 products: rows are looked up, and `ChunkedCrossEntropy` multiplies the head's values."""
     embedding = next(n for n, m in model.named_modules() if m is model.get_input_embeddings())
     scheme = SCHEMES[config.weights]
     if config.int8_products:
@@ -332,6 +332,16 @@ def tokens_of(name: str, source: Path | None) -> Tensor:
     return torch.frombuffer(bytearray("".join(texts).encode()), dtype=torch.uint8).int()
 
 
+def check_length(tokens: Tensor, context: int) -> None:
+    """UserError for a text of fewer than two sequences."""
+    if len(tokens) < 2 * (context + 1):
+        longest = len(tokens) // 2 - 1
+        shorter = f", or a shorter context: --set context={longest}" if longest >= 2 else ""
+        raise UserError(
+            f"{len(tokens)} tokens are too few for sequences of {context}; give --data more text{shorter}"
+        )
+
+
 def make_optimizer(params: list[nn.Parameter], config: Config) -> lowbit.optim.AdamW:
     return lowbit.optim.AdamW(
         params,
@@ -389,11 +399,7 @@ def train(options: argparse.Namespace) -> None:
     config, device = override(Config(), options.set), choose_device()
     shape = shape_of(options.model, config)
     tokens = tokens_of(options.model, options.data)
-    if len(tokens) < 2 * (config.context + 1):
-        raise UserError(
-            f"{len(tokens)} tokens are too few for sequences of {config.context}; give --data more text, or a shorter "
-            "context: --set context=128"
-        )
+    check_length(tokens, config.context)
     with torch.device("meta"):  # before minutes of loading and rounding
         empty = AutoModelForCausalLM.from_config(shape)
     blocks_of(empty)
@@ -442,7 +448,9 @@ def train(options: argparse.Namespace) -> None:
             save(path, step + 1, config, source, model, optimizer, clipping)
             print(f"wrote {path}")
     if seconds:
-        print_figures(" ".join(options.set), seconds, config.batch_size * config.context, device)
+        given = dict(setting.split("=", 1) for setting in options.set)  # the last of a name counts
+        name = " ".join(f"{key}={value}" for key, value in given.items())
+        print_figures(name, seconds, config.batch_size * config.context, device)
     if path:
         write_model(model, options)
 

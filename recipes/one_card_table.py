@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from recipes import one_card, pages, text
+from recipes.command_line import UserError, exit_status
 from recipes.device import choose_device
 from recipes.graphed_step import GraphedStep
 
@@ -98,7 +99,8 @@ def table_of(rows: dict[str, list[str]]) -> str:
     return pages.table(HEADER, cells)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
+    """Return what the recipe's `main` does: 0 when done, 2 after a mistake that the user can correct."""
     known = [*PLAIN, *RECIPE]
     parser = argparse.ArgumentParser(
         prog="python -m recipes.one_card_table", description="Time 8B on one card."
@@ -111,6 +113,15 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--plain", choices=PLAIN, help=argparse.SUPPRESS)  # the process of a row
     options = parser.parse_args(arguments)
+    return exit_status(lambda: measure(options))
+
+
+def measure(options: argparse.Namespace) -> None:
+    if choose_device().type != "cuda":
+        raise UserError(
+            "the table is of a GPU, whose memory its rows limit, and there is none; on a CPU give the recipe's "
+            "command: python -m recipes.one_card --model tiny --measure"
+        )
     if options.plain:
         train_plain(options.model, options.data, options.steps, PLAIN[options.plain])
         return
@@ -125,11 +136,11 @@ def main(arguments: list[str] | None = None) -> None:
         command = [sys.executable, "-m", *line, "--model", options.model, *given]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
         if done.returncode:
-            raise SystemExit(f"{name} failed, and its error stands above: {' '.join(command)}")
+            raise UserError(f"{name} failed, and its error stands above: {' '.join(command)}")
         rows[name] = figures_in(done.stdout)
         print(f"{name}: {', '.join(rows[name])}", flush=True)
     print(table_of(rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

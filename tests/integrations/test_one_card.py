@@ -280,7 +280,9 @@ def test_what_a_models_tables_do_not_hold_is_refused() -> None:
         one_card.check_reach(model, torch.tensor([0, 100]), Config(context=32))
 
 
-def test_a_folder_with_a_tied_head_in_int4_with_int8_products(source: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_folder_with_a_tied_head_in_int4_with_int8_products(
+    source: Path, tmp_path: Path, capsys: Any
+) -> None:
     """Errors of rounding go into the momentum. The written model is the trained one: its loss is lower."""
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
@@ -343,7 +345,7 @@ def test_what_a_step_keeps() -> None:
         (["--set", "weights=int3"], "weights is int3; accepted: int8 or int4"),
         (["--set", "lr=0"], "lr is 0; accepted: finite and above 0"),
         (["--set", "context=1"], "context is 1; accepted: at least 2"),
-        (["--set", "context=90000"], "tokens are too few for sequences of 90000"),
+        (["--set", "context=90000"], "tokens are too few for sequences of 90000; give --data more"),
         (["--set", "model.dim=3"], "with NAME one of steps, "),
         (["--model", "9b"], "--model 9b: accepted: a folder with config.json, or"),
         (["--set", "memory_gib=8"], "memory_gib=8 limits a GPU; leave it out on a CPU"),
@@ -358,6 +360,15 @@ def test_mistakes(
     )
     assert message in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+def test_a_context_that_is_too_long_gets_the_longest(
+    source: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert main(command(source, tmp_path / "x", "context=90000")) == 2
+    longest = int(capsys.readouterr().err.rpartition("--set context=")[2])
+    assert longest < 90000
+    assert 2 * (longest + 1) <= len(one_card.tokens_of("tiny", source)) < 2 * (longest + 2)
 
 
 @pytest.mark.gpu
@@ -436,7 +447,8 @@ def test_figures_are_a_row_of_a_table(source: Path, tmp_path: Path, capsys: Any)
     header, rule, row = (line for line in printed.splitlines() if line.startswith("|"))
     assert header == "| settings | GiB | ms | tokens/s |" and rule == "|---|--:|--:|--:|"
     settings, memory, ms, speed = (cell.strip() for cell in row.strip("|").split("|"))
-    assert settings.endswith("steps=8 weights=int4 int8_products=True")
+    assert settings.startswith("steps=8 context=64 ")  # the first steps=6 does not count
+    assert settings.endswith(" weights=int4 int8_products=True")
     assert 0.1 < float(memory) < 10
     assert float(speed.replace(",", "")) == pytest.approx(
         4 * 64 / float(ms.replace(",", "")) * 1e3, rel=0.01

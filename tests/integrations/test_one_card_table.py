@@ -55,3 +55,11 @@ def test_ratios_of_tokens_a_second() -> None:
         "| bf16 | 61.5 | 289 | 7,094 |  |  |",
         "| int4 products | 14.40 | 204.1 | 10,032 | 1.41 |  |",
     ]
+
+
+def test_without_a_gpu_nothing_is_loaded(monkeypatch: Any, capsys: Any) -> None:
+    """Its model is 8B by default, which would fill the host's memory first."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(table.subprocess, "run", None)
+    assert table.main([]) == 2
+    assert "the table is of a GPU, whose memory its rows limit" in capsys.readouterr().err
