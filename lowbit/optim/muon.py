@@ -215,8 +215,10 @@ class Muon(MatrixBase):
     def _loaded_state(
         self, group: dict[str, Any], param: Tensor, saved: dict[str, Any], name: str
     ) -> dict[str, Any]:
-        if saved and group["use_muon"] and "step" not in saved:  # torch.optim.Muon counts none
-            saved = {"step": 0.0, **saved}
+        if saved and group["use_muon"] and "step" not in saved:
+            # torch.optim.Muon counts none, and has no moments of rows: they begin as at a first step.
+            begun = {key: new() for key, new in self.other_states(group, param).items()}
+            saved = {"step": 0.0, **begun, **saved}
         return super()._loaded_state(group, param, saved, name)
 
 

@@ -139,6 +139,19 @@ def test_checkpoints():
     optim.Muon8bit(parameters((65, 96))).load_state_dict(old)
 
 
+def test_moments_of_rows_begin_where_torch_has_none():
+    params = parameters((65, 96))
+    theirs = torch.optim.Muon(params)
+    run(theirs, params, 2)
+    others = [nn.Parameter(p.detach().clone()) for p in params]
+    optimizer = optim.Muon8bit(others, **BOTH)
+    optimizer.load_state_dict(theirs.state_dict())
+    moment = optimizer.state[others[0]]["row_moment"]
+    assert moment.shape == (65,) and not moment.any()
+    run(optimizer, others, 1, first=2)
+    assert moment.all() and not torch.equal(*params, *others) and others[0].isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
