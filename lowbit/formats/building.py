@@ -94,7 +94,8 @@ def built(folder: Folder | GgufFile) -> nn.Module:
     names = folder.config.get("architectures")
     if not isinstance(names, list) or not names:
         raise FormatError(
-            f"{folder.path}: config.json names no architecture; give the module to fill, model="
+            f"{folder.path}: config.json names no architecture of transformers, which would build the model; in Python "
+            "give the module to fill, model="
         )
     count = len(folder.names())
     with damage_of(f"{folder.path}"):

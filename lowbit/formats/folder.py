@@ -193,7 +193,11 @@ class Folder:
     def _json(self, name: str) -> dict[str, Any]:
         path = self.path / name
         if not _is_file(path):
-            raise FormatError(f"{self.path} has no {name}, so it is not a folder of a model")
+            parts = sorted(p.parent.name for p in self.path.glob("*/config.json"))
+            why = ", so it is not a folder of a model"
+            if parts and _is_file(self.path / "model_index.json"):
+                why = f": it is a pipeline of diffusers; give the folder of a part: {', '.join(parts)}"
+            raise FormatError(f"{self.path} has no {name}{why}")
         return read_json(path)
 
     def _of_modelopt(self) -> Mapping[str, Any] | None:

@@ -289,6 +289,8 @@ REFUSED = {
     "eval untokenized --data text.txt": "has no tokenizer",
     "generate model-int4 --prompt ''": "at least one word",
     "generate unnamed --prompt the": "names no architecture",
+    "quantize pipeline --out out": "has no config.json: it is a pipeline of diffusers; give the folder "
+    "of a part: transformer, vae",
 }
 
 
@@ -303,6 +305,10 @@ def test_refusals_are_one_line(
     (home / "untokenized/tokenizer.json").unlink()
     add_tokenizer(make_model(home / "unnamed"))
     (home / "unnamed/config.json").write_text("{}")
+    for part in ("transformer/config", "vae/config", "model_index"):
+        path = home / "pipeline" / f"{part}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
     capfd.readouterr()
     assert main(shlex.split(line)) == 1
     printed = capfd.readouterr()
