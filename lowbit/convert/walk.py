@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lowbit.convert.adapters import adapter_modules
 from lowbit.convert.by_name import check_schemes, first_match, matches, of_unused, unused
-from lowbit.convert.choice import Choice
+from lowbit.convert.choice import NAMED, Choice
 from lowbit.convert.experts import is_bias, stores_inputs_first
 from lowbit.convert.owners import Owner, check_module, find_owners, joined_name
 from lowbit.convert.report import Entry, Report
@@ -240,6 +240,9 @@ def _check_patterns(walk: _Walk) -> None:
             for e in walk.report.entries
             if first_match(idle, e.fqn, e.fqn.rpartition(".")[0]) is not None
         ]
+        if left and left[0].endswith(NAMED):
+            _, dot, last = left[0].partition(":")[0].removesuffix(".weight").rpartition(".")
+            left[0] += f" ('{'*.' if dot else ''}{last}' does)"
         why = f"; left alone: {'; '.join(left[:3])}" if left else ""
         raise ValueError(f"{of_unused(idle, names)}{why}")
 

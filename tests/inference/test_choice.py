@@ -140,6 +140,14 @@ def test_a_pattern_that_names_none_is_refused(flow: str, pattern: str) -> None:
     assert all(model.get_parameter(name) is p for name, p in before.items())
 
 
+@pytest.mark.parametrize("pattern", ["emb*", "*router*", "pos*", "re:conv.*"])
+def test_the_error_gives_a_pattern_that_names_the_weight(pattern: str) -> None:
+    with pytest.raises(ValueError, match=r"converts it \('.*' does\)") as refused:
+        lb.quantize_(Model(), {pattern: INT4})
+    given = str(refused.value).partition("converts it ('")[2].partition("'")[0]
+    assert len(lb.quantize_(Model(), {given: INT4}).converted) == 1
+
+
 def test_none_leaves_experts_alone() -> None:
     report = lb.quantize_(Model(), {"*.experts.up": None, "*gate": None, "*": INT4})
     assert report.left["mixture.experts.up"] == "no scheme for this name"
