@@ -139,7 +139,8 @@ class Muon(MatrixBase):
             in dimension 0; then they exchange nothing. False: one of more than 2 dimensions is one matrix, flattened
             to [first, rest]. None: as False, and parameters of 3 dimensions are refused.
         ns_scaling: "norm" divides a matrix by its norm before the iterations. "gram" divides its rows instead, as
-            Turbo-Muon does (arXiv 2512.04632), so that `ns_steps=4` comes as near to orthogonal as 5 otherwise.
+            Turbo-Muon does (arXiv 2512.04632), so that `ns_steps=4` comes as near to orthogonal as 5 otherwise. Their
+            squares must fit float32: gradients of 1e18 and more give no update, or NaN.
         row_beta2: NorMuon (arXiv 2510.05491): divide each row of the orthogonal matrix by the root of its mean square
             over steps, whose decay this is; the paper takes 0.95 with `adjust_lr_fn="match_rms_adamw"`. One more
             float32 state a row. None: plain Muon.

@@ -222,6 +222,11 @@ def op():
     launcher._launcher = kept
 
 
+def test_there_is_room_for_so_many_ops(op):
+    with pytest.raises(RuntimeError, match="no room for more: raise MOST_OPS"):
+        launcher.register(launcher._launcher, 32, "more", launcher.letters(SCHEMA), b"CPU", SPACE)
+
+
 def test_the_second_call_runs_the_plan(op):
     x, y = torch.randn(6, 8), torch.randn(3)
     op.calls.clear(), op.driver.launched.clear(), op.driver.maps.clear()

@@ -521,8 +521,9 @@ extern "C" void set_up(const void *const *addresses, uint64_t version, int32_t d
     torch_version = version, device_type = device, listeners = flag;
 }
 
-// The kernel of the op with this number, for torch's dispatcher.
+// The kernel of the op with this number, for torch's dispatcher; null from MOST_OPS on.
 extern "C" void *kernel_of(int number, const char *python, const char *arguments) {
+    if (number >= MOST_OPS) return nullptr;
     ops[number].python = python;
     ops[number].arguments = arguments;
     return boxed_of(number, std::make_integer_sequence<int, MOST_OPS>());

@@ -222,6 +222,8 @@ def register(
     """Make the launcher the kernel of ``<space>::<name>`` for a dispatch key; `number` is its number of the op."""
     python = f"{space}::{python_name(name)}".encode()
     kernel = made.kernel_of(number, python, arguments.encode())
+    if not kernel:
+        raise RuntimeError(f"launcher.cpp has no room for {name}: raise MOST_OPS")
     entry, shim = ctypes.c_void_p(), torch_library("cpu")
     error = shim.aoti_torch_library_init_impl(
         space.encode(), key, b"lowbit", 0, ctypes.byref(entry)

@@ -32,7 +32,7 @@ whole matrix::
 
 No singular value is above 1 then, and most are far larger than after division by the norm: 4 iterations come as near as
 5, except for wide matrices whose rows are alike. The polar factor is that of diag(s) X, which differs from X's where
-rows are not orthogonal.
+rows are not orthogonal. Rows whose squares leave float32, from 1e18 on, give zeros or NaN.
 
 **Formats.** The batched iteration stores matrices in float16 and sums in float32. No singular value of X is above 1, so
 no value leaves the range of float16, which has three bits more than bfloat16. The A of the scaling is float32. Relative

@@ -364,7 +364,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         dims = [mesh_dim for mesh_dim, dim in enumerate(split) if dim == param.ndim - 1]
         if len(dims) != 1 or self.shape[-1] == 0:
             raise NotImplementedError(
-                f"an int8 weight of shape {tuple(param.shape)} placed as {param.placements}, of which this rank has "
+                f"a low-bit weight of shape {tuple(param.shape)} placed as {param.placements}, of which this rank has "
                 f"{self.shape[-1]} columns; accepted: columns split along one dimension of the mesh, some on every rank"
             )
         _, offset = own_region(param)
