@@ -77,7 +77,6 @@ class Quantizing:
                 "format='lowbit'"
             )
         self.config, self.nbytes = folder.config, folder.nbytes
-        self.left_out = folder.left_out
         self._folder, self._scales, self._device = folder, scales, torch.device(device)
         patterns = scheme if isinstance(scheme, Mapping) else {"*": scheme}
         check_schemes(patterns, Scheme)
@@ -88,6 +87,7 @@ class Quantizing:
         shapes = {name: folder.plain_shape(name) for name in folder.plain}
         self._stacks = {n for n, s in shapes.items() if is_transposed_stack(self.config, n, s)}
         kept = self._stacks if target is not None and target.holds_stacks else set()
+        self.left_out = [*folder.left_out, *_plain_stacks(self._stacks - kept, patterns, target)]
         names = {n: [n, *(s for s, first in folder.tied.items() if first == n)] for n in shapes}
         routers = routers_among(names)
         self._plan = {
@@ -146,6 +146,19 @@ class Quantizing:
 
     def copy_files(self, folder: Path) -> None:
         self._folder.copy_files(folder)
+
+
+def _plain_stacks(
+    stacks: Collection[str], patterns: Mapping[str, Scheme | None], target: Format | None
+) -> list[str]:
+    """A line for the report about these stacks of experts, which the format cannot hold, if a pattern chooses some."""
+    chosen = [n for n in stacks if patterns.get(first_match(patterns, layer_of(n), n) or "")]
+    if target is None or not chosen:
+        return []
+    return [
+        f"{len(chosen)} stacks of experts, such as {min(chosen)}, stay in high precision: {target.name} has no form "
+        "for them, and the format lowbit has"
+    ]
 
 
 @dataclass(frozen=True)

@@ -364,9 +364,15 @@ def test_a_plain_gpt_oss_is_quantized_while_writing(tmp_path: Path) -> None:
     )
     assert len(report.snr) == len(report.converted) == 2
     assert torch.equal(logits(lowbit.load_pretrained(tmp_path / "out")), logits(wanted))
-    lowbit.export(tmp_path / "plain", tmp_path / "own", "lowbit", scheme=Int4WeightOnly(32))
+    own = lowbit.export(tmp_path / "plain", tmp_path / "own", "lowbit", scheme=Int4WeightOnly(32))
+    assert not any("stacks" in note for note in (*report.notes, *own.notes))
     experts = lowbit.load_pretrained(tmp_path / "own").model.layers[0].mlp.experts
     assert type(experts.down_proj.data) is lowbit.AffineTensor and experts.down_proj.transposed
-    lowbit.export(tmp_path / "plain", tmp_path / "ct", scheme=Int4WeightOnly(32))
+    report = lowbit.export(tmp_path / "plain", tmp_path / "ct", scheme=Int4WeightOnly(32))
+    (note,) = [note for note in report.notes if "stacks" in note]
+    assert note == (
+        "2 stacks of experts, such as model.layers.0.mlp.experts.down_proj, stay in high precision: compressed-tensors "
+        "has no form for them, and the format lowbit has"
+    )
     experts = lowbit.load_pretrained(tmp_path / "ct").model.layers[0].mlp.experts
     assert not isinstance(experts.down_proj, LowbitTensor)
