@@ -31,7 +31,15 @@ def test_the_tiles_of_a_data_centre_gpu_would_not_fit(monkeypatch: pytest.Monkey
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("gpu", GPUS)
 def test_every_kernel_compiles_and_fits(gpu: str) -> None:
-    found = {name: compiled_for(GPUS[gpu], launch) for name, launch in LAUNCHES.items()}
+    has_float8 = (GPUS[gpu].major, GPUS[gpu].minor) >= (
+        8,
+        9,
+    )  # without it no product of e4m3 codes is launched
+    found = {
+        name: compiled_for(GPUS[gpu], launch)
+        for name, launch in LAUNCHES.items()
+        if has_float8 or not (name.startswith("grouped_mm") and "float8" in name)
+    }
     assert sum(map(len, found.values())) > 100
     misfits = [k for kernels in found.values() for k in kernels if not k.fits(GPUS[gpu])]
     assert not misfits

@@ -158,7 +158,13 @@ def test_the_converted_model_computes_what_was_trained(name, path, turned, scale
     qat.convert_(model)
     assert shown_class(model.experts) is Experts
     assert not any(n.endswith(("_scale", "_zero")) for n, _ in model.named_parameters())
-    assert torch.equal(model(x, EVEN), y)
+    found = model(x, EVEN)
+    if (
+        path == "copied" and scales == "learned"
+    ):  # copies with other strides, which torch.bmm sums in another order
+        assert relative(found, y) < 1e-6
+    else:
+        assert torch.equal(found, y)
 
 
 @both_scales

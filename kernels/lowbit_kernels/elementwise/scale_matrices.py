@@ -141,7 +141,7 @@ def _launch_norms(x: Tensor, order: int) -> Tensor | None:
 
 
 @scale_matrices.kernel
-def _launch_scale(
+def _launch(
     x: Tensor, rows: Tensor | None, columns: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor | None:
     """The Triton kernel where it runs, else the reference."""
