@@ -30,7 +30,7 @@ HEADS = {4096: 32, 128: 4}
 VOCABULARY = 1024
 LONG, SHORT = 2048, 512
 BLOCKS = 32
-"""Of the whole model."""
+"""The blocks of an 8B Llama, whose minutes are printed."""
 
 
 def model_of(blocks: int, device: str) -> Any:

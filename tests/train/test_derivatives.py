@@ -69,8 +69,8 @@ def test_transforms_of_torch_func_are_refused_by_name(scheme):
     ids=["int8", "int4", "int4-products"],
 )
 def test_compiled_backward_passes_keep_codes_not_values(scheme, kinds):
-    """Of an int8 weight: values, kept from the forward pass on, would take 2 bytes an element more. An int4 weight is
-    kept packed, and its int8 codes are made again."""
+    """The backward pass of an int8 weight reads codes that the forward pass kept; values would take 2 bytes an element
+    more. That of an int4 weight reads the packed weight, and makes its int8 codes again."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).to(torch.bfloat16)
     train.prepare_(model, scheme)
