@@ -39,12 +39,29 @@ class Arguments:
     def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
         """The hidden state that the block gives for this one, on the device of `hidden`, in its dtype."""
         args, kwargs = tree_map(
-            lambda x: x.to(hidden.device) if isinstance(x, Tensor) else x, (self.args, self.kwargs)
+            lambda x: moved(x, hidden.device) if isinstance(x, Tensor) else x,
+            (self.args, self.kwargs),
         )
         found = (
             block(**{HIDDEN: hidden}, **kwargs) if self.by_name else block(hidden, *args, **kwargs)
         )
         return _hidden_of(found).to(hidden.dtype)
+
+
+def moved(x: Tensor, device: torch.device | None, copy: bool = False) -> Tensor:
+    """x on a device (None: its own). A GPU writes host memory whose pages are locked 20 times as fast as new memory
+    of other kinds, and reads it without the host waiting.
+
+    `copy`: never x itself."""
+    of_gpu = x.is_cuda or (copy and x.is_pinned())
+    if device is None or device.type != "cpu" or not of_gpu or type(x) is not Tensor:
+        onto_gpu = device is not None and device.type == "cuda"
+        return x.to(device=device, copy=copy, non_blocking=onto_gpu)
+    try:
+        locked = torch.empty_like(x, device=device, pin_memory=True)
+    except RuntimeError:  # the system locks no more memory
+        return x.to(device=device, copy=copy)
+    return locked.copy_(x)
 
 
 @dataclass(frozen=True)
@@ -157,7 +174,7 @@ class _Recorder:
         if not isinstance(x, Tensor):
             return x
         if id(x) not in self.stored:
-            self.stored[id(x)] = (x, x.detach().to(device=self.device))
+            self.stored[id(x)] = (x, moved(x.detach(), self.device))
         return self.stored[id(x)][1]
 
     def captured(self) -> Captured:
@@ -166,7 +183,7 @@ class _Recorder:
                 f"the model calls {len(self.calls)} of the {len(self.blocks)} blocks; accepted: blocks that it calls "
                 "for every batch"
             )
-        return Captured(self.first.detach().to(device=self.device), tuple(self.calls))
+        return Captured(moved(self.first.detach(), self.device), tuple(self.calls))
 
 
 def call_after(model: nn.Module, blocks: Sequence[nn.Module], batch: Any, hidden: Tensor) -> Any:

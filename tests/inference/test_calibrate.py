@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit.inference import AWQ, GPTQ, Search, SmoothQuant
+from lowbit.inference.calibration.inputs import Watch
 from recipes.llama import Llama, LlamaConfig
 
 INT4 = lb.Int4WeightOnly(32)
@@ -542,3 +543,60 @@ def test_a_tail_that_writes_to_its_input() -> None:
     ]
     assert same(*models)
     assert reports[0].layers["head.weight"].after == reports[1].layers["head.weight"].after
+
+
+# ---- runs that end early ------------------------------------------------------------------------------------------
+
+
+class Passes(nn.Module):
+    """A block that counts the runs beyond `two`. It calls `three` as often as the batch has parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.three = nn.Linear(64, 64)
+        self.calls = [0]
+
+    def forward(self, x: Tensor, parts: int) -> Tensor:
+        y = self.two(self.one(x).relu())
+        self.calls[0] += 1
+        return x + sum(self.three(y.tanh() + i) for i in range(parts))
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Passes() for _ in range(2))
+
+    def forward(self, x: Tensor, parts: int) -> Tensor:
+        for block in self.blocks:
+            x = block(x, parts)
+        return x
+
+
+@pytest.mark.parametrize("asymmetric", [0.0, 1.0])
+def test_a_run_ends_with_the_last_product_that_it_waits_for(
+    asymmetric: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two batches call `three` once and three times, so the first one does not say how many there are."""
+    batches = [
+        {"x": torch.randn(9, 64, generator=torch.Generator().manual_seed(n)), "parts": n}
+        for n in (1, 3, 0)
+    ]
+    early, whole = Chain(), Chain()
+    steps = [GPTQ(asymmetric=asymmetric)]
+    report = lb.calibrate(early, INT4, batches, blocks=early.blocks, steps=steps)
+    ends = Watch.__init__
+
+    def runs_on(self: Watch, *arguments: object) -> None:
+        ends(self, *arguments[:3])
+
+    monkeypatch.setattr(Watch, "__init__", runs_on)
+    lb.calibrate(whole, INT4, batches, blocks=whole.blocks, steps=steps)
+    assert same(early, whole)
+    assert report.layers["blocks.1.three.weight"].rows == 9 * 4
+    # One run finds the groups, two see `three` where it is called, and three go on to the next block. Without a second
+    # stream, three count the products of all groups.
+    found = [model.blocks[1].calls[0] for model in (early, whole)]
+    assert found == [6 if asymmetric else 9, 12]

@@ -20,7 +20,7 @@ from lowbit.inference import AWQ, GPTQ, LearnedRounding, Prune24, Rotate, Search
 from lowbit.inference.calibration import large
 from lowbit.inference.calibration.finished import Finished
 from lowbit.inference.calibration.run import Run
-from lowbit.inference.calibration.states import OnDisk
+from lowbit.inference.calibration.states import InMemory, OnDisk
 from tests import forked
 
 transformers = pytest.importorskip("transformers")
@@ -217,6 +217,36 @@ def test_tensors_on_disk(tmp_path: Path) -> None:
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
+def test_tensors_in_memory() -> None:
+    """A tensor that somebody else has is never written to; a copy is, by the next one of its shape and dtype."""
+    given = torch.randn(3, 5)
+    before = given.clone()
+    for copies in (False, True):
+        held = InMemory(torch.device("cpu"), [given], copies)
+        place = held[0].data_ptr()
+        held[0] = first = torch.randn(3, 5)
+        assert torch.equal(held[0], first) and (held[0].data_ptr() == place) == copies
+        kept = first.clone()
+        held[0] = torch.randn(3, 5)
+        assert torch.equal(first, kept) and torch.equal(given, before)
+        held[0] = larger = torch.randn(4, 5).bfloat16()
+        assert held[0].dtype is torch.bfloat16 and torch.equal(held[0], larger)
+
+
+@pytest.mark.gpu
+def test_tensors_of_a_gpu_in_host_memory() -> None:
+    """In locked pages, which the next tensor takes."""
+    first, second = (torch.randn(300, 70, device="cuda").mT for _ in range(2))
+    held = InMemory(torch.device("cpu"), [first])
+    place = held[0].data_ptr()
+    assert held[0].is_pinned() and torch.equal(held[0], first.cpu())
+    assert held[0].stride() == first.stride()
+    held[0] = second
+    assert held[0].data_ptr() == place and torch.equal(held[0].cuda(), second)
+    other = InMemory(torch.device("cpu"), held, copy=True)
+    assert other[0].is_pinned() and other[0].data_ptr() != place
+
+
 # ---- memory -------------------------------------------------------------------------------------------------------
 
 
@@ -224,7 +254,7 @@ def held_bytes() -> int:
     """Bytes of all tensors that are alive on the CPU, without views of files."""
     storages: dict[int, int] = {}
     for found in gc.get_objects():
-        if isinstance(found, Tensor) and type(found) in (Tensor, nn.Parameter):
+        if type(found) in (Tensor, nn.Parameter):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 if found.device.type == "cpu" and found.layout is torch.strided:

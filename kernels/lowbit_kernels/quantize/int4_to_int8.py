@@ -19,17 +19,15 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.quantize import quantize_rowcol
-from lowbit_kernels.quantize.quantize_rows import (
-    MOST_KEPT,
-    extremes,
-    rounded_codes,
-    scale_of_extremes,
-)
+from lowbit_kernels.quantize.quantize_rows import extremes, scale_of_extremes
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.triton_runtime import jit, launch, runs_on, tl, triton
 from lowbit_kernels.weight_only.codes_format import dequantized
 from lowbit_kernels.weight_only.dequantize_triton import CYCLE, cycles, words_of
+
+BLOCK, WARPS = 256, 2
+"""Cycles of a row that a program reads at once, and its warps."""
 
 
 @op(
@@ -70,19 +68,36 @@ reference = int4_to_int8.reference
 
 
 @jit
-def _values(words, scale, start, size, width, at, WORD: tl.constexpr, GROUP_SIZE: tl.constexpr):
-    """The values of cycles `at` of a row, counted from element `start`, a multiple of 8; 0 beyond the row."""
-    each = tl.arange(0, 8)
-    cycle = cycles(words, start // 8 * (4 // WORD), width, at, 4, WORD)
-    code = (cycle[:, None] >> (each * 4)[None, :]) & 15
-    element = start + at[:, None] * 8 + each[None, :]
-    inside = element < size
-    if GROUP_SIZE % 8 == 0:  # all codes of a cycle share a group
-        of_cycle = start + at * 8
-        s = tl.load(scale + of_cycle // GROUP_SIZE, mask=of_cycle < size, other=0)[:, None]
-    else:
-        s = tl.load(scale + element // GROUP_SIZE, mask=inside, other=0)
-    return tl.where(inside, (code - 8).to(tl.float32) * s, 0.0)
+def _cycles(words, start, size, width, at, WORD: tl.constexpr, WHOLE: tl.constexpr):
+    """Cycles `at` of a row, counted from element `start`, a multiple of 8. In the cycle that a row ends in, codes
+    beyond stand for zero; cycles beyond have scales of 0."""
+    EIGHTS: tl.constexpr = -0x77777778  # 0x88888888
+    found = cycles(words, start // 8 * (4 // WORD), width, at, 4, WORD)
+    if not WHOLE:
+        left = size - start - at * 8
+        inside = tl.where(left < 8, (1 << 4 * tl.minimum(tl.maximum(left, 0), 7)) - 1, -1)
+        found = (found & inside) | (EIGHTS & ~inside)
+    return found
+
+
+@jit
+def _scales(scale, start, size, at, GROUP_SIZE: tl.constexpr):
+    """The scales of the elements of cycles, in a column where all elements of a cycle share a group; 0 beyond a row."""
+    element = start + at[:, None] * 8
+    if GROUP_SIZE % 8:
+        element += tl.arange(0, 8)[None, :]
+    return tl.load(scale + element // GROUP_SIZE, mask=element < size, other=0)
+
+
+@jit
+def _codes(cycle, of_cycle):
+    """code * 16**i for elements i and 4 + i of cycles: bits stay where they are, below those of 2**23 in float32. So no
+    code is moved to the end of a word or converted. `of_cycle`: 0 to 7."""
+    own = of_cycle % 4 * 4
+    half = cycle[:, None] >> (of_cycle // 4 * 16)[None, :]
+    number = (half & (15 << own)[None, :]) | 0x4B000000
+    zero = 0x4B000000 + (8 << own)
+    return number.to(tl.float32, bitcast=True) - zero.to(tl.float32, bitcast=True)[None, :]
 
 
 @jit
@@ -98,34 +113,45 @@ def _kernel(
     scale_stride,
     WORD: tl.constexpr,  # bytes of a word
     GROUP_SIZE: tl.constexpr,
-    KEPT: tl.constexpr,  # BLOCK holds a whole row
+    WHOLE: tl.constexpr,  # size is a multiple of 8
     BLOCK: tl.constexpr,  # cycles
 ):
     row = tl.program_id(0).to(tl.int64)
     words += row * words_stride
     scale += row * scale_stride
     at = tl.arange(0, BLOCK)
+    of_cycle = tl.arange(0, 8)
     lows = tl.zeros((BLOCK,), tl.int32)
     highs = tl.zeros((BLOCK,), tl.int32)
-    if KEPT:
-        values = _values(words, scale, 0, size, width, at, WORD, GROUP_SIZE)
-        negative, positive = extremes(values)
-        lows, highs = tl.max(negative, 1), tl.max(positive, 1)
-    else:
-        for start in tl.range(0, size, BLOCK * 8):
-            values = _values(words, scale, start, size, width, at, WORD, GROUP_SIZE)
-            negative, positive = extremes(values)
-            lows = tl.maximum(lows, tl.max(negative, 1))
-            highs = tl.maximum(highs, tl.max(positive, 1))
-    low, high = tl.max(lows, 0), tl.max(highs, 0)
-    s = scale_of_extremes(low, high, True)
-    inverse = tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s)
-    tl.store(row_scale + row, s)
+    for start in tl.range(0, size, BLOCK * 8):
+        cycle = _cycles(words, start, size, width, at, WORD, WHOLE).to(tl.uint32)
+        s = _scales(scale, start, size, at, GROUP_SIZE)
+        first = cycle[:, None] << (28 - of_cycle * 4)[None, :]  # each code is the highest part of a number
+        if GROUP_SIZE % 8:
+            least = first
+            most = first
+        else:
+            least = tl.min(first, 1)[:, None]
+            most = tl.max(first, 1)[:, None]
+        negative, positive = extremes(((least >> 28).to(tl.int32) - 8).to(tl.float32) * s)
+        lows, highs = tl.maximum(lows, tl.max(negative, 1)), tl.maximum(highs, tl.max(positive, 1))
+        negative, positive = extremes(((most >> 28).to(tl.int32) - 8).to(tl.float32) * s)
+        lows, highs = tl.maximum(lows, tl.max(negative, 1)), tl.maximum(highs, tl.max(positive, 1))
+    own = scale_of_extremes(tl.max(lows, 0), tl.max(highs, 0), True)
+    tl.store(row_scale + row, own)
+    # Powers of two keep products as they are, and 16**3 times the largest value within float32.
+    down = tl.where(own > 1e20, 2.0**-64, 1.0)
+    inverse = tl.div_rn(tl.full(own.shape, 1.0, tl.float32), own * down)
+    place = (0x3F800000 - (of_cycle % 4 * 4 << 23)).to(tl.float32, bitcast=True)  # 16**-i
+    inverse = tl.where(own == own, inverse, 0.0) * place[None, :]
     for start in tl.range(0, padded, BLOCK * 8):
-        if not KEPT:
-            values = _values(words, scale, start, size, width, at, WORD, GROUP_SIZE)
-        column = start + at[:, None] * 8 + tl.arange(0, 8)[None, :]
-        found = rounded_codes(values, inverse, True).to(tl.int8)
+        codes = _codes(_cycles(words, start, size, width, at, WORD, WHOLE), of_cycle)
+        s = _scales(scale, start, size, at, GROUP_SIZE)
+        s = tl.where(own == own, s * down, 0.0)
+        # No product leaves the range, so nothing is clamped. The launch forbids a fused multiply-add, which would round
+        # once. The low byte of 1.5 * 2**23 + a code has the bits of the code.
+        found = (codes * s * inverse + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+        column = start + at[:, None] * 8 + of_cycle[None, :]
         tl.store(out + row * padded + column, found, mask=column < padded)
 
 
@@ -142,7 +168,7 @@ def _launch(
     padded = size + -size % 16
     out = codes.new_empty((codes.shape[0], padded), dtype=torch.int8)
     row_scale = scale.new_empty(codes.shape[0])
-    block = min(triton.next_power_of_2(padded), MOST_KEPT) // CYCLE
+    block = min(triton.next_power_of_2(padded) // CYCLE, BLOCK)
     launch(
         "int4_to_int8",
         operands,
@@ -156,9 +182,10 @@ def _launch(
         {
             "WORD": word,
             "GROUP_SIZE": group_size,
-            "KEPT": padded <= block * CYCLE,
+            "WHOLE": size % CYCLE == 0,
             "BLOCK": block,
-            "num_warps": 4 if block * CYCLE < 4096 else 8,
+            "num_warps": WARPS,
+            "enable_fp_fusion": False,
         },
     )
     return out, row_scale

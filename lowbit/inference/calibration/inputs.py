@@ -184,6 +184,10 @@ Seen = Callable[[int, int, int, Any, Any], None]
 an embedding read, and the tensor that they come from."""
 
 
+class Reached(Exception):
+    """A `Watch` has seen as many products as it waited for."""
+
+
 class Watch(TorchFunctionMode):
     """The context in which `seen` gets the inputs of each product of `targets`.
 
@@ -191,10 +195,21 @@ class Watch(TorchFunctionMode):
         targets: the weights, plain. Products of quantized weights are not seen.
         seen: gets the inputs of each matrix.
         mask: the tokens that count, bool, of the shape of the leading dimensions of inputs; None: all.
+        most: raise `Reached` in place of computing the last of so many products of these weights. None: run on.
+
+    Attributes:
+        products: how many of each weight were seen.
     """
 
-    def __init__(self, targets: Sequence[Target], seen: Seen, mask: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        seen: Seen,
+        mask: Tensor | None = None,
+        most: int | None = None,
+    ) -> None:
         super().__init__()
+        self.products, self.most = [0] * len(targets), most
         self.targets, self.seen, self.mask = targets, seen, mask
         self.known = {t.weight.untyped_storage().data_ptr(): i for i, t in enumerate(targets)}
 
@@ -204,6 +219,8 @@ class Watch(TorchFunctionMode):
         if read is not None:
             for weight, inputs in read(args, kwargs):
                 self._count(weight, inputs)
+                if self.most is not None and sum(self.products) >= self.most:
+                    raise Reached
         return func(*args, **kwargs)
 
     def _count(
@@ -214,6 +231,7 @@ class Watch(TorchFunctionMode):
         index = self.known.get(weight.untyped_storage().data_ptr())
         if index is None:
             return
+        self.products[index] += 1
         target = self.targets[index]
         shape = shape_of_blocks(target)
         first = 0

@@ -7,13 +7,15 @@ tensor (q, k and v) are one group, and so are those of experts in a list.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from lowbit.convert import Target, of_any_expert, shape_of_blocks
-from lowbit.inference.calibration.inputs import Moments, Watch
+from lowbit.inference.calibration.inputs import Moments, Reached, Seen, Watch
 from lowbit.inference.calibration.ranks import Ranks
 
 
@@ -41,12 +43,22 @@ class Group:
         names: of the weights, with one name for the same weight of all experts of a list.
         targets: the weights.
         moments: the sums over the inputs of each.
+        products: of these weights in each batch, by its number, once they were counted. Those of experts are not, since
+            weights that are rounded before may send tokens to others.
     """
 
     source: Any
     names: set[str]
     targets: list[Target]
     moments: list[Moments]
+    products: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def is_routed(self) -> bool:
+        """True for experts: the group names the weight of any, or a weight is a stack."""
+        return any(m.stack for m in self.moments) or not self.names <= {
+            t.owners[0].fqn for t in self.targets
+        }
 
     def twin(self, size: int) -> Moments | None:
         """The sums of a weight that multiplies the same tensor."""
@@ -79,7 +91,7 @@ class Place:
         while found:
             group = found.pop(0)
             if group.source is not None:
-                self._collect(group, needs)
+                self._collect([group, *found], needs)
             group.source = None
             yield group
 
@@ -142,19 +154,22 @@ class Place:
             for i, x in first.items()
         }
 
-    def _collect(self, group: Group, needs: Needs) -> None:
-        alike = self._counted(group, needs)
+    def _collect(self, groups: Sequence[Group], needs: Needs) -> None:
+        """Find the sums of the first group; the others come after it."""
+        group = groups[0]
+        alike = self._counted(groups, needs)
         if not all(self.ranks.gathered(alike)):
             pairs = zip(group.targets, group.moments, strict=True)
             group.moments = [
                 Moments(shape_of_blocks(t), t.weight.device, m.full, m.pairs) for t, m in pairs
             ]
-            self._counted(group, needs)
+            self._counted(groups, needs)
         for moments in dict.fromkeys(group.moments):
             moments.add_up(self.ranks)
 
-    def _counted(self, group: Group, needs: Needs) -> bool:
+    def _counted(self, groups: Sequence[Group], needs: Needs) -> bool:
         """Sum over all batches. False: weights that share their sums multiply other tensors in some batch."""
+        group = groups[0]
         high: dict[int, list[Tensor]] = {}
         leads = {id(m): i for i, m in reversed(list(enumerate(group.moments)))}
         lead_of = {i: leads[id(m)] for i, m in enumerate(group.moments)}
@@ -183,11 +198,48 @@ class Place:
             high.clear()
             multiplied = {i: [] for i in sharing}
             if needs.pairs and self.high is not None:
-                assert self.copies is not None
-                with Watch([self.copies[t.owners[0].fqn] for t in group.targets], remember, mask):
-                    self.high(number)
-            with Watch(group.targets, count, mask):
-                self.run(number)
+                copies = self.copies
+                assert copies is not None
+                self._watched(
+                    *(self.high, number, mask, remember, groups),
+                    lambda t: copies[t.owners[0].fqn],
+                )
+            self._watched(self.run, number, mask, count, groups)
             numbers = {i: list(map(id, sources)) for i, sources in multiplied.items()}
             alike = alike and all(numbers[i] == numbers[lead_of[i]] for i in sharing)
         return alike
+
+    def _watched(
+        self,
+        run: Callable[[int], Any],
+        number: int,
+        mask: Tensor | None,
+        seen: Seen,
+        groups: Sequence[Group],
+        of: Callable[[Target], Target] = lambda target: target,
+    ) -> None:
+        """Run batch `number`, and let `seen` have the inputs of the first group. The run ends with that group's last
+        product where their number is known. Another counts those of all groups.
+
+        `of`: the weight that runs in place of a target."""
+        group = groups[0]
+        most = group.products.get(number)
+        if most == 0:
+            return
+        targets = [t for g in (groups if most is None else groups[:1]) for t in g.targets]
+        own = len(group.targets)
+
+        def of_group(index: int, *inputs: Any) -> None:
+            if index < own:
+                seen(index, *inputs)
+
+        watch = Watch(list(map(of, targets)), of_group, mask, most)
+        with suppress(Reached), watch:
+            run(number)
+        if most is not None:
+            return
+        counts = iter(watch.products)
+        for g in groups:
+            products = sum(islice(counts, len(g.targets)))
+            if not g.is_routed:
+                g.products[number] = products

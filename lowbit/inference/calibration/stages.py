@@ -174,7 +174,7 @@ def _before(
         return
     run = partial(_called, states)
     if memory.streams:
-        last = states.kept(states.low)
+        last = states.kept(states.low, copy=True)
         for at, block in enumerate(states.blocks):
             memory.bring(block)
             states.advance(last, at, block)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.inference.calibration.batches import Batches
-from lowbit.tracing.block_inputs import Arguments, NotAChain, call_after, capture
+from lowbit.tracing.block_inputs import Arguments, NotAChain, call_after, capture, moved
 
 Cache = torch.device | Path | None
 """Where hidden states are kept: a device, a folder on disk, or None for where the model makes them."""
@@ -65,6 +65,47 @@ class OnDisk(MutableSequence[Tensor]):
         return begin, value.shape, value.dtype
 
 
+class InMemory(MutableSequence[Tensor]):
+    """Tensors on a device. One that was copied there gives its memory to the tensor of its shape and dtype that
+    replaces it.
+
+    Args:
+        device: None: each where it is.
+        tensors: the first ones.
+        copy: hold copies of these.
+    """
+
+    def __init__(
+        self, device: torch.device | None, tensors: Iterable[Tensor] = (), copy: bool = False
+    ) -> None:
+        self._device = device
+        self._held = [self._taken(t, copy) for t in tensors]
+
+    def _taken(self, value: Tensor, copy: bool = False) -> tuple[Tensor, bool]:
+        """The tensor on the device, and whether nobody else has its memory."""
+        found = moved(value, self._device, copy)
+        return found, found is not value
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._held[index][0]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        held, is_own = self._held[index]
+        if is_own and (held.shape, held.dtype) == (value.shape, value.dtype):
+            held.copy_(value)
+        else:
+            self._held[index] = self._taken(value)
+
+    def __delitem__(self, index: Any) -> None:
+        del self._held[index]
+
+    def insert(self, index: int, value: Tensor) -> None:
+        self._held.insert(index, self._taken(value))
+
+
 def _bytes_of(t: Tensor) -> memoryview:
     return t.reshape(-1).view(torch.uint8).numpy().data
 
@@ -94,7 +135,7 @@ class States:
         self.model, self.blocks, self.batches, self.cache = model, list(blocks), batches, cache
         self.arguments: list[tuple[Arguments, ...]] = []
         self.low = self.kept(self._captured())
-        self.high = self.kept(self.low) if compares else self.low
+        self.high = self.kept(self.low, copy=True) if compares else self.low
 
     def _captured(self) -> Iterable[Tensor]:
         device = torch.device("cpu") if isinstance(self.cache, Path) else self.cache
@@ -112,9 +153,11 @@ class States:
             self.arguments.append(found.arguments)
             yield found.hidden
 
-    def kept(self, tensors: Iterable[Tensor]) -> MutableSequence[Tensor]:
-        """Tensors, kept where the states are."""
-        return OnDisk(self.cache, tensors) if isinstance(self.cache, Path) else list(tensors)
+    def kept(self, tensors: Iterable[Tensor], copy: bool = False) -> MutableSequence[Tensor]:
+        """Tensors, kept where the states are. `copy`: others go on with these."""
+        if isinstance(self.cache, Path):
+            return OnDisk(self.cache, tensors)
+        return InMemory(self.cache, tensors, copy)
 
     def again(self) -> None:
         """Take the states of the model as it is now. Those in high precision stay."""
@@ -125,19 +168,18 @@ class States:
     def run(self, at: int, block: nn.Module, hidden: Tensor, number: int) -> Tensor:
         """The output of block `at`, or of a copy of it, for a hidden state of batch `number`."""
         home = next((p.device for p in block.parameters()), hidden.device)
-        x = hidden.to(home, copy=True)  # a block may write to its input
+        x = moved(hidden, home, copy=True)  # a block may write to its input
         return self.arguments[number][at].run(block, x)
 
     def advance(self, states: MutableSequence[Tensor], at: int, block: nn.Module) -> None:
         """Replace states by the outputs of a block."""
         for number in range(len(states)):
-            x = states[number]
-            states[number] = self.run(at, block, x, number).to(x.device)
+            states[number] = self.run(at, block, states[number], number)
 
     def after(self, states: Sequence[Tensor], number: int) -> Any:
         """The model's output for a batch, with this state after the last block."""
         hidden = states[number]
         last = (p.device for block in reversed(self.blocks) for p in block.parameters())
         home = next((device for device in last if device.type != "meta"), hidden.device)
-        x = hidden.to(home, copy=True)  # what follows may write to it
+        x = moved(hidden, home, copy=True)  # what follows may write to it
         return call_after(self.model, self.blocks, self.batches[number], x)

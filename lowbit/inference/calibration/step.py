@@ -87,6 +87,8 @@ class Layer:
     is_compressed: bool = False
     is_embedding: bool = False
     original: Tensor = field(init=False, repr=False)
+    _energies: tuple[float, float] | None = field(default=None, init=False, repr=False)
+    """Σ ‖W (x − x̂)‖² and Σ ‖W x̂‖²."""
 
     def __post_init__(self) -> None:
         self.original = self.weight
@@ -99,6 +101,7 @@ class Layer:
         self.weight = self.original = rotated_blocks(self.weight, size)
         self.moments = self.moments.rotated(size)
         self.rotation = size
+        self._energies = None
         if self.joint is not None:
             self.joint = self.spec.joint_part([self.weight], torch.float32)
 
@@ -155,15 +158,22 @@ class Layer:
     def error(self, values: Tensor) -> float:
         """Σ ‖Q x̂ − W x‖² / Σ ‖W x̂‖² over the inputs x̂ of the rounded model, where x = x̂ without pairs. Over
         independent inputs where none was seen."""
-        wrong = whole = 0.0
+        if self._energies is None:
+            self._energies = 0.0, 0.0
+            for part in self.parts():
+                w = self.original[part.at]
+                drift = 0.0 if part.cross is None else _energy(w, part.drift)
+                self._energies = (
+                    self._energies[0] + drift,
+                    self._energies[1] + _energy(w, part.hessian),
+                )
+        wrong, whole = self._energies
         for part in self.parts():
             w = self.original[part.at]
             moved = values[part.at] - w
             wrong += _energy(moved, part.hessian)
             if part.cross is not None:
-                wrong += _energy(w, part.drift)
                 wrong -= 2 * float(((w @ part.cross) * moved).sum(dtype=torch.float64))
-            whole += _energy(w, part.hessian)
         return max(wrong, 0.0) / whole if whole else 0.0
 
 
