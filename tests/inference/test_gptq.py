@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lowbit as lb
 from lowbit.inference import GPTQ, Search
 from lowbit.inference.calibration.columns import Factor
-from lowbit.inference.calibration.inputs import Moments
+from lowbit.inference.calibration.inputs import Moments, product
 from lowbit.inference.calibration.step import Layer
 from tests.schemes import SCHEMES, over
 
@@ -326,3 +326,14 @@ def test_one_expert_at_a_time(scales: str, monkeypatch: pytest.MonkeyPatch) -> N
         step.apply(alone)
         assert torch.equal(alone.values, layer.values[e])
         assert torch.equal(alone.qparams[0], layer.qparams[0][e])
+
+
+@pytest.mark.gpu
+def test_products_by_matrix_units() -> None:
+    """Against float64, of odd shapes, transposed operands and numbers of many sizes."""
+    for m, k, n in ((37, 131, 5), (1, 1, 1), (64, 257, 129)):
+        a, b = torch.randn(k, m, device="cuda").T, torch.randn(k, n, device="cuda")
+        a = a * 10.0 ** torch.randint(-20, 1, (m, 1), device="cuda")
+        found, exact = product(a, b).double(), a.double() @ b.double()
+        terms = a.double().abs() @ b.double().abs()
+        assert ((found - exact).abs() <= 2.0**-15 * terms).all()

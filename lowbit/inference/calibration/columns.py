@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowbit.inference.calibration.inputs import product
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Int, NumberFormat
 from lowbit.numerics.spec import Spec
@@ -72,7 +73,8 @@ class Factor:
     def solved(self, b: Tensor) -> Tensor:
         """b H⁻¹ of b [N, K]."""
         found = torch.empty_like(b)
-        found[:, self.order] = b[:, self.order] @ self.upper.T @ self.upper
+        halfway = product(b[:, self.order], self.upper.T)
+        found[:, self.order] = product(halfway, self.upper)
         return found
 
 

@@ -179,6 +179,19 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.float().T, b.float())
 
 
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a b of float32 matrices. On a GPU matrix units multiply the upper and the lower halves of their numbers, in
+    bfloat16: each term keeps 16 bits, at four times the speed of float32."""
+    if not a.is_cuda or torch.version.hip or torch.cuda.get_device_capability(a.device) < (8, 0):
+        return a @ b
+    highs = a.bfloat16(), b.bfloat16()
+    lows = [(x - high).bfloat16() for x, high in zip((a, b), highs, strict=True)]
+    found = torch.mm(highs[0], lows[1], out_dtype=torch.float32)
+    for pair in ((lows[0], highs[1]), highs):
+        found = torch.addmm(found, *pair, out_dtype=torch.float32)
+    return found
+
+
 Seen = Callable[[int, int, int, Any, Any], None]
 """Called with the number of a target, of the matrix, how many matrices there are, the rows x [T, K], or how many rows
 an embedding read, and the tensor that they come from."""

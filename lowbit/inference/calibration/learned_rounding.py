@@ -39,6 +39,7 @@ from lowbit.numerics.number_format import Float8
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.frozen.rotated_tensor import rotated_blocks
 from lowbit.tracing.batches import deterministic, entry, output_tensor
+from lowbit.tracing.block_inputs import moved
 
 BETAS = 0.9, 0.99
 """The decay rates of Adam, which learns vectors."""
@@ -405,7 +406,7 @@ class _Learning:
         expected = self._target(number)
         output = self.block.run(number)
         found = torch.atleast_1d(output_tensor(output))
-        expected = torch.atleast_1d(output_tensor(expected).detach()).to(found.device)
+        expected = moved(torch.atleast_1d(output_tensor(expected).detach()), found.device)
         kind = self.step.loss
         if kind is None:
             is_hidden = (
@@ -455,12 +456,20 @@ def mean_losses(block: Block, loss: Literal["error", "kl"] | None) -> tuple[floa
 
 
 def _held_out(sequences: Sequence[int]) -> list[int]:
-    """How many of the last sequences of each batch are held out."""
-    ends = list(accumulate(sequences))
-    found = [
-        end // HELD_OUT - (end - n) // HELD_OUT for end, n in zip(ends, sequences, strict=True)
-    ]
-    found[-1] += 1 < ends[-1] < HELD_OUT
+    """How many of the last sequences of each batch are held out. Whole batches as far as one in eight allows, since a
+    batch with one sequence less makes no step of `batch_size` sequences."""
+    total, done = sum(sequences), 0
+    found = [0] * len(sequences)
+    for i, end in enumerate(accumulate(sequences)):
+        if end // HELD_OUT - done >= sequences[i]:
+            found[i] = sequences[i]
+            done += found[i]
+    left = total // HELD_OUT - done
+    left += total > 1 and not left and not done
+    for i in reversed(range(len(found))):
+        if not found[i]:
+            found[i] = min(left, sequences[i])
+            left -= found[i]
     return found
 
 

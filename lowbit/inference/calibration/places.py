@@ -198,12 +198,7 @@ class Place:
             high.clear()
             multiplied = {i: [] for i in sharing}
             if needs.pairs and self.high is not None:
-                copies = self.copies
-                assert copies is not None
-                self._watched(
-                    *(self.high, number, mask, remember, groups),
-                    lambda t: copies[t.owners[0].fqn],
-                )
+                self._watched(self.high, number, mask, remember, groups, self.copies)
             self._watched(self.run, number, mask, count, groups)
             numbers = {i: list(map(id, sources)) for i, sources in multiplied.items()}
             alike = alike and all(numbers[i] == numbers[lead_of[i]] for i in sharing)
@@ -216,24 +211,26 @@ class Place:
         mask: Tensor | None,
         seen: Seen,
         groups: Sequence[Group],
-        of: Callable[[Target], Target] = lambda target: target,
+        copies: dict[str, Target] | None = None,
     ) -> None:
         """Run batch `number`, and let `seen` have the inputs of the first group. The run ends with that group's last
         product where their number is known. Another counts those of all groups.
 
-        `of`: the weight that runs in place of a target."""
+        `copies`: name of a weight → the weight that runs in its place."""
         group = groups[0]
         most = group.products.get(number)
         if most == 0:
             return
         targets = [t for g in (groups if most is None else groups[:1]) for t in g.targets]
+        if copies is not None:
+            targets = [copies[t.owners[0].fqn] for t in targets]
         own = len(group.targets)
 
         def of_group(index: int, *inputs: Any) -> None:
             if index < own:
                 seen(index, *inputs)
 
-        watch = Watch(list(map(of, targets)), of_group, mask, most)
+        watch = Watch(targets, of_group, mask, most)
         with suppress(Reached), watch:
             run(number)
         if most is not None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lowbit.convert import Target
 from lowbit.inference.calibration.batches import Batches
-from lowbit.inference.calibration.inputs import Moments
+from lowbit.inference.calibration.inputs import Moments, product
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.frozen.rotated_tensor import rotated_blocks
 
@@ -173,7 +173,7 @@ class Layer:
             moved = values[part.at] - w
             wrong += _energy(moved, part.hessian)
             if part.cross is not None:
-                wrong -= 2 * float(((w @ part.cross) * moved).sum(dtype=torch.float64))
+                wrong -= 2 * float((product(w, part.cross) * moved).sum(dtype=torch.float64))
         return max(wrong, 0.0) / whole if whole else 0.0
 
 
@@ -191,7 +191,7 @@ def _energy(w: Tensor, hessian: Tensor | None) -> float:
         return float(w.square().sum(dtype=torch.float64))
     if hessian.ndim == 1:
         return float((w.square() * hessian).sum(dtype=torch.float64))
-    return float(((w @ hessian) * w).sum(dtype=torch.float64))
+    return float((product(w, hessian) * w).sum(dtype=torch.float64))
 
 
 def by_rows(t: Tensor, spec: Spec, shape: tuple[int, ...]) -> Tensor:
