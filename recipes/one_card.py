@@ -104,7 +104,7 @@ class Config:
     int8_products: bool = False
     """Products of linears in int8 too, where they are faster."""
     compiled: bool = True
-    """On a GPU: torch.compile fuses the small operations of a block."""
+    """On a GPU: torch.compile fuses the small operations of a block and of the loss."""
     graph: bool = True
     """On a GPU, where the model has no dropout: replay a CUDA graph of the step. The host needs several times as
     long to launch it."""
@@ -383,8 +383,10 @@ def loss_of(model: Any, inputs: Tensor, targets: Tensor, config: Config) -> Tens
     with lowbit.train.save_in_int8(model):
         hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
     head = model.get_output_embeddings().weight
-    rows = config.vocabulary_rows
-    loss: Any = ChunkedCrossEntropy.apply(hidden.flatten(0, 1), head, targets.flatten(), rows)
+    rows, compiled = config.vocabulary_rows, config.compiled and hidden.is_cuda
+    loss: Any = ChunkedCrossEntropy.apply(
+        hidden.flatten(0, 1), head, targets.flatten(), rows, compiled
+    )
     return loss
 
 

@@ -30,9 +30,19 @@ def relative(x: Tensor, exact: Tensor) -> float:
     return float((x.detach().double() - exact.double()).norm() / exact.double().norm())
 
 
-@pytest.mark.parametrize("rows", [7, 33, 100], ids=lambda r: f"{r} rows")
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
-def test_the_loss_without_all_logits(kind: str, rows: int) -> None:
+KINDS = ["float32", "bfloat16", "int8", "int4"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "compiled"),
+    [*((kind, rows, False) for kind in KINDS for rows in (7, 33, 100)), ("bfloat16", 33, True)],
+)
+def test_the_loss_without_all_logits(
+    kind: str, rows: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiled:  # Inductor takes 18 s here
+        fused = partial(torch.compile, backend="aot_eager")
+        monkeypatch.setattr("recipes.chunked_loss._fused", fused)
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
     model = nn.Sequential(nn.Linear(64, 100, bias=False)).to(dtype)
     if kind in one_card.SCHEMES:
@@ -41,7 +51,7 @@ def test_the_loss_without_all_logits(kind: str, rows: int) -> None:
     values = weight.dequantize() if isinstance(weight, lowbit.LowbitTensor) else weight
     x = (torch.randn(17, 64) * 4).to(dtype).requires_grad_()
     targets = torch.cat([torch.tensor([0, 99, 6, 7]), torch.randint(100, (13,))])
-    loss: Any = ChunkedCrossEntropy.apply(x, weight, targets, rows)
+    loss: Any = ChunkedCrossEntropy.apply(x, weight, targets, rows, compiled)
     (loss * 3).backward()
     exact_x, exact_w = (t.detach().double().requires_grad_() for t in (x, values))
     exact = F.cross_entropy(exact_x @ exact_w.t(), targets)
@@ -52,7 +62,7 @@ def test_the_loss_without_all_logits(kind: str, rows: int) -> None:
     assert relative(x.grad, exact_x.grad) < bound and relative(weight.grad, exact_w.grad) < bound
     with torch.no_grad():
         x[3, 5] = torch.nan
-    assert ChunkedCrossEntropy.apply(x, weight, targets, rows).isnan()  # type: ignore[union-attr]
+    assert ChunkedCrossEntropy.apply(x, weight, targets, rows, compiled).isnan()  # type: ignore[union-attr]
 
 
 def test_clipping_by_history() -> None:
