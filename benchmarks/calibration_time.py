@@ -1,10 +1,10 @@
 """Time and memory of calibration for blocks of an 8B Llama's shape on one GPU, beside llm-compressor and auto-round.
 
-    python -m benchmarks.calibration_time [--blocks 2] [--methods "GPTQ;llm-compressor GPTQ"]
+    python -m benchmarks.calibration_time [--blocks 4] [--methods "GPTQ;llm-compressor GPTQ"]
 
 A LlamaForCausalLM of transformers with random weights and tokens, symmetric int4 in groups of 128, all linears of the
 blocks. GPTQ takes 128 sequences of 2,048 tokens; learned rounding 128 of 512, and 200 steps of 8. Each method first
-runs over one block, with 8 sequences and 2 steps, and is then timed. Prints seconds a block, minutes of 32 blocks, and
+runs over two blocks, with 8 sequences and 2 steps, and is then timed. Prints seconds a block, minutes of 32 blocks, and
 the peak of the GPU's allocator. "GPTQ of a folder" keeps one block on the GPU, and writes an int4 folder.
 """
 
@@ -153,7 +153,7 @@ METHODS: dict[str, tuple[int, Callable[[Any, Tensor, int], object]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--sequences", type=int, default=128)
     parser.add_argument("--steps", type=int, default=200, help="of learned rounding")
     parser.add_argument("--methods", default=";".join(METHODS))
@@ -171,7 +171,7 @@ def main() -> None:
     for name in names:
         length, method = METHODS[name]
         tokens = torch.randint(VOCABULARY, (options.sequences, length), device=device)
-        method(model_of(1, device), tokens[:8], 2)
+        method(model_of(2, device), tokens[:8], 2)
         model = model_of(options.blocks, device)
         held = sum(p.nbytes for p in model.parameters())
         gc.collect()
