@@ -26,7 +26,7 @@ from lowbit import (
     qat,
 )
 from lowbit.linear import fused_rounding
-from lowbit.schemes.training import MixedPrecision
+from lowbit.schemes.mixed_precision import MixedPrecision
 from recipes.llama import Llama
 
 PLAIN = "bf16"

@@ -40,6 +40,13 @@ from lowbit.numerics.lookup_table import E2M1, NF4, LookupTable
 from lowbit.numerics.number_format import Float8, Int
 from lowbit.numerics.spec import Spec
 from lowbit.scheme import Scheme
+from lowbit.schemes.low_bit_weights import BitNet, Int4Weight, Int8Weight
+from lowbit.schemes.mixed_precision import (
+    Float8BlockMixedPrecision,
+    Float8MixedPrecision,
+    Int8MixedPrecision,
+    MXFP8MixedPrecision,
+)
 from lowbit.schemes.presets import (
     Float8DynamicActivationFloat8Weight,
     Float8DynamicActivationMXFP4Weight,
@@ -60,16 +67,7 @@ from lowbit.schemes.presets import (
     NF4WeightOnly,
     NVFP4WeightOnly,
 )
-from lowbit.schemes.training import (
-    BitNet,
-    Float8BlockMixedPrecision,
-    Float8MixedPrecision,
-    Int4Weight,
-    Int8MixedPrecision,
-    Int8Weight,
-    MXFP8MixedPrecision,
-    TrainingScheme,
-)
+from lowbit.schemes.training import TrainingScheme
 from lowbit.tensor import (
     AffineTensor,
     BitNetTensor,

@@ -33,8 +33,8 @@ from lowbit import optim
 from lowbit.cli.shapes import DecoderSizes, ModelShapes, Shape
 from lowbit.optim.state import state
 from lowbit.schemes import presets
+from lowbit.schemes.low_bit_weights import Int8Weight
 from lowbit.schemes.scheme import Scheme
-from lowbit.schemes.training import Int8Weight
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.trained.int8_weight import Int8WeightTensor
 from lowbit.train import prepare_

@@ -50,8 +50,8 @@ from lowbit.formats.compressed_tensors_fp4 import MXFP4, from_parts
 from lowbit.numerics.granularity import PerBlock, PerRow, PerTensor, PerToken
 from lowbit.numerics.number_format import Float8
 from lowbit.numerics.spec import Spec
+from lowbit.schemes.mixed_precision import BLOCK, BLOCK_ACTIVATION, BLOCK_WEIGHT
 from lowbit.schemes.scheme import Scheme
-from lowbit.schemes.training import BLOCK, BLOCK_ACTIVATION, BLOCK_WEIGHT
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.float8_tensor import E4M3, SCALE_OF_BLOCKS, Float8Tensor
 from lowbit.tensor.frozen.table_tensor import TableTensor

@@ -15,7 +15,7 @@ from lowbit.convert import Entry, Report, find_owners
 from lowbit.layers.frozen import show_frozen
 from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.spec import Spec
-from lowbit.schemes.training import BLOCK, BLOCK_ACTIVATION, BLOCK_WEIGHT
+from lowbit.schemes.mixed_precision import BLOCK, BLOCK_ACTIVATION, BLOCK_WEIGHT
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.float8_tensor import E4M3, SCALE_OF_BLOCKS, Float8Tensor
 

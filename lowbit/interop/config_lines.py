@@ -18,14 +18,9 @@ from torch import nn
 from lowbit import optim
 from lowbit.optim import LowbitOptimizer
 from lowbit.schemes.lines import made, named, parsed
-from lowbit.schemes.training import (
-    BitNet,
-    Float8MixedPrecision,
-    Int4Weight,
-    Int8MixedPrecision,
-    Int8Weight,
-    TrainingScheme,
-)
+from lowbit.schemes.low_bit_weights import BitNet, Int4Weight, Int8Weight
+from lowbit.schemes.mixed_precision import Float8MixedPrecision, Int8MixedPrecision
+from lowbit.schemes.training import TrainingScheme
 
 PREFIX = "lowbit."
 """Distinguishes an optimizer of lowbit from one of torch with the same name: "lowbit.AdamW(state='bf16')"."""
@@ -62,5 +57,6 @@ def training_scheme(line: str) -> TrainingScheme:
     """The training scheme of a line. Raises ValueError for an unknown name, and for options that the scheme refuses."""
     name, options = parsed(line, "training scheme", "int8(grad_weight=False)")
     classes = {kind.__name__: kind for kind in TRAINING.values()}
-    own = {n: k for n, k in TrainingScheme.kinds.items() if k.__module__ != BitNet.__module__}
+    ours = "lowbit.schemes."  # bases of training schemes are among them
+    own = {n: k for n, k in TrainingScheme.kinds.items() if not k.__module__.startswith(ours)}
     return made(named(name, "training scheme", {**TRAINING, **classes, **own}), options, line)

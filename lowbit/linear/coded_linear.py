@@ -34,8 +34,8 @@ from lowbit.linear.operands import Kept, RoundedLinear
 from lowbit.numerics.affine import StraightThrough, computed_again, where_bits
 from lowbit.numerics.packing import pack
 from lowbit.numerics.spec import Spec
+from lowbit.schemes.mixed_precision import MixedPrecision
 from lowbit.schemes.scheme import Scheme
-from lowbit.schemes.training import MixedPrecision
 from lowbit.tracing import tracer
 from lowbit.tracing.tracer import Note
 

@@ -8,7 +8,7 @@ from typing import Any
 from lowbit.convert import Owner, Target
 from lowbit.linear.coded_linear import described
 from lowbit.linear.frozen.codes_product import codes_format
-from lowbit.schemes.training import MixedPrecision
+from lowbit.schemes.mixed_precision import MixedPrecision
 
 _ACCEPTED = "accepted: None, Int8MixedPrecision() for int8 x int8, Float8MixedPrecision() for float8 x float8"
 

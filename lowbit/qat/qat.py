@@ -55,7 +55,8 @@ from lowbit.qat.weights import (
     rounding_owner,
     stored_scales,
 )
-from lowbit.schemes.training import IN_ATTENTION, MixedPrecision
+from lowbit.schemes.mixed_precision import MixedPrecision
+from lowbit.schemes.training import IN_ATTENTION
 from lowbit.tensor.core.base import check_weight
 from lowbit.tensor.trained.adapted import Adapters
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor

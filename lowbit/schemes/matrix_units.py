@@ -35,3 +35,8 @@ def missing_block_products(device: torch.device) -> str | None:
     if tuple(map(int, version.split(".")[:2])) < (12, 9):
         return f"torch is built for CUDA {version}, and cuBLAS has products of blocks from CUDA 12.9 on"
     return None
+
+
+# The effect of torch.compiler.assume_constant_result, whose call would import the compiler along with lowbit.
+missing_units._dynamo_marked_constant = True  # type: ignore[attr-defined]
+missing_block_products._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -2,16 +2,14 @@
 after the loop that restores plain weights or converts for inference."""
 
 from lowbit.convert import Report
-from lowbit.schemes.training import (
-    BitNet,
+from lowbit.schemes.low_bit_weights import BitNet, Int4Weight, Int8Weight
+from lowbit.schemes.mixed_precision import (
     Float8BlockMixedPrecision,
     Float8MixedPrecision,
-    Int4Weight,
     Int8MixedPrecision,
-    Int8Weight,
     MXFP8MixedPrecision,
-    TrainingScheme,
 )
+from lowbit.schemes.training import TrainingScheme
 from lowbit.train.collectives import compress_collectives_
 from lowbit.train.convert import convert_
 from lowbit.train.prepare import prepare_, restore_

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lowbit.schemes.training import BLOCK
+from lowbit.schemes.mixed_precision import BLOCK
 from lowbit.testing.launch import launch
 from tests.as_sent import as_sent
 from tests.tensor.cases import CASES, one_of_each, same_bits

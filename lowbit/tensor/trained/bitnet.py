@@ -30,7 +30,7 @@ from lowbit.linear.frozen.ternary import rounded_tokens
 from lowbit.linear.ternary import bitnet_linear
 from lowbit.numerics.packing import packed_size
 from lowbit.numerics.sharded import is_dtensor
-from lowbit.schemes.training import BitNet
+from lowbit.schemes.low_bit_weights import BitNet
 from lowbit.tensor.core import (
     ROUNDING_INPUTS,
     Gather,

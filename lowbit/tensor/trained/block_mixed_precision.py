@@ -17,7 +17,12 @@ import lowbit_kernels as kernels
 from lowbit.linear.low_bit_linear import Codes, transposed
 from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.spec import crop
-from lowbit.schemes.training import BLOCK, BLOCK_ACTIVATION, BLOCK_WEIGHT, Float8BlockMixedPrecision
+from lowbit.schemes.mixed_precision import (
+    BLOCK,
+    BLOCK_ACTIVATION,
+    BLOCK_WEIGHT,
+    Float8BlockMixedPrecision,
+)
 from lowbit.tensor.core import Gather, InnerShapes, LowbitTensor, Wire
 from lowbit.tensor.frozen.float8_tensor import Float8Tensor
 from lowbit.tensor.trained.mixed_precision import MixedPrecisionTensor

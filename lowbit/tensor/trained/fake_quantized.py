@@ -25,8 +25,8 @@ from lowbit.linear.fused_rounding import fake_quantize
 from lowbit.linear.operands import Values
 from lowbit.linear.rounded_linear import rounded_linear, rounding_of
 from lowbit.numerics.spec import Spec
+from lowbit.schemes.mixed_precision import MixedPrecision
 from lowbit.schemes.scheme import Scheme
-from lowbit.schemes.training import MixedPrecision
 from lowbit.tensor.core import (
     InnerShapes,
     LowbitTensor,

@@ -25,8 +25,8 @@ import lowbit_kernels as kernels
 from lowbit.linear.low_bit_linear import Codes, transposed
 from lowbit.numerics.packing import unpack
 from lowbit.numerics.spec import Spec, crop
+from lowbit.schemes.low_bit_weights import Int4Weight
 from lowbit.schemes.presets import Int4WeightOnly
-from lowbit.schemes.training import Int4Weight
 from lowbit.tensor.core import (
     InnerShapes,
     aten,

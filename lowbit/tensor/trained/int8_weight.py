@@ -36,8 +36,8 @@ import lowbit_kernels as kernels
 from lowbit.linear.low_bit_grouped import low_bit_grouped_mm
 from lowbit.linear.low_bit_linear import Codes, Operand, low_bit_linear
 from lowbit.numerics.sharded import is_dtensor
+from lowbit.schemes.low_bit_weights import Int8Weight
 from lowbit.schemes.presets import Int8WeightOnly
-from lowbit.schemes.training import Int8Weight
 from lowbit.tensor.core import (
     CodesByRow,
     Gather,

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from lowbit.linear.microscaled_linear import microscaled_linear
+from lowbit.schemes.mixed_precision import MXFP8MixedPrecision
 from lowbit.schemes.scheme import Scheme
-from lowbit.schemes.training import MXFP8MixedPrecision
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.trained.mixed_precision import MixedPrecisionTensor
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import lowbit_kernels as kernels
 from lowbit.linear.low_bit_grouped import low_bit_grouped_mm
 from lowbit.linear.low_bit_linear import Codes, Operand, low_bit_linear
-from lowbit.schemes.training import MixedPrecision
+from lowbit.schemes.mixed_precision import MixedPrecision
 from lowbit.tensor.core import (
     Gather,
     InnerShapes,
