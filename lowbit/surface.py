@@ -84,7 +84,7 @@ from lowbit.tensor import (
     TernaryTensor,
 )
 from lowbit.tracing.report import Trace, TracedProduct
-from lowbit.tracing.tracer import trace
+from lowbit.tracing.trace import trace
 
 pretrained.listen()
 

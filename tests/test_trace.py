@@ -26,6 +26,7 @@ from lowbit import (
 from lowbit.inference import linear as linear_with_residual
 from lowbit.tracing import tracer
 from lowbit.tracing.report import weight_format
+from lowbit.tracing.trace import NOT_REACHED
 from lowbit_kernels.runtime import host_compiler, launches
 from tests.inference.weight_ops import counted
 from tests.schemes import SCHEMES as INFERENCE_SCHEMES
@@ -266,7 +267,7 @@ def test_tracing_a_training_step_leaves_everything_as_it_was(compiled: str) -> N
     assert not low_bit(found, "block.gate") and "on cpu" in reasons(found, "block.gate").pop()
     assert reasons(found, "head") == {"left alone: no scheme for this name"}
     assert ran_in(found, "head") == PLAIN
-    assert reasons(found, "unused") == {tracer.NOT_REACHED} and not ran_in(found, "unused")
+    assert reasons(found, "unused") == {NOT_REACHED} and not ran_in(found, "unused")
     assert str(found).startswith("2 of 5 layers ran products in low bits\nlayer")
     # nothing is left behind
     assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))
@@ -454,7 +455,7 @@ def test_tied_weights_and_lookups() -> None:
     unused.forward = lambda: None  # type: ignore[method-assign]
     lb.quantize_(unused, lb.Int8WeightOnly(), lambda m, name: name == "table")
     (lookup,) = trace(unused).products
-    assert (lookup.product, lookup.calls, lookup.why) == ("embedding", 0, tracer.NOT_REACHED)
+    assert (lookup.product, lookup.calls, lookup.why) == ("embedding", 0, NOT_REACHED)
 
 
 class Experts(nn.Module):

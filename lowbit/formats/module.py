@@ -17,9 +17,8 @@ from lowbit.convert import Owner, find_owners, is_tuner
 from lowbit.formats.base import FormatError
 from lowbit.formats.folder import copy_beside_weights, is_of_diffusers
 from lowbit.formats.sources import Holder, Item
-from lowbit.numerics.sharded import is_dtensor
+from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.core.dtensor import held_locally
 from lowbit.tensor.trained.bitnet import BitNetTensor
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from lowbit import optional
 from lowbit.convert import check_module
+from lowbit.numerics.sharded import held_locally
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.core.dtensor import held_locally
 
 INDEX = "index.json"
 """The file that accelerate writes beside the tensors of a folder."""

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from lowbit.layers.stand_in import StandIn, names_given
-from lowbit.numerics.sharded import is_dtensor
-from lowbit.tensor.core.dtensor import by_rows, held_locally, placed_as
+from lowbit.numerics.sharded import held_locally, is_dtensor
+from lowbit.tensor.core.dtensor import by_rows, placed_as
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import hold, settled_by
 

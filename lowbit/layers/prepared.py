@@ -35,9 +35,9 @@ from lowbit.linear.frozen.checks import refuse_transforms
 from lowbit.linear.operands import Values
 from lowbit.numerics import learned_scales as formula
 from lowbit.numerics.learned_scales import qparams, with_gradients_of
-from lowbit.numerics.sharded import is_dtensor
+from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.numerics.spec import Spec
-from lowbit.tensor.core.dtensor import held_locally, local, replicated
+from lowbit.tensor.core.dtensor import local, replicated
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import (
     SCALE,

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from lowbit.convert import Target, find_owners
 from lowbit.layers.exchange import Held
 from lowbit.layers.stand_in import without
-from lowbit.numerics.sharded import is_dtensor
-from lowbit.tensor.core.dtensor import held_locally
+from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import SCALE, ZERO, is_learned, scales_of
 

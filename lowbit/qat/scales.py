@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from lowbit.convert import check_module, find_owners
 from lowbit.layers.exchange import exchanged
 from lowbit.layers.prepared import named_inputs
-from lowbit.numerics.sharded import is_dtensor
+from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.qat.exchange import in_high_precision, prepared_targets
-from lowbit.tensor.core.dtensor import by_rows, held_locally, local, split_as
+from lowbit.tensor.core.dtensor import by_rows, local, split_as
 from lowbit.tensor.core.regather import reshard
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import (

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lowbit.convert import check_module, find_owners
-from lowbit.numerics.sharded import is_fsdp_module
-from lowbit.tensor.core.dtensor import held_locally
+from lowbit.numerics.sharded import held_locally, is_fsdp_module
 from lowbit.tensor.core.regather import forget_gathered, reshard
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor, Off
 

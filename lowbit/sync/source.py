@@ -31,13 +31,12 @@ from lowbit.layers.static_input import inputs_of
 from lowbit.numerics.learned_scales import qparams
 from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.row_chunks import count_nonfinite
-from lowbit.numerics.sharded import is_dtensor
+from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.qat.exchange import prepared_targets
 from lowbit.qat.weights import converted_weight, in_order_of_linears, rounding_owner
 from lowbit.tensor.core.base import LowbitTensor, check_weight
 from lowbit.tensor.core.dtensor import (
     by_rows,
-    held_locally,
     largest_over_ranks,
     local,
     placed,

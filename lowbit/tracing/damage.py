@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lowbit.numerics.divergence import divergence
 from lowbit.numerics.snr import Energies
 from lowbit.tracing.batches import call, entry, eval_mode, output_tensor
-from lowbit.tracing.tracer import state_restored
+from lowbit.tracing.trace import state_restored
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """A function of the model and a batch that gives a scalar."""

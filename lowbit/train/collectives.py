@@ -27,8 +27,7 @@ from torch.nn import functional as F
 
 import lowbit_kernels as kernels
 from lowbit.convert import check_module
-from lowbit.numerics.sharded import is_fsdp_module
-from lowbit.tensor.core.dtensor import held_locally
+from lowbit.numerics.sharded import held_locally, is_fsdp_module
 from lowbit.tensor.core.regather import forget_gathered, reshard
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.quantizers import PresentScales

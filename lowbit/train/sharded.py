@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from lowbit.convert import check_module
+from lowbit.numerics.sharded import held_locally
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.core.dtensor import held_locally
 from lowbit.tensor.trained.bitnet import BitNetTensor, precompute_scales
 from lowbit.tensor.trained.trainable import TrainableTensor
 from lowbit.train.prepared import was_prepared

@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import lowbit
+from lowbit.numerics.sharded import held_locally
 from lowbit.tensor import LowbitTensor, joined
-from lowbit.tensor.core.dtensor import held_locally
 from lowbit.tensor.core.state_dict import split
 from lowbit.testing.fsdp2 import TwoLinears, shard
 from lowbit.testing.launch import launch

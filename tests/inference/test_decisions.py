@@ -24,7 +24,7 @@ from lowbit.linear.frozen import (
     registered,
 )
 from lowbit.linear.frozen.dequantized import plain_linear
-from lowbit.tracing import tracer
+from lowbit.tracing.watched import watched
 from tests.schemes import relative_error
 
 CASES = {
@@ -247,7 +247,7 @@ def test_gradients_autocast_and_tracers_come_and_go(name: str) -> None:
             assert model(x).dtype is torch.bfloat16
     with torch.no_grad():
         assert torch.equal(model(x), y)
-    with tracer.watched(model) as watch:
+    with watched(model) as watch:
         model(x)
         model(leaf).sum().backward()
     model(x)

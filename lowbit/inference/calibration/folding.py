@@ -30,7 +30,7 @@ from lowbit.inference.calibration.batches import Batches, counted_rows, mask_of
 from lowbit.inference.calibration.stages import chain_of
 from lowbit.tracing.batches import call, deterministic, eval_mode, output_tensor
 from lowbit.tracing.block_inputs import NotAChain, capture
-from lowbit.tracing.tracer import state_restored
+from lowbit.tracing.trace import state_restored
 
 _TRIALS = 12
 """Modules before a layer that are tried, the last one first."""

@@ -34,7 +34,7 @@ from lowbit.inference.calibration.folding import Folding, foldings
 from lowbit.tensor.core import LowbitTensor
 from lowbit.tensor.frozen.rotated_tensor import rotated_blocks
 from lowbit.tracing.batches import call, eval_mode, output_tensor
-from lowbit.tracing.tracer import state_restored
+from lowbit.tracing.trace import state_restored
 
 _BLOCKS = 16, 4096
 """The fewest and the most channels of a block of a folded rotation."""

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from lowbit.convert import Target
 from lowbit.inference.planning.units import Unit
 from lowbit.tracing.batches import call, eval_mode, output_tensor
-from lowbit.tracing.tracer import state_restored
+from lowbit.tracing.trace import state_restored
 
 
 def estimated(

@@ -35,10 +35,9 @@ from lowbit.interop.hf import experts as experts  # registers what stock experts
 from lowbit.interop.hf.config import METHOD, LowbitConfig
 from lowbit.interop.hf.plan import WeightChoice, plan
 from lowbit.layers.frozen import show_frozen
-from lowbit.numerics.sharded import is_dtensor
+from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.core.base import LowbitTensor, check_weight
-from lowbit.tensor.core.dtensor import held_locally
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 logger = logging.get_logger("transformers.lowbit")

@@ -29,20 +29,21 @@ from torch import Tensor, nn
 
 import lowbit_kernels as kernels
 from lowbit.interop.torchtitan.optimizers import steps_done
-from lowbit.numerics.sharded import is_dtensor
+from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.numerics.snr import decibels
 from lowbit.optim.state.state import correction_units
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import LowbitProducts
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.core.dtensor import held_locally, local
+from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.trained.bitnet import BitNetTensor
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import is_learned, scales_of
 from lowbit.tensor.trained.master_weight import MasterWeightTensor
 from lowbit.tensor.trained.mixed_precision import MixedPrecisionTensor
 from lowbit.tensor.trained.trainable import TrainableTensor
-from lowbit.tracing.tracer import Notes, watched
+from lowbit.tracing.tracer import Notes
+from lowbit.tracing.watched import watched
 
 SAMPLES = 2**16
 """The most elements of a parameter in which lost updates are counted."""

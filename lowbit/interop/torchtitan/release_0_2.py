@@ -33,11 +33,11 @@ from lowbit.interop.torchtitan.settings import Lowbit
 from lowbit.layers.prepared import forget_inputs
 from lowbit.layers.static_input import SCALE as INPUT_SCALE
 from lowbit.layers.static_input import ZERO as INPUT_ZERO
+from lowbit.numerics.sharded import held_locally
 from lowbit.optim import LowbitOptimizer, step_in_backward
 from lowbit.qat.scales import learned_parameters, start_scales_
 from lowbit.schemes.low_bit_weights import BitNet, Int4Weight, Int8Weight
 from lowbit.schemes.scheme import Scheme
-from lowbit.tensor.core.dtensor import held_locally
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import SCALE, ZERO, named_scales
 

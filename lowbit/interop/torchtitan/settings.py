@@ -14,10 +14,10 @@ from lowbit import qat, train
 from lowbit.convert import Report, stacked
 from lowbit.interop import config_lines
 from lowbit.numerics.number_format import Int
+from lowbit.numerics.sharded import held_locally
 from lowbit.schemes import lines
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import LowbitProducts, TrainingScheme
-from lowbit.tensor.core.dtensor import held_locally
 from lowbit.tensor.trained.bitnet import BitNetTensor
 
 LEFT_OUT = ("output", "lm_head", "router.gate")

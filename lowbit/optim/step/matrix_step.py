@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.numerics.sharded import is_dtensor
+from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.optim.state import state as states
 from lowbit.optim.step import muon_formula
 from lowbit.optim.step.eager import Update, bound, count_step
@@ -45,7 +45,6 @@ from lowbit.optim.step.job import GradScale, Job
 from lowbit.optim.step.launch import StepItem, StepLaunch, has_own_memory, variant
 from lowbit.optim.step.row_exchange import RowExchange, divided, sharded_dim
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.core.dtensor import held_locally
 from lowbit.tensor.frozen.codebook_tensor import CodebookTensor
 from lowbit_kernels.elementwise.fused_step import COLUMN, Rule, StepVariant
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.numerics.sharded import is_dtensor
+from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.optim.step import muon_formula
 from lowbit.optim.step.job import GradScale, Job
 from lowbit.optim.step.matrix_step import Batch, MatrixStepPlan, holds_whole
 from lowbit.optim.step.orthogonalize import orthogonalize
 from lowbit.optim.step.row_exchange import gathered, own_part, sharded_dim
-from lowbit.tensor.core.dtensor import held_locally, local, placed
+from lowbit.tensor.core.dtensor import local, placed
 from lowbit_kernels.elementwise.fused_step import Rule
 
 _DIRECTION = Rule(**muon_formula.DIRECTION)

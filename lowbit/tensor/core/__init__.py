@@ -24,7 +24,6 @@ from lowbit.tensor.core.contracted import GROUPED as GROUPED
 from lowbit.tensor.core.contracted import MATMULS as MATMULS
 from lowbit.tensor.core.contracted import of_stack as of_stack
 from lowbit.tensor.core.contracted import of_swapped as of_swapped
-from lowbit.tensor.core.dtensor import held_locally as held_locally
 from lowbit.tensor.core.dtensor import local as local
 from lowbit.tensor.core.dtensor import own_region as own_region
 from lowbit.tensor.core.dtensor import replicated as replicated

@@ -26,11 +26,6 @@ def local(value: Any) -> Any:
 _PLAIN = Tensor, torch.nn.Parameter
 
 
-def held_locally(value: Any) -> Any:
-    """The very tensor that a DTensor holds, so that attributes set on it stay; anything else unchanged."""
-    return value._local_tensor if is_dtensor(value) else value
-
-
 def placed_as(value: Any, own: Tensor) -> Tensor:
     """`own` as this rank's part of a DTensor of the shape and placement of `value`; unchanged where `value` is not a
     DTensor."""

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from lowbit.numerics.sharded import is_fsdp_module
-from lowbit.tensor.core.dtensor import held_locally
+from lowbit.numerics.sharded import held_locally, is_fsdp_module
 
 
 def reshard(model: nn.Module) -> None:

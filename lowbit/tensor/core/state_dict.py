@@ -50,10 +50,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit.numerics.code_range import FLOATS
 from lowbit.numerics.packing import as_bytes
-from lowbit.numerics.sharded import is_dtensor
+from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import (
-    held_locally,
     local,
     placed,
     placed_as,

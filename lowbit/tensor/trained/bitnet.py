@@ -29,7 +29,7 @@ from torch.distributed._functional_collectives import all_reduce
 from lowbit.linear.frozen.ternary import rounded_tokens
 from lowbit.linear.ternary import bitnet_linear
 from lowbit.numerics.packing import packed_size
-from lowbit.numerics.sharded import is_dtensor
+from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.schemes.low_bit_weights import BitNet
 from lowbit.tensor.core import (
     ROUNDING_INPUTS,
@@ -37,7 +37,6 @@ from lowbit.tensor.core import (
     InnerShapes,
     LowbitTensor,
     Wire,
-    held_locally,
     in_forward,
     rounding_inputs,
 )

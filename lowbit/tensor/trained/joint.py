@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lowbit.numerics.sharded import is_dtensor
+from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.core.dtensor import held_locally, largest_over_ranks
+from lowbit.tensor.core.dtensor import largest_over_ranks
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.quantizers import PresentScales, Scales
 from lowbit.tensor.trained.trainable import TrainableTensor

@@ -34,14 +34,13 @@ from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Int
 from lowbit.numerics.opaque import for_subclasses
 from lowbit.numerics.row_chunks import count_nonfinite
-from lowbit.numerics.sharded import is_dtensor
+from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core import (
     Gather,
     LowbitTensor,
     Wire,
-    held_locally,
     local,
     rounding_inputs,
     split_as,
