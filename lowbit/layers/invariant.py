@@ -166,7 +166,7 @@ def _int32_sums(codes: Tensor, weight: Tensor) -> Tensor:
 # ---- the other layers ------------------------------------------------------------------------------------------------
 
 
-class StraightThrough(torch.autograd.Function):
+class _PlainGradients(torch.autograd.Function):
     """exact(*tensors) with the gradients of plain(*tensors), which the backward pass computes."""
 
     @staticmethod
@@ -191,12 +191,12 @@ class StraightThrough(torch.autograd.Function):
         return None, None, *[next(found) if need else None for need in needs]
 
 
-def straight_through(
+def differentiable(
     exact: Callable[..., Tensor], plain: Callable[..., Tensor], *tensors: Tensor
 ) -> Tensor:
     """exact(*tensors), differentiable where a tensor asks for it."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        y: Tensor = StraightThrough.apply(exact, plain, *tensors)
+        y: Tensor = _PlainGradients.apply(exact, plain, *tensors)
         return y
     return exact(*(t.detach() for t in tensors))
 
@@ -258,7 +258,7 @@ class Norm(StandIn):
             factor = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
             return (wide * factor * (weight.float() + offset)).to(x.dtype)
 
-        return straight_through(exact, plain, hidden_states, self.weight)
+        return differentiable(exact, plain, hidden_states, self.weight)
 
 
 ACTIVATIONS: dict[str, str] = {
@@ -292,7 +292,7 @@ class Activation(StandIn):
         def plain(x: Tensor) -> Tensor:
             return F.silu(x) if kind == "silu" else F.gelu(x, approximate="tanh")
 
-        return straight_through(exact, plain, input)
+        return differentiable(exact, plain, input)
 
 
 def has_rotary_form(module: nn.Module) -> bool:
@@ -373,7 +373,7 @@ def attention(
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, sees, scale=own).transpose(1, 2)
 
-    return straight_through(exact, plain, query, key, value).transpose(1, 2)
+    return differentiable(exact, plain, query, key, value).transpose(1, 2)
 
 
 attention_setters: list[Callable[[nn.Module], None]] = []

@@ -31,9 +31,10 @@ from lowbit.linear.frozen.eight_bits import scale_of_rows
 from lowbit.linear.frozen.kinds import representation_of
 from lowbit.linear.low_bit_linear import Codes, low_bit_gradients, of_last_input, transposed
 from lowbit.linear.operands import Kept, RoundedLinear
-from lowbit.numerics.affine import StraightThrough, computed_again, where_bits
+from lowbit.numerics.affine import computed_again
 from lowbit.numerics.packing import pack
 from lowbit.numerics.spec import Spec
+from lowbit.numerics.straight_through import StraightThrough, where_bits
 from lowbit.schemes.mixed_precision import MixedPrecision
 from lowbit.schemes.scheme import Scheme
 from lowbit.tracing import tracer

@@ -19,7 +19,6 @@ from torch import Tensor
 
 import lowbit_kernels as kernels
 from lowbit.numerics import learned_scales
-from lowbit.numerics.affine import StraightThrough, everywhere, where_set
 from lowbit.numerics.learned_scales import (
     RATE,
     as_parameters,
@@ -32,6 +31,7 @@ from lowbit.numerics.learned_scales import (
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Int
 from lowbit.numerics.spec import Spec
+from lowbit.numerics.straight_through import StraightThrough, where_set
 from lowbit_kernels.runtime.library import FLOATS
 
 Qparams = tuple[Tensor, Tensor | None]
@@ -92,7 +92,7 @@ class Inside:
 
     def __init__(self, mask: Tensor | None, group_size: int = 0) -> None:
         self.mask = mask
-        self.rule: Any = everywhere if mask is None else where_set
+        self.rule: Any = where_set
         if mask is not None and group_size:
             self.rule = partial(_where_kernel_bits, group_size=group_size)
         self.passed = partial(self.rule, mask=mask)

@@ -20,7 +20,7 @@ from lowbit.linear.frozen.checks import (
 from lowbit.linear.frozen.ternary import quantize_tokens
 from lowbit.linear.low_bit_linear import low_bit_product, transposed
 from lowbit.linear.operands import Kept, RoundedLinear
-from lowbit.numerics.affine import StraightThrough, everywhere
+from lowbit.numerics.straight_through import StraightThrough
 from lowbit.tracing import tracer
 from lowbit.tracing.tracer import Note
 
@@ -132,7 +132,7 @@ def bitnet_linear(
         tracer.note(m, n, k, "there is nothing to multiply", weight)
         # zeros have the result of a product without terms, and pass a gradient to the weight
         zeros = torch.zeros((n, k), dtype=weight.dtype, device=weight.device)
-        values = StraightThrough.apply(weight, zeros, None, everywhere)
+        values = StraightThrough.apply(weight, zeros)
         return F.linear(x, values.to(x.dtype), bias)
     note = tracer.note(m, n, k, None, weight)
     y = RoundedLinear.apply(x.reshape(m, k), weight, bias, TernaryOperands(note), scale)

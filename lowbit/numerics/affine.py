@@ -34,8 +34,8 @@ observers, to which this module is bit-exact except for exact ties, NaN, and the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ from lowbit.numerics.code_range import (
 )
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.opaque import opaque
-from lowbit.numerics.packing import unpack
+from lowbit.numerics.straight_through import StraightThrough
 
 Mapping = Literal[
     "symmetric", "symmetric_no_clipping_err", "asymmetric", "float_zero_point", "half_integer"
@@ -195,14 +195,12 @@ def _span_scale(min_neg: Tensor, max_pos: Tensor, levels: float) -> Tensor:
 
 
 class Grid(NamedTuple):
-    """The codes that blocks choose their scales for. A `Spec` computes its grid once."""
+    """The codes `low` to `high` that blocks choose their scales for. A `Spec` computes its grid once."""
 
     mapping: Mapping
     dtype: CodeType
     low: float
-    """The smallest code."""
     high: float
-    """The largest code."""
     mid: float
     """The zero point of a symmetric mapping."""
     has_values: bool
@@ -548,40 +546,6 @@ def dequantize_affine(
     return values.reshape(codes.shape).to(output_dtype)
 
 
-def everywhere(grad: Tensor, mask: None) -> Tensor:
-    """`grad`: it passes everywhere."""
-    return grad
-
-
-def where_set(grad: Tensor, mask: Tensor) -> Tensor:
-    """`grad` where `mask` is True, else 0."""
-    return torch.where(mask, grad, 0.0)
-
-
-def where_bits(grad: Tensor, bits: Tensor) -> Tensor:
-    """`where_set` of a mask that `packing.pack(mask, 1)` packed."""
-    return torch.where(unpack(bits, 1, grad.shape[-1]).to(torch.bool), grad, 0.0)
-
-
-class StraightThrough(torch.autograd.Function):
-    """`values` in place of `input`, whose gradient is `passed(grad, mask)`. It keeps the mask alone.
-
-    The straight-through estimator of rounding, arXiv 1308.3432.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, values: Tensor, mask: Tensor | None, passed: Callable[..., Tensor]
-    ) -> Tensor:
-        ctx.save_for_backward(mask)
-        ctx.passed = passed
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.passed(grads[0], *ctx.saved_tensors), None, None, None
-
-
 @torch.no_grad()
 def rounded_affine(
     input: Tensor,
@@ -602,9 +566,8 @@ def rounded_affine(
     scale, zero_point = _params(scale, zero_point, counts)
     codes = _to_grid(blocks, scale, zero_point, dtype, low, high)
     inside = within_range(codes, dtype, low, high).reshape(input.shape) if clips else None
-    values = _from_grid(
-        clamped(codes, dtype, low, high).float(), scale, zero_point, low, high
-    ).reshape(input.shape)
+    codes = clamped(codes, dtype, low, high).float()
+    values = _from_grid(codes, scale, zero_point, low, high).reshape(input.shape)
     return torch.where(input.isnan(), input, values.to(input.dtype)), inside
 
 
@@ -634,5 +597,4 @@ def fake_quantize_affine(
     values, inside = rounded_affine(
         input, block_size, scale, zero_point, quant_dtype, low, high, clips
     )
-    passed = everywhere if inside is None else where_set
-    return StraightThrough.apply(input, values, inside, passed)
+    return StraightThrough.apply(input, values, inside)

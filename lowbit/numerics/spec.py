@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -31,12 +31,13 @@ from lowbit.numerics.affine import (
     unclamped_codes,
 )
 from lowbit.numerics.code_range import FLOATS, clamped, within_range
-from lowbit.numerics.granularity import Granularity, PerBlock, PerGroup, PerTensor
+from lowbit.numerics.granularity import Granularity, PerBlock, PerTensor
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8, Int, NumberFormat
 from lowbit.numerics.scale_format import SCALE_FORMATS, ScaleFormat
 from lowbit.numerics.search import best_of_scales, search_qparams_affine
-from lowbit.numerics.super_blocks import TABLE, SuperBlocks
+from lowbit.numerics.spec_checks import check_fields, super_blocks_of
+from lowbit.numerics.super_blocks import SuperBlocks
 
 ScaleFormatName = Literal["float", "e8m0", "e4m3", "e4m3_inverse", "double", "super_block"]
 
@@ -44,8 +45,6 @@ ScaleFormatName = Literal["float", "e8m0", "e4m3", "e4m3_inverse", "double", "su
 MOST_PADDING, ALWAYS_PADDED = 256, 2**20
 """The most elements that a whole number of blocks may have, as a multiple of the tensor's own, and the elements up to
 which any multiple is taken."""
-SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-"""What `Spec.scale_dtype` takes, by the name in files and on the command line."""
 
 
 def crop(t: Tensor, shape: Sequence[int]) -> Tensor:
@@ -117,35 +116,7 @@ class Spec(_Computed):
     scale_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.format, NumberFormat):
-            raise TypeError(
-                f"format must be Int(bits) or Float8(), or a LookupTable, got {self.format!r}"
-            )
-        if not isinstance(self.granularity, Granularity):
-            raise TypeError(
-                f"granularity must be PerTensor(), PerRow(), PerGroup(g), PerToken(), PerBlock(...) or another "
-                f"lowbit.numerics.granularity.Granularity, got {self.granularity!r}"
-            )
-        if self.mapping not in get_args(Mapping):
-            raise ValueError(
-                f"unknown mapping {self.mapping!r}; accepted: {', '.join(get_args(Mapping))}"
-            )
-        self._check_scale_format()
-        self._check_scale_dtype()
-        one_bit = isinstance(self.format, Int) and self.format.bits == 1
-        if one_bit and self.mapping.startswith("symmetric"):
-            raise ValueError(
-                f"one bit with mapping {self.mapping!r} rounds every value to zero; use 'asymmetric' or "
-                "'half_integer'"
-            )
-        if not isinstance(self.static, bool):
-            raise TypeError(f"static must be True or False, got {self.static!r}")
-        if self.static and not isinstance(self.granularity, PerTensor):
-            raise ValueError(
-                f"static=True gives all inputs one scale: the granularity must be PerTensor(), got {self.granularity!r}"
-            )
-        if self.static:
-            self.check_free_scales("static=True", "take static=False")
+        check_fields(self)
         self._compute()
 
     def _compute(self) -> None:
@@ -164,7 +135,7 @@ class Spec(_Computed):
         is_stored = isinstance(fmt, LookupTable) or self.scale_format == "e8m0"
         is_wide = rounds_minimum or in_blocks or in_super_blocks or is_stored
         self.__dict__.update(
-            super_blocks=self._super_blocks() if in_super_blocks else None,
+            super_blocks=super_blocks_of(self) if in_super_blocks else None,
             _grid=unchecked_grid(self.mapping, fmt.dtype, fmt.quant_min, fmt.quant_max, zero_dtype),
             scales=SCALE_FORMATS[self.scale_format],
             rounds_minimum=rounds_minimum,
@@ -175,12 +146,6 @@ class Spec(_Computed):
             else self.scale_dtype,
             _new_scale_dtype=torch.float32 if is_wide else self.scale_dtype,
         )
-
-    def _super_blocks(self) -> SuperBlocks | None:
-        """The row of `lowbit.numerics.super_blocks` for these bits, groups and mapping."""
-        own = (self.format, self.granularity, self.mapping)
-        rows = ((Int(row.bits), PerGroup(row.group), row.mapping) for row in TABLE)
-        return next((row for row, key in zip(TABLE, rows, strict=True) if key == own), None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -194,58 +159,6 @@ class Spec(_Computed):
         left_out += () if self.scale_dtype is not None else ("scale_dtype",)
         shown = [f.name for f in fields(self) if f.name not in left_out]
         return f"Spec({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
-
-    def _check_scale_format(self) -> None:
-        if self.scale_format not in SCALE_FORMATS:
-            raise ValueError(
-                f"unknown scale_format {self.scale_format!r}; accepted: {', '.join(SCALE_FORMATS)}"
-            )
-        if self.scale_format == "super_block":
-            if self.scale_dtype is not None or self._super_blocks() is None:
-                rows = ", ".join(f"{row.bits} bits, {row.group}, {row.mapping!r}" for row in TABLE)
-                raise ValueError(
-                    f"scale_format='super_block' is for integers of these bits, groups and mappings: {rows}, "
-                    f"without a scale_dtype, got {self.format}, {self.granularity}, {self.mapping!r}, "
-                    f"{self.scale_dtype}"
-                )
-            return
-        is_float8 = isinstance(self.format, Float8)
-        if not isinstance(self.format, LookupTable):
-            takes = "'float' or 'e8m0'" if is_float8 else "'float'"
-            if self.scale_format not in (("float", "e8m0") if is_float8 else ("float",)):
-                raise ValueError(
-                    f"scale_format={self.scale_format!r} is for a LookupTable, such as NF4 and E2M1; {self.format} "
-                    f"takes {takes}"
-                )
-            if not is_float8:
-                return
-        accepted = ["symmetric"]
-        if self.scale_format == "e8m0":
-            accepted.append("symmetric_no_clipping_err")
-        if self.mapping not in accepted:
-            what = "float8" if is_float8 else "a LookupTable"
-            raise ValueError(
-                f"{what} with scale_format={self.scale_format!r} has no zero point: mapping must be "
-                f"{' or '.join(map(repr, accepted))}, got {self.mapping!r}"
-            )
-
-    def _check_scale_dtype(self) -> None:
-        dtype = self.scale_dtype
-        if dtype is None:
-            return
-        if dtype not in SCALE_DTYPES.values():
-            accepted = ", ".join(map(str, SCALE_DTYPES.values()))
-            raise ValueError(f"scale_dtype must be {accepted} or None, got {dtype!r}")
-        if isinstance(self.format, LookupTable) or self.scale_format == "e8m0":
-            raise ValueError(
-                f"scale_dtype={dtype} is for Int and Float8; the scales of a LookupTable, and of e8m0, are stored as "
-                f"scale_format says, got {self.scale_format!r}"
-            )
-        is_float8 = isinstance(self.format, Float8)
-        if is_float8 and isinstance(self.granularity, PerBlock) and dtype is not torch.float32:
-            raise ValueError(
-                f"float8 in blocks has scales of torch.float32, got scale_dtype={dtype}; leave it None"
-            )
 
     def same_values(self, other: Spec) -> bool:
         """True if codes and scales mean the same values under both specs. The two symmetric mappings choose different

@@ -16,7 +16,7 @@ from typing import Any
 
 from lowbit.numerics.granularity import PerBlock, PerGroup, PerRow
 from lowbit.numerics.number_format import Int
-from lowbit.numerics.spec import SCALE_DTYPES
+from lowbit.numerics.spec_checks import SCALE_DTYPES
 from lowbit.schemes import presets
 from lowbit.schemes.scheme import Scheme
 

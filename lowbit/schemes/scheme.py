@@ -21,7 +21,8 @@ from torch import Tensor
 from lowbit.numerics.granularity import Granularity, PerBlock, PerGroup, PerTensor, PerToken
 from lowbit.numerics.lookup_table import TABLES, LookupTable
 from lowbit.numerics.number_format import Float8, Int, NumberFormat
-from lowbit.numerics.spec import SCALE_DTYPES, Spec
+from lowbit.numerics.spec import Spec
+from lowbit.numerics.spec_checks import SCALE_DTYPES
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 import lowbit_kernels as kernels
 from lowbit.linear.frozen.checks import unflattened
 from lowbit.linear.frozen.row import Weight
+from lowbit.numerics.straight_through import StraightThrough
 from lowbit.tracing import tracer
 
 
@@ -35,19 +34,10 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
-class _RoundedTokens(torch.autograd.Function):
-    """x [M, K] rounded as the input of an int8 product; the gradient passes straight through."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        codes, scale = quantize_tokens(x)
-        return (codes[:, : x.shape[1]] * scale[:, None]).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
 def rounded_tokens(x: Tensor) -> Tensor:
     """x [..., K] as `quantize_tokens` rounds it, with the gradient of the identity."""
-    return _RoundedTokens.apply(x.reshape(-1, x.shape[-1])).view(x.shape)
+    rows = x.reshape(-1, x.shape[-1])
+    with torch.no_grad():
+        codes, scale = quantize_tokens(rows)
+        values = (codes[:, : rows.shape[1]] * scale[:, None]).to(x.dtype)
+    return StraightThrough.apply(rows, values).view(x.shape)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lowbit.linear.fused_rounding import rounded
 from lowbit.linear.rounded_linear import rounding_of
-from lowbit.numerics.affine import StraightThrough
+from lowbit.numerics.straight_through import StraightThrough
 from lowbit.tensor.trained.quantizers import Scales
 
 
