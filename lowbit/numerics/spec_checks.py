@@ -1,15 +1,17 @@
-"""What a `Spec` refuses: fields that do not fit together."""
+"""What a `Spec` refuses: fields that do not fit together, and scales beyond its dtype."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, get_args
 
 import torch
+from torch import Tensor
 
 from lowbit.numerics.affine import Mapping
 from lowbit.numerics.granularity import Granularity, PerBlock, PerGroup, PerTensor
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8, Int, NumberFormat
+from lowbit.numerics.row_chunks import count_nonfinite
 from lowbit.numerics.scale_format import SCALE_FORMATS
 from lowbit.numerics.super_blocks import TABLE, SuperBlocks
 
@@ -112,3 +114,23 @@ def super_blocks_of(spec: Spec) -> SuperBlocks | None:
     own = (spec.format, spec.granularity, spec.mapping)
     rows = ((Int(row.bits), PerGroup(row.group), row.mapping) for row in TABLE)
     return next((row for row, key in zip(TABLE, rows, strict=True) if key == own), None)
+
+
+def check_reach(spec: Spec, tensors: dict[str, Tensor | None]) -> None:
+    """Raise ValueError where new scales, or smallest values beside them, are too large for float16: the `scale_dtype`,
+    or the dtype of the weight."""
+    scale = tensors.get("scale")
+    own = spec.scale_dtype or (None if scale is None else scale.dtype)
+    if own is not torch.float16 or torch.compiler.is_compiling():
+        return
+    kinds = {
+        "scale": "scales",
+        **({"zero_point": "smallest values"} if spec.rounds_minimum else {}),
+    }
+    for name, what in kinds.items():
+        t = tensors[name]
+        if t is not None and not t.is_meta and (bad := count_nonfinite(t)):
+            raise ValueError(
+                f"{bad} of {t.numel()} {what} are beyond 65504, the largest of torch.float16; take torch.bfloat16 or "
+                "torch.float32 as scale_dtype"
+            )

@@ -4,6 +4,7 @@ from lowbit.tensor.core import base_ops as base_ops  # the aten operations of ev
 from lowbit.tensor.core import collectives as collectives
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.state_dict import joined
+from lowbit.tensor.frozen import affine_ops as affine_ops  # those of AffineTensor
 from lowbit.tensor.frozen import ordered_tensor as ordered_tensor  # kinds that files name
 from lowbit.tensor.frozen import rotated_tensor as rotated_tensor
 from lowbit.tensor.frozen import sparse24_tensor as sparse24_tensor

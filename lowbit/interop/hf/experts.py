@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from transformers.integrations import moe
 
-from lowbit.tensor.frozen.affine_tensor import AffineTensor, products_of_experts
+from lowbit.tensor.frozen.affine_ops import products_of_experts
+from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 if hasattr(moe, "_grouped_mm_fallback"):
     fallback = torch.ops.transformers.grouped_mm_fallback.default

@@ -9,15 +9,6 @@ Storage, all row-major, sliceable along dimension 0 without unpacking:
   the activation is static.
 
 K, and every blocked dimension, is padded to a whole number of blocks; `shape` is the logical one.
-
-Arithmetic, as tools that merge adapters into a model do it:
-
-    weight + delta, weight.norm(), ...     reads the dequantized values and gives a plain tensor
-    weight += delta, weight.data = values  quantizes the result again, in the weight's own scheme
-
-A write quantizes again, so a change smaller than half a quantization step is mostly lost. Each block keeps its scale
-unless a new one has the smaller error, so values that do not change keep their bits. `lowbit.dequantize_(model)` before
-merging loses nothing.
 """
 
 from __future__ import annotations
@@ -29,10 +20,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 
 from lowbit.linear.frozen import quantized_linear
-from lowbit.linear.frozen.experts import stacked_product
 from lowbit.linear.frozen.kinds import KINDS, representation_of
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8, Int
@@ -40,20 +29,17 @@ from lowbit.numerics.packing import pack, packed_size, unpack
 from lowbit.numerics.row_chunks import count_nonfinite, encode_in_chunks
 from lowbit.numerics.scale_format import ScaleFormat
 from lowbit.numerics.spec import Spec
+from lowbit.numerics.spec_checks import check_reach
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core import (
     GROUPED,
     MATMULS,
     InnerShapes,
     LowbitTensor,
-    aten,
-    check_not_flat,
     check_weight,
     is_traced,
-    looked_up,
     of_stack,
     of_swapped,
-    product_below_autograd,
     refuse_trace,
 )
 from lowbit.tensor.frozen.blocked import BlockedTensor
@@ -86,7 +72,6 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
     way_out: ClassVar[str] = (
         "call .dequantize() for a plain tensor first, or lowbit.dequantize_(model) for a plain model"
     )
-
     caches = (*LowbitTensor.caches, "_known_products", "_reader")
     stored_as: ClassVar[str | None] = "integers"
     """The name of the layout of the codes. lowbit's kernels read the layouts of lowbit's own classes alone."""
@@ -183,9 +168,8 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
                 or dtype; scales that are zero or not finite, as those of weights too large for a `scale_dtype` of
                 float16; a static activation without `input_qparams`.
         """
-        spec, activation = (
-            (scheme.weight, scheme.activation) if isinstance(scheme, Scheme) else (scheme, None)
-        )
+        spec = scheme.weight if isinstance(scheme, Scheme) else scheme
+        activation = scheme.activation if isinstance(scheme, Scheme) else None
         check_weight(weight)
         spec.check_padding(weight.shape)
         if qparams is not None:
@@ -197,7 +181,7 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         if joint is not None and spec.scales is None:
             qparams, joint = (joint, None), None
         tensors = kind._encode_as(weight.detach(), spec, scale_dtype, qparams, joint)
-        _check_reach(spec, tensors)
+        check_reach(spec, tensors)
         tensors.update(_parts_of_input(activation, input_qparams))
         return kind.from_inner(tensors, meta, weight.shape, weight.dtype)
 
@@ -397,7 +381,7 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         if self.transposed:
             values = values.transpose(-2, -1)
         found = type(self)._encode_as(values, self.spec, self.scale.dtype)
-        _check_reach(self.spec, found)
+        check_reach(self.spec, found)
         return {**found, **self._of_input()}
 
     def _takes_meta_of(self, other: Tensor) -> bool:
@@ -405,10 +389,8 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         where the scales have one dtype all the same."""
         if type(self) is not type(other) or not self.spec.same_values(other.spec):
             return False
-        if (
-            self.spec.scale_dtype != other.spec.scale_dtype
-            and self.scale.dtype != other.scale.dtype
-        ):
+        is_other = self.spec.scale_dtype != other.spec.scale_dtype
+        if is_other and self.scale.dtype != other.scale.dtype:
             return False  # a copy would round the scales
         return {**self.meta(), "spec": None} == {**other.meta(), "spec": None}
 
@@ -467,10 +449,8 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
             found = self.spec.choose_scales(x, kept=self.inner_tensors())
             return {"scale": found["scale"]}, (self.spec.scales.decode(found), None)
         scale, zero_point = self.spec.choose_qparams(x, self.scale.dtype)
-        parts = (
-            {"scale": scale} if zero_point is None else {"scale": scale, "zero_point": zero_point}
-        )
-        return parts, (scale, zero_point)
+        point = {} if zero_point is None else {"zero_point": zero_point}
+        return {"scale": scale, **point}, (scale, zero_point)
 
     def _assign_data(self, values: Any) -> None:
         """`self.data = values`: takes over a low-bit tensor with its codes, its dtype and its device, or quantizes
@@ -542,26 +522,6 @@ KINDS.append(AffineTensor)
 def _zero_point_dtype(spec: Spec) -> torch.dtype:
     """The dtype of zero points beside float32 scales."""
     return torch.float32 if spec.zero_point_is_value else spec.format.dtype
-
-
-def _check_reach(spec: Spec, tensors: Mapping[str, Tensor | None]) -> None:
-    """Raise ValueError where new scales, or smallest values beside them, are too large for float16: the `scale_dtype`,
-    or the dtype of the weight."""
-    scale = tensors.get("scale")
-    own = spec.scale_dtype or (None if scale is None else scale.dtype)
-    if own is not torch.float16 or torch.compiler.is_compiling():
-        return
-    kinds = {
-        "scale": "scales",
-        **({"zero_point": "smallest values"} if spec.rounds_minimum else {}),
-    }
-    for name, what in kinds.items():
-        t = tensors[name]
-        if t is not None and not t.is_meta and (bad := count_nonfinite(t)):
-            raise ValueError(
-                f"{bad} of {t.numel()} {what} are beyond 65504, the largest of torch.float16; take torch.bfloat16 or "
-                "torch.float32 as scale_dtype"
-            )
 
 
 def _parts_of_input(
@@ -638,81 +598,3 @@ def _rounded_for_experts(x: Any, weight: Any) -> tuple[Any, Any]:
         return x, weight
     plain = weight if weight.activation is None else weight._with(activation=None)
     return weight.rounded_input(x), plain
-
-
-# ---- aten operations ---------------------------------------------------------------------------------------------
-
-
-AffineTensor.implements(aten.embedding.default)(looked_up)
-
-
-@AffineTensor.implements(aten.mm.default, aten.addmm.default, aten.linear.default)
-def _matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
-    return product_below_autograd(quantized_linear, func, args, kwargs)
-
-
-def _by_kernel(
-    x: Any, weight: Any, offs: Tensor | None = None, *others: Any, **named: Any
-) -> Tensor | None:
-    """The product by a kernel; None where it has none."""
-    rest = any(one is not None for one in (*others, *named.values()))
-    if isinstance(weight, AffineTensor) and weight.ndim == 3 and not rest:
-        return stacked_product(x, weight, offs)
-    return None
-
-
-@AffineTensor.implements(aten.bmm.default, aten._grouped_mm.default)
-def products_of_experts(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Products of all experts at once: in 16 bits by a kernel, else in high precision. The weight may be either
-    operand."""
-    for weight in (x for x in args[:2] if isinstance(x, AffineTensor)):
-        if weight.activation is not None:  # inputs cannot be told from gradients here
-            raise weight._unsupported(
-                f"{func} with it as the first operand, as its scheme quantizes inputs (accepted: input @ weight, or a "
-                "weight-only scheme)"
-            )
-    plain = [x for x in args[:2] if not isinstance(x, LowbitTensor)]
-    if not plain:
-        raise args[0]._unsupported(f"{func} of two low-bit tensors (accepted: one of them plain)")
-    dtype = plain[0].dtype
-    y = _by_kernel(*args, **kwargs)
-    if y is not None:
-        return y
-    first, second = (
-        x.dequantize().to(dtype) if isinstance(x, AffineTensor) else x for x in args[:2]
-    )
-    return func(first, second, *args[2:], **kwargs)
-
-
-@AffineTensor.implements(
-    *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.where.self),
-    *(aten.add.Scalar, aten.sub.Scalar, aten.mul.Scalar, aten.div.Scalar, aten.pow.Tensor_Scalar),
-    *(aten.neg.default, aten.abs.default, aten.isfinite.default, aten.isnan.default),
-    *(aten.eq.Tensor, aten.ne.Tensor, aten.eq.Scalar, aten.ne.Scalar),
-    *(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim),
-    *(aten.amax.default, aten.amin.default, aten.std.correction),
-    *(aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim),
-    *(aten._weight_norm_interface.default, aten._weight_norm_interface_backward.default),
-)
-def _read(func: Any, args: Any, kwargs: Any) -> Tensor:
-    return func(*tree_map(_values, args), **tree_map(_values, kwargs))
-
-
-def _values(x: Any) -> Any:
-    return x.dequantize() if isinstance(x, AffineTensor) else x
-
-
-@AffineTensor.implements(
-    *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor),
-    *(aten.add_.Scalar, aten.mul_.Scalar, aten.div_.Scalar),
-)
-def _change(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Computes in float32, or in float64 for float64 weights."""
-    target, *others = args
-    others = tree_map(_values, others)
-    if not isinstance(target, AffineTensor):
-        return func(target, *others, **kwargs)
-    check_not_flat(target, "a change")
-    wide = torch.promote_types(target.dtype, torch.float32)
-    target.requantize_(func(target._with(dtype=wide).dequantize(), *others, **kwargs))
-    return target

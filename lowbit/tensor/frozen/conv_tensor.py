@@ -26,7 +26,6 @@ from torch.nn import functional as F
 from lowbit.linear.frozen.checks import autocast_inputs
 from lowbit.linear.frozen.kinds import representation_of
 from lowbit.numerics.spec import Spec
-from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core import LowbitTensor, check_weight, is_traced, refuse_trace
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.float8_tensor import Float8Tensor
@@ -46,40 +45,21 @@ class ConvTensor(AffineTensor):
     shape that they have for the matrix [N, K]."""
 
     @classmethod
-    def from_float(
-        cls,
-        weight: Tensor,
-        scheme: Scheme | Spec,
-        qparams: tuple[Tensor, Tensor | None] | None = None,
-        input_qparams: tuple[Tensor, Tensor | None] | None = None,
-    ) -> ConvTensor:
+    def from_float(cls, weight: Tensor, *args: Any, **kwargs: Any) -> ConvTensor:
         """Quantize `weight` [N, C/groups, k…]. Arguments and errors are those of `AffineTensor.from_float`."""
-        made = AffineTensor.from_float(_matrix(weight), scheme, qparams, input_qparams)
-        return cls.of_matrix(made, weight.shape)
+        return cls.of_matrix(
+            AffineTensor.from_float(_matrix(weight), *args, **kwargs), weight.shape
+        )
 
     @classmethod
-    def searched(
-        cls,
-        weight: Tensor,
-        scheme: Scheme | Spec,
-        importance: Tensor | None = None,
-        input_qparams: tuple[Tensor, Tensor | None] | None = None,
-    ) -> ConvTensor:
+    def searched(cls, weight: Tensor, *args: Any, **kwargs: Any) -> ConvTensor:
         """`AffineTensor.searched` of the matrix. `importance` is broadcastable to [N, K]."""
-        made = AffineTensor.searched(_matrix(weight), scheme, importance, input_qparams)
-        return cls.of_matrix(made, weight.shape)
+        return cls.of_matrix(AffineTensor.searched(_matrix(weight), *args, **kwargs), weight.shape)
 
     @classmethod
-    def quantized(
-        cls,
-        weight: Tensor,
-        scheme: Scheme | Spec,
-        scales: str | None = None,
-        input_qparams: tuple[Tensor, Tensor | None] | None = None,
-    ) -> ConvTensor:
+    def quantized(cls, weight: Tensor, *args: Any, **kwargs: Any) -> ConvTensor:
         """`AffineTensor.quantized` of the matrix."""
-        made = AffineTensor.quantized(_matrix(weight), scheme, scales, input_qparams)
-        return cls.of_matrix(made, weight.shape)
+        return cls.of_matrix(AffineTensor.quantized(_matrix(weight), *args, **kwargs), weight.shape)
 
     @classmethod
     def of_matrix(cls, matrix: AffineTensor, shape: Sequence[int]) -> Self:
