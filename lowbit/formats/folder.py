@@ -32,7 +32,7 @@ from lowbit.formats.layer_names import (
 )
 from lowbit.formats.registry import FORMATS, by_config
 from lowbit.formats.sources import Holder, Item
-from lowbit.formats.tied import second_names
+from lowbit.formats.tied import places_of, second_names
 from lowbit.numerics.code_range import FLOATS
 
 STEMS = "model", "diffusion_pytorch_model"
@@ -499,9 +499,8 @@ def _take_settings(config: dict[str, Any]) -> Mapping[str, Any] | None:
 
     Raises FormatError for a value that is not a JSON object.
     """
-    text = config.get("text_config")
     taken: list[Mapping[str, Any]] = []
-    for place in (config, *([text] if isinstance(text, dict) else [])):
+    for place in places_of(config):
         for key in ("quantization_config", "compression_config"):
             found = place.pop(key, None)
             if not isinstance(found, dict | None):
@@ -512,8 +511,7 @@ def _take_settings(config: dict[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
-    text = config.get("text_config")
-    for place in (config, text if isinstance(text, dict) else {}):
+    for place in places_of(config):
         for key in ("dtype", "torch_dtype"):
             dtype = getattr(torch, str(place.get(key)).removeprefix("torch."), None)
             if isinstance(dtype, torch.dtype):

@@ -24,7 +24,7 @@ _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
 def places_of(config: Mapping[str, Any]) -> list[Any]:
-    """The parts of a config.json that may tie: the whole, and the config of its language model."""
+    """The parts of a config.json with settings of weights: the whole, and the config of its language model."""
     return [place for place in (config, config.get("text_config")) if isinstance(place, Mapping)]
 
 

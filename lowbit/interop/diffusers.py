@@ -9,7 +9,6 @@ Written against diffusers 0.42.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from diffusers import ModelMixin
@@ -22,7 +21,7 @@ from lowbit.formats.base import FormatError
 from lowbit.formats.registry import by_name
 from lowbit.inference import quantize_
 from lowbit.interop.hf.config import METHOD, LowbitConfig
-from lowbit.interop.hf.in_memory import InMemory, in_parts
+from lowbit.interop.hf.in_memory import InMemory, in_parts, models_in
 from lowbit.interop.hf.plan import WeightChoice, plan
 from lowbit.layers.frozen import show_frozen
 from lowbit.tensor.core.base import LowbitTensor, check_weight
@@ -157,7 +156,7 @@ def _later(chosen: WeightChoice) -> set[str]:
 def describe(model: nn.Module) -> None:
     """Let the models of diffusers in `model` write and describe their low-bit weights. If a model has none, remove the
     description."""
-    for top in _models_in(model):
+    for top in models_in(model, ModelMixin):
         held = getattr(top, "hf_quantizer", None)
         own = held if isinstance(held, LowbitDiffusersQuantizer) else None
         if any(in_parts(top, False)):
@@ -175,12 +174,3 @@ def _describe(model: Any, quantizer: LowbitDiffusersQuantizer) -> None:
     quantizer.quantization_config = InMemory(model)
     model.is_quantized = False  # else diffusers refuses `.to(dtype)`, also where it saves adapters
     model.register_to_config(quantization_config=quantizer.quantization_config)
-
-
-def _models_in(model: nn.Module) -> Iterator[Any]:
-    """The models of diffusers in `model` that lie in no other one."""
-    if isinstance(model, ModelMixin):
-        yield model
-        return
-    for child in model.children():
-        yield from _models_in(child)

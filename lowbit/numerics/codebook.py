@@ -73,6 +73,7 @@ import torch
 from torch import Tensor
 
 from lowbit.numerics.opaque import opaque
+from lowbit.numerics.whole_number import check_whole
 
 # Far below the second moments of the smallest useful gradients (a gradient of 1e-6 has a moment of 1e-12), and still a
 # normal float32 when divided by 448.
@@ -304,8 +305,7 @@ def _scales(y: Tensor, scale: Tensor, block: int) -> list[Tensor]:
 def _check_block(book: Codebook | torch.dtype, block: int) -> None:
     if not isinstance(book, Codebook) and book is not torch.float8_e4m3fn:
         raise TypeError(f"book must be a Codebook or torch.float8_e4m3fn, got {book!r}")
-    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
-        raise ValueError(f"block must be a positive number of elements, got {block!r}")
+    check_whole("block", block)
 
 
 @functools.cache

@@ -37,11 +37,7 @@ from typing import ClassVar
 import torch
 
 from lowbit.numerics import class_names
-
-
-def _check_positive_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+from lowbit.numerics.whole_number import check_whole
 
 
 def _rows(shape: Sequence[int], kind: str) -> tuple[int, ...]:
@@ -121,7 +117,7 @@ class PerGroup(Granularity):
     group_size: int
 
     def __post_init__(self) -> None:
-        _check_positive_int("group_size", self.group_size)
+        check_whole("group_size", self.group_size)
 
     def block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
         if len(shape) == 0:
@@ -152,7 +148,7 @@ class PerBlock(Granularity):
                 "PerBlock needs the size of at least one dimension, e.g. PerBlock(128, 128)"
             )
         for size in shape:
-            _check_positive_int("a size of PerBlock", size)
+            check_whole("a size of PerBlock", size)
         object.__setattr__(self, "shape", shape)
 
     def block_size(self, shape: Sequence[int]) -> tuple[int, ...]:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowbit.numerics.whole_number import check_whole
+
 # bits: codes and bytes of a cycle, and an integer dtype that holds one
 _CYCLES = {
     1: (8, 1, torch.uint8),
@@ -36,7 +38,7 @@ def as_bytes(t: Tensor) -> Tensor:
 
 def packed_size(size: int, bits: int) -> int:
     """Bytes that ``size`` codes of ``bits`` bits (1..8) take: ``ceil(size * bits / 8)``."""
-    _check_bits(bits)
+    check_whole("bits", bits, most=8)
     if size < 0:
         raise ValueError(f"size must be 0 or more codes, got {size}")
     return (size * bits + 7) // 8
@@ -57,7 +59,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         TypeError: ``codes`` is not of an integer dtype.
         ValueError: ``bits`` is not in 1..8, or ``codes`` has no dimension to pack.
     """
-    _check_bits(bits)
+    check_whole("bits", bits, most=8)
     if codes.is_floating_point() or codes.is_complex():
         raise TypeError(
             f"pack takes integer codes, got {codes.dtype}; convert with .to(torch.uint8)"
@@ -127,11 +129,6 @@ def _is_aligned(codes: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     return codes.is_contiguous() and codes.storage_offset() % 2 == 0
-
-
-def _check_bits(bits: int) -> None:
-    if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 8:
-        raise ValueError(f"bits must be an integer from 1 to 8, got {bits!r}")
 
 
 def _pad_last(x: Tensor, multiple: int) -> Tensor:

@@ -37,6 +37,7 @@ from typing import Any, ClassVar, Unpack
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from lowbit.numerics.whole_number import check_whole
 from lowbit.optim.matrices import MatrixBase
 from lowbit.optim.options import (
     Check,
@@ -46,7 +47,6 @@ from lowbit.optim.options import (
     check_finite,
     check_flag,
     check_numbers,
-    check_whole,
 )
 from lowbit.optim.step.muon_formula import (
     descend,

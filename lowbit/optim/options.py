@@ -160,15 +160,6 @@ def check_below_one(name: str, value: Any) -> float:
     return number
 
 
-def check_whole(name: str, value: Any, *, most: int | None = None) -> int:
-    """A whole number of at least 1, and of at most `most`. Raises for anything else."""
-    wrong = isinstance(value, bool) or not isinstance(value, int) or value < 1
-    if wrong or (most is not None and value > most):
-        accepted = "of at least 1" if most is None else f"from 1 to {most}"
-        raise ValueError(f"{name} must be a whole number {accepted}, got {value!r}")
-    return value
-
-
 def check_finite(name: str, value: Any) -> float:
     """A finite number as a float. Raises for anything else."""
     check_number(name, value)

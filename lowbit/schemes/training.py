@@ -127,10 +127,7 @@ class LowbitProducts(TrainingScheme):
             raise TypeError(
                 f"stochastic_rounding must be True, False or None, got {self.stochastic_rounding!r}"
             )
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise TypeError(f"seed must be an int, got {self.seed!r}")
-        if not 0 <= self.seed < 2**31:
-            raise ValueError(f"seed must be 0 to 2**31 - 1, got {self.seed}")
+        check_seed(self.seed)
 
     @property
     def products(self) -> list[str]:
@@ -267,6 +264,14 @@ class Int8Products(LowbitProducts):
 
     capability = (8, 0)
     forward_format = "int8"
+
+
+def check_seed(seed: Any) -> None:
+    """Raise TypeError or ValueError for a seed that is not an int from 0 to 2**31 - 1."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an int, got {seed!r}")
+    if not 0 <= seed < 2**31:
+        raise ValueError(f"seed must be 0 to 2**31 - 1, got {seed}")
 
 
 def check_bools(scheme: Any) -> None:

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 import lowbit_kernels as kernels
 from lowbit.convert import check_module
 from lowbit.numerics.sharded import held_locally, is_fsdp_module
+from lowbit.schemes.training import check_seed
 from lowbit.tensor.core.regather import forget_gathered, reshard
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.quantizers import PresentScales
@@ -64,10 +65,7 @@ def compress_collectives_(
             parameter is in none that is, as before the last `fully_shard`.
     """
     check_module(model)
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed must be an int, got {seed!r}")
-    if not 0 <= seed < 2**31:
-        raise ValueError(f"seed must be 0 to 2**31 - 1, got {seed}")
+    check_seed(seed)
     if not (gradients or weights):
         raise ValueError("gradients=False, weights=False: nothing to compress; set one of them")
     sharded = {name: module for name, module in model.named_modules() if is_fsdp_module(module)}

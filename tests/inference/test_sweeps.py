@@ -144,7 +144,7 @@ def test_edges_of_a_sweep() -> None:
     found = model[0].weight.dequantize()
     assert found.isfinite().all() and not found[3].any() and layer.after < layer.before
     for bad in (-1, 1.5, "2", True):
-        with pytest.raises(ValueError, match="sweeps must be 0 or a positive integer, got"):
+        with pytest.raises(ValueError, match="sweeps must be a whole number of at least 0, got"):
             GPTQ(sweeps=bad)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="act_order must be True or False, got 'yes'"):
         GPTQ(act_order="yes")  # type: ignore[arg-type]

@@ -88,9 +88,9 @@ def test_all_differ() -> None:
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, "4", None, True], ids=repr)
 def test_sizes_must_be_positive_integers(size: object) -> None:
-    with pytest.raises(ValueError, match=r"group_size must be an integer of at least 1, got"):
+    with pytest.raises(ValueError, match=r"group_size must be a whole number of at least 1, got"):
         PerGroup(size)
-    with pytest.raises(ValueError, match=r"integer of at least 1, got"):
+    with pytest.raises(ValueError, match=r"whole number of at least 1, got"):
         PerBlock(4, size)
 
 

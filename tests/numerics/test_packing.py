@@ -107,7 +107,7 @@ def test_compiles(bits: int, size: int) -> None:
 
 @pytest.mark.parametrize("bits", [0, 9, -1, 4.0, True, "4"])
 def test_impossible_bits(bits: object) -> None:
-    with pytest.raises(ValueError, match=r"bits must be an integer from 1 to 8, got"):
+    with pytest.raises(ValueError, match=r"bits must be a whole number from 1 to 8, got"):
         packed_size(8, bits)  # type: ignore[arg-type]
 
 

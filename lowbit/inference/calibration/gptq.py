@@ -42,6 +42,7 @@ from lowbit.inference.calibration.inputs import product
 from lowbit.inference.calibration.search import searched
 from lowbit.inference.calibration.step import Layer, Step, by_rows, check_share, of_parts
 from lowbit.inference.calibration.sweeps import Swept, sweep
+from lowbit.numerics.whole_number import check_whole
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,7 @@ class GPTQ(Step):
             raise ValueError(f"scales must be 'searched' or 'minmax', got {self.scales!r}")
         if not isinstance(self.act_order, bool):
             raise TypeError(f"act_order must be True or False, got {self.act_order!r}")
-        if isinstance(self.sweeps, bool) or not isinstance(self.sweeps, int) or self.sweeps < 0:
-            raise ValueError(f"sweeps must be 0 or a positive integer, got {self.sweeps!r}")
+        check_whole("sweeps", self.sweeps, least=0)
 
     @property
     def pairs(self) -> bool:  # type: ignore[override]

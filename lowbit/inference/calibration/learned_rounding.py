@@ -38,6 +38,7 @@ from lowbit.numerics.learned_scales import RATE, as_parameters, qparams, rate_of
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8
 from lowbit.numerics.spec import Spec
+from lowbit.numerics.whole_number import check_whole
 from lowbit.tensor.frozen.rotated_tensor import rotated_blocks
 from lowbit.tracing.batches import deterministic, entry, output_tensor
 from lowbit.tracing.block_inputs import moved
@@ -276,9 +277,7 @@ class LearnedRounding(Step):
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 0), ("batch_size", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+            check_whole(name, getattr(self, name), least=least)
         if self.over not in ("blocks", "model"):
             raise ValueError(f"over must be 'blocks' or 'model', got {self.over!r}")
         if self.loss not in (None, "error", "kl"):

@@ -79,7 +79,7 @@ def describe(model: nn.Module) -> None:
         model: a model of transformers, or a module that holds such models. A part of a model is described once the
             state dict of the model is made (`lowbit.interop.pretrained.follow_save`).
     """
-    for top in _models_in(model):
+    for top in models_in(model, PreTrainedModel):
         has_parts = any(in_parts(top, False))
         _attach(top.config, top, has_parts)
         if not has_parts:
@@ -89,13 +89,13 @@ def describe(model: nn.Module) -> None:
                 quantizer.remove_quantization_config(top)
 
 
-def _models_in(model: nn.Module) -> Iterator[PreTrainedModel]:
-    """The models of transformers in `model` that lie in no other model of transformers."""
-    if isinstance(model, PreTrainedModel):
+def models_in(model: nn.Module, kind: type) -> Iterator[Any]:
+    """The modules of this class in `model` that lie in no other one."""
+    if isinstance(model, kind):
         yield model
         return
     for child in model.children():
-        yield from _models_in(child)
+        yield from models_in(child, kind)
 
 
 def _attach(config: PreTrainedConfig, model: PreTrainedModel, has_parts: bool) -> None:
