@@ -28,7 +28,7 @@ def test_there_are_notebooks() -> None:
 @pytest.mark.timeout(600)
 def test_the_site_is_built_and_its_notebooks_run(tmp_path: Path) -> None:
     """`--strict` makes a warning an error; with `--quiet` it would see none. The variable stops a notice of the theme
-    about later releases, which is no warning."""
+    about later releases, which is not a warning."""
     for package in ("matplotlib", "safetensors", "typer", "rich"):
         pytest.importorskip(package)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]

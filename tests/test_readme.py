@@ -115,7 +115,7 @@ def test_python_snippets_run(page: Path, tmp_path: Path) -> None:
 
 
 def shows(printed: str, expected: str) -> bool:
-    """Whether `printed` holds the words of `expected` in a row.
+    """True if `printed` holds the words of `expected` in a row.
 
     Figures with a point or an exponent may be half or twice as large: where two codes are equally near, processors
     round differently, and calibration carries that on.

@@ -173,7 +173,7 @@ def share_product(
         joint: their weights as one, [sum of N, K], over the same memory.
         bias: their biases as one, or None where they have none.
         path: what layers alike share, and others do not.
-        is_whole: False as soon as a weight or bias is no part of the joint one any more.
+        is_whole: False as soon as a weight or bias stops being a part of the joint one.
     """
     if not all(isinstance(m, Frozen) and shown_class(m).forward is _FORWARD for m in modules):
         return

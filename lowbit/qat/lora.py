@@ -108,7 +108,7 @@ def _check_layer(fqn: str, layer: Any, target: Target) -> None:
     if hasattr(layer, "parameter_name"):
         _refuse(fqn, f"LoRA of the parameter {layer.parameter_name!r} (target_parameters)")
     if not all(hasattr(layer, name) for name in _INTERFACE):
-        _refuse(fqn, f"an adapter of the kind {type(layer).__module__}.{kind}, which is no LoRA")
+        _refuse(fqn, f"an adapter of the kind {type(layer).__module__}.{kind}, which is not LoRA")
     if without(type(base)) not in _BASES:
         _refuse(fqn, f"LoRA of a {type(base).__name__} (accepted: nn.Linear and nn.Embedding)")
     if getattr(layer, "fan_in_fan_out", False) and isinstance(base, nn.Linear):

@@ -179,7 +179,7 @@ def test_a_batch_whose_mask_is_zero_is_left_out() -> None:
 
 
 def test_the_batch_that_the_model_does_not_take_is_named() -> None:
-    """Values that are no ids, ids beyond the vocabulary, another keyword."""
+    """Values that are not ids, ids beyond the vocabulary, another keyword."""
     model = llama()
     before = state(model)
     for wrong in (torch.randn(2, 8), torch.full((2, 8), 96), {"ids": BATCHES[1]}):

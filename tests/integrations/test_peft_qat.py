@@ -298,7 +298,7 @@ def test_other_layers_that_do_not_merge() -> None:
     config = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
     refused(peft.get_peft_model(gpt2(), config), "LoRA of a Conv1D", lambda m, n: "c_attn" in n)
     config = peft.LoHaConfig(r=4, target_modules=TARGETS)
-    refused(peft.get_peft_model(llama(), config), "which is no LoRA")
+    refused(peft.get_peft_model(llama(), config), "which is not LoRA")
     tied = llama(tie_word_embeddings=True)
     model = peft.get_peft_model(tied, peft.LoraConfig(r=4, target_modules=["embed_tokens"]))
     refused(model, "share a weight", lambda m, n: isinstance(m, nn.Linear | nn.Embedding))

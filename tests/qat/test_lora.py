@@ -518,7 +518,7 @@ def test_refusals_name_the_layer_and_a_way_out() -> None:
         (turned, "fan_in_fan_out"),
         (parameter, r"parameter 'weight' \(target_parameters\)"),
         (tied, r"share a weight \(up.base_layer.weight and other.weight\)"),
-        (other_kind, "which is no LoRA"),
+        (other_kind, "which is not LoRA"),
     ]:
         refused(change, match)
     model = Net()

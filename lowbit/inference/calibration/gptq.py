@@ -57,7 +57,7 @@ class GPTQ(Step):
         scales: "searched" or "minmax", where no earlier step chose them.
         sweeps: how often the scale and the codes of each block are chosen again. Two take about as long again on a CPU.
 
-    Raises ValueError for other values, and TypeError for an `act_order` that is no bool.
+    Raises ValueError for other values, and TypeError for an `act_order` that is not a bool.
     """
 
     damping: float = 0.01

@@ -299,7 +299,7 @@ def _rounding_inputs(func: Any, args: Any, kwargs: Any) -> Tensor:
 def split_dims(param: Any) -> tuple[int, ...]:
     """Dimensions of the mesh along which the [N, K] matrices of a DTensor are split."""
     inner = (param.ndim - 2, param.ndim - 1)
-    # FSDP2's shards of tensor parallel ones are no `Shard` to torch, but have a dimension too
+    # FSDP2's shards of tensor parallel ones are not `Shard` to torch, but have a dimension too
     split = (getattr(placed, "dim", None) for placed in param.placements)
     return tuple(mesh_dim for mesh_dim, dim in enumerate(split) if dim in inner)
 

@@ -301,7 +301,7 @@ class TrainableTensor(LowbitTensor):
         """Raises ValueError for another scheme than `schemes`."""
         scheme = cls.schemes[0].from_dict(data["scheme"])
         if not isinstance(scheme, cls.schemes):
-            raise ValueError(f"{scheme} is no {' or '.join(s.__name__ for s in cls.schemes)}")
+            raise ValueError(f"{scheme} is not {' or '.join(s.__name__ for s in cls.schemes)}")
         return {"scheme": scheme}
 
     @classmethod

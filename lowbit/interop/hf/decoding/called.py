@@ -168,7 +168,7 @@ def _decoded(
             "its graph has kernels whose sums have another order",
         )
     options = read(model, call)
-    # Buffers that outlive the call are no inference tensors, which nothing may write to elsewhere.
+    # Buffers that outlive the call are not inference tensors, which nothing may write to elsewhere.
     with torch.inference_mode(False), torch.no_grad(), _device_of(model.device):
         ids = call.input_ids.to(model.device)
         batch, length = ids.shape
