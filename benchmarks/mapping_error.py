@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import Machine
-from lowbit.numerics.affine import Mapping
+from lowbit.numerics.affine import MappingName
 from lowbit.numerics.granularity import Granularity, PerGroup, PerRow
 from lowbit.numerics.number_format import Int
 from lowbit.numerics.spec import Spec
 
-SYMMETRIC: Mapping = "symmetric"
-NO_CLIPPING: Mapping = "symmetric_no_clipping_err"
+SYMMETRIC: MappingName = "symmetric"
+NO_CLIPPING: MappingName = "symmetric_no_clipping_err"
 BITS = (8, 7, 6, 5, 4, 3, 2)
 GRANULARITIES: dict[str, Granularity] = {
     "row": PerRow(),

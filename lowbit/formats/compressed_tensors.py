@@ -45,7 +45,7 @@ from lowbit.formats.integers import (
     words_of,
 )
 from lowbit.formats.layer_names import begins_with, is_embedding, is_listed
-from lowbit.numerics.affine import Mapping as QuantizationMapping
+from lowbit.numerics.affine import MappingName
 from lowbit.numerics.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.numerics.lookup_table import E2M1, LookupTable
 from lowbit.numerics.number_format import Float8, Int
@@ -213,7 +213,7 @@ class CompressedTensors(Format):
             return Scheme(Spec(Float8(), PerRow()), activation)
         if spec.format == E2M1 and (found := fp4.nearest_scheme(weight, activation)):
             return found
-        mapping: QuantizationMapping = "asymmetric" if spec.has_zero_point else spec.mapping
+        mapping: MappingName = "asymmetric" if spec.has_zero_point else spec.mapping
         if isinstance(spec.format, LookupTable):
             mapping = "symmetric"
         return Scheme(Spec(Int(spec.format.bits), whole_groups(weight), mapping), activation)
@@ -272,7 +272,7 @@ _GRANULARITIES: dict[str, Callable[[Mapping[str, Any]], Granularity]] = {
 }
 """The granularity that a "strategy" means."""
 
-_SYMMETRIC_INPUT: QuantizationMapping = "symmetric_no_clipping_err"
+_SYMMETRIC_INPUT: MappingName = "symmetric_no_clipping_err"
 """How kernels choose the scale of a dynamic symmetric input of integers or in MXFP8, which the file does not say."""
 _E8M0 = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 """The arguments of MXFP8 beside those of floats in groups."""
@@ -297,7 +297,7 @@ def _spec_from(args: Any, what: str) -> Spec:
         if of_input and dynamic not in (True, False):
             raise ValueError(f"dynamic={dynamic!r}")
         format = Float8(E4M3) if kind == "float" else Int(int(bits or 0))
-        mapping: QuantizationMapping = "symmetric" if symmetric or kind == "float" else "asymmetric"
+        mapping: MappingName = "symmetric" if symmetric or kind == "float" else "asymmetric"
         if of_input and kind == "int" and symmetric:
             mapping = _SYMMETRIC_INPUT
         if kind == "float" and args.get("scale_dtype") == _E8M0["scale_dtype"]:

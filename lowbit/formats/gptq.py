@@ -50,7 +50,7 @@ from lowbit.formats.integers import (
     words_of,
 )
 from lowbit.formats.layer_names import left_out_by, settings_of
-from lowbit.numerics.affine import Mapping as AffineMapping
+from lowbit.numerics.affine import MappingName
 from lowbit.numerics.number_format import Int
 from lowbit.numerics.packing import pack, unpack
 from lowbit.numerics.spec import Spec
@@ -217,7 +217,7 @@ class Gptq(Format):
         if any(size * bits % 32 for size in weight.shape):
             return None
         keeps = spec.has_zero_point and not self.less and not halves
-        mapping: AffineMapping = "asymmetric" if keeps else "symmetric"
+        mapping: MappingName = "asymmetric" if keeps else "symmetric"
         return Scheme(Spec(Int(bits), whole_groups(weight), mapping))
 
     def rounded(self, values: Tensor, scheme: Scheme) -> LowbitTensor:

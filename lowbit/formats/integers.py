@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit.formats.base import FormatError, ScalesError, check_matrix
-from lowbit.numerics.affine import Mapping
+from lowbit.numerics.affine import MappingName
 from lowbit.numerics.granularity import Granularity, PerGroup, PerRow, PerTensor
 from lowbit.numerics.number_format import Int
 from lowbit.numerics.packing import packed_size
@@ -37,7 +37,7 @@ class IntegerLayout:
     @property
     def spec(self) -> Spec:
         granularity: Granularity = PerGroup(self.group_size) if self.group_size else PerRow()
-        mapping: Mapping = "asymmetric" if self.has_zero_point else "symmetric"
+        mapping: MappingName = "asymmetric" if self.has_zero_point else "symmetric"
         return Spec(Int(self.bits), granularity, mapping)
 
     @property

@@ -36,7 +36,7 @@ from lowbit.formats.integers import (
     whole_groups,
 )
 from lowbit.formats.torchao_mxfp8 import typed
-from lowbit.numerics.affine import Mapping as AffineMapping
+from lowbit.numerics.affine import MappingName
 from lowbit.numerics.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.numerics.number_format import Float8, Int
 from lowbit.numerics.spec import Spec
@@ -176,7 +176,7 @@ class TorchAo(Format):
         if isinstance(spec.format, Float8):
             return Scheme(Spec(Float8(), PerRow()))
         zero = spec.has_zero_point
-        mapping: AffineMapping = "asymmetric" if zero else "symmetric"
+        mapping: MappingName = "asymmetric" if zero else "symmetric"
         return Scheme(Spec(Int(spec.format.bits), whole_groups(weight), mapping))
 
 

@@ -52,10 +52,11 @@ from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.opaque import opaque
 from lowbit.numerics.straight_through import StraightThrough
 
-Mapping = Literal[
+MappingName = Literal[
     "symmetric", "symmetric_no_clipping_err", "asymmetric", "float_zero_point", "half_integer"
 ]
-VALUE_ZERO_POINT: tuple[Mapping, ...] = ("float_zero_point", "half_integer")
+MAPPINGS = get_args(MappingName)
+VALUE_ZERO_POINT: tuple[MappingName, ...] = ("float_zero_point", "half_integer")
 """The mappings whose zero points are values in the input's domain, in a floating dtype."""
 
 
@@ -63,8 +64,7 @@ def check_input(input: Tensor) -> None:
     """Raise ValueError for integers and complex numbers."""
     if not input.dtype.is_floating_point:
         raise ValueError(
-            f"only real floating-point tensors can be quantized, got {input.dtype}; "
-            "convert it first, e.g. with .float()"
+            f"only real floating-point tensors can be quantized, got {input.dtype}; convert it, e.g. with .float()"
         )
 
 
@@ -96,10 +96,7 @@ def _blocked(x: Tensor, block_size: Sequence[int]) -> tuple[Tensor, list[int]]:
 
 def _per_block(param: Tensor, counts: Sequence[int], name: str) -> Tensor:
     """A parameter (any shape with one element a block) as [n0, 1, n1, 1, …], to broadcast over `_blocked`."""
-    expected, shape = 1, []
-    for n in counts:
-        expected *= n
-        shape += [n, 1]
+    expected, shape = math.prod(counts), [size for n in counts for size in (n, 1)]
     if param.numel() != expected:
         raise ValueError(
             f"{name} has {param.numel()} elements (shape {tuple(param.shape)}) for {expected} blocks "
@@ -175,7 +172,7 @@ def computed_again(x: Tensor) -> Tensor:
 
 
 def _symmetric_scale(
-    mapping: Mapping, min_neg: Tensor, max_pos: Tensor, low: float, high: float, mid: float
+    mapping: MappingName, min_neg: Tensor, max_pos: Tensor, low: float, high: float, mid: float
 ) -> Tensor:
     if mapping != "symmetric_no_clipping_err":
         return divide(torch.maximum(-min_neg, max_pos), float(high - low) / 2)
@@ -197,7 +194,7 @@ def _span_scale(min_neg: Tensor, max_pos: Tensor, levels: float) -> Tensor:
 class Grid(NamedTuple):
     """The codes `low` to `high` that blocks choose their scales for. A `Spec` computes its grid once."""
 
-    mapping: Mapping
+    mapping: MappingName
     dtype: CodeType
     low: float
     high: float
@@ -210,7 +207,11 @@ class Grid(NamedTuple):
 
 
 def unchecked_grid(
-    mapping: Mapping, dtype: CodeType, low: float, high: float, zero_point_dtype: torch.dtype | None
+    mapping: MappingName,
+    dtype: CodeType,
+    low: float,
+    high: float,
+    zero_point_dtype: torch.dtype | None,
 ) -> Grid:
     """The grid of these codes. Args: those of `Grid`; the range of a table is its own."""
     if isinstance(dtype, LookupTable):
@@ -221,7 +222,7 @@ def unchecked_grid(
 
 
 def grid_of(
-    mapping: Mapping,
+    mapping: MappingName,
     target_dtype: CodeType,
     quant_min: float | None,
     quant_max: float | None,
@@ -231,8 +232,8 @@ def grid_of(
 
     Args: those of `choose_qparams_affine`.
     """
-    if mapping not in get_args(Mapping):
-        raise ValueError(f"unknown mapping {mapping!r}; accepted: {', '.join(get_args(Mapping))}")
+    if mapping not in MAPPINGS:
+        raise ValueError(f"unknown mapping {mapping!r}; accepted: {', '.join(MAPPINGS)}")
     if is_value(target_dtype) and mapping != "symmetric":
         raise ValueError(
             f"{target_dtype} has no zero point: mapping must be 'symmetric', got {mapping!r}"
@@ -249,7 +250,7 @@ def grid_of(
 
 def choose_qparams_affine(
     input: Tensor,
-    mapping: Mapping,
+    mapping: MappingName,
     block_size: Sequence[int],
     target_dtype: CodeType,
     quant_min: float | None = None,
@@ -359,7 +360,6 @@ def chosen_qparams(
     mapping, _, low, high, mid, has_values, zero_point_dtype = grid
     least = max(smallest_scale(scale_dtype), eps)
     min_neg, max_pos = _min_max(input, block_size, min_val, max_val)
-
     zero_point: Tensor | None
     if mapping in ("symmetric", "symmetric_no_clipping_err", "half_integer"):
         scale = _symmetric_scale(mapping, min_neg, max_pos, low, high, mid)
@@ -459,11 +459,14 @@ def round_to_grid(
     return codes, _from_grid(codes, scale, zero_point, low, high)
 
 
-def _params(
-    scale: Tensor, zero_point: Tensor | None, counts: list[int]
-) -> tuple[Tensor, Tensor | None]:
+def _all_blocked(
+    x: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    blocks, counts = _blocked(x, block_size)
     scale = _per_block(scale, counts, "scale")
-    return scale, None if zero_point is None else _per_block(zero_point, counts, "zero_point")
+    if zero_point is not None:
+        zero_point = _per_block(zero_point, counts, "zero_point")
+    return blocks, scale, zero_point
 
 
 def unclamped_codes(
@@ -482,8 +485,7 @@ def unclamped_codes(
     """
     check_input(input)
     low, high = quant_range(dtype, quant_min, quant_max)
-    blocks, counts = _blocked(input.float(), block_size)
-    scale, zero_point = _params(scale, zero_point, counts)
+    blocks, scale, zero_point = _all_blocked(input.float(), block_size, scale, zero_point)
     return _to_grid(blocks, scale, zero_point, dtype, low, high).reshape(input.shape)
 
 
@@ -540,8 +542,7 @@ def dequantize_affine(
     low = high = 0.0
     if codes.dtype is not torch.float32:
         low, high = quant_range(codes.dtype, quant_min, quant_max)
-    blocks, counts = _blocked(codes, block_size)
-    scale, zero_point = _params(scale, zero_point, counts)
+    blocks, scale, zero_point = _all_blocked(codes, block_size, scale, zero_point)
     values = _from_grid(blocks.float(), scale, zero_point, low, high)
     return values.reshape(codes.shape).to(output_dtype)
 
@@ -562,8 +563,7 @@ def rounded_affine(
     Args: those of `fake_quantize_affine`; `low` and `high` are a range that `dtype` holds. With `clips=False` the mask
     is None. NaN stays NaN, which no product hides.
     """
-    blocks, counts = _blocked(input.float(), block_size)
-    scale, zero_point = _params(scale, zero_point, counts)
+    blocks, scale, zero_point = _all_blocked(input.float(), block_size, scale, zero_point)
     codes = _to_grid(blocks, scale, zero_point, dtype, low, high)
     inside = within_range(codes, dtype, low, high).reshape(input.shape) if clips else None
     codes = clamped(codes, dtype, low, high).float()

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from lowbit.numerics.affine import (
     VALUE_ZERO_POINT,
-    Mapping,
+    MappingName,
     block_counts,
     check_input,
     chosen_qparams,
@@ -76,7 +76,7 @@ class QParams(NamedTuple):
 class _SearchedFormat:
     """The grid that is searched: a mapping, a code range, and the dtypes of scale and zero point."""
 
-    mapping: Mapping
+    mapping: MappingName
     dtype: CodeType
     low: float
     high: float
@@ -387,7 +387,7 @@ def _check_importance(importance: Tensor, shape: Sequence[int]) -> Tensor:
 @torch.no_grad()
 def search_qparams_affine(
     input: Tensor,
-    mapping: Mapping,
+    mapping: MappingName,
     block_size: Sequence[int],
     target_dtype: CodeType,
     quant_min: float | None = None,

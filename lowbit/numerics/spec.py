@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from lowbit.numerics.affine import (
     VALUE_ZERO_POINT,
     Grid,
-    Mapping,
+    MappingName,
     absmax_of_blocks,
     chosen_qparams,
     dequantize_affine,
@@ -110,7 +110,7 @@ class Spec(_Computed):
 
     format: NumberFormat
     granularity: Granularity
-    mapping: Mapping = "symmetric"
+    mapping: MappingName = "symmetric"
     static: bool = field(default=False, kw_only=True)
     scale_format: ScaleFormatName = field(default="float", kw_only=True)
     scale_dtype: torch.dtype | None = field(default=None, kw_only=True)

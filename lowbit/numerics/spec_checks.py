@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lowbit.numerics.affine import Mapping
+from lowbit.numerics.affine import MAPPINGS
 from lowbit.numerics.granularity import Granularity, PerBlock, PerGroup, PerTensor
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8, Int, NumberFormat
@@ -33,10 +33,8 @@ def check_fields(spec: Spec) -> None:
             f"granularity must be PerTensor(), PerRow(), PerGroup(g), PerToken(), PerBlock(...) or another "
             f"lowbit.numerics.granularity.Granularity, got {spec.granularity!r}"
         )
-    if spec.mapping not in get_args(Mapping):
-        raise ValueError(
-            f"unknown mapping {spec.mapping!r}; accepted: {', '.join(get_args(Mapping))}"
-        )
+    if spec.mapping not in MAPPINGS:
+        raise ValueError(f"unknown mapping {spec.mapping!r}; accepted: {', '.join(MAPPINGS)}")
     _check_scale_format(spec)
     _check_scale_dtype(spec)
     one_bit = isinstance(spec.format, Int) and spec.format.bits == 1

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit.numerics.affine import Mapping, round_to_dtype
+from lowbit.numerics.affine import MappingName, round_to_dtype
 from lowbit.numerics.search import CHUNK_ELEMENTS
 
 INPUTS = 256
@@ -114,7 +114,7 @@ class SuperBlocks:
     most: int
 
     @property
-    def mapping(self) -> Mapping:
+    def mapping(self) -> MappingName:
         return "float_zero_point" if self.most else "symmetric"
 
     @property

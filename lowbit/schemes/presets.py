@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from lowbit.numerics.affine import Mapping
+from lowbit.numerics.affine import MappingName
 from lowbit.numerics.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.numerics.lookup_table import E2M1, NF4
 from lowbit.numerics.number_format import Float8, Int
@@ -22,7 +22,7 @@ _LARGEST_GROUP_WITHOUT_CLIPPING = {2: 0, 3: 0, 4: 64, 5: 128}
 bits it always has."""
 
 
-def _better_mapping(bits: int, group_size: int | None) -> Mapping:
+def _better_mapping(bits: int, group_size: int | None) -> MappingName:
     if bits == 1:  # symmetric codes would all be zero
         return "asymmetric"
     largest = _LARGEST_GROUP_WITHOUT_CLIPPING.get(bits)
@@ -34,7 +34,7 @@ def _better_mapping(bits: int, group_size: int | None) -> Mapping:
 def IntxWeightOnly(
     bits: int,
     group_size: int | None = None,
-    mapping: Mapping | None = None,
+    mapping: MappingName | None = None,
     *,
     scale_dtype: torch.dtype | None = None,
 ) -> Scheme:
@@ -55,7 +55,10 @@ def IntxWeightOnly(
 
 
 def Int4WeightOnly(
-    group_size: int = 128, mapping: Mapping | None = None, *, scale_dtype: torch.dtype | None = None
+    group_size: int = 128,
+    mapping: MappingName | None = None,
+    *,
+    scale_dtype: torch.dtype | None = None,
 ) -> Scheme:
     """4-bit weights with one scale a group of `group_size` inputs: 0.5 byte a weight plus scales.
 
@@ -64,7 +67,7 @@ def Int4WeightOnly(
     return IntxWeightOnly(4, group_size, mapping, scale_dtype=scale_dtype)
 
 
-def Int2WeightOnly(group_size: int | None = 32, mapping: Mapping = "half_integer") -> Scheme:
+def Int2WeightOnly(group_size: int | None = 32, mapping: MappingName = "half_integer") -> Scheme:
     """2-bit weights {−1.5, −.5, .5, 1.5} · scale, with one scale a group of `group_size` inputs, or a row (None).
 
     `mapping` is one of `lowbit.choose_qparams_affine`. The default grid is symmetric and has no zero, which suits
@@ -73,7 +76,7 @@ def Int2WeightOnly(group_size: int | None = 32, mapping: Mapping = "half_integer
     return IntxWeightOnly(2, group_size, mapping)
 
 
-def Int1WeightOnly(group_size: int | None = 32, mapping: Mapping = "half_integer") -> Scheme:
+def Int1WeightOnly(group_size: int | None = 32, mapping: MappingName = "half_integer") -> Scheme:
     """1-bit weights {−.5, .5} · scale, with one scale a group of `group_size` inputs, or a row (None).
 
     `mapping` is one of `lowbit.choose_qparams_affine`.
@@ -102,7 +105,9 @@ def Int8StaticActivationInt8Weight() -> Scheme:
     return Scheme(weight=Int8WeightOnly().weight, activation=activation)
 
 
-def Int8DynamicActivationInt4Weight(group_size: int = 32, mapping: Mapping | None = None) -> Scheme:
+def Int8DynamicActivationInt4Weight(
+    group_size: int = 32, mapping: MappingName | None = None
+) -> Scheme:
     """4-bit weights in groups of `group_size`, activations in 8 bits with one scale a token.
 
     Groups of 32 are what torchao and ExecuTorch take by default. On a GPU many tokens are faster in groups of 128,
@@ -152,7 +157,7 @@ def NF4WeightOnly(group_size: int = 64, double_quantization: bool = False) -> Sc
     return Scheme(Spec(NF4, PerGroup(group_size), scale_format=scales))
 
 
-def MXFP4WeightOnly(mapping: Mapping = "symmetric_no_clipping_err") -> Scheme:
+def MXFP4WeightOnly(mapping: MappingName = "symmetric_no_clipping_err") -> Scheme:
     """FP4 (E2M1) weights whose scale is a power of two for each 32 inputs, in 8 bits: 4.25 bits a weight.
 
     `mapping` chooses the power of two; both are stored alike (`lowbit.numerics.scale_format`): "symmetric" by the rule
@@ -161,11 +166,11 @@ def MXFP4WeightOnly(mapping: Mapping = "symmetric_no_clipping_err") -> Scheme:
     return Scheme(Spec(E2M1, PerGroup(32), mapping, scale_format="e8m0"))
 
 
-def _mxfp8(mapping: Mapping) -> Spec:
+def _mxfp8(mapping: MappingName) -> Spec:
     return Spec(Float8(), PerGroup(32), mapping, scale_format="e8m0")
 
 
-def MXFP8WeightOnly(mapping: Mapping = "symmetric_no_clipping_err") -> Scheme:
+def MXFP8WeightOnly(mapping: MappingName = "symmetric_no_clipping_err") -> Scheme:
     """float8 (e4m3) weights whose scale is a power of two for each 32 inputs, in 8 bits: 8.25 bits a weight.
 
     `mapping` chooses the power of two; both are stored alike (`lowbit.numerics.scale_format`): "symmetric" by the rule
@@ -175,7 +180,7 @@ def MXFP8WeightOnly(mapping: Mapping = "symmetric_no_clipping_err") -> Scheme:
     return Scheme(_mxfp8(mapping))
 
 
-def MXFP8DynamicActivationMXFP8Weight(mapping: Mapping = "symmetric_no_clipping_err") -> Scheme:
+def MXFP8DynamicActivationMXFP8Weight(mapping: MappingName = "symmetric_no_clipping_err") -> Scheme:
     """The weights of `MXFP8WeightOnly`, of this `mapping`, and activations rounded in the same way, in groups of 32
     inputs of a token.
 
@@ -193,7 +198,9 @@ def NVFP4WeightOnly() -> Scheme:
 _DYNAMIC_FLOAT8 = Spec(Float8(), PerToken())
 
 
-def Float8DynamicActivationMXFP4Weight(mapping: Mapping = "symmetric_no_clipping_err") -> Scheme:
+def Float8DynamicActivationMXFP4Weight(
+    mapping: MappingName = "symmetric_no_clipping_err",
+) -> Scheme:
     """The weights of `MXFP4WeightOnly`, of this `mapping`, and activations in float8 (e4m3) with one scale a token.
 
     On a GPU of compute capability 9.0 products of many tokens run on the units for float8, which hold the weights

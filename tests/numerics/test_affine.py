@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowbit.numerics.affine import (
     VALUE_ZERO_POINT,
-    Mapping,
+    MappingName,
     choose_qparams_affine,
     dequantize_affine,
     fake_quantize_affine,
@@ -30,7 +30,7 @@ from lowbit.numerics.granularity import (
 from lowbit.numerics.number_format import Int
 
 EPS = torch.finfo(torch.float32).eps
-MAPPINGS: list[Mapping] = [
+MAPPINGS: list[MappingName] = [
     "symmetric",
     "symmetric_no_clipping_err",
     "asymmetric",
@@ -67,7 +67,9 @@ def tiles(shape: tuple[int, ...], block: tuple[int, ...]) -> Iterator[tuple[slic
         yield tuple(slice(i, i + b) for i, b in zip(corner, block, strict=True))
 
 
-def qparams(x: Tensor, mapping: Mapping, block: tuple[int, ...], fmt: Int) -> tuple[Tensor, Tensor]:
+def qparams(
+    x: Tensor, mapping: MappingName, block: tuple[int, ...], fmt: Int
+) -> tuple[Tensor, Tensor]:
     """Scale and zero point, in the order of `tiles`."""
     scale, zero_point = choose_qparams_affine(
         x, mapping, block, fmt.dtype, fmt.quant_min, fmt.quant_max
@@ -77,7 +79,7 @@ def qparams(x: Tensor, mapping: Mapping, block: tuple[int, ...], fmt: Int) -> tu
 
 
 def round_trip(
-    x: Tensor, mapping: Mapping, block: tuple[int, ...], fmt: Int
+    x: Tensor, mapping: MappingName, block: tuple[int, ...], fmt: Int
 ) -> tuple[Tensor, Tensor]:
     """Codes and values of `x`."""
     scale, zero_point = qparams(x, mapping, block, fmt)
@@ -133,7 +135,7 @@ def check_tile(
 @formats_and_mappings
 @pytest.mark.parametrize("per", GRANULARITIES)
 @pytest.mark.parametrize("shape", [(9, 24), (2, 3, 24)], ids=str)
-def test_against_float64(fmt: Int, mapping: Mapping, per: str, shape: tuple[int, ...]) -> None:
+def test_against_float64(fmt: Int, mapping: MappingName, per: str, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape) * torch.logspace(-2, 2, shape[-1])
     block = GRANULARITIES[per].block_size(shape)
     codes, values = round_trip(x, mapping, block, fmt)
@@ -148,7 +150,7 @@ def test_against_float64(fmt: Int, mapping: Mapping, per: str, shape: tuple[int,
 @formats_and_mappings
 @dtypes
 def test_fake_quantize_is_quantize_then_dequantize(
-    fmt: Int, mapping: Mapping, dtype: torch.dtype
+    fmt: Int, mapping: MappingName, dtype: torch.dtype
 ) -> None:
     x = torch.randn(5, 24).to(dtype)
     scale, zero_point = qparams(x, mapping, (1, 8), fmt)
@@ -166,7 +168,7 @@ formats = st.sampled_from([f for f in INTS if f.bits > 1])
 
 @given(floats, formats, st.sampled_from(MAPPINGS), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_fake_quantize_is_idempotent(
-    array: np.ndarray, fmt: Int, mapping: Mapping, dtype: torch.dtype
+    array: np.ndarray, fmt: Int, mapping: MappingName, dtype: torch.dtype
 ) -> None:
     """With the same scale and zero point, quantizing a second time changes nothing."""
     x = torch.from_numpy(array)
@@ -183,7 +185,7 @@ def test_fake_quantize_is_idempotent(
 
 
 @given(floats, formats, st.sampled_from(INTEGER_ZERO_POINT))
-def test_zero_stays_zero(array: np.ndarray, fmt: Int, mapping: Mapping) -> None:
+def test_zero_stays_zero(array: np.ndarray, fmt: Int, mapping: MappingName) -> None:
     """The range includes zero, so zero has a code, even where all inputs lie far on one side of it."""
     for x in (
         torch.from_numpy(array),
@@ -196,7 +198,7 @@ def test_zero_stays_zero(array: np.ndarray, fmt: Int, mapping: Mapping) -> None:
 
 
 @given(floats, formats, st.sampled_from(MAPPINGS))
-def test_error_is_at_most_half_a_step(array: np.ndarray, fmt: Int, mapping: Mapping) -> None:
+def test_error_is_at_most_half_a_step(array: np.ndarray, fmt: Int, mapping: MappingName) -> None:
     """Clipping costs no more than rounding does, or one whole step where an integer zero point was rounded too."""
     x = torch.from_numpy(array)
     scale, _ = qparams(x, mapping, (1, 8), fmt)
@@ -279,7 +281,7 @@ def test_one_bit_asymmetric_keeps_two_levels() -> None:
 )
 @mappings
 def test_keepdim(
-    mapping: Mapping, block: tuple[int, ...], kept: tuple[int, ...], dropped: tuple[int, ...]
+    mapping: MappingName, block: tuple[int, ...], kept: tuple[int, ...], dropped: tuple[int, ...]
 ) -> None:
     x = torch.randn(4, 6)
     for keepdim, shape in ((True, kept), (False, dropped)):
@@ -293,7 +295,7 @@ def test_keepdim(
 
 
 @mappings
-def test_observed_range_replaces_the_inputs_own(mapping: Mapping) -> None:
+def test_observed_range_replaces_the_inputs_own(mapping: MappingName) -> None:
     x = torch.randn(4, 16)
     args = (mapping, (1, 8), torch.int8, -8, 7)
     own = choose_qparams_affine(x, *args)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit.numerics.affine import (
-    Mapping,
+    MappingName,
     choose_qparams_affine,
     dequantize_affine,
     fake_quantize_affine,
@@ -19,7 +19,7 @@ from lowbit.numerics.affine import (
 )
 from lowbit.numerics.granularity import PerGroup, PerRow, PerTensor
 
-MAPPINGS: list[Mapping] = [
+MAPPINGS: list[MappingName] = [
     "symmetric",
     "symmetric_no_clipping_err",
     "asymmetric",
@@ -32,7 +32,7 @@ float8 = pytest.mark.parametrize("dtype", FLOAT8, ids=["e4m3fn", "e5m2"])
 
 
 def round_trip(
-    x: Tensor, mapping: Mapping, block: tuple[int, ...], **options: Any
+    x: Tensor, mapping: MappingName, block: tuple[int, ...], **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Values and scale of `x` as int4; the values come in the dtype of `x`."""
     scale, zero_point = choose_qparams_affine(x, mapping, block, torch.int8, -8, 7, **options)
@@ -46,7 +46,7 @@ def round_trip(
 @mappings
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0,), (3, 0, 8)], ids=str)
 @pytest.mark.parametrize("per", [PerTensor(), PerRow()], ids=["tensor", "row"])
-def test_empty(mapping: Mapping, shape: tuple[int, ...], per: PerTensor | PerRow) -> None:
+def test_empty(mapping: MappingName, shape: tuple[int, ...], per: PerTensor | PerRow) -> None:
     block = per.block_size(shape)
     values, scale = round_trip(torch.randn(shape), mapping, block)
     assert values.shape == shape and scale.numel() == 0
@@ -59,7 +59,7 @@ def test_empty(mapping: Mapping, shape: tuple[int, ...], per: PerTensor | PerRow
 @pytest.mark.parametrize(
     "shape", [(1, 1), (1, 7), (7, 1), (13, 31), (3, 5, 7), (2, 3, 5, 7), (101,)], ids=str
 )
-def test_odd_shapes(mapping: Mapping, shape: tuple[int, ...]) -> None:
+def test_odd_shapes(mapping: MappingName, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
     block = PerRow().block_size(shape)
     values, scale = round_trip(x, mapping, block)
@@ -68,7 +68,7 @@ def test_odd_shapes(mapping: Mapping, shape: tuple[int, ...]) -> None:
 
 
 @mappings
-def test_memory_layout_does_not_matter(mapping: Mapping) -> None:
+def test_memory_layout_does_not_matter(mapping: MappingName) -> None:
     whole = torch.randn(24, 26)
     views = {
         "transposed": whole.t()[:24],
@@ -96,7 +96,7 @@ def test_experts_are_quantized_as_if_alone() -> None:
     "scale_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
 )
 @pytest.mark.parametrize("eps", [None, 0.0, 1e-12])
-def test_zeros(mapping: Mapping, scale_dtype: torch.dtype, eps: float | None) -> None:
+def test_zeros(mapping: MappingName, scale_dtype: torch.dtype, eps: float | None) -> None:
     """The same holds for an eps that the scale's dtype cannot represent."""
     values, scale = round_trip(
         torch.zeros(3, 16), mapping, (1, 8), scale_dtype=scale_dtype, eps=eps
@@ -113,7 +113,7 @@ def test_zeros(mapping: Mapping, scale_dtype: torch.dtype, eps: float | None) ->
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_nan_and_inf_stay_visible_and_in_their_block(
-    mapping: Mapping, bad: float, dtype: torch.dtype
+    mapping: MappingName, bad: float, dtype: torch.dtype
 ) -> None:
     x = torch.randn(4, 16, dtype=dtype)
     clean, _ = round_trip(x, mapping, (1, 8))
@@ -127,7 +127,7 @@ def test_nan_and_inf_stay_visible_and_in_their_block(
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS[:3])
-def test_huge(mapping: Mapping) -> None:
+def test_huge(mapping: MappingName) -> None:
     """Also where max − min overflows float32. The value of code −8, 3e38 · 8/7.5, is still finite."""
     x = torch.tensor([[3e38, -3e38, 1e38, 0.0], [3e38, 1e38, 2e38, 3e37]])
     values, scale = round_trip(x, mapping, (1, 4))
@@ -136,7 +136,7 @@ def test_huge(mapping: Mapping) -> None:
 
 
 @mappings
-def test_tiny(mapping: Mapping) -> None:
+def test_tiny(mapping: MappingName) -> None:
     """Inputs below the smallest scale round to values as small; nothing divides by zero."""
     x = torch.tensor([[1e-40, -1e-40, 1e-45, 0.0], [1e-36, -1e-36, 5e-37, 0.0]])
     values, scale = round_trip(x, mapping, (1, 4))
@@ -146,7 +146,7 @@ def test_tiny(mapping: Mapping) -> None:
 
 @mappings
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_arithmetic_is_float32_for_every_input(mapping: Mapping, dtype: torch.dtype) -> None:
+def test_arithmetic_is_float32_for_every_input(mapping: MappingName, dtype: torch.dtype) -> None:
     x = (torch.randn(8, 32) * 3).to(dtype)
     args = (mapping, (1, 16), torch.int8, -8, 7)
     for ours, expected in zip(
@@ -203,7 +203,7 @@ def test_float8_zeros_nan_and_saturation(dtype: torch.dtype) -> None:
 
 @float8
 @pytest.mark.parametrize("mapping", MAPPINGS[1:])
-def test_float8_has_no_zero_point(dtype: torch.dtype, mapping: Mapping) -> None:
+def test_float8_has_no_zero_point(dtype: torch.dtype, mapping: MappingName) -> None:
     with pytest.raises(ValueError, match=rf"no zero point.*'symmetric', got '{mapping}'"):
         choose_qparams_affine(torch.randn(2, 8), mapping, (1, 8), dtype)
 
@@ -253,7 +253,7 @@ def test_gradient_keeps_dtype_shape_and_reaches_views(dtype: torch.dtype) -> Non
 
 
 @mappings
-def test_fake_quantization_by_given_scales_keeps_nan(mapping: Mapping) -> None:
+def test_fake_quantization_by_given_scales_keeps_nan(mapping: MappingName) -> None:
     """No integer code stands for NaN; in training a value of 0 would hide it."""
     x = torch.randn(4, 16)
     qparams = choose_qparams_affine(x, mapping, (1, 16), torch.int8, -8, 7)
@@ -281,7 +281,7 @@ def test_compiles_without_a_graph_break() -> None:
 @pytest.mark.gpu
 @mappings
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_gpu_gives_the_bits_of_the_cpu(mapping: Mapping, dtype: torch.dtype) -> None:
+def test_gpu_gives_the_bits_of_the_cpu(mapping: MappingName, dtype: torch.dtype) -> None:
     x = (torch.randn(64, 256) * torch.logspace(-3, 3, 256)).to(dtype)
     for ours, expected in zip(
         round_trip(x.cuda(), mapping, (1, 32)), round_trip(x, mapping, (1, 32)), strict=True

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowbit.numerics.affine import (
     VALUE_ZERO_POINT,
-    Mapping,
+    MappingName,
     choose_qparams_affine,
     dequantize_affine,
     fake_quantize_affine,
@@ -26,7 +26,7 @@ FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NAN, INF = torch.nan, torch.inf
-MAPPINGS: list[Mapping] = [
+MAPPINGS: list[MappingName] = [
     "symmetric",
     "symmetric_no_clipping_err",
     "asymmetric",
@@ -118,7 +118,7 @@ def test_codes_stay_in_range_with_chosen_scale_and_zero_point(
     values: list[float],
     dtype: torch.dtype,
     code_range: tuple[torch.dtype, int, int],
-    mapping: Mapping,
+    mapping: MappingName,
 ) -> None:
     """The zero point lies in the range too, and a non-finite input shows in the scale and in every value."""
     code_dtype, low, high = code_range
@@ -217,7 +217,7 @@ def test_gpu_gives_the_codes_of_the_cpu_for_nan_and_infinity(code_dtype: torch.d
 @example((torch.uint8, 0, 255), "symmetric", torch.int8, [-1.0, 0.5])
 def test_a_zero_point_is_exact_or_its_dtype_refused(
     code_range: tuple[torch.dtype, int, int],
-    mapping: Mapping,
+    mapping: MappingName,
     zero_point_dtype: torch.dtype,
     values: list[float],
 ) -> None:

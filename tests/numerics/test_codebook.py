@@ -317,7 +317,7 @@ def test_wrong_arguments() -> None:
         book.encode(x.double())
     with pytest.raises(TypeError, match=r"decode takes uint8 codes, got torch\.int64"):
         book.decode(torch.zeros(2, dtype=torch.int64))
-    with pytest.raises(ValueError, match="block must be a positive"):
+    with pytest.raises(ValueError, match="block must be a whole number"):
         quantize_blockwise(x, book, 0)
     with pytest.raises(TypeError, match=r"float8_e4m3fn, got torch\.float8_e5m2"):
         quantize_blockwise(x, torch.float8_e5m2, 4)

@@ -42,7 +42,7 @@ from lowbit.formats.integers import (
     integers_of,
     layout_of,
 )
-from lowbit.numerics.affine import Mapping
+from lowbit.numerics.affine import MappingName
 from lowbit.numerics.granularity import PerGroup
 from lowbit.numerics.lookup_table import E2M1, LookupTable
 from lowbit.numerics.number_format import Int
@@ -259,7 +259,7 @@ def _in_super_blocks(
         zero = exact.float()
         if not torch.equal(zero.double(), exact):
             return _values(q, scale, minimum.flatten(1)).to(dtype)
-    mapping: Mapping = "symmetric" if zero is None else "float_zero_point"
+    mapping: MappingName = "symmetric" if zero is None else "float_zero_point"
     spec = Spec(Int(bits), group, mapping, scale_format="super_block")
     return AffineTensor(pack(q, bits), scale, zero, spec, q.shape, dtype)
 

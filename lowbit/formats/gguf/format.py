@@ -17,7 +17,7 @@ from lowbit.formats.base import Format, FormatError, Parts
 from lowbit.formats.gguf import blocks as gguf_blocks
 from lowbit.formats.gguf.llama import in_gguf
 from lowbit.formats.integers import with_scales_of
-from lowbit.numerics.affine import Mapping as SpecMapping
+from lowbit.numerics.affine import MappingName
 from lowbit.numerics.granularity import PerGroup
 from lowbit.numerics.number_format import Int
 from lowbit.numerics.spec import Spec
@@ -25,7 +25,7 @@ from lowbit.numerics.super_blocks import TABLE
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
 
-_SMALL_TYPES: tuple[tuple[int, int, SpecMapping], ...] = (
+_SMALL_TYPES: tuple[tuple[int, int, MappingName], ...] = (
     (4, 0, "symmetric"),
     (5, 0, "symmetric"),
     (8, 0, "symmetric_no_clipping_err"),
