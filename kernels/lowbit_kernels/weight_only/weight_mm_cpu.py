@@ -147,7 +147,8 @@ class Multiplier(CodesLayout):
 @functools.cache
 def _functions(format: CodesFormat) -> tuple[Any, int, int]:
     """The kernel, and the most tokens of its products in float32 and bfloat16."""
-    files = ("weight_only/weight_mm_panels_cpu.h", "weight_only/weight_mm_cpu.cpp")
+    names = ("weight_mm_panels_cpu.h", "weight_mm_blocks_cpu.h", "weight_mm_cpu.cpp")
+    files = tuple(f"weight_only/{name}" for name in names)
     multiply, most_tokens = functions(source(format, *files), "multiply", "most_tokens")
     multiply.argtypes, most_tokens.argtypes = [ctypes.c_char_p], [ctypes.c_int64]
     return multiply, most_tokens(0), most_tokens(1)
