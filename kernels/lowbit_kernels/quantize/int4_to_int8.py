@@ -126,7 +126,9 @@ def _kernel(
     for start in tl.range(0, size, BLOCK * 8):
         cycle = _cycles(words, start, size, width, at, WORD, WHOLE).to(tl.uint32)
         s = _scales(scale, start, size, at, GROUP_SIZE)
-        first = cycle[:, None] << (28 - of_cycle * 4)[None, :]  # each code is the highest part of a number
+        first = (
+            cycle[:, None] << (28 - of_cycle * 4)[None, :]
+        )  # each code is the highest part of a number
         if GROUP_SIZE % 8:
             least = first
             most = first

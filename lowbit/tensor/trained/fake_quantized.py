@@ -36,10 +36,11 @@ from lowbit.tensor.core import (
 )
 from lowbit.tensor.core.reading import ROUNDING_INPUTS, read, reads
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
-from lowbit.tensor.frozen.conv_tensor import ConvTensor, check_convolution, matrix_shape
+from lowbit.tensor.frozen.conv_tensor import ConvTensor, matrix_shape
 from lowbit.tensor.trained.codes_before_clamp import CodesBeforeClamp
 from lowbit.tensor.trained.lookup import rows_of
 from lowbit.tensor.trained.master_weight import MasterWeightTensor
+from lowbit.tensor.trained.other_products import OtherProducts
 from lowbit.tensor.trained.quantizers import NO_SCALES, PRESENT, Quantizer, Scales
 from lowbit.tracing import tracer
 from lowbit.tracing.report import specs_name
@@ -54,7 +55,7 @@ keeps its shape, and which is rounded and converted as the matrix [N, K] of its 
 layer rounds with its adapters merged (`lowbit.tensor.trained.adapted`). FSDP2 gathers all but the first unrounded."""
 
 
-class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
+class FakeQuantizedTensor(OtherProducts, MasterWeightTensor, codec=CodesBeforeClamp):  # type: ignore[misc]
     """A trainable weight that is quantized in every product. `weight` is the high-precision tensor inside."""
 
     is_described = True
@@ -406,65 +407,14 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
         return F.linear(x, values.to(x.dtype), bias)
 
     @staticmethod
-    def operands(
-        input: Tensor,
-        weight: Any,
-        values: Tensor,
-        bias: Tensor | None,
-        rounded: Callable[[Tensor], Tensor] | None = None,
-        product: str = "linear",
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The plain input, weight and bias that torch's own function multiplies: cast, the input rounded.
-
-        Args:
-            values: what products see of the weight.
-            rounded: rounds the input, where its scale is static.
-            product: the name of torch's function, for messages.
-        """
-        refuse_transforms(weight)
-        x, bias = autocast_inputs(input, weight, bias, product)
-        x = FakeQuantizedTensor._rounded_input(x, weight, rounded)
-        return x, values.to(x.dtype), bias
-
-    @staticmethod
     def _rounded_input(
         x: Tensor, weight: Any, rounded: Callable[[Tensor], Tensor] | None
     ) -> Tensor:
-        """The input as the product sees it; `rounded` as for `operands`."""
+        """The input as the product sees it. `rounded`: rounds it, where its scale is static."""
         activation = weight.input_spec
         if rounded is not None and activation is not None:
             return rounded(x)
         return x if activation is None else fake_quantize(x, activation)
-
-    @classmethod
-    def matmul(cls, x: Any, weight: Any) -> Tensor:
-        """As for every weight, and the product of experts [E, N, K] from the left with an input [E, K, M]. Experts
-        multiply at once."""
-        is_left = isinstance(x, FakeQuantizedTensor) and x.ndim == weight.ndim == 3
-        if is_left and not isinstance(weight, LowbitTensor):
-            experts, inputs = x, weight
-            cls.check_stacked(inputs.transpose(-2, -1), experts.transpose(-2, -1))
-            inputs = experts.rounded_for_experts(inputs.transpose(-2, -1)).transpose(-2, -1)
-            return torch.bmm(experts.operand().to(inputs.dtype), inputs)
-        cls.check_operands(x, weight)
-        if weight.ndim == 2:
-            return super().matmul(x, weight)
-        cls.check_stacked(x, weight)
-        return torch.bmm(weight.rounded_for_experts(x), weight.operand().to(x.dtype))
-
-    @classmethod
-    def product_of_expert(cls, x: Tensor, weight: Any) -> Tensor:
-        """In high precision, as converted experts multiply."""
-        return cls.product(x, weight, None, weight.scales_now("a product"), in_codes=False)
-
-    @classmethod
-    def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
-        x = weight.rounded_for_experts(x)
-        return torch._grouped_mm(x, weight.operand().to(x.dtype), offs=offs)
-
-    def rounded_for_experts(self, x: Tensor) -> Tensor:
-        """x [..., K], the input of a product of all experts, rounded as for the converted weight."""
-        return x if self.input_spec is None else fake_quantize(x, self.input_spec)
 
     def values(self) -> Tensor:
         weight = self.weight.detach()
@@ -522,30 +472,6 @@ class FakeQuantizedTensor(MasterWeightTensor, codec=CodesBeforeClamp):
         if self.transposed:
             raise self._unsupported("cat of transposed tensors")
         return super()._cat(tensors, dim)
-
-    @classmethod
-    def conv1d(
-        cls, input: Tensor, weight: Any, bias: Tensor | None = None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        return F.conv1d(*_convolved(input, weight, bias), *args, **kwargs)
-
-    @classmethod
-    def conv2d(
-        cls, input: Tensor, weight: Any, bias: Tensor | None = None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        return F.conv2d(*_convolved(input, weight, bias), *args, **kwargs)
-
-    @classmethod
-    def embedding(cls, input: Tensor, weight: Any, *args: Any, **kwargs: Any) -> Tensor:
-        return weight._look_up(input, *args, **kwargs)
-
-    def _look_up(self, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not self.rounds_weight:
-            return F.embedding(indices, self.high_precision(), *args, **kwargs)
-        scales = self.scales_now("a lookup")
-        if scales[0] is None:
-            return self.rows_of(Values.apply(self), indices, scales, *args, **kwargs)
-        return F.embedding(indices, self.seen_by(*scales).to(self.dtype), *args, **kwargs)
 
     def rows_of(
         self, values: Tensor, indices: Tensor, scales: Scales, *args: Any, **kwargs: Any
@@ -634,16 +560,6 @@ _CONVOLUTIONS = (F.conv1d, F.conv2d)
 
 def _convolves(x: Any) -> bool:
     return isinstance(x, FakeQuantizedTensor) and x.role == "convolution"
-
-
-def _convolved(
-    input: Tensor, weight: Any, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The plain operands of torch's own convolution."""
-    check_convolution(input, weight)
-    return FakeQuantizedTensor.operands(
-        input, weight, weight.operand(), bias, product="convolution"
-    )
 
 
 def _plain(x: Any) -> Any:
