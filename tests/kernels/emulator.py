@@ -139,19 +139,13 @@ def _on_cpu(module, kernel) -> Iterator[None]:
 def rows_quantization() -> Iterator[None]:
     """Inside, ``quantize_rows_sm90`` takes CPU tensors."""
 
-    def kernel(variant: quantize_rows_sm90.RowsVariant, device: int, name: str = "quantize_rows"):
+    def kernel(variant: quantize_rows_sm90.RowsVariant, device, name: str = "quantize_rows"):
         source = quantize_rows_sm90.source(variant, primitives=(HEADER.read_text(),))
         footer = TOKENS_FOOTER if name == "quantize_rows" else RANGES_FOOTER
         return _emulated("typedef unsigned int uint32;\n" + source + footer)
 
-    with _on_cpu(quantize_rows_sm90, kernel):
+    with _plans_on_cpu(quantize_rows_sm90, kernel):
         yield
-
-
-def quantize_rows(*arguments) -> None:
-    """``quantize_rows_sm90.quantize`` on CPU tensors."""
-    with rows_quantization():
-        quantize_rows_sm90.quantize(*arguments)
 
 
 @contextlib.contextmanager

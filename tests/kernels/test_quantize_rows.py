@@ -184,11 +184,9 @@ def test_interpreted_kernel(under_triton: dict[str, bool], name: str) -> None:
 def emulated(
     x: torch.Tensor, format: str, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output of the CUDA kernel when the CPU emulates it; codes that it does not write stay -1."""
-    codes = torch.full(x.shape, -1.0).to(dtype or FORMATS[format])
-    scale = torch.full((len(x),), -1.0)
-    emulator.quantize_rows(x, codes, scale, format)
-    return codes, scale
+    """The output of the CUDA kernel when the CPU emulates it, in memory that is not zero."""
+    with emulator.rows_quantization():
+        return quantize_rows_sm90.quantize(x, format, dtype or FORMATS[format])
 
 
 @pytest.mark.cover("values")

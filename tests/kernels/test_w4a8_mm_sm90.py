@@ -51,9 +51,8 @@ def product_of(
 
 
 def emulated(case: dict, division: W4A8Division | None = None) -> Tensor:
-    m, k = case["x"].shape
-    codes, scale = torch.empty(m, k + -k % 128, dtype=torch.int8), torch.empty(m)
-    emulator.quantize_rows(case["x"], codes, scale, "int8", None, True)
+    with emulator.rows_quantization():
+        codes, scale, _ = quantize_rows_sm90.turned_codes(case["x"])
     with w4a8_emulator.emulated():
         return product_of(case, codes, scale, division)
 

@@ -154,9 +154,7 @@ def kernel_of(
 def _by_sm90(
     x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool, op: str | None
 ) -> Results:
-    codes, scale = x.new_empty(x.shape, dtype=dtype), x.new_empty(len(x), dtype=torch.float32)
-    quantize_rows_sm90.quantize(x, codes, scale, format, op)
-    return codes, scale
+    return quantize_rows_sm90.quantize(x, format, dtype, op)
 
 
 def _by_triton(

@@ -10,19 +10,17 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime import launcher, nvrtc
-from lowbit_kernels.runtime.launch_plan import (
-    Address,
-    Buffer,
-    Launch,
-    LaunchPlan,
-)
+from lowbit_kernels.runtime.launch_plan import Address, Buffer, Composition, Launch, LaunchPlan, run
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
-from lowbit_kernels.weight_only.weight_operands import TensorLayout
+from lowbit_kernels.weight_only.weight_operands import Description, TensorLayout, described
 
 DTYPES = {**FLOAT_MACROS, torch.int8: "INT8", torch.float8_e4m3fn: "E4M3"}
 VECTOR = 8  # elements of a 16-byte load
 MAX_THREADS = 1024
 MAX_VECTORS = 8  # of a thread; more do not fit its registers
+
+
+Results = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -70,55 +68,65 @@ def plan(k: int) -> tuple[int, int]:
     return own, -(-vectors // (own * 32)) * 32
 
 
-def quantize(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    format: str,
-    op: str | None = None,
-    turned: bool = False,
-) -> None:
-    """Write codes [M, K] and scale [M] of an x for which `takes` holds.
+def quantize(x: Tensor, format: str, dtype: torch.dtype, op: str | None = None) -> Results:
+    """Codes [M, K] of this dtype, and scale [M], of an x for which `takes` holds.
 
     Args:
         format: "int8" or "e4m3".
-        codes: of the format's dtype, or float16 or bfloat16.
-        op: the planned op whose call this is all of.
-        turned: as `turned_codes` writes them.
+        dtype: that of the format, or float16 or bfloat16.
+        op: "quantize_rowcol" where this is all of a call of that op.
     """
-    m, k = x.shape
-    own, threads = plan(k)
-    variant = RowsVariant(DTYPES[x.dtype], format.upper(), DTYPES[codes.dtype], own, turned)
-    with torch.cuda.device_of(x):
-        stream = torch.cuda.current_stream().cuda_stream
-        addresses = (x.data_ptr(), x.stride(0), codes.data_ptr(), scale.data_ptr())
-        kernel = _kernel(variant, torch.cuda.current_device())
-        kernel(stream, m, threads, *addresses, k // VECTOR)
-    if op is not None and x.is_cuda:
-        launcher.take_over(op)
-        arguments = (
-            Address(0),
-            x.stride(0),
-            Address(3),
-            Address(4),
-            k // VECTOR,
-        )  # of `quantize_rowcol`
-        no_columns = Buffer((0, 0), codes.dtype), Buffer((0,), torch.float32)
-        results = Buffer((m, k), codes.dtype), Buffer((m,), torch.float32), *no_columns
-        plan_of_call = LaunchPlan(results, (), (Launch(kernel, m, threads, arguments),))
-        launcher.learn(op, plan_of_call)
+    if op is None:
+        codes, scale = run(planned(described(x), format, dtype), (x,))
+    else:
+        plan = _of_rowcol(described(x), format, dtype)
+        codes, scale, *_ = launcher.carried_out(op, plan, (x, None, None))
+    return codes, scale
 
 
-def planned(x: TensorLayout, format: str, dtype: torch.dtype) -> LaunchPlan:
-    """The plan of `quantize` for an x of this layout, for which `takes` holds, on the current device: codes [M, K] of
-    this dtype, and scale [M]."""
+@functools.lru_cache(maxsize=4096)
+def planned(
+    layout: Description,
+    format: str,
+    dtype: torch.dtype,
+    turned: bool = False,
+    mxfp4: tuple[Description, Description] | None = None,
+) -> LaunchPlan:
+    """The plan of `quantize` for an x of this layout: codes and scale.
+
+    Args:
+        format, dtype: as for `quantize`.
+        turned: codes as `turned_codes` gives them.
+        mxfp4: the weight and its exponents, the other operands, whose ranges are the third result.
+    """
+    x = TensorLayout(*layout)
     m, k = x.shape
     own, threads = plan(k)
-    variant = RowsVariant(DTYPES[x.dtype], format.upper(), DTYPES[dtype], own, False)
-    kernel = _kernel(variant, torch.cuda.current_device())
-    arguments = Address(0), x.strides[0], Address(1), Address(2), k // VECTOR
-    results = Buffer((m, k), dtype), Buffer((m,), torch.float32)
-    return LaunchPlan(results, (), (Launch(kernel, m, threads, arguments),))
+    variant = RowsVariant(DTYPES[x.dtype], format.upper(), DTYPES[dtype], own, turned)
+    width = k + -k % 128 if turned else k
+    results = Buffer((m, width), dtype), Buffer((m,), torch.float32)
+    first = 1 if mxfp4 is None else 3
+    arguments = Address(0), x.strides[0], Address(first), Address(first + 1), k // VECTOR
+    if mxfp4 is None:
+        launch = Launch(_kernel(variant, x.device), m, threads, arguments)
+        return LaunchPlan(results, (), (launch,))
+    weight, exponents = (TensorLayout(*one) for one in mxfp4)
+    n, groups = exponents.shape
+    blocks = -(-n // 256) * 8
+    of_weight = Address(1), weight.strides[0], Address(2), Address(first + 2), n, groups
+    kernel = _kernel(variant, x.device, "quantize_rows_and_ranges")
+    launch = Launch(kernel, m + blocks, threads, (*arguments, m, *of_weight))
+    return LaunchPlan((*results, Buffer((blocks + n,), exponents.dtype)), (), (launch,))
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_rowcol(layout: Description, format: str, dtype: torch.dtype) -> LaunchPlan:
+    """`planned` as a plan of the op "quantize_rowcol", without codes of columns."""
+    own = planned(layout, format, dtype)
+    columns = Buffer((0, 0), dtype), Buffer((0,), torch.float32)
+    whole = Composition(3, (*own.results, *columns))
+    whole.add(own, (0,), (3, 4))
+    return whole.plan()
 
 
 def turned_codes(x: Tensor, mxfp4: tuple[Tensor, Tensor] | None = None) -> Turned:
@@ -130,26 +138,13 @@ def turned_codes(x: Tensor, mxfp4: tuple[Tensor, Tensor] | None = None) -> Turne
             exponents: first the passes that each 32 rows need, a byte each, for a multiple of 256 rows, then each row's
             largest exponent.
     """
-    m, k = x.shape
-    format, dtype = ("int8", torch.int8) if mxfp4 is None else ("e4m3", torch.float8_e4m3fn)
-    codes = x.new_empty((m, k + -k % 128), dtype=dtype)
-    scale = x.new_empty(m, dtype=torch.float32)
     if mxfp4 is None:
-        quantize(x, codes, scale, format, turned=True)
+        codes, scale = run(planned(described(x), "int8", torch.int8, True), (x,))
         return Turned(codes, scale, None)
     weight, exponents = mxfp4
-    n, groups = exponents.shape
-    blocks = -(-n // 256) * 8
-    ranges = exponents.new_empty(blocks + n)
-    own, threads = plan(k)
-    variant = RowsVariant(DTYPES[x.dtype], "E4M3", "E4M3", own, True)
-    with torch.cuda.device_of(x):
-        stream = torch.cuda.current_stream().cuda_stream
-        addresses = (x.data_ptr(), x.stride(0), codes.data_ptr(), scale.data_ptr())
-        of_weight = (weight.data_ptr(), weight.stride(0), exponents.data_ptr(), ranges.data_ptr())
-        kernel = _kernel(variant, torch.cuda.current_device(), "quantize_rows_and_ranges")
-        kernel(stream, m + blocks, threads, *addresses, k // VECTOR, m, *of_weight, n, groups)
-    return Turned(codes, scale, ranges)
+    others = described(weight), described(exponents)
+    plan = planned(described(x), "e4m3", torch.float8_e4m3fn, True, others)
+    return Turned(*run(plan, (x, weight, exponents)))
 
 
 def source(
@@ -164,6 +159,9 @@ ARGUMENTS = {"quantize_rows": 5, "quantize_rows_and_ranges": 12}
 
 
 @functools.cache
-def _kernel(variant: RowsVariant, device: int, name: str = "quantize_rows") -> nvrtc.Kernel:
-    module = nvrtc.Module(nvrtc.compiled(source(variant), "sm_90a"))
+def _kernel(
+    variant: RowsVariant, device: torch.device, name: str = "quantize_rows"
+) -> nvrtc.Kernel:
+    with torch.cuda.device(device):
+        module = nvrtc.Module(nvrtc.compiled(source(variant), "sm_90a"))
     return module.kernel(name, ARGUMENTS[name], overlaps=True)
