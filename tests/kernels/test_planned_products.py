@@ -133,9 +133,7 @@ def test_sorting_and_gathering_as_launches() -> None:
 def test_the_launcher_learns_the_plan_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that there is none, so that Python runs the next one at once."""
     learnt: list[tuple[str, LaunchPlan | None]] = []
-    taken: list[str] = []
     monkeypatch.setattr(launcher, "learn", lambda name, plan: learnt.append((name, plan)))
-    monkeypatch.setattr(launcher, "take_over", taken.append)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: True), raising=False)
     monkeypatch.setattr(weight_linear, "planned", lambda *a: found)
     case = Case("", 2, 16, 64, 32)
@@ -143,14 +141,14 @@ def test_the_launcher_learns_the_plan_of_a_call(monkeypatch: pytest.MonkeyPatch)
     with sm90_emulator.launches_on_cpu(launch_plan):
         found = weight_linear.WeightLinearPlan("decode", lambda tensors: x, (1, 1), True, False)
         assert weight_linear.run(x, *rest) is x
-        assert learnt == [("weight_linear", None)] and taken == []
+        assert learnt == [("weight_linear", None)]
         ran: list[tuple] = []
         kernel = lambda *a: ran.append(a)  # noqa: E731
         product = OneProduct()
         product.launch = lambda: Launch(kernel, 7, 32, (Address(0), Address(8)))
         found = weight_linear.WeightLinearPlan("decode", product, (1, 1), True, False)
         y = weight_linear.run(x, *rest)
-    assert taken == ["weight_linear"] and learnt[1] == ("weight_linear", found.launches)
+    assert learnt[1] == ("weight_linear", found.launches)
     assert ran == [(0, 7, 32, x.data_ptr(), y.data_ptr())] and y.dtype == torch.half
 
 
@@ -173,6 +171,18 @@ def dynamic_plan(operands: Sequence) -> dynamic_linear.DynamicLinearPlan:
     plan = dynamic_linear.planned.__wrapped__(tuple(on_gpu))
     plan.operands = tuple(layout(t) for t in operands)
     return plan
+
+
+def test_a_dynamic_linear_without_a_plan_is_learnt_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that Python runs the next call at once, and does not look for a plan again."""
+    learnt: list[tuple[str, LaunchPlan | None]] = []
+    monkeypatch.setattr(launcher, "learn", lambda name, plan: learnt.append((name, plan)))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: True), raising=False)
+    monkeypatch.setattr(dynamic_linear, "_result", lambda plan, x, *rest: x)
+    x, codes, scale, bias, residual, *_ = dynamic(3)
+    with sm90_emulator.launches_on_cpu(launch_plan):
+        y = dynamic_linear._run(x, codes, scale, bias, residual, False, None, 0, None)
+    assert y is x and learnt == [("dynamic_linear", None)]
 
 
 @pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
@@ -213,8 +223,8 @@ def test_a_scale_in_16_bits_is_widened_by_a_launch_of_the_plan() -> None:
         scaled_mm_emulator.emulated(),
         emulator.rows_quantization(),
     ):
-        plan = dynamic_plan((x, codes, scale.bfloat16(), *others))
-        assert plan.launches is None  # before Triton has compiled
+        plan, early = (dynamic_plan((x, codes, scale.bfloat16(), *others)) for _ in range(2))
+        assert early.launches is None  # before Triton has compiled
         compile_as_if(plan._widen, 5)
         _, widen, multiply = plan.launches.launches
         assert plan.launches is plan.launches

@@ -212,14 +212,6 @@ class DynamicLinearPlan:
     operands: tuple[TensorLayout | None, ...]  # as `planned` gets them
     tensorwise: bool
     padding: int = 0  # of K, for "scaled_mm"
-    _launches: LaunchPlan | None = None
-
-    @property
-    def launches(self) -> LaunchPlan | None:
-        """The launch plan on the current device; None where there is none, or it copies an operand, and before a first
-        call that widens the scale."""
-        self._launches = self._launches or self._planned()
-        return self._launches
 
     @functools.cached_property
     def _widen(self) -> KeptKernel:
@@ -234,7 +226,10 @@ class DynamicLinearPlan:
             self._widen((triton.cdiv(len(out), WIDENED), 1), scale, out, len(out))
         return out
 
-    def _planned(self) -> LaunchPlan | None:
+    @functools.cached_property
+    def launches(self) -> LaunchPlan | None:
+        """The launch plan on the current device, after a first call, which compiles what widens the scale; None where
+        there is none, or it copies an operand."""
         x, codes, scale, bias, residual, *_ = self.operands
         rows = x and x.rows()
         as_they_are = (t is None or t.is_contiguous for t in (scale, bias, residual))
@@ -380,12 +375,17 @@ def _run(
     described = all_described(x, codes, scale, bias, residual, zero_point, global_scale)
     plan = planned(described, tensorwise, group_size)
     ran("dynamic_linear", plan.implementation)
+    operands = x, codes, scale, bias, residual, zero_point, global_scale
+    out = _result(plan, *operands, tensorwise, group_size)
     if x.is_cuda:
         with torch.cuda.device_of(x):
-            found = plan.launches
-        if found is not None:
-            launcher.take_over("dynamic_linear")
-            launcher.learn("dynamic_linear", found)
+            launcher.learn("dynamic_linear", plan.launches)
+    return out
+
+
+def _result(
+    plan, x, codes, scale, bias, residual, zero_point, global_scale, tensorwise, group_size
+) -> Tensor:
     (m, k), n = plan.rows, codes.shape[0]
     rows = x.reshape(m, k)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()

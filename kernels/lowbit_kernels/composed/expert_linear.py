@@ -155,19 +155,18 @@ class ExpertLinearPlan:
     product: Callable[[Tensors], Tensor] | None
     shape: tuple[int, int]  # of the result
     copies: bool = False  # the product copies an operand
-    _launches: LaunchPlan | None = None
 
-    @property
+    @functools.cached_property
     def launches(self) -> LaunchPlan | None:
         """The launch plan on the current device, after a first call; None where there is none, or it copies an
         operand."""
         found = None if self.copies else getattr(self.product, "launches", None)
-        own = found() if self._launches is None and found is not None else None
-        if own is not None:
-            whole = Composition(7, own.results)
-            whole.add(own, (0, 1, 2, 3, 5, 4, 6), (7,))  # the op has ids before the bias
-            self._launches = whole.plan()
-        return self._launches
+        own = None if found is None else found()
+        if own is None:
+            return None
+        whole = Composition(7, own.results)
+        whole.add(own, (0, 1, 2, 3, 5, 4, 6), (7,))  # the op has ids before the bias
+        return whole.plan()
 
 
 @functools.lru_cache(maxsize=8192)
@@ -235,16 +234,14 @@ def run(
     layouts = all_described(x, codes, scale, zero_point, ids, bias, global_scale)
     plan = planned(layouts, group_size, gated, bits, tuple(table), implementation)
     ran("expert_linear", plan.implementation)
-    if plan.implementation == "empty":
-        return x.new_zeros(plan.shape)
     tensors: Any = (x, codes, scale, zero_point, bias, ids, global_scale)
-    if plan.product is None:
-        return _loop(weight_linear.run, tensors, gated, group_size, bits, table)
-    out = plan.product(tensors)
+    if plan.implementation == "empty":
+        out = x.new_zeros(plan.shape)
+    elif plan.product is None:
+        out = _loop(weight_linear.run, tensors, gated, group_size, bits, table)
+    else:
+        out = plan.product(tensors)
     if x.is_cuda:
         with torch.cuda.device_of(x):
-            launches = plan.launches
-        if launches is not None:
-            launcher.take_over("expert_linear")
-        launcher.learn("expert_linear", launches)
+            launcher.learn("expert_linear", plan.launches)
     return out

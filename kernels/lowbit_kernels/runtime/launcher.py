@@ -156,7 +156,10 @@ def letters(schema: str) -> str:
 
 
 def learn(name: str, plan: LaunchPlan | None) -> None:
-    """Tell the launcher, if it has called the op `name` on this thread, the plan of that call; None: Python runs it."""
+    """Tell the launcher, if it has called the op `name` on this thread, the plan of that call; None: Python runs it. A
+    plan brings the launcher in."""
+    if plan is not None:
+        take_over(name)
     number = _numbers.get(name)
     if number is not None and _launcher is not None:
         words = encoded(plan)
@@ -168,7 +171,6 @@ def carried_out(
 ) -> list[Tensor]:
     """The results of a plan for the op `name`. The launcher learns it if no operand is a copy of one of the call."""
     if is_learnt:
-        take_over(name)
         learn(name, plan)
     return run(plan, operands)
 

@@ -143,7 +143,6 @@ def launch(
     )  # nothing comes back from the interpreter
     if op is None or not plannable or torch.version.hip or not _is_known():
         return
-    launcher.take_over(op)
     named = dict(zip(kernel.arg_names, arguments, strict=False))
     one = _planned(compiled, programs, named, (*operands, *results))
     if one is not None:
