@@ -269,3 +269,51 @@ DEVICE int zero_at(const unsigned char *zero_points, int i) {
 
 // E4M3 in bf16: NaN would be 480. Collects a bit of each of a word's codes that is NaN.
 DEVICE void collect(uint32 &bad, uint32 codes) { bad |= (codes & 0x7f7f7f7f) + 0x01010101; }
+
+// ---- the x of a product ---------------------------------------------------------------------------------------------
+
+// Whether `unpack` gives codes in the order of memory. Otherwise it gives (k, k + 4), (k + 1, k + 5), … of eight, and
+// (k, k + 2), (k + 1, k + 3) of four.
+static constexpr bool IN_ORDER = CODES == TABLE || (CODES == E4M3 && X == FP16);
+
+// Loads the x of one token that belongs to a word, in the order of memory; 0 beyond the last k. BY_WORD: whether rows of x
+// begin at multiples of 16 bytes.
+template <bool BY_WORD>
+DEVICE void load_x(uint32 (&two)[PAIRS], const unsigned short *x, int first, int k) {
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) two[i] = 0;
+    if constexpr (BY_WORD) {
+        if (first < k) {
+            if constexpr (WORD == 8) {
+                const uint4 all = *(const uint4 *)(x + first);
+                two[0] = all.x, two[1] = all.y, two[2] = all.z, two[3] = all.w;
+            } else {
+                const uint2 all = *(const uint2 *)(x + first);
+                two[0] = all.x, two[1] = all.y;
+            }
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < WORD; ++i)
+            if (first + i < k) two[i / 2] |= (uint32)x[first + i] << (i % 2 * 16);
+    }
+}
+
+// Pairs x in the order in which `unpack` gives codes, unless that is its own.
+template <bool IS_SAME>
+DEVICE void order_x(uint32 (&pairs)[PAIRS]) {
+    if constexpr (IS_SAME) return;
+    uint32 two[PAIRS];
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) two[i] = pairs[i];
+#pragma unroll
+    for (int i = 0; i < PAIRS / 2; ++i) {
+        pairs[2 * i] = permute(two[i], two[i + PAIRS / 2], 0x5410);
+        pairs[2 * i + 1] = permute(two[i], two[i + PAIRS / 2], 0x7632);
+    }
+}
+
+DEVICE void multiply(float (&sums)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
+    if constexpr (X == FP16) warp_multiply_half(sums, a0, a1, a2, a3, b0, b1);
+    else warp_multiply_bf16(sums, a0, a1, a2, a3, b0, b1);
+}

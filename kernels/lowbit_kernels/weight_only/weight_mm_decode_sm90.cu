@@ -281,42 +281,6 @@ DEVICE void copy_boxes(const Problem &p, const TensorMap &x, Shared &shared, con
 
 // ---- multiplying ----------------------------------------------------------------------------------------------------
 
-// Loads the x of one token that belongs to a word, in the order of memory; 0 beyond the last k.
-template <bool ALIGNED>
-DEVICE void load_x(uint32 (&two)[PAIRS], const unsigned short *x, int first, int k) {
-#pragma unroll
-    for (int i = 0; i < PAIRS; ++i) two[i] = 0;
-    if constexpr (ALIGNED) {
-        if (first < k) {
-            if constexpr (WORD == 8) {
-                const uint4 all = *(const uint4 *)(x + first);
-                two[0] = all.x, two[1] = all.y, two[2] = all.z, two[3] = all.w;
-            } else {
-                const uint2 all = *(const uint2 *)(x + first);
-                two[0] = all.x, two[1] = all.y;
-            }
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < WORD; ++i)
-            if (first + i < k) two[i / 2] |= (uint32)x[first + i] << (i % 2 * 16);
-    }
-}
-
-// Pairs x in the order in which `unpack` gives codes, from a word's first k: INT, E2M1: (k, k + 4), (k + 1, k + 5), ...; 8
-// bits: (k, k + 2), (k + 1, k + 3); TABLE, and E4M3 in fp16: (k, k + 1), (k + 2, k + 3), ....
-DEVICE void order_x(uint32 (&pairs)[PAIRS]) {
-    if constexpr (CODES == TABLE || (CODES == E4M3 && X == FP16) || BY_INTEGERS) return;
-    uint32 two[PAIRS];
-#pragma unroll
-    for (int i = 0; i < PAIRS; ++i) two[i] = pairs[i];
-#pragma unroll
-    for (int i = 0; i < PAIRS / 2; ++i) {
-        pairs[2 * i] = permute(two[i], two[i + PAIRS / 2], 0x5410);
-        pairs[2 * i + 1] = permute(two[i], two[i + PAIRS / 2], 0x7632);
-    }
-}
-
 typedef uint32 Tokens[4][TILES][PAIRS];  // x of the chunks that share these registers
 
 // Loads x from tokens that are `stride` elements apart and begin at k = `start`.
@@ -384,11 +348,6 @@ DEVICE void load_boxes(Tokens (&x)[SETS], const Problem &p, Shared &shared, cons
         exchange<2>(x[set], turn & 2);
     }
     barrier_arrive(shared_address(&shared.loaded));
-}
-
-DEVICE void multiply(float (&sums)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
-    if constexpr (X == FP16) warp_multiply_half(sums, a0, a1, a2, a3, b0, b1);
-    else warp_multiply_bf16(sums, a0, a1, a2, a3, b0, b1);
 }
 
 // Makes the sums of a row NaN if one of its codes is.
@@ -624,7 +583,7 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *table
 #pragma unroll
         for (int word = 0; word < 4; ++word)
 #pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) order_x(x[set][word][tile]);
+            for (int tile = 0; tile < TILES; ++tile) order_x<IN_ORDER || BY_INTEGERS>(x[set][word][tile]);
         x_sums[set].clear(), x_sums[set].add(x[set]);
     }
 

@@ -135,37 +135,6 @@ DEVICE void load_codes(Word (&words)[4], const unsigned char *row, int at, int w
         for (int i = 0; i < 4; ++i) words[i].low ^= 0x80808080;
 }
 
-// Whether `unpack` gives codes in the order of memory. Otherwise it gives (k, k + 4), (k + 1, k + 5), … of eight, and
-// (k, k + 2), (k + 1, k + 3) of four.
-static constexpr bool IN_ORDER = CODES == TABLE || (CODES == E4M3 && X == FP16);
-
-// The x of one token that belongs to a word, in the order in which `unpack` gives codes. 0 past the last k.
-DEVICE void load_x(uint32 (&pairs)[PAIRS], const unsigned short *x, int first, int k) {
-    uint32 two[PAIRS];
-#pragma unroll
-    for (int i = 0; i < PAIRS; ++i) two[i] = 0;
-    if constexpr (ALIGNED) {
-        if (first < k) {
-            if constexpr (WORD == 8) {
-                const uint4 all = *(const uint4 *)(x + first);
-                two[0] = all.x, two[1] = all.y, two[2] = all.z, two[3] = all.w;
-            } else {
-                const uint2 all = *(const uint2 *)(x + first);
-                two[0] = all.x, two[1] = all.y;
-            }
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < WORD; ++i)
-            if (first + i < k) two[i / 2] |= (uint32)x[first + i] << (i % 2 * 16);
-    }
-#pragma unroll
-    for (int i = 0; i < PAIRS; ++i) {
-        if constexpr (IN_ORDER) pairs[i] = two[i];
-        else pairs[i] = permute(two[i / 2], two[i / 2 + PAIRS / 2], i % 2 ? 0x7632 : 0x5410);
-    }
-}
-
 // Copies x of `count` tokens and the chunks from `first` on to shared memory, with its sums over units.
 DEVICE void copy_x(Shared &shared, const Problem &p, int count, int first, int chunks) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -177,7 +146,8 @@ DEVICE void copy_x(Shared &shared, const Problem &p, int count, int first, int c
 #pragma unroll
         for (int word = 0; word < 4; ++word) {
             uint32 pairs[PAIRS];
-            load_x(pairs, x, (first + chunk) * CHUNK + word_at(word, t), x ? p.k : 0);
+            load_x<ALIGNED>(pairs, x, (first + chunk) * CHUNK + word_at(word, t), x ? p.k : 0);
+            order_x<IN_ORDER>(pairs);
 #pragma unroll
             for (int n = 0; n < PAIRS; ++n) {
                 shared.x[chunk][tile][word][lane][n] = pairs[n];
@@ -201,11 +171,6 @@ DEVICE uint32 stored_scale(const unsigned char *scales, long long i) {
     if constexpr (SCALE_SIZE == 4) return ((const uint32 *)scales)[i];
     else if constexpr (SCALE_SIZE == 2) return ((const unsigned short *)scales)[i];
     else return scales[i];
-}
-
-DEVICE void multiply(float (&sums)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
-    if constexpr (X == FP16) warp_multiply_half(sums, a0, a1, a2, a3, b0, b1);
-    else warp_multiply_bf16(sums, a0, a1, a2, a3, b0, b1);
 }
 
 // A lane's x of a word; 0 for tokens that do not exist.
