@@ -13,6 +13,8 @@ than `BLOCK` columns are read twice, a block at a time.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -99,20 +101,34 @@ def _kernel(
 @rms_norm.kernel
 def _launch(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor | None:
     """The Triton kernel where it runs, else the reference."""
+    options = {"WIDE": x.shape[-1] > BLOCK, **overlap_options(x.device)}
+    return norm_of_rows("rms_norm", _kernel, x, weight, eps, offset, **options)
+
+
+def norm_of_rows(
+    op: str, kernel: Any, x: Tensor, weight: Tensor, eps: float, offset: float, **options: Any
+) -> Tensor | None:
+    """The norm of x [..., D] by a Triton kernel, a program a row; None where it does not run.
+
+    Args:
+        op: the op that runs.
+        kernel: takes x [M, D], weight [D], the result, eps, offset, D and the distance of rows of x.
+        weight, eps, offset: as of `rms_norm`.
+        options: further constants and options of the launch.
+    """
     width = x.shape[-1]
     if not runs_on(x.device) or x.numel() == 0:
         return None
-    ran("rms_norm", "triton")
+    ran(op, "triton")
     rows = x.reshape(-1, width)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     result = torch.empty(x.shape, dtype=stored_dtype(x.dtype, x.device), device=x.device)
     block = min(triton.next_power_of_2(width), BLOCK)
     with torch.cuda.device_of(x):
-        _kernel[(rows.shape[0],)](
+        kernel[(rows.shape[0],)](
             *(rows, weight.contiguous(), result, eps, offset, width, rows.stride(0)),
             BLOCK=block,
-            WIDE=width > BLOCK,
             num_warps=min(max(block // 256, 1), 16),
-            **overlap_options(x.device),
+            **options,
         )
     return result.to(x.dtype)

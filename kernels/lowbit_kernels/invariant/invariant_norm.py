@@ -18,14 +18,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowbit_kernels.decoding.rms_norm import norm_of_rows
 from lowbit_kernels.invariant.arithmetic import EXACT, in_float32, square_root
-from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
-from lowbit_kernels.runtime.triton_runtime import jit, runs_on, stored_dtype, tl, triton
+from lowbit_kernels.runtime.triton_runtime import jit, tl
 
 MOST_COLUMNS = 2**17
 """Sums of more squares may not be exact in float64."""
-BLOCK = 8192
 _INFINITY = 0x7F800000
 
 
@@ -96,19 +95,4 @@ def _kernel(x, weight, result, eps, offset, width, x_stride, BLOCK: tl.constexpr
 @invariant_norm.kernel
 def _launch(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor | None:
     """The Triton kernel where it runs, else the reference."""
-    width = x.shape[-1]
-    if not runs_on(x.device) or x.numel() == 0:
-        return None
-    ran("invariant_norm", "triton")
-    rows = x.reshape(-1, width)
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    result = torch.empty(x.shape, dtype=stored_dtype(x.dtype, x.device), device=x.device)
-    block = min(triton.next_power_of_2(width), BLOCK)
-    with torch.cuda.device_of(x):
-        _kernel[(rows.shape[0],)](
-            *(rows, weight.contiguous(), result, in_float32(eps), offset, width, rows.stride(0)),
-            BLOCK=block,
-            num_warps=min(max(block // 256, 1), 16),
-            **EXACT,
-        )
-    return result.to(x.dtype)
+    return norm_of_rows("invariant_norm", _kernel, x, weight, in_float32(eps), offset, **EXACT)
