@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime import nvrtc
-from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
+from lowbit_kernels.runtime.sources import FLOAT_MACROS, SM90, program
 
 WARPS, TILE, QUERIES = 4, 16, 8
 """Warps of a block, slots of a tile, queries that share a head at most."""
@@ -119,12 +119,7 @@ def shared_bytes(variant: DecodeAttentionVariant) -> int:
 
 def source(variant: DecodeAttentionVariant) -> str:
     """The CUDA C++ to compile."""
-    return program(
-        asdict(variant),
-        "runtime/ptx.cuh",
-        "runtime/sm90.cuh",
-        "decoding/decode_attention_sm90.cu",
-    )
+    return program(asdict(variant), *SM90, "decoding/decode_attention_sm90.cu")
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime import nvrtc
-from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
+from lowbit_kernels.runtime.sources import FLOAT_MACROS, SM90, program
 from lowbit_kernels.runtime.tensor_map import tensor_map
 
 FORMATS = {torch.int8: "INT8", torch.float8_e4m3fn: "E4M3", torch.uint8: "UINT4"}
@@ -186,12 +186,7 @@ def _map(codes: Tensor) -> Any:
 
 def source(variant: AttentionVariant) -> str:
     """The CUDA C++ to compile."""
-    return program(
-        asdict(variant),
-        "runtime/ptx.cuh",
-        "runtime/sm90.cuh",
-        "decoding/quantized_attention_sm90.cu",
-    )
+    return program(asdict(variant), *SM90, "decoding/quantized_attention_sm90.cu")
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from lowbit_kernels.matmul.mm_tiles_sm90 import (
 )
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.library import aligned
-from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
+from lowbit_kernels.runtime.sources import FLOAT_MACROS, SM90, program
 from lowbit_kernels.runtime.tensor_map import tensor_map
 
 WIDTH = 256
@@ -82,13 +82,8 @@ def source(out: torch.dtype, formats: Formats, ragged: bool, across: int) -> str
     macros: dict[str, object] = {"OUT": FLOAT_MACROS[out], "BIAS": "NONE", "TILE_N": WIDTH}
     macros |= {"SUM": "int" if formats[0] == torch.int8 else "float", "STAGES": ring(WIDTH)[0]}
     macros |= {"RAGGED": ragged, "BESIDE": across}
-    parts = (
-        "runtime/ptx.cuh",
-        "runtime/sm90.cuh",
-        instruction(formats, WIDTH),
-        "matmul/mm_tiles_sm90.cuh",
-    )
-    return program(macros, *parts, "matmul/grouped_mm_sm90.cu")
+    own = instruction(formats, WIDTH), "matmul/mm_tiles_sm90.cuh", "matmul/grouped_mm_sm90.cu"
+    return program(macros, *SM90, *own)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from lowbit_kernels.matmul.mm_tiles_sm90 import (
 )
 from lowbit_kernels.runtime import launch_plan, launcher, nvrtc
 from lowbit_kernels.runtime.launch_plan import Address, Buffer, Launch, Map
-from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
+from lowbit_kernels.runtime.sources import FLOAT_MACROS, SM90, program
 from lowbit_kernels.runtime.tensor_map import takes_rows
 from lowbit_kernels.weight_only.weight_operands import Description, TensorLayout, described
 
@@ -170,7 +170,7 @@ def source(
     macros |= {"TILE_N": width, "STAGES": ring(width)[0]}
     macros |= {"SUM": "int" if formats[0] == torch.int8 else "float"}
     own = instruction(formats, width), "matmul/mm_tiles_sm90.cuh", "matmul/scaled_mm_sm90.cu"
-    return program(macros, "runtime/ptx.cuh", "runtime/sm90.cuh", *own)
+    return program(macros, *SM90, *own)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.library import aligned
-from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
+from lowbit_kernels.runtime.sources import FLOAT_MACROS, SM90, program
 from lowbit_kernels.runtime.tensor_map import takes_rows, tensor_map
 from lowbit_kernels.runtime.wgmma import multiply_from_registers
 from lowbit_kernels.weight_only.codes_format import E2M1
@@ -183,7 +183,7 @@ def source(
     macros |= {"SCALE": FLOAT_MACROS[scale], "GROUP": group, "ZERO": zero}
     macros |= {"TOKENS": division.tokens, "SPLIT": division.split, "STAGES": division.stages()[0]}
     types, *consumer = CONSUMERS[codes]
-    before = "runtime/ptx.cuh", "runtime/sm90.cuh", "matmul/w4a8_tiles_sm90.cuh"
+    before = *SM90, "matmul/w4a8_tiles_sm90.cuh"
     multiply = multiply_from_registers(division.tokens, 32, types)
     return program(macros, *before, multiply, *consumer, "matmul/w4a8_mm_sm90.cu")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit_kernels.runtime import launcher, nvrtc
 from lowbit_kernels.runtime.launch_plan import Address, Buffer, Composition, Launch, LaunchPlan, run
-from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
+from lowbit_kernels.runtime.sources import FLOAT_MACROS, SM90, program
 from lowbit_kernels.weight_only.weight_operands import Description, TensorLayout, described
 
 DTYPES = {**FLOAT_MACROS, torch.int8: "INT8", torch.float8_e4m3fn: "E4M3"}
@@ -147,9 +147,7 @@ def turned_codes(x: Tensor, mxfp4: tuple[Tensor, Tensor] | None = None) -> Turne
     return Turned(*run(plan, (x, weight, exponents)))
 
 
-def source(
-    variant: RowsVariant, primitives: tuple[str, ...] = ("runtime/ptx.cuh", "runtime/sm90.cuh")
-) -> str:
+def source(variant: RowsVariant, primitives: tuple[str, ...] = SM90) -> str:
     """The CUDA C++ to compile."""
     files = *primitives, "quantize/row_codes.cuh", "quantize/quantize_rows_sm90.cu"
     return program(asdict(variant), *files)

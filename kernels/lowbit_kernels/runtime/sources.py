@@ -10,6 +10,8 @@ import torch
 
 FLOAT_MACROS = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
 """The names of dtypes in the sources."""
+SM90 = "runtime/ptx.cuh", "runtime/sm90.cuh"
+"""The files before the kernels for compute capability 9.0."""
 
 
 def program(macros: Mapping[str, object], *parts: str) -> str:

@@ -22,7 +22,7 @@ import torch
 
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.launch_plan import Address, Argument, Launch, Map
-from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
+from lowbit_kernels.runtime.sources import FLOAT_MACROS, SM90, program
 from lowbit_kernels.runtime.tensor_map import takes_rows
 from lowbit_kernels.weight_only.codes_format import E2M1, CodesFormat
 from lowbit_kernels.weight_only.one_launch import CODES, OUT, OneLaunch, X
@@ -500,16 +500,9 @@ def _x_map(operands: WeightOperands, plan: DecodeDivision) -> tuple[int, ...] | 
 def source(variant: DecodeVariant) -> str:
     """The CUDA C++ to compile."""
     macros = {name: value for name, value in asdict(variant).items() if value != ""}
-    return program(
-        macros,
-        "runtime/ptx.cuh",
-        "runtime/sm90.cuh",
-        "quantize/row_codes.cuh",
-        "weight_only/round_tokens_sm90.cuh",
-        "weight_only/int4_as_int8.cuh",
-        "weight_only/weight_codes_sm90.cuh",
-        "weight_only/weight_mm_decode_sm90.cu",
-    )
+    names = "round_tokens_sm90.cuh", "int4_as_int8.cuh", "weight_codes_sm90.cuh"
+    own = (f"weight_only/{name}" for name in (*names, "weight_mm_decode_sm90.cu"))
+    return program(macros, *SM90, "quantize/row_codes.cuh", *own)
 
 
 @nvrtc.variants

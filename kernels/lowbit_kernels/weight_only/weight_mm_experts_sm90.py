@@ -18,7 +18,7 @@ from torch import Tensor
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.launch_plan import Address, Argument, Buffer, Launch, LaunchPlan
 from lowbit_kernels.runtime.library import aligned
-from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
+from lowbit_kernels.runtime.sources import FLOAT_MACROS, SM90, program
 from lowbit_kernels.weight_only import weight_mm_decode_sm90 as decode
 from lowbit_kernels.weight_only.codes_format import E2M1
 from lowbit_kernels.weight_only.expert_operands import ExpertOperands, Tensors
@@ -195,13 +195,8 @@ def _warps(tiles: int, width: int, tokens: int) -> tuple[int, int, int]:
 def source(variant: ExpertVariant) -> str:
     """The CUDA C++ to compile."""
     macros = {name: value for name, value in asdict(variant).items() if value != ""}
-    return program(
-        macros,
-        "runtime/ptx.cuh",
-        "runtime/sm90.cuh",
-        "weight_only/weight_codes_sm90.cuh",
-        "weight_only/weight_mm_experts_sm90.cu",
-    )
+    own = "weight_only/weight_codes_sm90.cuh", "weight_only/weight_mm_experts_sm90.cu"
+    return program(macros, *SM90, *own)
 
 
 @nvrtc.variants

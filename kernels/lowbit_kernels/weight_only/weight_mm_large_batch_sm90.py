@@ -23,7 +23,7 @@ import torch
 
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.launch_plan import Address, Argument, Launch, Map
-from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
+from lowbit_kernels.runtime.sources import FLOAT_MACROS, SM90, program
 from lowbit_kernels.runtime.tensor_map import takes_rows
 from lowbit_kernels.runtime.wgmma import multiply_from_registers
 from lowbit_kernels.weight_only.one_launch import CODES, OUT, SCALE, OneLaunch, X, even
@@ -338,7 +338,7 @@ def source(
     names = ("TOKENS", "ROWS", "GROUPS", "BESIDE", "SPLIT", "ROUNDED", "CHUNK", "STAGES")
     macros = {"DTYPE": FLOAT_MACROS[dtype], "OUT": FLOAT_MACROS[out], **unpacking.macros()}
     macros |= dict(zip(names, shape, strict=True))
-    headers = "runtime/ptx.cuh", "runtime/sm90.cuh", "weight_only/weight_lookup_sm90.cuh"
+    headers = *SM90, "weight_only/weight_lookup_sm90.cuh"
     kind = "bf16" if dtype == torch.bfloat16 else "f16"
     multiply = multiply_from_registers(shape[0], 16, f"f32.{kind}.{kind}")
     return program(macros, *headers, multiply, "weight_only/weight_mm_large_batch_sm90.cu")
