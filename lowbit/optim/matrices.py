@@ -31,6 +31,12 @@ class MatrixStep:
 _MATRIX_OPTIONS = ("use_muon", "precondition")
 
 
+def is_matrix(param: Tensor, name: str = "") -> bool:
+    """True for a parameter of 2 and more dimensions whose name, if it has one, is not that of a bias: gpt-oss's
+    `gate_up_proj_bias` is [experts, features]."""
+    return param.ndim >= 2 and not name.endswith("bias")
+
+
 class MatrixBase(AdamBase):
     """AdamW for the groups without matrices, and the step of `matrix_module` for the others."""
 
@@ -38,8 +44,7 @@ class MatrixBase(AdamBase):
     matrix_module: ClassVar[str]
     """The module whose `run` steps matrices. It imports Triton, so it is imported by the first step."""
     matrix_option: ClassVar[str]
-    """The option that is True in groups of matrices. A group without it is split in two: parameters of 2 and more
-    dimensions, and the others."""
+    """The option that is True in groups of matrices. A group without it is split in two by `is_matrix`."""
     options: ClassVar[Mapping[str, Check]] = {**AdamBase.options, "stacked": check_optional_flag}
     decoupled = True
     _adamw: dict[str, Any] = {}  # noqa: RUF012 (an instance has its own)
@@ -61,8 +66,8 @@ class MatrixBase(AdamBase):
         if takes_matrices is None:
             parts: dict[bool, list[Any]] = {True: [], False: []}
             for param in params:
-                tensor = param[1] if isinstance(param, tuple) else param
-                parts[isinstance(tensor, Tensor) and tensor.ndim >= 2].append(param)
+                name, tensor = param if isinstance(param, tuple) else ("", param)
+                parts[isinstance(tensor, Tensor) and is_matrix(tensor, name)].append(param)
             parts = {k: v for k, v in parts.items() if v} or {True: []}
             for_adamw = {**options, **for_adamw}
         else:
@@ -70,9 +75,9 @@ class MatrixBase(AdamBase):
             for_adamw = {**for_adamw, **options}
         before = len(self.param_groups)
         try:
-            for is_matrix, part in parts.items():
-                own = options if is_matrix else for_adamw
-                super().add_param_group({**own, "params": part, self.matrix_option: is_matrix})
+            for taken, part in parts.items():
+                own = options if taken else for_adamw
+                super().add_param_group({**own, "params": part, self.matrix_option: taken})
         except BaseException:
             del self.param_groups[before:]
             raise

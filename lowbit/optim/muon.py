@@ -108,7 +108,8 @@ class Muon(MatrixBase):
 
     The option `use_muon` of a group decides whether Muon or AdamW updates it. A group without this option is split in
     two: parameters of 2 and more dimensions go to Muon, the others to AdamW. This rule cannot distinguish an embedding
-    or an output layer from a hidden matrix: give those in a separate group with `use_muon=False`.
+    or an output layer from a hidden matrix: give those in a separate group with `use_muon=False`. A name that ends in
+    "bias", as of experts' biases [experts, features], gives a parameter to AdamW too: pass (name, parameter) pairs.
 
     Parameters of 4 and more dimensions are those of convolutions, and flattened to [first, rest]. One of 3 dimensions
     may hold experts [experts, rows, cols], or be the one matrix of a Conv1d, and nothing shows which. So its group says

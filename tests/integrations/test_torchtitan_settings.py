@@ -362,11 +362,12 @@ def test_every_optimizer_takes_torchtitans_options(name):
 
 def test_muon_takes_the_matrices_of_layers():
     model = model_of_layers()
+    model["layers"][0].register_parameter("mlp1_bias", nn.Parameter(torch.ones(4, 16)))  # experts'
     name_of = {id(p): n for n, p in model.named_parameters()}
     made = optimizers.made("Muon8bit(adamw_lr=2e-3)", [group(model)], name_of)
     found = {g["use_muon"]: [name_of[id(p)] for p in g["params"]] for g in made.param_groups}
     assert found[True] == ["layers.0.up.weight"]
-    assert len(found[False]) == 4
+    assert len(found[False]) == 5
     assert {g["use_muon"]: g["lr"] for g in made.param_groups} == {True: 1e-3, False: 2e-3}
 
 

@@ -170,6 +170,10 @@ def test_options_of_a_group_that_is_split():
     extra = parameters((4, 4))[0]
     optimizer.add_param_group({"params": [("c", extra)], "use_muon": False, "lr": 3.0})
     assert optimizer.param_groups[2]["lr"] == 3.0 and not optimizer.param_groups[2]["use_muon"]
+    stacked_bias = {"params": [("up", matrix), ("experts.up_proj_bias", parameters((4, 8))[0])]}
+    for cls in (Muon, optim.SOAP):  # the bias of experts has the shape of a matrix
+        named = [g["param_names"] for g in cls([stacked_bias]).param_groups]
+        assert named == [["up"], ["experts.up_proj_bias"]]
     asked = Muon(parameters((8, 8), (8,)), fused=True)
     assert [g["fused"] for g in asked.param_groups] == [True, True]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lowbit.interop import config_lines
 from lowbit.optim import LowbitOptimizer, Muon
+from lowbit.optim.matrices import is_matrix
 
 OF_ADAM = ("betas", "eps", "weight_decay")
 """Options that torchtitan gives to every optimizer. An optimizer that lacks an option leaves it out."""
@@ -39,7 +40,7 @@ def made(
         line: as for `check_line`.
         groups: "params" and torchtitan's options, whose `fused` asks for a kernel if there is one.
         name_of: names of the parameters, by id. Muon takes the matrices of layers, and AdamW the other parameters,
-            stacked experts among them, with the line's `adamw_lr`.
+            stacked experts and their biases among them, with the line's `adamw_lr`.
     """
     kind, options = check_line(line, (name for group in groups for name in group))
     own = [_accepted(kind, group) for group in groups]
@@ -68,7 +69,8 @@ def _for_muon(
     """A group split in two: one for Muon, with `group`, and one for AdamW, with its options in `given`."""
     parts: dict[bool, list[Tensor]] = {True: [], False: []}
     for param in group["params"]:
-        parts[param.ndim == 2 and "layers." in name_of[id(param)]].append(param)
+        name = name_of[id(param)]
+        parts[param.ndim == 2 and is_matrix(param, name) and "layers." in name].append(param)
     rest = {n: v for n, v in group.items() if n not in ("params", "param_names", "eps", "betas")}
     for_adamw = {n: v for n, v in rest.items() if n != "lr"} | {
         n: given[n] for n in OF_ADAM if n in given
