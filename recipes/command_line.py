@@ -16,6 +16,14 @@ from lowbit.formats import FormatError
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+_YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
+    int: ((int,), "a whole number"),
+    float: ((float, int), "a number"),
+    int | None: ((int, NoneType), "a whole number or None"),
+    tuple[int, ...]: ((tuple,), "whole numbers with commas"),
+}
+"""By type hint: types of accepted values, and their name for people."""
 
 
 class UserError(Exception):
@@ -118,15 +126,18 @@ def parse_value(assignment: str, text: str, kind: Any) -> Any:
     """`text` as a value of the type hint `kind`."""
     if kind is str:
         return text
+    if kind is bool:
+        word = text.strip().lower()
+        if word not in (*_YES, *_NO):
+            raise UserError(f"--set {assignment}: the value is {text!r}; accepted: true or false")
+        return word in _YES
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         value = text
-    types = {float: (float, int), tuple[int, ...]: (tuple,), int | None: (int, NoneType)}
-    accepted = types.get(kind, (kind,))
-    if accepted == (tuple,) and isinstance(value, int):
+    types, spoken = _KINDS[kind]
+    if types == (tuple,) and isinstance(value, int):
         value = (value,)
-    if not isinstance(value, accepted) or isinstance(value, bool) != (kind is bool):
-        names = " or ".join(t.__name__ for t in accepted)
-        raise UserError(f"--set {assignment}: the value is {text!r}; accepted: {names}")
+    if not isinstance(value, types) or isinstance(value, bool):
+        raise UserError(f"--set {assignment}: the value is {text!r}; accepted: {spoken}")
     return value

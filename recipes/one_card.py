@@ -462,7 +462,8 @@ def print_figures(name: str, seconds: list[float], tokens: int, device: torch.de
     besides."""
     settled = seconds[SETTLED:] or seconds[-1:]
     step, memory = statistics.median(settled), peak(device).removesuffix(" GiB at most")
-    print(f"{device_name(device)}, {len(settled)} steps timed\n")
+    count = f"{len(settled)} step{'s' if len(settled) > 1 else ''}"
+    print(f"{device_name(device)}, {count} timed\n")
     print("| settings | GiB | ms | tokens/s |\n|---|--:|--:|--:|")
     print(f"| {name} | {memory} | {1000 * step:,.1f} | {tokens / step:,.0f} |\n")
     if device.type == "cuda":

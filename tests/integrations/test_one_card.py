@@ -449,6 +449,11 @@ def test_what_does_not_fit_is_refused_before_the_model_is_loaded(
     assert not (tmp_path / "run").exists()
 
 
+def test_one_step_is_timed_as_one(capsys: Any) -> None:
+    one_card.print_figures("a", [1.0] * 6, 64, CPU)
+    assert ", 1 step timed\n" in capsys.readouterr().out
+
+
 def test_figures_are_a_row_of_a_table(source: Path, tmp_path: Path, capsys: Any) -> None:
     """A run that keeps nothing prints them too."""
     assert main(command(source, None, "steps=8", "weights=int4", "int8_products=True")) == 0

@@ -56,19 +56,26 @@ def test_steps_scale_the_parts_of_a_run() -> None:
     assert (config.warmup_steps, config.decay_steps) == (3, 2 * tiny().decay_steps)
 
 
+@pytest.mark.parametrize("text,due", [("true", True), ("Yes", True), ("1", True), ("off", False)])
+def test_switches_are_written_as_people_do(text, due):
+    assert override(tiny(), [f"bf16={text}"]).bf16 is due
+
+
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
         ("speed=3", "NAME one of"),
         ("model.width=3", "NAME one of"),
         ("steps", "NAME=VALUE"),
-        ("steps=many", "accepted: int"),
-        ("lr=fast", "accepted: float or int"),
+        ("steps=many", "accepted: a whole number"),
+        ("steps=True", "accepted: a whole number"),
+        ("lr=fast", "accepted: a number"),
         ("steps=0", "steps is 0"),
         ("branch_steps=5000", "below steps="),
         ("model.kv_heads=3", "kv_heads=3"),
         ("bits=9", "bits is"),
-        ("bf16=1", "accepted: bool"),
+        ("bf16=maybe", "the value is 'maybe'; accepted: true or false"),
+        ("group_size=x", "accepted: a whole number or None"),
         ("corpus=web", "accepted: stdlib"),
         ("lr=0", "lr is 0"),
         ("qat_lr=0", "qat_lr is 0"),
