@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
+import lowbit
 from lowbit import Int4Weight, Int4WeightTensor, Int8Weight, Int8WeightTensor, optim
 from lowbit.numerics.rounding import join_bf16
 from lowbit.optim import adam, ademamix, sgd
@@ -262,21 +263,27 @@ def test_resumed_bit_for_bit(kind):
         assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
 
 
+IN_MOMENTUM = functools.partial(optim.AdamW8bit, weight_correction="momentum")
+TURBO = {"ns_scaling": "gram", "ns_steps": 4, "row_beta2": 0.95, "bf16_stochastic_round": True}
 RESHARDED = {
-    "16bit": {"state": "4bit", "weight_correction": "16bit"},
-    "momentum": {
-        "state": "8bit", "weight_correction": "momentum", "bf16_stochastic_round": True
-    },
-}  # fmt: skip
+    "16bit": (None, functools.partial(optim.AdamW4bit, weight_correction="16bit")),
+    "momentum": (None, functools.partial(IN_MOMENTUM, bf16_stochastic_round=True)),
+    "int8 weights": (Int8Weight(), IN_MOMENTUM),
+    "int4 weights": (Int4Weight(), IN_MOMENTUM),
+    "Muon8bit": (None, functools.partial(optim.Muon8bit, **TURBO)),
+    "Muon4bit": (None, functools.partial(optim.Muon4bit, **TURBO)),
+}
 
 
 class Model(nn.Module):
-    def __init__(self, mesh):
+    def __init__(self, mesh, scheme):
         super().__init__()
         self.first = nn.Linear(512, 33, bias=False, dtype=torch.bfloat16)
         self.gate = nn.Linear(4100, 1, bias=False, dtype=torch.bfloat16)
         for i, p in enumerate(self.parameters()):
             p.data = (0.1 * rand(*p.shape, seed=i)).bfloat16()
+        if scheme is not None:
+            lowbit.train.prepare_(self, scheme)
         fully_shard(self, mesh=mesh)
 
 
@@ -288,17 +295,28 @@ def advance(model, optimizer, mesh, steps, first):
         optimizer.step()
 
 
-def exact(weight, correction):
-    return join_bf16(weight, correction_units(correction.full_tensor()))
+def whole_weights(name, model, optimizer):
+    """Codes and scales of low-bit weights, the exact values of those with a correction of 16 bits."""
+    found = {}
+    for i, p in enumerate(model.parameters()):
+        whole = p.full_tensor().detach()
+        kept = optimizer.state[p].get("weight_correction")
+        if isinstance(whole, Int8WeightTensor):
+            found |= {f"{name} {i} {key}": t for key, t in whole.inner_tensors().items()}
+        elif kept is not None:
+            found[f"{name} {i}"] = join_bf16(whole, correction_units(kept.full_tensor()))
+        else:
+            found[f"{name} {i}"] = whole
+    return found
 
 
 def check_reshard(rank, world_size, folder, source, target, first):
-    """Load `source` if there is one, take two steps, save `target`. Returns weights and corrections, whole."""
+    """Load `source` if there is one, take two steps, save `target`. Returns `whole_weights`."""
     mesh = init_device_mesh("cpu", (world_size,))
     result = {}
-    for name, options in RESHARDED.items():
-        model = Model(mesh)
-        optimizer = optim.AdamW(model.parameters(), lr=1e-3, **options)
+    for name, (scheme, make) in RESHARDED.items():
+        model = Model(mesh, scheme)
+        optimizer = make(model.parameters(), lr=1e-3)
         if source is not None:
             held = {
                 "model": model.state_dict(),
@@ -313,24 +331,18 @@ def check_reshard(rank, world_size, folder, source, target, first):
             "optimizer": get_optimizer_state_dict(model, optimizer),
         }
         dcp.save(held, checkpoint_id=f"{folder}/{name}-{target}")
-        for i, p in enumerate(model.parameters()):
-            whole = p.full_tensor().detach()
-            kept = optimizer.state[p].get("weight_correction")
-            result[f"{name} {i}"] = whole if kept is None else exact(whole, kept)
+        result |= whole_weights(name, model, optimizer)
     return result
 
 
 def check_straight(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
     result = {}
-    for name, options in RESHARDED.items():
-        model = Model(mesh)
-        optimizer = optim.AdamW(model.parameters(), lr=1e-3, **options)
+    for name, (scheme, make) in RESHARDED.items():
+        model = Model(mesh, scheme)
+        optimizer = make(model.parameters(), lr=1e-3)
         advance(model, optimizer, mesh, 6, 0)
-        for i, p in enumerate(model.parameters()):
-            whole = p.full_tensor().detach()
-            kept = optimizer.state[p].get("weight_correction")
-            result[f"{name} {i}"] = whole if kept is None else exact(whole, kept)
+        result |= whole_weights(name, model, optimizer)
     return result
 
 

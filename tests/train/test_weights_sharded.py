@@ -163,6 +163,45 @@ def check_gradients(rank, world_size):
     return True
 
 
+TOGETHER = (
+    Int8Weight(),
+    Int8Weight(True, True, True, always=True),
+    Int4Weight(16),
+    Int4Weight(16, output=True, grad_input=True, grad_weight=True, always=True),
+)
+
+
+def check_all_together(rank, world_size):
+    """Uneven shards, errors in the momentum, activations in int8 and steps in backward: the bits of one process that
+    steps afterwards, with the sum of the ranks' gradients."""
+    for scheme in TOGETHER:
+        whole, model = model_of(scheme, 33), shard(model_of(scheme, 33))
+        first, second = (
+            lowbit.optim.AdamW8bit(m.parameters(), lr=1e-2, weight_correction="momentum")
+            for m in (whole, model)
+        )
+        lowbit.optim.step_in_backward(second, bucket_mib=1e-6)
+
+        def backward(m, number):
+            with train.save_in_int8(m, min_numel=1):
+                y = m(values(9, 64, seed=number))
+            y.square().mean().backward()
+
+        for step in range(0, 3 * world_size, world_size):
+            for other in range(world_size):
+                backward(whole, step + other)
+            for p in whole.parameters():
+                p.grad /= world_size
+            first.step()
+            first.zero_grad()
+            backward(model, step + rank)
+        same_weights(model, whole, (scheme,))
+        assert not torch.equal(
+            whole.up.weight.dequantize(), model_of(scheme, 33).up.weight.dequantize()
+        )
+    return True
+
+
 def check_compiled(rank, world_size):
     """Each layer compiled, under FSDP2: the same gradients, and low-bit products."""
     for scheme in (INT8, INT4, BitNet()):
@@ -325,6 +364,10 @@ def test_updates_are_the_same_at_any_sharding():
 
 def test_gradients():
     assert launch(check_gradients, 2) == [True, True]
+
+
+def test_all_together():
+    assert launch(check_all_together, 2) == [True, True]
 
 
 def test_compiled():
