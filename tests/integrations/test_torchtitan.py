@@ -97,7 +97,7 @@ WAYS = {
         SNR - {"snr_gradients(dB)"},
     ),
     "in-backward-bf16": (
-        "--lowbit.train= --optimizer.name AdamW4bit(seed=3) --optimizer.early_step_in_backward "
+        "--lowbit.train= --optimizer.name AdamW4bit(seed=3) --optimizer.early_step_in_backward --lowbit.save_in_int8 "
         "--training.dtype bfloat16",
         2,
         set(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import shlex
 import tomllib
@@ -310,6 +311,28 @@ def test_collectives_of_a_model_that_is_not_sharded_cannot_be_compressed(monkeyp
     LowbitConverter(config, SimpleNamespace(fsdp_enabled=True))
     with pytest.raises(ValueError, match=r"lowbit.compress without FSDP2: set parallelism"):
         LowbitConverter(config, SimpleNamespace(fsdp_enabled=False))
+
+
+def test_activations_are_saved_in_int8(monkeypatch):
+    """The outputs stay, and gradients come from rounded inputs of layers."""
+    monkeypatch.setattr(release_0_2, "device_type", "cpu")
+    spec, tokens, found = get_train_spec("llama3"), torch.arange(256)[None], []
+    for options in ([], ["--lowbit.save_in_int8"]):
+        torch.manual_seed(0)
+        args = dataclasses.replace(spec.model_args["debugmodel"], n_layers=1, vocab_size=256)
+        model = spec.model_cls(args)
+        LowbitConverter(parsed(*options), None).convert(model)
+        with torch.no_grad():
+            model.init_weights()
+        y = model(tokens)
+        y.square().mean().backward()
+        found.append((y, model.layers["0"].attention.wq.weight.grad))
+    (y, exact), (same, rounded) = found
+    assert torch.equal(y, same)
+    assert 1e-4 < (rounded - exact).norm() / exact.norm() < 0.05
+    options = ["--lowbit.save_in_int8", "--compile.enable", "--activation_checkpoint.mode", "full"]
+    with pytest.raises(ValueError, match=r"lowbit.save_in_int8 with compile.enable and activation"):
+        LowbitConverter(parsed(*options), None)
 
 
 def test_a_configuration_without_the_section():

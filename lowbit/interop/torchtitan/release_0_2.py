@@ -87,6 +87,16 @@ def check(config: TitanConfig, parallel_dims: Any) -> None:
         raise ValueError(
             "lowbit.compress without FSDP2: set parallelism.data_parallel_shard_degree above 1, or leave compress out"
         )
+    if (
+        config.lowbit.save_in_int8
+        and config.compile.enable
+        and config.activation_checkpoint.mode != "none"
+    ):
+        raise ValueError(
+            "lowbit.save_in_int8 with compile.enable and activation_checkpoint.mode="
+            f"{config.activation_checkpoint.mode!r}: torch.compile fails on a checkpoint whose tensors are saved by "
+            "hooks; leave one of the three out"
+        )
     scheme = settings.scheme_of(config.lowbit, torch.device(device_type))
     hf = [n for n in ("initial_load_in_hf", "last_save_in_hf") if getattr(config.checkpoint, n)]
     if config.checkpoint.last_save_in_hf and config.lowbit.qat_scales == "learned":
@@ -114,8 +124,8 @@ def _check_one_backward(training: Any, parallel_dims: Any) -> None:
 
 # ---- the model -------------------------------------------------------------------------------------------------
 
-_COMPRESS = "lowbit_compress"
-"""The attribute of a model with the setting `compress`, from the converter."""
+_SETTINGS = "lowbit_settings"
+"""The attribute of a model with the section `lowbit`, from the converter."""
 
 
 class LowbitConverter:
@@ -136,7 +146,7 @@ class LowbitConverter:
         if self.scheme is not None:
             report = settings.prepare(model, self.scheme, self.settings)
             logger.info(f"lowbit: {settings.summary(report, self.scheme, self.device)}")
-        setattr(model, _COMPRESS, self.settings.compress)
+        setattr(model, _SETTINGS, self.settings)
         if isinstance(self.scheme, Scheme):
             setattr(model, _SCHEDULE, settings.schedule_of(self.settings, self.scheme))
 
@@ -153,18 +163,23 @@ def with_lowbit(spec: TrainSpec) -> TrainSpec:
     """The model of `spec` with lowbit's optimizers, weights and metrics; register it by `register_train_spec`."""
 
     class Located(spec.model_cls):
-        """int8 weights take values only once they know where their parts lie. Learned scales follow from the weights.
-        The memory of static scales, which has no values, becomes NaN. By then the model is sharded."""
-
         def init_weights(self, *args: Any, **kwargs: Any) -> None:
+            """int8 weights take values only once they know where their parts lie. Learned scales follow from the weights.
+            The memory of static scales, which has no values, becomes NaN. By then the model is sharded."""
             train.locate_(self)
             super().init_weights(*args, **kwargs)
             if named_scales(self):
                 start_scales_(self)
             forget_inputs(self)
-            if getattr(self, _COMPRESS, False):
+            if getattr(self, _SETTINGS, Lowbit()).compress:
                 train.compress_collectives_(self)
                 logger.info("lowbit: gradients are reduced in 8 bits")
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            if not getattr(self, _SETTINGS, Lowbit()).save_in_int8:
+                return super().forward(*args, **kwargs)
+            with train.save_in_int8(self):
+                return super().forward(*args, **kwargs)
 
     Located.__name__, Located.__qualname__ = spec.model_cls.__name__, spec.model_cls.__qualname__
     return dataclasses.replace(

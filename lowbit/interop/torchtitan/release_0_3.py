@@ -59,13 +59,12 @@ def with_lowbit(config: Any, lowbit: Lowbit | None = None, optimizer: str = "") 
         optimizers.check_line(optimizer, ())
         for group in config.optimizer.param_groups:
             group.optimizer_name = optimizer
-    only_0_2 = [
-        f.name for f in dataclasses.fields(Lowbit) if f.name.startswith(("qat_", "compress"))
-    ]
+    of_0_2 = ("qat_", "compress", "save_in_int8")
+    only_0_2 = [f.name for f in dataclasses.fields(Lowbit) if f.name.startswith(of_0_2)]
     if given := [n for n in only_0_2 if getattr(lowbit, n) != getattr(Lowbit, n)]:
         raise ValueError(
             f"{given[0]}={getattr(lowbit, given[0])!r} with torchtitan 0.3; leave it out, or use torchtitan 0.2.2, "
-            "whose adapter has learned scales, schedules of QAT and compressed collectives"
+            "whose adapter has learned scales, schedules of QAT, compressed collectives and activations in int8"
         )
     if lowbit.train or lowbit.qat:
         converter = LowbitConverter.Config(lowbit=lowbit).build()

@@ -43,6 +43,7 @@ class Lowbit:
         filter_fqns: layers whose name contains one of these stay as they are, as for torchtitan's own float8.
         compress: whether FSDP2 reduces gradients in 8 bits, and gathers weights of QAT in their own bits
             (`lowbit.train.compress_collectives_`).
+        save_in_int8: whether autograd keeps activations in int8 (`lowbit.train.save_in_int8`).
         experts: also the stacked weights of experts, which are parameters of three dimensions.
         metrics_freq: how many logging steps lie between two measurements of lowbit's metrics. 0: none.
     """
@@ -56,6 +57,7 @@ class Lowbit:
     qat_freeze_observers: int = 0
     filter_fqns: list[str] = field(default_factory=lambda: list(LEFT_OUT))
     compress: bool = False
+    save_in_int8: bool = False
     experts: bool = False
     metrics_freq: int = 0
 
