@@ -212,13 +212,19 @@ def check_packed(rank, world_size):
 
 
 def check_resumed(rank, world_size):
-    """Two steps, then two by another model from the states of the first: the bits of four steps at once."""
+    """Two steps, then two by another model from the states of the first: the bits of four steps at once. Also of int8
+    weights that step in backward, with their errors in the momentum."""
 
-    def build():
+    def build(in_backward):
         torch.manual_seed(0)
-        model = shard(TwoLinears(*named("qat-int4-g32"), 33).to(device()))
+        case = "train-int8-weight" if in_backward else "qat-int4-g32"
+        model = shard(TwoLinears(*named(case), 33).to(device()))
         train.compress_collectives_(model, seed=5)
-        return model, lowbit.optim.AdamW8bit(model.parameters(), lr=1e-2)
+        options = {"weight_correction": "momentum"} if in_backward else {}
+        optimizer = lowbit.optim.AdamW8bit(model.parameters(), lr=1e-2, **options)
+        if in_backward:
+            lowbit.optim.step_in_backward(optimizer, bucket_mib=1e-6)
+        return model, optimizer
 
     def steps(model, optimizer, numbers):
         for i in numbers:
@@ -226,15 +232,16 @@ def check_resumed(rank, world_size):
             optimizer.step()
             optimizer.zero_grad()
 
-    straight, first, second = build(), build(), build()
-    steps(*straight, range(4))
-    steps(*first, range(2))
-    for own, other in zip(second, first, strict=True):
-        own.load_state_dict(copy.deepcopy(other.state_dict()))
-    steps(*second, range(2, 4))
-    for own, other in zip(straight[0].parameters(), second[0].parameters(), strict=True):
-        found = (getattr(t.to_local(), "weight", t.to_local()) for t in (own, other))
-        assert same_bits(*found)
+    for in_backward in (False, True):
+        straight, first, second = (build(in_backward) for _ in range(3))
+        steps(*straight, range(4))
+        steps(*first, range(2))
+        for own, other in zip(second, first, strict=True):
+            own.load_state_dict(copy.deepcopy(other.state_dict()))
+        steps(*second, range(2, 4))
+        for own, other in zip(straight[0].parameters(), second[0].parameters(), strict=True):
+            part = "codes" if in_backward else "weight"
+            assert same_bits(*(getattr(t.to_local(), part, t.to_local()) for t in (own, other)))
     return True
 
 
