@@ -38,8 +38,9 @@ class SOAP(MatrixBase):
     """SOAP for matrices, and `lowbit.optim.AdamW` with the same options for the other parameters.
 
     A group without the option `precondition` is split in two: parameters of 2 and more dimensions are preconditioned,
-    the others go to AdamW, and so do those whose name ends in "bias". `precondition=False` gives a whole group to AdamW, as for embeddings with a long side.
-    Parameters of more than 2 dimensions are flattened to [first, rest], or are stacks of matrices with `stacked=True`.
+    the others go to AdamW, and so do those whose name ends in "bias". `precondition=False` gives a whole group to
+    AdamW, as for embeddings with a long side. Parameters of more than 2 dimensions are flattened to [first, rest], or
+    are stacks of matrices with `stacked=True`.
 
         head = {"params": [model.embed.weight], "precondition": False}
         optimizer = SOAP8bit([{"params": model.blocks.parameters()}, head], lr=3e-3)

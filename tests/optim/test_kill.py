@@ -45,8 +45,8 @@ def made(scheme):
 
 
 def train(path: Path, pause: float) -> nn.Module:
-    """Train from the checkpoint at `path` if there is one, and save it atomically every few steps. Activations are saved
-    in int8."""
+    """Train from the checkpoint at `path` if there is one, and save it atomically every few steps. Autograd keeps
+    activations in int8."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     models = nn.ModuleList(made(scheme) for scheme, _ in RUNS.values())

@@ -164,8 +164,8 @@ def with_lowbit(spec: TrainSpec) -> TrainSpec:
 
     class Located(spec.model_cls):
         def init_weights(self, *args: Any, **kwargs: Any) -> None:
-            """int8 weights take values only once they know where their parts lie. Learned scales follow from the weights.
-            The memory of static scales, which has no values, becomes NaN. By then the model is sharded."""
+            """int8 weights take values only once they know where their parts lie. Learned scales follow from the
+            weights. The memory of static scales, which has no values, becomes NaN. By then the model is sharded."""
             train.locate_(self)
             super().init_weights(*args, **kwargs)
             if named_scales(self):
