@@ -19,6 +19,7 @@ keeps its states:
     int8-weights, int4-weights                      int8 or int4 weights in the blocks, without a copy
     int8-weights-fp32, -8bit, -4bit, int4-…         the same with the rounding error in the momentum, and AdamW's states
                                                     in that format
+    galore, apollo, badam                           as fp32; algorithms that save memory (`recipes.memory_savers`)
     int8-saved                                      as fp32; autograd keeps activations in int8 for the backward pass
     bitnet                                          as fp32; the weights of the blocks are ternary in every product
 

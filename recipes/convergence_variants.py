@@ -15,6 +15,7 @@ import lowbit
 from lowbit.train import TrainingScheme
 from recipes import presets
 from recipes.llama import Llama, LlamaConfig
+from recipes.memory_savers import BlockAdamW, LowRank
 from recipes.training import TrainingConfig
 
 REFERENCE = "fp32"
@@ -85,6 +86,9 @@ def variants() -> dict[str, Variant]:
         Variant(
             "int8-saved", "activations saved in int8", fp32, torch_adamw, 0.005, saved_in_int8=True
         ),
+        Variant("galore", "fp32 weights, GaLore of rank 16", fp32, LowRank),
+        Variant("apollo", "fp32 weights, APOLLO of rank 16", fp32, partial(LowRank, random=True)),
+        Variant("badam", "fp32 weights, BAdam of 4 blocks", fp32, BlockAdamW),
         Variant("bitnet", "BitNet b1.58: ternary weights", fp32, torch_adamw, None, bitnet),
     ]
     return {variant.name: variant for variant in found}
