@@ -163,7 +163,7 @@ class _Rounding:
 
     def __init__(self, min_numel: int) -> None:
         self._min_numel = min_numel
-        self._own: set[int] = set()
+        self._own: dict[int, StorageWeakRef] = {}
         self._shapes: set[tuple[int, ...]] = set()
         # Codes hold a weak reference to the storage that they were made from, so no other storage takes its address
         # while they are in this dictionary.
@@ -172,7 +172,9 @@ class _Rounding:
 
     def leave(self, plain: list[Tensor]) -> None:
         """Do not round these tensors, nor 16-bit copies of float32 ones."""
-        self._own = {_address(t) for t in plain}
+        # FSDP2 frees some of these storages, as those of a sharded low-bit weight, and an activation could take the
+        # address of one. A weak reference keeps the address.
+        self._own = {_address(t): StorageWeakRef(t.untyped_storage()) for t in plain}
         shapes = {tuple(t.shape) for t in plain if t.dtype is torch.float32 and t.dim() > 1}
         self._shapes = shapes | {(*s[:-2], s[-1], s[-2]) for s in shapes}
 

@@ -215,6 +215,19 @@ def test_a_freed_address_is_not_taken_for_the_same_tensor() -> None:
         torch.testing.assert_close(y.grad_fn._saved_self, value)  # type: ignore[union-attr]
 
 
+def test_an_activation_does_not_take_the_address_of_a_freed_parameter() -> None:
+    """FSDP2 frees tensors within a sharded low-bit weight after the context has seen them."""
+    x = torch.randn(64, 128, requires_grad=True)
+    for _ in range(20):
+        model = nn.Linear(64, 64)
+        with save_in_int8(model, min_numel=1):
+            del model.weight, model.bias
+            y = x * 2.0
+            (y * y).sum().backward()
+        assert x.grad is not None and not torch.equal(x.grad, 8 * x)
+        x.grad = None
+
+
 def test_parameters_buffers_and_their_views_stay_exact() -> None:
     class Model(nn.Module):
         table: Tensor
