@@ -1,6 +1,6 @@
 """Baselines of `recipes.convergence`: other ways to fit full fine-tuning on one card, which change AdamW's algorithm.
 
-    GaLore  (arXiv 2403.03507)    moments of r directions of the gradient, its singular vectors, renewed every `period`
+    GaLore  (arXiv 2403.03507)    moments of r directions of the gradient, singular vectors renewed every `period` steps
     APOLLO  (arXiv 2412.05270)    moments of r random directions; they give one factor a channel of the gradient
     BAdam   (arXiv 2404.02827)    AdamW of one block of the parameters at a time, from fresh moments, `period` steps each
 
@@ -54,7 +54,7 @@ class LowRank(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         assert closure is None
         for group in self.param_groups:
             for param in group["params"]:
@@ -119,7 +119,7 @@ class BlockAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         assert closure is None
         if self.steps % self.period == 0:
             self.state.clear()

@@ -22,7 +22,9 @@ def stepped(optimizer, params, steps=3):
 
 
 def parameters():
-    return [nn.Parameter(rand(*shape, seed=i)) for i, shape in enumerate([(24, 40), (40, 24), (9,)])]
+    return [
+        nn.Parameter(rand(*shape, seed=i)) for i, shape in enumerate([(24, 40), (40, 24), (9,)])
+    ]
 
 
 def test_all_directions_of_galore_are_adam_in_another_basis():
