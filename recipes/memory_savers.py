@@ -2,7 +2,7 @@
 
     GaLore  (arXiv 2403.03507)    moments of r directions of the gradient, singular vectors renewed every `period` steps
     APOLLO  (arXiv 2412.05270)    moments of r random directions; they give one factor a channel of the gradient
-    BAdam   (arXiv 2404.02827)    AdamW of one block of the parameters at a time, from fresh moments, `period` steps each
+    BAdam   (arXiv 2404.02827)    AdamW of one block of the parameters at a time, `period` steps from fresh moments
 
 GaLore and APOLLO work on the shorter side of a matrix: G [m, n] with m <= n, P [r, m], R = P G::
 
