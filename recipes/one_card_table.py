@@ -120,7 +120,7 @@ def measure(options: argparse.Namespace) -> None:
     if choose_device().type != "cuda":
         raise UserError(
             "the table is of a GPU, whose memory its rows limit, and there is none; on a CPU give the recipe's "
-            "command: python -m recipes.one_card --model tiny --measure"
+            "command: python -m recipes.one_card --model tiny --measure --set steps=20 --set context=128"
         )
     if options.plain:
         train_plain(options.model, options.data, options.steps, PLAIN[options.plain])
