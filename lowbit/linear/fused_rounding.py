@@ -30,7 +30,7 @@ from lowbit.numerics.learned_scales import (
 )
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Int
-from lowbit.numerics.spec import Spec
+from lowbit.numerics.spec import Spec, crop
 from lowbit.numerics.straight_through import StraightThrough, where_set
 from lowbit_kernels.runtime.library import FLOATS
 
@@ -187,8 +187,7 @@ def rounded_by(
     """x [..., K] rounded by a scale and a zero point that are given, in `dtype`."""
     x = x.detach()
     if not runs(spec, x, after is not None):
-        codes = spec.quantize(x, qparams=found)
-        return spec.dequantize(*codes, x.shape, x.dtype).to(dtype)
+        return crop(spec.codes_and_values(x, *found)[1], x.shape).to(x.dtype).to(dtype)
     scale, zero_point = _in_blocks(found)
     direct = dtype if x.dtype is torch.float32 and dtype in FLOATS else x.dtype
     values, _ = kernels.fake_quantize.fake_quantize(

@@ -33,6 +33,14 @@ from lowbit.numerics.learned_scales import following, of_factors, qparams
 from lowbit.numerics.spec import Spec
 from lowbit.tracing import tracer
 
+Found = tuple[fused_rounding.Qparams, Tensor | None]
+"""Learned scales and zero points, and what one unit of their parameters is (None: they are absolute)."""
+
+
+def _found_in(kept: Sequence[Any]) -> Found | None:
+    """What `Rounding.kept_of` kept."""
+    return ((kept[0], kept[1]), kept[2]) if kept else None
+
 
 @dataclass(frozen=True)
 class Rounding:
@@ -69,32 +77,34 @@ class Rounding:
         own = x
         if self.activation is not None:
             own, _ = fused_rounding.rounded(x, self.activation, masked=False)
-        values, _ = self.values(weight, (scale, zero, joint), x.dtype)
+        values, found = self.values(weight, (scale, zero, joint), x.dtype)
         if tracer.active is not None:
             tracer.rounded(values, weight)
-        return F.linear(own, values, bias), (x, self.alias(weight), scale, zero, joint)
+        kept = (x, self.alias(weight), scale, zero, joint)
+        return F.linear(own, values, bias), (*kept, *self.kept_of(found, scale))
 
     def gradients(
         self, grad: Tensor, kept: Sequence[Any], needs: Sequence[bool]
     ) -> Sequence[Tensor | None]:
-        x, weight, *scales = kept
-        scale = scales[0]
+        x, weight, *scales = kept[:5]
+        scale, found = scales[0], _found_in(kept[5:])
         learn = needs[0], needs[1], needs[4], needs[5]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return self._differentiable_gradients(grad, kept, learn)
+            return self._differentiable_gradients(grad, kept[:5], learn)
         own, from_x = x, None
         if self.activation is not None:
             own, from_x = fused_rounding.rounded(x, self.activation)
-        grad_x = grad_weight = grad_scale = grad_zero = from_weight = None
+        grad_x = grad_weight = grad_scale = grad_zero = None
+        from_weight: Any = found
         if needs[0] or scale is None:
-            values, from_weight = self.values(weight, scales, grad.dtype, grad)
+            values, from_weight = self.values(weight, scales, grad.dtype, grad, found)
         if needs[0]:
             grad_x = grad @ values
             grad_x = grad_x if from_x is None else from_x.passed(grad_x)
         if any(learn[1:]):
             grad_weight = (grad.t() @ own).to(weight.dtype)
             if scale is None:
-                grad_weight = from_weight.passed(grad_weight)  # type: ignore[union-attr]
+                grad_weight = from_weight.passed(grad_weight)
             else:
                 grad_weight, grad_scale, grad_zero = self.learned(
                     grad_weight, weight, scales, from_weight
@@ -140,19 +150,34 @@ class Rounding:
         scales: Sequence[Tensor | None],
         dtype: torch.dtype,
         after: Tensor | None = None,
+        found: Found | None = None,
     ) -> tuple[Tensor, Any]:
         """The weight as the product sees it, and what its gradient takes: where it passes, or for learned scales what
-        `found` gives. `scales`: scale, zero and joint."""
+        `found` gives.
+
+        Args:
+            weight: [N, K].
+            scales: scale, zero and joint.
+            dtype: of the result.
+            after: the gradient of the product, in backward.
+            found: learned scales that forward found.
+        """
         scale, _, joint = scales
         if scale is None:
             own, masked = self.scale_dtype, after is not None
             return fused_rounding.rounded(weight, self.weight, own, dtype, after, masked, joint)
-        found = self.found(weight, scales)
+        found = found or self.found(weight, scales)
         return fused_rounding.rounded_by(weight, self.weight, found[0], dtype, after), found
 
-    def found(
-        self, weight: Tensor, scales: Sequence[Tensor | None]
-    ) -> tuple[fused_rounding.Qparams, Tensor | None]:
+    def kept_of(self, found: Any, scale: Tensor | None) -> Kept:
+        """What backward keeps of `found`, the second result of `values`. Graphs of torch.compile choose for
+        themselves, and absolute scales are cheap to compute again."""
+        if scale is None or self.absolute or torch.compiler.is_compiling():
+            return ()
+        by, unit = found
+        return *by, unit
+
+    def found(self, weight: Tensor, scales: Sequence[Tensor | None]) -> Found:
         """The scale and the zero point of learned scales, and what one unit of their parameters is, or None."""
         scale, zero, joint = scales
         assert scale is not None
@@ -208,8 +233,12 @@ class RoundingOfGathered(Rounding):
         scales: Sequence[Tensor | None],
         dtype: torch.dtype,
         after: Tensor | None = None,
+        found: Found | None = None,
     ) -> tuple[Tensor, Any]:
         return weight.decoded_values().to(dtype), weight
+
+    def kept_of(self, found: Any, scale: Tensor | None) -> Kept:
+        return ()
 
     def learned(
         self, grad: Tensor, weight: Any, scales: Sequence[Tensor | None], found: Any

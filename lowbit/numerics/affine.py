@@ -547,6 +547,26 @@ def dequantize_affine(
     return values.reshape(codes.shape).to(output_dtype)
 
 
+def codes_and_values(
+    input: Tensor,
+    block_size: Sequence[int],
+    scale: Tensor,
+    zero_point: Tensor | None,
+    dtype: CodeType,
+    low: float,
+    high: float,
+) -> tuple[Tensor, Tensor]:
+    """`unclamped_codes`, and `dequantize_affine` of the codes after the clamp: both float32, in `input`'s shape.
+
+    Args: those of `rounded_affine`.
+    """
+    blocks, scale, zero_point = _all_blocked(input.float(), block_size, scale, zero_point)
+    codes = _to_grid(blocks, scale, zero_point, dtype, low, high)
+    own = clamped(codes, dtype, low, high).float()
+    values = _from_grid(own, scale, zero_point, low, high)
+    return codes.reshape(input.shape), values.reshape(input.shape)
+
+
 @torch.no_grad()
 def rounded_affine(
     input: Tensor,
@@ -563,11 +583,8 @@ def rounded_affine(
     Args: those of `fake_quantize_affine`; `low` and `high` are a range that `dtype` holds. With `clips=False` the mask
     is None. NaN stays NaN, which no product hides.
     """
-    blocks, scale, zero_point = _all_blocked(input.float(), block_size, scale, zero_point)
-    codes = _to_grid(blocks, scale, zero_point, dtype, low, high)
-    inside = within_range(codes, dtype, low, high).reshape(input.shape) if clips else None
-    codes = clamped(codes, dtype, low, high).float()
-    values = _from_grid(codes, scale, zero_point, low, high).reshape(input.shape)
+    codes, values = codes_and_values(input, block_size, scale, zero_point, dtype, low, high)
+    inside = within_range(codes, dtype, low, high) if clips else None
     return torch.where(input.isnan(), input, values.to(input.dtype)), inside
 
 

@@ -42,13 +42,11 @@ from torch import Tensor
 
 from lowbit.numerics.affine import (
     computed_again,
-    dequantize_affine,
     grid_of,
     half_step,
     round_to_dtype,
     scale_of_largest,
     smallest_scale,
-    unclamped_codes,
 )
 from lowbit.numerics.code_range import clamped, within_range
 from lowbit.numerics.number_format import Int
@@ -143,8 +141,21 @@ def following(
         offset: the same, where the mapping chooses zero points.
         present: the parameters of the present weight (`as_parameters`).
     """
+    if not torch.is_grad_enabled():
+        return _followed(factor, offset, *present)
     found: tuple[Tensor, Tensor | None] = _Following.apply(factor, offset, *present)
     return found
+
+
+def _followed(
+    factor: Tensor, offset: Tensor | None, unit: Tensor, middle: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    scale = round_to_dtype(factor.float() * unit.float(), factor.dtype)
+    if offset is None or middle is None:
+        return scale, None
+    # in float64 the product is exact, so that a fused one gives the same sum
+    zero = (offset.double() * unit.double() + middle.double()).float()
+    return scale, round_to_dtype(zero, offset.dtype)
 
 
 def of_factors(grads: Sequence[Tensor | None], unit: Tensor) -> list[Tensor | None]:
@@ -160,12 +171,7 @@ class _Following(torch.autograd.Function):
         ctx: Any, factor: Tensor, offset: Tensor | None, unit: Tensor, middle: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(unit)
-        scale = round_to_dtype(factor.float() * unit.float(), factor.dtype)
-        if offset is None or middle is None:
-            return scale, None
-        # in float64 the product is exact, so that a fused one gives the same sum
-        zero = (offset.double() * unit.double() + middle.double()).float()
-        return scale, round_to_dtype(zero, offset.dtype)
+        return _followed(factor, offset, unit, middle)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -184,7 +190,7 @@ def qparams(
     scale = scale_parameter.detach() * rate_of(spec)
     scale = round_to_dtype(scale, spec.scale_dtype or scale.dtype)
     least = smallest_scale(scale.dtype)
-    scale = torch.where(scale.abs() < least, torch.full_like(scale, least).copysign(scale), scale)
+    scale = scale.abs().clamp(min=least).copysign(scale)
     fmt = spec.format
     if not isinstance(fmt, Int) or not spec.has_zero_point:
         return scale, None
@@ -281,7 +287,7 @@ class _LearnedFakeQuantize(torch.autograd.Function):
         def rounded(part: slice) -> Tensor:
             own = scale[part], None if zero_point is None else zero_point[part]
             x = weight[part]
-            values = spec.dequantize(*spec.quantize(x, qparams=own), x.shape, x.dtype)
+            values = crop(spec.codes_and_values(x, *own)[1], x.shape).to(x.dtype)
             return torch.where(x.isnan(), x, values) if spec.static else values
 
         parts = _parts(weight, spec)
@@ -326,12 +332,10 @@ def codes_and_residual(
 ) -> tuple[Tensor, Tensor]:
     """Codes before the clamp and the residual (ŵ − w)/s of each element of the padded weight, both float32. The
     residual counts within the range only."""
-    x, fmt = spec.pad(weight), spec.format
-    block, limits = spec.block_size(x.shape), (fmt.quant_min, fmt.quant_max)
-    codes = unclamped_codes(x, block, scale, zero_point, fmt.dtype, *limits)
-    own = clamped(codes, fmt.dtype, *limits)
-    values = dequantize_affine(own, block, scale, zero_point, *limits)
-    return codes, _in_blocks(values - x.float(), block).div(_spread(scale)).view(x.shape)
+    codes, values = spec.codes_and_values(weight, scale, zero_point)
+    block = spec.block_size(codes.shape)
+    distance = _in_blocks(values - spec.pad(weight).float(), block)
+    return codes, distance.div(_spread(scale)).view(codes.shape)
 
 
 def steps_of(codes: Tensor, spec: Spec, zero_point: Tensor | None) -> Tensor:

@@ -22,6 +22,7 @@ from lowbit.numerics.affine import (
     MappingName,
     absmax_of_blocks,
     chosen_qparams,
+    codes_and_values,
     dequantize_affine,
     fake_quantize_affine,
     quantize_affine,
@@ -421,6 +422,15 @@ class Spec(_Computed):
         codes = unclamped_codes(x, self.block_size(x.shape), scale, None, fmt.dtype, low, high)
         inside = within_range(codes, fmt.dtype, low, high)
         return clamped(codes, fmt.dtype, low, high), inside
+
+    def codes_and_values(
+        self, x: Tensor, scale: Tensor, zero_point: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The codes before the clamp and the values of x by a given scale and zero point: both float32, of
+        `padded_shape`."""
+        x, grid = self.pad(x), self._grid
+        block = self.block_size(x.shape)
+        return codes_and_values(x, block, scale, zero_point, grid.dtype, grid.low, grid.high)
 
     def may_clip(self, scale_dtype: torch.dtype) -> bool:
         """True if values may clip at the scale that `choose_qparams` gives in this dtype. If False, backward needs no

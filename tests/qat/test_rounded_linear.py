@@ -121,13 +121,31 @@ def kept(run: Callable[[], Tensor], parameters: Any) -> int:
 @pytest.mark.parametrize("scales", ["present", "learned"])
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_keeps_what_a_plain_linear_keeps(scheme: Scheme, scales: str, device: str) -> None:
-    """Also where two layers read one input."""
+    """Also where two layers read one input. Learned scales add at most three numbers a group: the scale, the zero point
+    and the present scale, which backward would have to find again."""
     plain = nn.ModuleList([nn.Linear(64, 24), nn.Linear(64, 24)]).to(device)
     model = nn.ModuleList([nn.Linear(64, 24), nn.Linear(64, 24)]).to(device)
     qat.prepare_(model, scheme, scales=scales)
     x = torch.randn(5, 64, device=device, requires_grad=True) * 1
     found = [kept(lambda m=m: m[0](x) + m[1](x), m.parameters()) for m in (plain, model)]
-    assert found[1] == found[0]
+    groups = sum(layer.weight_scale.numel() for layer in model if scales == "learned")
+    assert found[0] <= found[1] <= found[0] + 3 * 4 * groups
+
+
+@pytest.mark.parametrize("name", ["int4", "int4-asymmetric", "int4-int8", "int4-padded", "float8"])
+def test_present_scales_are_found_once_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, found = [], fused_rounding.present_parameters
+
+    def counts(*args: Any) -> Any:
+        calls.append(args)
+        return found(*args)
+
+    monkeypatch.setattr(fused_rounding, "present_parameters", counts)
+    layer = prepared(SCHEMES[name], "learned", torch.float32)
+    y = layer(torch.randn(5, 64, requires_grad=True))
+    assert len(calls) == 1
+    y.square().sum().backward()
+    assert len(calls) == 1 and layer.weight_scale.grad.any()
 
 
 @pytest.mark.parametrize("scales", ["present", "learned"])
