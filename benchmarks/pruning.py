@@ -63,6 +63,7 @@ class AtRandom(PruneExperts):
 
 KEPT: dict[str, Callable[[float], PruneExperts]] = {
     "REAP": PruneExperts,
+    "the largest sums": lambda keep: PruneExperts(keep, "sum"),
     "the most frequent": lambda keep: PruneExperts(keep, "frequency"),
     "at random": AtRandom,
 }

@@ -15,6 +15,7 @@ from lowbit.cli.language_model import check, load, skeleton, tokenizer_of
 from lowbit.cli.windows import length_of, text_of, tokens_of, windows_of
 from lowbit.convert import Schemes, has_static
 from lowbit.formats.folder import Folder
+from lowbit.formats.gguf.file import GgufFile
 from lowbit.inference import GPTQ, CalibrationReport, Step
 from lowbit.schemes import lines
 
@@ -55,7 +56,7 @@ def calibrate(
     out: Path,
     schemes: Schemes,
     steps: Sequence[Step],
-    data: Path,
+    data: Path | None,
     context: int | None,
     limit: int | None,
     batch: int,
@@ -63,7 +64,9 @@ def calibrate(
     writing: Mapping[str, Any],
 ) -> CalibrationReport:
     """Calibrate the model `path` on the text `data`, and write it to `out`. A folder comes into memory block by block,
-    a GGUF file whole. Args: those of `lowbit.cli.app.quantize`; `writing`: options of `lowbit.export`.
+    and a GGUF file, or without `data` any model, whole.
+
+    Args: those of `lowbit.cli.app.quantize`; `writing`: options of `lowbit.export`.
 
     The schemes choose the layers that `lowbit.export(path, scheme=schemes)` would take, but with static activations no
     stacks of experts: a static scale belongs to one linear layer.
@@ -73,24 +76,15 @@ def calibrate(
     """
     folder = check(path)
     formats.writing.check_writing(path, out, schemes, **writing)
-    text_of(data, 1)
-    length = length_of(skeleton(folder), context)
-    tokens = tokens_of(path, data, WINDOWS * length if limit is None else limit)
-    if len(tokens) < length and (limit is None or limit >= length):
-        raise ValueError(
-            f"{data} has {len(tokens):,} tokens, and a window has {length:,}; accepted: a text of at least one window, "
-            f"if possible {WINDOWS} of them, or shorter windows by --context"
-        )
-    windows = windows_of(tokens, length, batch)
-    batches = [{"input_ids": window, "use_cache": False} for window in windows]
-    count = sum(map(len, windows))
-    used = f"calibrated on {len(tokens):,} tokens of {data}: {count:,} windows of up to {length:,}, {batch} at a time"
+    batches, used = (
+        (None, []) if data is None else _batches(path, folder, data, context, limit, batch)
+    )
     if isinstance(folder, Folder):
         report = lowbit.calibrate(
             *(path, schemes, batches), out=out, steps=steps, device=device, **writing
         )
         assert report.written is not None
-        report.written.notes.append(used)
+        report.written.notes += used
         return report
     model = load(path, device)
     from lowbit.interop.hf.plan import plan
@@ -104,5 +98,29 @@ def calibrate(
     form = {name: writing[name] for name in ("format", "lossy")}
     report = lowbit.calibrate(model, chosen, batches, is_chosen, steps=steps, **form)
     report.written = lowbit.export(model, out, tokenizer=tokenizer_of(path), **writing)
-    report.written.notes += [*report.notes, used]
+    report.written.notes += [*report.notes, *used]
     return report
+
+
+def _batches(
+    path: Path,
+    folder: Folder | GgufFile,
+    data: Path,
+    context: int | None,
+    limit: int | None,
+    batch: int,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The windows of the text, and a note on them. Args: those of `calibrate`; `folder`: the model's headers."""
+    text_of(data, 1)
+    length = length_of(skeleton(folder), context)
+    tokens = tokens_of(path, data, WINDOWS * length if limit is None else limit)
+    if len(tokens) < length and (limit is None or limit >= length):
+        raise ValueError(
+            f"{data} has {len(tokens):,} tokens, and a window has {length:,}; accepted: a text of at least one window, "
+            f"if possible {WINDOWS} of them, or shorter windows by --context"
+        )
+    windows = windows_of(tokens, length, batch)
+    batches = [{"input_ids": window, "use_cache": False} for window in windows]
+    count = sum(map(len, windows))
+    used = f"calibrated on {len(tokens):,} tokens of {data}: {count:,} windows of up to {length:,}, {batch} at a time"
+    return batches, [used]

@@ -59,20 +59,21 @@ def quantize(
     options: dict[str, Any] = {"format": format, "lossy": lossy, "overwrite": overwrite}
     options |= {"max_shard_size": max_shard_size}
     if data is None:
-        of_data = {"--method": method, "--context": context, "--limit": limit, "--batch": batch}
+        of_data = {"--context": context, "--limit": limit, "--batch": batch}
         if given := [name for name, value in of_data.items() if value is not None]:
-            raise ValueError(f"{given[0]} is for a calibration: give --data TEXT too")
+            raise ValueError(f"{given[0]} is for batches of a text: give --data TEXT too")
         if has_static(patterns):
             raise ValueError(
                 f"--scheme {scheme} has static activations: give --data TEXT, on which their scales are found"
             )
+    if data is None and method is None:
         scales = scales or ("searched" if is_mix else None)
         options |= {"scheme": patterns, "scales": scales, "device": device}
         _write(model, out, json, lambda: formats.export(model, out, **options))
         return
     if scales is not None:
         raise ValueError(
-            f"--scales {scales} is for weights without --data, on which --method chooses them; accepted: "
+            f"--scales {scales} is for weights without --data and --method, which chooses them; accepted: "
             "e.g. --method search"
         )
     steps = steps_of(method, patterns)

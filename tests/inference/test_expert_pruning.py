@@ -103,7 +103,7 @@ def saliency(model: Model) -> tuple[list[Tensor], list[Tensor]]:
     return found, counts
 
 
-@pytest.mark.parametrize("by", ["reap", "frequency"])
+@pytest.mark.parametrize("by", ["reap", "sum", "frequency"])
 def test_the_least_salient_experts_go_and_the_others_stay(by: Any) -> None:
     plain = Model()
     with torch.no_grad():
@@ -113,7 +113,8 @@ def test_the_least_salient_experts_go_and_the_others_stay(by: Any) -> None:
     report = lb.calibrate(model, INT8, batches(), steps=[PruneExperts(3, by), Search()])
     by_saliency, tokens = saliency(plain)
     assert by_saliency[0].argmin() == 0 == tokens[0].argmax()
-    scores = tokens if by == "frequency" else by_saliency
+    sums = [one * n for one, n in zip(by_saliency, tokens, strict=True)]
+    scores = {"reap": by_saliency, "sum": sums, "frequency": tokens}[by]
     for old, new, score in zip(plain.blocks, model.blocks, scores, strict=True):
         best = score.argsort(descending=True)[:3].sort().values
         expected = copy.deepcopy(old)
@@ -153,12 +154,12 @@ def test_a_useless_expert_costs_nothing() -> None:
     low = copy.deepcopy(plain)
     lb.quantize_(low, alone)
     with torch.no_grad():
-        for by in ("reap", "frequency"):
+        for by in ("reap", "sum", "frequency"):
             model = copy.deepcopy(plain)
             lb.calibrate(model, alone, [x], steps=[PruneExperts(0.8, by)])
             assert len(model.blocks[1].experts.down) == 4
             lost[by] = float((model(x) - low(x)).norm() / low(x).norm())
-    assert lost["reap"] < 1e-6 < 0.01 < lost["frequency"], lost
+    assert max(lost["reap"], lost["sum"]) < 1e-6 < 0.01 < lost["frequency"], lost
 
 
 def pruned(rank: int, world: int, *shares: list[int]) -> dict[str, Tensor]:
@@ -187,7 +188,7 @@ def test_what_is_refused() -> None:
             ValueError, match="keep must be a count from 1, or a float up to 1, got"
         ):
             PruneExperts(keep)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="by must be one of reap, frequency, got 'magnitude'"):
+    with pytest.raises(ValueError, match="by must be one of reap, sum, frequency, got 'magnitude'"):
         PruneExperts(2, "magnitude")  # type: ignore[arg-type]
     for keep in (1, 6):
         model = Model()

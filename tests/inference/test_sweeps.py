@@ -223,8 +223,6 @@ def test_without_data_refuses_what_needs_it() -> None:
         lb.calibrate(model, lb.Int4WeightOnly(32), steps=[GPTQ()], blocks=[])  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"a filter beside steps is filter_fn=…"):
         lb.calibrate(model, lb.Int4WeightOnly(32), lambda module, name: True, steps=[GPTQ()])  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="a folder is calibrated by batches"):
-        lb.calibrate("folder", lb.Int4WeightOnly(32), steps=[GPTQ()], out="new")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="none of which"):  # a loader that is empty by mistake
         lb.calibrate(model, lb.Int4WeightOnly(32), [], steps=[GPTQ()])
     empty = nn.Sequential(nn.Linear(K, 0))

@@ -192,9 +192,32 @@ def test_a_config_calibrates_at_load_time(kind: str, tmp_path: Path) -> None:
     assert_same(architecture.from_pretrained(tmp_path / "saved"), model)
 
 
+@pytest.mark.parametrize("kind", ["tied", "mixture", "head, nvfp4"])
+def test_without_batches(kind: str, tmp_path: Path) -> None:
+    """Of a folder, at load time and in memory: the same bits."""
+    name, changes, scheme, _ = KINDS[kind]
+    folder, out, steps = save(tmp_path / "model", name, **changes), tmp_path / "out", [GPTQ()]
+    written: Any = {"format": "lowbit", "overwrite": True}
+    report = lb.calibrate(folder, scheme, steps=steps, out=out, **written)
+    assert "whole in memory: blocks come one by one with batches" in str(report.written)
+    assert all(layer.method.startswith("GPTQ") for layer in report.layers.values())
+    model = lb.load_pretrained(folder)
+    lb.calibrate(
+        model, scheme, None, None if isinstance(scheme, dict) else without_head, steps=steps
+    )
+    assert_same(lb.load_pretrained(out), model)
+    architecture = getattr(transformers, f"{name}ForCausalLM")
+    config = LowbitConfig(scheme, steps=steps)
+    assert_same(architecture.from_pretrained(folder, quantization_config=config), model)
+    with pytest.raises(ValueError, match="LearnedRounding: needs batches"):
+        lb.calibrate(folder, scheme, steps=[LearnedRounding()], out=out, **written)
+    with pytest.raises(TypeError, match="not read without batches"):
+        lb.calibrate(folder, scheme, steps=steps, out=out, cache=tmp_path)
+
+
 def test_what_a_config_refuses() -> None:
     for given, kind, message in (
-        ({"steps": [GPTQ()]}, TypeError, "steps need batches"),
+        ({"steps": [GPTQ()], "scales": "searched"}, ValueError, "beside batches or steps"),
         ({"batches": batches(), "scales": "searched"}, ValueError, "beside batches"),
         ({"batches": batches()[0]}, TypeError, "a list of batches, got one dict"),
         ({"batches": batches(), "steps": GPTQ()}, TypeError, "steps must be a list"),

@@ -232,6 +232,23 @@ def test_weights_are_calibrated_on_the_text(
         assert torch.equal(expected, logits_of("made", ids[None, :20]))
 
 
+def test_weights_are_calibrated_without_a_text(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["quantize", "model", "--scheme", "nvfp4", "--method", "gptq", "--out", "made"]
+    assert main([*line, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["calibrated"]) == MATRICES
+    assert {layer["method"] for layer in report["calibrated"].values()} == {"GPTQ"}
+    assert not any("tokens of" in note for note in report["notes"])
+    model = lowbit.load_pretrained("model")
+    patterns = {"lm_head": None, "*": lowbit.NVFP4WeightOnly()}
+    lowbit.calibrate(model, patterns, steps=[GPTQ()])
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits.float(), logits_of("made", ids))
+
+
 def test_as_much_of_a_text_is_read_as_it_takes(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,11 +282,12 @@ REFUSED = {
     "quantize model --data short.txt --out out": "has 1 tokens",
     "quantize model --data few.txt --out out": "30 tokens, and a window has 64; accepted",
     "quantize model --data binary --out out": "not a text in UTF-8",
-    "quantize model --batch 4 --out out": "--batch is for a calibration: give --data TEXT",
+    "quantize model --batch 4 --out out": "--batch is for batches of a text: give --data TEXT",
     "quantize model --data text.txt --layers model.embed_tokens=int8 --out out": "of an embedding",
     "quantize model --data text.txt --method rotate --out out": "Rotate(online=False)",
-    "quantize model --limit 20 --out out": "--limit is for a calibration: give --data TEXT",
-    "quantize model --method gptq --out out": "--method is for a calibration: give --data TEXT",
+    "quantize model --limit 20 --out out": "--limit is for batches of a text: give --data TEXT",
+    "quantize model --method awq --out out": "AWQ: needs batches",
+    "quantize model --method gptq --scales searched --out out": "--method search",
     "quantize model --data text.txt --scales searched --out out": "--method search",
     "quantize model --data text.txt --method gptq,obq --out out": "no method 'obq'; accepted: awq",
     "quantize model --data text.txt --method 'gptq(damping=-1)' --out out": "gptq(damping=-1): damp",

@@ -32,8 +32,8 @@ from lowbit.tracing.observer import Method, check_range
 _OF_EXPORT = ("format", "lossy", "overwrite", "max_shard_size")
 """The options of `lowbit.export` that a folder's calibration takes. The first two are for a module, too."""
 _FOLDER = (
-    "a folder is calibrated by batches: calibrate(folder, scheme, batches, out=…); without them: "
-    "calibrate(lowbit.load_pretrained(folder), scheme, steps=[GPTQ()])"
+    "a folder is calibrated by batches, or without them by steps: calibrate(folder, scheme, batches, out=…), "
+    "calibrate(folder, scheme, steps=[GPTQ()], out=…)"
 )
 
 Ranges = AbstractContextManager[dict[str, tuple[float, float]]]
@@ -81,7 +81,7 @@ def calibrate(
 def calibrate(
     model: str | os.PathLike[str],
     scheme: Schemes,
-    batches: Iterable[Any],
+    batches: Iterable[Any] | None = None,
     filter_fn: Filter | None = None,
     *,
     out: str | os.PathLike[str],
@@ -132,7 +132,7 @@ def calibrate(
     Embeddings and the head stay plain unless a pattern names them, as in `lowbit.export`.
 
     With steps and without batches: WᵀW / mean(diag WᵀW) + I takes the place of the sums over the inputs of a weight W.
-    For `GPTQ`, `Prune24` and `Search`.
+    For `GPTQ`, `Prune24` and `Search`. A folder's model is then whole in memory.
 
     In the context: see `lowbit.calibration`. A filter may also be the third argument there.
 
@@ -162,8 +162,8 @@ def calibrate(
 
     Raises:
         TypeError: batches or steps of another kind; no module; no scheme; `out` or `device` beside a module, or a
-            folder without `out` or batches; other options for a folder; options that the form of the call, or what
-            else it is given, does not read.
+            folder without `out`, or with neither batches nor steps; other options for a folder; options that the form
+            of the call, or what else it is given, does not read.
         RuntimeError: another rank of `group` failed, with what it said.
         ValueError: what `quantize_` refuses; an empty list of batches, on all ranks; ranks that differ in more than
             batches; with `group` a step that needs all batches, such as `LearnedRounding`; steps and schemes that need
@@ -195,7 +195,8 @@ def calibrate(
     chosen = checked_steps([GPTQ()] if steps is None else steps)
     place, ranges = _cache(cache), (method, percentile)
     if isinstance(model, str | os.PathLike):
-        out = _checked_out(out, without_data, blocks, writing)
+        out = _checked_out(out, blocks, writing)
+        _check_of_data(without_data, blocks, cache, ranges)
         from lowbit.inference.calibration.large import calibrate_folder  # imports all formats
 
         return calibrate_folder(
@@ -294,11 +295,9 @@ def _check_of_data(without_data: bool, blocks: Any, cache: Any, ranges: tuple[An
 
 
 def _checked_out(
-    out: str | os.PathLike[str] | None, without_data: bool, blocks: Any, writing: dict[str, Any]
+    out: str | os.PathLike[str] | None, blocks: Any, writing: dict[str, Any]
 ) -> str | os.PathLike[str]:
     """`out` of a folder. Raises TypeError for what a folder does not take."""
-    if without_data:
-        raise TypeError(_FOLDER)
     if out is None or blocks is not None:
         raise TypeError("a folder takes out=, the folder to make, and no blocks=, which are found")
     if others := sorted(writing.keys() - {*_OF_EXPORT}):

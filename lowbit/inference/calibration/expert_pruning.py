@@ -5,8 +5,9 @@ The saliency of an expert is what it adds to the output of the mixture, over the
 
     S_j = mean over tokens x of j:   g_j(x) · ‖f_j(x)‖
 
-with the weight g_j(x) by which the mixture multiplies the expert's output f_j(x). Each layer drops the experts with the
-least S_j. Tokens that went to them go to the next best of the others.
+with the weight g_j(x) by which the mixture multiplies the expert's output f_j(x); or the sum in place of the mean, so
+that the number of an expert's tokens counts. Each layer drops the experts with the least S_j. Tokens that went to them
+go to the next best of the others.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lowbit.inference.calibration.batches import Batches
 from lowbit.inference.calibration.folding import watched
 from lowbit.inference.calibration.step import Layer, Step
 
-By = Literal["reap", "frequency"]
+By = Literal["reap", "sum", "frequency"]
 _GROUPS = ("n_group", "num_group", "n_groups")
 """Where routers say into how many groups they divide their experts."""
 
@@ -46,7 +47,8 @@ class PruneExperts(Step):
 
     Args:
         keep: how many experts of each layer stay; a float: what share of them.
-        by: "reap", or "frequency": the experts with the fewest tokens go.
+        by: what counts. "reap": the mean of the router's weight times the norm of an expert's output over its own
+            tokens. "sum": the sum over them. "frequency": their number.
 
     Raises ValueError for other values.
     """
@@ -100,7 +102,8 @@ class PruneExperts(Step):
 
     def _scores(self, total: Tensor, tokens: Tensor) -> Tensor:
         """[E], of which the least go, by the sums of g · ‖f‖ over an expert's tokens, and their number, each [E]."""
-        return tokens if self.by == "frequency" else total / tokens.clamp(min=1)
+        scores = {"reap": total / tokens.clamp(min=1), "sum": total, "frequency": tokens}
+        return scores[self.by]
 
 
 def _saliency(mixture: _Mixture, size: int, *given: Tensor) -> Tensor:

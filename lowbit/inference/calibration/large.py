@@ -25,7 +25,7 @@ from lowbit.formats.base import FormatError
 from lowbit.formats.folder_choice import FolderChoice
 from lowbit.formats.streamed import StreamedModel
 from lowbit.formats.writing import check_writing, default_format, export
-from lowbit.inference.calibration.batches import usable_batches
+from lowbit.inference.calibration.batches import Batches, usable_batches
 from lowbit.inference.calibration.expert_pruning import PruneExperts
 from lowbit.inference.calibration.finished import Finished
 from lowbit.inference.calibration.report import CalibrationReport
@@ -62,12 +62,15 @@ def calibrate_folder(
     on_grid = check_writing(path, out, scheme, **writing)
     source = StreamedModel(path, device)
     choice = FolderChoice(source.model, not has_static(scheme)) if filter_fn is None else filter_fn
-    memory, usable = Streamed(source), usable_batches(source.model, batches)
+    usable = Batches() if batches is None else usable_batches(source.model, batches)
+    memory = Streamed(source)
     run = Run(source.model, on_grid, choice, steps, usable, ranges, memory)
     format = writing.get("format") or default_format(path)
     run.check_export(format, writing.get("lossy", False), source.folder)
     chain = chain_of(source.model, run.targets)
-    if why := _why_whole(chain, run.targets, steps):
+    if batches is None:
+        run.check_without_data()
+    if why := _why_whole(chain, run.targets, usable, steps):
         chain = []
     try:
         with new_path.kept(out, "calibration") as place:
@@ -193,9 +196,11 @@ class Streamed(Memory):
 
 
 def _why_whole(
-    chain: Sequence[nn.Module], targets: Sequence[Target], steps: Sequence[Step]
+    chain: Sequence[nn.Module], targets: Sequence[Target], batches: Batches, steps: Sequence[Step]
 ) -> str | None:
-    """Why the model cannot be calibrated block by block; None if it can."""
+    """Why the model is not calibrated block by block; None if it is."""
+    if not len(batches):
+        return "blocks come one by one with batches alone"
     if whole := [step.method for step in steps if step.whole]:
         return f"{whole[0]} works on all blocks together"
     if not chain:

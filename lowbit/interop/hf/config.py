@@ -49,16 +49,16 @@ class LowbitConfig(QuantizationConfigMixin):
         experts: True lets a bare scheme and patterns take the stacked weights of experts.
         batches: of `lowbit.calibrate`, which then runs once the plain weights are read, with the whole model in memory.
             Static activations need them. The folder that `save_pretrained` writes has none.
-        steps: of `lowbit.calibrate`, beside `batches`.
+        steps: of `lowbit.calibrate`; without `batches` those that need none, such as [GPTQ()].
         options: those of the preset that `scheme` names.
 
     Attributes:
         stored: the entry "quantization_config" in config.json of a model that is quantized already; otherwise None.
 
     Raises:
-        TypeError: `scheme` is none of these, or options stand beside a scheme that is not a name; steps without
-            batches; batches or steps that are not lists of them.
-        ValueError: an unknown name or scales; scales beside batches; options that the preset refuses; a static
+        TypeError: `scheme` is none of these, or options stand beside a scheme that is not a name; batches or steps
+            that are not lists of them.
+        ValueError: an unknown name or scales; scales beside batches or steps; options that the preset refuses; a static
             activation without batches.
     """
 
@@ -80,11 +80,10 @@ class LowbitConfig(QuantizationConfigMixin):
             raise ValueError(
                 f"unknown scales {scales!r}; accepted: {', '.join(get_args(Scales))} or None"
             )
-        if batches is None and steps is not None:
-            raise TypeError("steps need batches: LowbitConfig(scheme, batches=…, steps=…)")
-        if batches is not None and scales is not None:
+        calibrates = batches is not None or steps is not None
+        if calibrates and scales is not None:
             raise ValueError(
-                f"scales={scales!r} beside batches, for which steps choose the scales; accepted: e.g. "
+                f"scales={scales!r} beside batches or steps, which choose the scales; accepted: e.g. "
                 "steps=[lowbit.inference.Search()]"
             )
         self.scales, self.experts = scales, experts
@@ -94,6 +93,11 @@ class LowbitConfig(QuantizationConfigMixin):
         self.batches = None if batches is None else as_list(batches)
         self.steps = None if steps is None else checked_steps(steps)
         self.stored: dict[str, Any] | None = None
+
+    @property
+    def calibrates(self) -> bool:
+        """True if `lowbit.calibrate` rounds the weights once they are read."""
+        return self.batches is not None or self.steps is not None
 
     @property
     def patterns(self) -> dict[str, Scheme | None]:

@@ -96,10 +96,10 @@ class LowbitQuantizer(HfQuantizer):
         """Raises ValueError for a device_map with "disk", and one with several devices for a calibration."""
         devices = kwargs.get("device_map")
         is_spread = isinstance(devices, dict) and len(set(devices.values())) > 1
-        if is_spread and self.quantization_config.batches is not None:
+        if is_spread and self.quantization_config.calibrates:
             raise ValueError(
-                "device_map spreads the model, and LowbitConfig(…, batches=…) calibrates it on one device; accepted: "
-                "one device, or lowbit.calibrate(folder, …, out=…), which holds one block in memory"
+                "device_map spreads the model, and LowbitConfig with batches or steps calibrates it on one device; "
+                "accepted: one device, or lowbit.calibrate(folder, …, out=…), which holds one block in memory"
             )
         if isinstance(devices, dict) and "disk" in devices.values():
             raise ValueError(
@@ -128,7 +128,7 @@ class LowbitQuantizer(HfQuantizer):
                 )
             self._sizes = self._stored_sizes(checkpoint_files or [])
             return
-        if config.batches is not None:
+        if config.calibrates:
             return
         self._plan = plan(model, config.patterns, config.experts)
         for name in self._plan.schemes:
@@ -230,24 +230,22 @@ class LowbitQuantizer(HfQuantizer):
         lay_side_by_side(model)
         self._conversions = None if self.pre_quantized else model._weight_conversions
         model._weight_conversions = []
-        batches = None if self.pre_quantized else self.quantization_config.batches
-        if self._plan is not None or batches is not None:
-            self.report = (
-                self._quantized(model) if batches is None else self._calibrated(model, batches)
-            )
+        calibrates = self.quantization_config.calibrates and not self.pre_quantized
+        if self._plan is not None or calibrates:
+            self.report = self._calibrated(model) if calibrates else self._quantized(model)
             weights = {n: p for n, p in model.named_parameters() if isinstance(p, LowbitTensor)}
             self._describe(model, self.own_format.config(weights, ()))
         else:
             self.report.entries = list(_entries(model))
         logger.info("%s", self.report.count(model))
 
-    def _calibrated(self, model: Any, batches: list[Any]) -> Report:
+    def _calibrated(self, model: Any) -> Report:
         """Calibrate the model, whose weights were read plain."""
         config = self.quantization_config
         choice = FolderChoice(model, config.experts and not has_static(config.scheme))
         chosen: Any = choice  # which `find_targets` takes for a filter
         given: Any = {"steps": config.steps, "format": METHOD}  # which save_pretrained writes
-        return calibrate(model, config.patterns, batches, chosen, **given)
+        return calibrate(model, config.patterns, config.batches, chosen, **given)
 
     def _quantized(self, model: Any) -> Report:
         assert self._plan is not None
