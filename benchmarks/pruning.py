@@ -62,8 +62,8 @@ class AtRandom(PruneExperts):
 
 
 KEPT: dict[str, Callable[[float], PruneExperts]] = {
-    "REAP": PruneExperts,
-    "the largest sums": lambda keep: PruneExperts(keep, "sum"),
+    "the largest sums": PruneExperts,
+    "REAP": lambda keep: PruneExperts(keep, "reap"),
     "the most frequent": lambda keep: PruneExperts(keep, "frequency"),
     "at random": AtRandom,
 }

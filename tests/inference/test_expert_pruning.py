@@ -188,7 +188,7 @@ def test_what_is_refused() -> None:
             ValueError, match="keep must be a count from 1, or a float up to 1, got"
         ):
             PruneExperts(keep)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="by must be one of reap, sum, frequency, got 'magnitude'"):
+    with pytest.raises(ValueError, match="by must be one of sum, reap, frequency, got 'magnitude'"):
         PruneExperts(2, "magnitude")  # type: ignore[arg-type]
     for keep in (1, 6):
         model = Model()

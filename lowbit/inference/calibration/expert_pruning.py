@@ -1,13 +1,12 @@
 """PruneExperts: a mixture of experts keeps those that matter most, and its router loses the rows of the others.
 
-The saliency of an expert is what it adds to the output of the mixture, over the tokens that the router sends to it
-(REAP, arXiv 2510.13999):
+The saliency of an expert j is what it adds to the output of the mixture, over the tokens x that the router sends to it:
 
-    S_j = mean over tokens x of j:   g_j(x) · ‖f_j(x)‖
+    S_j = Σ over x of   g_j(x) · ‖f_j(x)‖
 
-with the weight g_j(x) by which the mixture multiplies the expert's output f_j(x); or the sum in place of the mean, so
-that the number of an expert's tokens counts. Each layer drops the experts with the least S_j. Tokens that went to them
-go to the next best of the others.
+with the weight g_j(x) by which the mixture multiplies the expert's output f_j(x). REAP (arXiv 2510.13999) takes the
+mean in place of the sum, in which the number of an expert's tokens does not count. Each layer drops the experts with the
+least S_j. Tokens that went to them go to the next best of the others.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from lowbit.inference.calibration.batches import Batches
 from lowbit.inference.calibration.folding import watched
 from lowbit.inference.calibration.step import Layer, Step
 
-By = Literal["reap", "sum", "frequency"]
+By = Literal["sum", "reap", "frequency"]
 _GROUPS = ("n_group", "num_group", "n_groups")
 """Where routers say into how many groups they divide their experts."""
 
@@ -47,14 +46,14 @@ class PruneExperts(Step):
 
     Args:
         keep: how many experts of each layer stay; a float: what share of them.
-        by: what counts. "reap": the mean of the router's weight times the norm of an expert's output over its own
-            tokens. "sum": the sum over them. "frequency": their number.
+        by: what counts. "sum": the sum of the router's weight times the norm of an expert's output over its tokens.
+            "reap": the mean over them. "frequency": their number.
 
     Raises ValueError for other values.
     """
 
     keep: int | float = 0.5
-    by: By = "reap"
+    by: By = "sum"
     in_ranks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
