@@ -5,8 +5,8 @@ The saliency of an expert j is what it adds to the output of the mixture, over t
     S_j = Σ over x of   g_j(x) · ‖f_j(x)‖
 
 with the weight g_j(x) by which the mixture multiplies the expert's output f_j(x). REAP (arXiv 2510.13999) takes the
-mean in place of the sum, in which the number of an expert's tokens does not count. Each layer drops the experts with the
-least S_j. Tokens that went to them go to the next best of the others.
+mean in place of the sum, in which the number of an expert's tokens does not count. Each layer drops the experts with
+the least S_j. Tokens that went to them go to the next best of the others.
 """
 
 from __future__ import annotations
