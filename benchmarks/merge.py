@@ -26,6 +26,7 @@ import lowbit
 import lowbit.peft
 from benchmarks.autoquant import FIRST_STEP, tiny
 from lowbit.inference import GPTQ
+from lowbit.schemes.mixed_precision import BLOCK_WEIGHT, UE8M0_BLOCK_WEIGHT
 from recipes import runs, text
 from recipes.training import window_losses
 
@@ -36,7 +37,10 @@ SCHEMES = {
     "nf4": lowbit.NF4WeightOnly(32),
     "mxfp4": lowbit.MXFP4WeightOnly(),
     "nvfp4": lowbit.NVFP4WeightOnly(),
+    "mxfp8": lowbit.MXFP8WeightOnly(),
     "float8": lowbit.Float8WeightOnly(),
+    "blocks": lowbit.Scheme(BLOCK_WEIGHT),
+    "ue8m0": lowbit.Scheme(UE8M0_BLOCK_WEIGHT),
 }
 ADAPTERS = {"short": (60, 5e-4), "long": (200, 5e-3)}
 """Steps, and the learning rate at the first, from which it falls to 0."""

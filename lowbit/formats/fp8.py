@@ -7,8 +7,9 @@
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                             "weight_block_size": [128, 128], "modules_to_not_convert": […]}
 
-Scales as float8_e8m0fnu, or as uint8 with its bits, are read too. With "scale_fmt": "ue8m0" all scales are powers of
-two. Engines of this format round the input of every product to float8, with a scale for each 128 elements of a token,
+Scales as float8_e8m0fnu, or as uint8 with its bits, are read too. With "scale_fmt": "ue8m0" (DeepSeek-V3.1) all scales
+are powers of two, and those of the inputs too, as in DeepSeek's own inference code. Weights of both have the
+`scale_format` "e8m0": whatever gives them new values chooses powers of two again. Engines of this format round the input of every product to float8, with a scale for each 128 elements of a token,
 even if the weight was not made for that. transformers computes the size of a block as N / rows of the scale, so it
 would read wrong weights of a ragged N without an error: `encode` takes whole blocks only. A published ragged weight is
 written back as it was (`encode_back`).
@@ -49,8 +50,15 @@ from lowbit.formats.base import (
 from lowbit.formats.compressed_tensors_fp4 import MXFP4, from_parts
 from lowbit.numerics.granularity import PerBlock, PerRow, PerTensor, PerToken
 from lowbit.numerics.number_format import Float8
+from lowbit.numerics.scale_format import E8M0, is_power_of_two
 from lowbit.numerics.spec import Spec
-from lowbit.schemes.mixed_precision import BLOCK, BLOCK_ACTIVATION, BLOCK_WEIGHT
+from lowbit.schemes.mixed_precision import (
+    BLOCK,
+    BLOCK_ACTIVATION,
+    BLOCK_WEIGHT,
+    UE8M0_BLOCK_ACTIVATION,
+    UE8M0_BLOCK_WEIGHT,
+)
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.float8_tensor import E4M3, SCALE_OF_BLOCKS, Float8Tensor
@@ -67,6 +75,11 @@ _SCHEMES = {
     "static": Spec(Float8(), PerTensor(), static=True),
 }
 """How inputs of weights without blocks are rounded, by activation_scheme."""
+_INPUTS = {
+    BLOCK_WEIGHT: (BLOCK_ACTIVATION,),
+    UE8M0_BLOCK_WEIGHT: (UE8M0_BLOCK_ACTIVATION, BLOCK_ACTIVATION),
+}
+"""How inputs beside each kind of block may be rounded."""
 
 
 class Float8Blocks(Format):
@@ -131,18 +144,16 @@ class Float8Blocks(Format):
         if not all(type(size) is int for size in block):
             raise FormatError(f"weight_block_size is {block!r}; accepted: whole numbers")
         scale = parts[SCALE_OF_BLOCKS]
-        if config.get("scale_fmt") == "ue8m0" and scale.is_floating_point():
-            _check_powers(scale)
+        activation = BLOCK_ACTIVATION
+        if config.get("scale_fmt") == "ue8m0":
+            scale, activation = _as_powers(scale), UE8M0_BLOCK_ACTIVATION
         return Float8Tensor.from_blocks(
-            codes,
-            parts[SCALE_OF_BLOCKS],
-            (block[0], block[1]),
-            dtype or torch.bfloat16,
-            BLOCK_ACTIVATION,
+            codes, scale, (block[0], block[1]), dtype or torch.bfloat16, activation
         )
 
     def encode(self, weight: LowbitTensor) -> Parts:
-        if type(weight) is not Float8Tensor or weight.spec != BLOCK_WEIGHT:
+        accepted = _INPUTS.get(weight.spec) if type(weight) is Float8Tensor else None
+        if accepted is None:
             spec = getattr(weight, "spec", type(weight).__name__)
             raise FormatError(f"fp8 holds float8_e4m3fn in blocks of {BLOCK} x {BLOCK}, got {spec}")
         check_matrix(weight, self.name)
@@ -150,9 +161,10 @@ class Float8Blocks(Format):
             raise FormatError(
                 f"its shape {tuple(weight.shape)} is not a multiple of {BLOCK}: transformers would misread its blocks"
             )
-        if weight.activation not in (None, BLOCK_ACTIVATION):
+        assert isinstance(weight, Float8Tensor)
+        if weight.activation not in (None, *accepted):
             raise FormatError(
-                f"fp8 rounds inputs as {BLOCK_ACTIVATION}, and the weight was made for {weight.activation}"
+                f"fp8 rounds inputs as {accepted[0]}, and the weight was made for {weight.activation}"
             )
         return self.encode_back(weight)
 
@@ -171,11 +183,22 @@ class Float8Blocks(Format):
         return found
 
     def config(self, weights: Mapping[str, LowbitTensor], plain: Collection[str]) -> dict[str, Any]:
+        every: list[Any] = [*weights.values()]
+        rounded = {w.activation for w in every}
+        are_powers = (
+            all(w.spec == UE8M0_BLOCK_WEIGHT for w in every) and BLOCK_ACTIVATION not in rounded
+        )
+        if UE8M0_BLOCK_ACTIVATION in rounded and not are_powers:
+            raise FormatError(
+                "fp8 rounds the inputs of all weights by powers of two, as scale_fmt says, or of none; some of these "
+                "were made for one and some for the other"
+            )
         return {
             "quant_method": "fp8",
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
+            **({"scale_fmt": "ue8m0"} if every and are_powers else {}),
             "modules_to_not_convert": sorted(plain),
         }
 
@@ -190,14 +213,17 @@ def _check_floating(scale: Tensor, name: str) -> None:
         raise FormatError(f"its {name} is {scale.dtype}; accepted: floating-point numbers")
 
 
-def _check_powers(scale: Tensor) -> None:
-    """Raise FormatError unless every scale is a power of two, as "scale_fmt" says."""
-    mantissa, _ = torch.frexp(scale.float())
-    if not bool((mantissa == 0.5).all()):
+def _as_powers(scale: Tensor) -> Tensor:
+    """The bytes of scales that are powers of two, as "scale_fmt" says. Raises FormatError for others."""
+    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        return scale
+    _check_floating(scale, SCALE_OF_BLOCKS)
+    if not bool(is_power_of_two(scale.float()).all()):
         raise FormatError(
-            f"scale_fmt is 'ue8m0', and its {SCALE_OF_BLOCKS} has scales that are not powers of two; a model that was "
-            "trained by learned scales keeps them with requires_grad_(False)"
+            f"scale_fmt is 'ue8m0', and its {SCALE_OF_BLOCKS} has scales that are not powers of two from 2^-126 to "
+            "2^127; accepted: such scales, or a config.json without scale_fmt"
         )
+    return E8M0.bytes_of(scale)
 
 
 def _in_blocks(config: Mapping[str, Any]) -> bool:

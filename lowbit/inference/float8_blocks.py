@@ -15,7 +15,7 @@ from lowbit.convert import Entry, Report, find_owners
 from lowbit.layers.frozen import show_frozen
 from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.spec import Spec
-from lowbit.schemes.mixed_precision import BLOCK, BLOCK_ACTIVATION, BLOCK_WEIGHT
+from lowbit.schemes.mixed_precision import BLOCK, BLOCK_ACTIVATION, BLOCK_WEIGHT, UE8M0_BLOCK_WEIGHT
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.float8_tensor import E4M3, SCALE_OF_BLOCKS, Float8Tensor
 
@@ -114,14 +114,14 @@ def float8_blocks_state_dict(model: nn.Module) -> dict[str, Tensor]:
             weight = blocks[owner]
             rows, columns = weight.shape[-2:]
             found[owner] = as_bytes(value)[..., :rows, :columns].contiguous().view(E4M3)
-            found[owner + SCALE] = weight.scale.float()
+            found[owner + SCALE] = weight.scale_values().float()
     return found
 
 
 def _is_in_blocks(weight: Tensor) -> bool:
     if not isinstance(weight, Float8Tensor) or weight.stored_as != "float8":
         return False
-    return weight.spec == BLOCK_WEIGHT and not weight.transposed
+    return weight.spec in (BLOCK_WEIGHT, UE8M0_BLOCK_WEIGHT) and not weight.transposed
 
 
 def _assembled(

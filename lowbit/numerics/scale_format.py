@@ -142,8 +142,7 @@ class E8M0(ScaleFormat):
         return scale.log2().round().clamp(-126, 127).exp2()
 
     def encode_given(self, scale: Tensor, kept: ScaleParts | None = None) -> dict[str, Tensor]:
-        bits = scale.float().contiguous().view(torch.int32)
-        bad = (bits & 0x7FFFFF != 0) | (bits <= 0) | (bits >> 23 == 255)
+        bad = ~is_power_of_two(scale.float())
         if not scale.is_meta and bool(bad.any()):
             raise ValueError(
                 f"e8m0 stores powers of two, without a sign, got a scale of {scale[bad][0].item()}; accepted: 2^-126 "
@@ -155,6 +154,12 @@ class E8M0(ScaleFormat):
     def bytes_of(scale: Tensor) -> Tensor:
         """uint8 of scales that `decode` gave, the inverse of it."""
         return (scale.float().contiguous().view(torch.int32) >> 23).to(torch.uint8)
+
+
+def is_power_of_two(x: Tensor) -> Tensor:
+    """The mask of the elements of a float32 tensor that are 2^-126 to 2^127."""
+    bits = x.contiguous().view(torch.int32)
+    return (bits & 0x7FFFFF == 0) & (bits > 0) & (bits >> 23 != 255)
 
 
 def _needs_next(largest: Tensor, codes: LookupTable | Float8) -> Tensor:

@@ -30,6 +30,11 @@ BLOCK_WEIGHT = Spec(Float8(), PerBlock(BLOCK, BLOCK))
 """How `Float8BlockMixedPrecision` rounds a weight, and how such a weight is stored."""
 BLOCK_ACTIVATION = Spec(Float8(), PerGroup(BLOCK))
 """How `Float8BlockMixedPrecision` rounds inputs, along the dimension that a product sums over."""
+UE8M0_BLOCK_WEIGHT, UE8M0_BLOCK_ACTIVATION = (
+    replace(spec, scale_format="e8m0", mapping="symmetric_no_clipping_err")
+    for spec in (BLOCK_WEIGHT, BLOCK_ACTIVATION)
+)
+"""The same with each scale rounded up to a power of two, as DeepSeek-V3.1 has both."""
 
 
 @dataclass(frozen=True)
@@ -197,6 +202,13 @@ class Float8BlockMixedPrecision(MixedPrecision):
     forward_format = "e4m3"
 
     @property
+    def stored(self) -> tuple[Spec, Spec]:
+        """How weights and inputs are rounded, and what `lowbit.train.convert_` makes."""
+        if self.power_of_two:
+            return UE8M0_BLOCK_WEIGHT, UE8M0_BLOCK_ACTIVATION
+        return BLOCK_WEIGHT, BLOCK_ACTIVATION
+
+    @property
     def in_blocks(self) -> bool:
         return True
 
@@ -209,7 +221,8 @@ class Float8BlockMixedPrecision(MixedPrecision):
 
     def starts_from(self, weight: Any) -> bool:
         is_float8 = getattr(weight, "stored_as", None) == "float8"
-        return is_float8 and weight.spec == BLOCK_WEIGHT and not weight.transposed
+        is_block = is_float8 and weight.spec in (BLOCK_WEIGHT, UE8M0_BLOCK_WEIGHT)
+        return is_block and not weight.transposed
 
     def describe(self, shape: Sequence[int]) -> str:
         note = f"e4m3, a scale a block of {BLOCK} x {BLOCK}: {', '.join(self.products)}"

@@ -8,8 +8,8 @@ product rounds its weight to the blocks and its input to float8, as a server doe
 what was trained. The scales start from the published ones: before the first step the model is the published one.
 
 A float8 weight is one byte an element in the folder. In training it is bfloat16 with one byte of correction, and two
-bytes of optimizer states: 5 bytes beside a gradient of 2. Folders whose scales are powers of two ("scale_fmt": "ue8m0",
-DeepSeek-V3.1) keep their scales: --set learn_scales=False.
+bytes of optimizer states: 5 bytes beside a gradient of 2. Scales that are powers of two ("scale_fmt": "ue8m0",
+DeepSeek-V3.1) are chosen anew in each step: --set scales=present.
 """
 
 from __future__ import annotations
@@ -29,17 +29,14 @@ from recipes.packed.recipe import batches, loss_of, parser, run
 
 @dataclass(frozen=True)
 class Config(recipe.Config):
-    learn_scales: bool = True
+    scales: str = "learned"
 
 
 def train(model: Any, data: text.Data, config: Config) -> Any:
     """Train all parameters in place, on the grid of the folder."""
-    lowbit.qat.prepare_(model, scales="learned")
+    lowbit.qat.prepare_(model, scales=config.scales)
     model.requires_grad_(True).train()
     groups = lowbit.qat.parameter_groups(model, weight_decay=0.0)
-    if not config.learn_scales:
-        for scale in groups.pop()["params"]:
-            scale.requires_grad_(False)
     optimizer = lowbit.optim.AdamW8bit(groups, lr=config.lr, weight_correction="8bit")
     for tokens in batches(data, config):
         loss_of(model, tokens).backward()

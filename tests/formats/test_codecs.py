@@ -22,6 +22,7 @@ from lowbit.formats.registry import by_name
 from lowbit.numerics.granularity import PerGroup, PerRow
 from lowbit.numerics.number_format import Float8, Int
 from lowbit.numerics.spec import Spec
+from lowbit.schemes.mixed_precision import BLOCK_WEIGHT, UE8M0_BLOCK_ACTIVATION, UE8M0_BLOCK_WEIGHT
 from lowbit.schemes.scheme import Scheme
 from tests.formats import codec_case
 from tests.formats.codec_case import NAME, assert_same, through
@@ -100,6 +101,22 @@ def test_scales_of_float8_blocks(scales: str) -> None:
     if scales == "uint8":
         parts["weight_scale_inv"] = parts["weight_scale_inv"].view(torch.uint8)
     assert_same(FP8.read(parts, config, NAME, w.dtype), w)
+
+
+def test_blocks_that_stay_powers_of_two() -> None:
+    w = weight(Scheme(UE8M0_BLOCK_WEIGHT, UE8M0_BLOCK_ACTIVATION), 256, 256)
+    config = FP8.config({NAME: w}, ())
+    assert (
+        config["scale_fmt"] == "ue8m0" and FP8.encode(w)["weight_scale_inv"].dtype is torch.float32
+    )
+    again = through(FP8, w)
+    assert_same(again, w)
+    assert (again.spec, again.activation) == (w.spec, w.activation)
+    other = weight(Float8DynamicActivationFloat8Weight(PerBlock(128, 128)), 256, 256)
+    with pytest.raises(FormatError, match="powers of two, as scale_fmt says, or of none"):
+        FP8.config({NAME: w, "other.weight": other}, ())
+    with pytest.raises(FormatError, match="the weight was made for"):
+        FP8.encode(weight(Scheme(BLOCK_WEIGHT, UE8M0_BLOCK_ACTIVATION), 256, 256))
 
 
 REFUSED = {

@@ -16,6 +16,7 @@ from lowbit import LowbitTensor, qat, sync
 from lowbit.formats import FormatError
 from lowbit.formats.folder import Folder
 from lowbit.formats.shards import equal_bits
+from lowbit.schemes.mixed_precision import UE8M0_BLOCK_WEIGHT
 from tests.integrations import models
 from tests.integrations.models import TOKENS, logits, train
 from tests.integrations.packed_models import (
@@ -37,8 +38,11 @@ pytestmark = [
 ]
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
-MASKED = "MXFP4", "NVFP4"
-"""Formats whose scales are not learned."""
+
+
+def is_masked(kind: str) -> bool:
+    """True for formats whose scales are not learned."""
+    return "MXFP4" in kind or "NVFP4" in kind
 
 
 @pytest.fixture(scope="module")
@@ -59,32 +63,22 @@ def packed_weights(model: Any) -> dict[str, Tensor]:
 
 
 def prepare(kind: str, model: Any) -> Any:
-    """For QAT with scales that learn. Those of MXFP4 and NVFP4 are chosen in each step, and powers of two beside them
-    stay."""
-    if not kind.startswith("DeepSeek-V4"):
-        return qat.prepare_(model, scales="present" if kind.endswith(MASKED) else "learned")
-    qat.prepare_(model, filter_fn=lambda m, name: name.endswith(".experts"))
-    left = (".experts", "o_a_proj")  # the class of o_a_proj has products of its own
-    report = qat.prepare_(model, filter_fn=lambda m, n: not n.endswith(left), scales="learned")
-    freeze_scales(model)
-    return report
-
-
-def freeze_scales(model: Any) -> None:
-    for group in qat.parameter_groups(model, weight_decay=0.0)[1:]:
-        for p in group["params"]:
-            p.requires_grad_(False)
+    """For QAT with scales that learn. Those of MXFP4 and NVFP4, and powers of two, are chosen in each step."""
+    # the class of o_a_proj has products of its own
+    return qat.prepare_(
+        model,
+        filter_fn=lambda module, name: not name.endswith("o_a_proj"),
+        scales="present" if is_masked(kind) else "learned",
+    )
 
 
 def adapted(model: Any) -> Any:
     """LoRA on the attention, whose gradients pass all packed weights above."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    layers: Any = ["q_proj", "q_b_proj", "o_proj"]
-    if (
-        model.config.model_type == "deepseek_v4"
-    ):  # plain ones: no merge gives scales that are powers of two
-        layers = r".*self_attn\.compressor\.(kv|gate)_proj"
+    layers = ["q_proj", "q_b_proj", "o_proj"]
+    if model.config.model_type == "deepseek_v4":  # float8 blocks, and plain layers
+        layers = ["self_attn.q_b_proj", "o_b_proj", "compressor.kv_proj"]
     made = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=layers))
     for name, p in made.named_parameters():
         if "lora_B" in name:  # zeros would give A no gradient
@@ -104,7 +98,9 @@ def assert_written_like(
     own, theirs = sums(out), sums(folder)
     assert {n: s[:3] for n, s in own.items()} == {n: s[:3] for n, s in theirs.items()}
     others = {name for name in own if own[name] != theirs[name]}
-    assert {n for n in others if not n.endswith(may)} == {n for n in own if changed(n)}
+    assert {n for n in others if not n.endswith(may)} == {
+        n for n in own if changed(n) and not n.endswith(may)
+    }
     for name in {p.name for p in folder.iterdir() if p.suffix == ".json"}:
         assert (out / name).read_bytes() == (folder / name).read_bytes(), name
     assert {p.name for p in out.iterdir()} == {p.name for p in folder.iterdir()}
@@ -148,10 +144,12 @@ def lora(kind: str, folder: Path, out: Path) -> list[float]:
     merged = model.merge_and_unload()
     # siblings of one global scale, of which adapters changed some, are rounded by that scale
     lowbit.export(merged, out, like=folder, lossy=kind.endswith("NVFP4"))
-    layers = ("q_proj", "q_b_proj", "o_proj", "attn.compressor.wkv", "attn.compressor.wgate")
+    layers = ("q_proj", "q_b_proj", "o_proj", "attn.wq_b", "attn.wo_b", "attn.compressor.wkv")
     ends = tuple(f".{layer}.{part}" for layer in layers for part in ("weight", "weight_packed"))
     # a block keeps its scale where that is nearer
-    scales = tuple(f".{n}.weight_scale{end}" for n in layers for end in ("", "_inv"))
+    scales = tuple(
+        f".{n}.{end}" for n in layers for end in ("weight_scale", "weight_scale_inv", "scale")
+    )
     assert_written_like(out, folder, lambda n: n.endswith(ends), may=scales)
     own = lowbit.load_pretrained(out)
     assert relative_error(logits(own), logits(merged)) < (0.1 if kind.endswith("NVFP4") else 1e-9)
@@ -159,11 +157,11 @@ def lora(kind: str, folder: Path, out: Path) -> list[float]:
     return losses
 
 
-FIXED = re.compile(
-    r"weight_shape$|e_score|input_scale$|tid2eid$|gate\.bias$|wo_a\.|indexer|\.attn.*\.scale$|ed.*\.scale$"
-)
+FIXED = re.compile(r"weight_shape$|e_score|input_scale$|tid2eid$|gate\.bias$|wo_a\.|indexer")
 """Stored tensors that no training changes: shapes, scales of inputs, what chooses experts and tokens and has no
-gradient; in DeepSeek-V4 frozen scales, and what stays packed."""
+gradient; and what stays packed in DeepSeek-V4."""
+MAY = (".scale",)
+"""Powers of two of DeepSeek-V4, which a step changes or not."""
 
 
 def full(kind: str, folder: Path, out: Path) -> list[float]:
@@ -173,15 +171,13 @@ def full(kind: str, folder: Path, out: Path) -> list[float]:
     report = prepare(kind, model)
     assert {*report.converted} <= {*names}
     model.requires_grad_(True)
-    if kind.startswith("DeepSeek-V4"):
-        freeze_scales(model)
     optimizer = torch.optim.AdamW(qat.parameter_groups(model, weight_decay=0.0), lr=2e-2)
     losses = train(model, optimizer, steps=4)
     assert losses[-1] < losses[0]
     prepared = logits(model)
     qat.convert_(model)
     lowbit.export(model, out, like=folder)
-    assert_written_like(out, folder, lambda name: FIXED.search(name) is None)
+    assert_written_like(out, folder, lambda name: FIXED.search(name) is None, may=MAY)
     own = lowbit.load_pretrained(out)
     assert torch.equal(logits(own), logits(model))
     # sums of bfloat16 in another order; float8 also rounds the inputs of products that differ by them
@@ -195,14 +191,15 @@ def of_packed_weights(kind: str, folder: Path, out: Path) -> list[float]:
     model = lowbit.load_pretrained(folder).requires_grad_(False)
     packed = [name for name in packed_weights(model) if "o_a_proj" not in name]
     prepare(kind, model)
-    learns = not kind.endswith(MASKED) and not kind.startswith("DeepSeek-V4")
-    assert len(trainable(model)) == len(packed) * (2 if learns else 1)
+    assert len(trainable(model)) == len(packed) * (1 if is_masked(kind) else 2)
     losses = train(model, lowbit.optim.AdamW8bit(trainable(model), lr=2e-2), steps=4)
     assert losses[-1] < losses[0]
     qat.convert_(model)
     lowbit.export(model, out, like=folder)
     parts = {name for own in Folder(folder).weights.values() for name in own.values()}
-    assert_written_like(out, folder, lambda name: name in parts and FIXED.search(name) is None)
+    assert_written_like(
+        out, folder, lambda name: name in parts and FIXED.search(name) is None, may=MAY
+    )
     own = lowbit.load_pretrained(out)
     assert_transformers_computes_the_same(out, own)
     return losses
@@ -325,33 +322,70 @@ def _cut_heads(tensors: dict[str, Tensor], rows: int) -> None:
         tensors[n] = tensors[n][: rows if n.endswith("weight") else rows // 128].clone()
 
 
-@pytest.mark.parametrize("stored_as", [torch.float8_e8m0fnu, torch.float32], ids=str)
-def test_scales_that_are_powers_of_two(stored_as: torch.dtype, tmp_path: Path) -> None:
-    """DeepSeek-V3.1. Frozen scales stay; learned ones are refused."""
-    folder = publish("Qwen3-MoE float8", tmp_path / "published")
+def with_powers_of_two(folder: Path, stored_as: torch.dtype) -> Path:
+    """The published folder as DeepSeek-V3.1 is: scales rounded up, some further than they must be."""
 
     def powers(tensors: dict[str, Tensor]) -> None:
-        for name in [n for n in tensors if n.endswith("weight_scale_inv")]:
-            exact = tensors[name].log2().ceil().exp2()
-            tensors[name] = exact.to(stored_as)
+        for i, name in enumerate(n for n in sorted(tensors) if n.endswith("weight_scale_inv")):
+            exact = (tensors[name].log2().ceil() + i % 2).exp2()
+            values = tensors[name].repeat_interleave(128, 0).repeat_interleave(128, 1)
+            weight = name.removesuffix("_scale_inv")
+            values = tensors[weight].float() * values
+            codes = values / exact.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            tensors[weight], tensors[name] = codes.to(torch.float8_e4m3fn), exact.to(stored_as)
 
-    rewrite(folder, powers, scale_fmt="ue8m0")
-    for learns in (False, True):
-        model = lowbit.load_pretrained(folder)
-        qat.prepare_(model, scales="learned")
-        weights, scales = qat.parameter_groups(model, weight_decay=0.0)
-        groups = [weights, scales] if learns else [weights]
-        train(model, torch.optim.AdamW(groups, lr=1e-2), steps=2)
+    return rewrite(folder, powers, scale_fmt="ue8m0")
+
+
+@pytest.mark.parametrize("stored_as", [torch.float8_e8m0fnu, torch.float32], ids=str)
+@pytest.mark.parametrize("way", ["LoRA", "learned LoRA", "QAT"])
+def test_scales_that_are_powers_of_two(way: str, stored_as: torch.dtype, tmp_path: Path) -> None:
+    """DeepSeek-V3.1. Merges and QAT give powers of two again; the published values are the start."""
+    folder = publish("Qwen3-MoE float8", tmp_path / "published")
+    with_powers_of_two(folder, stored_as)
+    model, out = lowbit.load_pretrained(folder), tmp_path / "out"
+    assert {w.spec for w in packed_weights(model).values()} == {UE8M0_BLOCK_WEIGHT}
+    expected = logits(model)
+    if way == "QAT":
+        model.requires_grad_(False)
+        qat.prepare_(model)
+        assert torch.equal(logits(model), expected)
+        train(model, torch.optim.AdamW(trainable(model), lr=1e-2), steps=2)
         qat.convert_(model)
-        if learns:
-            with pytest.raises(FormatError, match=r"powers of two|are torch\.float8_e8m0fnu"):
-                lowbit.export(model, tmp_path / "refused", like=folder)
-            continue
-        lowbit.export(model, tmp_path / "out", like=folder)
-        own, theirs = sums(tmp_path / "out"), sums(folder)
-        changed = {n for n in own if own[n] != theirs[n]}
-        assert changed and not any(n.endswith("scale_inv") for n in changed)
-        assert_transformers_computes_the_same(tmp_path / "out", model)
+    else:
+        from lowbit.peft import merge_
+
+        model = adapted(model)
+        batches = [TOKENS.repeat(4, 1)] if way.startswith("learned") else None
+        steps = None if batches is None else [lowbit.inference.GPTQ()]
+        merge_(model, batches=batches, steps=steps, keep_base=False)
+        model = model.merge_and_unload()
+    assert not torch.equal(logits(model), expected)
+    lowbit.export(model, out, like=folder)
+    own, theirs = sums(out), sums(folder)
+    assert {n: s[:3] for n, s in own.items()} == {n: s[:3] for n, s in theirs.items()}
+    changed = {n for n in own if own[n] != theirs[n]}
+    parts = ("_proj.weight", "_proj.weight_scale_inv")
+    assert changed and all(name.endswith(parts) for name in changed)
+    again = lowbit.load_pretrained(out)
+    assert torch.equal(logits(again), logits(model))
+    assert_transformers_computes_the_same(out, again)
+
+
+def test_learned_scales_of_powers_of_two_are_refused(tmp_path: Path) -> None:
+    folder = publish("Qwen3-MoE float8", tmp_path / "published")
+    with_powers_of_two(folder, torch.float32)
+    model = lowbit.load_pretrained(folder)
+    with pytest.raises(
+        ValueError, match=r"stores them as 'e8m0'; call prepare_ with scales='present'"
+    ):
+        qat.prepare_(model, scales="learned")
+    lowbit.export(model, tmp_path / "out", like=folder)  # it is as it was
+    assert_written_like(tmp_path / "out", folder, lambda name: False)
+    wrong = publish("Qwen3-MoE float8", tmp_path / "wrong")
+    rewrite(wrong, lambda tensors: None, scale_fmt="ue8m0")
+    with pytest.raises(FormatError, match=r"scale_fmt is 'ue8m0'.*not powers of two"):
+        lowbit.load_pretrained(wrong)
 
 
 def test_scales_of_inputs_stay(tmp_path: Path) -> None:

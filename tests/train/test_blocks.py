@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit import BlockMixedPrecisionTensor, Float8Tensor, train
+from lowbit.schemes.mixed_precision import UE8M0_BLOCK_ACTIVATION, UE8M0_BLOCK_WEIGHT
 from lowbit.train import Float8BlockMixedPrecision, Float8MixedPrecision
+from lowbit_kernels.quantize.quantize_blocks import quantize_blocks
 from lowbit_kernels.runtime import launches
 from tests.tensor.cases import same_bits
 from tests.train.problems import linear, outcome, prepared, relative, snr, values
@@ -70,9 +72,10 @@ def test_outlying_values_cost_precision_in_their_own_block_only():
     assert relative(exact[5] + rows["blocks"], exact[5]) < 0.05
 
 
-def test_convert_gives_the_weight_that_training_multiplied_by():
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_convert_gives_the_weight_that_training_multiplied_by(power_of_two):
     model = nn.Sequential(linear(260, 390), nn.GELU(), linear(100, 260))
-    low = prepared(model, BLOCKS)
+    low = prepared(model, Float8BlockMixedPrecision(always=True, power_of_two=power_of_two))
     x = values(40, 390)
     expected = low(x).detach()
     codes, scale = low[0].weight.row_codes()
@@ -80,13 +83,16 @@ def test_convert_gives_the_weight_that_training_multiplied_by():
     assert report.converted == ["0.weight", "2.weight"]
     weight = low[0].weight
     assert isinstance(weight, Float8Tensor) and not weight.requires_grad
-    assert same_bits(weight.codes[:260], codes) and same_bits(weight.scale, scale)
-    assert weight.scale.dtype is torch.float32
+    assert same_bits(weight.codes[:260], codes) and same_bits(weight.scale_values(), scale)
+    assert weight.scale.dtype is (torch.uint8 if power_of_two else torch.float32)
     assert relative(low(x).detach(), expected) < 1e-6
     quantized = copy.deepcopy(model)
-    lb.quantize_(quantized, STORED)
+    stored = lb.Scheme(UE8M0_BLOCK_WEIGHT, UE8M0_BLOCK_ACTIVATION) if power_of_two else STORED
+    lb.quantize_(quantized, stored)
     assert same_bits(quantized[0].weight.codes, weight.codes)
     assert same_bits(quantized[0].weight.scale, weight.scale)
+    train.prepare_(low, {"0": BLOCKS, "2": BLOCKS})  # and starts from it
+    assert torch.equal(low[0].weight.master(), weight.dequantize())
 
 
 def test_convert_of_experts():
@@ -188,3 +194,12 @@ def test_signal_to_noise_of_a_deep_model():
     found, expected = outcome(prepared(model, BLOCKS), x), outcome(model.double(), x.double())
     for name, value in expected.items():
         assert snr(found[name], value) > 18, name
+
+
+def test_powers_of_two_of_kernel_and_spec_agree():
+    """Inputs of frozen weights are rounded by the kernel on a GPU, and by the spec elsewhere."""
+    x = values(37, 300) * torch.logspace(-30, 30, 37)[:, None]
+    x[3, :200], x[5] = 0, 2.0**-140
+    codes, scale, _, _ = quantize_blocks(x, tiles=False, columns=False, power_of_two=True)
+    own, factors, _ = UE8M0_BLOCK_ACTIVATION.quantize(x)
+    assert same_bits(codes[:, :300], own[:, :300]) and torch.equal(scale.t(), factors)

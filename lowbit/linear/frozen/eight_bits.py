@@ -140,17 +140,19 @@ def e2m1_dynamic_linear(
 
 
 _BLOCK = 128
+_MAPPINGS = {"float": "symmetric", "e8m0": "symmetric_no_clipping_err"}
+"""The mapping of inputs that `quantize_blocks` has, by the format of their scales."""
 
 
 def has_block_kernel(x: Tensor, weight: Weight, bias: Tensor | None) -> bool:
-    """e4m3 weights with a scale for each 128 x 128, and inputs with one for each 128."""
+    """e4m3 weights with a scale for each 128 x 128, and inputs with one for each 128, or a power of two."""
     activation = weight.activation
     return (
         weight.stored_as == "float8"
         and activation is not None
         and not weight.transposed
         and weight.spec.format == activation.format == Float8()
-        and weight.spec.scales is activation.scales is None
+        and activation.mapping == _MAPPINGS.get(activation.scale_format)
         and weight.spec.granularity == PerBlock(_BLOCK, _BLOCK)
         and activation.granularity == PerGroup(_BLOCK)
         and x.dtype is not torch.float64
@@ -163,11 +165,14 @@ def block_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     tracer.multiplies_in("e4m3")
     k = x.shape[-1]
     codes, scale, _, _ = kernels.quantize_blocks.quantize_blocks(
-        x.reshape(math.prod(x.shape[:-1]), k), tiles=False, columns=False
+        x.reshape(math.prod(x.shape[:-1]), k),
+        tiles=False,
+        columns=False,
+        power_of_two=weight.activation.scales is not None,
     )
     own = weight.codes[: weight.shape[0]]  # without the rows of padding
     y = kernels.block_scaled_mm.block_scaled_mm(
-        codes, own, scale, weight.scale.float(), bias=bias, out_dtype=x.dtype
+        codes, own, scale, weight.scale_values().float(), bias=bias, out_dtype=x.dtype
     )
     return unflattened(y, x)
 

@@ -3,14 +3,16 @@
 x̂ = value · scale with scale = max|x| / 448 (e4m3; 57,344 for e5m2). Codes are stored as the float8 dtype itself,
 in the logical shape padded to whole blocks. All else is as in `AffineTensor`, without a zero point.
 
-With the scale format "e8m0" (MXFP8) scales are powers of two in uint8, as `lowbit.numerics.scale_format` stores them.
-Scales of `PerBlock` are float32 whatever the weight's dtype, as checkpoints of DeepSeek-V3 have them (arXiv 2412.19437)
-and as the products of blocks read them. One scale is shared by thousands of elements, so its bytes do not count.
+With the scale format "e8m0" (MXFP8; the blocks of DeepSeek-V3.1) scales are powers of two in uint8, as
+`lowbit.numerics.scale_format` stores them. Other scales of `PerBlock` are float32 whatever the weight's dtype, as
+checkpoints of DeepSeek-V3 have them (arXiv 2412.19437) and as the products of blocks read them. One scale is shared by
+thousands of elements, so its bytes do not count.
 Source: Micikevicius et al., arXiv 2209.05433.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Self
 
 import torch
@@ -59,8 +61,8 @@ class Float8Tensor(AffineTensor):
 
         Args:
             values: float8 [..., N, K].
-            scale: [..., N/a rounded up, K/b rounded up], of a floating dtype, or uint8 with the bits of
-                float8_e8m0fnu; stored as float32.
+            scale: [..., N/a rounded up, K/b rounded up], of a floating dtype, stored as float32; or float8_e8m0fnu,
+                or its bits in uint8, for a weight whose scales stay powers of two (`scale_format="e8m0"`).
             block: (a, b), the rows and columns of a block.
             dtype: of the weight.
             activation: how products round their inputs; None: not at all.
@@ -68,11 +70,14 @@ class Float8Tensor(AffineTensor):
         Raises ValueError for scales of another shape or dtype, and for blocks so much larger than the weight that
         padding would prevail.
         """
-        if scale.dtype is torch.uint8:
-            scale = scale.view(torch.float8_e8m0fnu)
-        if not scale.is_floating_point():
+        if scale.dtype is torch.float8_e8m0fnu:
+            scale = scale.view(torch.uint8)
+        are_powers = scale.dtype is torch.uint8
+        if not are_powers and not scale.is_floating_point():
             raise ValueError(f"scales of {scale.dtype}; accepted: floating-point numbers")
         spec = Spec(Float8(values.dtype), PerBlock(*block))
+        if are_powers:
+            spec = replace(spec, mapping="symmetric_no_clipping_err", scale_format="e8m0")
         blocks = spec.blocks(values.shape)
         if tuple(scale.shape) != blocks:
             raise ValueError(
@@ -83,4 +88,5 @@ class Float8Tensor(AffineTensor):
         rows, columns = values.shape[-2:]
         padding = (0, -columns % block[1], 0, -rows % block[0])
         codes = F.pad(as_bytes(values), padding).view(values.dtype) if any(padding) else values
-        return cls(codes.contiguous(), scale.float(), None, spec, values.shape, dtype, activation)
+        scale = scale.contiguous() if are_powers else scale.float()
+        return cls(codes.contiguous(), scale, None, spec, values.shape, dtype, activation)

@@ -16,13 +16,9 @@ from torch.nn import functional as F
 import lowbit_kernels as kernels
 from lowbit.linear.low_bit_linear import Codes, transposed
 from lowbit.numerics.packing import as_bytes
+from lowbit.numerics.scale_format import E8M0
 from lowbit.numerics.spec import crop
-from lowbit.schemes.mixed_precision import (
-    BLOCK,
-    BLOCK_ACTIVATION,
-    BLOCK_WEIGHT,
-    Float8BlockMixedPrecision,
-)
+from lowbit.schemes.mixed_precision import BLOCK, Float8BlockMixedPrecision
 from lowbit.tensor.core import Gather, InnerShapes, LowbitTensor, Wire
 from lowbit.tensor.frozen.float8_tensor import Float8Tensor
 from lowbit.tensor.trained.mixed_precision import MixedPrecisionTensor
@@ -126,6 +122,7 @@ class BlockMixedPrecisionTensor(MixedPrecisionTensor, codec=BlockCodes):
         """The weight for inference: the codes that the output's product reads."""
         codes, scale = self.stacked_codes()
         padded = F.pad(as_bytes(codes), (0, 0, 0, -self.shape[-2] % BLOCK)).view(codes.dtype)
-        return Float8Tensor(
-            padded, scale, None, BLOCK_WEIGHT, self.shape, self.dtype, BLOCK_ACTIVATION
-        )
+        spec, activation = self.scheme.stored
+        if isinstance(spec.scales, E8M0):
+            scale = spec.scales.bytes_of(scale)
+        return Float8Tensor(padded, scale, None, spec, self.shape, self.dtype, activation)
