@@ -9,9 +9,11 @@
 
 Scales as float8_e8m0fnu, or as uint8 with its bits, are read too. With "scale_fmt": "ue8m0" (DeepSeek-V3.1) all scales
 are powers of two, and those of the inputs too, as in DeepSeek's own inference code. Weights of both have the
-`scale_format` "e8m0": whatever gives them new values chooses powers of two again. Engines of this format round the input of every product to float8, with a scale for each 128 elements of a token,
-even if the weight was not made for that. transformers computes the size of a block as N / rows of the scale, so it
-would read wrong weights of a ragged N without an error: `encode` takes whole blocks only. A published ragged weight is
+`scale_format` "e8m0": whatever gives them new values chooses powers of two again.
+
+Engines of this format round the input of every product to float8, with a scale for each 128 elements of a token, even
+if the weight was not made for that. transformers computes the size of a block as N / rows of the scale, so it would
+read wrong weights of a ragged N without an error: `encode` takes whole blocks only. A published ragged weight is
 written back as it was (`encode_back`).
 
 Without "weight_block_size" a weight has one scale, or one a row. Such weights are read, and written back:

@@ -94,7 +94,8 @@ def prepare_(
             `<name>_scale` and `<name>_zero` beside each 3-D weight (experts), which the module reads rounded in its
             forward. Other weights keep present scales, and the report says so. Scales of a quantized weight start as it
             stores them, and are learned without following the weight: the model computes what it did, and blocks that
-            do not change keep their codes.
+            do not change keep their codes. Those that it stores in a `scale_format`, such as powers of two, stay
+            present ones.
             Any other name is that of a quantizer of your own (`lowbit.tensor.trained.quantizers`).
         adapters: what to do about PEFT's LoRA layers around the chosen weights. Adapters themselves are never rounded.
             "merge": products see the rounded sum of the weight and its adapters, and `convert_` puts the quantized sum
@@ -112,7 +113,7 @@ def prepare_(
     Raises also:
         TypeError: `gradients` is not a scheme of mixed precision.
         ValueError: `gradients` fits none of the chosen weights, has `output=False`, or the device lacks its units;
-            learned scales of a scheme whose `scale_format` is not "float".
+            learned scales of a given scheme whose `scale_format` is not "float".
         NotImplementedError: adapters that cannot be merged, or kept, by name (`lowbit.qat.lora`). The model is then as
             it was.
 
@@ -124,7 +125,7 @@ def prepare_(
     lora.name_adapters(report, model, _ADAPTER_NOTES[adapters])
     for target in targets:
         _check_static(target, id(target.weight) in layers)
-        if scales == "learned" and _why_present(target) is None:
+        if scales == "learned" and _why_present(target, scheme is None) is None:
             target.scheme.weight.check_free_scales(
                 f"{target.owners[0].fqn}: scales='learned'",
                 "call prepare_ with scales='present', which rounds them as they are stored",
@@ -134,7 +135,7 @@ def prepare_(
         (t.owners, rounding_owners(t), t.scheme.activation) for t in targets if t.scheme.is_static
     ]
     asked = targets if scales == "learned" else []
-    notes = {t.owners[0].fqn: _why_present(t) for t in asked}
+    notes = {t.owners[0].fqn: _why_present(t, scheme is None) for t in asked}
     learned = [t.owners for t in targets if notes.get(t.owners[0].fqn, "present") is None]
     lora.warn_of_files(model, learned)
 
@@ -245,8 +246,10 @@ def _check_choices(scales: str, adapters: str, gradients: MixedPrecision | None)
     check_gradients(gradients)
 
 
-def _why_present(target: Target) -> str | None:
-    """Why the scales of a weight cannot be learned; None if they are."""
+def _why_present(target: Target, as_stored: bool) -> str | None:
+    """Why the scales of a weight cannot be learned; None if they are. `as_stored`: by its own scheme."""
+    if as_stored and (stored := target.scheme.weight.scale_format) != "float":
+        return f"present scales, as it stores them as {stored!r}, which does not take every value"
     reasons = (why_not_learned(owner.module, owner.attribute) for owner in target.owners)
     return next((f"present scales, as {why}" for why in reasons if why is not None), None)
 

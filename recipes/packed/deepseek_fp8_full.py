@@ -9,13 +9,12 @@ what was trained. The scales start from the published ones: before the first ste
 
 A float8 weight is one byte an element in the folder. In training it is bfloat16 with one byte of correction, and two
 bytes of optimizer states: 5 bytes beside a gradient of 2. Scales that are powers of two ("scale_fmt": "ue8m0",
-DeepSeek-V3.1) are chosen anew in each step: --set scales=present.
+DeepSeek-V3.1) are chosen anew in each step.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,18 +22,12 @@ import torch
 import lowbit
 from recipes import text
 from recipes.command_line import exit_status
-from recipes.packed import recipe
-from recipes.packed.recipe import batches, loss_of, parser, run
-
-
-@dataclass(frozen=True)
-class Config(recipe.Config):
-    scales: str = "learned"
+from recipes.packed.recipe import Config, batches, loss_of, parser, run
 
 
 def train(model: Any, data: text.Data, config: Config) -> Any:
     """Train all parameters in place, on the grid of the folder."""
-    lowbit.qat.prepare_(model, scales=config.scales)
+    lowbit.qat.prepare_(model, scales="learned")
     model.requires_grad_(True).train()
     groups = lowbit.qat.parameter_groups(model, weight_decay=0.0)
     optimizer = lowbit.optim.AdamW8bit(groups, lr=config.lr, weight_correction="8bit")

@@ -21,13 +21,17 @@ import lowbit
 from recipes import text
 from recipes.command_line import exit_status
 from recipes.packed import recipe
-from recipes.packed.recipe import batches, loss_of, parser, run
+from recipes.packed.recipe import at_least, batches, loss_of, parser, run
 
 
 @dataclass(frozen=True)
 class Config(recipe.Config):
     layers: int = 2
     """Experts of the last so many layers train."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(1, layers=self.layers)
 
 
 def train(model: Any, data: text.Data, config: Config) -> Any:

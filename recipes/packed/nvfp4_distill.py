@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import lowbit
 from recipes import text
-from recipes.command_line import exit_status
+from recipes.command_line import UserError, exit_status
 from recipes.device import choose_device
 from recipes.packed import recipe
 from recipes.packed.recipe import batches, parser
@@ -33,6 +33,11 @@ from recipes.packed.recipe import batches, parser
 @dataclass(frozen=True)
 class Config(recipe.Config):
     temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.temperature > 0:
+            raise UserError(f"temperature is {self.temperature}; accepted: a number above 0")
 
 
 def train(model: Any, data: text.Data, config: Config, *, teacher: Any) -> Any:
@@ -58,6 +63,14 @@ def divergence(model: Any, tokens: Tensor, *, teacher: Any) -> Tensor:
 
 def run(options: argparse.Namespace) -> None:
     teacher: Any = AutoModelForCausalLM.from_pretrained(options.teacher, dtype="auto")
+    given, own = (
+        c.get_text_config().vocab_size
+        for c in (teacher.config, AutoConfig.from_pretrained(options.model))
+    )
+    if given != own:
+        raise UserError(
+            f"--teacher has {given} tokens, and --model {own}; they must have the same tokenizer"
+        )
     teacher.to(choose_device()).eval()
     recipe.run(
         options,

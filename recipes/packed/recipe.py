@@ -6,7 +6,7 @@ Each recipe has its training loop in a file of its own, as `train`, and passes i
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 import lowbit
 from recipes import text
-from recipes.command_line import override
+from recipes.command_line import UserError, override
 from recipes.device import choose_device
 
 
@@ -32,6 +32,17 @@ class Config:
     lr: float = 1e-5
     heldout_tokens: int = 50_000
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least(0, steps=self.steps, seed=self.seed, lr=self.lr)
+        at_least(1, **{n: getattr(self, n) for n in ("batch_size", "context", "heldout_tokens")})
+
+
+def at_least(least: int, **settings: float) -> None:
+    """UserError for a setting below `least`."""
+    for name, value in settings.items():
+        if not value >= least:
+            raise UserError(f"{name} is {value}; accepted: {least} or more")
 
 
 def parser(name: str, model: str) -> argparse.ArgumentParser:
@@ -68,6 +79,24 @@ def loss_of(model: Any, tokens: Tensor) -> Tensor:
     return found
 
 
+def check_text(data: text.Data, model: Any, config: Config) -> None:
+    """UserError for a text without a window for training or one that is held out, or with unknown tokens."""
+    for name, tokens, least in (
+        ("training", data.train, 2 * config.context + 1),
+        ("held-out", data.heldout, config.context + 1),
+    ):
+        if len(tokens) < least:
+            raise UserError(
+                f"the {name} text has {len(tokens)} tokens, and context={config.context} takes {least}; give more "
+                "text by --data (several files: some are held out), or a smaller --set context="
+            )
+    known = model.get_input_embeddings().weight.shape[0]
+    if (largest := int(torch.cat([data.train, data.heldout]).max())) >= known:
+        raise UserError(
+            f"the tokenizer gives token {largest}, and the model has {known}; take the tokenizer of this model"
+        )
+
+
 @torch.no_grad()
 def heldout(
     loss: Callable[[Any, Tensor], Tensor], model: Any, data: text.Data, config: Config
@@ -78,7 +107,7 @@ def heldout(
     return sum(each) / len(windows)
 
 
-def converted(model: Any) -> Any:
+def converted(model: Any, data: text.Data, config: Config) -> Any:
     """The model after QAT, its weights in low bits."""
     lowbit.qat.convert_(model)
     return model
@@ -91,7 +120,8 @@ def run(
     *,
     loss: Callable[[Any, Tensor], Tensor] = loss_of,
     label: str = "held-out loss",
-    finish: Callable[[Any], Any] = converted,
+    finish: Callable[[Any, text.Data, Any], Any] = converted,
+    beside: Sequence[Path] = (),
 ) -> None:
     """Open the folder, train its model, and write it back in its own format, with the loss after each.
 
@@ -101,17 +131,28 @@ def run(
         train: gets the model, the text and the settings, and returns the trained model.
         loss: of a model on tokens, int64 [1, context + 1].
         label: the name of `loss` in what is printed.
-        finish: makes the trained model one with the folder's own weights.
+        finish: makes the trained model, with the text and the settings, one with the folder's own weights.
+        beside: folders that are written too.
+
+    Raises UserError before anything trains: folders to write that exist; a text that is too short, or has tokens that
+    the model lacks; a folder without low-bit weights.
     """
     config, device = override(defaults, options.set), choose_device()
+    for folder in (options.out, *beside):
+        if folder.exists():
+            raise UserError(f"{folder} exists already; give another --out")
+    if not options.out.parent.is_dir():
+        raise UserError(f"{options.out.parent} is not a folder; make it first")
     model = lowbit.load_pretrained(options.model, device=device)
-    data = text.by_tokenizer(
-        AutoTokenizer.from_pretrained(options.model), options.data, "stdlib", 0.03
-    )
+    if not any(isinstance(p, lowbit.LowbitTensor) for p in model.parameters()):
+        raise UserError(f"--model {options.model} has no weight in low bits")
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    data = text.by_tokenizer(tokenizer, options.data, "stdlib", 0.03)
+    check_text(data, model, config)
     print(f"{label}, published: {heldout(loss, model, data, config):.4f} nats a token")
     model = train(model, data, config)
     print(f"{label}, trained:   {heldout(loss, model, data, config):.4f}")
-    report = lowbit.export(finish(model), options.out, like=options.model)
+    report = lowbit.export(finish(model, data, config), options.out, like=options.model)
     print(f"{options.out}: {report.notes[0]}")
     written = lowbit.load_pretrained(options.out, device=device)
     print(f"{label}, written:   {heldout(loss, written, data, config):.4f}")

@@ -63,9 +63,10 @@ class LowbitLinearMethod(LinearMethodBase):
                 layer.weight_block_size = list(weight.block)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Make the weights from the parts, which vLLM has filled."""
-        weight: Any = layer.__dict__.pop("lowbit_weight", None)
-        if weight is None:  # done already
+        """Make the weights from the parts, which vLLM has filled: once it has loaded the folder, and again whenever
+        it has reloaded the layer."""
+        weight: LayerWeight = layer.lowbit_weight
+        if not hasattr(layer, PREFIX + weight.parts[0].name):  # done already
             return
         tensors = {part.name: getattr(layer, PREFIX + part.name).data for part in weight.parts}
         made = weight.assembled(tensors, layer.lowbit_dtype)
