@@ -93,7 +93,58 @@ def test_the_loss_falls_and_the_folder_is_written_back(
     assert torch.equal(logits(theirs), logits(model))
 
 
-def test_mistakes_are_named_in_a_line(source: Path, tmp_path: Path, capsys: Any) -> None:
+def test_adapters_of_packed_layers_are_merged_by_learned_rounding(
+    source: Path, tokenizer: Any, tmp_path: Path, capsys: Any
+) -> None:
+    """Rounded to nearest, nearly all of what such a short training won is lost."""
+    sizes = {"vocab_size": VOCABULARY, "initializer_range": 0.1}
+    folder = publish("Qwen3-MoE int4", tmp_path / "published", **sizes)
+    tokenizer.save_pretrained(folder)
+    assert run(gpt_oss_mxfp4_lora, folder, source, tmp_path / "run", "--set", "steps=4") == 0
+    printed = capsys.readouterr().out
+    before, after, written = (float(found) for found in re.findall(r": +(\d+\.\d{4})", printed))
+    assert before - after > 0.1 and before - written > 0.9 * (before - after)
+    assert re.search(r"rounded to nearest, .* learned", printed)
+
+
+MISTAKES = {
+    "an existing folder": ("", "", "exists already"),
+    "no place": ("", "a/b", "is not a folder"),
+    "steps": ("steps=-1", "out", "steps is -1; accepted: 0 or more"),
+    "batches": ("batch_size=0", "out", "batch_size is 0; accepted: 1 or more"),
+    "layers": ("layers=0", "out", "layers is 0; accepted: 1 or more"),
+    "a short text": ("context=100000", "out", "context=100000 takes"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_named_before_the_training(
+    case: str, source: Path, tokenizer: Any, tmp_path: Path, capsys: Any
+) -> None:
+    setting, out, message = MISTAKES[case]
+    folder = publish("Kimi K2 int4", tmp_path / "published", vocab_size=VOCABULARY)
+    tokenizer.save_pretrained(folder)
+    more = ("--set", setting) if setting else ()
+    assert run(kimi_int4_qat, folder, source, tmp_path / out, *more) == 2
+    found = capsys.readouterr()
+    assert message in found.err and found.out == ""
+
+
+def test_folders_that_do_not_fit_are_named(
+    source: Path, tokenizer: Any, tmp_path: Path, capsys: Any
+) -> None:
     (tmp_path / "empty").mkdir()
     assert run(kimi_int4_qat, tmp_path / "empty", source, tmp_path / "out") == 2
     assert "has no config.json" in capsys.readouterr().err
+    folder = publish("Qwen3 NVFP4", tmp_path / "published")  # with a smaller vocabulary
+    plain = Path(f"{folder}-plain")
+    for one in (folder, plain):
+        tokenizer.save_pretrained(one)
+    assert run(kimi_int4_qat, plain, source, tmp_path / "out") == 2
+    assert "has no weight in low bits" in capsys.readouterr().err
+    assert run(kimi_int4_qat, folder, source, tmp_path / "out") == 2
+    assert "and the model has 128" in capsys.readouterr().err
+    teacher = publish("Qwen3 NVFP4", tmp_path / "teacher", vocab_size=VOCABULARY)
+    given = ("--teacher", f"{teacher}-plain")
+    assert run(nvfp4_distill, folder, source, tmp_path / "out", *given) == 2
+    assert "must have the same tokenizer" in capsys.readouterr().err
