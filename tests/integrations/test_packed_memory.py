@@ -27,6 +27,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "Qwen3-MoE float8": {"moe_intermediate_size": 256, "num_experts": 8},
     "DeepSeek-V4 MXFP4 and float8": {"moe_intermediate_size": 256, "n_routed_experts": 8},
     "ModelOpt NVFP4": {"hidden_size": 256, "intermediate_size": 512},
+    "DeepSeek-V3 float8": {"moe_intermediate_size": 256, "n_routed_experts": 8},
+    "Qwen3-MoE int4": {"hidden_size": 128, "moe_intermediate_size": 256, "num_experts": 8},
+    "Qwen3 NVFP4": {"hidden_size": 256, "intermediate_size": 512},
+    "Kimi K3 MXFP4": {"hidden_size": 128, "moe_intermediate_size": 256, "num_local_experts": 8},
 }
 """Sizes at which a weight has far more elements than an activation."""
 
@@ -72,7 +76,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore:other programs round the inputs")
 def test_no_high_precision_copy_of_packed_weights(kind: str, tmp_path: Path) -> None:
     """Opened: the packed size, and the parts of one weight while it is made. A step with adapters: what it takes over a
-    plain model, and one weight. Written back: less than one weight. Mapped files count as allocated."""
+    plain model, and one weight. Written back: less than one weight. Mapped files count as allocated. Prints the
+    figures of docs/packed.md."""
     folder = publish(kind, tmp_path / "published", **SIZES[kind])
     mapped = 2 * max(file.stat().st_size for file in folder.glob("*.safetensors"))
     model, most, held = allocated(lambda: lowbit.load_pretrained(folder))
@@ -81,7 +86,7 @@ def test_no_high_precision_copy_of_packed_weights(kind: str, tmp_path: Path) -> 
     values = max(p.numel() for p in weights) * model.dtype.itemsize
     plain = sum(p.nbytes for p in model.parameters() if not isinstance(p, LowbitTensor))
     assert held < sum(p.nbytes_stored() for p in weights) + plain + mapped
-    assert most - held < 1.5 * packed
+    assert most - held < 1.75 * packed  # the matrices of a stack, and the stack
     _, all_values, _ = allocated(lambda: [p.dequantize() for p in weights])
     assert all_values > 1.4 * values  # copies of all weights are seen
 
@@ -93,5 +98,8 @@ def test_no_high_precision_copy_of_packed_weights(kind: str, tmp_path: Path) -> 
     own, theirs = (allocated(lambda each=each: step(each))[1] for each in models)
     assert own - theirs < 1.05 * values, (own, theirs, values)
     merged = models[0].unload()
-    _, most, _ = allocated(lambda: lowbit.export(merged, tmp_path / "out", like=folder))
-    assert most < values + mapped
+    _, written, _ = allocated(lambda: lowbit.export(merged, tmp_path / "out", like=folder))
+    assert written < values + mapped
+    shares = (most - held) / packed, (own - theirs) / values, max(written - mapped, 0) / values
+    stored = sum(p.nbytes_stored() for p in weights) / sum(p.numel() for p in weights)
+    print(f"\n| {kind} | {stored:.2f} |", " | ".join(f"{share:.2f}" for share in shares), "|")
