@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import math
+import os
+import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -243,7 +248,8 @@ def test_copies_and_pickles_keep_the_mode() -> None:
 
 
 def check_widths(rank: int, world_size: int) -> bool:
-    """Split by columns and by rows, the layers have the bits of one process."""
+    """Split by columns and by rows, the layers have the bits of one process. Each has one head of keys."""
+    globals()["WIDTH"] = 2 * HEAD * world_size
     mesh = init_device_mesh("cpu", (world_size,))
     for seed in range(4):
         dtype = (torch.float32, torch.bfloat16)[seed // 2]
@@ -268,8 +274,40 @@ def check_widths(rank: int, world_size: int) -> bool:
     return True
 
 
-def test_widths_of_tensor_parallelism_have_the_same_bits() -> None:
-    assert launch(check_widths, 2) == [True, True]
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_widths_of_tensor_parallelism_have_the_same_bits(ranks: int) -> None:
+    assert launch(check_widths, ranks) == [True] * ranks
+
+
+def printed_logits(threads: str) -> None:
+    """Print digests of logits. PyTorch draws other random numbers with other instructions, so weights count up."""
+    torch.set_num_threads(int(threads))
+    for dtype in (torch.float32, torch.bfloat16):
+        model = decoder(dtype).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                steps = torch.arange(parameter.numel()).view(parameter.shape) * 7919 % 1009 - 504
+                parameter.copy_(steps / 2048 if parameter.ndim > 1 else steps / 2048 + 1)
+        lowbit.quantize_(model, Int8DynamicActivationInt8Weight())
+        invariant_(model, torch.zeros(1, 3, dtype=torch.long))
+        with torch.no_grad():
+            logits = model(torch.arange(60).view(4, 15) % VOCABULARY).float()
+        print("logits", hashlib.sha256(logits.numpy().tobytes()).hexdigest())
+
+
+@pytest.mark.exhaustive
+def test_instruction_sets_and_threads_have_the_same_bits() -> None:
+    """PyTorch without AVX, and with it, in one thread and in two."""
+    found = set()
+    for capability, threads in (("default", "1"), ("avx2", "2"), ("", "1")):
+        own = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+        own = own if capability else {k: v for k, v in own.items() if k != "ATEN_CPU_CAPABILITY"}
+        program = f"from tests.inference.test_invariant import printed_logits as p; p({threads!r})"
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=own, capture_output=True, text=True, check=True
+        )
+        found.add(tuple(re.findall(r"logits \w+", done.stdout)))
+    assert len(found) == 1 and len(found.pop()) == 2
 
 
 def test_scale_of_attention() -> None:
