@@ -17,6 +17,7 @@ from lowbit import (
     Float8DynamicActivationFloat8Weight,
     Int4WeightOnly,
     MXFP4WeightOnly,
+    MXFP8WeightOnly,
     NVFP4WeightOnly,
     PerBlock,
 )
@@ -73,6 +74,12 @@ KINDS: dict[str, tuple[str, dict[str, Any], str, Any]] = {
         Int4WeightOnly(32),
     ),
     "Qwen3 NVFP4": ("Qwen3", {"head_dim": 16}, "compressed-tensors", NVFP4WeightOnly()),
+    "Qwen3 MXFP8": (
+        "Qwen3",
+        {"head_dim": 16},
+        "compressed-tensors",
+        MXFP8WeightOnly(),
+    ),
     "Kimi K3 MXFP4": (
         "KimiLinear",
         {
