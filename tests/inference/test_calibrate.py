@@ -549,7 +549,10 @@ def test_a_tail_that_writes_to_its_input() -> None:
 
 
 class Passes(nn.Module):
-    """A block that counts the runs beyond `two`. It calls `three` as often as the batch has parts."""
+    """A block that counts the runs beyond `two`. It calls `three` as often as the batch has parts, and once more if
+    `one` is rounded and `grows`. `catches`: what it does after an error."""
+
+    grows, catches = False, ""
 
     def __init__(self) -> None:
         super().__init__()
@@ -558,8 +561,16 @@ class Passes(nn.Module):
         self.calls = [0]
 
     def forward(self, x: Tensor, parts: int) -> Tensor:
-        y = self.two(self.one(x).relu())
+        try:
+            y = self.two(self.one(x).relu())
+        except Exception as error:
+            if not self.catches:
+                raise
+            if self.catches == "raises":
+                raise RuntimeError("no product") from error
+            y = self.two(self.one(x).relu())
         self.calls[0] += 1
+        parts += self.grows and type(self.one.weight) is not nn.Parameter
         return x + sum(self.three(y.tanh() + i) for i in range(parts))
 
 
@@ -575,15 +586,17 @@ class Chain(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("grows", [False, True])
 @pytest.mark.parametrize("asymmetric", [0.0, 1.0])
 def test_a_run_ends_with_the_last_product_that_it_waits_for(
-    asymmetric: float, monkeypatch: pytest.MonkeyPatch
+    asymmetric: float, grows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two batches call `three` once and three times, so the first one does not say how many there are."""
+    """Batches call `three` once, three times and never, so the first one does not say how many there are."""
     batches = [
         {"x": torch.randn(9, 64, generator=torch.Generator().manual_seed(n)), "parts": n}
         for n in (1, 3, 0)
     ]
+    monkeypatch.setattr(Passes, "grows", grows)
     early, whole = Chain(), Chain()
     steps = [GPTQ(asymmetric=asymmetric)]
     report = lb.calibrate(early, INT4, batches, blocks=early.blocks, steps=steps)
@@ -595,8 +608,20 @@ def test_a_run_ends_with_the_last_product_that_it_waits_for(
     monkeypatch.setattr(Watch, "__init__", runs_on)
     lb.calibrate(whole, INT4, batches, blocks=whole.blocks, steps=steps)
     assert same(early, whole)
-    assert report.layers["blocks.1.three.weight"].rows == 9 * 4
-    # One run finds the groups, two see `three` where it is called, and three go on to the next block. Without a second
-    # stream, three count the products of all groups.
+    assert report.layers["blocks.1.three.weight"].rows == 9 * (7 if grows else 4)
+    # One run finds the groups, three see `three`, and three go on to the next block. Without a second stream, three
+    # count the products of all groups.
     found = [model.blocks[1].calls[0] for model in (early, whole)]
-    assert found == [6 if asymmetric else 9, 12]
+    assert found == [7 if asymmetric else 10, 13]
+
+
+def test_a_model_that_catches_the_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises another error, or computes the products again by another way."""
+    batches = [{"x": torch.randn(9, 64), "parts": 1}] * 2
+    reports = []
+    for how in ("", "raises", "again"):
+        monkeypatch.setattr(Passes, "catches", how)
+        model = Chain()
+        reports.append(lb.calibrate(model, INT4, batches, blocks=model.blocks, steps=[GPTQ()]))
+    wanted, *found = ({n: (r.rows, r.after) for n, r in x.layers.items()} for x in reports)
+    assert found == [wanted, wanted]

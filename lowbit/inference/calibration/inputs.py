@@ -231,10 +231,16 @@ class Watch(TorchFunctionMode):
         read = _READERS.get(func)
         if read is not None:
             for weight, inputs in read(args, kwargs):
-                self._count(weight, inputs)
-                if self.most is not None and sum(self.products) >= self.most:
+                if not self.is_over:
+                    self._count(weight, inputs)
+                if self.is_over:
                     raise Reached
         return func(*args, **kwargs)
+
+    @property
+    def is_over(self) -> bool:
+        """True once all products that it waits for were seen. A model that catches `Reached` shows no more of them."""
+        return self.most is not None and sum(self.products) >= self.most
 
     def _count(
         self, weight: Any, inputs: Callable[[Tensor], Iterator[tuple[int, int, Any]]]

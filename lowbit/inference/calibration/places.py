@@ -7,7 +7,6 @@ tensor (q, k and v) are one group, and so are those of experts in a list.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lowbit.convert import Target, of_any_expert, shape_of_blocks
-from lowbit.inference.calibration.inputs import Moments, Reached, Seen, Watch
+from lowbit.inference.calibration.inputs import Moments, Seen, Watch
 from lowbit.inference.calibration.ranks import Ranks
 
 
@@ -59,6 +58,12 @@ class Group:
         return any(m.stack for m in self.moments) or not self.names <= {
             t.owners[0].fqn for t in self.targets
         }
+
+    def last(self, batch: int) -> int | None:
+        """How many products of these weights a batch has; None if that is not known, or not the same in all batches:
+        then rounding the weights before these may change it."""
+        counts = set(self.products.values())
+        return self.products.get(batch) if len(counts) == 1 and counts != {0} else None
 
     def twin(self, size: int) -> Moments | None:
         """The sums of a weight that multiplies the same tensor."""
@@ -214,13 +219,11 @@ class Place:
         copies: dict[str, Target] | None = None,
     ) -> None:
         """Run batch `number`, and let `seen` have the inputs of the first group. The run ends with that group's last
-        product where their number is known. Another counts those of all groups.
+        product where this is known. Otherwise it counts the products of all groups.
 
         `copies`: name of a weight → the weight that runs in its place."""
         group = groups[0]
-        most = group.products.get(number)
-        if most == 0:
-            return
+        most = group.last(number)
         targets = [t for g in (groups if most is None else groups[:1]) for t in g.targets]
         if copies is not None:
             targets = [copies[t.owners[0].fqn] for t in targets]
@@ -231,8 +234,12 @@ class Place:
                 seen(index, *inputs)
 
         watch = Watch(targets, of_group, mask, most)
-        with suppress(Reached), watch:
-            run(number)
+        try:
+            with watch:
+                run(number)
+        except Exception:  # `Reached`, or what the model made of it
+            if not watch.is_over:
+                raise
         if most is not None:
             return
         counts = iter(watch.products)
