@@ -67,7 +67,7 @@ class LowRank(torch.optim.Optimizer):
         assert grad is not None
         grad = grad.t() if turned else grad
         if param.ndim == 2 and grad.shape[1] <= 4 * grad.shape[0]:
-            if state["step"] % self.period == 1:
+            if (state["step"] - 1) % self.period == 0:
                 state["directions"] = self._directions(grad)
             seen = state["directions"] @ grad
             update = self._update(state, grad, seen, adam_update(state, seen, group["betas"]))

@@ -15,6 +15,7 @@ from lowbit.inference.calibration.learned_rounding import (
     INSIDE,
     Block,
     _held_out,
+    _Learning,
     originals,
     steps_of,
 )
@@ -108,6 +109,24 @@ def test_equals_the_plain_form(mapping: str) -> None:
 )  # fmt: skip
 def test_one_sequence_in_eight_is_held_out(sequences: list[int], expected: list[int]) -> None:
     assert _held_out(sequences) == expected
+
+
+def test_a_whole_batch_is_held_out_whatever_it_gives() -> None:
+    """A loss a batch cannot be divided among its sequences."""
+    module = nn.Linear(4, 1)
+    masks = [None] * 8
+    block = Block(
+        "",
+        module,
+        8,
+        lambda i: 2,
+        lambda i: torch.tensor(float(i)),
+        lambda i: torch.tensor(0.0),
+        masks,
+    )
+    step = LearnedRounding(vector_rate=0, over="model", loss="error")
+    seen, held_out = _Learning(step, block, ()).means()
+    assert (seen, held_out) == (sum(i * i for i in range(7)) / 7, 49)
 
 
 def test_what_is_held_out_gives_no_gradient() -> None:

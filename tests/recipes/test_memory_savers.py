@@ -52,6 +52,16 @@ def test_moments_have_the_rank(random):
         assert torch.linalg.matrix_rank(moved, rtol=1e-3) == 5
 
 
+def test_a_period_of_one_chooses_directions_each_step():
+    (p,) = [nn.Parameter(torch.zeros(4, 6))]
+    optimizer = LowRank([p], **OPTIONS, rank=2, period=1)
+    for step in range(2):
+        p.grad = rand(4, 6, seed=step)
+        optimizer.step()
+        u = torch.linalg.svd(p.grad, full_matrices=False)[0]
+        assert relative(optimizer.state[p]["directions"], u[:, :2].t()) < 1e-5
+
+
 def test_one_block_moves_at_a_time_and_as_adamw_does():
     params = parameters()
     twins = copy.deepcopy(params)

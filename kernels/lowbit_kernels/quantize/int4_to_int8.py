@@ -10,7 +10,7 @@
 
 So int8 products read a weight that is stored in 4 bits, and no copy in 16 bits is written and read. The scales alone
 don't give the largest value of a row: a group of zeros has a scale too. So a program reads the codes of a row, half a
-byte each, before it writes them. Rows of up to `MOST_KEPT` elements stay in registers; longer ones are read again.
+byte each, twice: for the scale, and to write them.
 """
 
 from __future__ import annotations
@@ -126,9 +126,8 @@ def _kernel(
     for start in tl.range(0, size, BLOCK * 8):
         cycle = _cycles(words, start, size, width, at, WORD, WHOLE).to(tl.uint32)
         s = _scales(scale, start, size, at, GROUP_SIZE)
-        first = (
-            cycle[:, None] << (28 - of_cycle * 4)[None, :]
-        )  # each code is the highest part of a number
+        # Each code is the highest part of a number, so the numbers have the order of the codes.
+        first = cycle[:, None] << (28 - of_cycle * 4)[None, :]
         if GROUP_SIZE % 8:
             least = first
             most = first

@@ -414,10 +414,11 @@ class _Learning:
             )
             kind = "error" if is_hidden or self.step.over == "blocks" else "kl"
         mask, size = self.block.masks[number], len(found)
-        each, left = divmod(
-            size, max(self.block.rows(number), 1)
-        )  # tokens may lie in one dimension
-        cut = size if left else size - each * self.held_out[number]
+        sequences, held_out = max(self.block.rows(number), 1), self.held_out[number]
+        each, left = divmod(size, sequences)  # tokens may lie in one dimension
+        cut = size if left else size - each * held_out
+        if held_out == sequences:
+            cut = 0
         parts = []
         for own in (slice(cut), slice(cut, None)):
             pair = found[own], expected[own]

@@ -112,7 +112,8 @@ class InMemory(Kept):
             found = moved(self[index], device, copy=True)
         in_order, self._last = index in (0, self._last + 1), index
         if in_order and found.is_cuda and index + 1 < len(self) and self[index + 1].is_pinned():
-            self._stream = self._stream or torch.cuda.Stream(found.device)
+            if self._stream is None or self._stream.device != found.device:
+                self._stream = torch.cuda.Stream(found.device)
             with torch.cuda.stream(self._stream):
                 after = moved(self[index + 1], found.device)
                 self._ahead = _Ahead(index + 1, after, self._stream.record_event())
