@@ -603,7 +603,7 @@ def test_a_run_ends_with_the_last_product_that_it_waits_for(
     ends = Watch.__init__
 
     def runs_on(self: Watch, *arguments: object) -> None:
-        ends(self, *arguments[:3])
+        ends(self, *arguments[:3], None, *arguments[4:])
 
     monkeypatch.setattr(Watch, "__init__", runs_on)
     lb.calibrate(whole, INT4, batches, blocks=whole.blocks, steps=steps)
@@ -625,3 +625,22 @@ def test_a_model_that_catches_the_end_of_a_run(monkeypatch: pytest.MonkeyPatch) 
         reports.append(lb.calibrate(model, INT4, batches, blocks=model.blocks, steps=[GPTQ()]))
     wanted, *found = ({n: (r.rows, r.after) for n, r in x.layers.items()} for x in reports)
     assert found == [wanted, wanted]
+
+
+def test_patches_are_made_of_the_weights_that_are_next_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(*(nn.Conv1d(32, 32, 3, padding=1) for _ in range(3)))
+    made, unfold = [], F.unfold
+    monkeypatch.setattr(F, "unfold", lambda *a, **kw: made.append(1) or unfold(*a, **kw))
+    batches = [torch.randn(1, 32, 9) for _ in range(2)]
+    lb.calibrate(
+        model,
+        INT4,
+        batches,
+        lambda m, _: isinstance(m, nn.Conv1d),
+        blocks=[],
+        steps=[GPTQ(asymmetric=0)],
+    )
+    # once to find the groups, and once for each batch
+    assert len(made) == 3 * (1 + 2)

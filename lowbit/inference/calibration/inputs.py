@@ -209,6 +209,7 @@ class Watch(TorchFunctionMode):
         seen: gets the inputs of each matrix.
         mask: the tokens that count, bool, of the shape of the leading dimensions of inputs; None: all.
         most: raise `Reached` in place of computing the last of so many products of these weights. None: run on.
+        own: `seen` gets the inputs of so many of the targets, the first ones. None: of all.
 
     Attributes:
         products: how many of each weight were seen.
@@ -220,9 +221,11 @@ class Watch(TorchFunctionMode):
         seen: Seen,
         mask: Tensor | None = None,
         most: int | None = None,
+        own: int | None = None,
     ) -> None:
         super().__init__()
         self.products, self.most = [0] * len(targets), most
+        self.own = len(targets) if own is None else own
         self.targets, self.seen, self.mask = targets, seen, mask
         self.known = {t.weight.untyped_storage().data_ptr(): i for i, t in enumerate(targets)}
 
@@ -251,6 +254,8 @@ class Watch(TorchFunctionMode):
         if index is None:
             return
         self.products[index] += 1
+        if index >= self.own:
+            return
         target = self.targets[index]
         shape = shape_of_blocks(target)
         first = 0

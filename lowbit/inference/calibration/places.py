@@ -227,13 +227,7 @@ class Place:
         targets = [t for g in (groups if most is None else groups[:1]) for t in g.targets]
         if copies is not None:
             targets = [copies[t.owners[0].fqn] for t in targets]
-        own = len(group.targets)
-
-        def of_group(index: int, *inputs: Any) -> None:
-            if index < own:
-                seen(index, *inputs)
-
-        watch = Watch(targets, of_group, mask, most)
+        watch = Watch(targets, seen, mask, most, len(group.targets))
         try:
             with watch:
                 run(number)

@@ -1,6 +1,6 @@
 """The aten operations of an AffineTensor: products below autograd and arithmetic.
 
-Arithmetic, as tools do it that merge adapters into a model:
+Arithmetic, which tools that merge adapters into a model do:
 
     weight + delta, weight.norm(), ...     reads the dequantized values and gives a plain tensor
     weight += delta, weight.data = values  quantizes the result again, in the weight's own scheme
