@@ -200,7 +200,7 @@ def _why_whole(
 ) -> str | None:
     """Why the model is not calibrated block by block; None if it is."""
     if not len(batches):
-        return "blocks come one by one with batches alone"
+        return "there are no batches to run through its blocks"
     if whole := [step.method for step in steps if step.whole]:
         return f"{whole[0]} works on all blocks together"
     if not chain:
