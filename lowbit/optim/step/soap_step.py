@@ -234,13 +234,23 @@ def _average(state: dict[str, Any], grad: Tensor, beta: float) -> None:
             state[side].copy_(_decoded(state[side]).lerp_(product, 1 - beta))
 
 
+def _eigenvectors(product: Tensor) -> Tensor:
+    """Eigenvectors of symmetric matrices [..., n, n], the smallest eigenvalue first, in their dtype."""
+    try:
+        return torch.linalg.eigh(product).eigenvectors
+    except torch.linalg.LinAlgError:
+        # LAPACK's float32 solver does not converge for some products of low rank, such as those of an embedding whose
+        # batch has few of the tokens
+        return torch.linalg.eigh(product.double()).eigenvectors.to(product.dtype)
+
+
 def _begin(state: dict[str, Any], grad: Tensor, beta: float) -> None:
     """Preconditioners and bases of the first gradient: eigenvectors, the largest eigenvalue first."""
     for side in SIDES:
         if side in state:
             product = grad @ grad.mT if side == "left" else grad.mT @ grad
             if bool(product.isfinite().all()):
-                basis = torch.linalg.eigh(product).eigenvectors.flip(-1)
+                basis = _eigenvectors(product).flip(-1)
             else:
                 # as with other optimizers, the weights show it
                 basis = torch.full_like(product, torch.nan)
