@@ -197,6 +197,8 @@ class Folder:
             why = ", so it is not a folder of a model"
             if parts and _is_file(self.path / "model_index.json"):
                 why = f": it is a pipeline of diffusers; give the folder of a part: {', '.join(parts)}"
+            elif _is_file(self.path / "adapter_config.json"):
+                why = ": it is an adapter of PEFT; merge it into its model (merge_and_unload), and save that"
             raise FormatError(f"{self.path} has no {name}{why}")
         return read_json(path)
 

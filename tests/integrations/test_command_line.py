@@ -307,6 +307,7 @@ REFUSED = {
     "eval untokenized --data text.txt": "has no tokenizer",
     "generate model-int4 --prompt ''": "at least one word",
     "generate unnamed --prompt the": "names no architecture",
+    "quantize adapter --out out": "has no config.json: it is an adapter of PEFT; merge it into its model ",
     "quantize pipeline --out out": "has no config.json: it is a pipeline of diffusers; give the folder "
     "of a part: transformer, vae",
 }
@@ -327,6 +328,8 @@ def test_refusals_are_one_line(
         path = home / "pipeline" / f"{part}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
+    (home / "adapter").mkdir(exist_ok=True)
+    (home / "adapter/adapter_config.json").write_text("{}")
     capfd.readouterr()
     assert main(shlex.split(line)) == 1
     printed = capfd.readouterr()
