@@ -270,27 +270,6 @@ def test_tensors_of_a_gpu_in_host_memory() -> None:
     assert other[0].is_pinned() and other[0].data_ptr() != place
 
 
-@pytest.mark.gpu
-def test_tensors_that_are_brought_in_order() -> None:
-    """The copy of the next one begins early. One that is replaced meanwhile comes as it is now."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    given = [torch.randn(999, 70, device=device) for _ in range(6)]
-    held = InMemory(torch.device("cpu"), given)
-    held[5] = given[5]
-    ahead = []
-    for _ in range(2):
-        for number in (0, 1, 2, 3, 0, 1, 5, 4):
-            found = held.bring(number, device)
-            ahead.append(held._ahead.number if held._ahead else None)
-            assert torch.equal(found, given[number])
-            found.zero_()
-            given[(number + 1) % 6] = torch.randn(999, 70, device=device)
-            held[(number + 1) % 6] = given[(number + 1) % 6]
-            given[number] = torch.randn(999, 70, device=device)
-            held[number] = given[number]
-    assert ahead[:8] == [1, 2, 3, 4, 1, 2, None, None]
-
-
 # ---- memory -------------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ within ±1/2. Vectors of the same modules, i.e. norms and biases, follow Adam me
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from lowbit.convert import Target, adapter_modules, is_turned, shape_of_blocks
 from lowbit.inference.calibration.columns import levels_of
-from lowbit.inference.calibration.states import Kept
 from lowbit.inference.calibration.step import Layer, QParams, Start, Step, by_rows, check_share
 from lowbit.linear.fused_rounding import learned_gradients, rounded_by
 from lowbit.numerics.divergence import distillation_loss
@@ -101,8 +100,8 @@ class Block:
     run: Callable[[int], Any]
     high: Callable[[int], Any]
     masks: Sequence[Tensor | None]
-    targets: Kept | None = None
-    keep: Callable[[Iterable[Tensor]], Kept] | None = None
+    targets: MutableSequence[Tensor] | None = None
+    keep: Callable[[Iterable[Tensor]], MutableSequence[Tensor]] | None = None
     vectors: Vectors = ()
 
 

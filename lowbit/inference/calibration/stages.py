@@ -202,10 +202,10 @@ def _block(
     is_finished = memory.is_finished(place)
 
     def low(i: int) -> Tensor:
-        return states.run(at, block, states.low, i)
+        return states.run(at, block, states.low[i], i)
 
     def high(i: int) -> Tensor:
-        return states.run(at, block, states.high, i)
+        return states.run(at, block, states.high[i], i)
 
     if needs.high or not is_finished:
         memory.bring(block)
@@ -219,7 +219,7 @@ def _block(
         inside = Place(low, masks, states.batches.ranks)
         if twin is not None:
             inside.copies = _copies(block, twin, targets)
-            inside.high = lambda i: states.run(at, twin, states.high, i)
+            inside.high = lambda i: states.run(at, twin, states.high[i], i)
         yield from inside.groups(targets, needs)
         if needs.blocks:
             own = Block(

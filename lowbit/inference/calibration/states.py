@@ -10,7 +10,7 @@ import math
 import tempfile
 from collections.abc import Iterable, MutableSequence, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,7 @@ Cache = torch.device | Path | None
 """Where hidden states are kept: a device, a folder on disk, or None for where the model makes them."""
 
 
-class Kept(MutableSequence[Tensor]):
-    """A tensor for each batch."""
-
-    def bring(self, index: int, device: torch.device) -> Tensor:
-        """A copy on a device."""
-        return moved(self[index], device, copy=True)
-
-
-class OnDisk(Kept):
+class OnDisk(MutableSequence[Tensor]):
     """Tensors in a file without a name, which is gone when the process ends in any way. They are read to the CPU.
 
     Args:
@@ -73,17 +65,9 @@ class OnDisk(Kept):
         return begin, value.shape, value.dtype
 
 
-class _Ahead(NamedTuple):
-    """A copy on a GPU that has begun, and the event that ends it."""
-
-    number: int
-    tensor: Tensor
-    done: torch.cuda.Event
-
-
-class InMemory(Kept):
+class InMemory(MutableSequence[Tensor]):
     """Tensors on a device. One that was copied there gives its memory to the tensor of its shape and dtype that
-    replaces it. Where they are brought to a GPU in order, each is copied while the one before is worked on.
+    replaces it.
 
     Args:
         device: None: each where it is.
@@ -96,28 +80,6 @@ class InMemory(Kept):
     ) -> None:
         self._device = device
         self._held = [self._taken(t, copy) for t in tensors]
-        self._last = -1
-        """The tensor that was brought last."""
-        self._ahead: _Ahead | None = None
-        self._stream: torch.cuda.Stream | None = None
-
-    def bring(self, index: int, device: torch.device) -> Tensor:
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.number == index and ahead.tensor.device == device:
-            stream = torch.cuda.current_stream(device)
-            stream.wait_event(ahead.done)
-            ahead.tensor.record_stream(stream)
-            found = ahead.tensor
-        else:
-            found = moved(self[index], device, copy=True)
-        in_order, self._last = index in (0, self._last + 1), index
-        if in_order and found.is_cuda and index + 1 < len(self) and self[index + 1].is_pinned():
-            if self._stream is None or self._stream.device != found.device:
-                self._stream = torch.cuda.Stream(found.device)
-            with torch.cuda.stream(self._stream):
-                after = moved(self[index + 1], found.device)
-                self._ahead = _Ahead(index + 1, after, self._stream.record_event())
-        return found
 
     def _taken(self, value: Tensor, copy: bool = False) -> tuple[Tensor, bool]:
         """The tensor on the device, and whether nobody else has its memory."""
@@ -131,8 +93,6 @@ class InMemory(Kept):
         return self._held[index][0]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        if self._ahead is not None and self._ahead.number == index:
-            self._ahead = None
         held, is_own = self._held[index]
         if is_own and (held.shape, held.dtype) == (value.shape, value.dtype):
             held.copy_(value)
@@ -140,11 +100,9 @@ class InMemory(Kept):
             self._held[index] = self._taken(value)
 
     def __delitem__(self, index: Any) -> None:
-        self._ahead = None
         del self._held[index]
 
     def insert(self, index: int, value: Tensor) -> None:
-        self._ahead = None
         self._held.insert(index, self._taken(value))
 
 
@@ -195,7 +153,7 @@ class States:
             self.arguments.append(found.arguments)
             yield found.hidden
 
-    def kept(self, tensors: Iterable[Tensor], copy: bool = False) -> Kept:
+    def kept(self, tensors: Iterable[Tensor], copy: bool = False) -> MutableSequence[Tensor]:
         """Tensors, kept where the states are. `copy`: others go on with these."""
         if isinstance(self.cache, Path):
             return OnDisk(self.cache, tensors)
@@ -207,16 +165,16 @@ class States:
         self.low = self.kept(self._captured())
         self.arguments = arguments
 
-    def run(self, at: int, block: nn.Module, states: Kept, number: int) -> Tensor:
-        """The output of block `at`, or of a copy of it, for the hidden state of batch `number`."""
-        home = next((p.device for p in block.parameters()), None)
-        x = states.bring(number, home or states[number].device)  # a block may write to its input
+    def run(self, at: int, block: nn.Module, hidden: Tensor, number: int) -> Tensor:
+        """The output of block `at`, or of a copy of it, for a hidden state of batch `number`."""
+        home = next((p.device for p in block.parameters()), hidden.device)
+        x = moved(hidden, home, copy=True)  # a block may write to its input
         return self.arguments[number][at].run(block, x)
 
-    def advance(self, states: Kept, at: int, block: nn.Module) -> None:
+    def advance(self, states: MutableSequence[Tensor], at: int, block: nn.Module) -> None:
         """Replace states by the outputs of a block."""
         for number in range(len(states)):
-            states[number] = self.run(at, block, states, number)
+            states[number] = self.run(at, block, states[number], number)
 
     def after(self, states: Sequence[Tensor], number: int) -> Any:
         """The model's output for a batch, with this state after the last block."""
