@@ -200,7 +200,7 @@ class Run:
         short = [layer.name for layer in layers if layer.has_few_rows]
         if short and any(step.needs == "full" for step in self.steps):
             found.append(
-                f"{_some(short)} saw fewer tokens than they have inputs, so that no Hessian of theirs has full rank: "
+                f"{_some(short)} saw fewer tokens than inputs, so that no Hessian of theirs has full rank: "
                 "give more or longer batches"
             )
         return found
