@@ -28,9 +28,6 @@ class MatrixStep:
         return [job for job in jobs if not job.group[option]]
 
 
-_MATRIX_OPTIONS = ("use_muon", "precondition")
-
-
 def is_matrix(param: Tensor, name: str = "") -> bool:
     """True for a parameter of 2 and more dimensions whose name, if it has one, is not that of a bias: gpt-oss's
     `gate_up_proj_bias` is [experts, features]."""
@@ -83,9 +80,10 @@ class MatrixBase(AdamBase):
             raise
 
     def _refuse_foreign(self, options: Mapping[str, Any]) -> None:
-        """Raise TypeError for an option of a group by which another optimizer takes AdamW for it."""
+        """Raise TypeError for an option of a group that is none of this optimizer's, and looks like one by which others
+        take AdamW for it, such as use_muon."""
         for name in options:
-            if name in _MATRIX_OPTIONS or name.startswith("adamw_"):
+            if name == "precondition" or name.startswith(("use_", "adamw_")):
                 adamw = [f"adamw_{name}" for name in self._adamw]
                 raise TypeError(
                     f"{type(self).__name__} has no option {name!r} of a group; accepted: "

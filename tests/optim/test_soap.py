@@ -165,7 +165,7 @@ def test_groups():
         SOAP(parameters((4, 8, 9)))
     with pytest.raises(ValueError, match="precondition_frequency must be a whole number of at"):
         SOAP(parameters((8, 9)), precondition_frequency=0)
-    for name in ("use_muon", "adamw_lr"):
+    for name in ("use_muon", "use_soap", "adamw_lr"):
         with pytest.raises(
             TypeError, match=f"SOAP has no option '{name}' of a group; accepted: prec"
         ):
