@@ -37,7 +37,7 @@ def beside_pages() -> list[str]:
 
 
 def needs_transformers(line: str) -> bool:
-    return command_of(line) in ("eval", "generate") or "--data" in line
+    return command_of(line) in ("eval", "generate") or "--data" in line or "--method" in line
 
 
 def command_of(line: str) -> str:

@@ -320,7 +320,7 @@ BAD: dict[str, tuple[str, Change, str]] = {
     "other block size": (BOOK, attribute("block_size", 32), r"CodebookTensor.* scale|scale of"),
     "scale of a state": (BOOK, part("scale", lambda s: s[:1].clone()), r"scale of .*expected"),
     "half a scale": (BOOK, part("scale", Tensor.half), r"scale of .*float16.*float32"),
-    "scheme": (INT8, attribute("scheme", lb.BitNet()), r"impossible metadata.*no Int8Weight"),
+    "scheme": (INT8, attribute("scheme", lb.BitNet()), r"impossible metadata.*is not Int8Weight"),
     "columns": (INT8, attribute("columns", Columns(0, 50)), r"96 columns that are .*total=50"),
     "columns before the first": (INT8, attribute("columns", Columns(-1, 200)), r"start=-1"),
     "place": (INT8, part("place", one_row), r"place of shape \(1, 1\).*expected shape \(8, 1\)"),
