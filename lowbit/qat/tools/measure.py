@@ -175,6 +175,10 @@ class _WatchedSpec(Spec):
         self.tally.calls += 1
         return super().quantize(x, *args, **kwargs)
 
+    def codes_and_values(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.tally.calls += 1
+        return super().codes_and_values(x, *args, **kwargs)
+
 
 class _Rounding:
     """One weight, rounded by one scheme: how modules hold it, and what is known of it."""
