@@ -62,19 +62,17 @@ class LowRank(torch.optim.Optimizer):
 
     def _step_of(self, param: Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
-        state["step"] = state.get("step", 0) + 1
         grad, turned = param.grad, param.ndim == 2 and param.shape[0] > param.shape[1]
         assert grad is not None
         grad = grad.t() if turned else grad
         if param.ndim == 2 and grad.shape[1] <= 4 * grad.shape[0]:
-            if (state["step"] - 1) % self.period == 0:
+            if state.get("step", 0) % self.period == 0:
                 state["directions"] = self._directions(grad)
             seen = state["directions"] @ grad
             update = self._update(state, grad, seen, adam_update(state, seen, group["betas"]))
         else:
             update = adam_update(state, grad, group["betas"])
-        param.mul_(1 - group["lr"] * group["weight_decay"])
-        param.sub_(update.t() if turned else update, alpha=group["lr"])
+        move(param, update.t() if turned else update, group)
 
     def _directions(self, grad: Tensor) -> Tensor:
         """P [r, m]: orthonormal rows, or independent normal numbers of variance 1 / r."""
@@ -133,18 +131,21 @@ class BlockAdamW(torch.optim.Optimizer):
             before += param.numel()
             if own != block:
                 continue
-            state = self.state[param]
-            state["step"] = state.get("step", 0) + 1
             assert param.grad is not None
-            update = adam_update(state, param.grad, group["betas"])
-            param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
+            move(param, adam_update(self.state[param], param.grad, group["betas"]), group)
 
 
 def adam_update(state: dict[str, Any], grad: Tensor, betas: tuple[float, float]) -> Tensor:
-    """Adam's update of `grad` after `state["step"]` steps, this one included."""
+    """Adam's update of `grad`, one step after those that `state` has seen."""
+    state["step"] = state.get("step", 0) + 1
     if "mean" not in state:
         state["mean"], state["square"] = torch.zeros_like(grad), torch.zeros_like(grad)
     mean = state["mean"].lerp_(grad, 1 - betas[0])
     square = state["square"].lerp_(grad.square(), 1 - betas[1])
     corrected = square / (1 - betas[1] ** state["step"])
     return mean / (1 - betas[0] ** state["step"]) / (corrected.sqrt() + 1e-8)
+
+
+def move(param: Tensor, update: Tensor, group: dict[str, Any]) -> None:
+    """The step of a parameter by AdamW's decay and an update."""
+    param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])

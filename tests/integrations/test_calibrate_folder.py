@@ -194,7 +194,7 @@ def test_a_config_calibrates_at_load_time(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["tied", "mixture", "head, nvfp4"])
 def test_without_batches(kind: str, tmp_path: Path) -> None:
-    """Of a folder, at load time and in memory: the same bits."""
+    """A folder, a model at load time and one in memory get the same bits."""
     name, changes, scheme, _ = KINDS[kind]
     folder, out, steps = save(tmp_path / "model", name, **changes), tmp_path / "out", [GPTQ()]
     written: Any = {"format": "lowbit", "overwrite": True}
