@@ -97,7 +97,10 @@ static constexpr uint32 OFFSET = DTYPE == FP16 ? (BITS == 4 ? 0xd480e408 : 0xe40
 static constexpr int UNITS = HELD / 16;                         // of 16 rows, the share of a warp
 static constexpr int OWN = TOKENS / 16 * UNITS / SPLIT;         // squares of 16 rows by 16 tokens that a block finishes
 static constexpr int MERGED = OVERLAP ? TOKENS / 16 * 2 : 1;    // squares whose sum the other block has a part of
-static constexpr int BOX_PITCH = 48;                            // bytes between tokens; avoids bank conflicts
+// Results on their way: of a warp, 16 rows of 16 tokens; of a warp group, 64 rows of 16 tokens, twice. The bytes between
+// tokens avoid bank conflicts.
+static constexpr int BOX_PITCH = 48, LINE_PITCH = 144, BOX_BYTES = 16 * BOX_PITCH, LINE_BYTES = 16 * LINE_PITCH;
+static_assert(4 * BOX_BYTES <= 2 * LINE_BYTES, "");
 
 // Whether the tiles of an incomplete last round may be divided among the two adjacent blocks.
 static constexpr bool TAIL = BESIDE == 2 && SOURCES == 1 && !OVERLAP;
@@ -109,7 +112,7 @@ static_assert(!(TAIL || ONCE) || TOKENS * ROWS * 4 <= STAGES * STAGE_BYTES, "");
 struct Shared {
     unsigned char stage[STAGES][STAGE_BYTES];
     float4 part[BESIDE_RING ? OWN : MERGED][BESIDE_RING ? SOURCES : 1][2][32];  // sums of the block's squares
-    unsigned char box[SOURCES > 1 ? 1 : WARPS][16 * BOX_PITCH];
+    unsigned char box[SOURCES > 1 ? BOX_BYTES : GROUPS * 2 * LINE_BYTES];
     uint64 full[STAGES], empty[STAGES], sums_arrived, sums_read;
 };
 static constexpr int LOOKUP_AT = sizeof(Shared), TILES_AT = LOOKUP_AT + PAIRS * 128;
@@ -637,17 +640,19 @@ DEVICE void finish(unsigned char *box, const Epilogue &epilogue, const Shape &sh
     __syncwarp();
 }
 
-// The same for all squares of a warp, without residual and with aligned rows. It has few instructions: each runs once a
-// tile, so fetching it costs most.
+// The same for a warp group's 64 rows, aligned and without residual. Its threads exchange the results of 16 tokens through
+// shared memory, since stores of whole lines of 128 bytes take a quarter of the time of stores of 32 bytes. It has few
+// instructions: each runs once a tile, so fetching it costs most.
 template <bool SCALED>
-DEVICE void finish_plain(unsigned char *box, const Epilogue &epilogue, const Shape &shape, const Corner &from,
+DEVICE void finish_lines(unsigned char *lines, const Epilogue &epilogue, const Shape &shape, const Corner &from,
                          const Rows &rows, const float (&sums)[SUMS], int row, int token) {
-    const int lane = threadIdx.x % 32;
-    const uint32 matrix = shared_address(box) + (lane / 16 * 8 + lane % 8) * BOX_PITCH + lane / 8 % 2 * 16;
-    const uint4 *mine = (const uint4 *)(box + lane / 2 * BOX_PITCH + lane % 2 * 16);
-    unsigned short *to = epilogue.out + (long long)(token + lane / 2) * shape.n + row + lane % 2 * 8;
-    const int first = from.token - token - lane / 2;
-    const int end = row + lane % 2 * 8 >= from.row ? shape.m - token - lane / 2 : 0;
+    const int thread = threadIdx.x % 128, lane = thread % 32, own = thread / 8, column = row + thread % 8 * 8;
+    const uint32 matrix = shared_address(lines) + (lane / 16 * 8 + lane % 8) * LINE_PITCH + thread / 32 * 32 + lane / 8 % 2 * 16;
+    const unsigned char *mine = lines + own * LINE_PITCH + thread % 8 * 16;
+    unsigned short *to = epilogue.out + (long long)(token + own) * shape.n + column;
+    const int first = from.token - token - own;
+    const int end = column >= from.row ? shape.m - token - own : 0;
+    const int barrier = 4 + threadIdx.x / 128;
 #pragma unroll
     for (int j = 0; j < TOKENS / 16; ++j, to += 16ll * shape.n) {
         uint32 result[4];
@@ -662,23 +667,25 @@ DEVICE void finish_plain(unsigned char *box, const Epilogue &epilogue, const Sha
             }
             result[i] = packed<OUT>(fmaf(two.x, scale, bias), fmaf(two.y, scale, bias));
         }
-        store_matrices_transposed(matrix, result);
-        __syncwarp();
-        if (j * 16 >= first && j * 16 < end) *(uint4 *)to = *mine;
-        __syncwarp();
+        store_matrices_transposed(matrix + j % 2 * LINE_BYTES, result);
+        named_barrier_sync(barrier, 128);  // also: all have read the other half
+        if (j * 16 >= first && j * 16 < end) *(uint4 *)to = *(const uint4 *)(mine + j % 2 * LINE_BYTES);
     }
+    if (TOKENS / 16 % 2) named_barrier_sync(barrier, 128);  // the next tile begins with the half that was read last
 }
 
-// Finishes a tile whose sums this block has alone.
-DEVICE void finish_all(unsigned char *box, const Epilogue &epilogue, const Shape &shape, const Corner &from,
+// Finishes a tile whose sums this block has alone: a warp's share, whose first row is `row`.
+DEVICE void finish_all(unsigned char *boxes, const Epilogue &epilogue, const Shape &shape, const Corner &from,
                        const float (&sums)[SUBTILES][SUMS], int row, int token) {
-    const bool plain = epilogue.wide && !epilogue.residual;
+    const bool plain = !OVERLAP && epilogue.wide && !epilogue.residual;
+    const int warp = threadIdx.x / 32, above = warp % 4 * 16;
 #pragma unroll
     for (int subtile = 0; subtile < SUBTILES; ++subtile, row += 64) {
         const Rows rows(epilogue, shape, row);
-        if (plain && row + 16 <= shape.n) {
-            if (epilogue.token_scale) finish_plain<true>(box, epilogue, shape, from, rows, sums[subtile], row, token);
-            else finish_plain<false>(box, epilogue, shape, from, rows, sums[subtile], row, token);
+        if (plain && row - above + 64 <= shape.n) {
+            unsigned char *lines = boxes + warp / 4 * 2 * LINE_BYTES;
+            if (epilogue.token_scale) finish_lines<true>(lines, epilogue, shape, from, rows, sums[subtile], row - above, token);
+            else finish_lines<false>(lines, epilogue, shape, from, rows, sums[subtile], row - above, token);
             continue;
         }
 #pragma unroll 1
@@ -687,7 +694,7 @@ DEVICE void finish_all(unsigned char *box, const Epilogue &epilogue, const Shape
 #pragma unroll
             for (int i = 0; i < SUMS; ++i)
                 if (i / 8 == j) square[i % 8] = sums[subtile][i];
-            finish(box, epilogue, shape, from, rows, square, row, token + j * 16);
+            finish(boxes + warp * BOX_BYTES, epilogue, shape, from, rows, square, row, token + j * 16);
         }
     }
 }
@@ -713,9 +720,10 @@ struct Exchange {
         if (lane < PARTS) barrier_arrive(shared_address(&shared.sums_read), lane * BESIDES + rank % BESIDES);
     }
 
-    // Each warp sends its sums to the blocks that finish them, or stores them if there is only one block.
+    // Each warp sends its sums to the blocks that finish them, or stores them if its own block does.
     MEMBER void send(const float (&sums)[SUBTILES][SUMS]) const {
-        if (CLUSTER > 1 && threadIdx.x == 0) barrier_expect(shared_address(&shared.sums_arrived), OWN * sizeof(Part));
+        if (PARTS > 1 && threadIdx.x == 0)
+            barrier_expect(shared_address(&shared.sums_arrived), OWN * sizeof(Part) / PARTS * (PARTS - 1));
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, turn = warp / (WARPS / LANES);
 #pragma unroll
         for (int subtile = 0; subtile < SUBTILES; ++subtile) {
@@ -728,7 +736,7 @@ struct Exchange {
                 for (int i = 0; i < 2; ++i) {
                     const float *from = &sums[subtile][j * 8 + i * 4];
                     const float4 four = make_float4(from[0], from[1], from[2], from[3]);
-                    if constexpr (CLUSTER == 1) to[i * 32] = four;
+                    if (PARTS == 1 || unit % PARTS == part) to[i * 32] = four;
                     else ::send(shared_address(to + i * 32), block, four, shared_address(&shared.sums_arrived));
                 }
             }
@@ -742,12 +750,12 @@ struct Exchange {
         static_assert(PARTS == 1 || WARPS % (UNITS / PARTS) == 0, "");
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int row = schedule.row + (warp % (UNITS / PARTS) * PARTS + part) * 16;
-        if constexpr (CLUSTER == 1) named_barrier_sync(1, WARPS * 32);
+        if constexpr (PARTS == 1) named_barrier_sync(1, WARPS * 32);
         else barrier_wait(shared_address(&shared.sums_read), read);
         send(sums);
         const Rows rows(epilogue, shape, row);  // loaded while the sums arrive
-        if constexpr (CLUSTER == 1) named_barrier_sync(1, WARPS * 32);
-        else barrier_wait_after(shared_address(&shared.sums_arrived), parity);
+        named_barrier_sync(1, WARPS * 32);
+        if constexpr (PARTS > 1) barrier_wait_after(shared_address(&shared.sums_arrived), parity);
         for (int own = warp; own < OWN; own += WARPS) {
             const int token = schedule.token + own / (UNITS / PARTS) * 16;
             if (row >= shape.n || token >= shape.m) continue;
@@ -815,7 +823,7 @@ DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char 
 #if EXPERTS
 #pragma unroll
         for (int i = 0; i < SUBTILES; ++i)
-            finish_pairs(shared.box[warp], epilogue, shape, schedule, FLUSH ? totals[i] : sums[i],
+            finish_pairs(shared.box + warp * BOX_BYTES, epilogue, shape, schedule, FLUSH ? totals[i] : sums[i],
                          schedule.row + below + i * (64 / SPREAD));
         continue;
 #endif
@@ -828,7 +836,7 @@ DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char 
             exchange.leave();  // once all are here, nobody reads the ring
             exchange.finish(result, epilogue, shape, schedule, 0, 0);
         } else if (!shares(rank) || merge(shared, result[0], rank, parity)) {
-            finish_all(shared.box[SOURCES > 1 ? 0 : warp], epilogue, shape, schedule.own(), result, row, schedule.token);
+            finish_all(shared.box, epilogue, shape, schedule.own(), result, row, schedule.token);
         }
     }
 }

@@ -34,7 +34,8 @@ from lowbit_kernels.weight_only.weight_operands import (
     WeightOperands,
 )
 
-BOX = 16 * 48  # bytes of a warp's shared memory for results
+BOX = 16 * 48  # bytes of shared memory for results, if blocks or warp groups share sums
+LINES = 2 * 16 * 144  # the same of a warp group otherwise
 MAX_STAGES = 12
 BAND = 8  # tiles of tokens that the grid works through together
 
@@ -255,7 +256,7 @@ def _fixed(tokens: int, rows: int, groups: int, split: int, unpacking: Unpacking
         return 1024 + BOX + 16 + looked_up
     if split * tile.lanes > 1:
         return tokens * rows * 4 * tile.lanes + BOX + 16 + looked_up
-    return (tokens * 128 if tile.overlaps else 1024) + 4 * groups * BOX + 16 + looked_up
+    return (tokens * 128 if tile.overlaps else 1024) + groups * LINES + 16 + looked_up
 
 
 def takes(operands: WeightOperands) -> bool:
