@@ -23,6 +23,7 @@ from lowbit_kernels.weight_only.weight_linear import (
     reference,
     run,
 )
+from lowbit_kernels.weight_only.weight_lookup_sm90 import ROUNDED_FROM
 from lowbit_kernels.weight_only.weight_operands import WeightOperands
 from tests.kernels.interpreted import interpreted
 
@@ -383,7 +384,9 @@ def test_cuda_implementations(case: Case, implementation: str) -> None:
     if not can(implementation, arguments, case):
         pytest.skip(f"{implementation} doesn't take it")
     out = run(*arguments, implementation=implementation)
-    rounds = implementation == "dequantize" or (implementation == "large_batch" and case.m >= 256)
+    rounds = implementation == "dequantize" or (
+        implementation == "large_batch" and case.m >= ROUNDED_FROM
+    )
     assert error(out, arguments) <= limit(out, one_rounding=not rounds)
 
 

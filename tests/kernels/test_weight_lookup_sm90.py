@@ -9,7 +9,7 @@ from benchmarks.cases.formats import FORMATS, Format
 from lowbit.numerics.lookup_table import E2M1, NF4
 from lowbit_kernels.weight_only import weight_mm_large_batch_sm90
 from lowbit_kernels.weight_only.codes_format import dequantized
-from lowbit_kernels.weight_only.weight_lookup_sm90 import table_of, unpacking_of
+from lowbit_kernels.weight_only.weight_lookup_sm90 import ROUNDED_FROM, table_of, unpacking_of
 from lowbit_kernels.weight_only.weight_mm_large_batch_sm90 import (
     PAIRED,
     SMALL,
@@ -214,7 +214,7 @@ def limit(format: Format, m: int) -> float:
     """The bound of the error. The module says where weights are rounded."""
     if format.name in ("mxfp4", "nvfp4"):
         return 2e-3
-    return 2.9e-3 if format.name.endswith("value") or m >= 256 else 2.1e-3
+    return 2.9e-3 if format.name.endswith("value") or m >= ROUNDED_FROM else 2.1e-3
 
 
 @pytest.mark.gpu

@@ -23,6 +23,8 @@ Rounding = Literal["never", "large", "free", "always"]
 MOST_BITS = 4  # of codes that are looked up: a table of pairs has 128 bytes for each of 4**bits
 LEAST_GROUP = 16  # of scales that are multiplied into weights: the K of an instruction
 STEP = 64  # of K: a box of tokens
+ROUNDED_FROM = 129
+"""Tokens from which weights of "large" rounding are rounded: a tile of more than 128 has no room for unscaled sums."""
 FACTORS = 2048  # tried for a table that bfloat16 does not hold exactly
 
 
@@ -59,7 +61,7 @@ class Unpacking(NamedTuple):
 
     def rounds(self, m: int) -> bool:
         """True if scales may be multiplied into the weights for M tokens."""
-        least = {"never": math.inf, "large": 256, "free": 0, "always": 0}[self.rounding]
+        least = {"never": math.inf, "large": ROUNDED_FROM, "free": 0, "always": 0}[self.rounding]
         return self.group > 0 and m >= least
 
     def macros(self) -> dict[str, object]:

@@ -74,7 +74,8 @@ static constexpr int SUMMED = FLUSH ? RUNS : 1;                 // parts of a ch
 // Instructions of a piece, with 16 K each: few, so that unpacking interleaves with the products; more, to hide its time,
 // where registers suffice.
 static constexpr bool LONG = TOKENS <= (FLUSH && CODES != LOOKUP ? 64 : SUBTILES == 1 ? 128 : 112);
-static constexpr bool FOUR = (BITS <= 4 || CODES == E4M3) && GROUPS == 2 && LONG && CHUNK > 64 && (RUN > 32 || SCALED);
+static constexpr bool FOUR = (BITS <= 4 && !(CODES == INT4 && ROUNDED) || CODES == E4M3) && GROUPS == 2 && LONG && CHUNK > 64 &&
+                            (RUN > 32 || SCALED);
 static constexpr int STEPS = FOUR ? 4 : 2;
 // Whether the two warp groups take turns to multiply, so that each unpacks while the tensor cores work for the other.
 static constexpr bool ORDERED = CODES == LOOKUP && GROUPS == 2 && LANES == 1 && TOKENS >= 64 && TOKENS <= 128;
@@ -107,12 +108,11 @@ static constexpr bool TAIL = BESIDE == 2 && SOURCES == 1 && !OVERLAP;
 // Whether the sums that blocks share take the ring's place. Then a block has one tile, or it is the last one.
 static constexpr bool ONCE = SPLIT > 1 && LANES == 1 && TOKENS > 64;
 static constexpr bool BESIDE_RING = SOURCES > 1 && !ONCE;  // whether they have a place of their own
-static_assert(!(TAIL || ONCE) || TOKENS * ROWS * 4 <= STAGES * STAGE_BYTES, "");
 
 struct Shared {
     unsigned char stage[STAGES][STAGE_BYTES];
     float4 part[BESIDE_RING ? OWN : MERGED][BESIDE_RING ? SOURCES : 1][2][32];  // sums of the block's squares
-    unsigned char box[SOURCES > 1 ? BOX_BYTES : GROUPS * 2 * LINE_BYTES];
+    unsigned char box[BESIDE_RING ? BOX_BYTES : GROUPS * 2 * LINE_BYTES];
     uint64 full[STAGES], empty[STAGES], sums_arrived, sums_read;
 };
 static constexpr int LOOKUP_AT = sizeof(Shared), TILES_AT = LOOKUP_AT + PAIRS * 128;
@@ -643,9 +643,9 @@ DEVICE void finish(unsigned char *box, const Epilogue &epilogue, const Shape &sh
 // The same for a warp group's 64 rows, aligned and without residual. Its threads exchange the results of 16 tokens through
 // shared memory, since stores of whole lines of 128 bytes take a quarter of the time of stores of 32 bytes. It has few
 // instructions: each runs once a tile, so fetching it costs most.
-template <bool SCALED>
+template <bool SCALED, int COUNT>
 DEVICE void finish_lines(unsigned char *lines, const Epilogue &epilogue, const Shape &shape, const Corner &from,
-                         const Rows &rows, const float (&sums)[SUMS], int row, int token) {
+                         const Rows &rows, const float (&sums)[COUNT], int row, int token) {
     const int thread = threadIdx.x % 128, lane = thread % 32, own = thread / 8, column = row + thread % 8 * 8;
     const uint32 matrix = shared_address(lines) + (lane / 16 * 8 + lane % 8) * LINE_PITCH + thread / 32 * 32 + lane / 8 % 2 * 16;
     const unsigned char *mine = lines + own * LINE_PITCH + thread % 8 * 16;
@@ -654,7 +654,7 @@ DEVICE void finish_lines(unsigned char *lines, const Epilogue &epilogue, const S
     const int end = column >= from.row ? shape.m - token - own : 0;
     const int barrier = 4 + threadIdx.x / 128;
 #pragma unroll
-    for (int j = 0; j < TOKENS / 16; ++j, to += 16ll * shape.n) {
+    for (int j = 0; j < COUNT / 8; ++j, to += 16ll * shape.n) {
         uint32 result[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -671,30 +671,31 @@ DEVICE void finish_lines(unsigned char *lines, const Epilogue &epilogue, const S
         named_barrier_sync(barrier, 128);  // also: all have read the other half
         if (j * 16 >= first && j * 16 < end) *(uint4 *)to = *(const uint4 *)(mine + j % 2 * LINE_BYTES);
     }
-    if (TOKENS / 16 % 2) named_barrier_sync(barrier, 128);  // the next tile begins with the half that was read last
+    if (COUNT / 8 % 2) named_barrier_sync(barrier, 128);  // the next tile begins with the half that was read last
 }
 
-// Finishes a tile whose sums this block has alone: a warp's share, whose first row is `row`.
+// Finishes the warp's rows from `row` on, and tokens from `token` on, whose sums it has.
+template <int COUNT>
 DEVICE void finish_all(unsigned char *boxes, const Epilogue &epilogue, const Shape &shape, const Corner &from,
-                       const float (&sums)[SUBTILES][SUMS], int row, int token) {
+                       const float (&sums)[SUBTILES][COUNT], int row, int token) {
     const bool plain = !OVERLAP && epilogue.wide && !epilogue.residual;
     const int warp = threadIdx.x / 32, above = warp % 4 * 16;
+    unsigned char *lines = boxes + warp / 4 * 2 * LINE_BYTES, *box = lines + warp % 4 * BOX_BYTES;
 #pragma unroll
     for (int subtile = 0; subtile < SUBTILES; ++subtile, row += 64) {
         const Rows rows(epilogue, shape, row);
         if (plain && row - above + 64 <= shape.n) {
-            unsigned char *lines = boxes + warp / 4 * 2 * LINE_BYTES;
             if (epilogue.token_scale) finish_lines<true>(lines, epilogue, shape, from, rows, sums[subtile], row - above, token);
             else finish_lines<false>(lines, epilogue, shape, from, rows, sums[subtile], row - above, token);
             continue;
         }
 #pragma unroll 1
-        for (int j = 0; j < TOKENS / 16 && token + j * 16 < shape.m; ++j) {
+        for (int j = 0; j < COUNT / 8 && token + j * 16 < shape.m; ++j) {
             float square[8];
 #pragma unroll
-            for (int i = 0; i < SUMS; ++i)
+            for (int i = 0; i < COUNT; ++i)
                 if (i / 8 == j) square[i % 8] = sums[subtile][i];
-            finish(boxes + warp * BOX_BYTES, epilogue, shape, from, rows, square, row, token + j * 16);
+            finish(box, epilogue, shape, from, rows, square, row, token + j * 16);
         }
     }
 }
@@ -776,6 +777,59 @@ struct Exchange {
     }
 };
 
+// The same for blocks whose warps have rows of their own: a block finishes some of the tokens for all rows of the tile. So
+// a warp keeps its own sums in registers, and results leave as those of other tiles do. Two blocks may both finish 16
+// tokens in the middle, to the same bits.
+template <int PARTS, int BESIDES>
+struct Shares {
+    static constexpr int SQUARES = TOKENS / 16, SHARE = (SQUARES + PARTS - 1) / PARTS, COUNT = SHARE * 8;
+    typedef float4 Part[COUNT / 4][32];  // a warp's sums in a subtile
+    static constexpr int BYTES = WARPS * SUBTILES * (PARTS - 1) * sizeof(Part);
+    static_assert(BYTES <= STAGES * STAGE_BYTES, "");
+
+    static MEMBER int first(int part) { return min(part * SHARE, SQUARES - SHARE) * 8; }  // sum
+
+    static MEMBER void finish(Shared &shared, const float (&sums)[SUBTILES][SUMS], const Epilogue &epilogue,
+                              const Shape &shape, const Schedule &schedule, uint32 rank, int row) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = rank / BESIDES;
+        Part *parts = (Part *)shared.stage + warp * SUBTILES * (PARTS - 1);
+        const uint32 arrived = shared_address(&shared.sums_arrived);
+        Exchange<PARTS, BESIDES>(shared, parts, rank).leave();
+        barrier_wait(shared_address(&shared.sums_read), 0);  // nobody reads the ring
+        if (threadIdx.x == 0) barrier_expect(arrived, BYTES);
+        float own[SUBTILES][COUNT];
+#pragma unroll
+        for (int to = 0; to < PARTS; ++to) {
+#pragma unroll
+            for (int i = 0; i < SUBTILES * COUNT; i += 4) {
+                const float *from = &sums[i / COUNT][first(to) + i % COUNT];
+                float *mine = &own[i / COUNT][i % COUNT];
+                if (to == part) {
+                    mine[0] = from[0], mine[1] = from[1], mine[2] = from[2], mine[3] = from[3];
+                } else {
+                    float4 *there = &parts[i / COUNT * (PARTS - 1) + part - (part > to)][i % COUNT / 4][lane];
+                    const float4 four = make_float4(from[0], from[1], from[2], from[3]);
+                    send(shared_address(there), to * BESIDES + rank % BESIDES, four, arrived);
+                }
+            }
+        }
+        barrier_wait_after(arrived, 0);
+#pragma unroll
+        for (int i = 0; i < SUBTILES * COUNT; i += 4) {
+            float *mine = &own[i / COUNT][i % COUNT];
+            float4 sum = {};
+#pragma unroll
+            for (int source = 0; source < PARTS; ++source) {  // in the order of K
+                float4 more = make_float4(mine[0], mine[1], mine[2], mine[3]);
+                if (source != part) more = parts[i / COUNT * (PARTS - 1) + source - (source > part)][i % COUNT / 4][lane];
+                sum = source ? make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w) : more;
+            }
+            mine[0] = sum.x, mine[1] = sum.y, mine[2] = sum.z, mine[3] = sum.w;
+        }
+        finish_all(shared.box, epilogue, shape, schedule.own(), own, row, schedule.token + first(part) * 2);
+    }
+};
+
 // Both blocks hold sums of the same 64 rows, and each block finishes the rows of two warps. It sends the sums of the
 // other two warps to the other block, and adds the sums that it receives. Returns whether the warp has rows to finish.
 DEVICE bool merge(Shared &shared, float (&sums)[SUMS], uint32 rank, uint32 parity) {
@@ -832,9 +886,7 @@ DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char 
             const Exchange<SPLIT, BESIDE> exchange(shared, shared.part, rank);
             exchange.finish(result, epilogue, shape, schedule, parity, parity ^ 1);
         } else if (ONCE || (TAIL && schedule.divided)) {
-            const Exchange<ONCE ? SPLIT : BESIDE, ONCE ? BESIDE : 1> exchange(shared, shared.stage, rank);
-            exchange.leave();  // once all are here, nobody reads the ring
-            exchange.finish(result, epilogue, shape, schedule, 0, 0);
+            Shares<ONCE ? SPLIT : BESIDE, ONCE ? BESIDE : 1>::finish(shared, result, epilogue, shape, schedule, rank, row);
         } else if (!shares(rank) || merge(shared, result[0], rank, parity)) {
             finish_all(shared.box, epilogue, shape, schedule.own(), result, row, schedule.token);
         }

@@ -7,7 +7,7 @@ capability 9.0, for weights of 1 to 8 bits: integers, float8 and tables (`weight
 Blocks of a cluster may share the K of a tile (split-K). They exchange their sums through shared memory and add them in
 the order of K, so results are the same in every run. A launch overlaps with the end of the previous one.
 
-Only the result is rounded, with these exceptions. For 256 tokens or more and bfloat16 x and scales, weights may be
+Only the result is rounded, with these exceptions. For more than 128 tokens and bfloat16 x and scales, weights may be
 rounded to bfloat16, as a weight is that is dequantized before the product; an infinite scale then gives NaN. Numbers of
 at most two significant bits, such as integers up to 4, lose little by it. They and weights with zero points that are
 values are rounded for any number of tokens. A table's values are rounded to the dtype of x, after a factor that brings
@@ -109,22 +109,29 @@ WIDE = tuple(
 def plan(m: int, n: int, k: int, unpacking: Unpacking, multiprocessors: int) -> LargeBatchDivision:
     """The plan with the fewest estimated clocks (`_clocks`)."""
     # Plans bound by memory have the same estimated cost. min() takes the first, which was slightly faster in practice.
-    candidates = [
+    candidates = divisions(m, n, k, unpacking, multiprocessors)
+    return min(candidates, key=lambda c: _clocks(c, m, n, k, unpacking))
+
+
+def divisions(
+    m: int, n: int, k: int, unpacking: Unpacking, multiprocessors: int
+) -> list[LargeBatchDivision]:
+    """All divisions of a product that the kernel takes."""
+    return [
         LargeBatchDivision(*tile, beside, split, rounds, chunk, depth, clusters)
         for tile, rounds in _tiles(m, unpacking)
-        for chunk in [chunk_of(tile, unpacking, k)]
+        for chunk in _chunks(tile, unpacking, k, rounds)
         for beside in (1, 2)
         for split in (1, 2, 4, 8)
         if beside * split <= 8 and split <= -(-k // chunk) and tile.rows // 16 % split == 0
         if beside == 1 or tile.lanes == 1
-        if not tile.overlaps or (beside, split) == (2, 1)
+        if not tile.overlaps or ((beside, split) == (2, 1) and unpacking.bits < 8)
         for depth in [stages(*tile, split, unpacking, chunk)]
         if depth >= (3 if tile.is_once(split) else 2 * tile.turns)
         for clusters in [_clusters(m, n, tile, beside, split, multiprocessors)]
         if not tile.is_once(split) or clusters == tile.clusters(m, n, beside)
         if _ring_holds_sums(tile, beside, split, depth * _stage(tile, unpacking, chunk))
     ]
-    return min(candidates, key=lambda c: _clocks(c, m, n, k, unpacking))
 
 
 def _tiles(m: int, unpacking: Unpacking) -> list[tuple[Tile, bool]]:
@@ -163,7 +170,11 @@ def _holds(tile: Tile, unpacking: Unpacking, twice: bool) -> bool:
 def _ring_holds_sums(tile: Tile, beside: int, split: int, ring: int) -> bool:
     """True unless blocks exchange sums in the place of a ring of so many bytes that is too small."""
     divides = beside == 2 and split * tile.lanes == 1 and not tile.overlaps
-    return not (tile.is_once(split) or divides) or tile.tokens * tile.rows * 4 <= ring
+    if not (tile.is_once(split) or divides):
+        return True
+    parts = 2 if divides else split
+    share = -(-tile.tokens // 16 // parts) * 16  # tokens that a block finishes
+    return (parts - 1) * share * tile.rows * 4 <= ring
 
 
 def _clusters(m: int, n: int, tile: Tile, beside: int, split: int, multiprocessors: int) -> int:
@@ -175,53 +186,55 @@ def _clusters(m: int, n: int, tile: Tile, beside: int, split: int, multiprocesso
 
 
 def _clocks(plan: LargeBatchDivision, m: int, n: int, k: int, unpacking: Unpacking) -> float:
-    """The estimated clocks of a cluster: rounds of tiles, each with its chunks of K and an end.
+    """The estimated clocks of a product: rounds of tiles, each with its chunks of K and an end.
 
-    Fitted to 550 plans of 100 shapes on an H100 and an H200, with an error of 5% (root of mean square). In each of the
-    shapes the chosen plan was within 8% of the fastest one, in half of them it was the fastest.
+    Fitted to 373 plans of 28 shapes for int4 and int8 on an H200. Where plans of a shape are compared, it is within 4%
+    (root of mean square). The chosen plan took 1.006 times as long as the fastest one on average, 1.06 times at most.
 
-    Each chunk takes the slowest of: unpacking and products; the L2 cache, at 49 bytes a clock; memory, at 2,110 bytes a
-    clock for all clusters. The exchange of sums and the results come on top.
+    Each chunk takes the slowest of: unpacking and products; the L2 cache, at 52 bytes a clock, for which rows of codes
+    count as 128 bytes or more; memory, at 2,420 bytes a clock for all clusters. The end of a tile, and the exchange of
+    sums where blocks share them, come on top.
     """
-    tile, part = Tile(*plan[:3]), plan.chunk / 128
-    chunks = -(-k // (plan.chunk * plan.split))
-    columns = -(-m // plan.tokens)
-    codes, tokens = plan.rows * plan.chunk * unpacking.bits // 8, plan.tokens * plan.chunk * 2
+    tile, tokens = Tile(*plan[:3]), plan.tokens
+    chunks, columns = -(-k // (plan.chunk * plan.split)), -(-m // tokens)
+    pitch = plan.chunk * unpacking.bits // 8
     # blocks that share copies wait for each other; three warp groups draw more power
-    slower = (1.02 if plan.beside > 1 else 1.0) * (1.03 if plan.groups == 3 else 1.0)
+    slower = (1.06 if plan.beside > 1 else 1.0) * (1.04 if plan.groups == 3 else 1.0)
     chunk = max(
-        plan.rows / 64 * _products(plan, unpacking) * part * slower,
-        (codes + tokens / plan.beside) / 49,
-        codes * plan.clusters * plan.cluster / 2110 / min(columns, BAND),
+        plan.rows / 64 * _products(plan, unpacking) * slower,
+        (plan.rows * max(pitch, 128) + tokens * plan.chunk * 2 / plan.beside) / 52,
+        plan.rows * pitch * plan.clusters * plan.cluster / 2420 / min(columns, BAND),
     )
-    end = 2900 + 0.087 * plan.tokens * plan.rows
-    if plan.split * tile.lanes > 1:
-        end += 270 + 0.23 * plan.tokens * plan.rows * tile.lanes
     whole, left = divmod(tile.clusters(m, n, plan.beside), plan.clusters)
-    divided = plan.divides and left * 2 <= plan.clusters
-    rounds = float(whole + (left > 0) * (0.6 if divided else 1.0))
-    if rounds > 1 and columns > 1 and plan.beside == 1:
-        rounds *= 1.02  # blocks that read the same tokens drift apart in time
-    return rounds * (chunks * chunk + end)
+    divided = plan.divides and 0 < left * 2 <= plan.clusters
+    whole += left > 0 and not divided
+    end = 2010 + 12 * tokens * (2 if plan.rows > 64 * plan.groups else 1)
+    exchange, parts = 0.34 * tokens * plan.rows, plan.split * tile.lanes
+    clocks = whole * (chunks * chunk + end + exchange * (parts - 1) / parts)
+    if divided:
+        clocks += 0.46 * chunks * chunk + end + exchange / 2
+    if whole + divided > 1 and columns > 1 and plan.beside == 1:
+        clocks *= 1.02  # blocks that read the same tokens drift apart in time
+    return 1560 + clocks
 
 
 def _products(plan: LargeBatchDivision, unpacking: Unpacking) -> float:
-    """Clocks of a warp group for 64 rows by 128 of K. Up to 128 tokens shared memory and the latency of unpacking bound
+    """Clocks of a warp group for 64 rows of a chunk. Up to 128 tokens shared memory and the latency of unpacking bound
     them, beyond that the tensor cores."""
-    once = plan.rounded or unpacking.group == 0
-    alone = {"INT4": 225 if once else 265, "INT8": 300, "E4M3": 350, "STREAM": 530, "LOOKUP": 390}
-    each = {"INT4": 2.8, "INT8": 2.3}.get(unpacking.codes, 2.4) if once else 2.9
-    base = float(alone[unpacking.codes] + (70 if unpacking.zero >= 2 else 0))
+    once, part = plan.rounded or unpacking.group == 0, plan.chunk / 128
+    alone = {"INT4": 236 if once else 195, "INT8": 242, "E4M3": 283, "STREAM": 428, "LOOKUP": 315}
+    each = {"INT4": 2.03, "INT8": 2.05}.get(unpacking.codes, 2.14) if once else 3.19
+    base = float(alone[unpacking.codes] + (57 if unpacking.zero >= 2 else 0))
     if plan.groups == 4:  # more warps, which hide more of the latency
-        base, each = base * 0.87, 2.8
-    return max(base + each * plan.tokens, 4.41 * plan.tokens)
+        base, each = base * 0.96, 3.0
+    return max((base + each * plan.tokens) * part + 38, 4.04 * plan.tokens * part)
 
 
 def chunk_of(tile: Tile, unpacking: Unpacking, k: int) -> int:
     """K of a pipeline stage. Narrow tiles load rows of 128 bytes of codes, since the TMA takes nearly as long for rows
     of 64. Wide tiles have smaller stages, so that more of them fit. The scales of a chunk's two groups are read
     together, so a row must have an even number of them. Scales that are multiplied are read for a whole chunk."""
-    bits, group = unpacking.bits, unpacking.group
+    bits = unpacking.bits
     if tile.tokens == 256 and (bits == 8 or (unpacking.table and bits == 4)):
         return STEP
     if unpacking.table:
@@ -229,9 +242,22 @@ def chunk_of(tile: Tile, unpacking: Unpacking, k: int) -> int:
             tile.tokens == 64 and tile.lanes > 1 and bits == 4
         )  # with few stages, beside sums and the table
         return STEP if fills or (unpacking.rounding != "never" and k % (2 * STEP)) else 2 * STEP
-    paired = group % 128 == 0 and (group != 128 or -(-k // 128) % 2 == 0)
     narrow = tile.tokens <= 32 or tile == (64, 128, 2)
-    return 256 if narrow and bits == 4 and paired else 128
+    return 256 if narrow and bits == 4 and _pairs_groups(unpacking, k) else 128
+
+
+def _chunks(tile: Tile, unpacking: Unpacking, k: int, rounded: bool) -> tuple[int, ...]:
+    """K of a pipeline stage: `chunk_of`, and where int4 is rounded also the double, if three stages fit."""
+    own = chunk_of(tile, unpacking, k)
+    if not (rounded and unpacking.codes == "INT4" and own == 128 and _pairs_groups(unpacking, k)):
+        return (own,)
+    return (own, 2 * own) if stages(*tile, 1, unpacking, 2 * own) >= 3 else (own,)
+
+
+def _pairs_groups(unpacking: Unpacking, k: int) -> bool:
+    """True if the scales of 256 K are those of two groups at an even index, or of one."""
+    group = unpacking.group
+    return group % 128 == 0 and (group != 128 or -(-k // 128) % 2 == 0)
 
 
 def stages(
@@ -252,9 +278,7 @@ def _stage(tile: Tile, unpacking: Unpacking, chunk: int) -> int:
 def _fixed(tokens: int, rows: int, groups: int, split: int, unpacking: Unpacking) -> int:
     """Bytes of shared memory besides the stages and their barriers."""
     tile, looked_up = Tile(tokens, rows, groups), unpacking.lookup_bytes
-    if tile.is_once(split):
-        return 1024 + BOX + 16 + looked_up
-    if split * tile.lanes > 1:
+    if split * tile.lanes > 1 and not tile.is_once(split):
         return tokens * rows * 4 * tile.lanes + BOX + 16 + looked_up
     return (tokens * 128 if tile.overlaps else 1024) + groups * LINES + 16 + looked_up
 
