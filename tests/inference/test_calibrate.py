@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit.inference import AWQ, GPTQ, Search, SmoothQuant
+from lowbit.inference import AWQ, GPTQ, LearnedRounding, Search, SmoothQuant
 from lowbit.inference.calibration.inputs import Watch
+from lowbit.inference.calibration.places import Place
 from recipes.llama import Llama, LlamaConfig
 
 INT4 = lb.Int4WeightOnly(32)
@@ -549,10 +550,11 @@ def test_a_tail_that_writes_to_its_input() -> None:
 
 
 class Passes(nn.Module):
-    """A block that counts the runs beyond `two`. It calls `three` as often as the batch has parts, and once more if
-    `one` is rounded and `grows`. `catches`: what it does after an error."""
+    """A block that counts the runs beyond `two`, which it calls once more for batches of so many rows. It calls `three`
+    as often as the batch has parts, and once more if `one` is rounded and `grows`. `catches`: what it does after an
+    error."""
 
-    grows, catches = False, ""
+    grows, rows, catches = False, 0, ""
 
     def __init__(self) -> None:
         super().__init__()
@@ -571,6 +573,8 @@ class Passes(nn.Module):
             y = self.two(self.one(x).relu())
         self.calls[0] += 1
         parts += self.grows and type(self.one.weight) is not nn.Parameter
+        if len(x) == self.rows:
+            y = y + self.two(x)
         return x + sum(self.three(y.tanh() + i) for i in range(parts))
 
 
@@ -613,6 +617,54 @@ def test_a_run_ends_with_the_last_product_that_it_waits_for(
     # count the products of all groups.
     found = [model.blocks[1].calls[0] for model in (early, whole)]
     assert found == [7 if asymmetric else 10, 13]
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_the_stream_in_high_precision_runs_whole_once_a_block(
+    learns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first block counts the products for those that are like it; what the last run gives goes to the next one."""
+    whole: list[int] = []
+    forward = Passes.forward
+
+    def ran(self: Passes, x: Tensor, parts: int) -> Tensor:
+        y = forward(self, x, parts)
+        whole.append(self.number)
+        return y
+
+    batches = [{"x": torch.randn(9, 64), "parts": 2} for _ in range(3)]
+    models = [Chain(), Chain()]
+    steps = [GPTQ(), *([LearnedRounding(0)] if learns else [])]
+    for model in models:
+        for i, block in enumerate(model.blocks):
+            block.number = i
+    with monkeypatch.context() as patch:
+        patch.setattr(Passes, "forward", ran)
+        report = lb.calibrate(models[0], INT4, batches, blocks=models[0].blocks, steps=steps)
+    # Three runs capture the inputs, one finds the groups, three count, three and three go on to the next block.
+    losses = 3 * learns
+    assert whole.count(0) == 3 + 1 + 3 + 3 + 3 + losses
+    assert whole.count(1) == 1 + 3 + 3 + losses
+    assert not any("another number" in note for note in report.notes)
+    with monkeypatch.context() as patch:
+        patch.setattr(Place, "_foresee", lambda *_: None)
+        lb.calibrate(models[1], INT4, batches, blocks=models[1].blocks, steps=steps)
+    assert same(*models)
+
+
+@pytest.mark.parametrize("asymmetric", [0.0, 1.0])
+def test_a_block_that_multiplies_more_often_than_the_one_before_it_is_named(
+    asymmetric: float,
+) -> None:
+    model = Chain()
+    model.blocks[1].rows = 7
+    batches = [{"x": torch.randn(rows, 64), "parts": 1} for rows in (9, 7)]
+    report = lb.calibrate(
+        model, INT4, batches, blocks=model.blocks, steps=[GPTQ(asymmetric=asymmetric)]
+    )
+    assert report.layers["blocks.1.two.weight"].rows == (16 if asymmetric else 23)
+    found = [note for note in report.notes if note.startswith("blocks.1.two.weight: a batch")]
+    assert len(found) == bool(asymmetric)
 
 
 def test_a_model_that_catches_the_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ class Group:
         moments: the sums over the inputs of each.
         products: of these weights in each batch, by its number, once they were counted. Those of experts are not, since
             weights that are rounded before may send tokens to others.
+        kind: the same for a group of another place that looks like this one.
     """
 
     source: Any
@@ -51,6 +52,7 @@ class Group:
     targets: list[Target]
     moments: list[Moments]
     products: dict[int, int] = field(default_factory=dict)
+    kind: Any = None
 
     @property
     def is_routed(self) -> bool:
@@ -80,25 +82,47 @@ class Place:
         ranks: the processes that calibrate together.
         high: runs a copy that stays in high precision, on the inputs that it has in the model in high precision.
         copies: name of a weight → the weight in that copy.
+        keep: takes what `high` gives for a batch, by its number, in the last of its runs. None: nobody wants it.
+        is_kept: True once `keep` has had all batches.
+        counts: how many products of a group each batch has in earlier places of this kind, by what the groups look
+            like. With `keep`, where all groups are alike, runs end early from the first on. The last runs of `high` are
+            whole, and tell whether that was right.
+        varied: names of weights for which it was not.
     """
 
     run: Callable[[int], Any]
     masks: Sequence[Tensor | None]
     ranks: Ranks
     high: Callable[[int], Any] | None = None
-    copies: dict[str, Target] | None = None
+    copies: dict[str, Target] = field(default_factory=dict)
+    keep: Callable[[int, Any], None] | None = None
+    is_kept: bool = False
+    counts: dict[Any, int] = field(default_factory=dict)
+    varied: set[str] = field(default_factory=set)
+    _last: Group | None = None
+    """The group with which `keep` gets what it takes."""
+    _taken: list[tuple[set[str], int]] = field(default_factory=list)
+    """Names of groups, and their products by `counts`. Of the last group each run of `high` counts them anew."""
 
     def groups(self, targets: list[Target], needs: Needs) -> Iterator[Group]:
         """The weights in the order of their calls, each group with the sums over its inputs at this time. `targets` is
         emptied, so that the weights of a group can be freed."""
         found = self._ordered(targets, needs)
         targets.clear()
+        products = [(group.kind, group.products) for group in found]
         while found:
             group = found.pop(0)
             if group.source is not None:
                 self._collect([group, *found], needs)
             group.source = None
             yield group
+        if self.varied:
+            self.counts.clear()
+            return
+        for kind, own in products:
+            counts = set(own.values())
+            if len(own) == len(self.masks) and len(counts) == 1 and counts != {0}:
+                self.counts[kind] = counts.pop()
 
     def _ordered(self, targets: list[Target], needs: Needs) -> list[Group]:
         """The groups, from the calls in the first batches, as many as it takes to see every weight."""
@@ -134,7 +158,29 @@ class Place:
                 Moments(shape_of_blocks(t), t.weight.device, needs.full, needs.pairs) for t in rest
             ]
             groups.append(Group(None, set(), rest, never))
+        self._foresee([group for group in groups if group.source is not None], targets, calls)
         return groups
+
+    def _foresee(
+        self, groups: Sequence[Group], targets: Sequence[Target], calls: dict[int, int]
+    ) -> None:
+        """Find the last group, and the products of groups that are like those of an earlier place.
+
+        `calls`: by number of the target, in the batches that ran."""
+        number = {id(target): i for i, target in enumerate(targets)}
+        for at, group in enumerate(groups):
+            shapes = tuple(tuple(shape_of_blocks(t)) for t in group.targets)
+            group.kind = at, shapes, tuple(calls[number[id(t)]] for t in group.targets)
+        # Sums that weights share may have to be found again, by another run.
+        if self.keep is None or not groups or len({*groups[-1].moments}) < len(groups[-1].moments):
+            return
+        self._last = groups[-1]
+        counted = [group for group in groups if not group.is_routed]
+        if all(group.kind in self.counts for group in counted):
+            for group in counted:
+                count = self.counts[group.kind]
+                group.products = dict.fromkeys(range(len(self.masks)), count)
+                self._taken += [(group.names, count)] if group is not self._last else []
 
     def _called(self, targets: Sequence[Target]) -> dict[int, tuple[int, bool, int]]:
         """Of each weight that is called, in this order: the number of the tensor that it multiplies, whether that is a
@@ -180,7 +226,8 @@ class Place:
         lead_of = {i: leads[id(m)] for i, m in enumerate(group.moments)}
         sharing = {i for pair in lead_of.items() if pair[0] != pair[1] for i in pair}
         multiplied: dict[int, list[Any]] = {}
-        alike = True
+        alike, ends = True, group is self._last
+        has_pairs = any(m.pairs for m in group.moments)
 
         def remember(index: int, matrix: int, matrices: int, rows: Tensor, source: Any) -> None:
             moments = group.moments[index]
@@ -202,12 +249,30 @@ class Place:
         for number, mask in enumerate(self.masks):
             high.clear()
             multiplied = {i: [] for i in sharing}
-            if needs.pairs and self.high is not None:
+            if ends:
+                self._end(number, mask, remember, group)
+            elif has_pairs and self.high is not None:
                 self._watched(self.high, number, mask, remember, groups, self.copies)
             self._watched(self.run, number, mask, count, groups)
             numbers = {i: list(map(id, sources)) for i, sources in multiplied.items()}
             alike = alike and all(numbers[i] == numbers[lead_of[i]] for i in sharing)
+        self.is_kept = self.is_kept or ends
         return alike
+
+    def _end(self, number: int, mask: Tensor | None, seen: Seen, group: Group) -> None:
+        """Run `high` on a batch for the last time, for the last group and for `keep`."""
+        assert self.high is not None and self.keep is not None
+        names = list(dict.fromkeys([*(t.owners[0].fqn for t in group.targets), *self.copies]))
+        watch = Watch([self.copies[n] for n in names], seen, mask, None, len(group.targets))
+        with watch:
+            found = self.high(number)
+        self.keep(number, found)
+        products = dict(zip(names, watch.products, strict=True))
+        if not group.is_routed:
+            group.products[number] = sum(products[n] for n in group.names)
+        for own, count in self._taken:
+            if sum(products[n] for n in own) != count:
+                self.varied |= own
 
     def _watched(
         self,

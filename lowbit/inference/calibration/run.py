@@ -137,6 +137,8 @@ class Run:
         """The steps of each weight, as the report names them."""
         self.joint: dict[str, Tensor] = {}
         """What the scales of siblings share, by the name of each weight."""
+        self.varied: list[str] = []
+        """Weights that some batch multiplies more often than was foreseen."""
         self.advance: Callable[[int], None] = lambda count: None
 
     def check_without_data(self) -> None:
@@ -197,6 +199,11 @@ class Run:
         if pruned := [layer.name for layer in layers if layer.zeros]:
             dense = len(layers) - len(pruned)
             found.append(f"pruned to 2 of 4 inputs: {_some(pruned)}; left dense: {dense}")
+        if self.varied:
+            found.append(
+                f"{_some(self.varied)}: a batch multiplies them another number of times than the block before did, so "
+                "that not all of their inputs were counted; blocks=[] and GPTQ(asymmetric=0) count all"
+            )
         short = [layer.name for layer in layers if layer.has_few_rows]
         if short and any(step.needs == "full" for step in self.steps):
             found.append(
@@ -223,6 +230,7 @@ class Run:
         elif isinstance(stage, Block):
             self._learn(stage)
         elif isinstance(stage, Left):
+            self.varied += sorted(stage.varied)
             if not self.over_model:
                 self._replace()
                 self.memory.finish(stage.place)
@@ -325,7 +333,7 @@ class Run:
         with originals(own):
             if block.keep is None:
                 block.vectors = [(p, p.data) for p in block.module.parameters() if p.ndim < 2]
-            else:
+            elif block.targets is None:
                 found = (output_tensor(block.high(i)) for i in range(block.count))
                 block.targets = block.keep(found)
         if own:

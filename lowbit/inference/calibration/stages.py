@@ -16,7 +16,7 @@ chain is one block. Where `Memory` streams the weights, one block of the model i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -52,9 +52,11 @@ class Entered:
 
 
 class Left(NamedTuple):
-    """All weights of a place are rounded. `place`: "before" or "after" the blocks, or the number of one."""
+    """All weights of a place are rounded. `place`: "before" or "after" the blocks, or the number of one; `varied`:
+    `Place.varied`."""
 
     place: str
+    varied: Collection[str] = ()
 
 
 class Memory:
@@ -135,8 +137,9 @@ def walk(
         yield from _before(states, before, needs, masks, memory)
         states.again()
     memory.drop(None)
+    counts: dict[type, dict[Any, int]] = {}
     for at, own in enumerate(inside):
-        yield from _block(states, at, own, needs, masks, memory)
+        yield from _block(states, at, own, needs, masks, memory, counts)
     memory.bring(None)
     yield from _after(states, after, needs, masks)
 
@@ -196,8 +199,9 @@ def _block(
     needs: Needs,
     masks: Sequence[Tensor | None],
     memory: Memory,
+    counts: dict[type, dict[Any, int]],
 ) -> Iterator[Stage]:
-    """The weights of a block, which then runs on all batches."""
+    """The weights of a block, which then runs on all batches. `counts`: `Place.counts` by the class of the block."""
     block, place = states.blocks[at], str(at)
     is_finished = memory.is_finished(place)
 
@@ -220,6 +224,8 @@ def _block(
         if twin is not None:
             inside.copies = _copies(block, twin, targets)
             inside.high = lambda i: states.run(at, twin, states.high[i], i)
+            inside.keep = states.high.__setitem__
+            inside.counts = counts.setdefault(type(block), {})
         yield from inside.groups(targets, needs)
         if needs.blocks:
             own = Block(
@@ -232,12 +238,13 @@ def _block(
                 masks,
             )
             own.keep = states.kept
+            own.targets = states.high if inside.is_kept else None
             yield own
             assert own.targets is not None
             states.high = own.targets
-        elif twin is not None:
+        elif twin is not None and not inside.is_kept:
             states.advance(states.high, at, twin)
-        yield Left(place)
+        yield Left(place, inside.varied)
     states.advance(states.low, at, block)
     memory.drop(block)
 
