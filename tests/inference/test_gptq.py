@@ -176,7 +176,9 @@ def layer_of(
     inputs: list[tuple[int, Tensor, Tensor | None]],
     **options: bool,
 ) -> Layer:
+    by_weight = options.pop("by_weight", False)
     moments = Moments(weight.shape, torch.device("cpu"), True, **{"pairs": False, **options})
+    moments.weight = weight if by_weight else None
     for index, x, high in inputs:
         moments.add(index, x, high, len(weight) if weight.ndim == 3 else 1)
     return Layer("weight", weight, scheme.weight, torch.float32, moments)
@@ -184,9 +186,9 @@ def layer_of(
 
 @pytest.mark.parametrize("share", [1.0, 0.4])
 @pytest.mark.parametrize("act_order", [True, False])
-@pytest.mark.parametrize("rows", [300, 20])
+@pytest.mark.parametrize(("rows", "by_weight"), [(300, False), (20, False), (300, True)])
 def test_asymmetric_equals_least_squares_column_by_column(
-    share: float, act_order: bool, rows: int
+    share: float, act_order: bool, rows: int, by_weight: bool
 ) -> None:
     """The objective of GPTAQ: after each column that is rounded, the free ones are those with the least Σ ‖Q x̂ − W x‖²
     + λ ‖Q − W‖², by the normal equations in float64. With 20 rows the Hessian has no full rank."""
@@ -194,7 +196,7 @@ def test_asymmetric_equals_least_squares_column_by_column(
     moved = x + 0.2 * uneven(rows, SIZES[1]).roll(1, 0)
     torch.manual_seed(2)
     weight, scheme = torch.randn(SIZES) / 10, lb.IntxWeightOnly(3, 32, "symmetric")
-    layer = layer_of(weight, scheme, [(0, moved, x)], pairs=True)
+    layer = layer_of(weight, scheme, [(0, moved, x)], pairs=True, by_weight=by_weight)
     step = GPTQ(act_order=act_order, asymmetric=share)
     step.apply(layer)
     own, hat, w = x.double(), moved.double(), weight.double()
@@ -218,6 +220,8 @@ def test_asymmetric_equals_least_squares_column_by_column(
     rounded = layer.rounded(layer.qparams).double()
     lost = [float((hat @ t.T - own @ w.T).norm()) for t in (layer.values.double(), rounded)]
     assert lost[0] < lost[1]
+    whole = float((hat @ w.T).norm())
+    assert layer.error(layer.values) == pytest.approx((lost[0] / whole) ** 2, rel=1e-3)
 
 
 def test_the_hessian_of_a_tied_embedding() -> None:

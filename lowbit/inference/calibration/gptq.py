@@ -38,7 +38,6 @@ from lowbit.inference.calibration.columns import (
     by_columns,
     pruned_by_columns,
 )
-from lowbit.inference.calibration.inputs import product
 from lowbit.inference.calibration.search import searched
 from lowbit.inference.calibration.step import Layer, Step, by_rows, check_share, of_parts
 from lowbit.inference.calibration.sweeps import Swept, sweep
@@ -95,7 +94,7 @@ class GPTQ(Step):
                 factor = self._factor(part.hessian, mask)
             w = layer.weight[part.at]
             if factor is not None and part.cross is not None and is_corrected:
-                w += self.asymmetric * factor.solved(product(original[part.at], part.cross))
+                w += self.asymmetric * factor.solved(part.cross)
             if mask is not None:
                 if self.sweeps:
                     aims = original.clone() if aims is original else aims

@@ -37,7 +37,9 @@ class Moments:
         full: True if `square` is all of H, False if its diagonal.
         square: float32 [E, K, K] or [E, K], of E matrices: experts, the groups of a convolution, or one.
         cross, drift: float32 [E, K, K], Σ (x − x̂) x̂ᵀ and Σ (x − x̂) (x − x̂)ᵀ, where x is the input in high precision
-            and x̂ that of the rounded model, which `square` is about. None without pairs.
+            and x̂ that of the rounded model, which `square` is about. With `weight` instead what a layer reads of them,
+            W Σ (x − x̂) x̂ᵀ, float32 [E, N, K], and Σ ‖W (x − x̂)‖², float64 [E]. None without pairs.
+        weight: W [E · N, K] of the only weight, where N <= K makes that less work; None: that of `cross` and `drift`.
         rows: int64 [E], the input rows that each matrix saw.
         looked_up: rows that an embedding read.
         once: True if a batch multiplies the weight once.
@@ -57,6 +59,7 @@ class Moments:
         self.square: Tensor | None = None
         self.cross: Tensor | None = None
         self.drift: Tensor | None = None
+        self.weight: Tensor | None = None
         self.stack = len(shape) == 3
         self.matrices = shape[0] if self.stack else 1
         self.rows = [0] * self.matrices
@@ -100,15 +103,30 @@ class Moments:
             return
         _add_product(self.square[index], x, x)
         if self.pairs and high is not None and high.shape == x.shape:
-            if self.cross is None or self.drift is None:
-                self.cross, self.drift = self._zeros(), self._zeros()
+            cross, drift = self._pairs()
             apart = high.to(self._device) - x
-            _add_product(self.cross[index], apart, x)
-            _add_product(self.drift[index], apart, apart)
+            if self.weight is None:
+                _add_product(drift[index], apart, apart)
+            else:
+                w = self.weight.unflatten(0, (self.matrices, -1))[index]
+                apart = F.linear(apart, w.to(self._device, apart.dtype))
+                drift[index] += torch.linalg.vector_norm(apart, dtype=torch.float64).square()
+            _add_product(cross[index], apart, x)
 
     def _zeros(self) -> Tensor:
         shape = (self.matrices, self.size, *((self.size,) if self.full else ()))
         return torch.zeros(shape, dtype=torch.float32, device=self._device)
+
+    def _pairs(self) -> tuple[Tensor, Tensor]:
+        """`cross` and `drift`, at first zeros."""
+        if self.cross is None or self.drift is None:
+            self.cross, self.drift = self._zeros(), self._zeros()
+            if self.weight is not None:
+                self.cross = self.cross.new_zeros(
+                    self.matrices, -(-len(self.weight) // self.matrices), self.size
+                )
+                self.drift = self.drift.new_zeros(self.matrices, dtype=torch.float64)
+        return self.cross, self.drift
 
     def add_up(self, ranks: Ranks) -> None:
         """Add the sums of all processes."""
@@ -124,9 +142,7 @@ class Moments:
         self.square = self._zeros() if self.square is None else self.square
         ranks.add_up(self.square)
         if any(has_pairs for _, _, _, has_pairs, _ in found):
-            if self.cross is None or self.drift is None:
-                self.cross, self.drift = self._zeros(), self._zeros()
-            ranks.add_up(self.cross, self.drift)
+            ranks.add_up(*self._pairs())
 
     @property
     def total(self) -> int:
@@ -141,10 +157,21 @@ class Moments:
     def rotated(self, size: int) -> Moments:
         """The sums over the same inputs, rotated in blocks of `size`. Needs `full`."""
         made = copy.copy(self)
-        for name in ("square", "cross", "drift"):
+        names = ("square", "cross", "drift") if self.weight is None else ("square",)
+        for name in names:
             t = getattr(self, name)
             setattr(made, name, None if t is None else rotated_blocks(t, size, (-2, -1)))
+        if self.weight is not None and self.cross is not None:
+            made.cross = rotated_blocks(self.cross, size)
         return made
+
+    def pair(self, index: int, w: Tensor) -> tuple[Tensor, float] | None:
+        """W Σ (x − x̂) x̂ᵀ, float32 [N, K], and Σ ‖W (x − x̂)‖² of a matrix W [N, K]; None without pairs."""
+        if self.cross is None or self.drift is None:
+            return None
+        if self.weight is not None:
+            return self.cross[index], float(self.drift[index])
+        return product(w, self.cross[index]), energy(w, self.drift[index])
 
     def hessian(self, index: int) -> Tensor | None:
         """H [K, K], or its diagonal [K], of one matrix; None if none saw an input. With an embedding beside it, the sum
@@ -190,6 +217,15 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     for pair in ((lows[0], highs[1]), highs):
         found = torch.addmm(found, *pair, out_dtype=torch.float32)
     return found
+
+
+def energy(w: Tensor, hessian: Tensor | None) -> float:
+    """Σ ‖w x‖² for this Σ x xᵀ [K, K], or its diagonal [K]; None: for independent x."""
+    if hessian is None:
+        return float(w.square().sum(dtype=torch.float64))
+    if hessian.ndim == 1:
+        return float((w.square() * hessian).sum(dtype=torch.float64))
+    return float((product(w, hessian) * w).sum(dtype=torch.float64))
 
 
 Seen = Callable[[int, int, int, Any, Any], None]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lowbit.convert import Target, of_any_expert, shape_of_blocks
+from lowbit.convert import Target, is_turned, of_any_expert, shape_of_blocks
 from lowbit.inference.calibration.inputs import Moments, Seen, Watch
 from lowbit.inference.calibration.ranks import Ranks
 
@@ -67,6 +67,19 @@ class Group:
         counts = set(self.products.values())
         return self.products.get(batch) if len(counts) == 1 and counts != {0} else None
 
+    def give_weights(self) -> None:
+        """Give their weights to sums that are of one weight with no more outputs than inputs."""
+        for target, moments in zip(self.targets, self.moments, strict=True):
+            shape = shape_of_blocks(target)
+            if (
+                moments.pairs
+                and len(shape) == 2
+                and shape[0] <= shape[1]
+                and self.moments.count(moments) == 1
+            ):
+                plain = target.weight.detach()
+                moments.weight = plain.mT if is_turned(target) else plain.reshape(shape)
+
     def twin(self, size: int) -> Moments | None:
         """The sums of a weight that multiplies the same tensor."""
         return next((m for m in self.moments if m.once and m.size == size), None)
@@ -109,6 +122,8 @@ class Place:
         emptied, so that the weights of a group can be freed."""
         found = self._ordered(targets, needs)
         targets.clear()
+        for group in found:
+            group.give_weights()
         products = [(group.kind, group.products) for group in found]
         while found:
             group = found.pop(0)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lowbit.convert import Target
 from lowbit.inference.calibration.batches import Batches
-from lowbit.inference.calibration.inputs import Moments, product
+from lowbit.inference.calibration.inputs import Moments, energy
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.frozen.rotated_tensor import rotated_blocks
 
@@ -44,13 +44,15 @@ class Part(NamedTuple):
     Attributes:
         at: its place among the layer's rows: an expert of a stack, or the rows of one group of a convolution.
         hessian: float32 [K, K], or its diagonal [K]; None if no input reached the matrix.
-        cross, drift: those of `Moments`, float32 [K, K]; None without pairs.
+        cross: W Σ (x − x̂) x̂ᵀ, float32 [N, K], of the original weight, its inputs x in the model in high precision and x̂
+            in the rounded model; None without pairs.
+        drift: Σ ‖W (x − x̂)‖².
     """
 
     at: int | slice
     hessian: Tensor | None
     cross: Tensor | None
-    drift: Tensor | None
+    drift: float
 
 
 @dataclass
@@ -87,8 +89,12 @@ class Layer:
     is_compressed: bool = False
     is_embedding: bool = False
     original: Tensor = field(init=False, repr=False)
-    _energies: tuple[float, float] | None = field(default=None, init=False, repr=False)
-    """Σ ‖W (x − x̂)‖² and Σ ‖W x̂‖²."""
+    _pairs: dict[int, tuple[Tensor, float] | None] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    """`Moments.pair` of each matrix."""
+    _energy: float | None = field(default=None, init=False, repr=False)
+    """Σ ‖W x̂‖²."""
 
     def __post_init__(self) -> None:
         self.original = self.weight
@@ -101,7 +107,8 @@ class Layer:
         self.weight = self.original = rotated_blocks(self.weight, size)
         self.moments = self.moments.rotated(size)
         self.rotation = size
-        self._energies = None
+        self._energy = None
+        self._pairs.clear()
         if self.joint is not None:
             self.joint = self.spec.joint_part([self.weight], torch.float32)
 
@@ -133,8 +140,9 @@ class Layer:
             if self.weight.ndim == 2:
                 rows = self.weight.shape[0] // count
                 index = slice(i * rows, (i + 1) * rows)
-            cross, drift = (None if t is None else t[i] for t in (moments.cross, moments.drift))
-            yield Part(index, moments.hessian(i), cross, drift)
+            if i not in self._pairs:
+                self._pairs[i] = moments.pair(i, self.original[index])
+            yield Part(index, moments.hessian(i), *(self._pairs[i] or (None, 0.0)))
 
     def importance(self) -> Tensor | None:
         """The diagonal of each Hessian, broadcastable to the weight; None if no input reached the layer."""
@@ -158,23 +166,15 @@ class Layer:
     def error(self, values: Tensor) -> float:
         """Σ ‖Q x̂ − W x‖² / Σ ‖W x̂‖² over the inputs x̂ of the rounded model, where x = x̂ without pairs. Over
         independent inputs where none was seen."""
-        if self._energies is None:
-            self._energies = 0.0, 0.0
-            for part in self.parts():
-                w = self.original[part.at]
-                drift = 0.0 if part.cross is None else _energy(w, part.drift)
-                self._energies = (
-                    self._energies[0] + drift,
-                    self._energies[1] + _energy(w, part.hessian),
-                )
-        wrong, whole = self._energies
+        if self._energy is None:
+            self._energy = sum(energy(self.original[p.at], p.hessian) for p in self.parts())
+        wrong = 0.0
         for part in self.parts():
-            w = self.original[part.at]
-            moved = values[part.at] - w
-            wrong += _energy(moved, part.hessian)
+            moved = values[part.at] - self.original[part.at]
+            wrong += part.drift + energy(moved, part.hessian)
             if part.cross is not None:
-                wrong -= 2 * float((product(w, part.cross) * moved).sum(dtype=torch.float64))
-        return max(wrong, 0.0) / whole if whole else 0.0
+                wrong -= 2 * float((part.cross * moved).sum(dtype=torch.float64))
+        return max(wrong, 0.0) / self._energy if self._energy else 0.0
 
 
 def of_parts(layer: Layer, each: Sequence[Tensor]) -> Tensor:
@@ -183,15 +183,6 @@ def of_parts(layer: Layer, each: Sequence[Tensor]) -> Tensor:
     if layer.weight.ndim == 3:
         return found.unsqueeze(1)
     return found.repeat_interleave(layer.weight.shape[0] // len(found), 0)
-
-
-def _energy(w: Tensor, hessian: Tensor | None) -> float:
-    """Σ ‖w x‖² for this Σ x xᵀ."""
-    if hessian is None:
-        return float(w.square().sum(dtype=torch.float64))
-    if hessian.ndim == 1:
-        return float((w.square() * hessian).sum(dtype=torch.float64))
-    return float((product(w, hessian) * w).sum(dtype=torch.float64))
 
 
 def by_rows(t: Tensor, spec: Spec, shape: tuple[int, ...]) -> Tensor:
