@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import lowbit as lb
-from lowbit.inference import GPTQ, Search
+from lowbit.inference import GPTQ, Rotate, Search
 from lowbit.inference.calibration.columns import Factor
 from lowbit.inference.calibration.inputs import Moments, product
 from lowbit.inference.calibration.step import Layer
+from lowbit.tensor.frozen.rotated_tensor import rotated_blocks
 from tests.schemes import SCHEMES, over
 
 SIZES = (24, 96)
@@ -303,6 +304,39 @@ def test_weights_that_share_an_input_in_some_batches(kind: str) -> None:
     for name in ("q", "k"):
         a, b = (getattr(m, name).weight.dequantize() for m in made)
         assert torch.equal(a, b), name
+
+
+def test_sums_that_weights_share_are_factored_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, begin = [], Factor.__init__
+    monkeypatch.setattr(Factor, "__init__", lambda self, *a: made.append(1) or begin(self, *a))
+    for steps, count in (([GPTQ()], 1), ([Rotate(folded=False), GPTQ()], 2)):
+        made.clear()
+        batches = [{"x": uneven(200, 96), "kind": "same"}]
+        lb.calibrate(Switching(), lb.IntxWeightOnly(3, 32), batches, steps=steps)
+        assert len(made) == count
+
+
+@pytest.mark.parametrize("matrices", [1, 2])
+def test_what_the_second_stream_adds_is_the_same_by_either_way(matrices: int) -> None:
+    """By the weight, and by sums that any weight reads; of rotated inputs too; against float64."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(6, 64), torch.randn(matrices, 50, 64)
+    high = x + torch.randn_like(x) / 8
+    ways = [Moments(weight.shape, torch.device("cpu"), True, True) for _ in range(2)]
+    ways[1].weight = weight
+    for moments in ways:
+        for index in range(matrices):
+            for rows in (slice(20), slice(20, None)):
+                moments.add(index, x[index, rows], high[index, rows], matrices)
+    for size in (1, 32):
+        turned = rotated_blocks(weight, size).double().chunk(matrices)
+        for index, w in enumerate(turned):
+            hat, own = (rotated_blocks(t[index], size).double() for t in (x, high))
+            moved = (own - hat) @ w.T
+            for moments in ways:
+                cross, drift = moments.rotated(size).pair(index, w.float())
+                torch.testing.assert_close(cross.double(), moved.T @ hat, rtol=1e-5, atol=1e-4)
+                assert drift == pytest.approx(float(moved.square().sum()), rel=1e-5)
 
 
 @pytest.mark.parametrize("scales", ["searched", "minmax"])

@@ -91,7 +91,7 @@ class GPTQ(Step):
             factor = None  # one at a time
             is_corrected = self.asymmetric > 0 and part.cross is not None
             if part.hessian is not None and (is_searched or is_corrected or mask is not None):
-                factor = self._factor(part.hessian, mask)
+                factor = self._factor(layer, part.hessian)
             w = layer.weight[part.at]
             if factor is not None and part.cross is not None and is_corrected:
                 w += self.asymmetric * factor.solved(part.cross)
@@ -114,8 +114,15 @@ class GPTQ(Step):
         layer.values = self._rounded(layer, layer.weight if mask is None else aims, factor)
         layer.weight = given
 
-    def _factor(self, hessian: Tensor, mask: Tensor | None) -> Factor:
-        return Factor(hessian, self.damping, self.act_order, 1 if mask is None else OF_FOUR)
+    def _factor(self, layer: Layer, hessian: Tensor) -> Factor:
+        how = self.damping, self.act_order, 1 if layer.mask is None else OF_FOUR
+        made = layer.moments.shared
+        if made is None:
+            return Factor(hessian, *how)
+        if how not in made:
+            made[how] = Factor(hessian, *how)
+        found: Factor = made[how]
+        return found
 
     def _rounded(self, layer: Layer, aims: Tensor, factor: Factor | None) -> Tensor:
         """`aims`: the weight whose outputs the result is to have; `factor`: of the only matrix, if it was made."""
@@ -129,7 +136,7 @@ class GPTQ(Step):
         for at, hessian, *_ in layer.parts():
             if hessian is None:
                 continue
-            factor = factor or self._factor(hessian, layer.mask)
+            factor = factor or self._factor(layer, hessian)
             own, own_zero = scale[at], None if zero is None else zero[at]
             mask = None if layer.mask is None else layer.mask[at]
             grid = Grid(layer.spec, own, own_zero)

@@ -43,6 +43,7 @@ class Moments:
         rows: int64 [E], the input rows that each matrix saw.
         looked_up: rows that an embedding read.
         once: True if a batch multiplies the weight once.
+        shared: what steps made of these sums, for the weights that share them; None: they are of one weight.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Moments:
         self.cross: Tensor | None = None
         self.drift: Tensor | None = None
         self.weight: Tensor | None = None
+        self.shared: dict[Any, Any] | None = None
         self.stack = len(shape) == 3
         self.matrices = shape[0] if self.stack else 1
         self.rows = [0] * self.matrices
@@ -157,6 +159,7 @@ class Moments:
     def rotated(self, size: int) -> Moments:
         """The sums over the same inputs, rotated in blocks of `size`. Needs `full`."""
         made = copy.copy(self)
+        made.shared = None
         names = ("square", "cross", "drift") if self.weight is None else ("square",)
         for name in names:
             t = getattr(self, name)

@@ -67,16 +67,13 @@ class Group:
         counts = set(self.products.values())
         return self.products.get(batch) if len(counts) == 1 and counts != {0} else None
 
-    def give_weights(self) -> None:
-        """Give their weights to sums that are of one weight with no more outputs than inputs."""
+    def complete(self) -> None:
+        """Tell the sums whether they are of one weight alone, and which, if it has no more outputs than inputs."""
         for target, moments in zip(self.targets, self.moments, strict=True):
             shape = shape_of_blocks(target)
-            if (
-                moments.pairs
-                and len(shape) == 2
-                and shape[0] <= shape[1]
-                and self.moments.count(moments) == 1
-            ):
+            if self.moments.count(moments) > 1:
+                moments.shared = {}
+            elif moments.pairs and len(shape) == 2 and shape[0] <= shape[1]:
                 plain = target.weight.detach()
                 moments.weight = plain.mT if is_turned(target) else plain.reshape(shape)
 
@@ -123,7 +120,7 @@ class Place:
         found = self._ordered(targets, needs)
         targets.clear()
         for group in found:
-            group.give_weights()
+            group.complete()
         products = [(group.kind, group.products) for group in found]
         while found:
             group = found.pop(0)
