@@ -266,6 +266,11 @@ def test_tensors_of_a_gpu_in_host_memory() -> None:
     assert held[0].stride() == first.stride()
     held[0] = second
     assert held[0].data_ptr() == place and torch.equal(held[0].cuda(), second)
+    large, wanted = torch.zeros(2**26, device="cuda"), torch.ones(2**26)
+    held.append(large)
+    for _ in range(2):  # the GPU is still at work when the host goes on
+        held[1] = large + torch.eye(3000, device="cuda").matrix_power(2**20)[0, 0]
+        assert torch.equal(held[1], wanted)
     other = InMemory(torch.device("cpu"), held, copy=True)
     assert other[0].is_pinned() and other[0].data_ptr() != place
 

@@ -80,6 +80,8 @@ class InMemory(MutableSequence[Tensor]):
     ) -> None:
         self._device = device
         self._held = [self._taken(t, copy) for t in tensors]
+        self._written: dict[int, torch.cuda.Event] = {}
+        """By the address of host memory: when a GPU will have written it."""
 
     def _taken(self, value: Tensor, copy: bool = False) -> tuple[Tensor, bool]:
         """The tensor on the device, and whether nobody else has its memory."""
@@ -90,14 +92,22 @@ class InMemory(MutableSequence[Tensor]):
         return len(self._held)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._held[index][0]
+        held = self._held[index][0]
+        written = self._written.pop(held.data_ptr(), None)
+        if written is not None:
+            written.synchronize()
+        return held
 
     def __setitem__(self, index: Any, value: Any) -> None:
         held, is_own = self._held[index]
-        if is_own and (held.shape, held.dtype) == (value.shape, value.dtype):
-            held.copy_(value)
-        else:
+        if not is_own or (held.shape, held.dtype) != (value.shape, value.dtype):
             self._held[index] = self._taken(value)
+        elif value.is_cuda and held.is_pinned():  # whoever reads it waits, so that the GPU goes on
+            held.copy_(value, non_blocking=True)
+            with torch.cuda.device_of(value):
+                self._written[held.data_ptr()] = torch.cuda.current_stream().record_event()
+        else:
+            held.copy_(value)
 
     def __delitem__(self, index: Any) -> None:
         del self._held[index]
