@@ -240,6 +240,46 @@ def learned_gradients(
     return grad_x.view(grad.shape), grad_scale, grad_zero
 
 
+def descended(
+    grad: Tensor,
+    x: Tensor,
+    spec: Spec,
+    parameters: Qparams,
+    unit: Tensor,
+    rate: float,
+    scale_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """A step of sign descent by one kernel: changes x [..., K] and the parameters of its scales and zero points, and
+    gives x rounded by the new ones. None where no kernel takes it; nothing is changed then.
+
+    Args:
+        grad: of the rounded x.
+        x, parameters, unit: float32, contiguous; `unit`: how far a scale's parameter moves at a rate of 1.
+        spec: of integers.
+        rate: of the step, in steps of the grid.
+        scale_dtype: of scales, where the spec names none.
+        dtype: of the result.
+    """
+    scale_dtype = spec.scale_dtype or scale_dtype
+    fits = isinstance(spec.format, Int) and not spec.rounds_minimum and runs(spec, x)
+    if not fits or x.numel() == 0 or scale_dtype not in FLOATS or not x.is_contiguous():
+        return None
+    scale, zero = _in_blocks(parameters)
+    assert scale is not None
+    values = kernels.fake_quantize.fake_quantize_descent(
+        *(_flat(grad), _flat(x), scale, zero, _flat(unit)),
+        rate=rate,
+        group_size=spec.block_size(x.shape)[-1],
+        grid_name=_grid_name(spec),
+        scale_rate=rate_of(spec),
+        zero_rate=RATE,
+        scale_dtype=scale_dtype,
+        dtype=dtype,
+    )
+    return values.view(x.shape)
+
+
 # ---- differentiable --------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit.inference import GPTQ, LearnedRounding, Search
+from lowbit.inference.calibration import learned_rounding
 from lowbit.inference.calibration.learned_rounding import (
     INSIDE,
     Block,
@@ -20,6 +21,7 @@ from lowbit.inference.calibration.learned_rounding import (
     steps_of,
 )
 from lowbit.tracing.batches import output_tensor
+from lowbit_kernels.runtime import launches
 from tests.inference.test_calibrate import (
     BATCHES,
     INT4,
@@ -30,6 +32,7 @@ from tests.inference.test_calibrate import (
     same,
     tokens,
 )
+from tests.kernels.interpreted import interpreted
 from tests.schemes import SCHEMES, over
 
 INT3 = lb.IntxWeightOnly(3, 32)
@@ -173,6 +176,55 @@ def test_steps_lie_within_cells(scheme: lb.Scheme) -> None:
         moved = spec.quantize(values + sign * steps, qparams=(scale, zero))
         again = spec.dequantize(*moved, w.shape, torch.float32)
         torch.testing.assert_close(again, values, rtol=1e-5, atol=1e-6)
+
+
+FUSED = {
+    "int3": INT3,
+    "asymmetric": lb.IntxWeightOnly(4, 32, "asymmetric"),
+    "values": lb.IntxWeightOnly(2, 32, "float_zero_point"),
+    "rows": lb.Int8WeightOnly(),
+    "float8": lb.Float8WeightOnly(),
+    "nvfp4": lb.NVFP4WeightOnly(),
+}
+
+
+def fused_agree(device: str = "cpu") -> dict[str, tuple[bool, int]]:
+    """For each scheme: whether the kernel gives the bits of PyTorch's operations over a few steps, and its launches.
+    Of a convolution, a stack of experts and a matrix; called where Triton runs."""
+    found = {}
+    for name, scheme in FUSED.items():
+        models, counts = [], []
+        for fused in (True, False):
+            torch.manual_seed(0)
+            model = nn.Sequential(
+                nn.Linear(96, 24), nn.ReLU(), nn.Unflatten(1, (8, 3)), nn.Conv1d(8, 4, 3)
+            )
+            model, x = model.to(device), torch.randn(64, 96, device=device)
+            own = {"3": None if name == "nvfp4" else scheme, "0": scheme}
+            with pytest.MonkeyPatch.context() as patch, launches.counted() as calls:
+                if not fused:
+                    patch.setattr(learned_rounding, "descended", lambda *_: None)
+                steps = [MinMax(), LearnedRounding(3, 64)]
+                lb.calibrate(model, own, [x], steps=steps, blocks=[])
+            counts.append(calls["fake_quantize_descent", "triton"])
+            models.append(model)
+        found[name] = same(*models), counts[0]
+        assert counts[1] == 0
+    return found
+
+
+LAUNCHES = {"float8": 0, "nvfp4": 0}
+
+
+def test_one_kernel_moves_a_weight() -> None:
+    """Interpreted, and to the bit what PyTorch's operations give."""
+    code = "import json; from tests.inference.test_learned_rounding import fused_agree; print(json.dumps(fused_agree()))"
+    assert interpreted(code) == {name: [True, LAUNCHES.get(name, 6)] for name in FUSED}
+
+
+@pytest.mark.gpu
+def test_one_kernel_moves_a_weight_on_a_gpu() -> None:
+    assert fused_agree("cuda") == {name: (True, LAUNCHES.get(name, 6)) for name in FUSED}
 
 
 # ---- models ------------------------------------------------------------------------------------------------------

@@ -36,6 +36,13 @@ c is the code of z, the value that the zero point stands for: 0 for float8 and "
 "half_integer", otherwise mid. With constant codes, the factor inside is the number of steps from z to the value.
 The sums are float32 and deterministic.
 
+`fake_quantize_descent` is a step of sign descent on x, on the parameter p of the scale, and on the parameter q of the
+value that the zero point stands for (`lowbit.numerics.learned_scales`):
+
+    s = p * scale_rate, at least the smallest scale; the zero point from q * zero_rate and s
+    p ← p - rate * unit * sign(grad_scale)            q ← q - rate * unit * scale_rate / zero_rate * sign(grad_zero)
+    x ← x - rate * |s| * sign(grad_x)                 values = x rounded by the new s and zero point
+
 On GPUs a Triton kernel runs: a program computes several short blocks, or one of up to 16,384 elements, and reads each
 element once. It reads longer blocks twice. On a CPU, PyTorch's operations run.
 """
@@ -48,7 +55,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit_kernels.elementwise import fake_quantize_triton
+from lowbit_kernels.elementwise import fake_quantize_descent_triton, fake_quantize_triton
 from lowbit_kernels.elementwise.grid import CODE, FORMATS, MAPPINGS, NO_ZERO, VALUE, Grid
 from lowbit_kernels.quantize.quantize_rowcol_triton import takes
 from lowbit_kernels.runtime.launches import ran
@@ -205,6 +212,96 @@ def fake_quantize_gradients(
     )
 
 
+_PARAMETER = "float32 [R, -(-C // max(group_size, 1))]; contiguous"
+
+
+@op(
+    "empty(dtype, R, C)",
+    grad="float [R, C]",
+    x="float32 [R, C]; contiguous",
+    scale=_PARAMETER,
+    zero=_PARAMETER,
+    unit=_PARAMETER,
+    rules={
+        "_check_learned(Grid.named(grid_name), scale, zero, group_size)": "",
+        "all(t is None or t.is_contiguous() for t in (x, scale, zero, unit))": "x, scale, zero and unit are contiguous",
+    },
+    scale_dtype="float",
+    dtype="float",
+    writes=("x", "scale", "zero"),
+)
+def fake_quantize_descent(
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    unit: Tensor,
+    *,
+    rate: float,
+    group_size: int,
+    grid_name: str,
+    scale_rate: float,
+    zero_rate: float,
+    scale_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> Tensor:
+    """One step of sign descent, as the module describes it: changes x, scale and zero, and gives the values [R, C].
+
+    Args:
+        grad: gradient of the values that `x`, `scale` and `zero` give, float32, bfloat16 or float16 [R, C].
+        x: float32 [R, C].
+        scale, zero: p and q, float32 [R, ceil(C / G)]; zero is None unless the mapping chooses zero points.
+        unit: how far p moves at a rate of 1, float32 [R, ceil(C / G)].
+        rate: of the step, in steps of the grid.
+        group_size: G.
+        grid_name: `Grid.name` of a grid of integers.
+        scale_rate, zero_rate: powers of two.
+        scale_dtype: the dtype that scales, and zero points that are values, are rounded to.
+        dtype: of the values.
+
+    Raises:
+        TypeError: a dtype other than those above.
+        ValueError: a grid of float8 or an unknown one, shapes that do not fit each other, or strided parameters.
+    """
+    grid = Grid.named(grid_name)
+    rates = scale_rate, zero_rate
+    found = _of_parameters(scale, zero, grid, rates, scale_dtype)
+    grads = fake_quantize_gradients.reference(grad, x, *found, group_size, grid_name)
+    of_x, of_scale, of_zero = (g.float().sign() for g in grads)
+    scale.sub_(of_scale * (unit * rate))
+    if zero is not None:
+        zero.sub_(of_zero * (unit * (rate * scale_rate / zero_rate)))
+    steps = (found[0].float().abs() * rate).repeat_interleave(group_size, 1)[:, : x.shape[1]]
+    x.sub_(of_x * steps)
+    found = _of_parameters(scale, zero, grid, rates, scale_dtype)
+    blocks = _rounded_blocks(_blocks(x, group_size), *found, grid)[2]
+    return blocks.flatten(1)[:, : x.shape[1]].to(dtype).contiguous()
+
+
+def _of_parameters(
+    scale: Tensor,
+    zero: Tensor | None,
+    grid: Grid,
+    rates: tuple[float, float],
+    scale_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point of their parameters."""
+    s, least = scale.to(scale_dtype) * rates[0], _smallest(scale_dtype)
+    s = s.abs().clamp(min=least).copysign(s)
+    if grid.mapping == "half_integer":
+        half = (s.float() * 0.5).to(scale_dtype)
+        half = torch.where(half == 0, torch.full_like(half, least).copysign(s), half)
+        return half * 2, half
+    if zero is None:
+        middle = torch.full_like(s, grid.mid, dtype=FORMATS[grid.format])
+        return s, middle if grid.zero == CODE else None
+    value = zero.to(scale_dtype) * rates[1]
+    if grid.mapping == "float_zero_point":
+        return s, value
+    steps = (-value.double() / s.double()).float().round().nan_to_num(0.0, torch.inf, -torch.inf)
+    return s, steps.clamp(grid.low, grid.high).to(FORMATS[grid.format])
+
+
 def _no_zero(x: Tensor) -> Tensor:
     return x.new_empty(0, dtype=torch.int8)
 
@@ -353,6 +450,31 @@ def _launch_gradients(
     )
 
 
+@fake_quantize_descent.kernel
+def _launch_descent(
+    grad,
+    x,
+    scale,
+    zero,
+    unit,
+    rate,
+    group_size,
+    grid_name,
+    scale_rate,
+    zero_rate,
+    scale_dtype,
+    dtype,
+) -> Tensor | None:
+    grid = Grid.named(grid_name)
+    if not _runs_triton(x, grid, group_size):
+        return None
+    ran("fake_quantize_descent", "triton")
+    return fake_quantize_descent_triton.descend(
+        *(grad, x, scale, zero, unit, rate, rate * scale_rate / zero_rate),
+        *(group_size, grid, (scale_rate, zero_rate), scale_dtype, dtype, _smallest(scale_dtype)),
+    )
+
+
 @fake_quantize_codes.kernel
 def _launch_codes(
     x, group_size, grid_name, scale_dtype, code_dtype, clips
@@ -399,6 +521,15 @@ def _check_codes(grid: Grid, code_dtype: torch.dtype, clips: bool) -> None:
             f"codes of {grid.low:g} to {grid.high:g}{', and one step beyond,' if clips else ''} do not fit into "
             f"{code_dtype}; take torch.int16"
         )
+
+
+def _check_learned(grid: Grid, scale: Tensor, zero: Tensor | None, group_size: int) -> None:
+    _check_grid(grid, None, None, group_size)
+    if grid.is_float8:
+        raise ValueError(f"fake_quantize_descent takes a grid of integers, got {grid.format!r}")
+    if (grid.mapping in ("asymmetric", "float_zero_point")) != (zero is not None):
+        takes = "no zero" if zero is not None else "zero beside its scale"
+        raise ValueError(f"{grid.mapping} {grid.format} takes {takes}")
 
 
 def _check_grid(

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from lowbit.convert import Target, adapter_modules, is_turned, shape_of_blocks
 from lowbit.inference.calibration.columns import levels_of
 from lowbit.inference.calibration.step import Layer, QParams, Start, Step, by_rows, check_share
-from lowbit.linear.fused_rounding import learned_gradients, rounded_by
+from lowbit.linear.fused_rounding import descended, learned_gradients, rounded_by
 from lowbit.numerics.divergence import distillation_loss
 from lowbit.numerics.learned_scales import RATE, as_parameters, qparams, rate_of
 from lowbit.numerics.lookup_table import LookupTable
@@ -195,8 +195,9 @@ class _Variables:
         scale, zero = weight.qparams
         room = INSIDE * steps_of(weight.values, self.spec, weight.qparams)
         away = weight.wanted() - weight.values
-        self.latent = weight.values + away.clamp(-room, room)
-        self.scale, self.zero = as_parameters(self.spec, scale.float(), zero)
+        self.latent = (weight.values + away.clamp(-room, room)).contiguous()
+        own = as_parameters(self.spec, scale.float(), zero)
+        self.scale, self.zero = (None if t is None else t.float().contiguous() for t in own)
         self.unit = self.scale.abs() * scale_rate
         is_joint = weight.joint is not None and self.spec.scales is None
         is_free = self.spec.is_searchable and self.spec.super_blocks is None
@@ -219,22 +220,33 @@ class _Variables:
         grad = self.weight.target.weight.grad
         if grad is None:
             return
-        grad = self.weight.matrix(grad)
+        grad, own = self.weight.matrix(grad), (self.scale, self.zero)
+        dtype, values = self.weight.original.dtype, None
+        if self.learns_scales and self.weight.mask is None:
+            values = descended(
+                *(grad, self.latent, self.spec, own, self.unit, rate),
+                *(self.weight.scale_dtype, dtype),
+            )
+        if values is None:
+            self._descend(grad, own, rate)
+            values = self.values(dtype)
+        self.weight.show(values)
+
+    def _descend(self, grad: Tensor, own: QParams, rate: float) -> None:
+        """`descended` by PyTorch's operations, for every format. Products are rounded before they are added."""
         found = self.qparams()
-        own = (self.scale, self.zero)
         of_latent, of_scale, of_zero = learned_gradients(
             grad, self.latent, self.spec, own, found=found
         )
-        steps = steps_of(self.latent, self.spec, found)
         if self.weight.mask is not None:
             of_latent = of_latent * self.weight.mask
-        self.latent.addcmul_(of_latent.float().sign_(), steps, value=-rate)
+        steps = steps_of(self.latent, self.spec, found) * rate
+        self.latent.sub_(of_latent.float().sign_().mul_(steps))
         if self.learns_scales:
-            self.scale.addcmul_(of_scale.sign_(), self.unit, value=-rate)
+            self.scale.sub_(of_scale.sign_().mul_(self.unit * rate))
             if self.zero is not None and of_zero is not None:
                 ratio = rate_of(self.spec) / RATE
-                self.zero.addcmul_(of_zero.sign_(), self.unit, value=-rate * ratio)
-        self.weight.show(self.values(self.weight.original.dtype))
+                self.zero.sub_(of_zero.sign_().mul_(self.unit * (rate * ratio)))
 
     def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The rounded values [N, K]."""
