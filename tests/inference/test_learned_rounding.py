@@ -218,8 +218,10 @@ LAUNCHES = {"float8": 0, "nvfp4": 0}
 
 def test_one_kernel_moves_a_weight() -> None:
     """Interpreted, and to the bit what PyTorch's operations give."""
-    code = "import json; from tests.inference.test_learned_rounding import fused_agree; print(json.dumps(fused_agree()))"
-    assert interpreted(code) == {name: [True, LAUNCHES.get(name, 6)] for name in FUSED}
+    code = "from tests.inference.test_learned_rounding import fused_agree; print(json.dumps(fused_agree()))"
+    assert interpreted(f"import json; {code}") == {
+        name: [True, LAUNCHES.get(name, 6)] for name in FUSED
+    }
 
 
 @pytest.mark.gpu

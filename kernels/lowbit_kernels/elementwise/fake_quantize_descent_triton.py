@@ -76,34 +76,11 @@ def _against(grad, step):
 
 @jit
 def _descend(
-    grad,
-    x,
-    scale,
-    zero,  # unused unless LEARNS_ZERO
-    unit,
-    out,
-    rate,
-    zero_rate,
-    columns,
-    groups,
-    total,
-    grad_stride,
-    LEARNS_ZERO: tl.constexpr,
-    MAPPING: tl.constexpr,
-    CODE_OF_Z: tl.constexpr,
-    ZERO: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    MID: tl.constexpr,
-    LEAST: tl.constexpr,
-    SCALE_RATE: tl.constexpr,
-    ZERO_RATE: tl.constexpr,
-    SCALE_DTYPE: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SIZE: tl.constexpr,
-    KEPT: tl.constexpr,  # SIZE holds a whole block
-):
+    grad, x, scale, zero, unit, out, rate, zero_rate, columns, groups, total, grad_stride, LEARNS_ZERO: tl.constexpr,
+    MAPPING: tl.constexpr, CODE_OF_Z: tl.constexpr, ZERO: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    MID: tl.constexpr, LEAST: tl.constexpr, SCALE_RATE: tl.constexpr, ZERO_RATE: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     block, row, group, exists = _place(groups, total, BLOCKS)
     own_scale = tl.load(scale + block, mask=exists, other=1.0)
     own_zero = own_scale * 0
@@ -112,36 +89,23 @@ def _descend(
     s, z = _stored(
         own_scale, own_zero, MAPPING, ZERO, LOW, HIGH, MID, LEAST, SCALE_RATE, ZERO_RATE, SCALE_DTYPE
     )  # fmt: skip
-    if KEPT:
-        at, mask = _tile(row, group, exists, 0, columns, columns, GROUP, SIZE)
+    scale_sums = tl.zeros((BLOCKS, SIZE), tl.float32)
+    zero_sums = tl.zeros((BLOCKS, SIZE), tl.float32)
+    for start in tl.range(0, GROUP, SIZE):
+        at, mask = _tile(row, group, exists, start, columns, columns, GROUP, SIZE)
         values = tl.load(x + at, mask=mask, other=0)
-        at, mask = _tile(row, group, exists, 0, columns, grad_stride, GROUP, SIZE)
+        at, mask = _tile(row, group, exists, start, columns, grad_stride, GROUP, SIZE)
         g = tl.load(grad + at, mask=mask, other=0).to(tl.float32)
         _, inside, own, value = _round(values, s, z, ZERO, False, LOW, HIGH, MID, 0.0)
         factor = tl.where(inside, (value - values) / s[:, None], own - CODE_OF_Z)
-        of_scale = tl.sum(g * factor, 1)
-        of_zero = tl.sum(tl.where(inside, 0.0, g), 1)
-        g = tl.where(inside, g, 0.0)
-    else:
-        scale_sums = tl.zeros((BLOCKS, SIZE), tl.float32)
-        zero_sums = tl.zeros((BLOCKS, SIZE), tl.float32)
-        for start in tl.range(0, GROUP, SIZE):
-            at, mask = _tile(row, group, exists, start, columns, columns, GROUP, SIZE)
-            values = tl.load(x + at, mask=mask, other=0)
-            at, mask = _tile(row, group, exists, start, columns, grad_stride, GROUP, SIZE)
-            g = tl.load(grad + at, mask=mask, other=0).to(tl.float32)
-            _, inside, own, value = _round(values, s, z, ZERO, False, LOW, HIGH, MID, 0.0)
-            factor = tl.where(inside, (value - values) / s[:, None], own - CODE_OF_Z)
-            scale_sums += g * factor
-            zero_sums += tl.where(inside, 0.0, g)
-        of_scale = tl.sum(scale_sums, 1)
-        of_zero = tl.sum(zero_sums, 1)
-
+        scale_sums += g * factor
+        zero_sums += tl.where(inside, 0.0, g)
+    tl.debug_barrier()  # every thread has read the parameters
     own_unit = tl.load(unit + block, mask=exists, other=0.0)
-    own_scale += _against(of_scale, _product(own_unit, rate))
+    own_scale += _against(tl.sum(scale_sums, 1), _product(own_unit, rate))
     tl.store(scale + block, own_scale, mask=exists)
     if LEARNS_ZERO:
-        own_zero += _against(of_zero, _product(own_unit, zero_rate))
+        own_zero += _against(tl.sum(zero_sums, 1), _product(own_unit, zero_rate))
         tl.store(zero + block, own_zero, mask=exists)
     new_s, new_z = _stored(
         own_scale, own_zero, MAPPING, ZERO, LOW, HIGH, MID, LEAST, SCALE_RATE, ZERO_RATE, SCALE_DTYPE
@@ -149,14 +113,11 @@ def _descend(
     step = _product(tl.abs(s), rate)[:, None]
     for start in tl.range(0, GROUP, SIZE):
         to, mask = _tile(row, group, exists, start, columns, columns, GROUP, SIZE)
-        if KEPT:
-            moved = values + _against(g, step)
-        else:
-            old = tl.load(x + to, mask=mask, other=0)
-            at, mask = _tile(row, group, exists, start, columns, grad_stride, GROUP, SIZE)
-            again = tl.load(grad + at, mask=mask, other=0).to(tl.float32)
-            _, inside, _, _ = _round(old, s, z, ZERO, False, LOW, HIGH, MID, 0.0)
-            moved = old + _against(tl.where(inside, again, 0.0), step)
+        values = tl.load(x + to, mask=mask, other=0)  # again, from a cache
+        at, mask = _tile(row, group, exists, start, columns, grad_stride, GROUP, SIZE)
+        g = tl.load(grad + at, mask=mask, other=0).to(tl.float32)
+        _, inside, _, _ = _round(values, s, z, ZERO, False, LOW, HIGH, MID, 0.0)
+        moved = values + _against(tl.where(inside, g, 0.0), step)
         _, _, _, value = _round(moved, new_s, new_z, ZERO, False, LOW, HIGH, MID, 0.0)
         tl.store(x + to, moved, mask=mask)
         tl.store(out + to, value.to(out.dtype.element_ty), mask=mask)
@@ -208,7 +169,6 @@ def descend(
             ZERO_RATE=rates[1],
             SCALE_DTYPE=FLOATS.index(scale_dtype),
             GROUP=group_size,
-            KEPT=tiling["SIZE"] >= min(group_size, columns),
             **constants,
             **tiling,
         )

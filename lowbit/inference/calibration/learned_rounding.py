@@ -196,8 +196,8 @@ class _Variables:
         room = INSIDE * steps_of(weight.values, self.spec, weight.qparams)
         away = weight.wanted() - weight.values
         self.latent = (weight.values + away.clamp(-room, room)).contiguous()
-        own = as_parameters(self.spec, scale.float(), zero)
-        self.scale, self.zero = (None if t is None else t.float().contiguous() for t in own)
+        zero = None if zero is None else zero.contiguous()
+        self.scale, self.zero = as_parameters(self.spec, scale.float().contiguous(), zero)
         self.unit = self.scale.abs() * scale_rate
         is_joint = weight.joint is not None and self.spec.scales is None
         is_free = self.spec.is_searchable and self.spec.super_blocks is None
