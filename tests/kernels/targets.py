@@ -191,6 +191,7 @@ def launches() -> Iterator[tuple[str, Callable[[], Any]]]:
     tiles are the largest, and the others at their cases."""
     yield from _products()
     yield from _cases()
+    yield from _descents()
 
 
 def _products() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -302,6 +303,22 @@ def _cases() -> Iterator[tuple[str, Callable[[], Any]]]:
             step = -(-len(cases) // CASES_OF_AN_OP)
             for case in cases[::step]:
                 yield f"{op}-{case.name}", functools.partial(_launch_case, module, op, case)
+
+
+def _descents() -> Iterator[tuple[str, Callable[[], Any]]]:
+    from lowbit_kernels.elementwise.fake_quantize import _launch_descent
+    from tests.kernels.test_fake_quantize_descent import SMALL, arguments
+
+    def descent(case: Any) -> Any:
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+        with unset_fake_temporarily():
+            given = arguments(case)
+        return _launch_descent(*map(like, given))
+
+    kinds = ("int4-groups", "int4-asymmetric-groups", "int4-float-zero-groups", "int4-long-rows")
+    for case in (c for c in SMALL if c.name in kinds):
+        yield f"fake_quantize_descent-{case.name}", functools.partial(descent, case)
 
 
 def _launch_case(module: Any, op: str, case: Any) -> Any:

@@ -143,6 +143,8 @@ def descend(
     rows, columns = x.shape
     groups = -(-columns // group_size)
     tiling = _tiling(columns, group_size, rows * groups)
+    if tiling["SIZE"] > 2048:  # no more registers than threads have
+        tiling |= {"SIZE": 2048, "num_warps": 4}
     out = x.new_empty((rows, columns), dtype=stored_dtype(dtype, x.device))
     constants = {
         name: value for name, value in _constants(grid).items() if name not in ("FLOAT8", "MARGIN")
