@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from lowbit.inference.calibration.learned_rounding import (
     originals,
     steps_of,
 )
+from lowbit.inference.calibration.states import OnDisk
 from lowbit.tracing.batches import output_tensor
 from lowbit_kernels.runtime import launches
 from tests.inference.test_calibrate import (
@@ -308,6 +310,25 @@ def test_nothing_is_learned_in_no_steps_or_at_no_rate() -> None:
     report = lb.calibrate(models[3], INT3, BATCHES, steps=[GPTQ(), far])
     assert not any(losses.kept for _, losses in report.learned)
     assert all(same(models[0], other) for other in models[1:])
+
+
+def test_a_step_reads_two_states_of_a_batch_from_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the block gets, and what it is to give."""
+    reads, read = [], OnDisk.__getitem__
+    monkeypatch.setattr(OnDisk, "__getitem__", lambda *a: reads.append(1) or read(*a))
+    counts = []
+    for steps in (2, 12):
+        reads.clear()
+        step = LearnedRounding(steps, 1)
+        lb.calibrate(
+            llama(), INT3, [tokens(i, 2, 8) for i in range(4)], steps=[step], cache=tmp_path
+        )
+        counts.append(len(reads))
+    assert (
+        counts[1] - counts[0] <= 2 * 2 * 2 * 10
+    )  # of two blocks; a batch may be held out, and gives way to another
 
 
 def test_outputs_of_the_head_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

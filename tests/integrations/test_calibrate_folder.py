@@ -235,6 +235,7 @@ def test_tensors_on_disk(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # the file has no name, so a kill leaves nothing
     held[0] = larger = torch.randn(2, 7, 3).mT
     held.append(last := torch.arange(5))
+    assert [held.shape(i) for i in range(4)] == [larger.shape, *(t.shape for t in first[1:]), (5,)]
     for found, wanted in zip(held, [larger, *first[1:], last], strict=True):
         assert found.dtype is wanted.dtype
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)

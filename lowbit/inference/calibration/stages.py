@@ -232,7 +232,7 @@ def _block(
                 f"block {at}",
                 block,
                 len(states.low),
-                lambda i: len(states.low[i]),
+                lambda i: states.low.shape(i)[0],
                 low,
                 high,
                 masks,
@@ -264,7 +264,7 @@ def _after(
         yield from place.groups(targets, needs)
         if needs.blocks:
             count, name = len(states.low), "after the blocks"
-            rows = [len(states.low[i]) for i in range(count)]
+            rows = [states.low.shape(i)[0] for i in range(count)]
             yield Block(name, states.model, count, rows.__getitem__, place.run, high, masks)
     yield Left("after")
 

@@ -46,6 +46,10 @@ class OnDisk(MutableSequence[Tensor]):
         self._file.readinto(_bytes_of(found))
         return found
 
+    def shape(self, index: int) -> torch.Size:
+        """That of a tensor, which is not read."""
+        return self._entries[index][1]
+
     def __setitem__(self, index: Any, value: Any) -> None:
         begin, shape, dtype = self._entries[index]
         if math.prod(shape) * dtype.itemsize != value.nbytes:
@@ -98,6 +102,10 @@ class InMemory(MutableSequence[Tensor]):
             written.synchronize()
         return held
 
+    def shape(self, index: int) -> torch.Size:
+        """That of a tensor."""
+        return self._held[index][0].shape
+
     def __setitem__(self, index: Any, value: Any) -> None:
         held, is_own = self._held[index]
         if not is_own or (held.shape, held.dtype) != (value.shape, value.dtype):
@@ -145,7 +153,9 @@ class States:
         self.model, self.blocks, self.batches, self.cache = model, list(blocks), batches, cache
         self.arguments: list[tuple[Arguments, ...]] = []
         self.low = self.kept(self._captured())
-        self.high = self.kept(self.low, copy=True) if compares else self.low
+        self.high: MutableSequence[Tensor] = (
+            self.kept(self.low, copy=True) if compares else self.low
+        )
 
     def _captured(self) -> Iterable[Tensor]:
         device = torch.device("cpu") if isinstance(self.cache, Path) else self.cache
@@ -163,7 +173,7 @@ class States:
             self.arguments.append(found.arguments)
             yield found.hidden
 
-    def kept(self, tensors: Iterable[Tensor], copy: bool = False) -> MutableSequence[Tensor]:
+    def kept(self, tensors: Iterable[Tensor], copy: bool = False) -> OnDisk | InMemory:
         """Tensors, kept where the states are. `copy`: others go on with these."""
         if isinstance(self.cache, Path):
             return OnDisk(self.cache, tensors)
