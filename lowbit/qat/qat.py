@@ -73,6 +73,7 @@ def prepare_(
     scales: str = "present",
     adapters: Literal["merge", "keep"] = "merge",
     gradients: MixedPrecision | None = None,
+    format: str | None = None,
 ) -> Report:
     """Make the weights of `model` fake-quantize in every product, in place; they stay trainable.
 
@@ -105,6 +106,9 @@ def prepare_(
             run in these formats too, as in `lowbit.train`, which is faster and rounds gradients
             (`lowbit.linear.coded_linear`). Its `output` stays True, as the scheme itself says how outputs are computed.
             Weights of other schemes keep high precision, and the report says so.
+        format: that of `lowbit.export`, if the trained model will be written: scales then have the dtype that it stores
+            (`lowbit.formats.grid`), and what it cannot hold is refused before the training. Of models with adapters the
+            schemes alone are checked. None: scales have the dtype of the weight, or of the scheme.
 
     A static activation has NaN for its scale until `lowbit.calibrate(model)`, unless that ran before with this scheme.
     With learned scales the one of the input is learned too, as `input_scale` and `input_zero` of its module;
@@ -113,15 +117,22 @@ def prepare_(
     Raises also:
         TypeError: `gradients` is not a scheme of mixed precision.
         ValueError: `gradients` fits none of the chosen weights, has `output=False`, or the device lacks its units;
-            learned scales of a given scheme whose `scale_format` is not "float".
+            learned scales of a given scheme whose `scale_format` is not "float"; `format` without a scheme.
+        FormatError, a ValueError: what `lowbit.export` refuses to write in `format`, as far as names, shapes, schemes
+            and config tell.
         NotImplementedError: adapters that cannot be merged, or kept, by name (`lowbit.qat.lora`). The model is then as
             it was.
 
     Warns where learned scales belong to layers with adapters: PEFT's files have no room for them.
     """
     _check_choices(scales, adapters, gradients)
+    scheme = scheme if format is None else _on_grid(format, scheme)
     targets, report = _targets(model, scheme, filter_fn)
     layers = lora.layers_of(model, targets, merge=adapters == "merge")
+    if format is not None and not layers:
+        from lowbit.formats.foreseen import check_export  # imports all formats
+
+        check_export(model, targets, format, lossy=False)
     lora.name_adapters(report, model, _ADAPTER_NOTES[adapters])
     for target in targets:
         _check_static(target, id(target.weight) in layers)
@@ -244,6 +255,17 @@ def _check_choices(scales: str, adapters: str, gradients: MixedPrecision | None)
     if adapters not in ("merge", "keep"):
         raise ValueError(f'adapters must be "merge" or "keep", got {adapters!r}')
     check_gradients(gradients)
+
+
+def _on_grid(format: str, scheme: Schemes | None) -> Schemes:
+    """The scheme with scales as the format stores them. Raises FormatError for one that it cannot hold."""
+    if scheme is None:
+        raise ValueError(
+            f"format={format!r} is for a scheme; without one each weight keeps the scheme that it has: leave out format"
+        )
+    from lowbit.formats.writing import on_grid  # imports all formats
+
+    return on_grid(format, scheme, lossy=False)
 
 
 def _why_present(target: Target, as_stored: bool) -> str | None:

@@ -224,6 +224,44 @@ def test_a_float32_model_on_the_grid_of_a_format(format: str, name: str, tmp_pat
         assert torch.equal(theirs[weight].to(narrow), values.to(narrow)), weight
 
 
+@pytest.mark.parametrize("scales", ["present", "learned"])
+@pytest.mark.parametrize("format", ["gptq", "awq"])
+def test_a_model_prepared_for_a_format(format: str, scales: str, tmp_path: Path) -> None:
+    """In float32, whose scales these formats do not hold."""
+    model = llama(torch.float32)
+    scheme = {"lm_head": None, "*": Int4WeightOnly(32)}
+    qat.prepare_(model, scheme, scales=scales, format=format)
+    wanted = trained(model)
+    qat.convert_(model)
+    assert len(lowbit.export(model, tmp_path / "out", format).converted) == 14
+    own = dict(lowbit.load_pretrained(tmp_path / "out").named_parameters())
+    for weight, values in wanted.items():
+        assert torch.equal(own[weight].dequantize(), values), weight
+
+
+@pytest.mark.parametrize(
+    ("scheme", "format", "message"),
+    [
+        (NF4WeightOnly(), "gptq", "gptq"),
+        ({"lm_head": None, "*": IntxWeightOnly(3, 32)}, "awq", "awq"),
+        (Int4WeightOnly(32), "onnx", "leave out format="),
+        (Int4WeightOnly(32), "gptq5", "gptq5"),
+        (None, "gptq", "without one each weight keeps the scheme that it has"),
+    ],
+)
+def test_what_a_format_cannot_hold_is_refused_before_the_training(
+    scheme: Any, format: str, message: str
+) -> None:
+    model = llama(torch.float32)
+    before = dict(model.named_parameters())
+    if scheme is None:
+        lowbit.quantize_(model, Int4WeightOnly(32))
+        before = dict(model.named_parameters())
+    with pytest.raises(ValueError, match=message):
+        qat.prepare_(model, scheme, format=format)
+    assert all(p is before[n] for n, p in model.named_parameters())
+
+
 @pytest.mark.parametrize("name", ["int4", "float8", "mxfp4"])
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
 def test_experts(model_type: str, name: str, tmp_path: Path) -> None:
