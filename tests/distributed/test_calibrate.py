@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit.inference import AWQ, GPTQ, LearnedRounding, Prune24, Rotate, Search, SmoothQuant
+from lowbit.inference.calibration import learned_rounding
 from lowbit.testing import launch
 from lowbit.testing.comparison import relative_error
 from recipes.llama import Llama, LlamaConfig
@@ -146,6 +147,46 @@ def test_where_sums_are_exact_all_bits_are_those_of_one_process(shares: tuple) -
         assert are_equal(own["state"], one["state"]) and own["layers"] == one["layers"]
 
 
+LEARNED = [Search(), LearnedRounding(6, 5), LearnedRounding(4, 5, over="model")]
+
+
+def learned(rank: int, world: int, shares: Sequence[Sequence[int]], holds_out: bool = True) -> Any:
+    """Described as `of_decoder`, and the losses. Without `holds_out` every sequence is learned from."""
+    model, given = decoder(rank), tokens()
+    own = [given[i] for i in shares[rank]]
+    group = dist.group.WORLD if world > 1 else None
+    with pytest.MonkeyPatch.context() as patch:
+        if not holds_out:
+            patch.setattr(learned_rounding, "_held_out", lambda sequences: [0] * len(sequences))
+            steps = [Search(), LearnedRounding(6, 6 if world > 1 else 7, reach=0.1)]
+        report = lb.calibrate(model, INT4, own, steps=LEARNED if holds_out else steps, group=group)
+    return described(model, report), report.learned
+
+
+def test_processes_learn_the_rounding_together() -> None:
+    """All bits and losses are the same, and a process without batches only follows."""
+    for shares in (([0], [1, 2]), ([], [0, 1, 2])):
+        (first, losses), (second, others) = launch(learned, 2, shares)
+        assert are_equal(first["state"], second["state"]) and losses == others
+        assert [name for name, _ in losses] == ["block 0", "block 1", "the model"]
+        assert all(own.held_out is not None for _, own in losses)
+        assert any(own.kept and own.after < own.before for _, own in losses)
+    one, alone = learned(0, 1, ([0, 1, 2],))
+    assert are_equal(first["state"], one["state"]) and losses == alone
+
+
+def test_gradients_of_processes_add_up() -> None:
+    """Where all take all of their batches in each step, they learn what one process learns from all. A sign differs
+    where sums, rounded in another order, are near 0."""
+    (first, losses), _ = launch(learned, 2, ([0], [1, 2]), False)
+    one, alone = learned(0, 1, ([0, 1, 2],), False)
+    for (name, own), (_, other) in zip(losses, alone, strict=True):
+        assert own.before == pytest.approx(other.before, rel=1e-4), name
+        assert own.after == pytest.approx(other.after, rel=0.05), name
+    for n, values in one["values"].items():
+        assert relative_error(first["values"][n], values) < 0.05, n
+
+
 def failing(rank: int, world: int) -> str:
     given = tokens() if rank == 0 else [torch.full((1, 4), 96)]
     with pytest.raises((RuntimeError, ValueError)) as found:
@@ -177,12 +218,8 @@ def refused(rank: int, world: int, folder: str) -> None:
         f"rank {1 - rank} has other steps than rank {rank}", [x], steps=[Search(), GPTQ()][rank::2]
     )
     raises(f"rank {1 - rank} has other weights or schemes", [x], [INT4, STATIC][rank])
-    for step in (LearnedRounding(5), LearnedRounding(5, over="model"), Rotate()):
-        raises(
-            r"all batches in one process.*accepted with group=…: .*Rotate\(folded=False\)",
-            [x],
-            steps=[step],
-        )
+    message = r"all batches in one process.*accepted with group=…: .*Rotate\(folded=False\)"
+    raises(message, [x], steps=[Rotate()])
     raises("group is for batches that the processes share", None, steps=[GPTQ()])
     raises("in place of a folder lowbit.load_pretrained", [x], of=folder, out="out")
     raises("group must be a torch.distributed.ProcessGroup of this.*got 'gloo'", [x], group="gloo")

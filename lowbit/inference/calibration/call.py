@@ -166,7 +166,7 @@ def calibrate(
             of the call, or what else it is given, does not read.
         RuntimeError: another rank of `group` failed, with what it said.
         ValueError: what `quantize_` refuses; an empty list of batches, on all ranks; ranks that differ in more than
-            batches; with `group` a step that needs all batches, such as `LearnedRounding`; steps and schemes that need
+            batches; with `group` a step that needs all batches, such as `Rotate`; steps and schemes that need
             batches, without any; NaN or infinite inputs of a layer, which is named. Weights that were calibrated before
             that layer are then quantized, and the others plain, as the message says.
         FormatError, a ValueError: what `lowbit.load_pretrained` and `lowbit.export` refuse of a folder, or of a module

@@ -14,6 +14,8 @@ within ±1/2. Vectors of the same modules, i.e. norms and biases, follow Adam me
 - A weight that an earlier step moved further than half a step from W (GPTQ) starts at the border of its cell.
 - One sequence in `HELD_OUT` gives no gradient. The result stays only if it lowers the loss over the others, and does
   not raise that over the sequences held out.
+- Processes of a group share the sequences of a step, hold out one in `HELD_OUT` of their own, and move by the sums of
+  their gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +32,7 @@ from torch import Tensor, nn
 
 from lowbit.convert import Target, adapter_modules, is_turned, shape_of_blocks
 from lowbit.inference.calibration.columns import levels_of
+from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.step import Layer, QParams, Start, Step, by_rows, check_share
 from lowbit.linear.fused_rounding import descended, learned_gradients, rounded_by
 from lowbit.numerics.divergence import distillation_loss
@@ -91,6 +94,7 @@ class Block:
         keep: makes a sequence of targets, where they are to be kept. None: they are not, as those of a head, which are
             many times the hidden states.
         vectors: those of the module, for `high`.
+        ranks: the processes that learn together, each from its own batches.
     """
 
     name: str
@@ -103,6 +107,7 @@ class Block:
     targets: MutableSequence[Tensor] | None = None
     keep: Callable[[Iterable[Tensor]], MutableSequence[Tensor]] | None = None
     vectors: Vectors = ()
+    ranks: Ranks = field(default_factory=Ranks)
 
 
 class Weight:
@@ -265,7 +270,8 @@ class LearnedRounding(Step):
 
     Args:
         steps: of sign descent, for each block or for the model. 0 leaves all as it is.
-        batch_size: sequences of a step. Batches of the calibration are taken whole, until there are so many.
+        batch_size: sequences of a step, of all processes of a group together. Batches of the calibration are taken
+            whole, until there are so many.
         over: "blocks" learns block by block, in the memory of one block. "model" learns all weights at once, with the
             activations and gradients of the whole model.
         reach: steps of the grid that a weight may move in all, times two.
@@ -295,10 +301,6 @@ class LearnedRounding(Step):
             raise ValueError(f"loss must be 'error', 'kl' or None, got {self.loss!r}")
         for name in ("reach", "scale_rate", "vector_rate"):
             check_share(name, getattr(self, name))
-
-    @property
-    def in_ranks(self) -> bool:
-        return False
 
     @property
     def whole(self) -> bool:  # type: ignore[override]
@@ -343,10 +345,13 @@ class _Learning:
         self.adam = None
         if self.vectors:
             self.adam = torch.optim.Adam(self.masters, lr=step.vector_rate, betas=BETAS)
+        self.trained = [*(w.target.weight for w in weights), *self.vectors]
+        sharing = sum(count > 0 for count in block.ranks.gathered(block.count))
+        self.sequences = -(-step.batch_size // max(sharing, 1)) if block.count else 0
+        """Those of a step that this process takes."""
 
     def run(self) -> Losses:
-        step, block = self.step, self.block
-        trained = [*(w.target.weight for w in self.weights), *self.vectors]
+        step, block, trained = self.step, self.block, self.trained
         with _learning(block.module, trained), ExitStack() as stack:
             device = trained[0].device
             if device.type == "cuda" and trained[0].dtype is torch.float32:
@@ -355,6 +360,7 @@ class _Learning:
             batches = _drawn(block.count)
             for number in range(step.steps):
                 self._gradients(batches)
+                self._add_up()
                 self._move(1 - number / step.steps)
             after, *held_after = self.means() if step.steps else [before, *held_before]
         kept = after < before and all(b <= a for a, b in zip(held_before, held_after, strict=True))
@@ -363,6 +369,9 @@ class _Learning:
         if kept:
             for variables in self.variables:
                 variables.keep()
+                found = (variables.weight.values, *variables.weight.qparams)
+                block.ranks.alike(*(t for t in found if t is not None))
+            block.ranks.alike(*(vector.data for vector in self.vectors))
             return losses
         for w in self.weights:
             w.show(w.values)
@@ -378,13 +387,25 @@ class _Learning:
 
     def _gradients(self, batches: Iterator[int]) -> None:
         rows = 0
-        while rows < self.step.batch_size:
+        while rows < self.sequences:
             number = next(batches)
             sequences = max(self.block.rows(number), 1)
             if self.held_out[number] < sequences:
                 with torch.enable_grad():
                     self._losses(number)[0][0].backward()
             rows += sequences - self.held_out[number]
+
+    def _add_up(self) -> None:
+        """Give all processes the sums of their gradients. One that no process has stays None."""
+        if self.block.ranks.group is None:
+            return
+        each = self.block.ranks.gathered([p.grad is not None for p in self.trained])
+        reached = [
+            p for p, own in zip(self.trained, zip(*each, strict=True), strict=True) if any(own)
+        ]
+        for p in reached:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
+        self.block.ranks.add_up(*(p.grad for p in reached if p.grad is not None))
 
     def _move(self, share: float) -> None:
         step = self.step
@@ -448,14 +469,15 @@ class _Learning:
         any."""
         own = [w.values for w in self.weights] or list(self.block.module.parameters())
         device = own[0].device
-        totals = torch.zeros(2, dtype=torch.float64, device=device)
-        counts = [0, 0]
+        totals = torch.zeros(2, 2, dtype=torch.float64, device=device)
         with torch.no_grad():
             for number in range(self.block.count):
                 for part, (loss, rows) in enumerate(self._losses(number)):
-                    totals[part] += loss
-                    counts[part] += rows
-        found = [total / max(n, 1) for total, n in zip(totals.tolist(), counts, strict=True)]
+                    totals[0, part] += loss
+                    totals[1, part] += rows
+        self.block.ranks.add_up(totals)
+        losses, counts = totals.tolist()
+        found = [total / max(n, 1) for total, n in zip(losses, counts, strict=True)]
         return found if counts[1] else found[:1]
 
 

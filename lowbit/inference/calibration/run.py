@@ -414,7 +414,8 @@ def _check_in_ranks(steps: Sequence[Step]) -> None:
     if alone := [step for step in steps if not step.in_ranks]:
         raise ValueError(
             f"{alone[0]} needs all batches in one process, got a process group; accepted with group=…: steps that read "
-            "sums over batches, such as GPTQ, Search, AWQ, SmoothQuant, Prune24 and Rotate(folded=False)"
+            "sums over batches, such as GPTQ, Search, LearnedRounding, AWQ, SmoothQuant, Prune24 and "
+            "Rotate(folded=False)"
         )
 
 

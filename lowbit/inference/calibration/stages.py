@@ -29,6 +29,7 @@ from lowbit.inference.calibration.batches import Batches, mask_of
 from lowbit.inference.calibration.inputs import Watch
 from lowbit.inference.calibration.learned_rounding import Block
 from lowbit.inference.calibration.places import Group, Needs, Place
+from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.states import Cache, States
 from lowbit.tracing.batches import call
 from lowbit.tracing.block_inputs import NotAChain, capture
@@ -236,6 +237,7 @@ def _block(
                 low,
                 high,
                 masks,
+                ranks=states.batches.ranks,
             )
             own.keep = states.kept
             own.targets = states.high if inside.is_kept else None
@@ -265,7 +267,9 @@ def _after(
         if needs.blocks:
             count, name = len(states.low), "after the blocks"
             rows = [states.low.shape(i)[0] for i in range(count)]
-            yield Block(name, states.model, count, rows.__getitem__, place.run, high, masks)
+            own = Block(name, states.model, count, rows.__getitem__, place.run, high, masks)
+            own.ranks = states.batches.ranks
+            yield own
     yield Left("after")
 
 
@@ -290,7 +294,8 @@ def block_of(
         return 1 if first is None else len(first)
 
     own = [mask_of(batch) for batch in batches] if masks is None else masks
-    return Block("the model", model, len(batches), rows, run, run, own)
+    ranks = batches.ranks if isinstance(batches, Batches) else Ranks()
+    return Block("the model", model, len(batches), rows, run, run, own, ranks=ranks)
 
 
 def chain_of(model: nn.Module, targets: Sequence[Target] | None) -> list[nn.Module]:
