@@ -83,12 +83,17 @@ def workplace(out: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def kept(out: Path, name: str) -> Iterator[Path]:
+def kept(out: Path, name: str, locks: bool = True) -> Iterator[Path]:
     """The hidden folder `.out.lowbit-name` beside `out`. It stays after an error or a kill, and is removed at the end.
+
+    `locks`: False where a process that this one works with makes, locks and removes it.
 
     Raises BlockingIOError if another process has it, and OSError if it cannot be made.
     """
     place = out.parent / f".{out.name}.lowbit-{name}"
+    if not locks:
+        yield place
+        return
     place.mkdir(exist_ok=True)
     lock: int | None = os.open(place / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     assert lock is not None

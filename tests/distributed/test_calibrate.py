@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -202,7 +201,7 @@ def test_an_error_of_one_process_ends_all() -> None:
     assert second.startswith("ValueError: the model does not run on batch 0")
 
 
-def refused(rank: int, world: int, folder: str) -> None:
+def refused(rank: int, world: int) -> None:
     group, x = dist.group.WORLD, torch.randn(4, 64)
     model = nn.Sequential(nn.Linear(64, 32))
 
@@ -221,13 +220,12 @@ def refused(rank: int, world: int, folder: str) -> None:
     message = r"all batches in one process.*accepted with group=…: .*Rotate\(folded=False\)"
     raises(message, [x], steps=[Rotate()])
     raises("group is for batches that the processes share", None, steps=[GPTQ()])
-    raises("in place of a folder lowbit.load_pretrained", [x], of=folder, out="out")
     raises("group must be a torch.distributed.ProcessGroup of this.*got 'gloo'", [x], group="gloo")
     raises("group must be .*got -100", [x], group=dist.GroupMember.NON_GROUP_MEMBER)
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
-    launch(refused, 2, str(tmp_path))
+def test_what_is_refused() -> None:
+    launch(refused, 2)
 
 
 def alone(rank: int, world: int) -> bool:

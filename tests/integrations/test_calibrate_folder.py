@@ -19,8 +19,10 @@ from lowbit.formats import FormatError
 from lowbit.inference import AWQ, GPTQ, LearnedRounding, Prune24, Rotate, Search, Step
 from lowbit.inference.calibration import large
 from lowbit.inference.calibration.finished import Finished
+from lowbit.inference.calibration.large import Streamed
 from lowbit.inference.calibration.run import Run
 from lowbit.inference.calibration.states import InMemory, OnDisk
+from lowbit.testing import launch
 from tests import forked
 
 transformers = pytest.importorskip("transformers")
@@ -324,6 +326,7 @@ import os, signal, sys
 import lowbit as lb
 from lowbit.files import tensor_file
 from lowbit.inference.calibration.finished import Finished
+from lowbit.inference.calibration.large import Streamed
 from tests.integrations import test_calibrate_folder as test
 
 folder, out, kind, at, where = sys.argv[1:]
@@ -557,3 +560,77 @@ def test_what_is_refused_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="exists already"):
         lb.calibrate(folder, INT3, batches(), out=out)
     assert left_beside(out) == []
+
+
+# ---- several processes --------------------------------------------------------------------------------------------
+
+SHARES = (([0], [1, 2]), ([], [0, 1]))
+
+
+def of_ranks(rank: int, world: int, place: str, kind: str, share: int, at: int) -> dict[str, Any]:
+    """Calibrate a folder and a model in memory by the same batches. The first call ends after `at` places."""
+    _, _, scheme, steps = KINDS[kind]
+    given = [*batches(), *batches(7)]
+    own = [given[i] for i in SHARES[share][rank]]
+    folder, out = Path(place) / "model", Path(place) / "out"
+    options: dict[str, Any] = {"steps": steps, "group": torch.distributed.group.WORLD}
+    finish, told = Streamed.finish, []
+    with pytest.MonkeyPatch.context() as patch:
+
+        def finished(memory: Streamed, name: str) -> None:
+            finish(memory, name)
+            told.append(name)
+            if len(told) == at:
+                raise OSError("stopped")
+
+        patch.setattr(Streamed, "finish", finished)
+        if at:
+            with pytest.raises((FormatError, RuntimeError), match="stopped"):
+                lb.calibrate(folder, scheme, own, out=out, format="lowbit", **options)
+        told.clear()
+        at = 0
+        report = lb.calibrate(folder, scheme, own, out=out, format="lowbit", **options)
+    model = lb.load_pretrained(folder)
+    expected = lb.calibrate(
+        model, scheme, own, None if isinstance(scheme, dict) else without_head, **options
+    )
+    assert_same(lb.load_pretrained(out), model)
+    assert report.learned == expected.learned and report.written is not None
+    assert {n: (x.rows, x.after) for n, x in report.layers.items()} == {
+        n: (x.rows, x.after) for n, x in expected.layers.items()
+    }
+    return {"told": told, "state": state(model), "path": report.written.path}
+
+
+@pytest.mark.parametrize(
+    ("kind", "share", "at"),
+    [("llama", 0, 2), ("tied", 1, 2), ("static", 0, 0), ("one block", 0, 0)],
+)
+def test_processes_calibrate_a_folder(kind: str, share: int, at: int, tmp_path: Path) -> None:
+    """To the bits of a model in the memory of each; the first one writes, and a call that ended goes on."""
+    name, changes, *_ = KINDS[kind]
+    save(tmp_path / "model", name, **changes)
+    first, second = launch(of_ranks, 2, str(tmp_path), kind, share, at)
+    assert first["told"] == second["told"] and first["path"] == str(tmp_path / "out")
+    assert all(torch.equal(value, second["state"][n]) for n, value in first["state"].items())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out"]
+
+
+def of_other_folders(rank: int, world: int, place: str) -> str:
+    with pytest.raises((RuntimeError, ValueError)) as found:
+        lb.calibrate(
+            Path(place) / str(rank),
+            INT3,
+            batches(),
+            out=Path(place) / "out",
+            group=torch.distributed.group.WORLD,
+        )
+    return str(found.value)
+
+
+def test_processes_with_other_folders_are_refused(tmp_path: Path) -> None:
+    for rank, size in enumerate((1, 2)):
+        save(tmp_path / str(rank), tie_word_embeddings=size == 2)
+    messages = launch(of_other_folders, 2, str(tmp_path))
+    assert "rank 1 has another folder than rank 0" in messages[0]
+    assert left_beside(tmp_path / "out") in ([], [".out.lowbit-calibration"])

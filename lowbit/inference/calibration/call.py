@@ -90,6 +90,7 @@ def calibrate(
     cache: torch.device | str | os.PathLike[str] | None = ...,
     method: Method = ...,
     percentile: float = ...,
+    group: dist.ProcessGroup | None = ...,
     **writing: Any,
 ) -> CalibrationReport: ...
 def calibrate(
@@ -148,8 +149,9 @@ def calibrate(
             model makes them.
         method, percentile: how static ranges are chosen (`lowbit.calibration.calibrate`).
         group: the process group whose ranks each give their own batches, any number of them. All its ranks call, with
-            the model in the memory of each, and get the same model. None: this process alone, also where
-            torch.distributed is initialized; in the context the default group.
+            the model in the memory of each, or with one folder and one `out` that all of them see, and get the same
+            model. None: this process alone, also where torch.distributed is initialized; in the context the default
+            group.
         out: for a folder alone: the folder to make, or a file for "gguf".
         device: for a folder alone: where its blocks are calibrated.
         writing: options of `lowbit.export`. For a folder: format, lossy, overwrite, max_shard_size. For a module format
@@ -184,10 +186,10 @@ def calibrate(
         return observed.calibrate(
             model, scheme, own, method=method, percentile=percentile, group=group
         )
-    if group is not None and (without_data or isinstance(model, str | os.PathLike)):
+    if group is not None and without_data:
         raise ValueError(
-            "group is for batches that the processes share, and for a model in the memory of each; accepted: calibrate("
-            "model, scheme, batches, group=…), in place of a folder lowbit.load_pretrained(folder)"
+            "group is for batches that the processes share; accepted: calibrate(model, scheme, batches, group=…), or "
+            "one process without batches"
         )
     ranks = Ranks(group)
     if scheme is None:
@@ -199,9 +201,11 @@ def calibrate(
         _check_of_data(without_data, blocks, cache, ranges)
         from lowbit.inference.calibration.large import calibrate_folder  # imports all formats
 
-        return calibrate_folder(
-            *(model, scheme, batches, filter_fn, chosen, ranges, place, device, out, writing)
-        )
+        with ranks.together():
+            return calibrate_folder(
+                *(model, scheme, batches, filter_fn, chosen, ranges, place, device, out, writing),
+                ranks,
+            )
     check_module(model)
     _check_writing(out, device, writing)
     blocks = blocks if blocks is None else list(blocks)

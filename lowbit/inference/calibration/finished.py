@@ -38,13 +38,16 @@ class Finished:
     Args:
         place: a folder that no other process writes to.
         key: a digest of each thing that decides the result, by its name.
+        writes: False: another process writes the parts, and has seen to the key.
 
     Raises FormatError if the folder has parts of a call with another key.
     """
 
-    def __init__(self, place: Path, key: Mapping[str, str]) -> None:
-        self.place, self.folder = place, place / "model"
+    def __init__(self, place: Path, key: Mapping[str, str], writes: bool = True) -> None:
+        self.place, self.folder, self._writes = place, place / "model", writes
         self._own = by_name("lowbit")
+        if not writes:
+            return
         shutil.rmtree(place / "part", ignore_errors=True)
         (place / "part").mkdir()
         self.folder.mkdir(exist_ok=True)
@@ -83,7 +86,9 @@ class Finished:
         return found, results
 
     def write(self, name: str, tensors: Mapping[str, Tensor], results: Results) -> None:
-        """Write a part."""
+        """Write a part, if this process writes."""
+        if not self._writes:
+            return
         stored: dict[str, Tensor] = {}
         weights: dict[str, LowbitTensor] = {}
         for own, value in tensors.items():

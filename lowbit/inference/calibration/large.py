@@ -28,6 +28,7 @@ from lowbit.formats.writing import check_writing, default_format, export
 from lowbit.inference.calibration.batches import Batches, usable_batches
 from lowbit.inference.calibration.expert_pruning import PruneExperts
 from lowbit.inference.calibration.finished import Finished
+from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.report import CalibrationReport
 from lowbit.inference.calibration.run import Run
 from lowbit.inference.calibration.stages import Memory, chain_of, first_of_each_class
@@ -49,8 +50,10 @@ def calibrate_folder(
     device: str | torch.device,
     out: str | PathLike[str],
     writing: Mapping[str, Any],
+    ranks: Ranks,
 ) -> CalibrationReport:
-    """Calibrate the model of a folder, and write it to `out`. Args: those of `lowbit.calibrate`.
+    """Calibrate the model of a folder, and write it to `out`. Args: those of `lowbit.calibrate`; `ranks`: the processes
+    that do so together, of which the first one writes.
 
     Raises what `lowbit.calibrate` says."""
     if any(isinstance(step, PruneExperts) for step in steps):
@@ -62,7 +65,7 @@ def calibrate_folder(
     on_grid = check_writing(path, out, scheme, **writing)
     source = StreamedModel(path, device)
     choice = FolderChoice(source.model, not has_static(scheme)) if filter_fn is None else filter_fn
-    usable = Batches() if batches is None else usable_batches(source.model, batches)
+    usable = Batches() if batches is None else usable_batches(source.model, batches, ranks)
     memory = Streamed(source)
     run = Run(source.model, on_grid, choice, steps, usable, ranges, memory)
     format = writing.get("format") or default_format(path)
@@ -73,10 +76,14 @@ def calibrate_folder(
     if why := _why_whole(chain, run.targets, usable, steps):
         chain = []
     try:
-        with new_path.kept(out, "calibration") as place:
-            memory.begin(run, chain, Finished(place, _key(source, run, steps)))
+        key, is_first = _key(source, run, steps), ranks.rank == 0
+        with new_path.kept(out, "calibration", locks=is_first) as place:
+            memory.begin(run, chain, Finished(place, key, writes=is_first))
             report = memory.all_finished() or run.quantize(chain, cache)
-            report.written = export(memory.completed(), out, **writing)
+            ranks.gathered(None)  # all have read what the first one removes
+            written = export(memory.completed(), out, **writing) if is_first else None
+            report.written = ranks.gathered(written)[0]
+            assert report.written is not None
             report.written.notes += [f"the model was whole in memory: {why}"] if why else []
             report.written.notes += report.notes
     except BlockingIOError as error:
@@ -136,7 +143,7 @@ class Streamed(Memory):
         return [n for n in self._outside if not isinstance(self.source.value(n), LowbitTensor)]
 
     def is_finished(self, place: str) -> bool:
-        return self._finished.has(place)
+        return self._run.batches.ranks.gathered(self._finished.has(place))[0]
 
     def restore(self, place: str, targets: list[Target]) -> None:
         tensors, results = self._finished.read(place)
@@ -199,7 +206,7 @@ def _why_whole(
     chain: Sequence[nn.Module], targets: Sequence[Target], batches: Batches, steps: Sequence[Step]
 ) -> str | None:
     """Why the model is not calibrated block by block; None if it is."""
-    if not len(batches):
+    if not batches.total:
         return "there are no batches to run through its blocks"
     if whole := [step.method for step in steps if step.whole]:
         return f"{whole[0]} works on all blocks together"
@@ -230,7 +237,17 @@ def _key(source: StreamedModel, run: Run, steps: Sequence[Step]) -> dict[str, st
         "choice of ranges": run.ranges,
         "kind of device": source.device.type,
     }
-    return {name: digests.of_text(json.dumps(value)) for name, value in given.items()}
+    ranks = run.batches.ranks
+    if ranks.group is not None:
+        given["list of batches"] = ranks.gathered(batches)
+    key = {name: digests.of_text(json.dumps(value)) for name, value in given.items()}
+    for rank, other in enumerate(ranks.gathered(key)):
+        if names := [name for name in key if other[name] != key[name]]:
+            raise ValueError(
+                f"rank {rank} has another {' and another '.join(names)} than rank {ranks.rank}; all ranks of a group "
+                "read one folder, and only their batches differ"
+            )
+    return key
 
 
 def _text(leaf: Any) -> str:

@@ -89,8 +89,9 @@ class Ranks:
                 if held is not t:
                     t.copy_(held)
 
-    def begin(self, model: nn.Module, given: dict[str, Any]) -> None:
-        """Give all processes the plain parameters and buffers of the first one, as DistributedDataParallel does.
+    def begin(self, model: nn.Module | None, given: dict[str, Any]) -> None:
+        """Give all processes the plain parameters and buffers of the first one, as DistributedDataParallel does. None:
+        they all read them from one folder.
 
         Raises ValueError if they differ in what they were given."""
         for rank, other in enumerate(self.gathered(given)):
@@ -99,6 +100,6 @@ class Ranks:
                     f"rank {rank} has other {', '.join(names)} than rank {self.rank}; all ranks of a group calibrate "
                     "one model alike, and only their batches differ"
                 )
-        if self.group is not None:
+        if self.group is not None and model is not None:
             held = [*model.parameters(), *model.buffers()]
             self.alike(*(t.data for t in held if type(t.data) is Tensor and t.numel()))

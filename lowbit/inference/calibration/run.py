@@ -124,7 +124,8 @@ class Run:
         """The steps on layers and those that learn, each with its notes by the id of a module."""
         listed = [(t.owners[0].fqn, tuple(t.weight.shape), str(t.scheme)) for t in self.targets]
         given = {"weights or schemes": listed, "steps": [str(step) for step in steps]}
-        batches.ranks.begin(model, given | {"choice of ranges": ranges})
+        in_memory = model if memory is None else None
+        batches.ranks.begin(in_memory, given | {"choice of ranges": ranges})
         names = given_ranges(ranges)
         if names and not any(target.scheme.is_static for target in self.targets):
             raise ValueError(
@@ -258,9 +259,10 @@ class Run:
                 return place.run(number)
 
         with forward_of(self.model, forward):
-            self._fold(place.targets, Batches(numbers if place.folds else ()))
+            ranks = self.batches.ranks
+            self._fold(place.targets, Batches(numbers if place.folds else (), ranks))
             if not place.is_finished:
-                self._find_static(place.targets, Batches(numbers))
+                self._find_static(place.targets, Batches(numbers, ranks))
 
     def _fold(self, targets: Sequence[Target], batches: Batches) -> None:
         """Let the steps change the model in high precision. No batches: name the steps of these weights alone."""
