@@ -11,6 +11,7 @@ et al., arXiv 1712.05877.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -130,17 +131,12 @@ def prepare_(
     targets, report = _targets(model, scheme, filter_fn)
     layers = lora.layers_of(model, targets, merge=adapters == "merge")
     if format is not None and not layers:
-        from lowbit.formats.foreseen import check_export  # imports all formats
-
-        check_export(model, targets, format, lossy=False)
+        _check_export(model, targets, format)
     lora.name_adapters(report, model, _ADAPTER_NOTES[adapters])
     for target in targets:
         _check_static(target, id(target.weight) in layers)
         if scales == "learned" and _why_present(target, scheme is None) is None:
-            target.scheme.weight.check_free_scales(
-                f"{target.owners[0].fqn}: scales='learned'",
-                "call prepare_ with scales='present', which rounds them as they are stored",
-            )
+            _check_free(target)
     modules = _modules(targets)
     static = [
         (t.owners, rounding_owners(t), t.scheme.activation) for t in targets if t.scheme.is_static
@@ -266,6 +262,19 @@ def _on_grid(format: str, scheme: Schemes | None) -> Schemes:
     from lowbit.formats.writing import on_grid  # imports all formats
 
     return on_grid(format, scheme, lossy=False)
+
+
+def _check_free(target: Target) -> None:
+    target.scheme.weight.check_free_scales(
+        f"{target.owners[0].fqn}: scales='learned'",
+        "call prepare_ with scales='present', which rounds them as they are stored",
+    )
+
+
+def _check_export(model: nn.Module, targets: Sequence[Target], format: str) -> None:
+    from lowbit.formats.foreseen import check_export  # imports all formats
+
+    check_export(model, targets, format, lossy=False)
 
 
 def _why_present(target: Target, as_stored: bool) -> str | None:
