@@ -667,6 +667,51 @@ def test_a_block_that_multiplies_more_often_than_the_one_before_it_is_named(
     assert len(found) == bool(asymmetric)
 
 
+class Readers(nn.Module):
+    """Three linears of one input. `chains`: the last one also multiplies what the first one gives."""
+
+    chains = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(64, 64) for _ in range(3))
+        self.d = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.a(x)
+        y = first + self.b(x) + self.c(x)
+        y = y + self.c(first.tanh()) if self.chains else y
+        return x + self.d(y.tanh())
+
+
+@pytest.mark.parametrize("chains", [False, True])
+@pytest.mark.parametrize("asymmetric", [0.0, 1.0])
+def test_outputs_that_nobody_waits_for_are_not_computed(
+    asymmetric: float, chains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Readers, "chains", chains)
+    batches = [torch.randn(50, 64) for _ in range(3)]
+    models, zeros = [], {True: [], False: []}
+    begin = Watch.__init__
+    for skips in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Readers() for _ in range(2)))
+        found = zeros[skips]
+        model[1].b.register_forward_hook(lambda m, x, y, found=found: found.append(not y.any()))
+
+        def watched(self: Watch, *given: object, skips: bool = skips) -> None:
+            begin(self, *(given if skips else given[:5]))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Watch, "__init__", watched)
+            steps = [GPTQ(asymmetric=asymmetric)]
+            lb.calibrate(model, INT4, batches, steps=steps, blocks=list(model))
+        models.append(model)
+    assert same(*models) and not any(zeros[False])
+    # In one stream the first run counts products; in two the block before has counted them, for both.
+    assert sum(zeros[True]) == (0 if chains or not asymmetric else 2 * 3)
+
+
 def test_a_model_that_catches_the_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """It raises another error, or computes the products again by another way."""
     batches = [{"x": torch.randn(9, 64), "parts": 1}] * 2

@@ -16,7 +16,7 @@ to it has both: H / mean(diag H) + I.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -249,6 +249,8 @@ class Watch(TorchFunctionMode):
         mask: the tokens that count, bool, of the shape of the leading dimensions of inputs; None: all.
         most: raise `Reached` in place of computing the last of so many products of these weights. None: run on.
         own: `seen` gets the inputs of so many of the targets, the first ones. None: of all.
+        unread: numbers of targets whose outputs no later product of these weights reads. Where the run ends early,
+            linears get zeros in their place.
 
     Attributes:
         products: how many of each weight were seen.
@@ -261,8 +263,10 @@ class Watch(TorchFunctionMode):
         mask: Tensor | None = None,
         most: int | None = None,
         own: int | None = None,
+        unread: Collection[int] = (),
     ) -> None:
         super().__init__()
+        self.unread = unread if most is not None else ()
         self.products, self.most = [0] * len(targets), most
         self.own = len(targets) if own is None else own
         self.targets, self.seen, self.mask = targets, seen, mask
@@ -273,10 +277,13 @@ class Watch(TorchFunctionMode):
         read = _READERS.get(func)
         if read is not None:
             for weight, inputs in read(args, kwargs):
-                if not self.is_over:
-                    self._count(weight, inputs)
+                index = None if self.is_over else self._count(weight, inputs)
                 if self.is_over:
                     raise Reached
+                if index in self.unread and func is F.linear:
+                    x = _argument(args, kwargs, 0, "input")
+                    if x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type):
+                        return x.new_zeros(*x.shape[:-1], weight.shape[0])
         return func(*args, **kwargs)
 
     @property
@@ -286,15 +293,16 @@ class Watch(TorchFunctionMode):
 
     def _count(
         self, weight: Any, inputs: Callable[[Tensor], Iterator[tuple[int, int, Any]]]
-    ) -> None:
+    ) -> int | None:
+        """Count a product, and give the number of its target; None for another weight."""
         if type(weight) not in (Tensor, torch.nn.Parameter) or weight.layout is not torch.strided:
-            return
+            return None
         index = self.known.get(weight.untyped_storage().data_ptr())
         if index is None:
-            return
+            return None
         self.products[index] += 1
         if index >= self.own:
-            return
+            return index
         target = self.targets[index]
         shape = shape_of_blocks(target)
         first = 0
@@ -307,6 +315,7 @@ class Watch(TorchFunctionMode):
                 self.seen(index, 0, 1, x, x)
             elif x.shape[-1] == shape[-1]:
                 self.seen(index, first + matrix, matrices, counted_rows(x, self.mask), x)
+        return index
 
 
 # ---- functions, and where their weight and its inputs are ------------------------------------------------------

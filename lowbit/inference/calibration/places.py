@@ -6,7 +6,7 @@ tensor (q, k and v) are one group, and so are those of experts in a list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -240,6 +240,7 @@ class Place:
         multiplied: dict[int, list[Any]] = {}
         alike, ends = True, group is self._last
         has_pairs = any(m.pairs for m in group.moments)
+        unread = sharing if len({*group.moments}) == 1 else ()
 
         def remember(index: int, matrix: int, matrices: int, rows: Tensor, source: Any) -> None:
             moments = group.moments[index]
@@ -264,8 +265,8 @@ class Place:
             if ends:
                 self._end(number, mask, remember, group)
             elif has_pairs and self.high is not None:
-                self._watched(self.high, number, mask, remember, groups, self.copies)
-            self._watched(self.run, number, mask, count, groups)
+                self._watched(self.high, number, mask, remember, groups, unread, self.copies)
+            self._watched(self.run, number, mask, count, groups, unread)
             numbers = {i: list(map(id, sources)) for i, sources in multiplied.items()}
             alike = alike and all(numbers[i] == numbers[lead_of[i]] for i in sharing)
         self.is_kept = self.is_kept or ends
@@ -293,18 +294,22 @@ class Place:
         mask: Tensor | None,
         seen: Seen,
         groups: Sequence[Group],
+        unread: Collection[int],
         copies: dict[str, Target] | None = None,
     ) -> None:
         """Run batch `number`, and let `seen` have the inputs of the first group. The run ends with that group's last
         product where this is known. Otherwise it counts the products of all groups.
 
-        `copies`: name of a weight → the weight that runs in its place."""
+        Args:
+            unread: numbers of the group's weights, if all share their sums, and so their input.
+            copies: name of a weight → the weight that runs in its place.
+        """
         group = groups[0]
         most = group.last(number)
         targets = [t for g in (groups if most is None else groups[:1]) for t in g.targets]
         if copies is not None:
             targets = [copies[t.owners[0].fqn] for t in targets]
-        watch = Watch(targets, seen, mask, most, len(group.targets))
+        watch = Watch(targets, seen, mask, most, len(group.targets), unread)
         try:
             with watch:
                 run(number)
